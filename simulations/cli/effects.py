@@ -66,7 +66,7 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
             lambda v: v["grid"] is not None,
         ),
         Effect(
-            _SETTINGS,
+            (*_SETTINGS, "more"),
             "without a grid, whose file has the settings",
             lambda v: v["grid"] is None,
         ),
@@ -76,7 +76,12 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
             lambda v: v["model"] is None,
         ),
         _TEXTS,
-        Effect(("server_lr",), "with --server adam or yogi", lambda v: v["server"] != "mean"),
+        Effect(("server_lr",), "beside --set server=adam or yogi", lambda v: v["server"] != "mean"),
+        Effect(
+            ("pretrain_data", "pretrain_limit", "pretrain_epochs"),
+            "with --start pretrained",
+            lambda v: "pretrained" in names(v["starts"]),
+        ),
     ),
     # The command itself complains of a path that does not exist.
     "report": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +19,7 @@ from fedrot.simulations.cli.commands import (
     given,
     say,
 )
+from fedrot.simulations.cli.effects import refuse_idle
 from fedrot.simulations.cli.root import app
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation import runner
@@ -39,20 +41,20 @@ def grid_argument(entries: str) -> Any:
     return typer.Argument(help=help_text, autocompletion=completed)
 
 
-#: The panels of the help of ``simulate``, each with its settings.
+#: The panels of the help of ``simulate``, each with its settings. Others are given by ``--set``.
 PANELS = {
     "Data": (
-        *("data", "unseen_data", "task", "data_dir", "text_column", "label_column", "label_kind"),
-        *("missing", "train_limit", "test_limit"),
+        *("data", "task", "data_dir", "text_column", "label_column", "label_kind", "missing"),
+        *("train_limit", "test_limit"),
     ),
-    "Model": (
-        *("model", "architecture", "layers", "width", "heads", "max_length", "dropout", "starts"),
-        *("pretrain_data", "pretrain_limit", "pretrain_epochs", "task_head"),
-    ),
-    "Adapters": ("lora", "server", "server_lr"),
-    "Federation": ("clients", "partition", "holdout", "fraction_train", "arms", "seeds", "rounds"),
-    "Training": ("local_epochs", "first_epochs", "batch_size", "lr", "weight_decay"),
+    "Model": ("model", "architecture", "max_length", "starts", "lora"),
+    "Federation": ("clients", "partition", "arms", "seeds", "rounds"),
+    "Training": ("local_epochs", "batch_size", "lr"),
 }
+#: The settings of ``simulate`` that are no options of their own.
+MORE_SETTINGS = tuple(
+    name for name in SimulationConfig.model_fields if name not in {"setting"}.union(*PANELS.values())
+)
 
 # Parameters of several commands
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, run nothing.")]
@@ -65,6 +67,14 @@ RayAddress = Annotated[
 Gpus = Annotated[
     float, typer.Option(min=0, help="GPUs per job: a share of one, such as 0.5, or whole ones.")
 ]
+MoreSettings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help=f"Another setting of grids; can be repeated. One of {', '.join(MORE_SETTINGS)}.",
+    ),
+]
 Quick = Annotated[bool, typer.Option("--quick", help="The small variant of the grid, of minutes.")]
 GridData = Annotated[Path | None, typer.Option(help="Overrides data_dir of the grid.")]
 
@@ -76,7 +86,7 @@ GridData = Annotated[Path | None, typer.Option(help="Overrides data_dir of the g
     "fedrot simulate rounds --data-dir data --out runs/grid --quick",
     fields=SimulationConfig,
     renamed={"starts": "--start"},
-    leave_out=("setting",),
+    leave_out=("setting", *MORE_SETTINGS),
     panels=PANELS,
 )
 def simulate(
@@ -84,6 +94,7 @@ def simulate(
     *,
     out: Annotated[Path, typer.Option(help="Folder for results; finished cells are skipped.")],
     settings: dict[str, Any],
+    more: MoreSettings = None,
     workers: Workers = None,
     ray: RayAddress = "",
     gpus: Gpus = 0.0,
@@ -103,11 +114,25 @@ def simulate(
     else:
         if "arms" not in given(click.get_current_context()):
             del settings["arms"]  # The other settings choose them: adapters have arms of their own.
-        configs = [SimulationConfig.from_flat(settings)]
-        # Settings of a grid may share the key; here it would change nothing.
-        if configs[0].pretrain_data and "pretrained" not in configs[0].starts:
-            raise ValueError("--pretrain-data goes with --start pretrained")
+        configs = [SimulationConfig.from_flat({**settings, **_more_settings(more, settings)})]
     run(configs, out, command_line(), console, Machine(workers, ray, gpus), dry_run=dry_run)
+
+
+def _more_settings(given: Iterable[str] | None, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings of ``--set``; refuse what has no effect beside the others."""
+    found = dict[str, str]()
+    for entry in given or ():
+        name, is_set, value = entry.partition("=")
+        name = name.strip().replace("-", "_")
+        if not is_set or name not in MORE_SETTINGS or name in found:
+            raise ValueError(
+                f"--set {entry}: give NAME=VALUE, each name once; one of {', '.join(MORE_SETTINGS)}"
+            )
+        found[name] = value.strip()
+    defaults = {name: field.default for name, field in SimulationConfig.model_fields.items()}
+    values = {**defaults, **settings, **found, "grid": None}
+    refuse_idle("simulate", values, {name: f"--set {name}" for name in found})
+    return found
 
 
 def configs_of(

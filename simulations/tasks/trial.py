@@ -62,7 +62,7 @@ def check_held_out(task: Task, arm: Arm) -> None:
         if not any(len(task.client_rows(seed, client)[1]) for client in clients):
             raise FedrotError(
                 f"arm '{arm.name}' chooses by clients' held-out rows, but holdout {config.holdout:g} "
-                f"leaves none with seed {seed}; give a larger --holdout, fewer clients or more rows"
+                f"leaves none with seed {seed}; give a larger holdout, fewer clients or more rows"
             )
 
 

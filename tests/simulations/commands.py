@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from typer.testing import CliRunner
 
 from fedrot.simulations.cli.app import app
+from fedrot.simulations.cli.experiment_commands import MORE_SETTINGS
 
 #: Settings of a run of seconds.
 SMALL: dict[str, Any] = {
@@ -23,6 +25,16 @@ SMALL: dict[str, Any] = {
 def invoke(*arguments: object) -> tuple[int, str]:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     return result.exit_code, " ".join(result.output.split())
+
+
+def options_of(settings: Mapping[str, object]) -> list[str]:
+    """Return settings as options of ``fedrot simulate``."""
+    found = list[str]()
+    for given, value in settings.items():
+        name = given.replace("-", "_")
+        option = "start" if name == "starts" else name.replace("_", "-")
+        found += ["--set", f"{name}={value}"] if name in MORE_SETTINGS else [f"--{option}", str(value)]
+    return found
 
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from fedrot.simulations.federation.run_folder import read_rows
 
 SMALL = shlex.split(
-    "--train-limit 480 --test-limit 200 --clients 2 --width 32 --heads 2 --max-length 32 --seeds 1"
-    " --rounds 2 --lr 5e-3 --local-epochs 2"
+    "--train-limit 480 --test-limit 200 --clients 2 --set width=32 --set heads=2 --max-length 32"
+    " --seeds 1 --rounds 2 --lr 5e-3 --local-epochs 2"
 )
 
 

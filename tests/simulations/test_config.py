@@ -38,14 +38,17 @@ BAD_OPTIONS = {
     "unknown arm": (["--arms", "plain,rotated"], "rotated"),
     "unknown anchor": (["--arms", "attention@median"], "median"),
     "unknown aggregation": (["--arms", "aligned/median"], "regmean"),
-    "texts for no pretraining": (["--pretrain-data", "sst2"], "goes with --start pretrained"),
+    "texts for no pretraining": (
+        ["--set", "pretrain_data=sst2"],
+        "--set pretrain_data has an effect only with --start pretrained",
+    ),
     "unknown task": (["--task", "translation"], "mlm"),
     "unknown architecture": (["--architecture", "rnn"], "'bert', 'gpt2', 'llama' or 'vit'"),
     "architecture of another task": (["--task", "mlm", "--architecture", "gpt2"], "choose bert"),
     "vision of text": (["--task", "image", "--architecture", "bert"], "choose vit"),
     "two architectures": (["--model", "x", "--architecture", "bert"], "is for models from scratch"),
     "odd rotary heads": (
-        ["--architecture", "llama", "--width", "30", "--heads", "2"],
+        ["--architecture", "llama", "--set", "width=30", "--set", "heads=2"],
         "heads of llama have an even width",
     ),
     "no data for entities": (["--task", "ner"], "no data come with the package for task 'ner'"),
@@ -58,13 +61,13 @@ BAD_OPTIONS = {
     "unknown start": (["--start", "cold"], "Error in --start:"),
     "same arm twice": (["--arms", "plain,plain"], "once"),
     "no seed": (["--seeds", "0"], "Error in --seeds:"),
-    "odd heads": (["--width", "30", "--heads", "4"], "not a multiple"),
+    "odd heads": (["--set", "width=30", "--set", "heads=4"], "not a multiple"),
     "learning rate": (["--lr", "0"], "Error in --lr:"),
     "one model from different starts": (
         ["--start", "different", "--model", "minilm"],
         "draws a model for each client",
     ),
-    "late starters": (["--start", "different", "--fraction-train", "0.5"], "fraction_train 1"),
+    "late starters": (["--start", "different", "--set", "fraction_train=0.5"], "fraction_train 1"),
 }
 
 

@@ -15,7 +15,7 @@ from tests.simulations.runs import SMALL, central
 
 
 def test_partial_participation_is_the_same_in_every_arm(tmp_path: Path) -> None:
-    options = [*SMALL, "--clients", "4", "--fraction-train", "0.5"]
+    options = [*SMALL, "--clients", "4", "--set", "fraction_train=0.5"]
     simulated(tmp_path / "run", "simulate", *options)
     trained: dict[str, set[tuple[int, str]]] = {"plain": set(), "aligned": set()}
     for row in read_rows(tmp_path / "run"):
@@ -70,7 +70,7 @@ def test_masked_language_modelling_in_every_start(tmp_path: Path) -> None:
 
 def test_clients_from_different_starts_are_matched_as_a_whole(tmp_path: Path) -> None:
     arms = ("plain", "attention+ffn", "aligned", "aligned~clients")
-    small = [*SMALL, "--rounds", "1", "--local-epochs", "1", "--first-epochs", "2"]
+    small = [*SMALL, "--rounds", "1", "--local-epochs", "1", "--set", "first_epochs=2"]
     simulated(tmp_path / "run", "simulate", *small, "--start", "different", "--arms", ",".join(arms))
     rows = {
         (row["arm"], row["metric"]): row["value"]

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from fedrot.simulations.barrier.barrier_settings import BarrierSettings
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import BAD_INPUT, FAILED, INTERRUPTED, command, command_line
+from fedrot.simulations.cli.experiment_commands import MORE_SETTINGS
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation import grid_run, runner
 from fedrot.simulations.jobs import Machine
@@ -90,7 +91,7 @@ def test_help_describes_the_fields() -> None:
 @pytest.mark.parametrize(
     ("name", "model", "missing"),
     [
-        ("simulate", SimulationConfig, {"setting"}),
+        ("simulate", SimulationConfig, {"setting", *MORE_SETTINGS}),
         ("barrier", BarrierSettings, set()),
         ("merge", MergeSettings, set()),
     ],
@@ -159,8 +160,6 @@ def test_options_of_a_simulation_reach_it(tmp_path: Path, monkeypatch: pytest.Mo
     assert invoke("simulate", "--out", out, *lora)[0] == 0
     ((config,), *_), given = seen[1]
     assert (config.arms, given["dry_run"]) == (("plain", "lora-exact"), True)
-    code, output = invoke("simulate", "--out", out, "--pretrain-data", "goemotions_ekman")
-    assert (code, "--pretrain-data goes with --start pretrained" in output) == (BAD_INPUT, True)
     assert len(seen) == 2
 
 
@@ -214,3 +213,24 @@ def test_the_report_of_a_run_is_also_written_as_markdown(
     assert invoke("report", tmp_path, "--markdown", tmp_path / "results.md") == (0, "")
     assert shown == [tmp_path] * 2
     assert "| plain | 0.250 | - | - |" in (tmp_path / "results.md").read_text()
+
+
+@pytest.mark.parametrize("entry", ["layers", "lr=1", "colour=red", "setting=x", "=2"])
+def test_other_settings_are_named_and_each_is_given_once(entry: str, tmp_path: Path) -> None:
+    code, output = invoke("simulate", "--out", tmp_path / "o", "--set", entry)
+    assert (code, f"--set {entry}: give NAME=VALUE, each name once; one of" in output) == (2, True)
+    code, output = invoke("simulate", "--out", tmp_path / "o", *["--set", "layers=2"] * 2)
+    assert (code, "--set layers=2: give NAME=VALUE" in output) == (2, True)
+
+
+def test_what_has_no_option_of_its_own_is_set_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(grid_run, "simulate", lambda configs, *_, **__: seen.extend(configs))
+    given = [o for entry in ("layers=3", "weight-decay = 0.5", "holdout=0.25") for o in ("--set", entry)]
+    code, output = invoke("simulate", "--out", tmp_path / "o", *given)
+    assert code == 0, output
+    assert [(c.layers, c.weight_decay, c.holdout, c.width) for c in seen] == [(3, 0.5, 0.25, 128)]
+    code, output = invoke("simulate", "--out", tmp_path / "o", "--set", "layers=many")
+    assert (code, "Error in layers:" in output) == (2, True)

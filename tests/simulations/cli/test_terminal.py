@@ -19,7 +19,7 @@ from fedrot.simulations.barrier.barrier_methods import METHODS
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import Command
 from fedrot.simulations.cli.commands import examples as examples_of
-from fedrot.simulations.cli.experiment_commands import PANELS
+from fedrot.simulations.cli.experiment_commands import MORE_SETTINGS, PANELS
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.grids import read_grid
 from tests.models import fresh_model
@@ -129,10 +129,11 @@ def test_help_ends_with_examples_that_work(name: str, monkeypatch: pytest.Monkey
             assert read_grid(Path(context.params["grid"]), "setting")
 
 
-def test_every_setting_is_in_one_panel_of_the_help() -> None:
-    listed = [name for names in PANELS.values() for name in names]
+def test_every_setting_is_in_one_panel_of_the_help_or_among_the_others() -> None:
+    listed = [*MORE_SETTINGS, *(name for names in PANELS.values() for name in names)]
     assert sorted(listed) == sorted(SimulationConfig.model_fields.keys() - {"setting"})
     printed = invoke("simulate", "--help")[1]
+    assert f"One of {', '.join(MORE_SETTINGS)}." in printed.replace(" │ │ ", " ")
     assert [panel for panel in PANELS if f"─ {panel} ─" in printed] == [*PANELS]
 
 

@@ -20,6 +20,7 @@ from fedrot.simulations.data.texts import load_text_data
 from fedrot.simulations.models.build import build_model
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
+from tests.simulations.commands import options_of
 from tests.simulations.data.test_data import write
 from tests.simulations.federation.test_arms import ask, initial
 from tests.simulations.in_process import simulated
@@ -142,13 +143,13 @@ def test_clients_send_the_rows_of_the_head_whose_labels_they_know(task: Task) ->
 
 
 def test_every_aggregation_merges_domains(folder: Path, tmp_path: Path) -> None:
-    options = [part for name, value in SMALL.items() for part in (f"--{name.replace('_', '-')}", value)]
+    options = options_of(SMALL)
     arms = ["plain", "aligned", "plain/regmean", "plain/fisher", "plain/regmean++", "plain#0+1"]
     common = ("--partition", "column:domain", "--rounds", 1, "--seeds", 1, "--data-dir", folder)
     simulated(
         tmp_path / "run",
-        *("simulate", *options, *common, "--data", "news,talk", "--unseen-data", "books"),
-        *("--arms", ",".join(arms), "--holdout", 0, "--local-epochs", 8, "--lr", 0.01),
+        *("simulate", *options, *common, "--data", "news,talk", "--set", "unseen_data=books"),
+        *("--arms", ",".join(arms), "--set", "holdout=0", "--local-epochs", 8, "--lr", 0.01),
     )
     lines = (tmp_path / "run" / "rows.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if row["round"] == 1]

@@ -15,7 +15,7 @@ from fedrot.simulations.data.labels import label_columns, labels_of
 from fedrot.simulations.data.partition import histogram, key_names, partition_keys
 from fedrot.simulations.data.sources import DataError, Source
 from fedrot.simulations.data.texts import TextData, load_tag_data, load_text_data
-from tests.simulations.commands import invoke
+from tests.simulations.commands import invoke, options_of
 
 ROWS = 40
 TEXTS = [f"story number {row}" for row in range(ROWS)]
@@ -296,7 +296,7 @@ def test_spaces_around_names_of_columns_do_not_count(tmp_path: Path) -> None:
         assert data.label_names == ("a", "b")
 
 
-SMALL = ("--clients", 2, "--layers", 1, "--width", 32, "--heads", 2, "--seeds", 1, "--dry-run")
+SMALL = ("--clients", 2, *options_of({"layers": 1, "width": 32, "heads": 2, "seeds": 1}), "--dry-run")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from fedrot.simulations.federation.store import CellRows
 from fedrot.simulations.models.build import build_model
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import task_of
+from tests.simulations.commands import options_of
 from tests.simulations.in_process import simulated
 
 LORA = "r=3,targets=query+value,alpha=6"
@@ -57,7 +58,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(pretrained: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def simulate(*names: str, **changes: Any) -> Path:
         settings = {**SMALL, "model": pretrained, "lora": LORA, "arms": ",".join(names), **changes}
-        options = [o for k, v in settings.items() for o in (f"--{k.replace('_', '-')}", v)]
+        options = options_of(settings)
         out = tmp_path_factory.mktemp("runs") / "run"
         simulated(out, "simulate", *options)
         return out
@@ -71,7 +72,7 @@ def all_arms(run: Callable[..., Path]) -> Path:
 
 
 def test_without_arms_those_of_adapters_are_run(pretrained: Path, tmp_path: Path) -> None:
-    options = [o for k, v in SMALL.items() for o in (f"--{k.replace('_', '-')}", v)]
+    options = options_of(SMALL)
     given = ("--model", pretrained, "--lora", LORA, "--dry-run")
     printed = simulated(tmp_path / "run", "simulate", *options, *given)
     assert f"{len(default_arms(LORA))} cells" in printed

@@ -18,7 +18,7 @@ import pytest
 
 from fedrot.simulations.federation.run_folder import read_rows
 from tests.deployment.federation import free_ports
-from tests.simulations.commands import invoke
+from tests.simulations.commands import invoke, options_of
 from tests.simulations.in_process import simulated
 from tests.simulations.runs import central
 
@@ -148,11 +148,7 @@ def test_the_run_folder_tells_the_whole_story(run: Path) -> None:
 
 def test_fedrot_simulate_gives_the_same_rows(run: Path, tmp_path: Path) -> None:
     """What is simulated is what is deployed: the apps' results do not depend on the engine."""
-    options = {
-        f"--{key}".removesuffix("s") if key == "starts" else f"--{key}": value
-        for key, value in SETTINGS.items()
-    }
-    simulated(tmp_path / "again", "simulate", *(part for pair in options.items() for part in pair))
+    simulated(tmp_path / "again", "simulate", *options_of(SETTINGS))
 
     def timeless(folder: Path) -> list[dict[str, object]]:
         return [row for row in read_rows(folder) if "seconds" not in row["metric"]]

@@ -103,7 +103,8 @@ def test_cells_side_by_side_give_the_rows_of_one_after_the_other(tmp_path: Path)
 
 def test_a_setting_from_options_gives_the_rows_of_a_grid(grid: Path, tmp_path: Path) -> None:
     simulated(tmp_path / "grid", "simulate", grid)
-    arguments = "--train-limit 120 --test-limit 20 --layers 1 --width 16 --heads 2 --max-length 16"
+    arguments = "--train-limit 120 --test-limit 20 --max-length 16"
+    arguments += " --set layers=1 --set width=16 --set heads=2"
     arguments += " --clients 2 --rounds 2 --seeds 2 --arms plain,aligned,joined"
     printed = simulated(tmp_path / "options", "simulate", *arguments.split())
     rows = [row for row in lasting(tmp_path / "grid") if row["setting"] == "one"]

@@ -15,6 +15,7 @@ from fedrot.simulations.federation.local_grid import local_clients
 from fedrot.simulations.federation.run_folder import read_alignment, read_rows
 from fedrot.simulations.folder_lock import only_writer
 from fedrot.strategies.flower_compat import outside_of_the_engine
+from tests.simulations.commands import options_of
 from tests.simulations.in_process import simulated
 
 #: The run configuration, as ``flwr run -c`` gives it.
@@ -79,7 +80,7 @@ def test_a_folder_is_continued_cell_by_cell(tmp_path: Path, monkeypatch: pytest.
     assert {name: after[name] for name in before} == before
     assert status(out) == {"complete": True}
     # The rows are those of fedrot simulate, which goes on in the same folder.
-    options = [part for key, value in SETTINGS.items() for part in (f"--{key}", value)]
+    options = options_of(SETTINGS)
     simulated(tmp_path / "simulated", "simulate", *options)
     assert lasting(out) == lasting(tmp_path / "simulated")
     assert len(read_alignment(out)) == len(read_alignment(tmp_path / "simulated"))

@@ -15,6 +15,7 @@ from fedrot.simulations.models.build import build_model
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.pretraining import load_pretrained
 from fedrot.simulations.tasks.task import task_of
+from tests.simulations.commands import options_of
 from tests.simulations.in_process import simulated
 
 SMALL = {"layers": 1, "width": 16, "heads": 2, "max_length": 16, "train_limit": 60, "test_limit": 40}
@@ -71,11 +72,12 @@ def test_a_pretrained_language_model_predicts_better_than_a_random_one() -> None
 
 
 def test_a_run_starts_from_it_and_other_starts_do_not(tmp_path: Path) -> None:
-    options = [part for name, value in SMALL.items() for part in (f"--{name.replace('_', '-')}", value)]
+    options = options_of(SMALL)
     simulated(
         tmp_path / "run",
         *("simulate", *options, "--clients", 2, "--rounds", 1, "--seeds", 1, "--arms", "plain"),
-        *("--start", "same,pretrained", "--pretrain-data", "goemotions_ekman", "--pretrain-limit", 100),
+        *("--start", "same,pretrained", "--set", "pretrain_data=goemotions_ekman"),
+        *("--set", "pretrain_limit=100"),
     )
     rows = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
     initial = {r["start"]: r["value"] for r in rows if r["round"] == 0 and r["metric"] == "loss"}

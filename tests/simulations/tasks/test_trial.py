@@ -173,4 +173,4 @@ def test_arms_that_choose_by_held_out_rows_need_some(tmp_path: Path) -> None:
     options = ("--max-length", PLACES, "--arms", "aligned:loss", "--train-limit", 8, "--clients", 4)
     code, output = simulate(model, *options)
     assert (code, "arm 'aligned:loss' chooses by clients' held-out rows" in output) == (2, True), output
-    assert simulate(model, *options, "--holdout", 0.5)[0] == 0
+    assert simulate(model, *options, "--set", "holdout=0.5")[0] == 0

@@ -1,4 +1,4 @@
-"""The simulation harness: aligned against plain averaging, with Flower's client and server apps."""
+"""The simulation harness: comparisons of aligned and plain averaging with Flower's apps."""
 
 from importlib.util import find_spec
 

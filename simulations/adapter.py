@@ -1,4 +1,4 @@
-"""``lora`` of a configuration: ranks, targets and scale of the clients' adapters."""
+"""The setting ``lora``: ranks, targets and scale of the clients' adapters."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fedrot.simulations.arm import OF_ADAPTERS, Arm, pairs
 if TYPE_CHECKING:
     from fedrot.simulations.config import SimulationConfig
 
-#: All linear layers but the task head, as PEFT names them.
+#: PEFT's name for all linear layers except the task head.
 ALL_LINEAR = "all-linear"
-#: The kind of task for PEFT, which decides what is trained beside the adapter: the task head.
+#: PEFT's task types; they decide which layers are trained besides the adapter, such as the task head.
 PEFT_TASKS = {"classification": "SEQ_CLS", "ner": "TOKEN_CLS", "clm": "CAUSAL_LM"}
 
 
@@ -27,8 +27,8 @@ class Adapter(BaseModel):
         ranks: client ``i`` has rank ``ranks[i % len(ranks)]``; the global adapter has the largest.
         targets: PEFT's ``target_modules``, or ``all-linear``.
         alpha: ``lora_alpha`` of all clients; each scales its product by ``alpha`` over its own rank.
-        dropout: of the adapter's inputs.
-        rslora: ``alpha / sqrt(rank)`` in place of ``alpha / rank``.
+        dropout: dropout rate of the adapter's inputs.
+        rslora: scale by ``alpha / sqrt(rank)`` in place of ``alpha / rank``.
         dora: train DoRA's magnitudes, too.
     """
 
@@ -45,12 +45,12 @@ class Adapter(BaseModel):
     def parse(cls, text: str) -> Adapter:
         """Read ``KEY=VALUE`` pairs, separated by commas; raises ``ValueError``.
 
-        ``r`` is one rank or several, ``r=2+4+16``; ``targets`` are separated by ``+``, too.
+        ``r`` is one rank or several ranks, ``r=2+4+16``; ``targets`` are separated by ``+``, too.
         """
         found = pairs(text, ",")
         unknown = [key for key in found if key not in _READ]
         if unknown:
-            raise ValueError(f"lora has no '{unknown[0]}'; it has {', '.join(_READ)}")
+            raise ValueError(f"lora has no key '{unknown[0]}'; its keys are {', '.join(_READ)}")
         missing = [key for key in ("r", "targets") if not found.get(key)]
         if missing:
             raise ValueError(f"lora needs {missing[0]}; write lora as r=8,targets=query+value")
@@ -58,7 +58,7 @@ class Adapter(BaseModel):
         adapter = cls.model_validate(given)
         fits = 0 < adapter.alpha < float("inf") and 0 <= adapter.dropout < 1
         if min(adapter.ranks) < 1 or not fits:
-            raise ValueError("lora: ranks are 1 or more, alpha is above 0, dropout from 0 to below 1")
+            raise ValueError("lora: ranks are at least 1, alpha is above 0, dropout from 0 to below 1")
         if not all(adapter.targets):
             raise ValueError("lora: a target has no name; write targets=query+value")
         return adapter
@@ -76,7 +76,7 @@ class Adapter(BaseModel):
 def _ranks(value: str) -> tuple[int, ...]:
     numbers = value.split("+")
     if not all(map(str.isdecimal, numbers)):
-        raise ValueError(f"lora: r is '{value}'; write r=8, or r=2+4+16 for ranks in turns")
+        raise ValueError(f"lora: r is '{value}'; write r=8, or r=2+4+16 for ranks in turn")
     return tuple(map(int, numbers))
 
 
@@ -97,7 +97,7 @@ _READ: Mapping[str, Callable[[str], Any]] = {
 
 
 def default_arms(lora: str) -> tuple[str, ...]:
-    """Return the arms of a comparison of adapters: averages of factors and of products."""
+    """Return the arms that compare adapters by default: averages of factors and of products."""
     several = len(set(Adapter.parse(lora).ranks)) > 1
     return ("lora-exact", "lora-exact(gauge=previous)") if several else ("plain", "lora-exact")
 
@@ -109,7 +109,7 @@ def check_adapter(config: SimulationConfig) -> None:
         of_adapters = [arm.name for arm in arms if arm.of_adapters]
         if of_adapters or config.server != "mean":
             what = f"arm '{of_adapters[0]}'" if of_adapters else f"server '{config.server}'"
-            raise ValueError(f"{what} is for adapters; give lora, such as r=8,targets=query+value")
+            raise ValueError(f"{what} is for adapters; give lora, for example r=8,targets=query+value")
         return
     adapter = Adapter.parse(config.lora)
     needs = {
@@ -132,8 +132,8 @@ def check_adapter(config: SimulationConfig) -> None:
         own = arm.adapters or AdapterOptions()
         if len(set(adapter.ranks)) > 1 and not arm.joined and not own.any_rank:
             raise ValueError(
-                f"arm '{arm.name}': factors of different ranks have no mean; methods for them are "
+                f"arm '{arm.name}': factors of different ranks have no mean; methods for such ranks are "
                 f"{', '.join(name for name, method in METHODS.items() if method.any_rank)}"
             )
         if config.server != "mean" and not arm.any_server:
-            raise ValueError(f"arm '{arm.name}': server '{config.server}' has no step for what it gives")
+            raise ValueError(f"arm '{arm.name}' does not go with server '{config.server}'; set 'mean'")

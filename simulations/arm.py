@@ -23,40 +23,40 @@ from fedrot.symmetry import WHOLE_MODEL
 if TYPE_CHECKING:
     from fedrot.simulations.config import SimulationConfig
 
-#: Evidence for matching replies in another basis: weights, and activations on random tokens where the
-#: residual stream is permuted; weights alone; weights and the token counts that clients report;
-#: activations on the clients' data (matched at the clients); or token counts, and then a common basis
-#: that the clients learn.
+#: Evidence for matching replies in another basis: ``probe`` (weights, and activations on random tokens
+#: where the residual stream is permuted), ``weights`` (weights alone), ``tokens`` (weights and the token
+#: counts that clients report), ``clients`` (activations on the clients' data, matched at the clients),
+#: and ``learned`` (token counts, and then a common basis that the clients learn).
 EVIDENCE = ("probe", "weights", "tokens", "clients", "learned")
-#: Evidence that clients match by.
+#: Evidence that is used at the clients.
 AT_CLIENTS = ("clients", "learned")
-#: Options of an arm, with what reads their values.
+#: Options of an arm, with functions that read their values.
 OPTIONS: Mapping[str, Callable[[str], Any]] = {
     "layers": lambda value: (int(value),) if value.isdigit() else value,
     "within_heads": str,
 }
-#: Begins the name of an arm that averages LoRA adapters; its options, see ``AdapterOptions``.
+#: Start of the name of an arm that averages LoRA adapters, and its options; see ``AdapterOptions``.
 OF_ADAPTERS = "lora-"
 ADAPTER_OPTIONS: Mapping[str, Callable[[str], Any]] = {"gauge": str}
 
-#: Ends the name of an arm whose final model gets a task head that is fitted to the clients' rows.
+#: End of the name of an arm whose final model gets a task head fitted to the clients' rows.
 TASK_HEAD = "+task-head"
 
-#: The aggregation of arms that name none.
+#: The aggregation of arms without ``/AGGREGATION``.
 MEAN = "mean"
 
 
 @dataclass(frozen=True)
 class Together:
-    """A way to evaluate all clients' updates together; clients never get a model of it.
+    """A way to evaluate all clients' updates together; it gives no model that clients could train.
 
     Attributes:
-        evaluate: returns the metrics from the task, the arm, the seed, a model to load weights into, and
-            the updates.
+        evaluate: returns the metrics. Its arguments are the task, the arm, the seed, a model to load
+            weights into, and the updates.
         arguments: names of the numbers that an arm may give.
-        reads_data: whether it reads clients' training rows, which ``batches`` limits.
-        refused: returns why it does not go with an arm or its configuration, which is None while the
-            name is read; empty if it does.
+        reads_data: whether ``evaluate`` reads clients' training rows, which ``batches`` limits.
+        refused: returns why the arm or its configuration is not allowed; empty if it is. The
+            configuration is None while a name is read.
     """
 
     evaluate: Callable[..., dict[str, float]]
@@ -65,21 +65,21 @@ class Together:
     refused: Callable[[Arm, SimulationConfig | None], str] = lambda arm, config: ""
 
 
-#: By the name of an aggregation. Plug-ins add theirs.
+#: Ways to evaluate updates together, by the name of the aggregation. Plug-ins add theirs.
 TOGETHER: dict[str, Together] = {}
 
-#: Plug-ins' readers of names that the grammar does not know: each returns an arm, or None.
+#: Plug-ins' readers of names outside of the grammar: each returns an arm, or None.
 READERS: list[Callable[[str], Arm | None]] = []
 
-#: The whole model, whose residual stream is rotated, not permuted.
+#: Name of the whole model with its residual stream rotated, not permuted.
 STREAM = "stream"
 
-#: Arms of one model trained on all clients' data, an upper bound: for as many epochs as the clients, or
-#: for as many steps as one of them takes.
+#: Arms that train one model on all clients' data, as an upper bound: for as many epochs as the clients,
+#: or for as many steps as one client.
 JOINED, JOINED_STEPS = "joined", "joined-steps"
 
 
-#: Everything that a name may say; what it says is checked later.
+#: The pieces of a name; their values are checked later.
 _GRAMMAR = re.compile(
     r"(?P<what>[^(@~*:/#]*)(\((?P<options>[^)]*)\))?(@(?P<anchor>[^~*:/#]*))?(~(?P<evidence>[^*:/#]*))?"
     r"(\*(?P<chance>[^:/#]*))?(?P<colon>:(?P<guard>[^/#]*))?"
@@ -99,34 +99,35 @@ class Arm(BaseModel):
 
     ``PARTS`` are those of ``AlignmentOptions`` joined by ``+``, ``whole``, or ``stream``: the whole
     model, with a rotation of its residual stream in place of a permutation. The arm moves these parts of
-    every reply. ``aligned`` in their place is ``FedRot`` with its defaults: the default parts, and the
-    whole model for replies in another basis. What follows may be left out: the defaults are the
-    strategy's anchor, the first of ``EVIDENCE``, ``AlignmentOptions.chance``, and no guard.
+    every reply. ``aligned`` in place of ``PARTS`` is ``FedRot`` with its defaults: the default parts,
+    and the whole model for replies in another basis. The pieces after ``PARTS`` may be left out. Their
+    defaults are the strategy's anchor, the first of ``EVIDENCE``, ``AlignmentOptions.chance``, and no
+    guard.
 
     ``aligned:loss`` is ``FedRot(guard="loss")``. This guard evaluates the two means on the clients' own
-    held-out rows (``holdout``): nobody trains on them, and tables report the held-out split.
+    held-out rows (``holdout``). Clients do not train on them; tables report the data set's test rows.
 
     ``OPTIONS`` are ``KEY=VALUE`` of ``AlignmentOptions``, separated by semicolons: ``layers=last:2``,
     ``layers=0``, ``within_heads=permutation``.
 
-    Any arm may end in ``/AGGREGATION(ARGUMENTS)``, such as ``/regmean(alpha=0.5;batches=4)``: arguments
-    are those of the aggregation, and ``batches`` limits what clients compute statistics from.
+    Any arm may end in ``/AGGREGATION(ARGUMENTS)``, such as ``/regmean(alpha=0.5;batches=4)``. The
+    arguments are those of the aggregation; ``batches`` limits the data for the clients' statistics.
     ``ot`` alone is short for ``plain/ot``. ``joined`` trains one model on all clients' data,
-    ``joined-steps`` for as many steps as one client takes. ``#0+2`` at the end merges the replies of
-    these clients alone; ``#pairs`` and ``#subsets`` stand for an arm each.
+    ``joined-steps`` for as many steps as one client. ``#0+2`` at the end merges the replies of these
+    clients only. ``#pairs`` and ``#subsets`` stand for one arm per pair or subset of clients.
 
-    ``+task-head`` after all that fits the task head of the final model to all clients' rows
-    (``fit_task_head``): the arm's last round is reported with it. It needs held-out rows, too.
+    ``+task-head`` at the very end fits the task head of the final model to all clients' rows
+    (``fit_task_head``). The metrics of the last round are those with this head. It needs held-out rows.
 
     In settings with ``lora`` an arm is ``plain`` (the mean of factors) or ``lora-METHOD(OPTIONS)`` of
-    ``AdapterOptions``, ``lora-exact(gauge=previous)``.
+    ``AdapterOptions``, for example ``lora-exact(gauge=previous)``.
 
     Plug-ins add anchors, aggregations, ``TOGETHER`` and ``READERS``.
     """
 
     model_config = ConfigDict(frozen=True)
 
-    #: Of a plug-in's arms, what builds the strategy of a cell; see ``arm_strategies.strategy_of``.
+    #: Builds the strategy of a cell for a plug-in's arms; see ``arm_strategies.strategy_of``.
     strategy: ClassVar[Callable[..., Any] | None] = None
 
     name: str
@@ -148,7 +149,7 @@ class Arm(BaseModel):
 
     @classmethod
     def parse(cls, text: str) -> Arm:
-        """Read an arm from its name; raises ``ValueError`` with the known names."""
+        """Read an arm from its name; raises ``ValueError``."""
         load_plugins()
         if text in (JOINED, JOINED_STEPS):
             return cls(name=text, align=False)
@@ -157,7 +158,7 @@ class Arm(BaseModel):
 
     @classmethod
     def of_grammar(cls, text: str) -> Arm:
-        """Read an arm as the class describes it; raises ``ValueError``."""
+        """Read an arm from a name of the grammar above; raises ``ValueError``."""
         merges_alone = re.split("[(#]", text)[0] in known_aggregations()
         averages = text.removesuffix(TASK_HEAD)
         match = _GRAMMAR.fullmatch(f"plain/{averages}" if merges_alone else averages)
@@ -165,7 +166,7 @@ class Arm(BaseModel):
             raise ValueError(
                 f"arm '{text}' cannot be read; write "
                 "PARTS(OPTIONS)@ANCHOR~EVIDENCE*CHANCE:METRIC/AGGREGATION(ARGUMENTS)#CLIENTS"
-                f"{TASK_HEAD}, all but PARTS may be left out"
+                f"{TASK_HEAD}; all but PARTS may be left out"
             )
         said = {name: value for name, value in match.groupdict().items() if value is not None}
         try:
@@ -177,10 +178,10 @@ class Arm(BaseModel):
         return arm
 
     def check(self, config: SimulationConfig | None) -> None:
-        """Raise ``ValueError`` if what the arm evaluates together does not go with it or its setting."""
+        """Raise ``ValueError`` if ``TOGETHER`` or the task head does not fit the arm or ``config``."""
         reason = TOGETHER[self.aggregation].refused(self, config) if self.needs_updates else ""
         if self.fits_task_head and (self.needs_updates or self.of_adapters):
-            reason = f"'{TASK_HEAD}' fits the head of one model, and here is none"
+            reason = f"'{TASK_HEAD}' needs one model as the result, and this arm has none"
         if reason:
             raise ValueError(f"arm '{self.name}': {reason}")
 
@@ -191,17 +192,17 @@ class Arm(BaseModel):
 
     @property
     def of_adapters(self) -> bool:
-        """Whether the arm is for adapters alone."""
+        """Whether the arm is only for adapters."""
         return self.adapters is not None
 
     @property
     def any_server(self) -> bool:
-        """Whether a server's optimiser can take the arm's average of adapters."""
+        """Whether the arm's average of adapters can be a server optimiser's input."""
         return True
 
     @property
     def options(self) -> AlignmentOptions:
-        """What the arm moves."""
+        """The alignment options of the arm."""
         of_arm = {
             "parts": self.parts,
             "anchor": self.anchor,
@@ -212,7 +213,7 @@ class Arm(BaseModel):
 
     @property
     def aligns_at_clients(self) -> bool:
-        """Whether clients align before they compute statistics, which cannot follow rotations."""
+        """Whether clients align before they compute statistics, which cannot be rotated later."""
         entry = registered().get(self.aggregation)
         return self.align and entry is not None and not entry.follows_rotations
 
@@ -223,27 +224,27 @@ class Arm(BaseModel):
 
     @property
     def chooses(self) -> bool:
-        """Whether the arm chooses by the rows that clients hold out."""
+        """Whether the arm uses the clients' held-out rows to choose between models."""
         return bool(self.guard) or self.takes("score") or self.fits_task_head
 
     @property
     def needs_updates(self) -> bool:
-        """Whether the arm's model is made of all updates when it is evaluated; clients never get it."""
+        """Whether the arm evaluates all updates together; see ``Together``."""
         return self.aggregation in TOGETHER
 
 
 def registered() -> dict[str, AggregationEntry]:
-    """Return the aggregations, by name, that need at most a symmetry and a score."""
+    """Return the aggregations, by name, that need no input other than a symmetry and a score."""
     return {entry.name: entry for entry in aggregations({"symmetry", "score"})}
 
 
 def known_aggregations() -> tuple[str, ...]:
-    """Return how an arm may merge aligned updates."""
+    """Return the names of the aggregations that an arm may have."""
     return (*registered(), *TOGETHER)
 
 
 def expanded(arms: Sequence[str], clients: int) -> tuple[str, ...]:
-    """Return the arms with ``#pairs`` and ``#subsets`` written out for a number of clients.
+    """Return the arms, with ``#pairs`` and ``#subsets`` expanded for a number of clients.
 
     >>> expanded(["plain", "plain#pairs"], 3)
     ('plain', 'plain#0+1', 'plain#0+2', 'plain#1+2')
@@ -280,20 +281,20 @@ def _meaning(said: Mapping[str, str]) -> dict[str, Any]:
     entry = registered().get(aggregation)
     if moves - {"chance"} and entry is not None and not entry.follows_rotations:
         raise ValueError(
-            f"for '{aggregation}' clients align to the broadcast model, because its statistics cannot "
-            "follow rotations; leave out the options, the anchor, the evidence and the guard"
+            f"with '{aggregation}' clients align to the broadcast model, because its statistics cannot "
+            "be rotated later; leave out the options, the anchor, the evidence and the guard"
         )
     return {"align": True, **chosen, **merged, **_moved(said, chosen["evidence"])}
 
 
 def _moved(said: Mapping[str, str], evidence: str) -> dict[str, Any]:
-    """Return what an arm aligns, and how."""
+    """Return the fields of an arm that say which parts are aligned, and how."""
     what = said["what"]
     named = {"aligned": AlignmentOptions.parts, "whole": WHOLE_MODEL, STREAM: WHOLE_MODEL}
     parts = named.get(what) or tuple(what.split("+"))
     other_basis = what == "aligned"
     if evidence in AT_CLIENTS and not other_basis:
-        raise ValueError(f"evidence '{evidence}' goes with 'aligned'")
+        raise ValueError(f"evidence '{evidence}' goes with 'aligned' only")
     if evidence in AT_CLIENTS and "options" in said:
         raise ValueError(f"with evidence '{evidence}' clients match themselves; leave out the options")
     changes = _read(said.get("options", ""), OPTIONS)
@@ -305,7 +306,7 @@ def _moved(said: Mapping[str, str], evidence: str) -> dict[str, Any]:
     if "colon" in said:
         Guard(said["guard"])
         if said.get("aggregation") in TOGETHER:
-            raise ValueError(f"a guard compares means, and '{said['aggregation']}' makes none")
+            raise ValueError(f"a guard compares two means; '{said['aggregation']}' gives no mean")
     return {
         "parts": parts,
         "changes": changes,
@@ -319,14 +320,14 @@ def _moved(said: Mapping[str, str], evidence: str) -> dict[str, Any]:
 def _of_adapters(said: Mapping[str, str]) -> dict[str, Any]:
     """Return the fields of an arm that averages LoRA adapters."""
     if said.keys() - {"what", "options"}:
-        raise ValueError(f"it averages adapters; write {OF_ADAPTERS}METHOD(OPTIONS) and no more")
+        raise ValueError(f"it averages adapters; write {OF_ADAPTERS}METHOD(OPTIONS) and nothing else")
     options = _read(said.get("options", ""), ADAPTER_OPTIONS)
     method = said["what"].removeprefix(OF_ADAPTERS)
     return {"align": False, "adapters": AdapterOptions(method, **options)}
 
 
 def _read(text: str, known: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
-    """Return the options in a text, read by the functions of those that are known."""
+    """Return the options in a text; ``known`` has the functions that read their values."""
     options = pairs(text)
     unknown = [key for key in options if key not in known]
     if unknown:
@@ -335,7 +336,7 @@ def _read(text: str, known: Mapping[str, Callable[[str], Any]]) -> dict[str, Any
 
 
 def pairs(text: str, separator: str = ";") -> dict[str, str]:
-    """Read ``key=value;key=value``."""
+    """Read ``key=value;key=value``; raises ``ValueError``."""
     found: dict[str, str] = {}
     for part in filter(None, text.split(separator)):
         key, equals, value = part.partition("=")
@@ -348,7 +349,7 @@ def pairs(text: str, separator: str = ";") -> dict[str, str]:
 
 
 def _arguments(aggregation: str, text: str) -> dict[str, Any]:
-    """Return ``arguments`` and ``batches`` of an aggregation."""
+    """Return the fields ``arguments`` and ``batches`` of an arm; raises ``ValueError``."""
     found = {key: float(value) for key, value in pairs(text).items()}
     batches = found.pop("batches", None)
     if batches is not None and (batches < 1 or batches % 1):
@@ -362,22 +363,22 @@ def _arguments(aggregation: str, text: str) -> dict[str, Any]:
             listed = ", ".join(known) or "none"
             raise ValueError(f"'{aggregation}' has no argument '{key}'; it has {listed}")
     if any(not 0 <= value < float("inf") for value in found.values()):
-        raise ValueError(f"arguments of '{aggregation}' are numbers from 0 on")
+        raise ValueError(f"arguments of '{aggregation}' are finite numbers of at least 0")
     if entry and found:
         entry.build(**found)  # raises FedrotError if a value does not fit
     if batches and not ((together and together.reads_data) or (entry and entry.needs)):
-        raise ValueError(f"'{aggregation}' needs no statistics, so batches would change nothing")
+        raise ValueError(f"'{aggregation}' needs no statistics; leave out batches, which has no effect")
     return {"arguments": found, "batches": int(batches or 0)}
 
 
 def _clients(said: Mapping[str, str]) -> tuple[int, ...]:
-    """Return the clients of a subset; none stands for all."""
+    """Return the clients of a subset; empty for all clients."""
     if "clients" not in said:
         return ()
     numbers = said["clients"].split("+")
     if not all(map(str.isdigit, numbers)) or sorted(set(map(int, numbers))) != [*map(int, numbers)]:
         raise ValueError(
-            f"'#{said['clients']}' names no clients; write #0+2, in this order, or "
+            f"'#{said['clients']}' names no clients; write #0+2 (increasing), or "
             f"#{' or #'.join(SUBSETS)}"
         )
     return tuple(map(int, numbers))

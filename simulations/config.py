@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from fedrot.simulations.data import BUNDLED, DIGITS
 
-# What a configuration is checked with imports torch: not where help is shown.
+# These modules import torch, which takes too long where only help is shown.
 if TYPE_CHECKING:
     from fedrot.simulations.adapter import Adapter
     from fedrot.simulations.arm import Arm
@@ -31,9 +31,9 @@ class TaskTraits:
     """Properties of a task.
 
     Attributes:
-        architectures: of models from scratch, the default first.
+        architectures: architectures of models from scratch, the default first.
         data: the default data set; empty if the user has to name one.
-        classifies: whether models give one answer per row, so that ensembles can average them.
+        classifies: whether models have one output per row, which ensembles can average.
     """
 
     architectures: tuple[Architecture, ...]
@@ -49,10 +49,10 @@ TASKS: Mapping[str, TaskTraits] = {
     "image": TaskTraits(("vit",), data=DIGITS, classifies=True),
 }
 
-#: Tasks that need no labels, on which small models are pretrained.
+#: Tasks without labels, on which small models are pretrained.
 LANGUAGE_TASKS: tuple[TaskName, ...] = ("mlm", "clm")
 
-#: The largest number of seeds; a larger number was meant as a seed.
+#: The largest number of seeds. A larger number is probably a seed.
 MOST_SEEDS = 10_000
 
 
@@ -60,20 +60,20 @@ class SimulationConfig(BaseModel):
     """One comparison of arms and starts over the same data, partitions, seeds and batches.
 
     The fields are the options of ``fedrot simulate``, the keys of a grid's ``[[setting]]`` and, with
-    dashes, those of the Flower app's run configuration.
+    dashes, the keys of the Flower app's run configuration.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    setting: str = Field("", description="Name in tables and rows; empty: data, partition, task.")
+    setting: str = Field("", description="Name in tables and rows; default: data, partition and task.")
     data: str = Field(
         "",
-        description="Data set: bundled, a name in --data-dir, a file (.parquet, .csv, .tsv, .jsonl, "
-        ".json, or .txt), a folder of images, or a hub name; several classified texts, separated by "
-        "commas, are the domains of one task; default: goemotions_ekman, and digits for images.",
+        description="Data set: a bundled one, a name in --data-dir, a file (.parquet, .csv, .tsv, "
+        ".jsonl, .json or .txt), a folder of images, or a hub name. Several sets of classified texts, "
+        "separated by commas, are domains of one task. Default: goemotions_ekman; digits for images.",
     )
     unseen_data: str = Field(
-        "", description="Data sets of which only test rows are used, separated by commas: other domains."
+        "", description="Data sets of further domains, separated by commas; only test rows are used."
     )
     task: TaskName = Field(
         "classification",
@@ -81,75 +81,76 @@ class SimulationConfig(BaseModel):
         "ner (named entities) or image (image classification).",
     )
     data_dir: Path | None = Field(
-        None, description="Folder with glue/, emotion/, ner/, images/ as Parquet files."
+        None, description="Folder of Parquet files, also in its folders glue, emotion, ner and images."
     )
     text_column: str | None = Field(None, description="Column with text, words or image.")
-    label_column: str | None = Field(None, description="Column with the label or tags.")
+    label_column: str | None = Field(None, description="Column with the label or the tags.")
     label_kind: Literal["", "single", "multi", "regression"] = Field(
         "",
-        description="Of classification: single (one class for each row), multi (any number of them, "
-        "boolean columns) or regression (scores); default: floating-point numbers are scores, and "
-        "boolean columns with other than one True in a row are multi.",
+        description="Labels of a classification: single (one class per row), multi (any number of "
+        "classes per row, in boolean columns) or regression (scores). Default: regression for "
+        "floating-point numbers, multi for boolean columns if any row has not exactly one True.",
     )
     missing: Missing = Field(
         "error",
-        description="Rows without a text or a label (empty, NA, negative class): error, drop (they are "
-        "left out), or keep (NA, None, negative numbers and the like are classes).",
+        description="Rows without a text or a label (empty, NA, negative class): error, drop (leave "
+        "them out), or keep (NA, None, negative numbers and the like are classes).",
     )
-    train_limit: int | None = Field(None, gt=0, description="Use at most so many rows.")
-    test_limit: int | None = Field(None, gt=0, description="Test on at most so many rows.")
+    train_limit: int | None = Field(None, gt=0, description="Maximum number of training rows.")
+    test_limit: int | None = Field(None, gt=0, description="Maximum number of test rows.")
 
     model: str | None = Field(
         None,
-        description="Pretrained model: folder, hub name, minilm (all-MiniLM-L6-v2, by the extra "
-        "minilm), or smollm2 (SmolLM2-135M); default: a small one.",
+        description="Pretrained model: folder, hub name, minilm (all-MiniLM-L6-v2, from the extra "
+        "minilm), or smollm2 (SmolLM2-135M); default: a small model from scratch.",
     )
     architecture: Architecture = Field(
         "",
-        description="Of the small model: bert, gpt2, llama or vit; default: gpt2 for clm, vit for "
-        "image, else bert.",
+        description="Architecture of the small model: bert, gpt2, llama or vit; default: gpt2 for clm, "
+        "vit for image, else bert.",
     )
     layers: int = Field(2, gt=0, description="Layers of the small model.")
     width: int = Field(128, gt=0, description="Hidden size of the small model.")
     heads: int = Field(4, gt=0, description="Attention heads of the small model.")
-    max_length: int = Field(64, gt=3, description="Tokens per text.")
+    max_length: int = Field(64, gt=3, description="Maximum number of tokens per text.")
     dropout: float = Field(0.1, ge=0, lt=1, description="Dropout of the small model.")
 
     lora: str = Field(
         "",
-        description="Clients train a LoRA adapter of the model: r=8,targets=query+value; also alpha, "
-        "dropout, rslora=1, dora=1, and r=2+4+16 for ranks of the clients in turns.",
+        description="LoRA adapter that clients train, such as r=8,targets=query+value. Other keys: "
+        "alpha, dropout, rslora=1 and dora=1. With r=2+4+16 clients have these ranks in turn.",
     )
     server: Server = Field(
-        "mean", description="What the server does with the average of adapters: mean, adam or yogi."
+        "mean", description="The server's step with the average of adapters: mean, adam or yogi."
     )
-    server_lr: float = Field(0.01, gt=0, description="Learning rate of the server's adam or yogi.")
+    server_lr: float = Field(0.01, gt=0, description="Learning rate of --server adam or yogi.")
 
     clients: int = Field(4, gt=0, description="Number of clients.")
     partition: str = Field(
         "iid", description="iid, dirichlet:ALPHA, pathological:CLASSES, keyclass:SHARE or column:NAME."
     )
-    holdout: float = Field(0.1, ge=0, lt=1, description="Share of its data a client tests on.")
-    fraction_train: float = Field(1.0, gt=0, le=1, description="Share of clients in a round.")
+    holdout: float = Field(0.1, ge=0, lt=1, description="Share of a client's rows held out for tests.")
+    fraction_train: float = Field(1.0, gt=0, le=1, description="Share of clients that train in a round.")
 
     starts: tuple[Start, ...] = Field(
         ("same",),
-        description="Any of same, different, scrambled, and pretrained (on pretrain_data), separated by "
-        "commas.",
+        description="How clients start, separated by commas: same, different (own initial models), "
+        "scrambled (updates in random bases) or pretrained (on pretrain_data).",
     )
     pretrain_data: str = Field(
-        "", description="Texts on which the small model learns its language first, for start pretrained."
+        "", description="Texts on which the small model is pretrained, for start pretrained."
     )
-    pretrain_limit: int | None = Field(None, gt=0, description="Pretrain on at most so many rows.")
+    pretrain_limit: int | None = Field(None, gt=0, description="Maximum number of pretraining rows.")
     pretrain_epochs: float = Field(1, gt=0, description="Epochs of pretraining.")
     task_head: Literal["same", "different"] = Field(
-        "same", description="Task heads start the same or different."
+        "same", description="Initial task heads of the clients: same or different."
     )
     arms: tuple[str, ...] = Field(
         ("plain", "aligned"),
-        description="plain, aligned, or PARTS[@ANCHOR] such as attention+ffn@global, each perhaps with "
-        ":METRIC of a guard such as aligned:loss, /AGGREGATION such as aligned/regmean, or +task-head; "
-        "joined; of adapters lora-METHOD(OPTIONS) such as lora-exact(gauge=none); separated by commas.",
+        description="Ways to average, separated by commas: plain, aligned, or PARTS[@ANCHOR] such as "
+        "attention+ffn@global. Each may end in a guard's :METRIC (aligned:loss), /AGGREGATION "
+        "(aligned/regmean) and +task-head. joined trains one model on all clients' data. For adapters: "
+        "lora-METHOD(OPTIONS) such as lora-exact(gauge=none).",
     )
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         (0, 1, 2),
@@ -158,7 +159,7 @@ class SimulationConfig(BaseModel):
     rounds: int = Field(3, gt=0, description="Rounds of federated training.")
     local_epochs: float = Field(1, gt=0, description="Epochs per client and round.")
     first_epochs: float | None = Field(
-        None, gt=0, description="Epochs of the first round, before clients meet."
+        None, gt=0, description="Epochs per client in the first round; default: local_epochs."
     )
     batch_size: int = Field(32, gt=0, description="Rows per step.")
     lr: float = Field(1e-3, gt=0, description="AdamW's learning rate.")
@@ -236,8 +237,8 @@ class SimulationConfig(BaseModel):
             )
         if "different" in self.starts and self.model is not None and not self.lora:
             raise ValueError(
-                f"start 'different' draws a model for each client, but all have model '{self.model}'; "
-                "take start 'same', with task_head 'different' if their heads shall differ"
+                f"start 'different' initialises a model for each client, but all have '{self.model}'; "
+                "use start 'same', and task_head 'different' for different task heads"
             )
         if self.unseen_data and self.task != "classification":
             raise ValueError(f"unseen_data is for task 'classification', not for '{self.task}'")
@@ -250,13 +251,13 @@ class SimulationConfig(BaseModel):
                 raise ValueError(f"arm '{arm.name}': there are {self.clients} clients, counted from 0")
             if arm.evidence == "learned" and "," in self.data:
                 raise ValueError(
-                    f"arm '{arm.name}': learning needs all labels of every row, and domains lack some"
+                    f"arm '{arm.name}': evidence 'learned' needs one data set, not several domains"
                 )
             arm.check(self)
         if not self.holdout and any(arm.chooses for arm in arms):
             raise ValueError(
-                "guards, aggregations with a score and fitted task heads choose by clients' held-out "
-                "rows; holdout must not be 0"
+                "guards, aggregations with a score and fitted task heads need held-out rows of the "
+                "clients; holdout must not be 0"
             )
         return self
 
@@ -264,7 +265,7 @@ class SimulationConfig(BaseModel):
         traits = TASKS[self.task]
         if not self.data:
             raise ValueError(
-                f"no data come with the package for task '{self.task}'; name a data set and its folder "
+                f"there is no bundled data set for task '{self.task}'; name a data set and its folder "
                 "(--data NAME --data-dir DIR finds DIR/NAME.parquet and DIR/ner/NAME.parquet, with the "
                 "columns tokens, ner_tags and split), or a data set of the hub"
             )
@@ -284,8 +285,8 @@ class SimulationConfig(BaseModel):
             )
         if self.architecture == "llama" and self.width // self.heads % 2:
             raise ValueError(
-                f"heads of llama have an even width, for rotary positions; width {self.width} and "
-                f"{self.heads} heads make {self.width // self.heads}"
+                f"heads of llama need an even width, for rotary positions; width {self.width} and "
+                f"{self.heads} heads give {self.width // self.heads}"
             )
 
     def _check_pretraining(self) -> None:
@@ -298,12 +299,12 @@ class SimulationConfig(BaseModel):
             )
         if not any(self.architecture in TASKS[task].architectures for task in LANGUAGE_TASKS):
             raise ValueError(
-                f"start 'pretrained' is for models of texts; architecture '{self.architecture}' is none"
+                f"start 'pretrained' is for models of texts, not for architecture '{self.architecture}'"
             )
 
     @property
     def pretraining(self) -> SimulationConfig:
-        """The configuration of the language model that start ``pretrained`` is taken from."""
+        """The configuration that pretrains the language model for start ``pretrained``."""
         of_model = ("architecture", "layers", "width", "heads", "max_length", "dropout")
         of_training = ("data_dir", "batch_size", "lr", "weight_decay")
         kept = {name: getattr(self, name) for name in (*of_model, *of_training)}
@@ -324,7 +325,7 @@ class SimulationConfig(BaseModel):
     def from_flat(cls, settings: Mapping[str, Any]) -> SimulationConfig:
         """Build from the values of a command line, a grid or Flower's run configuration.
 
-        ``starts`` and ``arms`` may be separated by commas, ``seeds`` may be their number or a text. An
+        ``starts`` and ``arms`` may be texts with commas, ``seeds`` may be their number or a text. An
         empty string, and 0 for limits and ``first_epochs``, mean the default. Names may have dashes.
         Raises ``ValueError`` if a setting is unknown or wrong.
         """
@@ -339,7 +340,7 @@ class SimulationConfig(BaseModel):
 
     @property
     def adapter(self) -> Adapter | None:
-        """The adapter that clients train, None if they train the whole model."""
+        """The adapter that clients train; None if they train the whole model."""
         from fedrot.simulations.adapter import Adapter
 
         return Adapter.parse(self.lora) if self.lora else None
@@ -371,13 +372,13 @@ class SimulationConfig(BaseModel):
 
     @property
     def training(self) -> str:
-        """What decides how clients train and are tested, as JSON: all but what a setting compares."""
+        """The fields that decide how clients train and are tested, as JSON; others are compared."""
         compared = {"setting", "arms", "starts", "seeds"}
         return json.dumps(self.model_dump(mode="json", exclude=compared), sort_keys=True)
 
 
 def _seeds_of(text: str) -> tuple[int, ...]:
-    """Return the seeds that a text means: their number, a range, or a list."""
+    """Return the seeds of a text with their number, a range or a list; raises ``ValueError``."""
     found = re.fullmatch("([0-9]+)(-[0-9]+)?|[0-9]+(,[0-9]+)+", text.replace(" ", ""))
     if found is not None and found[3]:
         return tuple(map(int, found[0].split(",")))
@@ -386,9 +387,9 @@ def _seeds_of(text: str) -> tuple[int, ...]:
         first, stop = (int(found[1]), 1 - int(found[2])) if found[2] else (0, int(found[1]))
     if stop <= first:
         raise ValueError(
-            f"'{text}' says no seeds; give their number (3 is 0, 1 and 2), a range such as 3-5, or a "
-            "list such as 1,4,9"
+            f"'{text}' is no choice of seeds; give their number (3 is 0, 1 and 2), a range such as 3-5, "
+            "or a list such as 1,4,9"
         )
     if stop - first > MOST_SEEDS:
-        raise ValueError(f"'{text}' says {stop - first} seeds, and {MOST_SEEDS} at most are taken")
+        raise ValueError(f"'{text}' is {stop - first} seeds; at most {MOST_SEEDS} are allowed")
     return tuple(range(first, stop))

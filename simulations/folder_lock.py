@@ -1,4 +1,4 @@
-"""``only_writer``: a folder that one process at a time writes to."""
+"""``only_writer``: a lock on a folder for one writing process at a time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fedrot.errors import FedrotError
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Make a folder if needed, and be the only process that writes to it.
+    """Make a folder if needed, and lock it against other writing processes.
 
-    The lock ends with the process. File systems without locks are left unlocked.
+    The lock ends with the process. On file systems without locks, the folder is not locked.
 
     Raises:
-        FedrotError: another process holds the folder, or a link in it leads elsewhere.
+        FedrotError: another process holds the lock, or a link in the folder leads out of it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     refuse_links(folder)

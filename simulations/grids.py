@@ -12,7 +12,7 @@ from typing import Any
 
 from fedrot.errors import FedrotError
 
-#: The tables of a grid beside its entries.
+#: The tables of a grid, apart from its entries.
 TABLES = ("base", "matrix", "quick")
 
 
@@ -28,21 +28,22 @@ def bundled_grids(entries: str) -> dict[str, str]:
 
 
 def read_grid(grid: Path, entries: str, *, quick: bool = False) -> list[dict[str, Any]]:
-    """Return the ``[[entries]]`` tables of a grid, completed.
+    """Return the ``[[entries]]`` tables of a grid, with the values of its other tables filled in.
 
-    ``[base]`` has what entries share. ``[matrix]`` has a list of values for each key: every entry stands
-    for all combinations, and their names have the values. An entry may have a ``matrix`` of its own, or
-    a value in place of a list. ``[quick]`` is the small variant: values that replace those of all
-    entries, ``matrix`` among them, and ``only``, the settings that are kept.
+    ``[base]`` has the values that entries share. ``[matrix]`` has a list of values for each key: every
+    entry stands for all combinations, and each name has its values. An entry may have its own
+    ``matrix``, or one value in place of a list. ``[quick]`` is the small variant: its values, also
+    ``matrix``, replace those of all entries, and ``only`` lists the settings that are kept.
 
     Args:
         grid: path of a TOML file, or the name of a bundled grid, such as ``one-shot``.
         entries: the name of the tables, ``setting`` for ``fedrot simulate``.
-        quick: whether the small variant is wanted.
+        quick: return the small variant.
 
     Raises:
-        OSError, ValueError: no such grid, the file is no TOML, or these are no tables.
-        FedrotError: it has no small variant, or names tables or settings that do not exist.
+        OSError: the file cannot be read.
+        ValueError: there is no bundled grid of this name, the file is no TOML, its tables are wrong, or
+            there is no small variant.
     """
     text = _text(grid, entries)
     try:
@@ -54,8 +55,8 @@ def read_grid(grid: Path, entries: str, *, quick: bool = False) -> list[dict[str
     tables = isinstance(found, list) and all(isinstance(table, dict) for table in (base, small, *found))
     if not tables or "matrix" in base or not all(map(_has_matrix, (described, small, *found))):
         raise ValueError(
-            f"'{grid}' is no grid; write one [base], and [[{entries}]] before each {entries}; [matrix] "
-            "has a list of values for each key"
+            f"'{grid}' is no grid; write a table [base] and a table [[{entries}]] for each {entries}; "
+            "[matrix] has a list of values for each key"
         )
     unknown = described.keys() - {*TABLES, "setting", "task"}
     if unknown:
@@ -77,7 +78,7 @@ def _has_matrix(table: Mapping[str, Any]) -> bool:
 
 
 def _only(found: Sequence[dict[str, Any]], names: object) -> list[dict[str, Any]]:
-    """Return the entries of these names, all of them for None."""
+    """Return the entries with these names; all entries if ``names`` is None."""
     known = [str(entry.get("setting", "")) for entry in found]
     if names is None:
         return list(found)
@@ -96,7 +97,7 @@ def _completed(
     entry: Mapping[str, Any],
     changes: Mapping[str, Any],
 ) -> Iterator[dict[str, Any]]:
-    """Yield an entry at every point of its matrix."""
+    """Yield the settings of an entry, one for each combination of its matrix."""
     merged = {**base, "matrix": matrix, **entry, **changes}
     single = entry.keys() | changes.keys()
     lists = {key: values for key, values in merged.pop("matrix").items() if key not in single}
@@ -106,7 +107,7 @@ def _completed(
 
 
 def _named(entry: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, str]:
-    """Return the name of an entry at a point of the matrix; nothing if there is no matrix."""
+    """Return the name of an entry at a point of the matrix, as a setting; empty without a matrix."""
     parts = (f"{key.replace('_', ' ')} {value}" for key, value in point.items())
     return {"setting": ", ".join([*filter(None, [entry.get("setting")]), *parts])} if point else {}
 
@@ -116,7 +117,7 @@ def _text(grid: Path, entries: str) -> str:
         try:
             return grid.read_text("utf-8")
         except UnicodeDecodeError as error:
-            raise FedrotError(f"'{grid}' is no TOML: it is no text in UTF-8 ({error})") from error
+            raise FedrotError(f"'{grid}' is no TOML: it is not UTF-8 text ({error})") from error
     bundled = bundled_grids(entries)
     if str(grid) not in bundled:
         raise FedrotError(

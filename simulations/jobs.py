@@ -1,4 +1,4 @@
-"""Jobs side by side: in processes with one thread each, or as tasks of a Ray cluster."""
+"""Jobs in parallel: in processes with one thread each, or as tasks of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedrot._io import write_text
 from fedrot.errors import FedrotError
 from fedrot.simulations.plugins import PLUGINS
 
-#: Seconds between two looks at what the jobs that run have finished.
+#: Seconds between two calls of ``tick``.
 PAUSE = 0.5
 
 
@@ -29,10 +29,10 @@ class Job:
     """One job of a grid.
 
     Attributes:
-        name: of its own in the grid.
-        work: a function of a module that returns or yields the parts of a result; it and its arguments
-            travel to other processes.
-        cost: how long it takes, in any unit that the jobs of the grid share.
+        name: the job's name, unique in the grid.
+        work: returns or yields the parts of a result. The function, at the top of a module, and its
+            arguments are pickled for other processes.
+        cost: expected duration, in a unit that all jobs of the grid share.
     """
 
     name: str
@@ -55,9 +55,9 @@ class Machine:
     """Where jobs run.
 
     Attributes:
-        workers: jobs at a time on this machine, one per core if None; 1 works in this process.
-        address: of a Ray cluster, whose cores all work; empty for this machine.
-        gpus: GPUs per job: a share of one, or a whole number. Ray lends them, also on this machine.
+        workers: jobs at a time on this machine; None: one per core; 1: jobs run in this process.
+        address: address of a Ray cluster, all of whose cores are used; empty for this machine.
+        gpus: GPUs per job: a fraction of one, or a whole number. Ray assigns them, also on this machine.
     """
 
     workers: int | None = None
@@ -65,7 +65,7 @@ class Machine:
     gpus: float = 0.0
 
 
-#: Starts a job, and returns its outcome to come.
+#: Starts a job, and returns the future of its outcome.
 Start: TypeAlias = Callable[[Job], Future[Outcome]]
 
 #: The folder of tracebacks, in the folder of a grid.
@@ -73,9 +73,9 @@ FAILURES = "failures"
 
 
 def noted_failure(out: Path, name: str, title: str, failure: str) -> str:
-    """Write the traceback of a job, or delete what an earlier attempt left; return the failure in words.
+    """Write the traceback of a failed job, and return a sentence about it.
 
-    It is empty if the job succeeded.
+    If the job succeeded, delete the traceback of an earlier attempt, and return an empty text.
     """
     file = out / FAILURES / f"{name}.txt"
     if failure:
@@ -98,7 +98,7 @@ def check_failures(failed: int, of: int, what: str, out: Path) -> None:
 
 
 def attempted(job: Job, tick: Callable[[], None] = lambda: None) -> Outcome:
-    """Do a job, and call ``tick`` after every part; what the job raises becomes its outcome."""
+    """Run a job, and call ``tick`` after every part; an exception of the job becomes its failure."""
     outcome = Outcome()
     for part in _parts(job, outcome):
         outcome.parts.append(part)
@@ -107,7 +107,7 @@ def attempted(job: Job, tick: Callable[[], None] = lambda: None) -> Outcome:
 
 
 def _parts(job: Job, outcome: Outcome) -> Iterator[Any]:
-    """Yield the parts of a job's result until it fails."""
+    """Yield the parts of a job's result until the job ends or fails."""
     try:
         yield from job.work(*job.arguments)
     except Exception:
@@ -117,13 +117,13 @@ def _parts(job: Job, outcome: Outcome) -> Iterator[Any]:
 def run_jobs(
     jobs: Sequence[Job], machine: Machine, tick: Callable[[], None] = lambda: None
 ) -> Generator[tuple[Job, Outcome], None, None]:
-    """Do all jobs, and yield them with their outcomes as they end.
+    """Run all jobs, and yield each with its outcome when it ends.
 
-    They begin in the order of the list. One whose process dies fails alone, and is not tried again. When
-    the iterator is closed, jobs that run are stopped and the others are not begun.
+    Jobs start in the order of the list. If the process of a job dies, only this job fails, and it is not
+    tried again. When the iterator is closed, running jobs are stopped and the others are not started.
 
     Args:
-        tick: called while jobs run, so that the caller sees what they have written.
+        tick: called while jobs run, for example to show what they have written.
 
     Raises:
         FedrotError: there is no Ray cluster at the machine's address.
@@ -146,7 +146,7 @@ def run_jobs(
 
 
 def _outcome(ended: Future[Outcome]) -> Outcome:
-    """Return the outcome of a job; that of one whose process died names the reason."""
+    """Return the outcome of a job; if its process died, an outcome with the reason."""
     error = ended.exception()
     if error is None:
         return ended.result()
@@ -155,7 +155,7 @@ def _outcome(ended: Future[Outcome]) -> Outcome:
 
 @contextmanager
 def _in_processes(count: int) -> Iterator[tuple[Start, Callable[[], int]]]:
-    """Work in ``count`` new processes of this machine, each a pool of its own: it dies alone."""
+    """Run jobs in ``count`` new processes. Each is a pool of its own, so that one death ends one job."""
     spawn = multiprocessing.get_context("spawn")
     there, here = spawn.Pipe(duplex=False)
     last: dict[ProcessPoolExecutor, Future[Outcome]] = {}
@@ -170,7 +170,7 @@ def _in_processes(count: int) -> Iterator[tuple[Start, Callable[[], int]]]:
     try:
         yield start, lambda: count
     except BaseException:
-        here.close()  # What runs ends at once.
+        here.close()  # Ends the running processes at once.
         raise
     finally:
         for pool in last:
@@ -180,7 +180,7 @@ def _in_processes(count: int) -> Iterator[tuple[Start, Callable[[], int]]]:
 
 
 def _end_with(parent: Connection) -> None:
-    """End this process at once when its parent closes the other end of a pipe, or ends itself."""
+    """End this process at once when its parent ends or closes the other end of a pipe."""
 
     def end() -> None:
         with suppress(EOFError, OSError):
@@ -189,14 +189,14 @@ def _end_with(parent: Connection) -> None:
 
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    # Its default lock is a semaphore of the system, which a process that ends like that would leave.
+    # tqdm's default lock is a semaphore of the system, which would remain after os._exit.
     tqdm.set_lock(threading.RLock())
     threading.Thread(target=end, daemon=True).start()
 
 
 @contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Start a process that a Ctrl-C at the terminal does not reach: it inherits the mask."""
+    """Block SIGINT, so that processes started here inherit the mask and ignore Ctrl-C."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
@@ -209,7 +209,7 @@ def _without_ctrl_c() -> Iterator[None]:
 
 @contextmanager
 def _on_ray(machine: Machine) -> Iterator[tuple[Start, Callable[[], int]]]:
-    """Work as tasks of a Ray cluster, or of Ray on this machine."""
+    """Run jobs as tasks of a Ray cluster, or of Ray on this machine."""
     import ray
 
     task = ray.remote(num_cpus=1, num_gpus=machine.gpus, max_retries=0)(attempted)
@@ -218,7 +218,7 @@ def _on_ray(machine: Machine) -> Iterator[tuple[Start, Callable[[], int]]]:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, ours)  # Ray's own handler exits.
     try:
-        # No more at a time than there are cores, so that jobs start in the order of the list.
+        # At most one job per core is submitted, so that jobs start in the order of the list.
         yield (
             lambda job: task.remote(job).future(),
             lambda: max(1, int(ray.cluster_resources().get("CPU", 1))),
@@ -234,21 +234,21 @@ def _connect(machine: Machine) -> None:
         try:
             _check_reachable(machine.address)
             plugins = os.environ.get(PLUGINS)
-            # Nodes that run already have an environment of their own.
+            # Nodes of a running cluster do not inherit this process's environment.
             told = {"env_vars": {PLUGINS: plugins}} if plugins else None
             ray.init(address=machine.address, log_to_driver=False, runtime_env=told)
         except (OSError, ValueError) as error:
             raise FedrotError(
                 f"There is no Ray cluster at '{machine.address}': {error} Start one with 'ray start "
-                "--head', or leave --ray out to use this machine."
+                "--head', or omit --ray to use this machine."
             ) from error
     else:
-        # "local": without it, Ray joins a cluster that somebody else runs on this machine.
+        # Without "local", Ray connects to a cluster that already runs on this machine.
         ray.init("local", num_cpus=machine.workers, include_dashboard=False, log_to_driver=False)
 
 
 def _check_reachable(address: str) -> None:
-    """Raise ``OSError`` if nobody answers at ``host:port``; Ray would try for minutes."""
+    """Raise ``OSError`` if no connection to ``host:port`` is possible; Ray would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdecimal():
         socket.create_connection((host, int(port)), timeout=10).close()

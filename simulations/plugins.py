@@ -6,12 +6,12 @@ import os
 from functools import cache
 from importlib import import_module
 
-#: Environment variable: names of modules, separated by commas. Workers inherit it, or receive it.
+#: Environment variable with names of modules, separated by commas. Worker processes have it, too.
 PLUGINS = "FEDROT_PLUGINS"
 
 
 @cache
 def load_plugins() -> None:
-    """Import the modules that the environment variable names, once in every process."""
+    """Import the modules that the environment variable lists, once in every process."""
     for name in filter(None, os.environ.get(PLUGINS, "").split(",")):
         import_module(name)

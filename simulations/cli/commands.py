@@ -1,4 +1,4 @@
-"""Commands: options from the fields of settings models, help in plain text, errors as one line."""
+"""Registration of commands: options from settings models, help in plain text, errors as one line."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperCommand
 
-#: Prints without markup: brackets and colons in names, paths and extras are text.
+#: Console without markup, because names, paths and extras may contain brackets and colons.
 console = Console(markup=False, emoji=False)
 
-#: How the program is started.
+#: First words of a command line.
 PROGRAM = ["fedrot"]
 
 #: Exit codes: 0 done, 1 the run failed, 2 bad input, 130 interrupted.
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
-#: What to do about errors of the system.
+#: What to do about errors of the operating system, by error number.
 _ADVICE = {
     errno.ENOSPC: "Free some space, or choose another place.",
     errno.EDQUOT: "Free some space, or choose another place.",
@@ -56,12 +56,12 @@ def command(
     """Register a function as a command of ``app``, ``guarded`` against expected errors.
 
     Args:
-        lines: command lines, the examples at the end of the help.
-        name: of the command; default: the function's.
-        fields: settings model. Each of its fields is an option in place of the function's parameter
-            ``settings``, which receives a dictionary from the names of the fields to their values.
-        renamed: options that are not called as their field, by field.
-        leave_out: fields that are no options.
+        lines: example command lines, shown at the end of the help.
+        name: the command's name; default: the function's name.
+        fields: settings model. Each of its fields becomes an option. The function's parameter
+            ``settings`` receives a dictionary from field names to values.
+        renamed: options whose name differs from that of their field, by field.
+        leave_out: fields without an option.
         panels: the fields of each panel of the help; the others are in the panel "Options".
     """
 
@@ -92,7 +92,7 @@ def command(
 
 
 def _at_home(value: Any) -> Any:
-    """Expand a leading ``~/``: shells leave it as it is in ``--out=~/runs``."""
+    """Expand a leading ``~/``, which shells do not expand in ``--out=~/runs``."""
     if isinstance(value, list):
         return [_at_home(item) for item in value]
     if isinstance(value, (str, Path)) and str(value).startswith("~/"):
@@ -108,8 +108,8 @@ def _options(
 ) -> Iterator[Parameter]:
     """Yield the fields of a model as parameters of Typer.
 
-    A tuple is a text: its texts are separated by commas; of numbers, the default is how many there are.
-    An empty default becomes None.
+    A tuple becomes a text option. Its default is the items joined by commas, or the number of items if
+    they are numbers. An empty default becomes None.
     """
     for name, field in model.model_fields.items():
         if name in leave_out:
@@ -128,13 +128,13 @@ def _options(
 
 
 def _leaves(annotation: Any) -> set[Any]:
-    """Return the types that a type is made of, as ``int`` and ``None`` of ``tuple[int, ...] | None``."""
+    """Return the types inside a type: ``int``, ``...`` and ``None`` for ``tuple[int, ...] | None``."""
     parts = get_args(annotation)
     return set().union(*map(_leaves, parts)) if parts else {annotation}
 
 
 class Command(TyperCommand):
-    """A command with help in plain text; Typer reads help as markup and would drop brackets."""
+    """A command with help in plain text. Typer parses help as markup, which drops brackets."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -150,14 +150,14 @@ class Command(TyperCommand):
 
 
 def examples(*commands: str) -> str:
-    """Return the end of a command's help: command lines, one per line."""
+    """Return the examples at the end of a command's help, one command line each."""
     return escape("\n\n".join(("Examples:" if len(commands) > 1 else "Example:", *commands)))
 
 
 def guarded(run: Callable[[], None], complain: Callable[[str], None] | None = None) -> None:
-    """Run a command; an expected error becomes one line on the terminal and an exit code.
+    """Run a command. An expected error becomes one line on the terminal and an exit code.
 
-    An option without an effect beside the others is an error, too; see ``effects``.
+    An option on the command line that has no effect is an error, too; see ``effects``.
     """
     from fedrot.simulations.cli.effects import refuse_idle
 
@@ -183,7 +183,7 @@ def guarded(run: Callable[[], None], complain: Callable[[str], None] | None = No
 
 
 def _in_words(error: Exception) -> str:
-    """Return the message of an error; of the system's, the file first, and what to do."""
+    """Return an error's message; for the operating system's errors: file, reason and what to do."""
     if not isinstance(error, OSError) or error.filename is None:
         return str(error)
     advice = _ADVICE.get(error.errno or 0, "")
@@ -191,7 +191,7 @@ def _in_words(error: Exception) -> str:
 
 
 def given(context: click.Context) -> dict[str, str]:
-    """Return the parameters on the command line, by name, as the user writes them."""
+    """Return the parameters that are on the command line: their spelling there, by name."""
     return {
         str(p.name): p.opts[-1] if isinstance(p, click.Option) else str(p.name).upper()
         for p in context.command.params

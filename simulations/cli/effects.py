@@ -1,4 +1,4 @@
-"""Options that have an effect only beside some values of others, by command, and their check."""
+"""Options that have an effect only with certain values of other options, and their check."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class Effect:
     """The condition under which parameters of a command have an effect.
 
     Attributes:
-        where: ends the sentence "... has an effect only".
-        holds: on the values of all parameters; true for values that the command itself refuses.
+        where: the end of the sentence "... has an effect only".
+        holds: returns whether the condition is met by the values of all parameters. It returns true for
+            values that the command itself refuses.
     """
 
     parameters: tuple[str, ...]
@@ -51,10 +52,10 @@ def _of_adapters(values: Values) -> bool:
     return any(map(is_adapter, map(Path, values["models"])))
 
 
-#: What a grid takes beside its file.
+#: Settings that may be given together with a grid.
 _BESIDE_A_GRID = ("data_dir", "model", "setting")
 _SETTINGS = tuple(name for name in SimulationConfig.model_fields if name not in _BESIDE_A_GRID)
-#: What adapters are merged with.
+#: Settings of ``merge`` that have an effect on adapters.
 _OF_ADAPTERS = ("method", "weights")
 _OF_MODELS = tuple(name for name in MergeSettings.model_fields if name not in _OF_ADAPTERS)
 
@@ -67,7 +68,7 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
         ),
         Effect(
             (*_SETTINGS, "more"),
-            "without a grid, whose file has the settings",
+            "without a grid: the file of a grid has the settings",
             lambda v: v["grid"] is None,
         ),
         Effect(
@@ -83,7 +84,7 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
             lambda v: "pretrained" in names(v["starts"]),
         ),
     ),
-    # The command itself complains of a path that does not exist.
+    # The command itself refuses a path that does not exist.
     "report": (
         Effect(
             ("markdown",),
@@ -92,12 +93,12 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
         ),
         Effect(
             ("out",),
-            "for a strategy's file: a run folder has its own",
+            "for a strategy's file: the report of a run folder is in that folder",
             lambda v: not Path(v["run_or_file"]).is_dir(),
         ),
     ),
     "barrier": (
-        Effect(("rows",), "with a method that looks at data, such as whole+data", _looks_at_data),
+        Effect(("rows",), "with a method that uses data, such as whole+data", _looks_at_data),
         _TEXTS,
     ),
     "merge": (
@@ -128,9 +129,9 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
 
 
 def refuse_idle(command: str, values: Values, given: Mapping[str, str]) -> None:
-    """Raise ``FedrotError`` if a given parameter of a command has no effect beside the others.
+    """Raise ``FedrotError`` if a parameter on the command line has no effect.
 
-    ``values`` are those of all parameters; ``given`` are the user's, as on the command line.
+    ``values`` has the value of every parameter. ``given`` has the spelling of those on the command line.
     """
     for effect in EFFECTS.get(command, ()):
         idle = [given[name] for name in effect.parameters if name in given]

@@ -1,4 +1,4 @@
-"""The commands about experiments: simulate, flower-app, report, barrier."""
+"""Commands for experiments: simulate, flower-app, report, barrier."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from fedrot.simulations.jobs import Machine
 
 
 def grid_argument(entries: str) -> Any:
-    """Return the argument of a grid: a file, or the name of a bundled one, which the shell completes."""
+    """Return the argument for a grid: a file, or the name of a bundled grid, which shells complete."""
     bundled = bundled_grids(entries)
     help_text = (
-        f"A grid in place of settings, a TOML file with [base] and one [[{entries}]] each; or a bundled "
-        f"one: {', '.join(bundled)}."
+        f"A grid, in place of the options: a TOML file with [base] and [[{entries}]] tables, or "
+        f"the name of a bundled one: {', '.join(bundled)}."
     )
 
     def completed(incomplete: str) -> list[str]:
@@ -59,13 +59,13 @@ MORE_SETTINGS = tuple(
 # Parameters of several commands
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, run nothing.")]
 Workers = Annotated[
-    int | None, typer.Option(min=1, help="Processes, with one thread each; default: one per core.")
+    int | None, typer.Option(min=1, help="Number of processes, one thread each; default: one per core.")
 ]
 RayAddress = Annotated[
-    str, typer.Option("--ray", help="Address of a Ray cluster that works in place of this machine.")
+    str, typer.Option("--ray", help="Address of a Ray cluster; jobs run there, not on this machine.")
 ]
 Gpus = Annotated[
-    float, typer.Option(min=0, help="GPUs per job: a share of one, such as 0.5, or whole ones.")
+    float, typer.Option(min=0, help="GPUs per job: a fraction such as 0.5, or a whole number.")
 ]
 MoreSettings = Annotated[
     list[str] | None,
@@ -75,7 +75,7 @@ MoreSettings = Annotated[
         help=f"Another setting of grids; can be repeated. One of {', '.join(MORE_SETTINGS)}.",
     ),
 ]
-Quick = Annotated[bool, typer.Option("--quick", help="The small variant of the grid, of minutes.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Run the grid's small variant: some minutes.")]
 GridData = Annotated[Path | None, typer.Option(help="Overrides data_dir of the grid.")]
 
 
@@ -103,8 +103,8 @@ def simulate(
 ) -> None:
     """Compare aligned with plain averaging: one setting from the options, or a grid of settings.
 
-    Jobs run side by side, one per core: all arms of a setting, from one start with one seed. An arm that
-    fails does not stop the others. Repeat the command after an interrupt: it goes on.
+    Jobs run in parallel, one per core. A job runs all arms of one setting, start and seed. An arm that
+    fails does not stop the others. To resume after an interrupt, repeat the command.
     """
     from fedrot.simulations.federation.grid_run import simulate as run
 
@@ -113,7 +113,7 @@ def simulate(
         configs = configs_of(grid, quick=quick, data_dir=data_dir, model=model)
     else:
         if "arms" not in given(click.get_current_context()):
-            del settings["arms"]  # The other settings choose them: adapters have arms of their own.
+            del settings["arms"]  # The default depends on other settings: adapters have other arms.
         configs = [SimulationConfig.from_flat({**settings, **_more_settings(more, settings)})]
     run(configs, out, command_line(), console, Machine(workers, ray, gpus), dry_run=dry_run)
 
@@ -138,16 +138,16 @@ def _more_settings(given: Iterable[str] | None, settings: Mapping[str, Any]) -> 
 def configs_of(
     grid: Path, *, quick: bool, data_dir: Path | None, model: str | None
 ) -> list[SimulationConfig]:
-    """Return the settings of a grid; what is given beside it wins."""
+    """Return the configurations of a grid; ``data_dir`` and ``model`` replace its own unless None."""
     settings: dict[str, Any] = {"data_dir": data_dir, "model": model}
     beside = {name: value for name, value in settings.items() if value is not None}
     described = read_grid(grid, "setting", quick=quick)
     if not described:
-        raise ValueError(f"'{grid}' describes no [[setting]].")
+        raise ValueError(f"'{grid}' has no [[setting]]; write at least one.")
     configs = [SimulationConfig.from_flat({**setting, **beside}) for setting in described]
     named = [config.setting for config in configs]
     if len(set(named)) != len(named):
-        raise ValueError(f"Two settings have one name among {named}; give each a setting of its own.")
+        raise ValueError(f"Two settings have the same name among {named}; give each another 'setting'.")
     return configs
 
 
@@ -155,10 +155,10 @@ def configs_of(
 def flower_app(
     folder: Annotated[Path, typer.Argument(help="A new folder for the app's pyproject.toml.")],
 ) -> None:
-    """Write the Flower app that runs a comparison in a federation of your own by flwr run."""
+    """Write a Flower app that runs a comparison in your own federation, with flwr run."""
     source = resources.files("fedrot.simulations") / "flower_app" / "pyproject.toml"
     if folder.exists():
-        raise FileExistsError(f"'{folder}' is there already. Choose a new folder.")
+        raise FileExistsError(f"'{folder}' exists already. Choose a new folder.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with replacing(folder) as temporary:
         temporary.mkdir()
@@ -176,14 +176,14 @@ def report(
         Path, typer.Argument(help="A run folder, or the rows file that a strategy wrote.")
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Of a file: the page; default: beside it, with .html.")
+        Path | None, typer.Option(help="For a file: path of the page; default: that file's, with .html.")
     ] = None,
     markdown: Annotated[
         Path | None,
-        typer.Option(help="Of a folder: also write the tables of results to this Markdown file."),
+        typer.Option(help="For a folder: also write the tables of results to this Markdown file."),
     ] = None,
 ) -> None:
-    """Rebuild the HTML report of a run folder, complete or not, or write that of a strategy's file."""
+    """Write the HTML report of a run folder, complete or not, or of a strategy's rows file."""
     from fedrot.simulations.federation.run_folder import read_rows, rows_file
     from fedrot.simulations.report.findings.shares import share_tables
     from fedrot.simulations.report.run_page import markdown_report
@@ -209,11 +209,11 @@ def report(
 )
 def barrier(
     a: Annotated[Path, typer.Argument(help="Folder of a model saved with save_pretrained.")],
-    b: Annotated[Path, typer.Argument(help="Folder of another one, which is moved to the first.")],
+    b: Annotated[Path, typer.Argument(help="Folder of a second model, which is aligned to the first.")],
     out: Annotated[Path, typer.Option(help="Folder for results; must be empty or new.")],
     settings: dict[str, Any],
 ) -> None:
-    """Measure the loss along the line between two saved models, matched in every way."""
+    """Measure the loss along the line between two saved models, for each way to match them."""
     from fedrot.simulations.barrier.barrier_run import compare_saved_models
 
     compare_saved_models(a, b, out, BarrierSettings(**settings), command_line(), console)

@@ -1,4 +1,4 @@
-"""The commands about saved models: merge, check, diagnose."""
+"""Commands for saved models: merge, check, diagnose."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def merge(
     models: Annotated[
         list[str],
         typer.Argument(
-            help="Two or more: folders of saved models, .safetensors files or hub names; or folders of "
-            "LoRA adapters of one base model, as PEFT saves them."
+            help="Two or more models: folders, .safetensors files or hub names; or two or more folders "
+            "of LoRA adapters of one base model, saved by PEFT."
         ),
     ],
     *,
@@ -40,14 +40,14 @@ def merge(
     rank: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Of adapters, of the result; default: theirs, the largest if they differ."
+            min=1, help="For adapters: rank of the result; default: the largest rank of the adapters."
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Do everything but write.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Merge, but write nothing.")] = False,
 ) -> None:
     """Align saved models to one of them, merge them, and write the result as a model.
 
-    Of LoRA adapters, average them and write the result as an adapter.
+    LoRA adapters are averaged, and the result is written as an adapter.
     """
     if any(map(is_adapter, map(Path, models))):
         method = settings["method"] if "method" in given(click.get_current_context()) else "exact"
@@ -75,7 +75,7 @@ def _merge_adapters(
     from fedrot.simulations.merge import adapter_merging
 
     if out is None and not dry_run:
-        raise ValueError("There is nowhere to write to: give --out, or --dry-run.")
+        raise ValueError("The result needs a path: give --out, or --dry-run.")
     report = adapter_merging.merge_adapters(adapters, None if dry_run else out, settings)
     say(f"{report}.")
     say("Dry run: nothing was written." if dry_run else f"Written: {out}")
@@ -83,20 +83,18 @@ def _merge_adapters(
 
 @command(app, "fedrot check models/a", "fedrot check --list")
 def check(
-    model: Annotated[
-        str | None, typer.Argument(help="Folder of a saved model, or a hub name; its class is loaded.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help="Folder of a saved model, or a hub name.")] = None,
     parts: Annotated[
         str | None,
-        typer.Option(help="Parts such as attention+ffn, or whole; default: all that may move."),
+        typer.Option(help="Parts such as attention+ffn, or whole; default: all parts that can move."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of random elements, inputs and noise.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of group elements, inputs and noise.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
     list_families: Annotated[bool, typer.Option("--list", help="List the supported families.")] = False,
 ) -> None:
-    """Move a model by random elements of its symmetry, and see whether its outputs stay what they are.
+    """Move a model by random elements of its symmetry group, and check that its outputs stay the same.
 
-    Ends with 0 if they do, with 1 if not, and with 2 if the model cannot be checked.
+    The exit code is 0 if they do, 1 if they do not, and 2 if the model cannot be checked.
     """
     from fedrot.simulations.check.checking import check_model, families_table, tables, verdict
     from fedrot.simulations.merge.merging import options_of
@@ -138,18 +136,18 @@ def diagnose(
     what: Annotated[
         list[str],
         typer.Argument(
-            help="A run folder, or the rows file that a strategy wrote; or a base and the updates that "
-            "were trained from it: folders of saved models, .safetensors files or hub names."
+            help="A run folder, or the rows file that a strategy wrote; or a base model and the models "
+            "that were trained from it: folders, .safetensors files or hub names."
         ),
     ],
     *,
     config: Annotated[
         Path | None,
-        typer.Option(help="Of .safetensors files: config.json, or a folder with one."),
+        typer.Option(help="For .safetensors files: config.json, or a folder with one."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Say whether clients are in different coordinates, and which average to take."""
+    """Find out whether clients are in different coordinates, and which average to use."""
     from fedrot.simulations.diagnose.diagnosing import (
         diagnose_models,
         diagnose_run,
@@ -169,6 +167,6 @@ def diagnose(
     for each in found:
         say(": ".join(filter(None, [each.title, each.diagnosis.sentence])))
     if len(what) == 2:
-        say(f"'{what[0]}' was taken as the base.")
+        say(f"'{what[0]}' was used as the base.")
     if not one:
-        say(f"To merge these saved models so: {merge_command(found[0], what)}")
+        say(f"Command that merges these models so: {merge_command(found[0], what)}")

@@ -1,4 +1,4 @@
-"""The root of the command line: its options, and what all commands are registered with."""
+"""The root of the command line: ``app``, with which commands are registered, and its options."""
 
 from __future__ import annotations
 

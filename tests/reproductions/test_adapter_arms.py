@@ -100,9 +100,9 @@ def test_an_arm_does_not_depend_on_those_before(run: Callable[..., Path], all_ar
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"arms": "lora-mean(residual=fold)", "server": "adam"}, "has no step for what it gives"),
+        ({"arms": "lora-mean(residual=fold)", "server": "adam"}, "does not go with server 'adam'"),
         ({"arms": "adapters/greedy"}, "arm 'adapters/greedy' is not for adapters"),
-        ({"arms": "adapters", "server": "adam"}, "has no step for what it gives"),
+        ({"arms": "adapters", "server": "adam"}, "does not go with server 'adam'"),
         ({"lora": "", "arms": "adapters"}, "arm 'adapters' is for adapters; give lora"),
         ({"lora": "", "arms": "lora-pad"}, "arm 'lora-pad' is for adapters; give lora"),
         ({"arms": "lora-mean(schedule=freeze-a,by=both)"}, "Unknown schedule 'freeze-a,by=both'"),

@@ -94,7 +94,7 @@ BAD_ARMS = {
     "ensemble(alpha=1)": "'ensemble' has no argument 'alpha'; it has none",
     "plain/ensemble(batches=2)": "'ensemble' needs no statistics",
     "plain/regmean++(beta=1)": "'regmean++' has no argument 'beta'; it has alpha",
-    "aligned:loss/regmean++": "a guard compares means, and 'regmean++' makes none",
+    "aligned:loss/regmean++": "a guard compares two means; 'regmean++' gives no mean",
 }
 
 

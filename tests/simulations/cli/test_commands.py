@@ -142,7 +142,8 @@ def test_two_settings_of_one_name_are_refused(tmp_path: Path) -> None:
     grid = tmp_path / "grid.toml"
     grid.write_text('[[setting]]\nsetting = "a"\n[[setting]]\nsetting = "a"\nlr = 0.5\n')
     code, output = invoke("simulate", grid, "--out", tmp_path / "run")
-    assert (code, "Two settings have one name among ['a', 'a']" in output) == (BAD_INPUT, True), output
+    said = "Two settings have the same name among ['a', 'a']"
+    assert (code, said in output) == (BAD_INPUT, True), output
 
 
 def test_options_of_a_simulation_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def test_help_is_printed_as_it_is_written(
 
 def test_help_shows_the_brackets_of_extras_and_tables() -> None:
     assert "pipinstall'fedrot[ot]'" in printed("merge", "--help")
-    assert "[base]andone[[setting]]each" in printed("simulate", "--help")
+    assert "[base]and[[setting]]tables" in printed("simulate", "--help")
 
 
 def test_brackets_in_a_commands_own_help_and_examples_are_text() -> None:

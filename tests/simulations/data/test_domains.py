@@ -166,7 +166,7 @@ def test_every_aggregation_merges_domains(folder: Path, tmp_path: Path) -> None:
         (["news", "talk"], ["talk"], "'talk' is named twice"),
         (["news", "scores"], [], "'scores' has scores or pairs of texts"),
         (["news", "numbers"], [], "the classes of 'numbers' are numbers"),
-        (["news", "sub/news.parquet"], [], "two domains have one file name"),
+        (["news", "sub/news.parquet"], [], "two domains have the same file name"),
         (["news"], ["other"], "'other' has none of the labels sunny, gloomy; it has furious, shy"),
     ],
 )
@@ -183,7 +183,7 @@ def test_what_is_no_domain_is_named(
 
 
 def test_learning_with_unknown_labels_is_refused() -> None:
-    with pytest.raises(ValueError, match="learning needs all labels of every row"):
+    with pytest.raises(ValueError, match="evidence 'learned' needs one data set, not several domains"):
         SimulationConfig.from_flat({"data": "a,b", "arms": "plain,aligned~learned"})
 
 

@@ -297,7 +297,7 @@ def test_numbers_of_a_hub_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_data_come_with_the_task() -> None:
     with pytest.raises(
-        ValueError, match=r"no data come with the package for task 'ner'; name a data set"
+        ValueError, match=r"there is no bundled data set for task 'ner'; name a data set"
     ):
         SimulationConfig(task="ner")
 

@@ -98,7 +98,7 @@ def test_a_head_of_another_task_is_refused_before_anything_is_trained() -> None:
 
 @pytest.mark.parametrize("arm", ["lora-exact+task-head"])
 def test_there_is_one_model_whose_head_is_fitted(arm: str) -> None:
-    with pytest.raises(ValueError, match="fits the head of one model, and here is none"):
+    with pytest.raises(ValueError, match="needs one model as the result, and this arm has none"):
         Arm.parse(arm)
 
 

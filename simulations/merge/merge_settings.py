@@ -35,7 +35,7 @@ class MergeSettings(BaseModel):
     chance: float = Field(
         default=CHANCE,
         description="A group moves only if that removes more than this many times the squared distance "
-        "that chance removes; 0: any move that removes some.",
+        "that chance removes; 0: if that removes anything.",
     )
     token_order: bool = Field(
         default=False,

@@ -85,7 +85,7 @@ _GRAMMAR = re.compile(
     r"(\*(?P<chance>[^:/#]*))?(?P<colon>:(?P<guard>[^/#]*))?"
     r"(/(?P<aggregation>[^(#]*)(\((?P<arguments>[^)]*)\))?)?(#(?P<clients>.*))?"
 )
-#: Kinds of subsets of clients that ``expanded`` knows, by the name after ``#``.
+#: Functions that list subsets of clients, by the name after ``#``; see ``expanded``.
 SUBSETS: Mapping[str, Callable[[int], Iterator[tuple[int, ...]]]] = {
     "pairs": lambda count: itertools.combinations(range(count), 2),
     "subsets": lambda count: itertools.chain.from_iterable(
@@ -288,7 +288,7 @@ def _meaning(said: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _moved(said: Mapping[str, str], evidence: str) -> dict[str, Any]:
-    """Return the fields of an arm that say which parts are aligned, and how."""
+    """Return the fields of an arm about its alignment."""
     what = said["what"]
     named = {"aligned": AlignmentOptions.parts, "whole": WHOLE_MODEL, STREAM: WHOLE_MODEL}
     parts = named.get(what) or tuple(what.split("+"))

@@ -42,8 +42,7 @@ def read_grid(grid: Path, entries: str, *, quick: bool = False) -> list[dict[str
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: there is no bundled grid of this name, the file is no TOML, its tables are wrong, or
-            there is no small variant.
+        ValueError: there is no such bundled grid, no valid TOML or tables, or no small variant.
     """
     text = _text(grid, entries)
     try:

@@ -1,4 +1,4 @@
-"""The loss along the line between two models: how it is measured, and its rows."""
+"""The loss along the line between two models: measurement and rows."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ Evaluate = Callable[[State], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class BarrierLine:
-    """The line between two models (``cell``, ``pair``), one of which a method has matched to the other.
+    """The line between two models (``cell``, ``pair``) after a method has matched one to the other.
 
-    ``seconds`` is the wall time of the matching, activations included; ``before`` and ``after`` are the
-    squared distances of all parameters before and after matching.
+    ``seconds`` is the wall time of the matching, with the collection of activations. ``before`` and
+    ``after`` are the squared distances over all parameters before and after matching.
     """
 
     cell: str
@@ -49,7 +49,7 @@ class BarrierLine:
     barrier: Barrier
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield one flat row per position: this line's own fields, and every metric there."""
+        """Yield one flat row per position: the fields of this line, and all metrics at the position."""
         own = {name: getattr(self, name) for name in _LINE}
         for position, metrics in zip(self.barrier.positions, self.barrier.rows, strict=True):
             yield {**own, "position": position, **metrics}
@@ -60,7 +60,7 @@ _LINE = (*_KEY, "seconds", "before", "after")
 
 
 def lines_of(rows: Iterable[Mapping[str, Any]]) -> list[BarrierLine]:
-    """Return the lines from their rows, in the order of their first rows; null is NaN."""
+    """Return lines from rows, in the order of their first rows; null becomes NaN."""
     grouped: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         clean = {name: math.nan if value is None else value for name, value in row.items()}
@@ -75,13 +75,13 @@ def lines_of(rows: Iterable[Mapping[str, Any]]) -> list[BarrierLine]:
 
 
 def ordered(lines: Iterable[BarrierLine]) -> list[BarrierLine]:
-    """Return the lines in the order of ``METHODS``, those of one method as they come."""
+    """Return the lines in the order of ``METHODS``; lines of one method keep their order."""
     places = {name: place for place, name in enumerate(METHODS)}
     return sorted(lines, key=lambda line: places.get(line.method, len(places)))
 
 
 def write_rows(path: Path, lines: Iterable[BarrierLine]) -> None:
-    """Write the rows as JSON lines, whole or not at all; numbers that are not finite become null."""
+    """Write the rows as JSON lines, all or none of them; numbers that are not finite become null."""
     write_text(path, "".join(json_line(row) for line in lines for row in line.rows()))
 
 
@@ -99,8 +99,8 @@ def measure(
 ) -> BarrierLine:
     """Match two models by a method of ``METHODS`` and evaluate the line between them.
 
-    The anchor is at position 0, the matched client at 1, both in canonical form if the method asks for
-    it. Metrics are those of ``task`` on all its held-out rows. Neither model is changed.
+    The anchor is at position 0, the matched client at position 1; both are in canonical form if the
+    method needs it. Metrics are those of ``task`` on all its held-out rows. Neither model is changed.
 
     Raises:
         FedrotError: the method is unknown, the models cannot be aligned, or there are too few points.
@@ -125,7 +125,7 @@ def measure(
 
 
 def evaluator(task: Task, model: nn.Module) -> Evaluate:
-    """Return the function from tensors of a model like this one to its metrics on held-out rows."""
+    """Return a function from the tensors of such a model to its metrics on the held-out rows."""
     from fedrot.simulations.tasks import training
 
     shell, rows = copy.deepcopy(model), np.arange(len(task.test))
@@ -138,7 +138,7 @@ def evaluator(task: Task, model: nn.Module) -> Evaluate:
 
 
 def training_batches(task: Task, model: nn.Module, rows: int, seed: int = 0) -> list[State]:
-    """Return at most ``rows`` random training rows in batches as a training step has them."""
+    """Return at most ``rows`` random training rows, in batches of a training step."""
     from fedrot.simulations.tasks.training import step_batches
 
     return list(step_batches(task, model, np.arange(len(task.train)), rows, 128, seed))

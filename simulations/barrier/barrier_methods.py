@@ -1,4 +1,4 @@
-"""Methods to match two models before the loss between them is measured, and the settings of that."""
+"""Methods to match two models before the loss on the line between them is measured."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ State = dict[str, Tensor]
 #: Batches of a training step: the models' inputs, and ``labels``.
 Batches = Sequence[Mapping[str, Tensor]]
 
-#: After alignment: (anchor, moved client, symmetry, batches) to the client's new tensors.
+#: Function of (anchor, aligned client, symmetry, batches) that returns the client's new tensors.
 Refine = Callable[[nn.Module, nn.Module, Symmetry, Batches], State]
-#: (anchor, moved client, symmetry, batches) to the path that replaces the straight line.
+#: Function of (anchor, aligned client, symmetry, batches) that returns a path in place of the line.
 Repair = Callable[[nn.Module, nn.Module, Symmetry, Batches], interpolation.Path]
 
 
@@ -34,14 +34,14 @@ class MatchingMethod:
     """A way to match a client's model to the anchor's.
 
     Attributes:
-        options: what is aligned; None aligns nothing.
-        evidence: the activations that count beside the weights: none, those of ``probe`` (random
-            tokens), or those of ``data`` (training rows).
+        options: alignment options; None: nothing is aligned.
+        evidence: ``weights``, or weights and activations: on random tokens (``probe``) or on training
+            rows (``data``).
         residual, heads: which activations, as in ``fedrot.collect_activations``.
-        frequencies: how often tokens of tables count: equally, as in the training rows (``counted``), or
-            by the tokenizer's order (``ordered``).
-        limit: the first so many of the rows are read; 0 for all.
-        refine, repair: a change of the aligned client, and of the models on the line.
+        frequencies: weights of the tokens in embedding tables: ``equal``, the counts in training rows
+            (``counted``), or estimates from the tokenizer's order (``ordered``).
+        limit: the number of training rows that are used; 0 for all.
+        refine, repair: changes of the aligned client, and of the models on the line.
     """
 
     options: AlignmentOptions | None = None
@@ -55,13 +55,13 @@ class MatchingMethod:
 
     @property
     def looks_at_data(self) -> bool:
-        """Whether training rows are read."""
+        """Whether the method uses training rows."""
         refines = self.refine is not None or self.repair is not None
         return self.evidence == "data" or self.frequencies == "counted" or refines
 
     @property
     def canonical(self) -> bool:
-        """Whether both models are brought to canonical form first."""
+        """Whether both models are converted to canonical form first."""
         return self.options is not None and bool(self.options.canonical)
 
     @property
@@ -74,7 +74,7 @@ class MatchingMethod:
 VANILLA = "vanilla"
 
 
-# Published methods move whatever removes anything: no method asks what chance removes.
+# Published methods have no rule on chance: they apply every move that removes distance.
 EAGER = AlignmentOptions(chance=0, canonical=False)
 WHOLE = replace(EAGER, parts=WHOLE_MODEL)
 STREAM = replace(WHOLE, canonical=True)
@@ -92,13 +92,13 @@ METHODS: dict[str, MatchingMethod] = {
 
 
 def methods_for(symmetry: Symmetry) -> tuple[str, ...]:
-    """Return the methods that suit a model: not all have a stream that rotates."""
+    """Return the methods for a model: methods with a rotated stream need pre-norm models."""
     rotates = symmetry.can_rotate
     return tuple(name for name, method in METHODS.items() if rotates or not method.canonical)
 
 
 def check_methods(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names, each once; raises ``FedrotError`` if one is unknown or there is none."""
+    """Return the names without repetitions; raises ``FedrotError`` for unknown names or no name."""
     found = tuple(dict.fromkeys(names))
     unknown = [name for name in found if name not in METHODS]
     if unknown or not found:
@@ -112,7 +112,7 @@ def match(
 ) -> State:
     """Return the client's tensors, matched to the anchor; neither model is changed.
 
-    ``batches`` (inputs and ``labels``) are read only by methods that look at data.
+    ``batches`` (inputs and ``labels``) are read only by methods that use data.
 
     Raises:
         FedrotError: the models cannot be aligned; see ``fedrot.align``.
@@ -135,7 +135,7 @@ def canonical_pair(
     """Return both models in canonical form, and the symmetry that rotates their stream.
 
     Raises:
-        SymmetryError: the stream cannot be rotated, or the models tie what has to be separate.
+        SymmetryError: the stream cannot be rotated, or tables are tied that must be separate.
     """
     check_rotates(symmetry)
     ours, theirs = (
@@ -145,7 +145,7 @@ def canonical_pair(
 
 
 def _first(batches: Batches, limit: int) -> Batches:
-    """Return the first rows of batches, all of them for a limit of 0."""
+    """Return batches of the first ``limit`` rows; all batches for a limit of 0."""
     if not limit:
         return batches
     found, left = [], limit
@@ -158,7 +158,7 @@ def _first(batches: Batches, limit: int) -> Batches:
 
 
 def _counts(method: MatchingMethod, batches: Batches, model: nn.Module) -> Tensor | None:
-    """Return how often each token counts; None for equally, and for models of other inputs."""
+    """Return the weight of each token; None for equal weights, and for models without text inputs."""
     config: Any = model.config
     if method.frequencies == "equal" or not reads_text(config.to_dict()):
         return None

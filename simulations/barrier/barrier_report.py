@@ -1,4 +1,4 @@
-"""Summaries, tables and plots of loss barriers; every method is compared with the vanilla line."""
+"""Summaries, tables and plots of loss barriers, each compared with the line of method vanilla."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 LOSS = "loss"
-#: Panels beside each other in a plot, and the plot's largest width in inches: 1,600 pixels.
+#: Largest number of panels in a row of a plot, and largest width in inches (1,600 pixels).
 MOST_ACROSS, WIDTH = 6, 13.2
 
 
@@ -30,10 +30,11 @@ class BarrierSummary:
     """The lines of one method in one cell: means over pairs with 95 % t intervals.
 
     Attributes:
-        above: the largest loss less that of the worse end.
-        share: the barrier over that of the vanilla line between the same two models; NaN without one.
-        headline: the name of the task's first metric; ``middle`` and ``ends`` are its values there.
-        distance: squared distance after matching over that before.
+        above: the largest loss minus the loss of the worse end.
+        share: the barrier divided by that of the vanilla line of the same pair; NaN without that line.
+        headline: the name of the task's first metric.
+        middle, ends: values of this metric in the middle and at both ends.
+        distance: squared distance after matching divided by that before.
     """
 
     cell: str
@@ -55,7 +56,7 @@ def headline_of(lines: Sequence[BarrierLine]) -> str:
 
 
 def by_cell(lines: Sequence[BarrierLine]) -> dict[str, dict[str, dict[str, BarrierLine]]]:
-    """Return cell -> method -> pair -> line; cells as they come, methods in the order of METHODS."""
+    """Return cell -> method -> pair -> line; cells in given order, methods in the order of METHODS."""
     found: dict[str, dict[str, dict[str, BarrierLine]]] = {line.cell: {} for line in lines}
     for line in ordered(lines):
         found[line.cell].setdefault(line.method, {})[line.pair] = line
@@ -103,8 +104,8 @@ def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator > 0 else math.nan
 
 
-#: Columns of the tables: titles, and functions from a summary to the text of a cell. The terminal shows
-#: the name of the headline metric in place of the word "headline".
+#: Columns of the tables: titles, and functions from a summary to a cell's text. On the terminal, the
+#: name of the headline metric replaces the word "headline".
 _NAMES: dict[str, Callable[[BarrierSummary], str]] = {
     "cell": lambda s: s.cell,
     "headline": lambda s: s.headline.replace("_", " "),
@@ -137,7 +138,7 @@ def markdown(summaries: Sequence[BarrierSummary]) -> str:
 
 
 def tables(summaries: Sequence[BarrierSummary]) -> list[Table]:
-    """Return a table for the terminal per cell."""
+    """Return one table per cell, for the terminal."""
     from rich.text import Text
 
     found = []
@@ -152,7 +153,7 @@ def tables(summaries: Sequence[BarrierSummary]) -> list[Table]:
             caption="Means over pairs, 95 % t intervals." if pairs > 1 else None,
         )
         for summary in own:
-            # Text: brackets in names and intervals are not markup.
+            # As Text, brackets in names and intervals are not markup.
             table.add_row(*(Text(read(summary)) for read in columns.values()))
         found.append(table)
     return found
@@ -161,7 +162,7 @@ def tables(summaries: Sequence[BarrierSummary]) -> list[Table]:
 def plot(path: Path, lines: Sequence[BarrierLine]) -> Path:
     """Draw the loss and the headline metric of one cell: a panel per method, with the vanilla line.
 
-    Thin lines are pairs, thick ones their means. All panels of a metric share their axis.
+    Thin lines are pairs, thick lines their means. All panels of a metric have the same axis.
     """
     (methods,) = by_cell(lines).values()
     shown = [name for name in methods if name != VANILLA] or [VANILLA]
@@ -182,7 +183,7 @@ def plot(path: Path, lines: Sequence[BarrierLine]) -> Path:
             name = band[column]
             _draw(ax, methods.get(VANILLA, {}).values(), metric, "0.45", VANILLA)
             if name != VANILLA:
-                _draw(ax, methods[name].values(), metric, PALETTE[0], "as the panel says")
+                _draw(ax, methods[name].values(), metric, PALETTE[0], "method of the panel")
             if metric is metrics[0]:
                 ax.set_title(name, loc="left", fontsize="small")
             ax.tick_params(labelsize="small", labelleft=not column, labelbottom=metric is metrics[-1])

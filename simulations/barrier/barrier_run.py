@@ -1,4 +1,4 @@
-"""The barrier between two saved models, measured and written as one folder."""
+"""``compare_saved_models``: the loss barrier between two saved models, written to a folder."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from fedrot.simulations.tasks.task import Task, check_usable, task_of
 def compare_saved_models(
     a: Path, b: Path, out: Path, settings: BarrierSettings, command: str, console: Console
 ) -> list[BarrierLine]:
-    """Measure the line between two saved models under every method; print and write the results.
+    """Measure the line between two saved models with every method; print and write the results.
 
-    ``out`` contains ``config.json``, ``versions.json``, ``rows.jsonl``, ``summary.md`` and
-    ``barrier.png``; it appears whole or not at all. ``b`` is aligned to ``a``.
+    ``b`` is aligned to ``a``. ``out`` gets ``config.json``, ``versions.json``, ``rows.jsonl``,
+    ``summary.md`` and ``barrier.png``, all or none of them.
 
     Raises:
         FedrotError: bad input; the message names the setting or the model.
@@ -87,7 +87,7 @@ def compare_saved_models(
 
 
 def load_pair(a: Path, b: Path, settings: BarrierSettings) -> tuple[Task, nn.Module, nn.Module]:
-    """Load two folders written by ``save_pretrained``, and the data set to compare the models on.
+    """Load two folders written by ``save_pretrained``, and the data set for their comparison.
 
     Texts are tokenised with the tokenizer of ``a``, or the bundled one if ``a`` has none.
 
@@ -106,11 +106,11 @@ def load_pair(a: Path, b: Path, settings: BarrierSettings) -> tuple[Task, nn.Mod
     own = task_name(first)
     if own is None and settings.task is None and first.config.architectures:
         raise FedrotError(
-            f"'{a}' is a {first.model_class.__name__}, a class that no task trains: there is no loss to "
-            f"measure. If its tensors fit one, give --task: {', '.join(OBJECTIVES)}."
+            f"'{a}' is a {first.model_class.__name__}, a class without a task, and therefore without a "
+            f"loss. If its tensors fit a task, give --task: {', '.join(OBJECTIVES)}."
         )
     name = settings.task or own or "classification"
-    first.class_for(OBJECTIVES[name].auto_model)  # Models that have no such class read other data.
+    first.class_for(OBJECTIVES[name].auto_model)  # Raises before data are read that do not fit.
     task = task_of(
         SimulationConfig(
             **settings.model_dump(include={"data_dir", "text_column", "label_column"}),
@@ -134,8 +134,7 @@ def _loaded(saved: SavedModel, task: Task) -> nn.Module:
     if missing:
         raise FedrotError(
             f"'{saved.path}' has no tensor '{missing[0]}' ({len(missing)} missing in all), so it was "
-            f"not trained for task '{task.config.task}'. Choose the task that the models were trained "
-            "for."
+            f"not trained for task '{task.config.task}'. Choose the task of the models' training."
         )
     wanted = copy.deepcopy(model.config)
     task.objective.configure(wanted, task.data)
@@ -146,7 +145,7 @@ def _loaded(saved: SavedModel, task: Task) -> nn.Module:
         )
     if moved := label_elsewhere(saved.config, task.data):
         raise FedrotError(
-            f"'{saved.path}': {moved}. Bring the rows of its head, and its id2label, into the order of "
-            "the data, and save it again."
+            f"'{saved.path}': {moved}. Reorder the rows of its head, and its id2label, as in the data, "
+            "and save it again."
         )
     return model.float()

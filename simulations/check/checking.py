@@ -1,4 +1,4 @@
-"""Check of a saved model: random elements of its symmetry are applied, and its outputs compared."""
+"""Check of a saved model: its outputs before and after random elements of its symmetry group."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroupFound:
-    """A group of the model: the ``units`` (heads or neurons) and the number of ``tensors`` it moves.
+    """A group of the model, its number of ``units`` (heads or neurons) and of ``tensors`` that it moves.
 
     ``layer`` is None if the group acts on the whole model.
     """
@@ -44,9 +44,9 @@ class GroupFound:
 
 @dataclass(frozen=True)
 class KindChecked:
-    """The largest relative change of an output when all groups of one kind and part are moved.
+    """The largest relative ``change`` of an output when all groups of one kind and part are moved.
 
-    ``change`` is None if it is not finite.
+    ``change`` is None if it is not finite. ``holds``: it is at most the tolerance.
     """
 
     part: str
@@ -58,17 +58,17 @@ class KindChecked:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The result of a check; ``dataclasses.asdict`` is what ``--json`` prints.
+    """The result of a check; ``--json`` prints its ``dataclasses.asdict``.
 
     Attributes:
         architecture: the class that was loaded.
         parts: the parts that were moved.
         refused: parts that cannot be moved in this model, with the reason.
-        change: of all parts moved together, as in ``KindChecked``.
-        holds: whether that and the changes of all kinds are at most ``tolerance``.
+        change: the change with all parts moved together, as in ``KindChecked``.
+        holds: whether this change and those of all kinds are at most ``tolerance``.
         suspects: if not, the first group of each part that changes the outputs, with its tensors.
-        notes: what the user should know about the files, in sentences.
-        seconds: wall time of everything, loading included.
+        notes: sentences for the user about the files and the residual stream.
+        seconds: wall time of the check, with the loading of the model.
     """
 
     model: str
@@ -93,8 +93,8 @@ def check_model(name: str, parts: Sequence[str] | None = None, seed: int = 0) ->
 
     Args:
         name: a folder of a saved model, or a name on the hub.
-        parts: parts to move; all that can be moved if None.
-        seed: of elements, inputs and noise; see ``fedrot.check_function``.
+        parts: parts to move; None: all parts that can be moved.
+        seed: seed of elements, inputs and noise; see ``fedrot.check_function``.
 
     Raises:
         FedrotError: the model cannot be loaded, a part cannot be moved, or the model does not run on
@@ -145,23 +145,23 @@ def check_model(name: str, parts: Sequence[str] | None = None, seed: int = 0) ->
     )
 
 
-#: What is said where permutations of the stream preserve the function, and rotations do not.
+#: Sentence for models whose function is preserved by permutations of the stream, but not by rotations.
 _NOT_FOLDED = (
-    "Rotations of its residual stream change them: something reads the stream without the norm that the "
-    "family describes in front of it. Align with canonical=False."
+    "Rotations of its residual stream change them: a module takes the stream without the norm that the "
+    "family describes before it. Align with canonical=False."
 )
 
 
 def _rotated(
     model: nn.Module, config: Any, symmetry: Symmetry, seed: int
 ) -> tuple[tuple[KindChecked, ...], str]:
-    """Check rotations of the residual stream, if it has some; say what it has."""
+    """Check rotations of the residual stream if there are any; return a note about them."""
     if not symmetry.folds:
         reason = next(iter(symmetry.unfolded.values()), "")
         return (), f"Its residual stream is permuted, not rotated: {reason}."
     if symmetry.untied:
         names = " and ".join(symmetry.untied[0])
-        return (), f"With tables of their own, {names}, its residual stream could be rotated."
+        return (), f"With untied tables, {names}, its residual stream could be rotated."
     change = output_change(model, config, symmetry.rotated, ("residual",), seed)(lambda _: True)
     groups = [group for group in symmetry.rotated.groups if group.part == "residual"]
     found = KindChecked(*_key(groups[0]), len(groups), _finite(change), change <= TOLERANCE)
@@ -169,20 +169,20 @@ def _rotated(
 
 
 def _loaded(name: str) -> tuple[nn.Module, tuple[str, ...]]:
-    """Load a model as the class that its configuration names; return notes on its tensors, too."""
+    """Load a model as the class in its configuration; also return notes about its tensors."""
     if Path(name).is_file():
-        advice = f" '{SUFFIX}' files lie beside their {CONFIG}." if name.endswith(SUFFIX) else ""
+        advice = f" A '{SUFFIX}' file is there with its {CONFIG}." if name.endswith(SUFFIX) else ""
         raise FedrotError(f"'{name}' is a file. Give the folder of a saved model.{advice}")
     saved = open_saved_model(name)
     model, missing, unknown = saved.load(saved.model_class)
     class_name = type(model).__name__
     if 2 * len(missing) > len(model.state_dict()):
         raise FedrotError(
-            f"'{name}' lacks {len(missing)} tensors of a {class_name}, the first '{missing[0]}': most "
-            "of the model would be random. Save it, without wrappers, with save_pretrained."
+            f"'{name}' lacks {len(missing)} tensors of a {class_name}, the first is '{missing[0]}': "
+            "most of the model would be random. Save it, without wrappers, with save_pretrained."
         )
-    notes = [f"Not stored, so random: {', '.join(missing)}"] if missing else []
-    notes += [f"Stored beside a {class_name}, and left out: {', '.join(unknown)}"] if unknown else []
+    notes = [f"Not stored, therefore random: {', '.join(missing)}"] if missing else []
+    notes += [f"Not part of a {class_name}, left out: {', '.join(unknown)}"] if unknown else []
     return model, tuple(notes)
 
 
@@ -201,7 +201,7 @@ def _finite(change: float) -> float | None:
 
 
 def tables(report: CheckReport) -> Iterator[Table]:
-    """Yield a table of the groups by layer, equal layers in one line, and one of the output changes."""
+    """Yield a table of the groups by layer, with one line for equal layers, and one of the changes."""
     groups = _table(
         f"{report.architecture} ({report.model_type}), family {report.family}",
         ("layer", "part", "group", "kind", "units", "tensors"),
@@ -222,14 +222,16 @@ def tables(report: CheckReport) -> Iterator[Table]:
 
 
 def verdict(report: CheckReport) -> str:
-    """Return a sentence: whether the model has the symmetry, and what to do if not."""
+    """Return a sentence about whether the model has the symmetry, and what to do if not."""
     if report.holds:
-        return f"The function is preserved: outputs change by {report.change:.1e} of their size at most."
+        return (
+            f"The function is preserved: the largest relative change of outputs is {report.change:.1e}."
+        )
     return f"The outputs of '{report.model}' change. {report.suspects}"
 
 
 def families_table(families: Iterable[Family]) -> Table:
-    """Return a line per supported family: its model types, and how its residual stream moves."""
+    """Return a table with a line per supported family: model types, and symmetry of the stream."""
     found = _table("Supported families", ("family", "model_type", "residual stream"))
     for family in families:
         found.add_row(family.name, ", ".join(family.model_types), family.stream)
@@ -252,7 +254,7 @@ def _alike(groups: Iterable[GroupFound]) -> Iterator[tuple[str, list[tuple[str, 
     """Yield ranges of consecutive layers with equal groups, such as ``0-5``, and these groups."""
     by_layer: dict[int | None, list[tuple[str, str, str, int, int]]] = {}
     for g in groups:
-        # The number of the layer does not count, but the rest of the name does: it may name a stack.
+        # Names are compared without the layer's number; the rest may name the encoder or the decoder.
         name = re.sub(r"(?<=\.)\d+(?=\.)", "*", g.name)
         by_layer.setdefault(g.layer, []).append((g.part, name, g.kind, g.units, g.tensors))
     for cells, layers in groupby(by_layer, key=by_layer.__getitem__):

@@ -21,8 +21,7 @@ class Effect:
 
     Attributes:
         where: the end of the sentence "... has an effect only".
-        holds: returns whether the condition is met by the values of all parameters. It returns true for
-            values that the command itself refuses.
+        holds: the condition on the values of all parameters; true for values that the command refuses.
     """
 
     parameters: tuple[str, ...]

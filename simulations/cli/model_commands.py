@@ -169,4 +169,4 @@ def diagnose(
     if len(what) == 2:
         say(f"'{what[0]}' was used as the base.")
     if not one:
-        say(f"Command that merges these models so: {merge_command(found[0], what)}")
+        say(f"Command for this merge: {merge_command(found[0], what)}")

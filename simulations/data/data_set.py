@@ -41,11 +41,11 @@ class DataSet(Generic[S_co]):
     """A data set.
 
     Attributes:
-        label_names: one per class (``("score",)`` in regression).
+        label_names: one name per class (``("score",)`` in regression).
         metrics: names for ``evaluate_predictions``, the headline metric first.
         test: the held-out split: validation for GLUE tasks, test for the emotion corpora.
-        note: see ``Source``.
-        said: see ``Labels``, with the number of rows that were left out.
+        note: how the rows were divided; see ``Source``.
+        said: which rows were left out, and how the labels were read; see ``Source`` and ``Labels``.
     """
 
     name: str

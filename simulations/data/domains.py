@@ -1,4 +1,4 @@
-"""Several data sets as the domains of one task: labels of their own, and test rows by domain."""
+"""Several data sets as the domains of one task. Each domain has its own labels and test rows."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fedrot.simulations.data.data_set import DataSet
 from fedrot.simulations.data.sources import DataError, Selection
 from fedrot.simulations.data.texts import TextData, TextSplit, load_text_data
 
-#: The column that names the domain of a row.
+#: The column with the name of a row's domain.
 DOMAIN = "domain"
-#: The metrics of all domains with training rows, and of those without.
+#: The metrics over all domains with training rows, and over those without.
 SEEN, UNSEEN = "macro_f1", "unseen_macro_f1"
 
 
 @dataclass(frozen=True)
 class DomainData(DataSet[TextSplit]):
-    """Texts of several domains, multi-label; a label that a domain does not have is NaN in its rows.
+    """Texts of several domains, multi-label. Labels that a domain lacks are NaN in its rows.
 
-    ``domains`` are those of the training rows; ``unseen`` have test rows only.
+    ``domains`` have training and test rows; ``unseen`` domains have only test rows.
     """
 
     domains: tuple[str, ...]
@@ -39,25 +39,25 @@ def load_domains(
 ) -> DomainData:
     """Load data sets of classified texts as the domains of one task.
 
-    The labels of the task are those of ``names`` together, matched by their names. A selection's limits
-    are for each domain. Of ``unseen`` domains the test rows are kept, with the labels that the task has.
+    The labels of the task are the labels of all ``names``; equal names are one label. A selection's
+    limits are per domain. Of ``unseen`` domains, the test rows and the labels of the task are kept.
 
     Raises:
-        DataError: as ``load_text_data``; a name occurs twice, a data set has scores, pairs or classes
-            without names, or an unseen domain has none of the labels.
+        DataError: as ``load_text_data``; also if a name occurs twice, if a data set has scores, pairs or
+            classes without names, or if an unseen domain has none of the labels.
     """
     twice = sorted({name for name in (*names, *unseen) if (*names, *unseen).count(name) > 1})
     if twice:
         raise DataError(f"the data set '{twice[0]}' is named twice; name every domain once")
     loaded = {name: load_text_data(name, data_dir, **selection) for name in (*names, *unseen)}
     if len(set(map(metric_of, loaded))) < len(loaded):
-        raise DataError(f"two domains have one file name among {', '.join(loaded)}; rename one of them")
+        raise DataError(f"two domains have the same file name among {', '.join(loaded)}; rename one")
     for name, data in loaded.items():
         if data.kind == "single" and all(label.isdigit() for label in data.label_names):
-            raise DataError(f"the classes of '{name}' are numbers; domains are matched by labels' names")
+            raise DataError(f"the classes of '{name}' are numbers; domains need classes with names")
         if data.kind == "regression" or data.train.pairs is not None:
             raise DataError(
-                f"'{name}' has scores or pairs of texts; domains are classes of single texts"
+                f"'{name}' has scores or pairs of texts; domains need classes of single texts"
             )
     labels = tuple(dict.fromkeys(label for name in names for label in loaded[name].label_names))
     for name in unseen:
@@ -75,7 +75,7 @@ def load_domains(
 
 
 def metric_of(domain: str) -> str:
-    """Return the name of a domain's own macro F1."""
+    """Return the metric's name for the macro F1 of one domain."""
     return f"f1_{Path(domain).stem}"
 
 
@@ -89,7 +89,7 @@ def _united(parts: Sequence[tuple[str, TextData, TextSplit]], labels: Sequence[s
 def _in_order(
     labels: npt.NDArray[np.generic], own: Sequence[str], wanted: Sequence[str]
 ) -> npt.NDArray[np.float32]:
-    """Return labels of the domain's classes as float32 ``[rows, wanted]``; NaN for those it lacks."""
+    """Return the domain's labels as float32 ``[rows, wanted]``; NaN for labels that it lacks."""
     several = labels if labels.ndim == 2 else np.eye(len(own))[labels]
     found = np.full((len(labels), len(wanted)), np.nan, dtype=np.float32)
     for place, label in enumerate(wanted):

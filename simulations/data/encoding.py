@@ -1,4 +1,4 @@
-"""Readers of texts, tagged words and images: how they are loaded and become inputs of models."""
+"""Readers of texts, tagged words and images: loading, and encoding as inputs of models."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from fedrot.simulations.models.packaged import loading, loading_of, source_of
 #: Label of tokens that are not predicted.
 IGNORED = -100
 Batch = dict[str, torch.Tensor]
-#: Mean and deviation of pixel values between 0 and 1, for models without a processor.
+#: Mean and standard deviation of pixel values in [0, 1], for models without a processor.
 _HALF = (0.5,)
 
 
 @dataclass(frozen=True)
 class Encoded(ABC):
-    """Rows of one split, ready for a model; ``labels`` are those of the split."""
+    """Rows of one split, encoded for a model; ``labels`` are those of the split."""
 
     labels: np.ndarray
 
@@ -48,7 +48,7 @@ class Encoded(ABC):
 
     @abstractmethod
     def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Return the lengths of the rows; a batch wants rows of similar lengths."""
+        """Return the lengths of the rows, int64; batches are made of rows with similar lengths."""
 
     @abstractmethod
     def batch(self, rows: np.ndarray) -> Batch:
@@ -61,7 +61,7 @@ class Encoded(ABC):
 
 @dataclass(frozen=True)
 class EncodedText(Encoded):
-    """Token ids and segment ids, by row, and the rows' domains if there are several."""
+    """Token ids and segment ids of each row, and its domain if there are several domains."""
 
     ids: Sequence[np.ndarray]
     segments: Sequence[np.ndarray]
@@ -83,12 +83,12 @@ class EncodedText(Encoded):
 
 @dataclass(frozen=True)
 class EncodedTags(EncodedText):
-    """Token ids with the tag of every word at its first piece, ``IGNORED`` at all other tokens.
+    """Token ids of tagged words. The first token of a word has its tag, all others ``IGNORED``.
 
     Attributes:
-        tags: of each token, by row.
-        places: by row, the words whose first piece is left, which are not cut off.
-        words: the tags of all words, by row.
+        tags: by row, the tag of each token.
+        places: by row, the numbers of the words that are not cut off.
+        words: by row, the tags of all words.
     """
 
     tags: Sequence[np.ndarray]
@@ -105,7 +105,7 @@ class EncodedImages(Encoded):
 
     Attributes:
         pixels: uint8 ``[height, width, channels]`` of each image.
-        mean, deviation: of each channel, of values between 0 and 1.
+        mean, deviation: mean and standard deviation of each channel, for values in [0, 1].
     """
 
     pixels: Sequence[Pixels]
@@ -114,7 +114,7 @@ class EncodedImages(Encoded):
     deviation: tuple[float, ...]
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Return 0 for all rows: images have one size."""
+        """Return 0 for all rows, because images have one size."""
         return np.zeros(len(rows), dtype=np.int64)
 
     def batch(self, rows: np.ndarray) -> Batch:
@@ -125,7 +125,7 @@ class EncodedImages(Encoded):
 
 
 def padded(rows: Sequence[np.ndarray], value: int) -> torch.Tensor:
-    """Return rows of numbers as int64 ``[rows, longest]``, padded with ``value`` at the end."""
+    """Return rows of numbers as int64 ``[rows, longest row]``, padded with ``value`` at the end."""
     filled = np.full((len(rows), max(map(len, rows))), value, dtype=np.int64)
     for line, row in zip(filled, rows, strict=True):
         line[: len(row)] = row
@@ -134,10 +134,10 @@ def padded(rows: Sequence[np.ndarray], value: int) -> torch.Tensor:
 
 @lru_cache(maxsize=1)
 def bundled_tokenizer() -> Tokenizer:
-    """Return the lower-casing WordPiece tokenizer of the package, trained on GoEmotions' training texts.
+    """Return the package's uncased WordPiece tokenizer, trained on the training texts of GoEmotions.
 
-    Texts become ``[CLS] A [SEP]``, pairs ``[CLS] A [SEP] B [SEP]`` with type ids 0 and 1. It is shared:
-    copy it before enabling padding or truncation. ``tests/simulations/data/wordpiece.py`` trained it.
+    Texts become ``[CLS] A [SEP]``, pairs ``[CLS] A [SEP] B [SEP]`` with type ids 0 and 1. The object is
+    shared: copy it before enabling padding or truncation. See ``tests/simulations/data/wordpiece.py``.
     """
     source = resources.files("fedrot.simulations.data") / "bundled" / "tokenizer.json"
     return Tokenizer.from_str(source.read_text(encoding="utf-8"))
@@ -153,13 +153,13 @@ def tokenizer_for(config: SimulationConfig) -> Tokenizer:
         found = AutoTokenizer.from_pretrained(**loading_of(config.model))
         if set(found.get_vocab()) <= set(found.all_special_tokens):  # transformers makes an empty one
             raise DataError(
-                f"model '{config.model}' has no tokenizer; save its own beside it (tokenizer.json)"
+                f"model '{config.model}' has no tokenizer; save its tokenizer.json in the same folder"
             )
         return found.backend_tokenizer
 
 
 def encode_texts(split: TextSplit, tokenizer: Tokenizer, max_length: int, pad_id: int) -> EncodedText:
-    """Tokenise a split, cut to ``max_length`` tokens."""
+    """Tokenise a split, truncated to ``max_length`` tokens."""
     texts: Any = split.texts if split.pairs is None else list(zip(split.texts, split.pairs, strict=True))
     encodings = _cut(tokenizer, max_length).encode_batch(list(texts))
     domains = tuple(map(str, split.columns.get(DOMAIN, ())))
@@ -167,10 +167,10 @@ def encode_texts(split: TextSplit, tokenizer: Tokenizer, max_length: int, pad_id
 
 
 def encode_tags(split: TagSplit, tokenizer: Tokenizer, max_length: int, pad_id: int) -> EncodedTags:
-    """Tokenise tagged words, cut to ``max_length`` tokens; the first piece of a word has its tag."""
+    """Tokenise tagged words, truncated to ``max_length`` tokens; see ``EncodedTags`` for the tags."""
     tokenizer = _cut(tokenizer, max_length)
     before: Any = tokenizer.pre_tokenizer
-    if hasattr(before, "add_prefix_space"):  # words of byte-level vocabularies start with a space
+    if hasattr(before, "add_prefix_space"):  # in byte-level vocabularies, words start with a space
         before.add_prefix_space = True
         tokenizer.pre_tokenizer = before
     encodings = tokenizer.encode_batch(list(map(list, split.words)), is_pretokenized=True)
@@ -185,13 +185,13 @@ def encode_tags(split: TagSplit, tokenizer: Tokenizer, max_length: int, pad_id: 
 
 
 def first_pieces(word_ids: Sequence[int | None]) -> dict[int, int]:
-    """Return the numbers of words by the tokens at which they begin; special tokens have no word."""
+    """Return the number of each word by the index of its first token; special tokens have no word."""
     steps = enumerate(zip(word_ids, (None, *word_ids), strict=False))
     return {token: word for token, (word, last) in steps if word is not None and word != last}
 
 
 def _cut(tokenizer: Tokenizer, max_length: int) -> Tokenizer:
-    tokenizer = copy.deepcopy(tokenizer)  # the bundled one is shared by the process
+    tokenizer = copy.deepcopy(tokenizer)  # the bundled tokenizer is shared in the process
     tokenizer.no_padding()
     tokenizer.enable_truncation(max_length)
     return tokenizer
@@ -208,8 +208,8 @@ class Reader:
 
     Attributes:
         load: returns a data set by name, folder and ``Selection``; raises ``DataError``.
-        encode: returns its splits as inputs of the configuration's model, training first.
-        options: what else ``load`` takes from a configuration.
+        encode: returns the training and the test split, encoded for the configuration's model.
+        options: returns further arguments of ``load`` from a configuration.
     """
 
     load: Callable[..., DataSet[Any]]
@@ -217,7 +217,7 @@ class Reader:
     options: Callable[[SimulationConfig], Mapping[str, object]] = lambda _: {}
 
     def read(self, config: SimulationConfig) -> tuple[DataSet[Any], Any, Any]:
-        """Return the data set of a configuration, and its splits as inputs of the model."""
+        """Return the data set of a configuration, and its splits encoded for the model."""
         selection = config.model_dump(include=set(Selection.__annotations__))
         data = self.load(config.data, config.data_dir, **selection, **self.options(config))
         return data, *self.encode(config, data)
@@ -232,7 +232,7 @@ def _tokenised(encode: Callable[..., Encoded]) -> Callable[[SimulationConfig, An
 
 
 def _image_size(config: SimulationConfig) -> dict[str, int]:
-    """Return ``side`` and ``channels`` of the inputs of a pretrained model."""
+    """Return ``side`` (in pixels) and ``channels`` of a pretrained model's inputs."""
     if config.model is None:
         return {}
     settings = pretrained_settings(config.model)
@@ -240,13 +240,13 @@ def _image_size(config: SimulationConfig) -> dict[str, int]:
     sides = list(dict.fromkeys(side)) if isinstance(side, list | tuple) else [side]
     if len(sides) != 1 or not isinstance(sides[0], int):
         raise DataError(
-            f"model '{config.model}' of type '{settings.model_type}' reads no square images "
+            f"model '{config.model}' of type '{settings.model_type}' does not take square images "
             f"(image_size is {side}); choose a vision transformer, or another task"
         )
     if channels not in (1, 3):
         raise DataError(
-            f"model '{config.model}' reads images of {channels} channels; images have 1 (grey) or 3 "
-            "(colours)"
+            f"model '{config.model}' takes images of {channels} channels; choose a model for 1 (grey) "
+            "or 3 (colours)"
         )
     return {"side": sides[0], "channels": channels}
 
@@ -259,7 +259,7 @@ def _encode_images(config: SimulationConfig, data: ImageData) -> tuple[EncodedIm
 
 
 def _standardisation(model: str | None) -> tuple[Sequence[float], Sequence[float]]:
-    """Return mean and deviation of pixel values, by channel, from a pretrained model's processor."""
+    """Return mean and standard deviation of pixel values per channel, from a model's processor."""
     if model is None:
         return _HALF, _HALF
     from transformers.image_processing_base import ImageProcessingMixin

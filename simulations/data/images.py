@@ -43,21 +43,21 @@ SUFFIXES = frozenset(
     {".bmp", ".gif", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 )
 HELD_OUT_FOLDERS = ("test", "validation", "val", "valid")
-#: The largest side of the images of a small model, in pixels; larger ones are shrunk.
+#: Largest side of a small model's images, in pixels; larger images are scaled down.
 LARGEST_SIDE = 64
 _GREY = frozenset({"1", "L", "LA", "I", "F"})
 
 
 @dataclass(frozen=True)
 class ImageSplit(Split):
-    """Rows of images, uint8 ``[height, width, channels]``, no side above the data set's ``side``."""
+    """Rows of images, uint8 ``[height, width, channels]``; no side is above the data set's ``side``."""
 
     pixels: Sequence[Pixels]
 
 
 @dataclass(frozen=True)
 class ImageData(DataSet[ImageSplit]):
-    """A data set of images; the inputs of models are squares of ``side`` pixels."""
+    """A data set of images; inputs of models are squares with sides of ``side`` pixels."""
 
     side: int
     channels: int
@@ -73,22 +73,22 @@ def load_image_data(
 ) -> ImageData:
     """Load images by name: a folder, a Parquet file, ``digits``, or a data set of the hub.
 
-    A folder holds ``CLASS/IMAGE``, or ``train/CLASS/IMAGE`` beside ``test``; it is looked up in
-    ``data_dir``, below ``data_dir/images``, and as a path. A Parquet file has a column of encoded
-    images (bytes, or the hub's bytes and path) beside ``label``. The rest is as for texts.
+    A folder has files ``CLASS/IMAGE``, or ``train/CLASS/IMAGE`` and ``test/CLASS/IMAGE``. It is looked
+    up in ``data_dir``, below ``data_dir/images``, and as a path. A Parquet file has a column of encoded
+    images (bytes, or the hub's bytes and path) and a column ``label``. All else is as for texts.
 
     Args:
-        side: of the model's square inputs, in pixels; default: of the largest image, at most 64.
+        side: side of the model's square inputs, in pixels; default: of the largest image, at most 64.
         channels: 1 or 3; default: 1 if every image is grey, else 3.
 
     Raises:
-        DataError: as for texts; or a folder is empty, or a file is no image.
+        DataError: as for texts; also if a folder is empty, or a file is no image.
     """
     folder = _folder(name, data_dir)
     source = _from_folder(folder) if folder else find(name, data_dir, IMAGES)
     column = source.column(IMAGE, selection.get("text_column"))
     chosen = label_columns(source, selection.get("label_column"))
-    # In a folder every image has a class, whatever its name is.
+    # In a folder every image has a class, even if its name is that of a missing label.
     whole = complete(source, IMAGE, [column], () if folder else chosen, selection).divided()
     source = whole.limited(name, selection)
     labels = labels_of(source, chosen, selection.get("label_kind", ""), whole)
@@ -118,13 +118,13 @@ def load_image_data(
 
 def side_of(images: Sequence[Pixels]) -> int:
     """Return the largest side of the images, rounded up to a multiple of 4 if above 8."""
-    # A square whose side is a prime number cannot be cut into patches.
+    # A square whose side is a prime number cannot be divided into patches.
     largest = max(max(image.shape[:2]) for image in images)
     return largest if largest <= 8 else -(-largest // 4) * 4
 
 
 def resized(pixels: Pixels, height: int, width: int) -> Pixels:
-    """Return ``[height, width, ...]`` of an image ``[h, w]`` or ``[h, w, channels]``, bilinearly."""
+    """Resize an image ``[h, w]`` or ``[h, w, channels]`` to ``[height, width, ...]``, bilinearly."""
     if pixels.shape[:2] == (height, width):
         return pixels
     if pixels.ndim == 3 and pixels.shape[2] == 1:  # Pillow's grey images have no axis of channels
@@ -162,7 +162,7 @@ def _from_folder(folder: Path) -> Source:
         test = next((folder / name for name in HELD_OUT_FOLDERS if (folder / name).is_dir()), None)
         if test is None:
             wanted = ", ".join(HELD_OUT_FOLDERS)
-            raise DataError(f"{folder / 'train'} has no held-out folder beside it; add one of {wanted}")
+            raise DataError(f"{folder / 'train'} has no held-out folder next to it; add one of {wanted}")
         parts = [folder / "train", test]
     return Source(folder.name, {str(part): _classes(part) for part in parts})
 
@@ -174,7 +174,7 @@ def _classes(folder: Path) -> pa.Table:
     empty = [path for path, found in files.items() if not found]
     if empty or not files:
         raise DataError(
-            f"{empty[0] if empty else folder} holds no images; a folder of images has a sub-folder for "
+            f"{empty[0] if empty else folder} has no images; a folder of images has a sub-folder for "
             f"each class, as in {folder.name}/CLASS/IMAGE.png"
         )
     rows = [(str(file), path.name) for path, found in files.items() for file in found]
@@ -193,7 +193,7 @@ def _pixels(table: pa.Table, column: str, bound: int, where: str) -> list[Pixels
 
 
 def _decoded(raw: bytes | Mapping[str, Any] | None, bound: int, where: str) -> Pixels:
-    """Return uint8 ``[height, width]`` (grey) or ``[height, width, 3]``, no side above ``bound``."""
+    """Return uint8 ``[height, width]`` (grey) or ``[height, width, 3]``; no side is above ``bound``."""
     parts: Mapping[str, Any] = {"bytes": raw} if isinstance(raw, bytes) else raw or {}
     content, path = parts.get("bytes"), parts.get("path")
     if content is None and path is None:
@@ -215,6 +215,6 @@ def _decoded(raw: bytes | Mapping[str, Any] | None, bound: int, where: str) -> P
 
 
 def _with_channels(image: Pixels, channels: int) -> Pixels:
-    """Return ``[height, width, channels]``: grey is repeated, or colours become grey."""
+    """Return ``[height, width, channels]``; grey is repeated, or colours are converted to grey."""
     converted = Image.fromarray(image).convert("L" if channels == 1 else "RGB")
     return np.asarray(converted, dtype=np.uint8).reshape(*image.shape[:2], channels)

@@ -1,4 +1,4 @@
-"""Labels of data sets: which columns hold them, which rows lack one, and what kind they are."""
+"""Labels of data sets: their columns, their kind, and rows without a label."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pyarrow.csv as pa_csv
 from fedrot.simulations.data.data_set import Kind
 from fedrot.simulations.data.sources import Content, DataError, Selection, Source
 
-#: More classes than this are numbers of another kind.
+#: Largest number of classes. A column with more values does not hold classes.
 MOST_CLASSES = 100_000
-#: Texts that stand for a missing label: those for missing numbers, and Python's.
+#: Texts for a missing label: those of pyarrow for missing numbers, and Python's.
 NO_LABEL = (*pa_csv.ConvertOptions().null_values, "None", "<NA>")
-#: As many of a list of rows or names are written out.
+#: Number of rows or names that a message lists.
 _WRITTEN_OUT = 10
 LABEL = Content(
     "label",
@@ -42,9 +42,9 @@ CLASS_NAMES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels of both splits, as in ``Split``, with the kind of task and the class names.
+    """The labels of both splits, as in ``Split``, their kind, and the class names.
 
-    ``said`` tells the user in sentences how the labels were taken.
+    ``said`` has sentences for the user about how the labels were read.
     """
 
     kind: Kind
@@ -55,9 +55,9 @@ class Labels:
 
 
 def label_columns(source: Source, wanted: str | None, *, optional: bool = False) -> tuple[str, ...]:
-    """Return the label column, or the boolean columns that are the labels together.
+    """Return the label column, or several boolean columns with one label each.
 
-    Without any, return none if labels are ``optional``; else raise ``DataError``.
+    Without a label column, return ``()`` if labels are ``optional``, else raise ``DataError``.
     """
     if wanted is None and not set(LABEL.known) & set(source.columns):
         schema = source.train.schema
@@ -72,11 +72,11 @@ def label_columns(source: Source, wanted: str | None, *, optional: bool = False)
 def complete(
     source: Source, content: Content, columns: Sequence[str], labels: Sequence[str], selection: Selection
 ) -> Source:
-    """Leave out rows without content or a label; raises ``DataError`` if they are not to be left out.
+    """Return the source without rows that lack content or a label; raises ``DataError``.
 
     A label is missing if it is null, a number that is not finite, a negative class, or a text of
-    ``NO_LABEL``. A list is missing if a part of it is. ``selection["missing"]``: ``error`` refuses such
-    rows, ``drop`` leaves them out, and ``keep`` takes negative numbers and texts such as NA as classes.
+    ``NO_LABEL``. A list is missing if an item is null. ``selection["missing"]``: ``error`` raises for
+    such rows, ``drop`` leaves them out, ``keep`` makes negative numbers and texts such as NA classes.
     """
     tables, said = {}, []
     for where, table in source.tables.items():
@@ -98,7 +98,7 @@ def complete(
 
 
 def _unlabelled(column: pa.ChunkedArray, selection: Selection) -> npt.NDArray[np.bool_]:
-    """Return where a label is missing; negative scores are none."""
+    """Return where a label is missing, ``[rows]``; negative scores are not missing."""
     column, kept = _plain(column), selection.get("missing") == "keep"
     none = _is_null(column)
     if pa.types.is_floating(column.type):
@@ -115,12 +115,12 @@ def _unlabelled(column: pa.ChunkedArray, selection: Selection) -> npt.NDArray[np
 
 
 def _lack(column: pa.ChunkedArray, found: npt.NDArray[np.bool_]) -> str:
-    """Return what is missing, in which rows, and what to do."""
+    """Return a message: what is missing, in which rows, and what to do."""
     values = column.filter(pa.array(found))
     written = values.null_count < len(values) and not pa.types.is_nested(values.type)
     negative = written and pa.types.is_integer(values.type)
     what = "negative values, which usually stand for missing labels," if negative else "missing values"
-    # Of lists a part may be missing.
+    # The number of lists is not that of missing values, because only a part of a list may be missing.
     counted = what if pa.types.is_nested(values.type) else f"{len(values)} {what}"
     shown = f" ({_listed(dict.fromkeys(map(_shown, values.to_pylist())))})" if written else ""
     classes = negative or (written and pa.types.is_string(values.type))
@@ -132,7 +132,7 @@ def _lack(column: pa.ChunkedArray, found: npt.NDArray[np.bool_]) -> str:
 
 
 def _is_null(column: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
-    """Return where a value, or a part of a list, is null."""
+    """Return where a value, or an item of a list, is null, ``[rows]``."""
     none: npt.NDArray[np.bool_] = column.is_null().to_numpy().copy()
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         rows = pc.list_parent_indices(column).filter(pc.list_flatten(column).is_null())
@@ -141,7 +141,7 @@ def _is_null(column: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
 
 
 def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return a column with categories, long texts and decimals as plain texts and numbers."""
+    """Return a column with categories and large strings as strings, and decimals as numbers."""
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
         kind = pa.string()
@@ -155,7 +155,7 @@ def _shown(value: object) -> str:
 
 
 def _listed(values: Iterable[object]) -> str:
-    """Return values separated by commas, the first ones of many."""
+    """Return values separated by commas; of many values, only the first ones and their number."""
     found = [str(value) for value in values]
     more = len(found) - _WRITTEN_OUT
     return ", ".join(found[:_WRITTEN_OUT]) + (f" and {more} more" if more > 0 else "")
@@ -167,16 +167,17 @@ def labels_of(
     kind: Kind | Literal[""] = "",
     whole: Source | None = None,
 ) -> Labels:
-    """Read label columns, which are complete; without any, all rows are of one class.
+    """Read label columns without missing values; without a column, all rows are of one class.
 
-    Classes are the values that occur, or those that the source has names for.
+    Classes are the values that occur, or the values for which the source has names.
 
     Args:
-        kind: of task; empty: scores for floating-point numbers, several labels for boolean columns with
-            other than one True in a row, else classes.
-        whole: the source without limits, which change no classes.
+        kind: kind of labels; empty: ``regression`` for floating-point numbers, ``multi`` for boolean
+            columns if a row has not exactly one True, else ``single``.
+        whole: the source without limits; limits do not change the classes.
 
-    Raises ``DataError`` for values that are none of this kind.
+    Raises:
+        DataError: values do not fit the kind.
     """
     both, whole = (source.train, source.test), whole or source
     if not columns:
@@ -189,10 +190,10 @@ def labels_of(
     where = f"{source.task}: label column {column!r}"
     if pa.types.is_string(type_) != pa.types.is_string(other):
         raise DataError(
-            f"{where} holds {type_} in training rows and {other} in held-out rows; give both one type"
+            f"{where} holds {type_} in training rows and {other} in held-out rows; use one type in both"
         )
     if kind == "multi":
-        raise DataError(f"{where} has one label for a row; several labels are boolean columns, one each")
+        raise DataError(f"{where} has one label for a row; for several, give a boolean column per label")
     if kind == "regression" or (not kind and pa.types.is_floating(type_)):
         return _scores(where, [table[column] for table in both], given=bool(kind))
     return _classes(source, column, whole)
@@ -201,7 +202,7 @@ def labels_of(
 def _boolean_labels(source: Source, columns: tuple[str, ...], kind: Kind | Literal[""]) -> Labels:
     listed = _listed(columns)
     if kind == "regression":
-        raise DataError(f"{source.task}: the label columns {listed} are boolean, which are no scores")
+        raise DataError(f"{source.task}: the label columns {listed} are boolean and hold no scores")
     train, test = (
         np.stack([t[c].to_numpy() for c in columns], axis=1) for t in (source.train, source.test)
     )
@@ -212,9 +213,9 @@ def _boolean_labels(source: Source, columns: tuple[str, ...], kind: Kind | Liter
             "single needs one in each row, multi takes any number"
         )
     if single and kind != "multi":
-        said = f"Labels: {len(columns)} classes, the columns {listed}, exactly one for each row."
+        said = f"Labels: {len(columns)} classes in the columns {listed}, exactly one in each row."
         return Labels("single", columns, train.argmax(axis=1), test.argmax(axis=1), said)
-    said = f"Labels: none, one or several of {len(columns)} for each row, the columns {listed}."
+    said = f"Labels: any number of {len(columns)} in each row, in the columns {listed}."
     return Labels("multi", columns, train.astype(np.float32), test.astype(np.float32), said)
 
 
@@ -223,7 +224,7 @@ def _scores(where: str, columns: Sequence[pa.ChunkedArray], *, given: bool) -> L
         both = [_plain(column).cast(pa.float64()).to_numpy() for column in columns]
     except pa.ArrowException as error:
         raise DataError(
-            f"{where} holds no numbers ({error}); --label-kind single takes them as classes"
+            f"{where} holds no numbers ({error}); --label-kind single makes them classes"
         ) from error
     with np.errstate(over="ignore"):
         train, test = (scores.astype(np.float32) for scores in both)
@@ -245,8 +246,8 @@ def _classes(source: Source, column: str, whole: Source) -> Labels:
     values = sorted(known[0] | known[1])
     if len(values) > MOST_CLASSES:
         raise DataError(
-            f"{source.task}: label column {column!r} has {len(values)} classes, and {MOST_CLASSES} "
-            "are the most; choose another column, or --label-kind regression"
+            f"{source.task}: label column {column!r} has {len(values)} classes, above the maximum of "
+            f"{MOST_CLASSES}; choose another column, or --label-kind regression"
         )
     names = tuple(map(str, values))
     whole_numbers = isinstance(values[0], int) and not isinstance(values[0], bool)
@@ -255,7 +256,7 @@ def _classes(source: Source, column: str, whole: Source) -> Labels:
         if values[0] >= 0 and values[-1] < len(declared):
             values, names = [*range(len(declared))], declared
         elif "label_name" in whole.columns:
-            # The training rows have the last word.
+            # If training and held-out rows differ, the name in the training rows is used.
             tables = zip((whole.test, whole.train), reversed(every), strict=True)
             named = {
                 value: name
@@ -270,7 +271,7 @@ def _classes(source: Source, column: str, whole: Source) -> Labels:
         said.append("If these numbers are scores, give --label-kind regression.")
     unseen = [names[number[value]] for value in sorted(known[1] - known[0])]
     if unseen:
-        said.append(f"Only held-out rows have {_listed(unseen)}: no client can learn that.")
+        said.append(f"Only held-out rows have {_listed(unseen)}: clients have no such training rows.")
     return Labels(
         "single",
         names,
@@ -290,7 +291,7 @@ def _class_values(source: Source, column: str, table: pa.Table) -> list[Any]:
         except pa.ArrowInvalid as error:
             raise DataError(
                 f"{source.task}: label column {column!r} has numbers that are not whole ({error}); "
-                "--label-kind regression takes them as scores"
+                "--label-kind regression makes them scores"
             ) from error
     found: list[Any] = values.to_pylist()
     return found

@@ -25,7 +25,7 @@ Rows: TypeAlias = npt.NDArray[np.int64]
 KINDS = ("iid", "dirichlet", "pathological", "keyclass", "column")
 SPECS = "iid, dirichlet:ALPHA, pathological:CLASSES, keyclass:SHARE, column:NAME"
 
-#: Whole numbers between scores, above which scores are counted in ``WIDE_BINS`` equal intervals.
+#: Largest range of scores that are rounded to integers. Wider ranges have ``WIDE_BINS`` equal intervals.
 MOST_BINS, WIDE_BINS = 1000, 10
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Partition:
 
 
 def parse_partition(spec: str) -> Partition:
-    """Read a partition such as ``dirichlet:0.5``; raises ``PartitionError`` with the known ones."""
+    """Read a partition such as ``dirichlet:0.5``; raises ``PartitionError``."""
     kind, _, value = spec.strip().partition(":")
     if kind not in KINDS or (kind == "iid") != (value == ""):
         raise PartitionError(f"unknown partition {spec!r}; choose from {SPECS}")
@@ -78,25 +78,25 @@ def split_clients(
 
     * ``iid``: a random division into equal parts.
     * ``dirichlet:ALPHA``: each class is divided in Dirichlet(ALPHA) proportions.
-    * ``pathological:K``: each client holds exactly K classes. With fewer than classes/K clients
-      some class has no client; its rows are dropped. Every other partition keeps all rows.
+    * ``pathological:K``: each client has exactly K classes. With fewer than classes/K clients some
+      classes have no client; their rows are dropped. Every other partition keeps all rows.
     * ``keyclass:SHARE``: see ``_key_class_rows``.
     * ``column:NAME``: one client per value of the column, in the order of the values. If there are more
-      values than clients, values are grouped: the largest first, each into the smallest group so far.
+      values than clients, values are grouped: the most frequent first, each into the smallest group.
       The seed has no influence.
 
     Args:
         split_labels, columns: see ``Split``; classes are those of ``partition_keys``.
 
     Returns:
-        per client a sorted int64 array of row numbers; disjoint and none of them empty.
+        For each client a sorted int64 array of row numbers. Arrays are disjoint and not empty.
 
     Raises:
-        PartitionError: the rows cannot be divided like this, or a client would have none.
+        PartitionError: the rows cannot be divided in this way, or a client would have no rows.
     """
     rows = len(split_labels)
     if clients < 1:
-        raise PartitionError(f"{clients} clients asked for; at least 1 is needed")
+        raise PartitionError(f"there are {clients} clients; at least 1 is needed")
     if rows < clients:
         raise PartitionError(
             f"{rows} rows cannot be divided among {clients} clients; use fewer clients or more rows"
@@ -114,7 +114,7 @@ def split_clients(
     if empty:
         raise PartitionError(
             f"partition {partition}: client {empty[0]} of {clients} would have no rows; use fewer "
-            "clients, more rows or a milder partition"
+            "clients, more rows or a less uneven partition"
         )
     return [np.sort(np.asarray(part, dtype=np.int64)) for part in parts]
 
@@ -122,9 +122,9 @@ def split_clients(
 def partition_keys(labels: npt.NDArray[Any]) -> Rows:
     """Return the class by which each row is divided, int64 ``[n]``, from 0.
 
-    Single label: the label. Multi-label: the first true label, or the number of classes where none
-    is true; unknown labels (NaN) are not. Regression: the score rounded to an integer, counted from the
-    lower of 0 and the least; or its interval, see ``MOST_BINS``.
+    Single label: the label. Multi-label: the first label that is 1, or the number of labels if none is;
+    unknown labels (NaN) are not 1. Regression: the score rounded to an integer, minus the smallest one
+    if that is negative; for wide ranges its interval, see ``MOST_BINS``.
     """
     if labels.ndim == 2:
         labels = labels > 0
@@ -140,7 +140,7 @@ def partition_keys(labels: npt.NDArray[Any]) -> Rows:
 
 
 def key_names(labels: npt.NDArray[Any], label_names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the columns of ``histogram``: classes, perhaps "none", or score bins."""
+    """Return the names of ``histogram``'s columns: classes, with "none" if needed, or score bins."""
     if labels.ndim == 2:
         return (*label_names, "none") if not (labels > 0).any(axis=1).all() else tuple(label_names)
     if np.issubdtype(labels.dtype, np.floating):
@@ -153,7 +153,7 @@ def key_names(labels: npt.NDArray[Any], label_names: Sequence[str]) -> tuple[str
 
 
 def _edges(scores: npt.NDArray[Any]) -> npt.NDArray[np.float64] | None:
-    """Return the edges of equal intervals for scores of a wide range, None for others."""
+    """Return the edges of equal intervals for scores of a wide range; None for other scores."""
     low, high = float(scores.min(initial=0)), float(scores.max(initial=0))
     if high - low <= MOST_BINS:
         return None
@@ -163,7 +163,7 @@ def _edges(scores: npt.NDArray[Any]) -> npt.NDArray[np.float64] | None:
 def histogram(labels: npt.NDArray[Any], parts: Sequence[Rows], classes: int) -> Rows:
     """Return the numbers of rows per client and class, int64 ``[clients, classes]``.
 
-    Classes are those of ``key_names``, of which there are at least ``classes``.
+    Columns are those of ``key_names``; there are at least ``classes``.
     """
     keys = partition_keys(labels)
     width = max(classes, int(keys.max(initial=0)) + 1)
@@ -183,7 +183,7 @@ def _flower_rows(partition: Partition, keys: Rows, clients: int, seed: int) -> l
         per_client, present = int(partition.value), len(np.unique(keys))
         if per_client > present:
             raise PartitionError(
-                f"partition {partition}: each client wants {per_client} classes, but the training "
+                f"partition {partition}: each client needs {per_client} classes, but the training "
                 f"rows have {present}; use pathological:{present} or less"
             )
         chosen = flower.PathologicalPartitioner(
@@ -191,15 +191,15 @@ def _flower_rows(partition: Partition, keys: Rows, clients: int, seed: int) -> l
         )
     chosen.dataset = Dataset.from_dict({"row": np.arange(len(keys)), "key": keys})
     try:
-        # Flower warns of retried draws and dropped classes, which are part of the definitions, and
-        # shows a progress bar, which would break the caller's display.
+        # Flower warns of retried draws and dropped classes, which are part of the definitions. Its
+        # progress bar would disturb the caller's output.
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             parts = [chosen.load_partition(client) for client in range(clients)]
     except ValueError as error:
         raise PartitionError(
             f"partition {partition} among {clients} clients: a client would have no rows; use "
-            f"fewer clients or a milder partition ({error})"
+            f"fewer clients or a less uneven partition ({error})"
         ) from error
     return [np.asarray(part.with_format("numpy")["row"][:], dtype=np.int64) for part in parts]
 
@@ -234,9 +234,9 @@ def _key_class_rows(keys: Rows, fraction: float, clients: int, seed: int) -> lis
     """RegMean's key-class split (Jin et al., ICLR 2023, appendix), for any number of clients.
 
     Client k has key class k mod C of the C present classes. The clients of a key class share
-    ``fraction`` of its rows evenly, at most an equal part of all rows each. The other rows fill the
-    clients at random up to equal sizes (to within one row); as far as possible they go to clients of
-    another key class.
+    ``fraction`` of its rows evenly; none gets more of them than an equal part of all rows. The other
+    rows are divided at random so that all clients have equal numbers of rows (to within one); as far as
+    possible they go to clients of another key class.
     """
     rng = np.random.default_rng(seed)
     present, classes = np.unique(keys, return_inverse=True)
@@ -265,9 +265,10 @@ def _key_class_rows(keys: Rows, fraction: float, clients: int, seed: int) -> lis
 
 
 def _deal(rest: Rows, room: Rows, forbidden: npt.NDArray[np.bool_], rng: np.random.Generator) -> Rows:
-    """Deal ``rest[c]`` rows per class into ``room[k]`` places at random: counts ``[C, K]``.
+    """Assign ``rest[c]`` rows of class c to clients with ``room[k]`` places; return counts ``[C, K]``.
 
-    Rows in a forbidden cell are then exchanged with rows for which both new cells are allowed.
+    The assignment is random. Rows in a forbidden cell are then exchanged with rows for which both new
+    cells are allowed, as far as there are such rows.
     """
     dealt = np.zeros(forbidden.shape, dtype=np.int64)
     places = rng.permutation(np.repeat(np.arange(len(room)), room))

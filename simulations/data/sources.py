@@ -27,20 +27,20 @@ from fedrot._io import refuse_pointer
 from fedrot.errors import FedrotError
 from fedrot.simulations.data import BUNDLED
 
-# A folder of splits follows GLUE, whose test labels are mostly hidden; a single file with a split
-# column follows the emotion corpora, whose test split is the published one.
+# A folder of splits is as in GLUE, whose test labels are mostly hidden. A single file with a column
+# ``split`` is as in the emotion corpora, whose test split is the published one.
 HELD_OUT_OF_FOLDER = ("validation", "validation_matched", "test")
 HELD_OUT_OF_FILE = ("test", "validation")
-#: One row in so many is held out if a data set has no splits.
+#: One in this number of rows is held out if a data set has no splits.
 HELD_OUT_SHARE = 5
 SPLIT_SEED = 0
 LIMIT_SEED = 0
 
 
-#: What happens to rows without a text or a label.
+#: What to do with rows without a text or a label.
 Missing: TypeAlias = Literal["error", "drop", "keep"]
 
-#: Delimiters that are often found in place of the comma.
+#: Delimiters of columns, and their names in messages.
 _DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "vertical bars", ",": "commas"}
 
 
@@ -50,13 +50,13 @@ class DataError(FedrotError):
 
 def _parquet(path: Path) -> pa.Table:
     table = pq.read_table(path)
-    # Polars writes texts as views, which pyarrow can neither filter nor take rows of.
+    # Polars writes texts as views; pyarrow can neither filter them nor take rows of them.
     views = {"string_view": pa.string(), "binary_view": pa.binary()}
     return table.cast(pa.schema([(f.name, views.get(str(f.type), f.type)) for f in table.schema]))
 
 
 def _block(path: Path) -> int:
-    return min(max(path.stat().st_size, 2**20), 2**31 - 1)  # a row longer than a block is refused
+    return min(max(path.stat().st_size, 2**20), 2**31 - 1)  # pyarrow refuses a row longer than a block
 
 
 def _first_line(path: Path) -> str:
@@ -94,7 +94,7 @@ def _json(path: Path) -> pa.Table:
     if _first_line(path).lstrip("\ufeff \t\r\n").startswith("["):
         rows = json.loads(path.read_text("utf-8-sig"))
         if not all(isinstance(row, dict) for row in rows):
-            raise pa.ArrowInvalid("its list has other things than objects")
+            raise pa.ArrowInvalid("its list has items that are not objects")
         source = io.BytesIO("\n".join(map(json.dumps, rows)).encode())
     table = pa_json.read_json(source, pa_json.ReadOptions(block_size=_block(path)))
     table.validate(full=True)
@@ -102,7 +102,7 @@ def _json(path: Path) -> pa.Table:
 
 
 def _plain_text(path: Path) -> pa.Table:
-    """Return the paragraphs, which empty lines separate, as ``load_dataset("text")`` has them."""
+    """Return the paragraphs of a text file, which are separated by empty lines."""
     try:
         text = path.read_text("utf-8")
     except UnicodeDecodeError as error:
@@ -111,10 +111,10 @@ def _plain_text(path: Path) -> pa.Table:
     return pa.table({"text": pa.array(filter(None, paragraphs), pa.string())})
 
 
-# pyarrow reads files better than ``datasets`` does. From CSV that makes scores of whole numbers with an
-# empty cell, takes rows with a cell too many, and gives a second column of one name another name. From
-# CSV and JSON it refuses columns that change after the first block. It takes brackets in a path for a
-# pattern.
+# Files are read by pyarrow, because ``datasets`` reads CSV with other results: a column of integers with
+# an empty cell becomes floats, a row with a cell too many is accepted, and a second column of the same
+# name is renamed. In CSV and JSON it refuses columns whose type changes after the first block. It
+# interprets brackets in a path as a pattern.
 #: The name and the reader of each file format, by suffix.
 READERS: Mapping[str, tuple[str, Callable[[Path], pa.Table]]] = {
     ".parquet": ("Parquet", _parquet),
@@ -129,7 +129,7 @@ READERS: Mapping[str, tuple[str, Callable[[Path], pa.Table]]] = {
 def read_table(path: Path) -> pa.Table:
     """Read a file in one of the formats of ``READERS``; raises ``DataError`` if it cannot be read.
 
-    Spaces around the names of columns are left out.
+    Spaces around the names of columns are removed.
     """
     format_name, read = READERS[path.suffix.lower()]
     try:
@@ -137,7 +137,7 @@ def read_table(path: Path) -> pa.Table:
         table = read(path)
         table = table.rename_columns([name.strip() for name in table.column_names])
         if len(set(table.column_names)) < table.num_columns:
-            raise pa.ArrowInvalid(f"two columns have one name among {', '.join(table.column_names)}")
+            raise pa.ArrowInvalid(f"two columns have equal names among {', '.join(table.column_names)}")
         return table
     except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(
@@ -149,13 +149,14 @@ class Selection(TypedDict, total=False):
     """Columns and rows of a data set.
 
     Attributes:
-        text_column: of texts (``"first,second"`` for pairs), lists of words or images; or guessed.
-        label_column: of integer or string classes, float scores or lists of tags; or guessed. Without
-            one, boolean columns are the labels: single label if every row has exactly one True, else
-            multi-label.
+        text_column: column of texts (``"first,second"`` for pairs), lists of words, or images; None:
+            the first known name.
+        label_column: column of integer or string classes, float scores or lists of tags; None: the
+            first known name. Without such a column, boolean columns are the labels: single label if
+            every row has exactly one True, else multi-label.
         label_kind: ``single``, ``multi`` or ``regression``; empty: by the type of the labels.
-        missing: what happens to rows without a text or a label, see ``labels.complete``.
-        train_limit, test_limit: keep so many rows, the first of a fixed shuffle.
+        missing: what to do with rows without a text or a label; see ``labels.complete``.
+        train_limit, test_limit: maximum number of rows, which are the first of a fixed shuffle.
     """
 
     text_column: str | None
@@ -168,13 +169,13 @@ class Selection(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Content:
-    """What a column holds.
+    """A kind of column.
 
     Attributes:
-        name, wanted: what it is, and what there should be, for messages.
-        known: names of columns that hold it.
-        option: names the column.
-        fits: whether values of a type are such ones.
+        name, wanted: for messages: what the column holds, and which values it should have.
+        known: usual names of such columns.
+        option: the option with which the user names the column.
+        fits: returns whether values of a type are allowed.
     """
 
     name: str
@@ -190,10 +191,10 @@ class Source:
 
     Attributes:
         task: the last part of the name, such as ``cola``; known tasks have class names and metrics.
-        tables: the training rows and the held-out ones, or all in one table, by their origin.
-        class_names: the hub's names of the classes of integer columns, by column.
-        note: how the rows were divided, in a sentence, if there were no splits.
-        said: which rows were left out, in sentences.
+        tables: training and held-out rows, or one table of all rows, by origin.
+        class_names: the hub's names for the classes of integer columns, by column.
+        note: a sentence about how the rows were divided, if there were no splits.
+        said: sentences about rows that were left out.
     """
 
     task: str
@@ -217,12 +218,12 @@ class Source:
 
     @property
     def columns(self) -> list[str]:
-        """The columns that both splits have."""
+        """The columns that all tables have."""
         held_out = set(self.test.column_names)
         return [column for column in self.train.column_names if column in held_out]
 
     def column(self, content: Content, wanted: str | None) -> str:
-        """Return the wanted column, or the first known one; raises ``DataError`` if there is none."""
+        """Return the wanted column, or the first with a known name; raises ``DataError``."""
         names = content.known if wanted is None else [wanted.strip()]
         found = next((name for name in names if name in self.columns), None)
         if found is None:
@@ -242,9 +243,9 @@ class Source:
         """Return training and held-out rows; a single table is divided by its column ``split``.
 
         Without this column, one row in five of every class in the column ``label`` is held out, always
-        the same ones. Without classes (no such column, scores, numbers of rows), one in five of all
-        rows is held out. Raises ``DataError`` if there are too few rows, or if ``split`` has no value or
-        others than it needs.
+        the same rows. Without classes (no such column, scores, or no value twice), one in five of all
+        rows is held out. Raises ``DataError`` if there are too few rows, or if ``split`` has missing or
+        wrong values.
         """
         if len(self.tables) > 1:
             return self
@@ -255,7 +256,7 @@ class Source:
         return replace(self, tables=tables, note=note)
 
     def limited(self, name: str, selection: Selection) -> Source:
-        """Return the selected rows; raises ``DataError`` without rows or for a limit below 1."""
+        """Return the selected rows; raises ``DataError`` if there are no rows, or a limit is below 1."""
         limits = {"train": selection.get("train_limit"), "held-out": selection.get("test_limit")}
         both = zip(limits.items(), self.tables.values(), strict=True)
         tables = {split: _limited(rows, f"{name} ({split})", limit) for (split, limit), rows in both}
@@ -263,7 +264,7 @@ class Source:
 
 
 def other_columns(table: pa.Table, *used: str) -> dict[str, list[object]]:
-    """Return the values of all columns but the used ones and ``split``, by name."""
+    """Return the values of all columns except the used ones and ``split``, by name."""
     return {c: table[c].to_pylist() for c in table.column_names if c not in (*used, "split")}
 
 
@@ -285,7 +286,7 @@ def bundled_texts() -> Source:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Folders below a data folder that hold data sets of one kind, and those that need no folder."""
+    """Folders below a data folder for data sets of one kind, and bundled data sets, by name."""
 
     folders: tuple[str, ...]
     bundled: Mapping[str, Callable[[], Source]] = field(default_factory=dict)
@@ -300,8 +301,8 @@ TEXTS = Catalogue((".", "glue", "emotion", "embedded"), {BUNDLED: bundled_texts}
 def find(name: str, data_dir: Path | None, catalogue: Catalogue = TEXTS) -> Source:
     """Look ``name`` up in ``data_dir``, then among the bundled data, then on the hub.
 
-    A name that ends in one of ``READERS`` is a file, in ``data_dir`` or anywhere; its rows are not
-    divided yet. See ``load_text_data`` for errors.
+    A name that ends in one of ``READERS`` is a file, in ``data_dir`` or at a path. The rows of a single
+    file are not divided yet. See ``load_text_data`` for errors.
     """
     if data_dir is not None and not data_dir.is_dir():
         raise DataError(f"data folder {data_dir} does not exist; check its path")
@@ -315,8 +316,8 @@ def find(name: str, data_dir: Path | None, catalogue: Catalogue = TEXTS) -> Sour
         return _from_files(file.stem, file)
     if Path(name).is_file() or (Path(name).is_absolute() and Path(name).is_dir()):
         raise DataError(
-            f"{name} is no file that is read here: those end in {', '.join(READERS)}; save the rows as "
-            "one of them. A folder with train.parquet and test.parquet is found by name in --data-dir"
+            f"{name} has no known format: files end in {', '.join(READERS)}; save the rows in one of "
+            "these. A folder with train.parquet and test.parquet is found by name in --data-dir"
         )
     for root in roots:
         if (root / f"{name}.parquet").is_file():
@@ -339,7 +340,7 @@ def _held_out_beside(train: Path) -> Path:
     found = next((file for file in files if file.is_file()), None)
     if found is None:
         wanted = ", ".join(file.name for file in files)
-        raise DataError(f"{train} has no held-out split beside it; add one of {wanted}")
+        raise DataError(f"{train} has no held-out split next to it; add one of {wanted}")
     return found
 
 
@@ -354,14 +355,14 @@ def _by_column(table: pa.Table, where: str) -> dict[str, pa.Table]:
     held_out = next((split for split in HELD_OUT_OF_FILE if split in present), None)
     if "train" not in present or held_out is None:
         raise DataError(
-            f"the 'split' column of {where} holds {sorted(map(str, present))}; it needs 'train' and "
+            f"the 'split' column of {where} has {sorted(map(str, present))}; it needs 'train' and "
             "one of 'test', 'validation'"
         )
     return {split: table.filter(pc.equal(splits, split)) for split in ("train", held_out)}
 
 
 def _drawn(table: pa.Table, where: str, label: str) -> tuple[dict[str, pa.Table], str]:
-    """Return training and held-out rows, and a sentence about them."""
+    """Return training and held-out rows, and a sentence about the division."""
     classes = _classes(table, label)
     rng = np.random.default_rng(SPLIT_SEED)
     held_out = np.zeros(table.num_rows, dtype=bool)
@@ -375,14 +376,14 @@ def _drawn(table: pa.Table, where: str, label: str) -> tuple[dict[str, pa.Table]
             "give a training and a test split, or more rows"
         )
     note = (
-        f"{where} has no splits of its own: of {table.num_rows} rows {held_out.sum()} are held out, one "
-        f"in {HELD_OUT_SHARE}{of_each}, drawn with seed {SPLIT_SEED}."
+        f"{where} has no splits: of {table.num_rows} rows {held_out.sum()} are held out, one in "
+        f"{HELD_OUT_SHARE}{of_each}, drawn with seed {SPLIT_SEED}."
     )
     return {"train": table.filter(~held_out), "held-out": table.filter(held_out)}, note
 
 
 def _classes(table: pa.Table, label: str) -> np.ndarray:
-    """Return the class of each row; 0 for all if the column holds no classes."""
+    """Return the class of each row, int64 ``[rows]``; 0 for all rows if the column has no classes."""
     kind = table.schema.field(label).type if label in table.column_names else pa.float64()
     labels = [] if pa.types.is_floating(kind) or pa.types.is_nested(kind) else table[label].to_pylist()
     found = sorted(set(labels), key=lambda value: (value is None, value))
@@ -396,11 +397,11 @@ def _from_hub(name: str, data_dir: Path | None, catalogue: Catalogue) -> Source:
     import datasets
 
     path, _, configuration = name.partition(":")
-    unknown = f"data set {name!r} is not available: it is unknown here, and"
+    unknown = f"data set {name!r} is not available: it is not on this machine, and"
     if _offline():
         raise DataError(
-            f"{unknown} there is no network to ask a hub (a copy in the hub's cache is used if "
-            f"HF_HUB_OFFLINE=1 is set). Available: {_available(data_dir, catalogue)}"
+            f"{unknown} there is no network for the hub (with HF_HUB_OFFLINE=1, a copy in the hub's "
+            f"cache is used). Available: {_available(data_dir, catalogue)}"
         )
     try:
         loaded = datasets.load_dataset(path, configuration or None)
@@ -419,9 +420,9 @@ def _from_hub(name: str, data_dir: Path | None, catalogue: Catalogue) -> Source:
 
 
 def _offline() -> bool:
-    """Whether the hub's name cannot be resolved; its client would retry for half a minute."""
+    """Return whether the hub's host cannot be resolved; its client would retry for half a minute."""
     if constants.HF_HUB_OFFLINE or urllib.request.getproxies():
-        return False  # the cache may answer, or a proxy resolves the name
+        return False  # the cache may have it, or a proxy resolves the name
     try:
         return not socket.getaddrinfo(urllib.parse.urlparse(constants.ENDPOINT).hostname, 443)
     except OSError:

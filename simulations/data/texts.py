@@ -56,7 +56,7 @@ _LISTS = "a list for each row"
 WORDS = Content("word", _LISTS, ("tokens", "words"), "--text-column", _is_list)
 TAGS = Content("tag", _LISTS, ("ner_tags", "tags"), "--label-column", _is_list)
 TAG_METRICS = ("f1", "precision", "recall")
-#: The tag of words outside every entity; it has number 0.
+#: The tag of words outside of all entities; its number is 0.
 OUTSIDE = "O"
 
 NER = Catalogue((".", "ner"))
@@ -64,7 +64,7 @@ NER = Catalogue((".", "ner"))
 
 @dataclass(frozen=True)
 class TextSplit(Split):
-    """Rows of texts; ``pairs`` holds the second sentence of each pair, if there are pairs."""
+    """Rows of texts; ``pairs`` has the second text of each pair, or is None."""
 
     texts: tuple[str, ...]
     pairs: tuple[str, ...] | None
@@ -82,13 +82,12 @@ def load_text_data(
 ) -> TextData:
     """Load a data set by name.
 
-    A name is looked up in ``data_dir`` first (``<name>/train.parquet`` beside a held-out split,
-    ``<name>.parquet``, or ``<name>_train.parquet``; directly or below ``glue``, ``emotion`` and
-    ``embedded``), then among the bundled data, then on the hub (``owner/name`` or
-    ``owner/name:configuration``). A name that ends in ``.parquet``, ``.csv``, ``.jsonl`` or ``.txt`` is
-    the path of a file; rows of plain text are its paragraphs. Without a column ``split``, one row in
-    five of each class is held out, always the same. If labels are optional, rows of a data set without
-    them are of one class.
+    A name is looked up in ``data_dir`` first (``<name>/train.parquet`` next to a held-out split,
+    ``<name>.parquet``, or ``<name>_train.parquet`` next to a held-out split; directly or below ``glue``,
+    ``emotion`` and ``embedded``), then among the bundled data, then on the hub (``owner/name`` or
+    ``owner/name:configuration``). A name that ends in one of ``READERS`` is a file; rows of plain text
+    are its paragraphs. A file without a column ``split`` has one row in five of each class held out,
+    always the same rows. If labels are optional, all rows of a data set without labels are of one class.
 
     Raises:
         DataError: unknown data set, unreadable file, missing column, empty split, or missing values.
@@ -116,9 +115,7 @@ def load_text_data(
 def _text_columns(source: Source, wanted: str | None) -> tuple[str, ...]:
     names = [name.strip() for name in (wanted or "").split(",")]
     if len(names) > 2:
-        raise DataError(
-            f"{source.where}: {TEXT.option} names {len(names)} columns; a text has one or two"
-        )
+        raise DataError(f"{source.where}: {TEXT.option} has {len(names)} columns; give one or two")
     pair = next((pair for pair in PAIR_COLUMNS if set(pair) <= set(source.columns)), (None,))
     return tuple(source.column(TEXT, name) for name in (pair if wanted is None else names))
 
@@ -133,7 +130,7 @@ def _text_split(
 
 @dataclass(frozen=True)
 class TagSplit(Split):
-    """Rows of words with a tag each, int64 numbers of ``TagData.tags``; labels are entity types."""
+    """Rows of words. ``tags`` are int64 numbers of ``TagData.tags``; labels are entity types."""
 
     words: Sequence[tuple[str, ...]]
     tags: Sequence[Tags]
@@ -141,16 +138,16 @@ class TagSplit(Split):
 
 @dataclass(frozen=True)
 class TagData(DataSet[TagSplit]):
-    """A data set of tagged words; ``tags`` are ``O``, and ``B-`` and ``I-`` of every entity type."""
+    """A data set of tagged words; ``tags`` are ``O``, and ``B-TYPE`` and ``I-TYPE`` of every type."""
 
     tags: tuple[str, ...]
 
 
 def load_tag_data(name: str, data_dir: Path | None = None, **selection: Unpack[Selection]) -> TagData:
-    """Load tagged words by name, as ``load_text_data``; ``data_dir`` may have a folder ``ner``.
+    """Load tagged words by name, like ``load_text_data``; ``data_dir`` may have a folder ``ner``.
 
-    Tags are BIO strings, or numbers that the hub has names for. Labels are the entity types that occur
-    in a row (multi-label). Raises ``DataError`` also if the tags are not BIO or do not fit the words.
+    Tags are BIO strings, or numbers for which the hub has names. Labels are the entity types in a row
+    (multi-label). Raises ``DataError``, also if tags are not BIO, or if a row has too few or too many.
     """
     source = find(name, data_dir, NER)
     tokens = source.column(WORDS, selection.get("text_column"))
@@ -161,7 +158,7 @@ def load_tag_data(name: str, data_dir: Path | None = None, **selection: Unpack[S
     named = [_named(t, column, source.class_names.get(column), where) for where, t in splits.items()]
     types = sorted({tag[2:] for rows in named for row in rows for tag in row if tag != OUTSIDE})
     if not types:
-        raise DataError(f"{name}: every tag is '{OUTSIDE}', so that there is no entity to recognise")
+        raise DataError(f"{name}: every tag is '{OUTSIDE}', so there is no entity; choose other data")
     tags = (OUTSIDE, *(f"{prefix}-{type_}" for type_ in types for prefix in "BI"))
     train, test = (
         _tag_split(table, where, tokens, column, rows, tags)
@@ -172,7 +169,7 @@ def load_tag_data(name: str, data_dir: Path | None = None, **selection: Unpack[S
 
 
 def _named(table: pa.Table, column: str, names: tuple[str, ...] | None, where: str) -> list[list[str]]:
-    """Return the names of the tags; raises ``DataError`` if one is not BIO."""
+    """Return the tags of each row as strings; raises ``DataError`` if one is not BIO."""
     rows = table[column].to_pylist()
     if names is not None:
         rows = [[names[tag] if isinstance(tag, int) else tag for tag in row] for row in rows]
@@ -197,7 +194,7 @@ def _tag_split(
                 f"{column!r}; each word needs one tag"
             )
     numbers = [np.array([number[tag] for tag in row], dtype=np.int64) for row in named]
-    # The tags of a type are neighbours: type t has the numbers 2t + 1 and 2t + 2.
+    # Type t has the tags 2t + 1 and 2t + 2.
     labels = np.zeros((len(words), len(tags) // 2), dtype=np.float32)
     for row, found in enumerate(numbers):
         labels[row, (found[found > 0] - 1) // 2] = 1

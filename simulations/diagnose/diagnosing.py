@@ -32,20 +32,20 @@ from fedrot.symmetry import symmetry_of
 if TYPE_CHECKING:
     from rich.table import Table
 
-#: The rows of a run folder.
+#: The file of alignment rows in a run folder.
 ALIGNMENT = "alignment.jsonl"
 
-#: What ``fedrot merge`` aligns, by what is advised.
+#: Options of ``fedrot merge``, by diagnosis.
 _PARTS = {PLAIN: " --parts none", ALIGNED: "", WHOLE: " --parts whole"}
 
 
 @dataclass(frozen=True)
 class Found:
-    """A diagnosis of the rounds of one arm that ask for the same average; of saved models, alone.
+    """A diagnosis of saved models, or of the rounds of one arm with the same recommended average.
 
     Attributes:
-        name: setting, start and arm, as far as the rows name them.
-        rounds: the numbers of the rounds.
+        name: setting, start and arm, if the rows have them; empty for saved models.
+        rounds: the numbers of the rounds; empty for saved models.
     """
 
     name: str
@@ -54,22 +54,23 @@ class Found:
 
     @property
     def title(self) -> str:
-        """What is diagnosed, in words."""
+        """Name and rounds, in words."""
         several = "rounds" if len(self.rounds) > 1 else "round"
         rounds = f"{several} {_ranges(self.rounds)}" if self.rounds else ""
         return ", ".join(filter(None, [self.name, rounds]))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data."""
+        """Return all fields as plain data for JSON."""
         return {"name": self.name, "rounds": self.rounds, **self.diagnosis.to_dict()}
 
 
 def diagnose_models(names: Sequence[str], config: Path | None = None) -> Found:
-    """Diagnose saved models, the base first; files are mapped, and read when they are needed.
+    """Diagnose saved models; files are memory-mapped and read on demand.
 
     Args:
-        names: folders written by ``save_pretrained``, bare ``.safetensors`` files or names on the hub.
-        config: of bare files.
+        names: folders written by ``save_pretrained``, bare ``.safetensors`` files or names on the hub;
+            the base first.
+        config: configuration of bare files.
 
     Raises:
         FedrotError: a model cannot be opened, or is of another architecture than the base.
@@ -84,22 +85,22 @@ def diagnose_models(names: Sequence[str], config: Path | None = None) -> Found:
 
 
 def merge_command(found: Found, names: Sequence[str]) -> str:
-    """Return the command that merges saved models as advised; ``names`` as in ``diagnose_models``.
+    """Return the recommended merge command; ``names`` as in ``diagnose_models``.
 
-    Of two models both are merged: the first has only taken the base's place.
+    If there are two models, both are merged; else all but the base.
     """
     merged = names[1:] if len(names) > 2 else names
     return shlex.join(["fedrot", "merge", *merged]) + f"{_PARTS[found.diagnosis.choice]} --out merged"
 
 
 def diagnose_run(path: Path) -> list[Found]:
-    """Diagnose every arm of a finished run that aligned, by rounds that ask for the same average.
+    """Diagnose every aligned arm of a run, with one diagnosis for rounds with the same result.
 
     Args:
         path: a run folder, or the file of ``Reporting(rows=...)``.
 
     Raises:
-        FedrotError: there are no such rows, or they do not say what chance removes.
+        FedrotError: there are no such rows, or they lack the distance that chance removes.
     """
     rows = _rows(path)
     by_arm: dict[str, list[Row]] = {}
@@ -115,13 +116,13 @@ def _rows(path: Path) -> list[Row]:
         rows: list[Row] = [row for row in read_rows(file.parent, file.name) if "before" in row]
     except FileNotFoundError as error:
         raise FedrotError(
-            f"'{path}' is neither a run nor the rows of one: it has no {ALIGNMENT}. To diagnose saved "
-            "models, give the base and its updates."
+            f"'{path}' is neither a run folder nor a file of rows: it has no {ALIGNMENT}. To diagnose "
+            "saved models, give the base and the models that were trained from it."
         ) from error
-    except ValueError as error:  # Binary files are no text.
+    except ValueError as error:  # Binary files are not text.
         raise FedrotError(f"'{path}' is no file of rows: {error}") from error
     if not all({"part", "layer", "round", "client"} <= row.keys() for row in rows):
-        raise FedrotError(f"'{path}' holds other rows than those of Reporting(rows=...).")
+        raise FedrotError(f"'{path}' has other rows than those of Reporting(rows=...).")
     if not rows:
         raise FedrotError(
             f"'{path}' has no rows of an alignment: it is another file, or no arm aligned, or every "
@@ -129,8 +130,8 @@ def _rows(path: Path) -> list[Row]:
         )
     if any("found" not in row for row in rows):
         raise FedrotError(
-            f"'{path}' was written by an older fedrot, whose rows do not say what chance removes. Run "
-            "it again, or give the base and its updates as saved models."
+            f"'{path}' was written by an older fedrot: its rows lack the distance that chance removes. "
+            "Run it again, or give saved models: the base and those that were trained from it."
         )
     return rows
 
@@ -146,9 +147,9 @@ def _by_choice(name: str, rows: Iterable[Row], path: Path) -> Iterator[Found]:
         turned = summed(found.clients, ROTATED)
         if turned.groups and turned.chance is None:
             raise FedrotError(
-                f"'{path}' does not say what chance removes in round {number}: the run moved whatever "
-                "helps (chance 0) or matched activations. Run it with the default, or give the base and "
-                "its updates as saved models."
+                f"'{path}' lacks the distance that chance removes in round {number}: the run had "
+                "chance=0 or matched activations. Run it with the defaults, or give saved models: the "
+                "base and those that were trained from it."
             )
         alike.setdefault(found.choice, []).append(number)
     for numbers in alike.values():
@@ -157,11 +158,11 @@ def _by_choice(name: str, rows: Iterable[Row], path: Path) -> Iterator[Found]:
 
 
 def tables(found: Found) -> Iterator[Table]:
-    """Yield a table of each kind of evidence: a line per part and layer, alike layers in their order."""
+    """Yield a table per kind of evidence, with a line per part and layer."""
     of_run = bool(found.rounds)
     titles = {
-        "clients": found.title if of_run else "Updates to the mean of those before",
-        "base": "Updates to the base",
+        "clients": found.title if of_run else "Updates compared with the mean of those before",
+        "base": "Updates compared with the base",
         "whole": ", ".join(filter(None, [found.title, "updates matched as whole models"])),
     }
     for name, title in titles.items():

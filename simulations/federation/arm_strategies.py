@@ -1,4 +1,4 @@
-"""A cell of a configuration, ``ArmRun``, and its strategy: ``FedRot``, or an average of adapters."""
+"""``ArmRun``, the run of a cell, and the strategies of cells: ``FedRot``, or an average of adapters."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from fedrot.strategies.round.inbox import own_id
 from fedrot.strategies.round.update import Moved
 from fedrot.strategies.settings import OtherBasis, Reporting, Server
 
-#: Passes in which the clients of an arm that learns find a common basis.
+#: Passes over the clients to learn a common basis, in arms with evidence ``learned``.
 LEARNING_PASSES = 3
 
 
 @dataclass(frozen=True)
 class ArmRun:
-    """The run of a cell: one arm from one start with one seed; its rows go to ``rows``.
+    """The run of a cell: one arm, start and seed. Its results are added to ``rows``.
 
-    ``initial`` has the metrics of the initial model, which cells of one seed and start share; it is
-    empty until they are known.
+    ``initial`` has the metrics of the initial model, which cells of one seed and start share. It is
+    empty before the first evaluation.
     """
 
     task: Task
@@ -70,13 +70,13 @@ class ArmRun:
         return model
 
     def record(self, scope: str, server_round: int, metrics: Mapping[str, Any]) -> None:
-        """Write a row per metric."""
+        """Add one row per metric."""
         own = {**self.labels, "round": server_round, "scope": scope}
         for name, value in metrics.items():
             self.rows.row({**own, "metric": name, "value": value})
 
     def finish_round(self, server_round: int, metrics: Mapping[str, float]) -> MetricRecord:
-        """Write the global model's metrics, and the progress to Flower's log."""
+        """Add the global model's metrics, and write the progress to Flower's log."""
         self.record("central", server_round, metrics)
         config = self.task.config
         title = Cell(config, self.seed, self.start, self.arm).title
@@ -84,7 +84,7 @@ class ArmRun:
         return MetricRecord(dict(metrics))
 
     def evaluate(self, model: nn.Module, server_round: int) -> dict[str, float]:
-        """Return the metrics of a global model on the held-out split."""
+        """Return the metrics of a global model on the data set's held-out split."""
         if server_round > 0:
             return evaluate_held_out(self.task, model)
         if not self.initial:
@@ -93,14 +93,14 @@ class ArmRun:
 
 
 class CellStrategy(ReplyStrategy):
-    """Mixin for a cell: samples the same clients in every arm, and writes the cell's rows.
+    """Mixin for the strategy of a cell: samples the same clients in every arm, and adds rows.
 
-    ``trained_rounds`` are those in which at least one update was accepted; ``updates`` are those of the
-    last round, in the round's coordinates, if the arm needs them.
+    ``trained_rounds`` are the rounds with at least one accepted update. ``updates`` are the updates of
+    the current round, in the round's coordinates, if the arm needs them.
     """
 
     trusts_ids = True
-    #: How adapters are loaded, see ``models.federated.LOADERS``.
+    #: How adapters are loaded; see ``models.federated.LOADERS``.
     loads = ""
 
     def __init__(self, cell: ArmRun, model: nn.Module, report: Path, *args: Any, **kwargs: Any) -> None:
@@ -130,18 +130,18 @@ class CellStrategy(ReplyStrategy):
     ) -> Iterable[Message]:
         self.current_round, self.updates, self.clients = server_round, [], grid
         self.job = config
-        # Flower samples clients from the global generator.
+        # Flower samples clients with the global random generator.
         random.seed(f"{self.cell.seed}:{server_round}")
         return super().configure_train(server_round, arrays, config, grid)
 
     def on_update(self, moved: Moved) -> None:
-        """Keep the updates of an arm that needs them."""
+        """Keep an update if the arm evaluates updates together."""
         super().on_update(moved)
         if self.cell.arm.needs_updates:
             self.updates.append(moved)
 
     def evaluate_centrally(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        """Evaluate the global model, or what the arm makes of the last round's updates."""
+        """Evaluate the global model, or the updates of the round together if the arm does so."""
         cell, model = self.cell, self.network
         if cell.arm.fits_task_head and server_round == cell.task.config.rounds:
             arrays = self.with_fitted_head(server_round, arrays)
@@ -154,7 +154,7 @@ class CellStrategy(ReplyStrategy):
         return cell.finish_round(server_round, metrics)
 
     def with_fitted_head(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
-        """Return the final model with the better of two task heads, and write what clients said."""
+        """Return the final model with the better of two task heads, and add rows about the choice."""
         config = ConfigRecord({**self.job, "server-round": server_round})
         found = fit_task_head(self.clients, arrays, self.network.config, config=config)
         losses = dict(zip(("as-it-was", "calibrated", "fitted"), found.losses, strict=True))
@@ -202,7 +202,7 @@ class ArmStrategy(CellStrategy, FedRot):
         )
 
     def evaluate_mean(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        """Evaluate a mean that the guard compares, on the clients' own held-out rows."""
+        """Evaluate one of the guard's means on the clients' held-out rows."""
         load_tensors(self.network, arrays.to_torch_state_dict())
         return MetricRecord(
             dict(evaluate_at_clients(self.cell.task, self.cell.arm, self.cell.seed, self.network))
@@ -210,7 +210,7 @@ class ArmStrategy(CellStrategy, FedRot):
 
 
 class AdapterCell(CellStrategy):
-    """Mixin for a cell of adapters, which writes what travels."""
+    """Mixin for a cell of adapters: adds rows with the bytes of messages."""
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -220,7 +220,7 @@ class AdapterCell(CellStrategy):
         return super().configure_train(server_round, arrays, config, grid)
 
     def on_update(self, moved: Moved) -> None:
-        """Write the size of a reply."""
+        """Add the size of a reply, in bytes."""
         super().on_update(moved)
         size, client = number_of_bytes(moved.update.tensors), moved.update.client
         self.cell.record(f"client:{client}", self.current_round, {"bytes": size})
@@ -238,12 +238,12 @@ class YogiStrategy(AdapterCell, AlignedLoRA, FedYogi):
     """``FedYogi`` of averaged adapters for one cell."""
 
 
-#: The strategy of adapters by ``SimulationConfig.server``.
+#: The strategies of adapters, by ``SimulationConfig.server``.
 OF_ADAPTERS = {"mean": AdapterStrategy, "adam": AdamStrategy, "yogi": YogiStrategy}
 
 
 def strategy_of(cell: ArmRun, model: nn.Module, report: Path) -> CellStrategy:
-    """Return the strategy of a cell, which writes its alignment report to a file."""
+    """Return the strategy of a cell; it writes its alignment report to the file ``report``."""
     config = cell.task.config
     if cell.arm.strategy is not None:
         return cell.arm.strategy(cell, model, report)
@@ -255,7 +255,7 @@ def strategy_of(cell: ArmRun, model: nn.Module, report: Path) -> CellStrategy:
 def adapter_strategy(
     by_server: Mapping[str, Callable[..., CellStrategy]], cell: ArmRun, model: nn.Module, report: Path
 ) -> CellStrategy:
-    """Return the strategy of a cell of adapters, of those by ``SimulationConfig.server``."""
+    """Return the strategy of a cell of adapters; ``by_server`` is by ``SimulationConfig.server``."""
     network: Any = model
     config = cell.task.config
     settings, options = network.peft_config["default"], cell.arm.adapters or AdapterOptions()
@@ -264,11 +264,11 @@ def adapter_strategy(
 
 
 def _client_metrics(contents: list[RecordDict]) -> list[tuple[int, dict[str, Any]]]:
-    """Return every client's id and metrics in the order of the ids; replies arrive in any order."""
+    """Return the id and metrics of every client, ordered by id; replies arrive in any order."""
     found = []
     for content in contents:
         (metrics,) = content.metric_records.values()
         client = own_id(content)
-        assert client is not None, "our ClientApp always names itself"
+        assert client is not None, "replies of the ClientApp have a client id"
         found.append((client, dict(metrics)))
     return sorted(found, key=lambda pair: pair[0])

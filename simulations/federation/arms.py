@@ -18,19 +18,19 @@ from fedrot.simulations.tasks.task import Task
 from fedrot.symmetry import Symmetry, symmetry_of
 from fedrot.tensors import Tensors
 
-#: Training rows in a batch of statistics, and batches; Jin et al. (2023), section 5.1 and Table 6.
+#: Rows per batch for statistics, and number of batches; Jin et al. (2023), section 5.1 and Table 6.
 STATISTICS_BATCH, STATISTICS_BATCHES = 16, 100
 
 
 def evaluate_held_out(task: Task, model: nn.Module) -> dict[str, float]:
-    """Return the metrics of a model on the held-out split."""
+    """Return the metrics of a model on the data set's held-out split."""
     return training.evaluate(model, task, task.test, np.arange(len(task.test.labels)))
 
 
 def evaluate_at_clients(task: Task, arm: Arm, seed: int, model: nn.Module) -> dict[str, float]:
-    """Return the metrics of a model on the held-out rows, of the training split, of an arm's clients.
+    """Return the metrics of a model on the held-out training rows of an arm's clients.
 
-    Scores and guards choose by them: the held-out split, of which the tables report, chooses nothing.
+    Scores and guards use these. Tables report the data set's held-out split, which chooses no model.
     """
     return training.evaluate(model, task, task.train, _rows_of(task, arm, seed, held_out=True))
 
@@ -43,9 +43,9 @@ def with_state(shell: nn.Module, state: Tensors) -> nn.Module:
 
 
 def aggregation_of(arm: Arm, task: Task, seed: int, shell: nn.Module) -> Callable[[], Aggregator] | None:
-    """Return a function that builds the arm's aggregator, None if its updates are evaluated together.
+    """Return a function that builds the arm's aggregator; None if its updates are evaluated together.
 
-    The mean is ours in all arms: models that did not move are then the same to the last bit.
+    All arms use fedrot's mean, so that arms that move nothing have the same bits.
     """
 
     def score() -> Callable[[Tensors], float]:
@@ -67,7 +67,7 @@ def _rows_of(task: Task, arm: Arm, seed: int, held_out: bool) -> np.ndarray:
 
 
 def train_joined(task: Task, arm: Arm, seed: int, model: nn.Module, server_round: int) -> None:
-    """Train one model on the training rows of all clients for a round's epochs, or a client's steps."""
+    """Train one model on all clients' training rows, for a round's epochs or one client's steps."""
     rows = _rows_of(task, arm, seed, held_out=False)
     stream = seed * 1_000 + server_round
     share = 1 / task.config.clients if arm.name == JOINED_STEPS else 1.0

@@ -1,6 +1,6 @@
 """The Flower ClientApp of simulations: training and evaluation on the rows of one client.
 
-The message's configuration and the node's partition id decide everything.
+Its replies depend only on the message and the node's partition id.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from fedrot.strategies.wire.records import (
 )
 from fedrot.symmetry import Symmetry, symmetry_of
 
-#: Prefix of the metrics of a client's own model, before averaging, on the central held-out split.
+#: Prefix of the metrics of a client's own model, before averaging, on the data set's held-out split.
 ALONE = "alone-"
-#: A cache folder takes results of later rounds up to this size.
+#: Size in bytes above which a cache folder takes no results of later rounds.
 KEPT_BYTES = 2**30
-#: Key of the factors of an adapter that a client trains, if a plug-in's strategy says so.
+#: Key for the factors of an adapter that clients train, which a plug-in's strategy may set.
 FACTORS = "fedrot-train"
-#: Rows in a batch from which a task head is fitted.
+#: Rows per batch when a task head is fitted.
 HEAD_BATCH = 64
-#: Training rows that a client matches on.
+#: Maximum number of training rows for matching at a client.
 MATCHING_ROWS = 4096
 
 State: TypeAlias = dict[str, Tensor]
@@ -70,17 +70,17 @@ class ClientJob:
     round: int
     last_round: int
     cache: str  # Folder of results that arms share; empty for none.
-    count: bool  # The client reports how often each token occurs in its texts.
-    align: tuple[str, ...]  # Parts that the client itself aligns.
+    count: bool  # Whether the client reports the counts of tokens in its texts.
+    align: tuple[str, ...]  # Parts that are aligned at the client.
     chance: float  # See AlignmentOptions.
-    statistics_batches: int  # Batches that statistics come from; 0: the limit of their kind.
-    factors: str  # Of an adapter, which the client trains.
-    loads: str  # How an adapter is loaded, see LOADERS.
+    statistics_batches: int  # Number of batches for statistics; 0: the limit of their kind.
+    factors: str  # Factors of an adapter that the client trains; see train_only.
+    loads: str  # How an adapter is loaded; see LOADERS.
     client: int  # Partition id of the node.
 
     @classmethod
     def read(cls, message: Message, context: Context) -> ClientJob:
-        """Read a job from a message and its node."""
+        """Read a job from a message and the node's context."""
         config: Any
         (config,) = message.content.config_records.values()
         return cls(
@@ -116,12 +116,12 @@ class ClientJob:
 
     @property
     def own_start(self) -> bool:
-        """Whether the client trains from a start of its own."""
+        """Whether the client trains from its own initial model."""
         return self.start == "different" and self.round == 1
 
     @property
     def vocabulary(self) -> int | None:
-        """The number of the model's tokens, None if it reads none."""
+        """The size of the model's vocabulary; None if the model has none."""
         return getattr(model_config(self.task.config, self.task.data), "vocab_size", None)
 
     def model(self) -> nn.Module:
@@ -135,7 +135,7 @@ class ClientJob:
         return training.step_batches(self.task, model, self.rows, limit, size, self.stream)
 
     def of_task_head(self) -> LabelledRows:
-        """Return what the client's answers about the task head come from."""
+        """Return the rows, in batches, for the client's answers about the task head."""
         kept, held_out = self.task.client_rows(self.seed, self.client)
         training_rows, held_out_rows = (
             partial(
@@ -147,7 +147,7 @@ class ClientJob:
 
     @property
     def known_labels(self) -> list[int] | None:
-        """The labels that the client's rows have, None if that is all of them."""
+        """The labels for which the client's rows have values; None if these are all labels."""
         known = ~np.isnan(self.task.data.train.labels[self.rows].astype(np.float32))
         return None if known.all() else np.flatnonzero(known.any(axis=0)).tolist()
 
@@ -158,9 +158,9 @@ class ClientJob:
 
 @lru_cache(maxsize=4)
 def _empty_model(config_json: str, rank: int | None, loads: str) -> nn.Module:
-    """Return a model to load weights into, which costs less than to build one.
+    """Return a model to load weights into; loading takes less time than building.
 
-    Adapters have one by rank and way to load: a plug-in's may change base weights.
+    Adapters have one model per rank and loader: a plug-in's loader may change base weights.
     """
     # Clients share the machine's cores; more threads than cores are slower.
     torch.set_num_threads(1)
@@ -179,10 +179,10 @@ def who(message: Message, context: Context) -> Message:
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Train from the received model, or from a start of the client's own, and return the update."""
+    """Train from the received model, or from the client's own initial model, and return the update."""
     job = ClientJob.read(message, context)
     (arrays,) = message.content.array_records.values()
-    # Everything that decides a training; scrambling comes after the cache.
+    # All that determines the trained model; scrambling is done after the cache.
     how = [job.task.config.training, job.stream, job.last_round, job.own_start]
     key = _hashed([*how, job.factors, job.loads], arrays)
     state, metrics = _cached(job, key, lambda: _train(job, arrays))
@@ -194,7 +194,7 @@ def train(message: Message, context: Context) -> Message:
     if job.start == "scrambled":
         state = fedrot.random_equivalent(state, job.symmetry(state), seed=job.stream)
     if job.align:
-        # As align_mod does, but before the statistics of the update are computed.
+        # Like align_mod, but before the statistics of the update are computed.
         received = arrays.to_torch_state_dict()
         options = AlignmentOptions(parts=job.align, chance=job.chance)
         state = fedrot.align(state, received, job.symmetry(state), options).apply(state)
@@ -212,7 +212,7 @@ def train(message: Message, context: Context) -> Message:
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
-    """Evaluate the global model on the client's own held-out rows."""
+    """Evaluate the global model on the client's held-out rows."""
     job = ClientJob.read(message, context)
     (arrays,) = message.content.array_records.values()
     _, held_out = job.task.client_rows(job.seed, job.client)
@@ -224,7 +224,7 @@ def evaluate(message: Message, context: Context) -> Message:
 
 
 def _matching(message: Message, context: Context) -> Matching:
-    """Match on the client's own training rows, in batches as it trains on them."""
+    """Return a model, and batches of the client's training rows, for matching."""
     job = ClientJob.read(message, context)
     config = job.task.config
     return Matching(
@@ -237,7 +237,7 @@ match_at_client(app, _matching)
 
 
 def _content(context: Context, metrics: Mapping[str, float] | None = None) -> RecordDict:
-    """Return a reply's records: which client it is of, and its metrics."""
+    """Return a reply's records: the client's id, and its metrics."""
     content = RecordDict({} if metrics is None else {"metrics": MetricRecord({**metrics})})
     content[CLIENT_RECORD] = ConfigRecord({CLIENT_KEY: int(context.node_config[CLIENT_KEY])})
     return content
@@ -264,7 +264,7 @@ def _train(job: ClientJob, arrays: ArrayRecord) -> Result:
 
 
 def _copy_task_head(source: Any, target: nn.Module) -> None:
-    """Copy the parameters of the task head: those outside of the encoder that it does not share."""
+    """Copy the parameters of the task head: those outside of the encoder that are not tied to it."""
     encoder = f"{source.base_model_prefix}."
     head = {name: p for name, p in source.named_parameters() if not name.startswith(encoder)}
     target.load_state_dict(head, strict=False)
@@ -281,7 +281,7 @@ def _task_head(job: ClientJob) -> list[str]:
 def _add_statistics(
     job: ClientJob, message: Message, state: State, content: RecordDict
 ) -> dict[str, float]:
-    """Add statistics of an update on the client's own training rows; return the time they took."""
+    """Add statistics of an update on the client's training rows; return their time in seconds."""
     kinds, most = wanted_statistics(message), job.statistics_batches
     if not kinds:
         return {}
@@ -313,9 +313,9 @@ def _hashed(what: Any, arrays: ArrayRecord) -> str:
 def _cached(job: ClientJob, key: str, compute: Callable[[], Result]) -> Result:
     """Compute a result once for all arms that send a client the same model.
 
-    All arms do so in the first round, and two arms do as long as their averages are the same bits: so
-    results of later rounds are kept only while the folder is small. Clients on other machines do not
-    have the folder.
+    In the first round all arms send the same model. Later, two arms do so only as long as their averages
+    have the same bits; therefore results of later rounds are kept only while the folder is small.
+    Clients on other machines do not have the folder.
     """
     folder = Path(job.cache)
     if not job.cache or not folder.is_dir():

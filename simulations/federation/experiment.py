@@ -1,4 +1,4 @@
-"""The cells of a configuration (seed, start, arm), each run through Flower's strategy loop."""
+"""``run_cells``: the cells of a configuration (seed, start, arm) in Flower's strategy loop."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fedrot.simulations.tasks.task import task_of
 def run_cells(
     cells: Iterable[Cell], grid: OrderedGrid, scratch: Path, *, shared_cache: bool
 ) -> Iterator[tuple[Cell, CellRows, Exception | None]]:
-    """Run cells one after the other; yield each with its rows, and why it failed (None if not).
+    """Run cells one after the other; yield each with its rows and its exception, None if it has none.
 
-    A cell fails if a round brought no update, among other reasons.
+    Among other reasons, a cell fails if no update of a round was accepted.
 
     Args:
-        grid: of the configuration's clients.
+        grid: the grid of the configuration's clients.
         scratch: a folder for temporary files.
-        shared_cache: whether cells share trainings of their clients, who have to see this folder.
+        shared_cache: clients keep their trainings for other cells in ``scratch``, which they can access.
     """
     initial: dict[tuple[str, int, str], dict[str, float]] = defaultdict(dict)
     for cell in cells:
@@ -43,7 +43,7 @@ def run_cells(
                 _run_federated(run, grid, scratch, str(scratch) if shared_cache else "")
         except Exception as error:
             failure = error
-        gc.collect()  # The strategy, which refers to itself, holds models and updates.
+        gc.collect()  # The strategy refers to itself, and holds models and updates.
         yield cell, rows, failure
 
 
@@ -95,7 +95,7 @@ def _run_federated(cell: ArmRun, grid: OrderedGrid, scratch: Path, cache: str) -
 
 
 def _move_report(report: Path, cell: ArmRun) -> list[str]:
-    """Append a cell's alignment report to the run's, and return why replies were dropped."""
+    """Move a cell's alignment report to its rows, and return why replies were dropped."""
     rows = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
     rows = [row for row in rows if "stage" not in row]
     report.unlink(missing_ok=True)

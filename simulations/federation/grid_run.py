@@ -1,4 +1,4 @@
-"""``simulate``: the missing cells of a run, in jobs that share their clients' trainings."""
+"""``simulate``: runs the missing cells of a run, in jobs that share their clients' trainings."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from fedrot.simulations.report.summaries import headline
 from fedrot.simulations.tasks.task import task_of
 from fedrot.strategies.flower_compat import outside_of_the_engine
 
-#: What evaluating and merging once costs, in epochs of training; roughly.
+#: Approximate cost of one evaluation and merge, in epochs of training.
 _EVALUATION = 0.1
-#: Folder of a run for the trainings of the jobs that run.
+#: Folder in a run folder for the shared trainings of running jobs.
 _TRAININGS = "trainings"
 
-#: A cell as it travels: configuration, seed, start and the name of its arm.
+#: A cell that can be pickled: configuration as JSON, seed, start and the name of its arm.
 Told: TypeAlias = tuple[str, int, Start, str]
 
 
@@ -61,11 +61,11 @@ def simulate(
     """Run the cells that the folder ``out`` does not have yet.
 
     Args:
-        dry_run: only check everything and print the partitions; nothing is run or written.
+        dry_run: only check the input and print the partitions; nothing is run or written.
 
     Raises:
-        FileExistsError, FedrotError: the folder holds something else, see ``RunFolder``, or another run
-            writes to it; data, partition or model cannot be used; the machine has fewer GPUs, or there
+        FileExistsError, FedrotError: the folder has other contents, see ``RunFolder``, or another run
+            writes to it; data, partition or model cannot be used; the machine has too few GPUs; or there
             is no cluster.
         RuntimeError: cells failed; their tracebacks are in ``failures/``, and the others are finished.
         KeyboardInterrupt: the user stopped the run; finished cells are in the folder.
@@ -89,7 +89,7 @@ def _fill(
     console: Console,
     machine: Machine,
 ) -> None:
-    """Run the cells that a folder does not have, and write its report."""
+    """Run the cells that a folder lacks, and write its report."""
     out, partitions = store.path, partitions_of(configs)
     store.partitions(partitions)
     missing = [cell for cell in cells if not store.finished(cell)]
@@ -102,7 +102,7 @@ def _fill(
         complete = not run.failed
     except KeyboardInterrupt:
         console.print(
-            f"Interrupted; the finished cells are in {out}. Repeat the command to go on.", style="yellow"
+            f"Interrupted; finished cells are in {out}. Repeat the command to resume.", style="yellow"
         )
         raise
     finally:
@@ -114,10 +114,9 @@ def _fill(
 
 
 class _Run:
-    """The run of the cells that a folder lacks.
+    """The run of the cells that a folder lacks. Each finished cell has a line on the console.
 
-    ``failed`` counts the cells that failed. Each cell is printed as a line when it has finished; on a
-    terminal, the line of the last one is ``progress``.
+    ``failed`` is the number of failed cells. On a terminal, the line of the last cell is ``progress``.
     """
 
     def __init__(
@@ -130,10 +129,10 @@ class _Run:
         self._start, self._cost = perf_counter(), sum(self._costs.values())
 
     def finish(self, machine: Machine) -> None:
-        """Run all cells; where a process died, the cells of its job behind the one that ran go on."""
+        """Run all cells. If a process dies, its current cell fails and its later cells are run again."""
         trainings = self.store.path / _TRAININGS
         while self._untried:
-            shutil.rmtree(trainings, ignore_errors=True)  # Of a process that was killed.
+            shutil.rmtree(trainings, ignore_errors=True)  # Left by a process that was killed.
             trainings.mkdir()
             jobs = self._jobs()
             with closing(run_jobs([*jobs], machine, self._look)) as ended:
@@ -149,7 +148,7 @@ class _Run:
                         self._fail(cell, outcome.failure)
 
     def _jobs(self) -> dict[Job, list[Cell]]:
-        """Return a job for all cells that share their first trainings, the longest one first."""
+        """Return the jobs, the longest first; one job for cells that share their first trainings."""
         groups = defaultdict[object, list[Cell]](list)
         for cell in self._untried.values():
             groups[cell.trains_first].append(cell)
@@ -162,7 +161,7 @@ class _Run:
         return dict(sorted(found.items(), key=lambda pair: -pair[0].cost))
 
     def _look(self) -> None:
-        """Tell of the cells that have been finished since the last look."""
+        """Publish the cells that were finished since the last call, and print their lines."""
         for cell in [cell for cell in self._untried.values() if self.store.finished(cell)]:
             rows = [row for row in self.store.publish(cell) if row["scope"] == CENTRAL]
             at_end = (row for row in rows if row["round"] == cell.config.rounds)
@@ -188,9 +187,9 @@ class _Run:
 
 
 def _costs(cells: Sequence[Cell], partitions: Mapping[str, Any]) -> dict[str, float]:
-    """Return how much work each cell is, by name: rows times epochs.
+    """Return the cost of each cell, by name: rows times epochs.
 
-    The first of the cells that share the trainings of the first round does them.
+    Of cells that share the first round's trainings, only the first has their cost.
     """
     found, trained = {}, set[object]()
     for cell in cells:
@@ -207,8 +206,8 @@ def _costs(cells: Sequence[Cell], partitions: Mapping[str, Any]) -> dict[str, fl
 def run_job(told: Sequence[Told], out: Path, identity: str) -> Iterator[tuple[str, CellRows, str, str]]:
     """Run cells that share the trainings of their clients, with all clients in this process.
 
-    Yield the name of each, its rows, Flower's log, and the traceback if it failed. If this machine sees
-    the folder of the run, the one with this ``identity``, a finished cell is also written there at once.
+    Yield the name of each cell, its rows, Flower's log, and its traceback, empty if it did not fail. If
+    ``out`` on this machine is the run folder (see ``identity_of``), finished cells are written there.
     """
     from fedrot.simulations.federation.client_app import app
     from fedrot.simulations.federation.experiment import run_cells

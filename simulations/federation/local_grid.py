@@ -1,4 +1,4 @@
-"""``LocalGrid``: Flower's messages answered by client apps in this process, without an engine."""
+"""``LocalGrid``: client apps in this process, without Flower's engine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-#: Answers a message; None never answers.
+#: Returns the answer to a message, or None for no answer.
 Node = Callable[[Message], Message | None]
 
 
 class LocalGrid(Grid):
-    """Delivers every message to its node, which answers when its answer is fetched.
+    """A grid whose nodes are functions, ``nodes`` by node id.
 
-    One answer at a time is in memory. ``nodes`` are by node id.
+    A node computes its answer when it is fetched.
     """
 
     def __init__(self, nodes: Mapping[int, Node]) -> None:
@@ -64,16 +64,16 @@ class LocalGrid(Grid):
         return Message(*args, **kwargs)
 
     def set_run(self, run: Any) -> None:
-        """Do nothing: there are no runs to tell apart."""
+        """Do nothing: all messages are of one run."""
 
     @property
     def run(self) -> Any:
-        """None: there are no runs to tell apart."""
+        """None: all messages are of one run."""
         return None
 
 
 def local_clients(app: ClientApp, count: int) -> LocalGrid:
-    """Return a grid of ``count`` nodes with one app, which hold the partitions 0 to ``count - 1``."""
+    """Return a grid of ``count`` nodes with one app and the partition ids 0 to ``count - 1``."""
 
     def node(partition: int) -> Node:
         config: dict[str, Any] = {"partition-id": partition, "num-partitions": count}
@@ -90,7 +90,7 @@ def local_clients(app: ClientApp, count: int) -> LocalGrid:
 
 @contextmanager
 def _own_random_numbers() -> Iterator[None]:
-    """Draw random numbers that the server does not notice, as a client's own process does."""
+    """Restore the random generators' states afterwards, as if the client had its own process."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):

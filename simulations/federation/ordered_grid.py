@@ -1,4 +1,4 @@
-"""``OrderedGrid``: the nodes of a run in the order of their partition ids."""
+"""``OrderedGrid``: the nodes of a run, ordered by partition id."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from flwr.serverapp import Grid
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.round.inbox import client_id
 
-#: Seconds between two looks for replies; Flower's default of seconds is long beside rounds this short.
+#: Seconds between two requests for replies; Flower's default of seconds is too long for short rounds.
 PAUSE = 0.02
 
 
 class OrderedGrid(LazyGrid):
-    """A grid of ``nodes`` nodes in the order of their partition ids.
+    """A grid of ``nodes`` nodes, ordered by partition id.
 
-    Node ids are random: without an order, two runs of one seed would sample different clients.
+    Node ids are random. Without this order, two runs with one seed would sample different clients.
 
     Raises:
-        RuntimeError: the nodes do not hold the partitions 0 to ``nodes - 1``.
+        RuntimeError: the nodes do not have the partition ids 0 to ``nodes - 1``.
     """
 
     def __init__(self, grid: Grid, nodes: int) -> None:
@@ -40,7 +40,7 @@ class OrderedGrid(LazyGrid):
         own = {m.metadata.src_node_id: client_id(m) for m in answers if m.has_content()}
         if sorted(own.values()) != list(range(nodes)):
             raise RuntimeError(
-                f"The {len(self._nodes)} nodes hold the partitions {sorted(own.values())}, but the "
+                f"The {len(self._nodes)} nodes have the partition ids {sorted(own.values())}, but the "
                 f"configuration has {nodes} clients. Start one node per partition id 0 to {nodes - 1}."
             )
         self._nodes.sort(key=own.__getitem__)
@@ -52,7 +52,7 @@ class OrderedGrid(LazyGrid):
         return list(self._nodes)
 
     def of(self, clients: Sequence[int]) -> OrderedGrid:
-        """Return the grid of these partition ids alone."""
+        """Return the grid of the nodes with these partition ids."""
         grid = copy.copy(self)
         grid._nodes = [self._nodes[client] for client in clients]
         return grid

@@ -1,4 +1,4 @@
-"""Readers of run folders: rows of results and of alignment, and the versions of packages."""
+"""Readers and writers of run folders: rows of results and of alignment, versions of packages."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _PACKAGES = (
 
 #: The files of rows of results and of alignment.
 ROWS, ALIGNMENT = "rows.jsonl", "alignment.jsonl"
-#: The scope of rows about the merged model on the held-out split.
+#: The scope of rows about the global model on the data set's held-out split.
 CENTRAL = "central"
 ROW_FIELDS = ("setting", "arm", "start", "seed", "round", "scope", "metric", "value")
 
 
 class _Row(BaseModel):
-    """The types of fields that readers of rows use, where a row has them."""
+    """The types of the fields that readers of rows use; a row may lack any of them."""
 
     model_config = ConfigDict(strict=True)
 
@@ -58,7 +58,7 @@ _ROWS = TypeAdapter(list[_Row])
 
 
 def write_csv(path: Path) -> None:
-    """Write the rows of a run folder once more, as ``rows.csv``."""
+    """Write the rows of a run folder as ``rows.csv``, too."""
     with (
         replacing(path / "rows.csv") as temporary,
         temporary.open("w", newline="", encoding="utf-8") as file,
@@ -69,28 +69,28 @@ def write_csv(path: Path) -> None:
 
 
 def refuse_other_config(held: Mapping[str, Any], path: Path, key: str) -> None:
-    """Raise ``FileExistsError`` if a folder's ``config.json`` is of something else, such as a model."""
+    """Raise ``FileExistsError`` if a folder's ``config.json`` lacks the key of such runs."""
     if held and key not in held:
         raise FileExistsError(
-            f"The folder '{path}' has a config.json of something else, such as a model or a run of "
-            "another kind, which results would overwrite. Choose another --out."
+            f"The folder '{path}' has a config.json of another kind, for example of a model, which "
+            "results would overwrite. Choose another --out."
         )
 
 
 def rows_file(path: Path, name: str = ROWS) -> Path | None:
-    """Return the file of a run folder with these rows: JSON lines or Parquet, None if there is none."""
+    """Return the file with these rows in a run folder, JSON lines or Parquet; None if there is none."""
     found = (path / name, (path / name).with_suffix(".parquet"))
     return next((file for file in found if file.is_file()), None)
 
 
 def read_rows(path: Path, name: str = ROWS) -> list[dict[str, Any]]:
-    """Read the rows of a run folder, or of a compact copy that has them as a Parquet file.
+    """Read the rows of a run folder, or of a compact copy, which has them in a Parquet file.
 
-    In JSON lines an unfinished last line is left out, and the value null is NaN.
+    In JSON lines, lines after the first unreadable one are left out, and the value null becomes NaN.
 
     Raises:
         FileNotFoundError: the folder has no such rows.
-        FedrotError: the file is damaged, or a field has another type than readers expect.
+        FedrotError: the file is damaged, or a field has an unexpected type.
     """
     file = rows_file(path, name) or path / name
     stored = _stored(file) if file.suffix == ".parquet" else _lines(file)
@@ -100,16 +100,16 @@ def read_rows(path: Path, name: str = ROWS) -> list[dict[str, Any]]:
         problem = error.errors()[0]
         row, *place = problem["loc"]
         raise FedrotError(
-            f"'{file}' holds other rows than fedrot writes: {'.'.join(map(str, place)) or 'row'} is "
+            f"'{file}' has rows that fedrot did not write: {'.'.join(map(str, place)) or 'row'} is "
             f"{problem['input']!r:.60} in line {int(row) + 1}."
         ) from error
     return [{**row, "value": math.nan} if row.get("value", 0) is None else row for row in stored]
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of results of a run folder; raises as ``read_rows``, also if a row lacks a field."""
+    """Read the results of a run folder; raises as ``read_rows``, and if a row lacks a field."""
     rows = read_rows(path)
-    _need(ROW_FIELDS[1:], rows, path)  # Older files name no setting.
+    _need(ROW_FIELDS[1:], rows, path)  # Older files have no field setting.
     return rows
 
 
@@ -128,7 +128,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise FedrotError(f"'{file}' is damaged: it is no text ({error}).") from error
+        raise FedrotError(f"'{file}' is damaged: it is not UTF-8 text ({error}).") from error
     for line in lines:
         try:
             rows.append(json.loads(line))
@@ -138,7 +138,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def read_alignment(path: Path) -> list[dict[str, Any]]:
-    """Read the alignment rows of a run folder; none if it has no such file. Raises as ``read_rows``."""
+    """Read the alignment rows of a run folder; empty without such a file. Raises as ``read_rows``."""
     rows = read_rows(path, ALIGNMENT) if rows_file(path, ALIGNMENT) else []
     _need(("start", "arm", "part", "layer", "after"), [row for row in rows if "before" in row], path)
     return rows
@@ -147,7 +147,7 @@ def read_alignment(path: Path) -> list[dict[str, Any]]:
 def _need(fields: Collection[str], rows: Sequence[Mapping[str, Any]], where: Path) -> None:
     lacking = next((name for row in rows for name in fields if name not in row), None)
     if lacking:
-        raise FedrotError(f"'{where}' holds other rows than fedrot writes: a row has no '{lacking}'.")
+        raise FedrotError(f"'{where}' has rows that fedrot did not write: a row has no '{lacking}'.")
 
 
 def versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Environment of a run, checks of its configurations, and tables of its results."""
+"""Environment variables of a run, checks of its configurations, and tables of its results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedrot.simulations.federation.run_folder import read_alignment, read_result
 if TYPE_CHECKING:
     from fedrot.simulations.arm import Arm
 
-#: Set before Flower and Ray are imported: no telemetry, no update checks, no stray output.
+#: Variables to set before Flower and Ray are imported: no telemetry, no update checks, less output.
 ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -39,9 +39,9 @@ def prepare_environment() -> None:
 
 
 def check(configs: Sequence[SimulationConfig]) -> None:
-    """Load model, data and partitions of every configuration, and try the model on the data.
+    """Load data, partitions and model of every configuration, and try the model on the data.
 
-    Bad input fails here, before any run.
+    Raises ``FedrotError`` for bad input, before anything is run.
     """
     from fedrot.head import head_of
     from fedrot.simulations.arm import Arm
@@ -69,7 +69,7 @@ def check(configs: Sequence[SimulationConfig]) -> None:
         for arm in arms:
             if arm.guard and arm.guard not in known:
                 listed = ", ".join(known)
-                raise FedrotError(f"arm '{arm.name}': no metric '{arm.guard}' here; one of {listed}")
+                raise FedrotError(f"arm '{arm.name}': unknown metric '{arm.guard}'; one of {listed}")
         check_head(task)
         model = build_model(config, task.data, seed=0)
         check_model(task, model)
@@ -85,7 +85,7 @@ def check(configs: Sequence[SimulationConfig]) -> None:
 
 @contextmanager
 def _naming(arm: Arm) -> Iterator[None]:
-    """Name an arm in the errors about it."""
+    """Add an arm's name to the errors about it."""
     try:
         yield
     except FedrotError as error:
@@ -111,7 +111,7 @@ def present(out: Path, console: Console, *, brief: bool = False) -> None:
         for table in (*result_tables(rows), *share_tables(read_alignment(out))):
             console.print(table)
     headings = {
-        "What scrambling the clients' coordinates cost:": costs_of_scrambling(rows, metrics_in(rows)),
+        "Cost of scrambling the clients' coordinates:": costs_of_scrambling(rows, metrics_in(rows)),
         "Did alignment help? (95 % t intervals over seeds)": said,
     }
     for heading, sentences in headings.items():
@@ -124,7 +124,7 @@ def present(out: Path, console: Console, *, brief: bool = False) -> None:
 
 
 def print_partitions(configs: Sequence[SimulationConfig], console: Console, *, brief: bool) -> None:
-    """Print how the first seed divides the data of each setting; in brief, only clients and rows."""
+    """Print the partition of each setting's data with the first seed; in brief, clients and rows."""
     from fedrot.simulations.report.tables import partition_table
     from fedrot.simulations.tasks.task import task_of
 
@@ -148,21 +148,21 @@ def print_partitions(configs: Sequence[SimulationConfig], console: Console, *, b
 
 
 def check_gpus(gpus: float) -> None:
-    """Raise ``FedrotError`` if jobs cannot have so many GPUs each."""
+    """Raise ``FedrotError`` if this machine cannot give each job so many GPUs."""
     import torch
 
     found = torch.cuda.device_count()
     if not (0 <= gpus <= 1 or (gpus > 1 and gpus.is_integer())):
-        raise FedrotError(f"gpus is {gpus:g}; give a share of one GPU, such as 0.5, or a whole number.")
+        raise FedrotError(f"gpus is {gpus:g}; give a fraction such as 0.5, or a whole number.")
     if gpus > found:
         raise FedrotError(
             f"gpus is {gpus:g} for each job, but PyTorch finds {found or 'no'} GPU(s) on this "
-            f"machine; {'give at most ' + str(found) if found else 'leave --gpus out'}."
+            f"machine; {'give at most ' + str(found) if found else 'omit --gpus'}."
         )
 
 
 def log_to(handler: logging.Handler) -> None:
-    """Send Flower's log to a handler alone; the console shows the progress."""
+    """Send Flower's log to one handler only; the console shows the progress."""
     logger = logging.getLogger("flwr")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.handlers[:] = [handler]

@@ -1,4 +1,4 @@
-"""The Flower ServerApp for ``flwr run``: ``fedrot simulate`` in a federation of your own."""
+"""The Flower ServerApp for ``flwr run``: the cells of ``fedrot simulate`` in any federation."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the comparison of the app's run configuration; results go to the folder ``out``.
 
-    Cells that the folder holds are skipped, as by ``fedrot simulate``.
+    Cells that are finished in the folder are skipped, as in ``fedrot simulate``.
 
     Raises:
         ValueError: ``out`` is not an absolute path (Flower chooses the working directory).
-        FileExistsError, FedrotError: the folder holds something else, see ``RunFolder``, or another run
-            writes to it; data, partition or model cannot be used.
-        RuntimeError: the nodes are not the configuration's clients, or a round brought no update.
+        FileExistsError, FedrotError: the folder has other contents, see ``RunFolder``, or another run
+            writes to it; or data, partition or model cannot be used.
+        RuntimeError: the nodes are not the configuration's clients, or a round has no accepted update.
     """
     settings = dict(context.run_config)
     out = Path(str(settings.pop("out", "")))
@@ -41,7 +41,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def _fill(store: RunFolder, config: SimulationConfig, grid: Grid) -> None:
-    """Run the cells that a folder does not have; the first one that fails ends the run."""
+    """Run the cells that a folder lacks; the first failure ends the run."""
     store.partitions(partitions_of([config]))
     missing = [cell for cell in cells_of([config]) if not store.finished(cell)]
     complete = False

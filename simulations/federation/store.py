@@ -1,4 +1,4 @@
-"""``RunFolder``: the folder of a run, which is filled cell by cell and continued where it was left."""
+"""``RunFolder``: the folder of a run. It is filled cell by cell, so that runs can be resumed."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from fedrot.simulations.federation.run_folder import (
 )
 from fedrot.simulations.tasks.task import task_of
 
-#: Lists of a setting that grow from one command to the next.
+#: Fields of a setting to which later commands may add values.
 _LISTS = ("seeds", "arms", "starts")
-#: What cells of one setting may differ in, from one command to the next.
+#: Fields of a setting that may differ from one command to the next.
 _FREE = (*_LISTS, "data_dir")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One arm of a setting, from one start with one seed."""
+    """One setting, seed, start and arm."""
 
     config: SimulationConfig
     seed: int
@@ -45,18 +45,18 @@ class Cell:
 
     @property
     def title(self) -> str:
-        """The cell in words."""
+        """The cell's title for people."""
         return _title(self.config.setting, self.seed, self.start, self.arm.name)
 
     @property
     def name(self) -> str:
-        """The cell's name in files; no two cells share it."""
+        """The cell's file name without suffix, unique for each cell."""
         return _file_name(self.title)
 
     @property
     def trains_first(self) -> tuple[str, int, Start]:
-        """What decides the first round's training: equal for cells that may share it."""
-        # Clients scramble what they have trained.
+        """A key that is equal for cells that share the first round's trainings."""
+        # Clients scramble after training.
         return (self.config.training, self.seed, "same" if self.start == "scrambled" else self.start)
 
 
@@ -76,33 +76,33 @@ def cells_of(configs: Sequence[SimulationConfig]) -> list[Cell]:
 
 @dataclass
 class CellRows:
-    """The rows of one cell, in memory."""
+    """The rows of one cell: results, and the alignment report."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     alignments: list[dict[str, Any]] = field(default_factory=list)
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Take one row of results."""
+        """Add one row of results."""
         self.rows.append({name: row[name] for name in ROW_FIELDS})
 
     def alignment(self, row: Mapping[str, Any]) -> None:
-        """Take one row of the alignment report."""
+        """Add one row of the alignment report."""
         self.alignments.append(dict(row))
 
 
 class RunFolder:
-    """The folder of a run, which keeps the rows of every finished cell in a file under ``cells/``.
+    """The folder of a run, with a file under ``cells/`` for the rows of every finished cell.
 
-    Beside them are ``config.json``, ``versions.json``, ``partition.json``, ``status.json``,
-    ``flower.log``, and all rows as ``rows.jsonl``, ``alignment.jsonl`` and ``rows.csv``. Other settings,
-    seeds, starts and arms may be added to those that the folder holds.
+    It also has ``config.json``, ``versions.json``, ``partition.json``, ``status.json``, ``flower.log``,
+    and all rows in ``rows.jsonl``, ``alignment.jsonl`` and ``rows.csv``. Later commands may add
+    settings, seeds, starts and arms.
 
-    A compact copy, the form of published runs, becomes such a folder: what it holds is finished. A cell
-    of a copy without its last round is left out: it runs again.
+    A compact copy, the form of published runs, is turned into such a folder. Its cells are finished,
+    except those that lack the last round, which are run again.
 
     Raises:
-        FileExistsError: the folder holds a run of another kind, or of an older version.
-        FedrotError: it holds a setting of the same name with other values.
+        FileExistsError: the folder has a run of another kind, or of an older version.
+        FedrotError: the folder has a setting of the same name with other values.
     """
 
     def __init__(self, path: Path, configs: Sequence[SimulationConfig], command: str) -> None:
@@ -114,8 +114,8 @@ class RunFolder:
         copied = _compact_copy(path, held)
         if rows_file(path) is not None and not (copied or self._cells.is_dir()):
             raise FileExistsError(
-                f"The folder '{path}' holds a run of another kind, or of an older version that had no "
-                "cells/; fedrot report still reads that one. Choose another --out."
+                f"The folder '{path}' has a run of another kind, or of an older version without "
+                "cells/, which fedrot report can read. Choose another --out."
             )
         settings = _united(held, [config.model_dump(mode="json") for config in configs], path)
         self._cells.mkdir(parents=True, exist_ok=True)
@@ -129,26 +129,26 @@ class RunFolder:
         self._collect()
 
     def finished(self, cell: Cell) -> bool:
-        """Whether the folder has the cell's rows."""
+        """Return whether the folder has the cell's rows."""
         return self._file(cell).is_file()
 
     def add(self, cell: Cell, found: CellRows, log: str = "") -> None:
-        """Write the rows of a finished cell, and Flower's log, unless its worker has done so."""
+        """Write the rows of a finished cell and Flower's log, unless its worker has written them."""
         if not self.finished(cell):
             write_cell(self.path, cell, found, log)
 
     def publish(self, cell: Cell) -> list[dict[str, Any]]:
-        """Append the rows of a finished cell to those of the run; return its results."""
+        """Append the rows of a finished cell to the files of all rows; return its results."""
         found = _cell_rows(self._file(cell))
         append_rows(self.path / ROWS, found["rows"])
         append_rows(self.path / ALIGNMENT, found["alignment"])
         return list(found["rows"])
 
     def partitions(self, found: Mapping[str, Any]) -> None:
-        """Write the partitions, by setting and seed, beside those that the folder holds.
+        """Add partitions, by setting and seed, to those in the folder.
 
         Raises:
-            FedrotError: a seed that the folder holds has other rows now: the data have changed.
+            FedrotError: a seed has other rows than in the folder, because the data have changed.
         """
         file = self.path / "partition.json"
         held = read_json(file) if file.is_file() else {}
@@ -165,7 +165,7 @@ class RunFolder:
         write_json(file, held)
 
     def close(self, complete: bool) -> None:
-        """Write all rows in the grid's order, ``rows.csv``, and whether all cells are finished."""
+        """Write all rows in the order of cells, ``rows.csv``, and whether all cells are finished."""
         self._collect()
         write_csv(self.path)
         write_json(self.path / "status.json", {"complete": complete})
@@ -174,7 +174,7 @@ class RunFolder:
         return self._cells / f"{cell.name}.json"
 
     def _collect(self) -> None:
-        """Write the files of all rows anew: the cells of this grid in order, then others."""
+        """Rewrite the files of all rows: the cells of this run in order, then other cells."""
         names = [file.stem for file in sorted(self._cells.glob("[!.]*.json"))]
         places = {name: place for place, name in enumerate(self._order)}
         names.sort(key=lambda name: places.get(name, len(places)))
@@ -186,18 +186,18 @@ class RunFolder:
 def write_cell(folder: Path, cell: Cell, found: CellRows, log: str) -> None:
     """Write the rows of a finished cell and Flower's log to the folder of a run."""
     with (folder / "flower.log").open("ab", buffering=0) as file:
-        file.write(f"{cell.title}\n{log}".encode())  # At once: other workers write there, too.
+        file.write(f"{cell.title}\n{log}".encode())  # In one call: other workers write there, too.
     _write(folder, cell.name, found)
 
 
 def identity_of(folder: Path) -> str:
-    """What tells the folder of a run from one of the same path on another machine."""
+    """Return a hash that tells a run folder from one with the same path on another machine."""
     file = folder / "config.json"
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
 
 
 def partitions_of(configs: Sequence[SimulationConfig]) -> dict[str, Any]:
-    """Return names of classes, sizes and counts of all clients, by setting and seed."""
+    """Return the names of classes, and sizes and counts of all clients, by setting and seed."""
     found: dict[str, Any] = {}
     for config in configs:
         task = task_of(config.to_json())
@@ -215,7 +215,7 @@ def _write(folder: Path, name: str, found: CellRows) -> None:
 
 def _refuse_other_rows(path: Path, setting: str, seed: object) -> NoReturn:
     raise FedrotError(
-        f"The folder '{path}' holds the setting '{setting}' with other rows for seed {seed}: the data "
+        f"The folder '{path}' has the setting '{setting}' with other rows for seed {seed}: the data "
         "have changed. Choose another --out."
     )
 
@@ -229,10 +229,10 @@ def _cell_rows(file: Path) -> dict[str, Any]:
 
 
 def _compact_copy(path: Path, held: Sequence[Mapping[str, Any]]) -> dict[str, CellRows]:
-    """Return the rows of a compact copy by the name of their cell, none if the folder holds no copy.
+    """Return the rows of a compact copy, by name of the cell; empty if the folder is no such copy.
 
     Args:
-        held: the folder's settings; a cell without the last round of its setting is left out.
+        held: the folder's settings. A cell without the last round of its setting is left out.
     """
     file = rows_file(path)
     if file is None or file.suffix != ".parquet":
@@ -249,7 +249,7 @@ def _compact_copy(path: Path, held: Sequence[Mapping[str, Any]]) -> dict[str, Ce
 
 
 def _is_whole(cell: CellRows, last: Mapping[str, int]) -> bool:
-    """Whether a cell has the central results of its setting's last round."""
+    """Return whether a cell has the central results of its setting's last round."""
     return any(
         row["scope"] == CENTRAL and row["round"] >= last.get(row["setting"], 0) for row in cell.rows
     )
@@ -260,13 +260,13 @@ def _cell_name(row: Mapping[str, Any]) -> str:
 
 
 def _configuration(path: Path) -> dict[str, Any]:
-    """Return the settings and commands of a folder, nothing if it is new."""
+    """Return the settings and commands of a folder; empty if it is new."""
     file = path / "config.json"
     return read_json(file) if file.is_file() else {}
 
 
 def _held(configuration: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a folder's settings; fields that came later have their defaults."""
+    """Return a folder's settings; fields that older versions lack have their defaults."""
     return [
         SimulationConfig.model_validate(settings).model_dump(mode="json")
         for settings in configuration.get("settings", ())
@@ -276,10 +276,7 @@ def _held(configuration: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _united(
     held: Sequence[dict[str, Any]], given: Sequence[dict[str, Any]], path: Path
 ) -> list[dict[str, Any]]:
-    """Return the settings of a folder and of a grid, by name; those of the grid come first.
-
-    A setting of both has the seeds, arms and starts of both.
-    """
+    """Return the given settings, with the folder's seeds, arms and starts, then its other settings."""
     before = {settings["setting"]: settings for settings in held}
     found = []
     for settings in given:
@@ -289,7 +286,7 @@ def _united(
         ]
         if changed:
             raise FedrotError(
-                f"The folder '{path}' holds the setting '{settings['setting']}' with {changed[0]} "
+                f"The folder '{path}' has the setting '{settings['setting']}' with {changed[0]} "
                 f"{other.get(changed[0])!r}, not {settings[changed[0]]!r}. Choose another --out, or "
                 "another name for the setting."
             )

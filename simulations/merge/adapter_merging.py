@@ -1,4 +1,4 @@
-"""Merge of saved LoRA adapters: folders as PEFT's ``save_pretrained`` writes them."""
+"""Merge of saved LoRA adapters: folders written by PEFT's ``save_pretrained``."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from fedrot.simulations.models.model_files import (
 from fedrot.tensors import Tensors
 
 CONFIG, WEIGHTS = ADAPTER_CONFIG, "adapter_model.safetensors"
-#: Weights as versions of PEFT before 0.7 save them.
+#: Files of weights from PEFT before version 0.7.
 PICKLED = "adapter_model.bin"
-#: Names that data parallelism, compilation and sharding add to those of modules.
+#: Prefixes that data parallelism, compilation and sharding add to names of modules.
 _WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module)\.(?=.)")
-#: Methods that need no adapter that all of them were trained from.
+#: Methods that do not need the adapter from which the others were trained.
 METHODS = ("exact", "mean")
-#: Fields of the configuration without which two adapters do not fit together.
+#: Fields of the configuration that must be the same in all adapters.
 _ALIKE = (
     "base_model_name_or_path",
     "revision",
@@ -43,12 +43,12 @@ _ALIKE = (
     "layer_replication",
 )
 
-#: What is written differently by clients that trained from the same base.
+#: Advice about fields that may differ although the base is the same.
 _ADVICE = dict.fromkeys(
     ("base_model_name_or_path", "revision"),
     f"If it is the same base by another name or path, write the same into both {CONFIG}.",
 )
-#: What Trainer leaves beside an adapter: it is of that adapter's training, not of the average.
+#: Files of one adapter's training that Trainer saves with it; the average does not get them.
 _OF_TRAINING = (
     *("checkpoint-*", "global_step*", "runs", "optimizer.pt", "scheduler.pt", "scaler.pt"),
     *("rng_state*.pth", "trainer_state.json", "latest"),
@@ -61,17 +61,17 @@ def merge_adapters(
     """Average saved LoRA adapters of one base model, and write the result as an adapter.
 
     Adapters are read one at a time. Alphas may differ, and ranks with the method ``exact``. The
-    configuration, its alpha too, and all other files are copied from the first folder; only the rank
-    may change. What belongs to its training (checkpoints, optimiser) is left out.
+    configuration with its alpha and all other files are copied from the first folder; only the rank may
+    change. Files of its training (checkpoints, optimiser) are left out.
 
     Args:
         folders: two or more, each with ``adapter_config.json`` and ``adapter_model.safetensors``, or
             ``adapter_model.bin`` if that contains only tensors.
-        out: a new or empty folder; nothing is there if the merge fails. None writes nothing.
+        out: a new or empty folder; None: nothing is written. If the merge fails, nothing is written.
 
     Raises:
         FedrotError: bad input; the message names the setting or the folder.
-        FileExistsError: there is something at ``out``.
+        FileExistsError: ``out`` is a file, or a folder that is not empty.
     """
     settings = settings or AdapterMergeSettings()
     if settings.method not in METHODS:
@@ -81,11 +81,11 @@ def merge_adapters(
         refuse_filled(out)
         inside = next((folder for folder in folders if folder.resolve() in out.resolve().parents), None)
         if inside:
-            raise FedrotError(f"'{out}' is inside '{inside}'. Write the result beside the adapters.")
+            raise FedrotError(f"'{out}' is inside '{inside}'. Choose an --out outside of the adapters.")
     configs, loras = zip(*map(_config, folders), strict=True)
     for folder, config, lora in zip(folders, configs, loras, strict=True):
         for field in _ALIKE:
-            # Older versions of PEFT leave out fields that they do not know.
+            # Older versions of PEFT do not write newer fields.
             if (config.get(field) or None) != (configs[0].get(field) or None):
                 raise FedrotError(
                     f"'{folder}' has {field} {config.get(field)!r}, '{folders[0]}' has "
@@ -94,7 +94,7 @@ def merge_adapters(
                 )
         if lora.changed_base:
             raise FedrotError(
-                f"'{folder}' was started by {lora.changed_base}, which changes the base "
+                f"'{folder}' was initialised by {lora.changed_base}, which changes the base "
                 "weights. Save it as an adapter of the original base (PEFT: save_pretrained with "
                 "path_initial_model_for_weight_conversion)."
             )
@@ -107,7 +107,7 @@ def merge_adapters(
     largest = max(rank for own in ranks for rank in own.values())
     rank = settings.rank or (largest if differ else None)
     if settings.method == "mean" and not differ and rank not in (None, largest):
-        raise FedrotError(f"A mean of factors keeps their rank {largest}. Leave --rank out.")
+        raise FedrotError(f"A mean of factors has their rank {largest}. Leave --rank out.")
     average = AdapterOptions(settings.method).average(loras[0], rank=rank)
     for folder, weight, lora in zip(folders, weights, loras, strict=True):
         with about(folder):
@@ -123,8 +123,8 @@ def _config(folder: Path) -> tuple[dict[str, Any], LoraSettings]:
     there = [(folder / name).is_file() for name in (CONFIG, WEIGHTS, PICKLED)]
     if not there[0] or not any(there[1:]):
         advice = below(folder, CONFIG) or (
-            "Give folders of LoRA adapters, as PEFT's save_pretrained writes them; whole models are for "
-            "fedrot merge."
+            "Give folders of LoRA adapters written by PEFT's save_pretrained, or of whole models; one "
+            "merge has one kind."
         )
         raise FedrotError(f"'{folder}' has no {WEIGHTS if there[0] else CONFIG}. {advice}")
     found = read_json(folder / CONFIG)
@@ -133,7 +133,7 @@ def _config(folder: Path) -> tuple[dict[str, Any], LoraSettings]:
 
 
 def _tensors(folder: Path) -> Tensors:
-    """Return an adapter's tensors by names without wrappers; every factor has its partner."""
+    """Return an adapter's tensors by names without wrappers; raises ``FedrotError`` for odd factors."""
     file = next(filter(Path.is_file, (folder / WEIGHTS, folder / PICKLED)))
     tensors = read_tensors(file)
     names = clean_names(file, tensors, _WRAPPERS)

@@ -1,4 +1,4 @@
-"""Inputs of a merge: settings, saved models aligned to the anchor, and batches of texts."""
+"""Inputs of a merge: saved models aligned to the anchor, and batches of texts."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 Batches = Sequence[Mapping[str, Tensor]]
 
-#: Texts per batch. The outputs of a language model are as wide as its vocabulary.
+#: Texts per batch. A language model's outputs have the width of its vocabulary, which limits this.
 BATCH = 64
 
 
-#: The aggregations that need nothing but what a merge has.
+#: The aggregations whose inputs a merge has.
 METHODS = {entry.name: entry for entry in aggregations({"symmetry"})}
 
 
@@ -57,9 +57,9 @@ class InputReport:
 
     Attributes:
         name: the model's path, or its name on the hub.
-        cosine: of its embeddings with the anchor's, see ``fedrot.anchors.base_cosine``.
-        before, after: squared distance to the anchor over all tensors.
-        seconds: wall time of the matching, activations included.
+        cosine: cosine of its embeddings with the anchor's; see ``fedrot.anchors.base_cosine``.
+        before, after: squared distance to the anchor over all tensors, before and after alignment.
+        seconds: wall time of the matching, with the collection of activations.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Input:
     alignment: Alignment
 
     def own(self, tensors: Tensors, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Return some of the model's tensors, at least in float32; canonical if the alignment is."""
+        """Return some of the model's tensors, in float32 or wider; canonical if the alignment is."""
         chosen = list(tensors if names is None else names)
         if not self.alignment.canonical:
             return widened({name: tensors[name] for name in chosen})
@@ -89,7 +89,7 @@ class Input:
         return {name: found[name] for name in chosen}
 
     def moved(self, tensors: Tensors, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return some of the model's tensors after alignment; no other tensor is read."""
+        """Return some of the model's tensors after alignment, as ``own`` does."""
         chosen = frozenset(names)
         limited = []
         for move in self.alignment.moves:
@@ -99,7 +99,7 @@ class Input:
 
 
 def check_mergeable(one: SavedModel, other: SavedModel) -> None:
-    """Raise ``FedrotError`` if two models differ in more than the values of their tensors."""
+    """Raise ``FedrotError`` if two models differ in more than the values of tensors."""
     ours, theirs = one.outline.shapes, other.outline.shapes
     check_fields(one, other, ("architectures",))
     check_vocabularies(one, other)
@@ -126,7 +126,7 @@ def aligned(
     batches: Batches,
     token_order: bool = False,
 ) -> Iterator[tuple[Input, InputReport]]:
-    """Align all models to the first, one at a time; two models are mapped at once."""
+    """Align all models to the first, one at a time; at most two models are mapped at once."""
     first, *others = models
     for model in models:
         check_values(model, model.read())
@@ -160,7 +160,7 @@ def aligned(
 
 
 def _evidence(saved: SavedModel, symmetry: Symmetry, batches: Batches) -> Evidence | None:
-    """Return activations on the batches; without any, on random tokens, but not of rotated streams."""
+    """Return activations on the batches; without batches, on random tokens, or None if rotated."""
     if symmetry.rotates and not batches:
         return None
     config = saved.config.to_dict()
@@ -172,9 +172,9 @@ def batches_of(
 ) -> tuple[list[dict[str, Tensor]], str]:
     """Return training texts as batches of a model's inputs, and a note on the data set's splits.
 
-    Texts are tokenised with the model's tokenizer, or the bundled one if it has none. Tokens are
-    hidden for a masked language model, as in training. Labels are left out. There are at most ``rows``
-    texts if the settings do not say. Raises ``FedrotError`` if the tokenizer is not the model's.
+    Texts are tokenised with the model's tokenizer, or the bundled one if it has none. For a masked
+    language model, tokens are masked as in training. Labels are left out. There are at most
+    ``settings.rows`` texts, by default ``rows``. Raises ``FedrotError`` if the tokenizer does not fit.
     """
     from fedrot.simulations.tasks.objectives import task_name
     from fedrot.simulations.tasks.task import check_usable
@@ -183,8 +183,8 @@ def batches_of(
     size = getattr(saved.config, "vocab_size", None)
     if size is None:
         raise FedrotError(
-            f"'{saved.path}' is a {saved.model_class.__name__}, which reads images: --data gives texts "
-            "alone. Merge it without --data, by a method that needs none."
+            f"'{saved.path}' is a {saved.model_class.__name__}, which takes images; --data gives only "
+            "texts. Merge it without --data, by a method that needs no data."
         )
     rows = settings.rows or rows
     task = task_for(
@@ -197,7 +197,7 @@ def batches_of(
     if any(int(batch["input_ids"].max()) >= size for batch in batches):
         raise FedrotError(
             f"The tokenizer of '{saved.path}' has tokens beyond the model's {size}. Save the "
-            "model's own tokenizer beside it."
+            "model's own tokenizer into its folder."
         )
     return [{k: v for k, v in batch.items() if k != "labels"} for batch in batches], task.data.note
 
@@ -205,9 +205,9 @@ def batches_of(
 def task_for(
     saved: SavedModel, settings: MergeSettings, name: str, *, train_limit: int, test_limit: int
 ) -> Task:
-    """Return a task on the settings' data, with the model's tokenizer, or the bundled one without one.
+    """Return a task on the settings' data, with the model's tokenizer or, without one, the bundled one.
 
-    Raises ``FedrotError`` if the data cannot be used, or the tokenizer is not the model's.
+    Raises ``FedrotError`` if the data cannot be used, or the tokenizer does not fit.
     """
     from fedrot.simulations.config import SimulationConfig
     from fedrot.simulations.tasks.task import task_of
@@ -216,7 +216,7 @@ def task_for(
     described = {
         "task": name,
         **settings.model_dump(include={"data", "data_dir", "text_column", "label_column"}),
-        # RoBERTa's positions start after the padding index. BLOOM and T5 have positions without end.
+        # RoBERTa's positions start after the padding index. BLOOM and T5 have no largest position.
         "max_length": min(settings.max_length, longest_text(saved.config, settings.max_length + 2) - 2),
         "model": str(saved.tokenizer) if saved.tokenizer else None,
         "train_limit": train_limit,

@@ -1,4 +1,4 @@
-"""Scores of saved models on held-out rows: each alone, their plain average, and merged."""
+"""Scores on held-out rows: of each saved model, of their plain average, and of the merged model."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from fedrot.simulations.report.summaries import LOWER_IS_BETTER
 from fedrot.simulations.report.tables import number_style, terminal_table
 from fedrot.tensors import widened
 
-#: Titles of the models that are made.
+#: Titles of the averaged models.
 PLAIN, MERGED = "plain average", "merged"
-#: Held-out rows to score on, if the settings do not say.
+#: Default number of held-out rows for scores.
 _ROWS = 500
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The metrics of models on ``rows`` held-out rows of a data set, by the name of the model."""
+    """Metrics on ``rows`` held-out rows of a data set, by the title of the model."""
 
     data: str
     rows: int
@@ -40,8 +40,8 @@ def scores(
 ) -> tuple[Scores | None, str]:
     """Return the scores of the inputs, of their plain average and of the merged model, and a note.
 
-    The task is that of the model's class. There are no scores, and the note says why, if the class has
-    no task, or the data do not fit it.
+    The task is that of the model's class. If the class has no task, or the data do not fit, the scores
+    are None, and the note gives the reason.
     """
     from fedrot.simulations.tasks import training
     from fedrot.simulations.tasks.objectives import task_name
@@ -49,7 +49,7 @@ def scores(
     first = inputs[0].saved
     name = task_name(first)
     if name is None:
-        return None, f"The models are not scored: a {first.model_class.__name__} has no task."
+        return None, f"The models are not scored: no task has class {first.model_class.__name__}."
     try:
         task = task_for(first, settings, name, train_limit=1, test_limit=settings.rows or _ROWS)
     except FedrotError as error:
@@ -66,7 +66,7 @@ def scores(
     model, rows = first.build(), np.arange(len(task.test))
     found = {}
     for title, tensors in _states(inputs, merged):
-        model.load_state_dict(tensors, strict=False)  # Of tied tensors one is stored.
+        model.load_state_dict(tensors, strict=False)  # Only the first of tied tensors is stored.
         found[title] = training.evaluate(model, task, task.test, rows)
     return Scores(task.data.name, len(rows), found), ""
 
@@ -74,7 +74,7 @@ def scores(
 def _states(
     inputs: Sequence[Input], merged: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """Yield the tensors of every model, one model at a time, by its title."""
+    """Yield the title and the tensors of every model, one model at a time."""
     titles = [Path(one.saved.name).resolve().name for one in inputs]
     total, plain = sum(one.weight for one in inputs), dict[str, Tensor]()
     for one, title in zip(inputs, titles, strict=True):
@@ -89,7 +89,7 @@ def _states(
 
 
 def verdict(found: Scores) -> str:
-    """Return in a sentence whether the merged model is better than the plain average and the models."""
+    """Return a sentence that compares the merged model with the plain average and the best input."""
     metric = next(iter(next(iter(found.models.values()))))
     sign = -1 if metric in LOWER_IS_BETTER else 1
     values = {name: own[metric] for name, own in found.models.items()}
@@ -110,7 +110,7 @@ def verdict(found: Scores) -> str:
 
 
 def table(found: Scores) -> Table:
-    """Return a line per model."""
+    """Return a table with a line per model."""
     metrics = list(next(iter(found.models.values())))
     title = f"On {found.rows} held-out rows of {found.data}"
     made = terminal_table(title, ("model", *metrics), ("model",), fold=True)

@@ -6,68 +6,68 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-#: The names of ``merge_inputs.METHODS``, which imports torch; and ``AlignmentOptions.chance``.
+#: The names of ``merge_inputs.METHODS`` and ``AlignmentOptions.chance``, whose modules import torch.
 METHOD_NAMES, CHANCE = ("mean", "fisher", "ot", "regmean"), 1.1
-#: The file by which the folder of a LoRA adapter is recognised.
+#: The file that a folder of a LoRA adapter has.
 ADAPTER_CONFIG = "adapter_config.json"
 
 
 class MergeSettings(BaseModel):
-    """How saved models are aligned and merged; ``merge`` checks the values."""
+    """Options for the alignment and the merge of saved models; ``merge`` checks the values."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     anchor: str | None = Field(
-        default=None, description="The model that the others are moved to; default: the first."
+        default=None, description="The model to which the others are aligned; default: the first."
     )
     method: str = Field(
         default="mean",
-        description=f"{', '.join(METHOD_NAMES)} (ot: pip install 'fedrot[ot]'). Of adapters: exact, the "
-        "mean of products cut to the rank (default), or mean, of the factors.",
+        description=f"{', '.join(METHOD_NAMES)} (ot: pip install 'fedrot[ot]'). For adapters: exact "
+        "(the mean of products, truncated to the rank; default) or mean (of the factors).",
     )
     parts: str = Field(
         default="attention+ffn",
-        description="What is aligned: whole, none, or parts such as attention+ffn.",
+        description="Parts to align: whole, none, or parts such as attention+ffn.",
     )
     layers: str = Field(
-        default="all", description="Aligned layers: all, first:N, last:N or indices such as 0,2."
+        default="all", description="Layers to align: all, first:N, last:N or indices such as 0,2."
     )
     chance: float = Field(
         default=CHANCE,
-        description="A group moves only if that removes more than this factor of what chance removes; "
-        "0: if it removes anything.",
+        description="A group moves only if that removes more than this many times the squared distance "
+        "that chance removes; 0: if that removes anything.",
     )
     token_order: bool = Field(
         default=False,
-        description="Count tokens by their place in the vocabulary (whole): for tokenizers that number "
-        "frequent ones first.",
+        description="With whole: estimate token counts from the order of the vocabulary, for tokenizers "
+        "with the frequent tokens first.",
     )
     weights: str | None = Field(
         default=None, description="One number per model, separated by commas; default: equal."
     )
-    alpha: float = Field(default=0.9, description="RegMean's factor of off-diagonal entries.")
+    alpha: float = Field(default=0.9, description="RegMean's factor for off-diagonal entries.")
     dtype: str | None = Field(
         default=None, description="float32, float16 or bfloat16; default: the anchor's."
     )
     config: Path | None = Field(
-        default=None, description="Of .safetensors files: config.json, or a folder with one."
+        default=None, description="For .safetensors files: config.json, or a folder with one."
     )
     data: str | None = Field(
         default=None,
         description="Data set, as for simulate: texts for fisher, regmean and activations (whole), and "
-        "held-out rows to score the models on.",
+        "held-out rows for scores of the models.",
     )
     data_dir: Path | None = Field(
-        default=None, description="Folder with glue/, emotion/ ... as Parquet files."
+        default=None, description="Folder of Parquet files, also in its folders glue, emotion, ..."
     )
     text_column: str | None = Field(default=None, description="Column with the text.")
     label_column: str | None = Field(default=None, description="Column with the label.")
     rows: int | None = Field(
         default=None,
-        description="Texts at most; default: 1024, 256 for fisher, which takes a backward pass for each "
-        "text and label, and 500 to score on.",
+        description="Maximum number of texts; default: 1024, for fisher (a backward pass per text and "
+        "label) 256, and for scores 500.",
     )
-    max_length: int = Field(default=64, description="Tokens per text.")
+    max_length: int = Field(default=64, description="Maximum number of tokens per text.")
 
 
 class AdapterMergeSettings(BaseModel):
@@ -77,12 +77,12 @@ class AdapterMergeSettings(BaseModel):
 
     method: str = Field(
         default="exact",
-        description="exact: the mean of products, cut to the rank; mean: of the factors.",
+        description="exact: mean of the products, truncated to the rank; mean: mean of the factors.",
     )
     rank: int | None = Field(
         default=None,
         gt=0,
-        description="Of the result; default: the adapters' rank, the largest if they differ.",
+        description="Rank of the result; default: the largest rank of the adapters.",
     )
     weights: str | None = Field(
         default=None, description="One number per adapter; default: equal weights."
@@ -90,5 +90,5 @@ class AdapterMergeSettings(BaseModel):
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return whether a folder holds a LoRA adapter, as PEFT saves it."""
+    """Return whether a folder holds a LoRA adapter saved by PEFT."""
     return (folder / ADAPTER_CONFIG).is_file()

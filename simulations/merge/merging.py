@@ -1,4 +1,4 @@
-"""Merge of saved models: they are aligned to one of them, aggregated, and written as a model."""
+"""Merge of saved models: alignment to one of them, aggregation, and writing of the result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fedrot.tensors import Tensors
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-#: Rows of data to match on, for methods that collect no statistics.
+#: Default number of rows for matching, for methods without statistics.
 _ROWS = 1024
 
 
@@ -46,11 +46,11 @@ class MergeReport:
     """The inputs and the result of a merge.
 
     Attributes:
-        inputs: the anchor first.
-        notes: what the user should know, in sentences.
-        scores: of the models alone and merged, None without data that fit them.
-        out: the file or folder that was written, None after a dry run.
-        seconds: wall time of everything.
+        inputs: reports of the models, the anchor first.
+        notes: sentences for the user.
+        scores: scores of the models, alone and merged; None without data that fit.
+        out: the file or folder that was written; None after a dry run.
+        seconds: wall time of the whole merge.
     """
 
     method: str
@@ -62,10 +62,10 @@ class MergeReport:
 
 
 def options_of(parts: str, layers: str = "all") -> AlignmentOptions:
-    """Read alignment options from text; raises ``FedrotError`` if it is unknown.
+    """Read alignment options from text; raises ``FedrotError`` for unknown ones.
 
     Args:
-        parts: of ``AlignmentOptions`` joined by ``+``, ``whole`` for ``WHOLE_MODEL`` or ``none``.
+        parts: parts of ``AlignmentOptions`` joined by ``+``, ``whole`` for ``WHOLE_MODEL``, or ``none``.
         layers: ``all``, ``first:N``, ``last:N``, or indices separated by commas.
     """
     named: dict[str, tuple[str, ...]] = {"whole": WHOLE_MODEL, "none": ()}
@@ -87,20 +87,20 @@ def merge(
 ) -> MergeReport:
     """Align saved models to one of them, merge them, and write the result.
 
-    Files are mapped, two models at a time, and tensors are read when they are needed. The mean holds its
-    result beside them, in float32, however many models are merged; methods with statistics hold float64
-    sums and a model to run. Everything is computed in float32 or better.
+    Files are memory-mapped, two models at a time, and tensors are read on demand. The mean needs memory
+    for its result in float32, for any number of models. Methods with statistics need memory for float64
+    sums and a model to run. All computations are in float32 or float64.
 
     Args:
         models: two or more folders written by ``save_pretrained``, bare ``.safetensors`` files or names
-            on the hub; of one architecture, and of one tokenizer where they have one.
-        out: a new file if the name ends in ``.safetensors``, else a new or empty folder, which gets
-            the anchor's configuration and tokenizer too. It appears whole or not at all.
-        dry_run: do everything but write, whatever there is at ``out``.
+            on the hub; of one architecture and, if they have tokenizers, of one tokenizer.
+        out: a new file if the name ends in ``.safetensors``, else a new or empty folder, which also
+            gets the anchor's configuration and tokenizer. If the merge fails, nothing is written.
+        dry_run: merge, but write nothing; ``out`` may exist.
 
     Raises:
         FedrotError: bad input; the message names the setting or the model.
-        FileExistsError: there is something at ``out``.
+        FileExistsError: ``out`` is a file, or a folder that is not empty.
     """
     start = time.perf_counter()
     settings = settings or MergeSettings()
@@ -111,7 +111,7 @@ def merge(
         options = options.as_it_is()
     if not dry_run:
         if out is None:
-            raise FedrotError("There is nowhere to write to: give --out, or --dry-run.")
+            raise FedrotError("The result needs a path: give --out, or --dry-run.")
         refuse_filled(out)
     if settings.dtype is not None and settings.dtype not in DTYPES:
         raise FedrotError(f"Unknown dtype '{settings.dtype}'; choose from {', '.join(DTYPES)}.")
@@ -140,9 +140,9 @@ def merge(
 
 
 def weights_of(text: str | None, count: int) -> list[float]:
-    """Read one weight per model; None weights them alike."""
+    """Read one weight per model; None: equal weights. Raises ``FedrotError``."""
     if count < 2:
-        raise FedrotError(f"{count} model is given; two are the least that can be merged.")
+        raise FedrotError(f"{count} model is given; at least two are needed for a merge.")
     try:
         weights = [float(number) for number in text.split(",")] if text else [1.0] * count
     except ValueError as error:
@@ -163,7 +163,7 @@ def _method(settings: MergeSettings) -> AggregationEntry:
     if method.needs and not settings.data:
         raise FedrotError(
             f"Method '{settings.method}' collects statistics from data: give --data NAME, and its "
-            "folder with --data-dir. Any texts of the kind that the models are for will do."
+            "folder with --data-dir. Texts like those of the models' training are suitable."
         )
     if settings.rows is not None and settings.rows < 1:
         raise FedrotError(f"rows is {settings.rows}; at least one is needed.")
@@ -173,12 +173,12 @@ def _method(settings: MergeSettings) -> AggregationEntry:
 def _anchor_first(
     models: Sequence[str], weights: Sequence[float], anchor: str | None
 ) -> tuple[list[str], list[float]]:
-    """Return the models and their weights with the anchor's in front."""
+    """Return the models and their weights, the anchor first."""
     resolved = [Path(name).resolve() for name in models]
     wanted = resolved[0] if anchor is None else Path(anchor).resolve()
     if wanted not in resolved:
         raise FedrotError(
-            f"The anchor '{anchor}' is none of the models; choose from {', '.join(models)}."
+            f"The anchor '{anchor}' is not among the models; choose from {', '.join(models)}."
         )
     place = resolved.index(wanted)
     order = sorted(range(len(models)), key=lambda i: i != place)
@@ -188,7 +188,7 @@ def _anchor_first(
 def _merged(
     inputs: Sequence[Input], method: AggregationEntry, alpha: float, batches: Batches
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the merged tensors and notes; tensor by tensor if the method allows it."""
+    """Return the merged tensors, and notes; the merge is tensor by tensor if the method allows it."""
     first, symmetry = inputs[0].saved, inputs[0].alignment.symmetry
     model = first.build() if method.needs else None
     build = aggregation_named(method.name, symmetry=lambda: symmetry, alpha=lambda: alpha)
@@ -219,7 +219,7 @@ def _statistics(
 ) -> Statistics:
     """Collect statistics of the named tensors in the anchor's coordinates; ``model`` is overwritten.
 
-    Kinds that follow rotations are collected before alignment and moved, others afterwards.
+    Kinds of statistics that can be rotated are collected before alignment and moved, others after it.
     """
     found: dict[str, dict[str, Tensor]] = {}
     for kind in kinds:
@@ -253,33 +253,33 @@ def _written(
 def _remarks(
     models: Sequence[SavedModel], reports: Sequence[InputReport], options: AlignmentOptions
 ) -> Iterator[str]:
-    """Yield notes on the inputs, in sentences."""
+    """Yield sentences about the inputs for the user."""
     labels = getattr(models[0].config, "id2label", None)
     tokenizer = next((model.tokenizer for model in models if model.tokenizer), None)
     if tokenizer and not models[0].tokenizer:
         yield (
-            "The anchor has no tokenizer, so the result has none, either. Copy that of "
-            f"'{tokenizer}', or make it the anchor."
+            "The anchor has no tokenizer, and therefore the result has none. Copy the tokenizer of "
+            f"'{tokenizer}', or make that model the anchor."
         )
     for model, report in zip(models, reports, strict=True):
         if report.cosine < SAME_BASIS:
             matched = "residual" in options.parts
             yield (
-                f"'{report.name}' comes from another basis than the anchor (cosine of their embeddings: "
+                f"'{report.name}' is in another basis than the anchor (cosine of their embeddings: "
                 f"{report.cosine:.2f}). "
                 + ("Its residual stream was matched." if matched else "Merge with --parts whole.")
             )
         if getattr(model.config, "id2label", None) != labels:
-            yield f"'{report.name}' names its labels differently than the anchor."
+            yield f"'{report.name}' has other label names than the anchor."
         if model.outline.unknown:
             yield (
-                f"'{report.name}' also stores tensors that a {model.model_class.__name__} does not "
+                f"'{report.name}' also has tensors that a {model.model_class.__name__} does not "
                 f"have; they are left out: {', '.join(model.outline.unknown)}"
             )
 
 
 def table(report: MergeReport) -> Table:
-    """Return a line per model and part, and one over all tensors of each model."""
+    """Return a table with a line per model and part, and one for all tensors of each model."""
     columns = ("model", "weight", "part", "squared distance", "after", "moved", "seconds")
     found = terminal_table(f"Merged by {report.method}", columns, ("model", "part"), fold=True)
     names = [Path(given.name).resolve().name for given in report.inputs]

@@ -1,4 +1,4 @@
-"""Checks of two saved models: their configurations, vocabularies, labels and tied tables agree."""
+"""Checks that the configurations, vocabularies, labels and tied tables of two saved models agree."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from fedrot.errors import FedrotError
 if TYPE_CHECKING:
     from fedrot.simulations.models.saved_model import SavedModel
 
-#: Fields that are compared first: an error names one of them, if it can.
+#: Fields that are compared first, so that an error names one of them if possible.
 ARCHITECTURE = (
     *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("hidden_act", "image_size", "patch_size"),
 )
 
-#: Fields on which no output depends, beside those of text generation. All others are compared.
+#: Fields on which no output depends, in addition to those of text generation. Others are compared.
 _HARMLESS = frozenset(
     (
-        # where a model comes from, and how it is stored
+        # origin and storage of a model
         *("_name_or_path", "name_or_path", "_commit_hash", "auto_map", "architectures", "dtype"),
         *("torch_dtype", "finetuning_task", "task_specific_params", "prefix", "language"),
         *("tokenizer_class", "processor_class", "tf_legacy_loss"),
-        # how it is run, and what it returns beside its outputs
+        # how the model is run, and what it returns in addition to its outputs
         *("chunk_size_feed_forward", "gradient_checkpointing", "output_attentions", "use_cache"),
         *("output_hidden_states", "return_dict", "use_return_dict", "torchscript", "use_bfloat16"),
         *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
         *("pretraining_tp", "slow_but_exact", "reorder_and_upcast_attn", "deterministic_flash_attn"),
         *("reference_compile", "output_router_logits", "repad_logits_with_grad"),
-        # how it is trained
+        # how the model is trained
         *("router_aux_loss_coef", "router_jitter_noise", "sparse_prediction"),
         *("sparse_pred_ignore_index", "logit_scale_init_value"),
-        # tokens that only tokenizers and text generation read
+        # tokens that only tokenizers and text generation use
         *("bos_token_id", "cls_token_id", "sep_token_id", "mask_token_id", "unk_token_id"),
         *("forced_bos_token_id", "forced_eos_token_id"),
-        # what others say: shapes, the ties of tables, ``layer_types``, ``rope_type``
+        # fields that follow from shapes, tied tables, ``layer_types`` or ``rope_type``
         *("n_inner", "tie_word_embeddings", "tie_encoder_decoder", "max_window_layers", "type"),
-        # compared by themselves
+        # fields with a comparison of their own
         *("id2label", "label2id", "num_labels"),
     )
 )
-#: Names of fields that decide where a training starts, what it drops, or which version wrote a file.
+#: Names of fields for initialisation, dropout and the version that wrote a file.
 _HARMLESS_NAMES = re.compile(r"init_(std|range|factor)|initializer_\w+|\w*drop\w*|\w*_version")
 
-#: Fields that code of transformers reads though the configuration's class does not declare them.
+#: Fields that transformers reads although the configuration's class does not declare them.
 _UNDECLARED = frozenset(
     (
         *("attention_chunk_size", "conv_act", "conv_groups", "conv_kernel_size", "embedding_size"),
@@ -59,12 +59,12 @@ _UNDECLARED = frozenset(
 
 #: Types of models whose positions or decoder inputs depend on the padding token.
 _PADDED = ("roberta", "xlm-roberta", "camembert", "mpnet", "xglm", "bart", "t5", "mt5")
-#: Encoders: their classifiers read the first token. All others look for the end or the padding.
+#: Encoders: their classifiers use the first token. Other classifiers search the end or padding token.
 _ENCODERS = (
     *("bert", "electra", "distilbert", "deberta", "deberta-v2", "albert", "modernbert"),
     *("roberta", "xlm-roberta", "camembert", "mpnet"),
 )
-#: Types of models with classes that read the token at the end of a text.
+#: Types of models with classes that use the token at the end of a text.
 _ENDED = ("bart", "t5", "mt5")
 _CLIP = ("clip", "clip_text_model")
 
@@ -75,10 +75,10 @@ _CLASSIFIER = "Classification"
 
 
 def check_alike(one: SavedModel, other: SavedModel) -> None:
-    """Raise ``FedrotError`` if the same weights would compute something else in the two models.
+    """Raise ``FedrotError`` if the same weights could compute different outputs in the two models.
 
-    Compared are all fields of the configurations but those known to be harmless, the vocabularies, and
-    of classifiers the order of labels. Fields that one file leaves out have their default.
+    All fields of the configurations except harmless ones are compared, the vocabularies, and for
+    classifiers the order of labels. Fields that a file leaves out have their default.
     """
     check_fields(one, other)
     check_vocabularies(one, other)
@@ -105,16 +105,16 @@ def check_fields(one: SavedModel, other: SavedModel, first: Collection[str] = ()
         here, there = ours.get(name), theirs.get(name)
         if here == there or _same_activation(here, there):
             continue
-        # No class reads a field that it does not declare; one file has it as a remark.
+        # One file has a field that no class declares, and therefore none reads.
         if None in (here, there) and not any(f"{name}.".startswith(f"{own}.") for own in known):
             continue
-        # Training sets it where it was open.
+        # Training sets this field if it is None.
         if name == "problem_type" and None in (here, there):
             continue
         raise FedrotError(
             f"Different configurations: {name} is {_shown(here)} in '{one.config_file}' and "
-            f"{_shown(there)} in '{other.config_file}', so that the same weights compute something "
-            "else. Give models of one configuration."
+            f"{_shown(there)} in '{other.config_file}', so that the same weights compute different "
+            "outputs. Give models of one configuration."
         )
 
 
@@ -123,7 +123,7 @@ def _shown(value: Any) -> str:
 
 
 def _fields(config: Any, classes: Sequence[str]) -> dict[str, Any]:
-    """Return the fields that are not harmless to models of all these classes, by their path."""
+    """Return the fields of a configuration that matter to these classes: values by path."""
     found = dict(_described(config, classes))
     found.pop("vocab_size", None)
     if not all(_CLASSIFIER in name for name in classes):
@@ -136,7 +136,7 @@ def _class_name(saved: SavedModel) -> str:
 
 
 def _described(config: Any, classes: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of a configuration, and of those inside, that are not harmless and not None."""
+    """Yield the fields of a configuration, and of nested ones, that are not harmless and not None."""
     from transformers import GenerationConfig, PreTrainedConfig
 
     generation = GenerationConfig().to_dict()
@@ -154,7 +154,7 @@ def _described(config: Any, classes: Sequence[str]) -> Iterator[tuple[str, Any]]
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the values inside nested dictionaries by their path; None is as good as nothing."""
+    """Yield paths and values in nested dictionaries; None is left out."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not _harmless(str(key)):
@@ -168,7 +168,7 @@ def _harmless(name: str) -> bool:
 
 
 def _reads_token(name: str, model_type: str, class_name: str) -> bool:
-    """Whether a model of this type and class reads the number of a token in its forward pass."""
+    """Return whether the forward pass of this type and class depends on a token's id."""
     classifies = "ForSequence" in class_name
     if name == "eos_token_id":
         return model_type in _CLIP or (model_type in _ENDED and classifies)
@@ -176,7 +176,7 @@ def _reads_token(name: str, model_type: str, class_name: str) -> bool:
 
 
 def _of_any_length(config: Any) -> bool:
-    """Whether a model's positions are rotary, and the same for every largest position."""
+    """Return whether positions are rotary and do not depend on the largest position."""
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [parameters] if "rope_type" in parameters else [*parameters.values()]
     kinds = [kind for kind in kinds if isinstance(kind, Mapping)]
@@ -184,7 +184,7 @@ def _of_any_length(config: Any) -> bool:
 
 
 def _declared(config: Any) -> frozenset[str]:
-    """Return the paths of the fields that the class of a configuration, or of one inside, declares."""
+    """Return the paths of the fields that the classes of a configuration and nested ones declare."""
     from transformers import PreTrainedConfig
 
     found = set[str]()
@@ -196,7 +196,7 @@ def _declared(config: Any) -> frozenset[str]:
 
 
 def _same_activation(here: Any, there: Any) -> bool:
-    """Whether two names, such as ``silu`` and ``swish``, are those of one activation."""
+    """Return whether two names, such as ``silu`` and ``swish``, are of one activation."""
     from transformers.activations import ACT2CLS, ACT2FN
 
     if not (isinstance(here, str) and isinstance(there, str) and {here, there} <= ACT2CLS.keys()):
@@ -214,7 +214,7 @@ def check_vocabularies(one: SavedModel, other: SavedModel) -> None:
     if ours is not None and theirs is not None and ours != theirs:
         _, token = min((number, token) for token, number in ours ^ theirs)
         places = [
-            f"is number {number} in '{path}'" if number is not None else f"is not in '{path}'"
+            f"has id {number} in '{path}'" if number is not None else f"is not in '{path}'"
             for path, number in ((a, dict(ours).get(token)), (b, dict(theirs).get(token)))
         ]
         raise FedrotError(
@@ -225,13 +225,13 @@ def check_vocabularies(one: SavedModel, other: SavedModel) -> None:
         tokens = "the same tokens" if ours == theirs and ours else "no two tokenizers to compare"
         raise FedrotError(
             f"Different vocabularies: '{a}' and '{b}' have {sizes}, and {tokens}. Tables are often "
-            "padded, to a multiple of 64. If their tokenizer is one, give both one size: "
+            "padded, to a multiple of 64. If both have the same tokenizer, give both one size: "
             f"resize_token_embeddings({max(size or 0, own_size or 0)}) with transformers, and save them."
         )
 
 
 def check_labels(one: SavedModel, other: SavedModel) -> None:
-    """Raise ``FedrotError`` if two classifiers have a label of one name at different outputs."""
+    """Raise ``FedrotError`` if two classifiers have a label at different outputs."""
     if not all(_CLASSIFIER in _class_name(model) for model in (one, other)):
         return
     found = moved_label(one.config.id2label, other.config.id2label)
@@ -239,15 +239,15 @@ def check_labels(one: SavedModel, other: SavedModel) -> None:
         name, here, there = found
         raise FedrotError(
             f"Different labels: '{name}' is output {here} of '{one.path}' and output {there} of "
-            f"'{other.path}'. Bring the rows of one model's head, and its id2label, into the order of "
-            "the other's, and save it again."
+            f"'{other.path}'. Reorder the rows of one model's head, and its id2label, as in the other "
+            "model, and save it again."
         )
 
 
 def moved_label(
     ours: Mapping[Any, str] | None, theirs: Mapping[Any, str] | None
 ) -> tuple[str, int, int] | None:
-    """Return the first name that two mappings from outputs to labels have at different outputs."""
+    """Return the first label with different outputs in two mappings, and its output in each."""
     here, there = _outputs(ours), _outputs(theirs)
     for name, outputs in sorted(here.items(), key=lambda item: min(item[1])):
         if name in there and not outputs & there[name]:
@@ -257,7 +257,7 @@ def moved_label(
 
 
 def label_elsewhere(config: Any, data: Any) -> str:
-    """Say which label a classifier has at another output than a data set; empty if none."""
+    """Return a clause about a label that has different numbers in classifier and data; else empty."""
     names: Sequence[str] = getattr(data, "tags", ()) or getattr(data, "label_names", ())
     found = moved_label(config.id2label, dict(enumerate(names)))
     if _CLASSIFIER not in next(iter(config.architectures or []), "") or found is None:
@@ -280,14 +280,14 @@ def check_ties(
     """Raise ``FedrotError`` if tables are one tensor in one model, and several in the other.
 
     Args:
-        ours, theirs: of every name of a state dict, the first name of the same tensor.
+        ours, theirs: for every name of a state dict, the first name of the same tensor.
     """
     for name in ours.keys() & theirs.keys():
         if ours[name] != theirs[name]:
             tied, separate, first = (one, other, ours) if ours[name] != name else (other, one, theirs)
             raise FedrotError(
                 f"Different tables: '{name}' and '{first[name]}' are one tensor in '{tied.path}', and "
-                f"two in '{separate.path}'. Save '{tied.path}' with tables of their own: load it with "
-                "transformers, set tie_word_embeddings to false in its configuration, give the second "
-                "table a copy of the first, and save it."
+                f"two in '{separate.path}'. Save '{tied.path}' with untied tables: load it with "
+                "transformers, set tie_word_embeddings to false in its configuration, copy the first "
+                "table to the second, and save it."
             )

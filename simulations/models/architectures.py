@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def settings_of(config: SimulationConfig, data: DataSet[Any]) -> Any:
-    """Return the transformers configuration of the encoder or decoder, without the task's head."""
+    """Return the transformers configuration of the encoder or decoder, without settings of the task."""
     if config.model is not None:
         return pretrained_settings(config.model)
     return ARCHITECTURES[config.architecture](config, data)
@@ -30,7 +30,7 @@ def pretrained_settings(model: str) -> Any:
 
 
 def pad_id_of(settings: Any) -> int:
-    """Return the token that pads rows: the padding token, else the end of text, else token 0."""
+    """Return the id of the token for padding: the padding token, else the end of text, else 0."""
     tokens = (getattr(settings, name, None) for name in ("pad_token_id", "eos_token_id"))
     token = next((token for token in tokens if token is not None), 0)
     return int(token[0] if isinstance(token, list) else token)
@@ -82,7 +82,7 @@ def _gpt2(config: SimulationConfig, data: DataSet[Any]) -> Any:
         resid_pdrop=config.dropout,
         embd_pdrop=config.dropout,
         attn_pdrop=config.dropout,
-        # A table of its own lets the last norm be folded, so that the residual stream can be rotated.
+        # With untied tables the last norm can be folded, so that the residual stream can be rotated.
         tie_word_embeddings=False,
     )
 
@@ -93,7 +93,7 @@ def _llama(config: SimulationConfig, data: DataSet[Any]) -> Any:
     return LlamaConfig(
         **_bundled_ids(),
         **_sizes(config),
-        # Three matrices of 8/3 of the width have as many entries as two of four times the width.
+        # Three matrices of 8/3 times the width have as many entries as two of 4 times the width.
         intermediate_size=8 * config.width // 3,
         max_position_embeddings=config.max_length,
         attention_dropout=config.dropout,
@@ -115,11 +115,11 @@ def _vit(config: SimulationConfig, data: DataSet[Any]) -> Any:
 
 
 def patch_of(side: int) -> int:
-    """Return the largest divisor of an image's side up to its root: 2 of 8, 4 of 28 and 32, 8 of 64."""
+    """Return the largest divisor of a side up to its square root: 2 for 8, 4 for 28 and 32, 8 for 64."""
     return next(patch for patch in range(math.isqrt(side), 0, -1) if side % patch == 0)
 
 
-#: Functions to the configurations of small models, by the names of ``SimulationConfig.architecture``.
+#: Functions that return configurations of small models, by ``SimulationConfig.architecture``.
 ARCHITECTURES: Mapping[str, Callable[[SimulationConfig, DataSet[Any]], Any]] = {
     "bert": _bert,
     "gpt2": _gpt2,

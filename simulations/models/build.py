@@ -1,4 +1,4 @@
-"""Models of a simulation: small ones from scratch, or pretrained."""
+"""Models of a simulation: small models from scratch, and pretrained models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedrot.simulations.models.model_files import WRAPPERS, clean_names, read_fi
 from fedrot.simulations.models.packaged import loading, loading_of, no_bar_for_files
 from fedrot.simulations.tasks.objectives import OBJECTIVES
 
-#: The argument of ``from_pretrained`` that says where a model is.
+#: The argument of ``from_pretrained`` for the place of a model.
 _SOURCE = "pretrained_model_name_or_path"
 
 
@@ -32,12 +32,12 @@ def model_config(config: SimulationConfig, data: DataSet[Any]) -> Any:
 def build_model(
     config: SimulationConfig, data: DataSet[Any], seed: int, rank: int | None = None
 ) -> torch.nn.Module:
-    """Return the model; parameters that are not pretrained are drawn from ``seed``.
+    """Return the model; parameters that are not pretrained are drawn with ``seed``.
 
-    With ``lora`` that is the adapter alone: all models have one base, its task head included.
+    With ``lora``, ``seed`` decides only the adapter: all models have the same base, with its task head.
 
     Args:
-        rank: of the adapter; None: the global one's.
+        rank: rank of the adapter; None: that of the global adapter.
     """
     import transformers
 
@@ -55,10 +55,10 @@ def build_model(
 
 
 def _pretrained(auto_model: Any, name: str, settings: Any) -> Any:
-    """Load a pretrained model by names without wrappers; log what is new in it, such as a task head.
+    """Load a pretrained model by names without ``WRAPPERS``; log new tensors, such as a task head's.
 
     Raises:
-        FedrotError: it cannot be loaded, or a tensor of its body is missing.
+        FedrotError: the model cannot be loaded, or lacks a tensor other than a head's or pooler's.
     """
     source = loading_of(name)
     folder, plain = Path(source["pretrained_model_name_or_path"]), source.keys() <= {_SOURCE}
@@ -73,12 +73,12 @@ def _pretrained(auto_model: Any, name: str, settings: Any) -> Any:
             source = {_SOURCE: None, "state_dict": tensors}
         model, found = auto_model.from_pretrained(**source, config=settings, output_loading_info=True)
     new = sorted(found["missing_keys"])
-    # A model of another task may have had no pooler.
+    # A model saved for another task may have no pooler.
     body = [n for n in new if n.startswith(f"{model.base_model_prefix}.") and ".pooler." not in n]
     if body:
         raise FedrotError(
             f"'{name}' has no tensor '{body[0]}' ({len(body)} missing in all), which a "
-            f"{type(model).__name__} has: it would be random. Check that weights and configuration "
+            f"{type(model).__name__} needs: it would be random. Check that weights and configuration "
             "belong together, and save the whole model with save_pretrained."
         )
     if new:
@@ -88,5 +88,5 @@ def _pretrained(auto_model: Any, name: str, settings: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _say_new(name: str, tensors: str) -> None:
-    """Log which tensors are not pretrained, once in a process."""
-    logging.getLogger("flwr").info("Not in '%s', so drawn at random: %s", name, tensors)
+    """Log which tensors are not pretrained, once per process."""
+    logging.getLogger("flwr").info("Not in '%s', therefore random: %s", name, tensors)

@@ -1,4 +1,4 @@
-"""The tensors of a model that travel: all of them, or those of its LoRA adapter."""
+"""The tensors that clients and server exchange: all of a model, or those of its LoRA adapter."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fedrot.simulations.adapter import ALL_LINEAR, PEFT_TASKS, Adapter
 
 
 def with_adapter(model: Any, adapter: Adapter, task: str, rank: int) -> nn.Module:
-    """Return a transformers model with a LoRA adapter, whose parameters alone are trained.
+    """Return a transformers model with a LoRA adapter; PEFT freezes the base model.
 
     Raises:
-        FedrotError: PEFT is not installed, or the model has no module of these names.
+        FedrotError: PEFT is not installed, or cannot adapt the model, such as without these modules.
     """
     try:
         import peft
@@ -27,7 +27,7 @@ def with_adapter(model: Any, adapter: Adapter, task: str, rank: int) -> nn.Modul
             "constraints.txt -e '.[lora]'."
         ) from None
     targets = ALL_LINEAR if adapter.targets == (ALL_LINEAR,) else list(adapter.targets)
-    alpha: Any = adapter.alpha  # PEFT takes fractions, too.
+    alpha: Any = adapter.alpha  # PEFT accepts fractions, too.
     config = peft.LoraConfig(
         task_type=PEFT_TASKS[task],
         r=rank,
@@ -39,7 +39,7 @@ def with_adapter(model: Any, adapter: Adapter, task: str, rank: int) -> nn.Modul
     )
     try:
         with warnings.catch_warnings():
-            # PEFT asks for an attribute that transformers has renamed.
+            # PEFT reads an attribute that transformers has renamed.
             warnings.simplefilter("ignore", FutureWarning)
             return peft.get_peft_model(model, config)
     except ValueError as error:
@@ -47,18 +47,18 @@ def with_adapter(model: Any, adapter: Adapter, task: str, rank: int) -> nn.Modul
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the tensors that travel."""
+    """Return copies of the tensors to exchange."""
     if hasattr(model, "peft_config"):
         return adapter_tensors(model)
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-#: Ways to load an adapter, by the name that the server sends. Plug-ins add theirs.
+#: Functions that load an adapter, by the name that the server sends. Plug-ins add theirs.
 LOADERS: dict[str, Callable[[Any, Mapping[str, Tensor]], None]] = {"": load_adapter}
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], how: str = "") -> None:
-    """Load what ``tensors_of`` gives; adapters may have larger ranks, and are loaded as ``how`` says."""
+    """Load the tensors of ``tensors_of``; ``how`` names the loader of adapters, of any rank."""
     if hasattr(model, "peft_config"):
         LOADERS[how](model, tensors)
     else:
@@ -66,5 +66,5 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], how: str = "")
 
 
 def number_of_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Return the size of tensors as they travel."""
+    """Return the size of tensors in bytes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

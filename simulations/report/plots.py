@@ -1,4 +1,4 @@
-"""Plots of partitions and of metrics by round, and the helpers of all plots."""
+"""Plots of partitions and of metrics by round, and common functions of plots."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette for colour-blind readers; yellow is last because it is pale.
+# Okabe and Ito's palette for colour-blind readers. Yellow is last, because it is pale.
 PALETTE = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#F0E442",
 )  # fmt: skip
 MARKERS = "osD^vPX*"
-# Untrained models have a thousand times the perplexity of trained ones.
+# The perplexity of untrained models is a thousand times that of trained models.
 LOGARITHMIC = frozenset({"perplexity", "pseudo_perplexity"})
-#: Characters of a name in a picture.
+#: Largest number of characters of a name in a picture.
 LONGEST = 80
-#: Inches of a picture that a phone shows large enough to read.
+#: Width in inches of a picture that can be read on a phone.
 NARROW = 5.0
 LINES = ("-", "--", "-.", ":")
 
@@ -35,7 +35,7 @@ Series: TypeAlias = dict[str, dict[str, dict[int, dict[int, float]]]]
 
 
 def partition_plot(path: Path, counts: Sequence[Sequence[int]], names: Sequence[str]) -> Path:
-    """Stacked bars: rows of each class (``names``) per client; ``counts`` is [clients][classes]."""
+    """Draw stacked bars of the rows per client and class (``names``); ``counts`` [clients][classes]."""
     table = np.asarray(counts)
     clients = np.arange(len(table))
     figure, axes = new_figure(1, 1, width=max(6.0, min(12.0, 3.5 + 0.45 * len(table))))
@@ -58,10 +58,10 @@ def partition_plot(path: Path, counts: Sequence[Sequence[int]], names: Sequence[
 
 
 def metric_plot(path: Path, rows: Iterable[Row], metric: str, arms: Sequence[str]) -> Path:
-    """Central ``metric`` by round: a line per arm (mean over seeds, band ± sd), a panel per start.
+    """Draw the central ``metric`` by round: a line per arm (mean, band ± sd), a panel per start.
 
-    With a single round, each arm is a point with its seeds beside it. The rows are of one setting;
-    ``arms`` are all arms, the place of an arm gives its colour.
+    With a single round, each arm has a point for the mean and a bar per seed. The rows are of one
+    setting; ``arms`` are all its arms, whose order decides their colours.
     """
     series: Series = {}
     for row in rows:
@@ -86,7 +86,7 @@ def metric_plot(path: Path, rows: Iterable[Row], metric: str, arms: Sequence[str
 
 
 def rounds_plot(path: Path, series: Mapping[str, Mapping[int, float]]) -> Path:
-    """A small panel per metric: its values (round -> value) by round."""
+    """Draw a small panel per metric with its values by round; ``series`` is metric -> round -> value."""
     across = min(3, len(series))
     down = -(-len(series) // across)
     figure, axes = new_figure(down, across, width=4.0 * across, height=2.0)
@@ -144,7 +144,7 @@ def new_figure(
     rows: int, columns: int, *, width: float | None = None, height: float = 3.4, sharey: bool = False
 ) -> tuple[Figure, Any]:
     """Return a figure and its panels ``[rows][columns]``; ``height`` is that of a row, in inches."""
-    # Not by pyplot, which chooses a display and keeps global state.
+    # pyplot is not used: it chooses a display and keeps global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -159,15 +159,15 @@ def new_figure(
 
 
 def as_label(name: str) -> str:
-    """Return a name as matplotlib takes text: cut, and without formulas, which dollars enclose."""
+    """Return a name as text for matplotlib: truncated, and with escaped dollars, which mark formulas."""
     cut = name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
     return "".join(c if c.isprintable() else " " for c in cut).replace("$", r"\$")
 
 
 def name_metric(ax: Axes, metric: str) -> None:
-    """Label the vertical axis with a metric, and make it logarithmic if the metric needs that."""
+    """Label the vertical axis with a metric; metrics in ``LOGARITHMIC`` have a logarithmic axis."""
     ax.set_ylabel(as_label(metric.replace("_", " ")))
-    # Of models that have diverged there is no finite value to draw.
+    # Models that have diverged have no finite value to draw.
     if metric in LOGARITHMIC and any(
         (np.asarray(line.get_ydata(), float) > 0).any() for line in ax.lines
     ):
@@ -181,7 +181,7 @@ def _whole_numbers(ax: Axes) -> None:
 
 
 def shared_legend(figure: Figure, axes: Iterable[Axes]) -> None:
-    """Draw one legend of all panels below the figure."""
+    """Draw one legend for all panels, below the figure."""
     entries: dict[str, Any] = {}
     for ax in axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
@@ -191,7 +191,7 @@ def shared_legend(figure: Figure, axes: Iterable[Axes]) -> None:
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a figure as a PNG file, which is replaced whole; returns its path."""
+    """Write a figure as a PNG file, which is replaced at once; return its path."""
     figure.tight_layout()
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png", bbox_inches="tight", facecolor="white")

@@ -1,4 +1,4 @@
-"""The page ``report.html`` of a run folder, complete or not, its sections and findings in sentences."""
+"""The page ``report.html`` of a run folder, complete or not, and the run's tables as Markdown."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _Partition(BaseModel):
     seeds: dict[str, _Seed] = {}
 
 
-#: The JSON files of a run folder, and what the page reads of them.
+#: The JSON files of a run folder, with the types of the fields that the page uses.
 OBJECTS: Mapping[str, TypeAdapter[Any]] = {
     "config.json": TypeAdapter(_Config),
     "versions.json": TypeAdapter(dict[str, str]),
@@ -69,7 +69,7 @@ OBJECTS: Mapping[str, TypeAdapter[Any]] = {
 
 @dataclass(frozen=True)
 class RunResults:
-    """The files of a run folder by name, empty if missing or unreadable, and its results."""
+    """The contents of a run folder: rows, JSON files by name (empty if unreadable), and results."""
 
     folder: Path
     rows: Sequence[Row]
@@ -84,10 +84,10 @@ class RunResults:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Draw the plots of a run folder and write its ``report.html``; returns the page's path.
+    """Draw the plots of a run folder and write its ``report.html``; return the page's path.
 
-    Missing files and unfinished lines are left out, and the page says why the run is incomplete. The
-    page embeds its plots; page and plots are replaced whole. ``FileNotFoundError`` without a folder.
+    Missing files and unfinished lines are left out, and the page lists reasons why the run is
+    incomplete. The page embeds its plots. Raises ``FileNotFoundError`` if there is no folder.
     """
     if not run_dir.is_dir():
         raise FileNotFoundError(f"there is no run folder {run_dir}; check the path")
@@ -99,15 +99,15 @@ def write_report(run_dir: Path) -> Path:
     return PAGE.write(run_dir / "report.html", run_dir.resolve().name, run)
 
 
-#: Returns a table for ``markdown_report`` from the rows and the settings of a run, empty for none.
+#: Function of the rows and the settings of a run that returns a Markdown table, or an empty text.
 MarkdownTable = Callable[[Sequence[Row], Sequence[Mapping[str, Any]]], str]
 
-#: Tables of plug-ins, between the results and what alignment found.
+#: Tables of plug-ins, placed between the results and the shares.
 MARKDOWN_TABLES: list[MarkdownTable] = []
 
 
 def markdown_report(run_dir: Path) -> str:
-    """Return the tables of a run folder as Markdown: results, those of plug-ins, shares found."""
+    """Return the tables of a run folder as Markdown: results, tables of plug-ins, and shares."""
     rows, settings = read_results(run_dir), _object(run_dir / "config.json").get("settings", [])
     tables = [
         *(table.markdown() for table in result_tables(rows)),
@@ -118,7 +118,7 @@ def markdown_report(run_dir: Path) -> str:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """Return a JSON object, empty if it is missing or unreadable, or if it is not of its kind."""
+    """Return the JSON object in a file; empty if it is missing, unreadable or of wrong types."""
     try:
         found = read_json(path)
         OBJECTS[path.name].validate_python(found)
@@ -132,7 +132,7 @@ PAGE: HtmlPage[RunResults] = HtmlPage()
 
 @PAGE.section
 def verdict(run: RunResults) -> Section | None:
-    """Date, data and models; whether alignment helped, in sentences; what their words mean."""
+    """Date, data and models, sentences about the effect of alignment, and explanations of words."""
     if not run.rows:
         return None
     date = run.objects["versions.json"].get("date", "")
@@ -146,11 +146,11 @@ def verdict(run: RunResults) -> Section | None:
 
 @PAGE.section
 def incomplete(run: RunResults) -> Section | None:
-    """Reasons why the run is not complete; left out if it is."""
+    """Reasons why the run is incomplete; None for a complete run."""
     files = {**{name: run.objects[name] for name in OBJECTS if name != "status.json"}, ROWS: run.rows}
     reasons = [f"{name} is missing or unreadable" for name, found in files.items() if not found]
     if not run.objects["status.json"].get("complete"):
-        reasons.append("the run has not finished: it was interrupted, failed or still goes on")
+        reasons.append("the run has not finished: it was interrupted, it failed, or it is still running")
     done = {
         (setting_of(row), row["start"], row["arm"], row["seed"], row["round"])
         for row in run.rows
@@ -189,28 +189,28 @@ def scores(run: RunResults) -> Section:
 
 @PAGE.section
 def scrambling(run: RunResults) -> Section | None:
-    """Changes of all arms by scrambling."""
+    """The cost of scrambling for all arms."""
     return list_of(
-        "What scrambling the clients' coordinates cost",
+        "Cost of scrambling the clients' coordinates",
         sentences.costs_of_scrambling(run.rows, metrics_in(run.rows)),
-        "Each arm against its own run from start same. Scrambling does not change what any client's "
-        "model computes; an average that is right does not see it.",
+        "Each arm against its own run from start same. Scrambling does not change the outputs of any "
+        "client's model, and should not change those of the average.",
     )
 
 
 @PAGE.section
 def shares(run: RunResults) -> Section | None:
-    """Shares found by part, beside chance; left out if no row knows what chance removes."""
+    """Shares that alignment found by part, and those of chance; None if all rows lack the latter."""
     return shares_section(run.alignment)
 
 
 def shares_section(rows: Sequence[Row]) -> Section | None:
-    """Return the tables of shares; None if no row knows what chance removes."""
+    """Return the tables of shares; None if all rows lack the share of chance."""
     tables = share_tables(rows)
     text = (
-        "Share of the squared distance to the anchor that the best elements remove, moved or not, and "
-        "that chance removes from noise alone. A group moves only if it removes so many times chance as "
-        "AlignmentOptions(chance=...) says."
+        "Share of the squared distance to the anchor that the best elements remove, applied or not, and "
+        "share that chance removes from noise alone. A group moves only if the first is more than "
+        "AlignmentOptions(chance=...) times the second."
     )
     return Section("What alignment found, by part", text, tables=tables) if tables else None
 
@@ -225,7 +225,7 @@ def findings(run: RunResults) -> Section:
         *sentences.failed(run.rows),
     ]
     compared = any(result.difference for result in run.results)
-    text = "" if found else "Nowhere in these results, as far as they have intervals."
+    text = "" if found else "No such case among the results with intervals."
     if not compared:
         text = f"There is no comparison with {BASELINE} yet."
     return Section("Where alignment did nothing or hurt", text, found)
@@ -233,7 +233,7 @@ def findings(run: RunResults) -> Section:
 
 @PAGE.section
 def settings(run: RunResults) -> Section:
-    """The pictures and the partitions of every setting."""
+    """Pictures and partitions of every setting."""
     (run.folder / "plots").mkdir(exist_ok=True)
     rows, alignment = by_setting(run.rows), by_setting(run.alignment)
     partition = run.objects["partition.json"]
@@ -247,7 +247,7 @@ def settings(run: RunResults) -> Section:
         stem = str(run.folder / "plots" / name)
         drawn = _result_pictures(stem, rows.get(setting, []), alignment.get(setting, []))
         for seed, first in list(seeds.items())[:1]:
-            caption = f"rows per client and class, own held-out rows included, seed {seed}"
+            caption = f"rows per client and class, with the clients' held-out rows, seed {seed}"
             drawn[caption] = plots.partition_plot(Path(f"{stem}-partition.png"), first["counts"], names)
         tables = [
             partition_table(own["counts"], names, setting, seed, most=None)
@@ -261,7 +261,7 @@ def settings(run: RunResults) -> Section:
 
 @PAGE.section
 def repeat(run: RunResults) -> Section:
-    """The command, the configurations and the versions."""
+    """Command, configurations and versions."""
     command = run.objects["config.json"].get("command")
     below = [
         Section(f"Configuration of {setting['setting'] or 'this run'}", terms=setting, folded=True)
@@ -275,12 +275,12 @@ def repeat(run: RunResults) -> Section:
 
 
 def file_name(name: str) -> str:
-    """Return a name without separators of paths and of words, short enough for a file's name."""
+    """Return a name as part of a file name: at most 60 letters, digits, ``_`` and ``-``."""
     return re.sub(r"[^a-zA-Z0-9_]+", "-", name)[:60]
 
 
 def _described(settings: Sequence[Row]) -> dict[str, list[str]]:
-    """Return the data and the models of the settings, each once."""
+    """Return the names of the settings' data and models, without repetitions."""
     data = dict.fromkeys(str(setting.get("data", "")) for setting in settings)
     models = dict.fromkeys(
         Path(setting["model"]).name if setting.get("model") else str(setting.get("architecture", ""))
@@ -291,7 +291,7 @@ def _described(settings: Sequence[Row]) -> dict[str, list[str]]:
 
 
 def _result_pictures(stem: str, rows: Sequence[Row], alignment: Sequence[Row]) -> dict[str, Path]:
-    """Draw the metrics and the heat map of a setting; return the paths by caption."""
+    """Draw the metrics and the heat map of a setting; return paths by caption."""
     arms = list(dict.fromkeys(str(row["arm"]) for row in rows))
     drawn = {}
     for metric in headline(rows):

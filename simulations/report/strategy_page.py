@@ -1,4 +1,4 @@
-"""The HTML page of a strategy's report files, and its sections."""
+"""The HTML page of a strategy's rows file, and its sections."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from fedrot.simulations.report.summaries import Row
 from fedrot.simulations.report.tables import Table, number_style
 from fedrot.strategies.reporting.verdict import ends
 
-#: The stages of a round that score its model, in words.
+#: Stages of a round in which its model is evaluated, in words.
 SCORING = {"server": "at the server", "evaluate": "at the clients"}
 
 
 @dataclass(frozen=True)
 class StrategyResults:
-    """Rows of a strategy's report, and of its metrics by round and stage."""
+    """Rows about replies, and rows of metrics by round and stage."""
 
     rows: Sequence[Row]
     stages: Sequence[Row]
 
 
 def write_strategy_report(report: Path, out: Path | None = None) -> Path:
-    """Write the page of the rows of ``FedRot`` or ``Aligned``; returns the page's path.
+    """Write the page of the rows of ``FedRot`` or ``Aligned``; return the page's path.
 
     Args:
         report: JSON lines that the strategy wrote, ``Reporting(rows=...)``.
-        out: the page; beside the report, with its name and ``.html``, if None.
+        out: the page; None: the path of ``report`` with the suffix ``.html``.
 
     Raises:
-        ValueError: a strategy does not write such a file.
-        OSError: the file cannot be read, or the page not be written.
+        ValueError: the file was not written by a strategy.
+        OSError: the file cannot be read, or the page cannot be written.
     """
     every = read_rows(report.parent, report.name)
     if not every or not all("round" in row and ("metrics" in row) == ("stage" in row) for row in every):
-        raise ValueError(f"'{report}' is not what a strategy writes: JSON lines with 'round' in each.")
+        raise ValueError(f"'{report}' is no file of Reporting(rows=...): JSON lines, each with 'round'.")
     stages = [row for row in every if "stage" in row]
     results = StrategyResults([row for row in every if "stage" not in row], stages)
     return PAGE.write(out or report.with_suffix(".html"), report.stem, results)
@@ -52,22 +52,22 @@ def write_strategy_report(report: Path, out: Path | None = None) -> Path:
 
 PAGE: HtmlPage[StrategyResults] = HtmlPage()
 
-#: What a round's evidence asks for, in words.
+#: Results of a round's diagnosis, in words.
 _FOUND = {
     PLAIN: "alignment found nothing beyond chance",
     ALIGNED: "the clients are in different coordinates",
-    WHOLE: "replies came from another basis, and were matched as whole models",
+    WHOLE: "replies were in another basis, and were matched as whole models",
 }
 _WORDS = {
-    "different coordinates": "two clients hold the same head in coordinates that differ by a rotation",
-    "chance": "what the best rotation removes from noise alone",
-    "moved": "a group of weights was brought into the anchor's coordinates before it was averaged",
+    "different coordinates": "two clients have the same head in coordinates that differ by a rotation",
+    "chance": "the squared distance that the best rotation removes from noise alone",
+    "moved": "a group of weights was brought into the anchor's coordinates before averaging",
 }
 
 
 @PAGE.section
 def verdict(of: StrategyResults) -> Section:
-    """What alignment found at the ends of the run, and how the scores changed."""
+    """Results of alignment in the first and the last round, and changes of the scores."""
     aligned: dict[int, list[Row]] = {}
     for row in of.rows:
         if "before" in row:
@@ -76,7 +76,7 @@ def verdict(of: StrategyResults) -> Section:
     if aligned:
         moved = sum(any(row.get("moved") for row in rows) for rows in aligned.values())
         said.append(f"Alignment moved groups in {moved} of {len(aligned)} rounds.")
-    # Older files lack what was found.
+    # Rows of older files have no field found.
     if all({"found", "moved"} <= row.keys() for rows in aligned.values() for row in rows):
         said += [f"Round {n}: {_FOUND[diagnosis_of(aligned[n]).choice]}." for n in ends(aligned)]
     told = {int(row["round"]): str(row["said"]) for row in of.rows if "said" in row}
@@ -87,17 +87,17 @@ def verdict(of: StrategyResults) -> Section:
 
 
 def _guarded(aligned: Mapping[int, float], plain: Mapping[int, float]) -> list[str]:
-    """Return what the guard measured of both means, in the first and the last round that it compared."""
+    """Return sentences about both means in the guard's first and last comparison."""
     return [
-        f"Round {n}: the guard measured {aligned[n]:{style}} of the aligned mean and "
-        f"{plain[n]:{style}} of the plain one."
+        f"Round {n}: the guard measured {aligned[n]:{style}} for the aligned mean and "
+        f"{plain[n]:{style}} for the plain mean."
         for n in ends(aligned)
         for style in [number_style(aligned[n], plain[n])]
     ]
 
 
 def _changes(stages: Iterable[Row]) -> list[str]:
-    """Return how each score changed over the run, and what the guard measured."""
+    """Return sentences about the guard's comparisons and the change of each score over the run."""
     series = _series(stages)
     said = _guarded(*(series.get(f"train/fedrot-guard-{name}", {}) for name in ("aligned", "plain")))
     for name, values in series.items():
@@ -122,7 +122,7 @@ def removed(of: StrategyResults) -> Section:
 
 @PAGE.section
 def shares(of: StrategyResults) -> Section | None:
-    """Shares found by part, beside chance; left out if no row knows what chance removes."""
+    """Shares that alignment found by part, and those of chance; None if all rows lack the latter."""
     return shares_section(of.rows)
 
 
@@ -152,14 +152,14 @@ def lost(of: StrategyResults) -> Section:
 
 @PAGE.section
 def failed(of: StrategyResults) -> Section | None:
-    """Rounds that gave no model."""
+    """Rounds without a new model."""
     rounds = [f"Round {row['round']}: {row['lost']}" for row in of.rows if "lost" in row]
     return list_of("Rounds without a new model", rounds)
 
 
 @PAGE.section
 def metrics(of: StrategyResults) -> Section | None:
-    """Curves of the metrics that change, values of those that never do."""
+    """Curves of the metrics that change, and values of constant metrics."""
     series = _series(of.stages)
     rounds = {int(row["round"]) for row in of.stages}
     alike = {
@@ -176,7 +176,7 @@ def metrics(of: StrategyResults) -> Section | None:
 
 
 def _series(stages: Iterable[Row]) -> dict[str, dict[int, float]]:
-    """Return the metrics by name and round; a list becomes a metric per entry."""
+    """Return the metrics by name and round; a list becomes one metric per entry."""
     series: dict[str, dict[int, float]] = {}
     for row in stages:
         for name, value in row["metrics"].items():

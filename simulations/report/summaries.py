@@ -16,7 +16,7 @@ Row: TypeAlias = Mapping[str, Any]
 BASELINE = "plain"
 CONFIDENCE = 0.95
 LOWER_IS_BETTER = frozenset({"loss", "calibrated_loss", "ece", "perplexity", "pseudo_perplexity"})
-#: Units of metrics; others are shares, from 0 to 1.
+#: Units of metrics. Other metrics are shares from 0 to 1.
 UNITS = {
     "loss": "nats",
     "calibrated_loss": "nats",
@@ -26,12 +26,12 @@ UNITS = {
     "pearson": "-1 to 1",
     "spearman": "-1 to 1",
 }
-#: Metrics of models that differ by the order of float32 sums alone differ by no more.
+#: Largest difference of metrics between models that differ only by the order of float32 sums.
 ROUNDING = 1e-6
 
 
 class Place(NamedTuple):
-    """An arm's metric from a start in a setting."""
+    """A setting, start, arm and metric."""
 
     setting: str
     start: str
@@ -41,14 +41,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Paired:
-    """Arm minus baseline over ``n`` seeds: mean, two-sided 95 % t interval, verdict in words, p-value.
+    """Arm minus baseline over ``n`` seeds: mean, two-sided 95 % t interval, verdict and p-value.
 
     The interval is NaN with fewer than two seeds. The verdict is "better" or "worse", "within noise" if
     the interval contains 0, "identical" if all differences are 0, "equal but for rounding" if none is
     above ``ROUNDING``, "not finite", "one seed: no interval", "no spread: no interval" if all seeds
-    differ alike, or "no seed in common". ``p`` is of the paired t test: 1 if nothing above ``ROUNDING``
-    differs, NaN if there is no interval. ``ours`` and ``theirs`` are the means of both over these seeds,
-    NaN if they are unknown.
+    have the same difference, or "no seed in common". ``p`` is the p-value of the paired t test: 1 if no
+    difference is above ``ROUNDING``, NaN without an interval. ``ours`` and ``theirs`` are the means of
+    arm and baseline over these seeds, NaN if unknown.
     """
 
     mean: float
@@ -62,7 +62,7 @@ class Paired:
 
     @property
     def smallest(self) -> float:
-        """The smallest difference outside noise with this spread; NaN without an interval."""
+        """The smallest mean difference that is outside noise at this spread; NaN without an interval."""
         return (self.ci_high - self.ci_low) / 2
 
 
@@ -70,7 +70,7 @@ class Paired:
 class Result:
     """A metric of an arm at the final round, over ``n`` seeds; ``sd`` (n - 1) is NaN if undefined.
 
-    ``difference`` is from the baseline; None for the baseline itself, and where there is none.
+    ``difference`` is arm minus baseline; None for the baseline itself, and without a baseline.
     """
 
     place: Place
@@ -81,12 +81,12 @@ class Result:
 
 
 def setting_of(row: Row) -> str:
-    """The setting of a row, empty if it names none."""
+    """Return the setting of a row; empty if the row has none."""
     return str(row.get("setting", ""))
 
 
 def by_setting(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """The rows of every setting, settings in the order of their first rows."""
+    """Return the rows by setting, in the order of the settings' first rows."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(setting_of(row), []).append(row)
@@ -94,10 +94,10 @@ def by_setting(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def final_values(rows: Iterable[Row]) -> dict[Place, dict[int, float]]:
-    """Central values at the final round, by seed.
+    """Return the central values at the final round, by place and seed.
 
-    The final round is the last one that any arm of the setting reached; seeds that are not there yet
-    are left out. Of repeated rows the last one counts. Keys come in the order of the rows.
+    The final round is the last round of any arm of the setting. Seeds without this round are left out.
+    If a row is repeated, the last one is used. Keys are in the order of the rows.
     """
     import pandas
 
@@ -110,19 +110,19 @@ def final_values(rows: Iterable[Row]) -> dict[Place, dict[int, float]]:
 
 
 def metrics_in(rows: Iterable[Row]) -> list[str]:
-    """Central metrics in the order of the rows: the headline metric first, ``loss`` last."""
+    """Return the central metrics in the order of the rows: the headline first, ``loss`` last."""
     found = dict.fromkeys(str(row["metric"]) for row in rows if row["scope"] == CENTRAL)
     return sorted(found, key=lambda metric: metric == "loss")
 
 
 def headline(rows: Sequence[Row]) -> list[str]:
-    """The headline metric of every setting, and the loss."""
+    """Return the headline metrics of all settings, and the loss."""
     first = [metric for own in by_setting(rows).values() for metric in metrics_in(own)[:1]]
     return list(dict.fromkeys([*first, *metrics_in(rows)[-1:]]))
 
 
 def described(metric: str) -> str:
-    """Return a metric with its unit and its direction: ``loss (nats, lower is better)``."""
+    """Return a metric's name with unit and direction: ``loss (nats, lower is better)``."""
     better = "lower" if metric in LOWER_IS_BETTER else "higher"
     return f"{metric} ({UNITS.get(metric, '0 to 1')}, {better} is better)"
 
@@ -131,7 +131,7 @@ def results(rows: Iterable[Row]) -> list[Result]:
     """Return every arm's metrics at the final round.
 
     Args:
-        rows: dictionaries with arm, start, seed, round, metric, value, scope and perhaps setting.
+        rows: dictionaries with arm, start, seed, round, metric, value, scope and optionally setting.
     """
     values, found = final_values(rows), []
     for place, own in values.items():
@@ -144,7 +144,7 @@ def results(rows: Iterable[Row]) -> list[Result]:
 
 
 def compare_seeds(ours: Mapping[int, float], theirs: Mapping[int, float], metric: str) -> Paired:
-    """Difference ``ours`` minus ``theirs`` over the seeds that both have; values are by seed."""
+    """Return the difference ``ours`` minus ``theirs`` over common seeds; values are by seed."""
     common = [seed for seed in ours if seed in theirs]
     differences = [ours[seed] - theirs[seed] for seed in common]
     found = paired_difference(differences, lower_is_better=metric in LOWER_IS_BETTER)
@@ -155,7 +155,7 @@ def compare_seeds(ours: Mapping[int, float], theirs: Mapping[int, float], metric
 
 
 def paired_difference(differences: Sequence[float], *, lower_is_better: bool = False) -> Paired:
-    """Mean of paired differences, its interval mean ± t(0.975, n - 1) sd / sqrt(n), and verdict."""
+    """Return the mean of differences, the interval mean ± t(0.975, n - 1) sd / sqrt(n), and verdict."""
     from scipy import stats
 
     n = len(differences)

@@ -1,4 +1,4 @@
-"""Tables of results: numbers and differences as text, for the terminal, for Markdown and for HTML."""
+"""Tables of results for the terminal, Markdown and HTML, and formats of numbers and differences."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, JustifyMethod, OverflowMethod, RenderResult
     from rich.table import Table as RichTable
 
-#: Characters of a name in one line of a table; longer names are broken, see ``pieces``.
+#: Largest number of characters in a line of a name; longer names are broken, see ``pieces``.
 WIDEST = 26
-#: Characters of words that are never broken, and of the pieces of what is no name.
+#: Words up to this number of characters are never broken; very long words have pieces of this size.
 SHORT = 10
-#: Classes of a client that the terminal shows.
+#: Largest number of a client's classes on the terminal.
 MOST_CLASSES = 8
-#: Verdicts on differences that are not shown.
+#: Verdicts for which the difference is not shown.
 SAME = ("identical", "equal but for rounding")
 EXPLAINED = "Paired by seed. Within noise of x: a difference above x would have shown."
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of at most five columns. Rich prints it, Jinja shows it as HTML.
+    """A table of at most five columns. Rich prints it, and the Jinja template renders it as HTML.
 
-    Columns of ``texts`` hold names: they are left-aligned and may be broken. Others are right-aligned.
+    Columns in ``texts`` hold names: they are left-aligned and may be broken. Others are right-aligned.
     """
 
     title: str
@@ -52,24 +52,24 @@ class Table:
 
         table = terminal_table(self.title, self.header, self.texts, self.caption or None, fold=True)
         for line in self.lines:
-            # Text: brackets in names and intervals are not markup.
+            # As Text, brackets in names and intervals are not markup.
             table.add_row(*(Text(" ".join(map(_broken, cell.split()))) for cell in line))
         columns = [list(map(str, column.cells)) for column in table.columns]
-        # Of every column two spaces and a rule, and one more rule.
+        # Each column needs two spaces and a rule, and the table one more rule.
         widths = _widths(columns, [*self.header], options.max_width - 3 * len(columns) - 1)
         for column, width in zip(table.columns, widths, strict=True):
             column.width = width
         yield table
 
     def markdown(self) -> str:
-        """Return the table as Markdown, its title above it and its caption below."""
+        """Return the table as Markdown, with its title above and its caption below."""
         table = pipe_table(self.header, self.lines, self.texts)
         title = f"**{_in_markdown(self.title)}**\n\n" if self.title else ""
         return title + table + (f"\n{_in_markdown(self.caption)}\n" if self.caption else "")
 
 
 def pieces(word: str) -> list[str]:
-    """Split a long word where a line may end: after signs, and anywhere in what is no name."""
+    """Split a long word after signs, and parts above ``WIDEST`` into ``SHORT`` characters each."""
     if len(word) <= SHORT:
         return [word]
     names = re.findall(r"[^+@/,_-]*[+@/,_-]|[^+@/,_-]+", word)
@@ -82,7 +82,7 @@ def pieces(word: str) -> list[str]:
 
 
 def _broken(word: str) -> str:
-    """Return a word in lines of at most ``WIDEST`` characters."""
+    """Break a word into lines of at most ``WIDEST`` characters."""
     lines = [""]
     for piece in pieces(word):
         if len(lines[-1] + piece) > WIDEST:
@@ -92,7 +92,7 @@ def _broken(word: str) -> str:
 
 
 def _widths(columns: Sequence[Sequence[str]], header: Sequence[str], room: int) -> list[int]:
-    """Return the widths of columns that fit into a line, as far as no word is cut."""
+    """Return widths of columns that fit into ``room``, or wider ones if a word would be cut."""
     cells = [[name, *column] for name, column in zip(header, columns, strict=True)]
     widths = [max(len(line) for cell in own for line in cell.splitlines()) for own in cells]
     words = [max(len(word) for cell in own for word in cell.split()) for own in cells]
@@ -103,9 +103,9 @@ def _widths(columns: Sequence[Sequence[str]], header: Sequence[str], room: int) 
 
 
 def result_tables(rows: Sequence[Row], metrics: Sequence[str] | None = None) -> list[Table]:
-    """Return the results of the final round, a table per setting and metric.
+    """Return the results of the final round, one table per setting and metric.
 
-    ``metrics`` are the headline metric of the setting and the loss if None.
+    If ``metrics`` is None, they are the headline metric of the setting and the loss.
     """
     found = []
     for setting, own in by_setting(rows).items():
@@ -140,7 +140,7 @@ def _result_table(setting: str, metric: str, scores: Sequence[Result]) -> Table:
 
 
 def _difference_cells(difference: Paired | None, seeds: int) -> list[str]:
-    """Return the difference with its interval, and its verdict with its seeds if they are others."""
+    """Return the difference with its interval, and the verdict, with its number of seeds if needed."""
     if difference is None:
         return ["-", "-"]
     known = not math.isnan(difference.mean) and difference.verdict not in SAME
@@ -150,27 +150,27 @@ def _difference_cells(difference: Paired | None, seeds: int) -> list[str]:
 
 
 def format_score(score: Result) -> str:
-    """``0.694 ± 0.012``, without the spread if there is one seed."""
+    """Return ``0.694 ± 0.012``, without the spread for one seed."""
     style = number_style(score.mean, score.sd)
     return f"{score.mean:{style}}" + ("" if math.isnan(score.sd) else f" ± {score.sd:{style}}")
 
 
 def format_verdict(difference: Paired) -> str:
-    """``better``, or ``within noise of 0.034``: the smallest difference that would have shown."""
+    """Return ``better``, or ``within noise of 0.034`` with the smallest difference outside noise."""
     if difference.verdict != "within noise":
         return difference.verdict
     return f"within noise of {difference.smallest:{_style(difference)}}"
 
 
 def format_difference(difference: Paired) -> str:
-    """``+0.095 [+0.061, +0.129] better``, without the interval if there is none."""
+    """Return ``+0.095 [+0.061, +0.129] better``, without the interval if there is none."""
     if difference.n == 0 or difference.verdict in SAME:
         return difference.verdict
     return f"{format_interval(difference, sign='+')} {format_verdict(difference)}"
 
 
 def format_interval(value: Paired, sign: Literal["", "+"] = "", interval: bool = True) -> str:
-    """``0.412 [0.301, 0.523]``, without the interval if there is none or it is not wanted."""
+    """Return ``0.412 [0.301, 0.523]``, without the interval if it is NaN or not wanted."""
     bounds = (value.ci_low, value.ci_high) if interval and not math.isnan(value.ci_low) else ()
     style = sign + _style(value, interval)
     shown = ", ".join(f"{bound:{style}}" for bound in bounds)
@@ -186,7 +186,7 @@ def _style(value: Paired, interval: bool = True) -> str:
 
 
 def number_style(*values: float, decimals: int = 3) -> str:
-    """Format of numbers shown together: a decimal less per digit, an exponent from a million on."""
+    """Return the format of numbers: a decimal less per integer digit, an exponent from a million."""
     largest = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
     if largest >= 1e6:
         return f".{decimals}g"
@@ -200,7 +200,7 @@ def terminal_table(
     caption: str | None = None,
     fold: bool = False,
 ) -> RichTable:
-    """Return an empty table; columns of ``texts`` are left-aligned, and cut or folded if too long."""
+    """Return an empty table; columns in ``texts`` are left-aligned, and truncated or folded."""
     from rich.table import Table
 
     table = Table(title=title, caption=caption, title_justify="left" if fold else "center")
@@ -212,14 +212,14 @@ def terminal_table(
 
 
 def pipe_table(header: Sequence[str], rows: Iterable[Sequence[str]], texts: Container[str]) -> str:
-    """Return a Markdown table; columns of ``texts`` are left-aligned, others are right-aligned."""
+    """Return a Markdown table; columns in ``texts`` are left-aligned, others right-aligned."""
     rule = ["---" if name in texts else "---:" for name in header]
     escaped = [[_in_markdown(cell) for cell in line] for line in (header, rule, *rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
 
 
 def _in_markdown(cell: str) -> str:
-    """Return a cell of one line, in which HTML and bars are text."""
+    """Return a cell on one line, with HTML and bars escaped."""
     return " ".join(cell.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").split())
 
 
@@ -230,9 +230,9 @@ def partition_table(
     seed: int,
     most: int | None = MOST_CLASSES,
 ) -> Table:
-    """Rows of each class per client; ``counts`` is [clients][classes].
+    """Return the table of rows per client and class; ``counts`` is [clients][classes].
 
-    At most ``most`` classes of a client are shown, the most frequent first, and the others together.
+    At most ``most`` classes of a client are listed, the most frequent first; the rest is one sum.
     """
     header = ("client", "rows", "rows of each class")
     lines = [

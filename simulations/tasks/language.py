@@ -1,4 +1,4 @@
-"""Language modelling: the prediction of hidden tokens, with their choice, or of each next token."""
+"""Language modelling: prediction of masked tokens, or of each next token."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 Array: TypeAlias = npt.NDArray[Any]
 
 
-#: Share of a row's ordinary tokens that is predicted, at least one of them.
+#: Share of a row's ordinary tokens that is predicted; at least one token is.
 SHARE = 0.15
-#: Shares of the predicted tokens that training shows as the mask, and as a random token.
+#: In training, the shares of predicted tokens that are replaced by the mask and by a random token.
 MASKED, RANDOM = 0.8, 0.1
 MASK_TOKENS = ("[MASK]", "<mask>")
 _EVALUATION_SEED = 15
@@ -42,7 +42,7 @@ _EVALUATION_SEED = 15
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Token ids of a tokenizer: the mask, the special and the ordinary ones."""
+    """Token ids of a tokenizer: the mask token, special tokens (with it) and ordinary tokens."""
 
     mask: int
     special: Array
@@ -63,16 +63,16 @@ class Vocabulary:
         return cls(mask, special, np.setdiff1d(list(vocabulary.values()), special))
 
     def maskable(self, ids: Array) -> npt.NDArray[np.bool_]:
-        """Return where ``ids`` are ordinary tokens; padding is a special one."""
+        """Return where ``ids`` are ordinary tokens; padding is a special token."""
         return ~np.isin(ids, self.special)
 
 
 @dataclass(frozen=True)
 class MaskedLanguageModelling(Objective):
-    """Prediction of the hidden tokens of a row; labels of the data set are not used.
+    """Prediction of the masked tokens of a row; labels of the data set are not used.
 
     The headline metric is the pseudo-perplexity of Verma & Elbayad (2024), equation 11: ``exp`` of
-    the loss, which is the mean negative log likelihood of the hidden tokens.
+    the loss, which is the mean negative log likelihood of the masked tokens.
     """
 
     auto_model: ClassVar[str] = "AutoModelForMaskedLM"
@@ -86,7 +86,7 @@ class MaskedLanguageModelling(Objective):
         return cls(Vocabulary.of(tokenizer_for(config)))
 
     def usable(self, encoded: EncodedText, rows: np.ndarray) -> np.ndarray:
-        """Leave out rows without an ordinary token: empty ones, unknown characters only."""
+        """Return the rows with an ordinary token; empty texts and unknown characters have none."""
         found = [bool(self.vocabulary.maskable(encoded.ids[row]).any()) for row in rows]
         return rows[np.array(found, dtype=bool)]
 
@@ -94,7 +94,7 @@ class MaskedLanguageModelling(Objective):
         return _hiding(encoded, rows, lambda ids, text: for_training(ids, text, self.vocabulary, rng))
 
     def fixed_batch(self, encoded: EncodedText, rows: np.ndarray) -> Batch:
-        """Return the rows as inputs and ``labels`` of an evaluation, the same at every call."""
+        """Return rows as inputs and ``labels`` of an evaluation; every call returns the same."""
         return _hiding(encoded, rows, lambda ids, text: for_evaluation(ids, text, self.vocabulary, rows))
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Tensor:
@@ -117,8 +117,8 @@ class MaskedLanguageModelling(Objective):
 class CausalLanguageModelling(Objective):
     """Prediction of each token of a row from those before it; labels of the data set are not used.
 
-    The headline metric is the perplexity: ``exp`` of the loss, which is the mean negative log
-    likelihood of all tokens but the first of all rows, the token that ends a text included.
+    The headline metric is the perplexity: ``exp`` of the loss, which is the mean negative log likelihood
+    of all tokens of all rows except the first token of each; the token that ends a text is included.
     """
 
     auto_model: ClassVar[str] = "AutoModelForCausalLM"
@@ -131,11 +131,11 @@ class CausalLanguageModelling(Objective):
         return cls()
 
     def usable(self, encoded: EncodedText, rows: np.ndarray) -> np.ndarray:
-        """Leave out rows of one token, which have no second one to predict."""
+        """Return the rows with at least two tokens."""
         return rows[encoded.lengths(rows) > 1]
 
     def batch(self, encoded: EncodedText, rows: np.ndarray, rng: np.random.Generator) -> Batch:
-        """``labels`` are the tokens, as transformers has it: each is predicted at the place before."""
+        """Return rows with the tokens as ``labels``; as in transformers, these are not shifted."""
         batch = encoded.batch(rows)
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
         return {**batch, "labels": labels}
@@ -148,7 +148,7 @@ class CausalLanguageModelling(Objective):
     ) -> dict[str, float]:
         surprise = torch.zeros((), dtype=torch.float64)
         tokens, unused = 0, np.random.default_rng(0)
-        # Every token has logits over the whole vocabulary: 16 rows of a pretrained model fill 200 MB.
+        # Every token has logits over the whole vocabulary: 16 rows of a pretrained model need 200 MB.
         for places in shortest_first(encoded, rows, 16):
             batch = _shifted(self.batch(encoded, rows[places], unused))
             logits, labels = _predictions(model, batch)
@@ -158,14 +158,14 @@ class CausalLanguageModelling(Objective):
 
 
 def _scores(objective: Objective, loss: Tensor, **others: float) -> dict[str, float]:
-    """Return the perplexity, which is the headline metric, the other metrics and the loss."""
+    """Return the perplexity (the headline metric), the other metrics and the loss."""
     if not torch.isfinite(loss):
         return objective.diverged()
     return {objective.metrics[0]: float(loss.exp()), **others, "loss": float(loss)}
 
 
 def _shifted(batch: Batch) -> Batch:
-    """Move every label to the place where it is predicted, one before its token."""
+    """Shift the labels by one, to the position at which a token is predicted."""
     return {**batch, "labels": pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)}
 
 
@@ -178,7 +178,7 @@ def _hiding(
 
 
 def _predictions(model: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the logits ``[labels, vocabulary]`` at the labelled tokens, and the labels."""
+    """Return the logits ``[labels, vocabulary]`` at labelled tokens, and the labels ``[labels]``."""
     inputs = dict(batch)
     labels = inputs.pop("labels")
     labelled = labels != IGNORED
@@ -188,7 +188,7 @@ def _predictions(model: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _output_at(model: Any, chosen: Tensor) -> Iterator[None]:
-    """Apply the output layer, the most work of a small model, at the chosen ``[rows, tokens]`` only."""
+    """Apply the output layer, most of a small model's work, only at the chosen ``[rows, tokens]``."""
     output = model.get_output_embeddings()
     handle = output.register_forward_pre_hook(lambda _, inputs: (inputs[0][chosen],))
     try:
@@ -200,10 +200,10 @@ def _output_at(model: Any, chosen: Tensor) -> Iterator[None]:
 def for_training(
     ids: Array, attended: Array, vocabulary: Vocabulary, rng: np.random.Generator
 ) -> tuple[Array, Array]:
-    """Hide tokens as BERT does: 80 % become the mask, 10 % a random ordinary token, 10 % stay.
+    """Mask tokens as in BERT: 80 % become the mask, 10 % a random ordinary token, 10 % stay.
 
-    ``ids`` are ``[rows, tokens]``; ``attended`` is 1 where they are text and 0 at padding. Returns the
-    shown ids, and the labels: ``IGNORED`` at tokens that are not predicted.
+    ``ids`` are ``[rows, tokens]``; ``attended`` is 1 at text and 0 at padding. Returns the input ids,
+    and the labels, which are ``IGNORED`` at tokens that are not predicted.
     """
     chosen = _chosen(vocabulary.maskable(ids) & (attended == 1), rng.random(ids.shape))
     fate = rng.random(ids.shape)
@@ -218,9 +218,9 @@ def for_training(
 def for_evaluation(
     ids: Array, attended: Array, vocabulary: Vocabulary, rows: Array
 ) -> tuple[Array, Array]:
-    """Replace tokens by the mask, the same ones of a row of the data set at every call.
+    """Replace tokens by the mask; for a row of the data set, every call chooses the same tokens.
 
-    ``rows`` are the places of the rows of ``ids`` in the data set; the rest is as in ``for_training``.
+    ``rows`` are the numbers of the rows in the data set. All else is as in ``for_training``.
     """
     scores = np.stack(
         [np.random.default_rng([_EVALUATION_SEED, int(row)]).random(ids.shape[1]) for row in rows]
@@ -230,7 +230,7 @@ def for_evaluation(
 
 
 def _chosen(maskable: Array, scores: Array) -> Array:
-    """The ``SHARE`` of every row's maskable tokens with the lowest scores, at least one if any."""
+    """Return each row's ``SHARE`` of maskable tokens with the lowest scores, at least one, as a mask."""
     counts = maskable.sum(axis=1)
     wanted = np.minimum(counts, np.maximum(1, np.rint(SHARE * counts)))
     ranks = np.where(maskable, scores, np.inf).argsort(axis=1, kind="stable").argsort(axis=1)

@@ -1,4 +1,4 @@
-"""The interface of training objectives, and the helpers that they share."""
+"""``Objective``, the interface of training objectives, and common functions of objectives."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fedrot.simulations.data.encoding import Batch, Encoded, Reader
 
 
 class Objective(ABC):
-    """How to build, train and evaluate a model for one purpose.
+    """The model class, training loss and evaluation of a task.
 
-    ``auto_model`` is the class of ``transformers`` that builds the model; ``metrics`` are the names in
-    the result of ``evaluate`` beside ``loss``, the headline metric first.
+    ``auto_model`` is the class of ``transformers`` that builds the model. ``metrics`` are the names in
+    the result of ``evaluate``, without ``loss``, the headline metric first.
     """
 
     auto_model: ClassVar[str]
@@ -27,18 +27,18 @@ class Objective(ABC):
     @classmethod
     @abstractmethod
     def of(cls, config: SimulationConfig, data: Any) -> Objective:
-        """Return the objective for a data set; raises ``DataError`` if the model cannot serve it."""
+        """Return the objective for a data set; raises ``DataError`` if the model does not fit."""
 
     @staticmethod  # noqa: B027
     def configure(settings: Any, data: Any) -> None:
-        """Set in a transformers configuration what the objective needs; nothing by default."""
+        """Set the fields of a transformers configuration that the objective needs; default: none."""
 
     def usable(self, encoded: Any, rows: np.ndarray) -> np.ndarray:
-        """Return those of the rows that have something to predict; all by default."""
+        """Return the rows that have something to predict; default: all rows."""
         return rows
 
     def batch(self, encoded: Any, rows: np.ndarray, rng: np.random.Generator) -> Batch:
-        """Return the rows as inputs and ``labels`` of a training step."""
+        """Return rows as inputs and ``labels`` of a training step."""
         return {**encoded.batch(rows), "labels": encoded.targets(rows)}
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -47,23 +47,23 @@ class Objective(ABC):
 
     @abstractmethod
     def evaluate(self, model: torch.nn.Module, encoded: Any, rows: np.ndarray) -> dict[str, float]:
-        """Return the metrics and ``loss`` on usable rows, at least one; all NaN if it is not finite.
+        """Return the metrics and ``loss`` on one or more usable rows; all NaN if the loss is not finite.
 
-        The model is in evaluation mode, and gradients are off.
+        The model must be in evaluation mode, and gradients must be off.
         """
 
     def diverged(self) -> dict[str, float]:
-        """Return the result of an evaluation whose loss is not defined: NaN for everything."""
+        """Return the result of an evaluation with an undefined loss: NaN for all metrics."""
         return dict.fromkeys((*self.metrics, "loss"), float("nan"))
 
 
 def shortest_first(encoded: Encoded, rows: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """Yield batches of places in ``rows``, shortest rows first, so that they are padded little."""
+    """Yield batches of indices of ``rows``, shortest rows first, so that there is little padding."""
     order = np.argsort(encoded.lengths(rows), kind="stable")
     return (order[start : start + size] for start in range(0, len(order), size))
 
 
 def model_inputs(model: torch.nn.Module, batch: Batch) -> Batch:
-    """Leave out the segments that DistilBERT, RoBERTa-like models and decoders do not have."""
+    """Return the inputs, without segments for models that have none (DistilBERT, RoBERTa, decoders)."""
     segments = getattr(model.config, "type_vocab_size", 0) >= 2
     return {name: value for name, value in batch.items() if segments or name != "token_type_ids"}

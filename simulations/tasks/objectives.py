@@ -1,4 +1,4 @@
-"""The registry ``OBJECTIVES`` of tasks, and the objectives that classify texts, images and words."""
+"""``OBJECTIVES``, the registry of tasks, and the objectives for texts, images and tagged words."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Classification(Objective):
             "regression": "regression",
         }[data.kind]
         if getattr(settings, "pad_token_id", None) is None:
-            # Decoders classify at the last token that is not padding.
+            # Decoders classify with the last token that is not padding.
             settings.pad_token_id = pad_id_of(settings)
 
     def evaluate(self, model: torch.nn.Module, encoded: Encoded, rows: np.ndarray) -> dict[str, float]:
@@ -66,11 +66,11 @@ class Classification(Objective):
 
 @dataclass(frozen=True)
 class DomainClassification(Classification):
-    """Prediction of the labels of texts of several domains, each of which has labels of its own.
+    """Prediction of the labels of texts of several domains; each domain has its own labels.
 
-    Labels that a domain does not have (NaN) count neither in the loss nor in scores. The headline metric
-    is the mean of the domains' macro F1; ``unseen_macro_f1`` is that of domains without training rows.
-    The loss is that of domains with training rows. Domains without a row here have no score.
+    Labels that a domain lacks (NaN) are left out of loss and scores. The headline metric is the mean
+    macro F1 of the domains with training rows, ``unseen_macro_f1`` that of the domains without. The loss
+    is the mean over domains with training rows. Domains without an evaluated row have no score.
     """
 
     domains: tuple[str, ...]
@@ -124,10 +124,10 @@ class ImageClassification(Classification):
 
 @dataclass(frozen=True)
 class TokenClassification(Objective):
-    """Prediction of the tag of every word at its first piece.
+    """Prediction of the tag of every word at its first token.
 
-    The headline metric is the F1 of ``entity_scores``. Words beyond the maximum length count as tagged
-    outside. The loss is the mean over the words that the model sees.
+    The headline metric is the F1 of ``entity_scores``. Words beyond the maximum length are predicted as
+    ``O``. The loss is the mean over the words within it.
     """
 
     auto_model: ClassVar[str] = "AutoModelForTokenClassification"
@@ -146,7 +146,7 @@ class TokenClassification(Objective):
         settings.label2id = {tag: number for number, tag in enumerate(data.tags)}
 
     def usable(self, encoded: EncodedTags, rows: np.ndarray) -> np.ndarray:
-        """Leave out rows without a tag to predict: no words, or unknown characters only."""
+        """Return the rows with a tag to predict; empty rows and unknown characters have none."""
         return rows[np.array([len(encoded.places[row]) > 0 for row in rows], dtype=bool)]
 
     def evaluate(
@@ -170,7 +170,7 @@ class TokenClassification(Objective):
         return {**entity_scores(truth, guesses, self.tags), "loss": float(loss)}
 
 
-#: A new task registers here, and in ``config.TASKS``.
+#: Objectives by task. A new task is added here and to ``config.TASKS``.
 OBJECTIVES: Mapping[TaskName, type[Objective]] = {
     "classification": Classification,
     "mlm": MaskedLanguageModelling,
@@ -181,7 +181,7 @@ OBJECTIVES: Mapping[TaskName, type[Objective]] = {
 
 
 def task_name(saved: SavedModel) -> TaskName | None:
-    """Return the task whose models are of a saved model's class, None if there is none."""
+    """Return the task whose models have the class of a saved model; None if there is none."""
     for name, objective in OBJECTIVES.items():
         try:
             if saved.class_for(objective.auto_model) is saved.model_class:

@@ -1,4 +1,4 @@
-"""The start of a small model that has learned its language on other texts."""
+"""Start ``pretrained``: a small model that was trained as a language model on other texts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fedrot.simulations.tasks.task import task_of
 
 
 def load_pretrained(model: nn.Module, config: SimulationConfig, seed: int = 0) -> None:
-    """Load what ``config.pretraining`` trains into a model in place; its task head stays as it is.
+    """Train a model with ``config.pretraining``, and load all but its head into ``model`` in place.
 
-    Models that share one pretrained start are given the same ``seed``, whatever the seed of a run.
+    The default ``seed`` gives all runs the same pretrained model.
 
     Raises:
         DataError: the texts cannot be used.
@@ -26,7 +26,7 @@ def load_pretrained(model: nn.Module, config: SimulationConfig, seed: int = 0) -
 
 @lru_cache(maxsize=8)
 def _trained(config_json: str, seed: int) -> dict[str, Tensor]:
-    """Return the tensors of the encoder or decoder, without those of the language model's head."""
+    """Return the trained tensors of the encoder or decoder, without those of the head."""
     task = task_of(config_json)
     model = build_model(task.config, task.data, seed)
     training.train(model, task, np.arange(len(task.train.labels)), seed)

@@ -1,4 +1,4 @@
-"""Scores and losses of predictions on a held-out split."""
+"""Scores and losses of predictions."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ Score: TypeAlias = Callable[[Array, Array], float]
 def evaluate_predictions(
     kind: Kind, metrics: Sequence[str], outputs: Array, labels: Array
 ) -> dict[str, float]:
-    """Score model outputs; the result holds ``metrics`` and ``loss``.
+    """Score model outputs; the result has ``metrics`` and ``loss``.
 
     Args:
-        kind: decides the loss: mean cross-entropy (``single``), mean binary cross-entropy over
-            rows and classes (``multi``), mean squared error (``regression``); in float64.
+        kind: decides the loss, in float64: mean cross-entropy (``single``), mean binary cross-entropy
+            over rows and classes (``multi``), or mean squared error (``regression``).
         metrics: ``accuracy`` (of whole rows if multi-label), ``macro_f1``, ``micro_f1``, ``f1``
             (of class 1), ``matthews``; ``pearson``, ``spearman`` for regression. Macro F1 averages
-            over the classes that occur in labels or predictions. For ``single``, ``CALIBRATION``: the
-            expected calibration error, of 15 bins of equal width (Guo et al. 2017, equation 3), and the
-            loss at the best temperature for these very rows, of those in ``fedrot.temperature``.
-        outputs: logits ``[n, classes]`` (a multi-label class is predicted where its logit exceeds
-            0), or predictions ``[n]`` or ``[n, 1]`` for regression.
+            over the classes that occur in labels or predictions. For ``single`` also ``CALIBRATION``:
+            ``ece``, the expected calibration error with 15 bins of equal width (Guo et al. 2017,
+            equation 3), and ``calibrated_loss``, the loss at the temperature of
+            ``fedrot.temperature.TEMPERATURES`` that is best on these same rows.
+        outputs: logits ``[n, classes]`` (a multi-label class is predicted if its logit is above 0), or
+            predictions ``[n]`` or ``[n, 1]`` for regression.
         labels: int64 ``[n]``, 0/1 ``[n, classes]`` or scores ``[n]``.
 
-    A correlation that is not defined (constant predictions) counts as 0. All scores are NaN if an output
-    is not finite: the model has diverged.
+    A correlation that is not defined (constant predictions) is 0. All scores are NaN if an output is not
+    finite, because the model has diverged.
 
     Raises:
-        ValueError: there are no rows, shapes do not fit, or ``kind`` has no such metric.
+        ValueError: there are no rows, shapes do not fit, or a metric is not one of ``kind``.
     """
     outputs = np.asarray(outputs, dtype=np.float64)
     if kind == "regression":
@@ -74,14 +75,14 @@ def entity_scores(
 ) -> dict[str, float]:
     """Score whole entities: micro-averaged ``f1``, ``precision`` and ``recall``.
 
-    An entity is right if its type, its first and its last word are right. As in CoNLL's evaluation, an
-    ``I-`` that does not continue an entity of its type begins one. Without any entity a score is 0.
+    An entity is correct if its type, its first and its last word are correct. As in CoNLL's evaluation,
+    an ``I-`` that does not continue an entity of its type starts one. Scores without entities are 0.
 
-    ``truth`` and ``predicted`` have int64 ``[words]`` per row: numbers of ``tags``, which are BIO, such
+    ``truth`` and ``predicted`` have int64 ``[words]`` per row: indices of ``tags``, which are BIO, such
     as ``O``, ``B-PER``, ``I-PER``.
 
     Raises:
-        ValueError: rows of different lengths.
+        ValueError: two rows differ in length.
     """
     from nervaluate import Evaluator
 
@@ -144,7 +145,7 @@ _CLASSIFICATION: dict[str, Score] = {
     "matthews": _sklearn("matthews_corrcoef"),
 }
 _CALIBRATION: dict[str, Score] = {"ece": _calibration_error, "calibrated_loss": _calibrated_loss}
-#: Scores of logits, for labels of one class.
+#: Names of scores that need logits, for single labels.
 CALIBRATION = tuple(_CALIBRATION)
 _REGRESSION = {"pearson": _correlation("pearsonr"), "spearman": _correlation("spearmanr")}
 _FUNCTIONS: dict[Kind, dict[str, Score]] = {

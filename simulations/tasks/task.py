@@ -1,4 +1,4 @@
-"""The data of a configuration, encoded and partitioned once per process."""
+"""``Task``: the data of a configuration, encoded and partitioned once per process."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ class Task:
     test: Encoded
 
     def clients(self, seed: int) -> list[np.ndarray]:
-        """Return each client's rows of the training split."""
+        """Return the numbers of each client's rows in the training split."""
         return _clients(self.config.to_json(), seed)
 
     def partition(self, seed: int) -> tuple[Sequence[str], list[int], list[list[int]]]:
-        """Return names of the classes, rows by client, and rows by client and class."""
+        """Return names of the classes, row counts by client, and row counts by client and class."""
         labels, parts = self.data.train.labels, self.clients(seed)
         names = key_names(labels, self.data.label_names)
         counts = histogram(labels, parts, len(names)).tolist()
         return names, [len(part) for part in parts], counts
 
     def client_rows(self, seed: int, client: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a client's training rows and its own held-out rows."""
+        """Return the numbers of a client's training rows and of its held-out rows."""
         rows = np.random.default_rng([seed, client]).permutation(self.clients(seed)[client])
         held = int(len(rows) * self.config.holdout)
         return np.sort(rows[held:]), np.sort(rows[:held])
 
 
 def check_usable(task: Task, whose: object) -> None:
-    """Raise ``FedrotError`` if no row of a split has a token to learn from or to predict."""
+    """Raise ``FedrotError`` if no row of a split has a token for training or prediction."""
     for split in (task.train, task.test):
         rows = task.objective.usable(split, np.arange(len(split)))
         empty = not len(rows) or not split.lengths(rows).any()
         if empty and isinstance(split, EncodedText):
             raise FedrotError(
                 f"The tokenizer of '{whose}' has no token for the texts of {task.data.name}. Save the "
-                "model's own tokenizer beside it, or choose data that it reads."
+                "model's own tokenizer into its folder, or choose data for this tokenizer."
             )
 
 
@@ -63,7 +63,7 @@ def task_of(config_json: str) -> Task:
     """Load and encode the data of a configuration.
 
     Raises:
-        DataError: the data cannot be used, or the tokenizer cannot serve the task.
+        DataError: the data cannot be used, or the tokenizer lacks a token that the task needs.
     """
     config = SimulationConfig.model_validate_json(config_json)
     objective = OBJECTIVES[config.task]

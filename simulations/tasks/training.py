@@ -16,14 +16,14 @@ from fedrot.simulations.data.encoding import Encoded
 from fedrot.simulations.tasks.objective import model_inputs
 from fedrot.simulations.tasks.task import Task
 
-#: Batches are drawn from this many batches' worth of shuffled rows, sorted by length.
+#: Number of batches that are made at once, from shuffled rows sorted by length.
 _BUCKET = 16
 
 
 def batches(
     encoded: Encoded, rows: np.ndarray, size: int, rng: np.random.Generator
 ) -> Iterator[np.ndarray]:
-    """Yield shuffled batches of rows of similar length, each row once."""
+    """Yield batches of rows of similar length in random order; each row occurs once."""
     shuffled = rng.permutation(rows)
     found: list[np.ndarray] = []
     for start in range(0, len(shuffled), size * _BUCKET):
@@ -37,7 +37,7 @@ def batches(
 def step_batches(
     task: Task, model: torch.nn.Module, rows: np.ndarray, limit: int, size: int, seed: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield at most ``limit`` random training rows, in the form of training batches."""
+    """Yield at most ``limit`` random training rows, as training batches of at most ``size`` rows."""
     rng = np.random.default_rng(seed)
     chosen = rng.permutation(task.objective.usable(task.train, rows))[:limit]
     for places in batches(task.train, chosen, size, rng):
@@ -45,14 +45,14 @@ def step_batches(
 
 
 def lent_device() -> torch.device:
-    """Return the GPU that Ray lent to this process, or the CPU."""
+    """Return the GPU that Ray has assigned to this process, or the CPU."""
     ray = sys.modules.get("ray")
     return torch.device("cuda" if ray and ray.is_initialized() and ray.get_gpu_ids() else "cpu")
 
 
 @contextmanager
 def running_on(device: torch.device, model: torch.nn.Module) -> Iterator[None]:
-    """Run a model on a device: inputs are moved there, outputs and in the end the model to the CPU."""
+    """Run a model on a device. Outputs, and finally the model, are moved back to the CPU."""
     if device == torch.device("cpu"):
         yield
         return
@@ -79,11 +79,11 @@ def _moved(value: Any, device: torch.device | str) -> Any:
 def train(
     model: torch.nn.Module, task: Task, rows: np.ndarray, seed: int, epochs: float | None = None
 ) -> float:
-    """Train in place on rows of the training split with AdamW, for ``epochs`` or ``local_epochs``.
+    """Train in place with AdamW on rows of the training split, for ``epochs`` or ``local_epochs``.
 
-    It runs on the GPU that Ray lent to this process, if any. Half an epoch is half the
-    batches, rounded up, and the seed decides which. Returns the mean loss over the last epoch's steps,
-    NaN if no row has anything to predict.
+    Training runs on the GPU that Ray has assigned to this process, if any. Half an epoch is half of the
+    batches, rounded up, chosen by the seed. Returns the mean loss over the last epoch's steps; NaN if no
+    row has anything to predict.
     """
     with running_on(lent_device(), model):
         return _train(model, task, rows, seed, epochs)
@@ -113,10 +113,10 @@ def _train(
 
 
 def evaluate(model: torch.nn.Module, task: Task, split: Encoded, rows: np.ndarray) -> dict[str, float]:
-    """Return the task's metrics, the headline first, and the ``loss`` on rows of one of its splits.
+    """Return the task's metrics, the headline metric first, and the ``loss`` on rows of a split.
 
-    Every value is NaN where no row has anything to predict, and where the loss is not finite. ``split``
-    is ``task.train`` or ``task.test``, and ``rows`` are int64 ``[n]``.
+    All values are NaN if no row has anything to predict, or if the loss is not finite. ``split`` is
+    ``task.train`` or ``task.test``, and ``rows`` are int64 ``[n]``.
     """
     rows = task.objective.usable(split, rows)
     if not len(rows):

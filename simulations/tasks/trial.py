@@ -1,4 +1,4 @@
-"""Checks before training: labels that can be learned, and one trial step of the model on the data."""
+"""Checks before training: labels, held-out rows, task head, and a trial step of the model."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from fedrot.simulations.tasks.task import Task
 _POSITIONS = ("position_embeddings", "wpe", "embed_positions")
 #: Objectives whose number of labels is that of the data.
 _LABELLED = (Classification, TokenClassification)
-#: Tokens of the text that shows whether a model reads ahead.
+#: Number of tokens in the check for causal attention.
 _SEEN = 4
 
 
 def check_labels(task: Task) -> None:
-    """Raise ``DataError`` if there is nothing to learn: all labels are one class, or one score."""
+    """Raise ``DataError`` if all labels are equal, or training and held-out rows share no class."""
     data = task.data
     if not isinstance(task.objective, Classification) or data.kind == "multi":
         return
@@ -36,14 +36,12 @@ def check_labels(task: Task) -> None:
     every = np.union1d(train, test)
     if data.kind == "regression":
         if len(every) == 1:
-            raise DataError(
-                f"{data.name}: every score is {every[0]:g}, so that there is nothing to learn"
-            )
+            raise DataError(f"{data.name}: every score is {every[0]:g}, so there is nothing to learn")
         return
     if len(every) == 1:
         name = data.label_names[int(every[0])]
         raise DataError(
-            f"{data.name}: every row is of one class, '{name}', so that there is nothing to learn; "
+            f"{data.name}: every row is of one class, '{name}', so there is nothing to learn; "
             "check the label column (--label-column)"
         )
     if not np.intersect1d(train, test).size:
@@ -55,19 +53,19 @@ def check_labels(task: Task) -> None:
 
 
 def check_held_out(task: Task, arm: Arm) -> None:
-    """Raise ``FedrotError`` if an arm chooses by clients' held-out rows, and they have none."""
+    """Raise ``FedrotError`` if an arm needs clients' held-out rows, and there are none."""
     config = task.config
     for seed in config.seeds:
         clients = arm.clients or range(config.clients)
         if not any(len(task.client_rows(seed, client)[1]) for client in clients):
             raise FedrotError(
-                f"arm '{arm.name}' chooses by clients' held-out rows, but holdout {config.holdout:g} "
-                f"leaves none with seed {seed}; give a larger holdout, fewer clients or more rows"
+                f"arm '{arm.name}' needs clients' held-out rows, but holdout {config.holdout:g} gives "
+                f"none with seed {seed}; use a larger holdout, fewer clients or more rows"
             )
 
 
 def check_head(task: Task) -> None:
-    """Raise ``FedrotError`` if a pretrained model has no head for the task, or one of other labels."""
+    """Raise ``FedrotError`` if a pretrained model has no head for the task, or for other labels."""
     import transformers
 
     model, auto_model = task.config.model, task.objective.auto_model
@@ -76,24 +74,24 @@ def check_head(task: Task) -> None:
     saved, wanted = pretrained_settings(model), model_config(task.config, task.data)
     if type(saved) not in getattr(transformers, auto_model)._model_mapping:
         raise FedrotError(
-            f"model '{model}' of type '{saved.model_type}' cannot do task '{task.config.task}' (there "
-            f"is no {auto_model} of this type); choose another task or model"
+            f"model '{model}' of type '{saved.model_type}' does not fit task '{task.config.task}' "
+            f"(there is no {auto_model} of this type); choose another task or model"
         )
     head = auto_model.removeprefix("AutoModel")
     with_head = any(name.endswith(head) for name in saved.architectures or ())
     if with_head and saved.num_labels != wanted.num_labels and isinstance(task.objective, _LABELLED):
         raise FedrotError(
             f"model '{model}' was saved with a task head of {saved.num_labels} labels, but "
-            f"'{task.data.name}' has {wanted.num_labels}; choose the data that it was trained on, or "
-            "save it without its head: AutoModel.from_pretrained(...).save_pretrained(...)"
+            f"'{task.data.name}' has {wanted.num_labels}; choose data with these labels, or save the "
+            "model without its head: AutoModel.from_pretrained(...).save_pretrained(...)"
         )
 
 
 def check_model(task: Task, model: nn.Module) -> None:
-    """Raise ``FedrotError`` if a model cannot take a step on the rows of a task.
+    """Raise ``FedrotError`` if a model cannot compute its loss on the rows of a task.
 
-    The model computes the loss of the longest rows of each split, in which all of its tables are used
-    that depend on the length. Nothing is trained.
+    The longest rows of each split are used, because some of the model's tables depend on the length.
+    Nothing is trained.
     """
     name = task.config.model or task.config.architecture
     texts = [row for one in (task.train, task.test) if isinstance(one, EncodedText) for row in one.ids]
@@ -120,7 +118,7 @@ def check_model(task: Task, model: nn.Module) -> None:
 
 
 def _check_tables(task: Task, ids: Sequence[np.ndarray], model: Any, name: str) -> None:
-    """Check the lengths and the tokens of texts against the model's tables."""
+    """Check that the model's tables are large enough for the lengths and the tokens of the texts."""
     longest = max(map(len, ids))
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) and path.rpartition(".")[2] in _POSITIONS:
@@ -141,8 +139,8 @@ def _check_tables(task: Task, ids: Sequence[np.ndarray], model: Any, name: str) 
     if largest >= size:
         raise FedrotError(
             f"the tokenizer of model '{name}' has token {largest}, but the model has embeddings for "
-            f"tokens 0 to {size - 1}; save the model's own tokenizer beside it, or enlarge the model "
-            "(resize_token_embeddings)"
+            f"tokens 0 to {size - 1}; save the model's own tokenizer into its folder, or enlarge the "
+            "model (resize_token_embeddings)"
         )
 
 
@@ -154,6 +152,6 @@ def _check_causal(text: np.ndarray, model: Any, name: str) -> None:
     rounding = 100 * torch.finfo(model.dtype).eps * float(alone.abs().max())
     if float((whole - alone).abs().max()) > rounding:
         raise FedrotError(
-            f"model '{name}' reads the tokens that task 'clm' predicts: it is an encoder; choose a "
-            "decoder, or task 'mlm'"
+            f"model '{name}' is an encoder: its outputs depend on the tokens that task 'clm' predicts; "
+            "choose a decoder, or task 'mlm'"
         )

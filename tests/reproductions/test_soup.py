@@ -253,5 +253,5 @@ def test_a_greedy_soup_of_aligned_updates(tmp_path: Path) -> None:
 
 def test_a_soup_needs_held_out_rows_of_the_clients() -> None:
     config = SimulationConfig(**SMALL, arms=("plain", "greedy"), holdout=0.005)
-    with pytest.raises(FedrotError, match="arm 'greedy' chooses by clients' held-out rows"):
+    with pytest.raises(FedrotError, match="arm 'greedy' needs clients' held-out rows"):
         check([config])

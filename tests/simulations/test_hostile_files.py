@@ -102,7 +102,7 @@ def test_shards_lie_in_the_folder(shard: str, copied: Path) -> None:
     (copied / "model.safetensors.index.json").write_text(json.dumps(listed))
     code, output = invoke("check", copied)
     assert code == 2
-    assert f"'{shard}' is no file of its folder" in output
+    assert f"'{shard}' is not a file name in its folder" in output
 
 
 @pytest.mark.parametrize("text", [b"\xff\xfe", b"[base", b"no TOML"])
@@ -209,7 +209,7 @@ def test_rows_of_other_types_are_named(file: str, line: str, tmp_path: Path) -> 
     (run / file).write_text(line + "\n")
     code, output = invoke("report", run)
     assert code == 2
-    assert "holds other rows" in output
+    assert "has rows that fedrot did not write" in output
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,9 @@ def test_a_file_of_another_kind_is_called_unreadable(file: str, content: str, tm
 def test_a_folder_with_the_config_of_a_model_is_left_alone(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "bert"}')
-    with pytest.raises(FileExistsError, match=r"has a config.json of something else, such as a model"):
+    with pytest.raises(
+        FileExistsError, match=r"has a config.json of another kind, for example of a model"
+    ):
         RunFolder(tmp_path, [SimulationConfig()], "one")
     assert config.read_text() == '{"model_type": "bert"}'
 

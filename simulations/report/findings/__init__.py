@@ -1,1 +1,1 @@
-"""Findings of a run: sentences, shares beside chance, the map of regimes, merged subsets."""
+"""Findings of a run: sentences, and shares that alignment found compared with chance."""

@@ -1,4 +1,4 @@
-"""Findings in sentences: whether alignment helped, what it did not do, and what was lost."""
+"""Findings in sentences: the effect of alignment, layers without effect, and lost replies."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fedrot.simulations.report.summaries import (
 )
 from fedrot.simulations.report.tables import format_difference, number_style
 
-#: An alignment that removes a smaller share of the squared distance counts as without effect.
+#: Below this share of the squared distance, a removed distance counts as no effect.
 NEGLIGIBLE = 0.01
-#: What alignment did in layers without effect, by whether chance is known.
+#: Words about layers without effect, by whether chance is known.
 IDLE = {
     True: "found no more than chance",
     False: f"removed less than {100 * NEGLIGIBLE:.0f} % of the squared distance",
 }
-#: Findings by verdict of an arm's difference from the baseline.
+#: Findings, by verdict on an arm's difference from the baseline.
 DOUBTS = {
     "worse": f"{{arm}} hurt {{metric}} against {BASELINE}: {{change}}",
     "identical": f"{{arm}} gave exactly the {{metric}} of {BASELINE}",
@@ -38,24 +38,24 @@ DOUBTS = {
 }
 #: The arm of ``FedRot`` with its defaults.
 DEFAULT = "aligned"
-#: Arms and starts in words.
+#: Explanations of arms and starts.
 WORDS = {
     BASELINE: "the clients' models are averaged as they are (FedAvg)",
     DEFAULT: "each model is moved to the others' coordinates before it is averaged (FedRot's defaults)",
     "same": "all clients start from one random model",
-    "pretrained": "all clients start from one model that has learned its language",
-    "different": "each client has trained from a start of its own before the clients meet",
-    "scrambled": "each client answers in random coordinates; its model computes the same function",
+    "pretrained": "all clients start from one model that was pretrained as a language model",
+    "different": "each client trains from its own random model in the first round",
+    "scrambled": "each client returns its update in random coordinates, with the same function",
     "joined": "one model trained on all clients' data, an upper bound",
 }
-#: What alignment did, by the verdicts on its metrics: the first that one of them has.
+#: Effects of alignment, by verdict. Of several verdicts, the first in this order is used.
 EFFECTS = {
     "not finite": "cannot be judged: values are not finite",
     "better": "helped",
     "worse": "hurt",
     "within noise": "made no difference within noise",
-    "one seed: no interval": "cannot be judged by one seed",
-    "no spread: no interval": "cannot be judged: all seeds differ alike",
+    "one seed: no interval": "cannot be judged with one seed",
+    "no spread: no interval": "cannot be judged: all seeds have the same difference",
     "no seed in common": "cannot be judged: no seed is in both arms",
     "equal but for rounding": "changed nothing but rounding",
     "identical": f"changed nothing: the model is that of {BASELINE}",
@@ -64,10 +64,10 @@ MIXED = "helped in one metric and hurt in another"
 
 
 def verdicts(rows: Sequence[Row]) -> list[str]:
-    """Return whether the defaults of FedRot helped: a sentence per setting and start, and one before.
+    """Return sentences about the effect of FedRot's defaults, one per setting and start.
 
-    They are about the headline metric and the loss. The first sentence counts the others, if there are
-    several. Settings without the arm, or without the baseline, are left out.
+    They are about the headline metric and the loss. If there are several, a first sentence counts the
+    effects. Settings without the arm or without the baseline are left out.
     """
     said, effects = [], Counter[str]()
     for setting, own in by_setting(rows).items():
@@ -107,7 +107,7 @@ def _change(difference: Paired, decimals: int = 3) -> str:
 
 
 def doubts(found: Sequence[Result]) -> list[str]:
-    """Return sentences on arms without a gain."""
+    """Return sentences about arms without a gain."""
     return [
         f"{_named(setting, start)}: "
         + DOUBTS[difference.verdict].format(arm=arm, metric=metric, change=format_difference(difference))
@@ -119,7 +119,7 @@ def doubts(found: Sequence[Result]) -> list[str]:
 
 
 def costs_of_scrambling(rows: Sequence[Row], metrics: Sequence[str]) -> list[str]:
-    """Return sentences on the cost of scrambling: every arm against its own run of start same."""
+    """Return sentences about the cost of scrambling: each arm against its own run of start same."""
     values = final_values(rows)
     changes: dict[tuple[str, str], list[str]] = {}
     for place, ours in values.items():
@@ -138,7 +138,7 @@ def _named(setting: str, start: str) -> str:
 
 
 def idle_layers(alignment: Sequence[Row]) -> list[str]:
-    """Return sentences on layers in which nothing was found, or nothing beyond chance if it is known."""
+    """Return sentences about layers without effect: no more than chance, or almost no distance."""
     names = ["setting", "start", "arm", "part", "layer"]
     idle: dict[str, list[str]] = {}
     for share in shares(alignment, names).sort_values("layer", kind="stable").itertuples():
@@ -151,7 +151,7 @@ def idle_layers(alignment: Sequence[Row]) -> list[str]:
 
 
 def dropped(alignment: Sequence[Row]) -> list[str]:
-    """Return sentences on dropped replies."""
+    """Return sentences about dropped replies."""
     lost = [row for row in alignment if "dropped" in row]
     reasons = Counter((setting_of(row), row.get("arm"), str(row["dropped"])) for row in lost)
     return [
@@ -161,13 +161,13 @@ def dropped(alignment: Sequence[Row]) -> list[str]:
 
 
 def failed(rows: Sequence[Row]) -> list[str]:
-    """Return sentences on failed clients."""
+    """Return sentences about failed clients."""
     counts: Counter[tuple[str, str, str]] = Counter()
     for row in rows:
         if row["metric"] == "fedrot-replies-failed" and row["value"] > 0:
             counts[setting_of(row), str(row["start"]), str(row["arm"])] += int(row["value"])
     return [
-        f"{_named(setting, start)}: {arm} went on without {count} replies of clients that failed, over "
-        "all rounds and seeds."
+        f"{_named(setting, start)}: {arm} was run without {count} replies of failed clients, over all "
+        "rounds and seeds."
         for (setting, start, arm), count in counts.items()
     ]

@@ -1,4 +1,4 @@
-"""Shares of the squared distance that alignment found, beside chance: sums over rows, and tables."""
+"""Shares of the squared distance that alignment found, and that chance removes: sums and tables."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 HEADER = ("arm, part, rounds", "found", "chance", "found / chance", "groups moved")
-CAPTION = "Share of the squared distance that the best elements remove, and that chance does."
+CAPTION = "Shares of the squared distance that the best elements remove, and that chance removes."
 
 
 def shares(rows: Iterable[Row], names: Sequence[str]) -> DataFrame:
-    """Return what alignment found by the columns ``names``, as shares of the squared distance.
+    """Return the shares of the squared distance that alignment found, grouped by the columns ``names``.
 
-    Distances are summed over rows before they are divided. Rows of dropped replies do not count.
+    Distances are summed over rows before they are divided. Rows of dropped replies are left out.
 
     Returns:
-        Beside ``names``, the columns ``found``, the share that best elements remove, moved or not, or
-        what was removed if a row does not say what chance removes (older rows, parts that depend on each
-        other); ``chance``, the share that chance removes, NaN if it is not known; their ``ratio``, 0 if
-        both are 0; and the number of groups ``moved`` and of all ``groups``.
+        The columns ``names``; ``found``, the share that the best elements remove, applied or not (for
+        rows without the share of chance, which are older or of coupled parts, the share that was
+        removed); ``chance``, the share that chance removes, NaN if unknown; their ``ratio``, 0 if both
+        are 0; and the numbers of ``moved`` groups and of all ``groups``.
     """
     import pandas
 
@@ -47,16 +47,16 @@ def shares(rows: Iterable[Row], names: Sequence[str]) -> DataFrame:
 
 
 def cells(share: Any) -> list[str]:
-    """Return ``12.7 %``, ``6.1 %``, ``2.1`` and ``12 of 16``; ``-`` for what is not known."""
+    """Return ``12.7 %``, ``6.1 %``, ``2.1`` and ``12 of 16``; ``-`` for unknown values."""
     chance = "-" if math.isnan(share.chance) else f"{100 * share.chance:.1f} %"
     ratio = f"{share.ratio:.1f}" if math.isfinite(share.ratio) else "-"
     return [f"{100 * share.found:.1f} %", chance, ratio, f"{share.moved} of {share.groups}"]
 
 
 def share_tables(rows: Iterable[Row]) -> list[Table]:
-    """Return what every part found in the first and the last round and in all, beside chance.
+    """Return the shares of every part in the first, in the last and in all rounds, and of chance.
 
-    There is a table per setting and start; none at all if no row knows what chance removes.
+    There is a table per setting and start. There is none if all rows lack the share of chance.
     """
     aligned = [row for row in rows if "before" in row]
     if all(row.get("chance") is None or math.isnan(row["chance"]) for row in aligned):
@@ -74,7 +74,7 @@ def share_tables(rows: Iterable[Row]) -> list[Table]:
 
 
 def _lines(rows: Sequence[Row], first: int, last: int) -> list[list[str]]:
-    """Return the lines of a table, by arm and part, and then by rounds."""
+    """Return the lines of a table, ordered by arm and part, then by rounds."""
     spans = {f"round {first}": (first, first), f"round {last}": (last, last)}
     if first != last:
         spans[f"rounds {first} to {last}"] = (first, last)

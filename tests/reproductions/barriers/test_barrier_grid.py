@@ -395,6 +395,8 @@ def test_lines_of_a_copy_stay_in_its_folder(name: str, tmp_path: Path) -> None:
 def test_a_folder_with_the_config_of_a_model_is_left_alone(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "bert"}')
-    with pytest.raises(FileExistsError, match=r"has a config.json of something else, such as a model"):
+    with pytest.raises(
+        FileExistsError, match=r"has a config.json of another kind, for example of a model"
+    ):
         _record(Grid.model_construct(cells=()), tmp_path, "one")
     assert config.read_text() == '{"model_type": "bert"}'

@@ -97,7 +97,7 @@ def test_what_is_there_already_stays(tmp_path: Path) -> None:
     ):
         code, output = invoke(*arguments)
         assert code == 2
-        assert "is there already" in output
+        assert "exists and is not an empty folder" in output
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine"]
 
 
@@ -188,7 +188,7 @@ def test_models_without_tokens_have_no_order_of_them(tmp_path: Path) -> None:
     arguments = [tmp_path / "a"] * 3
     code, output = invoke("port", *arguments, "--out", tmp_path / "out", "--token-order")
     assert code == 2
-    assert "reads no tokens: leave --token-order out" in output
+    assert "has no vocabulary: leave out --token-order" in output
 
 
 def test_scale_counts_the_difference(tmp_path: Path) -> None:

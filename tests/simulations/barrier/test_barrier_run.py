@@ -168,7 +168,7 @@ def test_a_model_without_tokenizer_needs_the_bundled_vocabulary(models: Path, tm
     model.save_pretrained(tmp_path / "a")
     code, output = invoke("barrier", tmp_path / "a", tmp_path / "a", "--out", tmp_path / "out")
     assert code == 2
-    assert "has no tokenizer, and the bundled one has 6000 tokens where the model has 50" in output
+    assert "has no tokenizer. The bundled one has 6000 tokens, the model has 50" in output
 
 
 def test_tokenizers_of_other_words_are_refused(models: Path, tmp_path: Path) -> None:

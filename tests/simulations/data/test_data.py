@@ -262,7 +262,7 @@ def test_a_single_file_is_divided_the_same_way_every_time(suffix: str, tmp_path:
     ):
         assert isinstance(site, int)
         assert (TEXTS[site], MOODS[site]) == (text, data.label_names[label])
-    assert f"{path} has no splits of its own: of 20 rows 4 are held out, one in 5" in data.note
+    assert f"{path} has no splits: of 20 rows 4 are held out, one in 5" in data.note
     again, by_name = load_text_data(str(path)), load_text_data(path.name, tmp_path)
     assert again.test.texts == by_name.test.texts == data.test.texts
     assert data.test.texts != data.train.texts[:4]
@@ -395,7 +395,7 @@ def test_rows_may_be_longer_than_a_block(tmp_path: Path) -> None:
         ("mine.csv", "text,label\ncaf\xe9,a\n", "the column 'text' is not UTF-8"),
         ("mine.jsonl", '{"text": "caf\xe9", "label": 1}\n', "[Uu][Tt][Ff]-?8"),
         ("mine.txt", "caf\xe9\n", "not UTF-8"),
-        ("mine.csv", "text,text,label\na,b,1\n", "two columns have one name among text, text, label"),
+        ("mine.csv", "text,text,label\na,b,1\n", "two columns have equal names among text, text, label"),
     ],
 )
 def test_a_file_in_another_encoding_or_with_one_name_twice_is_refused(
@@ -467,7 +467,7 @@ def test_commands_say_how_a_file_was_divided(tmp_path: Path) -> None:
         "simulate", "--data", path, "--clients", 2, "--out", tmp_path / "o", "--dry-run"
     )
     assert code == 0, output
-    assert "has no splits of its own: of 20 rows 4 are held out" in output
+    assert "has no splits: of 20 rows 4 are held out" in output
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:
@@ -646,9 +646,9 @@ def test_text_columns_hold_texts(values: list[object], tmp_path: Path) -> None:
 def test_files_that_are_no_tables_are_not_looked_for_on_the_hub(tmp_path: Path) -> None:
     for name in ("rows.yaml", "rows.csv.gz"):
         (tmp_path / name).write_text("[]")
-        with pytest.raises(DataError, match=r"those end in .parquet, .csv, .tsv, .jsonl, .json, .txt"):
+        with pytest.raises(DataError, match=r"files end in .parquet, .csv, .tsv, .jsonl, .json, .txt"):
             load_text_data(str(tmp_path / name))
-    with pytest.raises(DataError, match="is no file that is read here"):
+    with pytest.raises(DataError, match="has no known format"):
         load_text_data(str(tmp_path))
     (tmp_path / "rows.csv").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     with pytest.raises(ValueError, match=r"rows.csv' is a pointer of git-lfs"):

@@ -192,14 +192,14 @@ def test_files_that_are_no_images_are_refused(
 
 def test_folders_that_hold_no_images_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty holds no images; .* empty/CLASS/IMAGE.png"):
+    with pytest.raises(DataError, match=r"empty has no images; .* empty/CLASS/IMAGE.png"):
         load_image_data("empty", tmp_path)
     folder_of(tmp_path / "half", {"a": 3})
     (tmp_path / "half" / "b").mkdir()
-    with pytest.raises(DataError, match=r"half/b holds no images"):
+    with pytest.raises(DataError, match=r"half/b has no images"):
         load_image_data("half", tmp_path)
     folder_of(tmp_path / "alone" / "train", {"a": 3})
-    with pytest.raises(DataError, match="no held-out folder beside it; add one of test, validation"):
+    with pytest.raises(DataError, match="no held-out folder next to it; add one of test, validation"):
         load_image_data("alone", tmp_path)
     folder_of(tmp_path / "few", {"a": 1, "b": 2})
     with pytest.raises(DataError, match="3 rows, too few to hold one in 5"):
@@ -266,7 +266,7 @@ def test_a_model_of_text_reads_no_images(tmp_path: Path) -> None:
 
     BertConfig().save_pretrained(tmp_path)
     config = SimulationConfig(task="image", model=str(tmp_path))
-    with pytest.raises(DataError, match="of type 'bert' reads no square images"):
+    with pytest.raises(DataError, match="of type 'bert' does not take square images"):
         task_of(config.to_json())
 
 

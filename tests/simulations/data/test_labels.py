@@ -270,12 +270,12 @@ BAD_FILES = {
     "commas": ("mine.tsv", "text,label\na,1\n", "separated by commas; separate them by tabs"),
     "UTF-16": ("mine.csv", "text,label\na,1\n".encode("utf-16"), "in UTF-16; save it in UTF-8"),
     "JSON in UTF-16": ("mine.jsonl", '{"text": "a"}'.encode("utf-16"), "in UTF-16"),
-    "names but for spaces": ("mine.csv", "text,label,label \na,1,2\n", "two columns have one name"),
-    "numbers": ("mine.json", "[1, 2]", "other things than objects"),
+    "names but for spaces": ("mine.csv", "text,label,label \na,1,2\n", "two columns have equal names"),
+    "numbers": ("mine.json", "[1, 2]", "items that are not objects"),
     "half a list": ("mine.json", '[{"text": "a"', "cannot be read as JSON"),
     "empty": ("mine.csv", "", "Empty CSV file"),
     "header only": ("mine.csv", "text,label\n", "has 0 rows, too few"),
-    "another kind": ("mine.xlsx", "PK", "is no file that is read here: those end in .parquet, .csv"),
+    "another kind": ("mine.xlsx", "PK", "has no known format: files end in .parquet, .csv"),
     "nested texts": ("mine.jsonl", '{"text": ["a"], "label": 1}\n', "text column 'text' holds list"),
 }
 
@@ -302,8 +302,8 @@ SMALL = ("--clients", 2, *options_of({"layers": 1, "width": 32, "heads": 2, "see
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (["glad"], "every row is of one class, 'glad', so that there is nothing to learn"),
-        ([2.5], "every score is 2.5, so that there is nothing to learn"),
+        (["glad"], "every row is of one class, 'glad', so there is nothing to learn"),
+        ([2.5], "every score is 2.5, so there is nothing to learn"),
     ],
 )
 def test_labels_that_are_all_one_are_refused(labels: list[Any], message: str, tmp_path: Path) -> None:

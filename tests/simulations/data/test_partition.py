@@ -167,7 +167,7 @@ def test_a_bad_specification_is_refused(spec: str, message: str) -> None:
     [
         ("iid", 0, "at least 1 is needed"),
         ("iid", 2001, "2000 rows cannot be divided among 2001 clients"),
-        ("pathological:6", 4, "each client wants 6 classes, but the training rows have 5"),
+        ("pathological:6", 4, "each client needs 6 classes, but the training rows have 5"),
         ("column:author", 2, "no such column; columns are source"),
         ("column:source", 9, "8 values for 9 clients, so client 8 would have no rows"),
         ("dirichlet:0.001", 200, "would have no rows; use fewer clients"),

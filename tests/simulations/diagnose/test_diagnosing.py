@@ -76,8 +76,8 @@ def test_saved_models_are_diagnosed_in_tables_and_a_sentence(save: Any) -> None:
     folders = save(*updates(("attention", "ffn")))
     code, output = diagnose(*folders)
     assert code == 0, output
-    assert "Updates to the mean of those before" in output
-    assert "Updates to the base" in output
+    assert "Updates compared with the mean of those before" in output
+    assert "Updates compared with the base" in output
     assert "share found" in output
     assert "Clients are in different coordinates: average with FedRot" in output
     assert f"fedrot merge {folders[1]} {folders[2]}" in "".join(output.split("\n"))
@@ -129,8 +129,11 @@ def test_bare_files_take_their_configuration(save: Any) -> None:
     ("names", "message"),
     [
         (("{base}", "nowhere/at/all"), "'nowhere/at/all' does not exist"),
-        (("{base}",), "neither a run nor the rows of one: it has no alignment.jsonl. To diagnose saved"),
-        (("nowhere",), "'nowhere' is neither a run nor the rows of one"),
+        (
+            ("{base}",),
+            "neither a run folder nor a file of rows: it has no alignment.jsonl. To diagnose saved",
+        ),
+        (("nowhere",), "'nowhere' is neither a run folder nor a file of rows"),
         (("{base}", "{other}"), "Different architectures: architectures is"),
         (
             ("{base}", "{base}", "--config", "c"),
@@ -231,14 +234,14 @@ def test_an_older_run_is_refused(absent: tuple[str, ...], tmp_path: Path) -> Non
     rows = [{k: v for k, v in row.items() if k not in absent} for row in rows_of(updates())]
     code, output = diagnose(written(tmp_path / "rows.jsonl", rows))
     assert code == 2
-    assert "was written by an older fedrot, whose rows do not say what chance removes" in output
+    assert "was written by an older fedrot: its rows lack the distance that chance removes" in output
 
 
 def test_rows_without_chance_are_refused(tmp_path: Path) -> None:
     rows = [{**row, "chance": None} for row in rows_of(updates(), 3)]
     code, output = diagnose(written(tmp_path / "rows.jsonl", rows))
     assert code == 2
-    assert "does not say what chance removes in round 3" in output
+    assert "lacks the distance that chance removes in round 3" in output
 
 
 @pytest.mark.parametrize(
@@ -247,7 +250,7 @@ def test_rows_without_chance_are_refused(tmp_path: Path) -> None:
         ("", "has no rows of an alignment"),
         ("# Title\n", "has no rows of an alignment"),
         ('{"round": 1, "client": 0, "dropped": "NaN"}\n', "has no rows of an alignment"),
-        ('{"before": 1.0}\n', "holds other rows than those of Reporting(rows=...)"),
+        ('{"before": 1.0}\n', "has other rows than those of Reporting(rows=...)"),
         ("[1]\n", "is no file of rows"),
         (b"\xd0\x00", "is no file of rows"),
     ],

@@ -343,7 +343,7 @@ def test_results_of_other_settings_are_not_mixed(grid: Path, tmp_path: Path, cha
     code, printed = commands.invoke("simulate", grid, "--workers", 1, "--out", tmp_path / "run")
     assert code == 2
     key = change.splitlines()[-1].split()[0]
-    assert f"holds the setting 'two' with {key}" in printed
+    assert f"has the setting 'two' with {key}" in printed
     assert cells(tmp_path / "run") == before
 
 
@@ -386,7 +386,7 @@ def test_a_run_of_another_kind_stays(grid: Path, tmp_path: Path) -> None:
     for folder, file in ((out, "rows.jsonl"), (copy, "rows.parquet")):
         code, printed = commands.invoke("simulate", grid, "--workers", 1, "--out", folder)
         assert code == 2
-        assert "holds a run of another kind" in printed
+        assert "has a run of another kind" in printed
         assert [file.name for file in folder.iterdir()] == [file]
 
 
@@ -449,7 +449,7 @@ def test_a_stopped_run_goes_on(grid: Path, tmp_path: Path, how: signal.Signals, 
     before = cells(out)
     assert 3 <= len(before) < 12, printed
     if how != signal.SIGKILL:
-        assert "Repeat the command to go on" in " ".join(printed.split())
+        assert "Repeat the command to resume" in " ".join(printed.split())
         assert json.loads((out / "status.json").read_text()) == {"complete": False}
         assert "incomplete" in (out / "report.html").read_text()
     assert "Traceback" not in printed

@@ -36,6 +36,6 @@ def test_nodes_are_in_the_order_of_their_partitions() -> None:
 
 
 def test_a_partition_that_nobody_holds_is_refused() -> None:
-    said = r"5 nodes hold the partitions \[0, 0, 1, 2, 3\], but the configuration has 5 clients"
+    said = r"5 nodes have the partition ids \[0, 0, 1, 2, 3\], but the configuration has 5 clients"
     with pytest.raises(RuntimeError, match=said):
         grid(own=lambda partition: max(0, partition - 1))

@@ -28,7 +28,7 @@ SMALL: dict[str, Any] = {
 def test_arms_that_choose_need_held_out_rows_of_some_client(arm: str) -> None:
     config = SimulationConfig.from_flat({**SMALL, "arms": f"plain,{arm}"})
     with pytest.raises(
-        FedrotError, match=rf"arm '{re.escape(arm)}' chooses by clients' held-out rows, but holdout"
+        FedrotError, match=rf"arm '{re.escape(arm)}' needs clients' held-out rows, but holdout"
     ):
         runner.check([config])
     runner.check([config.model_copy(update={"holdout": 0.5})])
@@ -46,6 +46,6 @@ def test_an_arm_of_some_clients_needs_held_out_rows_of_theirs() -> None:
 
 def test_a_guard_has_a_metric_of_the_task() -> None:
     config = SimulationConfig.from_flat({**SMALL, "holdout": 0.5, "arms": "plain,aligned:perplexity"})
-    said = r"arm 'aligned:perplexity': no metric 'perplexity' here; one of accuracy, .*loss$"
+    said = r"arm 'aligned:perplexity': unknown metric 'perplexity'; one of accuracy, .*loss$"
     with pytest.raises(FedrotError, match=said):
         runner.check([config])

@@ -44,7 +44,7 @@ def test_a_cell_of_a_copy_without_its_last_round_runs_again(tmp_path: Path) -> N
     assert {found["arm"] for found in read_rows(folder.path)} == {"plain"}
     # Without a copy such a run is refused, and stays as it is.
     before = {file.name: file.read_bytes() for file in run.iterdir()}
-    with pytest.raises(FileExistsError, match="an older version that had no cells/; fedrot report"):
+    with pytest.raises(FileExistsError, match="an older version without cells/, which fedrot report"):
         RunFolder(run, [config()], "fedrot simulate")
     assert {file.name: file.read_bytes() for file in run.iterdir()} == before
 
@@ -129,7 +129,7 @@ def test_rows_are_there_at_once_and_in_the_end_in_the_order_of_the_grid(tmp_path
     folder.add(cells_of([later])[0], CellRows([row("whole", 3)]))
     folder.close(complete=True)
     assert [found["arm"] for found in read_rows(tmp_path)] == ["whole", "aligned", "plain"]
-    with pytest.raises(FedrotError, match=r"holds the setting 'a' with lr 0\.001, not 0\.5"):
+    with pytest.raises(FedrotError, match=r"has the setting 'a' with lr 0\.001, not 0\.5"):
         RunFolder(tmp_path, [config(lr=0.5)], "fedrot simulate")
 
 

@@ -90,16 +90,16 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     few = saved(tmp_path / "few", 3, target_modules=["query"])
     (tmp_path / "empty").mkdir()
     for arguments, expected in (
-        ([a], "1 model is given; two are the least"),
+        ([a], "1 model is given; at least two are needed"),
         ([a, b, "--weights", "1"], "The weights are 1 for 2 models"),
         ([a, b, "--method", "ties"], "Unknown method 'ties'; choose from exact, mean"),
         ([a, tmp_path / "empty"], "has no adapter_config.json. Give folders of LoRA adapters"),
         ([a, other], "has use_dora True"),
         ([a, tokens], "has trainable_token_indices [1, 2]"),
-        ([a, pissa], "was started by pissa, which changes the base weights"),
+        ([a, pissa], "was initialised by pissa, which changes the base weights"),
         ([a, few], "few': The module"),
         ([a, wide, "--method", "mean"], "factors of different ranks have no mean"),
-        ([a, b, "--method", "mean", "--rank", 8], "A mean of factors keeps their rank 2"),
+        ([a, b, "--method", "mean", "--rank", 8], "A mean of factors has their rank 2"),
     ):
         code, said = invoke("merge", *arguments, "--out", tmp_path / "out")
         assert code == 2
@@ -108,9 +108,9 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     code, said = invoke("merge", a, b)
     assert (code, "give --out, or --dry-run" in " ".join(said.split())) == (2, True)
     code, said = invoke("merge", a, b, "--out", a)
-    assert (code, "is there already" in " ".join(said.split())) == (2, True)
+    assert (code, "exists and is not an empty folder" in " ".join(said.split())) == (2, True)
     code, said = invoke("merge", a, b, "--out", a / "deep" / "merged")
-    assert (code, "Write the result beside the adapters" in " ".join(said.split())) == (2, True)
+    assert (code, "Choose an --out outside of the adapters" in " ".join(said.split())) == (2, True)
     code, said = invoke("diagnose", a, b)
     assert (code, "fedrot merge" in " ".join(said.split())) == (2, True)
     code, said = invoke("merge", a, b, "--parts", "whole", "--dry-run")
@@ -217,7 +217,7 @@ def test_damaged_adapters_are_named(tmp_path: Path) -> None:
     a = saved(tmp_path / "a", 1)
     for name, change, expected in (
         ("no b", no_b, "has no partner"),
-        ("no entries", no_entries, "without entries (4 of 10 tensors are empty), as sharded"),
+        ("no entries", no_entries, "without entries (4 of 10 tensors are empty). Sharded"),
         ("flat", flat, "has shape [32], like weights of sharded training"),
         (
             "twice",

@@ -311,7 +311,7 @@ def test_tied_tensors_may_be_stored_twice_and_are_written_once(name: str, tmp_pa
     )
     tied = next(n for n in state(model) if n not in load_file(a / "model.safetensors"))
     save_file({**state(model), tied: state(model)[tied] + 1}, both)
-    with pytest.raises(fedrot.FedrotError, match="holds different values"):
+    with pytest.raises(fedrot.FedrotError, match="has different values"):
         merge([both, a], tmp_path / "no", MergeSettings(config=a))
 
 
@@ -352,7 +352,7 @@ def test_models_from_other_bases_are_pointed_out(parts: str, advice: str, tmp_pa
     a, b = (saved(model_of("bert-classifier", seed), tmp_path / str(seed)) for seed in (0, 1))
     code, output = invoke(a, b, "--parts", parts, "--dry-run")
     assert code == 0, output
-    assert f"'{b}' comes from another basis than the anchor" in output
+    assert f"'{b}' is in another basis than the anchor" in output
     assert advice in output
 
 
@@ -362,7 +362,7 @@ def test_labels_of_other_names_are_pointed_out(pair: tuple[Path, Path]) -> None:
     changed = {"id2label": names, "label2id": {v: int(k) for k, v in names.items()}}
     (pair[1] / "config.json").write_text(json.dumps(settings | changed))
     report = merge(pair, None, dry_run=True)
-    assert any("names its labels differently" in note for note in report.notes)
+    assert any("has other label names than the anchor" in note for note in report.notes)
 
 
 def test_a_tokenizer_that_the_result_lacks_is_pointed_out(pair: tuple[Path, Path]) -> None:
@@ -502,7 +502,7 @@ def test_the_report_says_how_rows_without_splits_were_divided(pair: tuple[Path, 
     file.write_text("text,label\n" + "w1 w2 w3,0\nw4 w5,1\n" * 10)
     settings = MergeSettings(method="regmean", rows=4, data=str(file))
     report = merge(pair, None, settings, dry_run=True)
-    assert report.notes[0].startswith(f"{file} has no splits of its own: of 20 rows 4 are held out")
+    assert report.notes[0].startswith(f"{file} has no splits: of 20 rows 4 are held out")
 
 
 def test_texts_are_cut_to_the_positions_that_a_model_has_for_them(tmp_path: Path) -> None:
@@ -646,9 +646,9 @@ def other_words(folder: Path) -> None:
         (truncated, "'{b}/model.safetensors' is damaged or no safetensors file"),
         (no_safetensors, "'{b}/model.safetensors' is damaged or no safetensors file"),
         (no_tensor, "'{b}' has no tensor 'classifier.bias' (1 missing in all)"),
-        (misshapen, "'{b}': the tensor 'classifier.bias' has shape [4], but should have [3]"),
+        (misshapen, "'{b}': the tensor 'classifier.bias' has shape [4], but needs shape [3]"),
         (not_finite, "'{b}': The tensor 'classifier.bias' holds NaN or Inf"),
-        (no_shard, "which is not there. Copy all shards"),
+        (no_shard, "which does not have it. Copy all shards"),
         (no_index, "'{b}/model.safetensors.index.json' is damaged: it has no readable 'weight_map'"),
         (shutil.rmtree, "'{b}' does not exist. Give the folder of a saved model, or a hub name"),
     ],
@@ -669,7 +669,7 @@ def test_models_that_cannot_be_merged(
     [
         (["--method", "magic"], "Unknown method 'magic'; choose from mean, fisher, ot, regmean"),
         (["--method", "fisher"], "Method 'fisher' collects statistics from data: give --data"),
-        (["--method", "regmean", "--data", "goemotions_ekman"], "has no tokenizer, and the bundled"),
+        (["--method", "regmean", "--data", "goemotions_ekman"], "has no tokenizer. The bundled"),
         (["--method", "fisher", "--data", "few", "--rows", "0"], "rows is 0"),
         (["--alpha", "2", "--method", "regmean"], "alpha is 2.0"),
         (["--parts", "legs"], "Unknown part 'legs' in parts"),
@@ -680,7 +680,7 @@ def test_models_that_cannot_be_merged(
         (["--weights", "1,0"], "each model needs one, positive and finite"),
         (["--weights", "1,x"], "The weights are '1,x'; give numbers separated by commas"),
         (["--dtype", "int8"], "Unknown dtype 'int8'; choose from float32, float16, bfloat16"),
-        (["--anchor", "elsewhere"], "The anchor 'elsewhere' is none of the models"),
+        (["--anchor", "elsewhere"], "The anchor 'elsewhere' is not among the models"),
     ],
 )
 def test_requests_that_make_no_sense(

@@ -84,9 +84,10 @@ def test_a_new_task_head_is_said_once(pretrained: Path, caplog: pytest.LogCaptur
             built(pretrained, "mlm")
     finally:
         logger.removeHandler(caplog.handler)
-    said = [record.getMessage() for record in caplog.records if "drawn at random" in record.getMessage()]
+    messages = [record.getMessage() for record in caplog.records]
+    said = [message for message in messages if "therefore random" in message]
     assert len(set(said)) == 1
-    assert f"Not in '{pretrained}', so drawn at random: " in said[0]
+    assert f"Not in '{pretrained}', therefore random: " in said[0]
     assert "classifier.weight" in said[0]
 
 

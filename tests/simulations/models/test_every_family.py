@@ -27,10 +27,10 @@ _IMAGES = "clip clip_vision_model vit deit"
 #: What is refused, by command and ``model_type``, with a part of the reason.
 REFUSED: dict[str, dict[str, str]] = {
     "merge": {"xglm": "Leave 'residual' out of the parts"},
-    "merge --data": dict.fromkeys(_IMAGES.split(), "reads images: --data gives texts alone"),
+    "merge --data": dict.fromkeys(_IMAGES.split(), "takes images; --data gives only texts"),
     "barrier": dict.fromkeys(
         ["clip", "clip_text_model", "clip_vision_model", "t5", "mt5", "mistral", "electra"],
-        "a class that no task trains",
+        "a class without a task",
     ),
 }
 

@@ -117,7 +117,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     fresh_model(NAME).float().save_pretrained(folder, max_shard_size="20KB")
     sorted(folder.glob("*.safetensors"))[1].unlink()
     for code, output in (check(folder), merge(folder, "--dry-run")):
-        assert (code, "which is not there. Copy all shards" in output) == (2, True), output
+        assert (code, "which does not have it. Copy all shards" in output) == (2, True), output
 
 
 def no_index(folder: Path) -> None:
@@ -144,9 +144,9 @@ def pointer(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
-        (no_index, "There are shards, but not the model.safetensors.index.json that lists them"),
+        (no_index, "There are shards, but model.safetensors.index.json, which lists them, is missing"),
         (deeper, "There is one below it: give '{folder}/checkpoint-5'."),
-        (broken_link, "'model.safetensors' is a link to '../blobs/0a1b', which is not there"),
+        (broken_link, "'model.safetensors' links to '../blobs/0a1b', which does not exist"),
         (pointer, "'{folder}/model.safetensors' is a pointer of git-lfs, not the file itself."),
         (
             lambda folder: change(folder, prefixed("model.")),
@@ -282,7 +282,7 @@ def test_what_is_no_model_of_its_own_is_refused(
 def test_adapters_are_no_models(spoil: Callable[[Path], None], model: Path, tmp_path: Path) -> None:
     spoil(model)
     code, output = check(model)
-    advice = "There is 'adapter_config.json' instead. Average adapters alone by fedrot merge"
+    advice = "There is 'adapter_config.json' instead. Average adapters with fedrot merge"
     assert (code, advice in output) == (2, True), output
     code, output = merge(model, "--out", tmp_path / "out")
     assert (code, "no configuration of a LoRA adapter" in output) == (2, True), output

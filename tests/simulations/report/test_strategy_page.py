@@ -99,7 +99,7 @@ def test_scores_and_the_guard_stand_in_the_verdict(report: Path) -> None:
     page = write_strategy_report(report).read_text(encoding="utf-8").replace("<wbr>", "")
     assert page.index("What happened") < page.index("What alignment found, by layer")
     assert "accuracy (at the server): 0.100 in round 1 → 0.300 in round 3." in page
-    assert "Round 1: the guard measured 0.700 of the aligned mean and 0.650 of the plain one." in page
+    assert "Round 1: the guard measured 0.700 for the aligned mean and 0.650 for the plain mean." in page
     assert "fedrot-guard-plain = " not in page  # It is not known of all rounds.
 
 
@@ -122,11 +122,11 @@ def test_the_command_takes_a_file(report: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "options", "problem"),
     [
-        ("", [], "is not what a strategy writes"),
-        ("no json\n", [], "is not what a strategy writes"),
-        ('{"client": 1}\n', [], "is not what a strategy writes"),
+        ("", [], "is no file of Reporting(rows=...)"),
+        ("no json\n", [], "is no file of Reporting(rows=...)"),
+        ('{"client": 1}\n', [], "is no file of Reporting(rows=...)"),
         ("[1, 2]\n", [], "row is [1, 2] in line 1"),
-        ('{"round": 1, "stage": "train"}\n', [], "is not what a strategy writes"),
+        ('{"round": 1, "stage": "train"}\n', [], "is no file of Reporting(rows=...)"),
         ('{"round": 1}\n', ["--markdown", "x.md"], "--markdown has an effect only for a run folder"),
         (None, ["--out", "x.html"], "--out has an effect only for a strategy's file"),
     ],

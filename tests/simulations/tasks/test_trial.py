@@ -120,7 +120,10 @@ def test_a_tokenizer_larger_than_the_embeddings_is_refused(task: str, tmp_path: 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     model = save(tmp_path / "bert", transformers.BertConfig(**SIZES), tokenizer=False)
     code, output = simulate(model)
-    assert (code, "has no tokenizer; save its own beside it" in output) == (2, True), output
+    assert (code, "has no tokenizer; save its tokenizer.json in the same folder" in output) == (
+        2,
+        True,
+    ), output
 
 
 def test_a_head_of_other_labels_is_refused(tmp_path: Path) -> None:
@@ -137,9 +140,9 @@ def test_a_head_of_other_labels_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "task", "said"),
     [
-        ("bert", "clm", "reads the tokens that task 'clm' predicts: it is an encoder"),
-        ("roberta", "clm", "reads the tokens that task 'clm' predicts"),
-        ("gpt2", "mlm", "of type 'gpt2' cannot do task 'mlm'"),
+        ("bert", "clm", "is an encoder: its outputs depend on the tokens that task 'clm' predicts"),
+        ("roberta", "clm", "outputs depend on the tokens that task 'clm' predicts"),
+        ("gpt2", "mlm", "of type 'gpt2' does not fit task 'mlm'"),
         ("gpt2", "clm", ""),
         ("bart", "clm", "it would be random"),
         ("llama", "clm", ""),
@@ -157,7 +160,7 @@ def test_images_have_one_channel_or_three(channels: int, code: int, tmp_path: Pa
     config = transformers.ViTConfig(**VISION, num_channels=channels)
     model = save(tmp_path / "vit", config, tokenizer=False)
     found, output = simulate(model, "--task", "image")
-    assert (found, "reads images of 4 channels" in output) == (code, code == 2), output
+    assert (found, "takes images of 4 channels" in output) == (code, code == 2), output
 
 
 def test_what_no_check_foresees_is_found_by_the_trial_step(tmp_path: Path) -> None:
@@ -172,5 +175,5 @@ def test_arms_that_choose_by_held_out_rows_need_some(tmp_path: Path) -> None:
     model = save(tmp_path / "bert", LEARNED["bert"])
     options = ("--max-length", PLACES, "--arms", "aligned:loss", "--train-limit", 8, "--clients", 4)
     code, output = simulate(model, *options)
-    assert (code, "arm 'aligned:loss' chooses by clients' held-out rows" in output) == (2, True), output
+    assert (code, "arm 'aligned:loss' needs clients' held-out rows" in output) == (2, True), output
     assert simulate(model, *options, "--set", "holdout=0.5")[0] == 0

@@ -54,7 +54,7 @@ def moved(accuracy: float, loss: float, wobble: float = 0.001) -> list[tuple[flo
         ([(a, b + 1e-9) for a, b in PLAIN], "changed nothing but rounding"),
         ([(0.6, float("nan"))] * 3, "cannot be judged: values are not finite"),
         ([(float("nan"), float("nan"))] * 3, "cannot be judged: values are not finite"),
-        ([(0.6, 0.7)], "cannot be judged by one seed"),
+        ([(0.6, 0.7)], "cannot be judged with one seed"),
     ],
 )
 def test_the_effect_follows_from_both_intervals(aligned: list[tuple[float, float]], effect: str) -> None:
@@ -109,7 +109,7 @@ def test_lost_replies_are_added_up_over_rounds_and_seeds() -> None:
         lost(0, 1, arm="whole"),
     ]
     assert failed(rows) == [
-        f"one, start {start}: {arm} went on without {count} replies of clients that failed, over all "
+        f"one, start {start}: {arm} was run without {count} replies of failed clients, over all "
         "rounds and seeds."
         for start, arm, count in (
             ("same", "aligned", 5),

@@ -153,10 +153,12 @@ class _Change:
     Attributes:
         gain: of a norm, ``[in]``; None for the inputs of an output projection.
         bias: ``[in]``; None if it is 0 or stays in the norm.
+        centred: whether every ``z`` has mean 0, as the outputs of a LayerNorm without gain and bias.
     """
 
     gain: Tensor | None
     bias: Tensor | None
+    centred: bool = False
 
     def of(
         self, name: str, gram: Tensor | None, mean: Tensor | None
@@ -177,30 +179,36 @@ class _Change:
 
     def _of_gram(self, gram: Tensor, mean: Tensor | None) -> Tensor:
         gain, bias = (v if v is None else v.to(gram.device) for v in (self.gain, self.bias))
-        if bias is None:
-            assert gain is not None
-            return canonical_gram(gram, gain, gain)
-        if mean is None:
+        if bias is not None and mean is None:
             raise UpdateError(
                 "A bias is taken out of the layer's inputs, which needs their mean: send the statistics "
                 "'input_mean', which collect_gram returns, or align with canonical=False."
             )
         if gain is None:
+            assert mean is not None
+            assert bias is not None
             return _without_constant(gram, mean, bias)
-        return canonical_gram(gram, mean, gain, bias)
+        found = canonical_gram(gram, gain if mean is None else mean, gain, bias)
+        if self.centred and found.ndim == 2:
+            # Rounding must not look like a direction of the inputs.
+            wide = found.double()
+            wide = wide - wide.mean(0, keepdim=True)
+            found = (wide - wide.mean(1, keepdim=True)).to(found.dtype)
+        return found
 
 
 def _changes(tensors: Tensors, symmetry: Symmetry) -> dict[tuple[str, int], _Change]:
     """Return the changes of layers' inputs in canonical form, by weight and its axis of inputs."""
     found: dict[tuple[str, int], _Change] = {}
+    centred = {*symmetry.centred}
     for fold in symmetry.folds:
         gain = tensors[fold.gain].detach().double()
         bias = tensors[fold.bias].detach().double() if fold.bias and fold.holds_bias else None
         if bias is not None and not bool(bias.any()):
             bias = None
         if bias is not None or bool((gain != 1).any()):
-            change = _Change(gain, bias)
-            found |= {(reader.weight, reader.axis): change for reader in fold.readers}
+            places = [(reader.weight, reader.axis) for reader in fold.readers]
+            found |= dict.fromkeys(places, _Change(gain, bias, all(p in centred for p in places)))
     # A value's bias is dropped after the bias of the norm that the value reads was folded into it.
     folded = CanonicalView(tensors, replace(symmetry, redundant_biases=()))
     constants: dict[tuple[str, int], Tensor] = {}

@@ -187,7 +187,7 @@ def test_conv1d_has_a_kind_of_its_own() -> None:
     model = randomise(transformers.GPT2ForSequenceClassification(config).double()).eval()
     batches = [batch_of(1), batch_of(2)]
     found = fedrot.collect_gram(model, batches)
-    assert found.keys() == {"gram", "gram_conv1d"}
+    assert found.keys() == {"gram", "gram_conv1d", "input_mean", "input_mean_conv1d"}
     assert found["gram"].keys() == {"score.weight"}
     rows = _rows(model, batches, ["Conv1D"])
     assert found["gram_conv1d"].keys() == {f"{key}.weight" for key in rows}

@@ -170,7 +170,8 @@ def moved_by_layer(
     moving = {slot.tensor for group in chosen for slot in group.slots}
     changed = set(moving)
     if options.for_model(symmetry).canonical:
-        changed = changed.union(*(of.tensors for of in (*symmetry.folds, *symmetry.redundant_biases)))
+        changed = changed.union(*(fold.tensors for fold in symmetry.folds))
+        changed = changed.union(*(redundant.tensors for redundant in symmetry.redundant_biases))
     if any(
         (moving if kind == TRAINED else changed) & by_name.keys() for kind, by_name in statistics.items()
     ):

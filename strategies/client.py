@@ -96,7 +96,7 @@ def align_mod(
         try:
             name, update = _update(reply.content, model)
             alignment = _align(update, model, options)
-            found: Statistics = alignment.transport(read_statistics(reply.content))
+            found: Statistics = alignment.transport(read_statistics(reply.content), update)
         except UpdateError as error:
             if secure:
                 raise

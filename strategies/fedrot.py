@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
 from fedrot.aggregation import Aggregator, Mean, aggregation_named
+from fedrot.collect.canonical_statistics import follows_canonical_form
 from fedrot.collect.statistics import TRAINED, kind_named
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
@@ -98,7 +99,7 @@ class FedRot(Aligned, FedAvg):
             evaluate_metrics_aggr_fn=evaluate_metrics_aggr_fn,
         )
         self._kinds = self.aggregation().needs if self.aggregation is not None else ()
-        if self._kinds and self.alignment is not None:
+        if self.alignment is not None and not all(map(follows_canonical_form, self._kinds)):
             # Clients' statistics are those of the sent update, not of its canonical form.
             self.alignment = self.alignment.as_it_is()
             if self.other_bases is not None:

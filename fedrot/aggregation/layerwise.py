@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedrot.aggregation import Statistics
 from fedrot.alignment import Alignment, align
+from fedrot.collect.statistics import TRAINED
 from fedrot.errors import UpdateError
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
@@ -153,7 +154,7 @@ def moved_by_layer(
 
     ``Mean.fold_parts`` adds the pieces. Call ``check_finite`` before, because pieces cannot be removed
     from a mean. ``anchor`` may be the mean's own tensors. An update with
-    statistics of tensors that move is aligned at once, as one piece: only the whole alignment shows
+    statistics of tensors that change is aligned at once, as one piece: only the whole alignment shows
     whether the statistics can be moved with the weights.
 
     Returns:
@@ -167,11 +168,17 @@ def moved_by_layer(
     options, statistics = options or AlignmentOptions(), statistics or {}
     chosen = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
     moving = {slot.tensor for group in chosen for slot in group.slots}
-    if any(moving & by_name.keys() for by_name in statistics.values()):
+    changed = set(moving)
+    if options.for_model(symmetry).canonical:
+        changed = changed.union(*(fold.tensors for fold in symmetry.folds))
+        changed = changed.union(*(redundant.tensors for redundant in symmetry.redundant_biases))
+    if any(
+        (moving if kind == TRAINED else changed) & by_name.keys() for kind, by_name in statistics.items()
+    ):
         held = anchor if isinstance(anchor, Anchor) else Anchor(anchor)
         ours, theirs = ({n: t.to(device) for n, t in m.items()} for m in (update, held.tensors))
         alignment = align(ours, replace(held, tensors=theirs), symmetry, options)
-        return [alignment.apply(ours)], alignment.transport(statistics), lambda: alignment.report
+        return [alignment.apply(ours)], alignment.transport(statistics, ours), lambda: alignment.report
     reports: list[AlignmentReport] = []
 
     def reported(part: AlignedPart) -> Tensors:

@@ -12,7 +12,7 @@ from fedrot.aggregation.mean import Mean
 from fedrot.aggregation.registry import register_aggregation
 from fedrot.collect.statistics import GRAMS, INPUT_AXIS, TRAINED, Statistics, check_alike, untrained
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.tensors import LARGEST_NORM, Tensors
+from fedrot.tensors import LARGEST_NORM, Tensors, as_blocks
 
 #: A solution is a rounding error if it is this many times farther from the first update than all others.
 MOST_GROWTH = 1e3
@@ -84,7 +84,7 @@ class RegMean:
             groups.setdefault((id(self._layers[name].total), id(gram)), []).append(name)
         for names in groups.values():
             gram = grams[names[0]][1]
-            shrunk = weight * self._shrunk(_as_blocks(gram).double())
+            shrunk = weight * self._shrunk(as_blocks(gram).double())
             total = self._layers[names[0]].total + shrunk
             # Rounding errors of bfloat16 look like small inputs, and are treated as inputs.
             exact = torch.float64 if gram.dtype == torch.float64 else torch.float32
@@ -105,7 +105,7 @@ class RegMean:
         check_alike("Gram matrix", grams.keys(), lacking, self._layers.keys(), self._lacking)
         for name in grams.keys() & self._layers.keys():
             (kind, gram), layer = grams[name], self._layers[name]
-            if kind != layer.kind or _as_blocks(gram).shape != layer.total.shape:
+            if kind != layer.kind or as_blocks(gram).shape != layer.total.shape:
                 raise UpdateError(
                     f"The Gram matrix of '{name}' has another kind or form than in the first update. "
                     "Send one form from every client."
@@ -167,11 +167,6 @@ def _oriented(kind: str, weight: Tensor) -> Tensor:
     """Return a weight as float64 ``[out, in]``."""
     matrix = weight.detach().double()
     return matrix if INPUT_AXIS[kind] == 1 else matrix.mT
-
-
-def _as_blocks(gram: Tensor) -> Tensor:
-    """Return a full, block-diagonal or diagonal matrix as ``[blocks, size, size]``."""
-    return gram[:, None, None] if gram.ndim == 1 else gram[None] if gram.ndim == 2 else gram
 
 
 def _times(matrix: Tensor, blocks: Tensor) -> Tensor:

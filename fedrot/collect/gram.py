@@ -12,19 +12,14 @@ from torch import Tensor, nn
 
 from fedrot.collect.hooks import input_axis, watched, without_padding
 from fedrot.collect.random_inputs import forward_inputs
-from fedrot.collect.statistics import GRAMS, INPUT_AXIS, Statistics, collects
-from fedrot.errors import FedrotError, UpdateError
+from fedrot.collect.statistics import GRAMS, INPUT_AXIS, MEANS, Statistics, collects
+from fedrot.errors import FedrotError
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Symmetry
 from fedrot.tensors import Tensors, diagonal_blocks
 
 GramForm = Literal["full", "heads", "diagonal"]
 GRAM_FORMS = ("full", "heads", "diagonal")
-
-#: Gains below this share of the largest gain are as good as 0: the Gram matrix has lost their inputs.
-_NEAR_ZERO = 1e-6
-#: Accepted rounding error of a unit's mean square after a norm; the mean over the norm's units is 1.
-_LOST = 1e-3
 
 
 def _readers(model: nn.Module) -> dict[str, int]:
@@ -56,10 +51,12 @@ def collect_gram(
 ) -> dict[str, dict[str, Tensor]]:
     """Return the Gram matrix of the inputs of every linear layer (Jin et al. 2023, section 3.3).
 
-    The result is ``{"gram": {weight: G}}``, with ``gram_conv1d`` for ``Conv1D``. ``G = X^T X / n`` over
-    the ``n`` tokens in ``attention_mask``, uncentred, float32 ``[in, in]``; sums over batches are
-    float64. Layers with the same input (query, key and value) share one matrix. Weights that are tied
-    to another module (output embeddings) have no matrix.
+    The result is ``{"gram": {weight: G}, "input_mean": {weight: m}}``, with ``gram_conv1d`` and
+    ``input_mean_conv1d`` for ``Conv1D``. ``G = X^T X / n`` over the ``n`` tokens in ``attention_mask``,
+    uncentred, float32 ``[in, in]``; ``m`` ``[in]`` is the mean of ``X``, which ``Alignment.transport``
+    needs for canonical form. Sums over batches are float64. Layers with the same input (query, key and
+    value) share one matrix and one mean. Weights that are tied to another module (output embeddings)
+    have none.
 
     Args:
         model: any ``torch`` model with ``Linear`` or ``Conv1D`` layers; it is run in evaluation mode and
@@ -82,7 +79,7 @@ def collect_gram(
     if names is not None and not axes:
         return {}
     count: dict[str, int] = {}
-    sums: dict[str, Tensor] = {}
+    sums: dict[str, tuple[Tensor, Tensor]] = {}
     same: dict[str, str] = {}
     inputs: dict[str, Tensor] = {}
     mask: Tensor | None = None
@@ -100,8 +97,10 @@ def collect_gram(
         if first != name:
             return
         rows = without_padding(given, mask).float()
-        product = (rows.mT @ rows).double()
-        sums[name] = sums[name].add_(product) if name in sums else product
+        found = (rows.mT @ rows).double(), rows.sum(0, dtype=torch.float64)
+        if name in sums:
+            found = sums[name][0].add_(found[0]), sums[name][1].add_(found[1])
+        sums[name] = found
         count[name] = count.get(name, 0) + len(rows)
 
     with watched(model, axes, seen):
@@ -114,11 +113,15 @@ def collect_gram(
             "No inputs of linear layers were recorded: pass at least one batch and a model with Linear "
             "or Conv1D layers."
         )
-    grams = {name: (total / max(count[name], 1)).float() for name, total in sums.items()}
-    found: dict[str, dict[str, Tensor]] = {}
+    averages = {
+        name: [(total / max(count[name], 1)).float() for total in totals]
+        for name, totals in sums.items()
+    }
+    collected: dict[str, dict[str, Tensor]] = {}
     for name, first in same.items():
-        found.setdefault(GRAMS[axes[name]], {})[f"{name}.weight"] = grams[first]
-    return compressed(found, form, symmetry)
+        for kinds, value in zip((GRAMS, MEANS), averages[first], strict=True):
+            collected.setdefault(kinds[axes[name]], {})[f"{name}.weight"] = value
+    return compressed(collected, form, symmetry)
 
 
 def compressed(
@@ -160,59 +163,6 @@ def compressed(
                 memo[key] = diagonal_blocks(gram, rotation.dim) if rotation else gram.diagonal().clone()
             found.setdefault(kind, {})[name] = memo[key]
     return found
-
-
-def canonical_gram(gram: Tensor, mean: Tensor, gain: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the Gram matrix of a layer's inputs after its norm's gain and bias are folded.
-
-    Inputs ``x = gain * z + bias`` become ``z`` in ``fedrot.canonical``: with ``D = diag(gain)``,
-    ``G_z = D^-1 (G_x - bias mean^T - mean bias^T + bias bias^T) D^-1``, computed in float64.
-
-    Args:
-        gram: ``G_x = X^T X / n``, uncentred, floating-point ``[in, in]``, from ``collect_gram``.
-        mean: mean of the same inputs over the same tokens, ``[in]``.
-        gain: of the norm, ``[in]``.
-        bias: of the norm, ``[in]``. None if the norm has no bias, or if canonical tensors keep the bias
-            in the norm (``Fold.holds_bias`` is false): the layer's inputs are then ``x / gain``.
-
-    Returns ``G_z`` in the dtype of ``gram``.
-
-    Example: ``canonical_gram(gram, mean, state["h.0.ln_1.weight"], state["h.0.ln_1.bias"])``
-
-    Raises:
-        UpdateError: shapes differ; a value is not finite; a gain is so near 0 that ``z`` is lost in the
-            rounding of ``gram``; or the mean and the Gram matrix contradict each other.
-    """
-    size = len(gram) if gram.ndim else 0
-    given = {"gram": gram, "mean": mean, "gain": gain, "bias": mean if bias is None else bias}
-    for name, value in given.items():
-        shape = [size, size] if name == "gram" else [size]
-        if list(value.shape) != shape or not bool(torch.isfinite(value).all()):
-            raise UpdateError(
-                f"The {name} of shape {list(value.shape)} must be finite and of shape {shape}. The Gram "
-                "matrix, the mean and the norm must be those of one layer's inputs."
-            )
-    wide, center, scale = gram.detach().double(), mean.detach().double(), gain.detach().double()
-    lost = scale.abs() <= _NEAR_ZERO * scale.abs().max()
-    if bias is not None:
-        beta = bias.detach().double()
-        lost |= torch.finfo(gram.dtype).eps * wide.diagonal() > _LOST * scale.square()
-        crossed = torch.outer(beta, center)
-        wide = wide - crossed - crossed.mT + torch.outer(beta, beta)
-    if bool(lost.any()):
-        unit = int(lost.nonzero()[0])
-        raise UpdateError(
-            f"The norm's gain of unit {unit} is {float(scale[unit]):g}, too near 0 for a Gram matrix in "
-            f"{gram.dtype}: the unit's values are lost by rounding. Collect the matrix from the "
-            "canonical model."
-        )
-    found = wide / torch.outer(scale, scale)
-    if bool((found.diagonal() < -_LOST).any()):
-        raise UpdateError(
-            "The mean and the Gram matrix contradict each other. Collect both from the same rows, with "
-            "the same gain and bias of the norm."
-        )
-    return found.to(gram.dtype)
 
 
 def _check_form(form: str, symmetry: Symmetry | None) -> None:

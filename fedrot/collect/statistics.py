@@ -1,4 +1,4 @@
-"""Statistics of updates by kind: Gram matrices, Fisher information, trained rows.
+"""Statistics of updates by kind: Gram matrices, means of inputs, Fisher information, trained rows.
 
 The statistics of an update are mappings by kind, then by tensor name: ``{"gram": {"fc.weight": G}}``.
 ``STATISTIC_KINDS`` holds, for each kind, how it is checked, moved with the weights, and collected.
@@ -19,7 +19,7 @@ from fedrot.precision import full_float32
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Slot
 from fedrot.symmetry.moves import Move
-from fedrot.tensors import Tensors, compute_dtype, diagonal_blocks
+from fedrot.tensors import Tensors, as_blocks, compute_dtype, diagonal_blocks
 
 Statistics = Mapping[str, Tensors]
 Shape = tuple[int, ...]
@@ -29,6 +29,9 @@ Shape = tuple[int, ...]
 GRAMS = {1: "gram", 0: "gram_conv1d"}
 #: The input axis of the weight by kind.
 INPUT_AXIS = {kind: axis for axis, kind in GRAMS.items()}
+#: Kinds of means of a layer's inputs, by the same axis as ``GRAMS``. ``collect_gram`` returns them with
+#: the Gram matrices, which need them to follow a model to canonical form.
+MEANS = {1: "input_mean", 0: "input_mean_conv1d"}
 #: Diagonal Fisher information in the shape of the tensor.
 FISHER = "fisher"
 #: Masks ``[rows]`` of the rows of a tensor that the client trained; ``[]`` for all or none.
@@ -38,6 +41,8 @@ TRAINED = "trained"
 _LARGEST = 1e30
 #: Rounding to bfloat16 changes a matrix by less than this share of its Frobenius norm.
 _ROUNDING = 2**-8
+#: Square of a mean above the mean of squares, as a share of the largest, that rounding explains.
+_EXCESS = 4 * _ROUNDING
 #: Moving a matrix in float32 changes entries by less than this share of the largest.
 _MOVING = 2**-14
 
@@ -136,7 +141,7 @@ def check_statistics(statistics: Statistics, shapes: Mapping[str, Shape]) -> Non
 
     Raises:
         UpdateError: an unknown kind or tensor, a shape that does not fit, values that are not finite,
-            or a problem that the kind's own ``check`` finds.
+            a problem that the kind's own ``check`` finds, or a mean that contradicts its Gram matrix.
     """
     for name_of_kind, by_name in statistics.items():
         kind = kind_named(name_of_kind)
@@ -151,6 +156,30 @@ def check_statistics(statistics: Statistics, shapes: Mapping[str, Shape]) -> Non
             if problem:
                 raise UpdateError(f"{where} {problem}.")
             checked.add((id(value), shapes[name]))
+    check_means(statistics)
+
+
+def check_means(statistics: Statistics) -> None:
+    """Raise ``UpdateError`` if a mean of inputs contradicts the Gram matrix of the same layer.
+
+    The square of a mean is at most the mean of the squares, which is on the diagonal.
+    """
+    for axis, kind in MEANS.items():
+        grams = statistics.get(GRAMS[axis], {})
+        checked: set[tuple[int, int]] = set()
+        for name, mean in statistics.get(kind, {}).items():
+            gram = grams.get(name)
+            if gram is None or (id(mean), id(gram)) in checked:
+                continue
+            squares = as_blocks(gram.detach()).diagonal(dim1=-2, dim2=-1).flatten().double()
+            most = squares + _EXCESS * squares.max()
+            if bool((mean.detach().double().square() > most).any()):
+                raise UpdateError(
+                    f"The {kind} statistics of '{name}' contradict its Gram matrix: the square of a "
+                    "mean is larger than the mean of the squares. Collect both from the same rows, with "
+                    "collect_gram."
+                )
+            checked.add((id(mean), id(gram)))
 
 
 def _number_problem(value: Tensor, kind: StatisticKind) -> str | None:
@@ -254,9 +283,10 @@ def _move_gram(value: Tensor, slot: Slot, move: Move, axis: int) -> Tensor:
         return value
     on_rows = replace(slot, axis=0)
     if value.ndim == 1:
-        return _move_squares(
-            value, on_rows, move, "diagonal of the Gram matrix", "Send the form 'heads'."
-        )
+        # The form 'heads' has blocks of the inputs of output projections, and diagonals of others.
+        form = "full" if move.group.part == "residual" else "heads"
+        what, instead = "diagonal of the Gram matrix", f"Send the form '{form}'."
+        return _move_squares(value, on_rows, move, what, instead)
     other = replace(on_rows, contravariant=not slot.contravariant)
     if value.ndim == 3:
         _check_blocks(value, slot, move)
@@ -265,6 +295,21 @@ def _move_gram(value: Tensor, slot: Slot, move: Move, axis: int) -> Tensor:
     if value.ndim == 2:
         return moved
     return diagonal_blocks(moved, value.shape[-1])
+
+
+def _check_mean(value: Tensor, shape: Shape, axis: int) -> str | None:
+    if len(shape) != 2:
+        return "belong to a tensor that is no matrix, and so to no linear layer"
+    if tuple(value.shape) != (shape[axis],):
+        return f"have shape {list(value.shape)}, but the layer reads {shape[axis]} inputs"
+    return None
+
+
+def _move_mean(value: Tensor, slot: Slot, move: Move, axis: int) -> Tensor:
+    """Move a mean of inputs, contravariantly to the weight's ``axis`` that they multiply."""
+    if slot.axis != axis:
+        return value
+    return move.on(value, replace(slot, axis=0, contravariant=not slot.contravariant))
 
 
 def _check_blocks(value: Tensor, slot: Slot, move: Move) -> None:
@@ -319,6 +364,14 @@ for _axis, _name in GRAMS.items():
         move=partial(_move_gram, axis=_axis),
         meaning=f"Gram matrix `X^T X / n` of the inputs `X`, which multiply axis {_axis} of the weight",
         limit="max_batches",
+        dtypes=(torch.float32, torch.float64, torch.bfloat16),
+    )
+for _axis, _name in MEANS.items():
+    STATISTIC_KINDS[_name] = StatisticKind(
+        _name,
+        check=partial(_check_mean, axis=_axis),
+        move=partial(_move_mean, axis=_axis),
+        meaning=f"mean of the same inputs as `{GRAMS[_axis]}`, collected with it",
         dtypes=(torch.float32, torch.float64, torch.bfloat16),
     )
 STATISTIC_KINDS[FISHER] = StatisticKind(

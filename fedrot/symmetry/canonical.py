@@ -134,7 +134,12 @@ def _drop(out: dict[str, Tensor], redundant: RedundantBias) -> None:
     old = out[redundant.taken_up]
     dtype = compute_dtype(old)
     units = redundant.read.rows(out[redundant.read.tensor], dtype)
-    bias = entries.of(before.detach(), 0).to(dtype)
-    shared = len(units) // len(bias)
-    per_query = bias.unflatten(0, (redundant.heads, -1)).repeat_interleave(shared, 0).flatten()
-    out[redundant.taken_up] = (old.to(dtype) + per_query @ units).to(old.dtype)
+    constant = per_query(before.detach().to(dtype), redundant, len(units))
+    out[redundant.taken_up] = (old.to(dtype) + constant @ units).to(old.dtype)
+
+
+def per_query(bias: Tensor, redundant: RedundantBias, size: int) -> Tensor:
+    """Return the constant that a value's bias adds to the ``size`` inputs of the output projection."""
+    entries = redundant.bias.slice.of(bias, 0)
+    by_head = entries.unflatten(0, (redundant.heads, -1))
+    return by_head.repeat_interleave(size // len(entries), 0).flatten()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fedrot.aggregation import RegMean, Statistics, aggregation_named
 from fedrot.aggregation.registry import AggregationEntry
 from fedrot.anchors import SAME_BASIS
+from fedrot.collect.canonical_statistics import follows_canonical_form
 from fedrot.collect.statistics import kind_named
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
@@ -107,7 +108,7 @@ def merge(
     weights = weights_of(settings.weights, len(models))
     options = replace(options_of(settings.parts, settings.layers), chance=settings.chance)
     method = _method(settings)
-    if method.needs:
+    if not all(map(follows_canonical_form, method.needs)):
         options = options.as_it_is()
     if not dry_run:
         if out is None:
@@ -227,7 +228,8 @@ def _statistics(
         own = one.own(tensors)
         model.load_state_dict(own if follows else one.alignment.apply(own))
         collected = kind_named(kind).collected(model, batches, limited=False)
-        for moved, by_name in (one.alignment.transport(collected) if follows else collected).items():
+        moved_there = one.alignment.transport(collected, own) if follows else collected
+        for moved, by_name in moved_there.items():
             # Tied tensors are merged once, under their first name.
             found[moved] = {name: value for name, value in by_name.items() if name in names}
     return found

@@ -174,7 +174,7 @@ class ToAnchor(Aligner):
     def moved(self, update: Update, tensors: Tensors, alignment: Alignment) -> Moved:
         """Return an update moved by an alignment, given its tensors on the device."""
         given = {kind: self.there(by_name) for kind, by_name in update.statistics.items()}
-        statistics = alignment.transport(given)
+        statistics = alignment.transport(given, tensors)
         moved = self.there(alignment.apply(tensors))
         check_finite(moved)
         return Moved(update, (moved,), statistics, lambda: alignment.report)

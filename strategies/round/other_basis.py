@@ -80,7 +80,7 @@ class OtherBases:
         self._prepared = False
 
     def as_it_is(self) -> None:
-        """Use no canonical form unless the options ask for it, because updates have statistics."""
+        """Use no canonical form unless the options ask for it: the updates' statistics cannot follow."""
         self.options = self.options.as_it_is()
 
     @property

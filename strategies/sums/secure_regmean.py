@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from fedrot.collect.gram import collect_gram
 from fedrot.collect.random_inputs import random_inputs
+from fedrot.collect.statistics import INPUT_AXIS
 from fedrot.errors import FedrotError
 from fedrot.strategies.sums.client_sums import ALPHA, ASKED, GAINS, KIND, NAMES, groups_of, oriented
 from fedrot.tensors import Tensors
@@ -197,8 +198,8 @@ def _expected(
     if not found:
         raise FedrotError(f"None of the names are weights of linear layers: {names}.")
     shared: dict[tuple[str, int], list[str]] = {}
-    for kind, by_name in found.items():
-        for name, squares in by_name.items():
+    for kind in INPUT_AXIS:
+        for name, squares in found.get(kind, {}).items():
             shared.setdefault((kind, id(squares)), []).append(name)
     return {
         f"{kind}{KIND}{NAMES.join(members)}": found[kind][members[0]].double()

@@ -9,7 +9,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from torch import Tensor
 
 from fedrot.aggregation import Statistics
-from fedrot.collect.statistics import check_statistics
+from fedrot.collect.statistics import check_means, check_statistics
 from fedrot.collect.token_counts import check_counts
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.flower_compat import NUMPY
@@ -119,6 +119,8 @@ def read_statistics(
         if shapes is not None:
             check_statistics({kind: given}, shapes)
         by_name |= given
+    if shapes is not None:
+        check_means(found)
     return found
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 import fedrot
+from tests.fedrot.oracles import seeded
 from tests.models import CASES, DIM, FEW, Names, State, largest_difference, near, state_of
 
 #: The modules of a layer that a part acts on.
@@ -124,3 +126,37 @@ def scrambled(
         assert largest_difference(alignment.apply(moved), client) <= 1e-9
         found.append((client, moved, alignment))
     return found
+
+
+def with_other_gains(state: State, symmetry: fedrot.Symmetry, seed: int) -> State:
+    """Return the same function with other gains, biases of norms, and redundant attention biases."""
+    out, rng = dict(state), seeded(seed)
+
+    def noise(like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=rng, dtype=torch.float64)
+
+    for fold in symmetry.folds:
+        gain = 0.5 + noise(out[fold.gain]).abs()
+        shift = noise(gain) if fold.bias and fold.holds_bias else torch.zeros_like(gain)
+        out[fold.gain] = gain * out[fold.gain]
+        if fold.bias:
+            out[fold.bias] = gain * out[fold.bias] + shift
+        for reader in fold.readers:
+            weight = out[reader.weight]
+            by_input = gain if reader.axis == weight.ndim - 1 else gain[:, None]
+            out[reader.weight] = weight / by_input
+            if fold.bias and fold.holds_bias:
+                lost = torch.tensordot(out[reader.weight], shift, dims=([reader.axis], [0]))
+                out[reader.bias] = out[reader.bias] - lost
+    for redundant in symmetry.redundant_biases:
+        before = out[redundant.bias.tensor].clone()
+        entries = redundant.bias.slice.of(before, 0)
+        added = noise(entries)
+        redundant.bias.slice.write(before, 0, entries + added)
+        out[redundant.bias.tensor] = before
+        if redundant.read is not None:
+            units = redundant.read.rows(out[redundant.read.tensor], torch.float64)
+            by_head = added.unflatten(0, (redundant.heads, -1))
+            constant = by_head.repeat_interleave(len(units) // len(added), 0).flatten()
+            out[redundant.taken_up] = out[redundant.taken_up] - constant @ units
+    return out

@@ -119,9 +119,10 @@ def test_the_app_of_the_page_about_statistics_runs(
     found = re.findall(r"round (\d): accuracy (\S+), ([\d,]+) bytes of statistics\n", printed)
     assert [number for number, _, _ in found] == ["1", "2", "3"]
     # Three clients; per layer query, output and up of width 64, and down of 128; pooler, classifier.
-    header = 128
-    matrices = 2 * (3 * (4 * 64**2 + header) + 4 * 128**2 + header) + 2 * (4 * 64**2 + header)
-    assert {sent for _, _, sent in found} == {f"{3 * matrices:,}"}
+    # Each input has a matrix and a mean.
+    header, inputs = 128, 2 * [64, 64, 64, 128] + [64, 64]
+    sizes = sum(4 * size**2 + header + 4 * size + header for size in inputs)
+    assert {sent for _, _, sent in found} == {f"{3 * sizes:,}"}
     assert float(found[-1][1]) >= 0.75
     text = (DOCS / "how-to/statistics.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"^Statistics: every reply needs .*$", text, flags=re.MULTILINE)

@@ -125,7 +125,7 @@ def test_two_kinds_read_the_batches_twice() -> None:
     rows, reply = Counted(batches(0)), content()
     assert add_statistics(reply, request("gram,fisher"), model(), rows) == ("gram", "fisher")
     assert rows.begun == 2
-    assert set(read_statistics(reply)) == {"gram", "fisher"}
+    assert set(read_statistics(reply)) == {"gram", "input_mean", "fisher"}
 
 
 def test_statistics_that_the_reply_has_stay_and_are_not_collected_again() -> None:
@@ -150,7 +150,8 @@ def test_matrices_of_conv1d_count_as_gram_matrices() -> None:
     reply, message = content(network.state_dict()), request()
     rows = [{"input_ids": torch.randint(1, 64, (4, 8))}]
     assert add_statistics(reply, message, network, rows) == ("gram",)
-    assert set(read_statistics(reply)) == {"gram", "gram_conv1d"}
+    means = {"input_mean", "input_mean_conv1d"}
+    assert set(read_statistics(reply)) == {"gram", "gram_conv1d", *means}
     assert add_statistics(reply, message, network, rows) == ()
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 import fedrot
+from fedrot.aggregation import Mean, RegMean
 from fedrot.strategies import (
     FedRot,
+    Guard,
     Matching,
     OtherBasis,
     Server,
@@ -21,7 +24,10 @@ from fedrot.strategies import (
 )
 from reproductions.port.rewriting import with_separate_tables
 from tests.families import config_of, model_of, state_of, symmetry_for
+from tests.fedrot.pairs import with_other_gains
 from tests.models import State, near
+from tests.strategies.aggregating import Client as ClientWithStatistics
+from tests.strategies.aggregating import play as play_with_statistics
 from tests.strategies.fakes import ALL_METRICS, Client, FakeGrid, play, tensors_of
 
 STREAM = fedrot.AlignmentOptions(fedrot.WHOLE_MODEL, canonical=True)
@@ -138,13 +144,112 @@ def test_by_default_the_stream_is_rotated_where_it_can_be() -> None:
         assert (strategy.other_bases.evidence is None) is rotates
 
 
-def test_where_statistics_come_with_replies_the_stream_is_permuted() -> None:
-    """Those of a client's model are not those of its canonical form."""
-    others = OtherBasis(options=fedrot.AlignmentOptions(fedrot.WHOLE_MODEL))
-    strategy = FedRot(config_of("llama"), other_basis=others, aggregation="regmean")
+@pytest.mark.parametrize(("aggregation", "rotates"), [("regmean", True), ("fisher", False)])
+def test_the_stream_is_rotated_if_the_statistics_of_replies_can_follow(
+    aggregation: str, rotates: bool
+) -> None:
+    """Gram matrices can be brought to canonical form; diagonal Fisher information cannot."""
+    permutations = fedrot.AlignmentOptions(("heads", "ffn"))
+    others = OtherBasis(options=fedrot.AlignmentOptions(("residual", "heads", "ffn")))
+    strategy = FedRot(
+        config_of("llama"), other_basis=others, alignment=permutations, aggregation=aggregation
+    )
     base = float32(state_of("llama"))
     strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), FakeGrid({1: silent, 2: silent}))
-    assert strategy.other_bases.rotates is False
+    assert strategy.other_bases.rotates is rotates
+
+
+def collected(name: str, tensors: State, seed: int) -> Any:
+    """Return Gram matrices and means of a client's own rows."""
+    model = built(name)
+    model.load_state_dict(tensors)
+    ids = torch.randint(1, 39, (16, 9), generator=torch.Generator().manual_seed(seed))
+    return fedrot.collect_gram(model, [{"input_ids": ids}])
+
+
+def turned_clients(name: str) -> tuple[State, list[State], list[ClientWithStatistics]]:
+    """Return a broadcast model, clients near it, and the clients in rotated bases with other gains."""
+    symmetry, base = symmetry_for(name), state_of(name)
+    clients = [near(base, 0.05, seed) for seed in (1, 2, 3)]
+    sent = []
+    for seed, client in enumerate(clients):
+        folded = fedrot.canonical(client, symmetry)
+        turned = fedrot.random_equivalent(folded, symmetry.rotated, seed, ("residual",))
+        update = float32(with_other_gains(turned, symmetry, seed))
+        sent.append(ClientWithStatistics(update, 1.0 + seed, collected(name, update, seed)))
+    return float32(base), list(map(float32, clients)), sent
+
+
+@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_regmean_of_rotated_clients_is_that_of_the_clients_as_they_were(name: str, others: bool) -> None:
+    symmetry, (base, clients, sent) = symmetry_for(name), turned_clients(name)
+    options = fedrot.AlignmentOptions(("residual",), anchor="global")
+    how: dict[str, Any] = {"alignment": options}
+    if others:
+        how = {"alignment": replace(options, parts=()), "other_basis": OtherBasis(options=options)}
+    strategy = FedRot(config_of(name), aggregation="regmean", **how, reporting=ALL_METRICS)
+    arrays, metrics = play_with_statistics(strategy, sent, base=base)
+    assert metrics["fedrot-replies-accepted"] == 3
+    result = tensors_of(arrays)
+    assert all(bool((result[fold.gain] == 1).all()) for fold in symmetry.folds)
+    # The clients were not rotated here, and their statistics are those of the aligned models. If all
+    # replies come from other bases, the round is in the coordinates of the one with the largest weight.
+    anchor = sent[-1].update if others else base
+    regmean, mean = RegMean(), Mean()
+    for seed, (client, own) in enumerate(zip(clients, sent, strict=True)):
+        aligned = fedrot.align(client, anchor, symmetry, options).apply(client)
+        regmean.add(aligned, own.weight, collected(name, aligned, seed))
+        mean.add(aligned, own.weight)
+    expected, averaged = (answers(name, found.result()) for found in (regmean, mean))
+    found = answers(name, result)
+    assert (found - expected).abs().max() <= 1e-3 * expected.abs().max()
+    assert (averaged - expected).abs().max() > 1e-2 * expected.abs().max()
+
+
+@pytest.mark.parametrize("keeps", ["plain", "merged"])
+def test_a_guard_compares_with_the_mean_of_what_was_sent(keeps: str) -> None:
+    name = "gpt2-classifier"
+    base, _, sent = turned_clients(name)
+    options = fedrot.AlignmentOptions(("residual",))
+    gain = symmetry_for(name).folds[0].gain
+
+    def evaluate(_: int, arrays: ArrayRecord) -> MetricRecord:
+        canonical = bool((tensors_of(arrays)[gain] == 1).all())
+        return MetricRecord({"loss": float(canonical == (keeps == "plain"))})
+
+    guard = Guard("loss", evaluate=evaluate)
+    shared: dict[str, Any] = {"aggregation": "regmean", "alignment": options, "server": DETERMINISTIC}
+    guarded = FedRot(config_of(name), **shared, guard=guard)
+    found = tensors_of(play_with_statistics(guarded, sent, base=base)[0])
+    if keeps == "merged":
+        alone = FedRot(config_of(name), **shared)
+        expected = tensors_of(play_with_statistics(alone, sent, base=base)[0])
+    else:
+        mean = Mean()
+        for client in sent:
+            mean.add(client.update, client.weight)
+        expected = mean.result()
+    assert all(torch.allclose(found[key], expected[key], atol=1e-5) for key in base)
+
+
+def test_a_reply_without_means_is_dropped_with_the_name_of_what_is_missing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    name = "gpt2-classifier"
+    base, _, sent = turned_clients(name)
+    grams = {kind: v for kind, v in sent[0].statistics.items() if kind.startswith("gram")}
+    strategy = FedRot(
+        config_of(name),
+        aggregation="regmean",
+        alignment=fedrot.AlignmentOptions(("residual",)),
+        reporting=ALL_METRICS,
+    )
+    _, metrics = play_with_statistics(
+        strategy, [replace(sent[0], statistics=grams), *sent[1:]], base=base
+    )
+    assert metrics["fedrot-replies-accepted"] == 2
+    assert "input_mean" in caplog.text
 
 
 def test_tables_count_by_what_clients_report() -> None:

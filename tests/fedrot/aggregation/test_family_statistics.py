@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import RegMean
-from fedrot.collect.statistics import INPUT_AXIS
+from fedrot.collect.statistics import INPUT_AXIS, MEANS
 from fedrot.precision import Float64
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Group
@@ -25,6 +25,9 @@ from tests.fedrot.pairs import scrambled
 from tests.models import EVERYTHING, State, largest_difference
 
 Grams = dict[str, dict[str, Tensor]]
+
+#: The axis of inputs by kind of statistics.
+AXIS = {**INPUT_AXIS, **{kind: axis for axis, kind in MEANS.items()}}
 
 #: Members whose output has no ``logits``, as a diagonal Fisher needs them.
 WITHOUT_LOGITS = ["mistral", "clip", "clip-text", "clip-image", "clip-text-bare", "t5-encoder"]
@@ -83,10 +86,10 @@ def test_gram_matrices_follow_a_random_element(name: str, form: str) -> None:
             slot.tensor
             for move in alignment.moves
             for slot in move.group.slots
-            if slot.axis == INPUT_AXIS[kind] and move.group.kind.moved(move.element).any()
+            if slot.axis == AXIS[kind] and move.group.kind.moved(move.element).any()
         }
         assert _far(before[kind], expected) == read & before[kind].keys()
-    assert ("gram_conv1d" in after) == name.startswith("gpt2")
+    assert ("gram_conv1d" in after) == ("input_mean_conv1d" in after) == name.startswith("gpt2")
 
 
 # Gradients

@@ -488,7 +488,7 @@ def test_what_regmean_needs_is_what_a_model_of_conv1d_layers_can_bring() -> None
     statistics = fedrot.collect_gram(model, [{"input_ids": torch.arange(2, 18)[None]}])
     regmean = RegMean()
     regmean.add(model.state_dict(), 1.0, statistics)
-    assert set(statistics) == {"gram_conv1d"}
+    assert set(statistics) == {"gram_conv1d", "input_mean_conv1d"}
     assert all(brings(statistics, kind) for kind in regmean.needs)
 
 

@@ -81,7 +81,8 @@ def test_gram_matrices_equal_sums_over_tokens(name: str) -> None:
     model = fresh_model(name)
     batches = [batch_of(1), batch_of(2, rows=2, length=5, padding=1)]
     found = fedrot.collect_gram(model, batches)
-    assert found.keys() == {"gram"}
+    assert found.keys() == {"gram", "input_mean"}
+    assert found["input_mean"].keys() == found["gram"].keys()
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     expected = {
         key: rows
@@ -93,6 +94,7 @@ def test_gram_matrices_equal_sums_over_tokens(name: str) -> None:
     assert names is None or f"{names.of(1, 'down')}.weight" in found["gram"]
     for key, rows in expected.items():
         _close(found["gram"][f"{key}.weight"], _oracle(rows))
+        _close(found["input_mean"][f"{key}.weight"], np.asarray(rows, np.float64).mean(0))
 
 
 def test_padding_is_as_if_it_were_not_there() -> None:
@@ -185,7 +187,7 @@ def test_conv1d_has_a_kind_of_its_own() -> None:
     model = randomise(transformers.GPT2ForSequenceClassification(config).double()).eval()
     batches = [batch_of(1), batch_of(2)]
     found = fedrot.collect_gram(model, batches)
-    assert found.keys() == {"gram", "gram_conv1d"}
+    assert found.keys() == {"gram", "gram_conv1d", "input_mean", "input_mean_conv1d"}
     assert found["gram"].keys() == {"score.weight"}
     rows = _rows(model, batches, ["Conv1D"])
     assert found["gram_conv1d"].keys() == {f"{key}.weight" for key in rows}

@@ -81,7 +81,8 @@ def test_a_matrix_that_layers_share_travels_once_and_stays_shared() -> None:
 def test_what_the_model_collects_travels_once_per_input() -> None:
     found = fedrot.collect_gram(build(), [inputs()])
     # Per layer: query, key and value; the heads' output; up; down. Then pooler and classifier.
-    assert len(statistics_record(found)) == 2 * 4 + 2
+    # Each input has a matrix and a mean.
+    assert len(statistics_record(found)) == 2 * (2 * 4 + 2)
     assert len(found["gram"]) == 2 * 6 + 2
 
 

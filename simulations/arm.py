@@ -37,7 +37,7 @@ OPTIONS: Mapping[str, Callable[[str], Any]] = {
 }
 #: Begins the name of an arm that averages LoRA adapters; its options, see ``AdapterOptions``.
 OF_ADAPTERS = "lora-"
-ADAPTER_OPTIONS: Mapping[str, Callable[[str], Any]] = {"gauge": str}
+ADAPTER_OPTIONS: Mapping[str, Callable[[str], Any]] = {"gauge": str, "regmean_alpha": float}
 
 #: Ends the name of an arm whose final model gets a task head that is fitted to the clients' rows.
 TASK_HEAD = "+task-head"
@@ -119,7 +119,7 @@ class Arm(BaseModel):
     (``fit_task_head``): the arm's last round is reported with it. It needs held-out rows, too.
 
     In settings with ``lora`` an arm is ``plain`` (the mean of factors) or ``lora-METHOD(OPTIONS)`` of
-    ``AdapterOptions``, ``lora-exact(gauge=previous)``.
+    ``AdapterOptions``, ``lora-exact(gauge=previous)`` or ``lora-regmean``.
 
     Plug-ins add anchors, aggregations, ``TOGETHER`` and ``READERS``.
     """

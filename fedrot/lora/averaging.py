@@ -332,7 +332,7 @@ class MeanOfProducts(AdapterAverage):
     """The mean of the products, as factors that a gauge chooses."""
 
     any_rank = True
-    used = ("gauge",)
+    used: ClassVar[tuple[str, ...]] = ("gauge",)
 
     def chosen(self, pair: Pair, wanted: Wanted) -> Factors | None:
         """Return the factors of the product that the gauge chooses."""

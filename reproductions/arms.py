@@ -66,6 +66,9 @@ RIVAL_OPTIONS: Mapping[str, Callable[[str], Any]] = {
     "schedule": str,
 }
 
+#: Methods of ``AdapterOptions``, whose arms are fedrot's unless they have options of rivals.
+OURS = ("mean", "exact", "regmean")
+
 _OF_ADAPTERS = re.compile(rf"{OF_ADAPTERS}(?P<method>[a-z-]*)(\((?P<options>[^)]*)\))?")
 
 
@@ -206,7 +209,7 @@ def read_adapters(text: str) -> Arm | None:
         return None
     try:
         given = pairs(found["options"] or "")
-        if given.keys() <= ADAPTER_OPTIONS.keys() and found["method"] in ("mean", "exact"):
+        if given.keys() <= ADAPTER_OPTIONS.keys() and found["method"] in OURS:
             return None
         unknown = [key for key in given if key not in RIVAL_OPTIONS]
         if unknown:

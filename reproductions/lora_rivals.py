@@ -54,12 +54,12 @@ class RivalOptions(AdapterOptions):
     """Options for averages of adapters by rivals.
 
     Attributes:
-        method: those of ``AdapterOptions``, and three more. ``pad`` averages the factors of clients of
-            different ranks: smaller factors are padded with zeros (as HetLoRA, which also weights
-            clients by the size of their updates and prunes). ``rotate`` rotates each client's factors to
-            those that it received, or to the mean so far, and averages them. ``stack`` adds the mean
-            product to the base weights, and begins anew with a random ``A`` and ``B = 0`` (FLoRA); it
-            needs ``residual="fold"``.
+        method: ``mean`` and ``exact`` of ``AdapterOptions``, and three more. ``pad`` averages the
+            factors of clients of different ranks: smaller factors are padded with zeros (as HetLoRA,
+            which also weights clients by the size of their updates and prunes). ``rotate`` rotates each
+            client's factors to those that it received, or to the mean so far, and averages them.
+            ``stack`` adds the mean product to the base weights, and begins anew with a random ``A`` and
+            ``B = 0`` (FLoRA); it needs ``residual="fold"``.
         gauge: of ``exact``, those of ``AdapterOptions``, and ``mean``.
         strength: of ``rotate``: 1 applies the best rotation, 0 applies none.
         by: of ``rotate``: ``both`` computes the rotation from ``A`` and ``B``; ``alternate`` from ``A``
@@ -86,6 +86,11 @@ class RivalOptions(AdapterOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.method == "regmean":
+            raise FedrotError(
+                "Method 'regmean' takes no options of rivals. Give AdapterOptions('regmean') to "
+                "FedRotLoRA or AlignedLoRA."
+            )
         known = {"by": ROTATED_BY, "residual": RESIDUALS, "schedule": SCHEDULES}
         for name, values in known.items():
             if getattr(self, name) not in values:

@@ -135,5 +135,7 @@ def check_adapter(config: SimulationConfig) -> None:
                 f"arm '{arm.name}': factors of different ranks have no mean; methods for such ranks are "
                 f"{', '.join(name for name, method in METHODS.items() if method.any_rank)}"
             )
+        if adapter.dora and not own.kind.of_dora:
+            raise ValueError(f"arm '{arm.name}': method '{own.method}' is not for adapters with dora=1")
         if config.server != "mean" and not arm.any_server:
             raise ValueError(f"arm '{arm.name}' does not go with server '{config.server}'; set 'mean'")

@@ -37,7 +37,7 @@ OPTIONS: Mapping[str, Callable[[str], Any]] = {
 }
 #: Start of the name of an arm that averages LoRA adapters, and its options; see ``AdapterOptions``.
 OF_ADAPTERS = "lora-"
-ADAPTER_OPTIONS: Mapping[str, Callable[[str], Any]] = {"gauge": str}
+ADAPTER_OPTIONS: Mapping[str, Callable[[str], Any]] = {"gauge": str, "regmean_alpha": float}
 
 #: End of the name of an arm whose final model gets a task head fitted to the clients' rows.
 TASK_HEAD = "+task-head"
@@ -120,7 +120,7 @@ class Arm(BaseModel):
     (``fit_task_head``). The metrics of the last round are those with this head. It needs held-out rows.
 
     In settings with ``lora`` an arm is ``plain`` (the mean of factors) or ``lora-METHOD(OPTIONS)`` of
-    ``AdapterOptions``, for example ``lora-exact(gauge=previous)``.
+    ``AdapterOptions``, ``lora-exact(gauge=previous)`` or ``lora-regmean``.
 
     Plug-ins add anchors, aggregations, ``TOGETHER`` and ``READERS``.
     """

@@ -39,6 +39,7 @@ from fedrot.strategies.round.update import Moved, Schema
 from fedrot.strategies.round.waiting import Store, Waiting
 from fedrot.strategies.settings import Checkpointing, Reporting, Server
 from fedrot.strategies.wire.arrays import from_arrays
+from fedrot.strategies.wire.records import STATISTICS
 from fedrot.tensors import Tensors, checked_device
 
 
@@ -99,12 +100,16 @@ class ReplyStrategy(Strategy):
         self._verdicts: dict[int, str] = {}
 
     def summary(self) -> None:
-        """Log how replies are processed, then the summary of the base strategy."""
+        """Log how replies are processed and what they need, then the summary of the base strategy."""
         streams = self.aggregator(1) is not None and not self.waits
         how = "averaged as they arrive" if streams else "held until all have arrived"
         order = ", sorted by their contents" if self.server.deterministic else ""
         where = f", in {spill}" if (spill := self.server.spill) and self.waits else ""
         log(INFO, "\t├──> Replies: %s%s%s", how, order, where)
+        if kinds := self.needs(1):
+            message = "\t├──> Statistics: every reply needs '%s'; clients call %s"
+            call = "fedrot.strategies.add_statistics(content, message, model, batches)"
+            log(INFO, message, "', '".join(kinds), call)
         super().summary()  # type: ignore[safe-super]
 
     def start(
@@ -169,8 +174,11 @@ class ReplyStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Store the broadcast model and the requests, which ``aggregate_train`` does not receive."""
+        """Ask for statistics, and store the broadcast model and the requests for ``aggregate_train``."""
         self._config, self._grid = config, grid
+        kinds = self.needs(server_round)
+        if kinds or STATISTICS in config:
+            config[STATISTICS] = ",".join(kinds)
         self._begin_round(server_round, arrays)
         readable = plain(arrays)
         messages = super().configure_train(  # type: ignore[safe-super]

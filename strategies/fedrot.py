@@ -24,7 +24,6 @@ from fedrot.strategies.round.merge import Aggregated, Averaged, Listed, Merge, W
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Moved
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
-from fedrot.strategies.wire.records import STATISTICS
 from fedrot.symmetry import Symmetry
 from fedrot.tensors import Tensors
 
@@ -120,23 +119,17 @@ class FedRot(Aligned, FedAvg):
             )
 
     def summary(self) -> None:
-        """Log how updates are merged and what clients send for it, then the summaries behind."""
+        """Log how updates are merged, then the summaries behind."""
         if self.aggregation is not None:
             log(INFO, "\t├──> Aggregation: %s", type(self.aggregation()).__name__)
-        if self._kinds:
-            message = "\t├──> Statistics: every reply needs '%s'; clients call %s"
-            call = "fedrot.strategies.add_statistics(content, message, model, batches)"
-            log(INFO, message, "', '".join(self._kinds), call)
         super().summary()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask for the statistics that the aggregation uses."""
+        """Refuse an aggregation behind a strategy that changes the updates."""
         if self.aggregation is not None:
             check_not_behind(self)
-        if self._kinds:
-            config[STATISTICS] = ",".join(self.needs(server_round))
         return super().configure_train(server_round, arrays, config, grid)
 
     def needs(self, server_round: int) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import FedAvg
 from torch import Tensor
 
 from fedrot.aggregation import Aggregator
-from fedrot.collect.statistics import TRAINED, Statistics
+from fedrot.collect.statistics import Statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora.adapter_options import AdapterOptions, checked_adapter_options
 from fedrot.lora.adapters import LoraSettings, pairs_of
@@ -39,9 +39,10 @@ class AlignedLoRA(ReplyStrategy):
     ``class AdamLoRA(AlignedLoRA, FedAdam): pass``, then ``AdamLoRA(peft_config, eta=0.01)``. Supported
     base strategies: FedAvg, FedAvgM, FedAdagrad, FedAdam and FedYogi. They receive only the average.
 
-    All clients need the same settings. With the method ``exact``, a client may have a smaller rank than
-    the received adapter (``fedrot.lora.load_adapter`` reduces it). Each round logs the distances of the
-    average, and of the mean of the factors, to the mean of the clients' products.
+    All clients need the same settings. With the methods ``exact`` and ``regmean``, a client may have a
+    smaller rank than the received adapter (``fedrot.lora.load_adapter`` reduces it). For ``regmean``
+    clients call ``add_statistics``. Each round logs the distances of the average, and of the mean of the
+    factors, to the mean of the clients' products.
 
     Args:
         settings: the adapter's ``LoraConfig``, or the content of ``adapter_config.json``, for alpha.
@@ -51,7 +52,7 @@ class AlignedLoRA(ReplyStrategy):
 
     Raises:
         FedrotError: the settings are not those of a LoRA adapter; the base strategy is not supported.
-            In the first round: ``initial_arrays`` is not an adapter.
+            In the first round: ``initial_arrays`` is not an adapter, or not one for the method.
     """
 
     uses_statistics = True
@@ -87,8 +88,12 @@ class AlignedLoRA(ReplyStrategy):
         """Check the first model before any client trains."""
         check_not_behind(self)
         if server_round == 1:
-            _check_initial(arrays)
+            _check_initial(arrays, self.adapters)
         return super().configure_train(server_round, arrays, config, grid)
+
+    def needs(self, server_round: int) -> tuple[str, ...]:
+        """Return the kinds of statistics that the method needs."""
+        return self.adapters.kind.needs
 
     def schema(self, broadcast: Tensors) -> Schema:
         """Return the tensors that a reply must hold: an adapter of at most the broadcast ranks."""
@@ -101,12 +106,13 @@ class AlignedLoRA(ReplyStrategy):
         )
 
 
-def _check_initial(arrays: ArrayRecord) -> None:
-    """Refuse a first model that is not an adapter; warn of base weights in it."""
+def _check_initial(arrays: ArrayRecord, options: AdapterOptions) -> None:
+    """Refuse a first model that is not an adapter for the method; warn of base weights in it."""
     try:
         pairs_of(arrays)
     except UpdateError as error:
         raise FedrotError(f"initial_arrays is not a LoRA adapter: {error}") from error
+    options.kind.check_kind(arrays, options.method)
     base = [name for name in arrays if ".base_layer." in name]
     if base:
         log(
@@ -161,22 +167,19 @@ class AdapterSchema(Schema):
 class AdapterMean:
     """An ``Aggregator`` of adapters; ``said`` and ``measured`` are the report of its result."""
 
-    needs: tuple[str, ...] = ()
-    notes: Mapping[str, str] = {}
-
     def __init__(self, average: AdapterAverage) -> None:
-        self._average = average
+        self._average, self.needs = average, average.needs
         self.said, self.measured = "", dict[str, float]()
+        self.notes: Mapping[str, str] = {}
 
     def add(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
         """Add one adapter; raises ``UpdateError`` as ``AdapterAverage.add``."""
-        trained = {kind: of for kind, of in (statistics or {}).items() if kind == TRAINED}
-        self._average.add(AdapterUpdate(update, weight, self._average.settings), trained)
+        self._average.add(AdapterUpdate(update, weight, self._average.settings, statistics or {}))
 
     def result(self) -> dict[str, Tensor]:
         """Return the average, and store its report."""
         tensors, report = self._average.result()
-        self.said = str(report)
+        self.said, self.notes = str(report), report.notes
         errors = {ERROR: report.mean_error, ERROR_OF_FACTORS: report.mean_error_of_factors}
         errors[LOST] = report.mean_lost or None
         self.measured = {name: error for name, error in errors.items() if error is not None}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable
+from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,20 +23,70 @@ GramForm = Literal["full", "heads", "diagonal"]
 GRAM_FORMS = ("full", "heads", "diagonal")
 
 
-def _readers(model: nn.Module) -> dict[str, int]:
-    """Return the input axis of the weight, by name, of every linear module with a weight of its own.
+@dataclass(frozen=True)
+class _Reader:
+    """The weight of a linear module: its name, and the axis that the module's inputs multiply."""
+
+    weight: str
+    axis: int
+
+
+def _readers(model: nn.Module) -> dict[str, _Reader]:
+    """Return, by name, every linear module with a weight of its own; of a PEFT model, of its adapter.
 
     Weights shared with an embedding or another layer have no single input to regress on; these weights
     are averaged.
     """
+    if getattr(model, "peft_config", None):
+        return _adapter_readers(model)
     parameters = (p for module in model.modules() for p in module._parameters.values())
     uses = Counter(id(parameter) for parameter in parameters)
     axes = {name: input_axis(module) for name, module in model.named_modules()}
     return {
-        name: axis
+        name: _Reader(f"{name}.weight", axis)
         for name, axis in axes.items()
         if axis is not None and uses[id(model.get_submodule(name).weight)] == 1
     }
+
+
+def _adapter_readers(model: Any) -> dict[str, _Reader]:
+    """Return the first factors, by name, of the linear layers that the active LoRA adapter adapts.
+
+    Raises:
+        FedrotError: several adapters are active, or none; the adapter is merged or disabled, has DoRA's
+            magnitudes, or adapts no linear layer.
+    """
+    given = model.active_adapters
+    active = list(given() if callable(given) else given)
+    if len(active) != 1:
+        raise FedrotError(
+            f"The active adapters are {', '.join(active) or 'none'}. Call model.set_adapter(name) with "
+            "the one adapter that the client sends."
+        )
+    (adapter,) = active
+    found: dict[str, _Reader] = {}
+    for name, module in model.named_modules():
+        if adapter in getattr(module, "lora_magnitude_vector", ()):
+            raise FedrotError(
+                f"'{name}' is adapted by DoRA, whose outputs are no product of factors with the inputs. "
+                "Gram matrices are for adapters without use_dora."
+            )
+        factors: Any = getattr(module, "lora_A", ())
+        if adapter not in factors or (axis := input_axis(factors[adapter])) is None:
+            continue
+        if module.merged or module.disable_adapters:
+            raise FedrotError(
+                f"The adapter '{adapter}' of '{name}' is merged into the weights or disabled, so that "
+                "its factors have no inputs. Call model.unmerge_adapter(), or enable the adapter."
+            )
+        # The name of the tensor in get_peft_model_state_dict, which leaves out the adapter's name.
+        found[f"{name}.lora_A.{adapter}"] = _Reader(f"{name}.lora_A.weight", axis)
+    if not found:
+        raise FedrotError(
+            f"The adapter '{adapter}' has no LoRA factors of linear layers, and so no Gram matrices. "
+            "Adapters of embeddings and convolutions have none."
+        )
+    return found
 
 
 # The matrices of Conv1D layers are collected together with the others.
@@ -58,6 +109,9 @@ def collect_gram(
     value) share one matrix and one mean. Weights that are tied to another module (output embeddings)
     have none.
 
+    Of a PEFT model only the linear layers that its active LoRA adapter adapts have a matrix, that of the
+    inputs of ``lora_A`` under the name of this factor in ``get_peft_model_state_dict``.
+
     Args:
         model: any ``torch`` model with ``Linear`` or ``Conv1D`` layers; it is run in evaluation mode and
             without gradients, and its mode is restored.
@@ -68,15 +122,16 @@ def collect_gram(
             is empty.
 
     Raises:
-        FedrotError: no batch, no such layer, or an unknown form.
+        FedrotError: no batch, no such layer, or an unknown form; the adapter of a PEFT model has DoRA's
+            magnitudes, is merged or disabled, or is not the only active one.
     """
     _check_form(form, symmetry)
-    axes = {
-        name: axis
-        for name, axis in _readers(model).items()
-        if names is None or f"{name}.weight" in names
+    readers = {
+        name: reader
+        for name, reader in _readers(model).items()
+        if names is None or reader.weight in names
     }
-    if names is not None and not axes:
+    if names is not None and not readers:
         return {}
     count: dict[str, int] = {}
     sums: dict[str, tuple[Tensor, Tensor]] = {}
@@ -90,8 +145,9 @@ def collect_gram(
         if same.setdefault(name, first) != first:
             other = same[name] if first == name else first
             raise FedrotError(
-                f"The layers '{name}.weight' and '{other}.weight' share an input only in some batches. "
-                "Collect their statistics from batches that take the same path through the model."
+                f"The layers '{readers[name].weight}' and '{readers[other].weight}' share an input only "
+                "in some batches. Collect their statistics from batches that take the same path through "
+                "the model."
             )
         inputs[name] = given
         if first != name:
@@ -103,7 +159,7 @@ def collect_gram(
         sums[name] = found
         count[name] = count.get(name, 0) + len(rows)
 
-    with watched(model, axes, seen):
+    with watched(model, readers, seen):
         for batch in islice(batches, max_batches):
             mask = batch.get("attention_mask")
             inputs.clear()
@@ -120,7 +176,7 @@ def collect_gram(
     collected: dict[str, dict[str, Tensor]] = {}
     for name, first in same.items():
         for kinds, value in zip((GRAMS, MEANS), averages[first], strict=True):
-            collected.setdefault(kinds[axes[name]], {})[f"{name}.weight"] = value
+            collected.setdefault(kinds[readers[name].axis], {})[readers[name].weight] = value
     return compressed(collected, form, symmetry)
 
 

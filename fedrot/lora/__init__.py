@@ -5,6 +5,7 @@ from fedrot.lora.adapters import LoraSettings
 from fedrot.lora.averaging import AdapterUpdate, average_adapters
 from fedrot.lora.fitting import fitted
 from fedrot.lora.peft_model import adapter_tensors, load_adapter, train_only
+from fedrot.lora.regression import RegressedProducts as RegressedProducts  # registers its method
 
 __all__ = [
     "AdapterOptions",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fedrot.errors import FedrotError
@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 
 #: A report mentions the share that a sum lost if it is larger than this.
 SHOWN = 0.001
+#: ``AdapterOptions.regmean_alpha`` unless another value is given.
+REGMEAN_ALPHA = 0.9
 #: The methods of averaging adapters, by name. Plug-ins add theirs.
 METHODS: dict[str, type[AdapterAverage]] = {}
+#: The options of methods, as their names are printed.
+_OPTIONS = {"gauge": "gauge", "regmean_alpha": "alpha"}
 
 
 @dataclass(frozen=True)
@@ -26,16 +30,21 @@ class AdapterOptions:
 
     Attributes:
         method: ``mean`` averages the factors (FedIT). ``exact`` averages the products, and keeps the
-            best approximation of the result's rank (FlexLoRA, with ``gauge="none"``).
-        gauge: for ``exact``, the choice among the pairs of factors with the same product: ``keep-a``,
-            ``none`` or ``previous``, see ``fedrot.lora.gauges``.
+            best approximation of the result's rank (FlexLoRA, with ``gauge="none"``). ``regmean`` keeps
+            the product of this rank whose outputs are nearest to those of the clients' products on the
+            clients' inputs; clients send Gram matrices.
+        gauge: for ``exact`` and ``regmean``, the choice among the pairs of factors with the same
+            product: ``keep-a``, ``none`` or ``previous``, see ``fedrot.lora.gauges``.
+        regmean_alpha: for ``regmean``, the ``alpha`` of ``fedrot.aggregation.RegMean``, by which
+            off-diagonal entries of Gram matrices are multiplied; no scale of an adapter.
 
     Raises:
-        FedrotError: a value is unknown, or a gauge is given with another method.
+        FedrotError: a value is unknown or out of range, or is given with a method that does not use it.
     """
 
     method: str = "mean"
     gauge: str = "keep-a"
+    regmean_alpha: float = REGMEAN_ALPHA
 
     def __post_init__(self) -> None:
         known: dict[str, Mapping[str, object]] = {"method": METHODS, "gauge": GAUGES}
@@ -44,13 +53,19 @@ class AdapterOptions:
                 raise FedrotError(
                     f"Unknown {name} '{getattr(self, name)}' of adapters; one of {', '.join(values)}."
                 )
-        if self.method != "exact" and self.gauge != type(self).gauge:
-            raise FedrotError(
-                f"gauge is an option of method 'exact' and has no effect with '{self.method}'; omit it."
-            )
+        for name in (name for name in _OPTIONS if name not in METHODS[self.method].used):
+            if getattr(self, name) != getattr(type(self), name):
+                able = " and ".join(f"'{key}'" for key, kind in METHODS.items() if name in kind.used)
+                raise FedrotError(
+                    f"{name} is an option of {able}, and has no effect with '{self.method}'; omit it."
+                )
+        alpha: object = self.regmean_alpha
+        if not isinstance(alpha, int | float) or not 0 <= alpha <= 1:
+            raise FedrotError(f"regmean_alpha is {alpha!r}; it must be a number from 0 to 1.")
 
     def __str__(self) -> str:
-        return f"{self.method}, gauge '{self.gauge}'" if self.method == "exact" else self.method
+        given = (f"{_OPTIONS[name]} {getattr(self, name)!r}" for name in METHODS[self.method].used)
+        return ", ".join([self.method, *given])
 
     @property
     def any_rank(self) -> bool:
@@ -97,6 +112,7 @@ class AdapterReport:
             were left out are orthogonal to all others.
         magnitudes: whether the adapters have DoRA's magnitudes ``m``. The weights are then
             ``m (W + s B A) / |W + s B A|`` with the base's ``W``, but the errors are of products only.
+        notes: by module, what ``regmean`` did not solve, with the reason.
     """
 
     updates: int
@@ -104,6 +120,7 @@ class AdapterReport:
     error: Mapping[str, float]
     lost: Mapping[str, float]
     magnitudes: bool = False
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def mean_error(self) -> float:

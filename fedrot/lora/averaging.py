@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
-from fedrot.collect.statistics import Statistics
+from fedrot.collect.statistics import TRAINED, Statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora.adapter_options import (
     METHODS,
@@ -30,6 +30,7 @@ from fedrot.lora.adapters import (
 )
 from fedrot.lora.gauges import GAUGES, Factors, Wanted, transposed
 from fedrot.lora.module_sums import ModuleSums, in_threads, share
+from fedrot.lora.products import Terms
 from fedrot.tensors import Tensors, check_finite, check_weight, compute_dtype
 
 #: A sum of products keeps this many times the largest rank so far, or the result's rank if it is larger.
@@ -49,11 +50,14 @@ class AdapterUpdate:
         tensors: as ``get_peft_model_state_dict`` returns them.
         weight: positive, such as the number of examples.
         settings: of the client's adapter.
+        statistics: those that the method ``needs``, and ``trained``, the rows of task heads that the
+            client trained, see ``Mean``. Others are not used.
     """
 
     tensors: Tensors
     weight: float
     settings: LoraSettings
+    statistics: Statistics = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,9 @@ class AdapterAverage(ABC):
         rank: of the result. None means the rank of ``previous`` in each module, or the largest rank of
             the clients without ``previous``. A mean of factors has the clients' rank.
         any_rank: whether clients may have different ranks.
+        used: the names of the options that the method uses.
+        needs: the kinds of statistics that every update needs.
+        of_dora: whether adapters may have DoRA's magnitudes.
 
     Raises:
         FedrotError: settings or options have another type, or the rank is below 1.
@@ -92,6 +99,9 @@ class AdapterAverage(ABC):
     server_round: int = 1
     rank: int | None = None
     any_rank: ClassVar[bool] = False
+    used: ClassVar[tuple[str, ...]] = ()
+    needs: ClassVar[tuple[str, ...]] = ()
+    of_dora: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.settings, self.options = (
@@ -109,18 +119,26 @@ class AdapterAverage(ABC):
         self._others = Mean()
         self._beside: set[str] = set()
         self._updates = 0
+        self._notes: dict[str, str] = {}
 
-    def add(self, update: AdapterUpdate, statistics: Statistics | None = None) -> None:
+    @classmethod
+    def check_kind(cls, names: Iterable[str], method: str) -> None:
+        """Raise ``UpdateError`` if the method cannot average adapters with tensors of these names."""
+        magnitudes = () if cls.of_dora else (name for name in names if _MAGNITUDE in name)
+        if odd := next(iter(magnitudes), None):
+            raise UpdateError(
+                f"The adapter has DoRA's magnitudes ('{odd}'), and method '{method}' is for products of "
+                "LoRA alone. Take method='exact', or adapters without use_dora."
+            )
+
+    def add(self, update: AdapterUpdate) -> None:
         """Add one adapter.
-
-        Args:
-            statistics: ``trained``, the rows of task heads that the client trained, see ``Mean``.
 
         Raises:
             FedrotError: ``update`` is not an ``AdapterUpdate``.
             UpdateError: the tensors are no adapter, or have NaN, Inf or huge factors, other modules or
                 sizes than the first, or another rank although the initialisation changed the base
-                weights. After an error, nothing has been added.
+                weights; or statistics are missing or wrong. After an error, nothing has been added.
         """
         if not isinstance(update, AdapterUpdate):
             raise FedrotError(f"The update is a {type(update).__name__}; pass an AdapterUpdate.")
@@ -128,6 +146,7 @@ class AdapterAverage(ABC):
         settings = LoraSettings.of(update.settings)
         check_weight(update.weight)
         check_finite(tensors)
+        self.check_kind(tensors, self.options.method)
         others = self._other_tensors(tensors, pairs)
         read = {pair.module: factors(tensors, pair) for pair in pairs}
         self._check(pairs, read)
@@ -146,7 +165,9 @@ class AdapterAverage(ABC):
                 f"The tensor '{odd}' is in some adapters and missing in others. All clients need the "
                 "same modules_to_save and bias in their LoraConfig."
             )
+        statistics = {kind: of for kind, of in update.statistics.items() if kind == TRAINED}
         self._others.check(others, update.weight, statistics)
+        self._check_statistics(update, pairs)
         if self._updates == 0:
             self._pairs, self._beside = pairs, set(others)
             self._like = {n: tensors[n].new_empty(0) for pair in pairs for n in (pair.a, pair.b)}
@@ -163,6 +184,7 @@ class AdapterAverage(ABC):
             self._add_to(module, pair, sent, update.weight)
 
         in_threads(fold, pairs, tensors[pairs[0].a].device)
+        self._add_statistics(update, pairs, scales)
         self._updates += 1
 
     def result(self) -> tuple[dict[str, Tensor], AdapterReport]:
@@ -186,6 +208,7 @@ class AdapterAverage(ABC):
             error={name: module.error for name, module in modules.items()},
             lost={name: module.lost for name, module in modules.items()},
             magnitudes=any(_MAGNITUDE in name for name in self._beside),
+            notes=dict(self._notes),
         )
 
     def _averaged(self, pair: Pair) -> AveragedModule:
@@ -194,7 +217,8 @@ class AdapterAverage(ABC):
         terms = module.products.terms(own)
         received = self._received(pair, terms.vt)
         scale = self.settings.scale(pair.module, own)
-        merged = self._merged(pair, module.wanted(terms, own, scale, received))
+        product = self._product(pair, terms, own)
+        merged = self._merged(pair, module.wanted(product, own, scale, received))
         tensors = {
             name: shaped(matrix, self._shapes[name]).to(self._like[name])
             for name, matrix in zip((pair.a, pair.b), merged, strict=True)
@@ -215,6 +239,18 @@ class AdapterAverage(ABC):
     def _new_sums(self) -> ModuleSums:
         """Return the empty sums of a module."""
         return ModuleSums()
+
+    def _check_statistics(self, update: AdapterUpdate, pairs: tuple[Pair, ...]) -> None:  # noqa: B027
+        """Raise ``UpdateError`` if an update lacks statistics that the method needs."""
+
+    def _add_statistics(  # noqa: B027
+        self, update: AdapterUpdate, pairs: tuple[Pair, ...], scales: Mapping[str, float]
+    ) -> None:
+        """Add an update's statistics to the sums of its modules; ``scales`` are by module."""
+
+    def _product(self, pair: Pair, terms: Terms, rank: int) -> Terms:
+        """Return the sum of products that the factors of a module get, given that of the clients."""
+        return terms
 
     def _add_to(self, module: ModuleSums, pair: Pair, sent: Factors, weight: float) -> None:
         """Add a client's factors, which contain the scale, to the sums of their module."""
@@ -296,6 +332,7 @@ class MeanOfProducts(AdapterAverage):
     """The mean of the products, as factors that a gauge chooses."""
 
     any_rank = True
+    used: ClassVar[tuple[str, ...]] = ("gauge",)
 
     def chosen(self, pair: Pair, wanted: Wanted) -> Factors | None:
         """Return the factors of the product that the gauge chooses."""
@@ -336,7 +373,7 @@ def average_adapters(
     Example: ``average_adapters([AdapterUpdate(tensors, 10, settings), ...], settings)``.
 
     Args:
-        updates: the clients' adapters. Alphas may differ; with ``exact``, ranks too.
+        updates: the clients' adapters. Alphas may differ; with ``exact`` and ``regmean``, ranks too.
         settings: of the result.
         options: see ``AdapterOptions``.
         previous: the adapter that the clients received, with ``settings``.

@@ -117,9 +117,15 @@ class ProductSum:
             found.append(float((own - 2 * mixed + other).clamp(min=0).sqrt()))
         return found
 
+    @property
+    def stacks(self) -> tuple[Tensor, Tensor]:
+        """The factors ``L [terms, out]`` and ``R [terms, in]`` of the sum ``L^T R``; no copies."""
+        return self._left[: self._used], self._right[: self._used]
+
     def dense(self) -> Tensor:
         """Return the sum, ``[out, in]``."""
-        return self._left[: self._used].mT @ self._right[: self._used]
+        left, right = self.stacks
+        return left.mT @ right
 
     def _compress(self, rank: int) -> None:
         kept = self.terms(rank)

@@ -169,7 +169,7 @@ def test_ranks_may_differ_in_stacks() -> None:
         ({"limit": 0}, "limit is 0; it is a rank, 1 at least"),
         (
             {"method": "mean", "gauge": "mean"},
-            "gauge is an option of method 'exact' and has no effect with 'mean'",
+            "gauge is an option of 'exact' and 'regmean', and has no effect with 'mean'",
         ),
         ({"method": "exact", "by": "alternate"}, "by is an option of method 'rotate'"),
     ],

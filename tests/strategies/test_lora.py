@@ -259,10 +259,13 @@ def test_an_adapter_of_rank_0_is_dropped_for_its_shape(warnings: Callable[[], st
 def test_what_is_not_known_or_not_lost_is_no_metric(
     of_factors: float | None, lost: float, measured: dict[str, float]
 ) -> None:
-    report = SimpleNamespace(mean_error=0.1, mean_error_of_factors=of_factors, mean_lost=lost)
-    average = AdapterMean(cast(Any, SimpleNamespace(result=lambda: ({}, report))))
+    report = SimpleNamespace(
+        mean_error=0.1, mean_error_of_factors=of_factors, mean_lost=lost, notes={"m": "why"}
+    )
+    average = AdapterMean(cast(Any, SimpleNamespace(result=lambda: ({}, report), needs=())))
     average.result()
     assert average.measured == measured
+    assert average.notes == {"m": "why"}
 
 
 def test_a_privacy_wrapper_around_adapters_is_refused_before_training() -> None:

@@ -114,16 +114,12 @@ def test_a_message_that_the_grid_refuses_is_not_waited_for() -> None:
 
 
 def test_an_average_of_adapters_receives_the_marks_of_untrained_rows() -> None:
-    seen: list[Any] = []
-
-    class Average(MeanOfFactors):
-        def add(self, update: Any, trained: Any = None) -> None:
-            seen.append(trained)
-
-    base = adapter(0)
-    mean = AdapterMean(Average(SETTINGS, AdapterOptions(), base, 1))
-    mean.add(base, 1.0, {TRAINED: {"w": torch.ones(2)}, "gram": {}})
-    assert [*seen[0]] == [TRAINED]
+    base, head = adapter(0), "base_model.model.head.bias"
+    mean = AdapterMean(MeanOfFactors(SETTINGS, AdapterOptions(), base, 1))
+    mean.add(base, 1.0, {TRAINED: {head: torch.tensor([True, True, False, False])}, "gram": {}})
+    other = {**base, head: base[head] + 8}
+    mean.add(other, 3.0, {TRAINED: {head: torch.tensor([True, False, True, False])}})
+    torch.testing.assert_close(mean.result()[head] - base[head], torch.tensor([6.0, 0, 8, 6]).double())
 
 
 def test_without_alignment_the_marks_of_one_client_count() -> None:

@@ -622,9 +622,12 @@ def test_errors_of_many_adapters_are_near_the_true_ones(method: str, apart: floa
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"method": "median"}, "Unknown method 'median' of adapters; one of mean, exact"),
+        ({"method": "median"}, "Unknown method 'median' of adapters; one of mean, exact, regmean"),
         ({"gauge": "best"}, "Unknown gauge 'best' of adapters; one of keep-a, previous, none"),
-        ({"gauge": "none"}, "gauge is an option of method 'exact' and has no effect with 'mean'"),
+        (
+            {"gauge": "none"},
+            "gauge is an option of 'exact' and 'regmean', and has no effect with 'mean'",
+        ),
     ],
 )
 def test_options_are_checked(options: dict[str, str], said: str) -> None:

@@ -11,7 +11,15 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from fedrot.lora import adapter_tensors, load_adapter
+import fedrot
+from fedrot.lora import (
+    AdapterOptions,
+    AdapterUpdate,
+    LoraSettings,
+    adapter_tensors,
+    average_adapters,
+    load_adapter,
+)
 from fedrot.simulations.adapter import default_arms
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data.encoding import bundled_tokenizer
@@ -147,6 +155,45 @@ def test_clients_of_several_ranks(run: Callable[..., Path]) -> None:
     assert max(loss.values()) < 3
 
 
+def test_regressed_products_come_from_the_clients_inputs(
+    run: Callable[..., Path], pretrained: Path
+) -> None:
+    """The first round again, by hand."""
+    names = ("lora-exact", "lora-regmean", "lora-regmean(regmean_alpha=0.1;gauge=previous)")
+    ranks = "r=2+4,targets=query+value,alpha=6"
+    path = run(*names, lora=ranks)
+    config = config_of(path, pretrained, lora=ranks)
+    task = task_of(config.to_json())
+    shell = build_model(config, task.data, 0)
+    start, updates = adapter_tensors(shell), []
+    for client in range(2):
+        model: Any = build_model(config, task.data, seed=99, rank=(2, 4)[client])
+        load_adapter(model, start)
+        rows, _ = task.client_rows(0, client)
+        training.train(model, task, rows, (0 * 1_000 + 1) * 1_000 + client)
+        # Every row is read, in batches of another size than those of the arm.
+        read = training.step_batches(task, model, rows, len(rows), 7, 1)
+        grams = fedrot.collect_gram(model, read, max_batches=None)
+        settings = LoraSettings.of(model.peft_config["default"])
+        updates.append(AdapterUpdate(adapter_tensors(model), len(rows), settings, grams))
+    loss = values(path, "loss", "central")
+    for name, options in zip(
+        names,
+        (AdapterOptions("exact"), AdapterOptions("regmean"), AdapterOptions("regmean", "previous", 0.1)),
+        strict=True,
+    ):
+        server = LoraSettings.of(shell.peft_config["default"])  # type: ignore[attr-defined]
+        merged, _ = average_adapters(updates, server, options, previous=start)
+        model = build_model(config, task.data, seed=99)
+        load_adapter(model, merged)
+        expected = training.evaluate(model, task, task.test, np.arange(20))["loss"]
+        assert loss[name, 1] == pytest.approx(expected, abs=1e-5)
+    assert len({loss[name, 1] for name in names}) == 3
+    seconds = values(path, "seconds-statistics", "client:1")
+    assert seconds[names[1], 2] > 0
+    assert (names[0], 2) not in seconds
+
+
 @pytest.mark.parametrize("server", ["adam", "yogi"])
 def test_server_optimisers_move_the_average(run: Callable[..., Path], server: str) -> None:
     path = run("plain", "lora-exact", server=server, server_lr=0.02)
@@ -196,7 +243,12 @@ def test_joined_steps_are_those_of_one_client(pretrained: Path, monkeypatch: pyt
         ({"arms": "aligned"}, "arm 'aligned' is not for adapters; write plain"),
         ({"arms": "lora-mean@global"}, "it averages adapters; write lora-METHOD"),
         ({"arms": "lora-best"}, "Unknown method 'best' of adapters"),
-        ({"arms": "lora-exact(ridge=1)"}, "unknown option 'ridge'; one of gauge"),
+        ({"arms": "lora-exact(ridge=1)"}, "unknown option 'ridge'; one of gauge, regmean_alpha"),
+        ({"arms": "lora-exact(regmean_alpha=1)"}, "regmean_alpha is an option of 'regmean'"),
+        (
+            {"lora": "r=3,targets=q,dora=1", "arms": "lora-regmean"},
+            "arm 'lora-regmean': method 'regmean' is not for adapters with dora=1",
+        ),
         (
             {"lora": "r=2+4,targets=q", "arms": "plain"},
             "arm 'plain': factors of different ranks have no mean",

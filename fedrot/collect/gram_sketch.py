@@ -51,6 +51,14 @@ class GramSketch:
     def _squares(self) -> Tensor:
         return self.factor.float().square().sum(1)
 
+    def explained(self) -> Tensor:
+        """Return the share ``l_j / n`` of each column, ``[r]``, the largest first."""
+        return self.factor.float().square().sum(0) / len(self.factor)
+
+    def cut(self, rank: int) -> GramSketch:
+        """Return a sketch of a smaller rank."""
+        return GramSketch(self.factor[:, :rank].clone(), self.diagonal)
+
     def matrix(self) -> Tensor:
         """Return the matrix of the sketch, float32 ``[n, n]``."""
         rows = self.factor.float() * self._squares().clamp_min(1).rsqrt().unsqueeze(1)
@@ -60,12 +68,12 @@ class GramSketch:
         return found
 
 
-def sketched(gram: Tensor, rank: int) -> GramSketch:
+def sketched(gram: Tensor, rank: int | None = None) -> GramSketch:
     """Return the sketch of a Gram matrix.
 
     Args:
-        gram: floating-point ``[n, n]``; decomposed in float64 on its device.
-        rank: 0 to ``n``; 0 keeps the diagonal.
+        gram: floating-point ``[n, n]``; decomposed in float32 on its device.
+        rank: 0 to ``n``; 0 keeps the diagonal, None is ``n``.
 
     Raises:
         FedrotError: the matrix is not finite, or its diagonal is negative.
@@ -76,10 +84,8 @@ def sketched(gram: Tensor, rank: int) -> GramSketch:
             "holds NaN, Inf or a negative mean square, so it has no eigenvalues to sketch it by. Check "
             "the client's training before sending it."
         )
-    even = scaled(gram)
-    values, vectors = torch.linalg.eigh(even)
-    largest = slice(len(even) - rank, None)
-    factor = (vectors[:, largest] * values[largest].clamp_min(0).sqrt()).flip(1)
+    values, vectors = torch.linalg.eigh(scaled(gram).float())
+    factor = (vectors * values.clamp_min(0).sqrt()).flip(1)[:, :rank]
     return GramSketch(factor.to(FACTOR).cpu(), diagonal.float().cpu().clone())
 
 

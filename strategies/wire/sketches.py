@@ -33,8 +33,10 @@ _MOST_ENTRIES, _MOST_TIMES = 2**24, 4
 def sketches_within(budget: int, grams: Mapping[str, Tensor], entry: int) -> dict[str, GramSketch]:
     """Return sketches of full Gram matrices that together fit into a number of bytes.
 
-    All have one rank, the largest that fits. A matrix that is no larger than its sketch, or of no more
-    inputs than this rank, has none: it is sent as it is, within the same bytes.
+    One rule shares the bytes out: a sketch has the eigenpairs that explain at least a share ``t`` of its
+    matrix's trace at unit diagonal, and ``t``, the same for all, is as small as the bytes allow. So the
+    spectral error of each sketch is below ``t`` times the trace. A matrix that is no larger than its
+    sketch has none, and is sent as it is; so are all if all fit.
 
     Args:
         budget: for all of them.
@@ -44,47 +46,56 @@ def sketches_within(budget: int, grams: Mapping[str, Tensor], entry: int) -> dic
     Raises:
         FedrotError: the diagonals alone do not fit, or a matrix is not finite.
     """
-    sizes = [len(gram) for gram in grams.values()]
 
-    def whole(size: int) -> int:
-        return entry * size**2 + _HEADER
+    def whole(name: str) -> int:
+        return entry * len(grams[name]) ** 2 + _HEADER
 
-    def bytes_of(size: int, rank: int) -> int:
-        smaller = size * (_FACTOR.itemsize * rank + _DIAGONAL.itemsize)
-        return min(smaller, whole(size)) if rank < size else whole(size)
+    def smaller(name: str, rank: int) -> int:
+        return len(grams[name]) * (_FACTOR.itemsize * rank + _DIAGONAL.itemsize)
 
-    def spent(rank: int) -> int:
-        return sum(bytes_of(size, rank) for size in sizes)
+    def spent(ranks: Mapping[str, int]) -> int:
+        return sum(min(whole(name), smaller(name, rank)) for name, rank in ranks.items())
 
-    rank = bisect_right(range(max(sizes, default=0) + 1), budget, key=spent) - 1
-    if rank < 0:
+    in_full, least = sum(map(whole, grams)), spent(dict.fromkeys(grams, 0))
+    if least > budget:
         raise FedrotError(
-            f"The Gram matrices may take {budget:,} bytes, and their diagonals take {spent(0):,}. Give "
-            "a larger share."
+            f"The Gram matrices may take {budget:,} bytes, and their diagonals take {least:,}. Give a "
+            "larger share."
         )
-    found, kept = dict[str, GramSketch](), dict[str, float]()
-    for name, gram in grams.items():
-        if bytes_of(len(gram), rank) < whole(len(gram)):
-            found[name] = _sketch(name, gram, rank)
-            kept[name] = energy_kept(gram, found[name])
+    if in_full <= budget:
+        return {}
+    entire = {name: _entire(name, gram) for name, gram in grams.items()}
+    explained = {name: sketch.explained() for name, sketch in entire.items()}
+
+    def ranks_at(share: float) -> dict[str, int]:
+        return {name: int((shares >= share).sum()) for name, shares in explained.items()}
+
+    everything = torch.cat(list(explained.values()))
+    steps = everything[everything > 0].unique().flip(0).tolist()
+    fitting = bisect_right(steps, budget, key=lambda share: spent(ranks_at(share)))
+    ranks = ranks_at(steps[fitting - 1]) if fitting else dict.fromkeys(grams, 0)
+    found = {n: entire[n].cut(rank) for n, rank in ranks.items() if smaller(n, rank) < whole(n)}
+    kept = [energy_kept(grams[name], sketch) for name, sketch in found.items()]
     log(
         INFO,
-        "Statistics: %d Gram matrices take %.1f MB instead of %.1f; %d sketches of rank %d keep %.1f %% "
-        "to %.1f %% of their energy.",
-        len(sizes),
-        spent(rank) / 1e6,
-        sum(map(whole, sizes)) / 1e6,
+        "Statistics: %d Gram matrices take %.1f MB instead of %.1f; %d sketches of rank %d to %d keep "
+        "%.1f %% to %.1f %% of their energy.",
+        len(grams),
+        spent(ranks) / 1e6,
+        in_full / 1e6,
         len(found),
-        rank,
-        100 * min(kept.values(), default=1),
-        100 * max(kept.values(), default=1),
+        min(ranks[name] for name in found),
+        max(ranks[name] for name in found),
+        100 * min(kept),
+        100 * max(kept),
     )
     return found
 
 
-def _sketch(name: str, gram: Tensor, rank: int) -> GramSketch:
+def _entire(name: str, gram: Tensor) -> GramSketch:
+    """Return the sketch of full rank."""
     try:
-        return sketched(gram, rank)
+        return sketched(gram)
     except FedrotError as error:
         raise FedrotError(f"The Gram matrix of '{name}' {error}") from error
 

@@ -318,7 +318,7 @@ def _low_rank(gram: Tensor, rank: int) -> Tensor:
     """Return a matrix's largest eigenpairs at unit diagonal, with the diagonal of the matrix."""
     roots = gram.double().diagonal().sqrt()
     values, vectors = torch.linalg.eigh(gram.double() / torch.outer(roots, roots))
-    kept = (vectors * values * (values >= values[-rank])) @ vectors.mT
+    kept = (vectors * values * (torch.arange(len(gram)) >= len(gram) - rank)) @ vectors.mT
     return torch.outer(roots, roots) * kept.fill_diagonal_(1)
 
 

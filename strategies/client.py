@@ -23,6 +23,8 @@ from fedrot.strategies.flower_compat import SECURE_AGGREGATION, UNNAMED_MODEL, i
 from fedrot.strategies.wire.arrays import TIED, from_arrays, same_bits, to_arrays
 from fedrot.strategies.wire.records import (
     STATISTICS,
+    budget_of,
+    check_share,
     model_records,
     read_statistics,
     statistics_record,
@@ -48,6 +50,7 @@ def align_mod(
     options: AlignmentOptions | None = None,
     statistics: Collector | None = None,
     dtype: torch.dtype = torch.float32,
+    share: float | None = None,
 ) -> Mod:
     """Return a mod that aligns every training reply to the model in the message.
 
@@ -69,13 +72,16 @@ def align_mod(
             diagonal Fisher information, which cannot follow a rotation; ``wanted_statistics`` tells what
             the server asks for. Statistics that are in the reply already are moved with the update.
         dtype: of the statistics on the wire, see ``statistics_record``.
+        share: of the update's bytes that the full Gram matrices may take, see ``add_statistics``. Give
+            it here and not there: a sketch that has been moved is none, and would leave in full.
 
     Raises:
-        FedrotError: by the mod: a mod that clips, adds noise or encrypts runs before alignment (as far
-            as this can be detected), the model does not fit the symmetry, or statistics cannot follow
-            or would be lost under secure aggregation.
+        FedrotError: the share is not positive. By the mod: a mod that clips, adds noise or encrypts runs
+            before alignment (as far as this can be detected), the model does not fit the symmetry, or
+            statistics cannot follow or would be lost under secure aggregation.
         UpdateError: by the mod, under secure aggregation: the reply is not an update of the model.
     """
+    check_share(share)
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         category, _, action = message.metadata.message_type.partition(".")
@@ -114,7 +120,8 @@ def align_mod(
         content = RecordDict(dict(reply.content))
         content[name] = _changed(content.array_records[name], update, moved)
         if found:
-            content[STATISTICS] = statistics_record(found, dtype)
+            budget = budget_of(share, [content.array_records[name]])
+            content[STATISTICS] = statistics_record(found, dtype, budget)
         aligned = copy.copy(reply)
         aligned.content = content
         return aligned

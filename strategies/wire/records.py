@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from torch import Tensor
 
 from fedrot.aggregation import Statistics
-from fedrot.collect.statistics import check_means, check_statistics
+from fedrot.collect.statistics import INPUT_AXIS, check_means, check_statistics
 from fedrot.collect.token_counts import check_counts
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.flower_compat import NUMPY
 from fedrot.strategies.wire.arrays import decode, encode, wire_bytes
+from fedrot.strategies.wire.sketches import SKETCH, SketchReader, encode_sketch, sketches_within
 from fedrot.tensors import SMALLEST_WEIGHT
 
 #: Name of the ArrayRecord of a reply's statistics. Also the key, in a request's configuration, of the
@@ -63,28 +64,69 @@ def check_precision(dtype: torch.dtype) -> None:
         raise FedrotError(f"Statistics are sent as float32 or bfloat16, not as {dtype}.")
 
 
-def statistics_record(statistics: Statistics, dtype: torch.dtype = torch.float32) -> ArrayRecord:
+def check_share(share: float | None) -> None:
+    """Raise ``FedrotError`` unless a share of the model's bytes is positive, or None."""
+    if share is not None and not 0 < share < float("inf"):
+        raise FedrotError(
+            f"share is {share}; give a positive share of the model's bytes, such as 0.1, or None to "
+            "send Gram matrices in full."
+        )
+
+
+def budget_of(share: float | None, models: Collection[ArrayRecord]) -> int | None:
+    """Return the bytes that Gram matrices may take, a share of a model's on the wire; None for None."""
+    if share is not None and not models:
+        raise FedrotError(
+            "share is a share of the model's bytes, and there is no model. Put the model's ArrayRecord "
+            "into the reply first."
+        )
+    return None if share is None else int(share * sum(map(wire_bytes, models)))
+
+
+def statistics_record(
+    statistics: Statistics, dtype: torch.dtype = torch.float32, budget: int | None = None
+) -> ArrayRecord:
     """Return statistics as the ArrayRecord ``fedrot-statistics`` of a client's reply.
 
     Matrices that several layers share are sent once.
 
     Args:
         statistics: by kind, then by tensor name.
-        dtype: float32, or bfloat16 for half the bytes and three significant digits.
+        dtype: float32, or bfloat16 for half the bytes and three significant digits. Sketches have
+            precisions of their own.
+        budget: bytes that the full Gram matrices may take; they travel as sketches of one rank, the
+            largest that fits. None sends them in full. Everything else travels as it is.
 
     Raises:
-        FedrotError: another dtype.
+        FedrotError: another dtype, or a budget that is too small for the diagonals.
     """
     check_precision(dtype)
+    values = {
+        f"{kind}{_KIND}{_NAMES.join(names)}": statistics[kind][names[0]]
+        for kind, by_name in statistics.items()
+        for names in _sharing(by_name)
+    }
+    full = {
+        key: value
+        for key, value in values.items()
+        if key.partition(_KIND)[0] in INPUT_AXIS and value.ndim == 2
+    }
+    sketches = {} if budget is None else sketches_within(budget, full, dtype.itemsize)
     arrays: dict[str, Array] = {}
-    for kind, by_name in statistics.items():
-        names: dict[int, list[str]] = {}
-        for name, value in by_name.items():
-            names.setdefault(id(value), []).append(name)
-        for shared in names.values():
-            value, key = by_name[shared[0]], f"{kind}{_KIND}{_NAMES.join(shared)}"
+    for key, value in values.items():
+        if key in sketches:
+            arrays[key] = encode_sketch(sketches[key])
+        else:
             arrays[key] = encode(key, value.to(dtype) if value.is_floating_point() else value)
     return ArrayRecord(arrays)
+
+
+def _sharing(by_name: Mapping[str, Tensor]) -> Iterable[list[str]]:
+    """Return the names that share one value, by value."""
+    names: dict[int, list[str]] = {}
+    for name, value in by_name.items():
+        names.setdefault(id(value), []).append(name)
+    return names.values()
 
 
 def read_statistics(
@@ -101,19 +143,23 @@ def read_statistics(
         copy: as in ``Schema.read``.
 
     Raises:
-        UpdateError: they cannot be decoded, a tensor has two of one kind, or see ``check_statistics``.
+        UpdateError: they cannot be decoded, a tensor has two of one kind, or see ``check_statistics``
+            and ``SketchReader.read``.
     """
     found: dict[str, dict[str, Tensor]] = {}
+    sketches = SketchReader(shapes)
     for key, array in content.array_records.get(STATISTICS, {}).items():
-        kind, separator, names = key.partition(_KIND)
-        try:
-            value = decode(key, array)
-        except UpdateError as error:
-            raise UpdateError(f"The statistics '{key}' cannot be decoded: {error}") from error
+        kind, separator, joined = key.partition(_KIND)
         if not separator:
             raise UpdateError(f"The statistics '{key}' have no kind; use statistics_record.")
+        names = joined.split(_NAMES)
+        try:
+            sketched = array.stype == SKETCH
+            value = sketches.read(kind, names, array) if sketched else decode(key, array)
+        except UpdateError as error:
+            raise UpdateError(f"The statistics '{key}' cannot be decoded: {error}") from error
         value = value.float() if value.dtype == torch.bfloat16 else value.clone() if copy else value
-        given, by_name = dict.fromkeys(names.split(_NAMES), value), found.setdefault(kind, {})
+        given, by_name = dict.fromkeys(names, value), found.setdefault(kind, {})
         if twice := given.keys() & by_name.keys():
             raise UpdateError(f"The {kind} statistics of '{min(twice)}' come twice; send them once.")
         if shapes is not None:

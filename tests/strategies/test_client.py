@@ -37,6 +37,7 @@ from fedrot.strategies import (
 )
 from fedrot.strategies.client_matching import request
 from fedrot.strategies.settings import Server
+from fedrot.strategies.wire.arrays import wire_bytes
 from fedrot.strategies.wire.records import STATISTICS, read_statistics, statistics_record
 from tests import families
 from tests.models import EAGER, State, config_of, near
@@ -429,6 +430,22 @@ def test_statistics_of_the_client_and_of_the_mod_leave_together_in_the_precision
     assert set(found) == {"trained", FISHER}
     dtypes = {array.dtype for array in answer.content.array_records[STATISTICS].values()}
     assert dtypes == {"bool", "bfloat16"}
+
+
+def test_matrices_are_sketched_after_they_have_moved() -> None:
+    base, update = state(), scrambled()
+    model = build().eval()
+    model.load_state_dict(update)
+    grams = fedrot.collect_gram(model, [{"input_ids": torch.arange(4, 36).reshape(4, 8)}])
+    mod = align_mod(CONFIG, share=0.15)
+    answer = app_of(with_statistics(update, grams), [mod])(instruction(base))
+    record = answer.content.array_records[STATISTICS]
+    moved = fedrot.align(update, base, SYMMETRY).transport(grams)
+    budget = int(0.15 * wire_bytes(answer.content.array_records["arrays"]))
+    assert wire_bytes(record) <= budget
+    assert record == statistics_record(moved, budget=budget)
+    with pytest.raises(fedrot.FedrotError, match="give a positive share"):
+        align_mod(CONFIG, share=0)
 
 
 def test_statistics_that_cannot_follow_are_refused() -> None:

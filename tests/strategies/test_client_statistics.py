@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from fedrot.aggregation import Fisher, RegMean
 from fedrot.collect.statistics import STATISTIC_KINDS, StatisticKind
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies import FedRot, add_statistics, statistics_record
+from fedrot.strategies.wire.arrays import wire_bytes
 from fedrot.strategies.wire.records import STATISTICS, read_statistics
 from tests.models import State, config_of, near
 from tests.strategies.aggregating import Client as Given
@@ -103,6 +105,37 @@ def test_half_precision_on_the_wire() -> None:
     assert reply.array_records[STATISTICS] == expected
 
 
+def test_a_share_of_the_models_bytes_bounds_the_gram_matrices() -> None:
+    network, found = model(), fedrot.collect_gram(model(), batches(0))
+    for tensors in (state(), {name: tensor.half() for name, tensor in state().items()}):
+        reply = content(tensors)
+        budget = int(0.15 * wire_bytes(reply.array_records["arrays"]))
+        add_statistics(reply, request(), network, batches(0), share=0.15)
+        record = reply.array_records[STATISTICS]
+        assert record == statistics_record(found, budget=budget)
+        assert 0.8 * budget <= wire_bytes(record) <= budget
+
+
+def test_without_a_model_in_the_reply_the_share_is_of_the_received_one() -> None:
+    message, reply = request(), RecordDict()
+    add_statistics(reply, message, model(), batches(0), share=0.15)
+    budget = int(0.15 * wire_bytes(message.content.array_records["arrays"]))
+    expected = statistics_record(fedrot.collect_gram(model(), batches(0)), budget=budget)
+    assert reply.array_records[STATISTICS] == expected
+    del message.content["arrays"]
+    with pytest.raises(
+        FedrotError, match=r"there is no model\. Put the model's ArrayRecord into the reply"
+    ):
+        add_statistics(RecordDict(), message, model(), batches(0), share=0.15)
+
+
+def test_a_share_leaves_other_kinds_as_they_are() -> None:
+    reply, whole = content(), content()
+    add_statistics(reply, request("fisher"), model(), batches(0), share=0.01)
+    add_statistics(whole, request("fisher"), model(), batches(0))
+    assert reply.array_records[STATISTICS] == whole.array_records[STATISTICS]
+
+
 def test_batches_may_be_a_function_a_list_or_an_iterator() -> None:
     found = []
     for rows in (batches(0), lambda: iter(batches(0)), iter(batches(0))):
@@ -182,6 +215,7 @@ def test_mistakes_are_refused_with_what_to_do() -> None:
     (batch,) = batches(0)
     refused(r"not as torch\.float16", dtype=torch.float16)
     refused("max_batches is 0; give a positive number", max_batches=0)
+    refused(r"and their diagonals take [\d,]+\. Give a larger share", share=1e-6)
     refused("pass at least one batch", batches=[])
     refused("A batch is a tuple; statistics need the keyword arguments", batches=[(batch["input_ids"],)])
     refused(
@@ -198,6 +232,8 @@ def test_mistakes_are_refused_with_what_to_do() -> None:
 def test_wrong_arguments_are_refused_although_nothing_is_asked() -> None:
     refused(r"not as torch\.float64", message=request(""), dtype=torch.float64)
     refused("max_batches is -1", message=request(""), max_batches=-1)
+    for share in (0.0, -0.1, float("inf"), float("nan")):
+        refused("give a positive share of the model's bytes", message=request(""), share=share)
 
 
 def test_a_tensor_that_only_the_received_model_has_may_have_statistics() -> None:
@@ -251,6 +287,40 @@ def test_a_run_merges_what_the_clients_add(aggregation: Any) -> None:
         for seed, (update, weight) in enumerate(zip(updates, EXAMPLES, strict=True))
     ]
     assert largest_difference(found, ArrayRecord(merged(aggregation(), clients))) <= 1e-6
+
+
+@pytest.mark.parametrize("alignment", [None, fedrot.AlignmentOptions()])
+def test_a_run_merges_the_sketches_that_the_clients_add(alignment: Any) -> None:
+    """RegMean of rebuilt matrices, formed here in float64 from each client's own decomposition."""
+    updates = [near(state(), 0.05, seed) for seed in range(3)]
+    strategy = FedRot(config_of(NAME), aggregation=RegMean, alignment=alignment, fraction_evaluate=0.0)
+    found = started(strategy, client_app(updates, partial(add_statistics, share=0.15)))
+    budget = int(0.15 * wire_bytes(ArrayRecord(state())))
+    clients = []
+    for seed, (update, weight) in enumerate(zip(updates, EXAMPLES, strict=True)):
+        grams = fedrot.collect_gram(loaded(update), batches(seed))
+        record = statistics_record(grams, budget=budget)
+        ranks = {key.split("/")[1]: array.shape[1] for key, array in record.items()}
+        rebuilt = {
+            name: _low_rank(grams["gram"][name], rank)
+            for names, rank in ranks.items()
+            for name in names.split("|")
+        }
+        clients.append(Given(update, weight, {"gram": rebuilt}))
+    full = [
+        Given(c.update, c.weight, fedrot.collect_gram(loaded(c.update), batches(seed)))
+        for seed, c in enumerate(clients)
+    ]
+    expected, exact = (ArrayRecord(merged(RegMean(), given)) for given in (clients, full))
+    assert largest_difference(found, expected) <= 0.02 * largest_difference(exact, expected)
+
+
+def _low_rank(gram: Tensor, rank: int) -> Tensor:
+    """Return a matrix's largest eigenpairs at unit diagonal, with the diagonal of the matrix."""
+    roots = gram.double().diagonal().sqrt()
+    values, vectors = torch.linalg.eigh(gram.double() / torch.outer(roots, roots))
+    kept = (vectors * values * (torch.arange(len(gram)) >= len(gram) - rank)) @ vectors.mT
+    return torch.outer(roots, roots) * kept.fill_diagonal_(1)
 
 
 def test_the_log_says_what_clients_send_before_anybody_trains(

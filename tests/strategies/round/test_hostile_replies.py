@@ -19,6 +19,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import RegMean
+from fedrot.collect.gram_sketch import sketched
 from fedrot.collect.statistics import check_statistics
 from fedrot.errors import UpdateError
 from fedrot.strategies import Aligned
@@ -30,6 +31,7 @@ from fedrot.strategies.settings import OtherBasis
 from fedrot.strategies.wire import records
 from fedrot.strategies.wire.arrays import TIED, encode, to_arrays
 from fedrot.strategies.wire.records import STATISTICS, TOKEN_COUNTS, read_statistics, without_arrays
+from fedrot.strategies.wire.sketches import SKETCH, encode_sketch
 from tests.models import near
 from tests.strategies.classifier import SYMMETRY, WHOLE, permuted, state
 from tests.strategies.fakes import FakeGrid, arrays_of, broadcast, failure, play, reply
@@ -68,6 +70,7 @@ def shaped(shape: str) -> str:
 
 
 LARGE = one(torch.zeros(MIB // 4))
+SKETCHED = encode_sketch(sketched(torch.eye(3), 1))
 #: Contents of about 1 MB on the wire each; arrays that are equal travel once.
 BOMBS: dict[str, Callable[[], RecordDict]] = {
     "arrays": lambda: content({**GOOD, **{f"x{i}": one(torch.zeros(1)) for i in range(5000)}}),
@@ -98,6 +101,10 @@ BOMBS: dict[str, Callable[[], RecordDict]] = {
     "names": lambda: with_statistics({"gram/" + "|".join(map(str, range(150_000))): LARGE}),
     "same statistics": lambda: with_statistics(
         {f"gram/{'|'.join('w' * i)}": one(torch.eye(3)) for i in range(1, 1000)}
+    ),
+    "sketches": lambda: with_statistics({f"gram/{'|'.join('w' * i)}": SKETCHED for i in range(1, 1000)}),
+    "a huge sketch": lambda: with_statistics(
+        {"gram/w": Array("float16", (MIB // 4, 0), SKETCH, bytes(MIB))}
     ),
     "token counts": lambda: content(**{TOKEN_COUNTS: ArrayRecord({"counts": LARGE})}),
 }

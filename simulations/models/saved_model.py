@@ -253,7 +253,7 @@ def _downloaded(name: str, *files: str) -> Path:
     except (OSError, ValueError) as error:
         raise FedrotError(
             f"'{name}' is no folder, and the hub has no model of that name or cannot be reached "
-            f"({_first_line(error)}). Give a folder with a saved model."
+            f"({_first_line(error)}). Give the folder of a saved model."
         ) from error
 
 

@@ -138,7 +138,7 @@ def test_the_token_that_differs_is_named(tmp_path: Path) -> None:
     _tokenizer(b, w3="other")
     code, output = invoke("merge", a, b, "--dry-run")
     assert code == 2
-    assert "number 8 in" in output
+    assert "has id 8 in" in output
     assert f"is not in '{a}'" in output or f"is not in '{b}'" in output
 
 

@@ -52,7 +52,10 @@ class GramSketch:
         return self.factor.float().square().sum(1)
 
     def explained(self) -> Tensor:
-        """Return the share ``l_j / n`` of each column, ``[r]``, the largest first."""
+        """Return the share of the trace of ``C`` that each column explains, ``[r]``, the largest first.
+
+        The trace is the energy of the inputs, at equal energies of the units.
+        """
         return self.factor.float().square().sum(0) / len(self.factor)
 
     def cut(self, rank: int) -> GramSketch:
@@ -95,10 +98,3 @@ def scaled(gram: Tensor) -> Tensor:
     roots = wide.diagonal().sqrt()
     inverse = torch.where(roots > 0, 1 / roots, 0.0)
     return inverse.unsqueeze(1) * wide * inverse
-
-
-def energy_kept(gram: Tensor, sketch: GramSketch) -> float:
-    """Return the share of a matrix that a sketch keeps: ``1 - |E|_F^2 / |C|_F^2``, 0 to 1."""
-    even = scaled(gram)
-    missing = even - scaled(sketch.matrix().to(gram.device))
-    return 1 - float(missing.square().sum() / even.square().sum().clamp_min(1e-300))

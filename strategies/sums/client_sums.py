@@ -24,7 +24,13 @@ from fedrot.aggregation import Statistics
 from fedrot.collect.statistics import INPUT_AXIS, TRAINED, check_statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.client import Collector, check_order
-from fedrot.strategies.flower_compat import SECURE_AGGREGATION, UNNAMED_MODEL, largest_unclipped
+from fedrot.strategies.flower_compat import (
+    SECURE_AGGREGATION,
+    UNNAMED_MODEL,
+    largest_unclipped,
+    rounding_step,
+    with_equal_weight,
+)
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from fedrot.strategies.wire.records import model_records
 from fedrot.tensors import Tensors, check_finite, check_update
@@ -32,8 +38,12 @@ from fedrot.tensors import Tensors, check_finite, check_update
 if TYPE_CHECKING:
     from flwr.clientapp.typing import ClientAppCallable, Mod
 
-#: Keys of a request's configuration: the layers, their scales and gains, as safetensors; alpha.
-ASKED, ALPHA = "fedrot-regmean", "fedrot-regmean-alpha"
+#: Keys of a request's configuration: the layers, their scales and gains, as safetensors; alpha; the norm
+#: to which a client clips what it adds to the sums, if it has to.
+ASKED, ALPHA, CLIPPING = "fedrot-regmean", "fedrot-regmean-alpha", "fedrot-regmean-clipping"
+
+#: What is clipped is this much shorter, so that rounding to float64 does not make it too long.
+_SHORTER = 1 - 1e-9
 
 #: Keys of the scales, as in ``statistics_record``: a kind, and the weights that read one input. Key of
 #: the gains.
@@ -109,7 +119,7 @@ def regmean_mod(names: Iterable[str], statistics: Collector) -> Mod:
         if message.metadata.message_type != MessageType.TRAIN or _asked(message) is None:
             return call_next(message, context)
         check_order(call_next, "regmean_mod")
-        groups, alpha = _read(message)
+        groups, alpha, clipping = _read(message)
         received = _named(message.content.array_records[UNNAMED_MODEL], order)
         secure = SECURE_AGGREGATION in message.content
         reply = call_next(message, context)
@@ -122,13 +132,19 @@ def regmean_mod(names: Iterable[str], statistics: Collector) -> Mod:
         check_finite(update)
         found = statistics(message, context, update)
         _check_found(found, groups, shapes)
-        largest = largest_unclipped(context, reply.content) if secure else math.inf
+        content = RecordDict(dict(reply.content))
+        if clipping is not None:
+            content = with_equal_weight(context, content, secure)
+        largest = largest_unclipped(context, content) if secure else math.inf
         products, grams = _sums(groups, alpha, update, received, found, largest)
+        if clipping is not None:
+            step = rounding_step(context, content) if secure else 0.0
+            products, grams = clipped(products, grams, update, received, clipping, step)
         keys = dict(zip(order, arrays, strict=True))
         sent = {keys[name]: tensor for name, tensor in products.items()}
         more = {str(len(order) + place): tensor for place, tensor in enumerate(grams)}
         replaced = copy.copy(reply)
-        replaced.content = RecordDict(dict(reply.content))
+        replaced.content = content
         replaced.content[record] = ArrayRecord({**arrays, **to_arrays({**sent, **more})})
         return replaced
 
@@ -139,19 +155,20 @@ def _asked(message: Message) -> Any:
     return next((c[ASKED] for c in message.content.config_records.values() if ASKED in c), None)
 
 
-def _read(message: Message) -> tuple[list[SharedInput], float]:
-    """Return the layers that the server asks for, and alpha."""
+def _read(message: Message) -> tuple[list[SharedInput], float, float | None]:
+    """Return the layers that the server asks for, alpha, and the norm to clip to."""
     config: Any
     (config,) = (c for c in message.content.config_records.values() if ASKED in c)
     try:
         scales = safetensors.torch.load(config[ASKED])
         alpha = float(config[ALPHA])
+        clipping = float(config[CLIPPING]) if CLIPPING in config else None
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise FedrotError(
             f"What the server asks for in '{ASKED}' cannot be read, {type(error).__name__}: {error}. "
             "Clients and server need the same version of fedrot."
         ) from error
-    return groups_of(scales), alpha
+    return groups_of(scales), alpha, clipping
 
 
 def groups_of(scales: Mapping[str, Tensor]) -> list[SharedInput]:
@@ -220,3 +237,39 @@ def _sums(
         products.update(zip(group.names, sums, strict=False))
         grams.append(sums[-1])
     return products, grams
+
+
+def clipped(
+    products: Tensors, grams: list[Tensor], update: Tensors, received: Tensors, norm: float, step: float
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Return all that a client sends, by tensor and the appended sums, with a bounded part of its own.
+
+    Its part is one vector: products, sums, and the differences of all other floating-point tensors to
+    the received ones. It is shortened to the norm, less what rounding to steps can add. Tensors of
+    integers are sent as received.
+
+    Raises:
+        UpdateError: rounding alone can exceed the norm.
+    """
+    own = {
+        name: products[name] if name in products else update[name].double() - received[name].double()
+        for name, tensor in received.items()
+        if tensor.is_floating_point()
+    }
+    parts = [*own.values(), *grams]
+    left = norm - step * math.sqrt(sum(part.numel() for part in parts))
+    if left <= 0:
+        raise UpdateError(
+            f"Secure aggregation rounds to steps of {step:.3g}, which alone can exceed the clipping "
+            f"norm {norm:g}. Give SecAggPlusWorkflow a larger quantization_range, or Privacy a larger "
+            "clipping_norm."
+        )
+    length = math.sqrt(sum(float(part.square().sum()) for part in parts))
+    shrink = min(1.0, _SHORTER * left / length) if length else 1.0
+    sent = {
+        name: tensor
+        if name not in own
+        else shrink * own[name] + (0 if name in products else tensor.double())
+        for name, tensor in received.items()
+    }
+    return sent, [shrink * part for part in grams]

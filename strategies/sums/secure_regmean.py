@@ -14,6 +14,7 @@ and sends them to all clients. With ``S = diag(s)``, ``c D G S`` and ``S G S`` t
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Collection, Iterable
 from logging import INFO, WARNING
 from typing import Any
@@ -30,7 +31,17 @@ from fedrot.collect.gram import collect_gram
 from fedrot.collect.random_inputs import random_inputs
 from fedrot.collect.statistics import INPUT_AXIS
 from fedrot.errors import FedrotError
-from fedrot.strategies.sums.client_sums import ALPHA, ASKED, GAINS, KIND, NAMES, groups_of, oriented
+from fedrot.strategies.sums.client_sums import (
+    ALPHA,
+    ASKED,
+    CLIPPING,
+    GAINS,
+    KIND,
+    NAMES,
+    groups_of,
+    oriented,
+)
+from fedrot.strategies.sums.privacy import Privacy
 from fedrot.tensors import Tensors
 
 #: Random texts or images from which the server finds the scales.
@@ -70,13 +81,17 @@ class SecureRegMean(FedAvg):
         headroom: secure aggregation does not clip up to ``headroom * clipping_range`` times the mean
             squares that the server expects. A client with larger ones counts less in that layer, and
             logs a warning. A larger headroom costs digits.
+        privacy: bounds what a client adds to the sums, and adds noise to them, once: the models are then
+            differentially private, in whole clients. All clients have one weight, and their metrics are
+            left out. That a client failed is not hidden. None: neither bound nor noise.
         **kwargs: of FedAvg.
 
     Example: ``SecureRegMean(model, min_fit_clients=3, min_available_clients=3, fraction_evaluate=0.0)``
 
     Raises:
-        FedrotError: ``alpha`` or ``headroom`` is impossible, or no layer is left. In a round: the
-            clients have sent something else, because they run without ``regmean_mod``.
+        FedrotError: ``alpha`` or ``headroom`` is impossible, no layer is left, or with ``privacy``
+            clients would send metrics without noise. In a round: the clients have sent something else,
+            because they run without ``regmean_mod``, or with ``privacy`` have unlike weights.
     """
 
     def __init__(
@@ -87,6 +102,7 @@ class SecureRegMean(FedAvg):
         names: Collection[str] | None = None,
         batches: Iterable[Tensors] | None = None,
         headroom: float = 16.0,
+        privacy: Privacy | None = None,
         **kwargs: Any,
     ) -> None:
         if not 0 <= alpha <= 0.99 or not 0 < headroom < float("inf"):
@@ -97,7 +113,11 @@ class SecureRegMean(FedAvg):
         start = [tensor.detach().cpu().numpy() for tensor in tensors.values()]
         kwargs.setdefault("initial_parameters", ndarrays_to_parameters(start))
         super().__init__(**kwargs)
-        self.alpha, self.headroom = alpha, headroom
+        self.alpha, self.headroom, self.privacy = alpha, headroom, privacy
+        if privacy is not None:
+            _check_private(self)
+            self._random = torch.Generator()
+            self._random.manual_seed(secrets.randbits(63) if privacy.seed is None else privacy.seed)
         #: Remarks about the layers of the last round, by weight.
         self.notes: dict[str, str] = {}
         self._order = tuple(tensors)
@@ -138,6 +158,8 @@ class SecureRegMean(FedAvg):
         }
         self._rescale()
         asked: dict[str, Any] = {ASKED: safetensors.torch.save(self._scales), ALPHA: self.alpha}
+        if self.privacy is not None:
+            asked[CLIPPING] = self.privacy.clipping_norm
         instructions = super().configure_fit(server_round, parameters, client_manager)
         return [(c, FitIns(ins.parameters, {**ins.config, **asked})) for c, ins in instructions]
 
@@ -151,11 +173,36 @@ class SecureRegMean(FedAvg):
         parameters, metrics = super().aggregate_fit(server_round, results, failures)
         if parameters is None:
             return None, metrics
-        merged = self._solved([torch.from_numpy(a) for a in parameters_to_ndarrays(parameters)])
+        means = [torch.from_numpy(a) for a in parameters_to_ndarrays(parameters)]
+        self._check(means)
+        deviation = 0.0
+        if self.privacy is not None:
+            weights = sorted({result.num_examples for _, result in results})
+            if len(weights) > 1:
+                raise FedrotError(
+                    f"Clients have the weights {weights[:5]}, and what one adds to the sums is bounded "
+                    "for equal ones: let every client run regmean_mod of this version of fedrot."
+                )
+            deviation = self.privacy.noise_multiplier * self.privacy.clipping_norm / len(results)
+            means = self._noisy(means, deviation)
+        merged = self._solved(means, deviation)
         return ndarrays_to_parameters([tensor.numpy() for tensor in merged.values()]), metrics
 
-    def _solved(self, means: list[Tensor]) -> dict[str, Tensor]:
-        """Return the new model in its order, from the mean arrays of the clients."""
+    def _noisy(self, means: list[Tensor], deviation: float) -> list[Tensor]:
+        """Return the means with Gaussian noise in every entry; tensors of integers are the received."""
+        received = [*self._received.values()]
+        found = []
+        for place, mean in enumerate(means):
+            of = received[place] if place < len(received) else None
+            if of is not None and not of.is_floating_point():
+                found.append(of)
+                continue
+            noise = torch.randn(mean.shape, dtype=torch.float64, generator=self._random)
+            found.append(mean.double() + deviation * noise)
+        return found
+
+    def _check(self, means: list[Tensor]) -> None:
+        """Raise ``FedrotError`` unless the means are those of what ``regmean_mod`` sends."""
         sizes = [len(group.scale) for group in self._groups]
         expected = [list(tensor.shape) for tensor in self._received.values()]
         expected += [[size * (size + 1) // 2] for size in sizes]
@@ -165,11 +212,19 @@ class SecureRegMean(FedAvg):
                 f"{len(expected)} of other shapes: let each client run "
                 "regmean_mod(model.state_dict(), statistics), behind secaggplus_mod in its mods."
             )
+
+    def _solved(self, means: list[Tensor], deviation: float = 0.0) -> dict[str, Tensor]:
+        """Return the new model in its order, from the mean arrays of the clients.
+
+        ``deviation`` is the noise's; the spectral norm of its part in a matrix of ``n`` units, about
+        ``2 sqrt(n)`` times as much, is added to the diagonal.
+        """
         merged = dict(zip(self._order, means, strict=False))
         self.notes = {}
         keyed = zip(sorted(self._squares), self._groups, means[len(self._order) :], strict=True)
         for key, group, upper in keyed:
-            total = _symmetric(upper, len(group.scale))
+            size = len(group.scale)
+            total = _symmetric(upper, size) + 2 * deviation * math.sqrt(size) * torch.eye(size)
             self._squares[key] = total.diagonal().clamp_min(0) / group.scale**2
             inverse, unseen = _inverse(total, self.alpha, _UNSEEN / self.headroom)
             for name, gain in zip(group.names, group.gains, strict=True):
@@ -186,7 +241,24 @@ class SecureRegMean(FedAvg):
         if self.notes:
             name, note = next(iter(self.notes.items()))
             log(WARNING, "RegMean, '%s' (%d notes in all): %s", name, len(self.notes), note)
-        return {name: tensor.contiguous() for name, tensor in merged.items()}
+        return {
+            name: tensor.to(self._received[name].dtype if self.privacy else tensor.dtype).contiguous()
+            for name, tensor in merged.items()
+        }
+
+
+def _check_private(strategy: SecureRegMean) -> None:
+    """Refuse what would tell the server or its models more than the noisy sums."""
+    wrong = {
+        "fraction_evaluate=0.0": strategy.fraction_evaluate > 0,
+        "no fit_metrics_aggregation_fn": strategy.fit_metrics_aggregation_fn is not None,
+    }
+    if any(wrong.values()):
+        instead = " and ".join(name for name, is_wrong in wrong.items() if is_wrong)
+        raise FedrotError(
+            "With privacy clients send noisy sums alone: their metrics would tell of single clients "
+            f"without noise. Give {instead}, and evaluate at the server."
+        )
 
 
 def _expected(

@@ -9,7 +9,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from torch import Tensor
 
 from fedrot.aggregation import Statistics
-from fedrot.collect.statistics import INPUT_AXIS, check_means, check_statistics
+from fedrot.collect.gram_sketch import GramSketch
+from fedrot.collect.statistics import INPUT_AXIS, MEANS, check_means, check_statistics
 from fedrot.collect.token_counts import check_counts
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.flower_compat import NUMPY
@@ -94,8 +95,9 @@ def statistics_record(
         statistics: by kind, then by tensor name.
         dtype: float32, or bfloat16 for half the bytes and three significant digits. Sketches have
             precisions of their own.
-        budget: bytes that the full Gram matrices may take; they travel as sketches of one rank, the
-            largest that fits. None sends them in full. Everything else travels as it is.
+        budget: bytes that the full Gram matrices and the means of inputs may take; the matrices travel
+            as sketches, see ``sketches_within``. None sends them in full. Everything else travels as it
+            is.
 
     Raises:
         FedrotError: another dtype, or a budget that is too small for the diagonals.
@@ -106,19 +108,20 @@ def statistics_record(
         for kind, by_name in statistics.items()
         for names in _sharing(by_name)
     }
-    full = {
-        key: value
-        for key, value in values.items()
-        if key.partition(_KIND)[0] in INPUT_AXIS and value.ndim == 2
-    }
-    sketches = {} if budget is None else sketches_within(budget, full, dtype.itemsize)
-    arrays: dict[str, Array] = {}
-    for key, value in values.items():
-        if key in sketches:
-            arrays[key] = encode_sketch(sketches[key])
-        else:
-            arrays[key] = encode(key, value.to(dtype) if value.is_floating_point() else value)
-    return ArrayRecord(arrays)
+    kinds = {key: key.partition(_KIND)[0] for key in values}
+
+    def encoded(key: str) -> Array:
+        value = values[key]
+        return encode(key, value.to(dtype) if value.is_floating_point() else value)
+
+    sketches: Mapping[str, GramSketch] = {}
+    if budget is not None:
+        means = {key: encoded(key) for key, kind in kinds.items() if kind in MEANS.values()}
+        full = {k: v for k, v in values.items() if kinds[k] in INPUT_AXIS and v.ndim == 2}
+        sketches = sketches_within(budget - wire_bytes(ArrayRecord(means)), full, dtype.itemsize)
+    return ArrayRecord(
+        {key: encode_sketch(sketches[key]) if key in sketches else encoded(key) for key in values}
+    )
 
 
 def _sharing(by_name: Mapping[str, Tensor]) -> Iterable[list[str]]:

@@ -13,7 +13,7 @@ from flwr.app import Array
 from flwr.common import log
 from torch import Tensor
 
-from fedrot.collect.gram_sketch import GramSketch, energy_kept, sketched
+from fedrot.collect.gram_sketch import GramSketch, sketched
 from fedrot.collect.statistics import INPUT_AXIS
 from fedrot.errors import FedrotError, UpdateError
 
@@ -75,11 +75,11 @@ def sketches_within(budget: int, grams: Mapping[str, Tensor], entry: int) -> dic
     fitting = bisect_right(steps, budget, key=lambda share: spent(ranks_at(share)))
     ranks = ranks_at(steps[fitting - 1]) if fitting else dict.fromkeys(grams, 0)
     found = {n: entire[n].cut(rank) for n, rank in ranks.items() if smaller(n, rank) < whole(n)}
-    kept = [energy_kept(grams[name], sketch) for name, sketch in found.items()]
+    kept = [float(sketch.explained().sum()) for sketch in found.values()]
     log(
         INFO,
         "Statistics: %d Gram matrices take %.1f MB instead of %.1f; %d sketches of rank %d to %d keep "
-        "%.1f %% to %.1f %% of their energy.",
+        "%.1f %% to %.1f %% of the inputs' energy.",
         len(grams),
         spent(ranks) / 1e6,
         in_full / 1e6,

@@ -15,6 +15,7 @@ from flwr.app import Context, Message, RecordDict
 from fedrot.aggregation import aggregations_table, registry
 from fedrot.collect.statistics import STATISTIC_KINDS, kinds_table
 from fedrot.simulations.federation.local_grid import local_clients
+from fedrot.strategies.wire.arrays import wire_bytes
 from fedrot.strategies.wire.records import read_statistics
 from tests.strategies.fakes import FakeGrid, reply, tensors_of
 
@@ -113,7 +114,7 @@ def test_the_app_of_the_page_about_statistics_runs(
 ) -> None:
     logging.getLogger("flwr").propagate = True
     caplog.set_level(logging.INFO)
-    scope = _executed("how-to/statistics.md", 5)
+    scope = _executed("how-to/statistics.md", 7)
     scope["server"](local_clients(scope["client"], 3), Context(1, 0, {}, RecordDict(), {}))
     printed = capsys.readouterr().out
     found = re.findall(r"round (\d): accuracy (\S+), ([\d,]+) bytes of statistics\n", printed)
@@ -127,9 +128,15 @@ def test_the_app_of_the_page_about_statistics_runs(
     text = (DOCS / "how-to/statistics.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"^Statistics: every reply needs .*$", text, flags=re.MULTILINE)
     assert f"{line}\n" in caplog.text
-    # The last part: one block per head where a layer reads the heads' outputs, diagonals elsewhere.
-    shapes = {len(gram.shape) for gram in read_statistics(scope["content"])["gram"].values()}
+    # A cheaper form: one block per head where a layer reads the heads' outputs, diagonals elsewhere.
+    shapes = {len(gram.shape) for gram in scope["grams"]["gram"].values()}
     assert shapes == {1, 3}
+    # The last part: sketches within a tenth of the model's bytes.
+    sent = scope["content"].array_records
+    assert 0 < wire_bytes(sent["fedrot-statistics"]) <= 0.1 * wire_bytes(sent["arrays"])
+    back = read_statistics(scope["content"])["gram"]
+    assert {len(gram.shape) for gram in back.values()} == {2}
+    assert back.keys() == scope["grams"]["gram"].keys()
 
 
 def test_the_page_about_diagnosis_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,7 +68,7 @@ def test_matrices_are_of_the_inputs_of_every_adapted_layer(adapter: str) -> None
     assert model.training
     assert all(module.training for module in model.modules())
     names = [name for name in adapter_tensors(model, adapter) if "lora_A" in name]
-    assert found.keys() == {"gram"}
+    assert found.keys() == {"gram", "input_mean"}
     assert found["gram"].keys() == {*names}
     assert len(names) == 2 * 4
     for name, gram in found["gram"].items():
@@ -100,7 +100,7 @@ def test_names_choose_matrices() -> None:
 def test_conv1d_layers_have_factors_of_linear_layers_and_embeddings_none() -> None:
     model = adapted(gpt2, target_modules=["c_attn", "wte"], fan_in_fan_out=True)
     found = fedrot.collect_gram(model, [{"input_ids": torch.randint(30, (3, 7))}])
-    assert found.keys() == {"gram"}
+    assert found.keys() == {"gram", "input_mean"}
     assert {name.split(".")[-3] for name in found["gram"]} == {"c_attn"}
     assert len(found["gram"]) == 2
 

@@ -58,7 +58,7 @@ ENSEMBLES = ("ensemble", "ensemble-probabilities")
 LAYERWISE = "regmean++"
 #: Options of arms of adapters, with what reads their values; see ``RivalOptions``.
 RIVAL_OPTIONS: Mapping[str, Callable[[str], Any]] = {
-    **ADAPTER_OPTIONS,
+    "gauge": str,
     "strength": float,
     "by": str,
     "limit": int,

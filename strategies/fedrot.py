@@ -24,6 +24,7 @@ from fedrot.strategies.round.merge import Aggregated, Averaged, Listed, Merge, W
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Moved
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
+from fedrot.strategies.wire.records import STATISTICS
 from fedrot.symmetry import Symmetry
 from fedrot.tensors import Tensors
 
@@ -127,9 +128,11 @@ class FedRot(Aligned, FedAvg):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Refuse an aggregation behind a strategy that changes the updates."""
+        """Ask for the statistics that the aggregation uses; in rounds that need none, say so."""
         if self.aggregation is not None:
             check_not_behind(self)
+        if self._kinds:
+            config[STATISTICS] = ""  # The base class fills in what the round needs.
         return super().configure_train(server_round, arrays, config, grid)
 
     def needs(self, server_round: int) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import reproductions.plugins  # noqa: F401
-from fedrot.lora import adapter_tensors
+from fedrot.lora import AdapterOptions, adapter_tensors
+from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.client_app import FACTORS
 from fedrot.simulations.federation.run_folder import read_rows
@@ -107,6 +108,7 @@ def test_an_arm_does_not_depend_on_those_before(run: Callable[..., Path], all_ar
         ({"lora": "", "arms": "lora-pad"}, "arm 'lora-pad' is for adapters; give lora"),
         ({"arms": "lora-mean(schedule=freeze-a,by=both)"}, "Unknown schedule 'freeze-a,by=both'"),
         ({"arms": "lora-pad(ridge=1)"}, "unknown option 'ridge'; one of gauge, strength"),
+        ({"arms": "lora-regmean(strength=1)"}, "Method 'regmean' takes no options of rivals"),
         ({"lora": "r=2+4,targets=q", "arms": "lora-rotate"}, "factors of different ranks have no mean"),
     ],
 )
@@ -114,3 +116,10 @@ def test_what_does_not_go_with_adapters_is_refused(changes: dict[str, Any], said
     settings = {**SMALL, "model": "some/model", "lora": LORA, **changes}
     with pytest.raises(ValueError, match=said):
         SimulationConfig.from_flat(settings)
+
+
+def test_arms_of_our_methods_are_not_rivals() -> None:
+    for name in ("lora-mean", "lora-exact(gauge=none)", "lora-regmean(regmean_alpha=0.5)"):
+        arm = Arm.parse(name)
+        assert type(arm) is Arm
+        assert type(arm.adapters) is AdapterOptions

@@ -155,7 +155,7 @@ def test_ranks_may_differ_in_stacks() -> None:
     [
         (
             {"method": "median"},
-            "Unknown method 'median' of adapters; one of mean, exact, pad, rotate, stack",
+            "Unknown method 'median' of adapters; one of mean, exact, regmean, pad, rotate, stack",
         ),
         ({"gauge": "best"}, "Unknown gauge 'best'"),
         ({"residual": "keep"}, "Unknown residual 'keep' of adapters; one of drop, fold"),
@@ -172,6 +172,7 @@ def test_ranks_may_differ_in_stacks() -> None:
             "gauge is an option of 'exact' and 'regmean', and has no effect with 'mean'",
         ),
         ({"method": "exact", "by": "alternate"}, "by is an option of method 'rotate'"),
+        ({"method": "regmean"}, "Method 'regmean' takes no options of rivals. Give AdapterOptions"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], said: str) -> None:

@@ -161,7 +161,7 @@ def test_a_whole_model_is_within_its_share() -> None:
     model = build()
     found = fedrot.collect_gram(model, [inputs()])
     whole = sum(tensor.nbytes for tensor in model.state_dict().values())
-    for share in (0.05, 0.1, 0.2):
+    for share in (0.06, 0.1, 0.2):
         record = statistics_record(found, budget=int(share * whole))
         assert 0.8 * share * whole <= wire_bytes(record) <= share * whole
         back = read(record, {name: tuple(t.shape) for name, t in model.state_dict().items()})

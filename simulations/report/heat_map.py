@@ -68,7 +68,7 @@ SHARE = Scale(
     {0.0: "0 %", 0.25: "25 %", 0.5: "50 %"},
     "removed",
     "Purple: chance is unknown (older rows, or parts that are matched together); the colours are the "
-    "share removed, from 0 to 50 %; orange: the part's distance grew, and that of other parts shrank.",
+    "share removed, from 0 to 50 %; orange: the distance of this part grew, that of others shrank.",
 )
 SCALES = (RATIO, SHARE)
 CAPTION = "Share (%) of the squared distance to the anchor that alignment found, over clients and seeds."

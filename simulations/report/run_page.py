@@ -247,7 +247,7 @@ def settings(run: RunResults) -> Section:
         stem = str(run.folder / "plots" / name)
         drawn = _result_pictures(stem, rows.get(setting, []), alignment.get(setting, []))
         for seed, first in list(seeds.items())[:1]:
-            caption = f"rows per client and class, with the clients' held-out rows, seed {seed}"
+            caption = f"rows per client and class, with held-out rows of the clients, seed {seed}"
             drawn[caption] = plots.partition_plot(Path(f"{stem}-partition.png"), first["counts"], names)
         tables = [
             partition_table(own["counts"], names, setting, seed, most=None)

@@ -424,7 +424,7 @@ def test_a_partition_without_results_is_drawn_and_models_have_short_names(
     page = page_of(run)
     assert "2026-01-31 · data: goemotions_ekman · model: bert, minilm" in page
     assert drawn == [([[7]], ["x"])]
-    assert "with the clients' held-out rows, seed 7" in page
+    assert "with held-out rows of the clients, seed 7" in page
     assert page.index("data:other-partition.png") < page.index("data:main-accuracy.png")
     assert "setting other: 18 of 18 runs (start, arm, seed) have no final round yet" in page
 

@@ -89,7 +89,7 @@ def test_a_run_starts_from_it_and_other_starts_do_not(tmp_path: Path) -> None:
     [
         ({"pretrain_data": ""}, "needs texts to pretrain on; give pretrain_data"),
         ({"model": "somewhere"}, "model 'somewhere' is pretrained already; choose start 'same'"),
-        ({"task": "image", "data": "digits"}, "architecture 'vit' is none"),
+        ({"task": "image", "data": "digits"}, "not for architecture 'vit'"),
     ],
 )
 def test_what_cannot_be_pretrained_is_refused(settings: dict[str, Any], message: str) -> None:

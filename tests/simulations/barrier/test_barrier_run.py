@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,23 @@ def test_a_summary_has_the_middle_and_both_ends_of_a_line() -> None:
     (summary,) = summarise([BarrierLine("cell", "a to b", "vanilla", 1.0, 4.0, 4.0, barrier)])
     assert summary.middle.mean == 0.25
     assert [end.mean for end in summary.ends] == [0.5, 0.75]
+
+
+def test_equal_models_have_no_share_of_a_barrier_or_of_a_distance() -> None:
+    flat = Barrier((0.0, 0.5, 1.0), ({"loss": 2.0},) * 3)
+    lines = [
+        BarrierLine("cell", "a to a", method, 1.0, 0.0, 0.0, flat) for method in ("vanilla", "whole")
+    ]
+    for summary in summarise(lines):
+        assert math.isnan(summary.share.mean)
+        assert math.isnan(summary.distance.mean)
+
+
+@pytest.mark.parametrize("name", ["rotation", "whole", "whole+data", "stream"])
+def test_published_methods_move_all_groups_also_those_that_chance_would_explain(name: str) -> None:
+    options = METHODS[name].options
+    assert options is not None
+    assert (options.chance, options.canonical) == (0, name == "stream")
 
 
 def _spoil(folder: Path, kind: str) -> None:

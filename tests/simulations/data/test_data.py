@@ -668,3 +668,15 @@ def test_f1_of_two_classes_is_that_of_class_1() -> None:
     # Two of three are found, and nothing else; of class 0 one of two that are predicted is right.
     assert found["f1"] == pytest.approx(0.8)
     assert found["macro_f1"] == pytest.approx((0.8 + 2 / 3) / 2)
+
+
+def test_a_file_is_looked_for_in_the_data_folder_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, label in (("here", "x"), ("data", "y")):
+        (tmp_path / folder).mkdir()
+        rows = "".join(f"a {i},{label}{i % 2}\n" for i in range(20))
+        (tmp_path / folder / "mine.csv").write_text("text,label\n" + rows)
+    monkeypatch.chdir(tmp_path / "here")
+    assert load_text_data("mine.csv", tmp_path / "data").label_names == ("y0", "y1")
+    assert load_text_data("mine.csv").label_names == ("x0", "x1")

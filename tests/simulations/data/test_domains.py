@@ -165,6 +165,7 @@ def test_every_aggregation_merges_domains(folder: Path, tmp_path: Path) -> None:
         (["news", "news"], [], "'news' is named twice"),
         (["news", "talk"], ["talk"], "'talk' is named twice"),
         (["news", "scores"], [], "'scores' has scores or pairs of texts"),
+        (["news", "pairs"], [], "'pairs' has scores or pairs of texts"),
         (["news", "numbers"], [], "the classes of 'numbers' are numbers"),
         (["news", "sub/news.parquet"], [], "two domains have the same file name"),
         (["news"], ["other"], "'other' has none of the labels sunny, gloomy; it has furious, shy"),
@@ -174,6 +175,7 @@ def test_what_is_no_domain_is_named(
     names: list[str], unseen: list[str], message: str, folder: Path
 ) -> None:
     write(folder / "scores.parquet", text=["a"] * 10, label=[i / 3 for i in range(10)])
+    write(folder / "pairs.parquet", sentence1=["a"] * 10, sentence2=["b"] * 10, label=["x", "y"] * 5)
     write(folder / "numbers.parquet", text=["a"] * 10, label=[0, 1] * 5)
     (folder / "sub").mkdir()
     corpus(folder / "sub" / "news.parquet", ("sunny", "gloomy"), 4)

@@ -348,3 +348,6 @@ def test_scores_of_a_wide_range_are_counted_in_intervals() -> None:
     assert histogram(scores, [np.array([0, 1]), np.array([3])], 10).sum(axis=1).tolist() == [2, 1]
     below = np.array([-5000, -4000], dtype=np.float32)
     assert partition_keys(below).tolist() == [0, 2]
+    far = np.linspace(5_000, 7_000, 50)
+    assert partition_keys(far).min() == 0
+    assert len(set(partition_keys(far))) == partition_keys(far).max() + 1 == 10

@@ -229,6 +229,7 @@ def test_joined_steps_are_those_of_one_client(pretrained: Path, monkeypatch: pyt
         ({"lora": "r=3"}, "lora needs targets; write lora as r=8,targets=query"),
         ({"lora": "r=3,targets=q,rank=2"}, "lora has no key 'rank'; its keys are r, targets, alpha"),
         ({"lora": "r=0,targets=q"}, "ranks are at least 1"),
+        ({"lora": "r=4+0,targets=q"}, "ranks are at least 1"),
         ({"lora": "r=2++4,targets=q"}, "r is '2++4'; write r=8"),
         ({"lora": "r=2,targets=+"}, "a target has no name"),
         ({"lora": "r=2,targets=q,alpha=inf"}, "alpha is above 0"),

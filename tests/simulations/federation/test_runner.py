@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -49,3 +50,13 @@ def test_a_guard_has_a_metric_of_the_task() -> None:
     said = r"arm 'aligned:perplexity': unknown metric 'perplexity'; one of accuracy, .*loss$"
     with pytest.raises(FedrotError, match=said):
         runner.check([config])
+
+
+def test_variables_that_the_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "info")
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    runner.prepare_environment()
+    assert (os.environ["TRANSFORMERS_VERBOSITY"], os.environ["TOKENIZERS_PARALLELISM"]) == (
+        "info",
+        "false",
+    )

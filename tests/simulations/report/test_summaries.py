@@ -126,7 +126,7 @@ def test_verdicts_know_the_direction(
     assert paired_difference(differences, lower_is_better=lower_is_better).verdict == verdict
 
 
-LOWER = ("loss", "perplexity", "pseudo_perplexity")
+LOWER = ("loss", "calibrated_loss", "ece", "perplexity", "pseudo_perplexity")
 HIGHER = (
     *("accuracy", "macro_f1", "micro_f1", "f1", "matthews", "pearson", "spearman"),
     *("precision", "recall"),

@@ -101,10 +101,8 @@ def test_a_summary_has_the_middle_and_both_ends_of_a_line() -> None:
 
 def test_equal_models_have_no_share_of_a_barrier_or_of_a_distance() -> None:
     flat = Barrier((0.0, 0.5, 1.0), ({"loss": 2.0},) * 3)
-    lines = [
-        BarrierLine("cell", "a to a", method, 1.0, 0.0, 0.0, flat) for method in ("vanilla", "whole")
-    ]
-    for summary in summarise(lines):
+    methods = ("vanilla", "whole")
+    for summary in summarise([BarrierLine("cell", "a to a", m, 1.0, 0.0, 0.0, flat) for m in methods]):
         assert math.isnan(summary.share.mean)
         assert math.isnan(summary.distance.mean)
 

@@ -129,6 +129,18 @@ def test_a_parquet_file_of_images(tmp_path: Path, wrapped: bool) -> None:
     assert data.train.columns["camera"] == ["x", "y"]
 
 
+@pytest.mark.parametrize("coloured", ["train", "test"])
+def test_one_coloured_image_in_any_split_makes_three_channels(coloured: str, tmp_path: Path) -> None:
+    splits = ["train"] * 4 + ["test"] * 4
+    images = [png(9 * i, mode="L") for i in range(8)]
+    images[splits.index(coloured)] = png((9, 0, 200))
+    write(tmp_path / "mine.parquet", image=images, label=["a", "b"] * 4, split=splits)
+    data = load_image_data("mine", tmp_path)
+    assert data.channels == 3
+    first = getattr(data, coloured).pixels[0]
+    assert first[0, 0].tolist() == [9, 0, 200]
+
+
 def test_a_parquet_file_without_splits_is_divided(tmp_path: Path) -> None:
     write(tmp_path / "mine.parquet", img=[png(9)] * 10, label=["a", "b"] * 5)
     data = load_image_data("mine", tmp_path)

@@ -16,7 +16,7 @@ from fedrot.aggregation import Fisher, Mean, OptimalTransport, RegMean
 from fedrot.anchors import ANCHORS
 from fedrot.matching import procrustes
 from fedrot.precision import full_float32
-from tests.families import config_of, state_of, symmetry_for
+from tests.families import config_of, inputs, model_of, state_of, symmetry_for
 from tests.fedrot.pretend import DEVICE, Pretend
 from tests.models import EAGER, EVERYTHING, FULL, State, largest_difference
 
@@ -192,6 +192,28 @@ def test_aggregation_on_the_device_is_that_on_the_cpu(which: str) -> None:
     with Pretend() as device:
         found = _fetched(merged(device.put))
     assert largest_difference(found, wanted) <= 1e-6
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_canonical_statistics_on_the_device_are_those_on_the_cpu(family: str) -> None:
+    symmetry, (anchor, client, _) = symmetry_for(family), _models(family)
+    parts = ("heads", "attention", "ffn") if family == "bert" else ("residual", "heads", "ffn")
+    options = fedrot.AlignmentOptions(parts, canonical=True)
+    statistics = fedrot.collect_gram(model_of(family, client).float(), [inputs(family)])
+
+    def moved(put: Callable[[State], State]) -> dict[str, dict[str, Tensor]]:
+        update = put(client)
+        alignment = fedrot.align(update, put(anchor), symmetry, options)
+        there = {kind: put(by_name) for kind, by_name in statistics.items()}
+        return alignment.transport(there, update)
+
+    wanted = moved(dict)
+    with Pretend() as device:
+        found = {kind: _fetched(by_name) for kind, by_name in moved(device.put).items()}
+    for kind, by_name in wanted.items():
+        for name, value in by_name.items():
+            difference = (found[kind][name] - value).abs().max()
+            assert difference <= 1e-4 * max(1, value.abs().max()), (kind, name)
 
 
 def test_optimal_transport_solves_on_the_host_and_mixes_on_the_device() -> None:

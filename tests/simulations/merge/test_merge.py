@@ -26,7 +26,7 @@ from fedrot.simulations.merge.merge_settings import MergeSettings
 from fedrot.simulations.merge.merging import merge, options_of
 from fedrot.simulations.models.saved_model import open_saved_model
 from tests import families
-from tests.models import VOCABULARY, State, bert_config, fresh_model, inputs, near
+from tests.models import VOCABULARY, State, bert_config, fresh_model, inputs, near, randomise
 from tests.simulations import commands
 
 NONE = MergeSettings(parts="none")
@@ -463,6 +463,33 @@ def test_statistics_are_those_of_the_aggregators(
     merge([a, b], tmp_path / "mean", MergeSettings(weights="1,3"))
     mean = load_file(tmp_path / "mean" / "model.safetensors")
     assert max(float((mean[n] - stored[n]).abs().max()) for n in stored) > 1e-3
+
+
+def test_regmean_finds_a_rotated_residual_stream(texts: dict[str, Any], tmp_path: Path) -> None:
+    """A model and the same in a rotated basis merge alike; both are canonical before statistics."""
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=16, pad_token_id=0
+    )
+    ours = randomise(transformers.GPT2ForSequenceClassification(config)).eval()
+    theirs, symmetry = neighbour(ours), fedrot.symmetry_of(config, ours.state_dict())
+    folded = fedrot.canonical(state(theirs), symmetry)
+    turned = fedrot.random_equivalent(folded, symmetry.rotated, 3, ("residual",))
+    first = saved(ours, tmp_path / "ours")
+    save_tokenizer(first)
+    stored = {}
+    for name, model, method in (
+        ("plain", theirs, "regmean"),
+        ("turned", with_state(ours, turned), "regmean"),
+        ("mean", theirs, "mean"),
+    ):
+        settings = MergeSettings(method=method, parts="residual", weights="1,3", rows=12, **texts)
+        merge([first, saved(model, tmp_path / name)], tmp_path / f"{name}-out", settings)
+        stored[name] = load_file(tmp_path / f"{name}-out" / "model.safetensors")
+    assert_close(stored["turned"], stored["plain"], atol=1e-4)
+    assert all(bool((stored["turned"][fold.gain] == 1).all()) for fold in symmetry.folds)
+    assert (
+        max(float((stored["mean"][n] - stored["plain"][n]).abs().max()) for n in stored["mean"]) > 1e-2
+    )
 
 
 def test_optimal_transport_finds_units_where_nothing_is_aligned(tmp_path: Path) -> None:

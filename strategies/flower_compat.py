@@ -161,7 +161,10 @@ def largest_unclipped(context: Context, content: RecordDict) -> float:
 def rounding_step(context: Context, content: RecordDict) -> float:
     """Return by how much secure aggregation's rounding moves a value in a client's reply at most."""
     state: Any = context.state.config_records[_SECURE_STATE]
-    return 2 * largest_unclipped(context, content) / float(state["target_range"])
+    weight: Any = content.metric_records["fitres.num_examples"]["num_examples"]
+    # Values are multiplied by this many steps of the weight, then rounded to whole ones.
+    steps = round(weight / state["max_weight"] * state["target_range"])
+    return float(2 * state["clipping_range"] / steps)
 
 
 def with_equal_weight(context: Context, content: RecordDict, secure: bool) -> RecordDict:

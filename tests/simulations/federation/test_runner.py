@@ -40,7 +40,7 @@ def test_an_arm_of_some_clients_needs_held_out_rows_of_theirs() -> None:
     settings = {**SMALL, "train_limit": 60, "partition": "dirichlet:0.1", "holdout": 0.1}
     config = SimulationConfig.from_flat({**settings, "arms": "aligned:loss,aligned:loss#1+2"})
     runner.check([config])
-    with pytest.raises(FedrotError, match=r"arm 'aligned:loss#1\+3' chooses by .* with seed 0"):
+    with pytest.raises(FedrotError, match=r"arm 'aligned:loss#1\+3' needs clients' held-out rows, .* with seed 0"):
         runner.check([config.model_copy(update={"arms": ("aligned:loss#1+3",)})])
 
 

@@ -293,7 +293,7 @@ def test_a_round_without_an_update_ends_the_run_and_says_which(play: Play, lost:
 
 
 def test_nodes_that_are_not_the_clients_are_refused(play: Play) -> None:
-    with pytest.raises(RuntimeError, match=r"partitions \[0, 0\].*2 clients"):
+    with pytest.raises(RuntimeError, match=r"partition ids \[0, 0\].*2 clients"):
         play(lambda partition: node(0), arms=("plain",))
 
 

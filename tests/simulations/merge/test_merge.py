@@ -666,7 +666,7 @@ def other_words(folder: Path) -> None:
         ),
         (other_words, "'{b}' are not the same (60 and 60 embeddings): 'other' "),
         (xlnet, "'{b}/config.json': The architecture 'xlnet' is not supported"),
-        (no_class, "'{b}/config.json' names nothing under 'architectures'"),
+        (no_class, "'{b}/config.json' has nothing in 'architectures'"),
         (no_json, "'{b}/config.json' is damaged: it is not JSON"),
         (no_config, "'{b}/config.json' does not exist"),
         (no_weights, "'{b}' has no model.safetensors and no model.safetensors.index.json"),

@@ -45,7 +45,9 @@ class FedRot(Aligned, FedAvg):
         aggregation: a name such as ``"regmean"``, a class such as ``fedrot.aggregation.RegMean``, or a
             function without arguments that builds an aggregator; None is FedAvg's weighted mean. If the
             aggregation needs statistics, the training configuration asks clients for them, and clients
-            send them with ``add_statistics``. Replies without statistics are dropped.
+            send them with ``add_statistics``. Replies without statistics are dropped. If the statistics
+            cannot be brought to canonical form (diagonal Fisher information), the residual stream is
+            permuted and not rotated.
         alignment: of ``Aligned``, like ``other_basis`` and ``guard``.
         server: of ``ReplyStrategy``, like ``checkpoints`` and ``reporting``.
 

@@ -170,12 +170,20 @@ class _Change:
             except UpdateError as error:
                 what = f"The Gram matrix of '{name}' cannot be brought to canonical form"
                 raise UpdateError(f"{what}. {error}") from error
-        if mean is not None:
-            moved = mean.detach().double()
-            moved = moved if self.bias is None else moved - self.bias.to(moved)
-            moved = moved if self.gain is None else moved / self.gain.to(moved)
-            mean = moved.to(mean.dtype)
-        return gram, mean
+        return gram, mean if mean is None else self._of_mean(name, mean)
+
+    def _of_mean(self, name: str, mean: Tensor) -> Tensor:
+        known = self.bias if self.gain is None else self.gain
+        assert known is not None
+        if mean.shape != known.shape:
+            raise UpdateError(
+                f"The mean of the inputs of '{name}' has shape {list(mean.shape)}, but the layer reads "
+                f"{len(known)} inputs."
+            )
+        moved = mean.detach().double()
+        moved = moved if self.bias is None else moved - self.bias.to(moved)
+        moved = moved if self.gain is None else moved / self.gain.to(moved)
+        return moved.to(mean.dtype)
 
     def _of_gram(self, gram: Tensor, mean: Tensor | None) -> Tensor:
         gain, bias = (v if v is None else v.to(gram.device) for v in (self.gain, self.bias))

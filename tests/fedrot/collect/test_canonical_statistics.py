@@ -238,6 +238,19 @@ def test_a_mean_of_other_rows_is_refused(name: str) -> None:
         canonical_statistics(of_layer, state, symmetry)
 
 
+@pytest.mark.parametrize(
+    ("name", "weight"),
+    [
+        ("llama", "model.layers.1.self_attn.q_proj.weight"),
+        ("bert", "bert.encoder.layer.0.attention.output.dense.weight"),
+    ],
+)
+def test_a_mean_of_another_layer_is_refused(name: str, weight: str) -> None:
+    given = {"input_mean": {weight: torch.ones(7)}}
+    with pytest.raises(UpdateError, match=rf"mean of the inputs of '{weight}' has shape \[7\]"):
+        canonical_statistics(given, state_of(name), symmetry_for(name))
+
+
 def test_diagonal_fisher_information_cannot_follow() -> None:
     name = "llama"
     fisher = {"fisher": {key: value.square() for key, value in state_of(name).items()}}

@@ -159,8 +159,8 @@ class Arm(BaseModel):
     @classmethod
     def of_grammar(cls, text: str) -> Arm:
         """Read an arm from a name of the grammar above; raises ``ValueError``."""
-        merges_alone = re.split("[(#]", text)[0] in known_aggregations()
         averages = text.removesuffix(TASK_HEAD)
+        merges_alone = re.split("[(#]", averages)[0] in known_aggregations()
         match = _GRAMMAR.fullmatch(f"plain/{averages}" if merges_alone else averages)
         if match is None:
             raise ValueError(

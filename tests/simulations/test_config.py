@@ -270,9 +270,20 @@ def test_an_arm_with_a_guard() -> None:
     assert unguarded.model_copy(update={"name": guarded.name, "guard": "loss"}) == guarded
 
 
-def test_a_guard_needs_held_out_rows() -> None:
+@pytest.mark.parametrize("arm", ["aligned:loss", "regmean+task-head"])
+def test_what_chooses_by_held_out_rows_needs_some(arm: str) -> None:
     with pytest.raises(ValueError, match="holdout must not be 0"):
-        SimulationConfig(holdout=0, arms=("plain", "aligned:loss"))
+        SimulationConfig(holdout=0, arms=("plain", arm))
+    assert SimulationConfig(holdout=0.01, arms=("plain", arm)).arms[1] == arm
+    assert SimulationConfig(holdout=0, arms=("plain", "aligned/regmean")).holdout == 0
+
+
+@pytest.mark.parametrize(
+    ("arm", "expected"),
+    [("aligned/fisher", True), ("plain/fisher", False), ("aligned/regmean", False), ("aligned", False)],
+)
+def test_clients_align_first_for_statistics_that_no_rotation_moves(arm: str, expected: bool) -> None:
+    assert Arm.parse(arm).aligns_at_clients == expected
 
 
 def test_every_anchor_and_every_evidence_can_be_asked_for() -> None:
@@ -393,6 +404,23 @@ BAD_ARMS = {
     "joined#0+1": "'joined'",
     "aligned)": "'aligned)'",
     "output~learned": "'learned' goes with 'aligned'",
+    "plain*0": "'plain'",
+    "plain*0/fisher": "'plain'",
+    "aligned*": "could not convert string to float",
+    "aligned*x": "could not convert string to float",
+    "aligned*-1": "chance",
+    "aligned@global/fisher": "leave out the options, the anchor, the evidence and the guard",
+    "aligned~weights/fisher": "leave out the options, the anchor, the evidence and the guard",
+    "aligned:loss/fisher": "leave out the options, the anchor, the evidence and the guard",
+    "regmean(batches=0)": "batches is 0; give a whole number, at least 1",
+    "regmean(batches=1.5)": "batches is 1.5; give a whole number, at least 1",
+    "regmean(alpha=inf)": "are finite numbers of at least 0",
+    "plain/regmean(alpha=-1)": "are finite numbers of at least 0",
+    "regmean(alpha=much)": "could not convert string to float",
+    "plain#a": "'#a' names no clients",
+    "plain#0+": "'#0+' names no clients",
+    "plain#-1": "'#-1' names no clients",
+    "joined+task-head": "'joined'",
 }
 
 
@@ -433,6 +461,8 @@ def test_subsets_of_clients_are_written_out() -> None:
     three = SimulationConfig(clients=3, arms=("plain#pairs", "plain#subsets")).arms
     assert three == SimulationConfig(clients=3, arms=("plain#pairs",)).arms
     assert SimulationConfig(clients=2, arms=("plain#subsets",)).arms == ("plain#0+1",)
+    # Of as many clients as there are if their number is not given; an arm that is named again stays.
+    assert SimulationConfig(arms=("plain#pairs",)).arms[-1] == "plain#2+3"
     with pytest.raises(ValueError, match=r"arm 'plain#0\+3': there are 3 clients, counted from 0"):
         SimulationConfig(clients=3, arms=("plain#0+3",))
 
@@ -618,6 +648,64 @@ def test_zero_means_no_limit() -> None:
     names = ("train_limit", "test_limit", "pretrain_limit", "first_epochs")
     config = SimulationConfig.from_flat(dict.fromkeys(names, 0))
     assert [getattr(config, name) for name in names] == [None] * 4
+
+
+#: Values that a setting may have, and values that it may not have.
+BOUNDS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    **dict.fromkeys(("train_limit", "test_limit", "pretrain_limit"), ((1,), (0, -1))),
+    **dict.fromkeys(("layers", "heads", "clients", "rounds", "batch_size"), ((1,), (0, -1))),
+    **dict.fromkeys(("local_epochs", "first_epochs", "pretrain_epochs"), ((1e-3,), (0, -1))),
+    **dict.fromkeys(("lr", "server_lr"), ((1e-9,), (0, -1))),
+    "width": ((4,), (0, -4)),
+    "max_length": ((4,), (3,)),
+    "dropout": ((0, 0.99), (-0.1, 1)),
+    "holdout": ((0, 0.99), (-0.1, 1)),
+    "fraction_train": ((0.01, 1), (0, 1.01)),
+    "weight_decay": ((0,), (-0.1,)),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_numbers_have_bounds(name: str) -> None:
+    allowed, refused = BOUNDS[name]
+    for value in allowed:
+        assert getattr(SimulationConfig(**{name: value}), name) == value
+    for value in refused:
+        with pytest.raises(ValueError, match=name):
+            SimulationConfig(**{name: value})
+
+
+@pytest.mark.parametrize("given", [{"starts": "same,same"}, {"starts": []}, {"arms": ","}])
+def test_there_is_at_least_one_start_and_arm_and_each_once(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="needs at least one value, each once"):
+        SimulationConfig.from_flat(given)
+
+
+def test_lists_are_separated_by_commas_outside_of_parentheses() -> None:
+    found = SimulationConfig.from_flat({"starts": " same, scrambled,", "arms": "plain,,aligned ,"})
+    assert (found.starts, found.arms) == (("same", "scrambled"), ("plain", "aligned"))
+    with pytest.raises(ValueError, match=r"arm 'regmean\(alpha=1,beta=2\)'"):
+        SimulationConfig.from_flat({"arms": "plain,regmean(alpha=1,beta=2)"})
+
+
+def test_as_many_seeds_as_are_allowed() -> None:
+    assert len(SimulationConfig.from_flat({"seeds": 10_000}).seeds) == 10_000
+    with pytest.raises(ValueError, match="'10001' is 10001 seeds; at most 10000"):
+        SimulationConfig.from_flat({"seeds": 10_001})
+
+
+@pytest.mark.parametrize("task", ["mlm", "clm"])
+def test_labels_have_a_kind_where_they_are_predicted(task: str) -> None:
+    with pytest.raises(ValueError, match=f"not for '{task}'"):
+        SimulationConfig.from_flat({"task": task, "label_kind": "single"})
+    for other in ("classification", "image"):
+        config = SimulationConfig.from_flat({"task": other, "label_kind": "single"})
+        assert config.label_kind == "single"
+
+
+def test_settings_that_are_none_are_named() -> None:
+    with pytest.raises(ValueError, match="layer\n"):
+        SimulationConfig.from_flat({"layer": 3})
 
 
 def test_cells_are_every_seed_start_and_arm_seed_by_seed() -> None:

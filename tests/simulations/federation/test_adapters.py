@@ -20,7 +20,7 @@ from fedrot.lora import (
     average_adapters,
     load_adapter,
 )
-from fedrot.simulations.adapter import default_arms
+from fedrot.simulations.adapter import Adapter, default_arms
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data.encoding import bundled_tokenizer
 from fedrot.simulations.federation import arms
@@ -233,6 +233,20 @@ def test_joined_steps_are_those_of_one_client(pretrained: Path, monkeypatch: pyt
         ({"lora": "r=2++4,targets=q"}, "r is '2++4'; write r=8"),
         ({"lora": "r=2,targets=+"}, "a target has no name"),
         ({"lora": "r=2,targets=q,alpha=inf"}, "alpha is above 0"),
+        ({"lora": "r=2,targets=q,alpha=0"}, "alpha is above 0"),
+        ({"lora": "r=2,targets=q,dropout=-0.1"}, "dropout from 0 to below 1"),
+        ({"lora": "r=,targets=q"}, "lora needs r; write lora as"),
+        ({"lora": "targets=q"}, "lora needs r; write lora as"),
+        ({"lora": "r=2,targets="}, "lora needs targets; write lora as"),
+        ({"task": "mlm"}, "lora needs task classification, ner, clm"),
+        ({"task": "image", "data": "digits"}, "lora needs task classification, ner, clm"),
+        ({"arms": "plain/regmean"}, "arm 'plain/regmean' is not for adapters; write plain"),
+        ({"arms": "regmean"}, "arm 'regmean' is not for adapters; write plain"),
+        ({"arms": "plain+task-head", "holdout": 0.1}, "arm 'plain+task-head' is not for adapters"),
+        (
+            {"lora": "r=2+4,targets=q", "arms": "lora-exact,lora-mean"},
+            "arm 'lora-mean': factors of different ranks have no mean",
+        ),
         ({"lora": "r=3,targets=q,dora=yes"}, "'yes' is neither 0 nor 1"),
         ({"model": None}, "lora needs a pretrained model; give model"),
         ({"lora": "r=3,targets=q,dropout=1"}, "dropout from 0 to below 1"),
@@ -290,3 +304,26 @@ def test_modules_that_are_not_there_are_named(pretrained: Path) -> None:
 def test_equal_ranks_in_turns_are_one_rank() -> None:
     assert default_arms("r=8+8,targets=query") == default_arms("r=8,targets=query")
     assert "plain" in default_arms("r=8+8,targets=query")
+    config = SimulationConfig.from_flat(
+        {**SMALL, "model": "some/model", "lora": "r=8+8,targets=query", "arms": "plain,lora-mean"}
+    )
+    assert config.adapter == Adapter(ranks=(8, 8), targets=("query",))
+
+
+@pytest.mark.parametrize("task", ["classification", "ner", "clm"])
+def test_tasks_of_adapters(task: str) -> None:
+    settings = {**SMALL, "task": task, "data": "mine", "model": "some/model", "lora": LORA}
+    assert SimulationConfig.from_flat(settings).arms == ("plain", "lora-exact")
+
+
+def test_an_adapter_is_read_from_its_text() -> None:
+    text = " r = 4+2, targets=query+value,alpha=6,dropout=0.5,rslora=1,dora=0"
+    adapter = Adapter.parse(text)
+    assert adapter == Adapter(
+        ranks=(4, 2), targets=("query", "value"), alpha=6, dropout=0.5, rslora=True, dora=False
+    )
+    assert adapter.rank == 4
+    assert [adapter.rank_of(client) for client in range(5)] == [4, 2, 4, 2, 4]
+    plain = Adapter.parse("r=8,targets=all-linear,rslora=0,dora=1,dropout=0")
+    assert plain == Adapter(ranks=(8,), targets=("all-linear",), dora=True)
+    assert (plain.alpha, plain.dropout, plain.rslora) == (16, 0, False)

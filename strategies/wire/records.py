@@ -94,11 +94,12 @@ def statistics_record(
         statistics: by kind, then by tensor name.
         dtype: float32, or bfloat16 for half the bytes and three significant digits. Sketches have
             precisions of their own.
-        budget: bytes that the full Gram matrices may take; they travel as sketches of one rank, the
-            largest that fits. None sends them in full. Everything else travels as it is.
+        budget: bytes that the full Gram matrices may take; they travel as sketches that fit. None sends
+            them in full. Everything else travels as it is.
 
     Raises:
-        FedrotError: another dtype, or a budget that is too small for the diagonals.
+        FedrotError: another dtype; or with a budget, it is too small for the diagonals, or a matrix is
+            not finite.
     """
     check_precision(dtype)
     values = {

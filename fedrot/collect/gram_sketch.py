@@ -89,6 +89,9 @@ def sketched(gram: Tensor, rank: int | None = None) -> GramSketch:
         )
     values, vectors = torch.linalg.eigh(scaled(gram).float())
     factor = (vectors * values.clamp_min(0).sqrt()).flip(1)[:, :rank]
+    # Rows are too long where rounding has made an eigenvalue of the given matrix negative.
+    lengths = torch.linalg.vector_norm(factor, dim=1, keepdim=True)
+    factor = factor / torch.where(lengths > 1 + 2**-12, lengths, 1.0)
     return GramSketch(factor.to(FACTOR).cpu(), diagonal.float().cpu().clone())
 
 

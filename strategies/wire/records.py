@@ -96,11 +96,11 @@ def statistics_record(
         dtype: float32, or bfloat16 for half the bytes and three significant digits. Sketches have
             precisions of their own.
         budget: bytes that the full Gram matrices and the means of inputs may take; the matrices travel
-            as sketches, see ``sketches_within``. None sends them in full. Everything else travels as it
-            is.
+            as sketches that fit. None sends them in full. Everything else travels as it is.
 
     Raises:
-        FedrotError: another dtype, or a budget that is too small for the diagonals.
+        FedrotError: another dtype; or with a budget, it is too small for the diagonals, or a matrix is
+            not finite.
     """
     check_precision(dtype)
     values = {

@@ -124,6 +124,16 @@ def test_columns_explain_the_shares_of_the_eigenvalues() -> None:
     assert torch.equal(sketch.cut(7).factor, sketched(gram, 7).factor)
 
 
+def test_a_matrix_that_rounding_made_indefinite_has_a_positive_sketch() -> None:
+    gram = torch.tensor([[4.0, 6.06], [6.06, 9.0]])
+    assert float(torch.linalg.eigvalsh(gram)[0]) < 0
+    sketch = sketched(gram)
+    assert sketch.problem() is None
+    found = sketch.matrix().double()
+    assert float(torch.linalg.eigvalsh(found)[0]) >= -1e-6
+    assert abs(float(found[0, 1]) - 6) <= 0.01
+
+
 def test_a_matrix_of_zeros_stays_one() -> None:
     sketch = sketched(torch.zeros(5, 5), 2)
     assert torch.equal(sketch.matrix(), torch.zeros(5, 5))

@@ -47,22 +47,19 @@ class MergeSettings(BaseModel):
 
 
 class AdapterMergeSettings(BaseModel):
-    """Options of ``fedrot merge`` for LoRA adapters."""
+    """Options of ``fedrot merge`` for LoRA adapters.
+
+    Attributes:
+        method: ``exact`` (mean of the products, truncated to the rank) or ``mean`` (of the factors).
+        rank: rank of the result; None: the largest rank of the adapters.
+        weights: one number per adapter, separated by commas; None: equal weights.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    method: str = Field(
-        default="exact",
-        description="exact: mean of the products, truncated to the rank; mean: mean of the factors.",
-    )
-    rank: int | None = Field(
-        default=None,
-        gt=0,
-        description="Rank of the result; default: the largest rank of the adapters.",
-    )
-    weights: str | None = Field(
-        default=None, description="One number per adapter; default: equal weights."
-    )
+    method: str = "exact"
+    rank: int | None = Field(default=None, gt=0)
+    weights: str | None = None
 
 
 def is_adapter(folder: Path) -> bool:

@@ -248,7 +248,7 @@ def write_model(out: Path, tensors: Mapping[str, Tensor], shell: Any, beside: Pa
         out: a bare file if it ends in ``.safetensors``, else a folder for ``from_pretrained``.
         tensors: tensors by the names of the state dict; tied tensors once.
         shell: a model of the class without values; its ``save_pretrained`` writes the tensors.
-        beside: the folder whose configuration and tokenizer are copied into a folder.
+        beside: the folder whose configuration and tokenizer are copied if ``out`` is a folder.
 
     Raises:
         OSError: ``out`` is not empty, or cannot be written.

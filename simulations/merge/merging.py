@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +48,6 @@ class MergeReport:
         notes: sentences for the user.
         scores: scores of the models, alone and merged; None without data that fit.
         out: the file or folder that was written; None after a dry run.
-        seconds: wall time of the whole merge.
     """
 
     method: str
@@ -57,7 +55,6 @@ class MergeReport:
     notes: tuple[str, ...]
     scores: Scores | None
     out: Path | None
-    seconds: float
 
 
 def options_of(parts: str) -> AlignmentOptions:
@@ -98,7 +95,6 @@ def merge(
         FedrotError: bad input; the message names the setting or the model.
         FileExistsError: ``out`` is a file, or a folder that is not empty.
     """
-    start = time.perf_counter()
     settings = settings or MergeSettings()
     weights = weights_of(settings.weights, len(models))
     options = options_of(settings.parts)
@@ -127,8 +123,7 @@ def merge(
         write_model(out, written, first.shell(), first.path)
     held = [f"Part '{part}' was not moved: {why}" for part, why in still.items()]
     said = (*filter(None, [note, unscored]), *held, *_remarks(saved, reports, options), *notes)
-    seconds = time.perf_counter() - start
-    return MergeReport(settings.method, reports, said, found, None if dry_run else out, seconds)
+    return MergeReport(settings.method, reports, said, found, None if dry_run else out)
 
 
 def weights_of(text: str | None, count: int) -> list[float]:

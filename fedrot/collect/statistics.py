@@ -61,7 +61,7 @@ class StatisticKind:
         collect: takes a model and batches, returns statistics. None if statistics are not computed from
             batches; the training code then sends them.
         limit: the argument of ``collect`` that limits the data, for which None means no limit.
-        rows: default number of rows that ``fedrot merge`` collects from.
+        rows: largest number of rows that ``fedrot merge`` collects from.
         follows_rotations: whether ``move`` accepts rotations of heads.
         dtypes: accepted dtypes; every floating-point dtype if empty.
         numbers: whether values must be floating-point and finite (False for masks).

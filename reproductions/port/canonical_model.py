@@ -45,6 +45,6 @@ def write_canonical(name: str, out: Path) -> CanonicalReport:
         raise FedrotError(f"The norms of '{name}' cannot be folded: {reason}")
     model = given.holding(canonical(given.tensors, symmetry))
     change = function_change(given.model, model, given.saved.config)
-    write(model, given.saved.beside, out)
+    write(model, given.saved.path, out)
     untied = [n for names in given.tied if symmetry.readers & {*names} for n in names]
     return CanonicalReport(tuple(fold.gain for fold in symmetry.folds), tuple(untied), change)

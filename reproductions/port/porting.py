@@ -81,7 +81,7 @@ def port(
             )
         options = options.movable(old.symmetry)
     tensors, taken, alignment = ported(old, fine, new, options, settings.scale, counts)
-    write(fine.holding(tensors), fine.saved.beside, out)
+    write(fine.holding(tensors), fine.saved.path, out)
     report = alignment.report if alignment is not None else None
     still = {} if options is None else old.symmetry.refused
     still = {part: reason for part, reason in still.items() if part in WHOLE_MODEL}

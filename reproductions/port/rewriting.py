@@ -75,11 +75,11 @@ def with_separate_tables(model: nn.Module) -> nn.Module:
     return model
 
 
-def write(model: nn.Module, beside: Path | None, out: Path) -> None:
+def write(model: nn.Module, beside: Path, out: Path) -> None:
     """Write a model with separate tables as a folder, whole or not at all, and load it once more.
 
     Args:
-        beside: the folder whose tokenizer and generation configuration are copied, if any.
+        beside: the folder whose tokenizer and generation configuration are copied.
 
     Raises:
         FileExistsError: there is something at ``out``.
@@ -102,7 +102,7 @@ def write(model: nn.Module, beside: Path | None, out: Path) -> None:
                 f"A {type(model).__name__} does not keep tables of its own: loaded from what was "
                 f"written, its outputs differ by {min(changes):.1e} of their size. Nothing was written."
             )
-        for file in (beside / name for name in BESIDE) if beside else ():
+        for file in (beside / name for name in BESIDE):
             if file.is_file() and not (target / file.name).exists():
                 shutil.copyfile(file, target / file.name)
 

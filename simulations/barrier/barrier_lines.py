@@ -137,8 +137,8 @@ def evaluator(task: Task, model: nn.Module) -> Evaluate:
     return evaluate
 
 
-def training_batches(task: Task, model: nn.Module, rows: int, seed: int = 0) -> list[State]:
+def training_batches(task: Task, model: nn.Module, rows: int) -> list[State]:
     """Return at most ``rows`` random training rows, in batches of a training step."""
     from fedrot.simulations.tasks.training import step_batches
 
-    return list(step_batches(task, model, np.arange(len(task.train)), rows, 128, seed))
+    return list(step_batches(task, model, np.arange(len(task.train)), rows, 128, seed=0))

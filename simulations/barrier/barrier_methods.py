@@ -54,12 +54,6 @@ class MatchingMethod:
     repair: Repair | None = None
 
     @property
-    def looks_at_data(self) -> bool:
-        """Whether the method uses training rows."""
-        refines = self.refine is not None or self.repair is not None
-        return self.evidence == "data" or self.frequencies == "counted" or refines
-
-    @property
     def canonical(self) -> bool:
         """Whether both models are converted to canonical form first."""
         return self.options is not None and bool(self.options.canonical)

@@ -27,6 +27,9 @@ from fedrot.simulations.models.saved_model import SavedModel
 from fedrot.simulations.tasks.objectives import OBJECTIVES, task_name
 from fedrot.simulations.tasks.task import Task, check_usable, task_of
 
+#: Maximum number of training rows for methods that use data, and of tokens per text.
+_ROWS, _LONGEST = 2048, 64
+
 
 def compare_saved_models(
     a: Path, b: Path, out: Path, settings: BarrierSettings, command: str, console: Console
@@ -43,13 +46,11 @@ def compare_saved_models(
     from fedrot.simulations.barrier.barrier_report import markdown, plot, summarise, tables
     from fedrot.symmetry import symmetry_of
 
-    points, rows = settings.points, settings.rows
+    points = settings.points
     named = [name.strip() for name in (settings.methods or "").split(",")]
     asked = check_methods([name for name in named if name] or METHODS)
     if points < 3 or points % 2 == 0:
         raise FedrotError(f"points is {points}; it must be odd and at least 3, to include the middle.")
-    if rows < 1:
-        raise FedrotError(f"rows is {rows}; at least one is needed.")
     refuse_filled(out)
     task, anchor, client = load_pair(a, b, settings)
     if task.data.note:
@@ -57,7 +58,7 @@ def compare_saved_models(
     config: Any = anchor.config
     symmetry = symmetry_of(config, anchor.state_dict())
     methods = asked if settings.methods else methods_for(symmetry)
-    batches, cell = training_batches(task, anchor, rows), task.config.setting
+    batches, cell = training_batches(task, anchor, _ROWS), task.config.setting
     lines = []
     for name in methods:
         with console.status(f"{name}: matching, and {points} models to evaluate"):
@@ -67,7 +68,7 @@ def compare_saved_models(
         "command": command,
         "models": [str(a.resolve()), str(b.resolve())],
         "points": points,
-        "rows": rows,
+        "rows": _ROWS,
         "methods": {name: METHODS[name].description for name in methods},
         "settings": task.config.model_dump(mode="json", exclude_defaults=True),
     }
@@ -100,7 +101,7 @@ def load_pair(a: Path, b: Path, settings: BarrierSettings) -> tuple[Task, nn.Mod
             raise FedrotError(f"'{folder}' is not a folder. Give one written by save_pretrained.")
     first, second = pair = [saved_model.open_saved_model(folder) for folder in (a, b)]
     check_alike(first, second)
-    texts, longest = hasattr(first.config, "vocab_size"), settings.max_length
+    texts = hasattr(first.config, "vocab_size")
     if texts:
         saved_model.check_bundled(first)
     own = task_name(first)
@@ -118,7 +119,7 @@ def load_pair(a: Path, b: Path, settings: BarrierSettings) -> tuple[Task, nn.Mod
             data=settings.data or "",
             model=None if texts and first.tokenizer is None else str(a),
             setting=f"{a.name} - {b.name}",
-            max_length=min(longest, saved_model.longest_text(first.config, longest)),
+            max_length=min(_LONGEST, saved_model.longest_text(first.config, _LONGEST)),
             test_limit=settings.test_limit,
         ).to_json()
     )

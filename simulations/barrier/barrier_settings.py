@@ -35,6 +35,4 @@ class BarrierSettings(BaseModel):
         "for this model.",
     )
     points: int = Field(default=21, description="Positions on the line; odd, to include the middle.")
-    rows: int = Field(default=2048, description="Number of training rows for methods that use data.")
     test_limit: int = Field(default=1000, description="Maximum number of held-out rows.")
-    max_length: int = Field(default=64, description="Maximum number of tokens per text.")

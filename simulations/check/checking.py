@@ -8,14 +8,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from fedrot.check import TOLERANCE, output_change, suspects
 from fedrot.errors import FedrotError
-from fedrot.simulations.models.model_files import CONFIG, SUFFIX
 from fedrot.simulations.models.saved_model import open_saved_model
 from fedrot.simulations.report.tables import terminal_table
 from fedrot.symmetry import NO_LAYER, PARTS, Group, Symmetry, symmetry_of
@@ -75,7 +73,6 @@ class CheckReport:
     model_type: str
     family: str
     architecture: str
-    seed: int
     parts: tuple[str, ...]
     refused: Mapping[str, str]
     groups: tuple[GroupFound, ...]
@@ -88,13 +85,12 @@ class CheckReport:
     seconds: float
 
 
-def check_model(name: str, parts: Sequence[str] | None = None, seed: int = 0) -> CheckReport:
+def check_model(name: str, parts: Sequence[str] | None = None) -> CheckReport:
     """Load a model, move it by random elements of every group, and compare its outputs.
 
     Args:
         name: a folder of a saved model, or a name on the hub.
         parts: parts to move; None: all parts that can be moved.
-        seed: seed of elements, inputs and noise; see ``fedrot.check_function``.
 
     Raises:
         FedrotError: the model cannot be loaded, a part cannot be moved, or the model does not run on
@@ -109,7 +105,7 @@ def check_model(name: str, parts: Sequence[str] | None = None, seed: int = 0) ->
     groups = symmetry.select(chosen)
     if not groups:
         raise FedrotError(f"'{name}' has no groups of the parts {', '.join(chosen) or '(none)'}.")
-    change = output_change(model, config, symmetry, chosen, seed)
+    change = output_change(model, config, symmetry, chosen)
 
     def checked(key: tuple[str, str]) -> KindChecked:
         found = change(lambda group: _key(group) == key)
@@ -122,7 +118,7 @@ def check_model(name: str, parts: Sequence[str] | None = None, seed: int = 0) ->
     holds = together <= TOLERANCE and not broken
     suspicion = "" if holds else suspects(symmetry, change, tuple(broken))
     if holds and "residual" in chosen:
-        stream, note = _rotated(model, config, symmetry, seed)
+        stream, note = _rotated(model, config, symmetry)
         if not all(kind.holds for kind in stream):
             holds, suspicion = False, _NOT_FOLDED
         kinds, notes = (*kinds, *stream), (*notes, note)
@@ -131,7 +127,6 @@ def check_model(name: str, parts: Sequence[str] | None = None, seed: int = 0) ->
         model_type=config.model_type,
         family=symmetry.family,
         architecture=type(model).__name__,
-        seed=seed,
         parts=tuple(chosen),
         refused=symmetry.refused,
         groups=tuple(map(_found, groups)),
@@ -152,9 +147,7 @@ _NOT_FOLDED = (
 )
 
 
-def _rotated(
-    model: nn.Module, config: Any, symmetry: Symmetry, seed: int
-) -> tuple[tuple[KindChecked, ...], str]:
+def _rotated(model: nn.Module, config: Any, symmetry: Symmetry) -> tuple[tuple[KindChecked, ...], str]:
     """Check rotations of the residual stream if there are any; return a note about them."""
     if not symmetry.folds:
         reason = next(iter(symmetry.unfolded.values()), "")
@@ -162,7 +155,7 @@ def _rotated(
     if symmetry.untied:
         names = " and ".join(symmetry.untied[0])
         return (), f"With untied tables, {names}, its residual stream could be rotated."
-    change = output_change(model, config, symmetry.rotated, ("residual",), seed)(lambda _: True)
+    change = output_change(model, config, symmetry.rotated, ("residual",))(lambda _: True)
     groups = [group for group in symmetry.rotated.groups if group.part == "residual"]
     found = KindChecked(*_key(groups[0]), len(groups), _finite(change), change <= TOLERANCE)
     return (found,), "Its residual stream can be rotated: AlignmentOptions(canonical=True)."
@@ -170,9 +163,6 @@ def _rotated(
 
 def _loaded(name: str) -> tuple[nn.Module, tuple[str, ...]]:
     """Load a model as the class in its configuration; also return notes about its tensors."""
-    if Path(name).is_file():
-        advice = f" A '{SUFFIX}' file is there with its {CONFIG}." if name.endswith(SUFFIX) else ""
-        raise FedrotError(f"'{name}' is a file. Give the folder of a saved model.{advice}")
     saved = open_saved_model(name)
     model, missing, unknown = saved.load(saved.model_class)
     class_name = type(model).__name__

@@ -29,22 +29,11 @@ class Effect:
     holds: Callable[[Values], bool]
 
 
-def _looks_at_data(values: Values) -> bool:
-    from fedrot.simulations.barrier import barrier_methods
-
-    known = barrier_methods.METHODS
-    methods = [known.get(name) for name in names(values["methods"]) or known]
-    return any(method is None or method.looks_at_data for method in methods)
-
-
 def _collects(values: Values) -> bool:
     from fedrot.simulations.merge import merge_inputs
 
     method = merge_inputs.METHODS.get(values["method"])
     return method is None or bool(method.needs)
-
-
-_TEXTS = Effect(("max_length",), "on texts, not with --task image", lambda v: v["task"] != "image")
 
 
 def _of_adapters(values: Values) -> bool:
@@ -75,7 +64,7 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
             "on a small model from scratch, not with --model",
             lambda v: v["model"] is None,
         ),
-        _TEXTS,
+        Effect(("max_length",), "on texts, not with --task image", lambda v: v["task"] != "image"),
         Effect(("server_lr",), "beside --set server=adam or yogi", lambda v: v["server"] != "mean"),
         Effect(
             ("pretrain_data", "pretrain_limit", "pretrain_epochs"),
@@ -96,34 +85,16 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
             lambda v: not Path(v["run_or_file"]).is_dir(),
         ),
     ),
-    "barrier": (
-        Effect(("rows",), "with a method that uses data, such as whole+data", _looks_at_data),
-        _TEXTS,
-    ),
     "merge": (
         Effect(_OF_MODELS, "on models, not on LoRA adapters", lambda v: not _of_adapters(v)),
         Effect(("rank",), "on LoRA adapters", _of_adapters),
-        Effect(("alpha",), "with --method regmean", lambda v: v["method"] == "regmean"),
         Effect(
-            ("data_dir", "text_column", "label_column", "rows", "max_length"),
+            ("data_dir", "text_column", "label_column"),
             "with --data",
             lambda v: v["data"] is not None or _collects(v),
         ),
-        Effect(("layers",), "on aligned parts, not with --parts none", lambda v: v["parts"] != "none"),
-        Effect(
-            ("config",),
-            "on bare .safetensors files: a folder has its own configuration",
-            lambda v: any(str(model).endswith(".safetensors") for model in v["models"]),
-        ),
     ),
-    "diagnose": (
-        Effect(
-            ("config",),
-            "on bare .safetensors files: a folder has its own configuration",
-            lambda v: any(str(model).endswith(".safetensors") for model in v["what"]),
-        ),
-    ),
-    "check": (Effect(("model", "parts", "seed"), "without --list", lambda v: not v["list_families"]),),
+    "check": (Effect(("model", "parts"), "without --list", lambda v: not v["list_families"]),),
 }
 
 

@@ -28,8 +28,8 @@ def merge(
     models: Annotated[
         list[str],
         typer.Argument(
-            help="Two or more models: folders, .safetensors files or hub names; or two or more folders "
-            "of LoRA adapters of one base model, saved by PEFT."
+            help="Two or more models: folders or hub names; or two or more folders of LoRA adapters of "
+            "one base model, saved by PEFT."
         ),
     ],
     *,
@@ -45,7 +45,7 @@ def merge(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Merge, but write nothing.")] = False,
 ) -> None:
-    """Align saved models to one of them, merge them, and write the result as a model.
+    """Align saved models to the first, merge them, and write the result as a model.
 
     LoRA adapters are averaged, and the result is written as an adapter.
     """
@@ -88,7 +88,6 @@ def check(
         str | None,
         typer.Option(help="Parts such as attention+ffn, or whole; default: all parts that can move."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of group elements, inputs and noise.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
     list_families: Annotated[bool, typer.Option("--list", help="List the supported families.")] = False,
 ) -> None:
@@ -111,7 +110,7 @@ def check(
         raise ValueError("Give a model to check, or --list.")
     chosen = None if parts is None else options_of(parts).parts
     with nullcontext() if as_json else console.status(escape(f"Checking {model}")):
-        found = check_model(model, chosen, seed)
+        found = check_model(model, chosen)
     if as_json:
         typer.echo(json.dumps(asdict(found)))
     else:
@@ -137,14 +136,10 @@ def diagnose(
         list[str],
         typer.Argument(
             help="A run folder, or the rows file that a strategy wrote; or a base model and the models "
-            "that were trained from it: folders, .safetensors files or hub names."
+            "that were trained from it: folders or hub names."
         ),
     ],
     *,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="For .safetensors files: config.json, or a folder with one."),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Find out whether clients are in different coordinates, and which average to use."""
@@ -157,7 +152,7 @@ def diagnose(
 
     with nullcontext() if as_json else console.status(escape(f"Diagnosing {what[0]}")):
         one = len(what) == 1
-        found = diagnose_run(Path(what[0])) if one else [diagnose_models(what, config)]
+        found = diagnose_run(Path(what[0])) if one else [diagnose_models(what)]
     if as_json:
         typer.echo(json.dumps({"diagnoses": [each.to_dict() for each in found]}))
         return

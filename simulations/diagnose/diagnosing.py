@@ -64,18 +64,16 @@ class Found:
         return {"name": self.name, "rounds": self.rounds, **self.diagnosis.to_dict()}
 
 
-def diagnose_models(names: Sequence[str], config: Path | None = None) -> Found:
+def diagnose_models(names: Sequence[str]) -> Found:
     """Diagnose saved models; files are memory-mapped and read on demand.
 
     Args:
-        names: folders written by ``save_pretrained``, bare ``.safetensors`` files or names on the hub;
-            the base first.
-        config: configuration of bare files.
+        names: folders written by ``save_pretrained`` or names on the hub; the base first.
 
     Raises:
         FedrotError: a model cannot be opened, or is of another architecture than the base.
     """
-    base, *updates = [open_saved_model(name, config) for name in names]
+    base, *updates = [open_saved_model(name) for name in names]
     for update in updates:
         check_mergeable(base, update)
     ours, *theirs = (model.read() for model in (base, *updates))

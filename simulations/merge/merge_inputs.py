@@ -45,6 +45,8 @@ Batches = Sequence[Mapping[str, Tensor]]
 
 #: Texts per batch. A language model's outputs have the width of its vocabulary, which limits this.
 BATCH = 64
+#: Maximum number of tokens per text; fewer if the model has fewer positions.
+LONGEST = 64
 
 
 #: The aggregations whose inputs a merge has.
@@ -173,8 +175,8 @@ def batches_of(
     """Return training texts as batches of a model's inputs, and a note on the data set's splits.
 
     Texts are tokenised with the model's tokenizer, or the bundled one if it has none. For a masked
-    language model, tokens are masked as in training. Labels are left out. There are at most
-    ``settings.rows`` texts, by default ``rows``. Raises ``FedrotError`` if the tokenizer does not fit.
+    language model, tokens are masked as in training. Labels are left out. There are at most ``rows``
+    texts. Raises ``FedrotError`` if the tokenizer does not fit.
     """
     from fedrot.simulations.tasks.objectives import task_name
     from fedrot.simulations.tasks.task import check_usable
@@ -186,7 +188,6 @@ def batches_of(
             f"'{saved.path}' is a {saved.model_class.__name__}, which takes images; --data gives only "
             "texts. Merge it without --data, by a method that needs no data."
         )
-    rows = settings.rows or rows
     task = task_for(
         saved, settings, task_name(saved) or "classification", train_limit=rows, test_limit=1
     )
@@ -217,7 +218,7 @@ def task_for(
         "task": name,
         **settings.model_dump(include={"data", "data_dir", "text_column", "label_column"}),
         # RoBERTa's positions start after the padding index. BLOOM and T5 have no largest position.
-        "max_length": min(settings.max_length, longest_text(saved.config, settings.max_length + 2) - 2),
+        "max_length": min(LONGEST, longest_text(saved.config, LONGEST + 2) - 2),
         "model": str(saved.tokenizer) if saved.tokenizer else None,
         "train_limit": train_limit,
         "test_limit": test_limit,

@@ -22,7 +22,7 @@ from fedrot.tensors import widened
 
 #: Titles of the averaged models.
 PLAIN, MERGED = "plain average", "merged"
-#: Default number of held-out rows for scores.
+#: Maximum number of held-out rows for scores.
 _ROWS = 500
 
 
@@ -51,7 +51,7 @@ def scores(
     if name is None:
         return None, f"The models are not scored: no task has class {first.model_class.__name__}."
     try:
-        task = task_for(first, settings, name, train_limit=1, test_limit=settings.rows or _ROWS)
+        task = task_for(first, settings, name, train_limit=1, test_limit=_ROWS)
     except FedrotError as error:
         return None, f"The models are not scored: {error}"
     wanted = copy.deepcopy(first.config)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-#: The names of ``merge_inputs.METHODS`` and ``AlignmentOptions.chance``, whose modules import torch.
-METHOD_NAMES, CHANCE = ("mean", "fisher", "ot", "regmean"), 1.1
+#: The names of ``merge_inputs.METHODS``, whose module imports torch.
+METHOD_NAMES = ("mean", "fisher", "ot", "regmean")
 #: The file that a folder of a LoRA adapter has.
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -17,9 +17,6 @@ class MergeSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    anchor: str | None = Field(
-        default=None, description="The model to which the others are aligned; default: the first."
-    )
     method: str = Field(
         default="mean",
         description=f"{', '.join(METHOD_NAMES)} (ot: pip install 'fedrot[ot]'). For adapters: exact "
@@ -29,14 +26,6 @@ class MergeSettings(BaseModel):
         default="attention+ffn",
         description="Parts to align: whole, none, or parts such as attention+ffn.",
     )
-    layers: str = Field(
-        default="all", description="Layers to align: all, first:N, last:N or indices such as 0,2."
-    )
-    chance: float = Field(
-        default=CHANCE,
-        description="A group moves only if that removes more than this many times the squared distance "
-        "that chance removes; 0: if that removes anything.",
-    )
     token_order: bool = Field(
         default=False,
         description="With whole: estimate token counts from the order of the vocabulary, for tokenizers "
@@ -44,13 +33,6 @@ class MergeSettings(BaseModel):
     )
     weights: str | None = Field(
         default=None, description="One number per model, separated by commas; default: equal."
-    )
-    alpha: float = Field(default=0.9, description="RegMean's factor for off-diagonal entries.")
-    dtype: str | None = Field(
-        default=None, description="float32, float16 or bfloat16; default: the anchor's."
-    )
-    config: Path | None = Field(
-        default=None, description="For .safetensors files: config.json, or a folder with one."
     )
     data: str | None = Field(
         default=None,
@@ -62,31 +44,22 @@ class MergeSettings(BaseModel):
     )
     text_column: str | None = Field(default=None, description="Column with the text.")
     label_column: str | None = Field(default=None, description="Column with the label.")
-    rows: int | None = Field(
-        default=None,
-        description="Maximum number of texts; default: 1024, for fisher (a backward pass per text and "
-        "label) 256, and for scores 500.",
-    )
-    max_length: int = Field(default=64, description="Maximum number of tokens per text.")
 
 
 class AdapterMergeSettings(BaseModel):
-    """Options of ``fedrot merge`` for LoRA adapters."""
+    """Options of ``fedrot merge`` for LoRA adapters.
+
+    Attributes:
+        method: ``exact`` (mean of the products, truncated to the rank) or ``mean`` (of the factors).
+        rank: rank of the result; None: the largest rank of the adapters.
+        weights: one number per adapter, separated by commas; None: equal weights.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    method: str = Field(
-        default="exact",
-        description="exact: mean of the products, truncated to the rank; mean: mean of the factors.",
-    )
-    rank: int | None = Field(
-        default=None,
-        gt=0,
-        description="Rank of the result; default: the largest rank of the adapters.",
-    )
-    weights: str | None = Field(
-        default=None, description="One number per adapter; default: equal weights."
-    )
+    method: str = "exact"
+    rank: int | None = Field(default=None, gt=0)
+    weights: str | None = None
 
 
 def is_adapter(folder: Path) -> bool:

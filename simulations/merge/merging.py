@@ -1,10 +1,9 @@
-"""Merge of saved models: alignment to one of them, aggregation, and writing of the result."""
+"""Merge of saved models: alignment to the first, aggregation, and writing of the result."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from fedrot.aggregation import RegMean, Statistics, aggregation_named
+from fedrot.aggregation import Statistics, aggregation_named
 from fedrot.aggregation.registry import AggregationEntry
 from fedrot.anchors import SAME_BASIS
 from fedrot.collect.canonical_statistics import follows_canonical_form
@@ -36,9 +35,7 @@ from fedrot.simulations.report.tables import terminal_table
 from fedrot.symmetry import WHOLE_MODEL, symmetry_of
 from fedrot.tensors import Tensors
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-#: Default number of rows for matching, for methods without statistics.
+#: Maximum number of texts for matching, for methods without statistics.
 _ROWS = 1024
 
 
@@ -47,11 +44,10 @@ class MergeReport:
     """The inputs and the result of a merge.
 
     Attributes:
-        inputs: reports of the models, the anchor first.
+        inputs: reports of the models; the first is the anchor.
         notes: sentences for the user.
         scores: scores of the models, alone and merged; None without data that fit.
         out: the file or folder that was written; None after a dry run.
-        seconds: wall time of the whole merge.
     """
 
     method: str
@@ -59,22 +55,18 @@ class MergeReport:
     notes: tuple[str, ...]
     scores: Scores | None
     out: Path | None
-    seconds: float
 
 
-def options_of(parts: str, layers: str = "all") -> AlignmentOptions:
-    """Read alignment options from text; raises ``FedrotError`` for unknown ones.
+def options_of(parts: str) -> AlignmentOptions:
+    """Read alignment options from text; raises ``FedrotError`` for unknown parts.
 
     Args:
         parts: parts of ``AlignmentOptions`` joined by ``+``, ``whole`` for ``WHOLE_MODEL``, or ``none``.
-        layers: ``all``, ``first:N``, ``last:N``, or indices separated by commas.
     """
     named: dict[str, tuple[str, ...]] = {"whole": WHOLE_MODEL, "none": ()}
     chosen = named[parts] if parts in named else tuple(parts.split("+"))
-    indices = layers.split(",")
-    listed = all(index.strip().isdecimal() for index in indices)
     try:
-        return AlignmentOptions(chosen, layers=tuple(map(int, indices)) if listed else layers)
+        return AlignmentOptions(chosen)
     except FedrotError as error:
         raise FedrotError(f"{error} Join parts by '+', or give {' or '.join(named)}.") from error
 
@@ -86,15 +78,15 @@ def merge(
     *,
     dry_run: bool = False,
 ) -> MergeReport:
-    """Align saved models to one of them, merge them, and write the result.
+    """Align saved models to the first, merge them, and write the result.
 
     Files are memory-mapped, two models at a time, and tensors are read on demand. The mean needs memory
     for its result in float32, for any number of models. Methods with statistics need memory for float64
     sums and a model to run. All computations are in float32 or float64.
 
     Args:
-        models: two or more folders written by ``save_pretrained``, bare ``.safetensors`` files or names
-            on the hub; of one architecture and, if they have tokenizers, of one tokenizer.
+        models: two or more folders written by ``save_pretrained`` or names on the hub; of one
+            architecture and, if they have tokenizers, of one tokenizer. The first is the anchor.
         out: a new file if the name ends in ``.safetensors``, else a new or empty folder, which also
             gets the anchor's configuration and tokenizer. If the merge fails, nothing is written.
         dry_run: merge, but write nothing; ``out`` may exist.
@@ -103,10 +95,9 @@ def merge(
         FedrotError: bad input; the message names the setting or the model.
         FileExistsError: ``out`` is a file, or a folder that is not empty.
     """
-    start = time.perf_counter()
     settings = settings or MergeSettings()
     weights = weights_of(settings.weights, len(models))
-    options = replace(options_of(settings.parts, settings.layers), chance=settings.chance)
+    options = options_of(settings.parts)
     method = _method(settings)
     if not all(map(follows_canonical_form, method.needs)):
         options = options.as_it_is()
@@ -114,10 +105,7 @@ def merge(
         if out is None:
             raise FedrotError("The result needs a path: give --out, or --dry-run.")
         refuse_filled(out)
-    if settings.dtype is not None and settings.dtype not in DTYPES:
-        raise FedrotError(f"Unknown dtype '{settings.dtype}'; choose from {', '.join(DTYPES)}.")
-    names, weights = _anchor_first(list(map(str, models)), weights, settings.anchor)
-    first, *others = saved = [open_saved_model(name, settings.config) for name in names]
+    first, *others = saved = [open_saved_model(name) for name in models]
     for other in others:
         check_mergeable(first, other)
     rows = max((kind_named(kind).rows for kind in method.needs), default=_ROWS)
@@ -128,16 +116,14 @@ def merge(
         asked, options = options.parts, options.movable(symmetry)
         still = {part: symmetry.refused[part] for part in asked if part not in options.parts}
     inputs, reports = zip(*aligned(saved, weights, options, batches, settings.token_order), strict=True)
-    merged, notes = _merged(inputs, method, settings.alpha, batches)
+    merged, notes = _merged(inputs, method, batches)
     found, unscored = scores(inputs, merged, settings) if settings.data else (None, "")
-    dtype = DTYPES.get(settings.dtype or "")
-    written = _written(merged, first, dtype)
+    written = _written(merged, first)
     if out is not None and not dry_run:
-        write_model(out, written, first.shell(), first.config_file, first.beside, dtype)
+        write_model(out, written, first.shell(), first.path)
     held = [f"Part '{part}' was not moved: {why}" for part, why in still.items()]
     said = (*filter(None, [note, unscored]), *held, *_remarks(saved, reports, options), *notes)
-    seconds = time.perf_counter() - start
-    return MergeReport(settings.method, reports, said, found, None if dry_run else out, seconds)
+    return MergeReport(settings.method, reports, said, found, None if dry_run else out)
 
 
 def weights_of(text: str | None, count: int) -> list[float]:
@@ -160,39 +146,21 @@ def _method(settings: MergeSettings) -> AggregationEntry:
     if settings.method not in METHODS:
         raise FedrotError(f"Unknown method '{settings.method}'; choose from {', '.join(METHODS)}.")
     method = METHODS[settings.method]
-    RegMean(settings.alpha)
     if method.needs and not settings.data:
         raise FedrotError(
             f"Method '{settings.method}' collects statistics from data: give --data NAME, and its "
             "folder with --data-dir. Texts like those of the models' training are suitable."
         )
-    if settings.rows is not None and settings.rows < 1:
-        raise FedrotError(f"rows is {settings.rows}; at least one is needed.")
     return method
 
 
-def _anchor_first(
-    models: Sequence[str], weights: Sequence[float], anchor: str | None
-) -> tuple[list[str], list[float]]:
-    """Return the models and their weights, the anchor first."""
-    resolved = [Path(name).resolve() for name in models]
-    wanted = resolved[0] if anchor is None else Path(anchor).resolve()
-    if wanted not in resolved:
-        raise FedrotError(
-            f"The anchor '{anchor}' is not among the models; choose from {', '.join(models)}."
-        )
-    place = resolved.index(wanted)
-    order = sorted(range(len(models)), key=lambda i: i != place)
-    return [models[i] for i in order], [weights[i] for i in order]
-
-
 def _merged(
-    inputs: Sequence[Input], method: AggregationEntry, alpha: float, batches: Batches
+    inputs: Sequence[Input], method: AggregationEntry, batches: Batches
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return the merged tensors, and notes; the merge is tensor by tensor if the method allows it."""
     first, symmetry = inputs[0].saved, inputs[0].alignment.symmetry
     model = first.build() if method.needs else None
-    build = aggregation_named(method.name, symmetry=lambda: symmetry, alpha=lambda: alpha)
+    build = aggregation_named(method.name, symmetry=lambda: symmetry)
     every = first.outline.names
     aggregators = {names: build() for names in ([(n,) for n in every] if method.by_tensor else [every])}
     for one in inputs:
@@ -235,19 +203,17 @@ def _statistics(
     return found
 
 
-def _written(
-    merged: Mapping[str, Tensor], anchor: SavedModel, dtype: torch.dtype | None
-) -> dict[str, Tensor]:
-    """Return the tensors in ``dtype``, or in the dtypes of the anchor's tensors if None."""
+def _written(merged: Mapping[str, Tensor], anchor: SavedModel) -> dict[str, Tensor]:
+    """Return the tensors in the dtypes of the anchor's tensors."""
     found = {}
     stored = anchor.read()
     for name, tensor in merged.items():
         own = stored[name].dtype
-        found[name] = tensor.to(dtype or own if own.is_floating_point else own)
+        found[name] = tensor.to(own)
         if own.is_floating_point and not bool(torch.isfinite(torch.stack(found[name].aminmax())).all()):
             raise FedrotError(
-                f"The merged tensor '{name}' has values beyond {found[name].dtype}. Choose another "
-                "--dtype, such as float32."
+                f"The merged tensor '{name}' has values beyond {own}, the dtype of '{anchor.path}'. "
+                "Save that model in float32, or give a model with wider numbers first."
             )
     return found
 
@@ -260,8 +226,8 @@ def _remarks(
     tokenizer = next((model.tokenizer for model in models if model.tokenizer), None)
     if tokenizer and not models[0].tokenizer:
         yield (
-            "The anchor has no tokenizer, and therefore the result has none. Copy the tokenizer of "
-            f"'{tokenizer}', or make that model the anchor."
+            "The first model has no tokenizer, and therefore the result has none. Copy the tokenizer of "
+            f"'{tokenizer}', or give that model first."
         )
     for model, report in zip(models, reports, strict=True):
         if report.cosine < SAME_BASIS:

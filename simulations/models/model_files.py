@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -153,7 +152,7 @@ def refuse_quantised(settings: Mapping[str, Any], where: object) -> None:
 
 
 def read_model(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a bare file or a folder by the model's own names; see ``read_tensors``.
+    """Return the tensors of a folder by the model's own names; see ``read_tensors``.
 
     Prefixes of wrappers such as ``module.`` are removed. Files stay mapped as long as one of their
     tensors is kept.
@@ -169,7 +168,7 @@ def read_model(path: Path) -> dict[str, Tensor]:
 def read_files(path: Path) -> dict[str, Tensor]:
     """Return the tensors of ``read_model`` by the stored names."""
     there = (path / name for name in (WEIGHTS, INDEX, *PICKLED))
-    file = path if path.is_file() else next(filter(Path.is_file, there), None)
+    file = next(filter(Path.is_file, there), None)
     if file is None:
         raise FedrotError(f"'{path}' has no {WEIGHTS} and no {INDEX}. {instead(path)}")
     return _read_shards(file) if file.suffix == ".json" else _read_plain(file)
@@ -242,23 +241,14 @@ def refuse_filled(out: Path) -> None:
         raise FileExistsError(f"'{out}' exists and is not an empty folder. Choose another --out.")
 
 
-def write_model(
-    out: Path,
-    tensors: Mapping[str, Tensor],
-    shell: Any,
-    config_file: Path,
-    beside: Path | None = None,
-    dtype: torch.dtype | None = None,
-) -> None:
+def write_model(out: Path, tensors: Mapping[str, Tensor], shell: Any, beside: Path) -> None:
     """Write a model completely or not at all.
 
     Args:
         out: a bare file if it ends in ``.safetensors``, else a folder for ``from_pretrained``.
         tensors: tensors by the names of the state dict; tied tensors once.
         shell: a model of the class without values; its ``save_pretrained`` writes the tensors.
-        config_file: file that is copied into the folder as ``config.json``.
-        beside: the folder whose tokenizer and generation configuration are copied, too.
-        dtype: dtype for the configuration; None: as in ``config_file``.
+        beside: the folder whose configuration and tokenizer are copied if ``out`` is a folder.
 
     Raises:
         OSError: ``out`` is not empty, or cannot be written.
@@ -272,20 +262,9 @@ def write_model(
             return
         with as_os_error(target):
             shell.save_pretrained(target, state_dict=dict(tensors))
-        (target / CONFIG).write_text(_config_text(config_file, dtype), encoding="utf-8")
-        for file in (beside / name for name in BESIDE) if beside else ():
+        for file in (beside / name for name in (CONFIG, *BESIDE)):
             if file.is_file():
                 shutil.copyfile(file, target / file.name)
-
-
-def _config_text(file: Path, dtype: torch.dtype | None) -> str:
-    text = file.read_text(encoding="utf-8")
-    if dtype is None:
-        return text
-    settings = json.loads(text)
-    # Older versions of transformers write torch_dtype.
-    key = "torch_dtype" if "torch_dtype" in settings else "dtype"
-    return json.dumps({**settings, key: str(dtype).removeprefix("torch.")}, indent=2) + "\n"
 
 
 def first_names(model: nn.Module) -> dict[str, str]:

@@ -22,6 +22,7 @@ from fedrot.simulations.models.model_files import (
     INDEX,
     PICKLED,
     SAVE_AGAIN,
+    SUFFIX,
     TOKENIZER,
     WEIGHTS,
     about,
@@ -65,23 +66,24 @@ class SavedModel:
     """A model on disk, of which only the configuration has been read.
 
     Attributes:
-        path: a folder written by ``save_pretrained``, or a bare ``.safetensors`` file.
+        path: a folder written by ``save_pretrained``.
         name: the path or hub name that the user gave.
         config: the configuration of transformers.
-        beside: the folder for the tokenizer and generation configuration, or None.
     """
 
     path: Path
     name: str
-    config_file: Path
     config: Any
-    beside: Path | None
+
+    @property
+    def config_file(self) -> Path:
+        """The file of the configuration."""
+        return self.path / CONFIG
 
     @property
     def tokenizer(self) -> Path | None:
         """The folder with the tokenizer, or None."""
-        folder = self.beside
-        return folder if folder and any((folder / name).is_file() for name in TOKENIZER) else None
+        return self.path if any((self.path / name).is_file() for name in TOKENIZER) else None
 
     @cached_property
     def vocabulary(self) -> frozenset[tuple[str, int]] | None:
@@ -201,48 +203,39 @@ class SavedModel:
         return model.eval(), sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
 
 
-def open_saved_model(name: str | Path, config: Path | None = None) -> SavedModel:
+def open_saved_model(name: str | Path) -> SavedModel:
     """Find a saved model and read its configuration; models of the hub are downloaded into its cache.
 
     Args:
-        name: a folder with ``config.json`` and weights, a bare ``.safetensors`` file, a hub name, or
-            the name of a packaged model.
-        config: for a bare file, its ``config.json``, or a folder with ``config.json`` and perhaps the
-            tokenizer.
+        name: a folder with ``config.json`` and weights, a hub name, or the name of a packaged model.
 
     Raises:
         FedrotError: the model is missing, damaged, quantised, or of a family that is not supported.
     """
     if Path(name).exists():
-        return _with_config(Path(name), str(name), config)
+        return _with_config(Path(name), str(name))
     name = str(name)
     if name in PACKAGED:
-        return _with_config(Path(source_of(name)), name, None)
+        return _with_config(Path(source_of(name)), name)
     if not _HUB_NAME.fullmatch(name):
         raise FedrotError(f"'{name}' does not exist. Give the folder of a saved model, or a hub name.")
     folder = _downloaded(name, CONFIG)
     # The configuration is read first: an unsupported model is refused before its weights are downloaded.
-    model = _with_config(folder, name, None)
+    model = _with_config(folder, name)
     _downloaded(name, "model*.safetensors", INDEX, *BESIDE)
     if not any((folder / file).is_file() for file in (WEIGHTS, INDEX)):
         _downloaded(name, "pytorch_model*.bin", *PICKLED)
     return model
 
 
-def _with_config(path: Path, name: str, config: Path | None) -> SavedModel:
-    given = path if path.is_dir() else config
-    if given is None:
-        raise FedrotError(
-            f"'{path}' is a bare file. Give its configuration with --config, a {CONFIG} or a folder "
-            "with one."
-        )
-    folder = given if given.is_dir() else None
-    file = folder / CONFIG if folder else given
+def _with_config(path: Path, name: str) -> SavedModel:
+    if path.is_file():
+        advice = f" Put {CONFIG} beside it, and name it {WEIGHTS}." if path.suffix == SUFFIX else ""
+        raise FedrotError(f"'{path}' is a file. Give the folder of a saved model.{advice}")
+    file = path / CONFIG
     if not file.is_file():
-        raise FedrotError(
-            f"'{file}' does not exist. A model needs its configuration. {instead(file.parent)}"
-        )
-    return SavedModel(path, name, file, _read_config(file), folder)
+        raise FedrotError(f"'{file}' does not exist. A model needs its configuration. {instead(path)}")
+    return SavedModel(path, name, _read_config(file))
 
 
 def _downloaded(name: str, *files: str) -> Path:

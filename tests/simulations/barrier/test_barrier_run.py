@@ -52,7 +52,7 @@ def test_two_saved_models(name: str, models: Path, tmp_path: Path) -> None:
         "barrier",
         models / f"{name}0",
         models / f"{name}1",
-        *("--out", out, "--points", 5, "--rows", 64, "--test-limit", 60),
+        *("--out", out, "--points", 5, "--test-limit", 60),
         *("--methods", "vanilla,whole,whole+data"),
     )
     assert code == 0, output
@@ -141,7 +141,6 @@ def _spoil(folder: Path, kind: str) -> None:
         ("classification0", "classification1", None, ["--methods", "magic"], "unknown method 'magic'"),
         ("classification0", "classification1", None, ["--points", "4"], "points is 4"),
         ("classification0", "classification1", None, ["--points", "1"], "points is 1"),
-        ("classification0", "classification1", None, ["--rows", "0"], "rows is 0"),
         ("classification0", "classification1", None, ["--test-limit", "0"], "test-limit"),
     ],
 )
@@ -231,7 +230,7 @@ def test_labels_in_another_order_than_the_data_are_refused(models: Path, tmp_pat
     code, output = invoke("barrier", *pair, "--data", "goemotions_ekman", "--out", tmp_path / "out")
     assert code == 2
     assert "'neutral' is output 0 of the model, and label 6 of goemotions_ekman" in output
-    code, output = invoke("merge", *pair, "--data", "goemotions_ekman", "--rows", 8, "--dry-run")
+    code, output = invoke("merge", *pair, "--data", "goemotions_ekman", "--dry-run")
     assert code == 0
     assert "The models are not scored: 'neutral' is output 0 of the model, and label 6 of" in output
 

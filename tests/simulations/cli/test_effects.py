@@ -11,7 +11,6 @@ import click
 import pytest
 import typer
 
-from fedrot.simulations.barrier.barrier_methods import METHODS
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.effects import EFFECTS
 from fedrot.simulations.cli.experiment_commands import MORE_SETTINGS
@@ -21,27 +20,18 @@ from tests.simulations.commands import invoke
 
 #: Command lines with an idle option, and what is said of it. Nothing named here exists.
 IDLE = {
-    "merge a b --dry-run --alpha 0.9": "--alpha has an effect only with --method regmean. Leave it out.",
-    "merge a b --dry-run --method ot --alpha 0.5": "--alpha has an effect only with --method regmean",
-    "merge a b --dry-run --parts whole --rows 9": "--rows has an effect only with --data",
-    "merge a b --dry-run --data-dir d": "--data-dir has an effect only with --data",
+    "merge a b --dry-run --data-dir d": "--data-dir has an effect only with --data. Leave it out.",
     "merge a b --dry-run --text-column t --label-column l": (
         "--text-column and --label-column have an effect only with --data. Leave them out."
     ),
-    "merge a b --dry-run --max-length 9": "--max-length has an effect only with --data",
-    "merge a b --dry-run --parts none --layers 0": "--layers has an effect only on aligned parts",
-    "merge . . --dry-run --config c": "--config has an effect only on bare .safetensors files",
     "simulate --out o --model m --set layers=2": "--set layers has an effect only on a small model",
     "simulate --out o --model m --set width=8": "--set width has an effect only on a small model",
     "simulate --out o --model m --set heads=2": "--set heads has an effect only on a small model",
     "simulate --out o --model m --set dropout=0": "--set dropout has an effect only on a small model",
     "simulate --out o --task image --max-length 9": "--max-length has an effect only on texts",
     "simulate --out o --set server-lr=1": "--set server_lr has an effect only beside --set server=adam",
-    "barrier a b --out o --task image --max-length 9": "--max-length has an effect only on texts",
-    "barrier a b --out o --rows 9 --methods vanilla,whole": "--rows has an effect only with a method",
-    "diagnose a b --config c": "--config has an effect only on bare .safetensors files",
     "check m --list": "MODEL has an effect only without --list. Leave it out.",
-    "check --list --seed 0 --parts ffn": "--parts and --seed have an effect only without --list",
+    "check m --list --parts ffn": "MODEL and --parts have an effect only without --list",
     "report {file} --markdown m": "--markdown has an effect only for a run folder",
     "report . --out o": "--out has an effect only for a strategy's file",
 }
@@ -75,19 +65,14 @@ IDLE |= {
 
 #: The same options where they do something: the complaint is about something else.
 AT_WORK = (
-    "merge a b --dry-run --method regmean --alpha 0.9 --data sst2 --rows 9 --max-length 9",
     "merge a b --dry-run --method fisher --data-dir d",
-    "merge a b --dry-run --parts residual+ffn --data sst2 --text-column t --layers 0",
-    "merge a.safetensors b --dry-run --config c",
-    "barrier a b --out o --rows 9 --methods vanilla,whole+data",
-    "barrier a b --out o --rows 9 --max-length 9",
+    "merge a b --dry-run --parts residual+ffn --data sst2 --text-column t",
     "simulate --out o --partition dirichlet:0 --set layers=1 --set width=8 --set heads=2"
     " --set dropout=0 --max-length 9",
     "simulate --out o --partition dirichlet:0 --set server=yogi --set server_lr=1",
     "simulate --out o --partition dirichlet:0 --workers 2 --ray there:1",
     "simulate --out o --lora r=1,targets=q --set server=adam --set server_lr=1",
-    "diagnose a.safetensors b --config c",
-    "check nowhere/nothing/at/all --seed 1 --parts ffn",
+    "check nowhere/nothing/at/all --parts ffn",
 )
 
 
@@ -123,12 +108,3 @@ def test_every_condition_is_about_options_of_its_command_that_are_tried_here() -
         for name in {name for effect in effects for name in effect.parameters} - of_grids:
             option = parameters[name]
             assert name == "model" or any(option in line for line in tried)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_barrier_takes_rows_just_where_the_method_looks_at_data(name: str) -> None:
-    code, output = invoke("barrier", "a", "b", "--out", "o", "--methods", name, "--rows", 9)
-    assert code == 2
-    without = ("vanilla", "rotation", "rotation+heads", "git-rebasin", "whole", "stream")
-    looks = name not in without and not name.endswith(("+probe", "+order"))
-    assert ("--rows has an effect" in output) == (not looks)

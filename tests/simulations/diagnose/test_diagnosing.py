@@ -116,15 +116,6 @@ def test_noise_and_other_bases_are_told_apart(save: Any) -> None:
     assert "--parts whole --out merged" in " ".join(output.split())
 
 
-def test_bare_files_take_their_configuration(save: Any) -> None:
-    base, *others = save(*updates())
-    files = [folder / "model.safetensors" for folder in (base, *others)]
-    (found,) = read(*files, "--config", base)
-    assert found == read(base, *others)[0]
-    code, output = diagnose(*files)
-    assert (code, "Give its configuration with --config" in output) == (2, True)
-
-
 @pytest.mark.parametrize(
     ("names", "message"),
     [
@@ -135,10 +126,7 @@ def test_bare_files_take_their_configuration(save: Any) -> None:
         ),
         (("nowhere",), "'nowhere' is neither a run folder nor a file of rows"),
         (("{base}", "{other}"), "Different architectures: architectures is"),
-        (
-            ("{base}", "{base}", "--config", "c"),
-            "--config has an effect only on bare .safetensors files",
-        ),
+        (("{base}", "{base}/model.safetensors"), "Put config.json beside it"),
     ],
 )
 def test_what_cannot_be_diagnosed_is_said_in_one_sentence(

@@ -20,12 +20,12 @@ from fedrot.simulations.tasks.task import Task, task_of
 from tests.simulations.commands import SMALL, invoke
 
 DATA = "goemotions_ekman"
-SETTINGS = MergeSettings(data=DATA, rows=40, weights="1,3", parts="whole")
+SETTINGS = MergeSettings(data=DATA, weights="1,3", parts="whole")
 
 
 @pytest.fixture(params=["classification", "mlm", "clm"])
 def task(request: pytest.FixtureRequest) -> Task:
-    settings = {**SMALL, "task": request.param, "max_length": 64, "test_limit": 40}
+    settings = {**SMALL, "task": request.param, "max_length": 64, "test_limit": 500}
     return task_of(SimulationConfig(**settings).to_json())
 
 
@@ -52,7 +52,7 @@ def test_every_model_is_scored_as_the_harness_scores_it(
 ) -> None:
     found = merge(models, tmp_path / "out", SETTINGS).scores
     assert found is not None
-    assert (found.data, found.rows) == (DATA, 40)
+    assert (found.data, found.rows) == (DATA, 500)
     first, second = (load_file(folder / "model.safetensors") for folder in models)
     plain = {name: (tensor + 3 * second[name]) / 4 for name, tensor in first.items()}
     merged = load_file(tmp_path / "out" / "model.safetensors")
@@ -64,11 +64,11 @@ def test_every_model_is_scored_as_the_harness_scores_it(
 
 
 def test_the_command_prints_a_line_per_model(models: list[Path]) -> None:
-    options = ["--data", DATA, "--rows", 40, "--parts", "none", "--dry-run"]
+    options = ["--data", DATA, "--parts", "none", "--dry-run"]
     code, printed = invoke("merge", *models, *options)
     assert code == 0, printed
-    assert f"On 40 held-out rows of {DATA}" in printed
-    lines = [printed.index(name) for name in ("model0 │ 0.5", "On 40", "plain average", "merged │")]
+    assert f"On 500 held-out rows of {DATA}" in printed
+    lines = [printed.index(name) for name in ("model0 │ 0.5", "On 500", "plain average", "merged │")]
     assert lines == sorted(lines)
 
 

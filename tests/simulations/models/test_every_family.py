@@ -82,17 +82,16 @@ def test_every_type_has_a_model_here() -> None:
 @pytest.mark.parametrize("kind", [kind for kind in TYPES if MEMBERS.get(kind) in families.KINDS])
 def test_every_command(kind: str, data: Path, tmp_path: Path) -> None:
     a, b, c = (save(kind, seed, tmp_path / place) for seed, place in enumerate("abc"))
-    texts = ("--data", "few", "--data-dir", data, "--max-length", 16)
-    images = ("--data", "digits", "--max-length", 16)
+    texts = ("--data", "few", "--data-dir", data)
     out = tmp_path / "out"
     commands = {
         "check": ("check", a),
         "merge": ("merge", a, b, "--parts", "whole", "--out", out / "merged"),
-        "merge --data": ("merge", a, b, *texts, "--rows", 20, "--out", out / "with data"),
+        "merge --data": ("merge", a, b, *texts, "--out", out / "with data"),
         "diagnose": ("diagnose", a, b, c),
         "barrier": (
             *("barrier", a, b, "--out", out / "barrier", "--methods", "vanilla,rotation"),
-            *(images if kind in ("vit", "deit") else texts),
+            *(("--data", "digits") if kind in ("vit", "deit") else texts),
             *("--points", 3, "--test-limit", 10),
         ),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 import os
@@ -18,10 +19,10 @@ import pytest
 from huggingface_hub import constants
 
 from fedrot.simulations.data import sources
-from fedrot.simulations.data.encoding import bundled_tokenizer
+from fedrot.simulations.data.encoding import bundled_tokenizer, encode_texts
 from fedrot.simulations.data.labels import label_columns, labels_of
 from fedrot.simulations.data.sources import DataError
-from fedrot.simulations.data.texts import NER, TEXT, load_text_data
+from fedrot.simulations.data.texts import NER, TEXT, TextSplit, load_text_data
 from fedrot.simulations.tasks.scores import evaluate_predictions
 from tests.simulations.commands import invoke
 from tests.simulations.data.wordpiece import SPECIAL_TOKENS, train_wordpiece
@@ -880,3 +881,24 @@ def test_outputs_that_are_no_scores_are_refused_or_undefined() -> None:
     # A label is predicted if its logit is above 0.
     found = evaluate_predictions("multi", ("accuracy",), np.array([[0.0, 1.0]]), np.array([[0, 1]]))
     assert found["accuracy"] == 1
+
+
+def test_texts_are_cut_and_padded_to_the_longest_of_a_batch_alone() -> None:
+    tokenizer = copy.deepcopy(bundled_tokenizer())
+    tokenizer.enable_padding(length=32)
+    tokenizer.enable_truncation(3)
+    split = TextSplit(np.array([1, 0]), {"domain": [7, 8]}, ("so happy", "so " * 50), None)
+    encoded = encode_texts(split, tokenizer, 8, pad_id=9)
+    assert encoded.lengths(np.array([1, 0, 1])).tolist() == [8, 4, 8]
+    assert (encoded.domains, len(encoded)) == (("7", "8"), 2)
+    batch = encoded.batch(np.array([0, 1]))
+    so, happy = map(tokenizer.token_to_id, ("so", "happy"))
+    assert batch["input_ids"].tolist() == [[2, so, happy, 3, 9, 9, 9, 9], [2, *[so] * 6, 3]]
+    assert batch["attention_mask"].tolist() == [[1] * 4 + [0] * 4, [1] * 8]
+    assert encoded.batch(np.array([0]))["input_ids"].shape == (1, 4)
+    assert encoded.targets(np.array([1, 0])).tolist() == [0, 1]
+    pairs = encode_texts(TextSplit(np.zeros(1), {}, ("so " * 9,), ("happy",)), tokenizer, 8, 9)
+    assert pairs.batch(np.array([0]))["token_type_ids"].tolist() == [[0] * 6 + [1] * 2]
+    # The tokenizers are as they were.
+    assert len(tokenizer.encode("so").ids) == 32
+    assert (bundled_tokenizer().truncation, bundled_tokenizer().padding) == (None, None)

@@ -332,7 +332,8 @@ def test_paragraphs_of_plain_text_are_rows_for_language_modelling(tmp_path: Path
 def test_labels_that_are_there_are_read_though_optional(tmp_path: Path) -> None:
     path = save(tmp_path / "mine.csv", {"text": TEXTS, "label": MOODS})
     data = load_text_data(str(path), labels_optional=True)
-    assert data.label_names == ("glad", "sad")
+    assert (data.label_names, data.said) == (("glad", "sad"), "")
+    assert load_text_data(str(path)).said == "Labels: 2 classes in the column 'label': glad, sad."
 
 
 @pytest.mark.parametrize(
@@ -692,6 +693,14 @@ def test_a_file_is_looked_for_in_the_data_folder_first(
     monkeypatch.chdir(tmp_path / "here")
     assert load_text_data("mine.csv", tmp_path / "data").label_names == ("y0", "y1")
     assert load_text_data("mine.csv").label_names == ("x0", "x1")
+    (tmp_path / "data" / "glue").mkdir()
+    (tmp_path / "data" / "mine.csv").rename(tmp_path / "data" / "glue" / "mine.csv")
+    assert load_text_data("mine.csv", tmp_path / "data").label_names == ("y0", "y1")
+    with pytest.raises(DataError, match=r"there is no file other.csv, nor below \S+/data; check"):
+        load_text_data("other.csv", tmp_path / "data")
+    # A folder here with the name of bundled data is none of tables.
+    (tmp_path / "here" / "goemotions_ekman").mkdir()
+    assert load_text_data().label_names == EMOTIONS
 
 
 def test_columns_have_usual_names_in_the_order_of_preference() -> None:

@@ -112,6 +112,9 @@ def test_values_are_grouped_evenly_and_never_cut() -> None:
 def test_numbers_can_be_a_natural_column() -> None:
     parts = split_clients(np.zeros(4, dtype=int), {"x": [3, 1, 3, 1]}, Partition("column", "x"), 2, 0)
     assert [part.tolist() for part in parts] == [[1, 3], [0, 2]]
+    # They have the order of texts.
+    parts = split_clients(np.zeros(3, dtype=int), {"x": [9, 10, 9]}, Partition("column", "x"), 2, 0)
+    assert [part.tolist() for part in parts] == [[1], [0, 2]]
 
 
 def test_multi_label_rows_count_under_their_first_label() -> None:

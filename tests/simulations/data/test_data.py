@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import urllib.request
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -883,9 +884,11 @@ def test_outputs_that_are_no_scores_are_refused_or_undefined() -> None:
         found = evaluate_predictions("regression", ("pearson",), outputs, labels)
         assert list(found) == ["pearson", "loss"]
         assert np.isnan(list(found.values())).all()
-    # A correlation needs two rows and labels that differ.
-    one = evaluate_predictions("regression", ("pearson", "spearman"), np.ones((1, 1)), labels[:1])
-    same = evaluate_predictions("regression", ("pearson",), np.arange(3.0), np.ones(3))
+    # A correlation needs two rows and labels that differ; that it has none is no warning.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one = evaluate_predictions("regression", ("pearson", "spearman"), np.ones((1, 1)), labels[:1])
+        same = evaluate_predictions("regression", ("pearson",), np.arange(3.0), np.ones(3))
     assert (one["pearson"], one["spearman"], same["pearson"]) == (0, 0, 0)
     # A label is predicted if its logit is above 0.
     found = evaluate_predictions("multi", ("accuracy",), np.array([[0.0, 1.0]]), np.array([[0, 1]]))

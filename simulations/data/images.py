@@ -89,7 +89,7 @@ def load_image_data(
     column = source.column(IMAGE, selection.get("text_column"))
     chosen = label_columns(source, selection.get("label_column"))
     # In a folder every image has a class, even if its name is that of a missing label.
-    whole = complete(source, IMAGE, [column], () if folder else chosen, selection).divided()
+    whole = complete(source, IMAGE, [column], () if folder else chosen, selection).divided(chosen)
     source = whole.limited(name, selection)
     labels = labels_of(source, chosen, selection.get("label_kind", ""), whole)
     train, test = (

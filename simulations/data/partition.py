@@ -81,9 +81,9 @@ def split_clients(
     * ``pathological:K``: each client has exactly K classes. With fewer than classes/K clients some
       classes have no client; their rows are dropped. Every other partition keeps all rows.
     * ``keyclass:SHARE``: see ``_key_class_rows``.
-    * ``column:NAME``: one client per value of the column, in the order of the values. If there are more
-      values than clients, values are grouped: the most frequent first, each into the smallest group.
-      The seed has no influence.
+    * ``column:NAME``: one client per value of the column, in the order of the values as texts. If there
+      are more values than clients, values are grouped: the most frequent first, each into the smallest
+      group. The seed has no influence.
 
     Args:
         split_labels, columns: see ``Split``; classes are those of ``partition_keys``.

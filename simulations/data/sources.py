@@ -239,11 +239,11 @@ class Source:
                 )
         return found
 
-    def divided(self, label: str = "label") -> Source:
+    def divided(self, labels: Sequence[str] = ()) -> Source:
         """Return training and held-out rows; a single table is divided by its column ``split``.
 
-        Without this column, one row in five of every class in the column ``label`` is held out, always
-        the same rows. Without classes (no such column, scores, or no value twice), one in five of all
+        Without this column, one row in five of every class in the label column is held out, always the
+        same rows. Without classes (not one label column, scores, or no value twice), one in five of all
         rows is held out. Raises ``DataError`` if there are too few rows, or if ``split`` has missing or
         wrong values.
         """
@@ -252,7 +252,7 @@ class Source:
         ((where, table),) = self.tables.items()
         if "split" in table.column_names:
             return replace(self, tables=_by_column(table, where))
-        tables, note = _drawn(table, where, label)
+        tables, note = _drawn(table, where, labels)
         return replace(self, tables=tables, note=note)
 
     def limited(self, name: str, selection: Selection) -> Source:
@@ -361,9 +361,9 @@ def _by_column(table: pa.Table, where: str) -> dict[str, pa.Table]:
     return {split: table.filter(pc.equal(splits, split)) for split in ("train", held_out)}
 
 
-def _drawn(table: pa.Table, where: str, label: str) -> tuple[dict[str, pa.Table], str]:
+def _drawn(table: pa.Table, where: str, labels: Sequence[str]) -> tuple[dict[str, pa.Table], str]:
     """Return training and held-out rows, and a sentence about the division."""
-    classes = _classes(table, label)
+    classes = _classes(table, labels)
     rng = np.random.default_rng(SPLIT_SEED)
     held_out = np.zeros(table.num_rows, dtype=bool)
     order = np.argsort(classes, kind="stable")
@@ -382,15 +382,15 @@ def _drawn(table: pa.Table, where: str, label: str) -> tuple[dict[str, pa.Table]
     return {"train": table.filter(~held_out), "held-out": table.filter(held_out)}, note
 
 
-def _classes(table: pa.Table, label: str) -> np.ndarray:
-    """Return the class of each row, int64 ``[rows]``; 0 for all rows if the column has no classes."""
-    kind = table.schema.field(label).type if label in table.column_names else pa.float64()
-    labels = [] if pa.types.is_floating(kind) or pa.types.is_nested(kind) else table[label].to_pylist()
-    found = sorted(set(labels), key=lambda value: (value is None, value))
+def _classes(table: pa.Table, labels: Sequence[str]) -> np.ndarray:
+    """Return the class of each row, int64 ``[rows]``; 0 for all rows if no column has classes."""
+    column = table[labels[0]] if len(labels) == 1 else None
+    values = [] if column is None or pa.types.is_floating(column.type) else column.to_pylist()
+    found = sorted(set(values))
     if len(found) in (0, table.num_rows):
         return np.zeros(table.num_rows, dtype=int)
     places = {value: place for place, value in enumerate(found)}
-    return np.array([places[value] for value in labels])
+    return np.array([places[value] for value in values])
 
 
 def _from_hub(name: str, data_dir: Path | None, catalogue: Catalogue) -> Source:

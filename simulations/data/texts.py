@@ -92,10 +92,10 @@ def load_text_data(
     Raises:
         DataError: unknown data set, unreadable file, missing column, empty split, or missing values.
     """
-    source, label = find(name, data_dir), selection.get("label_column")
+    source = find(name, data_dir)
     texts = _text_columns(source, selection.get("text_column"))
-    chosen = label_columns(source, label, optional=labels_optional)
-    whole = complete(source, TEXT, texts, chosen, selection).divided(label or "label")
+    chosen = label_columns(source, selection.get("label_column"), optional=labels_optional)
+    whole = complete(source, TEXT, texts, chosen, selection).divided(chosen)
     source = whole.limited(name, selection)
     labels = labels_of(source, chosen, selection.get("label_kind", ""), whole)
     metrics = METRICS_OF_TASK.get(source.task) if labels.kind == "single" else None

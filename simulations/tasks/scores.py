@@ -116,7 +116,7 @@ def _correlation(name: str) -> Score:
     def score(labels: Array, predictions: Array) -> float:
         from scipy import stats
 
-        if len(labels) < 2 or np.ptp(labels) == 0 or np.ptp(predictions) == 0:
+        if np.ptp(labels) == 0 or np.ptp(predictions) == 0:
             return 0.0
         value = float(getattr(stats, name)(predictions, labels).statistic)
         return value if np.isfinite(value) else 0.0

@@ -243,6 +243,8 @@ ARMS: dict[str, tuple[tuple[str, ...], str, str, bool]] = {
     "aligned@global~clients": (DEFAULT_PARTS, "global", "clients", True),
     "whole": (WHOLE_MODEL, RUNNING, "probe", False),
     "whole@consensus": (WHOLE_MODEL, "consensus", "probe", False),
+    "whole~tokens": (WHOLE_MODEL, RUNNING, "tokens", False),
+    "stream@global": (WHOLE_MODEL, "global", "probe", False),
     "whole@consensus~weights": (WHOLE_MODEL, "consensus", "weights", False),
     "attention": (("attention",), RUNNING, "probe", False),
     "attention+ffn": (DEFAULT_PARTS, RUNNING, "probe", False),
@@ -448,6 +450,9 @@ def test_arms_have_options_arguments_and_clients() -> None:
     alone = Arm.parse("regmean(alpha=0)#1+2")
     assert (alone.align, alone.aggregation, alone.clients) == (False, "regmean", (1, 2))
     assert Arm.parse("attention*0/fisher").chance == 0
+    # A rotation of the residual stream needs models in canonical form; ``FedRot`` decides for itself.
+    for name, canonical in {"aligned": None, "whole": False, "ffn": False, "stream": True}.items():
+        assert Arm.parse(name).options.canonical == canonical
 
 
 def test_subsets_of_clients_are_written_out() -> None:
@@ -642,6 +647,12 @@ def test_the_first_round_may_have_epochs_of_its_own() -> None:
     config = SimulationConfig(local_epochs=2, first_epochs=0.5)
     assert [config.epochs(number) for number in (1, 2, 3)] == [0.5, 2, 2]
     assert SimulationConfig(local_epochs=2).epochs(1) == 2
+
+
+def test_what_is_empty_has_its_default() -> None:
+    given = {"rounds": None, "lr": "", "arms": "", "first-epochs": None, "lora": "", "data-dir": None}
+    assert SimulationConfig.from_flat(given) == SimulationConfig()
+    assert SimulationConfig().adapter is None
 
 
 def test_zero_means_no_limit() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 import os
+import socket
+import urllib.request
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,12 +17,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import constants
 
 from fedrot.simulations.data import sources
-from fedrot.simulations.data.encoding import bundled_tokenizer
-from fedrot.simulations.data.labels import labels_of
+from fedrot.simulations.data.encoding import bundled_tokenizer, encode_texts
+from fedrot.simulations.data.labels import label_columns, labels_of
 from fedrot.simulations.data.sources import DataError
-from fedrot.simulations.data.texts import load_text_data
+from fedrot.simulations.data.texts import NER, TEXT, TextSplit, load_text_data
 from fedrot.simulations.tasks.scores import evaluate_predictions
 from tests.simulations.commands import invoke
 from tests.simulations.data.wordpiece import SPECIAL_TOKENS, train_wordpiece
@@ -328,7 +333,8 @@ def test_paragraphs_of_plain_text_are_rows_for_language_modelling(tmp_path: Path
 def test_labels_that_are_there_are_read_though_optional(tmp_path: Path) -> None:
     path = save(tmp_path / "mine.csv", {"text": TEXTS, "label": MOODS})
     data = load_text_data(str(path), labels_optional=True)
-    assert data.label_names == ("glad", "sad")
+    assert (data.label_names, data.said) == (("glad", "sad"), "")
+    assert load_text_data(str(path)).said == "Labels: 2 classes in the column 'label': glad, sad."
 
 
 @pytest.mark.parametrize(
@@ -370,14 +376,22 @@ def test_the_chosen_labels_divide_a_file_and_others_do_not(tmp_path: Path) -> No
     data = load_text_data(path, label_column="mood")
     assert np.bincount(data.test.labels).tolist() == [3, 1]
     assert "one in 5 of each class" in data.note
-    by_rows = sources.find(path, None).divided()
+    by_rows = sources.find(path, None).divided(["label"])
     assert by_rows.test.num_rows == 4
     assert "one in 5, drawn" in by_rows.note
 
 
+@pytest.mark.parametrize(("column", "option"), [("target", None), ("mood", " mood")])
+def test_labels_of_any_name_divide_a_file(column: str, option: str | None, tmp_path: Path) -> None:
+    path = save(tmp_path / "mine.csv", {"text": TEXTS, column: ["glad"] * 15 + ["sad"] * 5})
+    data = load_text_data(str(path), label_column=option)
+    assert np.bincount(data.test.labels).tolist() == [3, 1]
+    assert "one in 5 of each class" in data.note
+
+
 def test_many_different_labels_divide_at_once(tmp_path: Path) -> None:
     table = pa.table({"label": [str(i // 10) for i in range(100_000)]})
-    found = sources.Source("it", {"here": table}).divided()
+    found = sources.Source("it", {"here": table}).divided(["label"])
     assert set(Counter(found.test["label"].to_pylist()).values()) == {2}
 
 
@@ -680,3 +694,223 @@ def test_a_file_is_looked_for_in_the_data_folder_first(
     monkeypatch.chdir(tmp_path / "here")
     assert load_text_data("mine.csv", tmp_path / "data").label_names == ("y0", "y1")
     assert load_text_data("mine.csv").label_names == ("x0", "x1")
+    (tmp_path / "data" / "glue").mkdir()
+    (tmp_path / "data" / "mine.csv").rename(tmp_path / "data" / "glue" / "mine.csv")
+    assert load_text_data("mine.csv", tmp_path / "data").label_names == ("y0", "y1")
+    with pytest.raises(DataError, match=r"there is no file other.csv, nor below \S+/data; check"):
+        load_text_data("other.csv", tmp_path / "data")
+    # A folder here with the name of bundled data is none of tables.
+    (tmp_path / "here" / "goemotions_ekman").mkdir()
+    assert load_text_data().label_names == EMOTIONS
+
+
+def test_columns_have_usual_names_in_the_order_of_preference() -> None:
+    texts = ("text", "sentence", "content", "review", "comment", "tweet", "utterance")
+    labels = ("label", "labels", "target", "class")
+    for number, name in enumerate(texts):
+        table = pa.table({other: ["a"] for other in reversed(texts[number:])})
+        assert sources.Source("it", {"here": table}).column(TEXT, None) == name
+    for number, name in enumerate(labels):
+        table = pa.table({other: ["a"] for other in reversed(labels[number:])})
+        assert label_columns(sources.Source("it", {"here": table}), None) == (name,)
+    # A column has to be in both tables.
+    tables = {"here": pa.table({"text": ["a"], "review": ["b"]}), "there": pa.table({"review": ["c"]})}
+    assert sources.Source("it", tables).column(TEXT, None) == "review"
+    with pytest.raises(DataError, match="here and there: no text column 'text'; columns are review;"):
+        sources.Source("it", tables).column(TEXT, "text")
+
+
+def test_a_single_boolean_column_is_no_label(tmp_path: Path) -> None:
+    path = save(tmp_path / "one.parquet", {"text": TEXTS, "glad": [True, False] * 10})
+    with pytest.raises(DataError, match=r"no label column 'label' .* columns are text, glad"):
+        load_text_data(str(path))
+    assert load_text_data(str(path), label_column="glad").label_names == ("False", "True")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("sentence1", "sentence2"),
+        ("question1", "question2"),
+        ("premise", "hypothesis"),
+        ("question", "sentence"),
+    ],
+)
+def test_pairs_have_usual_names(first: str, second: str, tmp_path: Path) -> None:
+    columns = {second: [text[::-1] for text in TEXTS], first: TEXTS, "label": MOODS}
+    data = load_text_data(str(save(tmp_path / "pairs.csv", columns)))
+    assert data.train.pairs == tuple(text[::-1] for text in data.train.texts)
+    assert {*data.train.texts, *data.test.texts} == set(TEXTS)
+    assert data.train.columns == {}
+
+
+def test_texts_are_one_column_or_two(tmp_path: Path) -> None:
+    path = save(tmp_path / "mine.csv", {"text": list(range(20)), "body": TEXTS, "label": MOODS})
+    with pytest.raises(DataError, match="has 3 columns; give one or two"):
+        load_text_data(str(path), text_column="text,body,text")
+    # Numbers are read as texts.
+    assert {*load_text_data(str(path)).test.texts} <= {str(number) for number in range(20)}
+
+
+@pytest.mark.parametrize("task", ["mrpc", "qqp"])
+def test_metrics_of_paraphrases(task: str, tmp_path: Path) -> None:
+    path = save(tmp_path / f"{task}.csv", {"text": TEXTS, "label": [0, 1] * 10})
+    assert load_text_data(str(path)).metrics == ("accuracy", "macro_f1", "f1")
+
+
+@pytest.mark.parametrize("folder", [".", "glue", "emotion", "embedded"])
+def test_data_folders_are_searched_with_their_usual_folders(folder: str, tmp_path: Path) -> None:
+    for name in ("mine_train", "mine_test", "mine_validation", "mine_validation_matched"):
+        write(tmp_path / folder / f"{name}.parquet", text=[name], label=["a"])
+    data = load_text_data("mine", tmp_path)
+    assert (data.train.texts, data.test.texts) == (("mine_train",), ("mine_validation",))
+    (tmp_path / folder / "mine_validation.parquet").unlink()
+    assert load_text_data("mine", tmp_path).test.texts == ("mine_validation_matched",)
+    (tmp_path / folder / "mine_validation_matched.parquet").unlink()
+    assert load_text_data("mine", tmp_path).test.texts == ("mine_test",)
+    (tmp_path / folder / "mine_test.parquet").unlink()
+    with pytest.raises(DataError, match=r"add one of mine_validation.parquet, .*, mine_test.parquet"):
+        load_text_data("mine", tmp_path)
+
+
+def test_validation_rows_are_held_out_where_there_are_no_test_rows(tmp_path: Path) -> None:
+    split = ["validation", "train", "train"]
+    write(tmp_path / "mine.parquet", text=list("abc"), label=[0, 1, 0], split=split)
+    data = load_text_data("mine", tmp_path)
+    assert (data.train.texts, data.test.texts) == (("b", "c"), ("a",))
+
+
+def test_a_data_folder_goes_before_the_bundled_data(tmp_path: Path) -> None:
+    columns = {"text": TEXTS, "label": MOODS, "split": ["train", "test"] * 10}
+    save(tmp_path / "goemotions_ekman.parquet", columns)
+    assert load_text_data("goemotions_ekman", tmp_path).label_names == ("glad", "sad")
+    assert load_text_data("goemotions_ekman", tmp_path.parent).label_names == EMOTIONS
+
+
+def test_what_there_is_is_listed_by_the_names_to_give(tmp_path: Path, offline: None) -> None:
+    for name in ("whole", "both_train", "parts/train", "emotion/other", "away/test"):
+        write(tmp_path / f"{name}.parquet", text=["a"], label=[0])
+    with pytest.raises(DataError, match="Available: both, goemotions_ekman, other, parts, whole "):
+        load_text_data("nope", tmp_path)
+    with pytest.raises(DataError, match="Available: nothing "):
+        sources.find("nope", None, NER)
+
+
+def test_held_out_rows_of_the_hub_are_those_of_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    splits = {
+        name: datasets.Dataset.from_dict({"sentence": [name], "label": [1]})
+        for name in ("test", "validation", "train")
+    }
+    monkeypatch.setattr(sources, "_offline", lambda: False)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_: datasets.DatasetDict(splits))
+    data = load_text_data("owner/sst2")
+    assert (data.train.texts, data.test.texts) == (("train",), ("validation",))
+    # The task is the last part of the name.
+    assert data.label_names == ("negative", "positive")
+    del splits["validation"]
+    assert load_text_data("owner/sst2").test.texts == ("test",)
+    del splits["test"]
+    with pytest.raises(DataError, match=r"'owner/sst2' is not available: .*a held-out split"):
+        load_text_data("owner/sst2")
+
+
+def test_the_hub_is_asked_where_its_address_is_known_or_there_may_be_a_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import datasets
+
+    hosts: list[str] = []
+
+    def unknown(host: str, port: int) -> list[Any]:
+        hosts.append(host)
+        raise OSError("no such host")
+
+    def asked() -> bool:
+        with pytest.raises(DataError) as caught:
+            load_text_data("owner/name")
+        assert ("there is no network" in str(caught.value)) != (
+            "from the hub failed" in str(caught.value)
+        )
+        return "from the hub failed" in str(caught.value)
+
+    def fail(*_: object) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "https://hub.example")
+    monkeypatch.setattr(urllib.request, "getproxies", dict)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    assert not asked()
+    assert hosts == ["hub.example"]
+    with monkeypatch.context() as known:
+        known.setattr(socket, "getaddrinfo", lambda *_: ["an address"])
+        assert asked()
+    with monkeypatch.context() as proxied:
+        proxied.setattr(urllib.request, "getproxies", lambda: {"https": "proxy"})
+        assert asked()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert asked()
+
+
+def test_a_column_of_texts_alone_is_a_table(tmp_path: Path) -> None:
+    texts = ["NA", "null", "None", *TEXTS]
+    path = tmp_path / "mine.csv"
+    path.write_text("text\n" + "".join(f"line {row}\n" for row in range(20)))
+    assert len(load_text_data(str(path), labels_optional=True).train) == 16
+    # Texts that stand for missing numbers are texts.
+    data = load_text_data(str(save(path, {"text": texts})), labels_optional=True)
+    assert sorted((*data.train.texts, *data.test.texts)) == sorted(texts)
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+@pytest.mark.parametrize("listed", [False, True])
+def test_objects_are_in_a_list_or_one_per_line(suffix: str, listed: bool, tmp_path: Path) -> None:
+    lines = [json.dumps({"text": text, "label": mood}) for text, mood in zip(TEXTS, MOODS, strict=True)]
+    path = tmp_path / f"mine{suffix}"
+    path.write_text("\ufeff [" + ",\n".join(lines) + "]" if listed else "\n".join(lines), "utf-8")
+    data = load_text_data(str(path))
+    assert sorted((*data.train.texts, *data.test.texts)) == sorted(TEXTS)
+
+
+def test_outputs_that_are_no_scores_are_refused_or_undefined() -> None:
+    labels = np.array([0.0, 1.0, 2.0])
+    with pytest.raises(ValueError, match="regression needs one output per row, got 2"):
+        evaluate_predictions("regression", ("pearson",), np.zeros((3, 2)), labels)
+    for bad in (np.nan, np.inf):
+        outputs = np.array([[0.0], [bad], [1.0]])
+        found = evaluate_predictions("regression", ("pearson",), outputs, labels)
+        assert list(found) == ["pearson", "loss"]
+        assert np.isnan(list(found.values())).all()
+    # A correlation needs two rows and labels that differ; that it has none is no warning.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one = evaluate_predictions("regression", ("pearson", "spearman"), np.ones((1, 1)), labels[:1])
+        same = evaluate_predictions("regression", ("pearson",), np.arange(3.0), np.ones(3))
+    assert (one["pearson"], one["spearman"], same["pearson"]) == (0, 0, 0)
+    # A label is predicted if its logit is above 0.
+    found = evaluate_predictions("multi", ("accuracy",), np.array([[0.0, 1.0]]), np.array([[0, 1]]))
+    assert found["accuracy"] == 1
+
+
+def test_texts_are_cut_and_padded_to_the_longest_of_a_batch_alone() -> None:
+    tokenizer = copy.deepcopy(bundled_tokenizer())
+    tokenizer.enable_padding(length=32)
+    tokenizer.enable_truncation(3)
+    split = TextSplit(np.array([1, 0]), {"domain": [7, 8]}, ("so happy", "so " * 50), None)
+    encoded = encode_texts(split, tokenizer, 8, pad_id=9)
+    assert encoded.lengths(np.array([1, 0, 1])).tolist() == [8, 4, 8]
+    assert (encoded.domains, len(encoded)) == (("7", "8"), 2)
+    batch = encoded.batch(np.array([0, 1]))
+    so, happy = map(tokenizer.token_to_id, ("so", "happy"))
+    assert batch["input_ids"].tolist() == [[2, so, happy, 3, 9, 9, 9, 9], [2, *[so] * 6, 3]]
+    assert batch["attention_mask"].tolist() == [[1] * 4 + [0] * 4, [1] * 8]
+    assert encoded.batch(np.array([0]))["input_ids"].shape == (1, 4)
+    assert encoded.targets(np.array([1, 0])).tolist() == [0, 1]
+    pairs = encode_texts(TextSplit(np.zeros(1), {}, ("so " * 9,), ("happy",)), tokenizer, 8, 9)
+    assert pairs.batch(np.array([0]))["token_type_ids"].tolist() == [[0] * 6 + [1] * 2]
+    # The tokenizers are as they were.
+    assert len(tokenizer.encode("so").ids) == 32
+    assert (bundled_tokenizer().truncation, bundled_tokenizer().padding) == (None, None)

@@ -219,3 +219,38 @@ def test_the_loss_of_a_table_is_that_of_domains_with_training_rows(task: Task) -
     assert loss("news", "talk", "books") == pytest.approx(seen, rel=1e-5)
     assert loss("news", "books") == pytest.approx(mean["news"], rel=1e-5)
     assert loss("books") == pytest.approx(mean["books"], rel=1e-5)
+
+
+def test_domains_may_have_any_number_of_labels_and_their_own_limits(tmp_path: Path) -> None:
+    split = ["train"] * 8 + ["test"] * 4
+    glad, sad = [True, True, False] * 4, [True, False, False] * 4
+    write(
+        tmp_path / "many.parquet", text=[f"{row}" for row in range(12)], glad=glad, sad=sad, split=split
+    )
+    (tmp_path / "files").mkdir()
+    lines = "".join(f"line {row},{('sad', 'x')[row % 2]}\n" for row in range(20))
+    (tmp_path / "files" / "other.csv").write_text("text,label\n" + lines)
+    unseen = "".join(f"line {row},{('sad', 'unheard')[row % 2]}\n" for row in range(20))
+    (tmp_path / "files" / "unseen.csv").write_text("text,label\n" + unseen)
+    names, others = ["many", "files/other.csv"], ["files/unseen.csv"]
+    data = load_domains(names, tmp_path, others, train_limit=6, test_limit=3)
+    assert data.name == "many,files/other.csv"
+    assert data.label_names == ("glad", "sad", "x")
+    assert data.train.columns["domain"] == ["many"] * 6 + ["files/other.csv"] * 6
+    assert data.test.columns["domain"] == [name for name in (*names, *others) for _ in range(3)]
+    for text, labels in zip(data.train.texts[:6], data.train.labels, strict=False):
+        assert labels[:2].tolist() == [glad[int(text)], sad[int(text)]]
+        assert np.isnan(labels[2])
+    assert data.metrics[2:] == ("f1_many", "f1_other", "f1_unseen")
+    # Both files were divided, the table was not.
+    assert [part in data.note for part in ("many", "other.csv", "unseen.csv")] == [False, True, True]
+    # A label that no domain with training rows has is left out.
+    assert set(np.flatnonzero(~np.isnan(data.test.labels[-3:]).all(axis=0))) == {1}
+
+
+def test_names_of_domains_may_have_spaces_around(folder: Path) -> None:
+    settings = {**SMALL, "data": "news, talk", "unseen_data": " books ,", "data_dir": folder}
+    data = task_of(SimulationConfig.from_flat({**settings, "seeds": 1}).to_json()).data
+    assert (data.domains, data.unseen) == (("news", "talk"), ("books",))  # type: ignore[attr-defined]
+    one = SimulationConfig.from_flat({**SMALL, "data": "news", "unseen_data": " ", "data_dir": folder})
+    assert task_of(one.to_json()).data.kind == "single"

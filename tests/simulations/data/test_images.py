@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from PIL import Image
 
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.data import sources
+from fedrot.simulations.data import encoding, sources
 from fedrot.simulations.data.images import load_image_data, resized, side_of
 from fedrot.simulations.data.sources import DataError
 from fedrot.simulations.models.architectures import patch_of
@@ -297,3 +298,102 @@ def test_deep_grey_images_keep_their_upper_eight_bits(tmp_path: Path) -> None:
     data = load_image_data(str(tmp_path / "deep.parquet"))
     assert data.channels == 1
     assert {int(value) for image in data.train.pixels for value in image.flat} == {40_000 // 256}
+
+
+@pytest.mark.parametrize(
+    ("mode", "colour", "channels"),
+    [("1", 1, 1), ("L", 9, 1), ("LA", (9, 255), 1), ("P", 1, 3), ("RGB", (9, 9, 9), 3)],
+)
+def test_grey_images_have_one_channel(mode: str, colour: Any, channels: int, tmp_path: Path) -> None:
+    write(tmp_path / "mine.parquet", image=[png(colour, mode=mode)] * 10, label=["a", "b"] * 5)
+    data = load_image_data("mine", tmp_path)
+    assert data.channels == channels
+    assert data.test.pixels[0].shape == (12, 12, channels)
+    # Of a model for colours, grey is repeated.
+    assert len(set(load_image_data("mine", tmp_path, channels=3).test.pixels[0][0, 0])) == 1
+
+
+def test_bytes_of_any_type_are_images(tmp_path: Path) -> None:
+    images = pa.array([png(i) for i in range(10)], pa.large_binary())
+    write(tmp_path / "mine.parquet", img=images, image=images, label=["a", "b"] * 5)
+    data = load_image_data("mine", tmp_path)
+    assert len(data.train) == 8
+    assert list(data.train.columns) == ["img"], "the column image is preferred"
+    # Files that a table names are read where they are.
+    (tmp_path / "0.png").write_bytes(png((7, 8, 9)))
+    paths = [{"bytes": None, "path": str(tmp_path / "0.png")}] * 10
+    write(tmp_path / "paths.parquet", image=paths, label=["a", "b"] * 5)
+    assert load_image_data("paths", tmp_path).train.pixels[0][0, 0].tolist() == [7, 8, 9]
+    nothing = [{"bytes": None, "path": None}] * 10
+    write(tmp_path / "nothing.parquet", image=nothing, label=["a", "b"] * 5)
+    with pytest.raises(DataError, match=r"nothing \(train\), row 0 has no image; remove that row"):
+        load_image_data("nothing", tmp_path)
+
+
+def test_the_row_of_a_broken_image_is_named(tmp_path: Path) -> None:
+    images = [png(1, (1, 1), "L")] * 600
+    images[300] = b"no image"
+    write(
+        tmp_path / "mine.parquet", image=images, label=[0, 1] * 300, split=["train"] * 598 + ["test"] * 2
+    )
+    with pytest.raises(DataError, match=r"mine \(train\), row 300 cannot be read"):
+        load_image_data("mine", tmp_path)
+
+
+def test_labels_of_images_are_those_of_the_chosen_column(tmp_path: Path) -> None:
+    images = [png(i) for i in range(20)]
+    kinds = ["glad"] * 15 + ["sad"] * 5
+    write(tmp_path / "mine.parquet", image=images, label=list(range(20)), kind=kinds)
+    data = load_image_data("mine", tmp_path, label_column="kind")
+    assert data.label_names == ("glad", "sad")
+    assert np.bincount(data.test.labels).tolist() == [3, 1]
+    assert "of 20 rows 4 are held out, one in 5 of each class" in data.note
+    assert data.said == "Labels: 2 classes in the column 'kind': glad, sad."
+    scores = load_image_data("mine", tmp_path, label_kind="regression")
+    assert (scores.kind, scores.metrics) == ("regression", ("pearson", "spearman"))
+    write(tmp_path / "gaps.parquet", image=[*images[:10], *[None] * 10], label=kinds)
+    assert "10 of 20 rows of" in load_image_data("gaps", tmp_path, missing="drop").said
+
+
+def test_the_rows_of_test_are_held_out_before_those_of_validation(tmp_path: Path) -> None:
+    folder_of(tmp_path / "photos" / "train", {"a": 9})
+    for count, split in enumerate(("valid", "val", "validation", "test"), start=1):
+        folder_of(tmp_path / "photos" / split, {"a": count})
+        assert len(load_image_data("photos", tmp_path).test) == count
+
+
+def test_a_folder_of_tables_or_with_the_name_of_bundled_data_is_none_of_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder_of(tmp_path / "digits", {"a": 5, "b": 5})
+    assert len(load_image_data("digits").train) > 1000
+    # A data folder that is named goes first.
+    assert load_image_data("digits", tmp_path).label_names == ("a", "b")
+    for split in ("train", "test"):
+        write(tmp_path / "mine" / f"{split}.parquet", image=[png(1)] * 2, label=["x", "y"])
+    folder_of(tmp_path / "mine" / "c", {"z": 5})
+    assert load_image_data("mine", tmp_path).label_names == ("x", "y")
+
+
+@pytest.mark.parametrize(("size", "side"), [(12, 12), ([12, 12], 12), ([12, 16], 0), (None, 0)], ids=str)
+def test_a_pretrained_model_takes_squares(
+    size: Any, side: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = SimpleNamespace(image_size=size, model_type="mine")
+    if size == 12:  # A processor may have no numbers.
+        (tmp_path / "preprocessor_config.json").write_text('{"image_mean": null}')
+    monkeypatch.setattr(encoding, "pretrained_settings", lambda name: settings)
+    config = SimulationConfig(task="image", model=str(tmp_path), train_limit=20, test_limit=10)
+    if not side:
+        with pytest.raises(DataError, match="type 'mine' does not take square images"):
+            encoding.IMAGE.read(config)
+        return
+    data, train, test = encoding.IMAGE.read(config)
+    # Without a processor, values from 0 to 1 become values from -1 to 1 in three channels.
+    assert (data.side, data.channels) == (12, 3)
+    for split, encoded in ((data.train, train), (data.test, test)):
+        values = encoded.batch(np.array([3]))["pixel_values"][0]
+        grey = resized(split.pixels[3], 12, 12)[..., 0]
+        for channel in values:
+            np.testing.assert_allclose(channel.numpy(), grey / 127.5 - 1, atol=1e-6)

@@ -351,3 +351,87 @@ def test_scores_of_a_wide_range_are_counted_in_intervals() -> None:
     far = np.linspace(5_000, 7_000, 50)
     assert partition_keys(far).min() == 0
     assert len(set(partition_keys(far))) == partition_keys(far).max() + 1 == 10
+
+
+def test_rows_that_are_left_out_are_said_of_every_table_or_none_is_left(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    tables = {
+        "train": {"text": ["a", None, "c"], "label": [0, 1, None]},
+        "test": {"text": ["a", "b"], "label": [None, 1]},
+    }
+    for split, columns in tables.items():
+        pq.write_table(pa.table(columns), tmp_path / "mine" / f"{split}.parquet")
+    data = load_text_data("mine", tmp_path, missing="drop")
+    assert (data.train.texts, data.test.texts) == (("a",), ("b",))
+    assert "2 of 3 rows of" in data.said
+    assert "train.parquet lack 'text', 'label': left out." in data.said
+    assert "1 of 2 rows of" in data.said
+    assert "test.parquet lack 'label': left out." in data.said
+    # Nothing can stand for a text or a label that is not there.
+    with pytest.raises(DataError, match=r"text column 'text' has 1 missing values in row\(s\) 2,"):
+        load_text_data("mine", tmp_path, missing="keep")
+    pq.write_table(pa.table({"text": ["a", None], "label": [None, 1]}), tmp_path / "none.parquet")
+    with pytest.raises(DataError, match=r"none.parquet: no row is complete; choose other"):
+        load_text_data("none", tmp_path, missing="drop")
+
+
+def test_scores_are_said_with_their_range_and_are_numbers_of_32_bits() -> None:
+    source = divided(pa.table({"label": [0.0, 2.0]}), pa.table({"label": [-1.0, 5.0]}))
+    found, given = labels_of(source, ("label",)), labels_of(source, ("label",), "regression")
+    assert found.said.startswith("Labels: scores from -1 to 5 (regression). All are whole")
+    # Who asked for scores is not asked whether they are classes.
+    assert given.said == "Labels: scores from -1 to 5 (regression)."
+    parts = divided(pa.table({"label": [0.5]}), pa.table({"label": [1.0]}))
+    assert labels_of(parts, ("label",)).said == "Labels: scores from 0.5 to 1 (regression)."
+    large = divided(pa.table({"label": [0.0, 1e39]}), pa.table({"label": [1.0]}))
+    with pytest.raises(DataError, match="'label' has scores beyond the range of float32"):
+        labels_of(large, ("label",))
+
+
+def test_names_of_a_task_are_for_numbers_of_its_classes() -> None:
+    for values, names in (
+        ([0, 2], ("entailment", "neutral", "contradiction")),
+        ([0, 3], ("0", "3")),
+        ([-1, 1], ("-1", "1")),
+        ([False, True], ("False", "True")),
+        (["0", "1"], ("0", "1")),
+    ):
+        table = pa.table({"label": values})
+        assert labels_of(divided(table, table, "mnli"), ("label",)).names == names
+
+
+def test_numbers_without_names_may_be_scores() -> None:
+    numbers = pa.table({"label": [0, 1]})
+    named = pa.table({"label": [0, 1], "label_name": ["x", "y"]})
+    hint = "If these numbers are scores, give --label-kind regression."
+    for source, told in (
+        (divided(numbers, numbers), True),
+        (divided(numbers, numbers, label=("x", "y")), False),
+        (divided(named, named), False),
+        # Names in one split alone are not used.
+        (divided(named, numbers), True),
+    ):
+        found = labels_of(source, ("label",))
+        assert (hint in found.said) == told
+        assert (found.names == ("0", "1")) == told
+    one = pa.table({"label": ["x", "x"], "label_name": ["other", "other"]})
+    found = labels_of(divided(one, one), ("label",))
+    assert (found.names, found.said) == (("x",), "Labels: 1 class in the column 'label': x.")
+
+
+def test_how_boolean_columns_were_read_is_said() -> None:
+    one = pa.table({"x": [True, False], "y": [False, True]})
+    assert labels_of(divided(one, one), ("x", "y")).said == (
+        "Labels: 2 classes in the columns x, y, exactly one in each row."
+    )
+    assert labels_of(divided(one, one), ("x", "y"), "multi").said == (
+        "Labels: any number of 2 in each row, in the columns x, y."
+    )
+
+
+def test_more_values_than_classes_can_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedrot.simulations.data.labels.MOST_CLASSES", 3)
+    train, test = pa.table({"label": [1, 2]}), pa.table({"label": [2, 3]})
+    assert labels_of(divided(train, test), ("label",)).names == ("1", "2", "3")
+    with pytest.raises(DataError, match="has 4 classes, above the maximum of 3"):
+        labels_of(divided(train, pa.table({"label": [3, 4]})), ("label",))

@@ -313,3 +313,53 @@ def test_the_shared_corpora_load() -> None:
     assert set(data.train.columns["domain"]) == {"answers", "email", "newsgroup", "reviews", "weblog"}
     fine = load_tag_data("wnut17", folder, label_column="original_tags")
     assert "corporation" in fine.label_names
+
+
+def test_types_are_those_of_both_splits_and_columns_can_be_chosen(tmp_path: Path) -> None:
+    words = pa.array([["Anna"], ["is"], ["Rome"]], pa.large_list(pa.string()))
+    tags = pa.array([["B-PER"], ["O"], ["B-LOC"]], pa.large_list(pa.string()))
+    columns = {"parts": words, "marks": tags, "ner_tags": [["O"]] * 3, "site": ["x", "y", "z"]}
+    split = ["train", "train", "test"]
+    pq.write_table(pa.table({**columns, "split": split}), tmp_path / "mine.parquet")
+    data = load_tag_data("mine", tmp_path, text_column="parts", label_column="marks")
+    assert data.tags == ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
+    assert data.label_names == ("LOC", "PER")
+    assert (data.train.words, data.test.words) == ([("Anna",), ("is",)], [("Rome",)])
+    assert (data.train.labels.tolist(), data.test.labels.tolist()) == ([[0, 1], [0, 0]], [[1, 0]])
+    assert (data.train.columns, data.note) == ({"ner_tags": [["O"]] * 2, "site": ["x", "y"]}, "")
+
+
+def test_tagged_rows_without_splits_are_divided_and_limited(tmp_path: Path) -> None:
+    rows = {"words": [[str(row)] for row in range(20)], "tags": [["B-X"]] * 20}
+    pq.write_table(pa.table(rows), tmp_path / "mine.parquet")
+    data = load_tag_data("mine", tmp_path, train_limit=5, test_limit=3)
+    assert (len(data.train), len(data.test)) == (5, 3)
+    assert "of 20 rows 4 are held out" in data.note
+
+
+def test_the_row_with_a_tag_too_many_is_named(tmp_path: Path) -> None:
+    tokens, tags = [["a"], ["b"], ["c"]], [["B-X"], ["O"], ["O", "O"]]
+    table = pa.table({"tokens": tokens, "ner_tags": tags, "split": ["train", "test", "test"]})
+    pq.write_table(table, tmp_path / "mine.parquet")
+    with pytest.raises(DataError, match=r"mine \(held-out\), row 1: 1 words in 'tokens' and 2 tags"):
+        load_tag_data("mine", tmp_path)
+
+
+@pytest.mark.parametrize("tag", ["B-", "I", "BPER", "o", ""])
+def test_what_is_nearly_a_tag_is_none(tag: str, tmp_path: Path) -> None:
+    table = {"tokens": [["a"], ["b"]], "ner_tags": [["B-X"], [tag]], "split": ["train", "test"]}
+    pq.write_table(pa.table(table), tmp_path / "mine.parquet")
+    with pytest.raises(DataError, match=rf"mine \(held-out\): tag '{tag}' in column 'ner_tags'"):
+        load_tag_data("mine", tmp_path)
+
+
+def test_evaluation_counts_words_of_all_batches_alike(task: Task) -> None:
+    """More rows than one batch has: one long row and many short ones."""
+    model = build_model(task.config, task.data, seed=0)
+    rows = np.array([0] * 80 + [3] * 20)
+    whole, long, short = (
+        training.evaluate(model, task, task.test, part) for part in (rows, rows[:1], rows[-1:])
+    )
+    assert long["loss"] != pytest.approx(short["loss"], rel=1e-3)
+    expected = (80 * 5 * long["loss"] + 20 * 2 * short["loss"]) / 440
+    assert whole["loss"] == pytest.approx(expected, rel=1e-6)

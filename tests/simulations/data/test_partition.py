@@ -112,6 +112,9 @@ def test_values_are_grouped_evenly_and_never_cut() -> None:
 def test_numbers_can_be_a_natural_column() -> None:
     parts = split_clients(np.zeros(4, dtype=int), {"x": [3, 1, 3, 1]}, Partition("column", "x"), 2, 0)
     assert [part.tolist() for part in parts] == [[1, 3], [0, 2]]
+    # They have the order of texts.
+    parts = split_clients(np.zeros(3, dtype=int), {"x": [9, 10, 9]}, Partition("column", "x"), 2, 0)
+    assert [part.tolist() for part in parts] == [[1], [0, 2]]
 
 
 def test_multi_label_rows_count_under_their_first_label() -> None:
@@ -140,6 +143,23 @@ def test_a_specification_survives_a_round_trip(spec: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("spec", "partition"),
+    [
+        (" iid ", Partition("iid")),
+        ("dirichlet:1e-3", Partition("dirichlet", 1e-3)),
+        ("keyclass:1", Partition("keyclass", 1.0)),
+        ("pathological:1", Partition("pathological", 1)),
+        ("pathological:2.0", Partition("pathological", 2)),
+        ("column:a:b", Partition("column", "a:b")),
+    ],
+)
+def test_a_specification_is_read(spec: str, partition: Partition) -> None:
+    found = parse_partition(spec)
+    assert found == partition
+    assert type(found.value) is type(partition.value)
+
+
+@pytest.mark.parametrize(
     ("spec", "message"),
     [
         ("random", "choose from iid, dirichlet"),
@@ -150,6 +170,10 @@ def test_a_specification_survives_a_round_trip(spec: str) -> None:
         ("dirichlet:0", "alpha must be above 0"),
         ("dirichlet:-1", "alpha must be above 0"),
         ("dirichlet:nan", "alpha must be above 0"),
+        ("dirichlet:inf", "alpha must be above 0"),
+        ("keyclass:nan", r"must lie in \(0, 1\]"),
+        ("column", "choose from"),
+        ("column:", "choose from"),
         ("keyclass:0", r"must lie in \(0, 1\]"),
         ("keyclass:1.2", r"must lie in \(0, 1\]"),
         ("pathological:0", "at least 1"),
@@ -186,3 +210,45 @@ def test_rows_without_a_value_are_refused() -> None:
 def test_scores_have_the_names_of_their_places() -> None:
     assert key_names(np.array([1.0, 4.9, 5.0, 2.1]), ()) == ("0", "1", "2", "3", "4", "5")
     assert key_names(np.array([-2.0, 1.0]), ()) == ("-2", "-1", "0", "1")
+    assert partition_keys(np.array([-2.0, 1.0])).tolist() == [0, 3]
+    assert partition_keys(np.array([3.0, 4.0])).tolist() == [3, 4]
+
+
+def test_scores_of_a_range_of_a_thousand_are_rounded() -> None:
+    assert partition_keys(np.array([0.0, 999.6])).tolist() == [0, 1000]
+    assert partition_keys(np.array([0.0, 1000.5])).tolist() == [0, 9]
+    assert partition_keys(np.array([-500.0, 500.0])).tolist() == [0, 1000]
+
+
+def test_a_histogram_has_a_column_for_every_class() -> None:
+    parts = [np.array([0, 2]), np.array([1])]
+    for labels in (np.array([0, 1, 0]), np.array([0.2, 1.1, 0.0])):
+        assert histogram(labels, parts, 4).tolist() == [[2, 0, 0, 0], [0, 1, 0, 0]]
+        assert histogram(labels, parts, 1).tolist() == [[2, 0], [0, 1]]
+        assert histogram(labels, parts, 1).dtype == np.int64
+
+
+@pytest.mark.parametrize("spec", ["iid", "pathological:1", "keyclass:1", "column:x"])
+def test_there_may_be_one_row_for_each_client(spec: str) -> None:
+    columns = {"x": ["a", "b", "c"]}
+    parts = split_clients(np.arange(3), columns, parse_partition(spec), 3, 0)
+    assert sorted(part.tolist() for part in parts) == [[0], [1], [2]]
+
+
+def test_clients_may_hold_all_classes() -> None:
+    counts = histogram(LABELS, split("pathological:5", 3), 5)
+    assert (counts > 0).all()
+    assert counts.sum() == 2000
+
+
+def test_key_classes_are_those_that_occur() -> None:
+    labels = np.repeat([7, 3], 50)
+    counts = histogram(labels, split("keyclass:1", 3, labels=labels), 8)
+    # Clients 0 and 2 share class 3, of which none gets more than an equal part of all rows.
+    assert counts[:, 3].tolist() == [25, 0, 25]
+    assert counts[1].tolist() == [0, 0, 0, 0, 0, 0, 0, 33]
+
+
+def test_a_client_of_a_column_without_rows_is_refused() -> None:
+    with pytest.raises(PartitionError, match="there is no such column; columns are none besides text"):
+        split_clients(np.arange(2), {}, Partition("column", "x"), 1, 0)

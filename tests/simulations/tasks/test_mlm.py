@@ -280,3 +280,28 @@ def test_the_bundled_model_is_a_masked_language_model(task: Task) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert first["cls.predictions.bias"].shape == (bundled_tokenizer().get_vocab_size(),)
     assert task.config.setting == "goemotions_ekman, iid, mlm"
+
+
+def test_tokens_of_all_batches_count_alike(task: Task, model: torch.nn.Module) -> None:
+    """More rows than one batch has."""
+    rows = np.arange(80)
+    labels = objective_of(task).fixed_batch(task.test, rows)["labels"]
+    hidden = labels[labels != IGNORED]
+    common = int(hidden.mode().values)
+    sure = copy.deepcopy(model)
+    with torch.no_grad():
+        sure.get_parameter("cls.predictions.bias")[common] = 20
+    found = training.evaluate(sure, task, task.test, rows)
+    assert found["accuracy"] == pytest.approx(float((hidden == common).float().mean()))
+    assert found["accuracy"] > 0
+    each = [training.evaluate(sure, task, task.test, rows[[row]])["loss"] for row in rows]
+    weights = (labels != IGNORED).sum(dim=1).numpy()
+    assert found["loss"] == pytest.approx(np.average(each, weights=weights), rel=1e-5)
+
+
+def test_step_batches_have_rows_with_something_to_predict(task: Task, model: torch.nn.Module) -> None:
+    ids = [np.array([2, 3])] * 20 + [np.array([2, 9, 3])] * 5
+    odd = replace(task.train, ids=ids, segments=[np.zeros_like(row) for row in ids])
+    found = training.step_batches(replace(task, train=odd), model, np.arange(25), 4, 32, 0)
+    (batch,) = found
+    assert batch["labels"].tolist() == [[IGNORED, 9, IGNORED]] * 4

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +14,18 @@ import numpy as np
 import pytest
 import torch
 
+from fedrot.errors import FedrotError
+from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig, TaskName
+from fedrot.simulations.data.sources import DataError
 from fedrot.simulations.models.build import build_model
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.objective import model_inputs
 from fedrot.simulations.tasks.objectives import Classification
-from fedrot.simulations.tasks.task import Task, task_of
+from fedrot.simulations.tasks.task import Task, check_usable, task_of
+from fedrot.simulations.tasks.trial import check_held_out, check_model
 from tests.simulations.commands import SMALL
+from tests.simulations.data.test_data import write
 
 Seen = Callable[..., list[list[int]]]
 
@@ -286,6 +292,9 @@ def test_an_evaluation_is_the_mean_over_rows_one_by_one(task: Task) -> None:
     for name in ("loss", "accuracy"):
         assert whole[name] == pytest.approx(np.mean([one[name] for one in alone]), rel=1e-5)
     assert len({one["loss"] for one in alone}) > 30
+    # In several batches, too.
+    several = training.evaluate(model, task, data, np.tile(rows, 4))
+    assert several == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.parametrize(("types", "kept"), [(0, False), (1, False), (2, True), (3, True)])
@@ -301,3 +310,107 @@ def test_batches_of_similar_lengths_come_in_any_order(task: Task) -> None:
     means = [float(task.train.lengths(batch).mean()) for batch in found]
     assert sorted(means) not in (means, means[::-1])
     assert sorted(np.concatenate(found).tolist()) == rows.tolist()
+    # Sorted by length, the batches follow each other.
+    lengths = task.train.lengths(rows)
+    assert sum(np.ptp(task.train.lengths(batch)) for batch in found) <= np.ptp(lengths)
+    assert np.ptp(lengths) > 10
+    # Among rows of one length, the seed decides which are together.
+    other = training.batches(task.train, rows, 4, np.random.default_rng(1))
+    assert {frozenset(batch) for batch in found} != {frozenset(batch) for batch in other}
+
+
+def test_a_step_is_adamw_s_on_the_gradient_of_its_batch_alone(task: Task) -> None:
+    config = task.config.model_copy(update={"dropout": 0.0, "lr": 1e-2, "weight_decay": 0.1})
+    ours, by_hand = (build_model(config, task.data, seed=0) for _ in range(2))
+    training.train(ours, replace(task, config=config), np.arange(24), 3)
+    optimizer = torch.optim.AdamW(by_hand.parameters(), lr=1e-2, weight_decay=0.1)
+    steps = list(training.batches(task.train, np.arange(24), 8, np.random.default_rng(3)))
+    assert len(steps) == 3
+    for rows in steps:
+        for parameter in by_hand.parameters():
+            parameter.grad = None
+        inputs = task.train.batch(rows)
+        by_hand(**inputs, labels=torch.from_numpy(task.data.train.labels[rows])).loss.backward()
+        optimizer.step()
+    expected = by_hand.state_dict()
+    for name, tensor in ours.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=0)
+
+
+KINDS: dict[str, dict[str, list[Any]]] = {
+    "single": {"label": ["x", "y", "z"] * 8},
+    "regression": {"label": [0.5, 1.5, -3.0] * 8},
+    "multi": {"x": [True, False, True] * 8, "y": [True, False, False] * 8},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_of_training_is_that_of_evaluation(kind: str, tmp_path: Path) -> None:
+    write(tmp_path / "mine.parquet", text=[f"row {row}" for row in range(24)], **KINDS[kind])
+    config = SimulationConfig(
+        **{**SMALL, "train_limit": None, "test_limit": None}, data="mine", data_dir=tmp_path, dropout=0.0
+    )
+    task = task_of(config.to_json())
+    assert task.data.kind == kind
+    model = build_model(config, task.data, seed=0)
+    with torch.no_grad():
+        model.get_parameter("classifier.bias").copy_(torch.arange(len(task.data.label_names)))
+    rows = np.arange(len(task.train))
+    batch = task.objective.batch(task.train, rows, np.random.default_rng(0))
+    loss = float(task.objective.loss(model.eval(), batch).detach())
+    found = training.evaluate(model, task, task.train, rows)
+    assert found["loss"] == pytest.approx(loss, rel=1e-5)
+    assert tuple(found) == (*task.objective.metrics, "loss")
+    # Calibration is that of a single label.
+    assert ("ece" in found, "calibrated_loss" in found) == (kind == "single",) * 2
+
+
+def test_a_partition_is_counted_by_client_and_class(task: Task) -> None:
+    names, sizes, counts = task.partition(0)
+    assert tuple(names) == task.data.label_names
+    assert sizes == [len(rows) for rows in task.clients(0)]
+    for rows, of_client in zip(task.clients(0), counts, strict=True):
+        assert of_client == np.bincount(task.data.train.labels[rows], minlength=7).tolist()
+
+
+def without_tokens(encoded: Any) -> Any:
+    return replace(
+        encoded, ids=[ids[:0] for ids in encoded.ids], segments=[s[:0] for s in encoded.segments]
+    )
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_texts_without_a_token_are_refused(split: str, task: Task) -> None:
+    check_usable(task, "mine")
+    with pytest.raises(FedrotError, match="The tokenizer of 'mine' has no token for the texts of goemo"):
+        check_usable(replace(task, **{split: without_tokens(getattr(task, split))}), "mine")
+    # Images have no tokens.
+    check_usable(task_of(SimulationConfig(task="image").to_json()), "mine")
+
+
+@pytest.mark.parametrize(("split", "said"), [("train", "training"), ("test", "held-out")])
+def test_data_without_anything_to_predict_are_refused(split: str, said: str) -> None:
+    task = task_of(SimulationConfig(task="mlm", **SMALL).to_json())
+    model = build_model(task.config, task.data, seed=0)
+    check_model(task, model)
+    # The first token is a special one.
+    encoded: Any = getattr(task, split)
+    empty = replace(
+        encoded, ids=[i[:1] for i in encoded.ids], segments=[s[:1] for s in encoded.segments]
+    )
+    with pytest.raises(DataError, match=f"goemotions_ekman: no {said} row has anything to predict"):
+        check_model(replace(task, **{split: empty}), model)
+
+
+def test_held_out_rows_are_needed_with_every_seed() -> None:
+    settings = {**SMALL, "train_limit": 60, "clients": 4, "partition": "dirichlet:0.1"}
+    task = task_of(SimulationConfig(**settings).to_json())
+    arm = Arm.parse("aligned:loss#0+1")
+    held = {seed: sum(len(task.client_rows(seed, client)[1]) for client in (0, 1)) for seed in range(40)}
+    enough = next(seed for seed, count in held.items() if count)
+    lacking = next(seed for seed, count in held.items() if not count)
+    for seeds in ((enough, lacking), (lacking, enough)):
+        of = replace(task, config=task.config.model_copy(update={"seeds": seeds}))
+        with pytest.raises(FedrotError, match=f"holdout 0.1 gives none with seed {lacking};"):
+            check_held_out(of, arm)
+    check_held_out(replace(task, config=task.config.model_copy(update={"seeds": (enough,)})), arm)

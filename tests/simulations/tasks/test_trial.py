@@ -117,6 +117,15 @@ def test_a_tokenizer_larger_than_the_embeddings_is_refused(task: str, tmp_path: 
     assert (code, "the model has embeddings for tokens 0 to 299" in output) == (2, True), output
 
 
+@pytest.mark.parametrize(("task", "code"), [("classification", 0), ("mlm", 2)])
+def test_masks_are_any_tokens_of_the_tokenizer(task: str, code: int, tmp_path: Path) -> None:
+    """Letters have the first numbers, and some masked tokens become random ones."""
+    (tmp_path / "data.csv").write_text("text,label\n" + "a b,x\nc d,y\n" * 50)
+    model = save(tmp_path / "bert", transformers.BertConfig(**{**SIZES, "vocab_size": 1000}))
+    found, output = simulate(model, "--task", task, "--data", tmp_path / "data.csv")
+    assert (found, "has token 5999, but the model has embeddings" in output) == (code, code == 2), output
+
+
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     model = save(tmp_path / "bert", transformers.BertConfig(**SIZES), tokenizer=False)
     code, output = simulate(model)
@@ -132,6 +141,9 @@ def test_a_head_of_other_labels_is_refused(tmp_path: Path) -> None:
     code, output = simulate(save(tmp_path / "three", config, auto))
     said = "was saved with a task head of 3 labels, but 'goemotions_ekman' has 7"
     assert (code, said in output) == (2, True), output
+    # A model without a head gets one of its own.
+    code, output = simulate(save(tmp_path / "none", config))
+    assert code == 0, output
     config = transformers.BertConfig(**SIZES, num_labels=7)
     code, output = simulate(save(tmp_path / "seven", config, auto))
     assert code == 0, output

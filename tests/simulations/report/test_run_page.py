@@ -135,7 +135,10 @@ def test_a_complete_run(run: Path) -> None:
     assert "less than 1 % of the squared distance by ffn in layer 0 (0.1 %), 1 (0.1 %)" in page
     assert "aligned dropped a reply 1 time(s): a tensor is not finite" in page
     assert "2.9.0" in page
-    assert "goemotions_ekman" in page
+    assert "Configuration of main" in page
+    assert "main, hurtful: accuracy 0.4100 → 0.4100 (+0.0000), loss 0.5900" in page
+    # Of every seed, although only the first has a picture.
+    assert [page.count(f"Rows per client: main, seed {seed}") for seed in SEEDS] == [1, 1, 1]
     assert ">71</td>" in page
     assert "<td>&lt;glad&gt; 40, sad 31</td>" in page
 
@@ -240,6 +243,55 @@ def test_missing_files_are_no_obstacle(run: Path, keep: tuple[str, ...]) -> None
     assert "This run is incomplete." in page
     assert "versions.json is missing or unreadable" in page
     assert ("There are no results yet." in page) == ("rows.jsonl" not in keep)
+    assert ("rows.jsonl is missing or unreadable" in page) == ("rows.jsonl" not in keep)
+    assert ("Did alignment help?" in page) == ("rows.jsonl" in keep)
+    assert "What was run" not in page
+
+
+def test_a_run_without_the_arm_that_verdicts_are_about_says_what_was_run(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(PAGE.sections, "settings")
+    monkeypatch.chdir(run)
+    rows = [row for row in result_rows("") if row["arm"] != "aligned" and row["start"] == "same"]
+    rows = [{**row, "arm": row["arm"].replace("hurtful", "joined")} for row in rows]
+    for row in rows:
+        row["value"] = row["value"] if row["arm"] == "plain" else 1.5 - row["value"]
+    failed = {"scope": "alignment", "metric": "fedrot-replies-failed", "value": 2}
+    write_lines(run / "rows.jsonl", [*rows, {**rows[0], **failed}])
+    (run / "alignment.jsonl").unlink()
+    # The title is the folder's name, even if the path has none.
+    page = write_report(Path()).read_text(encoding="utf-8").replace("<wbr>", "")
+    assert f"<title>fedrot: {run.name}</title>" in page
+    assert "<h2>What was run</h2>" in page
+    assert "<dt>joined</dt>" in page
+    assert "<dt>aligned</dt>" not in page
+    assert "plain was run without 2 replies of failed clients" in page
+    assert "Cost of scrambling" not in page
+    assert "No such case" not in page
+    write_lines(run / "rows.jsonl", [row for row in rows if row["metric"] == "accuracy"])
+    page = write_report(Path()).read_text(encoding="utf-8")
+    assert "No such case among the results with intervals." in page
+
+
+def test_tables_of_plug_ins_stand_between_results_and_shares(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_lines(
+        run / "alignment.jsonl", [{**row, "found": 0.5, "chance": 0.1} for row in alignment_rows()[:-1]]
+    )
+    tables: list[run_page.MarkdownTable] = [
+        lambda rows, settings: f"{len(rows)} rows of {settings[0]['setting']}\n",
+        lambda rows, settings: "",
+    ]
+    monkeypatch.setattr(run_page, "MARKDOWN_TABLES", tables)
+    found = markdown_report(run)
+    places = [found.index(text) for text in ("verdict", "108 rows of main", "What alignment found")]
+    assert places == sorted(places)
+    assert "\n\n\n" not in found
+    (run / "config.json").unlink()
+    monkeypatch.setattr(run_page, "MARKDOWN_TABLES", [lambda rows, settings: f"{len(settings)} known"])
+    assert "0 known" in markdown_report(run)
 
 
 def test_an_unreadable_file_is_named(run: Path) -> None:
@@ -365,6 +417,11 @@ def test_tasks_side_by_side_keep_their_own_headline(run: Path) -> None:
     # 6000 / 19 = 315.8; differences -80, -82, -84: -82 ± 4.302653 * 2 / sqrt(3).
     assert "-82.00 [-86.97, -77.03]</td>" in page
     assert "233.8 ± 2.0" in page
+    # Of the setting with a third metric, that one is folded.
+    assert page.count("<summary>Other metrics</summary>") == 1
+    folded = page.split("<summary>Other metrics</summary>")[1].split("</details>")[0]
+    assert "masked: accuracy (0 to 1, higher is better)" in folded
+    assert "pseudo_perplexity" not in folded
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ def test_the_page_shows_the_heat_map_and_who_lost_what(report: Path) -> None:
     path = write_strategy_report(report)
     page = path.read_text(encoding="utf-8").replace("<wbr>", "")
     assert path == report.with_suffix(".html")
+    assert "<title>fedrot: report</title>" in page
     outline = Outline(page)
     assert [link[:30] for link in outline.links] == ["data:image/png;base64,iVBORw0K"]
     assert "3 rounds reported" in page
@@ -207,6 +208,7 @@ def test_the_verdict_says_what_was_found_in_the_first_and_the_last_round() -> No
     beyond, chance = {"found": 1.0, "chance": 0.1, "moved": 4}, {"found": 0.1, "chance": 0.1, "moved": 0}
     rows = [
         group(1, "attention", 0, 0.5, **beyond),
+        group(1, "attention", 1, 0.0, **chance),
         group(2, "attention", 0, 0.0, **chance),
         group(2, "attention", 1, 0.0, **chance),
         group(3, "residual", -1, 0.5, found=1.0, chance=None, moved=1),
@@ -222,7 +224,7 @@ def test_the_verdict_says_what_was_found_in_the_first_and_the_last_round() -> No
         "Round 1: verdict 1.",
         "Round 4: verdict 4.",
     ]
-    older = verdict(StrategyResults([*rows, group(2, "ffn", 0, 0.0)], []))
+    older = verdict(StrategyResults([*rows, group(2, "ffn", 0, 0.0, moved=0)], []))
     assert older is not None
     assert older.sentences == [section.sentences[0], *section.sentences[3:]]
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from fedrot.simulations.report import plots, run_page
 from fedrot.simulations.report.findings.sentences import costs_of_scrambling, verdicts
 from fedrot.simulations.report.heat_map import RATIO, SHARE
+from fedrot.simulations.report.html_page import HtmlPage, Section, list_of
 from fedrot.simulations.report.run_page import (
     PAGE,
     file_name,
@@ -22,7 +23,7 @@ from fedrot.simulations.report.run_page import (
     write_report,
 )
 from fedrot.simulations.report.summaries import results
-from fedrot.simulations.report.tables import format_score, result_tables
+from fedrot.simulations.report.tables import Table, format_score, result_tables
 
 ARMS, STARTS, SEEDS, ROUNDS = ("plain", "aligned", "hurtful"), ("same", "scrambled"), (0, 1, 2), 2
 # Arm -> offset of the accuracy; seeds move all arms together by 0.01, and differ by 0.001 in pairs.
@@ -361,9 +362,12 @@ def test_sentences_and_tables_compare_the_seeds_in_common() -> None:
 
 
 def test_settings_with_one_file_name_keep_their_pictures(run: Path) -> None:
-    write_lines(run / "rows.jsonl", result_rows("a, lr 0.1") + result_rows("a lr 0-1"))
-    write_report(run)
+    nameless = [row for row in result_rows("") if row["metric"] == "accuracy"]
+    write_lines(run / "rows.jsonl", [*result_rows("a, lr 0.1"), *result_rows("a lr 0-1"), *nameless])
+    page = write_report(run).read_text(encoding="utf-8")
     assert len(list((run / "plots").glob("a-lr-0-1*-accuracy.png"))) == 2
+    assert (run / "plots" / "run-accuracy.png").is_file()
+    assert page.count("<h3>All arms</h3>") == 2  # Of results and of pictures.
 
 
 def test_results_as_markdown() -> None:
@@ -507,3 +511,62 @@ def test_all_classes_of_a_client_are_listed(run: Path) -> None:
     page = page_of(run)
     assert all(f"{name} {count}" in page for name, count in zip(names, counts, strict=True))
     assert "others 36" not in page
+
+
+def test_a_page_shows_its_sections_in_their_order(tmp_path: Path) -> None:
+    page: HtmlPage[str] = HtmlPage()
+    table = Table("T & t", ["name", "n"], [["a<b", "worse (2 seeds)"], ["c", "0.5"]], ["name"], "below")
+
+    @page.section
+    def first(source: str) -> Section:
+        more = [Section("Inner", text="deep", folded=True)]
+        return Section(
+            "One",
+            source,
+            ["s1", "s2"],
+            {"w": ["x", 1], "n": 3},
+            "x < y",
+            {"cap": "data:,"},
+            [table],
+            more,
+        )
+
+    @page.section
+    def nothing(source: str) -> Section | None:
+        return list_of("Nothing", (word for word in source.split() if word == "absent"))
+
+    @page.section
+    def last(source: str) -> Section | None:
+        return list_of("Last", (word for word in source.split()), "said")
+
+    again = HtmlPage[str]()
+    again.section(last)
+    assert (len(page.sections), len(again.sections)) == (3, 1)
+    out = tmp_path / "a.html"
+    assert page.write(out, "a & b", "the source") == out
+    text = re.sub(r"\s*\n\s*", "", out.read_text(encoding="utf-8").split("</style>")[1])
+    Outline(out.read_text(encoding="utf-8"))
+    assert "<h1>fedrot: a &amp; b</h1><section><h2>One</h2>" in text
+    parts = [
+        '<p class="soft">the source</p><ul><li>s1</li><li>s2</li></ul>',
+        "<dt>w</dt><dd>[&#34;x&#34;, 1]</dd>",
+        "<dt>n</dt><dd>3</dd>",
+        "<pre>x &lt; y</pre>",
+        '<img src="data:," alt="cap"><figcaption>cap</figcaption>',
+        "<caption>T &amp; t</caption>",
+        '<th>name</th><th class="number">n</th>',
+        '<td>a&lt;b</td><td class="number worse">worse (2 seeds)</td>',
+        '<td>c</td><td class="number ">0.5</td>',
+        '<p class="soft">below</p>',
+        "<details><summary>Inner</summary>",
+        '<p class="soft">deep</p></details></section>',
+        '<section><h2>Last</h2><p class="soft">said</p><ul><li>the</li><li>source</li></ul></section>',
+    ]
+    parts[1] = parts[1] if parts[1] in text else '<dt>w</dt><dd>["x", 1]</dd>'
+    places = [text.find(part) for part in parts]
+    assert -1 not in places, [part for part in parts if part not in text]
+    assert places == sorted(places)
+    assert "Nothing" not in text
+    assert 'class="warning"' not in text
+    page.sections = {"first": lambda source: Section(source, warning=True)}
+    assert '<section class="warning">\n<h2>now</h2>' in page.write(out, "", "now").read_text()

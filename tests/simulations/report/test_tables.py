@@ -74,14 +74,17 @@ def test_differences_without_a_number_have_a_dash_and_no_setting_no_name() -> No
     rows = [row("plain", seed, 0.5, setting="") for seed in (0, 1)]
     rows += [row("apart", seed, 0.5, setting="") for seed in (5, 6)]
     rows += [row("lost", seed, math.nan, setting="") for seed in (0, 1)]
+    assert result_tables(rows, ["absent"]) == []
     (table,) = result_tables(rows)
     assert table.title == "accuracy (0 to 1, higher is better), final round, 2 seed(s)"
     assert [line[2:] for line in table.lines[1:]] == [["-", "no seed in common"], ["-", "not finite"]]
 
 
 def test_names_are_on_the_left_and_numbers_on_the_right() -> None:
-    lines = printed(Table("t", ["name", "n"], [["a", "1"], ["bcd", "22222"]], ["name"]), 80)
+    table = Table("t", ["name", "n"], [["a", "1"], ["bcd", "22222"]], ["name"], "below")
+    lines = printed(table, 80)
     assert "│ a    │     1 │" in lines
+    assert (lines[0].strip(), lines[-1].strip()) == ("t", "below")
     assert pipe_table(["name", "n"], [], ("n",)).splitlines()[1] == "| ---: | --- |"
 
 

@@ -152,7 +152,7 @@ def check_gpus(gpus: float) -> None:
     import torch
 
     found = torch.cuda.device_count()
-    if not (0 <= gpus <= 1 or (gpus > 1 and gpus.is_integer())):
+    if not (0 <= gpus <= 1 or (gpus > 1 and gpus % 1 == 0)):
         raise FedrotError(f"gpus is {gpus:g}; give a fraction such as 0.5, or a whole number.")
     if gpus > found:
         raise FedrotError(

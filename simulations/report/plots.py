@@ -127,7 +127,8 @@ def _band(ax: Axes, by_round: dict[int, dict[int, float]], arm: str, index: int)
     mean = np.array([np.mean(v) for v in values])
     sd = np.array([np.std(v, ddof=1) if len(v) > 1 else 0.0 for v in values])
     colour = _colour(index, len(PALETTE))
-    marker, line = MARKERS[index % len(MARKERS)], LINES[index % len(LINES)]
+    # Arms with one colour and marker differ in their lines.
+    marker, line = MARKERS[index % len(MARKERS)], LINES[(index + index // len(PALETTE)) % len(LINES)]
     ax.plot(rounds, mean, line, marker=marker, color=colour, label=as_label(arm), ms=4, lw=1.6)
     ax.fill_between(rounds, mean - sd, mean + sd, color=colour, alpha=0.15, lw=0)
 

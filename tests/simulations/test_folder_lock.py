@@ -34,16 +34,34 @@ def test_a_folder_may_be_a_link_and_hold_links_to_itself(tmp_path: Path) -> None
         pass
 
 
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
 def test_a_file_system_without_locks_is_written_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def without(*args: Any) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
+        raise OSError(number, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", without)
     with only_writer(tmp_path):
         (tmp_path / "rows").write_text("1")
+        with only_writer(tmp_path):
+            pass
     assert [path.name for path in tmp_path.iterdir()] == ["rows"]
+
+
+def test_a_folder_is_made_with_those_above_it_and_its_lock_may_be_gone(tmp_path: Path) -> None:
+    with only_writer(tmp_path / "a" / "b"):
+        (tmp_path / "a" / "b" / ".lock").unlink()
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_a_lock_that_fails_otherwise_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("fcntl.flock", refused)
+    with pytest.raises(OSError, match="Input/output"), only_writer(tmp_path):
+        pytest.fail("The folder is not locked.")
 
 
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:

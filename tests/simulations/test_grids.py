@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedrot.errors import FedrotError
+from fedrot.simulations import grids
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.grids import bundled_grids, read_grid
 from tests.simulations.commands import SMALL, invoke
@@ -128,6 +129,59 @@ def test_a_matrix_is_a_list_for_each_key(matrix: str, grid: Path) -> None:
     grid.write_text(f"{matrix}\n[[setting]]\nclients = 2\n")
     with pytest.raises(ValueError, match=r"\[matrix\] has a list of values for each key"):
         read_grid(grid, "setting")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[setting]", "setting = 3", "setting = [3]", "[setting]\nclients = 2"),
+        *("base = 3\n[[setting]]", "quick = 3\n[[setting]]"),
+        "[[setting]]\nmatrix = {clients = 2}",
+    ],
+)
+def test_tables_of_other_kinds_are_no_grid(text: str, grid: Path) -> None:
+    grid.write_text(text)
+    with pytest.raises(
+        ValueError, match=r"is no grid; write a table \[base\] and a table \[\[setting\]\]"
+    ):
+        read_grid(grid, "setting")
+
+
+def test_entries_without_a_name_and_changes_of_the_small_variant(grid: Path) -> None:
+    grid.write_text("[quick]\nclients = 4\nonly = ''\n[[setting]]\nclients = 3\nlr = 0.5\n")
+    assert read_grid(grid, "setting") == [{"clients": 3, "lr": 0.5}]
+    assert read_grid(grid, "setting", quick=True) == [{"clients": 4, "lr": 0.5}]
+    grid.write_text("[matrix]\nlocal_epochs = [1, 2]\n[[setting]]\n")
+    assert [entry["setting"] for entry in read_grid(grid, "setting")] == [
+        "local epochs 1",
+        "local epochs 2",
+    ]
+    grid.write_text("[[setting]]\nsetting = 'one'\n[[task]]\nname = 'other'\n")
+    assert read_grid(grid, "setting") == [{"setting": "one"}]
+    assert read_grid(grid, "task") == [{"name": "other"}]
+    grid.write_text(GRID.replace('only = ["small"]', 'only = "small"'))
+    assert len(read_grid(grid, "setting", quick=True)) == 1
+
+
+def test_a_bundled_grid_is_found_by_its_name_and_a_file_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundled, own = tmp_path / "bundled", tmp_path / "own"
+    for folder in (bundled, own):
+        folder.mkdir()
+    for name, entries in (("b", "setting"), ("a", "setting"), ("c", "task")):
+        (bundled / f"{name}.toml").write_text(f"[base]\nlr = 1\n[[{entries}]]\nsetting = '{name}'\n")
+    (own / "plain").write_text("[[setting]]\nsetting = 'own'\n")
+    monkeypatch.setattr(grids, "FOLDERS", [bundled])
+    monkeypatch.chdir(own)
+    assert [*bundled_grids("setting")] == ["a", "b"]
+    assert read_grid(Path("a"), "setting") == [{"lr": 1, "setting": "a"}]
+    assert read_grid(Path("plain"), "setting") == [{"setting": "own"}]
+    for missing in ("none.toml", "some/where"):
+        with pytest.raises(FileNotFoundError):
+            read_grid(Path(missing), "setting")
+    with pytest.raises(FedrotError, match=r"no bundled grid 'c'\. Give .* or one of a, b\.$"):
+        read_grid(Path("c"), "setting")
 
 
 @pytest.mark.parametrize("name", bundled_grids("setting"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from fedrot.simulations.jobs import (
     noted_failure,
     run_jobs,
 )
-from fedrot.simulations.plugins import PLUGINS
+from fedrot.simulations.plugins import PLUGINS, load_plugins
 
 
 def double(number: int) -> list[int]:
@@ -46,6 +47,10 @@ def die(path: str) -> None:
     with Path(path).open("a") as file:
         file.write("died\n")
     os._exit(3)
+
+
+def interrupted() -> list[int]:
+    raise KeyboardInterrupt
 
 
 def last(seconds: float) -> list[int]:
@@ -148,7 +153,44 @@ def test_processes_of_this_machine_are_told_the_plugins(monkeypatch: pytest.Monk
     assert [outcome.parts for outcome in found.values()] == [["json,math"]] * 2
 
 
+def test_without_a_number_of_workers_there_is_one_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    found = outcomes([Job(name, last, (0.0,)) for name in "ab"], Machine())
+    assert [outcome.parts for outcome in found.values() if outcome.parts == [os.getpid()]] == []
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    found = outcomes([Job(name, last, (0.0,)) for name in "ab"], Machine())
+    assert [outcome.parts for outcome in found.values()] == [[os.getpid()]] * 2
+
+
+def test_ctrl_c_is_no_failure_of_a_job() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        outcomes([Job("a", interrupted, ())], Machine(1))
+
+
+def test_plug_ins_are_imported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"plug_in_{name}.py").write_text(f"import os\nos.environ['{name.upper()}'] += '+'\n")
+        monkeypatch.setenv(name.upper(), "")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        for variable in (None, ",plug_in_one,,plug_in_two,"):
+            load_plugins.cache_clear()
+            if variable is None:
+                monkeypatch.delenv(PLUGINS, raising=False)
+            else:
+                monkeypatch.setenv(PLUGINS, variable)
+            load_plugins()
+        assert (os.environ["ONE"], os.environ["TWO"]) == ("+", "+")
+        for name in ("plug_in_one", "plug_in_two"):
+            del sys.modules[name]
+        load_plugins()
+        assert (os.environ["ONE"], os.environ["TWO"]) == ("+", "+")
+    finally:
+        load_plugins.cache_clear()
+
+
 def test_a_cluster_that_is_not_there_is_named() -> None:
+    assert outcomes([], Machine(address="127.0.0.1:1")) == {}
     with pytest.raises(fedrot.FedrotError, match=r"no Ray cluster at '127\.0\.0\.1:1'"):
         outcomes([Job("a", double, (1,))], Machine(address="127.0.0.1:1"))
 

@@ -130,7 +130,9 @@ def costs_of_scrambling(rows: Sequence[Row], metrics: Sequence[str]) -> list[str
         style = number_style(cost.ours, cost.theirs, decimals=4)
         said = f"{place.metric} {_change(cost, decimals=4)} ({cost.mean:+{style}})"
         changes.setdefault((place.setting, place.arm), []).append(said)
-    return [f"{setting}, {arm}: {', '.join(said)}." for (setting, arm), said in changes.items()]
+    return [
+        f"{setting or 'this run'}, {arm}: {', '.join(said)}." for (setting, arm), said in changes.items()
+    ]
 
 
 def _named(setting: str, start: str) -> str:

@@ -30,7 +30,7 @@ from fedrot.simulations.federation.arms import (
 from fedrot.simulations.models.build import build_model, model_config
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
-from fedrot.strategies.wire.records import STATISTICS, read_statistics
+from fedrot.strategies.wire.records import STATISTICS, read_statistics, read_token_counts
 from tests.strategies import fakes
 
 SMALL: dict[str, Any] = {
@@ -74,6 +74,24 @@ def test_every_aggregation_has_its_aggregator(task: Task, shell: nn.Module) -> N
         assert first is not second
 
 
+def test_an_aggregation_has_the_arguments_of_its_arm(task: Task, shell: nn.Module) -> None:
+    build = aggregation_of(Arm.parse("plain/regmean(alpha=0.25)"), task, 0, shell)
+    default = aggregation_of(Arm.parse("plain/regmean"), task, 0, shell)
+    assert build is not None
+    assert default is not None
+    found, plain = build(), default()
+    assert isinstance(found, RegMean)
+    assert isinstance(plain, RegMean)
+    assert (found.alpha, found.beta, plain.alpha) == (0.25, plain.beta, 0.9)
+
+
+def test_a_copy_with_other_tensors_leaves_the_model_as_it_is(shell: nn.Module) -> None:
+    before = {name: tensor.clone() for name, tensor in shell.state_dict().items()}
+    other = with_state(shell, {name: tensor + 1 for name, tensor in before.items()})
+    assert all(torch.equal(shell.state_dict()[name], tensor) for name, tensor in before.items())
+    assert all(torch.equal(other.state_dict()[name], tensor + 1) for name, tensor in before.items())
+
+
 def test_joined_training_sees_every_clients_rows(
     task: Task, shell: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +111,8 @@ def test_joined_training_sees_every_clients_rows(
     assert [call[0] for call in calls] == [rows] * 3
     assert len({call[1] for call in calls}) == 3
     assert [call[2] for call in calls] == [5.0, 2.0, 2.0]
+    train_joined(of, Arm.parse("joined"), 0, shell, 1)
+    assert len({call[1] for call in calls}) == 4
 
 
 def test_joined_training_learns(task: Task, shell: nn.Module) -> None:
@@ -202,6 +222,35 @@ def test_the_head_is_received_unless_it_is_to_be_different() -> None:
     received = initial(config)
     found = ask(config, received, 1)[0]
     assert all(torch.equal(found[name], tensor) for name, tensor in received.items())
+
+
+@pytest.mark.usefixtures("untrained")
+def test_a_client_starts_from_a_model_of_its_own_only_where_it_is_to(task: Task) -> None:
+    received = initial(task.config)
+    for given, seed in (
+        ({"start": "different"}, 1_001),
+        ({"start": "different", "seed": 2}, 2_001_001),
+        ({"start": "different", "server_round": 2}, None),
+        ({"start": "same"}, None),
+    ):
+        found = ask(task.config, received, 1, **given)[0]
+        own = received if seed is None else build_model(task.config, task.data, seed).state_dict()
+        assert all(torch.equal(found[name], tensor) for name, tensor in own.items())
+
+
+@pytest.mark.usefixtures("untrained")
+def test_tokens_are_counted_in_the_clients_training_rows_if_that_is_asked_for(task: Task) -> None:
+    received = initial(task.config)
+    rows, _ = task.client_rows(0, 1)
+    batch = task.train.batch(rows)
+    tokens = batch["input_ids"][batch["attention_mask"].bool()]
+    expected = torch.bincount(tokens, minlength=model_config(task.config, task.data).vocab_size)
+    counts = read_token_counts(answered(task.config, received, 1, count=True))
+    assert counts is not None
+    assert torch.equal(counts, expected.double())
+    assert read_token_counts(answered(task.config, received, 1)) is None
+    images = SimulationConfig(task="image", train_limit=40, test_limit=8, width=16, heads=2, clients=2)
+    assert read_token_counts(answered(images, initial(images), 1, count=True)) is None
 
 
 @pytest.mark.usefixtures("untrained")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -195,6 +197,9 @@ def test_what_is_the_same_in_two_arms_is_trained_once_if_they_share_files(
 ) -> None:
     run = play(arms=("plain", "aligned"), shared_cache=shared)
     assert len(run.trained) == (4 if shared else 8)
+    # The initial model is evaluated once, that of a round in each arm, clients alone in the last round.
+    tested = run.evaluated.count(("test", tuple(range(17))))
+    assert tested == 1 + 2 * 2 + (2 if shared else 4)
     values = run.values("accuracy", scope="central")
     assert values["plain", "central", 0, 2] == pytest.approx(values["aligned", "central", 0, 2])
 
@@ -265,7 +270,8 @@ def test_who_takes_part_is_the_same_in_every_arm_and_not_in_every_round(play: Pl
     took: dict[str, list[tuple[int, int, str]]] = {"plain": [], "aligned": []}
     for arm, scope, seed, number in run.values("train-loss"):
         took[arm].append((seed, number, scope))
-    assert sorted(took["plain"]) == sorted(took["aligned"])
+    # Replies arrive in the order of the sample, and are recorded in that of the clients.
+    assert took["plain"] == took["aligned"] == sorted(took["plain"])
     groups = {
         (seed, number): {scope for s, n, scope in took["plain"] if (s, n) == (seed, number)}
         for seed, number, _ in took["plain"]
@@ -413,8 +419,15 @@ def test_cells_leave_no_model_behind() -> None:
     config = SimulationConfig(**{**SMALL, "rounds": 1})
     told = [(config.to_json(), 0, "same", arm) for arm in ("plain", "aligned", "plain/regmean") * 2]
     held = []
-    for _, _, _, why in run_job(told, Path("nowhere"), "of no folder here"):
+    logger = logging.getLogger("flwr")
+    handlers, propagate = [*logger.handlers], logger.propagate
+    for (*_, arm), (_, _, log, why) in zip(
+        told, run_job(told, Path("nowhere"), "of no folder here"), strict=True
+    ):
         assert not why
+        # Flower's log of this cell, and of no other.
+        assert re.findall(r" · (\S+): round (\d)/1$", log, re.MULTILINE) == [(arm, "0"), (arm, "1")]
         held.append(sum(o.numel() for o in gc.get_objects() if isinstance(o, torch.Tensor)))
+    assert (logger.handlers, logger.propagate) == (handlers, propagate)
     model = build_model(config, task_of(config.to_json()).data, seed=0)
     assert max(held) - held[0] < sum(parameter.numel() for parameter in model.parameters()) / 2

@@ -21,6 +21,7 @@ import pytest
 from flwr.app import ArrayRecord
 from rich.console import Console
 
+from fedrot.errors import FedrotError
 from fedrot.simulations.cli.experiment_commands import configs_of
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation import client_app, experiment, grid_run
@@ -270,20 +271,44 @@ def test_cells_behind_one_whose_process_died_go_on(
             if name == "aligned":
                 yield job, Outcome([], "The process of the job ended: killed", died=True)
                 return
-            rows = CellRows([{**ROW, "arm": name}])
+            rows = CellRows([{**ROW, "arm": name, "value": value[name]}])
             parts.append((by_arm[name].name, rows, "", ""))
             store.add(by_arm[name], rows)
         yield job, Outcome(parts)
 
+    value = {"plain": float("nan"), "joined": 1.0}
     by_arm = {cell.arm.name: cell for cell in cells_of([config])}
     monkeypatch.setattr(grid_run, "run_jobs", dying)
-    console = Console(file=io.StringIO())
+    shown = io.StringIO()
+    console = Console(file=shown, width=200)
     with pytest.raises(RuntimeError, match="1 of 3 cells failed"):
         grid_run._fill(store, [config], cells_of([config]), console, Machine(1))
     assert tried == [["plain", "aligned", "joined"], ["joined"]]
     assert {row["arm"] for row in read_rows(tmp_path)} == {"plain", "joined"}
     (file,) = (tmp_path / FAILURES).iterdir()
     assert file.read_text() == f"{by_arm['aligned'].title}\n\nThe process of the job ended: killed"
+    lines = [line for line in shown.getvalue().splitlines() if line.startswith("[")]
+    titles = [f"[{n} of 3] {by_arm[a].title}: " for n, a in enumerate(("plain", "aligned", "joined"), 1)]
+    assert all(line.startswith(title) for line, title in zip(lines, titles, strict=True))
+    assert re.search(r": loss nan; about \d:\d\d:\d\d left$", lines[0])
+    assert lines[2].endswith(": loss 1.000")
+
+
+def test_gpus_of_a_cluster_are_not_those_of_this_machine_and_a_dry_run_writes_nothing(
+    tmp_path: Path,
+) -> None:
+    configs = [SimulationConfig(task="image", train_limit=60, test_limit=20, seeds=(0, 1), layers=1)]
+    shown = io.StringIO()
+    console = Console(file=shown, width=200)
+    there = Machine(address="127.0.0.1:1", gpus=64)
+    grid_run.simulate(configs, tmp_path / "run", "", console, there, dry_run=True)
+    cells = 2 * len(configs[0].arms)
+    assert (
+        f"Dry run: {cells} cells (seed, start and arm); nothing was run or written." in shown.getvalue()
+    )
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(FedrotError, match="gpus is 64 for each job"):
+        grid_run.simulate(configs, tmp_path / "run", "", console, Machine(gpus=64), dry_run=True)
 
 
 def test_the_longest_job_begins_first(tmp_path: Path) -> None:

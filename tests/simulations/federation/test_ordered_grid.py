@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Message, RecordDict
+import torch
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
 
+from fedrot.simulations.federation import ordered_grid
+from fedrot.simulations.federation.local_grid import LocalGrid, local_clients
 from fedrot.simulations.federation.ordered_grid import OrderedGrid
-from tests.strategies.fakes import Client, FakeGrid
+from tests.strategies.fakes import Client, FakeGrid, failure
 
 #: Ids of nodes by their partition id: in no order.
 NODES = (50, 10, 40, 20, 30)
@@ -39,3 +46,78 @@ def test_a_partition_that_nobody_holds_is_refused() -> None:
     said = r"5 nodes have the partition ids \[0, 0, 1, 2, 3\], but the configuration has 5 clients"
     with pytest.raises(RuntimeError, match=said):
         grid(own=lambda partition: max(0, partition - 1))
+
+
+def test_nodes_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = FakeGrid({node: client(partition) for partition, node in enumerate(NODES)})
+    there = [*slow.nodes.items()]
+    slow.nodes.clear()
+    monkeypatch.setattr(time, "sleep", lambda _: slow.nodes.update([there.pop()]))
+    assert list(OrderedGrid(slow, len(NODES)).get_node_ids()) == list(NODES)
+    assert there == []
+
+
+def test_a_node_that_cannot_say_its_partition_is_not_counted() -> None:
+    clients = {7: client(0), 8: failure}
+    with pytest.raises(RuntimeError, match=r"The 2 nodes have the partition ids \[0\], .* 2 clients"):
+        OrderedGrid(FakeGrid(clients), 2)
+
+
+def test_replies_are_asked_for_more_often_than_flower_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    ordered, slept = grid(), list[float]()
+    monkeypatch.setattr(time, "sleep", slept.append)
+    for seconds in (3.0, 0.001):
+        ordered.pause(seconds)
+    assert slept == [ordered_grid.PAUSE, 0.001]
+
+
+def test_a_local_node_answers_when_it_is_asked_and_once() -> None:
+    asked: list[int] = []
+
+    def node(number: int) -> Client:
+        def answer(message: Message) -> Message | None:
+            asked.append(number)
+            return None if number == 2 else client(number)(message)
+
+        return answer
+
+    local = LocalGrid({number: node(number) for number in (1, 2, 3)})
+    sent = [Message(RecordDict(), dst_node_id=n, message_type="query") for n in (3, 2, 1)]
+    ids = [*local.push_messages(sent)]
+    assert (len({*ids}), asked) == (3, [])
+    (first,) = local.pull_messages([ids[2], "unknown"])
+    assert (first.metadata.src_node_id, asked) == (1, [1])
+    assert [m.metadata.reply_to_message_id for m in local.pull_messages(message_ids=ids)] == ids[:1]
+    # A node without an answer is asked again.
+    assert local.pull_messages() == []
+    assert asked == [1, 3, 2, 2]
+
+
+def test_local_clients_have_their_partition_and_leave_random_numbers_alone() -> None:
+    app, seen = ClientApp(), list[dict[str, object]]()
+
+    @app.query()
+    def drawing(message: Message, context: Context) -> Message:
+        seen.append(dict(context.node_config))
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        return Message(RecordDict(), reply_to=message)
+
+    def draw() -> tuple[float, ...]:
+        return (random.random(), float(np.random.rand()), float(torch.rand(())))
+
+    def start() -> None:
+        random.seed(5)
+        np.random.seed(5)
+        torch.manual_seed(5)
+
+    start()
+    expected = draw()
+    start()
+    local = local_clients(app, 2)
+    assert [*local.get_node_ids()] == [0, 1]
+    messages = [Message(RecordDict(), dst_node_id=n, message_type="query") for n in (1, 0)]
+    assert len([*local.send_and_receive(messages)]) == 2
+    assert draw() == expected
+    assert seen == [{"partition-id": n, "num-partitions": 2} for n in (1, 0)]

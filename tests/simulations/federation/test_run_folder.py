@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,10 @@ from fedrot.simulations.federation.run_folder import (
     read_results,
     read_rows,
     rows_file,
+    versions,
+    write_csv,
 )
+from reproductions.report.compact import write_parquet
 
 
 def row(arm: str, seed: int = 0, server_round: int = 1, value: float = 0.5) -> dict[str, Any]:
@@ -57,3 +63,48 @@ def test_rows_end_where_a_line_is_unfinished(tmp_path: Path) -> None:
     assert [one["seed"] for one in read_rows(tmp_path)] == [0, 1]
     assert rows_file(tmp_path) == tmp_path / "rows.jsonl"
     assert rows_file(tmp_path, "alignment.jsonl") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("rows.parquet", b"PAR1 and no more", "cannot be read as Parquet"),
+        ("rows.jsonl", b"\xff\xfe", "is not UTF-8 text"),
+    ],
+)
+def test_damaged_rows_are_named(name: str, content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(FedrotError, match=f"'{re.escape(str(tmp_path / name))}' is damaged: it {said}"):
+        read_rows(tmp_path)
+
+
+def test_a_field_of_another_type_is_named_with_its_line(tmp_path: Path) -> None:
+    lines = [row("plain"), {**row("plain"), "seed": "x" * 100}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(FedrotError, match=r"rows.jsonl' has rows .*: seed is 'x{10,70} in line 2\.$"):
+        read_rows(tmp_path)
+
+
+def test_rows_of_a_copy_are_read_unless_there_are_lines(tmp_path: Path) -> None:
+    """Fields without a value are left out; no value is no number."""
+    write_parquet(tmp_path / "rows.parquet", [row("plain", value=math.nan), {"arm": "old"}])
+    first, second = read_rows(tmp_path)
+    assert math.isnan(first.pop("value"))
+    assert first == {k: v for k, v in row("plain").items() if k != "value"}
+    assert second == {"arm": "old"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row("aligned")) + "\n")
+    assert read_rows(tmp_path) == [row("aligned")]
+    write_csv(tmp_path)
+    assert (tmp_path / "rows.csv").read_text().splitlines() == [
+        ",".join(ROW_FIELDS),
+        "a,aligned,same,0,1,central,loss,0.5",
+    ]
+    with pytest.raises(FileNotFoundError):
+        read_rows(tmp_path / "nowhere")
+
+
+def test_versions_are_of_what_is_installed() -> None:
+    found = versions()
+    names = {"fedrot", "torch", "numpy", "scipy", "flwr", "transformers", "tokenizers"}
+    assert {name: found[name] for name in names} == {name: version(name) for name in names}
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"])

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import io
+import json
+import logging
 import os
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import reproductions.arms  # noqa: F401
 from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation import runner
+from fedrot.simulations.report import run_page
+from fedrot.simulations.tasks.task import Task
 
 SMALL: dict[str, Any] = {
     "train_limit": 16,
@@ -60,3 +68,125 @@ def test_variables_that_the_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -
         "info",
         "false",
     )
+
+
+def test_the_partition_of_every_seed_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    clients = Task.clients
+
+    def failing(self: Task, seed: int) -> Any:
+        if seed == 7:
+            raise FedrotError("no rows for client 2 with seed 7")
+        return clients(self, seed)
+
+    monkeypatch.setattr(Task, "clients", failing)
+    config = SimulationConfig.from_flat({**SMALL, "arms": "plain"})
+    runner.check([config])
+    with pytest.raises(FedrotError, match="with seed 7"):
+        runner.check([config, config.model_copy(update={"seeds": (0, 1, 7)})])
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    """Flower's logger, which is left as it was."""
+    found = logging.getLogger("flwr")
+    handlers, propagate, level = [*found.handlers], found.propagate, found.level
+    found.setLevel(logging.INFO)
+    yield found
+    found.handlers[:], found.propagate = handlers, propagate
+    found.setLevel(level)
+
+
+def test_flowers_log_goes_to_one_place_with_its_time(logger: logging.Logger) -> None:
+    first, second = io.StringIO(), io.StringIO()
+    for text in (first, second):
+        runner.log_to(logging.StreamHandler(text))
+    logger.warning("one line")
+    assert (first.getvalue(), logger.propagate) == ("", False)
+    assert re.fullmatch(r"[-\d]+ [:,\d]+ WARNING one line\n", second.getvalue())
+
+
+def presented(out: Path, settings: tuple[str, ...], arms: tuple[str, ...], **options: Any) -> str:
+    """Return what is printed of a run of two seeds, from starts same and scrambled."""
+    out.mkdir(exist_ok=True)
+    about = [
+        {"setting": setting, "arm": arm, "start": start, "seed": seed, "round": 1}
+        for setting in settings
+        for arm in arms
+        for start in ("same", "scrambled")
+        for seed in (0, 1)
+    ]
+    rows = [
+        {**of, "scope": "central", "metric": metric, "value": 0.5 + of["seed"] / 8}
+        for of in about
+        for metric in ("accuracy", "loss")
+    ]
+    shares = {"part": "ffn", "layer": 0, "before": 2.0, "after": 1.0, "found": 1.0, "chance": 0.5}
+    aligned = [{**of, "client": 0, **shares} for of in about if of["arm"] != "plain"]
+    for name, found in (("rows", rows), ("alignment", aligned)):
+        (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    text = io.StringIO()
+    runner.present(out, Console(file=text, width=200), **options)
+    return text.getvalue()
+
+
+@pytest.fixture
+def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report is not drawn."""
+    monkeypatch.setattr(run_page, "write_report", lambda out: out / "report.html")
+
+
+@pytest.mark.usefixtures("unwritten")
+def test_results_are_printed_with_tables_costs_and_verdicts(tmp_path: Path) -> None:
+    out = tmp_path / "my run"
+    shown = presented(out, ("one",), ("plain", "aligned"), brief=True)
+    places = [
+        shown.index(text)
+        for text in (
+            "one: accuracy (0 to 1",
+            "one: loss (nats",
+            "What alignment found: one, start same",
+            "What alignment found: one, start scrambled",
+            "Cost of scrambling the clients' coordinates:\n  one, plain: accuracy",
+            "\n  one, aligned: accuracy",
+            "Did alignment help? (95 % t intervals over seeds)\n  Alignment in 2 settings and starts",
+            f"Report: {out / 'report.html'}",
+        )
+    ]
+    assert places == sorted(places)
+    assert "Tables: " not in shown
+
+
+@pytest.mark.usefixtures("unwritten")
+def test_tables_of_several_settings_are_left_out_in_brief_if_sentences_say_it(tmp_path: Path) -> None:
+    out, both = tmp_path / "my run", ("one", "two")
+    brief = presented(out, both, ("plain", "aligned"), brief=True)
+    assert ("final round" in brief, "What alignment found" in brief) == (False, False)
+    assert f"Tables: fedrot report '{out}'" in brief
+    assert "two, start same: alignment" in brief
+    for arms, options in ((("plain", "aligned"), {}), (("plain", "ffn"), {"brief": True})):
+        shown = presented(out, both, arms, **options)
+        assert shown.count("final round") == 4
+        assert "Tables: " not in shown
+        assert ("Did alignment help?" in shown) == ("aligned" in arms)
+
+
+def partitions(configs: list[SimulationConfig], brief: bool) -> str:
+    text = io.StringIO()
+    runner.print_partitions(configs, Console(file=text, width=200), brief=brief)
+    return text.getvalue()
+
+
+def test_partitions_are_tables_unless_several_are_told_in_brief() -> None:
+    config = SimulationConfig.from_flat({**SMALL, "setting": "one", "seeds": "3-4", "train_limit": 18})
+    other = config.model_copy(update={"setting": "other", "train_limit": 16})
+    for configs, brief in (([config], True), ([config, other], False)):
+        shown = partitions(configs, brief)
+        assert [shown.count(f"Rows per client: {c.setting}, seed 3") for c in configs] == [1] * len(
+            configs
+        )
+        assert ("seed 4" in shown, "clients have" in shown) == (False, False)
+        assert shown.count("Labels: ") == 1
+    shown = partitions([config, other, config], True)
+    assert "Rows per client" not in shown
+    assert shown.count("4 clients have 4 to 5 rows each (seed 3; --dry-run shows more).") == 1
+    assert shown.count("4 clients have 4 rows each (seed 3; --dry-run shows more).") == 1

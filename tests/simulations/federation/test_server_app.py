@@ -102,3 +102,10 @@ def test_nodes_that_are_not_the_clients_leave_an_unfinished_run(tmp_path: Path) 
 def test_a_folder_that_another_run_fills_is_refused(tmp_path: Path) -> None:
     with only_writer(tmp_path / "run"), pytest.raises(FedrotError, match="Another run"):
         play(tmp_path / "run")
+
+
+@pytest.mark.parametrize("out", ["", "run"])
+def test_a_folder_has_an_absolute_path(out: str) -> None:
+    """Flower chooses the working directory."""
+    with pytest.raises(ValueError, match=f"out is '{out or '.'}'; give an absolute path"):
+        play(Path(out))

@@ -14,7 +14,14 @@ import pytest
 from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import ROW_FIELDS, read_alignment, read_rows
-from fedrot.simulations.federation.store import CellRows, RunFolder, cells_of, identity_of, write_cell
+from fedrot.simulations.federation.store import (
+    CellRows,
+    RunFolder,
+    cells_of,
+    identity_of,
+    partitions_of,
+    write_cell,
+)
 from reproductions.report.compact import compact
 
 
@@ -75,6 +82,34 @@ def test_a_grid_that_grows_forgets_nothing(tmp_path: Path) -> None:
     assert len(read_rows(tmp_path)) == 4
     RunFolder(tmp_path, more, "fedrot simulate B")
     assert json.loads((tmp_path / "config.json").read_text())["command"].count("simulate B") == 1
+
+
+def test_starts_are_added_and_seeds_stay_in_the_order_they_came(tmp_path: Path) -> None:
+    RunFolder(tmp_path, [config(seeds=[4, 2], starts="scrambled")], "one")
+    RunFolder(tmp_path, [config(seeds=[1, 2], starts="same,scrambled", data_dir="there")], "two")
+    (held,) = json.loads((tmp_path / "config.json").read_text())["settings"]
+    assert (held["seeds"], held["starts"]) == ([4, 2, 1], ["scrambled", "same"])
+    assert held["data_dir"] == "there"
+
+
+def test_partitions_have_the_rows_of_every_client_by_setting_and_seed() -> None:
+    images = {"task": "image", "train_limit": 60, "test_limit": 10, "rounds": 1, "seeds": [3, 0]}
+    few, many = (
+        SimulationConfig.from_flat({**images, "setting": f"of {n}", "clients": n, **more})
+        for n, more in ((2, {"partition": "keyclass:1"}), (4, {}))
+    )
+    found = partitions_of([few, many])
+    assert {name: [*own["seeds"]] for name, own in found.items()} == {
+        "of 2": ["3", "0"],
+        "of 4": ["3", "0"],
+    }
+    for name, clients in (("of 2", 2), ("of 4", 4)):
+        assert found[name]["label_names"] == [str(digit) for digit in range(10)]
+        for own in found[name]["seeds"].values():
+            assert own["sizes"] == [sum(counts) for counts in own["counts"]]
+            assert (len(own["sizes"]), sum(own["sizes"])) == (clients, 60)
+    one, other = found["of 4"]["seeds"].values()
+    assert one != other
 
 
 def test_data_that_have_changed_are_refused(tmp_path: Path) -> None:
@@ -170,6 +205,12 @@ def test_a_damaged_cell_is_named(tmp_path: Path) -> None:
     store = RunFolder(tmp_path, [config()], "fedrot simulate")
     cell = cells_of([config()])[0]
     store.add(cell, CellRows([row("plain", 3)]))
-    (tmp_path / "cells" / f"{cell.name}.json").write_text('{"rows": [3], "alignment": []}')
-    with pytest.raises(FedrotError, match="is damaged: it has no rows"):
-        RunFolder(tmp_path, [config()], "fedrot simulate")
+    for content, lacking in (
+        ('{"rows": [3], "alignment": []}', "rows"),
+        ('{"alignment": []}', "rows"),
+        ('{"rows": []}', "alignment"),
+        ('{"rows": [], "alignment": {}}', "alignment"),
+    ):
+        (tmp_path / "cells" / f"{cell.name}.json").write_text(content)
+        with pytest.raises(FedrotError, match=f"{cell.name}.json' is damaged: it has no {lacking}"):
+            RunFolder(tmp_path, [config()], "fedrot simulate")

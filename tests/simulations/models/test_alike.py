@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from fedrot.simulations.models.alike import label_elsewhere, moved_label
+from fedrot.errors import FedrotError
+from fedrot.simulations.models.alike import check_alike, check_fields, label_elsewhere, moved_label
+from fedrot.simulations.models.saved_model import SavedModel, open_saved_model
 from tests import families
 from tests.models import fresh_model
 from tests.simulations.commands import invoke
@@ -244,3 +246,168 @@ def test_outputs_of_a_tagger_are_compared_with_tags_not_with_types() -> None:
     assert label_elsewhere(config, data) == ""
     config.id2label = {**named, 1: "B-LOC", 3: "B-PER"}
     assert label_elsewhere(config, data) == "'B-LOC' is output 1 of the model, and label 3 of news"
+
+
+def described(folder: Path, kind: str, class_name: str, **changes: Any) -> SavedModel:
+    """Return a model of which there is only the configuration."""
+    folder.mkdir()
+    settings = AutoConfig.for_model(kind).to_dict()
+    for name, value in {"architectures": [class_name], **changes}.items():
+        outer, _, inner = name.rpartition("__")
+        (settings[outer] if outer else settings)[inner] = value
+    (folder / "config.json").write_text(json.dumps(settings))
+    return open_saved_model(folder)
+
+
+#: Types whose positions depend on the padding token, and others.
+PADDED = ("roberta", "xlm-roberta", "camembert", "mpnet", "bart", "t5", "mt5")
+ENCODERS = ("bert", "electra", "distilbert", "deberta", "deberta-v2", "albert", "modernbert")
+TOKENS = [
+    *((kind, "XModel", "pad_token_id", True) for kind in PADDED),
+    *((kind, "XForSequenceClassification", "pad_token_id", False) for kind in ENCODERS),
+    ("gpt2", "XForSequenceClassification", "pad_token_id", True),
+    ("gpt2", "XLMHeadModel", "pad_token_id", False),
+    ("gpt2", "XForSequenceClassification", "eos_token_id", False),
+    *((kind, "XForSequenceClassification", "eos_token_id", True) for kind in ("bart", "t5", "mt5")),
+    ("bart", "XForConditionalGeneration", "eos_token_id", False),
+    ("t5", "XForConditionalGeneration", "decoder_start_token_id", True),
+    ("clip", "CLIPModel", "text_config__eos_token_id", True),
+    ("clip_text_model", "CLIPTextModel", "eos_token_id", True),
+    ("bert", "XForSequenceClassification", "cls_token_id", False),
+]
+
+
+@pytest.mark.parametrize(("kind", "class_name", "token", "matters"), TOKENS)
+def test_tokens_matter_to_the_classes_that_read_them(
+    kind: str, class_name: str, token: str, matters: bool, tmp_path: Path
+) -> None:
+    one, other = (described(tmp_path / f"{n}", kind, class_name, **{token: n}) for n in (5, 6))
+    if not matters:
+        check_alike(one, other)
+        return
+    with pytest.raises(FedrotError, match=f"{token.replace('__', '.')} is 5 in .* and 6 in"):
+        check_alike(one, other)
+
+
+def test_a_token_that_only_one_of_two_classes_reads_may_differ(tmp_path: Path) -> None:
+    check_alike(
+        described(tmp_path / "a", "gpt2", "GPT2ForSequenceClassification", pad_token_id=5),
+        described(tmp_path / "b", "gpt2", "GPT2LMHeadModel", pad_token_id=6),
+    )
+
+
+#: Fields that transformers reads of some types although no class declares them.
+READ: dict[str, Any] = {
+    **{"attention_chunk_size": 8, "conv_act": "gelu", "conv_groups": 2, "conv_kernel_size": 3},
+    **{"embedding_size": 8, "head_dim": 4, "is_causal": True, "max_relative_positions": 8},
+    **{"norm_rel_ebd": "layer_norm", "partial_rotary_factor": 0.5, "position_biased_input": True},
+    **{"position_buckets": 8, "relative_attention": True, "share_att_key": True},
+    **{"sliding_window": 3, "talking_head": True, "token_classification_bias": True},
+    **{"layer_types": ["full_attention"] * 12},
+}
+
+
+def test_a_field_that_only_one_file_has_matters_if_anything_reads_it(tmp_path: Path) -> None:
+    plain = described(tmp_path / "plain", "bert", "BertModel")
+    check_fields(plain, described(tmp_path / "mine", "bert", "BertModel", my_notes="x"))
+    for name, value in READ.items():
+        other = described(tmp_path / name, "bert", "BertModel", **{name: value})
+        with pytest.raises(FedrotError, match=rf"{name} is not set in .*plain.* and .* in"):
+            check_fields(plain, other)
+        with pytest.raises(FedrotError, match=rf"{name} is .* and not set in"):
+            check_fields(other, plain)
+
+
+#: Two values of fields on which no output depends.
+HARMLESS: dict[str, tuple[Any, Any]] = {
+    **dict.fromkeys(
+        [
+            *("_name_or_path", "_commit_hash", "auto_map", "finetuning_task", "task_specific_params"),
+            *("prefix", "language", "tokenizer_class", "processor_class", "name_or_path"),
+            *("init_std", "init_factor", "init_range", "initializer_cutoff_factor", "my_version"),
+        ],
+        ("x", "y"),
+    ),
+    **dict.fromkeys(
+        [
+            *("tf_legacy_loss", "gradient_checkpointing", "output_attentions", "output_hidden_states"),
+            *("use_cache", "return_dict", "torchscript", "use_bfloat16", "slow_but_exact"),
+            *("reorder_and_upcast_attn", "deterministic_flash_attn", "reference_compile"),
+            *("output_router_logits", "repad_logits_with_grad", "sparse_prediction"),
+        ],
+        (True, False),
+    ),
+    **dict.fromkeys(
+        [
+            *("chunk_size_feed_forward", "pretraining_tp", "bos_token_id", "cls_token_id"),
+            *("sep_token_id", "mask_token_id", "unk_token_id", "forced_bos_token_id"),
+            *("forced_eos_token_id", "n_inner", "max_window_layers", "sparse_pred_ignore_index"),
+        ],
+        (1, 2),
+    ),
+    **dict.fromkeys(
+        [
+            *("router_aux_loss_coef", "router_jitter_noise", "logit_scale_init_value"),
+            *("hidden_dropout_prob", "classifier_dropout", "my_droppath"),
+        ],
+        (0.1, 0.2),
+    ),
+    **dict.fromkeys(("dtype", "torch_dtype"), ("float16", "float32")),
+    "temperature": (0.5, 0.7),
+}
+
+
+def test_fields_on_which_no_output_depends_may_differ(tmp_path: Path) -> None:
+    for name, values in HARMLESS.items():
+        one, other = (
+            described(tmp_path / f"{name} {place}", "bert", "BertModel", **{name: value})
+            for place, value in enumerate(values)
+        )
+        check_alike(one, other)
+
+
+def test_the_field_that_an_error_names_is_chosen_in_order(tmp_path: Path) -> None:
+    changes = {"layer_norm_eps": 0.5, "hidden_act": "relu", "num_hidden_layers": 3}
+    one = described(tmp_path / "a", "bert", "BertModel")
+    other = described(tmp_path / "b", "bert", "BertModel", **changes)
+    with pytest.raises(FedrotError, match=r"architectures: num_hidden_layers is 12 in .*a' and 3 in"):
+        check_fields(one, other)
+    with pytest.raises(FedrotError, match=r"architectures: layer_norm_eps is"):
+        check_fields(one, other, first=("layer_norm_eps",))
+
+
+def test_only_classifiers_have_labels_elsewhere() -> None:
+    data = SimpleNamespace(name="news", tags=(), label_names=("a", "b"))
+    config = SimpleNamespace(architectures=["BertForSequenceClassification"], id2label={0: "b", 1: "a"})
+    assert label_elsewhere(config, data) == "'b' is output 0 of the model, and label 1 of news"
+    for architectures in (["BertForMaskedLM"], [], None):
+        config.architectures = architectures
+        assert label_elsewhere(config, data) == ""
+    # A label with several outputs is where the data have it if one of them is.
+    assert moved_label({0: "x", 1: "X", 2: "y"}, {1: "x", 0: "z", 2: "y"}) is None
+    assert moved_label({2: "x", 1: "y", 0: "z"}, {0: "y", 1: "x", 2: "z"}) == ("z", 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("gelu_new", "gelu_pytorch_tanh", True),
+        ("silu", "swish", True),
+        ("gelu", "gelu_new", False),
+        ("gelu", "gelu_10", False),
+        ("relu", "relu6", False),
+        ("relu", "of my own", False),
+    ],
+)
+def test_activations_are_compared_by_their_values(
+    one: str, other: str, same: bool, tmp_path: Path
+) -> None:
+    a, b = (
+        described(tmp_path / str(place), "bert", "BertModel", hidden_act=name)
+        for place, name in enumerate((one, other))
+    )
+    if same:
+        check_alike(a, b)
+        return
+    with pytest.raises(FedrotError, match=f"hidden_act is {one} in .* and {other} in"):
+        check_alike(a, b)

@@ -10,10 +10,14 @@ import pytest
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data.encoding import bundled_tokenizer
 from fedrot.simulations.data.images import load_image_data
-from fedrot.simulations.models.architectures import pad_id_of, settings_of
+from fedrot.simulations.models.architectures import pad_id_of, patch_of, settings_of
 
 SIZES: dict[str, Any] = {"layers": 3, "width": 48, "heads": 6, "max_length": 24, "dropout": 0.25}
 TOKENS = bundled_tokenizer().get_vocab_size()
+ENDS = {
+    name: bundled_tokenizer().token_to_id(token)
+    for name, token in (("bos_token_id", "[CLS]"), ("eos_token_id", "[SEP]"))
+}
 
 #: What a small model of these sizes has, by architecture.
 EXPECTED: dict[str, dict[str, Any]] = {
@@ -25,12 +29,12 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "gpt2": {
         **{"n_layer": 3, "n_embd": 48, "n_head": 6, "vocab_size": TOKENS, "n_positions": 24},
         **{"resid_pdrop": 0.25, "embd_pdrop": 0.25, "attn_pdrop": 0.25, "tie_word_embeddings": False},
-        **{"pad_token_id": 0},
+        **{"pad_token_id": 0, **ENDS},
     },
     "llama": {
         **{"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 6, "vocab_size": TOKENS},
         **{"intermediate_size": 128, "max_position_embeddings": 24, "attention_dropout": 0.25},
-        **{"tie_word_embeddings": False, "pad_token_id": 0},
+        **{"tie_word_embeddings": False, "pad_token_id": 0, **ENDS},
     },
     "vit": {
         **{
@@ -69,3 +73,8 @@ def test_rows_are_padded_with_the_padding_or_the_end_of_texts(
     tokens: dict[str, Any], padding: int
 ) -> None:
     assert pad_id_of(SimpleNamespace(**tokens)) == padding
+
+
+def test_patches_divide_an_image_into_about_as_many_as_they_have_pixels() -> None:
+    sides = {1: 1, 7: 1, 8: 2, 9: 3, 12: 3, 28: 4, 32: 4, 64: 8}
+    assert {side: patch_of(side) for side in sides} == sides

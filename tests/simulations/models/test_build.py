@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data.encoding import bundled_tokenizer
 from fedrot.simulations.models.build import _say_new, build_model
+from fedrot.simulations.models.federated import number_of_bytes, tensors_of
 from fedrot.simulations.tasks.task import task_of
 from tests.models import State
 from tests.simulations.commands import SMALL
@@ -123,3 +125,22 @@ def test_an_adapter_is_as_it_was_asked_for(pretrained: Path) -> None:
         name.split(".lora_A")[0].split(".")[-1] for name in plain.state_dict() if "lora_A" in name
     }
     assert adapted == {"query", "key", "value", "dense"}
+
+
+def test_tensors_to_exchange_are_copies_and_have_a_size() -> None:
+    model = torch.nn.Linear(2, 3)
+    copied = tensors_of(model)
+    with torch.no_grad():
+        model.weight.zero_()
+    assert copied["weight"].any()
+    assert not copied["weight"].requires_grad
+    kinds = {"a": torch.zeros(3), "b": torch.zeros(2, 2, dtype=torch.float16), "c": torch.zeros(0)}
+    assert number_of_bytes(kinds) == 3 * 4 + 4 * 2
+
+
+def test_adapters_need_peft(pretrained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimulationConfig(model=str(pretrained), lora="r=2,targets=query", **{**SMALL, "layers": 2})
+    data = task_of(config.to_json()).data
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(FedrotError, match=r"lora needs PEFT.*pip install -c constraints.txt"):
+        build_model(config, data, seed=0)

@@ -5,11 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers.utils.logging import is_progress_bar_enabled
+from transformers.utils.logging import (
+    disable_progress_bar,
+    enable_progress_bar,
+    is_progress_bar_enabled,
+)
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.models import packaged
-from fedrot.simulations.models.packaged import Packaged, loading_of, no_bar_for_files, source_of
+from fedrot.simulations.models.packaged import (
+    Packaged,
+    loading,
+    loading_of,
+    no_bar_for_files,
+    no_bars,
+    source_of,
+)
 
 
 def test_a_packaged_model_is_the_folder_in_its_package() -> None:
@@ -49,3 +60,35 @@ def test_bars_are_for_downloads(model: str, shown: bool) -> None:
     with no_bar_for_files(model):
         assert is_progress_bar_enabled() == shown
     assert is_progress_bar_enabled()
+
+
+def test_bars_that_are_off_stay_off() -> None:
+    disable_progress_bar()
+    try:
+        with no_bars():
+            pass
+        assert not is_progress_bar_enabled()
+    finally:
+        enable_progress_bar()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("wrong size.\nmore"), "'m' cannot be loaded: wrong size. Check that its weights"),
+        (OSError("no file"), "'m' cannot be loaded: no file. Check"),
+        (KeyError("x"), "'m' cannot be loaded: KeyError: 'x'. Check"),
+        (
+            RuntimeError("Failed:\n  the reason.\nmore"),
+            "loaded: RuntimeError: Failed: the reason. Check",
+        ),
+        (RuntimeError("set `ignore_mismatched_sizes` to True"), "as many classes as the data have"),
+        (FedrotError("as it is"), "as it is"),
+    ],
+)
+def test_errors_of_loading_are_one_sentence(error: Exception, said: str) -> None:
+    with pytest.raises(FedrotError) as found, loading("m"):
+        raise error
+    assert said in str(found.value)
+    assert "more" not in str(found.value)
+    assert (found.value is error) == isinstance(error, FedrotError)

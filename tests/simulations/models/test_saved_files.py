@@ -11,7 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fedrot.simulations.models.model_files import read_model
+from fedrot.errors import FedrotError
+from fedrot.simulations.models.model_files import (
+    WRAPPERS,
+    below,
+    clean_names,
+    instead,
+    read_model,
+    read_tensors,
+    refuse_missing,
+    refuse_quantised,
+    write_model,
+)
 from tests.models import State, fresh_model
 from tests.simulations import commands
 
@@ -337,3 +348,151 @@ def test_pointers_of_git_lfs_are_named(model: Path) -> None:
     )
     for code, output in (check(model), merge(model, "--dry-run")):
         assert (code, "is a pointer of git-lfs" in output) == (2, True), output
+
+
+# Files, one by one
+
+
+def test_old_pickles_are_read_and_other_things_are_no_tensors(tmp_path: Path) -> None:
+    file = tmp_path / "a.bin"
+    tensors = {"a": torch.arange(3.0)}
+    for zipped in (True, False):
+        torch.save(tensors, file, _use_new_zipfile_serialization=zipped)
+        assert torch.equal(read_tensors(file)["a"], tensors["a"])
+    for other in ([torch.zeros(2)], {"a": 3}):
+        torch.save(other, file)
+        with pytest.raises(FedrotError, match=r"a\.bin' holds no tensors by name"):
+            read_tensors(file)
+
+
+def test_safetensors_are_read_before_pickles_and_files_before_shards(tmp_path: Path) -> None:
+    def write(name: str, value: float) -> None:
+        tensors = {"a.weight": torch.full((2,), value)}
+        (save_file if name.endswith("safetensors") else torch.save)(tensors, tmp_path / name)
+
+    def index(name: str, shard: str) -> None:
+        (tmp_path / name).write_text(json.dumps({"weight_map": {"a.weight": shard}}))
+
+    found = []
+    write("model-00001-of-00001.safetensors", 3.0)
+    write("pytorch_model-00001-of-00001.bin", 1.0)
+    index("pytorch_model.bin.index.json", "pytorch_model-00001-of-00001.bin")
+    found.append(float(read_model(tmp_path)["a.weight"][0]))
+    write("pytorch_model.bin", 2.0)
+    found.append(float(read_model(tmp_path)["a.weight"][0]))
+    index("model.safetensors.index.json", "model-00001-of-00001.safetensors")
+    found.append(float(read_model(tmp_path)["a.weight"][0]))
+    write("model.safetensors", 4.0)
+    found.append(float(read_model(tmp_path)["a.weight"][0]))
+    assert found == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}'])
+def test_a_damaged_index_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(FedrotError, match=r"index\.json' is damaged: it has no readable 'weight_map'"):
+        read_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "owner"),
+    [
+        *((f"{QUERY}.{leaf}.weight", "an adapter") for leaf in ("lora_A.default", "lora_embedding_B")),
+        (f"{QUERY}.ia3_l.default", "an adapter"),
+        *(
+            (f"{QUERY}.{leaf}", "a quantised model")
+            for leaf in ("qzeros", "weight.absmax", "weight.quant_map", "weight.quant_state.nf4")
+        ),
+    ],
+)
+def test_tensors_of_adapters_and_quantised_models_are_named(
+    name: str, owner: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({name: torch.zeros(2)}, file)
+    with pytest.raises(FedrotError, match=rf"holds '{name}', a tensor of {owner}\."):
+        read_model(tmp_path)
+    save_file({f"{QUERY}.my_qweight": torch.zeros(2), "colora_A": torch.zeros(1)}, file)
+    assert len(read_model(tmp_path)) == 2
+
+
+def test_configurations_of_quantised_models_are_refused() -> None:
+    for plain in ({}, {"quantization_config": None}, {"quantization_config": {}}):
+        refuse_quantised(plain, "here")
+    for described, said in (
+        ({"quant_method": "awq"}, "quantised (awq): "),
+        ({"bits": 4}, "quantised: "),
+    ):
+        with pytest.raises(FedrotError) as error:
+            refuse_quantised({"quantization_config": described}, "here")
+        assert f"'here' is {said}its weights cannot be moved" in str(error.value)
+    with pytest.raises(FedrotError, match="'here' is quantised: "):
+        refuse_quantised({"quantization_config": "of another kind"}, "here")
+
+
+def test_models_below_a_folder_are_listed(tmp_path: Path) -> None:
+    assert below(tmp_path, "config.json") == ""
+    assert "save_pretrained" in instead(tmp_path)
+    for number, name in enumerate(("b", "a/x", "c", "d"), start=1):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").touch()
+        folders = [f"'{tmp_path / one}'" for one in sorted(("b", "a/x", "c", "d")[:number])[:3]]
+        listed = ", ".join(folders) + (", ..." if number > 3 else "")
+        assert below(tmp_path, "config.json") == f"There is one below it: give {listed}."
+    assert instead(tmp_path) == below(tmp_path, "config.json")
+
+
+def test_what_a_saved_model_lacks_is_named(model: Path) -> None:
+    shell = fresh_model(NAME)
+    refuse_missing(model, shell, [], ["more.weight"])
+    with pytest.raises(FedrotError) as error:
+        refuse_missing(model, shell, ["a.weight", "b.weight"], [])
+    assert (
+        f"'{model}' has no tensor 'a.weight' (2 missing in all), which a {type(shell).__name__} has. "
+        "Check that weights and configuration belong together. Load it with transformers"
+    ) in str(error.value)
+    with pytest.raises(FedrotError) as error:
+        refuse_missing(model, shell, ["a.weight", "b.weight"], ["x.c", "net.b.weight"])
+    assert "has 'x.c', which a" in str(error.value)
+    assert "The stored names have a prefix 'net.': save the model inside" in str(error.value)
+
+
+def test_a_model_is_written_with_its_tokenizer_and_nothing_else_of_its_folder(
+    model: Path, tmp_path: Path
+) -> None:
+    beside = [
+        *("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model"),
+        *("tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+        *("merges.txt", "chat_template.jinja", "generation_config.json"),
+    ]
+    for name in (*beside, "README.md", "training_args.bin"):
+        (model / name).write_text(name)
+    tensors, shell = load_file(model / "model.safetensors"), fresh_model(NAME)
+    out = tmp_path / "new" / "out"
+    write_model(out, tensors, shell, model / "config.json", model)
+    assert {file.name for file in out.iterdir()} == {"config.json", "model.safetensors", *beside}
+    assert all((out / name).read_text() == name for name in beside)
+    assert (out / "config.json").read_bytes() == (model / "config.json").read_bytes()
+    write_model(tmp_path / "bare", tensors, shell, model / "config.json", dtype=torch.bfloat16)
+    assert {file.name for file in (tmp_path / "bare").iterdir()} == {"config.json", "model.safetensors"}
+    assert json.loads((tmp_path / "bare/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_only_whole_names_of_modules_are_wrappers() -> None:
+    names = {
+        "submodule.a": "submodule.a",
+        "a.module.b": "a.b",
+        "module.module.c": "c",
+        "base_model.d": "base_model.d",
+        "module.": "module.",
+        "e.LayerNorm.gamma": "e.LayerNorm.weight",
+        "e.LayerNorm.beta": "e.LayerNorm.bias",
+        "gamma": "gamma",
+        "e.LayerNorm.gamma.f": "e.LayerNorm.gamma.f",
+    }
+    found = clean_names(Path("here"), names, WRAPPERS)
+    assert found == {clean: name for name, clean in names.items()}
+    with pytest.raises(
+        FedrotError, match=r"'here' holds both 'a' and 'module\.a', which differ only in"
+    ):
+        clean_names(Path("here"), ["a", "module.a"], WRAPPERS)

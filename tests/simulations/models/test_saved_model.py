@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -12,8 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fedrot.errors import FedrotError
+from fedrot.simulations.data.encoding import bundled_tokenizer
 from fedrot.simulations.models.alike import check_alike
-from fedrot.simulations.models.saved_model import open_saved_model
+from fedrot.simulations.models.saved_model import (
+    check_bundled,
+    longest_text,
+    open_saved_model,
+    tokens_by_order,
+)
 from tests.models import fresh_model
 
 
@@ -87,5 +95,91 @@ def test_models_are_compared_without_their_weights(model: Path, tmp_path: Path) 
     with pytest.raises(FedrotError, match=r"num_attention_heads is 4 in .* and 2 in"):
         check_alike(open_saved_model(model), open_saved_model(other.parent))
     other.write_text(text.replace('"vocab_size": 60', '"vocab_size": 61'))
-    with pytest.raises(FedrotError, match=r"Different vocabularies.*60 and 61 embeddings"):
+    said = r"Different vocabularies.*60 and 61 embeddings, and no two tokenizers.*_embeddings\(61\)"
+    with pytest.raises(FedrotError, match=said):
         check_alike(open_saved_model(model), open_saved_model(other.parent))
+
+
+def test_of_the_hub_pickles_are_downloaded_only_without_safetensors(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(model)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    open_saved_model("owner/name")
+    first, second = asked
+    # The configuration is read before anything large is downloaded.
+    assert first == ["config.json"]
+    assert {"model*.safetensors", "model.safetensors.index.json", "tokenizer.json"} <= {*second}
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    open_saved_model("name")
+    assert set(asked[-1]) == {"pytorch_model*.bin", "pytorch_model.bin", "pytorch_model.bin.index.json"}
+    asked.clear()
+    (model / "config.json").write_text('{"model_type": "xlnet"}')
+    with pytest.raises(FedrotError, match="xlnet"):
+        open_saved_model("owner/name")
+    assert asked == [["config.json"]]
+    for name in ("a/b/c", "-x", "no such name"):
+        with pytest.raises(FedrotError, match=f"'{name}' does not exist"):
+            open_saved_model(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model", ""]
+)
+def test_one_file_of_a_tokenizer_is_enough(name: str, model: Path) -> None:
+    (model / "tokenizer_config.json").write_text("{}")
+    if name:
+        (model / name).write_text("{}")
+    saved = open_saved_model(model)
+    assert saved.tokenizer == (model if name else None)
+    assert name or saved.vocabulary is None
+
+
+def test_the_class_of_a_model_is_the_one_that_it_names(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+
+    def named(*classes: str) -> type:
+        (model / "config.json").write_text(json.dumps({**config, "architectures": [*classes]}))
+        found: type = open_saved_model(model).model_class
+        return found
+
+    assert named("BertForMaskedLM").__name__ == "BertForMaskedLM"
+    assert named().__name__ == "BertModel"
+    with pytest.raises(FedrotError, match="is a MyBert, which transformers does not have"):
+        named("MyBert")
+    with pytest.raises(FedrotError, match=r"of type 'bert', for which transformers has no AutoModelFor"):
+        open_saved_model(model).class_for("AutoModelForImageClassification")
+
+
+def test_tensors_of_another_shape_are_named(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    for name in ("classifier.weight", "classifier.bias"):
+        tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        FedrotError, match=r"'classifier\.bias' has shape \[2\], but needs shape \[3\] for"
+    ):
+        open_saved_model(model).read()
+
+
+def test_texts_are_as_long_as_the_positions_and_words_those_of_the_tokenizer(model: Path) -> None:
+    assert longest_text(SimpleNamespace(max_position_embeddings=40), 9) == 40
+    assert longest_text(SimpleNamespace(max_position_embeddings=None), 9) == 9
+    assert longest_text(SimpleNamespace(), 9) == 9
+    saved = open_saved_model(model)
+    assert len(tokens_by_order(saved)) == 60
+    size = bundled_tokenizer().get_vocab_size()
+    with pytest.raises(FedrotError, match=f"has no tokenizer. The bundled one has {size} tokens"):
+        check_bundled(saved)
+    (model / "vocab.txt").write_text("x")
+    check_bundled(saved)
+    (model / "vocab.txt").unlink()
+    saved.config.vocab_size = size
+    check_bundled(saved)
+    with pytest.raises(FedrotError, match="has no vocabulary: leave out --token-order"):
+        tokens_by_order(replace(saved, config=SimpleNamespace()))

@@ -51,6 +51,7 @@ def test_a_line_per_part_and_layer_a_column_per_round(monkeypatch: pytest.Monkey
     (ax,) = drawn(monkeypatch, [row for row in rows if "before" in row]).axes[:1]
     assert words(ax.get_yticklabels()) == ["residual", "attention 0", "attention 1", "ffn 0"]
     assert words(ax.get_xticklabels()) == ["1", "2", "3"]
+    assert ax.get_xlabel() == "round"
     (image,) = ax.images
     nan = math.nan
     expected = [[-0.02, nan, nan], [0.4, 0.2, 0.4 / 3], [0.5, 0.3, 0.1 + 0.4 / 3], [nan, 0.3, nan]]
@@ -85,7 +86,8 @@ def test_colours_are_the_ratio_to_chance_and_numbers_the_share(monkeypatch: pyte
     assert image.get_clim() == (1, 4)
     assert image.get_cmap().name == "cividis"
     assert words(list(axes[0].texts)) == ["12", "16", "0", "3"]
-    assert [bar.get_ylabel() for bar in axes[0].child_axes] == ["found / chance"]
+    (bar,) = axes[0].child_axes
+    assert (bar.get_ylabel(), words(bar.get_yticklabels())) == ("found / chance", ["1", "2", "3", "4"])
 
 
 def test_colours_are_absolute_and_below_chance_is_grey(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,13 +169,20 @@ def test_a_panel_per_arm_and_start_with_one_scale(monkeypatch: pytest.MonkeyPatc
         for start in ("same", "scrambled")
     ]
     assert [ax.images[0].get_clim() for ax in panels] == [(0, 0.5)] * 4
+    # The fifth panel is in a row of its own, without empty ones beside it.
+    rows += [group(r, "ffn", 0, 0.2, arm="whole", start="same") for r in (1, 2)]
+    axes = drawn(monkeypatch, rows).axes
+    assert sum(ax.axison for ax in axes) == sum(bool(ax.images) for ax in axes) == 5 < len(axes)
 
 
 def test_with_one_round_arms_are_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [group(1, "ffn", 0, share, arm=arm, start="same") for arm, share in (("b", 0.1), ("a", 0.3))]
     panels = [ax for ax in drawn(monkeypatch, rows).axes if ax.images]
     assert [words(ax.get_xticklabels()) for ax in panels] == [["b", "a"]]
-    assert panels[0].get_title(loc="left") == "start: same"
+    assert (panels[0].get_title(loc="left"), panels[0].get_xlabel()) == ("start: same", "")
+    # Rows of a strategy name no arm and no start.
+    (ax, *_) = drawn(monkeypatch, [group(7, "ffn", 0, 0.1)]).axes
+    assert (words(ax.get_xticklabels()), ax.get_title(loc="left")) == (["round 7"], "")
 
 
 def test_large_reports_stay_readable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,3 +233,4 @@ def test_a_tiny_loss_has_the_colour_of_a_tiny_gain(monkeypatch: pytest.MonkeyPat
     (ax,) = drawn(monkeypatch, rows).axes[:1]
     loss, gain, large = ax.images[0].to_rgba(ax.images[0].get_array())[0]
     assert loss.tolist() == gain.tolist() != large.tolist()
+    assert words(list(ax.texts)) == ["0", "0", "-2"]

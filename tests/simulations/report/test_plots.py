@@ -74,7 +74,8 @@ def test_bars_of_classes_stand_on_each_other(drawn: Draw) -> None:
 
 
 def test_lines_are_means_over_seeds_with_a_band_of_their_spread(drawn: Draw) -> None:
-    same, scrambled = drawn(plots.metric_plot, ROWS, "accuracy", ARMS).axes
+    figure = drawn(plots.metric_plot, ROWS, "accuracy", ARMS)
+    same, scrambled = figure.axes
     assert [ax.get_title(loc="left") for ax in (same, scrambled)] == ["start: same", "start: scrambled"]
     lines = {str(line.get_label()): line for line in same.lines}
     assert lines.keys() == {"plain", "aligned"}
@@ -95,6 +96,10 @@ def test_lines_are_means_over_seeds_with_a_band_of_their_spread(drawn: Draw) -> 
     assert scrambled.lines[0].get_color() == plots.PALETTE[1]
     assert same.get_ylabel() == "accuracy"
     assert same.get_xlabel() == "round"
+    assert all(float(place).is_integer() for place in same.get_xticks())
+    # One legend names every arm once.
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["plain", "aligned"]
 
 
 def test_one_round_is_a_point_per_arm_with_its_seeds_beside(drawn: Draw) -> None:
@@ -113,6 +118,22 @@ def test_one_round_is_a_point_per_arm_with_its_seeds_beside(drawn: Draw) -> None
     }
     assert [tick.get_text() for tick in ax.get_yticklabels()] == ARMS
     assert ax.get_xlabel() == "accuracy after round 1 (bars: seeds, dot: mean)"
+
+
+def test_an_arm_that_has_not_ended_has_no_point(drawn: Draw) -> None:
+    rows = [row(0.4, 0), row(0.5, 1), row(0.3, 0, arm="aligned")]
+    (ax,) = drawn(plots.metric_plot, rows, "accuracy", ARMS).axes
+    marks = [np.asarray(line.get_xdata()).tolist() for line in ax.lines]
+    assert [mark for mark in marks if mark] == [[0.5], [0.5]]
+
+
+def test_no_two_of_many_arms_look_alike(drawn: Draw) -> None:
+    arms = [f"arm {number}" for number in range(20)]
+    rows = [row(0.5, number, arm=arm) for arm in arms for number in (1, 2)]
+    (ax,) = drawn(plots.metric_plot, rows, "accuracy", arms).axes
+    looks = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in ax.lines}
+    assert len(looks) == len(arms)
+    assert len({look[:2] for look in looks}) == len({look[0] for look in looks}) == 8
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from rich.console import Console
 from fedrot.simulations.report import plots, run_page
 from fedrot.simulations.report.findings.sentences import costs_of_scrambling, verdicts
 from fedrot.simulations.report.heat_map import RATIO, SHARE
+from fedrot.simulations.report.html_page import HtmlPage, Section, list_of
 from fedrot.simulations.report.run_page import (
     PAGE,
     file_name,
@@ -22,7 +23,7 @@ from fedrot.simulations.report.run_page import (
     write_report,
 )
 from fedrot.simulations.report.summaries import results
-from fedrot.simulations.report.tables import format_score, result_tables
+from fedrot.simulations.report.tables import Table, format_score, result_tables
 
 ARMS, STARTS, SEEDS, ROUNDS = ("plain", "aligned", "hurtful"), ("same", "scrambled"), (0, 1, 2), 2
 # Arm -> offset of the accuracy; seeds move all arms together by 0.01, and differ by 0.001 in pairs.
@@ -135,7 +136,10 @@ def test_a_complete_run(run: Path) -> None:
     assert "less than 1 % of the squared distance by ffn in layer 0 (0.1 %), 1 (0.1 %)" in page
     assert "aligned dropped a reply 1 time(s): a tensor is not finite" in page
     assert "2.9.0" in page
-    assert "goemotions_ekman" in page
+    assert "Configuration of main" in page
+    assert "main, hurtful: accuracy 0.4100 → 0.4100 (+0.0000), loss 0.5900" in page
+    # Of every seed, although only the first has a picture.
+    assert [page.count(f"Rows per client: main, seed {seed}") for seed in SEEDS] == [1, 1, 1]
     assert ">71</td>" in page
     assert "<td>&lt;glad&gt; 40, sad 31</td>" in page
 
@@ -240,6 +244,55 @@ def test_missing_files_are_no_obstacle(run: Path, keep: tuple[str, ...]) -> None
     assert "This run is incomplete." in page
     assert "versions.json is missing or unreadable" in page
     assert ("There are no results yet." in page) == ("rows.jsonl" not in keep)
+    assert ("rows.jsonl is missing or unreadable" in page) == ("rows.jsonl" not in keep)
+    assert ("Did alignment help?" in page) == ("rows.jsonl" in keep)
+    assert "What was run" not in page
+
+
+def test_a_run_without_the_arm_that_verdicts_are_about_says_what_was_run(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(PAGE.sections, "settings")
+    monkeypatch.chdir(run)
+    rows = [row for row in result_rows("") if row["arm"] != "aligned" and row["start"] == "same"]
+    rows = [{**row, "arm": row["arm"].replace("hurtful", "joined")} for row in rows]
+    for row in rows:
+        row["value"] = row["value"] if row["arm"] == "plain" else 1.5 - row["value"]
+    failed = {"scope": "alignment", "metric": "fedrot-replies-failed", "value": 2}
+    write_lines(run / "rows.jsonl", [*rows, {**rows[0], **failed}])
+    (run / "alignment.jsonl").unlink()
+    # The title is the folder's name, even if the path has none.
+    page = write_report(Path()).read_text(encoding="utf-8").replace("<wbr>", "")
+    assert f"<title>fedrot: {run.name}</title>" in page
+    assert "<h2>What was run</h2>" in page
+    assert "<dt>joined</dt>" in page
+    assert "<dt>aligned</dt>" not in page
+    assert "plain was run without 2 replies of failed clients" in page
+    assert "Cost of scrambling" not in page
+    assert "No such case" not in page
+    write_lines(run / "rows.jsonl", [row for row in rows if row["metric"] == "accuracy"])
+    page = write_report(Path()).read_text(encoding="utf-8")
+    assert "No such case among the results with intervals." in page
+
+
+def test_tables_of_plug_ins_stand_between_results_and_shares(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_lines(
+        run / "alignment.jsonl", [{**row, "found": 0.5, "chance": 0.1} for row in alignment_rows()[:-1]]
+    )
+    tables: list[run_page.MarkdownTable] = [
+        lambda rows, settings: f"{len(rows)} rows of {settings[0]['setting']}\n",
+        lambda rows, settings: "",
+    ]
+    monkeypatch.setattr(run_page, "MARKDOWN_TABLES", tables)
+    found = markdown_report(run)
+    places = [found.index(text) for text in ("verdict", "108 rows of main", "What alignment found")]
+    assert places == sorted(places)
+    assert "\n\n\n" not in found
+    (run / "config.json").unlink()
+    monkeypatch.setattr(run_page, "MARKDOWN_TABLES", [lambda rows, settings: f"{len(settings)} known"])
+    assert "0 known" in markdown_report(run)
 
 
 def test_an_unreadable_file_is_named(run: Path) -> None:
@@ -309,9 +362,12 @@ def test_sentences_and_tables_compare_the_seeds_in_common() -> None:
 
 
 def test_settings_with_one_file_name_keep_their_pictures(run: Path) -> None:
-    write_lines(run / "rows.jsonl", result_rows("a, lr 0.1") + result_rows("a lr 0-1"))
-    write_report(run)
+    nameless = [row for row in result_rows("") if row["metric"] == "accuracy"]
+    write_lines(run / "rows.jsonl", [*result_rows("a, lr 0.1"), *result_rows("a lr 0-1"), *nameless])
+    page = write_report(run).read_text(encoding="utf-8")
     assert len(list((run / "plots").glob("a-lr-0-1*-accuracy.png"))) == 2
+    assert (run / "plots" / "run-accuracy.png").is_file()
+    assert page.count("<h3>All arms</h3>") == 2  # Of results and of pictures.
 
 
 def test_results_as_markdown() -> None:
@@ -365,6 +421,11 @@ def test_tasks_side_by_side_keep_their_own_headline(run: Path) -> None:
     # 6000 / 19 = 315.8; differences -80, -82, -84: -82 ± 4.302653 * 2 / sqrt(3).
     assert "-82.00 [-86.97, -77.03]</td>" in page
     assert "233.8 ± 2.0" in page
+    # Of the setting with a third metric, that one is folded.
+    assert page.count("<summary>Other metrics</summary>") == 1
+    folded = page.split("<summary>Other metrics</summary>")[1].split("</details>")[0]
+    assert "masked: accuracy (0 to 1, higher is better)" in folded
+    assert "pseudo_perplexity" not in folded
 
 
 @pytest.mark.parametrize(
@@ -450,3 +511,62 @@ def test_all_classes_of_a_client_are_listed(run: Path) -> None:
     page = page_of(run)
     assert all(f"{name} {count}" in page for name, count in zip(names, counts, strict=True))
     assert "others 36" not in page
+
+
+def test_a_page_shows_its_sections_in_their_order(tmp_path: Path) -> None:
+    page: HtmlPage[str] = HtmlPage()
+    table = Table("T & t", ["name", "n"], [["a<b", "worse (2 seeds)"], ["c", "0.5"]], ["name"], "below")
+
+    @page.section
+    def first(source: str) -> Section:
+        more = [Section("Inner", text="deep", folded=True)]
+        return Section(
+            "One",
+            source,
+            ["s1", "s2"],
+            {"w": ["x", 1], "n": 3},
+            "x < y",
+            {"cap": "data:,"},
+            [table],
+            more,
+        )
+
+    @page.section
+    def nothing(source: str) -> Section | None:
+        return list_of("Nothing", (word for word in source.split() if word == "absent"))
+
+    @page.section
+    def last(source: str) -> Section | None:
+        return list_of("Last", (word for word in source.split()), "said")
+
+    again = HtmlPage[str]()
+    again.section(last)
+    assert (len(page.sections), len(again.sections)) == (3, 1)
+    out = tmp_path / "a.html"
+    assert page.write(out, "a & b", "the source") == out
+    text = re.sub(r"\s*\n\s*", "", out.read_text(encoding="utf-8").split("</style>")[1])
+    Outline(out.read_text(encoding="utf-8"))
+    assert "<h1>fedrot: a &amp; b</h1><section><h2>One</h2>" in text
+    parts = [
+        '<p class="soft">the source</p><ul><li>s1</li><li>s2</li></ul>',
+        "<dt>w</dt><dd>[&#34;x&#34;, 1]</dd>",
+        "<dt>n</dt><dd>3</dd>",
+        "<pre>x &lt; y</pre>",
+        '<img src="data:," alt="cap"><figcaption>cap</figcaption>',
+        "<caption>T &amp; t</caption>",
+        '<th>name</th><th class="number">n</th>',
+        '<td>a&lt;b</td><td class="number worse">worse (2 seeds)</td>',
+        '<td>c</td><td class="number ">0.5</td>',
+        '<p class="soft">below</p>',
+        "<details><summary>Inner</summary>",
+        '<p class="soft">deep</p></details></section>',
+        '<section><h2>Last</h2><p class="soft">said</p><ul><li>the</li><li>source</li></ul></section>',
+    ]
+    parts[1] = parts[1] if parts[1] in text else '<dt>w</dt><dd>["x", 1]</dd>'
+    places = [text.find(part) for part in parts]
+    assert -1 not in places, [part for part in parts if part not in text]
+    assert places == sorted(places)
+    assert "Nothing" not in text
+    assert 'class="warning"' not in text
+    page.sections = {"first": lambda source: Section(source, warning=True)}
+    assert '<section class="warning">\n<h2>now</h2>' in page.write(out, "", "now").read_text()

@@ -13,7 +13,14 @@ from typer.testing import CliRunner
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import BAD_INPUT
 from fedrot.simulations.report import heat_map
-from fedrot.simulations.report.strategy_page import _changes, write_strategy_report
+from fedrot.simulations.report.strategy_page import (
+    StrategyResults,
+    _changes,
+    lost,
+    metrics,
+    verdict,
+    write_strategy_report,
+)
 from tests.simulations.report.test_heat_map import group
 from tests.simulations.report.test_run_page import Outline, write_lines
 
@@ -47,6 +54,7 @@ def test_the_page_shows_the_heat_map_and_who_lost_what(report: Path) -> None:
     path = write_strategy_report(report)
     page = path.read_text(encoding="utf-8").replace("<wbr>", "")
     assert path == report.with_suffix(".html")
+    assert "<title>fedrot: report</title>" in page
     outline = Outline(page)
     assert [link[:30] for link in outline.links] == ["data:image/png;base64,iVBORw0K"]
     assert "3 rounds reported" in page
@@ -173,6 +181,77 @@ def test_what_a_strategy_writes_can_be_shown(tmp_path: Path) -> None:
     assert "train/loss = 0.5" in page
     assert "Alignment moved groups in 0 of 2 rounds." in page
     assert "Round 2: alignment found nothing beyond chance." in page
+
+
+def test_lost_replies_come_by_their_number_and_then_by_client() -> None:
+    rows = [
+        *({"round": n, "client": 12, "dropped": "NaN"} for n in (4, 2)),
+        *({"round": n, "client": 10, "failed": "no answer"} for n in (3, 1, 2)),
+        {"round": 1, "client": 9, "dropped": "NaN"},
+        *({"round": n, "client": 3, "dropped": "NaN"} for n in (5, 5)),
+        {"round": 1, "client": 3, "dropped": "too large"},
+        {"round": 1, "lost": "nobody"},
+    ]
+    section = lost(StrategyResults(rows, []))
+    assert section is not None
+    (table,) = section.tables
+    assert table.lines == [
+        ["10", "failed", "3", "1 to 3", "no answer"],
+        ["3", "dropped", "2", "5", "NaN"],
+        ["12", "dropped", "2", "2 to 4", "NaN"],
+        ["3", "dropped", "1", "1", "too large"],
+        ["9", "dropped", "1", "1", "NaN"],
+    ]
+
+
+def test_the_verdict_says_what_was_found_in_the_first_and_the_last_round() -> None:
+    beyond, chance = {"found": 1.0, "chance": 0.1, "moved": 4}, {"found": 0.1, "chance": 0.1, "moved": 0}
+    rows = [
+        group(1, "attention", 0, 0.5, **beyond),
+        group(1, "attention", 1, 0.0, **chance),
+        group(2, "attention", 0, 0.0, **chance),
+        group(2, "attention", 1, 0.0, **chance),
+        group(3, "residual", -1, 0.5, found=1.0, chance=None, moved=1),
+        *({"round": n, "said": f"verdict {n}"} for n in (1, 2, 4)),
+    ]
+    section = verdict(StrategyResults(rows, []))
+    assert section is not None
+    assert section.text == "4 rounds reported."
+    assert section.sentences == [
+        "Alignment moved groups in 2 of 3 rounds.",
+        "Round 1: the clients are in different coordinates.",
+        "Round 3: replies were in another basis, and were matched as whole models.",
+        "Round 1: verdict 1.",
+        "Round 4: verdict 4.",
+    ]
+    older = verdict(StrategyResults([*rows, group(2, "ffn", 0, 0.0, moved=0)], []))
+    assert older is not None
+    assert older.sentences == [section.sentences[0], *section.sentences[3:]]
+
+
+def test_scores_of_clients_and_guards_are_told_by_their_first_and_last_round() -> None:
+    stages = [
+        {"round": n, "stage": "evaluate", "metrics": {"f1": 0.1 * n, "per_class": [0.5, 0.25 * n]}}
+        for n in (2, 3, 1)
+    ]
+    guards = [
+        {"round": n, "stage": "train", "metrics": {f"fedrot-guard-{m}": v * n for m, v in both}}
+        for n in (2, 4, 3)
+        for both in [(("aligned", 0.125), ("plain", 0.0625))]
+    ]
+    assert _changes([*stages, *guards]) == [
+        "Round 2: the guard measured 0.250 for the aligned mean and 0.125 for the plain mean.",
+        "Round 4: the guard measured 0.500 for the aligned mean and 0.250 for the plain mean.",
+        "f1 (at the clients): 0.100 in round 1 → 0.300 in round 3.",
+        "per_class/0 (at the clients): 0.500 in round 1 → 0.500 in round 3.",
+        "per_class/1 (at the clients): 0.250 in round 1 → 0.750 in round 3.",
+    ]
+
+
+def test_there_are_no_curves_of_metrics_that_stay() -> None:
+    assert metrics(StrategyResults([], [])) is None
+    alike = [{"round": n, "stage": "train", "metrics": {"rate": 0.1}} for n in (1, 2)]
+    assert metrics(StrategyResults([], alike)) is None
 
 
 def test_what_a_strategy_measures_of_itself_is_no_score(report: Path) -> None:

@@ -93,6 +93,10 @@ def test_the_interval_by_hand() -> None:
     assert found.mean == pytest.approx(0.03)
     assert (found.ci_low, found.ci_high) == pytest.approx((0.03 - half, 0.03 + half), abs=1e-7)
     assert (found.n, found.verdict) == (3, "better")
+    # With two degrees of freedom, p = 1 - t / sqrt(t^2 + 2); t^2 is 0.03^2 / (0.01^2 / 3) = 27.
+    assert found.p == pytest.approx(1 - math.sqrt(27 / 29))
+    assert paired_difference([0.1, -0.1, 0.1, -0.1]).p == pytest.approx(1)
+    assert [paired_difference([same] * 2).p for same in (0.0, 1e-8)] == [1, 1]
 
 
 def test_only_common_seeds_are_paired() -> None:
@@ -116,6 +120,9 @@ def test_only_common_seeds_are_paired() -> None:
         ([0.0, 0.0, 0.0], False, "identical"),
         ([2e-8, 2.1e-8, 2.2e-8], True, "equal but for rounding"),
         ([2e-6, 2.1e-6, 2.2e-6], True, "worse"),
+        ([0.0], False, "identical"),
+        ([-2e-8], False, "equal but for rounding"),
+        ([0.1, 0.1, 0.1], False, "no spread: no interval"),
         ([0.0, math.nan], False, "not finite"),
         ([math.inf, 1.0], True, "not finite"),
     ],
@@ -194,10 +201,19 @@ def test_numbers_from_a_million_on_have_an_exponent() -> None:
     ]
 
 
-def test_a_metric_is_described_by_unit_and_direction() -> None:
-    assert described("loss") == "loss (nats, lower is better)"
-    assert described("pearson") == "pearson (-1 to 1, higher is better)"
-    assert described("macro_f1") == "macro_f1 (0 to 1, higher is better)"
+@pytest.mark.parametrize(
+    ("unit", "metrics"),
+    [
+        ("nats", ("loss", "calibrated_loss")),
+        ("from 1 up", ("perplexity", "pseudo_perplexity")),
+        ("-1 to 1", ("matthews", "pearson", "spearman")),
+        ("0 to 1", ("accuracy", "macro_f1", "micro_f1", "f1", "precision", "recall", "ece")),
+    ],
+)
+def test_a_metric_is_described_by_unit_and_direction(unit: str, metrics: tuple[str, ...]) -> None:
+    for metric in metrics:
+        better = "lower" if metric in LOWER else "higher"
+        assert described(metric) == f"{metric} ({unit}, {better} is better)"
 
 
 def test_of_repeated_rows_the_last_one_counts_and_values_may_be_nan() -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from io import StringIO
 from typing import Any
 
+import pytest
 from rich.console import Console
 
+from fedrot.simulations.report.summaries import Paired, paired_difference
 from fedrot.simulations.report.tables import (
     Table,
+    format_difference,
+    format_interval,
+    number_style,
     partition_table,
     pieces,
     pipe_table,
@@ -29,6 +35,57 @@ def test_cells_of_markdown_are_text_in_one_line() -> None:
         "| a\\|b | &lt;b> &amp; c |",
         "| two lines | 2 |",
     ]
+
+
+def test_title_and_caption_of_markdown_are_there_unless_they_are_empty() -> None:
+    table = "| n |\n| ---: |\n| 1 |\n"
+    assert Table("", ["n"], [["1"]]).markdown() == table
+    assert Table("a|b <c>", ["n"], [["1"]], caption="of\n<d>").markdown() == (
+        f"**a\\|b &lt;c>**\n\n{table}\nof &lt;d>\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "interval", "shown"),
+    [
+        (Paired(0.412, 0.301, 0.523, 3, "better"), True, "0.412 [0.301, 0.523]"),
+        (Paired(0.412, 0.301, 0.523, 3, "better"), False, "0.412"),
+        (Paired(0.412, math.nan, math.nan, 1, "one seed: no interval"), True, "0.412"),
+        # The end that is closer to 0 does not look like it; the mean alone needs no more decimals.
+        (Paired(0.3, 0.0001, 0.6, 3, "better"), True, "0.30000 [0.00010, 0.60000]"),
+        (Paired(0.3, 0.0001, 0.6, 3, "better"), False, "0.300"),
+        (Paired(-0.3, -0.6, -0.0001, 3, "worse"), True, "-0.30000 [-0.60000, -0.00010]"),
+        (Paired(math.nan, math.nan, math.nan, 2, "not finite"), True, "nan"),
+    ],
+)
+def test_an_interval_stands_behind_its_mean(value: Paired, interval: bool, shown: str) -> None:
+    assert format_interval(value, interval=interval) == shown
+
+
+def test_a_difference_without_a_number_is_its_verdict() -> None:
+    assert format_difference(paired_difference([])) == "no seed in common"
+    assert format_difference(paired_difference([0.0, 0.0])) == "identical"
+    assert format_difference(paired_difference([1e-9, 2e-9])) == "equal but for rounding"
+    assert number_style() == number_style(math.nan) == number_style(-0.5, math.inf) == ".3f"
+    assert number_style(-31.25) == ".2f"
+
+
+def test_differences_without_a_number_have_a_dash_and_no_setting_no_name() -> None:
+    rows = [row("plain", seed, 0.5, setting="") for seed in (0, 1)]
+    rows += [row("apart", seed, 0.5, setting="") for seed in (5, 6)]
+    rows += [row("lost", seed, math.nan, setting="") for seed in (0, 1)]
+    assert result_tables(rows, ["absent"]) == []
+    (table,) = result_tables(rows)
+    assert table.title == "accuracy (0 to 1, higher is better), final round, 2 seed(s)"
+    assert [line[2:] for line in table.lines[1:]] == [["-", "no seed in common"], ["-", "not finite"]]
+
+
+def test_names_are_on_the_left_and_numbers_on_the_right() -> None:
+    table = Table("t", ["name", "n"], [["a", "1"], ["bcd", "22222"]], ["name"], "below")
+    lines = printed(table, 80)
+    assert "│ a    │     1 │" in lines
+    assert (lines[0].strip(), lines[-1].strip()) == ("t", "below")
+    assert pipe_table(["name", "n"], [], ("n",)).splitlines()[1] == "| ---: | --- |"
 
 
 def test_a_table_has_its_largest_number_of_seeds_and_lines_say_if_theirs_is_smaller() -> None:
@@ -79,6 +136,8 @@ def test_a_table_fits_into_80_columns_and_cuts_no_word() -> None:
 def test_names_are_broken_after_signs_and_only_then_within_words() -> None:
     assert pieces("attention+ffn@running/regmean") == ["attention+", "ffn@", "running/", "regmean"]
     assert pieces("[+0.061,") == ["[+0.061,"]
+    assert pieces("abcd+efghi") == ["abcd+efghi"]
+    assert pieces("abcde+fghij") == ["abcde+", "fghij"]
     assert pieces("x" * 26) == ["x" * 26]
     assert pieces("y" * 27) == ["y" * 10, "y" * 10, "y" * 7]
     hostile = Table("[red]", ["name"], [["[bold]" + "y" * 300]], ["name"])

@@ -8,11 +8,14 @@ import pytest
 
 from fedrot.simulations.report.findings.sentences import (
     WORDS,
+    costs_of_scrambling,
+    doubts,
     dropped,
     failed,
     idle_layers,
     verdicts,
 )
+from fedrot.simulations.report.summaries import results
 
 #: Accuracy and loss of the arm plain, by seed.
 PLAIN = [(0.50, 1.00), (0.52, 1.10), (0.54, 1.20)]
@@ -55,11 +58,53 @@ def moved(accuracy: float, loss: float, wobble: float = 0.001) -> list[tuple[flo
         ([(0.6, float("nan"))] * 3, "cannot be judged: values are not finite"),
         ([(float("nan"), float("nan"))] * 3, "cannot be judged: values are not finite"),
         ([(0.6, 0.7)], "cannot be judged with one seed"),
+        ([(a + 0.125, b) for a, b in PLAIN], "cannot be judged: all seeds have the same difference"),
     ],
 )
 def test_the_effect_follows_from_both_intervals(aligned: list[tuple[float, float]], effect: str) -> None:
     (said,) = verdicts(rows(aligned))
     assert said.startswith(f"one, start same: alignment {effect}"), said
+
+
+@pytest.mark.parametrize(
+    ("aligned", "expected"),
+    [
+        (moved(0.1, -0.3), []),
+        (moved(-0.1, -0.3), ["aligned hurt accuracy against plain: -0.099 [-0.101, -0.097] worse"]),
+        (
+            [(a, b + 1e-9) for a, b in PLAIN],
+            [
+                "aligned gave exactly the accuracy of plain",
+                "aligned gave the loss of plain, but for rounding",
+            ],
+        ),
+        (
+            [(a + d, b - 0.1 - d) for (a, b), d in zip(PLAIN, (0.03, -0.03, 0.01), strict=True)],
+            [
+                "aligned made no difference to accuracy: +0.003 [-0.073, +0.079] within noise of 0.076",
+            ],
+        ),
+        (
+            [(float("inf"), b - 0.1 - a / 10) for a, b in PLAIN],
+            ["aligned or plain diverged: accuracy is not finite"],
+        ),
+    ],
+)
+def test_arms_without_a_gain_are_named(aligned: list[tuple[float, float]], expected: list[str]) -> None:
+    said = doubts(results(rows(aligned)))
+    assert said == [f"one, start same: {sentence}." for sentence in expected]
+
+
+def test_scrambling_costs_what_an_arm_loses_from_its_own_run() -> None:
+    scrambled = [
+        {**row, "start": "scrambled", "value": row["value"] - 0.25 * (row["metric"] == "accuracy")}
+        for row in rows(PLAIN, "")
+    ]
+    said = costs_of_scrambling([*rows(PLAIN, ""), *scrambled], ["accuracy", "loss"])
+    both = "accuracy 0.5200 → 0.2700 (-0.2500), loss 1.1000 → 1.1000 (+0.0000)."
+    assert said == [f"this run, plain: {both}", f"this run, aligned: {both}"]
+    assert costs_of_scrambling(rows(PLAIN), ["accuracy"]) == []
+    assert costs_of_scrambling(scrambled, ["accuracy"]) == []
 
 
 def test_a_sentence_has_the_numbers() -> None:

@@ -7,6 +7,7 @@ inputs without the constant that a value's bias adds to them. Both are ``z = (x 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -235,7 +236,7 @@ def _changes(tensors: Tensors, symmetry: Symmetry) -> dict[tuple[str, int], _Cha
 def _check_given(gram: Tensor, **vectors: Tensor) -> None:
     """Raise ``UpdateError`` unless a Gram matrix and vectors ``[in]`` are finite and of one layer."""
     blocks = as_blocks(gram) if 1 <= gram.ndim <= 3 else gram
-    size = blocks.shape[:2].numel()
+    size = math.prod(blocks.shape[:2])
     square = blocks.ndim == 3 and blocks.shape[1] == blocks.shape[2]
     fits = {"gram": square, **{name: list(v.shape) == [size] for name, v in vectors.items()}}
     for name, value in {"gram": gram, **vectors}.items():

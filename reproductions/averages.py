@@ -51,7 +51,7 @@ class AverageStrategy(ArmStrategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        self._broadcast = from_arrays(arrays)
+        self._before_training = from_arrays(arrays)
         return super().configure_train(server_round, arrays, config, grid)
 
     def aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
@@ -61,7 +61,7 @@ class AverageStrategy(ArmStrategy):
             assert self.aggregation is not None
             average = self.aggregation()
             if isinstance(average, OfChanges):
-                average.start = self._broadcast
+                average.start = self._before_training
             return average
 
         return built

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import reproductions.arms
+import reproductions.averages
 import reproductions.barriers.methods
 import reproductions.report.sections
 import reproductions.task_heads  # noqa: F401

@@ -149,7 +149,7 @@ def test_statistics_in_bfloat16_are_half_the_bytes_and_nearly_the_same() -> None
     strategy = FedRot(config_of(NAME), aggregation=RegMean, reporting=ALL_METRICS)
     expected, full = play(strategy, honest())
     result, half = play(strategy, honest(), dtype=torch.bfloat16)
-    headers = 3 * 10 * 128
+    headers = 3 * 20 * 128
     sizes = [int(found["fedrot-statistics-bytes"]) - headers for found in (full, half)]
     assert sizes[0] == 2 * sizes[1]
     assert half["fedrot-replies-dropped"] == 0
@@ -187,9 +187,10 @@ def test_the_metrics_know_what_statistics_weigh() -> None:
         messages = ask(strategy, state(), 3)
         replies = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, honest(), strict=True))]
         expected = sum(statistics_bytes(message) for message in replies)
-        # Of ten matrices per client, seven are [32, 32] or its like and two are [48, 48].
+        # Of ten matrices per client, eight are [32, 32] or its like and two are [48, 48]; each has a mean.
         numbers = 3 * (2 * (3 * WIDTH**2 + 48**2) + 2 * WIDTH**2)
-        assert expected == 4 * numbers + 3 * 10 * 128
+        numbers += 3 * (2 * (3 * WIDTH + 48) + 2 * WIDTH)
+        assert expected == 4 * numbers + 3 * 20 * 128
         _, metrics = strategy.aggregate_train(1, [*replies, failure(messages[0])])
         assert metrics is not None
         assert metrics["fedrot-statistics-bytes"] == expected

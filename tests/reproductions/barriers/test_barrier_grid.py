@@ -282,7 +282,7 @@ def test_an_empty_grid_is_refused(tmp_path: Path) -> None:
     path.write_text("[base]\npoints = 5\n")
     code, output = invoke("repeat", path, "--out", tmp_path / "run")
     assert code == 2
-    assert "describes no [[setting]]" in output
+    assert "has no [[setting]]" in output
     with pytest.raises(FedrotError, match=r"at least one \[\[task\]\]"):
         Grid.read(path)
     assert not (tmp_path / "run").exists()

@@ -305,3 +305,14 @@ def test_step_batches_have_rows_with_something_to_predict(task: Task, model: tor
     found = training.step_batches(replace(task, train=odd), model, np.arange(25), 4, 32, 0)
     (batch,) = found
     assert batch["labels"].tolist() == [[IGNORED, 9, IGNORED]] * 4
+
+
+def test_padding_is_never_hidden_though_its_token_is_an_ordinary_one() -> None:
+    ids, attended = text(50, 12, padding=6)
+    ids[:, 6:] = 77
+    for labels in (
+        for_training(ids, attended, VOCABULARY, np.random.default_rng(0))[1],
+        for_evaluation(ids, attended, VOCABULARY, np.arange(50))[1],
+    ):
+        assert ((labels != IGNORED).sum(axis=1) == 1).all()
+        assert (labels[:, 6:] == IGNORED).all()

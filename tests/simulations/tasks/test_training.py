@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -406,9 +407,12 @@ def test_held_out_rows_are_needed_with_every_seed() -> None:
     settings = {**SMALL, "train_limit": 60, "clients": 4, "partition": "dirichlet:0.1"}
     task = task_of(SimulationConfig(**settings).to_json())
     arm = Arm.parse("aligned:loss#0+1")
-    held = {seed: sum(len(task.client_rows(seed, client)[1]) for client in (0, 1)) for seed in range(40)}
-    enough = next(seed for seed, count in held.items() if count)
-    lacking = next(seed for seed, count in held.items() if not count)
+    seed_of: dict[bool, int] = {}
+    for seed in itertools.count():
+        seed_of.setdefault(any(len(task.client_rows(seed, client)[1]) for client in (0, 1)), seed)
+        if len(seed_of) == 2:
+            break
+    enough, lacking = seed_of[True], seed_of[False]
     for seeds in ((enough, lacking), (lacking, enough)):
         of = replace(task, config=task.config.model_copy(update={"seeds": seeds}))
         with pytest.raises(FedrotError, match=f"holdout 0.1 gives none with seed {lacking};"):

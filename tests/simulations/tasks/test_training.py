@@ -343,6 +343,12 @@ KINDS: dict[str, dict[str, list[Any]]] = {
     "regression": {"label": [0.5, 1.5, -3.0] * 8},
     "multi": {"x": [True, False, True] * 8, "y": [True, False, False] * 8},
 }
+#: The headline metric is the first.
+METRICS = {
+    "single": ("accuracy", "macro_f1"),
+    "regression": ("pearson", "spearman"),
+    "multi": ("macro_f1", "micro_f1", "accuracy"),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -352,7 +358,7 @@ def test_the_loss_of_training_is_that_of_evaluation(kind: str, tmp_path: Path) -
         **{**SMALL, "train_limit": None, "test_limit": None}, data="mine", data_dir=tmp_path, dropout=0.0
     )
     task = task_of(config.to_json())
-    assert task.data.kind == kind
+    assert (task.data.kind, task.data.metrics) == (kind, METRICS[kind])
     model = build_model(config, task.data, seed=0)
     with torch.no_grad():
         model.get_parameter("classifier.bias").copy_(torch.arange(len(task.data.label_names)))

@@ -116,7 +116,7 @@ def _unlabelled(column: pa.ChunkedArray, selection: Selection) -> npt.NDArray[np
 
 def _lack(column: pa.ChunkedArray, found: npt.NDArray[np.bool_]) -> str:
     """Return a message: what is missing, in which rows, and what to do."""
-    values = column.filter(pa.array(found))
+    values = _plain(column.filter(pa.array(found)))
     written = values.null_count < len(values) and not pa.types.is_nested(values.type)
     negative = written and pa.types.is_integer(values.type)
     what = "negative values, which usually stand for missing labels," if negative else "missing values"

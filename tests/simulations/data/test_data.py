@@ -716,7 +716,9 @@ def test_columns_have_usual_names_in_the_order_of_preference() -> None:
     # A column has to be in both tables.
     tables = {"here": pa.table({"text": ["a"], "review": ["b"]}), "there": pa.table({"review": ["c"]})}
     assert sources.Source("it", tables).column(TEXT, None) == "review"
-    with pytest.raises(DataError, match="here and there: no text column 'text'; columns are review;"):
+    with pytest.raises(
+        DataError, match=r"here and there: no text column 'text'; columns are review; .* --text-column"
+    ):
         sources.Source("it", tables).column(TEXT, "text")
 
 

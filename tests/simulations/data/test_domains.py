@@ -228,14 +228,14 @@ def test_domains_may_have_any_number_of_labels_and_their_own_limits(tmp_path: Pa
         tmp_path / "many.parquet", text=[f"{row}" for row in range(12)], glad=glad, sad=sad, split=split
     )
     (tmp_path / "files").mkdir()
-    lines = "".join(f"line {row},{('sad', 'x')[row % 2]}\n" for row in range(20))
+    lines = "".join(f"line {row},{('sad', '1')[row % 2]}\n" for row in range(20))
     (tmp_path / "files" / "other.csv").write_text("text,label\n" + lines)
     unseen = "".join(f"line {row},{('sad', 'unheard')[row % 2]}\n" for row in range(20))
     (tmp_path / "files" / "unseen.csv").write_text("text,label\n" + unseen)
     names, others = ["many", "files/other.csv"], ["files/unseen.csv"]
     data = load_domains(names, tmp_path, others, train_limit=6, test_limit=3)
     assert data.name == "many,files/other.csv"
-    assert data.label_names == ("glad", "sad", "x")
+    assert data.label_names == ("glad", "sad", "1")
     assert data.train.columns["domain"] == ["many"] * 6 + ["files/other.csv"] * 6
     assert data.test.columns["domain"] == [name for name in (*names, *others) for _ in range(3)]
     for text, labels in zip(data.train.texts[:6], data.train.labels, strict=False):
@@ -254,3 +254,12 @@ def test_names_of_domains_may_have_spaces_around(folder: Path) -> None:
     assert (data.domains, data.unseen) == (("news", "talk"), ("books",))  # type: ignore[attr-defined]
     one = SimulationConfig.from_flat({**SMALL, "data": "news", "unseen_data": " ", "data_dir": folder})
     assert task_of(one.to_json()).data.kind == "single"
+
+
+def test_a_diverged_model_has_no_scores(task: Task) -> None:
+    model = build_model(task.config, task.data, 0)
+    with torch.no_grad():
+        model.classifier.bias[0] = np.nan
+    found = training.evaluate(model, task, task.test, np.arange(45))
+    assert tuple(found) == (*task.data.metrics, "loss")
+    assert np.isnan(list(found.values())).all()

@@ -164,6 +164,9 @@ def test_sizes_and_colours_are_brought_together(tmp_path: Path) -> None:
     assert data.test.pixels[1][0, 0].tolist() == [255, 255, 255]
     grey = load_image_data("mine", tmp_path, side=16, channels=1)
     assert (grey.side, grey.test.pixels[0].shape) == (16, (16, 16, 1))
+    write(tmp_path / "red.parquet", image=[png((200, 0, 0))] * 10, label=[0, 1] * 5)
+    # Red has 0.299 of the brightness.
+    assert load_image_data("red", tmp_path, channels=1).test.pixels[0][0, 0].tolist() == [60]
 
 
 @pytest.mark.parametrize(

@@ -435,3 +435,25 @@ def test_more_values_than_classes_can_be_are_refused(monkeypatch: pytest.MonkeyP
     assert labels_of(divided(train, test), ("label",)).names == ("1", "2", "3")
     with pytest.raises(DataError, match="has 4 classes, above the maximum of 3"):
         labels_of(divided(train, pa.table({"label": [3, 4]})), ("label",))
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary("int8", pa.string())])
+def test_the_values_that_stand_for_missing_labels_are_shown(kind: pa.DataType, tmp_path: Path) -> None:
+    labels = ["x", "NA", " ", "NA", "y", *"xy" * 5]
+    texts = [f"row {row}" for row in range(15)]
+    pq.write_table(
+        pa.table({"text": texts, "label": pa.array(labels).cast(kind)}), tmp_path / "a.parquet"
+    )
+    said = r"3 missing values \(NA, empty\) in row\(s\) 2, 3, 4, counted from 1; .* --missing keep makes"
+    with pytest.raises(DataError, match=said):
+        load_text_data("a", tmp_path)
+    assert load_text_data("a", tmp_path, missing="drop").label_names == ("x", "y")
+
+
+def test_what_is_not_there_can_be_no_class(tmp_path: Path) -> None:
+    for labels in ([None, "x", "y"] * 5, [None, 1, 0] * 5, [float("nan"), 1.5, 0.5] * 5):
+        pq.write_table(pa.table({"text": ["a"] * 15, "label": labels}), tmp_path / "a.parquet")
+        with pytest.raises(DataError, match=r"has 5 missing values") as caught:
+            load_text_data("a", tmp_path)
+        assert "--missing drop" in str(caught.value)
+        assert "--missing keep" not in str(caught.value)

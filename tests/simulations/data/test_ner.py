@@ -216,7 +216,7 @@ def test_training_learns_the_entities(task: Task) -> None:
     training.train(model, task, np.arange(len(task.train)), 0, 20)
     found = training.evaluate(model, task, task.test, np.arange(4))
     assert found["f1"] > 0.8
-    assert model.config.id2label == dict(enumerate(TAGS))
+    assert (model.config.id2label, model.config.label2id) == (dict(enumerate(TAGS)), NUMBER)
 
 
 def test_a_diverged_model_has_no_metrics(task: Task) -> None:

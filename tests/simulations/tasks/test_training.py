@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -342,6 +343,12 @@ KINDS: dict[str, dict[str, list[Any]]] = {
     "regression": {"label": [0.5, 1.5, -3.0] * 8},
     "multi": {"x": [True, False, True] * 8, "y": [True, False, False] * 8},
 }
+#: The headline metric is the first.
+METRICS = {
+    "single": ("accuracy", "macro_f1"),
+    "regression": ("pearson", "spearman"),
+    "multi": ("macro_f1", "micro_f1", "accuracy"),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -351,7 +358,7 @@ def test_the_loss_of_training_is_that_of_evaluation(kind: str, tmp_path: Path) -
         **{**SMALL, "train_limit": None, "test_limit": None}, data="mine", data_dir=tmp_path, dropout=0.0
     )
     task = task_of(config.to_json())
-    assert task.data.kind == kind
+    assert (task.data.kind, task.data.metrics) == (kind, METRICS[kind])
     model = build_model(config, task.data, seed=0)
     with torch.no_grad():
         model.get_parameter("classifier.bias").copy_(torch.arange(len(task.data.label_names)))
@@ -406,9 +413,12 @@ def test_held_out_rows_are_needed_with_every_seed() -> None:
     settings = {**SMALL, "train_limit": 60, "clients": 4, "partition": "dirichlet:0.1"}
     task = task_of(SimulationConfig(**settings).to_json())
     arm = Arm.parse("aligned:loss#0+1")
-    held = {seed: sum(len(task.client_rows(seed, client)[1]) for client in (0, 1)) for seed in range(40)}
-    enough = next(seed for seed, count in held.items() if count)
-    lacking = next(seed for seed, count in held.items() if not count)
+    seed_of: dict[bool, int] = {}
+    for seed in itertools.count():
+        seed_of.setdefault(any(len(task.client_rows(seed, client)[1]) for client in (0, 1)), seed)
+        if len(seed_of) == 2:
+            break
+    enough, lacking = seed_of[True], seed_of[False]
     for seeds in ((enough, lacking), (lacking, enough)):
         of = replace(task, config=task.config.model_copy(update={"seeds": seeds}))
         with pytest.raises(FedrotError, match=f"holdout 0.1 gives none with seed {lacking};"):

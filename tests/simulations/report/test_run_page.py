@@ -15,7 +15,7 @@ from rich.console import Console
 from fedrot.simulations.report import plots, run_page
 from fedrot.simulations.report.findings.sentences import costs_of_scrambling, verdicts
 from fedrot.simulations.report.heat_map import RATIO, SHARE
-from fedrot.simulations.report.html_page import HtmlPage, Section, list_of
+from fedrot.simulations.report.html_page import HtmlPage, Section, broken, list_of
 from fedrot.simulations.report.run_page import (
     PAGE,
     file_name,
@@ -570,3 +570,8 @@ def test_a_page_shows_its_sections_in_their_order(tmp_path: Path) -> None:
     assert 'class="warning"' not in text
     page.sections = {"first": lambda source: Section(source, warning=True)}
     assert '<section class="warning">\n<h2>now</h2>' in page.write(out, "", "now").read_text()
+
+
+def test_long_words_may_be_broken_after_signs() -> None:
+    assert broken("of attention+ffn@running <b>") == ("of attention+<wbr>ffn@<wbr>running &lt;b&gt;")
+    assert broken("x" * 27) == "<wbr>".join(["x" * 10, "x" * 10, "x" * 7])

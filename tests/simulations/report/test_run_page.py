@@ -549,7 +549,7 @@ def test_a_page_shows_its_sections_in_their_order(tmp_path: Path) -> None:
     assert "<h1>fedrot: a &amp; b</h1><section><h2>One</h2>" in text
     parts = [
         '<p class="soft">the source</p><ul><li>s1</li><li>s2</li></ul>',
-        "<dt>w</dt><dd>[&#34;x&#34;, 1]</dd>",
+        '<dt>w</dt><dd>["x", 1]</dd>',
         "<dt>n</dt><dd>3</dd>",
         "<pre>x &lt; y</pre>",
         '<img src="data:," alt="cap"><figcaption>cap</figcaption>',
@@ -562,7 +562,6 @@ def test_a_page_shows_its_sections_in_their_order(tmp_path: Path) -> None:
         '<p class="soft">deep</p></details></section>',
         '<section><h2>Last</h2><p class="soft">said</p><ul><li>the</li><li>source</li></ul></section>',
     ]
-    parts[1] = parts[1] if parts[1] in text else '<dt>w</dt><dd>["x", 1]</dd>'
     places = [text.find(part) for part in parts]
     assert -1 not in places, [part for part in parts if part not in text]
     assert places == sorted(places)

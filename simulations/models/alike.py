@@ -24,7 +24,7 @@ _HARMLESS = frozenset(
     (
         # origin and storage of a model
         *("_name_or_path", "name_or_path", "_commit_hash", "auto_map", "architectures", "dtype"),
-        *("torch_dtype", "finetuning_task", "task_specific_params", "prefix", "language"),
+        *("finetuning_task", "task_specific_params", "prefix", "language"),
         *("tokenizer_class", "processor_class", "tf_legacy_loss"),
         # how the model is run, and what it returns in addition to its outputs
         *("chunk_size_feed_forward", "gradient_checkpointing", "output_attentions", "use_cache"),

@@ -73,7 +73,10 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -
     with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(FedrotError, match="Another run"), only_writer(tmp_path):
+        with (
+            pytest.raises(FedrotError, match=f"Another run is writing to '{tmp_path}'"),
+            only_writer(tmp_path),
+        ):
             pass
         other.kill()
     with only_writer(tmp_path):

@@ -161,6 +161,10 @@ def test_entries_without_a_name_and_changes_of_the_small_variant(grid: Path) -> 
     assert read_grid(grid, "task") == [{"name": "other"}]
     grid.write_text(GRID.replace('only = ["small"]', 'only = "small"'))
     assert len(read_grid(grid, "setting", quick=True)) == 1
+    # Entries stay in the order of the grid.
+    grid.write_text(GRID.replace('only = ["small"]', 'only = ["large", "small"]'))
+    found = [entry["setting"].split(",")[0] for entry in read_grid(grid, "setting", quick=True)]
+    assert found == ["small", "large"]
 
 
 def test_a_bundled_grid_is_found_by_its_name_and_a_file_by_its_path(

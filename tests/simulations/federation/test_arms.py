@@ -239,6 +239,21 @@ def test_a_client_starts_from_a_model_of_its_own_only_where_it_is_to(task: Task)
 
 
 @pytest.mark.usefixtures("untrained")
+def test_clients_are_scrambled_in_ways_of_their_own(task: Task, shell: nn.Module) -> None:
+    received = initial(task.config)
+    rows = np.arange(8)
+    expected = training.evaluate(shell, task, task.test, rows)["loss"]
+    up, found = "bert.encoder.layer.0.intermediate.dense.weight", [received]
+    for client, given in ((0, {}), (1, {}), (0, {"server_round": 2}), (0, {"seed": 1})):
+        found.append(ask(task.config, received, client, start="scrambled", **given)[0])
+        loss = training.evaluate(with_state(shell, found[-1]), task, task.test, rows)["loss"]
+        assert loss == pytest.approx(expected, abs=1e-4)
+    assert len({tuple(state[up].flatten().tolist()) for state in found}) == 5
+    again = ask(task.config, received, 0, start="scrambled")[0]
+    assert torch.equal(again[up], found[1][up])
+
+
+@pytest.mark.usefixtures("untrained")
 def test_tokens_are_counted_in_the_clients_training_rows_if_that_is_asked_for(task: Task) -> None:
     received = initial(task.config)
     rows, _ = task.client_rows(0, 1)

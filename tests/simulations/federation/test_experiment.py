@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, Message, RecordDict
+from flwr.app import ArrayRecord, Context, Message, RecordDict
 
 import reproductions.arms  # noqa: F401
 from fedrot.simulations.arm import Arm
@@ -298,6 +298,29 @@ def test_a_round_without_an_update_ends_the_run_and_says_which(play: Play, lost:
         play(failing, arms=("aligned",), seeds=(3,), rounds=3)
 
 
+def test_a_round_without_an_update_says_why_replies_were_dropped(play: Play) -> None:
+    def lost(partition: int) -> Client:
+        honest = node(partition)
+
+        def answer(message: Message) -> Message | None:
+            found = honest(message)
+            numbers = [c["server-round"] for c in message.content.config_records.values()]
+            if found is not None and (message.metadata.message_type, numbers) == ("train", [2]):
+                tensors = found.content.array_records["arrays"].to_torch_state_dict()
+                name, value = "classifier.bias", float("nan")
+                tensors[name] = torch.full_like(tensors[name], value)
+                found.content["arrays"] = ArrayRecord(tensors)
+            return found
+
+        return answer
+
+    said = (
+        r"round 2 of arm 'plain', seed 0\. Dropped: \[.*'classifier.bias' holds NaN or Inf.*\]; failed"
+    )
+    with pytest.raises(RuntimeError, match=said):
+        play(lost, arms=("plain",))
+
+
 def test_nodes_that_are_not_the_clients_are_refused(play: Play) -> None:
     with pytest.raises(RuntimeError, match=r"partition ids \[0, 0\].*2 clients"):
         play(lambda partition: node(0), arms=("plain",))
@@ -389,6 +412,7 @@ def test_rows_of_the_alignment_name_their_cell_and_are_there_once(play: Play) ->
     assert {cell[:3] for cell in found} == set(
         itertools.product(("aligned*0", "attention*0"), (0, 1), (1, 2))
     )
+    assert not any("stage" in row for row in rows)
     about = {(row["setting"], row["start"]) for row in rows}
     assert about == {(run.config.setting, "scrambled")}
 

@@ -297,12 +297,14 @@ def test_cells_behind_one_whose_process_died_go_on(
 def test_gpus_of_a_cluster_are_not_those_of_this_machine_and_a_dry_run_writes_nothing(
     tmp_path: Path,
 ) -> None:
-    configs = [SimulationConfig(task="image", train_limit=60, test_limit=20, seeds=(0, 1), layers=1)]
+    about: dict[str, Any] = {"task": "image", "train_limit": 60, "test_limit": 20, "layers": 1}
+    configs = [SimulationConfig(setting=name, seeds=(0, 1), **about) for name in ("one", "two")]
     shown = io.StringIO()
     console = Console(file=shown, width=200)
     there = Machine(address="127.0.0.1:1", gpus=64)
     grid_run.simulate(configs, tmp_path / "run", "", console, there, dry_run=True)
-    cells = 2 * len(configs[0].arms)
+    cells = 2 * 2 * len(configs[0].arms)
+    assert [shown.getvalue().count(f"Rows per client: {c.setting}, seed 0") for c in configs] == [1, 1]
     assert (
         f"Dry run: {cells} cells (seed, start and arm); nothing was run or written." in shown.getvalue()
     )

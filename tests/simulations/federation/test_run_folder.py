@@ -61,6 +61,11 @@ def test_rows_end_where_a_line_is_unfinished(tmp_path: Path) -> None:
     whole = "".join(json.dumps(row("plain", seed)) + "\n" for seed in (0, 1))
     (tmp_path / "rows.jsonl").write_text(whole + '{"setting": "a", "arm"')
     assert [one["seed"] for one in read_rows(tmp_path)] == [0, 1]
+    # What follows a damaged line is left out, too.
+    for damaged in ("no JSON", "[" * 100_000):
+        lines = [json.dumps(row("plain", 0)), damaged, json.dumps(row("plain", 1))]
+        (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+        assert [one["seed"] for one in read_rows(tmp_path)] == [0]
     assert rows_file(tmp_path) == tmp_path / "rows.jsonl"
     assert rows_file(tmp_path, "alignment.jsonl") is None
 

@@ -109,3 +109,9 @@ def test_a_folder_has_an_absolute_path(out: str) -> None:
     """Flower chooses the working directory."""
     with pytest.raises(ValueError, match=f"out is '{out or '.'}'; give an absolute path"):
         play(Path(out))
+
+
+def test_bad_settings_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(FedrotError, match="unknown metric 'perplexity'"):
+        play(tmp_path / "run", arms="aligned:perplexity", holdout=0.2)
+    assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,7 @@ import pytest
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.federation.run_folder import ROW_FIELDS, read_alignment, read_rows
+from fedrot.simulations.federation.run_folder import ROW_FIELDS, read_alignment, read_rows, versions
 from fedrot.simulations.federation.store import (
     CellRows,
     RunFolder,
@@ -157,6 +157,8 @@ def test_rows_are_there_at_once_and_in_the_end_in_the_order_of_the_grid(tmp_path
     folder.close(complete=True)
     assert [found["arm"] for found in read_rows(tmp_path)] == ["plain", "aligned"]
     assert (tmp_path / "rows.csv").read_text().count("\n") == 3
+    assert json.loads((tmp_path / "status.json").read_text()) == {"complete": True}
+    assert json.loads((tmp_path / "versions.json").read_text()) == versions()
     assert "a · seed 0 · same · aligned\none line\n" in (tmp_path / "flower.log").read_text()
     # Cells of an earlier grid come after those of this one; the folder of data may have moved.
     later = config(arms=["whole", "aligned"], data_dir="elsewhere")

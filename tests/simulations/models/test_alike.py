@@ -352,7 +352,7 @@ HARMLESS: dict[str, tuple[Any, Any]] = {
         ],
         (0.1, 0.2),
     ),
-    **dict.fromkeys(("dtype", "torch_dtype"), ("float16", "float32")),
+    "dtype": ("float16", "float32"),
     "temperature": (0.5, 0.7),
 }
 
@@ -411,3 +411,21 @@ def test_activations_are_compared_by_their_values(
         return
     with pytest.raises(FedrotError, match=f"hidden_act is {one} in .* and {other} in"):
         check_alike(a, b)
+
+
+def test_kinds_of_problems_are_of_classifiers(tmp_path: Path) -> None:
+    kinds = ("regression", "single_label_classification", None)
+    one, other, unset = (
+        described(tmp_path / str(kind), "bert", "BertForSequenceClassification", problem_type=kind)
+        for kind in kinds
+    )
+    with pytest.raises(FedrotError, match=r"problem_type is 'regression' in .* and 'single_label_class"):
+        check_alike(one, other)
+    check_alike(one, unset)
+    check_alike(unset, other)
+    check_alike(
+        *(
+            described(tmp_path / f"encoder {kind}", "bert", "BertModel", problem_type=kind)
+            for kind in kinds[:2]
+        )
+    )

@@ -52,6 +52,10 @@ def test_a_file_for_another_program_is_named_to_transformers(
     assert loading_of("minilm") == source
     assert loading_of("other") == {**source, "gguf_file": "model.gguf"}
     assert loading_of("google/bert") == {"pretrained_model_name_or_path": "google/bert"}
+    # An own folder of that name has no such file.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    assert loading_of("other") == {"pretrained_model_name_or_path": "other"}
 
 
 @pytest.mark.parametrize(("model", "shown"), [("minilm", False), ("google/bert", True)])

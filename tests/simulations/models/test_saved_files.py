@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fedrot.errors import FedrotError
+from fedrot.errors import FedrotError, UpdateError
 from fedrot.simulations.models.model_files import (
     WRAPPERS,
+    about,
     below,
     clean_names,
     instead,
@@ -468,11 +470,18 @@ def test_a_model_is_written_with_its_tokenizer_and_nothing_else_of_its_folder(
     for name in (*beside, "README.md", "training_args.bin"):
         (model / name).write_text(name)
     tensors, shell = load_file(model / "model.safetensors"), fresh_model(NAME)
-    out = tmp_path / "new" / "out"
+    out = tmp_path / "new" / "deep" / "out"
     write_model(out, tensors, shell, model / "config.json", model)
     assert {file.name for file in out.iterdir()} == {"config.json", "model.safetensors", *beside}
     assert all((out / name).read_text() == name for name in beside)
     assert (out / "config.json").read_bytes() == (model / "config.json").read_bytes()
+    with pytest.raises(FileExistsError, match="exists and is not an empty folder"):
+        write_model(out, tensors, shell, model / "config.json", model)
+    file = tmp_path / "one.safetensors"
+    write_model(file, {name: tensor.T for name, tensor in tensors.items()}, shell, Path("unused"))
+    with safe_open(file, framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+    assert torch.equal(load_file(file)["classifier.weight"], tensors["classifier.weight"].T)
     write_model(tmp_path / "bare", tensors, shell, model / "config.json", dtype=torch.bfloat16)
     assert {file.name for file in (tmp_path / "bare").iterdir()} == {"config.json", "model.safetensors"}
     assert json.loads((tmp_path / "bare/config.json").read_text())["dtype"] == "bfloat16"
@@ -496,3 +505,12 @@ def test_only_whole_names_of_modules_are_wrappers() -> None:
         FedrotError, match=r"'here' holds both 'a' and 'module\.a', which differ only in"
     ):
         clean_names(Path("here"), ["a", "module.a"], WRAPPERS)
+
+
+def test_an_error_is_about_a_file_and_stays_of_its_kind() -> None:
+    for kind in (FedrotError, UpdateError):
+        with pytest.raises(kind, match=r"^'a/b\.json': no family$") as found, about(Path("a/b.json")):
+            raise kind("no family")
+        assert type(found.value) is kind
+    with pytest.raises(ValueError, match=r"^of another kind$"), about(Path("a")):
+        raise ValueError("of another kind")

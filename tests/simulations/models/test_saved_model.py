@@ -183,3 +183,16 @@ def test_texts_are_as_long_as_the_positions_and_words_those_of_the_tokenizer(mod
     check_bundled(saved)
     with pytest.raises(FedrotError, match="has no vocabulary: leave out --token-order"):
         tokens_by_order(replace(saved, config=SimpleNamespace()))
+
+
+@pytest.mark.parametrize("kind", [OSError, ValueError])
+def test_a_hub_without_the_model_is_told_in_one_line(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str, allow_patterns: list[str]) -> str:
+        raise kind("Not found.\nMore about it.")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", missing)
+    said = r"^'owner/name' is no folder, and the hub has no model .* \(Not found\.\)\. Give the folder"
+    with pytest.raises(FedrotError, match=said):
+        open_saved_model("owner/name")

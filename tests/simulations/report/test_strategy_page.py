@@ -135,6 +135,7 @@ def test_the_command_takes_a_file(report: Path, tmp_path: Path) -> None:
         ('{"client": 1}\n', [], "is no file of Reporting(rows=...)"),
         ("[1, 2]\n", [], "row is [1, 2] in line 1"),
         ('{"round": 1, "stage": "train"}\n', [], "is no file of Reporting(rows=...)"),
+        ('{"round": 1, "metrics": {}}\n', [], "is no file of Reporting(rows=...)"),
         ('{"round": 1}\n', ["--markdown", "x.md"], "--markdown has an effect only for a run folder"),
         (None, ["--out", "x.html"], "--out has an effect only for a strategy's file"),
     ],

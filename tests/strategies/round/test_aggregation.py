@@ -187,7 +187,7 @@ def test_the_metrics_know_what_statistics_weigh() -> None:
         messages = ask(strategy, state(), 3)
         replies = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, honest(), strict=True))]
         expected = sum(statistics_bytes(message) for message in replies)
-        # Of ten matrices per client, eight are [32, 32] or its like and two are [48, 48]; each has a mean.
+        # Of ten matrices per client, eight are about [32, 32] and two are [48, 48]; each has a mean.
         numbers = 3 * (2 * (3 * WIDTH**2 + 48**2) + 2 * WIDTH**2)
         numbers += 3 * (2 * (3 * WIDTH + 48) + 2 * WIDTH)
         assert expected == 4 * numbers + 3 * 20 * 128

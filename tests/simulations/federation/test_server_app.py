@@ -94,7 +94,7 @@ def test_a_folder_is_continued_cell_by_cell(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_nodes_that_are_not_the_clients_leave_an_unfinished_run(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"partitions \[0, 1, 2\].*2 clients"):
+    with pytest.raises(RuntimeError, match=r"partition ids \[0, 1, 2\].*2 clients"):
         play(tmp_path / "run", clients=3)
     assert status(tmp_path / "run") == {"complete": False}
 

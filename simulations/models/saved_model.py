@@ -200,7 +200,7 @@ class SavedModel:
         for name, tensor in model.state_dict(keep_vars=True).items():
             if name in stored and stored[name].dtype != tensor.dtype:
                 tensor.data = stored[name]  # transformers casts to the dtype of the configuration
-        return model.eval(), sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
+        return model, sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
 
 
 def open_saved_model(name: str | Path) -> SavedModel:

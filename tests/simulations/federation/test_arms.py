@@ -272,13 +272,15 @@ def test_tokens_are_counted_in_the_clients_training_rows_if_that_is_asked_for(ta
 def test_statistics_are_of_the_update_on_the_clients_own_rows(task: Task, shell: nn.Module) -> None:
     received = initial(task.config)
     state, found = ask(task.config, received, 1, statistics="gram,fisher")
-    assert set(found) == {"gram", "fisher"}
+    assert set(found) == {"gram", "input_mean", "fisher"}
     assert {tuple(found["fisher"][name].shape) == tuple(t.shape) for name, t in state.items()} == {True}
     rows, _ = task.client_rows(0, 1)
     batches = [{**task.train.batch(rows[[i]])} for i in range(len(rows))]
-    expected = fedrot.collect_gram(with_state(shell, state), batches)["gram"]
-    for name, gram in expected.items():
-        torch.testing.assert_close(found["gram"][name], gram, atol=1e-4, rtol=1e-4)
+    expected = fedrot.collect_gram(with_state(shell, state), batches)
+    for kind in ("gram", "input_mean"):
+        assert found[kind].keys() == expected[kind].keys()
+        for name, statistic in expected[kind].items():
+            torch.testing.assert_close(found[kind][name], statistic, atol=1e-4, rtol=1e-4)
     assert len({id(gram) for gram in found["gram"].values()}) == 2 * 4 + 2
     assert ask(task.config, received, 1, statistics="")[1] == {}
 

@@ -272,6 +272,9 @@ def test_who_takes_part_is_the_same_in_every_arm_and_not_in_every_round(play: Pl
         took[arm].append((seed, number, scope))
     # Replies arrive in the order of the sample, and are recorded in that of the clients.
     assert took["plain"] == took["aligned"] == sorted(took["plain"])
+    scored = [place for place in run.values("accuracy", arm="plain") if place[1].startswith("client")]
+    assert len(scored) == 2 * 3 * 4
+    assert scored == sorted(scored, key=lambda place: (place[2], place[3], place[1]))
     groups = {
         (seed, number): {scope for s, n, scope in took["plain"] if (s, n) == (seed, number)}
         for seed, number, _ in took["plain"]

@@ -40,6 +40,7 @@ def test_a_cell_of_a_copy_without_its_last_round_runs_again(tmp_path: Path) -> N
     run = tmp_path / "run"
     run.mkdir()
     rows = [row("plain", number) for number in range(4)] + [row("aligned", number) for number in (0, 1)]
+    rows.append({**row("aligned", 3), "scope": "client:0"})  # Not of the server, which comes last.
     for name, lines in (("rows.jsonl", rows), ("alignment.jsonl", [])):
         (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     settings = {"command": "fedrot simulate", "settings": [config().model_dump(mode="json")]}

@@ -396,6 +396,7 @@ def test_only_classifiers_have_labels_elsewhere() -> None:
         ("gelu", "gelu_new", False),
         ("gelu", "gelu_10", False),
         ("relu", "relu6", False),
+        ("relu", "leaky_relu", False),
         ("relu", "of my own", False),
     ],
 )

@@ -434,6 +434,8 @@ def test_configurations_of_quantised_models_are_refused() -> None:
 
 def test_models_below_a_folder_are_listed(tmp_path: Path) -> None:
     assert below(tmp_path, "config.json") == ""
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "linked.txt").symlink_to("notes.txt")
     assert "save_pretrained" in instead(tmp_path)
     for number, name in enumerate(("b", "a/x", "c", "d"), start=1):
         (tmp_path / name).mkdir(parents=True)

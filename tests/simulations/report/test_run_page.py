@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markupsafe import escape
 from rich.console import Console
 
 from fedrot.simulations.report import plots, run_page
@@ -572,5 +573,7 @@ def test_a_page_shows_its_sections_in_their_order(tmp_path: Path) -> None:
 
 
 def test_long_words_may_be_broken_after_signs() -> None:
-    assert broken("of attention+ffn@running <b>") == ("of attention+<wbr>ffn@<wbr>running &lt;b&gt;")
+    found = broken("of attention+ffn@running <b>")
+    assert found == "of attention+<wbr>ffn@<wbr>running &lt;b&gt;"
+    assert escape(found) == found  # The page does not escape it again.
     assert broken("x" * 27) == "<wbr>".join(["x" * 10, "x" * 10, "x" * 7])

@@ -448,7 +448,7 @@ def test_regmean_finds_a_rotated_residual_stream(texts: dict[str, Any], tmp_path
         ("turned", with_state(ours, turned), "regmean"),
         ("mean", theirs, "mean"),
     ):
-        settings = MergeSettings(method=method, parts="residual", weights="1,3", rows=12, **texts)
+        settings = MergeSettings(method=method, parts="residual", weights="1,3", **texts)
         merge([first, saved(model, tmp_path / name)], tmp_path / f"{name}-out", settings)
         stored[name] = load_file(tmp_path / f"{name}-out" / "model.safetensors")
     assert_close(stored["turned"], stored["plain"], atol=1e-4)

@@ -473,20 +473,17 @@ def test_a_model_is_written_with_its_tokenizer_and_nothing_else_of_its_folder(
         (model / name).write_text(name)
     tensors, shell = load_file(model / "model.safetensors"), fresh_model(NAME)
     out = tmp_path / "new" / "deep" / "out"
-    write_model(out, tensors, shell, model / "config.json", model)
+    write_model(out, tensors, shell, model)
     assert {file.name for file in out.iterdir()} == {"config.json", "model.safetensors", *beside}
     assert all((out / name).read_text() == name for name in beside)
     assert (out / "config.json").read_bytes() == (model / "config.json").read_bytes()
     with pytest.raises(FileExistsError, match="exists and is not an empty folder"):
-        write_model(out, tensors, shell, model / "config.json", model)
+        write_model(out, tensors, shell, model)
     file = tmp_path / "one.safetensors"
     write_model(file, {name: tensor.T for name, tensor in tensors.items()}, shell, Path("unused"))
     with safe_open(file, framework="pt") as opened:
         assert opened.metadata() == {"format": "pt"}
     assert torch.equal(load_file(file)["classifier.weight"], tensors["classifier.weight"].T)
-    write_model(tmp_path / "bare", tensors, shell, model / "config.json", dtype=torch.bfloat16)
-    assert {file.name for file in (tmp_path / "bare").iterdir()} == {"config.json", "model.safetensors"}
-    assert json.loads((tmp_path / "bare/config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_only_whole_names_of_modules_are_wrappers() -> None:

@@ -471,7 +471,7 @@ def test_alignment_alone_warns_that_it_uses_no_statistics(
     )
     assert "not used" not in warnings()
     found, _ = play(Behind(CONFIG, alignment=fedrot.AlignmentOptions() if align else None), honest())
-    assert "The statistics 'gram' are not used" in warnings()
+    assert "The statistics 'gram', 'input_mean' are not used" in warnings()
     assert largest_difference(found, expected) == 0
     masks = [marked(client, h0=[0]) for client in bare(honest())]
     play(Behind(CONFIG, alignment=fedrot.AlignmentOptions() if align else None), masks)

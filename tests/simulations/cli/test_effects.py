@@ -72,6 +72,8 @@ AT_WORK = (
     "simulate --out o --partition dirichlet:0 --set server=yogi --set server_lr=1",
     "simulate --out o --partition dirichlet:0 --workers 2 --ray there:1",
     "simulate --out o --lora r=1,targets=q --set server=adam --set server_lr=1",
+    "report nowhere --markdown m",
+    "report nowhere --out o",
     "check nowhere/nothing/at/all --parts ffn",
 )
 

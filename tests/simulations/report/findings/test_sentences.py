@@ -194,3 +194,16 @@ def test_dropped_replies_are_counted_by_arm_and_reason() -> None:
 def test_arms_without_a_seed_in_common_cannot_be_judged() -> None:
     apart = [{**row, "seed": row["seed"] + 10 * (row["arm"] == "aligned")} for row in rows(PLAIN)]
     assert verdicts(apart) == ["one, start same: alignment cannot be judged: no seed is in both arms."]
+
+
+def test_a_setting_is_judged_by_its_own_headline() -> None:
+    def as_f1(found: list[Any]) -> list[Any]:
+        return [{**row, "metric": "macro_f1"} for row in found if row["metric"] == "accuracy"]
+
+    better, worse = rows(moved(0.1, -0.3)), rows(moved(-0.1, 0))
+    other = [row for row in rows(moved(0.1, -0.3), "two") if row["metric"] == "loss"]
+    other += as_f1(rows(moved(0.1, -0.3), "two"))
+    _, one, two = verdicts([*better, *as_f1(worse), *other])
+    assert "alignment helped" in one
+    assert "macro_f1" not in one
+    assert "macro_f1" in two

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from fedrot.errors import FedrotError
 from fedrot.interpolation import Barrier
-from fedrot.simulations.barrier.barrier_lines import BarrierLine, evaluator, lines_of
+from fedrot.simulations.barrier.barrier_lines import BarrierLine, evaluator, lines_of, training_batches
 from fedrot.simulations.barrier.barrier_methods import METHODS, MatchingMethod
 from fedrot.simulations.barrier.barrier_report import summarise
 from fedrot.simulations.config import SimulationConfig
@@ -105,6 +105,18 @@ def test_equal_models_have_no_share_of_a_barrier_or_of_a_distance() -> None:
     for summary in summarise([BarrierLine("cell", "a to a", m, 1.0, 0.0, 0.0, flat) for m in methods]):
         assert math.isnan(summary.share.mean)
         assert math.isnan(summary.distance.mean)
+
+
+def test_methods_with_data_read_training_rows_of_the_whole_split() -> None:
+    config = SimulationConfig(**{**SMALL, "train_limit": 30, "test_limit": 4})
+    task = task_of(config.to_json())
+    model = build_model(config, task.data, seed=0)
+    assert (len(task.train), len(task.test)) == (30, 4)
+    counts = {
+        limit: sum(len(batch["input_ids"]) for batch in training_batches(task, model, limit))
+        for limit in (12, 99)
+    }
+    assert counts == {12: 12, 99: 30}
 
 
 @pytest.mark.parametrize("name", ["rotation", "whole", "whole+data", "stream"])

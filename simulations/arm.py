@@ -7,6 +7,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -41,6 +42,9 @@ ADAPTER_OPTIONS: Mapping[str, Callable[[str], Any]] = {"gauge": str, "regmean_al
 
 #: End of the name of an arm whose final model gets a task head fitted to the clients' rows.
 TASK_HEAD = "+task-head"
+
+#: Names of arms that errors suggest.
+COMMON = ("plain", "aligned", "whole", *(f"{arm}{TASK_HEAD}" for arm in ("plain", "aligned")))
 
 #: The aggregation of arms without ``/AGGREGATION``.
 MEAN = "mean"
@@ -173,7 +177,9 @@ class Arm(BaseModel):
             fits_task_head = averages != text
             arm = cls.model_validate({"name": text, "fits_task_head": fits_task_head, **_meaning(said)})
         except ValueError as error:
-            raise ValueError(f"arm '{text}': {error}") from error
+            near = get_close_matches(text, COMMON, 1)
+            advice = f"; did you mean '{near[0]}'?" if near else ""
+            raise ValueError(f"arm '{text}': {error}{advice}") from error
         arm.check(None)
         return arm
 

@@ -52,6 +52,7 @@ def command(
     renamed: Mapping[str, str] | None = None,
     leave_out: Collection[str] = (),
     panels: Mapping[str, Collection[str]] | None = None,
+    advice: Mapping[str, str] | None = None,
 ) -> Callable[[Function], Function]:
     """Register a function as a command of ``app``, ``guarded`` against expected errors.
 
@@ -63,6 +64,7 @@ def command(
         renamed: options whose name differs from that of their field, by field.
         leave_out: fields without an option.
         panels: the fields of each panel of the help; the others are in the panel "Options".
+        advice: what an error about an unknown option suggests, by option.
     """
 
     def register(function: Function) -> Function:
@@ -85,7 +87,8 @@ def command(
         # Typer reads the parameters from here.
         run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
-        app.command(name, cls=Command, epilog=examples(*lines))(run)
+        cls = type("Command", (Command,), {"advice": advice or {}})
+        app.command(name, cls=cls, epilog=examples(*lines))(run)
         return run
 
     return register
@@ -134,7 +137,22 @@ def _leaves(annotation: Any) -> set[Any]:
 
 
 class Command(TyperCommand):
-    """A command with help in plain text. Typer parses help as markup, which drops brackets."""
+    """A command with help in plain text. Typer parses help as markup, which drops brackets.
+
+    Attributes:
+        advice: what an error about an unknown option suggests, by option.
+    """
+
+    advice: Mapping[str, str] = {}
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Return the arguments that are left; an error about an unknown option has its ``advice``."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if error.option_name in self.advice:
+                error.possibilities = [self.advice[error.option_name]]
+            raise
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -88,6 +88,7 @@ GridData = Annotated[Path | None, typer.Option(help="Overrides data_dir of the g
     renamed={"starts": "--start"},
     leave_out=("setting", *MORE_SETTINGS),
     panels=PANELS,
+    advice={f"--{name.replace('_', '-')}": f"--set {name}=VALUE" for name in MORE_SETTINGS},
 )
 def simulate(
     grid: Annotated[Path | None, grid_argument("setting")] = None,

@@ -102,7 +102,9 @@ def _fill(
         complete = not run.failed
     except KeyboardInterrupt:
         console.print(
-            f"Interrupted; finished cells are in {out}. Repeat the command to resume.", style="yellow"
+            f"Interrupted; {sum(map(store.finished, cells))} of {len(cells)} cells are finished, in "
+            f"{out}. Repeat the command to resume.",
+            style="yellow",
         )
         raise
     finally:

@@ -32,6 +32,13 @@ ENVIRONMENT = {
 }
 
 
+#: Printed where alignment changed nothing in a classification, and no arm fits a task head.
+HINT = (
+    "If clients have different labels, compare also the average with a fitted task head: --arms "
+    "plain,aligned,plain+task-head (docs/methods/head.md)."
+)
+
+
 def prepare_environment() -> None:
     """Set the variables of ``ENVIRONMENT`` that are not set; call before importing Flower."""
     for name, value in ENVIRONMENT.items():
@@ -98,7 +105,8 @@ def present(out: Path, console: Console, *, brief: bool = False) -> None:
     Args:
         brief: leave the tables of several settings out if sentences say whether alignment helped.
     """
-    from fedrot.simulations.report.findings.sentences import costs_of_scrambling, verdicts
+    from fedrot.simulations.arm import TASK_HEAD
+    from fedrot.simulations.report.findings.sentences import IDENTICAL, costs_of_scrambling, verdicts
     from fedrot.simulations.report.findings.shares import share_tables
     from fedrot.simulations.report.run_page import write_report
     from fedrot.simulations.report.summaries import by_setting, metrics_in
@@ -118,6 +126,9 @@ def present(out: Path, console: Console, *, brief: bool = False) -> None:
         if sentences:
             console.print(heading, style="bold")
             console.print(*(f"  {sentence}" for sentence in sentences), sep="\n", highlight=False)
+    fits = any(row["arm"].endswith(TASK_HEAD) for row in rows)
+    if "ece" in metrics_in(rows) and not fits and any(IDENTICAL in sentence for sentence in said):
+        console.print(HINT, highlight=False)
     if brief:
         console.print(f"Tables: fedrot report {shlex.quote(str(out))}", highlight=False)
     console.print(f"Report: {write_report(out)}")

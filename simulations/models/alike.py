@@ -96,7 +96,8 @@ def check_fields(one: SavedModel, other: SavedModel, first: Collection[str] = ()
         if here != there and not _same_activation(here, there):
             raise FedrotError(
                 f"Different architectures: {name} is {here} in '{one.path}' and {there} in "
-                f"'{other.path}'. Give models of one architecture."
+                f"'{other.path}'. Give models of one architecture. A base model without the others' "
+                "head can be left out."
             )
     classes = [_class_name(model) for model in (one, other)]
     ours, theirs = _fields(one.config, classes), _fields(other.config, classes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fedrot.simulations.report.findings.shares import shares
 from fedrot.simulations.report.summaries import (
@@ -42,12 +42,14 @@ DEFAULT = "aligned"
 WORDS = {
     BASELINE: "the clients' models are averaged as they are (FedAvg)",
     DEFAULT: "each model is moved to the others' coordinates before it is averaged (FedRot's defaults)",
-    "same": "all clients start from one random model",
+    "same": "all clients start from one model",
     "pretrained": "all clients start from one model that was pretrained as a language model",
     "different": "each client trains from its own random model in the first round",
     "scrambled": "each client returns its update in random coordinates, with the same function",
     "joined": "one model trained on all clients' data, an upper bound",
 }
+#: The effect of alignment that moved nothing.
+IDENTICAL = f"changed nothing: the model is that of {BASELINE}"
 #: Effects of alignment, by verdict. Of several verdicts, the first in this order is used.
 EFFECTS = {
     "not finite": "cannot be judged: values are not finite",
@@ -58,33 +60,57 @@ EFFECTS = {
     "no spread: no interval": "cannot be judged: all seeds have the same difference",
     "no seed in common": "cannot be judged: no seed is in both arms",
     "equal but for rounding": "changed nothing but rounding",
-    "identical": f"changed nothing: the model is that of {BASELINE}",
+    "identical": IDENTICAL,
 }
+#: Starts of the names of arms that are no average of one round.
+NO_AVERAGE = ("ensemble", "joined")
 MIXED = "helped in one metric and hurt in another"
 
 
 def verdicts(rows: Sequence[Row]) -> list[str]:
     """Return sentences about the effect of FedRot's defaults, one per setting and start.
 
-    They are about the headline metric and the loss. If there are several, a first sentence counts the
-    effects. Settings without the arm or without the baseline are left out.
+    They are about the headline metric and the loss. A second sentence is about the arm that gained most
+    of those that helped. Of several settings and starts, a first sentence counts the effects. Settings
+    without the arm or without the baseline are left out.
     """
     said, effects = [], Counter[str]()
     for setting, own in by_setting(rows).items():
         metrics = headline(own)
-        starts: dict[str, dict[str, Paired]] = {}
+        starts: dict[str, dict[str, dict[str, Paired]]] = {}
         for result in results(own):
-            if result.place.arm == DEFAULT and result.difference is not None:
-                starts.setdefault(result.place.start, {})[result.place.metric] = result.difference
-        for start, found in starts.items():
-            differences = {metric: found[metric] for metric in metrics if metric in found}
+            start, arm, metric = result.place.start, result.place.arm, result.place.metric
+            if result.difference is not None and metric in metrics:
+                starts.setdefault(start, {}).setdefault(arm, {})[metric] = result.difference
+        for start, arms in starts.items():
+            differences = arms.pop(DEFAULT, None)
+            if differences is None:
+                continue
             effect = _effect({difference.verdict for difference in differences.values()})
             effects[effect] += 1
             said.append(f"{_named(setting, start)}: alignment {effect}{_changes(differences)}.")
-    if len(said) > 1:
+            best = _best(arms)
+            if best is not None:
+                said.append(f"{_named(setting, start)}: {best} helped{_changes(arms[best])}.")
+    if effects.total() > 1:
         counted = "; ".join(f"in {count} it {effect}" for effect, count in effects.items())
-        said.insert(0, f"Alignment in {len(said)} settings and starts: {counted}.")
+        said.insert(0, f"Alignment in {effects.total()} settings and starts: {counted}.")
     return said
+
+
+def _best(arms: Mapping[str, Mapping[str, Paired]]) -> str | None:
+    """Return the arm that lowers the loss most, of the arms that helped; None if none did.
+
+    Arms that give no single model for all clients, ensembles and joint training, are left out.
+    """
+    helped = {
+        arm: found["loss"].mean
+        for arm, found in arms.items()
+        if "loss" in found
+        and not arm.startswith(NO_AVERAGE)
+        and _effect({difference.verdict for difference in found.values()}) == EFFECTS["better"]
+    }
+    return min(helped, key=helped.__getitem__, default=None)
 
 
 def _effect(verdicts: set[str]) -> str:
@@ -92,7 +118,7 @@ def _effect(verdicts: set[str]) -> str:
     return MIXED if effect == EFFECTS["better"] and "worse" in verdicts else effect
 
 
-def _changes(differences: dict[str, Paired]) -> str:
+def _changes(differences: Mapping[str, Paired]) -> str:
     changes = [
         f"{metric} {_change(difference)}, {format_difference(difference)}"
         for metric, difference in differences.items()

@@ -235,3 +235,18 @@ def test_what_has_no_option_of_its_own_is_set_by_name(
     assert [(c.layers, c.weight_decay, c.holdout, c.width) for c in seen] == [(3, 0.5, 0.25, 128)]
     code, output = invoke("simulate", "--out", tmp_path / "o", "--set", "layers=many")
     assert (code, "Error in layers:" in output) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        (("--layers", "2"), "Did you mean '--set layers=VALUE'?"),
+        (("--epochs", "2"), "--local-epochs"),
+        (("--arms", "plain,alligned"), "did you mean 'aligned'?"),
+        (("--arms", "plain+taskhead"), "did you mean 'plain+task-head'?"),
+    ],
+)
+def test_a_likely_name_is_suggested(given: tuple[str, str], advice: str, tmp_path: Path) -> None:
+    code, output = invoke("simulate", "--out", tmp_path / "o", *given)
+    assert code == 2
+    assert advice in output.replace("│ │ ", "")

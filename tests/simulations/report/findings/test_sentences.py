@@ -207,3 +207,18 @@ def test_a_setting_is_judged_by_its_own_headline() -> None:
     assert "alignment helped" in one
     assert "macro_f1" not in one
     assert "macro_f1" in two
+
+
+def test_beside_alignment_the_arm_that_lowers_the_loss_most_is_named() -> None:
+    arms = {"plain+task-head": moved(0.2, -0.5), "plain/regmean": moved(0.1, -0.3)}
+    arms |= {"ensemble-probabilities": moved(0.3, -0.6), "ffn": moved(0.1, 0.2)}
+    others = [row for arm, values in arms.items() for row in rows(values, arm=arm) if row["arm"] == arm]
+    said = verdicts([*rows(PLAIN), *others])
+    assert [sentence.split(" (")[0] for sentence in said] == [
+        "one, start same: alignment changed nothing: the model is that of plain",
+        "one, start same: plain+task-head helped",
+    ]
+    assert "accuracy 0.520 → 0.721, +0.201" in said[1]
+    # Without the arm of the defaults, and where nothing helped, there is no such sentence.
+    assert verdicts([*rows(PLAIN, arm="ffn"), *others]) == []
+    assert len(verdicts([*rows(PLAIN), *rows(moved(0, 0.2), arm="ffn")])) == 1

@@ -17,9 +17,9 @@ demo: .venv/installed ## three natural cases on bundled real data: tables and ru
 	rm -rf runs/demo
 	$(BIN)/fedrot simulate demo --out runs/demo
 
-# Three test processes for two cores: some tests wait for programs that they start.
+# Two test processes more than cores: some tests wait for programs that they start.
 # A single test runs as ever: .venv/bin/python -m pytest tests/fedrot -k rotation
-PROCESSES := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) * 3 / 2)))
+PROCESSES := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 2)))
 PYTEST := $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal
 
 test: lint types pages ## lint, types, links of the documentation, tests

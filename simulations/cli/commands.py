@@ -150,9 +150,10 @@ class Command(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            if error.option_name in self.advice:
-                error.possibilities = [self.advice[error.option_name]]
-            raise
+            name = error.option_name
+            if name not in self.advice:
+                raise
+            raise click.NoSuchOption(name, None, [self.advice[name]], ctx) from error
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

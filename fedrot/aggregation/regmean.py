@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedrot.aggregation.mean import Mean
-from fedrot.aggregation.registry import register_aggregation
-from fedrot.aggregation.regression import (
+from fedrot.aggregation.gram_sums import (
     MOST_GROWTH,
     UNBOUNDED,
     GramSums,
@@ -18,6 +16,8 @@ from fedrot.aggregation.regression import (
     times,
     unseen_note,
 )
+from fedrot.aggregation.mean import Mean
+from fedrot.aggregation.registry import register_aggregation
 from fedrot.collect.statistics import GRAMS, INPUT_AXIS, TRAINED, Statistics, untrained
 from fedrot.errors import FedrotError
 from fedrot.tensors import LARGEST_NORM, Tensors

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fedrot.aggregation.regression import (
+from fedrot.aggregation.gram_sums import (
     MOST_GROWTH,
     UNBOUNDED,
     GramSums,

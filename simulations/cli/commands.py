@@ -145,6 +145,13 @@ class Command(TyperCommand):
 
     advice: Mapping[str, str] = {}
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.help = escape(self.help or "")
+        for parameter in self.params:
+            # Some versions of click drop the help of Typer's arguments; it is read again.
+            parameter.help = escape(parameter.help or self._declared(parameter.name))
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Return the arguments that are left; an error about an unknown option has its ``advice``."""
         try:
@@ -154,13 +161,6 @@ class Command(TyperCommand):
             if name not in self.advice:
                 raise
             raise click.NoSuchOption(name, None, [self.advice[name]], ctx) from error
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.help = escape(self.help or "")
-        for parameter in self.params:
-            # Some versions of click drop the help of Typer's arguments; it is read again.
-            parameter.help = escape(parameter.help or self._declared(parameter.name))
 
     def _declared(self, name: str | None) -> str:
         hints = get_type_hints(self.callback, include_extras=True)

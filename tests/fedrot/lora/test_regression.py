@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedrot.aggregation.regression import UNBOUNDED, Inverse
+from fedrot.aggregation.gram_sums import UNBOUNDED, Inverse
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora import AdapterOptions, AdapterUpdate, LoraSettings, average_adapters
 from fedrot.lora.gauges import GAUGES

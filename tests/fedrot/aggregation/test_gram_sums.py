@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedrot.aggregation.regression import Inverse
+from fedrot.aggregation.gram_sums import Inverse
 
 EPS = torch.finfo(torch.float64).eps
 

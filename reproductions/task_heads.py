@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 
 from fedrot.simulations.arm import READERS, TASK_HEAD, Arm
 from fedrot.simulations.federation.arm_strategies import ArmStrategy
-
-#: Ends the name of such an arm.
-EACH_ROUND = f"{TASK_HEAD}-each-round"
 
 
 class EachRound(ArmStrategy):
@@ -27,18 +24,42 @@ class EachRound(ArmStrategy):
         return arrays, metrics
 
 
+class Measured(ArmStrategy):
+    """``FedRot`` for one cell; every round is evaluated with the better of two heads.
+
+    Clients go on from the model without it.
+    """
+
+    def fits_head_after(self, server_round: int) -> bool:
+        return server_round > 0
+
+
 class EachRoundArm(Arm):
-    """An arm whose head is fitted after every round."""
+    """An arm whose head is fitted after every round, for the clients."""
 
     strategy: ClassVar[Any] = EachRound
 
 
-def read_each_round(text: str) -> Arm | None:
-    """Read ``plain+task-head-each-round``; None if it is another arm."""
-    if not text.endswith(EACH_ROUND):
-        return None
-    arm = Arm.parse(text.removesuffix(EACH_ROUND) + TASK_HEAD)
-    return EachRoundArm.model_validate({**dict(arm), "name": text})
+class MeasuredArm(Arm):
+    """An arm whose head is fitted after every round, for the evaluation only."""
+
+    strategy: ClassVar[Any] = Measured
 
 
-READERS.append(read_each_round)
+#: The ends of such arms' names.
+ENDS: Mapping[str, type[Arm]] = {
+    f"{TASK_HEAD}-each-round": EachRoundArm,
+    f"{TASK_HEAD}-measured": MeasuredArm,
+}
+
+
+def read_task_head(text: str) -> Arm | None:
+    """Read ``plain+task-head-each-round`` or ``-measured``; None if it is another arm."""
+    for end, kind in ENDS.items():
+        if text.endswith(end):
+            arm = Arm.parse(text.removesuffix(end) + TASK_HEAD)
+            return kind.model_validate({**dict(arm), "name": text})
+    return None
+
+
+READERS.append(read_task_head)

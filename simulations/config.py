@@ -56,6 +56,11 @@ LANGUAGE_TASKS: tuple[TaskName, ...] = ("mlm", "clm")
 MOST_SEEDS = 10_000
 
 
+#: Settings that have an effect only on a small model from scratch, or only with start ``pretrained``.
+OF_SMALL_MODEL = ("layers", "width", "heads", "dropout")
+OF_PRETRAINING = ("pretrain_data", "pretrain_limit", "pretrain_epochs")
+
+
 class SimulationConfig(BaseModel):
     """One comparison of arms and starts over the same data, partitions, seeds and batches.
 

@@ -14,11 +14,10 @@ from fedrot.simulations.barrier.barrier_lines import BarrierLine, ordered
 from fedrot.simulations.barrier.barrier_methods import VANILLA
 from fedrot.simulations.report.plots import PALETTE, name_metric, new_figure, save_figure, shared_legend
 from fedrot.simulations.report.summaries import Paired, paired_difference
-from fedrot.simulations.report.tables import format_interval, pipe_table, terminal_table
+from fedrot.simulations.report.tables import Table, format_interval, pipe_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from rich.table import Table
 
 LOSS = "loss"
 #: Largest number of panels in a row of a plot, and largest width in inches (1,600 pixels).
@@ -123,7 +122,7 @@ _VALUES: dict[str, Callable[[BarrierSummary], str]] = {
 }
 
 #: Columns that do not fit into a terminal.
-_MARKDOWN_ONLY = ("above the worse end", "distance left")
+_MARKDOWN_ONLY = ("above the worse end", "distance left", "seconds")
 
 
 def _shown(value: Paired, interval: bool = True) -> str:
@@ -139,22 +138,18 @@ def markdown(summaries: Sequence[BarrierSummary]) -> str:
 
 def tables(summaries: Sequence[BarrierSummary]) -> list[Table]:
     """Return one table per cell, for the terminal."""
-    from rich.text import Text
-
     found = []
     columns = {title: read for title, read in _VALUES.items() if title not in _MARKDOWN_ONLY}
     for cell in dict.fromkeys(summary.cell for summary in summaries):
         own = [summary for summary in summaries if summary.cell == cell]
         pairs, headline = max(summary.pairs for summary in own), _NAMES["headline"](own[0])
-        table = terminal_table(
+        table = Table(
             f"{cell}: loss barrier and {headline}, {pairs} pair(s)",
             [title.replace("headline", headline) for title in columns],
+            [[read(summary) for read in columns.values()] for summary in own],
             texts=("method", "at the ends"),
-            caption="Means over pairs, 95 % t intervals." if pairs > 1 else None,
+            caption="Means over pairs, 95 % t intervals." if pairs > 1 else "",
         )
-        for summary in own:
-            # As Text, brackets in names and intervals are not markup.
-            table.add_row(*(Text(read(summary)) for read in columns.values()))
         found.append(table)
     return found
 

@@ -15,13 +15,10 @@ from torch import nn
 from fedrot.check import TOLERANCE, output_change, suspects
 from fedrot.errors import FedrotError
 from fedrot.simulations.models.saved_model import open_saved_model
-from fedrot.simulations.report.tables import terminal_table
+from fedrot.simulations.report.tables import Table
 from fedrot.symmetry import NO_LAYER, PARTS, Group, Symmetry, symmetry_of
 
 if TYPE_CHECKING:
-    from rich.table import Table
-    from rich.text import Text
-
     from fedrot.symmetry.describe.family import Family
 
 
@@ -192,23 +189,17 @@ def _finite(change: float) -> float | None:
 
 def tables(report: CheckReport) -> Iterator[Table]:
     """Yield a table of the groups by layer, with one line for equal layers, and one of the changes."""
-    groups = _table(
-        f"{report.architecture} ({report.model_type}), family {report.family}",
-        ("layer", "part", "group", "kind", "units", "tensors"),
-    )
-    for layers, lines in _alike(report.groups):
-        for line in lines:
-            groups.add_row(layers, *map(str, line))
-            layers = ""
-        groups.add_section()
-    yield groups
-    kinds = _table("Largest change of an output", ("part", "kind", "groups", "change", ""))
-    for kind in report.kinds:
-        kinds.add_row(kind.part, kind.kind, str(kind.groups), *_judged(kind.change, kind.holds))
-    kinds.add_section()
+    lines = [
+        [layers if index == 0 else "", part, group, kind, str(units)]
+        for layers, own in _alike(report.groups)
+        for index, (part, group, kind, units) in enumerate(own)
+    ]
+    title = f"{report.architecture} ({report.model_type}), family {report.family}"
+    yield _table(title, ("layer", "part", "group", "kind", "units"), lines)
     together = report.change is not None and report.change <= report.tolerance
-    kinds.add_row("together", "", str(len(report.groups)), *_judged(report.change, together))
-    yield kinds
+    kinds = [(k.part, k.kind, str(k.groups), *_judged(k.change, k.holds)) for k in report.kinds]
+    kinds.append(("together", "", str(len(report.groups)), *_judged(report.change, together)))
+    yield _table("Largest change of an output", ("part", "kind", "groups", "change", ""), kinds)
 
 
 def verdict(report: CheckReport) -> str:
@@ -222,31 +213,26 @@ def verdict(report: CheckReport) -> str:
 
 def families_table(families: Iterable[Family]) -> Table:
     """Return a table with a line per supported family: model types, and symmetry of the stream."""
-    found = _table("Supported families", ("family", "model_type", "residual stream"))
-    for family in families:
-        found.add_row(family.name, ", ".join(family.model_types), family.stream)
-    return found
+    lines = [(family.name, ", ".join(family.model_types), family.stream) for family in families]
+    return _table("Supported families", ("family", "model_type", "residual stream"), lines)
 
 
-def _table(title: str, columns: Iterable[str]) -> Table:
+def _table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
     texts = ("layer", "part", "group", "kind", "", "family", "model_type", "residual stream")
-    return terminal_table(title, columns, texts, fold=True)
+    return Table(title, columns, lines, texts)
 
 
-def _judged(change: float | None, holds: bool) -> tuple[str, Text]:
-    from rich.text import Text
-
-    shown = "not finite" if change is None else f"{change:.1e}"
-    return shown, Text("" if holds else "BROKEN", style="red")
+def _judged(change: float | None, holds: bool) -> tuple[str, str]:
+    return "not finite" if change is None else f"{change:.1e}", "" if holds else "BROKEN"
 
 
-def _alike(groups: Iterable[GroupFound]) -> Iterator[tuple[str, list[tuple[str, str, str, int, int]]]]:
+def _alike(groups: Iterable[GroupFound]) -> Iterator[tuple[str, list[tuple[str, str, str, int]]]]:
     """Yield ranges of consecutive layers with equal groups, such as ``0-5``, and these groups."""
-    by_layer: dict[int | None, list[tuple[str, str, str, int, int]]] = {}
+    by_layer: dict[int | None, list[tuple[str, str, str, int]]] = {}
     for g in groups:
         # Names are compared without the layer's number; the rest may name the encoder or the decoder.
         name = re.sub(r"(?<=\.)\d+(?=\.)", "*", g.name)
-        by_layer.setdefault(g.layer, []).append((g.part, name, g.kind, g.units, g.tensors))
+        by_layer.setdefault(g.layer, []).append((g.part, name, g.kind, g.units))
     for cells, layers in groupby(by_layer, key=by_layer.__getitem__):
         first, *rest = layers
         shown = "model" if first is None else str(first)

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.cli.commands import names
-from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.config import OF_PRETRAINING, OF_SMALL_MODEL, SimulationConfig
 from fedrot.simulations.merge.merge_settings import MergeSettings, is_adapter
 
 Values = Mapping[str, Any]
@@ -60,14 +60,14 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
             lambda v: v["grid"] is None,
         ),
         Effect(
-            ("layers", "width", "heads", "dropout"),
+            OF_SMALL_MODEL,
             "on a small model from scratch, not with --model",
             lambda v: v["model"] is None,
         ),
         Effect(("max_length",), "on texts, not with --task image", lambda v: v["task"] != "image"),
         Effect(("server_lr",), "beside --set server=adam or yogi", lambda v: v["server"] != "mean"),
         Effect(
-            ("pretrain_data", "pretrain_limit", "pretrain_epochs"),
+            OF_PRETRAINING,
             "with --start pretrained",
             lambda v: "pretrained" in names(v["starts"]),
         ),

@@ -33,9 +33,7 @@ def merge(
         ),
     ],
     *,
-    out: Annotated[
-        Path | None, typer.Option(help="A new folder, or a file if it ends in .safetensors.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A new or empty folder.")] = None,
     settings: dict[str, Any],
     rank: Annotated[
         int | None,
@@ -56,11 +54,13 @@ def merge(
         return
     from fedrot.simulations.merge import merge_scores
     from fedrot.simulations.merge.merging import merge as merge_models
-    from fedrot.simulations.merge.merging import table
+    from fedrot.simulations.merge.merging import movements, table
 
     with console.status(escape(f"{settings['method']} of {len(models)} models")):
         found = merge_models(models, out, MergeSettings(**settings), dry_run=dry_run)
     console.print(table(found))
+    for sentence in movements(found):
+        say(sentence)
     if found.scores is not None:
         console.print(merge_scores.table(found.scores))
         say(merge_scores.verdict(found.scores))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedrot.diagnosis import (
     ALIGNED,
@@ -26,11 +26,8 @@ from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.merge.merge_inputs import check_mergeable, check_values
 from fedrot.simulations.models.saved_model import open_saved_model
 from fedrot.simulations.report.summaries import Row
-from fedrot.simulations.report.tables import number_style, terminal_table
+from fedrot.simulations.report.tables import Table, number_style
 from fedrot.symmetry import symmetry_of
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 #: The file of alignment rows in a run folder.
 ALIGNMENT = "alignment.jsonl"
@@ -167,21 +164,18 @@ def tables(found: Found) -> Iterator[Table]:
         lines: tuple[Evidence, ...] = getattr(found.diagnosis, name)
         if not lines:
             continue
-        columns = ("part", "layer", "share found", "chance", "ratio", "moved")
-        table = terminal_table(title[0].upper() + title[1:], columns, ("part",), fold=True)
-        for _, own in groupby(sorted(lines, key=lambda line: line.part), lambda line: line.part):
-            for line in own:
-                table.add_row(*_cells(line))
-            table.add_section()
-        yield table
+        columns = ("part, layer", "share found", "chance", "ratio", "moved")
+        # Parts in the order of their names, as layers of one part belong together.
+        ordered = sorted(lines, key=lambda line: line.part)
+        yield Table(title[0].upper() + title[1:], columns, [*map(_cells, ordered)], columns[:1])
 
 
 def _cells(line: Evidence) -> tuple[str, ...]:
-    layer = "model" if line.layer is None else str(line.layer)
+    where = line.part if line.layer is None else f"{line.part}, {line.layer}"
     chance = "not known" if line.chance_share is None else f"{line.chance_share:.1%}"
     known = 0 < line.ratio < math.inf
     ratio = f"{line.ratio:{number_style(line.ratio, decimals=2)}}" if known else "-"
-    return (line.part, layer, f"{line.share:.1%}", chance, ratio, f"{line.moved} of {line.groups}")
+    return (where, f"{line.share:.1%}", chance, ratio, f"{line.moved} of {line.groups}")
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -15,6 +15,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAdam, FedYogi
 from torch import nn
 
+from fedrot._io import write_text
 from fedrot.lora import AdapterOptions
 from fedrot.simulations.arm import TOGETHER, Arm
 from fedrot.simulations.config import Start
@@ -24,6 +25,7 @@ from fedrot.simulations.federation.arms import (
     evaluate_held_out,
 )
 from fedrot.simulations.federation.client_app import ALONE
+from fedrot.simulations.federation.run_folder import OF_OWN_MODEL
 from fedrot.simulations.federation.store import Cell, CellRows
 from fedrot.simulations.models.build import build_model, model_config
 from fedrot.simulations.models.federated import load_tensors, number_of_bytes
@@ -45,7 +47,7 @@ class ArmRun:
     """The run of a cell: one arm, start and seed. Its results are added to ``rows``.
 
     ``initial`` has the metrics of the initial model, which cells of one seed and start share. It is
-    empty before the first evaluation.
+    empty before the first evaluation. The file ``progress`` has a line about the last finished round.
     """
 
     task: Task
@@ -54,6 +56,7 @@ class ArmRun:
     arm: Arm
     rows: CellRows
     initial: dict[str, float]
+    progress: Path
 
     @property
     def labels(self) -> dict[str, Any]:
@@ -76,11 +79,13 @@ class ArmRun:
             self.rows.row({**own, "metric": name, "value": value})
 
     def finish_round(self, server_round: int, metrics: Mapping[str, float]) -> MetricRecord:
-        """Add the global model's metrics, and write the progress to Flower's log."""
+        """Add the global model's metrics, and write the progress to its file and to Flower's log."""
         self.record("central", server_round, metrics)
         config = self.task.config
         title = Cell(config, self.seed, self.start, self.arm).title
-        log(INFO, "%s: round %d/%d", title, server_round, config.rounds)
+        finished = f"{title}: round {server_round} of {config.rounds}"
+        write_text(self.progress, finished)
+        log(INFO, "%s", finished)
         return MetricRecord(dict(metrics))
 
     def evaluate(self, model: nn.Module, server_round: int) -> dict[str, float]:
@@ -143,7 +148,7 @@ class CellStrategy(ReplyStrategy):
     def evaluate_centrally(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
         """Evaluate the global model, or the updates of the round together if the arm does so."""
         cell, model = self.cell, self.network
-        if cell.arm.fits_task_head and server_round == cell.task.config.rounds:
+        if cell.arm.fits_task_head and self.fits_head_after(server_round):
             arrays = self.with_fitted_head(server_round, arrays)
         if server_round > 0 and self.updates:
             evaluate = TOGETHER[cell.arm.aggregation].evaluate
@@ -152,6 +157,10 @@ class CellStrategy(ReplyStrategy):
             load_tensors(model, arrays.to_torch_state_dict(), self.loads)
             metrics = cell.evaluate(model, server_round)
         return cell.finish_round(server_round, metrics)
+
+    def fits_head_after(self, server_round: int) -> bool:
+        """Return whether an arm with a fitted head is evaluated with it after a round: the last one."""
+        return server_round == self.cell.task.config.rounds
 
     def with_fitted_head(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
         """Return the final model with the better of two task heads, and add rows about the choice."""
@@ -166,7 +175,7 @@ class CellStrategy(ReplyStrategy):
         self.trained_rounds.add(self.current_round)
         for client, metrics in _client_metrics(contents):
             alone = {k.removeprefix(ALONE): v for k, v in metrics.items() if k.startswith(ALONE)}
-            self.cell.record(f"alone:{client}", self.current_round, alone)
+            self.cell.record(f"{OF_OWN_MODEL}{client}", self.current_round, alone)
             own = {k: v for k, v in metrics.items() if k == "train-loss" or k.startswith("seconds-")}
             self.cell.record(f"client:{client}", self.current_round, own)
         return MetricRecord()

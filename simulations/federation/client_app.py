@@ -76,6 +76,7 @@ class ClientJob:
     statistics_batches: int  # Number of batches for statistics; 0: the limit of their kind.
     factors: str  # Factors of an adapter that the client trains; see train_only.
     loads: str  # How an adapter is loaded; see LOADERS.
+    proximal_mu: float  # Weight of FedProx's term, which Flower's FedProx sends.
     client: int  # Partition id of the node.
 
     @classmethod
@@ -96,6 +97,7 @@ class ClientJob:
             statistics_batches=int(config["batches"]),
             factors=str(config.get(FACTORS, "both")),
             loads=str(config["loads"]),
+            proximal_mu=float(config.get("proximal-mu", 0.0)),
             client=int(context.node_config[CLIENT_KEY]),
         )
 
@@ -184,7 +186,7 @@ def train(message: Message, context: Context) -> Message:
     (arrays,) = message.content.array_records.values()
     # All that determines the trained model; scrambling is done after the cache.
     how = [job.task.config.training, job.stream, job.last_round, job.own_start]
-    key = _hashed([*how, job.factors, job.loads], arrays)
+    key = _hashed([*how, job.factors, job.loads, job.proximal_mu], arrays)
     state, metrics = _cached(job, key, lambda: _train(job, arrays))
     statistics: Statistics = {}
     if job.known_labels is not None:
@@ -255,7 +257,8 @@ def _train(job: ClientJob, arrays: ArrayRecord) -> Result:
     if task.config.task_head == "different" and job.round == 1:
         _copy_task_head(build_model(task.config, task.data, seed=job.stream), model)
     start = perf_counter()
-    loss = training.train(model, task, job.rows, job.stream, task.config.epochs(job.round))
+    epochs = task.config.epochs(job.round)
+    loss = training.train(model, task, job.rows, job.stream, epochs, job.proximal_mu)
     seconds = {"seconds-training": perf_counter() - start}
     metrics = {"num-examples": len(job.rows), "train-loss": loss, **seconds}
     if job.round == job.last_round:

@@ -17,6 +17,9 @@ from fedrot.simulations.federation.store import Cell, CellRows
 from fedrot.simulations.models.federated import tensors_of
 from fedrot.simulations.tasks.task import task_of
 
+#: The file in ``scratch`` with a line about the last finished round.
+PROGRESS = "progress.txt"
+
 
 def run_cells(
     cells: Iterable[Cell], grid: OrderedGrid, scratch: Path, *, shared_cache: bool
@@ -35,7 +38,8 @@ def run_cells(
         rows, failure = CellRows(), None
         config_json = cell.config.to_json()
         known = initial[cell.trains_first]
-        run = ArmRun(task_of(config_json), cell.seed, cell.start, cell.arm, rows, known)
+        progress = scratch / PROGRESS
+        run = ArmRun(task_of(config_json), cell.seed, cell.start, cell.arm, rows, known, progress)
         try:
             if cell.arm.joined:
                 _run_joined(run)

@@ -10,7 +10,7 @@ import tempfile
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -22,6 +22,7 @@ from rich.text import Text
 
 from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig, Start
+from fedrot.simulations.federation.experiment import PROGRESS
 from fedrot.simulations.federation.local_grid import local_clients
 from fedrot.simulations.federation.run_folder import CENTRAL
 from fedrot.simulations.federation.runner import check, check_gpus, log_to, present, print_partitions
@@ -97,7 +98,7 @@ def _fill(
         console.print(f"{len(cells) - len(missing)} of {len(cells)} cells are finished already.")
     run, complete = _Run(store, missing, partitions, console), False
     try:
-        with console.status("The first cells run.") as run.progress:
+        with console.status("") as run.progress:
             run.finish(machine)
         complete = not run.failed
     except KeyboardInterrupt:
@@ -118,7 +119,8 @@ def _fill(
 class _Run:
     """The run of the cells that a folder lacks. Each finished cell has a line on the console.
 
-    ``failed`` is the number of failed cells. On a terminal, the line of the last cell is ``progress``.
+    ``failed`` is the number of failed cells. On a terminal, the line of the last cell is ``progress``,
+    followed by the last rounds of running cells.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class _Run:
         self._untried = {cell.name: cell for cell in cells}
         self._costs = _costs(cells, partitions)
         self._start, self._cost = perf_counter(), sum(self._costs.values())
+        self._last = "The first cells run."
 
     def finish(self, machine: Machine) -> None:
         """Run all cells. If a process dies, its current cell fails and its later cells are run again."""
@@ -170,6 +173,11 @@ class _Run:
             last = {r["metric"]: math.nan if r["value"] is None else r["value"] for r in at_end}
             noted_failure(self.store.path, cell.name, cell.title, "")
             self._tell(cell, ", ".join(f"{name} {last[name]:.3f}" for name in headline(rows)))
+        running = []
+        for file in sorted((self.store.path / _TRAININGS).glob(f"*/{PROGRESS}")):
+            with suppress(FileNotFoundError):  # The cell's job has ended.
+                running.append(file.read_text(encoding="utf-8"))
+        self.progress.update(Text("\n".join([self._last, *running])))
 
     def _fail(self, cell: Cell, failure: str) -> None:
         self.failed += 1
@@ -183,7 +191,7 @@ class _Run:
         number = self._count - len(self._untried)
         line = f"[{number} of {self._count}] {cell.title}: {said}{rest}"
         if self.console.is_terminal and not failed:
-            self.progress.update(Text(line))
+            self._last = line
         else:
             self.console.print(line, highlight=False)
 

@@ -27,6 +27,8 @@ _PACKAGES = (
 ROWS, ALIGNMENT = "rows.jsonl", "alignment.jsonl"
 #: The scope of rows about the global model on the data set's held-out split.
 CENTRAL = "central"
+#: Start of the scope of rows about a client's own model on that split; the client's id follows.
+OF_OWN_MODEL = "alone:"
 ROW_FIELDS = ("setting", "arm", "start", "seed", "round", "scope", "metric", "value")
 
 

@@ -18,6 +18,7 @@ from fedrot.simulations.federation.run_folder import read_alignment, read_result
 
 if TYPE_CHECKING:
     from fedrot.simulations.arm import Arm
+    from fedrot.simulations.tasks.task import Task
 
 #: Variables to set before Flower and Ray are imported: no telemetry, no update checks, less output.
 ENVIRONMENT = {
@@ -151,11 +152,40 @@ def print_partitions(configs: Sequence[SimulationConfig], console: Console, *, b
         for sentence in filter(None, (task.data.note, task.data.said)):
             say_once(sentence)
         names, sizes, counts = task.partition(seed)
+        for sentence in _remarks(task, seed, names, counts):
+            say_once(sentence)
         if brief and len(configs) > 1:
             rows = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
             say_once(f"{len(sizes)} clients have {rows} rows each (seed {seed}; --dry-run shows more).")
         else:
             console.print(partition_table(counts, names, config.setting, seed))
+
+
+def _remarks(
+    task: Task, seed: int, names: Sequence[str], counts: Sequence[Sequence[int]]
+) -> Iterator[str]:
+    """Yield sentences about rows that no client has, and about few held-out rows."""
+    from fedrot.simulations.arm import Arm
+    from fedrot.simulations.data.partition import partition_keys
+    from fedrot.strategies.sums.task_head import FEW
+
+    config, labels = task.config, task.data.train.labels
+    held = sum(map(sum, counts))
+    if held < len(labels):
+        present = set(partition_keys(labels).tolist())
+        totals = [sum(of_class) for of_class in zip(*counts, strict=True)]
+        absent = [name for key, name in enumerate(names) if key in present and not totals[key]]
+        yield (
+            f"Partition {config.partition} leaves out {len(labels) - held} of {len(labels)} training "
+            f"rows: no client has the classes {', '.join(absent)} (seed {seed})."
+        )
+    rows = sum(len(task.client_rows(seed, client)[1]) for client in range(config.clients))
+    choosing = [arm for arm in config.arms if Arm.parse(arm).chooses]
+    if choosing and rows < FEW:
+        yield (
+            f"Clients hold out {rows} rows in all (seed {seed}), by which {', '.join(choosing)} choose: "
+            "the choice may be noise. --set holdout=0.3 gives more."
+        )
 
 
 def check_gpus(gpus: float) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,7 +61,6 @@ class InputReport:
         name: the model's path, or its name on the hub.
         cosine: cosine of its embeddings with the anchor's; see ``fedrot.anchors.base_cosine``.
         before, after: squared distance to the anchor over all tensors, before and after alignment.
-        seconds: wall time of the matching, with the collection of activations.
     """
 
     name: str
@@ -69,7 +68,6 @@ class InputReport:
     cosine: float
     before: float
     after: float
-    seconds: float
     alignment: AlignmentReport
 
 
@@ -98,6 +96,12 @@ class Input:
             slots = tuple(slot for slot in move.group.slots if slot.tensor in chosen)
             limited += [replace(move, group=replace(move.group, slots=slots))] if slots else []
         return apply_moves(self.own(tensors, names), limited)
+
+
+def titles(names: Sequence[str]) -> list[str]:
+    """Return a title per model: the name of its folder, or its whole path if several share the name."""
+    short = [Path(name).resolve().name for name in names]
+    return [own if short.count(own) == 1 else name for own, name in zip(short, names, strict=True)]
 
 
 def check_mergeable(one: SavedModel, other: SavedModel) -> None:
@@ -143,22 +147,20 @@ def aligned(
     find = finder(ours, symmetry, options, evidence=evidence, token_counts=counts)
     nothing = AlignmentReport((), 0.0, 0.0, 0.0)
     still = Input(first, weights[0], Alignment(symmetry, (), nothing, bool(options.canonical)))
-    yield still, InputReport(first.name, weights[0], 1.0, 0.0, 0.0, 0.0, nothing)
+    yield still, InputReport(first.name, weights[0], 1.0, 0.0, 0.0, nothing)
     for other, weight in zip(others, weights[1:], strict=True):
         theirs = other.read()
         cosine = base_cosine(theirs, ours, symmetry)
-        start = time.perf_counter()
         with about(other.path):
             alignment = find(theirs, anchor)
-        seconds, one = time.perf_counter() - start, Input(other, weight, alignment)
+        one = Input(other, weight, alignment)
         before = after = 0.0
         for name in first.outline.names:
             wanted = still.own(ours, [name])[name]
             if wanted.is_floating_point():
                 before += squared_distance([(wanted, one.own(theirs, [name])[name])])
                 after += squared_distance([(wanted, one.moved(theirs, [name])[name])])
-        report = alignment.report
-        yield one, InputReport(other.name, weight, cosine, before, after, seconds, report)
+        yield one, InputReport(other.name, weight, cosine, before, after, alignment.report)
 
 
 def _evidence(saved: SavedModel, symmetry: Symmetry, batches: Batches) -> Evidence | None:

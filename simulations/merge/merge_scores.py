@@ -5,34 +5,42 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.merge.merge_inputs import Input, task_for
+from fedrot.simulations.merge.merge_inputs import Input, task_for, titles
 from fedrot.simulations.merge.merge_settings import MergeSettings
 from fedrot.simulations.models.alike import label_elsewhere
-from fedrot.simulations.report.summaries import LOWER_IS_BETTER
-from fedrot.simulations.report.tables import number_style, terminal_table
+from fedrot.simulations.report.summaries import LOWER_IS_BETTER, Paired, described, paired_difference
+from fedrot.simulations.report.tables import Table, format_difference, number_style
 from fedrot.tensors import widened
 
 #: Titles of the averaged models.
 PLAIN, MERGED = "plain average", "merged"
 #: Maximum number of held-out rows for scores.
 _ROWS = 500
+#: Number of disjoint blocks of rows for intervals.
+_BLOCKS = 10
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Metrics on ``rows`` held-out rows of a data set, by the title of the model."""
+    """Metrics on ``rows`` held-out rows of a data set, by the title of the model.
+
+    ``blocks`` has the headline metric, the first one, on disjoint blocks of these rows.
+    """
 
     data: str
     rows: int
     models: Mapping[str, Mapping[str, float]]
+    blocks: Mapping[str, Sequence[float]]
+
+    @property
+    def headline(self) -> str:
+        """The metric by which models are compared."""
+        return next(iter(self.models[MERGED]))
 
 
 def scores(
@@ -64,22 +72,24 @@ def scores(
     if moved := label_elsewhere(first.config, task.data):
         return None, f"The models are not scored: {moved}."
     model, rows = first.build(), np.arange(len(task.test))
-    found = {}
+    parts = np.array_split(np.random.default_rng(0).permutation(rows), min(_BLOCKS, len(rows)))
+    found, blocks = {}, {}
     for title, tensors in _states(inputs, merged):
         model.load_state_dict(tensors, strict=False)  # Only the first of tied tensors is stored.
         found[title] = training.evaluate(model, task, task.test, rows)
-    return Scores(task.data.name, len(rows), found), ""
+        headline = next(iter(found[title]))
+        blocks[title] = [training.evaluate(model, task, task.test, part)[headline] for part in parts]
+    return Scores(task.data.name, len(rows), found, blocks), ""
 
 
 def _states(
     inputs: Sequence[Input], merged: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
     """Yield the title and the tensors of every model, one model at a time."""
-    titles = [Path(one.saved.name).resolve().name for one in inputs]
     total, plain = sum(one.weight for one in inputs), dict[str, Tensor]()
-    for one, title in zip(inputs, titles, strict=True):
+    for one, title in zip(inputs, titles([one.saved.name for one in inputs]), strict=True):
         tensors = widened(one.saved.read())
-        yield (title if titles.count(title) == 1 else one.saved.name), tensors
+        yield title, tensors
         for name in merged:
             if tensors[name].is_floating_point():
                 share = tensors[name] * (one.weight / total)
@@ -89,32 +99,47 @@ def _states(
 
 
 def verdict(found: Scores) -> str:
-    """Return a sentence that compares the merged model with the plain average and the best input."""
-    metric = next(iter(next(iter(found.models.values()))))
+    """Return a sentence that compares the merged model with the plain average and the best input.
+
+    The best input is chosen by the same rows, so that the comparison with it is a strict one.
+    """
+    metric = found.headline
     sign = -1 if metric in LOWER_IS_BETTER else 1
-    values = {name: own[metric] for name, own in found.models.items()}
-    merged, plain = values.pop(MERGED), values.pop(PLAIN)
-    best = max(values, key=lambda name: sign * values[name])
-
-    def compared(other: float) -> str:
-        if merged == other:
-            return "the same as"
-        return "better than" if sign * merged > sign * other else "not better than"
-
-    style = number_style(merged, plain, values[best])
+    alone = [name for name in found.models if name not in (PLAIN, MERGED)]
+    best = max(alone, key=lambda name: sign * found.models[name][metric])
+    shown = {name: found.models[name][metric] for name in (MERGED, PLAIN, best)}
+    style = number_style(*shown.values())
+    against = {PLAIN: "the plain average", best: f"the best model alone, {best}"}
+    compared = (
+        f"{what} ({shown[name]:{style}}): {format_difference(_over_blocks(found, name))}"
+        for name, what in against.items()
+    )
+    merged = f"the merged model ({shown[MERGED]:{style}})"
     return (
-        f"By {metric}, the merged model ({merged:{style}}) is {compared(plain)} the plain average "
-        f"({plain:{style}}) and {compared(values[best])} the best model alone ({best}, "
-        f"{values[best]:{style}}), on {found.rows} rows."
+        f"By {metric}, {merged} against {'; against '.join(compared)}. "
+        f"{found.rows} rows; 95 % t intervals over {len(found.blocks[MERGED])} blocks of them."
     )
 
 
+def _over_blocks(found: Scores, name: str) -> Paired:
+    """Return the difference of the merged model from another one, over blocks of rows."""
+    pairs = zip(found.blocks[MERGED], found.blocks[name], strict=True)
+    lower = found.headline in LOWER_IS_BETTER
+    return paired_difference([ours - theirs for ours, theirs in pairs], lower_is_better=lower)
+
+
 def table(found: Scores) -> Table:
-    """Return a table with a line per model."""
-    metrics = list(next(iter(found.models.values())))
-    title = f"On {found.rows} held-out rows of {found.data}"
-    made = terminal_table(title, ("model", *metrics), ("model",), fold=True)
-    for name, values in found.models.items():
-        shown = (f"{value:{number_style(value)}}" for value in values.values())
-        made.add_row(Text(name), *shown)
-    return made
+    """Return a table with a line per model: the headline metric, the loss, and at most two others."""
+    known = [metric for metric in found.models[MERGED] if metric != "calibrated_loss"]
+    metrics = list(dict.fromkeys([*known[:3], *known[-1:]]))
+    lines = [
+        (name, *(f"{values[metric]:{number_style(values[metric])}}" for metric in metrics))
+        for name, values in found.models.items()
+    ]
+    return Table(
+        f"On {found.rows} held-out rows of {found.data}",
+        ("model", *metrics),
+        lines,
+        texts=("model",),
+        caption="; ".join(map(described, metrics)) + ".",
+    )

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor, nn
 
 from fedrot.aggregation import Statistics, aggregation_named
@@ -26,12 +24,13 @@ from fedrot.simulations.merge.merge_inputs import (
     aligned,
     batches_of,
     check_mergeable,
+    titles,
 )
 from fedrot.simulations.merge.merge_scores import Scores, scores
 from fedrot.simulations.merge.merge_settings import MergeSettings
 from fedrot.simulations.models.model_files import about, refuse_filled, write_model
 from fedrot.simulations.models.saved_model import SavedModel, open_saved_model
-from fedrot.simulations.report.tables import terminal_table
+from fedrot.simulations.report.tables import Table
 from fedrot.symmetry import WHOLE_MODEL, symmetry_of
 from fedrot.tensors import Tensors
 
@@ -87,8 +86,8 @@ def merge(
     Args:
         models: two or more folders written by ``save_pretrained`` or names on the hub; of one
             architecture and, if they have tokenizers, of one tokenizer. The first is the anchor.
-        out: a new file if the name ends in ``.safetensors``, else a new or empty folder, which also
-            gets the anchor's configuration and tokenizer. If the merge fails, nothing is written.
+        out: a new or empty folder, which also gets the anchor's configuration and tokenizer. If the
+            merge fails, nothing is written.
         dry_run: merge, but write nothing; ``out`` may exist.
 
     Raises:
@@ -248,18 +247,43 @@ def _remarks(
 
 def table(report: MergeReport) -> Table:
     """Return a table with a line per model and part, and one for all tensors of each model."""
-    columns = ("model", "weight", "part", "squared distance", "after", "moved", "seconds")
-    found = terminal_table(f"Merged by {report.method}", columns, ("model", "part"), fold=True)
-    names = [Path(given.name).resolve().name for given in report.inputs]
+    columns = ("model (weight)", "part", "before", "after", "moved")
     total = sum(given.weight for given in report.inputs)
-    for index, (given, name) in enumerate(zip(report.inputs, names, strict=True)):
-        shown = Text(name if names.count(name) == 1 else given.name)
-        share = f"{given.weight / total:.3g}"
-        for line in _lines(given) if index else [("the anchor",)]:
-            found.add_row(shown, share, *line)
-            shown, share = Text(""), ""
-        found.add_section()
-    return found
+    lines = []
+    for title, given in _titled(report):
+        own = _lines(given) if given is not report.inputs[0] else [("the anchor", "", "", "")]
+        lines.append((f"{title} ({given.weight / total:.3g})", *own[0]))
+        lines += [("", *line) for line in own[1:]]
+    title = f"Squared distance to the anchor; merged by {report.method}"
+    return Table(title, columns, lines, columns[:2])
+
+
+def movements(report: MergeReport) -> list[str]:
+    """Return a sentence per model: whether it was moved, how much, and what that means."""
+    return [_movement(title, given) for title, given in _titled(report)[1:]]
+
+
+def _titled(report: MergeReport) -> list[tuple[str, InputReport]]:
+    names = [given.name for given in report.inputs]
+    return list(zip(titles(names), report.inputs, strict=True))
+
+
+def _movement(title: str, given: InputReport) -> str:
+    groups = given.alignment.groups
+    moved, of = sum(group.moved for group in groups), sum(group.of for group in groups)
+    if not of:
+        return f"'{title}' was averaged as it is: no part was to be moved."
+    if not moved:
+        return (
+            f"'{title}' was averaged as it is: none of {of} heads, neurons and directions differs from "
+            "the anchor's by more than chance. Models that were trained from one start are in the same "
+            "coordinates."
+        )
+    removed = (given.before - given.after) / given.before
+    return (
+        f"'{title}' was in other coordinates: {moved} of {of} heads, neurons and directions were moved, "
+        f"which removed {removed:.1%} of the squared distance to the anchor."
+    )
 
 
 def _lines(given: InputReport) -> list[tuple[str, ...]]:
@@ -269,5 +293,4 @@ def _lines(given: InputReport) -> list[tuple[str, ...]]:
         before, after = sum(g.before for g in groups), sum(g.after for g in groups)
         moved = f"{sum(g.moved for g in groups)} of {sum(g.of for g in groups)}"
         lines.append((part, f"{before:.4g}", f"{after:.4g}", moved))
-    whole = ("all tensors", f"{given.before:.4g}", f"{given.after:.4g}", "", f"{given.seconds:.2f}")
-    return [*lines, whole]
+    return [*lines, ("all tensors", f"{given.before:.4g}", f"{given.after:.4g}", "")]

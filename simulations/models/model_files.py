@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fedrot._io import as_os_error, read_json, refuse_pointer, replacing, write_tensors
+from fedrot._io import as_os_error, read_json, refuse_pointer, replacing
 from fedrot.errors import FedrotError
 from fedrot.simulations.models.packaged import no_bars
 
@@ -236,8 +236,13 @@ def below(folder: Path, name: str) -> str:
 
 
 def refuse_filled(out: Path) -> None:
-    """Raise ``FileExistsError`` unless ``out`` is absent or an empty folder."""
-    if out.exists() and (out.suffix == SUFFIX or not out.is_dir() or any(out.iterdir())):
+    """Raise ``FileExistsError`` unless ``out`` is absent or an empty folder.
+
+    Raises ``FedrotError`` for the name of a file: a model has files with its configuration, too.
+    """
+    if out.suffix == SUFFIX:
+        raise FedrotError(f"'{out}' names a file, and a model is a folder of files. Leave {SUFFIX} out.")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"'{out}' exists and is not an empty folder. Choose another --out.")
 
 
@@ -245,21 +250,19 @@ def write_model(out: Path, tensors: Mapping[str, Tensor], shell: Any, beside: Pa
     """Write a model completely or not at all.
 
     Args:
-        out: a bare file if it ends in ``.safetensors``, else a folder for ``from_pretrained``.
+        out: a new or empty folder, for ``from_pretrained``.
         tensors: tensors by the names of the state dict; tied tensors once.
         shell: a model of the class without values; its ``save_pretrained`` writes the tensors.
-        beside: the folder whose configuration and tokenizer are copied if ``out`` is a folder.
+        beside: the folder whose configuration and tokenizer are copied.
 
     Raises:
         OSError: ``out`` is not empty, or cannot be written.
+        FedrotError: ``out`` is the name of a file.
     """
     refuse_filled(out)
     out = out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as target, no_bars():
-        if out.suffix == SUFFIX:
-            write_tensors(target, {n: t.contiguous() for n, t in tensors.items()}, {"format": "pt"})
-            return
         with as_os_error(target):
             shell.save_pretrained(target, state_dict=dict(tensors))
         for file in (beside / name for name in (CONFIG, *BESIDE)):

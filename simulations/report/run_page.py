@@ -13,6 +13,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from fedrot._io import read_json, refuse_links
 from fedrot.errors import FedrotError
+from fedrot.simulations.config import OF_PRETRAINING, OF_SMALL_MODEL
 from fedrot.simulations.federation.run_folder import CENTRAL, read_alignment, read_results, rows_file
 from fedrot.simulations.report import heat_map, plots
 from fedrot.simulations.report.findings import sentences
@@ -220,15 +221,16 @@ def findings(run: RunResults) -> Section:
     """Arms without a gain, idle layers, dropped replies and failed clients."""
     found = [
         *sentences.doubts(run.results),
-        *sentences.idle_layers(run.alignment),
         *sentences.dropped(run.alignment),
         *sentences.failed(run.rows),
     ]
+    idle = sentences.idle_layers(run.alignment)
+    folded = [Section("Layers without effect", sentences=idle, folded=True)] if idle else []
     compared = any(result.difference for result in run.results)
-    text = "" if found else "No such case among the results with intervals."
+    text = "" if found or idle else "No such case among the results with intervals."
     if not compared:
         text = f"There is no comparison with {BASELINE} yet."
-    return Section("Where alignment did nothing or hurt", text, found)
+    return Section("Where alignment did nothing or hurt", text, found, sections=folded)
 
 
 @PAGE.section
@@ -264,7 +266,9 @@ def repeat(run: RunResults) -> Section:
     """Command, configurations and versions."""
     command = run.objects["config.json"].get("command")
     below = [
-        Section(f"Configuration of {setting['setting'] or 'this run'}", terms=setting, folded=True)
+        Section(
+            f"Configuration of {setting['setting'] or 'this run'}", terms=in_use(setting), folded=True
+        )
         for setting in run.settings
     ]
     versions = run.objects["versions.json"]
@@ -272,6 +276,15 @@ def repeat(run: RunResults) -> Section:
         below.append(Section("Versions", terms=versions, folded=True))
     text = "" if command else "The command was not recorded."
     return Section("To repeat", text, code=command or "", sections=below)
+
+
+def in_use(setting: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a configuration that have an effect and are not empty."""
+    unused = {name for name, value in setting.items() if value in (None, "")}
+    unused |= set(OF_SMALL_MODEL if setting.get("model") else ())
+    unused |= set(OF_PRETRAINING if "pretrained" not in setting["starts"] else ())
+    unused |= {"server_lr"} if setting.get("server") == "mean" else set()
+    return {name: value for name, value in setting.items() if name not in unused}
 
 
 def file_name(name: str) -> str:

@@ -20,8 +20,7 @@ from fedrot.simulations.report.summaries import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, JustifyMethod, OverflowMethod, RenderResult
-    from rich.table import Table as RichTable
+    from rich.console import Console, ConsoleOptions, RenderResult
 
 #: Largest number of characters in a line of a name; longer names are broken, see ``pieces``.
 WIDEST = 26
@@ -48,9 +47,12 @@ class Table:
     caption: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = terminal_table(self.title, self.header, self.texts, self.caption or None, fold=True)
+        table = RichTable(title=self.title, caption=self.caption or None, title_justify="left")
+        for name in self.header:
+            table.add_column(name, justify="left" if name in self.texts else "right", overflow="fold")
         for line in self.lines:
             # As Text, brackets in names and intervals are not markup.
             table.add_row(*(Text(" ".join(map(_broken, cell.split()))) for cell in line))
@@ -94,8 +96,8 @@ def _broken(word: str) -> str:
 def _widths(columns: Sequence[Sequence[str]], header: Sequence[str], room: int) -> list[int]:
     """Return widths of columns that fit into ``room``, or wider ones if a word would be cut."""
     cells = [[name, *column] for name, column in zip(header, columns, strict=True)]
-    widths = [max(len(line) for cell in own for line in cell.splitlines()) for own in cells]
-    words = [max(len(word) for cell in own for word in cell.split()) for own in cells]
+    widths = [max((len(line) for cell in own for line in cell.splitlines()), default=0) for own in cells]
+    words = [max((len(word) for cell in own for word in cell.split()), default=0) for own in cells]
     while sum(widths) > room and widths != words:
         spare = [width if width > word else 0 for width, word in zip(widths, words, strict=True)]
         widths[spare.index(max(spare))] -= 1
@@ -191,24 +193,6 @@ def number_style(*values: float, decimals: int = 3) -> str:
     if largest >= 1e6:
         return f".{decimals}g"
     return f".{max(0, decimals + 1 - len(str(int(largest))))}f"
-
-
-def terminal_table(
-    title: str,
-    columns: Iterable[str],
-    texts: Container[str] = (),
-    caption: str | None = None,
-    fold: bool = False,
-) -> RichTable:
-    """Return an empty table; columns in ``texts`` are left-aligned, and truncated or folded."""
-    from rich.table import Table
-
-    table = Table(title=title, caption=caption, title_justify="left" if fold else "center")
-    overflow: OverflowMethod = "fold" if fold else "ellipsis"
-    for name in columns:
-        justify: JustifyMethod = "left" if name in texts else "right"
-        table.add_column(name, justify=justify, no_wrap=name in texts and not fold, overflow=overflow)
-    return table
 
 
 def pipe_table(header: Sequence[str], rows: Iterable[Sequence[str]], texts: Container[str]) -> str:

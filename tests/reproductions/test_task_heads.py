@@ -46,8 +46,7 @@ def test_clients_go_on_from_the_head_of_the_last_round(monkeypatch: pytest.Monke
     monkeypatch.setattr(arm_strategies, "fit_task_head", noting)
     monkeypatch.setattr(arm_strategies.CellStrategy, "configure_train", configured)
     config = SimulationConfig(**SMALL)
-    name = f"plain{reproductions.task_heads.EACH_ROUND}"
-    told = [(config.to_json(), 0, "same", name)]
+    told = [(config.to_json(), 0, "same", "plain+task-head-each-round")]
     ((_, rows, _, failure),) = run_job(told, Path("nowhere"), "of no folder here")
     assert not failure
     assert len(fits) == len(broadcast) == 3
@@ -63,3 +62,22 @@ def test_the_name_is_that_of_an_arm_and_more() -> None:
     assert (arm.guard, arm.fits_task_head, arm.chooses) == ("loss", True, True)
     assert arm.strategy is reproductions.task_heads.EachRound
     assert arm.name == "aligned:loss+task-head-each-round"
+
+
+def test_a_head_that_is_measured_does_not_reach_the_clients() -> None:
+    config = SimulationConfig(**SMALL)
+    names = ("plain", "plain+task-head", "plain+task-head-measured")
+    told = [(config.to_json(), 0, "same", name) for name in names]
+    found = {}
+    for name, (_, rows, _, failure) in zip(names, run_job(told, Path("nowhere"), "none"), strict=True):
+        assert not failure
+        central = [row for row in rows.rows if row["scope"] == "central"]
+        found[name] = {(row["round"], row["metric"]): row["value"] for row in central}
+        kept = [row["round"] for row in rows.rows if row["metric"] == "kept"]
+        assert kept == {"plain": [], "plain+task-head": [3]}.get(name, [1, 2, 3])
+        clients = [row["value"] for row in rows.rows if row["metric"] == "train-loss"]
+        assert found.setdefault("train-loss", clients) == clients
+    plain, last, measured = (found[name] for name in names)
+    assert all(measured[place] == last[place] for place in last if place[0] == 3)
+    assert all(measured[place] == plain[place] for place in plain if place[0] == 0)
+    assert all(measured[number, "loss"] < plain[number, "loss"] for number in (1, 2))

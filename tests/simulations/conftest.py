@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,8 +12,11 @@ import pytest
 @pytest.fixture
 def two_nodes() -> Iterator[str]:
     """Start two Ray nodes of one core each; return their address."""
+    from ray._private.utils import get_ray_address_file
     from ray.cluster_utils import Cluster
 
+    # Cluster also writes into Ray's default folder, which nobody has made on a new machine.
+    Path(get_ray_address_file(None)).parent.mkdir(parents=True, exist_ok=True)
     # In a folder of their own: other tests run beside this one, and Ray joins the cluster that its
     # folder names. A short one: it becomes part of the names of sockets.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:

@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from fedrot.simulations.arm import TASK_HEAD
+from fedrot.simulations.federation.run_folder import OF_OWN_MODEL
 from fedrot.simulations.report.findings.shares import shares
 from fedrot.simulations.report.summaries import (
     BASELINE,
@@ -20,6 +22,7 @@ from fedrot.simulations.report.summaries import (
     setting_of,
 )
 from fedrot.simulations.report.tables import format_difference, number_style
+from fedrot.symmetry import NO_LAYER
 
 #: Below this share of the squared distance, a removed distance counts as no effect.
 NEGLIGIBLE = 0.01
@@ -42,6 +45,8 @@ DEFAULT = "aligned"
 WORDS = {
     BASELINE: "the clients' models are averaged as they are (FedAvg)",
     DEFAULT: "each model is moved to the others' coordinates before it is averaged (FedRot's defaults)",
+    f"{BASELINE}{TASK_HEAD}": "the plain average, its task head fitted to sums over all clients' rows",
+    f"{DEFAULT}{TASK_HEAD}": "the aligned average, its task head fitted to sums over all clients' rows",
     "same": "all clients start from one model",
     "pretrained": "all clients start from one model that was pretrained as a language model",
     "different": "each client trains from its own random model in the first round",
@@ -89,6 +94,7 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
             effect = _effect({difference.verdict for difference in differences.values()})
             effects[effect] += 1
             said.append(f"{_named(setting, start)}: alignment {effect}{_changes(differences)}.")
+            said += alone(own, setting, start, metrics)
             best = _best(arms)
             if best is not None:
                 said.append(f"{_named(setting, start)}: {best} helped{_changes(arms[best])}.")
@@ -96,6 +102,22 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
         counted = "; ".join(f"in {count} it {effect}" for effect, count in effects.items())
         said.insert(0, f"Alignment in {effects.total()} settings and starts: {counted}.")
     return said
+
+
+def alone(rows: Sequence[Row], setting: str, start: str, metrics: Sequence[str]) -> list[str]:
+    """Return a sentence about the clients' own models, if they trained in one round; else none.
+
+    After several rounds a client's model is one that was averaged before.
+    """
+    own = [row for row in rows if row["scope"].startswith(OF_OWN_MODEL) and row["start"] == start]
+    if not own or any(row["round"] != 1 for row in own):
+        return []
+    values = {m: [row["value"] for row in own if row["metric"] == m] for m in metrics}
+    if any(value is None for found in values.values() for value in found):
+        return []
+    means = {metric: sum(found) / len(found) for metric, found in values.items() if found}
+    shown = (f"{metric} {mean:{number_style(mean)}}" for metric, mean in means.items())
+    return [f"{_named(setting, start)}: a client's own model alone has {', '.join(shown)} in the mean."]
 
 
 def _best(arms: Mapping[str, Mapping[str, Paired]]) -> str | None:
@@ -172,10 +194,14 @@ def idle_layers(alignment: Sequence[Row]) -> list[str]:
     for share in shares(alignment, names).sort_values("layer", kind="stable").itertuples():
         known = not math.isnan(share.chance)
         if share.ratio <= 1 if known else share.found < NEGLIGIBLE:
-            of = f"{_named(share.setting, share.start)}: {share.arm} {IDLE[known]} by {share.part}"
+            place, layer = (
+                ("the whole model", "") if share.layer == NO_LAYER else ("layer", f"{share.layer} ")
+            )
+            whose = f"{_named(share.setting, share.start)}: {share.arm}"
+            of = f"{whose} {IDLE[known]} by {share.part} in {place}"
             chance = f", chance {100 * share.chance:.2g} %" if known else ""
-            idle.setdefault(of, []).append(f"{share.layer} ({100 * share.found:.2g} %{chance})")
-    return [f"{of} in layer {', '.join(layers)}." for of, layers in idle.items()]
+            idle.setdefault(of, []).append(f"{layer}({100 * share.found:.2g} %{chance})")
+    return [f"{of} {', '.join(layers)}." for of, layers in idle.items()]
 
 
 def dropped(alignment: Sequence[Row]) -> list[str]:

@@ -207,7 +207,7 @@ def test_server_optimisers_move_the_average(run: Callable[..., Path], server: st
 def test_the_server_s_rate_is_that_of_its_optimiser(server: str, pretrained: Path) -> None:
     config = config_of(pretrained, pretrained, server=server, server_lr=0.02, arms="lora-exact")
     task, (arm,) = task_of(config.to_json()), [arm for _, _, arm in config.cells()]
-    cell = ArmRun(task, 0, "same", arm, CellRows(), {})
+    cell = ArmRun(task, 0, "same", arm, CellRows(), {}, Path("unused.txt"))
     strategy: Any = strategy_of(cell, cell.model(), Path("unused.jsonl"))
     assert strategy.eta == 0.02
 

@@ -42,7 +42,7 @@ def made_with(arm: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> dic
     monkeypatch.setattr(FedRot, "__init__", given)
     config = SimulationConfig.from_flat({**SMALL, "arms": arm, **settings})
     task = task_of(config.to_json())
-    cell = ArmRun(task, 0, "same", Arm.parse(arm), CellRows(), {})
+    cell = ArmRun(task, 0, "same", Arm.parse(arm), CellRows(), {}, Path("unused.txt"))
     with pytest.raises(Made) as made:
         strategy_of(cell, cell.model(), Path("unused.jsonl"))
     found: dict[str, Any] = made.value.args[0]

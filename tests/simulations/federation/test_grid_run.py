@@ -165,6 +165,34 @@ def test_on_a_terminal_finished_cells_share_a_line_and_failures_stay(
     assert ("FAILED" if fails else "[1 of 2] one · seed 0 · same · plain: accuracy") in shown.getvalue()
 
 
+def test_a_terminal_shows_the_last_round_of_running_cells(
+    grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid.write_text(GRID.replace(', "aligned", "joined"', "").replace("seeds = [0, 1]", "seeds = [0]"))
+    updates = list[str]()
+    update = grid_run.Text.__init__
+
+    def noted(self: Any, text: str = "", *args: Any, **options: Any) -> None:
+        updates.append(text)
+        update(self, text, *args, **options)
+
+    configs = configs_of(grid, quick=False, data_dir=None, model=None)
+    run = grid_run._Run(
+        grid_run.RunFolder(tmp_path / "run", configs, ""),
+        grid_run.cells_of(configs),
+        grid_run.partitions_of(configs),
+        Console(file=io.StringIO(), force_terminal=True, width=200),
+    )
+    for name, line in (("b", "one: round 2 of 3"), ("a", "two: round 0 of 3")):
+        folder = run.store.path / "trainings" / name
+        folder.mkdir(parents=True)
+        (folder / experiment.PROGRESS).write_text(line)
+    (run.store.path / "trainings" / "c").mkdir()  # Its first round is running.
+    monkeypatch.setattr(grid_run.Text, "__init__", noted)
+    run._look()
+    assert updates == ["The first cells run.\ntwo: round 0 of 3\none: round 2 of 3"]
+
+
 def test_what_is_finished_is_not_run_again(grid: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     first = GRID.replace("seeds = [0, 1]", "seeds = [0]").replace(', "joined"', "")

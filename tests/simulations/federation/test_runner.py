@@ -19,7 +19,7 @@ from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation import runner
 from fedrot.simulations.report import run_page
-from fedrot.simulations.tasks.task import Task
+from fedrot.simulations.tasks.task import Task, task_of
 
 SMALL: dict[str, Any] = {
     "train_limit": 16,
@@ -191,6 +191,33 @@ def partitions(configs: list[SimulationConfig], brief: bool) -> str:
     text = io.StringIO()
     runner.print_partitions(configs, Console(file=text, width=200), brief=brief)
     return text.getvalue()
+
+
+def test_rows_and_classes_that_no_client_has_are_told() -> None:
+    settings = {**SMALL, "clients": 2, "train_limit": 60, "seeds": "3-4"}
+    config = SimulationConfig.from_flat({**settings, "partition": "pathological:2"})
+    shown = " ".join(partitions([config], True).split())
+    names, sizes, counts = task_of(config.to_json()).partition(3)
+    all_rows = task_of(config.to_json()).data.train.labels
+    absent = [n for i, n in enumerate(names) if (all_rows == i).any() and not sum(c[i] for c in counts)]
+    assert len(absent) >= 3
+    assert (
+        f"Partition pathological:2 leaves out {60 - sum(sizes)} of 60 training rows: no client has the "
+        f"classes {', '.join(absent)} (seed 3)."
+    ) in shown
+    assert "leaves out" not in partitions([config.model_copy(update={"partition": "iid"})], True)
+
+
+def test_few_held_out_rows_are_told_where_an_arm_chooses_by_them() -> None:
+    config = SimulationConfig.from_flat({**SMALL, "train_limit": 80, "holdout": 0.5, "seeds": 1})
+    assert "hold out" not in partitions([config], True)
+    choosing = config.model_copy(update={"arms": ("plain", "plain+task-head", "aligned:loss")})
+    assert (
+        "Clients hold out 40 rows in all (seed 0), by which plain+task-head, aligned:loss choose: the "
+        "choice may be noise. --set holdout=0.3 gives more." in partitions([choosing], True)
+    )
+    enough = choosing.model_copy(update={"train_limit": 400})
+    assert "hold out" not in partitions([enough], True)
 
 
 def test_partitions_are_tables_unless_several_are_told_in_brief() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -253,16 +254,14 @@ def test_shards_are_one_model(pair: tuple[Path, Path], tmp_path: Path) -> None:
     assert whole == sharded
 
 
-def test_the_result_may_be_a_file_but_no_model_is(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    merge(pair, tmp_path / "folder")
+def test_a_model_is_a_folder_and_no_file(pair: tuple[Path, Path], tmp_path: Path) -> None:
     code, output = invoke(*pair, "--out", tmp_path / "out.safetensors")
-    assert code == 0, output
-    expected = contents(tmp_path / "folder")["model.safetensors"]
-    assert (tmp_path / "out.safetensors").read_bytes() == expected
-    code, output = invoke(pair[0], tmp_path / "out.safetensors", "--out", tmp_path / "no")
     assert code == 2
-    assert "out.safetensors' is a file. Give the folder of a saved model. Put config.json" in output
-    assert not (tmp_path / "no").exists()
+    assert "out.safetensors' names a file, and a model is a folder of files. Leave" in output
+    code, output = invoke(pair[0], pair[1] / "model.safetensors", "--out", tmp_path / "no")
+    assert code == 2
+    assert "model.safetensors' is a file. Give the folder of a saved model. Put config.json" in output
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
 
 
 @pytest.mark.parametrize("name", ["bert-mlm", "distilbert-mlm"])
@@ -309,6 +308,18 @@ def test_the_report_has_a_line_per_part(tmp_path: Path) -> None:
     assert 80 < neurons <= 96
     assert "all tensors" in cells
     assert "another basis" not in output
+    told = " ".join(output.split())
+    assert f"'b' was in other coordinates: {16 + neurons} of 112 heads, neurons and directions" in told
+    assert re.search("were moved, which removed [0-9.]+% of the squared distance to the anchor", told)
+
+
+def test_of_a_model_that_is_not_moved_the_command_says_why(tmp_path: Path) -> None:
+    model = model_of("bert-classifier")
+    pair = saved(model, tmp_path / "a"), saved(neighbour(model), tmp_path / "b")
+    code, output = invoke(*pair, "--dry-run")
+    assert code == 0, output
+    told = " ".join(output.split())
+    assert "'b' was averaged as it is: none of 112 heads, neurons and directions differs" in told
 
 
 @pytest.mark.parametrize(
@@ -724,10 +735,10 @@ def test_values_beyond_the_dtype_are_refused(pair: tuple[Path, Path], tmp_path: 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["out", "out.safetensors"])
-def test_what_is_there_already_is_left_alone(name: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
-    out = tmp_path / name
-    if out.suffix:
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_what_is_there_already_is_left_alone(kind: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    if kind == "file":
         out.write_text("precious")
     else:
         out.mkdir()
@@ -745,10 +756,9 @@ def test_an_empty_folder_is_filled(pair: tuple[Path, Path], tmp_path: Path) -> N
     loaded(tmp_path / "out", model_of("bert-classifier"))
 
 
-@pytest.mark.parametrize("name", ["out", "out.safetensors"])
 @pytest.mark.parametrize("stage", ["merging", "writing", "copying"])
 def test_nothing_is_left_when_it_fails(
-    stage: str, name: str, pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: str, pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> Any:
         raise OSError("out of luck")
@@ -766,7 +776,7 @@ def test_nothing_is_left_when_it_fails(
     else:
         monkeypatch.setattr(Path, "replace", fail)
     before = contents(tmp_path)
-    code, output = invoke(*pair, "--out", tmp_path / name)
+    code, output = invoke(*pair, "--out", tmp_path / "out")
     assert code == 2
     assert ("No space left" if stage == "writing" else "out of luck") in output
     assert contents(tmp_path) == before
@@ -775,7 +785,7 @@ def test_nothing_is_left_when_it_fails(
 
 def test_a_folder_that_cannot_be_written_to_is_an_error(pair: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    code, output = invoke(*pair, "--out", tmp_path / "file" / "out.safetensors")
+    code, output = invoke(*pair, "--out", tmp_path / "file" / "out")
     assert code == 2, output
     assert "file" in output
 

@@ -68,31 +68,57 @@ def test_the_command_prints_a_line_per_model(models: list[Path]) -> None:
     code, printed = invoke("merge", *models, *options)
     assert code == 0, printed
     assert f"On 500 held-out rows of {DATA}" in printed
-    lines = [printed.index(name) for name in ("model0 │ 0.5", "On 500", "plain average", "merged │")]
+    lines = [printed.index(name) for name in ("model0 (0.5)", "On 500", "plain average", "merged │")]
     assert lines == sorted(lines)
+    assert "loss (nats, lower is better)." in " ".join(printed.split())
+    assert "'model1' was averaged as it is: no part was to be moved." in " ".join(printed.split())
+
+
+#: The best model alone, the merged one and two others, on blocks of rows: merged minus b is 0.1 +- 0.05.
+BLOCKS = {"a": [0.3, 0.3], "b": [0.55, 0.65], "plain average": [0.5, 0.5], "merged": [0.6, 0.8]}
 
 
 @pytest.mark.parametrize(
-    ("metric", "merged", "said"),
+    ("metric", "said"),
     [
         (
             "accuracy",
-            0.7,
-            "better than the plain average (0.500) and better than the best model alone (b, 0.600)",
+            "By accuracy, the merged model (0.700) against the plain average (0.500): "
+            "+0.200 [-1.071, +1.471] within noise of 1.271; against the best model alone, b (0.600): "
+            "+0.100 [-0.535, +0.735] within noise of 0.635. "
+            "9 rows; 95 % t intervals over 2 blocks of them.",
         ),
-        ("accuracy", 0.6, "better than the plain average (0.500) and the same as the best model alone"),
-        ("accuracy", 0.4, "not better than the plain average (0.500) and not better than the best"),
         (
             "perplexity",
-            0.4,
-            "better than the plain average (0.500) and not better than the best model alone (a, 0.300)",
+            "By perplexity, the merged model (0.700) against the plain average (0.500): "
+            "+0.200 [-1.071, +1.471] within noise of 1.271; against the best model alone, a (0.300): "
+            "+0.400 [-0.871, +1.671] within noise of 1.271. "
+            "9 rows; 95 % t intervals over 2 blocks of them.",
         ),
     ],
 )
-def test_the_verdict_is_by_the_headline_metric(metric: str, merged: float, said: str) -> None:
-    values = {"a": 0.3, "b": 0.6, "plain average": 0.5, "merged": merged}
-    found = Scores("d", 9, {name: {metric: value, "loss": 1.0} for name, value in values.items()})
-    assert said in verdict(found)
+def test_the_verdict_is_by_the_headline_metric(metric: str, said: str) -> None:
+    models = {name: {metric: sum(own) / 2, "loss": 1.0} for name, own in BLOCKS.items()}
+    assert verdict(Scores("d", 9, models, BLOCKS)) == said
+
+
+def test_a_clear_difference_is_called_better_or_worse() -> None:
+    blocks = {"a": [0.3, 0.3, 0.3], "plain average": [0.5, 0.5, 0.5], "merged": [0.6, 0.61, 0.62]}
+    models = {name: {"accuracy": sum(own) / 3, "loss": 1.0} for name, own in blocks.items()}
+    said = verdict(Scores("d", 9, models, blocks))
+    assert "the plain average (0.500): +0.110 [+0.085, +0.135] better; against" in said
+    models = {name: {"loss": values["accuracy"]} for name, values in models.items()}
+    said = verdict(Scores("d", 9, models, blocks))
+    assert "the plain average (0.500): +0.110 [+0.085, +0.135] worse" in said
+
+
+def test_blocks_are_disjoint_and_hold_all_rows(task: Task, models: list[Path]) -> None:
+    found = merge(models, None, SETTINGS, dry_run=True).scores
+    assert found is not None
+    for name, own in found.blocks.items():
+        assert len(own) == 10
+        if found.headline == "accuracy":  # All blocks have 50 rows.
+            assert np.mean(own) == pytest.approx(found.models[name]["accuracy"])
 
 
 @pytest.mark.parametrize("task", ["classification"], indirect=True)

@@ -20,6 +20,7 @@ from fedrot.simulations.report.html_page import HtmlPage, Section, broken, list_
 from fedrot.simulations.report.run_page import (
     PAGE,
     file_name,
+    in_use,
     markdown_report,
     write_report,
 )
@@ -143,6 +144,16 @@ def test_a_complete_run(run: Path) -> None:
     assert [page.count(f"Rows per client: main, seed {seed}") for seed in SEEDS] == [1, 1, 1]
     assert ">71</td>" in page
     assert "<td>&lt;glad&gt; 40, sad 31</td>" in page
+
+
+def test_the_configuration_has_what_has_an_effect() -> None:
+    given = {"layers": 2, "width": 8, "server": "mean", "server_lr": 0.1, "lora": "", "missing": None}
+    own = {**given, "starts": ["same"], "model": None, "pretrain_epochs": 1, "rounds": 0}
+    small = {"layers": 2, "width": 8, "server": "mean", "starts": ["same"], "rounds": 0}
+    assert in_use(own) == small
+    both = {**own, "starts": ["same", "pretrained"], "server": "adam"}
+    assert in_use(both).keys() == {*small, "pretrain_epochs", "server_lr"}
+    assert in_use({**own, "model": "minilm"}).keys() == {"model", "server", "starts", "rounds"}
 
 
 def test_share_and_chance_are_in_the_page_and_the_findings(run: Path) -> None:

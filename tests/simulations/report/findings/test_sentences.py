@@ -181,6 +181,34 @@ def test_layers_are_idle_up_to_chance_or_one_percent() -> None:
     ]
 
 
+def test_groups_of_no_layer_are_those_of_the_whole_model() -> None:
+    assert idle_layers([measured(-1, 0.03, 0.05, part="residual")]) == [
+        "one, start same: aligned found no more than chance by residual in the whole model "
+        "(3 %, chance 5 %).",
+    ]
+
+
+def own_models(values: dict[str, list[float | None]], round_: int = 1, start: str = "same") -> list[Any]:
+    return [
+        {**rows(PLAIN)[0], "scope": f"alone:{client}", "metric": metric, "value": value}
+        | {"round": round_, "start": start}
+        for metric, own in values.items()
+        for client, value in enumerate(own)
+    ]
+
+
+def test_after_one_round_the_clients_own_models_are_a_yardstick() -> None:
+    own = own_models({"accuracy": [0.3, 0.4], "loss": [2.0, 4.0], "ece": [0.1]})
+    said = verdicts([*rows(moved(0.1, -0.3)), *own, *own_models({"loss": [9.0]}, start="other")])
+    alone = "a client's own model alone has accuracy 0.350, loss 3.000 in the mean."
+    assert said[1] == f"one, start same: {alone}"
+    assert "alignment helped" in said[0]
+    several = verdicts([*rows(moved(0.1, -0.3)), *own_models({"loss": [2.0]}, round_=2)])
+    diverged = verdicts([*rows(moved(0.1, -0.3)), *own_models({"loss": [None]})])
+    assert len(said) == 2
+    assert [len(several), len(diverged)] == [1, 1]
+
+
 def test_dropped_replies_are_counted_by_arm_and_reason() -> None:
     lost = {"setting": "", "arm": "aligned", "dropped": "not finite"}
     lines = [lost, measured(0, 0.1, None), lost, {**lost, "dropped": "too late"}, {**lost, "arm": "ffn"}]

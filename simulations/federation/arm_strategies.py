@@ -83,9 +83,8 @@ class ArmRun:
         self.record("central", server_round, metrics)
         config = self.task.config
         title = Cell(config, self.seed, self.start, self.arm).title
-        finished = f"{title}: round {server_round} of {config.rounds}"
-        write_text(self.progress, finished)
-        log(INFO, "%s", finished)
+        write_text(self.progress, f"{title}: round {server_round}/{config.rounds}")
+        log(INFO, "%s: round %d/%d", title, server_round, config.rounds)
         return MetricRecord(dict(metrics))
 
     def evaluate(self, model: nn.Module, server_round: int) -> dict[str, float]:

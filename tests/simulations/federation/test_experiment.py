@@ -106,7 +106,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
         config = SimulationConfig(**{**SMALL, **settings})
         run = Run(config, tmp_path / "run")
 
-        def train(model: Any, task: Task, rows: np.ndarray, seed: int, epochs: float) -> float:
+        def train(model: Any, task: Task, rows: np.ndarray, seed: int, epochs: float, *_: Any) -> float:
             run.trained.append(Trained(tuple(rows.tolist()), seed, epochs))
             with torch.no_grad():
                 model.classifier.bias += len(rows) / 100
@@ -127,6 +127,8 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
         def progress(level: int, text: str, description: str, server_round: int, rounds: int) -> None:
             assert (text % (description, server_round, rounds)).endswith(f"{server_round}/{rounds}")
             run.progress.append((description, server_round, rounds))
+            told = text % (description, server_round, rounds)
+            assert (scratch / experiment.PROGRESS).read_text() == told
 
         monkeypatch.setattr(arm_strategies, "log", progress)
         store = RunFolder(run.path, [config], "test")

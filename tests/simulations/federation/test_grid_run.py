@@ -183,14 +183,14 @@ def test_a_terminal_shows_the_last_round_of_running_cells(
         grid_run.partitions_of(configs),
         Console(file=io.StringIO(), force_terminal=True, width=200),
     )
-    for name, line in (("b", "one: round 2 of 3"), ("a", "two: round 0 of 3")):
+    for name, line in (("b", "one: round 2/3"), ("a", "two: round 0/3")):
         folder = run.store.path / "trainings" / name
         folder.mkdir(parents=True)
         (folder / experiment.PROGRESS).write_text(line)
     (run.store.path / "trainings" / "c").mkdir()  # Its first round is running.
     monkeypatch.setattr(grid_run.Text, "__init__", noted)
     run._look()
-    assert updates == ["The first cells run.\ntwo: round 0 of 3\none: round 2 of 3"]
+    assert updates == ["The first cells run.\ntwo: round 0/3\none: round 2/3"]
 
 
 def test_what_is_finished_is_not_run_again(grid: Path, tmp_path: Path) -> None:

@@ -424,7 +424,9 @@ def test_probing_draws_nothing_from_the_caller_s_random_numbers() -> None:
 
 @pytest.mark.parametrize("weights", [(3.0, 1.0, 2.0), (2.0, 2.0, 2.0)], ids=["unequal", "equal"])
 @pytest.mark.parametrize("other_basis", [True, False])
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(
+    "name", [FEW[0], *(pytest.param(name, marks=pytest.mark.long) for name in FEW[1:])]
+)
 def test_consensus_of_unrelated_models_does_not_depend_on_their_order(
     name: str, other_basis: bool, weights: tuple[float, ...]
 ) -> None:

@@ -73,7 +73,12 @@ def _fetched(tensors: Mapping[str, Tensor]) -> State:
 
 @pytest.mark.parametrize("which", OPTIONS)
 @pytest.mark.parametrize(
-    "family", ["bert", "llama", pytest.param("t5", marks=pytest.mark.long), "gptj", "mixtral"]
+    "family",
+    [
+        "bert",
+        "mixtral",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("llama", "t5", "gptj")),
+    ],
 )
 def test_alignment_on_the_device_is_that_on_the_cpu(family: str, which: str) -> None:
     symmetry = symmetry_for(family)
@@ -235,7 +240,7 @@ def test_optimal_transport_solves_on_the_host_and_mixes_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("anchor", ANCHORS)
-@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize("family", ["bert", pytest.param("llama", marks=pytest.mark.long)])
 def test_a_round_on_the_device_is_that_on_the_cpu(family: str, anchor: str) -> None:
     symmetry = symmetry_for(family)
     broadcast, near, far = _models(family)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def two_nodes() -> Iterator[str]:
     """Start two Ray nodes of one core each; return their address."""
     from ray._private.utils import get_ray_address_file

@@ -194,7 +194,14 @@ def test_clients_that_learned_nothing_change_no_function_in_canonical_rounds(nam
 
 
 @pytest.mark.parametrize(
-    ("name", "others"), [("FedAdam", 1), *((name, CLIENTS - 1) for name in [*COMPARING, "Krum"])]
+    ("name", "others"),
+    [
+        ("FedAdam", 1),
+        *((name, CLIENTS - 1) for name in ("FedAvgM", "FedAdam", "QFedAvg", "Krum")),
+        # Their step differs from FedAdam's only in its second moments.
+        pytest.param("FedYogi", CLIENTS - 1, marks=pytest.mark.long),
+        pytest.param("FedAdagrad", CLIENTS - 1, marks=pytest.mark.long),
+    ],
 )
 def test_clients_of_another_basis_that_learned_nothing_change_no_function(
     name: str, others: int

@@ -28,6 +28,7 @@ from fedrot.simulations.federation import client_app, experiment, grid_run
 from fedrot.simulations.federation.run_folder import read_alignment, read_rows
 from fedrot.simulations.federation.store import CellRows, RunFolder, cells_of
 from fedrot.simulations.jobs import FAILURES, Job, Machine, Outcome
+from fedrot.simulations.report import run_page
 from reproductions.report.compact import compact, write_parquet
 from tests.simulations import commands
 from tests.simulations.in_process import simulated
@@ -67,6 +68,12 @@ def test_a_layer_that_the_model_lacks_is_refused_before_anything_runs(tmp_path: 
         printed.split()
     )
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture(autouse=True)
+def _without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports of this process have no pictures, which take longer than these runs."""
+    monkeypatch.setitem(run_page.PAGE.sections, "settings", lambda run: None)
 
 
 @pytest.fixture

@@ -90,7 +90,10 @@ def test_a_round_on_the_device_is_that_on_the_cpu(which: str) -> None:
         assert found[1][name] == pytest.approx(wanted[1][name], rel=1e-5)
 
 
-@pytest.mark.parametrize(("anchor", "at_clients"), [("running", True), ("consensus", False)])
+@pytest.mark.parametrize(
+    ("anchor", "at_clients"),
+    [("running", True), pytest.param("consensus", False, marks=pytest.mark.long)],
+)
 def test_other_basis_replies_are_matched_there_too(anchor: str, at_clients: bool) -> None:
     """With activations of the models, which run on the host."""
     clients = [Client(permuted(near(state(), 0.02, i), i), 1.0 + i, {}) for i in range(3)]

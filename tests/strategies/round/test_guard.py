@@ -326,7 +326,7 @@ def test_an_aggregation_is_compared_with_the_plain_mean_without_alignment_too(
 
 
 @BOTH
-@pytest.mark.parametrize("anchor", ["running", "consensus"])
+@pytest.mark.parametrize("anchor", ["running", pytest.param("consensus", marks=pytest.mark.long)])
 def test_a_round_on_a_device(anchor: str, better: str) -> None:
     """Layer by layer, and whole updates at a time."""
     clients = [type(c)(c.update, c.weight, {}) for c in scrambled(honest())]

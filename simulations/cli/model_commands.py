@@ -54,15 +54,16 @@ def merge(
         return
     from fedrot.simulations.merge import merge_scores
     from fedrot.simulations.merge.merging import merge as merge_models
-    from fedrot.simulations.merge.merging import movements, table
+    from fedrot.simulations.merge.merging import movements, movements_table
 
     with console.status(escape(f"{settings['method']} of {len(models)} models")):
         found = merge_models(models, out, MergeSettings(**settings), dry_run=dry_run)
-    console.print(table(found))
+    console.print(movements_table(found))
     for sentence in movements(found):
         say(sentence)
     if found.scores is not None:
-        console.print(merge_scores.table(found.scores))
+        for table in merge_scores.tables(found.scores):
+            console.print(table)
         say(merge_scores.verdict(found.scores))
     for note in found.notes:
         say(f"Note: {note}")
@@ -164,4 +165,7 @@ def diagnose(
     if len(what) == 2:
         say(f"'{what[0]}' was used as the base.")
     if not one:
-        say(f"Command for this merge: {merge_command(found[0], what)}")
+        # On one line, so that it can be copied.
+        console.print(
+            f"Command for this merge: {merge_command(found[0], what)}", soft_wrap=True, highlight=False
+        )

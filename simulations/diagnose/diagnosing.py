@@ -164,7 +164,7 @@ def tables(found: Found) -> Iterator[Table]:
         lines: tuple[Evidence, ...] = getattr(found.diagnosis, name)
         if not lines:
             continue
-        columns = ("part, layer", "share found", "chance", "ratio", "moved")
+        columns = ("part, layer", "share found", "chance", "ratio", "groups moved")
         # Parts in the order of their names, as layers of one part belong together.
         ordered = sorted(lines, key=lambda line: line.part)
         yield Table(title[0].upper() + title[1:], columns, [*map(_cells, ordered)], columns[:1])

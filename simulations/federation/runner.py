@@ -121,7 +121,7 @@ def present(out: Path, console: Console, *, brief: bool = False) -> None:
             console.print(table)
     headings = {
         "Cost of scrambling the clients' coordinates:": costs_of_scrambling(rows, metrics_in(rows)),
-        "Did alignment help? (95 % t intervals over seeds)": said,
+        "What helped? (95 % t intervals over seeds)": said,
     }
     for heading, sentences in headings.items():
         if sentences:

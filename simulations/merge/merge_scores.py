@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -13,9 +14,13 @@ from fedrot.errors import FedrotError
 from fedrot.simulations.merge.merge_inputs import Input, task_for, titles
 from fedrot.simulations.merge.merge_settings import MergeSettings
 from fedrot.simulations.models.alike import label_elsewhere
+from fedrot.simulations.models.saved_model import SavedModel
 from fedrot.simulations.report.summaries import LOWER_IS_BETTER, Paired, described, paired_difference
 from fedrot.simulations.report.tables import Table, format_difference, number_style
 from fedrot.tensors import widened
+
+if TYPE_CHECKING:
+    from fedrot.simulations.tasks.task import Task
 
 #: Titles of the averaged models.
 PLAIN, MERGED = "plain average", "merged"
@@ -29,13 +34,13 @@ _BLOCKS = 10
 class Scores:
     """Metrics on ``rows`` held-out rows of a data set, by the title of the model.
 
-    ``blocks`` has the headline metric, the first one, on disjoint blocks of these rows.
+    ``blocks`` has the metrics on disjoint blocks of these rows. The first metric is the headline.
     """
 
     data: str
     rows: int
     models: Mapping[str, Mapping[str, float]]
-    blocks: Mapping[str, Sequence[float]]
+    blocks: Mapping[str, Sequence[Mapping[str, float]]]
 
     @property
     def headline(self) -> str:
@@ -49,7 +54,7 @@ def scores(
     """Return the scores of the inputs, of their plain average and of the merged model, and a note.
 
     The task is that of the model's class. If the class has no task, or the data do not fit, the scores
-    are None, and the note gives the reason.
+    are None, and the note gives the reason. Else the note is about outputs without names, or empty.
     """
     from fedrot.simulations.tasks import training
     from fedrot.simulations.tasks.objectives import task_name
@@ -77,9 +82,19 @@ def scores(
     for title, tensors in _states(inputs, merged):
         model.load_state_dict(tensors, strict=False)  # Only the first of tied tensors is stored.
         found[title] = training.evaluate(model, task, task.test, rows)
-        headline = next(iter(found[title]))
-        blocks[title] = [training.evaluate(model, task, task.test, part)[headline] for part in parts]
-    return Scores(task.data.name, len(rows), found, blocks), ""
+        blocks[title] = [training.evaluate(model, task, task.test, part) for part in parts]
+    return Scores(task.data.name, len(rows), found, blocks), _nameless(first, task)
+
+
+def _nameless(saved: SavedModel, task: Task) -> str:
+    """Return a note if the outputs of a classifier have transformers' default names."""
+    names = [f"LABEL_{output}" for output in range(saved.config.num_labels)]
+    if task.config.task != "classification" or [*saved.config.id2label.values()] != names:
+        return ""
+    return (
+        "The models' outputs have no names. They are taken to be the data's labels in this order: "
+        f"{', '.join(task.data.label_names)}."
+    )
 
 
 def _states(
@@ -111,7 +126,7 @@ def verdict(found: Scores) -> str:
     style = number_style(*shown.values())
     against = {PLAIN: "the plain average", best: f"the best model alone, {best}"}
     compared = (
-        f"{what} ({shown[name]:{style}}): {format_difference(_over_blocks(found, name))}"
+        f"{what} ({shown[name]:{style}}): {format_difference(_over_blocks(found, name, metric))}"
         for name, what in against.items()
     )
     merged = f"the merged model ({shown[MERGED]:{style}})"
@@ -121,25 +136,35 @@ def verdict(found: Scores) -> str:
     )
 
 
-def _over_blocks(found: Scores, name: str) -> Paired:
+def _over_blocks(found: Scores, name: str, metric: str) -> Paired:
     """Return the difference of the merged model from another one, over blocks of rows."""
     pairs = zip(found.blocks[MERGED], found.blocks[name], strict=True)
-    lower = found.headline in LOWER_IS_BETTER
-    return paired_difference([ours - theirs for ours, theirs in pairs], lower_is_better=lower)
+    differences = [ours[metric] - theirs[metric] for ours, theirs in pairs]
+    return paired_difference(differences, lower_is_better=metric in LOWER_IS_BETTER)
 
 
-def table(found: Scores) -> Table:
-    """Return a table with a line per model: the headline metric, the loss, and at most two others."""
+def tables(found: Scores) -> list[Table]:
+    """Return a table of scores, and one of the merged model's differences from each other one.
+
+    Scores are the headline metric, the loss, and at most two others.
+    """
     known = [metric for metric in found.models[MERGED] if metric != "calibrated_loss"]
     metrics = list(dict.fromkeys([*known[:3], *known[-1:]]))
     lines = [
         (name, *(f"{values[metric]:{number_style(values[metric])}}" for metric in metrics))
         for name, values in found.models.items()
     ]
-    return Table(
-        f"On {found.rows} held-out rows of {found.data}",
-        ("model", *metrics),
-        lines,
-        texts=("model",),
-        caption="; ".join(map(described, metrics)) + ".",
-    )
+    compared = list(dict.fromkeys([found.headline, metrics[-1]]))
+    differences = [
+        (name, *(format_difference(_over_blocks(found, name, metric)) for metric in compared))
+        for name in found.models
+        if name != MERGED
+    ]
+    texts = ("model", "the merged model minus")
+    title = f"On {found.rows} rows of {found.data}, which this command did not use otherwise"
+    described_all = "; ".join(map(described, metrics)) + "."
+    intervals = f"95 % t intervals over {len(found.blocks[MERGED])} blocks of these rows."
+    return [
+        Table(title, ("model", *metrics), lines, texts, described_all),
+        Table("Differences", ("the merged model minus", *compared), differences, texts, intervals),
+    ]

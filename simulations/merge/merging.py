@@ -245,16 +245,16 @@ def _remarks(
             )
 
 
-def table(report: MergeReport) -> Table:
+def movements_table(report: MergeReport) -> Table:
     """Return a table with a line per model and part, and one for all tensors of each model."""
-    columns = ("model (weight)", "part", "before", "after", "moved")
+    columns = ("model (weight)", "part", "before", "after", "heads or neurons moved")
     total = sum(given.weight for given in report.inputs)
     lines = []
     for title, given in _titled(report):
-        own = _lines(given) if given is not report.inputs[0] else [("the anchor", "", "", "")]
+        own = _lines(given) if given is not report.inputs[0] else [("the first model", "", "", "")]
         lines.append((f"{title} ({given.weight / total:.3g})", *own[0]))
         lines += [("", *line) for line in own[1:]]
-    title = f"Squared distance to the anchor; merged by {report.method}"
+    title = f"Squared distance to the first model; merged by {report.method}"
     return Table(title, columns, lines, columns[:2])
 
 
@@ -272,17 +272,17 @@ def _movement(title: str, given: InputReport) -> str:
     groups = given.alignment.groups
     moved, of = sum(group.moved for group in groups), sum(group.of for group in groups)
     if not of:
-        return f"'{title}' was averaged as it is: no part was to be moved."
+        return f"'{title}' was averaged as it is: no part was asked for (--parts)."
     if not moved:
         return (
-            f"'{title}' was averaged as it is: none of {of} heads, neurons and directions differs from "
-            "the anchor's by more than chance. Models that were trained from one start are in the same "
-            "coordinates."
+            f"'{title}' was averaged as it is: none of {of} heads, neurons and directions differs by "
+            "more than chance from the first model's. Models that were trained from one start are in "
+            "the same coordinates."
         )
     removed = (given.before - given.after) / given.before
     return (
         f"'{title}' was in other coordinates: {moved} of {of} heads, neurons and directions were moved, "
-        f"which removed {removed:.1%} of the squared distance to the anchor."
+        f"which removed {removed:.1%} of the squared distance to the first model."
     )
 
 

@@ -142,7 +142,7 @@ def verdict(run: RunResults) -> Section | None:
     words = {word: meaning for word, meaning in sentences.WORDS.items() if word in used}
     text = " · ".join(filter(None, about))
     said = sentences.verdicts(run.rows)
-    return Section("Did alignment help?" if said else "What was run", text, said, words)
+    return Section("What helped?" if said else "What was run", text, said, words)
 
 
 @PAGE.section
@@ -230,7 +230,7 @@ def findings(run: RunResults) -> Section:
     text = "" if found or idle else "No such case among the results with intervals."
     if not compared:
         text = f"There is no comparison with {BASELINE} yet."
-    return Section("Where alignment did nothing or hurt", text, found, sections=folded)
+    return Section("What changed nothing, hurt or stayed within noise", text, found, sections=folded)
 
 
 @PAGE.section

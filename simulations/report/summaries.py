@@ -20,6 +20,7 @@ LOWER_IS_BETTER = frozenset({"loss", "calibrated_loss", "ece", "perplexity", "ps
 UNITS = {
     "loss": "nats",
     "calibrated_loss": "nats",
+    "ece": "expected calibration error, 0 to 1",
     "perplexity": "from 1 up",
     "pseudo_perplexity": "from 1 up",
     "matthews": "-1 to 1",

@@ -30,7 +30,7 @@ SHORT = 10
 MOST_CLASSES = 8
 #: Verdicts for which the difference is not shown.
 SAME = ("identical", "equal but for rounding")
-EXPLAINED = "Paired by seed. Within noise of x: a difference above x would have shown."
+EXPLAINED = "Paired by seed. Within noise of x: these seeds can show only a difference above x."
 
 
 @dataclass(frozen=True)

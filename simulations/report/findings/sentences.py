@@ -36,7 +36,7 @@ DOUBTS = {
     "worse": f"{{arm}} hurt {{metric}} against {BASELINE}: {{change}}",
     "identical": f"{{arm}} gave exactly the {{metric}} of {BASELINE}",
     "equal but for rounding": f"{{arm}} gave the {{metric}} of {BASELINE}, but for rounding",
-    "within noise": "{arm} made no difference to {metric}: {change}",
+    "within noise": f"{{arm}} cannot be told from {BASELINE} by {{metric}} with these seeds: {{change}}",
     "not finite": f"{{arm}} or {BASELINE} diverged: {{metric}} is not finite",
 }
 #: The arm of ``FedRot`` with its defaults.

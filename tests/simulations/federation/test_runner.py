@@ -165,7 +165,7 @@ def test_results_are_printed_with_tables_costs_and_verdicts(tmp_path: Path) -> N
             "What alignment found: one, start scrambled",
             "Cost of scrambling the clients' coordinates:\n  one, plain: accuracy",
             "\n  one, aligned: accuracy",
-            "Did alignment help? (95 % t intervals over seeds)\n  Alignment in 2 settings and starts",
+            "What helped? (95 % t intervals over seeds)\n  Alignment in 2 settings and starts",
             f"Report: {out / 'report.html'}",
         )
     ]
@@ -184,7 +184,7 @@ def test_tables_of_several_settings_are_left_out_in_brief_if_sentences_say_it(tm
         shown = presented(out, both, arms, **options)
         assert shown.count("final round") == 4
         assert "Tables: " not in shown
-        assert ("Did alignment help?" in shown) == ("aligned" in arms)
+        assert ("What helped?" in shown) == ("aligned" in arms)
 
 
 def partitions(configs: list[SimulationConfig], brief: bool) -> str:

@@ -310,7 +310,9 @@ def test_the_report_has_a_line_per_part(tmp_path: Path) -> None:
     assert "another basis" not in output
     told = " ".join(output.split())
     assert f"'b' was in other coordinates: {16 + neurons} of 112 heads, neurons and directions" in told
-    assert re.search("were moved, which removed [0-9.]+% of the squared distance to the anchor", told)
+    assert re.search(
+        "were moved, which removed [0-9.]+% of the squared distance to the first model", told
+    )
 
 
 def test_of_a_model_that_is_not_moved_the_command_says_why(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.merge.merge_scores import Scores, verdict
+from fedrot.simulations.merge.merge_scores import Scores, tables, verdict
 from fedrot.simulations.merge.merge_settings import MergeSettings
 from fedrot.simulations.merge.merging import merge
 from fedrot.simulations.models.build import build_model
@@ -67,14 +68,29 @@ def test_the_command_prints_a_line_per_model(models: list[Path]) -> None:
     options = ["--data", DATA, "--parts", "none", "--dry-run"]
     code, printed = invoke("merge", *models, *options)
     assert code == 0, printed
-    assert f"On 500 held-out rows of {DATA}" in printed
+    assert f"On 500 rows of {DATA}, which this command did not use otherwise" in printed
     lines = [printed.index(name) for name in ("model0 (0.5)", "On 500", "plain average", "merged │")]
     assert lines == sorted(lines)
     assert "loss (nats, lower is better)." in " ".join(printed.split())
-    assert "'model1' was averaged as it is: no part was to be moved." in " ".join(printed.split())
+    assert "'model1' was averaged as it is: no part was asked for (--parts)." in " ".join(
+        printed.split()
+    )
 
 
-#: The best model alone, the merged one and two others, on blocks of rows: merged minus b is 0.1 +- 0.05.
+def scored(metric: str, values: dict[str, list[float]]) -> Scores:
+    """Return scores with these values on blocks of rows; the loss is 1 minus the value."""
+    blocks = {
+        name: [{metric: value, "ece": 0.1, "loss": 1 - value} for value in own]
+        for name, own in values.items()
+    }
+    means = {
+        name: {key: sum(block[key] for block in own) / len(own) for key in (metric, "ece", "loss")}
+        for name, own in blocks.items()
+    }
+    return Scores("d", 9, means, blocks)
+
+
+#: By model; the merged one minus b is 0.1 +- 0.05.
 BLOCKS = {"a": [0.3, 0.3], "b": [0.55, 0.65], "plain average": [0.5, 0.5], "merged": [0.6, 0.8]}
 
 
@@ -98,18 +114,33 @@ BLOCKS = {"a": [0.3, 0.3], "b": [0.55, 0.65], "plain average": [0.5, 0.5], "merg
     ],
 )
 def test_the_verdict_is_by_the_headline_metric(metric: str, said: str) -> None:
-    models = {name: {metric: sum(own) / 2, "loss": 1.0} for name, own in BLOCKS.items()}
-    assert verdict(Scores("d", 9, models, BLOCKS)) == said
+    assert verdict(scored(metric, BLOCKS)) == said
 
 
-def test_a_clear_difference_is_called_better_or_worse() -> None:
-    blocks = {"a": [0.3, 0.3, 0.3], "plain average": [0.5, 0.5, 0.5], "merged": [0.6, 0.61, 0.62]}
-    models = {name: {"accuracy": sum(own) / 3, "loss": 1.0} for name, own in blocks.items()}
-    said = verdict(Scores("d", 9, models, blocks))
-    assert "the plain average (0.500): +0.110 [+0.085, +0.135] better; against" in said
-    models = {name: {"loss": values["accuracy"]} for name, values in models.items()}
-    said = verdict(Scores("d", 9, models, blocks))
-    assert "the plain average (0.500): +0.110 [+0.085, +0.135] worse" in said
+def test_every_difference_has_an_interval_and_a_direction() -> None:
+    values = {"a": [0.3, 0.3, 0.3], "plain average": [0.5, 0.5, 0.5], "merged": [0.6, 0.61, 0.62]}
+    found = scored("accuracy", values)
+    assert "the plain average (0.500): +0.110 [+0.085, +0.135] better; against" in verdict(found)
+    first, second = tables(found)
+    assert [*first.header] == ["model", "accuracy", "ece", "loss"]
+    assert "ece (expected calibration error, 0 to 1, lower is better)" in first.caption
+    assert second.lines == [
+        ("a", "+0.310 [+0.285, +0.335] better", "-0.310 [-0.335, -0.285] better"),
+        ("plain average", "+0.110 [+0.085, +0.135] better", "-0.110 [-0.135, -0.085] better"),
+    ]
+    (_, worse) = tables(scored("perplexity", values))
+    assert worse.lines[1][1] == "+0.110 [+0.085, +0.135] worse"
+
+
+def test_of_a_loss_as_headline_there_is_one_difference() -> None:
+    values = {"a": [0.3, 0.3], "plain average": [0.5, 0.5], "merged": [0.6, 0.8]}
+    only = Scores(
+        "d",
+        9,
+        {name: {"loss": sum(own) / 2} for name, own in values.items()},
+        {name: [{"loss": value} for value in own] for name, own in values.items()},
+    )
+    assert [[*table.header][1:] for table in tables(only)] == [["loss"], ["loss"]]
 
 
 def test_blocks_are_disjoint_and_hold_all_rows(task: Task, models: list[Path]) -> None:
@@ -118,7 +149,25 @@ def test_blocks_are_disjoint_and_hold_all_rows(task: Task, models: list[Path]) -
     for name, own in found.blocks.items():
         assert len(own) == 10
         if found.headline == "accuracy":  # All blocks have 50 rows.
-            assert np.mean(own) == pytest.approx(found.models[name]["accuracy"])
+            mean = np.mean([block["accuracy"] for block in own])
+            assert mean == pytest.approx(found.models[name]["accuracy"])
+
+
+@pytest.mark.parametrize("task", ["classification"], indirect=True)
+def test_outputs_without_names_are_told(models: list[Path]) -> None:
+    said = (
+        "The models' outputs have no names. They are taken to be the data's labels in this order: anger,"
+    )
+    assert any(said in note for note in merge(models, None, SETTINGS, dry_run=True).notes)
+    for folder in models:
+        config = json.loads((folder / "config.json").read_text())
+        names = ["anger", "disgust", "fear", "joy", "neutral", "sadness", "surprise"]
+        config |= {"id2label": {str(i): name for i, name in enumerate(names)}}
+        config |= {"label2id": {name: i for i, name in enumerate(names)}}
+        (folder / "config.json").write_text(json.dumps(config))
+    found = merge(models, None, SETTINGS, dry_run=True)
+    assert found.scores is not None
+    assert not any("no names" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("task", ["classification"], indirect=True)

@@ -257,7 +257,7 @@ def test_missing_files_are_no_obstacle(run: Path, keep: tuple[str, ...]) -> None
     assert "versions.json is missing or unreadable" in page
     assert ("There are no results yet." in page) == ("rows.jsonl" not in keep)
     assert ("rows.jsonl is missing or unreadable" in page) == ("rows.jsonl" not in keep)
-    assert ("Did alignment help?" in page) == ("rows.jsonl" in keep)
+    assert ("What helped?" in page) == ("rows.jsonl" in keep)
     assert "What was run" not in page
 
 

@@ -207,7 +207,8 @@ def test_numbers_from_a_million_on_have_an_exponent() -> None:
         ("nats", ("loss", "calibrated_loss")),
         ("from 1 up", ("perplexity", "pseudo_perplexity")),
         ("-1 to 1", ("matthews", "pearson", "spearman")),
-        ("0 to 1", ("accuracy", "macro_f1", "micro_f1", "f1", "precision", "recall", "ece")),
+        ("0 to 1", ("accuracy", "macro_f1", "micro_f1", "f1", "precision", "recall")),
+        ("expected calibration error, 0 to 1", ("ece",)),
     ],
 )
 def test_a_metric_is_described_by_unit_and_direction(unit: str, metrics: tuple[str, ...]) -> None:

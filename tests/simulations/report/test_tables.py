@@ -108,7 +108,7 @@ def test_no_difference_stands_beside_the_smallest_that_would_have_shown() -> Non
     (table,) = result_tables(rows)
     # Mean 0.0367, sd 0.1274; t(0.975, 2) = 4.302653: half of the interval is 0.3165.
     assert table.lines[1][2:] == ["+0.037 [-0.280, +0.353]", "within noise of 0.317"]
-    assert "a difference above x would have shown" in table.caption
+    assert "these seeds can show only a difference above x" in table.caption
 
 
 def printed(table: Table, width: int) -> list[str]:

@@ -154,14 +154,14 @@ def test_blocks_are_disjoint_and_hold_all_rows(task: Task, models: list[Path]) -
 
 
 @pytest.mark.parametrize("task", ["classification"], indirect=True)
-def test_outputs_without_names_are_told(models: list[Path]) -> None:
+def test_outputs_without_names_are_told(task: Task, models: list[Path]) -> None:
     said = (
         "The models' outputs have no names. They are taken to be the data's labels in this order: anger,"
     )
     assert any(said in note for note in merge(models, None, SETTINGS, dry_run=True).notes)
     for folder in models:
         config = json.loads((folder / "config.json").read_text())
-        names = ["anger", "disgust", "fear", "joy", "neutral", "sadness", "surprise"]
+        names = task.data.label_names
         config |= {"id2label": {str(i): name for i, name in enumerate(names)}}
         config |= {"label2id": {name: i for i, name in enumerate(names)}}
         (folder / "config.json").write_text(json.dumps(config))

@@ -81,7 +81,8 @@ def test_the_effect_follows_from_both_intervals(aligned: list[tuple[float, float
         (
             [(a + d, b - 0.1 - d) for (a, b), d in zip(PLAIN, (0.03, -0.03, 0.01), strict=True)],
             [
-                "aligned cannot be told from plain by accuracy with these seeds: +0.003 [-0.073, +0.079] within noise of 0.076",
+                "aligned cannot be told from plain by accuracy with these seeds: "
+                "+0.003 [-0.073, +0.079] within noise of 0.076",
             ],
         ),
         (

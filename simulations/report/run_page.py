@@ -150,7 +150,8 @@ def incomplete(run: RunResults) -> Section | None:
     """Reasons why the run is incomplete; None for a complete run."""
     files = {**{name: run.objects[name] for name in OBJECTS if name != "status.json"}, ROWS: run.rows}
     reasons = [f"{name} is missing or unreadable" for name, found in files.items() if not found]
-    if not run.objects["status.json"].get("complete"):
+    complete = run.objects["status.json"].get("complete")
+    if not complete:
         reasons.append("the run has not finished: it was interrupted, it failed, or it is still running")
     done = {
         (setting_of(row), row["start"], row["arm"], row["seed"], row["round"])
@@ -169,6 +170,7 @@ def incomplete(run: RunResults) -> Section | None:
             reasons.append(
                 f"setting {setting['setting']}: {missing} of {len(cells)} runs (start, arm, seed) "
                 "have no final round yet"
+                + (": the last command finished without asking for them" if complete else "")
             )
     return Section("This run is incomplete.", sentences=reasons, warning=True) if reasons else None
 

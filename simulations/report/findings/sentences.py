@@ -31,13 +31,13 @@ IDLE = {
     True: "found no more than chance",
     False: f"removed less than {100 * NEGLIGIBLE:.0f} % of the squared distance",
 }
-#: Findings, by verdict on an arm's difference from the baseline.
+#: Findings, by verdict on an arm's differences from the baseline. The metrics follow.
 DOUBTS = {
-    "worse": f"{{arm}} hurt {{metric}} against {BASELINE}: {{change}}",
-    "identical": f"{{arm}} gave exactly the {{metric}} of {BASELINE}",
-    "equal but for rounding": f"{{arm}} gave the {{metric}} of {BASELINE}, but for rounding",
-    "within noise": f"{{arm}} cannot be told from {BASELINE} by {{metric}} with these seeds: {{change}}",
-    "not finite": f"{{arm}} or {BASELINE} diverged: {{metric}} is not finite",
+    "worse": f"{{arm}} hurt against {BASELINE}",
+    "identical": f"{{arm}} gave exactly the values of {BASELINE}",
+    "equal but for rounding": f"{{arm}} gave the values of {BASELINE}, but for rounding",
+    "within noise": f"{{arm}} cannot be told from {BASELINE} with these seeds",
+    "not finite": f"{{arm}} or {BASELINE} diverged",
 }
 #: The arm of ``FedRot`` with its defaults.
 DEFAULT = "aligned"
@@ -155,14 +155,19 @@ def _change(difference: Paired, decimals: int = 3) -> str:
 
 
 def doubts(found: Sequence[Result]) -> list[str]:
-    """Return sentences about arms without a gain."""
+    """Return sentences about arms without a gain, one per arm and verdict."""
+    metrics: dict[tuple[str, str, str], list[str]] = {}
+    for result in found:
+        (setting, start, arm, metric), difference = result.place, result.difference
+        if difference is not None and difference.verdict in DOUBTS:
+            known = difference.verdict in ("worse", "within noise")
+            change = f" {format_difference(difference)}" if known else ""
+            metrics.setdefault((_named(setting, start), arm, difference.verdict), []).append(
+                metric + change
+            )
     return [
-        f"{_named(setting, start)}: "
-        + DOUBTS[difference.verdict].format(arm=arm, metric=metric, change=format_difference(difference))
-        + "."
-        for result in found
-        for (setting, start, arm, metric), difference in [(result.place, result.difference)]
-        if difference is not None and difference.verdict in DOUBTS
+        f"{named}: {DOUBTS[verdict].format(arm=arm)}: {', '.join(said)}."
+        for (named, arm, verdict), said in metrics.items()
     ]
 
 

@@ -70,30 +70,38 @@ def test_the_effect_follows_from_both_intervals(aligned: list[tuple[float, float
     ("aligned", "expected"),
     [
         (moved(0.1, -0.3), []),
-        (moved(-0.1, -0.3), ["aligned hurt accuracy against plain: -0.099 [-0.101, -0.097] worse"]),
+        (moved(-0.1, -0.3), ["aligned hurt against plain: accuracy -0.099 [-0.101, -0.097] worse"]),
         (
             [(a, b + 1e-9) for a, b in PLAIN],
             [
-                "aligned gave exactly the accuracy of plain",
-                "aligned gave the loss of plain, but for rounding",
+                "aligned gave exactly the values of plain: accuracy",
+                "aligned gave the values of plain, but for rounding: loss",
             ],
         ),
         (
             [(a + d, b - 0.1 - d) for (a, b), d in zip(PLAIN, (0.03, -0.03, 0.01), strict=True)],
             [
-                "aligned cannot be told from plain by accuracy with these seeds: "
+                "aligned cannot be told from plain with these seeds: accuracy "
                 "+0.003 [-0.073, +0.079] within noise of 0.076",
             ],
         ),
         (
             [(float("inf"), b - 0.1 - a / 10) for a, b in PLAIN],
-            ["aligned or plain diverged: accuracy is not finite"],
+            ["aligned or plain diverged: accuracy"],
         ),
     ],
 )
 def test_arms_without_a_gain_are_named(aligned: list[tuple[float, float]], expected: list[str]) -> None:
     said = doubts(results(rows(aligned)))
     assert said == [f"one, start same: {sentence}." for sentence in expected]
+
+
+def test_metrics_of_one_verdict_share_a_sentence() -> None:
+    same = [*rows(PLAIN), *rows(PLAIN, arm="ffn")]
+    assert doubts(results(same)) == [
+        f"one, start same: {arm} gave exactly the values of plain: accuracy, loss."
+        for arm in ("aligned", "ffn")
+    ]
 
 
 def test_scrambling_costs_what_an_arm_loses_from_its_own_run() -> None:

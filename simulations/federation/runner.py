@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.console import Console
 
 from fedrot.errors import FedrotError
@@ -164,12 +165,16 @@ def print_partitions(configs: Sequence[SimulationConfig], console: Console, *, b
 def _remarks(
     task: Task, seed: int, names: Sequence[str], counts: Sequence[Sequence[int]]
 ) -> Iterator[str]:
-    """Yield sentences about rows that no client has, and about few held-out rows."""
+    """Yield sentences about the largest class, rows that no client has, and few held-out rows."""
     from fedrot.simulations.arm import Arm
     from fedrot.simulations.data.partition import partition_keys
     from fedrot.strategies.sums.task_head import FEW
 
     config, labels = task.config, task.data.train.labels
+    if task.config.task in ("classification", "image") and task.data.kind == "single":
+        largest = int(np.bincount(labels).argmax())
+        share = float(np.mean(task.data.test.labels == largest))
+        yield f"Always '{task.data.label_names[largest]}' would have accuracy {share:.3f}."
     held = sum(map(sum, counts))
     if held < len(labels):
         present = set(partition_keys(labels).tolist())

@@ -193,6 +193,18 @@ def partitions(configs: list[SimulationConfig], brief: bool) -> str:
     return text.getvalue()
 
 
+def test_the_accuracy_of_the_largest_class_is_a_yardstick() -> None:
+    config = SimulationConfig.from_flat({**SMALL, "train_limit": 80, "seeds": 1})
+    data = task_of(config.to_json()).data
+    names = [data.label_names[label] for label in data.train.labels]
+    largest = max(data.label_names, key=names.count)
+    held_out = [data.label_names[label] for label in data.test.labels]
+    share = held_out.count(largest) / len(held_out)
+    assert f"Always '{largest}' would have accuracy {share:.3f}." in partitions([config], True)
+    scores = SimulationConfig.from_flat({**SMALL, "task": "mlm", "train_limit": 80, "seeds": 1})
+    assert "Always" not in partitions([scores], True)
+
+
 def test_rows_and_classes_that_no_client_has_are_told() -> None:
     settings = {**SMALL, "clients": 2, "train_limit": 60, "seeds": "3-4"}
     config = SimulationConfig.from_flat({**settings, "partition": "pathological:2"})

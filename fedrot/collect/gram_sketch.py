@@ -18,14 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedrot.collect.statistics import LARGEST
 from fedrot.errors import FedrotError
 
 #: Precision of a factor, whose entries are -1 to 1: eight times as fine as bfloat16.
 FACTOR = torch.float16
 #: Squares of a row of a factor may exceed 1 by this much, from rounding.
 _LONGER = 2**-9
-#: Values above this could overflow in sums of squares.
-_LARGEST = 1e30
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ class GramSketch:
 
     def problem(self) -> str | None:
         """Return which values are impossible ("a diagonal with ..."), None if none are."""
-        if not bool(((self.diagonal >= 0) & (self.diagonal <= _LARGEST)).all()):
-            return f"a diagonal with entries that are not 0 to {_LARGEST:g}"
+        if not bool(((self.diagonal >= 0) & (self.diagonal <= LARGEST)).all()):
+            return f"a diagonal with entries that are not 0 to {LARGEST:g}"
         if not bool((self._squares() <= 1 + _LONGER).all()):
             return "rows that are longer than 1 or not finite"
         return None

@@ -38,7 +38,7 @@ FISHER = "fisher"
 TRAINED = "trained"
 
 #: Sums of larger values could overflow.
-_LARGEST = 1e30
+LARGEST = 1e30
 #: Rounding to bfloat16 changes a matrix by less than this share of its Frobenius norm.
 _ROUNDING = 2**-8
 #: Square of a mean above the mean of squares, as a share of the largest, that rounding explains.
@@ -189,8 +189,8 @@ def _number_problem(value: Tensor, kind: StatisticKind) -> str | None:
     if kind.numbers and not value.is_floating_point():
         return f"are {value.dtype}, not floating-point"
     # The limit exceeds the range of float16.
-    if kind.numbers and not bool((value.to(compute_dtype(value)).abs() <= _LARGEST).all()):
-        return f"hold NaN, Inf or values above {_LARGEST:g}. Check the client's model and data"
+    if kind.numbers and not bool((value.to(compute_dtype(value)).abs() <= LARGEST).all()):
+        return f"hold NaN, Inf or values above {LARGEST:g}. Check the client's model and data"
     return None
 
 

@@ -165,12 +165,13 @@ def incomplete(run: RunResults) -> Section | None:
             for arm in setting["arms"]
             for seed in setting["seeds"]
         ]
-        missing = sum(cell not in done for cell in cells)
+        missing = [cell for cell in cells if cell not in done]
         if missing:
+            arms = ", ".join(dict.fromkeys(arm for _, _, arm, _, _ in missing))
+            asked = ": the last command finished without asking for them" if complete else ""
             reasons.append(
-                f"setting {setting['setting']}: {missing} of {len(cells)} runs (start, arm, seed) "
-                "have no final round yet"
-                + (": the last command finished without asking for them" if complete else "")
+                f"setting {setting['setting']}: {len(missing)} of {len(cells)} runs (start, arm, seed) "
+                f"have no final round yet{asked} (arms {arms})"
             )
     return Section("This run is incomplete.", sentences=reasons, warning=True) if reasons else None
 

@@ -47,6 +47,8 @@ WORDS = {
     DEFAULT: "each model is moved to the others' coordinates before it is averaged (FedRot's defaults)",
     f"{BASELINE}{TASK_HEAD}": "the plain average, its task head fitted to sums over all clients' rows",
     f"{DEFAULT}{TASK_HEAD}": "the aligned average, its task head fitted to sums over all clients' rows",
+    f"{BASELINE}/regmean": "linear layers by regression on the clients' inputs (RegMean)",
+    f"{DEFAULT}/regmean": "aligned, then linear layers by regression on the clients' inputs (RegMean)",
     "same": "all clients start from one model",
     "pretrained": "all clients start from one model that was pretrained as a language model",
     "different": "each client trains from its own random model in the first round",
@@ -94,10 +96,10 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
             effect = _effect({difference.verdict for difference in differences.values()})
             effects[effect] += 1
             said.append(f"{_named(setting, start)}: alignment {effect}{_changes(differences)}.")
-            said += alone(own, setting, start, metrics)
             best = _best(arms)
             if best is not None:
                 said.append(f"{_named(setting, start)}: {best} helped{_changes(arms[best])}.")
+            said += alone(own, setting, start, metrics)
     if effects.total() > 1:
         counted = "; ".join(f"in {count} it {effect}" for effect, count in effects.items())
         said.insert(0, f"Alignment in {effects.total()} settings and starts: {counted}.")
@@ -117,7 +119,8 @@ def alone(rows: Sequence[Row], setting: str, start: str, metrics: Sequence[str])
         return []
     means = {metric: sum(found) / len(found) for metric, found in values.items() if found}
     shown = (f"{metric} {mean:{number_style(mean)}}" for metric, mean in means.items())
-    return [f"{_named(setting, start)}: a client's own model alone has {', '.join(shown)} in the mean."]
+    named = _named(setting, start)
+    return [f"{named}: a client's own model alone has {', '.join(shown)} (mean of clients and seeds)."]
 
 
 def _best(arms: Mapping[str, Mapping[str, Paired]]) -> str | None:

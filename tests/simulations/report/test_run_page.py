@@ -236,7 +236,7 @@ def test_a_run_is_done_when_its_last_model_is_evaluated(
     said = "1 of 18 runs (start, arm, seed) have no final round yet"
     assert f"{said}: the last command finished without asking for them" in page
     (run / "status.json").write_text('{"complete": false}')
-    assert f"{said}<" in page_of(run)
+    assert f"{said} (arms aligned)<" in page_of(run)
 
 
 def test_a_run_that_does_not_say_that_it_ended_is_incomplete(

@@ -209,7 +209,7 @@ def own_models(values: dict[str, list[float | None]], round_: int = 1, start: st
 def test_after_one_round_the_clients_own_models_are_a_yardstick() -> None:
     own = own_models({"accuracy": [0.3, 0.4], "loss": [2.0, 4.0], "ece": [0.1]})
     said = verdicts([*rows(moved(0.1, -0.3)), *own, *own_models({"loss": [9.0]}, start="other")])
-    alone = "a client's own model alone has accuracy 0.350, loss 3.000 in the mean."
+    alone = "a client's own model alone has accuracy 0.350, loss 3.000 (mean of clients and seeds)."
     assert said[1] == f"one, start same: {alone}"
     assert "alignment helped" in said[0]
     several = verdicts([*rows(moved(0.1, -0.3)), *own_models({"loss": [2.0]}, round_=2)])

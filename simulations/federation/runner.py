@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 from rich.console import Console
 
 from fedrot.errors import FedrotError
@@ -166,6 +165,8 @@ def _remarks(
     task: Task, seed: int, names: Sequence[str], counts: Sequence[Sequence[int]]
 ) -> Iterator[str]:
     """Yield sentences about the largest class, rows that no client has, and few held-out rows."""
+    import numpy as np
+
     from fedrot.simulations.arm import Arm
     from fedrot.simulations.data.partition import partition_keys
     from fedrot.strategies.sums.task_head import FEW

@@ -229,7 +229,9 @@ def run_job(told: Sequence[Told], out: Path, identity: str) -> Iterator[tuple[st
         Cell(task_of(config).config, seed, start, Arm.parse(arm)) for config, seed, start, arm in told
     ]
     here, clients = identity_of(out) == identity, cells[0].config.clients
-    gc.freeze()  # Modules and data stay: a collection after each cell need not look at them.
+    # Modules and data stay: a collection after each cell need not look at them.
+    gc.collect()
+    gc.freeze()
     with ExitStack() as stack:
         log = stack.enter_context(_logged())
         stack.enter_context(outside_of_the_engine())

@@ -174,6 +174,10 @@ class _Run:
             last = {r["metric"]: math.nan if r["value"] is None else r["value"] for r in at_end}
             noted_failure(self.store.path, cell.name, cell.title, "")
             self._tell(cell, ", ".join(f"{name} {last[name]:.3f}" for name in headline(rows)))
+        if self.console.is_terminal:
+            self._show_progress()
+
+    def _show_progress(self) -> None:
         running = []
         for file in sorted((self.store.path / _TRAININGS).glob(f"*/{PROGRESS}")):
             with suppress(FileNotFoundError):  # The cell's job has ended.

@@ -185,9 +185,11 @@ def _remarks(
             f"Partition {config.partition} leaves out {len(labels) - held} of {len(labels)} training "
             f"rows: no client has the classes {', '.join(absent)} (seed {seed})."
         )
-    rows = sum(len(task.client_rows(seed, client)[1]) for client in range(config.clients))
     choosing = [arm for arm in config.arms if Arm.parse(arm).chooses]
-    if choosing and rows < FEW:
+    if not choosing:
+        return
+    rows = sum(len(task.client_rows(seed, client)[1]) for client in range(config.clients))
+    if rows < FEW:
         yield (
             f"Clients hold out {rows} rows in all (seed {seed}), by which {', '.join(choosing)} choose: "
             "the choice may be noise. --set holdout=0.3 gives more."

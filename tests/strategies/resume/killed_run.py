@@ -44,9 +44,16 @@ CONFIG = BertConfig(
 METRICS = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
 
 
+#: The mark at which a child waits for its kill.
+LAST_MARK: str | None = None
+
+
 def mark(*what: Any) -> None:
-    """Say where the child is; pipes take lines of this size whole."""
-    os.write(1, (" ".join(map(str, what)) + "\n").encode())
+    """Say where the child is, and wait there if it is to go no further."""
+    line = " ".join(map(str, what))
+    os.write(1, (line + "\n").encode())  # pipes take lines of this size whole
+    while line == LAST_MARK:
+        signal.pause()
 
 
 class MarkedStrategy(Aligned, FedAdam):
@@ -88,9 +95,10 @@ def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord:
     return MetricRecord({"norm": norm, "drawn": drawn, "undefined": float("nan")})
 
 
-def play(folder: str) -> None:
-    """Play the run, or the rest of it, and write what it ended with."""
-    home = Path(folder)
+def play(folder: str, until: str | None = None) -> None:
+    """Play the run, or the rest of it, and write what it ended with; wait at a mark for a kill."""
+    global LAST_MARK
+    home, LAST_MARK = Path(folder), until
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)

@@ -756,18 +756,15 @@ def test_kills_at_random_moments(tmp_path: Path, server: Server, undisturbed: An
     expected, times = undisturbed
     drawn = random.Random(20)
     landed: Counter[str] = Counter()
-    # On a busy machine a run may end before its kill.
-    for index in range(2 * RANDOM_KILLS):
+    for index in range(RANDOM_KILLS):
         folder = tmp_path / str(index)
         folder.mkdir()
-        killed = server.run("play", Kill(drawn.random() * times["finish"]), folder=str(folder))
-        if killed.code == -signal.SIGKILL:
-            landed[(killed.marks or ("fork",))[-1].split()[0]] += 1
+        kill = Kill(drawn.random() * times["finish"])
+        killed = server.run("play", kill, folder=str(folder), until="finish")
+        assert killed.code == -signal.SIGKILL
+        landed[(killed.marks or ("fork",))[-1].split()[0]] += 1
         finish(server, folder, expected)
-        if landed.total() == RANDOM_KILLS:
-            break
     print("killed after:", dict(landed))
-    assert landed.total() == RANDOM_KILLS
 
 
 @pytest.mark.parametrize(("begin", "end"), [("aggregate", "aggregated"), ("write", "written")])
@@ -776,20 +773,18 @@ def test_kills_inside(tmp_path: Path, server: Server, undisturbed: Any, begin: s
     inside = 0
     for index in range(AIMED_KILLS):
         number = 1 + index % KILLED_ROUNDS
-        lasts = times[f"{end} {number}"] - times[f"{begin} {number}"]
-        delay = index / AIMED_KILLS * 0.8 * lasts
-        for attempt in range(
-            20
-        ):  # the undisturbed run may have been slow here: then the kill comes too late
+        first, last = f"{begin} {number}", f"{end} {number}"
+        delay = index / AIMED_KILLS * 0.8 * (times[last] - times[first])
+        for attempt in range(20):  # the undisturbed run may have been slower: then the kill is late
             folder = tmp_path / f"{index}.{attempt}"
             folder.mkdir()
-            killed = server.run("play", Kill(delay, f"{begin} {number}"), folder=str(folder))
-            if killed.code != 0:
+            killed = server.run("play", Kill(delay, first), folder=str(folder), until=last)
+            assert killed.code == -signal.SIGKILL
+            finish(server, folder, expected)
+            if killed.marks[-1] == first:
+                inside += 1
                 break
             delay /= 2
-        inside += killed.marks[-1] == f"{begin} {number}"
-        assert killed.code == -signal.SIGKILL
-        finish(server, folder, expected)
     print(f"killed inside {begin}:", inside)
     assert inside >= AIMED_KILLS / 2
 
@@ -798,12 +793,12 @@ def test_a_run_that_is_killed_over_and_over(tmp_path: Path, server: Server, undi
     """Once in every round, at a moment drawn from the time that one takes."""
     expected, times = undisturbed
     drawn, round_trip = random.Random(21), times["finish"] / KILLED_ROUNDS
-    codes = [
-        server.run(
-            "play", Kill(drawn.random() * round_trip, f"aggregate {number}"), folder=str(tmp_path)
-        ).code
-        for number in range(1, KILLED_ROUNDS)
-    ]
+    codes = []
+    for number in range(1, KILLED_ROUNDS):
+        kill = Kill(drawn.random() * round_trip, f"aggregate {number}")
+        # No kill comes so late that the next round would be over.
+        until = f"aggregate {number + 1}"
+        codes.append(server.run("play", kill, folder=str(tmp_path), until=until).code)
     print("killed over and over:", codes)
     assert set(codes) == {-signal.SIGKILL}
     finish(server, tmp_path, expected)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedrot.simulations.arm import Arm
 
 TaskName = Literal["classification", "mlm", "clm", "ner", "image"]
-Architecture = Literal["", "bert", "gpt2", "llama", "vit"]
+Architecture = Literal["", "bert", "distilbert", "gpt2", "llama", "vit"]
 Start = Literal["same", "different", "scrambled", "pretrained"]
 Server = Literal["mean", "adam", "yogi"]
 Missing = Literal["error", "drop", "keep"]
@@ -42,10 +42,10 @@ class TaskTraits:
 
 
 TASKS: Mapping[str, TaskTraits] = {
-    "classification": TaskTraits(("bert", "gpt2", "llama"), classifies=True),
-    "mlm": TaskTraits(("bert",)),
+    "classification": TaskTraits(("bert", "distilbert", "gpt2", "llama"), classifies=True),
+    "mlm": TaskTraits(("bert", "distilbert")),
     "clm": TaskTraits(("gpt2", "llama")),
-    "ner": TaskTraits(("bert",), data=""),
+    "ner": TaskTraits(("bert", "distilbert"), data=""),
     "image": TaskTraits(("vit",), data=DIGITS, classifies=True),
 }
 
@@ -111,8 +111,8 @@ class SimulationConfig(BaseModel):
     )
     architecture: Architecture = Field(
         "",
-        description="Architecture of the small model: bert, gpt2, llama or vit; default: gpt2 for clm, "
-        "vit for image, else bert.",
+        description="Architecture of the small model: bert, distilbert, gpt2, llama or vit; default: "
+        "gpt2 for clm, vit for image, else bert.",
     )
     layers: int = Field(2, gt=0, description="Layers of the small model.")
     width: int = Field(128, gt=0, description="Hidden size of the small model.")

@@ -70,6 +70,24 @@ def _bert(config: SimulationConfig, data: DataSet[Any]) -> Any:
     return BertConfig(vocab_size=size, max_position_embeddings=config.max_length, **_encoder(config))
 
 
+def _distilbert(config: SimulationConfig, data: DataSet[Any]) -> Any:
+    from transformers import DistilBertConfig
+
+    ids = _bundled_ids()
+    return DistilBertConfig(
+        vocab_size=ids["vocab_size"],
+        pad_token_id=ids["pad_token_id"],
+        max_position_embeddings=config.max_length,
+        dim=config.width,
+        n_layers=config.layers,
+        n_heads=config.heads,
+        hidden_dim=4 * config.width,
+        dropout=config.dropout,
+        attention_dropout=config.dropout,
+        seq_classif_dropout=config.dropout,
+    )
+
+
 def _gpt2(config: SimulationConfig, data: DataSet[Any]) -> Any:
     from transformers import GPT2Config
 
@@ -122,6 +140,7 @@ def patch_of(side: int) -> int:
 #: Functions that return configurations of small models, by ``SimulationConfig.architecture``.
 ARCHITECTURES: Mapping[str, Callable[[SimulationConfig, DataSet[Any]], Any]] = {
     "bert": _bert,
+    "distilbert": _distilbert,
     "gpt2": _gpt2,
     "llama": _llama,
     "vit": _vit,

@@ -43,8 +43,14 @@ BAD_OPTIONS = {
         "--set pretrain_data has an effect only with --start pretrained",
     ),
     "unknown task": (["--task", "translation"], "mlm"),
-    "unknown architecture": (["--architecture", "rnn"], "'bert', 'gpt2', 'llama' or 'vit'"),
-    "architecture of another task": (["--task", "mlm", "--architecture", "gpt2"], "choose bert"),
+    "unknown architecture": (
+        ["--architecture", "rnn"],
+        "'bert', 'distilbert', 'gpt2', 'llama' or 'vit'",
+    ),
+    "architecture of another task": (
+        ["--task", "mlm", "--architecture", "gpt2"],
+        "choose bert or distilbert",
+    ),
     "vision of text": (["--task", "image", "--architecture", "bert"], "choose vit"),
     "two architectures": (["--model", "x", "--architecture", "bert"], "is for models from scratch"),
     "odd rotary heads": (

@@ -26,6 +26,11 @@ EXPECTED: dict[str, dict[str, Any]] = {
         **{"intermediate_size": 192, "max_position_embeddings": 24, "pad_token_id": 0},
         **{"hidden_dropout_prob": 0.25, "attention_probs_dropout_prob": 0.25},
     },
+    "distilbert": {
+        **{"n_layers": 3, "dim": 48, "n_heads": 6, "hidden_dim": 192, "vocab_size": TOKENS},
+        **{"max_position_embeddings": 24, "pad_token_id": 0},
+        **{"dropout": 0.25, "attention_dropout": 0.25, "seq_classif_dropout": 0.25},
+    },
     "gpt2": {
         **{"n_layer": 3, "n_embd": 48, "n_head": 6, "vocab_size": TOKENS, "n_positions": 24},
         **{"resid_pdrop": 0.25, "embd_pdrop": 0.25, "attn_pdrop": 0.25, "tie_word_embeddings": False},

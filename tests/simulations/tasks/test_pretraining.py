@@ -30,6 +30,7 @@ def configuration(**settings: Any) -> SimulationConfig:
     ("architecture", "task", "body", "language"),
     [
         ("bert", "classification", "bert.", "mlm"),
+        ("distilbert", "classification", "distilbert.", "mlm"),
         ("gpt2", "classification", "transformer.", "clm"),
         ("llama", "clm", "model.", "clm"),
     ],

@@ -40,8 +40,10 @@ OPTIONS: Mapping[str, Callable[[str], Any]] = {
 OF_ADAPTERS = "lora-"
 ADAPTER_OPTIONS: Mapping[str, Callable[[str], Any]] = {"gauge": str, "regmean_alpha": float}
 
-#: End of the name of an arm whose final model gets a task head fitted to the clients' rows.
+#: Ends of the names of arms that fit the task head to the clients' rows: that of the final model, or of
+#: the model of every round.
 TASK_HEAD = "+task-head"
+EACH_ROUND = f"{TASK_HEAD}-each-round"
 
 #: Names of arms that errors suggest.
 COMMON = ("plain", "aligned", "whole", *(f"{arm}{TASK_HEAD}" for arm in ("plain", "aligned")))
@@ -122,6 +124,7 @@ class Arm(BaseModel):
 
     ``+task-head`` at the very end fits the task head of the final model to all clients' rows
     (``fit_task_head``). The metrics of the last round are those with this head. It needs held-out rows.
+    ``+task-head-each-round`` is ``FedRot(fit_head=True)``: clients go on with the fitted head.
 
     In settings with ``lora`` an arm is ``plain`` (the mean of factors) or ``lora-METHOD(OPTIONS)`` of
     ``AdapterOptions``, ``lora-exact(gauge=previous)`` or ``lora-regmean``.
@@ -150,6 +153,7 @@ class Arm(BaseModel):
     canonical: bool | None = None
     adapters: AdapterOptions | None = None
     fits_task_head: bool = False
+    fits_each_round: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Arm:
@@ -163,19 +167,20 @@ class Arm(BaseModel):
     @classmethod
     def of_grammar(cls, text: str) -> Arm:
         """Read an arm from a name of the grammar above; raises ``ValueError``."""
-        averages = text.removesuffix(TASK_HEAD)
+        each_round = text.endswith(EACH_ROUND)
+        averages = text.removesuffix(EACH_ROUND if each_round else TASK_HEAD)
         merges_alone = re.split("[(#]", averages)[0] in known_aggregations()
         match = _GRAMMAR.fullmatch(f"plain/{averages}" if merges_alone else averages)
         if match is None:
             raise ValueError(
                 f"arm '{text}' cannot be read; write "
                 "PARTS(OPTIONS)@ANCHOR~EVIDENCE*CHANCE:METRIC/AGGREGATION(ARGUMENTS)#CLIENTS"
-                f"{TASK_HEAD}; all but PARTS may be left out"
+                f"{TASK_HEAD} or {EACH_ROUND}; all but PARTS may be left out"
             )
         said = {name: value for name, value in match.groupdict().items() if value is not None}
         try:
-            fits_task_head = averages != text
-            arm = cls.model_validate({"name": text, "fits_task_head": fits_task_head, **_meaning(said)})
+            fits = {"fits_task_head": averages != text, "fits_each_round": each_round}
+            arm = cls.model_validate({"name": text, **fits, **_meaning(said)})
         except ValueError as error:
             near = get_close_matches(text, COMMON, 1)
             advice = f"; did you mean '{near[0]}'?" if near else ""

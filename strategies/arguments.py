@@ -234,11 +234,19 @@ def check_in_front(strategy: Strategy, anchor: str, other_basis: bool) -> None:
         )
 
 
-def check_not_behind(strategy: Strategy) -> None:
-    """Refuse to run inside a privacy wrapper, which clips updates before the strategy aligns them."""
+def check_not_behind(strategy: Strategy, of_head: bool = False) -> None:
+    """Refuse to run inside a privacy wrapper, which clips updates before the strategy aligns them.
+
+    ``of_head``: the strategy fits a task head, to sums that the wrapper does not see.
+    """
     for caller in callers():
         if isinstance(caller, _SERVER_SIDE + _CLIENT_SIDE) and caller.strategy is strategy:
             name = type(caller).__name__
+            if of_head:
+                raise FedrotError(
+                    f"{name} bounds what updates tell, and the task head is fitted to other sums of the "
+                    "clients. Omit fit_head."
+                )
             raise FedrotError(
                 f"{name} clips updates before {type(strategy).__name__} aligns them. Write "
                 f"class Private(Aligned, {name}): pass and Private(config, FedAvg(), ..., "

@@ -213,6 +213,7 @@ class ReplyStrategy(Strategy):
         with Store(self.server.spill) as store:
             merge, moved_broadcast = self._played(one_pass, Asked(sent, self._clients), record, store)
             arrays, metrics = merge.result(self._wrapped(), moved_broadcast)
+        arrays = arrays and self.finished(arrays, record)
         ours = record.metrics(self.reporting.all_metrics) if self.aligns else record.losses()
         if self.reporting.rows_path is not None:
             append_rows(self.reporting.rows_path, record.rows())
@@ -281,6 +282,10 @@ class ReplyStrategy(Strategy):
 
     def on_update(self, moved: Moved) -> None:
         """Called with every update in the round's coordinates, before it is merged."""
+
+    def finished(self, arrays: ArrayRecord, record: RoundRecord) -> ArrayRecord:
+        """Return a round's new model, given the merged one; called after the round's last reply."""
+        return arrays
 
     @property
     def wrapped_class(self) -> type:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from logging import INFO
+from logging import INFO, WARNING
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
@@ -24,6 +24,8 @@ from fedrot.strategies.round.merge import Aggregated, Averaged, Listed, Merge, W
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Moved
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
+from fedrot.strategies.sums.task_head import fit_task_head, named_head
+from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.strategies.wire.records import STATISTICS
 from fedrot.symmetry import Symmetry
 from fedrot.tensors import Tensors
@@ -49,11 +51,15 @@ class FedRot(Aligned, FedAvg):
             cannot be brought to canonical form (diagonal Fisher information), the residual stream is
             permuted and not rotated.
         alignment: of ``Aligned``, like ``other_basis`` and ``guard``.
+        fit_head: whether to fit the task head of every round's new model with ``fit_task_head``. The
+            name of a layer in place of True fits this layer. Clients need ``answer_with_sums`` on their
+            ``ClientApp``. In later rounds than the first, an error of ``fit_task_head`` is a warning,
+            and the model keeps its head.
         server: of ``ReplyStrategy``, like ``checkpoints`` and ``reporting``.
 
     Raises:
-        FedrotError: as ``Aligned``; or the aggregation needs diagonal Fisher information, but heads are
-            rotated.
+        FedrotError: as ``Aligned``; the aggregation needs diagonal Fisher information, but heads are
+            rotated; or, in ``start``, the model has no such task head.
     """
 
     uses_statistics = True
@@ -76,11 +82,12 @@ class FedRot(Aligned, FedAvg):
         alignment: AlignmentOptions | None = DEFAULT_ALIGNMENT,
         other_basis: OtherBasis | None = None,
         guard: str | Guard | None = None,
+        fit_head: bool | str = False,
         server: Server | None = None,
         checkpoints: Checkpointing | None = None,
         reporting: Reporting | None = None,
     ) -> None:
-        self.aggregation = _builder(aggregation)
+        self.aggregation, self.fit_head = _builder(aggregation), fit_head
         super().__init__(
             model_config,
             alignment=alignment,
@@ -125,14 +132,23 @@ class FedRot(Aligned, FedAvg):
         """Log how updates are merged, then the summaries behind."""
         if self.aggregation is not None:
             log(INFO, "\t├──> Aggregation: %s", type(self.aggregation()).__name__)
+        if self.fit_head:
+            call = "fedrot.strategies.answer_with_sums(app, ...)"
+            log(INFO, "\t├──> Task head: fitted after every round; clients call %s", call)
         super().summary()
+
+    def check_initial(self, arrays: ArrayRecord) -> None:
+        """Check the first model before any client trains; raises ``FedrotError``."""
+        super().check_initial(arrays)
+        if self.fit_head:
+            named_head(self._head, self.model_config, from_arrays(arrays))
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask for the statistics that the aggregation uses; in rounds that need none, say so."""
-        if self.aggregation is not None:
-            check_not_behind(self)
+        if self.aggregation is not None or self.fit_head:
+            check_not_behind(self, of_head=bool(self.fit_head))
         if self._kinds:
             config[STATISTICS] = ""  # The base class fills in what the round needs.
         return super().configure_train(server_round, arrays, config, grid)
@@ -144,6 +160,29 @@ class FedRot(Aligned, FedAvg):
     def aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
         """Return the aggregation."""
         return self.aggregation or super().aggregator(server_round)
+
+    def finished(self, arrays: ArrayRecord, record: RoundRecord) -> ArrayRecord:
+        """Return a round's new model, with a fitted task head if ``fit_head`` asks for it."""
+        if not self.fit_head:
+            return arrays
+        assert self._grid is not None  # from configure_train
+        timeout = 3600 if self._timeout is None else self._timeout
+        config, head = self._config, self._head
+        try:
+            found = fit_task_head(
+                self._grid, arrays, self.model_config, head=head, config=config, timeout=timeout
+            )
+        except FedrotError as error:
+            if record.number == 1:
+                raise
+            log(WARNING, "Round %d: the task head is not changed. %s", record.number, error)
+            return arrays
+        record.measured = {**record.measured, **found.metrics()}
+        return found.arrays
+
+    @property
+    def _head(self) -> str | None:
+        return self.fit_head if isinstance(self.fit_head, str) else None
 
     def merge(self, record: RoundRecord) -> Merge:
         """Return the object that merges a round's updates; FedAvg without alignment and aggregation."""

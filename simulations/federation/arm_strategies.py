@@ -158,8 +158,8 @@ class CellStrategy(ReplyStrategy):
         return cell.finish_round(server_round, metrics)
 
     def fits_head_after(self, server_round: int) -> bool:
-        """Return whether an arm with a fitted head is evaluated with it after a round: the last one."""
-        return server_round == self.cell.task.config.rounds
+        """Return whether the evaluation of a round's model fits its head: that of the final model."""
+        return server_round == self.cell.task.config.rounds and not self.cell.arm.fits_each_round
 
     def with_fitted_head(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
         """Return the final model with the better of two task heads, and add rows about the choice."""
@@ -207,6 +207,7 @@ class ArmStrategy(CellStrategy, FedRot):
             alignment=arm.options if at_server else None,
             other_basis=other_basis if at_server else None,
             guard=Guard(arm.guard, evaluate=self.evaluate_mean) if arm.guard else None,
+            fit_head=arm.fits_each_round,
         )
 
     def evaluate_mean(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:

@@ -127,7 +127,7 @@ def present(out: Path, console: Console, *, brief: bool = False) -> None:
         if sentences:
             console.print(heading, style="bold")
             console.print(*(f"  {sentence}" for sentence in sentences), sep="\n", highlight=False)
-    fits = any(row["arm"].endswith(TASK_HEAD) for row in rows)
+    fits = any(TASK_HEAD in row["arm"] for row in rows)
     if "ece" in metrics_in(rows) and not fits and any(IDENTICAL in sentence for sentence in said):
         console.print(HINT, highlight=False)
     if brief:

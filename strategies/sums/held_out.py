@@ -191,7 +191,7 @@ def ask(
         log(WARNING, "A client's sums are left out. %s", why)
     if not found:
         raise FedrotError(f"No client gave a usable answer about the model. {why}")
-    return found
+    return dict(sorted(found.items()))  # Sums do not depend on the order of arrival.
 
 
 def total(given: Iterable[_Sums | None]) -> _Sums:

@@ -21,6 +21,7 @@ from fedrot.strategies.sums.held_out import ask, losses_at, total
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.strategies.wire.records import replace_changed
 from fedrot.temperature import LossSums, best_temperature, with_temperature
+from fedrot.tensors import Tensors
 
 #: With fewer held-out rows of all clients together, a warning is logged.
 FEW = 100
@@ -46,6 +47,22 @@ class FittedHead:
     losses: tuple[float, float, float]
     rows: float
     clients: int
+
+    def metrics(self) -> dict[str, float | int]:
+        """Return the metrics of a round: whether the head is fitted, temperature and loss."""
+        return {
+            "fedrot-head-fitted": int(self.fitted),
+            "fedrot-head-temperature": self.temperature,
+            "fedrot-head-loss": min(self.losses[1:]),
+        }
+
+
+def named_head(head: str | None, model_config: object, tensors: Tensors) -> str:
+    """Return the name of a model's task head; raises ``FedrotError`` if the model lacks it."""
+    found = head or head_of(model_config, tensors)
+    if f"{found}.weight" not in tensors:
+        raise FedrotError(f"The model has no layer '{found}'; see fedrot.head.head_of.")
+    return found
 
 
 def fit_task_head(
@@ -83,9 +100,7 @@ def fit_task_head(
     """
     check_shrinkage(shrinkage)
     tensors = from_arrays(arrays)
-    head = head or head_of(model_config, tensors)
-    if f"{head}.weight" not in tensors:
-        raise FedrotError(f"The model has no layer '{head}'; see fedrot.head.head_of.")
+    head = named_head(head, model_config, tensors)
     asked = partial(ask, grid, config=config or ConfigRecord(), timeout=timeout)
     shape = tuple(tensors[f"{head}.weight"].shape)
     first = asked([*grid.get_node_ids()], arrays, head, shape)

@@ -1,19 +1,14 @@
-"""A task head that is fitted after every round."""
+"""A task head that is fitted after every round, for the evaluation."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
 import reproductions.task_heads
 from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.federation import arm_strategies
 from fedrot.simulations.federation.grid_run import run_job
-from tests.strategies.fakes import tensors_of
 
 SMALL: dict[str, Any] = {
     "task": "image",
@@ -30,38 +25,11 @@ SMALL: dict[str, Any] = {
 }
 
 
-def test_clients_go_on_from_the_head_of_the_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    fits: list[Any] = []
-    real, configure = arm_strategies.fit_task_head, arm_strategies.CellStrategy.configure_train
-    broadcast: list[Any] = []
-
-    def noting(grid: Any, arrays: Any, *args: Any, **kwargs: Any) -> Any:
-        fits.append(real(grid, arrays, *args, **kwargs))
-        return fits[-1]
-
-    def configured(self: Any, server_round: int, arrays: Any, *args: Any) -> Any:
-        broadcast.append(tensors_of(arrays))
-        return configure(self, server_round, arrays, *args)
-
-    monkeypatch.setattr(arm_strategies, "fit_task_head", noting)
-    monkeypatch.setattr(arm_strategies.CellStrategy, "configure_train", configured)
-    config = SimulationConfig(**SMALL)
-    told = [(config.to_json(), 0, "same", "plain+task-head-each-round")]
-    ((_, rows, _, failure),) = run_job(told, Path("nowhere"), "of no folder here")
-    assert not failure
-    assert len(fits) == len(broadcast) == 3
-    for fit, received in zip(fits[:2], broadcast[1:], strict=True):
-        sent = tensors_of(fit.arrays)
-        assert all(torch.equal(received[tensor], value) for tensor, value in sent.items())
-    kept = [row["round"] for row in rows.rows if row["metric"] == "kept"]
-    assert kept == [1, 2, 3]
-
-
 def test_the_name_is_that_of_an_arm_and_more() -> None:
-    arm = Arm.parse("aligned:loss+task-head-each-round")
+    arm = Arm.parse("aligned:loss+task-head-measured")
     assert (arm.guard, arm.fits_task_head, arm.chooses) == ("loss", True, True)
-    assert arm.strategy is reproductions.task_heads.EachRound
-    assert arm.name == "aligned:loss+task-head-each-round"
+    assert arm.strategy is reproductions.task_heads.Measured
+    assert arm.name == "aligned:loss+task-head-measured"
 
 
 def test_a_head_that_is_measured_does_not_reach_the_clients() -> None:

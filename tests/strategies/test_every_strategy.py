@@ -329,6 +329,14 @@ def test_a_privacy_wrapper_around_alignment_is_refused_before_training(name: str
 
 
 @pytest.mark.parametrize("name", sorted(SERVER_SIDE | CLIENT_SIDE))
+def test_a_privacy_wrapper_around_a_fitted_head_is_refused(name: str) -> None:
+    case: Any = CASES[name]
+    head = FedRot(CONFIG, alignment=None, fit_head="classifier", **COMMON)
+    with pytest.raises(fedrot.FedrotError, match=r"other sums of the clients\. Omit fit_head"):
+        run(case.strategy(head, **case.settings), True, case.mods)
+
+
+@pytest.mark.parametrize("name", sorted(SERVER_SIDE | CLIENT_SIDE))
 def test_a_privacy_wrapper_around_a_strategy_that_moves_nothing_is_fine(name: str) -> None:
     case: Any = CASES[name]
     ours = case.strategy(FedRot(CONFIG, alignment=None, **COMMON), **case.settings)

@@ -1,25 +1,27 @@
-"""The task head of a finished model, fitted by ``fit_task_head`` to sums of clients."""
+"""The task head, fitted by ``fit_task_head`` and by ``FedRot(fit_head=True)`` to sums of clients."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import fedrot
 from fedrot.head import collect_classes, fit_head
-from fedrot.strategies import LabelledRows, answer_with_sums, fit_task_head
+from fedrot.strategies import FedRot, LabelledRows, Server, answer_with_sums, fit_task_head
 from fedrot.strategies.sums.held_out import LOSSES, SUMS
 from fedrot.temperature import TEMPERATURES
-from tests.models import VOCABULARY, State, config_of
+from tests.models import VOCABULARY, State, config_of, near
 from tests.strategies.classifier import NAME, build, state
-from tests.strategies.fakes import Client, FakeGrid, failure, tensors_of
+from tests.strategies.fakes import Client, FakeGrid, failure, reply, tensors_of
 
 HEAD = "classifier"
 Rows = Mapping[str, Tensor]
@@ -298,3 +300,146 @@ def test_answers_draw_nothing_from_the_clients_random_numbers() -> None:
     before = torch.random.get_rng_state()
     fitted(three())
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+# In every round
+
+#: Arguments of the strategies: sums of updates do not depend on the order of arrival.
+COMMON: dict[str, Any] = {"fraction_evaluate": 0.0, "server": Server(deterministic=True)}
+
+
+def learner(index: int) -> Client:
+    """Return a node that answers training requests with a change of what it received, and with sums."""
+    answers = three()[index]
+
+    def node(message: Message) -> Message | None:
+        if message.metadata.message_type != "train":
+            return answers(message)
+        received = tensors_of(message.content.array_records["arrays"])
+        return reply(message, near(received, 0.01, seed=index), 10 + index)
+
+    return node
+
+
+def played(clients: Iterable[Client], rounds: int = 3, **given: Any) -> tuple[Any, list[State]]:
+    """Return the result of a run, and the model that each round broadcast."""
+    sent: list[State] = []
+
+    class Noting(FedRot):
+        def configure_train(
+            self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+        ) -> Iterable[Message]:
+            sent.append(tensors_of(arrays))
+            return super().configure_train(server_round, arrays, config, grid)
+
+    strategy = Noting(config_of(NAME), **{"fit_head": True, **COMMON, **given})
+    grid = FakeGrid(dict(enumerate(clients, start=100)))
+    return strategy.start(grid, ArrayRecord(state()), rounds, timeout=1), sent
+
+
+@pytest.mark.parametrize("aggregation", [None, "mean"])
+@pytest.mark.parametrize("alignment", [None, fedrot.AlignmentOptions()])
+def test_every_round_ends_with_the_head_that_fit_task_head_finds(
+    alignment: fedrot.AlignmentOptions | None, aggregation: str | None
+) -> None:
+    """The oracle: rounds without the argument, one at a time, and ``fit_task_head`` after each."""
+    nodes = [learner(index) for index in range(3)]
+    given: dict[str, Any] = {"alignment": alignment, "aggregation": aggregation}
+    result, sent = played(nodes, **given)
+    model = ArrayRecord(state())
+    for number, received in enumerate(sent, start=1):
+        assert all(torch.equal(received[name], own) for name, own in tensors_of(model).items())
+        grid = FakeGrid(dict(enumerate(nodes, start=100)))
+        merged = FedRot(config_of(NAME), **COMMON, **given).start(grid, model, 1).arrays
+        found = fit_task_head(grid, merged, config_of(NAME))
+        metrics = result.train_metrics_clientapp[number]
+        assert {name: metrics[name] for name in found.metrics()} == found.metrics()
+        assert found.metrics()["fedrot-head-loss"] == min(found.losses[1:])
+        model = found.arrays
+    last = tensors_of(result.arrays)
+    assert all(torch.equal(last[name], own) for name, own in tensors_of(model).items())
+    assert len(sent) == 3
+    assert loss(last) < loss(state()) - 0.1
+
+
+def test_a_layer_is_fitted_by_its_name() -> None:
+    nodes = [learner(index) for index in range(3)]
+    named, _ = played(nodes, rounds=1, fit_head=HEAD)
+    found, _ = played(nodes, rounds=1)
+    ours, theirs = tensors_of(named.arrays), tensors_of(found.arrays)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_model_without_the_head_is_refused_before_anybody_trains() -> None:
+    with pytest.raises(fedrot.FedrotError, match="no layer 'elsewhere'"):
+        played([failure], fit_head="elsewhere")
+
+
+def test_the_run_says_what_clients_need(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("flwr").propagate = True
+    caplog.set_level(logging.INFO, "flwr")
+    played([learner(index) for index in range(3)], rounds=1)
+    assert (
+        "Task head: fitted after every round; clients call fedrot.strategies.answer_with" in caplog.text
+    )
+
+
+def test_clients_that_cannot_answer_stop_the_first_round() -> None:
+    def trains_only(message: Message) -> Message | None:
+        is_training = message.metadata.message_type == "train"
+        return learner(0)(message) if is_training else failure(message)
+
+    with pytest.raises(fedrot.FedrotError, match=r"Call fedrot\.strategies\.answer_with_sums"):
+        played([trains_only, trains_only])
+
+
+def test_a_later_round_without_answers_keeps_its_head(warnings: Callable[[], str]) -> None:
+    def once(index: int) -> Client:
+        node, answers = learner(index), 0
+
+        def answer(message: Message) -> Message | None:
+            nonlocal answers
+            if message.metadata.message_type == "train":
+                return node(message)
+            answers += 1
+            return node(message) if answers <= 2 else failure(message)
+
+        return answer
+
+    result, sent = played([once(index) for index in range(3)])
+    assert "Round 2: the task head is not changed. No client gave a usable answer" in warnings()
+    metrics = result.train_metrics_clientapp
+    assert [n for n, found in metrics.items() if "fedrot-head-loss" in found] == [1]
+    received = sent[1]
+    nodes = dict(enumerate((learner(index) for index in range(3)), start=100))
+    strategy = FedRot(config_of(NAME), **COMMON)
+    merged = strategy.start(FakeGrid(nodes), ArrayRecord(received), 1).arrays
+    assert all(torch.equal(sent[2][name], own) for name, own in tensors_of(merged).items())
+
+
+def test_the_evaluation_is_of_the_model_with_the_fitted_head() -> None:
+    """Also with a guard, which has evaluated the model before."""
+    evaluated: list[State] = []
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        evaluated.append(tensors_of(arrays))
+        return MetricRecord({"loss": loss(evaluated[-1])})
+
+    strategy = FedRot(config_of(NAME), fit_head=True, fraction_evaluate=0.0, guard="loss")
+    nodes = dict(enumerate((learner(index) for index in range(3)), start=100))
+    result = strategy.start(FakeGrid(nodes), ArrayRecord(state()), 1, evaluate_fn=evaluate)
+    last = tensors_of(result.arrays)
+    assert all(torch.equal(evaluated[-1][name], own) for name, own in last.items())
+    assert result.evaluate_metrics_serverapp[1]["loss"] == loss(last)
+
+
+def test_a_failed_round_fits_no_head() -> None:
+    asked: list[str] = []
+
+    def fails(message: Message) -> Message:
+        asked.append(message.metadata.message_type)
+        return failure(message)
+
+    result, _ = played([fails, fails], rounds=1)
+    assert set(asked) == {"train"}
+    assert all(torch.equal(own, state()[name]) for name, own in tensors_of(result.arrays).items())

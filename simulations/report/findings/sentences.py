@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from fedrot.simulations.arm import TASK_HEAD
+from fedrot.simulations.arm import EACH_ROUND, TASK_HEAD
 from fedrot.simulations.federation.run_folder import OF_OWN_MODEL
 from fedrot.simulations.report.findings.shares import shares
 from fedrot.simulations.report.summaries import (
@@ -47,6 +47,7 @@ WORDS = {
     DEFAULT: "each model is moved to the others' coordinates before it is averaged (FedRot's defaults)",
     f"{BASELINE}{TASK_HEAD}": "the plain average, its task head fitted to sums over all clients' rows",
     f"{DEFAULT}{TASK_HEAD}": "the aligned average, its task head fitted to sums over all clients' rows",
+    f"{BASELINE}{EACH_ROUND}": "the plain average, its task head fitted in every round, for the clients",
     f"{BASELINE}/regmean": "linear layers by regression on the clients' inputs (RegMean)",
     f"{DEFAULT}/regmean": "aligned, then linear layers by regression on the clients' inputs (RegMean)",
     "same": "all clients start from one model",

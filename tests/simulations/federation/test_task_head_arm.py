@@ -112,3 +112,44 @@ def test_there_is_one_model_whose_head_is_fitted(arm: str) -> None:
 def test_the_rest_of_the_name_keeps_its_meaning(arm: str) -> None:
     alone, fitted = Arm.parse(arm), Arm.parse(f"{arm}+task-head")
     assert fitted == alone.model_copy(update={"name": f"{arm}+task-head", "fits_task_head": True})
+
+
+def test_clients_go_on_from_the_head_of_the_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    fits: list[Any] = []
+    real, configure = arm_strategies.fit_task_head, arm_strategies.CellStrategy.configure_train
+    broadcast: list[Any] = []
+
+    def noting(grid: Any, arrays: Any, *args: Any, **kwargs: Any) -> Any:
+        fits.append(real(grid, arrays, *args, **kwargs))
+        return fits[-1]
+
+    def configured(self: Any, server_round: int, arrays: Any, *args: Any) -> Any:
+        broadcast.append(tensors_of(arrays))
+        return configure(self, server_round, arrays, *args)
+
+    monkeypatch.setattr("fedrot.strategies.fedrot.fit_task_head", noting)
+    monkeypatch.setattr(arm_strategies.CellStrategy, "configure_train", configured)
+    config = SimulationConfig(**{**SMALL, "rounds": 3})
+    (found,) = rows(config, "plain+task-head-each-round")
+    assert len(fits) == len(broadcast) == 3
+    for fit, received in zip(fits[:2], broadcast[1:], strict=True):
+        sent = tensors_of(fit.arrays)
+        assert all(torch.equal(received[tensor], value) for tensor, value in sent.items())
+    for number, fit in enumerate(fits, start=1):
+        assert found["alignment", number, "fedrot-head-loss"] == min(fit.losses[1:])
+    task = task_of(config.to_json())
+    model = build_model(config, task.data, seed=0)
+    model.load_state_dict(tensors_of(fits[-1].arrays))
+    measured = training.evaluate(model, task, task.test, np.arange(len(task.test)))
+    assert {name: found["central", 3, name] for name in measured} == measured
+
+
+def test_an_arm_that_fits_each_round_is_read() -> None:
+    arm = Arm.parse("aligned:loss+task-head-each-round")
+    assert (arm.guard, arm.fits_task_head, arm.fits_each_round, arm.chooses) == (
+        "loss",
+        True,
+        True,
+        True,
+    )
+    assert arm.name == "aligned:loss+task-head-each-round"

@@ -12,6 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Messages with long paths stay on one line.
 os.environ["COLUMNS"] = "1000"
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Flower's simulations start a Ray of their own, and do not join a cluster that another test has started.
+os.environ["RAY_ADDRESS"] = "local"
 
 #: The laboratory changes registries that other tests read: its tests run in processes of their own,
 #: ``make lab``.

@@ -132,7 +132,10 @@ def aggregation_named(name: str, **given: Callable[[], object]) -> Callable[[], 
 
 def aggregations_table() -> str:
     """Return the aggregations as a Markdown table."""
-    rows = ["| name | class | statistics | arguments | result |", "|---|---|---|---|---|"]
+    rows = [
+        "| name | class | statistics | arguments that must be given | result |",
+        "|---|---|---|---|---|",
+    ]
     for entry in _entries().values():
         lists = (", ".join(f"`{name}`" for name in names) for names in (entry.needs, entry.inputs))
         cells = [f"`{entry.name}`", f"`{entry.path}`", *lists, entry.meaning]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +112,26 @@ def test_the_page_about_aggregations_runs(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_app_of_the_page_about_statistics_runs(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
+    """As the three files that the page names."""
     logging.getLogger("flwr").propagate = True
     caplog.set_level(logging.INFO)
+    monkeypatch.syspath_prepend(tmp_path)
+    files = ("task", "client_app", "server_app")
+    for name, block in zip(files, _code("how-to/statistics.md"), strict=False):
+        assert block.startswith(f"# {name}.py\n")
+        (tmp_path / f"{name}.py").write_text(block, encoding="utf-8")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    client = importlib.import_module("client_app").client
+    server = importlib.import_module("server_app").server
+    server(local_clients(client, 3), Context(1, 0, {}, RecordDict(), {}))
     scope = _executed("how-to/statistics.md", 7)
-    scope["server"](local_clients(scope["client"], 3), Context(1, 0, {}, RecordDict(), {}))
+    for name in files:
+        monkeypatch.delitem(sys.modules, name)
     printed = capsys.readouterr().out
     found = re.findall(r"round (\d): accuracy (\S+), ([\d,]+) bytes of statistics\n", printed)
     assert [number for number, _, _ in found] == ["1", "2", "3"]

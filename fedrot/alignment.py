@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedrot.collect.activations import Activations
 from fedrot.collect.canonical_statistics import canonical_statistics, follows_canonical_form
-from fedrot.collect.statistics import TRAINED, transport_statistics
+from fedrot.collect.statistics import TRAINED, contradicted_means, transport_statistics
 from fedrot.collect.token_counts import by_frequency
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.descent import solve
@@ -96,7 +96,11 @@ class Alignment:
                     "of. Give that model's tensors, too: transport(statistics, update)."
                 )
             statistics = canonical_statistics(statistics, update or {}, self.symmetry)
-        return transport_statistics(statistics, self.moves, self.symmetry.shapes)
+        moved = transport_statistics(statistics, self.moves, self.symmetry.shapes)
+        # A sketch may lose the direction of the mean. Nothing needs a mean after the move.
+        for kind, name in {*contradicted_means(moved)} - {*contradicted_means(statistics)}:
+            del moved[kind][name]
+        return moved
 
 
 def alignment_of(

@@ -39,7 +39,8 @@ class RegMean:
     the weighted mean and a note. (One huge Gram matrix reduces all others to rounding errors.)
 
     Rows that some client has not trained (statistics ``trained``) are the mean over the clients that
-    trained them. A client needs no Gram matrix of a layer that it has not trained at all.
+    trained them. A client with Gram matrices of some layers needs none of a layer that it has not
+    trained at all.
 
     Args:
         alpha: 0 to 1; 0.9 is the paper's choice for encoders, 0.1 for T5.

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedrot.collect.hooks import input_axis, watched, without_padding
+from fedrot.collect.hooks import input_axis, masks_of, watched, without_padding
 from fedrot.collect.random_inputs import random_inputs
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.symmetry.actions import InsideHeads
@@ -131,11 +131,14 @@ def _sites(group: Group, model: nn.Module) -> list[_Site]:
 
 
 def _run(model: nn.Module, sites: Sequence[_Site], batch: Mapping[str, Tensor]) -> dict[_Site, Tensor]:
-    """Return the activations of one batch as ``[tokens, units]``, without padding."""
+    """Return the activations of one batch as ``[tokens, units]``, without padding.
+
+    A module that runs several times counts every time.
+    """
     by_module: dict[str, list[_Site]] = defaultdict(list)
     for site in sites:
         by_module[site.module].append(site)
-    found: dict[_Site, Tensor] = {}
+    found: dict[_Site, list[Tensor]] = defaultdict(list)
     read: dict[tuple[str, int], Tensor] = {}  # keeps the tensors alive, so that ids stay unique
 
     def seen(module: str, given: Tensor, output: Tensor) -> None:
@@ -146,11 +149,11 @@ def _run(model: nn.Module, sites: Sequence[_Site], batch: Mapping[str, Tensor]) 
             if site.output or key not in read:
                 read[key] = tensor
                 units = site.slice.of(tensor, tensor.ndim - 1)
-                found[site] = without_padding(units, batch.get("attention_mask"))
+                found[site].append(without_padding(units, mask_of(module, given)))
 
-    with watched(model, by_module, seen):
+    with watched(model, by_module, seen), masks_of(model, batch) as mask_of:
         model(**batch)
-    return found
+    return {site: torch.cat(rows) for site, rows in found.items()}
 
 
 def collect_activations(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedrot.collect.statistics import GRAMS, INPUT_AXIS, MEANS, TRAINED, Statistics
+from fedrot.collect.statistics import GRAMS, INPUT_AXIS, MEANS, TRAINED, Statistics, semidefinite
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.symmetry.canonical import CanonicalView, per_query
 from fedrot.symmetry.groups import Symmetry
@@ -196,14 +196,14 @@ class _Change:
         if gain is None:
             assert mean is not None
             assert bias is not None
-            return _without_constant(gram, mean, bias)
+            return semidefinite(_without_constant(gram, mean, bias), gram)
         found = canonical_gram(gram, gain if mean is None else mean, gain, bias)
         if self.centred and found.ndim == 2:
             # Rounding must not look like a direction of the inputs.
             wide = found.double()
             wide = wide - wide.mean(0, keepdim=True)
             found = (wide - wide.mean(1, keepdim=True)).to(found.dtype)
-        return found
+        return semidefinite(found, gram)
 
 
 def _changes(tensors: Tensors, symmetry: Symmetry) -> dict[tuple[str, int], _Change]:

@@ -59,6 +59,8 @@ def collect_fisher(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
             names.setdefault(parameter, []).append(name)
+    if not names:
+        raise FedrotError("No parameter of the model is trained: requires_grad is false for all.")
     sums = {p: torch.zeros_like(p, dtype=compute_dtype(p)) for p in names}
     rows = 0
     with torch.enable_grad(), evaluating(model):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedrot.collect.hooks import input_axis, watched, without_padding
+from fedrot.collect.hooks import input_axis, masks_of, watched, without_padding
 from fedrot.collect.random_inputs import forward_inputs
 from fedrot.collect.statistics import GRAMS, INPUT_AXIS, MEANS, Statistics, collects
 from fedrot.errors import FedrotError
@@ -41,7 +41,9 @@ def _readers(model: nn.Module) -> dict[str, _Reader]:
         return _adapter_readers(model)
     parameters = (p for module in model.modules() for p in module._parameters.values())
     uses = Counter(id(parameter) for parameter in parameters)
-    axes = {name: input_axis(module) for name, module in model.named_modules()}
+    # A module with several names has a weight under each of them, and all have its matrix.
+    modules = model.named_modules(remove_duplicate=False)
+    axes = {name: input_axis(module) for name, module in modules}
     return {
         name: _Reader(f"{name}.weight", axis)
         for name, axis in axes.items()
@@ -103,10 +105,12 @@ def collect_gram(
     """Return the Gram matrix of the inputs of every linear layer (Jin et al. 2023, section 3.3).
 
     The result is ``{"gram": {weight: G}, "input_mean": {weight: m}}``, with ``gram_conv1d`` and
-    ``input_mean_conv1d`` for ``Conv1D``. ``G = X^T X / n`` over the ``n`` tokens in ``attention_mask``,
+    ``input_mean_conv1d`` for ``Conv1D``. ``G = X^T X / n`` over the ``n`` tokens in ``attention_mask``
+    (in ``decoder_attention_mask`` for a decoder's layers that do not read the encoder's output),
     uncentred, float32 ``[in, in]``; ``m`` ``[in]`` is the mean of ``X``, which ``Alignment.transport``
-    needs for canonical form. Sums over batches are float64. Layers with the same input (query, key and
-    value) share one matrix and one mean. Weights that are tied to another module (output embeddings)
+    needs for canonical form. Sums over batches are float64. Layers with the same inputs (query, key
+    and value) share one matrix and one mean. A layer that runs several times for a batch counts every
+    time. Weights that are tied to another module (output embeddings)
     have none.
 
     Of a PEFT model only the linear layers that its active LoRA adapter adapts have a matrix, that of the
@@ -136,23 +140,12 @@ def collect_gram(
     count: dict[str, int] = {}
     sums: dict[str, tuple[Tensor, Tensor]] = {}
     same: dict[str, str] = {}
-    inputs: dict[str, Tensor] = {}
-    mask: Tensor | None = None
+    inputs: dict[str, list[Tensor]] = {}
 
     def seen(name: str, given: Tensor, output: Tensor) -> None:
-        first = next((other for other, read in inputs.items() if read is given), name)
-        # Layers share a matrix only if they share their input in every batch.
-        if same.setdefault(name, first) != first:
-            other = same[name] if first == name else first
-            raise FedrotError(
-                f"The layers '{readers[name].weight}' and '{readers[other].weight}' share an input only "
-                "in some batches. Collect their statistics from batches that take the same path through "
-                "the model."
-            )
-        inputs[name] = given
-        if first != name:
-            return
-        rows = without_padding(given, mask).float()
+        inputs.setdefault(name, []).append(given)
+
+    def add(name: str, rows: Tensor) -> None:
         found = (rows.mT @ rows).double(), rows.sum(0, dtype=torch.float64)
         if name in sums:
             found = sums[name][0].add_(found[0]), sums[name][1].add_(found[1])
@@ -161,9 +154,23 @@ def collect_gram(
 
     with watched(model, readers, seen):
         for batch in islice(batches, max_batches):
-            mask = batch.get("attention_mask")
             inputs.clear()
-            model(**forward_inputs(model, batch))
+            given = forward_inputs(model, batch)
+            with masks_of(model, given) as mask_of:
+                model(**given)
+            firsts: dict[tuple[int, ...], str] = {}
+            for name, read in inputs.items():
+                # Layers share a matrix only if they read the same tensors, in every batch.
+                first = firsts.setdefault(tuple(map(id, read)), name)
+                if same.setdefault(name, first) != first:
+                    other = same[name] if first == name else first
+                    raise FedrotError(
+                        f"The layers '{readers[name].weight}' and '{readers[other].weight}' share an "
+                        "input only in some batches. Collect their statistics from batches that take "
+                        "the same path through the model."
+                    )
+                for one in read if first == name else ():
+                    add(name, without_padding(one, mask_of(name, one)).float())
     if not sums:
         raise FedrotError(
             "No inputs of linear layers were recorded: pass at least one batch and a model with Linear "

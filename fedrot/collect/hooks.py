@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -45,10 +45,60 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def without_padding(units: Tensor, mask: Tensor | None) -> Tensor:
-    """Return ``[..., units]`` as rows ``[tokens, units]``, without tokens that the mask excludes."""
-    if mask is not None and units.ndim == 3 and units.shape[:2].numel() == mask.numel():
-        return units[mask.reshape(units.shape[:2]).bool()]
+    """Return ``[..., units]`` as rows ``[tokens, units]``, without tokens that the mask excludes.
+
+    A mask is one of the units' ``[rows, tokens]``, or of choices, ``[rows, choices, tokens]``, which the
+    model reads as rows.
+    """
+    if mask is not None and units.ndim == 3 and mask.flatten(0, -2).shape == units.shape[:2]:
+        return units[mask.flatten(0, -2).bool()]
     return units.flatten(0, -2)
+
+
+@contextmanager
+def masks_of(
+    model: nn.Module, inputs: Mapping[str, Any]
+) -> Iterator[Callable[[str, Tensor], Tensor | None]]:
+    """Yield a function that returns the mask of the tokens that a named module reads.
+
+    Modules of an encoder, and those of a decoder that read the encoder's output, read the tokens of
+    ``attention_mask``. Other modules of an encoder-decoder read those of ``decoder_attention_mask``, or
+    of ``attention_mask`` if the decoder reads the same tokens.
+
+    Args:
+        inputs: keyword arguments of forward, which runs inside of the context.
+    """
+    mask = inputs.get("attention_mask")
+    encoder = _encoder(model)
+    if encoder is None:
+        yield lambda name, given: mask
+        return
+    same = "decoder_input_ids" not in inputs and "decoder_inputs_embeds" not in inputs
+    of_decoder = inputs.get("decoder_attention_mask", mask if same else None)
+    inside = {id(module) for module in encoder.modules()}
+    encoded: list[Tensor] = []
+
+    def mask_of(name: str, given: Tensor) -> Tensor | None:
+        reads_text = id(model.get_submodule(name)) in inside or any(given is one for one in encoded)
+        return mask if reads_text else of_decoder
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        encoded.append(output[0])
+
+    handle = encoder.register_forward_hook(hook)
+    try:
+        yield mask_of
+    finally:
+        handle.remove()
+
+
+def _encoder(model: nn.Module) -> nn.Module | None:
+    """Return the encoder of an encoder-decoder of transformers; None for other models."""
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return None
+    owners = (model, getattr(model, "base_model", None))
+    given = next((o.get_encoder for o in owners if callable(getattr(o, "get_encoder", None))), None)
+    return given() if given is not None else None
 
 
 def input_axis(module: nn.Module | None) -> int | None:

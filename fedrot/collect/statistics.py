@@ -6,6 +6,7 @@ The statistics of an update are mappings by kind, then by tensor name: ``{"gram"
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -160,26 +161,35 @@ def check_statistics(statistics: Statistics, shapes: Mapping[str, Shape]) -> Non
 
 
 def check_means(statistics: Statistics) -> None:
-    """Raise ``UpdateError`` if a mean of inputs contradicts the Gram matrix of the same layer.
+    """Raise ``UpdateError`` if a mean of inputs contradicts the Gram matrix of the same layer."""
+    for kind, name in contradicted_means(statistics):
+        raise UpdateError(
+            f"The {kind} statistics of '{name}' contradict its Gram matrix: the square of a mean is "
+            "larger than the mean of the squares. Collect both from the same rows, with collect_gram."
+        )
+
+
+def contradicted_means(statistics: Statistics) -> list[tuple[str, str]]:
+    """Return kind and tensor of means that contradict the Gram matrix of the same layer.
 
     The square of a mean is at most the mean of the squares, which is on the diagonal.
     """
+    found = []
     for axis, kind in MEANS.items():
         grams = statistics.get(GRAMS[axis], {})
-        checked: set[tuple[int, int]] = set()
+        checked: dict[tuple[int, int], bool] = {}
         for name, mean in statistics.get(kind, {}).items():
             gram = grams.get(name)
-            if gram is None or (id(mean), id(gram)) in checked:
+            if gram is None:
                 continue
-            squares = as_blocks(gram.detach()).diagonal(dim1=-2, dim2=-1).flatten().double()
-            most = squares + _EXCESS * squares.max()
-            if bool((mean.detach().double().square() > most).any()):
-                raise UpdateError(
-                    f"The {kind} statistics of '{name}' contradict its Gram matrix: the square of a "
-                    "mean is larger than the mean of the squares. Collect both from the same rows, with "
-                    "collect_gram."
-                )
-            checked.add((id(mean), id(gram)))
+            both = (id(mean), id(gram))
+            if both not in checked:
+                squares = as_blocks(gram.detach()).diagonal(dim1=-2, dim2=-1).flatten().double()
+                most = squares + _EXCESS * squares.max()
+                checked[both] = bool((mean.detach().double().square() > most).any())
+            if checked[both]:
+                found.append((kind, name))
+    return found
 
 
 def _number_problem(value: Tensor, kind: StatisticKind) -> str | None:
@@ -260,10 +270,7 @@ def _check_gram(value: Tensor, shape: Shape, axis: int) -> str | None:
         return "are negative" if value.ndim == 1 else negative
     if value.ndim == 1 or not bool(matrices.any()):
         return None
-    # The diagonal is scaled to 1 as in RegMean: otherwise one large entry would hide all others.
-    largest = matrices.abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(matrices.dtype).tiny)
-    scale = (diagonal / largest[..., 0] + _MOVING).rsqrt()
-    even = matrices / largest * scale.unsqueeze(-1) * scale.unsqueeze(-2)
+    even, _ = _unit_diagonal(matrices)
     slack = _ROUNDING * torch.linalg.vector_norm(even, dim=(-2, -1), keepdim=True) + _ROUNDING**2
     if bool(((even - even.mT).abs() > slack).any()):
         return "are not symmetric; a Gram matrix is X^T X"
@@ -271,6 +278,37 @@ def _check_gram(value: Tensor, shape: Shape, axis: int) -> str | None:
     eye = torch.eye(even.shape[-1], dtype=even.dtype, device=even.device)
     _, failed = torch.linalg.cholesky_ex(even + slack * eye)
     return negative if bool(failed.any()) else None
+
+
+def _unit_diagonal(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return matrices with a diagonal of 1 as in RegMean, and the factors ``[..., n]`` that make it so.
+
+    With another diagonal, one large entry would hide all others.
+    """
+    tiny = torch.finfo(matrices.dtype).tiny
+    largest = matrices.abs().amax((-2, -1), keepdim=True).clamp_min(tiny)
+    diagonal = matrices.diagonal(dim1=-2, dim2=-1).clamp_min(0)
+    scale = (diagonal / largest[..., 0] + _MOVING).rsqrt()
+    return matrices / largest * scale.unsqueeze(-1) * scale.unsqueeze(-2), scale * largest[
+        ..., 0
+    ].rsqrt()
+
+
+def semidefinite(moved: Tensor, received: Tensor) -> Tensor:
+    """Return a moved Gram matrix, full or in blocks, without the negative eigenvalues of rounding.
+
+    A matrix that was rounded, or sent as a sketch, may have negative eigenvalues after a rotation or a
+    shift of its inputs, which changes how large its units are. They become 0. If the matrix was none of
+    inputs when it was received, it stays as it is, for ``check_statistics``.
+    """
+    shape = (math.prod(moved.shape[:-1]),) * 2
+    if moved.ndim == 1 or not _check_gram(moved, shape, 1) or _check_gram(received, shape, 1):
+        return moved
+    even, scale = _unit_diagonal(moved.detach().double())
+    values, vectors = torch.linalg.eigh((even + even.mT) / 2)
+    found = vectors * values.clamp_min(0).unsqueeze(-2) @ vectors.mT
+    found = found / scale.unsqueeze(-1) / scale.unsqueeze(-2)
+    return ((found + found.mT) / 2).to(moved.dtype)
 
 
 def _move_gram(value: Tensor, slot: Slot, move: Move, axis: int) -> Tensor:
@@ -292,9 +330,9 @@ def _move_gram(value: Tensor, slot: Slot, move: Move, axis: int) -> Tensor:
         _check_blocks(value, slot, move)
     full = torch.block_diag(*value) if value.ndim == 3 else value
     moved = move.on(move.on(full, other), replace(other, axis=1))
-    if value.ndim == 2:
-        return moved
-    return diagonal_blocks(moved, value.shape[-1])
+    moved = moved if value.ndim == 2 else diagonal_blocks(moved, value.shape[-1])
+    exact = move.group.kind.on_fisher(move.element) is not None  # a permutation, signs or scales
+    return moved if exact else semidefinite(moved, value)
 
 
 def _check_mean(value: Tensor, shape: Shape, axis: int) -> str | None:

@@ -36,6 +36,8 @@ Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
 #: Base strategies that only need the mean of the updates.
 OF_THE_MEAN = (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi)
 
+#: The largest number of aggregators of a round.
+_FORMS = 4
 _ODD = "Its statistics have another form than most clients'. Use one form at every client."
 
 
@@ -110,7 +112,8 @@ class Averaged:
     """Adds updates to aggregators as they arrive; the aggregator with most updates gives the result.
 
     An aggregator accepts updates whose statistics have the form of its first update's. An update that no
-    aggregator accepts starts another one, so there is one aggregator for each form.
+    aggregator accepts starts another one, so there is one aggregator for each form, and at most
+    ``_FORMS``: another form then takes the place of the oldest aggregator with fewest updates.
 
     ``comparison`` chooses between the result and the mean of the same updates as they were received.
     """
@@ -151,6 +154,10 @@ class Averaged:
         another = self._candidate(self._build())
         with suppress(UpdateError):
             another.add(moved, str(refusals[0]))
+            if len(self._candidates) == _FORMS:
+                fewest = min(self._candidates, key=lambda candidate: len(candidate.taken))
+                self._candidates.remove(fewest)
+                self._drop(fewest)
             self._candidates.append(another)
             return another
         raise refusals[0]
@@ -166,12 +173,16 @@ class Averaged:
         With a guard, the second aggregator is the mean of the same updates as they were received.
         """
         best = self._best
-        others = [taken for one in self._candidates if one is not best for taken in one.taken]
-        for client, refusal, _ in others:
-            self.record.drop(client, refusal)
+        for other in self._candidates:
+            if other is not best:
+                self._drop(other)
         self._candidates, self.mean = [], None
         both = [best.aggregator] if best.plain is None else [best.aggregator, best.plain]
         return both, [content for _, _, content in best.taken]
+
+    def _drop(self, candidate: _Candidate) -> None:
+        for client, refusal, _ in candidate.taken:
+            self.record.drop(client, refusal)
 
     def result(self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None) -> Aggregated:
         """Return the merged model, after the base strategy has aggregated the mean."""

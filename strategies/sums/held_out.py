@@ -101,7 +101,8 @@ def evaluate_at_clients(
 
     The models of one round are compared on the same rows: only clients that answered about the first
     model are asked about the others. If one of them does not answer again, or if no client has held-out
-    rows, a warning is logged, and the metrics are NaN, which is the worst value for a guard.
+    rows, a warning is logged, and the metrics are NaN, which is the worst value for a guard. Make a new
+    function for every run.
 
     Args:
         grid: of the server app. Clients need ``answer_with_sums`` on their ``ClientApp``.

@@ -89,9 +89,10 @@ class SecureRegMean(FedAvg):
     Example: ``SecureRegMean(model, min_fit_clients=3, min_available_clients=3, fraction_evaluate=0.0)``
 
     Raises:
-        FedrotError: ``alpha`` or ``headroom`` is impossible, no layer is left, or with ``privacy``
-            clients would send metrics without noise. In a round: the clients have sent something else,
-            because they run without ``regmean_mod``, or with ``privacy`` have unlike weights.
+        FedrotError: ``alpha`` or ``headroom`` is impossible, a tensor is bfloat16, no layer is left, or
+            with ``privacy`` clients would send metrics without noise. In a round: the clients have sent
+            something else, because they run without ``regmean_mod``, or have unlike weights with
+            ``privacy``.
     """
 
     def __init__(
@@ -110,6 +111,11 @@ class SecureRegMean(FedAvg):
                 f"alpha is {alpha}, headroom {headroom}; alpha is 0 to 0.99, headroom positive."
             )
         tensors = model.state_dict()
+        if odd := [name for name, t in tensors.items() if t.dtype == torch.bfloat16]:
+            raise FedrotError(
+                f"'{odd[0]}' is bfloat16, which NumPy lacks, and so do Flower's older strategies. "
+                "Convert the model with model.float(), here and at the clients."
+            )
         start = [tensor.detach().cpu().numpy() for tensor in tensors.values()]
         kwargs.setdefault("initial_parameters", ndarrays_to_parameters(start))
         super().__init__(**kwargs)

@@ -107,7 +107,7 @@ def fit_task_head(
     judges = [node for node, answer in first.items() if answer.losses is not None]
     if not judges:
         raise FedrotError("Task head: no client has held-out rows to choose the head by.")
-    fitted, second = tensors, first
+    fitted, second = tensors, {node: first[node] for node in judges}
     try:
         sums = total(answer.sums for answer in first.values())
         fitted = with_head(tensors, head, *fit_head(sums, shrinkage, bias=f"{head}.bias" in tensors))

@@ -99,10 +99,16 @@ def statistics_record(
             as sketches that fit. None sends them in full. Everything else travels as it is.
 
     Raises:
-        FedrotError: another dtype; or with a budget, it is too small for the diagonals, or a matrix is
-            not finite.
+        FedrotError: another dtype; the name of a tensor has a '|'; or with a budget, it is too small for
+            the diagonals, or a matrix is not finite.
     """
     check_precision(dtype)
+    odd = [name for by_name in statistics.values() for name in by_name if _NAMES in name]
+    if odd:
+        raise FedrotError(
+            f"Statistics of '{odd[0]}' cannot be sent, because '{_NAMES}' separates names. Rename the "
+            "module."
+        )
     values = {
         f"{kind}{_KIND}{_NAMES.join(names)}": statistics[kind][names[0]]
         for kind, by_name in statistics.items()

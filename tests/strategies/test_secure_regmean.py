@@ -515,6 +515,8 @@ def test_impossible_arguments_are_refused() -> None:
             strategy_of(BERT, **given)
     with pytest.raises(FedrotError, match="None of the names are weights of linear layers"):
         strategy_of(BERT, names=["bert.pooler.dense.bias"])
+    with pytest.raises(FedrotError, match="is bfloat16, which NumPy lacks"):
+        SecureRegMean(nn.Linear(3, 2).bfloat16())
     with pytest.raises(FedrotError, match="give SecureRegMean batches"):
         SecureRegMean(nn.Linear(3, 2))
 

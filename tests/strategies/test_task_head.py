@@ -281,6 +281,8 @@ def test_a_head_that_cannot_be_fitted_stays_and_is_calibrated(warnings: Callable
     assert "needs rows of at least two classes" in warnings()
     assert "with 40 held-out rows" in warnings()
     assert found.losses[1] == found.losses[2]
+    only_trains = edited(client(one_class, rows(11)), without(LOSSES))
+    assert fitted([client(one_class, rows(10)), only_trains]).clients == 1
 
 
 @pytest.mark.parametrize("clients", [[], [failure, failure]], ids=["none", "all fail"])

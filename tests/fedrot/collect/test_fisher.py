@@ -386,3 +386,9 @@ def test_a_failing_model_gets_its_mode_back() -> None:
     with pytest.raises(ValueError, match="luck"):
         fedrot.collect_fisher(model, [{"x": torch.ones(1, 2)}])
     assert (model.training, model.inner.training) == (True, False)
+
+
+def test_a_model_that_trains_nothing_is_refused() -> None:
+    model = fresh_model("bert-classifier").requires_grad_(False)
+    with pytest.raises(fedrot.FedrotError, match="requires_grad is false for all"):
+        fedrot.collect_fisher(model, [batch_of(1)])

@@ -823,14 +823,17 @@ class OfOneForm(Mean):
     ("forms", "ahead"),
     [
         ("abcd", "a"),
-        ("abcde", "a"),
-        ("abcdea", "a"),
+        # Four forms at most: with the fifth, the oldest of those with one update goes.
+        ("abcde", "b"),
+        ("abcdea", "c"),
+        ("abcdhehfh", "h"),
         ("abcddd", "d"),
         ("abbcd", "b"),
         ("abbcdefg", "b"),
         ("aabbccdefg", "a"),
         ("bacacabd", "a"),
         ("aabbccddd", "d"),
+        ("aabcdefghijklmn", "a"),
     ],
 )
 def test_what_is_odd_in_ever_new_ways_never_pushes_out_who_is_ahead(forms: str, ahead: str) -> None:
@@ -838,6 +841,7 @@ def test_what_is_odd_in_ever_new_ways_never_pushes_out_who_is_ahead(forms: str, 
     merge = Averaged(OfOneForm, this_round)
     message = broadcast(FedRot(CONFIG), state(), 2)[0]
     for client, form in enumerate(forms):
+        assert len(merge._candidates) <= 4
         tensors = {"w": torch.full((2,), float(client))}
         answered = reply(message, {}, 1, client)
         update = Update(client, answered, "arrays", tensors, 1.0, {form: {}})

@@ -137,6 +137,12 @@ def test_other_precisions_on_the_wire_are_refused(dtype: torch.dtype) -> None:
         statistics_record(statistics(), dtype)
 
 
+def test_a_name_with_the_separator_of_names_is_refused_at_the_client() -> None:
+    given = {"gram": {"heads.en|de.weight": torch.eye(2)}}
+    with pytest.raises(fedrot.FedrotError, match=r"'heads\.en\|de\.weight' cannot be sent.*Rename"):
+        statistics_record(given)
+
+
 def test_what_cannot_be_read_is_named() -> None:
     garbage = Array(dtype="float32", shape=(2, 2), stype="numpy.ndarray", data=b"garbage")
     with pytest.raises(UpdateError, match="'gram/w' cannot be decoded"):

@@ -96,9 +96,12 @@ def _encoder(model: nn.Module) -> nn.Module | None:
     """Return the encoder of an encoder-decoder of transformers; None for other models."""
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return None
-    owners = (model, getattr(model, "base_model", None))
-    given = next((o.get_encoder for o in owners if callable(getattr(o, "get_encoder", None))), None)
-    return given() if given is not None else None
+    for owner in (model, getattr(model, "base_model", None)):
+        get_encoder: Any = getattr(owner, "get_encoder", None)
+        if get_encoder is not None:
+            encoder: nn.Module = get_encoder()
+            return encoder
+    return None
 
 
 def input_axis(module: nn.Module | None) -> int | None:

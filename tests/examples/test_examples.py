@@ -115,6 +115,25 @@ def test_the_quickstart_runs_in_simulation(run: Run, toy: str) -> None:
     aligned_once(run.simulated(QUICKSTART, 2, toy))
 
 
+def test_the_quickstart_fits_the_task_head_as_its_page_says(run: Run, toy: str, tmp_path: Path) -> None:
+    app = tmp_path / "app"
+    shutil.copytree(QUICKSTART, app, ignore=shutil.ignore_patterns("__pycache__", "*.fab"))
+    page = (QUICKSTART / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    client, server = (app / "huggingface_example" / f"{side}_app.py" for side in ("client", "server"))
+    client.write_text(f"{client.read_text(encoding='utf-8')}\n\n{block}", encoding="utf-8")
+    added = re.findall(r"^\+( .*\n)", page, flags=re.MULTILINE)[-1]
+    code = server.read_text(encoding="utf-8")
+    assert code.count("        model.config,\n") == 1
+    server.write_text(
+        code.replace("        model.config,\n", f"        model.config,\n{added}"), encoding="utf-8"
+    )
+    log = run.simulated(app, 2, toy)
+    aligned_once(log)
+    # Two clients hold out four rows each.
+    assert re.search(r"Task head: 2 clients, 8 held-out rows", log), log
+
+
 @pytest.mark.long
 def test_the_quickstart_runs_unchanged_in_a_deployment(run: Run, toy: str) -> None:
     offline = f"UV_OFFLINE=1 UV_CACHE_DIR={run.folder / 'uv'}"

@@ -36,7 +36,7 @@ ENVIRONMENT = {
 #: Printed where alignment changed nothing in a classification, and no arm fits a task head.
 HINT = (
     "If clients have different labels, compare also the average with a fitted task head: --arms "
-    "plain,aligned,plain+task-head (docs/methods/head.md)."
+    "plain,aligned,plain+task-head (docs/methods/head.md; in Flower FedRot(config, fit_head=True))."
 )
 
 

@@ -83,6 +83,17 @@ def grid(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run of the grid, one cell after the other, that nothing has disturbed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "grid.toml").write_text(GRID)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setitem(run_page.PAGE.sections, "settings", lambda run: None)
+        simulated(folder / "whole", "simulate", folder / "grid.toml")
+    return folder / "whole"
+
+
 def lasting(folder: Path) -> list[dict[str, Any]]:
     """Return the rows without wall times."""
     return [row for row in read_rows(folder) if "seconds" not in row["metric"]]
@@ -109,13 +120,12 @@ def test_cells_side_by_side_give_the_rows_of_one_after_the_other(tmp_path: Path)
     assert "Reply of client 0" in (tmp_path / "many" / "flower.log").read_text()
 
 
-def test_a_setting_from_options_gives_the_rows_of_a_grid(grid: Path, tmp_path: Path) -> None:
-    simulated(tmp_path / "grid", "simulate", grid)
+def test_a_setting_from_options_gives_the_rows_of_a_grid(whole: Path, tmp_path: Path) -> None:
     arguments = "--train-limit 120 --test-limit 20 --max-length 16"
     arguments += " --set layers=1 --set width=16 --set heads=2"
     arguments += " --clients 2 --rounds 2 --seeds 2 --arms plain,aligned,joined"
     printed = simulated(tmp_path / "options", "simulate", *arguments.split())
-    rows = [row for row in lasting(tmp_path / "grid") if row["setting"] == "one"]
+    rows = [row for row in lasting(whole) if row["setting"] == "one"]
     others = [{**row, "setting": "one"} for row in lasting(tmp_path / "options")]
     assert rows == others
     # A line for each cell: the headline metric and the loss.
@@ -200,7 +210,7 @@ def test_a_terminal_shows_the_last_round_of_running_cells(
     assert updates == ["The first cells run.\ntwo: round 0/3\none: round 2/3"]
 
 
-def test_what_is_finished_is_not_run_again(grid: Path, tmp_path: Path) -> None:
+def test_what_is_finished_is_not_run_again(grid: Path, tmp_path: Path, whole: Path) -> None:
     out = tmp_path / "run"
     first = GRID.replace("seeds = [0, 1]", "seeds = [0]").replace(', "joined"', "")
     grid.write_text(first)
@@ -212,8 +222,7 @@ def test_what_is_finished_is_not_run_again(grid: Path, tmp_path: Path) -> None:
     assert len(after) == 12
     assert {name: after[name] for name in before} == before
     assert [row for row in lasting(out) if row["seed"] == 0 and row["arm"] != "joined"] == rows
-    simulated(tmp_path / "whole", "simulate", grid)
-    assert lasting(out) == lasting(tmp_path / "whole")
+    assert lasting(out) == lasting(whole)
 
 
 def test_a_cell_that_fails_is_shown_and_tried_again(
@@ -422,7 +431,7 @@ def test_a_folder_from_before_a_field_existed_goes_on(grid: Path, tmp_path: Path
     assert cells(out) == before
 
 
-def test_a_compact_copy_goes_on(grid: Path, tmp_path: Path) -> None:
+def test_a_compact_copy_goes_on(grid: Path, tmp_path: Path, whole: Path) -> None:
     """What was published can be extended: more seeds, more arms."""
     grid.write_text(GRID.replace("seeds = [0, 1]", "seeds = [0]"))
     simulated(tmp_path / "first", "simulate", grid)
@@ -430,9 +439,8 @@ def test_a_compact_copy_goes_on(grid: Path, tmp_path: Path) -> None:
     grid.write_text(GRID)
     assert "6 of 12 cells are finished already" in simulated(out, "simulate", grid)
     assert not list(out.glob("*.parquet"))
-    simulated(tmp_path / "whole", "simulate", grid)
-    assert lasting(out) == lasting(tmp_path / "whole")
-    copied, whole = (read_alignment(folder) for folder in (out, tmp_path / "whole"))
+    assert lasting(out) == lasting(whole)
+    copied, whole = (read_alignment(folder) for folder in (out, whole))
     assert [row.keys() for row in copied] == [row.keys() for row in whole]
     removed = ([row["before"] - row["after"] for row in rows] for rows in (copied, whole))
     np.testing.assert_allclose(*removed, rtol=1e-5, atol=1e-7)
@@ -452,11 +460,12 @@ def test_a_run_of_another_kind_stays(grid: Path, tmp_path: Path) -> None:
         assert [file.name for file in folder.iterdir()] == [file]
 
 
-def test_machines_of_a_cluster_share_the_jobs(grid: Path, tmp_path: Path, two_nodes: str) -> None:
+def test_machines_of_a_cluster_share_the_jobs(
+    grid: Path, tmp_path: Path, two_nodes: str, whole: Path
+) -> None:
     code, printed = commands.invoke("simulate", grid, "--ray", two_nodes, "--out", tmp_path / "run")
     assert (code, "[12 of 12]" in printed) == (0, True), printed
-    simulated(tmp_path / "whole", "simulate", grid)
-    assert lasting(tmp_path / "run") == lasting(tmp_path / "whole")
+    assert lasting(tmp_path / "run") == lasting(whole)
 
 
 def started(grid: Path, out: Path, workers: int, cells_first: int) -> subprocess.Popen[str]:
@@ -495,7 +504,9 @@ LONG_STOPS = [(signal.SIGINT, 1), (signal.SIGTERM, 2), (signal.SIGKILL, 1)]
         *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_STOPS),
     ],
 )
-def test_a_stopped_run_goes_on(grid: Path, tmp_path: Path, how: signal.Signals, workers: int) -> None:
+def test_a_stopped_run_goes_on(
+    grid: Path, tmp_path: Path, whole: Path, how: signal.Signals, workers: int
+) -> None:
     """Whatever stops it: finished cells stay, no process does."""
     out = tmp_path / "run"
     process = started(grid, out, workers, cells_first=3)
@@ -520,11 +531,12 @@ def test_a_stopped_run_goes_on(grid: Path, tmp_path: Path, how: signal.Signals, 
     assert {name: after[name] for name in before} == before
     assert len(after) == 12
     assert not (out / "trainings").exists()
-    simulated(tmp_path / "whole", "simulate", grid)
-    assert lasting(out) == lasting(tmp_path / "whole")
+    assert lasting(out) == lasting(whole)
 
 
-def test_a_worker_that_is_killed_loses_the_cell_that_it_ran(grid: Path, tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_loses_the_cell_that_it_ran(
+    grid: Path, tmp_path: Path, whole: Path
+) -> None:
     out = tmp_path / "run"
     process = started(grid, out, workers=2, cells_first=1)
     workers_of(process)[0].kill()
@@ -536,5 +548,4 @@ def test_a_worker_that_is_killed_loses_the_cell_that_it_ran(grid: Path, tmp_path
     assert len(cells(out)) == 11
     assert "11 of 12 cells are finished already" in simulated(out, "simulate", grid)
     assert not (out / FAILURES).exists()
-    simulated(tmp_path / "whole", "simulate", grid)
-    assert lasting(out) == lasting(tmp_path / "whole")
+    assert lasting(out) == lasting(whole)

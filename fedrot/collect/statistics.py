@@ -172,24 +172,31 @@ def check_means(statistics: Statistics) -> None:
 def contradicted_means(statistics: Statistics) -> list[tuple[str, str]]:
     """Return kind and tensor of means that contradict the Gram matrix of the same layer.
 
-    The square of a mean is at most the mean of the squares, which is on the diagonal.
+    The square of a mean is at most the mean of the squares, which is on the diagonal. What has a wrong
+    shape is left to ``check_statistics``.
     """
     found = []
     for axis, kind in MEANS.items():
         grams = statistics.get(GRAMS[axis], {})
         checked: dict[tuple[int, int], bool] = {}
         for name, mean in statistics.get(kind, {}).items():
-            gram = grams.get(name)
-            if gram is None:
+            if name not in grams:
                 continue
-            both = (id(mean), id(gram))
+            both = (id(mean), id(grams[name]))
             if both not in checked:
-                squares = as_blocks(gram.detach()).diagonal(dim1=-2, dim2=-1).flatten().double()
-                most = squares + _EXCESS * squares.max()
-                checked[both] = bool((mean.detach().double().square() > most).any())
+                checked[both] = _contradicts(mean.detach(), grams[name].detach())
             if checked[both]:
                 found.append((kind, name))
     return found
+
+
+def _contradicts(mean: Tensor, gram: Tensor) -> bool:
+    if not mean.numel() or not 1 <= gram.ndim <= 3:
+        return False
+    squares = as_blocks(gram).diagonal(dim1=-2, dim2=-1).flatten().double()
+    if mean.shape != squares.shape:
+        return False
+    return bool((mean.double().square() > squares + _EXCESS * squares.max()).any())
 
 
 def _number_problem(value: Tensor, kind: StatisticKind) -> str | None:
@@ -289,9 +296,8 @@ def _unit_diagonal(matrices: Tensor) -> tuple[Tensor, Tensor]:
     largest = matrices.abs().amax((-2, -1), keepdim=True).clamp_min(tiny)
     diagonal = matrices.diagonal(dim1=-2, dim2=-1).clamp_min(0)
     scale = (diagonal / largest[..., 0] + _MOVING).rsqrt()
-    return matrices / largest * scale.unsqueeze(-1) * scale.unsqueeze(-2), scale * largest[
-        ..., 0
-    ].rsqrt()
+    even = matrices / largest * scale.unsqueeze(-1) * scale.unsqueeze(-2)
+    return even, scale * largest[..., 0].rsqrt()
 
 
 def semidefinite(moved: Tensor, received: Tensor) -> Tensor:

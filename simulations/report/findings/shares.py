@@ -47,9 +47,10 @@ def shares(rows: Iterable[Row], names: Sequence[str]) -> DataFrame:
 
 
 def cells(share: Any) -> list[str]:
-    """Return ``12.7 %``, ``6.1 %``, ``2.1`` and ``12 of 16``; ``-`` for unknown values."""
+    """Return ``12.7 %``, ``6.1 %``, ``2.1`` and ``12 of 16``; ``-`` for unknown values and 0 / 0."""
     chance = "-" if math.isnan(share.chance) else f"{100 * share.chance:.1f} %"
-    ratio = f"{share.ratio:.1f}" if math.isfinite(share.ratio) else "-"
+    known = math.isfinite(share.ratio) and (share.found or share.chance)
+    ratio = f"{share.ratio:.1f}" if known else "-"
     return [f"{100 * share.found:.1f} %", chance, ratio, f"{share.moved} of {share.groups}"]
 
 

@@ -51,7 +51,7 @@ def test_a_row_without_chance_leaves_what_was_removed(unknown: dict[str, Any]) -
     assert cells(share) == ["37.5 %", "-", "-", "0 of 2"]
 
 
-@pytest.mark.parametrize(("found", "ratio", "cell"), [(0.0, 0.0, "0.0"), (0.2, math.inf, "-")])
+@pytest.mark.parametrize(("found", "ratio", "cell"), [(0.0, 0.0, "-"), (0.2, math.inf, "-")])
 def test_where_chance_removes_nothing(found: float, ratio: float, cell: str) -> None:
     (share,) = shares([row(found=found, chance=0.0)], ["round"]).itertuples()
     assert share.ratio == ratio

@@ -213,7 +213,8 @@ def base_cosine(update: Tensors, anchor: Tensors, symmetry: Symmetry) -> float:
     for name in names:
         step = math.ceil(math.prod(symmetry.shapes[name]) / _COMPARED)
         u, a = (t[name].detach()[::step] for t in (update, anchor))
-        u, a = (t.to(compute_dtype(t)).flatten() for t in (u, a))
+        wide = torch.promote_types(compute_dtype(u), compute_dtype(a))
+        u, a = (t.to(wide).flatten() for t in (u, a))
         products.append(torch.stack([torch.dot(u, a), torch.dot(u, u), torch.dot(a, a)]).double())
     across, ours, theirs = torch.stack(products).sum(0).tolist() if products else (0.0, 0.0, 0.0)
     size = math.sqrt(ours * theirs)

@@ -256,6 +256,11 @@ class ReplyStrategy(Strategy):
         return False
 
     @property
+    def needs_model(self) -> bool:
+        """True if a round whose broadcast model is unknown is an error, not only unchecked."""
+        return self.aligns
+
+    @property
     def waits(self) -> bool:
         """True if a round holds all updates until every reply has arrived."""
         return self.server.deterministic
@@ -320,7 +325,7 @@ class ReplyStrategy(Strategy):
 
     def _passed_on(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Let the base strategy aggregate replies to an unknown model."""
-        if self.aligns or self.aggregator(server_round) is not None:
+        if self.needs_model or self.aggregator(server_round) is not None:
             raise FedrotError(arguments.UNKNOWN_MODEL.format(name=type(self).__name__, n=server_round))
         arrays, metrics = super().aggregate_train(server_round, replies)  # type: ignore[safe-super]
         self._verdicts[server_round] = NOBODY if arrays is None else OFF

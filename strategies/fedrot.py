@@ -170,7 +170,13 @@ class FedRot(Aligned, FedAvg):
         config, head = self._config, self._head
         try:
             found = fit_task_head(
-                self._grid, arrays, self.model_config, head=head, config=config, timeout=timeout
+                self._grid,
+                arrays,
+                self.model_config,
+                head=head,
+                config=config,
+                timeout=timeout,
+                wire=self.server.wire,
             )
         except FedrotError as error:
             if record.number == 1:
@@ -179,6 +185,11 @@ class FedRot(Aligned, FedAvg):
             return arrays
         record.measured = {**record.measured, **found.metrics()}
         return found.arrays
+
+    @property
+    def needs_model(self) -> bool:
+        """True if a round cannot do without its broadcast model."""
+        return super().needs_model or bool(self.fit_head)
 
     @property
     def _head(self) -> str | None:

@@ -113,7 +113,8 @@ def _check_initial(arrays: ArrayRecord, options: AdapterOptions) -> None:
     except UpdateError as error:
         raise FedrotError(f"initial_arrays is not a LoRA adapter: {error}") from error
     options.kind.check_kind(arrays, options.method)
-    base = [name for name in arrays if ".base_layer." in name]
+    # Biases that an adapter trains have such names, too.
+    base = [name for name in arrays if ".base_layer." in name and not name.endswith(".bias")]
     if base:
         log(
             WARNING,

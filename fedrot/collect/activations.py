@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fedrot.collect.hooks import input_axis, masks_of, watched, without_padding
-from fedrot.collect.random_inputs import random_inputs
+from fedrot.collect.random_inputs import forward_inputs, random_inputs
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.symmetry.actions import InsideHeads
 from fedrot.symmetry.canonical import check_folded
@@ -149,10 +149,12 @@ def _run(model: nn.Module, sites: Sequence[_Site], batch: Mapping[str, Tensor]) 
             if site.output or key not in read:
                 read[key] = tensor
                 units = site.slice.of(tensor, tensor.ndim - 1)
-                found[site].append(without_padding(units, mask_of(module, given)))
+                # A copy: the model may change the tensor in place later.
+                found[site].append(without_padding(units, mask_of(module, given)).clone())
 
-    with watched(model, by_module, seen), masks_of(model, batch) as mask_of:
-        model(**batch)
+    inputs = forward_inputs(model, batch)
+    with watched(model, by_module, seen), masks_of(model, inputs) as mask_of:
+        model(**inputs)
     return {site: torch.cat(rows) for site, rows in found.items()}
 
 

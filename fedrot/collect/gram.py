@@ -139,38 +139,47 @@ def collect_gram(
         return {}
     count: dict[str, int] = {}
     sums: dict[str, tuple[Tensor, Tensor]] = {}
+    #: By layer, since the first batch in which it ran: the layer whose sums are its own.
     same: dict[str, str] = {}
-    inputs: dict[str, list[Tensor]] = {}
+    read: dict[str, list[Tensor]] = {}
+    versions: dict[str, list[int]] = {}
 
     def seen(name: str, given: Tensor, output: Tensor) -> None:
-        inputs.setdefault(name, []).append(given)
-
-    def add(name: str, rows: Tensor) -> None:
+        read.setdefault(name, []).append(given)
+        versions.setdefault(name, []).append(0 if given.is_inference() else given._version)
+        if same.get(name, name) != name:
+            return
+        # At once: the model may change its tensors in place.
+        rows = without_padding(given, mask_of(name, given)).float()
         found = (rows.mT @ rows).double(), rows.sum(0, dtype=torch.float64)
         if name in sums:
             found = sums[name][0].add_(found[0]), sums[name][1].add_(found[1])
         sums[name] = found
         count[name] = count.get(name, 0) + len(rows)
 
+    def calls(name: str) -> list[tuple[int, int]]:
+        return list(zip(map(id, read.get(name, ())), versions.get(name, ()), strict=True))
+
     with watched(model, readers, seen):
         for batch in islice(batches, max_batches):
-            inputs.clear()
+            read.clear()
+            versions.clear()
             given = forward_inputs(model, batch)
             with masks_of(model, given) as mask_of:
                 model(**given)
-            firsts: dict[tuple[int, ...], str] = {}
-            for name, read in inputs.items():
-                # Layers share a matrix only if they read the same tensors, in every batch.
-                first = firsts.setdefault(tuple(map(id, read)), name)
-                if same.setdefault(name, first) != first:
-                    other = same[name] if first == name else first
+            # Layers share sums if they read the same tensors in every call.
+            firsts: dict[tuple[tuple[int, int], ...], str] = {}
+            for name in [name for name in read if name not in same]:
+                same[name] = firsts.setdefault(tuple(calls(name)), name)
+                if same[name] != name:
+                    del sums[name], count[name]
+            for name, first in same.items():
+                if calls(name) != calls(first):
                     raise FedrotError(
-                        f"The layers '{readers[name].weight}' and '{readers[other].weight}' share an "
-                        "input only in some batches. Collect their statistics from batches that take "
-                        "the same path through the model."
+                        f"The layers '{readers[first].weight}' and '{readers[name].weight}' read the "
+                        "same inputs in some batches only. Collect their statistics from batches that "
+                        "take the same path through the model."
                     )
-                for one in read if first == name else ():
-                    add(name, without_padding(one, mask_of(name, one)).float())
     if not sums:
         raise FedrotError(
             "No inputs of linear layers were recorded: pass at least one batch and a model with Linear "

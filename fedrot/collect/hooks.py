@@ -63,7 +63,8 @@ def masks_of(
 
     Modules of an encoder, and those of a decoder that read the encoder's output, read the tokens of
     ``attention_mask``. Other modules of an encoder-decoder read those of ``decoder_attention_mask``, or
-    of ``attention_mask`` if the decoder reads the same tokens.
+    of ``attention_mask`` if the decoder reads the same tokens. Modules that read images beside texts
+    have no mask.
 
     Args:
         inputs: keyword arguments of forward, which runs inside of the context.
@@ -71,25 +72,39 @@ def masks_of(
     mask = inputs.get("attention_mask")
     encoder = _encoder(model)
     if encoder is None:
-        yield lambda name, given: mask
+        images = _of_images(model) if "pixel_values" in inputs else set()
+        yield lambda name, given: None if id(model.get_submodule(name)) in images else mask
         return
     same = "decoder_input_ids" not in inputs and "decoder_inputs_embeds" not in inputs
     of_decoder = inputs.get("decoder_attention_mask", mask if same else None)
     inside = {id(module) for module in encoder.modules()}
-    encoded: list[Tensor] = []
+    encoded: list[Tensor] = [inputs["encoder_outputs"][0]] if "encoder_outputs" in inputs else []
 
     def mask_of(name: str, given: Tensor) -> Tensor | None:
         reads_text = id(model.get_submodule(name)) in inside or any(given is one for one in encoded)
         return mask if reads_text else of_decoder
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
-        encoded.append(output[0])
+        encoded.append(output if isinstance(output, Tensor) else output[0])
 
-    handle = encoder.register_forward_hook(hook)
+    # EncoderDecoderModel projects the output of an encoder of another width.
+    sources = (encoder, getattr(model, "enc_to_dec_proj", None))
+    handles = [source.register_forward_hook(hook) for source in sources if source is not None]
     try:
         yield mask_of
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
+
+
+def _of_images(model: nn.Module) -> set[int]:
+    """Return the ids of all modules inside of the part of a model that reads images."""
+    return {
+        id(inner)
+        for module in model.modules()
+        if module is not model and hasattr(getattr(module, "config", None), "image_size")
+        for inner in module.modules()
+    }
 
 
 def _encoder(model: nn.Module) -> nn.Module | None:

@@ -74,7 +74,8 @@ def forward_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]
     """Return a batch without ``labels``, which become ``decoder_input_ids`` if a decoder has none."""
     found = {name: value for name, value in batch.items() if name != "labels"}
     shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if callable(shifted) and "labels" in batch and "decoder_input_ids" not in batch:
+    given = {"decoder_input_ids", "decoder_inputs_embeds"} & batch.keys()
+    if callable(shifted) and "labels" in batch and not given:
         found["decoder_input_ids"] = shifted(labels=batch["labels"])
         found.setdefault("decoder_attention_mask", (batch["labels"] != -100).long())
     return found

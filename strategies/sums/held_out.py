@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
+from hashlib import sha256
 from itertools import chain
 from logging import WARNING
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -169,7 +170,7 @@ def ask(
         )
         for node in nodes
     ]
-    why, found, silent = "No client is connected.", dict[int, Answer](), set(nodes)
+    why, found, silent = "No client is connected.", dict[int, tuple[bytes, Answer]](), set(nodes)
     for answer in grid.send_and_receive(requests, timeout=timeout):
         node = answer.metadata.src_node_id
         if node not in silent:
@@ -186,13 +187,14 @@ def ask(
             why = f"Client {node}: {error!s:.300}"
             log(WARNING, "A client's sums are left out. %s", why)
         else:
-            found[node] = read
+            found[node] = _digest(answer.content), read
     for node in silent:
         why = f"Client {node}: no answer before the timeout."
         log(WARNING, "A client's sums are left out. %s", why)
     if not found:
         raise FedrotError(f"No client gave a usable answer about the model. {why}")
-    return dict(sorted(found.items()))  # Sums do not depend on the order of arrival.
+    # Sums depend neither on the order of arrival nor on the nodes' ids, which are drawn in every run.
+    return {node: read for node, (_, read) in sorted(found.items(), key=lambda item: item[1][0])}
 
 
 def total(given: Iterable[_Sums | None]) -> _Sums:
@@ -226,6 +228,15 @@ def _answer(message: Message, data: LabelledRows) -> RecordDict:
         sums = collect_classes(model, training, head)
         content[SUMS] = to_arrays({name: getattr(sums, name) for name in _SUMS})
     return content
+
+
+def _digest(content: RecordDict) -> bytes:
+    """Return a hash of an answer's arrays."""
+    found = sha256()
+    for record in (SUMS, LOSSES):
+        for name, array in content.array_records.get(record, {}).items():
+            found.update(f"{record}/{name}".encode() + array.data)
+    return found.digest()
 
 
 def _some(batches: Batches) -> Batches | None:

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from functools import partial
 from logging import INFO, WARNING
 
+import torch
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedrot.errors import FedrotError
 from fedrot.head import check_shrinkage, fit_head, head_of, with_head
+from fedrot.strategies.round.outbox import as_sent
 from fedrot.strategies.sums.held_out import ask, losses_at, total
-from fedrot.strategies.wire.arrays import from_arrays
-from fedrot.strategies.wire.records import replace_changed
+from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from fedrot.temperature import LossSums, best_temperature, with_temperature
 from fedrot.tensors import Tensors
 
@@ -74,6 +75,7 @@ def fit_task_head(
     shrinkage: float = 0.1,
     config: ConfigRecord | None = None,
     timeout: float = 3600,
+    wire: torch.dtype | None = None,
 ) -> FittedHead:
     """Fit the task head of a finished model to the rows of all connected clients.
 
@@ -91,6 +93,7 @@ def fit_task_head(
         shrinkage: see ``fedrot.head.fit_head``.
         config: sent with both requests, like ``train_config`` in a round.
         timeout: seconds to wait for the answers to each of the two requests.
+        wire: precision of the model that is sent to the clients, as in ``Server``.
 
     Example: ``final = fit_task_head(grid, strategy.start(grid, arrays).arrays, model.config).arrays``
 
@@ -103,7 +106,7 @@ def fit_task_head(
     head = named_head(head, model_config, tensors)
     asked = partial(ask, grid, config=config or ConfigRecord(), timeout=timeout)
     shape = tuple(tensors[f"{head}.weight"].shape)
-    first = asked([*grid.get_node_ids()], arrays, head, shape)
+    first = asked([*grid.get_node_ids()], _sent(arrays, wire), head, shape)
     judges = [node for node, answer in first.items() if answer.losses is not None]
     if not judges:
         raise FedrotError("Task head: no client has held-out rows to choose the head by.")
@@ -114,13 +117,13 @@ def fit_task_head(
     except FedrotError as error:
         log(WARNING, "The task head cannot be fitted and is not changed. %s", error)
     else:
-        second = asked(judges, replace_changed(arrays, tensors, fitted), "", None)
+        second = asked(judges, _sent(as_sent({**fitted}, arrays), wire), "", None)
     before = total(first[node].losses for node in second)
     after = total(answer.losses for answer in second.values())
     better = _loss(after) < _loss(before)
     chosen, losses = (fitted, after) if better else (tensors, before)
     temperature = best_temperature(losses)
-    result = replace_changed(arrays, tensors, with_temperature(chosen, head, temperature))
+    result = as_sent({**with_temperature(chosen, head, temperature)}, arrays)
     all_losses = losses_at(before, 1.0), _loss(before), _loss(after)
     found = FittedHead(result, better, temperature, all_losses, before.rows, len(second))
     if before.rows < FEW:
@@ -137,6 +140,10 @@ def fit_task_head(
         *(found.clients, found.rows, *found.losses, "fitted" if better else "old", temperature),
     )
     return found
+
+
+def _sent(arrays: ArrayRecord, wire: torch.dtype | None) -> ArrayRecord:
+    return arrays if wire is None else to_arrays(from_arrays(arrays), wire)
 
 
 def _loss(sums: LossSums) -> float:

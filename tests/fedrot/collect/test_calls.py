@@ -8,7 +8,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BartConfig, BartModel, DebertaV2Config, DebertaV2Model, T5Config, T5Model
+from transformers import (
+    BartConfig,
+    BartModel,
+    BertConfig,
+    CLIPConfig,
+    CLIPModel,
+    DebertaV2Config,
+    DebertaV2Model,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    T5Model,
+)
 
 import fedrot
 from fedrot.aggregation import RegMean
@@ -149,6 +162,51 @@ def test_a_decoder_that_reads_the_same_tokens_has_their_mask() -> None:
     assert close(found[f"{name}.weight"], read(model, name, batch, lambda _: mask)[0])
 
 
+class _InPlace(nn.Module):
+    """A model that changes what a layer has read, before another one reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        h += self.b(h)
+        return self.c(h)
+
+
+def test_inputs_are_those_of_the_call_whatever_the_model_does_to_them_later() -> None:
+    torch.manual_seed(0)
+    model, x = _InPlace(), torch.randn(7, 4, generator=seeded(1))
+    found = fedrot.collect_gram(model, [{"x": x[:3]}, {"x": x[3:]}])["gram"]
+    with torch.no_grad():
+        before = model.a(x)
+        after = before + model.b(before)
+    for name, read_rows in (("b", before), ("c", after)):
+        rows = read_rows.double()
+        assert close(found[f"{name}.weight"], rows.mT @ rows / 7)
+
+
+class _Skips(nn.Module):
+    """Two layers that read one tensor; one of them is left out in some batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        return self.a(x) if skip else self.a(x) + self.b(x)
+
+
+def test_a_layer_that_is_left_out_of_some_batches_has_no_matrix_of_another() -> None:
+    batches: list[Any] = [{"x": torch.ones(2, 4)}, {"x": torch.ones(2, 4), "skip": True}]
+    with pytest.raises(fedrot.FedrotError, match=r"a\.weight.*b\.weight.*in some batches only"):
+        fedrot.collect_gram(_Skips(), batches)
+    late = fedrot.collect_gram(_Skips(), batches[::-1])["gram"]
+    assert torch.equal(late["a.weight"], torch.ones(4, 4))
+    assert torch.equal(late["b.weight"], torch.ones(4, 4))
+
+
 class _Twice(nn.Module):
     """Two layers that read one tensor, and the first reads another one, too; one has two names."""
 
@@ -214,3 +272,75 @@ def test_activations_of_every_call_count(name: str) -> None:
         expected = site.slice.of(torch.cat(rows), 1)
         assert torch.equal(found[site], expected)
         assert len(calls[site.module]) > 1
+
+
+def test_images_beside_texts_have_no_padding() -> None:
+    """Although the text is as long as the patches of an image and one."""
+    torch.manual_seed(0)
+    text = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = CLIPModel(
+        CLIPConfig(
+            text_config={**text, "vocab_size": 50, "max_position_embeddings": 16, "eos_token_id": 2},
+            vision_config={**text, "image_size": 4, "patch_size": 2},
+            projection_dim=8,
+        )
+    )
+    ids, mask = tokens(5, 3, 5, padding=2)
+    images = torch.randn(3, 3, 4, 4, generator=seeded(6))
+    batch = {"input_ids": ids, "attention_mask": mask, "pixel_values": images}
+    found = fedrot.collect_gram(model, [batch])["gram"]
+    for side, of in (("vision", None), ("text", mask)):
+        name = f"{side}_model.encoder.layers.0.mlp.fc1"
+        assert close(found[f"{name}.weight"], read(model, name, batch, lambda _, of=of: of)[0])
+
+
+def test_a_decoder_reads_the_text_through_a_projection_too() -> None:
+    """The encoder is narrower than the decoder."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(
+        BertConfig(hidden_size=16, **sizes), BertConfig(hidden_size=24, **sizes)
+    )
+    model = EncoderDecoderModel(config)
+    ids, mask = tokens(2, 3, 6, padding=3)
+    answers, own = tokens(3, 3, 6, padding=1)
+    batch = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": answers}
+    batch["decoder_attention_mask"] = own
+    found = fedrot.collect_gram(model, [batch])["gram"]
+    name = "decoder.bert.encoder.layer.0.crossattention.self.key"
+    assert close(found[f"{name}.weight"], read(model, name, batch, lambda _: mask)[0])
+
+
+def test_an_encoders_output_may_be_given() -> None:
+    model = t5().eval()
+    ids, mask = tokens(2, 3, 6, padding=3)
+    answers, own = tokens(3, 3, 6, padding=1)
+    with torch.no_grad():
+        encoded = model.encoder(input_ids=ids, attention_mask=mask)
+    batch: Any = {"encoder_outputs": encoded, "attention_mask": mask, "decoder_input_ids": answers}
+    batch["decoder_attention_mask"] = own
+    found = fedrot.collect_gram(model, [batch])["gram"]
+    for name, of in (("layer.1.EncDecAttention.k", mask), ("layer.0.SelfAttention.k", own)):
+        where = f"decoder.block.0.{name}"
+        assert close(found[f"{where}.weight"], read(model, where, batch, lambda _, of=of: of)[0])
+
+
+@pytest.mark.parametrize("embedded", [False, True])
+def test_labels_become_a_decoders_inputs_only_if_it_has_none(embedded: bool) -> None:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_ff": 24, "d_kv": 8, "num_heads": 2, "num_layers": 1}
+    config = T5Config(vocab_size=50, decoder_start_token_id=0, **sizes)
+    model = T5ForConditionalGeneration(config).eval()
+    ids, mask = tokens(2, 3, 6, padding=3)
+    labels, _ = tokens(3, 3, 6, padding=1)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    shifted = model.prepare_decoder_input_ids_from_labels(labels=labels)
+    given = {"input_ids": ids, "attention_mask": mask}
+    if embedded:
+        with torch.no_grad():
+            batch["decoder_inputs_embeds"] = given["decoder_inputs_embeds"] = model.shared(shifted)
+    else:
+        given |= {"decoder_input_ids": shifted, "decoder_attention_mask": torch.ones_like(labels)}
+    found, expected = (fedrot.collect_gram(model, [one])["gram"] for one in (batch, given))
+    for name, gram in expected.items():
+        assert torch.equal(found[name], gram)

@@ -244,11 +244,19 @@ def test_a_failing_model_is_left_as_it_was() -> None:
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_inputs_that_are_shared_in_some_batches_only_are_refused(first: bool) -> None:
-    batches: list[Any] = [{"x": torch.ones(2, 4), "apart": a} for a in (first, not first)]
-    with pytest.raises(fedrot.FedrotError, match=r"left\.weight.*right\.weight"):
+def test_inputs_that_are_shared_in_the_first_batch_and_not_later_are_refused() -> None:
+    batches: list[Any] = [{"x": torch.ones(2, 4), "apart": apart} for apart in (False, True)]
+    with pytest.raises(fedrot.FedrotError, match=r"right\.weight.*left\.weight.*in some batches only"):
         fedrot.collect_gram(_Forks(), batches)
+
+
+def test_inputs_that_are_shared_in_a_later_batch_only_have_matrices_of_their_own() -> None:
+    x = torch.randn(6, 4, generator=seeded(1))
+    batches: list[Any] = [{"x": x[:4], "apart": True}, {"x": x[4:]}]
+    found = fedrot.collect_gram(_Forks(), batches)["gram"]
+    read = x.double().numpy()
+    _close(found["left.weight"], _oracle(list(read)))
+    _close(found["right.weight"], _oracle([*(read[:4] + 1), *read[4:]]))
 
 
 @pytest.mark.parametrize("apart", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -283,6 +284,9 @@ def test_embeddings_tell_one_base_from_another(name: str) -> None:
     for same in (base, inside):
         assert base_cosine(same, base, symmetry) == pytest.approx(1, abs=1e-12)
     assert base_cosine(near(base, 0.1), base, symmetry) > 0.98
+    for wide, narrow in itertools.permutations((torch.float64, torch.float32, torch.bfloat16), 2):
+        mixed = ({key: value.to(dtype) for key, value in base.items()} for dtype in (wide, narrow))
+        assert base_cosine(*mixed, symmetry) == pytest.approx(1, abs=1e-5)
     assert base_cosine({k: -v for k, v in base.items()}, base, symmetry) == pytest.approx(-1)
     permuted = fedrot.random_equivalent(base, symmetry, 1, ("residual",))
     for other in (permuted, state_of(name, 5)):

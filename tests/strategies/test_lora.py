@@ -148,6 +148,13 @@ def test_a_first_model_that_is_no_adapter_is_refused_before_anyone_trains(
     assert "holds base weights ('m.base_layer.weight')" in warnings()
 
 
+def test_biases_that_an_adapter_trains_are_no_base_weights(warnings: Callable[[], str]) -> None:
+    trained = floats(adapter(9)) | {"m.base_layer.bias": torch.ones(2)}
+    grid = FakeGrid(dict.fromkeys((100, 101), lambda message: reply(message, trained, 10)))
+    FedRotLoRA(CONFIG, **EVERY).start(grid, ArrayRecord(trained), 1)
+    assert "base weights" not in warnings()
+
+
 def test_arguments_of_alignment_are_refused() -> None:
     for name, value in {"guard": "accuracy", "alignment": None, "other_basis": None}.items():
         given: Any = {name: value}

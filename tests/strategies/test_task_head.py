@@ -17,7 +17,8 @@ from torch.nn.functional import cross_entropy
 import fedrot
 from fedrot.head import collect_classes, fit_head
 from fedrot.strategies import FedRot, LabelledRows, Server, answer_with_sums, fit_task_head
-from fedrot.strategies.sums.held_out import LOSSES, SUMS
+from fedrot.strategies.sums.held_out import LOSSES, MODEL, SUMS
+from fedrot.strategies.wire.arrays import TIED, from_arrays, to_arrays
 from fedrot.temperature import TEMPERATURES
 from tests.models import VOCABULARY, State, config_of, near
 from tests.strategies.classifier import NAME, build, state
@@ -318,7 +319,7 @@ def learner(index: int) -> Client:
         if message.metadata.message_type != "train":
             return answers(message)
         received = tensors_of(message.content.array_records["arrays"])
-        return reply(message, near(received, 0.01, seed=index), 10 + index)
+        return reply(message, near(received, 0.01, seed=index), 10 + index, index)
 
     return node
 
@@ -445,3 +446,111 @@ def test_a_failed_round_fits_no_head() -> None:
     result, _ = played([fails, fails], rounds=1)
     assert set(asked) == {"train"}
     assert all(torch.equal(own, state()[name]) for name, own in tensors_of(result.arrays).items())
+
+
+def received_by(clients: Iterable[Client]) -> tuple[list[Client], list[ArrayRecord]]:
+    """Return clients that note the models of all messages, and the notes."""
+    notes: list[ArrayRecord] = []
+
+    def noting(node: Client) -> Client:
+        def answer(message: Message) -> Message | None:
+            notes.append(message.content.array_records[MODEL if "query" in kind(message) else "arrays"])
+            return node(message)
+
+        return answer
+
+    return [noting(node) for node in clients], notes
+
+
+def kind(message: Message) -> str:
+    return message.metadata.message_type
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_model_keeps_its_precision_and_its_ties(dtype: torch.dtype) -> None:
+    tensors: dict[str, Any] = {name: tensor.to(dtype) for name, tensor in state().items()}
+    tensors["again"] = tensors["bert.pooler.dense.weight"]
+    model = to_arrays(tensors)
+    assert [array.stype for array in model.values()].count(TIED) == 1
+    nodes = [edited_model(learner(index), dtype) for index in range(3)]
+    noting, notes = received_by(nodes)
+    strategy = FedRot(config_of(NAME), alignment=None, fit_head=True, fraction_evaluate=0.0)
+    result = strategy.start(FakeGrid(dict(enumerate(noting, start=100))), model, 2)
+    for record in (*notes, result.arrays):
+        assert {array.dtype for array in record.values()} == {str(dtype).removeprefix("torch.")}
+        assert {name: array.stype for name, array in record.items()} == {
+            name: array.stype for name, array in model.items()
+        }
+    assert all("fedrot-head-loss" in found for found in result.train_metrics_clientapp.values())
+
+
+def edited_model(node: Client, dtype: torch.dtype) -> Client:
+    """Return a node that computes in float32 without the second name, and answers with both."""
+
+    def answer(message: Message) -> Message | None:
+        record = MODEL if "query" in kind(message) else "arrays"
+        received = from_arrays(message.content.array_records[record])
+        received.pop("again")
+        known = {name: tensor.float() for name, tensor in received.items()}
+        message.content = RecordDict({**message.content, record: ArrayRecord(known)})
+        found = node(message)
+        if found is not None and record == "arrays":
+            update = {name: t.to(dtype) for name, t in from_arrays(found.content["arrays"]).items()}
+            update["again"] = update["bert.pooler.dense.weight"]
+            found.content["arrays"] = to_arrays(update)
+        return found
+
+    return answer
+
+
+def test_every_message_travels_in_the_precision_of_the_wire() -> None:
+    noting, notes = received_by(edited_wire(learner(index)) for index in range(3))
+    strategy = FedRot(
+        config_of(NAME), fit_head=True, fraction_evaluate=0.0, server=Server(wire=torch.bfloat16)
+    )
+    grid = FakeGrid(dict(enumerate(noting, start=100)))
+    result = strategy.start(grid, ArrayRecord(state()), 2)
+    # Per round and client: a training, sums, and losses of the fitted head.
+    assert len(notes) == 2 * 3 * 3
+    assert {array.dtype for record in notes for array in record.values()} == {"bfloat16"}
+    assert {array.dtype for array in result.arrays.values()} == {"float32"}
+
+
+def edited_wire(node: Client) -> Client:
+    """Return a node that reads what it receives in float32."""
+
+    def answer(message: Message) -> Message | None:
+        record = MODEL if "query" in kind(message) else "arrays"
+        received = from_arrays(message.content.array_records[record])
+        known = {name: tensor.float() for name, tensor in received.items()}
+        message.content = RecordDict({**message.content, record: ArrayRecord(known)})
+        return node(message)
+
+    return answer
+
+
+def test_deterministic_rounds_do_not_depend_on_the_ids_of_nodes() -> None:
+    results = []
+    for ids in ((100, 101, 102), (907, 3, 55)):
+        nodes = dict(zip(ids, (learner(index) for index in range(3)), strict=True))
+        strategy = FedRot(config_of(NAME), fit_head=True, **COMMON)
+        results.append(tensors_of(strategy.start(FakeGrid(nodes), ArrayRecord(state()), 2).arrays))
+    assert all(torch.equal(results[0][name], own) for name, own in results[1].items())
+
+
+def test_a_subclass_that_hides_the_model_is_refused() -> None:
+    """It makes the messages itself and plays the rounds itself: nobody knows the round's model."""
+
+    class Own(FedRot):
+        def configure_train(
+            self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+        ) -> Iterable[Message]:
+            content = RecordDict({"arrays": arrays, "config": config})
+            return [Message(content, node, "train") for node in grid.get_node_ids()]
+
+    strategy = Own(config_of(NAME), alignment=None, fit_head=True, fraction_evaluate=0.0)
+    grid = FakeGrid(dict(enumerate((learner(index) for index in range(3)), start=100)))
+    messages = strategy.configure_train(1, ArrayRecord(state()), ConfigRecord(), grid)
+    answers = list(grid.send_and_receive(messages))
+    with pytest.raises(fedrot.FedrotError, match="round 1 is not known"):
+        strategy.aggregate_train(1, answers)

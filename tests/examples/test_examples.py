@@ -237,7 +237,7 @@ def test_every_dependency_is_taken_from_beside_flower(app: Path) -> None:
 def test_the_readme_shows_every_line_that_turns_fedavg_into_fedrot() -> None:
     """Undone, its lines leave a server without fedrot."""
     readme = (QUICKSTART / "README.md").read_text()
-    (diff,) = re.findall(r"```diff\n(.*?)```", readme, flags=re.DOTALL)
+    diff, _ = re.findall(r"```diff\n(.*?)```", readme, flags=re.DOTALL)
     server = (QUICKSTART / "huggingface_example" / "server_app.py").read_text()
     for line in re.findall(r"^\+(.*)\n", diff, flags=re.MULTILINE):
         assert server.count(f"{line}\n") == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
@@ -91,6 +91,65 @@ def _adapter_readers(model: Any) -> dict[str, _Reader]:
     return found
 
 
+class _Inputs:
+    """Sums over the inputs of layers; layers that read the same tensors in every call share them.
+
+    Attributes:
+        sums: by layer, Gram matrix and sum of the inputs, float64.
+        same: the layer whose sums are those of a layer, since the first batch in which it ran.
+    """
+
+    def __init__(self, readers: Mapping[str, _Reader]) -> None:
+        self.sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self.same: dict[str, str] = {}
+        self._readers, self._count = readers, dict[str, int]()
+        #: What layers have read in a batch: tensors, and how often each had been changed in place.
+        self._read: dict[str, list[tuple[Tensor, int]]] = {}
+
+    def begin(self) -> None:
+        """Begin a batch."""
+        self._read.clear()
+
+    def add(self, name: str, given: Tensor, mask: Tensor | None) -> None:
+        """Add what a layer reads, at once: the model may change the tensor in place later."""
+        version = 0 if given.is_inference() else given._version
+        self._read.setdefault(name, []).append((given, version))
+        if self.same.get(name, name) != name:
+            return
+        rows = without_padding(given, mask).float()
+        found = (rows.mT @ rows).double(), rows.sum(0, dtype=torch.float64)
+        if name in self.sums:
+            gram, total = self.sums[name]
+            found = gram.add_(found[0]), total.add_(found[1])
+        self.sums[name] = found
+        self._count[name] = self._count.get(name, 0) + len(rows)
+
+    def end(self) -> None:
+        """End a batch; raises ``FedrotError`` if layers that share sums have read other tensors."""
+        firsts: dict[tuple[tuple[int, int], ...], str] = {}
+        for name in [name for name in self._read if name not in self.same]:
+            self.same[name] = firsts.setdefault(self._calls(name), name)
+            if self.same[name] != name:
+                del self.sums[name], self._count[name]
+        for name, first in self.same.items():
+            if self._calls(name) != self._calls(first):
+                raise FedrotError(
+                    f"The layers '{self._readers[first].weight}' and '{self._readers[name].weight}' "
+                    "read the same inputs in some batches only. Collect their statistics from batches "
+                    "that take the same path through the model."
+                )
+
+    def averages(self) -> dict[str, list[Tensor]]:
+        """Return Gram matrix and mean of the layers that have sums, float32."""
+        return {
+            name: [(total / max(self._count[name], 1)).float() for total in totals]
+            for name, totals in self.sums.items()
+        }
+
+    def _calls(self, name: str) -> tuple[tuple[int, int], ...]:
+        return tuple((id(tensor), version) for tensor, version in self._read.get(name, ()))
+
+
 # The matrices of Conv1D layers are collected together with the others.
 @collects(GRAMS[1])
 def collect_gram(
@@ -137,60 +196,26 @@ def collect_gram(
     }
     if names is not None and not readers:
         return {}
-    count: dict[str, int] = {}
-    sums: dict[str, tuple[Tensor, Tensor]] = {}
-    #: By layer, since the first batch in which it ran: the layer whose sums are its own.
-    same: dict[str, str] = {}
-    read: dict[str, list[Tensor]] = {}
-    versions: dict[str, list[int]] = {}
+    inputs = _Inputs(readers)
 
     def seen(name: str, given: Tensor, output: Tensor) -> None:
-        read.setdefault(name, []).append(given)
-        versions.setdefault(name, []).append(0 if given.is_inference() else given._version)
-        if same.get(name, name) != name:
-            return
-        # At once: the model may change its tensors in place.
-        rows = without_padding(given, mask_of(name, given)).float()
-        found = (rows.mT @ rows).double(), rows.sum(0, dtype=torch.float64)
-        if name in sums:
-            found = sums[name][0].add_(found[0]), sums[name][1].add_(found[1])
-        sums[name] = found
-        count[name] = count.get(name, 0) + len(rows)
-
-    def calls(name: str) -> list[tuple[int, int]]:
-        return list(zip(map(id, read.get(name, ())), versions.get(name, ()), strict=True))
+        inputs.add(name, given, mask_of(name, given))
 
     with watched(model, readers, seen):
         for batch in islice(batches, max_batches):
-            read.clear()
-            versions.clear()
+            inputs.begin()
             given = forward_inputs(model, batch)
             with masks_of(model, given) as mask_of:
                 model(**given)
-            # Layers share sums if they read the same tensors in every call.
-            firsts: dict[tuple[tuple[int, int], ...], str] = {}
-            for name in [name for name in read if name not in same]:
-                same[name] = firsts.setdefault(tuple(calls(name)), name)
-                if same[name] != name:
-                    del sums[name], count[name]
-            for name, first in same.items():
-                if calls(name) != calls(first):
-                    raise FedrotError(
-                        f"The layers '{readers[first].weight}' and '{readers[name].weight}' read the "
-                        "same inputs in some batches only. Collect their statistics from batches that "
-                        "take the same path through the model."
-                    )
-    if not sums:
+            inputs.end()
+    if not inputs.sums:
         raise FedrotError(
             "No inputs of linear layers were recorded: pass at least one batch and a model with Linear "
             "or Conv1D layers."
         )
-    averages = {
-        name: [(total / max(count[name], 1)).float() for total in totals]
-        for name, totals in sums.items()
-    }
+    averages = inputs.averages()
     collected: dict[str, dict[str, Tensor]] = {}
-    for name, first in same.items():
+    for name, first in inputs.same.items():
         for kinds, value in zip((GRAMS, MEANS), averages[first], strict=True):
             collected.setdefault(kinds[readers[name].axis], {})[readers[name].weight] = value
     return compressed(collected, form, symmetry)

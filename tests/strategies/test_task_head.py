@@ -530,11 +530,14 @@ def edited_wire(node: Client) -> Client:
 
 
 def test_deterministic_rounds_do_not_depend_on_the_ids_of_nodes() -> None:
-    results = []
-    for ids in ((100, 101, 102), (907, 3, 55)):
-        nodes = dict(zip(ids, (learner(index) for index in range(3)), strict=True))
+    results, losses = [], []
+    for ids in ({100: 0, 101: 1, 102: 2}, {907: 1, 3: 2, 55: 0}):
+        nodes = {node: learner(index) for node, index in ids.items()}
         strategy = FedRot(config_of(NAME), fit_head=True, **COMMON)
-        results.append(tensors_of(strategy.start(FakeGrid(nodes), ArrayRecord(state()), 2).arrays))
+        result = strategy.start(FakeGrid(nodes), ArrayRecord(state()), 4)
+        results.append(tensors_of(result.arrays))
+        losses.append([m["fedrot-head-loss"] for m in result.train_metrics_clientapp.values()])
+    assert losses[0] == losses[1]
     assert all(torch.equal(results[0][name], own) for name, own in results[1].items())
 
 

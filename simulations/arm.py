@@ -153,7 +153,6 @@ class Arm(BaseModel):
     canonical: bool | None = None
     adapters: AdapterOptions | None = None
     fits_task_head: bool = False
-    fits_each_round: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Arm:
@@ -167,8 +166,7 @@ class Arm(BaseModel):
     @classmethod
     def of_grammar(cls, text: str) -> Arm:
         """Read an arm from a name of the grammar above; raises ``ValueError``."""
-        each_round = text.endswith(EACH_ROUND)
-        averages = text.removesuffix(EACH_ROUND if each_round else TASK_HEAD)
+        averages = text.removesuffix(EACH_ROUND if text.endswith(EACH_ROUND) else TASK_HEAD)
         merges_alone = re.split("[(#]", averages)[0] in known_aggregations()
         match = _GRAMMAR.fullmatch(f"plain/{averages}" if merges_alone else averages)
         if match is None:
@@ -179,8 +177,8 @@ class Arm(BaseModel):
             )
         said = {name: value for name, value in match.groupdict().items() if value is not None}
         try:
-            fits = {"fits_task_head": averages != text, "fits_each_round": each_round}
-            arm = cls.model_validate({"name": text, **fits, **_meaning(said)})
+            fits_task_head = averages != text
+            arm = cls.model_validate({"name": text, "fits_task_head": fits_task_head, **_meaning(said)})
         except ValueError as error:
             near = get_close_matches(text, COMMON, 1)
             advice = f"; did you mean '{near[0]}'?" if near else ""
@@ -200,6 +198,11 @@ class Arm(BaseModel):
     def joined(self) -> bool:
         """Whether the arm trains one model on all clients' data."""
         return self.name in (JOINED, JOINED_STEPS)
+
+    @property
+    def fits_each_round(self) -> bool:
+        """Whether the task head is fitted after every round, for the clients."""
+        return self.name.endswith(EACH_ROUND)
 
     @property
     def of_adapters(self) -> bool:

@@ -235,7 +235,8 @@ def _digest(content: RecordDict) -> bytes:
     found = sha256()
     for record in (SUMS, LOSSES):
         for name, array in content.array_records.get(record, {}).items():
-            found.update(f"{record}/{name}".encode() + array.data)
+            found.update(f"{record}/{name}".encode())
+            found.update(array.data)
     return found.digest()
 
 

@@ -54,10 +54,10 @@ def deberta() -> nn.Module:
     )
 
 
-def t5() -> nn.Module:
+def t5(kind: type[Any] = T5Model) -> Any:
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_ff": 24, "d_kv": 8, "num_heads": 2, "num_layers": 1}
-    return T5Model(T5Config(vocab_size=50, decoder_start_token_id=0, **sizes))
+    return kind(T5Config(vocab_size=50, decoder_start_token_id=0, **sizes))
 
 
 def bart() -> nn.Module:
@@ -113,11 +113,14 @@ def test_a_layer_that_reads_less_than_its_neighbour_has_a_matrix_of_its_own(
     ids, mask = tokens(1, *size, padding=2)
     batch = {"input_ids": ids, "attention_mask": mask}
     found = fedrot.collect_gram(model, [batch])
+
+    def of_tokens(given: Tensor) -> Mask:
+        return mask if given.shape[:2] == mask.shape else None
+
     for layer in range(2):
         for name in ("query_proj", "key_proj", "value_proj"):
             where = f"encoder.layer.{layer}.attention.self.{name}"
-            of = lambda given: mask if given.shape[:2] == mask.shape else None  # noqa: E731
-            gram, mean = read(model, where, batch, of)
+            gram, mean = read(model, where, batch, of_tokens)
             assert close(found["gram"][f"{where}.weight"], gram)
             assert close(found["input_mean"][f"{where}.weight"], mean)
 
@@ -139,11 +142,8 @@ def test_a_decoder_reads_its_own_tokens_and_those_of_the_encoder(
     seen = set()
     for weight, gram in found.items():
         name = weight.removesuffix(".weight")
-        crosses = ("EncDecAttention" in name or "encoder_attn" in name) and name[-2:] in (
-            *(".k", ".v"),
-            *("_k", "_v"),
-        )
-        crosses |= "encoder_attn" in name and name.rpartition(".")[2] in ("k_proj", "v_proj")
+        block, _, last = name.rpartition(".")
+        crosses = block.endswith(("EncDecAttention", "encoder_attn")) and last[0] in "kv"
         of_text = name.startswith("encoder.") or crosses
         seen.add((name.partition(".")[0], crosses))
         expected, _ = read(
@@ -327,10 +327,7 @@ def test_an_encoders_output_may_be_given() -> None:
 
 @pytest.mark.parametrize("embedded", [False, True])
 def test_labels_become_a_decoders_inputs_only_if_it_has_none(embedded: bool) -> None:
-    torch.manual_seed(0)
-    sizes = {"d_model": 16, "d_ff": 24, "d_kv": 8, "num_heads": 2, "num_layers": 1}
-    config = T5Config(vocab_size=50, decoder_start_token_id=0, **sizes)
-    model = T5ForConditionalGeneration(config).eval()
+    model = t5(T5ForConditionalGeneration).eval()
     ids, mask = tokens(2, 3, 6, padding=3)
     labels, _ = tokens(3, 3, 6, padding=1)
     batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}

@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lab test-all flower docs pages fuzz lint types wheel clean
+.PHONY: help demo test lab test-all flower docs pages fuzz ceilings lint types wheel clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,7 +22,7 @@ demo: .venv/installed ## three natural cases on bundled real data: tables and ru
 PROCESSES := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 2)))
 PYTEST := $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal
 
-test: lint types pages ## lint, types, links of the documentation, tests
+test: ceilings lint types pages ## ceilings, lint, types, links of the documentation, tests
 	$(PYTEST)
 
 lab: .venv/installed ## tests of reproductions/, which are no part of the package
@@ -55,6 +55,10 @@ flower: $(NEWER:%=%/installed) ## the strategies' tests with newer versions of F
 # (`make test` tries 4,000, always the same.) What fails is printed with what repeats it.
 fuzz: .venv/installed ## random input for five minutes
 	FEDROT_FUZZ_CASES=$${FEDROT_FUZZ_CASES:-100000} $(BIN)/python -m pytest --timeout 3600 tests/fuzz
+
+# Before anything is installed: it needs Python and git alone.
+ceilings: ## lines of code and words of documentation (.ci/ceilings.toml)
+	$(PYTHON) .ci/ceilings
 
 lint: .venv/installed ## ruff
 	$(BIN)/ruff check .

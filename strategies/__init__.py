@@ -14,10 +14,7 @@ from fedrot.strategies.fedrot import FedRot
 from fedrot.strategies.lora import AlignedLoRA, FedRotLoRA
 from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
-from fedrot.strategies.sums.client_sums import regmean_mod
 from fedrot.strategies.sums.held_out import LabelledRows, answer_with_sums, evaluate_at_clients
-from fedrot.strategies.sums.privacy import Privacy, gaussian_epsilon
-from fedrot.strategies.sums.secure_regmean import SecureRegMean
 from fedrot.strategies.sums.task_head import fit_task_head
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from fedrot.strategies.wire.records import statistics_record, token_counts_record, wanted_statistics
@@ -32,10 +29,8 @@ __all__ = [
     "LabelledRows",
     "Matching",
     "OtherBasis",
-    "Privacy",
     "ReplyStrategy",
     "Reporting",
-    "SecureRegMean",
     "Server",
     "add_statistics",
     "align_mod",
@@ -43,9 +38,7 @@ __all__ = [
     "evaluate_at_clients",
     "fit_task_head",
     "from_arrays",
-    "gaussian_epsilon",
     "match_at_client",
-    "regmean_mod",
     "statistics_record",
     "to_arrays",
     "token_counts_record",

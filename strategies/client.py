@@ -87,7 +87,7 @@ def align_mod(
         category, _, action = message.metadata.message_type.partition(".")
         if category != MessageType.TRAIN or action == ACTION:
             return call_next(message, context)
-        check_order(call_next, "align_mod")
+        _check_order(call_next)
         models = model_records(message.content)
         if len(models) != 1:
             log(WARNING, "Not aligned: the message holds %d ArrayRecords instead of one.", len(models))
@@ -114,8 +114,7 @@ def align_mod(
         if found and secure:
             raise FedrotError(
                 f"Secure aggregation drops the statistics '{next(iter(found))}': it adds up the model's "
-                "parameters and nothing else. Do not compute them; for RegMean, give them to "
-                "regmean_mod (docs/how-to/clients.md)."
+                "parameters and nothing else. Do not compute them."
             )
         content = RecordDict(dict(reply.content))
         content[name] = _changed(content.array_records[name], update, moved)
@@ -129,15 +128,15 @@ def align_mod(
     return mod
 
 
-def check_order(call_next: ClientAppCallable, name: str) -> None:
-    """Refuse mods between the mod ``name`` and the client that change the update."""
+def _check_order(call_next: ClientAppCallable) -> None:
+    """Refuse mods between ``align_mod`` and the client that change the update."""
     for mod in inner_mods(call_next):
         names = {getattr(mod, "__name__", ""), *(base.__name__ for base in type(mod).__mro__)}
         wrong = sorted(names & _CHANGING)
         if wrong:
             raise FedrotError(
-                f"{wrong[0]} is behind {name} in the client's mods, so it changes the update first: "
-                f"mods see a reply from the last to the first. Write mods=[{wrong[0]}, {name}(...)]."
+                f"{wrong[0]} is behind align_mod in the client's mods, so it changes the update first: "
+                f"mods see a reply from the last to the first. Write mods=[{wrong[0]}, align_mod(...)]."
             )
 
 

@@ -13,9 +13,6 @@ function or constant       internal, and why it is used                         
                            mod which mods run between it and the client.
 ``UNNAMED_MODEL``,         Record names of the legacy workflows: tensors in these   1.41 to 1.43
 ``SECURE_AGGREGATION``     messages have no names, or will be masked.
-``largest_unclipped``,     State of ``secaggplus_mod``: nothing else tells a mod    1.41 to 1.43
-``rounding_step``,         at which values secure aggregation clips, to which
-``with_equal_weight``      steps it rounds, and which weight is the largest.
 ``NUMPY``                  ``SType``: the ``stype`` of Flower's own arrays has no   1.41 to 1.43
                            public name.
 ``UNREADABLE``,            Errors of ``Grid.pull_messages`` for a malformed         1.41 to 1.43,
@@ -36,14 +33,13 @@ function or constant       internal, and why it is used                         
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode, SType
 from flwr.serverapp.strategy import (
     DifferentialPrivacyClientSideAdaptiveClipping,
@@ -69,9 +65,6 @@ UNNAMED_MODEL = "fitins.parameters"
 
 #: The record that marks a message of secure aggregation (``secaggplus_constants``).
 SECURE_AGGREGATION = "secaggplus_configs"
-
-#: The record in a client's own state that ``secaggplus_mod`` keeps between the stages of a round.
-_SECURE_STATE = "secaggplus_state"
 
 #: The ``stype`` of Flower's own arrays.
 NUMPY = SType.NUMPY
@@ -148,36 +141,6 @@ def figures_of(strategy: object) -> dict[str, float]:
     loss = getattr(strategy, "train_loss_key", None)
     clipped = isinstance(strategy, DifferentialPrivacyClientSideAdaptiveClipping)
     return ({loss: LARGEST_WEIGHT} if loss else {}) | ({KEY_NORM_BIT: 1.0} if clipped else {})
-
-
-def largest_unclipped(context: Context, content: RecordDict) -> float:
-    """Return the largest value in a client's reply that secure aggregation does not clip."""
-    state: Any = context.state.config_records[_SECURE_STATE]
-    weight: Any = content.metric_records["fitres.num_examples"]["num_examples"]
-    largest = float(state["clipping_range"] * state["max_weight"])
-    return largest / weight if weight > 0 else math.inf
-
-
-def rounding_step(context: Context, content: RecordDict) -> float:
-    """Return by how much secure aggregation's rounding moves a value in a client's reply at most."""
-    state: Any = context.state.config_records[_SECURE_STATE]
-    weight: Any = content.metric_records["fitres.num_examples"]["num_examples"]
-    # Values are multiplied by this many steps of the weight, then rounded to whole ones.
-    steps = round(weight / state["max_weight"] * state["target_range"])
-    return float(2 * state["clipping_range"] / steps)
-
-
-def with_equal_weight(context: Context, content: RecordDict, secure: bool) -> RecordDict:
-    """Return a client's reply with the weight that all clients can have, and without metrics.
-
-    Under secure aggregation this is the largest: it rounds values of smaller weights to larger steps.
-    """
-    state: Any = context.state.config_records[_SECURE_STATE] if secure else {"max_weight": 1}
-    weight = max(1, int(state["max_weight"]))
-    replaced = RecordDict(dict(content))
-    replaced["fitres.num_examples"] = MetricRecord({"num_examples": weight})
-    replaced["fitres.metrics"] = ConfigRecord()
-    return replaced
 
 
 def callers() -> Iterator[object]:

@@ -1,1 +1,1 @@
-"""Sums over clients: RegMean under secure aggregation, losses on held-out rows, fitted task heads."""
+"""Sums over clients: losses on held-out rows, fitted task heads."""

@@ -9,17 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
-from flwr.client.mod.secure_aggregation.secaggplus_mod import SecAggPlusState
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.client.mod.utils import make_ffn
-from flwr.common import Code, FitIns, FitRes, Parameters, Status
+from flwr.common import FitIns, Parameters
 from flwr.common.constant import ErrorCode
-from flwr.common.secure_aggregation.quantization import dequantize, quantize
-from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, RECORD_KEY_STATE
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 from flwr.compat.common.recorddict_compat import (
     fitins_to_recorddict,
-    fitres_to_recorddict,
-    recorddict_to_fitres,
 )
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideAdaptiveClipping,
@@ -41,13 +37,10 @@ from fedrot.strategies.flower_compat import (
     callers,
     clips_zero,
     inner_mods,
-    largest_unclipped,
     metrics_function,
     outside_of_the_engine,
-    rounding_step,
     set_broadcast,
     transient_attributes,
-    with_equal_weight,
     without_metrics,
 )
 from fedrot.strategies.lazy_grid import LazyGrid
@@ -58,37 +51,6 @@ def test_records_of_the_legacy_workflows_have_these_names() -> None:
     content = fitins_to_recorddict(FitIns(Parameters([], ""), {}), keep_input=True)
     assert UNNAMED_MODEL in content.array_records
     assert SECURE_AGGREGATION == RECORD_KEY_CONFIGS
-
-
-def test_the_largest_value_is_the_one_from_which_secure_aggregation_clips() -> None:
-    state = SecAggPlusState()
-    state.clipping_range, state.max_weight = 8.0, 30.0
-    kept = ConfigRecord(state.to_dict())
-    context = Context(1, 1, {}, RecordDict({RECORD_KEY_STATE: kept}), {})
-    for weight, largest in ((30, 8.0), (10, 24.0), (60, 4.0), (0, float("inf"))):
-        result = FitRes(Status(Code.OK, ""), Parameters([], ""), weight, {})
-        content = fitres_to_recorddict(result, keep_input=True)
-        assert largest_unclipped(context, content) == largest
-        ratio = weight / state.max_weight
-        edge = np.array([min(largest, 1e6)]) * ratio
-        assert np.clip(edge, -state.clipping_range, state.clipping_range) == edge
-
-
-def test_equal_weights_are_the_largest_and_values_move_by_less_than_a_step() -> None:
-    state = SecAggPlusState()
-    state.clipping_range, state.max_weight, state.target_range = 8.0, 30.5, 2**10
-    context = Context(1, 1, {}, RecordDict({RECORD_KEY_STATE: ConfigRecord(state.to_dict())}), {})
-    result = FitRes(Status(Code.OK, ""), Parameters([], ""), 7, {"rows": 7})
-    content = fitres_to_recorddict(result, keep_input=True)
-    for secure, weight in ((True, 30), (False, 1)):
-        found = recorddict_to_fitres(with_equal_weight(context, content, secure), keep_input=True)
-        assert (found.num_examples, found.metrics) == (weight, {})
-    assert recorddict_to_fitres(content, keep_input=True).num_examples == 7
-    ratio = round(30 / 30.5 * 2**10) / 2**10
-    values = np.linspace(-7.9, 7.9, 1001)
-    sent = dequantize(quantize([values * ratio], 8.0, 2**10), 8.0, 2**10)[0] / ratio
-    step = rounding_step(context, with_equal_weight(context, content, True))
-    assert 0.9 * step <= np.abs(sent - values).max() <= step * (1 + 1e-9)
 
 
 def test_metrics_are_aggregated_by_the_given_function_but_inside_the_block() -> None:

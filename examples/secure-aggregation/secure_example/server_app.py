@@ -11,7 +11,6 @@ from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from flwr.server.workflow.constant import MAIN_PARAMS_RECORD
 from flwr.serverapp import Grid, ServerApp
 
-from fedrot.strategies import SecureRegMean
 from secure_example.task import build_model, load_rows, loss_of
 
 app = ServerApp()
@@ -24,12 +23,13 @@ def main(grid: Grid, context: Context) -> None:
     clients, rounds = int(config["clients"]), int(config["num-server-rounds"])
     model, test = build_model(), load_rows("test")
     before = loss_of(model, test)
-    options = {"fraction_evaluate": 0.0, "min_fit_clients": clients, "min_available_clients": clients}
-    if config["aggregation"] == "regmean":
-        strategy = SecureRegMean(model, **options)
-    else:
-        start = [tensor.numpy() for tensor in model.state_dict().values()]
-        strategy = FedAvg(**options, initial_parameters=ndarrays_to_parameters(start))
+    start = [tensor.numpy() for tensor in model.state_dict().values()]
+    strategy = FedAvg(
+        fraction_evaluate=0.0,
+        min_fit_clients=clients,
+        min_available_clients=clients,
+        initial_parameters=ndarrays_to_parameters(start),
+    )
     legacy = LegacyContext(context, ServerConfig(num_rounds=rounds), strategy)
     secure = SecAggPlusWorkflow(
         num_shares=clients, reconstruction_threshold=clients - 1, max_weight=int(config["rows"])

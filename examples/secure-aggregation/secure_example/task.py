@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib import resources
 
 import pandas as pd
@@ -48,12 +47,6 @@ def load_rows(split: str, share: int = 0, shares: int = 1, limit: int | None = N
     )
     labels = torch.tensor(table["label"].to_numpy(), dtype=torch.long)
     return TensorDataset(tokens["input_ids"], tokens["attention_mask"], labels)
-
-
-def batches(rows: TensorDataset) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield all rows as keyword arguments of the model's forward."""
-    for ids, mask, _ in DataLoader(rows, batch_size=32):
-        yield {"input_ids": ids, "attention_mask": mask}
 
 
 def train(model: nn.Module, rows: TensorDataset, epochs: int) -> None:

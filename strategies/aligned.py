@@ -36,9 +36,9 @@ class Aligned(ReplyStrategy):
     first, and give ``alignment=AlignmentOptions(anchor="global")``.
 
     Replies are aligned and added to the mean one at a time, in the order of arrival. All updates of a
-    round are held, in memory or files, with base strategies that need all of them (medians, Krum,
-    privacy wrappers), the anchor ``consensus``, ``alignment=None``, and some settings of ``server`` and
-    ``other_basis``. See ``ReplyStrategy`` for replies that are dropped.
+    round are held with base strategies that need all of them (medians, Krum, privacy wrappers), the
+    anchor ``consensus``, ``alignment=None``, and some settings of ``server`` and ``other_basis``. See
+    ``ReplyStrategy`` for replies that are dropped.
 
     Args:
         model_config: the model's transformers configuration (object or dictionary), or a ``Symmetry``;
@@ -52,9 +52,9 @@ class Aligned(ReplyStrategy):
 
     Raises:
         FedrotError: ``model_config`` has another type; the anchor is unknown, or would break the
-            privacy guarantee of the base strategy; the spill folder cannot be written to. In the first
-            round: the symmetry does not fit the model, a privacy wrapper contains this strategy, or
-            every reply is dropped for the same reason.
+            privacy guarantee of the base strategy. In the first round: the symmetry does not fit the
+            model, a privacy wrapper contains this strategy, or every reply is dropped for the same
+            reason.
     """
 
     not_in_checkpoints = ("model_config", "symmetry", "alignment", "other_bases", "comparison")

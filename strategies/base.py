@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from logging import INFO, WARNING
-from operator import attrgetter
 from typing import Any, NoReturn
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord
@@ -32,11 +31,11 @@ from fedrot.strategies.resume.run import run
 from fedrot.strategies.round.aligner import Aligner
 from fedrot.strategies.round.inbox import Asked, Inbox, readable_evaluations, sent_by
 from fedrot.strategies.round.merge import Aggregated, Averaged, Listed, Merge, Wrapped
+from fedrot.strategies.round.order import Order, by_arrival, by_client, by_contents
 from fedrot.strategies.round.outbox import common_model, plain, to_send
 from fedrot.strategies.round.play import play
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Moved, Schema
-from fedrot.strategies.round.waiting import Store, Waiting
 from fedrot.strategies.settings import Checkpointing, Reporting, Server
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.strategies.wire.records import STATISTICS
@@ -58,8 +57,7 @@ class ReplyStrategy(Strategy):
         reporting: files and functions that receive reports of the rounds.
 
     Raises:
-        FedrotError: the spill folder cannot be written to. In the first round: every reply is dropped
-            for the same reason.
+        FedrotError: in the first round, if every reply is dropped for the same reason.
     """
 
     #: True if statistics of replies are used.
@@ -85,8 +83,6 @@ class ReplyStrategy(Strategy):
         super().__init__(*args, **kwargs)
         self.server = server or Server()
         self.reporting = reporting or Reporting()
-        with Store(self.server.spill):
-            pass  # Raises, before clients train, if the folder cannot be written to.
         self._device = checked_device(self.server.device)
         self.checkpoints = Checkpoints(checkpoints.folder, checkpoints.keep) if checkpoints else None
         self._broadcast = ArrayRecord()
@@ -104,8 +100,7 @@ class ReplyStrategy(Strategy):
         streams = self.aggregator(1) is not None and not self.waits
         how = "averaged as they arrive" if streams else "held until all have arrived"
         order = ", sorted by their contents" if self.server.deterministic else ""
-        where = f", in {spill}" if (spill := self.server.spill) and self.waits else ""
-        log(INFO, "\t├──> Replies: %s%s%s", how, order, where)
+        log(INFO, "\t├──> Replies: %s%s", how, order)
         if kinds := self.needs(1):
             message = "\t├──> Statistics: every reply needs '%s'; clients call %s"
             call = "fedrot.strategies.add_statistics(content, message, model, batches)"
@@ -210,9 +205,8 @@ class ReplyStrategy(Strategy):
         record = RoundRecord(server_round)
         # A subclass that overrides this method may read the replies before and afterwards.
         one_pass = replies if self._in_front else streamed(replies)
-        with Store(self.server.spill) as store:
-            merge, moved_broadcast = self._played(one_pass, Asked(sent, self._clients), record, store)
-            arrays, metrics = merge.result(self._wrapped(), moved_broadcast)
+        merge, moved_broadcast = self._played(one_pass, Asked(sent, self._clients), record)
+        arrays, metrics = merge.result(self._wrapped(), moved_broadcast)
         arrays = arrays and self.finished(arrays, record)
         ours = record.metrics(self.reporting.all_metrics) if self.aligns else record.losses()
         if self.reporting.rows_path is not None:
@@ -341,7 +335,7 @@ class ReplyStrategy(Strategy):
         return f"{first.__name__}.aggregate_train"
 
     def _played(
-        self, replies: Iterable[Message], asked: Asked, record: RoundRecord, store: Store
+        self, replies: Iterable[Message], asked: Asked, record: RoundRecord
     ) -> tuple[Merge, Callable[[], Tensors] | None]:
         """Process a round's replies; return the filled merge, and ``Aligner.moved_broadcast``.
 
@@ -361,16 +355,14 @@ class ReplyStrategy(Strategy):
             figures=figures_of(self) | figures_of(self._weighting),
             in_front=self._in_front,
         )
-        waiting = self._waiting(store) if self.waits else None
-        play(replies, inbox, aligner, merge, waiting=waiting, on_update=self.on_update)
+        order = self._order() if self.waits else None
+        play(replies, inbox, aligner, merge, order=order, on_update=self.on_update)
         return merge, aligner.moved_broadcast()
 
-    def _waiting(self, store: Store) -> Waiting:
+    def _order(self) -> Order:
         if not self.server.deterministic:
-            return Waiting(store)
-        if self.trusts_ids:
-            return Waiting(store, attrgetter("client"), mixes=False)
-        return Waiting(store, attrgetter("checksum"))
+            return by_arrival
+        return by_client if self.trusts_ids else by_contents
 
     def _wrapped(self) -> Wrapped:
         return Wrapped(

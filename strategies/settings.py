@@ -83,19 +83,17 @@ class Server:
         wire: precision of the model that is sent to the clients, float16 or bfloat16; None sends it
             unchanged. The server's model keeps its precision. Clients read the model with
             ``from_arrays``, and may answer in any precision.
-        spill: a folder for updates that wait for others; None holds them in memory.
         deterministic: sort replies by their contents, not by arrival, so that two runs are identical in
             every bit. No client can choose its place. All updates of a round are then held until every
             reply has arrived.
 
     Raises:
-        FedrotError: ``min_replies`` is below 1, ``wire`` is not a precision, or ``spill`` not a folder.
+        FedrotError: ``min_replies`` is below 1, or ``wire`` is not a precision.
     """
 
     min_replies: int = 1
     device: str | torch.device = "cpu"
     wire: torch.dtype | None = None
-    spill: str | Path | None = None
     deterministic: bool = False
 
     def __post_init__(self) -> None:
@@ -103,8 +101,6 @@ class Server:
             raise FedrotError(f"min_replies is {self.min_replies}; it must be at least 1.")
         if self.wire is not None and self.wire not in PRECISIONS:
             raise FedrotError(f"wire is {self.wire!r}; choose from {', '.join(map(str, PRECISIONS))}.")
-        if isinstance(self.spill, bool):
-            raise FedrotError(f"spill is {self.spill}; give a folder for waiting updates.")
 
 
 @dataclass(frozen=True)

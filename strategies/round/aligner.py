@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from logging import WARNING
@@ -18,7 +18,6 @@ from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Moved, Question, Update
-from fedrot.strategies.round.waiting import Waiting
 from fedrot.symmetry import Symmetry
 from fedrot.symmetry.canonical import canonical
 from fedrot.tensors import Tensors, check_finite
@@ -33,7 +32,7 @@ _OTHERS = (
 class Aligner:
     """Leaves every update as it was received; base class of the other aligners."""
 
-    def prepare(self, held: Waiting) -> Iterable[Update]:
+    def prepare(self, held: Sequence[Update]) -> Sequence[Update]:
         """Choose the anchor from all updates of a round; return the updates to move, in order."""
         return held
 
@@ -116,40 +115,34 @@ class ToAnchor(Aligner):
         """True if the round brings its updates to canonical form."""
         return bool(self.plan.options.for_model(self.plan.symmetry).canonical)
 
-    def prepare(self, held: Waiting) -> Iterable[Update]:
+    def prepare(self, held: Sequence[Update]) -> Sequence[Update]:
         """Drop updates that cannot be an anchor, and choose the anchor from the other updates."""
-        updates = held.at(self.sound(held))
+        updates = self.sound(held)
         self.look_at(updates)
         return updates
 
-    def look_at(self, updates: Waiting) -> None:
+    def look_at(self, updates: Sequence[Update]) -> None:
         """Pass all updates to an anchor that depends on all of them."""
-        self._places = {question: place for place, question in enumerate(updates.questions)}
+        self._places = {update.question: place for place, update in enumerate(updates)}
         if self.rule.needs_all:
             self.rule.prepare([(self.there(update.tensors), update.weight) for update in updates])
 
-    def sound(self, held: Waiting) -> list[int]:
-        """Return the places of updates that can be an anchor, and drop the others.
+    def sound(self, held: Sequence[Update]) -> Sequence[Update]:
+        """Return the updates that can be an anchor, and drop the others.
 
         An update with huge values, whose canonical form overflows, must not become the anchor.
         """
-        if not self.checks:
-            return [*range(len(held))]  # Updates may be in files, so they are not read.
         found = []
-        for place, update in enumerate(held):
+        for update in held:
             with self.record.dropping(update.client):
                 self.check(update)
-                found.append(place)
+                found.append(update)
         return found
-
-    @property
-    def checks(self) -> bool:
-        """True if ``check`` may refuse an update."""
-        return self.canonical
 
     def check(self, update: Update) -> None:
         """Raise ``FedrotError`` if an update cannot be an anchor."""
-        check_finite(canonical(self.there(update.tensors), self.plan.symmetry))
+        if self.canonical:
+            check_finite(canonical(self.there(update.tensors), self.plan.symmetry))
 
     def move(self, update: Update) -> Moved:
         """Return the update with its statistics in the round's coordinates.

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from logging import INFO, WARNING
 from operator import attrgetter
 from typing import NamedTuple
@@ -36,7 +35,6 @@ from fedrot.strategies.lazy_grid import streamed
 from fedrot.strategies.round.aligner import Plan, ToAnchor
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Moved, Question, Update
-from fedrot.strategies.round.waiting import Waiting
 from fedrot.strategies.settings import OtherBasis
 from fedrot.symmetry import Symmetry
 from fedrot.symmetry.canonical import canonical, check_rotates
@@ -131,7 +129,7 @@ class OtherBases:
         if self.rotates:
             check_rotates(symmetry)
 
-    def counts(self, updates: Waiting, symmetry: Symmetry) -> Tensor | None:
+    def counts(self, updates: Sequence[Update], symmetry: Symmetry) -> Tensor | None:
         """Return how often each token occurs: counts of ``OtherBasis``, or the sum of the clients'.
 
         Counts that fit no table of the model are ignored with a warning.
@@ -195,11 +193,6 @@ class FromOtherBases(ToAnchor):
         others = self.others.options if self._mixed else None
         return bool(decided(self.plan.options, others, self.plan.symmetry)[0].canonical)
 
-    @property
-    def checks(self) -> bool:
-        """True if ``check`` may refuse an update."""
-        return self.canonical or self.others.evidence is not None
-
     def check(self, update: Update) -> None:
         """Raise ``FedrotError`` if an update's canonical form or activations are needed and overflow."""
         given = (update.tensors, self.broadcast, self.plan.symmetry)
@@ -214,23 +207,24 @@ class FromOtherBases(ToAnchor):
         if with_activations and self.others.evidence is not None:
             self.others.evidence(form, form)
 
-    def prepare(self, held: Waiting) -> Iterable[Update]:
+    def prepare(self, held: Sequence[Update]) -> Sequence[Update]:
         """Choose the round's coordinates and anchor; updates matched at clients are first."""
-        updates = held.at(self.sound(held))
+        updates = self.sound(held)
         if self.others.needs_all:
             self._choose_coordinates(updates)
-        own = [question in self._matched for question in updates.questions]
-        rest = updates.at([place for place, matched in enumerate(own) if not matched])
+        matched = [update for update in updates if update.question in self._matched]
+        rest = [update for update in updates if update.question not in self._matched]
         self.look_at(rest)
-        return chain(updates.at([place for place, matched in enumerate(own) if matched]), rest)
+        return [*matched, *rest]
 
-    def _choose_coordinates(self, updates: Waiting) -> None:
+    def _choose_coordinates(self, updates: Sequence[Update]) -> None:
         others, symmetry, exchange = self.others, self.plan.symmetry, self.exchange
-        far = [
-            i for i, one in enumerate(updates) if in_other_basis(one.tensors, self.broadcast, symmetry)
-        ]
+        far, near = list[Update](), list[Update]()
+        for update in updates:
+            other = in_other_basis(update.tensors, self.broadcast, symmetry)
+            (far if other else near).append(update)
         self.record.other_basis = len(far)
-        self._base = self._chosen_base(updates, far)
+        self._base = self._chosen_base(far, near)
         self._mixed = bool(far)
         self._token_counts = others.counts(updates, symmetry)
         if far and others.at_clients and exchange is not None:
@@ -239,25 +233,25 @@ class FromOtherBases(ToAnchor):
             self._matched = self._learned_together(updates, exchange)
         self.rule = self.rule_at(self._base, self.shared)
 
-    def _chosen_base(self, updates: Waiting, far: Sequence[int]) -> Tensors:
+    def _chosen_base(self, far: Sequence[Update], near: Sequence[Update]) -> Tensors:
         """Return the model that defines the round's coordinates.
 
         This is the broadcast model, with two exceptions if the residual stream is matched. If most
-        updates come from another basis (the places ``far``), it is the one of these with the largest
+        updates come from another basis (``far``), it is the one of these with the largest
         weight. If the broadcast model cannot be matched, it is the one with the largest weight among the
         other updates.
         """
         options = self.others.options
         if "residual" not in options.parts or not far:
             return self.broadcast
-        if 2 * len(far) > len(updates):
-            chosen, why = far, f"{len(far)} of {len(updates)} replies come from other bases"
+        if len(far) > len(near):
+            why = f"{len(far)} of {len(far) + len(near)} replies come from other bases"
+            chosen = far
         elif not self._matchable(self.broadcast):
-            chosen = [place for place in range(len(updates)) if place not in far]
-            why = "The broadcast model cannot be matched"
+            chosen, why = near, "The broadcast model cannot be matched"
         else:
             return self.broadcast
-        heaviest = max((updates[place] for place in chosen), key=attrgetter("weight"))
+        heaviest = max(chosen, key=attrgetter("weight"))
         log(INFO, "%s; the anchor is client %d's model.", why, heaviest.client)
         return heaviest.tensors
 
@@ -272,17 +266,19 @@ class FromOtherBases(ToAnchor):
         """The symmetry of the moves that clients send."""
         return self.plan.symmetry.rotated if self.others.rotates else self.plan.symmetry
 
-    def _matched_at_clients(self, updates: Waiting, exchange: Exchange) -> dict[Question, Alignment]:
+    def _matched_at_clients(
+        self, updates: Sequence[Update], exchange: Exchange
+    ) -> dict[Question, Alignment]:
         """Return the alignments that clients found for their own updates."""
         base, symmetry = self._base, self._symmetry
-        asked = [i for i, one in enumerate(updates) if in_other_basis(one.tensors, base, symmetry)]
+        asked = [one for one in updates if in_other_basis(one.tensors, base, symmetry)]
         rotates = self.others.rotates
         requests = [
             request(base, one.tensors, exchange.config, one.question.node, canonical_form=rotates)
-            for one in updates.at(asked)
+            for one in asked
         ]
         found: dict[Question, Alignment] = {}
-        for update, answer in self._answers(requests, updates.at(asked), exchange):
+        for update, answer in self._answers(requests, asked, exchange):
             try:
                 found[update.question] = self._checked(update, read_moves(answer, symmetry))
             except UpdateError as error:
@@ -296,16 +292,18 @@ class FromOtherBases(ToAnchor):
         return alignment
 
     def _answers(
-        self, requests: Sequence[Message], asked: Waiting, exchange: Exchange
+        self, requests: Sequence[Message], asked: Sequence[Update], exchange: Exchange
     ) -> Iterator[tuple[Update, Message]]:
         """Yield the first answer of each update's sender, in the order of arrival."""
-        silent = {question.node: place for place, question in enumerate(asked.questions)}
+        silent = {update.question.node: update for update in asked}
         for answer in self.record.waited(exchange.of(requests)):
-            place = silent.pop(answer.metadata.src_node_id, None)
-            if place is not None:
-                yield asked[place], answer
+            update = silent.pop(answer.metadata.src_node_id, None)
+            if update is not None:
+                yield update, answer
 
-    def _learned_together(self, updates: Waiting, exchange: Exchange) -> dict[Question, Alignment]:
+    def _learned_together(
+        self, updates: Sequence[Update], exchange: Exchange
+    ) -> dict[Question, Alignment]:
         """Return the alignments of all updates after the clients have learned a common basis.
 
         In each pass all clients learn at the same time, each against the mean of the others after the
@@ -313,13 +311,13 @@ class FromOtherBases(ToAnchor):
         if the client has nearly all of the weight (``LARGEST_SHARE``).
         """
         now = self._aligned_alone(updates)
-        updates = updates.at([i for i, question in enumerate(updates.questions) if question in now])
+        updates = [update for update in updates if update.question in now]
         for number in range(self.others.learning_passes):
             mean = Mean()
             for update in updates:
                 mean.add(now[update.question].apply(update.tensors), update.weight)
             most = LARGEST_SHARE * mean.weight
-            asked = updates.at([i for i, update in enumerate(updates) if update.weight <= most])
+            asked = [update for update in updates if update.weight <= most]
             requests = [self._request(one, now[one.question], mean, exchange) for one in asked]
             learned = 0
             for update, answer in self._answers(requests, asked, exchange):
@@ -333,13 +331,13 @@ class FromOtherBases(ToAnchor):
             log(INFO, "Common basis, pass %d: %d of %d clients.", number + 1, learned, len(now))
         return now
 
-    def _aligned_alone(self, updates: Waiting) -> dict[Question, Alignment]:
+    def _aligned_alone(self, updates: Sequence[Update]) -> dict[Question, Alignment]:
         """Return the alignments to start from: those of clients, or by an anchor with its own mean.
 
         Updates that cannot be aligned are left out.
         """
         found, rule = dict(self._matched), self.rule_at(self._base, None)
-        rest = updates.at([i for i, question in enumerate(updates.questions) if question not in found])
+        rest = [update for update in updates if update.question not in found]
         if rule.needs_all:
             rule.prepare([(self.there(update.tensors), update.weight) for update in rest])
         for update in updates:

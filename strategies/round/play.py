@@ -10,8 +10,8 @@ from flwr.app import Message
 from fedrot.strategies.round.aligner import Aligner
 from fedrot.strategies.round.inbox import Inbox
 from fedrot.strategies.round.merge import Merge
+from fedrot.strategies.round.order import Order
 from fedrot.strategies.round.update import Moved, Update
-from fedrot.strategies.round.waiting import Waiting
 
 
 def play(
@@ -20,7 +20,7 @@ def play(
     aligner: Aligner,
     merge: Merge,
     *,
-    waiting: Waiting | None = None,
+    order: Order | None = None,
     on_update: Callable[[Moved], None] = lambda moved: None,
 ) -> None:
     """Process the replies of a round one at a time, in the order of arrival.
@@ -29,7 +29,7 @@ def play(
     adds the update. Inbox and aligner may drop it.
 
     Args:
-        waiting: holds all updates until every reply has arrived; None holds one at a time.
+        order: sorts all updates after every reply has arrived; None holds one update at a time.
         on_update: called with every update in the round's coordinates, before it is merged.
     """
     record = inbox.record
@@ -44,17 +44,13 @@ def play(
                 aligner.follow(moved)
 
     updates = filter(None, map(inbox.read, record.waited(replies)))
-    if waiting is None:
-        _call(take, updates)
+    if order is None:
+        # A loop variable would hold an update until the next one arrives.
+        deque(map(take, updates), maxlen=0)
         inbox.close()
     else:
-        _call(waiting.add, updates)
+        held = order(list(updates))
         inbox.close()
-        waiting.close()
-        _call(take, aligner.prepare(waiting))
+        for update in aligner.prepare(held):
+            take(update)
     aligner.close()
-
-
-def _call(do: Callable[[Update], None], updates: Iterable[Update]) -> None:
-    """Call a function with every update; a loop variable would hold one until the next arrives."""
-    deque(map(do, updates), maxlen=0)

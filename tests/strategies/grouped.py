@@ -13,7 +13,7 @@ _GROUPS: dict[str, tuple[Any, dict[str, str]]] = {
     ),
     "server": (
         Server,
-        {name: name for name in ("min_replies", "device", "wire", "spill", "deterministic")},
+        {name: name for name in ("min_replies", "device", "wire", "deterministic")},
     ),
     "checkpoints": (Checkpointing, {"folder": "folder", "keep": "keep"}),
     "reporting": (Reporting, {"rows": "rows", "on_round": "on_round"}),

@@ -674,18 +674,6 @@ def test_the_summary_says_how_replies_are_taken(
     assert lines[:2] == [f"Alignment: {alignment}", f"Replies: {replies}"]
 
 
-def test_the_summary_names_the_folder_only_if_something_is_kept_there(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO", logger="flwr"):
-        for anchor in ("global", "consensus"):
-            FedRot(
-                CONFIG, alignment=fedrot.AlignmentOptions(anchor=anchor), server=Server(spill=tmp_path)
-            ).summary()
-    lines = [line for r in caplog.records if "Replies" in (line := r.getMessage())]
-    assert [line.endswith(f", in {tmp_path}") for line in lines] == [False, True]
-
-
 def test_an_adapter_in_place_of_the_model_is_said_to_be_one() -> None:
     with pytest.raises(fedrot.FedrotError, match=r"The tensors are a LoRA adapter's.*FedRotLoRA"):
         check_update({"m.lora_A.weight": torch.ones(1, 2)}, {"m.weight": (2, 2)})

@@ -125,7 +125,6 @@ def _start(strategy: Aligned, initial: Any, clients: Any = failure, rounds: int 
         ({"alignment": "attention"}, r"alignment is a str; pass fedrot\.AlignmentOptions"),
         ({"rows": "."}, "rows is the folder"),
         ({"on_round": "wandb"}, "on_round is a str; give a function"),
-        ({"spill": True}, "spill is True; give a folder"),
         ({"wire": "bfloat16"}, "wire is 'bfloat16'; choose from"),
         ({"aggregation": 3}, r"aggregation=fedrot\.aggregation\.RegMean"),
         ({"aggregation": "regmeen"}, r"regmeen.*regmean"),

@@ -260,15 +260,12 @@ def test_an_optimiser_sees_the_kept_mean_only(
         {"alignment": fedrot.AlignmentOptions(anchor="consensus")},
         {
             "alignment": fedrot.AlignmentOptions(anchor="global"),
-            "server": Server(deterministic=True, spill="spill"),
+            "server": Server(deterministic=True),
         },
         {"server": Server()},
     ],
 )
-def test_every_way_to_take_updates(
-    given: dict[str, Any], better: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_every_way_to_take_updates(given: dict[str, Any], better: str) -> None:
     result = run(evaluate=points(better), rounds=1, guard="accuracy", **given)
     # The plain mean is the same for every anchor.
     anchor = {"alignment": fedrot.AlignmentOptions()} if better == "plain" else {}

@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,8 +30,6 @@ from flwr.serverapp.strategy import (
     QFedAvg,
     Strategy,
 )
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
-from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
 import fedrot
 from fedrot.aggregation import Mean, RegMean
@@ -40,10 +37,10 @@ from fedrot.strategies import Aligned, FedRot, from_arrays, to_arrays
 from fedrot.strategies.lazy_grid import LONGEST_PAUSE, LazyGrid
 from fedrot.strategies.round.aligner import ToAnchor
 from fedrot.strategies.round.merge import Averaged
+from fedrot.strategies.round.order import by_client, by_contents
 from fedrot.strategies.round.outbox import as_sent, common_model
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Moved, Update
-from fedrot.strategies.round.waiting import Store, Waiting
 from fedrot.strategies.settings import Reporting, Server
 from tests.models import EAGER, State, config_of, near
 from tests.models import largest_difference as difference
@@ -57,7 +54,6 @@ from tests.strategies.fakes import (
     largest_difference,
     reply,
     tensors_of,
-    timeless,
 )
 from tests.strategies.grouped import grouped
 
@@ -114,9 +110,7 @@ STREAMING: dict[str, Callable[..., Any]] = {
     "FedYogi": behind(FedYogi),
 }
 WAITING: dict[str, Callable[..., Any]] = {
-    "deterministic": lambda *a, server=None, **k: FedRot(
-        *a, server=replace(server or Server(), deterministic=True), **k
-    ),
+    "deterministic": lambda *a, **k: FedRot(*a, server=Server(deterministic=True), **k),
     "consensus": lambda *a, **k: FedRot(*a, alignment=fedrot.AlignmentOptions(anchor="consensus"), **k),
 }
 HOLDING: dict[str, Callable[..., Any]] = {
@@ -141,68 +135,8 @@ def test_one_update_is_held_at_a_time(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(WAITING))
-def test_what_needs_all_updates_holds_them_unless_they_are_spilled(name: str, tmp_path: Path) -> None:
-    spill = tmp_path / "spill"
-    assert most_alive(WAITING[name](CONFIG, server=Server(spill=spill))) == 1
-    assert list(spill.iterdir()) == []
+def test_what_needs_all_updates_holds_them(name: str) -> None:
     assert most_alive(WAITING[name](CONFIG)) == COUNT
-
-
-@pytest.mark.parametrize("name", sorted(WAITING))
-def test_spilling_changes_nothing(name: str, tmp_path: Path) -> None:
-    found = []
-    for settings in ({}, {"server": Server(spill=tmp_path)}):
-        strategy = WAITING[name](CONFIG, **settings)
-        messages = broadcast(strategy, state(), COUNT)
-        arrays, metrics = strategy.aggregate_train(1, replies(messages, updates(), train_loss=0.5))
-        found.append((arrays, timeless(metrics)))
-    assert largest_difference(found[0][0], found[1][0]) < 1e-6
-    assert found[0][1] == pytest.approx(found[1][1], rel=1e-4)
-
-
-def test_statistics_are_spilled_with_their_update(tmp_path: Path) -> None:
-    found = []
-    for spill in (None, tmp_path):
-        strategy = FedRot(CONFIG, aggregation=RegMean, server=Server(deterministic=True, spill=spill))
-        messages = broadcast(strategy, state(), 3)
-        sent = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, honest(grams), strict=True))]
-        found.append(strategy.aggregate_train(1, sent)[0])
-    # Mapped from a file, numbers lie elsewhere relative to vector registers.
-    assert largest_difference(*found) < 1e-6
-
-
-def test_a_store_gives_back_what_it_was_given_and_leaves_nothing(tmp_path: Path) -> None:
-    shared = torch.randn(3, 4)
-    tensors = {
-        "shared": shared,
-        "too": shared,
-        "transposed": torch.randn(2, 3).mT,
-        "half": torch.randn(3).bfloat16(),
-        "flags": torch.tensor([True, False]),
-        "none": torch.zeros(0, 3),
-        "number": torch.tensor(7),
-    }
-    for folder in (None, tmp_path / "deep" / "er"):
-        with Store(folder) as store:
-            found = store.put(tensors)()
-            assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in tensors.items()}
-            assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
-            assert found["shared"] is found["too"]
-    assert list((tmp_path / "deep" / "er").iterdir()) == []
-
-
-def test_a_disk_that_is_full_in_a_round_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*given: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("fedrot.strategies.round.waiting.write_tensors", full)
-    with (
-        pytest.raises(fedrot.FedrotError, match=f"written to '{tmp_path}': .*No space left"),
-        Store(tmp_path) as store,
-    ):
-        store.put({"w": torch.ones(2)})
 
 
 # --- order -------------------------------------------------------------------------------------------
@@ -233,12 +167,8 @@ def test_sorted_updates_have_one_order_and_no_client_chooses_its_place() -> None
             Update(ids[client], reply(messages[client], {}, 1, ids[client]), "arrays", sent[client], 1.0)
             for client in places
         ]
-        waiting = Waiting(Store(), attrgetter("checksum"))
-        for update in given:
-            waiting.add(update)
-        waiting.close()
         known = {id(update.tensors): client for client, update in zip(places, given, strict=True)}
-        return [known[id(update.tensors)] for update in waiting]
+        return [known[id(update.tensors)] for update in by_contents(given)]
 
     for ids in ((5, 5, 2, 5), (0, 1, 2, 3)):
         orders = {tuple(order(ids, places, 0)) for places in itertools.permutations(range(4))}
@@ -249,11 +179,8 @@ def test_sorted_updates_have_one_order_and_no_client_chooses_its_place() -> None
 
 def test_trusted_ids_give_the_order_themselves() -> None:
     (message, *_) = broadcast(FedRot(CONFIG), state(), 2)
-    waiting = Waiting(Store(), attrgetter("client"), mixes=False)
-    for client in (7, 3, 11, 5):
-        waiting.add(Update(client, message, "arrays", {}, 1.0))
-    waiting.close()
-    assert [update.client for update in waiting] == [3, 5, 7, 11]
+    given = [Update(client, message, "arrays", {}, 1.0) for client in (7, 3, 11, 5)]
+    assert [update.client for update in by_client(given)] == [3, 5, 7, 11]
 
 
 def elsewhere(array: Array, shift: int) -> Array:
@@ -580,28 +507,6 @@ def test_a_legacy_array_in_the_place_of_a_number_is_dropped(align: bool) -> None
     assert (metrics or {})["fedrot-replies-dropped"] == 1
 
 
-def through_the_wire(message: Message) -> Message:
-    """Return a message as Flower's object store gives it back: equal arrays are one object."""
-    content = message.content
-    objects = get_all_nested_objects(content)
-    contents = {key: value.deflate() for key, value in objects.items()}
-    found = inflate_object_from_contents(content.object_id, contents)
-    assert isinstance(found, RecordDict)
-    message.content = found
-    return message
-
-
-@pytest.mark.parametrize("name", sorted(WAITING))
-def test_equal_tensors_that_travelled_as_one_can_be_spilled(name: str, tmp_path: Path) -> None:
-    strategy = WAITING[name](CONFIG, server=Server(spill=tmp_path))
-    messages = broadcast(strategy, state(), COUNT)
-    zero = [{n: t * 0 if "LayerNorm.bias" in n else t for n, t in u.items()} for u in updates()]
-    sent = [through_the_wire(m) for m in replies(messages, zero, train_loss=0.5)]
-    arrays, metrics = strategy.aggregate_train(1, sent)
-    assert arrays is not None
-    assert (metrics or {})["fedrot-replies-accepted"] == COUNT
-
-
 def private_q_fedavg() -> Any:
     private: Any = behind(DifferentialPrivacyServerSideFixedClipping)
     return private(
@@ -728,12 +633,6 @@ def test_what_clients_write_cannot_flood_or_forge_the_log(
     assert len(row["dropped"]) <= 500
     assert row["dropped"].isprintable()
     assert "\nWARNING forged" not in caplog.text
-
-
-def test_a_spill_folder_that_cannot_be_used_is_refused_at_once(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(fedrot.FedrotError, match="cannot be written to"):
-        FedRot(CONFIG, server=Server(spill=tmp_path / "file" / "below"))
 
 
 def test_nobody_asked_is_no_failed_round() -> None:
@@ -1057,11 +956,8 @@ def test_what_others_send_decides_who_of_two_comes_first() -> None:
     """Otherwise a client could compute its own place, and choose it."""
     first = set()
     for other in range(20):
-        waiting = Waiting(Store(), attrgetter("weight"))
-        for number in (1, 2, 100 + other):
-            waiting.add(SimpleNamespace(weight=number, question=("", number)))  # type: ignore[arg-type]
-        waiting.close()
-        order = [update.weight for update in waiting]
+        given: list[Any] = [SimpleNamespace(checksum=number) for number in (1, 2, 100 + other)]
+        order = [update.checksum for update in by_contents(given)]
         first.add(order.index(1) < order.index(2))
     assert first == {True, False}
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from fedrot.collect.activations import Activations
 from fedrot.collect.canonical_statistics import canonical_statistics, follows_canonical_form
 from fedrot.collect.statistics import TRAINED, contradicted_means, transport_statistics
-from fedrot.collect.token_counts import by_frequency
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.descent import solve
 from fedrot.matching.problem import Anchor, Problem, Side, squared_distance
@@ -127,7 +126,6 @@ def align(
     symmetry: Symmetry,
     options: AlignmentOptions | None = None,
     activations: Activations | None = None,
-    token_counts: Tensor | None = None,
 ) -> Alignment:
     """Find the group element that brings ``update`` closest to ``anchor``.
 
@@ -143,9 +141,6 @@ def align(
         options: defaults to rotation of the heads and permutation of the neurons.
         activations: of both models on the same inputs, from ``collect_activations``.
             ``options.activation_weight`` is their share of the similarity.
-        token_counts: how often each token occurs in texts like the clients', ``[vocabulary]``. Each row
-            of an embedding table is then weighted by the frequency of its token, also in the report's
-            distances: the rows of rare tokens are close to their random initialisation.
 
     Raises:
         UpdateError: a tensor is missing, extra or misshapen; or a tensor that a chosen group acts on is
@@ -165,7 +160,7 @@ def align(
         symmetry = symmetry.rotated
     groups = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
     _check_tensors(update, anchor.tensors, groups)
-    problem = _problem(update, anchor, symmetry, options, activations, token_counts)
+    problem = _problem(update, anchor, symmetry, options, activations)
     try:
         with torch.no_grad():
             found = solve(problem, groups)
@@ -175,8 +170,7 @@ def align(
         raise UpdateError(f"The update cannot be matched to its anchor: {error}.") from error
     report = replace(found.report, seconds=time.perf_counter() - start)
     alignment = Alignment(symmetry, found.moves, report, bool(options.canonical))
-    if token_counts is None:
-        anchor.note(alignment.moved, found.certified)
+    anchor.note(alignment.moved, found.certified)
     return alignment
 
 
@@ -186,7 +180,6 @@ def _problem(
     symmetry: Symmetry,
     options: AlignmentOptions,
     activations: Activations | None,
-    token_counts: Tensor | None,
 ) -> Problem:
     """Return the matching problem, with both models in the form in which they are compared."""
     if options.canonical:
@@ -198,9 +191,6 @@ def _problem(
         side = anchor
         check_folded(anchor.tensors, symmetry)
         check_folded(update, symmetry)
-    if token_counts is not None:
-        side = Side(by_frequency(side.tensors, symmetry, token_counts))
-        update = by_frequency(update, symmetry, token_counts)
     return Problem(side, update, symmetry, options, activations)
 
 

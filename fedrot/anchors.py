@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 import torch
-from torch import Tensor
 
 from fedrot.aggregation import Mean
 from fedrot.alignment import Alignment, align
@@ -247,7 +246,6 @@ def finder(
     options: AlignmentOptions,
     other_basis: AlignmentOptions | None = None,
     evidence: Evidence | None = None,
-    token_counts: Tensor | None = None,
 ) -> Finder:
     """Return the function that aligns one update to one anchor; arguments as in ``align_round``."""
 
@@ -263,14 +261,13 @@ def finder(
     def find(update: Tensors, to: Anchor) -> Alignment:
         same = other_basis is None or same_basis(update, to.tensors)
         chosen = options if other_basis is None or same else other_basis
-        of_stream = "residual" in chosen.parts
-        asked, counts = (evidence, token_counts) if of_stream else (None, None)
+        asked = evidence if "residual" in chosen.parts else None
         activations = None
         if asked is not None and chosen.canonical:
             activations = asked(canonical(to.tensors, symmetry), canonical(update, symmetry))
         elif asked is not None:
             activations = asked(to.tensors, update)
-        return align(update, to, symmetry, chosen, activations, counts)
+        return align(update, to, symmetry, chosen, activations)
 
     return find
 
@@ -282,7 +279,6 @@ def align_round(
     options: AlignmentOptions | None = None,
     other_basis: AlignmentOptions | None = None,
     evidence: Evidence | None = None,
-    token_counts: Tensor | None = None,
 ) -> Iterator[AlignedUpdate]:
     """Align a round's updates, in order.
 
@@ -299,7 +295,6 @@ def align_round(
             too. If one of the two is ``canonical``, both are.
         evidence: returns the activations of an anchor and an update; called wherever the residual
             stream is matched, with canonical tensors where the options say so.
-        token_counts: see ``align``; used wherever the residual stream is matched.
 
     Raises:
         FedrotError: the anchor is unknown.
@@ -308,7 +303,7 @@ def align_round(
     check_symmetry(symmetry)
     chosen = checked_options(options)
     check_anchor(chosen.anchor)
-    find = finder(broadcast, symmetry, chosen, other_basis, evidence, token_counts)
+    find = finder(broadcast, symmetry, chosen, other_basis, evidence)
     rule = ANCHORS[chosen.anchor](Anchor(broadcast), find)
     if rule.needs_all:
         updates = list(updates)

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from fedrot.simulations.config import SimulationConfig
 
 #: Evidence for matching replies in another basis: ``probe`` (weights, and activations on random tokens
-#: where the residual stream is permuted), ``weights`` (weights alone), ``tokens`` (weights and the token
-#: counts that clients report), ``clients`` (activations on the clients' data, matched at the clients),
-#: and ``learned`` (token counts, and then a common basis that the clients learn).
-EVIDENCE = ("probe", "weights", "tokens", "clients", "learned")
+#: where the residual stream is permuted), ``weights`` (weights alone), ``clients`` (activations on the
+#: clients' data, matched at the clients), and ``learned`` (weights, and then a common basis that the
+#: clients learn).
+EVIDENCE = ("probe", "weights", "clients", "learned")
 #: Evidence that is used at the clients.
 AT_CLIENTS = ("clients", "learned")
 #: Options of an arm, with functions that read their values.

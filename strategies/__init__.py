@@ -17,7 +17,7 @@ from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Ser
 from fedrot.strategies.sums.held_out import LabelledRows, answer_with_sums, evaluate_at_clients
 from fedrot.strategies.sums.task_head import fit_task_head
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
-from fedrot.strategies.wire.records import statistics_record, token_counts_record, wanted_statistics
+from fedrot.strategies.wire.records import statistics_record, wanted_statistics
 
 __all__ = [
     "Aligned",
@@ -41,6 +41,5 @@ __all__ = [
     "match_at_client",
     "statistics_record",
     "to_arrays",
-    "token_counts_record",
     "wanted_statistics",
 ]

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fedrot.collect.token_counts import check_counts
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.wire.arrays import PRECISIONS
@@ -38,20 +37,16 @@ class OtherBasis:
             matching. In a pass, each client receives its model and the mean of the others, takes a few
             gradient steps on rotations of its model (``Matching.learning``), and answers with the
             rotations. This needs ``match_at_client`` on the ``ClientApp``.
-        token_counts: how often each token occurs in texts like the clients', ``[vocabulary]``, see
-            ``fedrot.align``. If None, the sum of the counts that clients report
-            (``token_counts_record``).
 
     Raises:
-        FedrotError: ``model`` is not a function, neither ``model`` nor ``options`` is given, the passes
-            are negative, or the counts are invalid.
+        FedrotError: ``model`` is not a function, neither ``model`` nor ``options`` is given, or the
+            passes are negative.
     """
 
     model: Callable[[], nn.Module] | None = None
     options: AlignmentOptions | None = None
     at_clients: bool = False
     learning_passes: int = 0
-    token_counts: Tensor | None = None
 
     def __post_init__(self) -> None:
         kind = type(self.model).__name__
@@ -65,8 +60,6 @@ class OtherBasis:
             raise FedrotError("OtherBasis needs 'model' or 'options', or both.")
         if self.learning_passes < 0:
             raise FedrotError(f"learning_passes is {self.learning_passes}; it must not be negative.")
-        if self.token_counts is not None:
-            check_counts(self.token_counts)
 
 
 @dataclass(frozen=True)

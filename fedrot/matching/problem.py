@@ -101,7 +101,7 @@ class _Known:
 
 @dataclass(frozen=True)
 class Side:
-    """The anchor's tensors in the form in which they are compared (canonical, scaled).
+    """The anchor's tensors in the form in which they are compared, canonical or not.
 
     Bounds and norms of these tensors are computed once for all clients. ``spread`` is the noise of the
     anchor, which changes what chance removes.

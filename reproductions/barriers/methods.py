@@ -124,11 +124,8 @@ _ALL: dict[str, MatchingMethod] = {
     "whole+data@1": MatchingMethod(replace(WHOLE, activation_weight=1.0), "data"),
     "whole+data+repair": MatchingMethod(WHOLE, "data", repair=_repaired),
     "learned": MatchingMethod(WHOLE, "data", refine=_learned),
-    "whole+tokens": MatchingMethod(WHOLE, frequencies="counted"),
     # Rotations of the residual stream, for pre-norm models
     "stream": METHODS["stream"],
-    "stream+tokens": MatchingMethod(STREAM, frequencies="counted"),
-    "stream+order": MatchingMethod(STREAM, frequencies="ordered"),
     "stream+probe": MatchingMethod(STREAM, "probe"),
     "stream+data": MatchingMethod(STREAM, "data"),
     "stream+data@0.8": MatchingMethod(replace(STREAM, activation_weight=0.8), "data"),

@@ -15,9 +15,4 @@ class PortSettings(BaseModel):
         description="How the new base is matched to the old one: rotation (of the residual stream where "
         "the family has it, else a permutation), permutation, or none.",
     )
-    token_order: bool = Field(
-        default=False,
-        description="Count tokens by their place in the vocabulary: for tokenizers that number frequent "
-        "ones first.",
-    )
     scale: float = Field(default=1.0, description="The fine-tuning's difference counts so many times.")

@@ -16,7 +16,6 @@ from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
 from fedrot.simulations.models.alike import check_alike
 from fedrot.simulations.models.model_files import refuse_filled
-from fedrot.simulations.models.saved_model import tokens_by_order
 from fedrot.symmetry import WHOLE_MODEL, Symmetry
 from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.moves import Move, apply_moves
@@ -71,7 +70,6 @@ def port(
     old, fine, new = (Separate.load(name) for name in (base, tuned, new_base))
     for one, other in combinations((old, fine, new), 2):
         check_alike(one.saved, other.saved)
-    counts = tokens_by_order(old.saved) if settings.token_order else None
     options = MATCHES[settings.match]
     if options is not None:
         if reason := old.symmetry.refused.get("residual"):
@@ -80,7 +78,7 @@ def port(
                 "--match none."
             )
         options = options.movable(old.symmetry)
-    tensors, taken, alignment = ported(old, fine, new, options, settings.scale, counts)
+    tensors, taken, alignment = ported(old, fine, new, options, settings.scale)
     write(fine.holding(tensors), fine.saved.path, out)
     report = alignment.report if alignment is not None else None
     still = {} if options is None else old.symmetry.refused
@@ -104,14 +102,13 @@ def ported(
     new: Described,
     options: AlignmentOptions | None,
     scale: float = 1.0,
-    token_counts: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], tuple[str, ...], Alignment | None]:
     """Return the tensors of the port, the names of those that the bases lack, and the alignment."""
     before, after, there = old.tensors, fine.tensors, new.tensors
     alignment = None
     if options is not None:
         bases = (widened(before), widened(there), old.symmetry, replace(options, chance=0))
-        alignment = align(*bases, token_counts=token_counts)
+        alignment = align(*bases)
         if alignment.canonical:
             there = canonical(widened(there), new.symmetry)
         before = alignment.apply(widened(before))

@@ -4,7 +4,7 @@ Two bases of one architecture are trained as language models from different star
 GoEmotions comments. The first is fine-tuned to a classifier of other texts, which is carried
 over to the second base (``porting``). Rows have loss and accuracy on held-out texts of ``base`` (the
 second base with the head of the fine-tuned model), ``none`` (the naive port), ``permutation``,
-``rotation`` with and without the tokenizer's order, and ``tuned``, the fine-tuned model itself.
+``rotation``, and ``tuned``, the fine-tuned model itself.
 
     python -m reproductions.port.results --data-dir DIR --out runs/port
 """
@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from fedrot._io import json_line, write_json, write_text
-from fedrot.collect.token_counts import counts_by_order
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import versions
 from fedrot.simulations.models.build import build_model
@@ -95,10 +94,8 @@ def measured(architecture: str, seed: int, options: argparse.Namespace) -> list[
         fine = Weights.of(tuned.eval())
         models = {"base": copy.deepcopy(tuned), "tuned": tuned}
         models["base"].load_state_dict(bases[1].state_dict(), strict=False)
-        order = counts_by_order(tuned.config.vocab_size)
-        ways = [(name, how, None) for name, how in MATCHES.items()]
-        for name, how, counts in [*ways, ("rotation, token order", MATCHES["rotation"], order)]:
-            tensors, _, _ = ported(old, fine, new, how, token_counts=counts)
+        for name, how in MATCHES.items():
+            tensors, _, _ = ported(old, fine, new, how)
             models[name] = copy.deepcopy(tuned)
             models[name].load_state_dict(tensors)
         for name, model in models.items():

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from fedrot import interpolation
 from fedrot.alignment import align
 from fedrot.collect.activations import Activations, Moments, collect_activations
-from fedrot.collect.random_inputs import random_inputs, reads_text
-from fedrot.collect.token_counts import counts_by_order, token_counts
+from fedrot.collect.random_inputs import random_inputs
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.symmetry import WHOLE_MODEL, Symmetry
@@ -38,8 +37,6 @@ class MatchingMethod:
         evidence: ``weights``, or weights and activations: on random tokens (``probe``) or on training
             rows (``data``).
         residual, heads: which activations, as in ``fedrot.collect_activations``.
-        frequencies: weights of the tokens in embedding tables: ``equal``, the counts in training rows
-            (``counted``), or estimates from the tokenizer's order (``ordered``).
         limit: the number of training rows that are used; 0 for all.
         refine, repair: changes of the aligned client, and of the models on the line.
     """
@@ -48,7 +45,6 @@ class MatchingMethod:
     evidence: Literal["weights", "probe", "data"] = "weights"
     residual: str = "all"
     heads: Moments = "covariance"
-    frequencies: Literal["equal", "counted", "ordered"] = "equal"
     limit: int = 0
     refine: Refine | None = None
     repair: Repair | None = None
@@ -115,8 +111,7 @@ def match(
     batches = _first(batches, method.limit)
     if method.options is not None:
         activations = _activations(method, anchor, client, symmetry, batches)
-        counts = _counts(method, batches, anchor)
-        found = align(state, anchor.state_dict(), symmetry, method.options, activations, counts)
+        found = align(state, anchor.state_dict(), symmetry, method.options, activations)
         state = found.apply(state)
     if method.refine is not None:
         state = method.refine(anchor, with_state(client, state), symmetry, batches)
@@ -149,15 +144,6 @@ def _first(batches: Batches, limit: int) -> Batches:
         if left <= 0:
             break
     return found
-
-
-def _counts(method: MatchingMethod, batches: Batches, model: nn.Module) -> Tensor | None:
-    """Return the weight of each token; None for equal weights, and for models without text inputs."""
-    config: Any = model.config
-    if method.frequencies == "equal" or not reads_text(config.to_dict()):
-        return None
-    size: int = config.vocab_size
-    return token_counts(batches, size) if method.frequencies == "counted" else counts_by_order(size)
 
 
 def _activations(

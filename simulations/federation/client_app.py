@@ -23,7 +23,6 @@ from torch import Tensor, nn
 import fedrot
 from fedrot._io import replacing, write_tensors
 from fedrot.collect.statistics import Statistics
-from fedrot.collect.token_counts import token_counts
 from fedrot.lora import train_only
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.federation.arms import STATISTICS_BATCH, evaluate_held_out
@@ -36,9 +35,7 @@ from fedrot.strategies.client_matching import Matching, match_at_client
 from fedrot.strategies.round.inbox import CLIENT_KEY, CLIENT_RECORD
 from fedrot.strategies.wire.records import (
     STATISTICS,
-    TOKEN_COUNTS,
     statistics_record,
-    token_counts_record,
     wanted_statistics,
 )
 from fedrot.symmetry import Symmetry, symmetry_of
@@ -70,7 +67,6 @@ class ClientJob:
     round: int
     last_round: int
     cache: str  # Folder of results that arms share; empty for none.
-    count: bool  # Whether the client reports the counts of tokens in its texts.
     align: tuple[str, ...]  # Parts that are aligned at the client.
     chance: float  # See AlignmentOptions.
     statistics_batches: int  # Number of batches for statistics; 0: the limit of their kind.
@@ -91,7 +87,6 @@ class ClientJob:
             round=int(config["server-round"]),
             last_round=int(config["last-round"]),
             cache=str(config["cache"]),
-            count=bool(config["count"]),
             align=tuple(part for part in str(config["align"]).split("+") if part),
             chance=cast(float, config["chance"]),
             statistics_batches=int(config["batches"]),
@@ -120,11 +115,6 @@ class ClientJob:
     def own_start(self) -> bool:
         """Whether the client trains from its own initial model."""
         return self.start == "different" and self.round == 1
-
-    @property
-    def vocabulary(self) -> int | None:
-        """The size of the model's vocabulary; None if the model has none."""
-        return getattr(model_config(self.task.config, self.task.data), "vocab_size", None)
 
     def model(self) -> nn.Module:
         """Return the client's model, to load weights into."""
@@ -202,10 +192,6 @@ def train(message: Message, context: Context) -> Message:
         state = fedrot.align(state, received, job.symmetry(state), options).apply(state)
     content = RecordDict()
     content["arrays"] = ArrayRecord(state)
-    vocabulary = job.vocabulary if job.count else None
-    if vocabulary is not None:
-        batches = job.batches(len(job.rows), STATISTICS_BATCH)
-        content[TOKEN_COUNTS] = token_counts_record(token_counts(batches, vocabulary))
     if statistics:
         content[STATISTICS] = statistics_record(statistics)
     metrics |= _add_statistics(job, message, state, content)

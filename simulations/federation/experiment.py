@@ -69,7 +69,6 @@ def _run_federated(cell: ArmRun, grid: OrderedGrid, scratch: Path, cache: str) -
         "start": cell.start,
         "last-round": config.rounds,
         "cache": cache,
-        "count": cell.arm.evidence in ("tokens", "learned"),
         "align": "+".join(cell.arm.parts) if cell.arm.aligns_at_clients else "",
         "chance": cell.arm.chance,
         "batches": cell.arm.batches,

@@ -31,7 +31,6 @@ from fedrot.simulations.models.saved_model import (
     SavedModel,
     check_bundled,
     longest_text,
-    tokens_by_order,
 )
 from fedrot.symmetry import Symmetry, symmetry_of
 from fedrot.symmetry.canonical import canonical
@@ -130,7 +129,6 @@ def aligned(
     weights: Sequence[float],
     options: AlignmentOptions,
     batches: Batches,
-    token_order: bool = False,
 ) -> Iterator[tuple[Input, InputReport]]:
     """Align all models to the first, one at a time; at most two models are mapped at once."""
     first, *others = models
@@ -142,9 +140,8 @@ def aligned(
     if options.rotates:
         symmetry = symmetry.rotated
     anchor = Anchor(ours)
-    counts = tokens_by_order(first) if token_order else None
     evidence = _evidence(first, symmetry, batches)
-    find = finder(ours, symmetry, options, evidence=evidence, token_counts=counts)
+    find = finder(ours, symmetry, options, evidence=evidence)
     nothing = AlignmentReport((), 0.0, 0.0, 0.0)
     still = Input(first, weights[0], Alignment(symmetry, (), nothing, bool(options.canonical)))
     yield still, InputReport(first.name, weights[0], 1.0, 0.0, 0.0, nothing)

@@ -26,11 +26,6 @@ class MergeSettings(BaseModel):
         default="attention+ffn",
         description="Parts to align: whole, none, or parts such as attention+ffn.",
     )
-    token_order: bool = Field(
-        default=False,
-        description="With whole: estimate token counts from the order of the vocabulary, for tokenizers "
-        "with the frequent tokens first.",
-    )
     weights: str | None = Field(
         default=None, description="One number per model, separated by commas; default: equal."
     )

@@ -114,7 +114,7 @@ def merge(
         symmetry = symmetry_of(first.config, first.shell().state_dict())
         asked, options = options.parts, options.movable(symmetry)
         still = {part: symmetry.refused[part] for part in asked if part not in options.parts}
-    inputs, reports = zip(*aligned(saved, weights, options, batches, settings.token_order), strict=True)
+    inputs, reports = zip(*aligned(saved, weights, options, batches), strict=True)
     merged, notes = _merged(inputs, method, batches)
     found, unscored = scores(inputs, merged, settings) if settings.data else (None, "")
     written = _written(merged, first)

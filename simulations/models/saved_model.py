@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedrot._io import read_json
-from fedrot.collect.token_counts import counts_by_order
 from fedrot.errors import FedrotError
 from fedrot.simulations.models.model_files import (
     BESIDE,
@@ -259,14 +258,6 @@ def _read_config(file: Path) -> Any:
     refuse_quantised(settings, file)
     with loading(file):
         return AutoConfig.from_pretrained(file, local_files_only=True)
-
-
-def tokens_by_order(saved: SavedModel) -> Tensor:
-    """Return ``counts_by_order`` of a model; raises ``FedrotError`` if it has no vocabulary."""
-    vocabulary = getattr(saved.config, "vocab_size", None)
-    if not vocabulary:
-        raise FedrotError(f"'{saved.path}' has no vocabulary: leave out --token-order.")
-    return counts_by_order(vocabulary)
 
 
 def longest_text(config: Any, otherwise: int) -> int:

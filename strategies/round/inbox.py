@@ -22,7 +22,6 @@ from fedrot.strategies.round.update import Question, Schema, Update, question_of
 from fedrot.strategies.wire.records import (
     model_records,
     read_statistics,
-    read_token_counts,
     statistics_bytes,
 )
 from fedrot.tensors import LARGEST_WEIGHT, SMALLEST_WEIGHT
@@ -213,8 +212,7 @@ class Inbox:
             unused = "', '".join(sorted(statistics))
             log(WARNING, "The statistics '%s' are not used; only FedRot uses statistics.", unused)
             statistics = {}
-        counts = read_token_counts(content)
-        return Update(client_id(message), message, record, tensors, weight, statistics, counts)
+        return Update(client_id(message), message, record, tensors, weight, statistics)
 
     def _check_figures(self, content: RecordDict) -> None:
         (metrics,) = content.metric_records.values()

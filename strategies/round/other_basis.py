@@ -14,7 +14,6 @@ import torch
 from flwr.app import ConfigRecord, Message
 from flwr.common import log
 from flwr.serverapp import Grid
-from torch import Tensor
 
 from fedrot.aggregation import Mean
 from fedrot.alignment import Alignment
@@ -22,7 +21,6 @@ from fedrot.anchors import Evidence, Finder, decided, finder, in_other_basis
 from fedrot.check import check_function
 from fedrot.collect.activations import probing
 from fedrot.collect.random_inputs import reads_text
-from fedrot.collect.token_counts import tables_of
 from fedrot.errors import SymmetryError, UpdateError
 from fedrot.matching.descent import compact
 from fedrot.strategies.client_matching import (
@@ -65,7 +63,6 @@ class OtherBases:
         options: what to align in such replies; ``prepare`` decides on ``canonical``.
         evidence: returns activations on random tokens. None before the model is verified, for models
             without tokens, and if the residual stream is rotated.
-        token_counts: of ``OtherBasis``; None for the counts that clients report.
     """
 
     def __init__(self, settings: OtherBasis) -> None:
@@ -74,7 +71,6 @@ class OtherBases:
         self.at_clients = settings.at_clients
         self.learning_passes = settings.learning_passes
         self.evidence: Evidence | None = None
-        self.token_counts = settings.token_counts
         self._prepared = False
 
     def as_it_is(self) -> None:
@@ -129,26 +125,6 @@ class OtherBases:
         if self.rotates:
             check_rotates(symmetry)
 
-    def counts(self, updates: Sequence[Update], symmetry: Symmetry) -> Tensor | None:
-        """Return how often each token occurs: counts of ``OtherBasis``, or the sum of the clients'.
-
-        Counts that fit no table of the model are ignored with a warning.
-        """
-        if self.token_counts is not None:
-            return self.token_counts
-        sizes = {symmetry.shapes[name][axis] for name, axis in tables_of(symmetry).items()}
-        found = None
-        for update in updates:
-            given = update.token_counts
-            if given is None:
-                continue
-            if len(given) in sizes and (found is None or len(found) == len(given)):
-                found = given if found is None else found + given
-            else:
-                what = "Client %d counts %d tokens, but the model's tables have %s rows: ignored."
-                log(WARNING, what, update.client, len(given), " or ".join(map(str, sorted(sizes))))
-        return found
-
 
 class FromOtherBases(ToAnchor):
     """Aligns the updates of one round if some may come from another basis.
@@ -171,7 +147,6 @@ class FromOtherBases(ToAnchor):
     ) -> None:
         self.others, self.exchange = others, exchange
         self._base, self._mixed = broadcast, True
-        self._token_counts: Tensor | None = None
         self._matched: dict[Question, Alignment] = {}
         super().__init__(plan, broadcast, record, shared)
 
@@ -184,7 +159,6 @@ class FromOtherBases(ToAnchor):
             plan.options,
             others.options if others is not None else None,
             others.evidence if others is not None else None,
-            self._token_counts,
         )
 
     @property
@@ -226,7 +200,6 @@ class FromOtherBases(ToAnchor):
         self.record.other_basis = len(far)
         self._base = self._chosen_base(far, near)
         self._mixed = bool(far)
-        self._token_counts = others.counts(updates, symmetry)
         if far and others.at_clients and exchange is not None:
             self._matched = self._matched_at_clients(updates, exchange)
         if far and others.learning_passes and len(updates) > 1 and exchange is not None:

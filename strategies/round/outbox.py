@@ -14,7 +14,6 @@ from fedrot.strategies.round.update import Moved
 from fedrot.strategies.wire.arrays import TIED, encode, from_arrays, same_bits, to_arrays
 from fedrot.strategies.wire.records import (
     STATISTICS,
-    TOKEN_COUNTS,
     model_records,
     replace_changed,
 )
@@ -110,8 +109,8 @@ def with_tensors(moved: Moved, integers: Tensors) -> Message:
     """
     update, tensors = moved.update, {**moved.tensors, **integers}
     content = RecordDict(dict(update.message.content))
-    for ours in {STATISTICS, TOKEN_COUNTS} & content.array_records.keys():
-        del content[ours]
+    if STATISTICS in content:
+        del content[STATISTICS]
     arrays = content.array_records.get(update.record, ArrayRecord())
     content[update.record] = replace_changed(arrays, update.tensors, tensors)
     message = copy.copy(update.message)

@@ -42,7 +42,6 @@ class Update:
             views of the message's arrays if possible.
         weight: number of examples, or another positive weight.
         statistics: by kind, then by tensor name.
-        token_counts: how often each token occurs in the client's texts; None if not sent.
     """
 
     client: int
@@ -51,7 +50,6 @@ class Update:
     tensors: Tensors
     weight: float
     statistics: Statistics = field(default_factory=dict)
-    token_counts: Tensor | None = None
 
     @property
     def question(self) -> Question:

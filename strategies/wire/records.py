@@ -11,23 +11,14 @@ from torch import Tensor
 from fedrot.aggregation import Statistics
 from fedrot.collect.gram_sketch import GramSketch
 from fedrot.collect.statistics import INPUT_AXIS, MEANS, check_means, check_statistics
-from fedrot.collect.token_counts import check_counts
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.flower_compat import NUMPY
 from fedrot.strategies.wire.arrays import decode, encode, wire_bytes
 from fedrot.strategies.wire.sketches import SKETCH, SketchReader, encode_sketch, sketches_within
-from fedrot.tensors import SMALLEST_WEIGHT
 
 #: Name of the ArrayRecord of a reply's statistics. Also the key, in a request's configuration, of the
 #: kinds that the server wants this round, separated by commas.
 STATISTICS = "fedrot-statistics"
-
-#: Name of the ArrayRecord of how often each token occurs in a client's texts, and of its only array.
-TOKEN_COUNTS = "fedrot-token-counts"
-_COUNTS = "counts"
-
-#: Tokens that a client can have counted: sums over clients stay exact enough.
-_MOST_TOKENS = 1e15
 
 #: Separators of a kind from names, and of the names that share one matrix.
 _KIND, _NAMES = "/", "|"
@@ -185,48 +176,9 @@ def statistics_bytes(message: Message) -> int:
     return wire_bytes(record) if record is not None else 0
 
 
-def token_counts_record(counts: Tensor) -> ArrayRecord:
-    """Return token counts as the ArrayRecord ``fedrot-token-counts`` of a client's reply.
-
-    A server that matches replies from other bases counts rows of embedding tables by how often their
-    tokens occur. The vector tells the server which words a client's texts have: a client that must not
-    say so leaves it out.
-
-    Args:
-        counts: ``[vocabulary]``, for example ``torch.bincount(input_ids, minlength=vocab_size)``.
-
-    Example: ``content["fedrot-token-counts"] = token_counts_record(counts)``
-    """
-    return ArrayRecord({_COUNTS: encode(_COUNTS, check_counts(counts).float())})
-
-
-def read_token_counts(content: RecordDict) -> Tensor | None:
-    """Return the token counts of a reply, float64 ``[vocabulary]``, None if it has none.
-
-    Raises:
-        UpdateError: they cannot be decoded, or are no counts.
-    """
-    record = content.array_records.get(TOKEN_COUNTS)
-    if record is None:
-        return None
-    if list(record) != [_COUNTS]:
-        raise UpdateError(f"'{TOKEN_COUNTS}' holds {list(record)[:3]}; use token_counts_record.")
-    try:
-        counts = check_counts(decode(_COUNTS, record[_COUNTS]))
-    except FedrotError as error:
-        raise UpdateError(f"'{TOKEN_COUNTS}': {error}") from error
-    if not SMALLEST_WEIGHT <= float(counts.sum()) <= _MOST_TOKENS:
-        raise UpdateError(
-            f"'{TOKEN_COUNTS}' counts {float(counts.sum()):g} tokens; it must be {SMALLEST_WEIGHT:g} to "
-            f"{_MOST_TOKENS:g}."
-        )
-    return counts
-
-
 def model_records(content: RecordDict) -> dict[str, ArrayRecord]:
     """Return a reply's ArrayRecords that are models, not ours; a valid reply has exactly one."""
-    ours = (STATISTICS, TOKEN_COUNTS)
-    return {name: arrays for name, arrays in content.array_records.items() if name not in ours}
+    return {name: arrays for name, arrays in content.array_records.items() if name != STATISTICS}
 
 
 def without_arrays(content: RecordDict) -> RecordDict:

@@ -14,27 +14,19 @@ from flwr.serverapp.strategy import FedAvg
 from hypothesis import event
 from hypothesis import strategies as st
 
-import fedrot
-from fedrot.alignment import Alignment
 from fedrot.collect.statistics import check_statistics
 from fedrot.errors import UpdateError
 from fedrot.strategies import statistics_record, to_arrays
-from fedrot.strategies.client_matching import ELEMENTS, alignment_by, read_moves
 from fedrot.strategies.round.inbox import Asked, Inbox
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Schema
 from fedrot.strategies.wire.arrays import BFLOAT16, TIED, from_arrays
 from fedrot.strategies.wire.records import (
     STATISTICS,
-    TOKEN_COUNTS,
     read_statistics,
-    read_token_counts,
-    token_counts_record,
 )
 from fedrot.tensors import compute_dtype
 from tests.fuzz.cases import EDGES, fuzzed, mutated
-from tests.models import near
-from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import broadcast
 
 MODEL = {
@@ -253,48 +245,4 @@ def test_statistics_are_numbers_that_fit_or_refused(record: ArrayRecord) -> bool
         return False
     for by_name in found.values():
         assert all(bool(value.isfinite().all()) for value in by_name.values())
-    return True
-
-
-counts = st.just(token_counts_record(torch.arange(5))) | records(token_counts_record(torch.arange(5)))
-
-
-@fuzzed(4, record=counts)
-def test_token_counts_are_counts_or_refused(record: ArrayRecord) -> bool:
-    try:
-        found = read_token_counts(RecordDict({TOKEN_COUNTS: record}))
-    except UpdateError:
-        return False
-    assert found is not None
-    assert found.ndim == 1
-    assert bool(found.isfinite().all())
-    assert bool((found >= 0).all())
-    assert float(found.sum()) > 0
-    return True
-
-
-ANCHOR = state(0)
-OTHER_BASIS = near(fedrot.random_equivalent(ANCHOR, SYMMETRY, 1, fedrot.WHOLE_MODEL), 0.01, 2)
-MOVES = fedrot.align(
-    OTHER_BASIS, ANCHOR, SYMMETRY, fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
-).moves
-GOOD_ELEMENTS = to_arrays({move.group.name: move.element for move in MOVES})
-
-
-@fuzzed(6, record=records(GOOD_ELEMENTS))
-def test_an_answer_is_of_the_symmetry_or_refused(record: ArrayRecord) -> bool:
-    message = Message(RecordDict({ELEMENTS: record}), reply_to=ASKED)
-    try:
-        moves = read_moves(message, SYMMETRY)
-        alignment = alignment_by(moves, OTHER_BASIS, ANCHOR, SYMMETRY)
-    except UpdateError as error:
-        refusal = str(error)
-    else:
-        refusal = ""
-    if refusal:
-        assert refusal.isprintable()
-        return False
-    assert isinstance(alignment, Alignment)
-    moved = alignment.apply(OTHER_BASIS)
-    assert all(bool(tensor.isfinite().all()) for tensor in moved.values())
     return True

@@ -249,7 +249,6 @@ ARMS: dict[str, tuple[tuple[str, ...], str, str, bool]] = {
     "aligned@global~clients": (DEFAULT_PARTS, "global", "clients", True),
     "whole": (WHOLE_MODEL, RUNNING, "probe", False),
     "whole@consensus": (WHOLE_MODEL, "consensus", "probe", False),
-    "whole~tokens": (WHOLE_MODEL, RUNNING, "tokens", False),
     "stream@global": (WHOLE_MODEL, "global", "probe", False),
     "whole@consensus~weights": (WHOLE_MODEL, "consensus", "weights", False),
     "attention": (("attention",), RUNNING, "probe", False),

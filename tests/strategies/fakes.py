@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fedrot.simulations.federation.local_grid import LocalGrid
 from fedrot.strategies.settings import Reporting
-from fedrot.strategies.wire.records import token_counts_record
 from tests.models import State
 
 TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1
@@ -94,15 +93,12 @@ def play(
     base: State,
     sent: list[State],
     nodes: list[Client] | FakeGrid,
-    token_counts: Sequence[Tensor] = (),
 ) -> tuple[ArrayRecord, MetricRecord]:
     """Play one round whose clients answer the requests for matching as they are given."""
     grid = nodes if isinstance(nodes, FakeGrid) else FakeGrid(dict(enumerate(nodes, start=100)))
     messages = list(strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), grid))
     messages.sort(key=lambda m: m.metadata.dst_node_id)
     replies = [reply(m, u, 10 + i, i) for i, (m, u) in enumerate(zip(messages, sent, strict=True))]
-    for message, counts in zip(replies, token_counts, strict=False):
-        message.content["fedrot-token-counts"] = token_counts_record(counts)
     arrays, metrics = strategy.aggregate_train(1, replies)
     assert arrays is not None
     assert metrics is not None

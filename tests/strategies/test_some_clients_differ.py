@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
-from flwr.serverapp.strategy import DifferentialPrivacyClientSideAdaptiveClipping, FedAvg, FedMedian
+from flwr.serverapp.strategy import DifferentialPrivacyClientSideAdaptiveClipping, FedAvg
 from flwr.supercore.differential_privacy import KEY_NORM_BIT
 
 from fedrot.collect.statistics import TRAINED
@@ -25,7 +25,6 @@ from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.lora import AdapterMean
 from fedrot.strategies.resume.state import RunState
 from fedrot.strategies.resume.values import decode, encode
-from fedrot.strategies.wire.records import TOKEN_COUNTS, token_counts_record
 from tests.models import State, config_of, near
 from tests.strategies.aggregating import HEAD, headless, honest
 from tests.strategies.aggregating import play as play_clients
@@ -164,20 +163,6 @@ def test_beside_a_client_that_matched_itself_the_others_keep_their_own_alignment
     _, metrics = play(strategy, state(), sent, [identity, failure, failure])
     assert metrics["fedrot-replies-dropped"] == 0
     assert metrics["fedrot-replies-accepted"] == 3
-
-
-@pytest.mark.parametrize("median", [True, False])
-def test_token_counts_do_not_reach_a_strategy_of_flower(median: bool) -> None:
-    aligned = type("AlignedMedian", (Aligned, FedMedian), {})
-    strategy = aligned(CONFIG) if median else FedRot(CONFIG, alignment=None)
-    sent = [
-        reply(message, near(state(), 0.01, i), 10, i)
-        for i, message in enumerate(broadcast(strategy, state(), 3))
-    ]
-    for message in sent:
-        message.content[TOKEN_COUNTS] = token_counts_record(torch.ones(50))
-    arrays, _ = strategy.aggregate_train(1, sent)
-    assert set(arrays or ()) == set(state())
 
 
 def test_a_class_among_a_strategys_attributes_is_no_state() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from torch import Tensor, nn
+from torch import nn
 
 import fedrot
 from fedrot.aggregation import Mean, RegMean
@@ -20,7 +20,6 @@ from fedrot.strategies import (
     OtherBasis,
     Server,
     match_at_client,
-    token_counts_record,
 )
 from reproductions.port.rewriting import with_separate_tables
 from tests.families import config_of, model_of, state_of, symmetry_for
@@ -250,34 +249,6 @@ def test_a_reply_without_means_is_dropped_with_the_name_of_what_is_missing(
     )
     assert metrics["fedrot-replies-accepted"] == 2
     assert "input_mean" in caplog.text
-
-
-def test_tables_count_by_what_clients_report() -> None:
-    """The sum of the clients' counts decides as counts that are given do; others are left out."""
-    name = "llama"
-    base, sent = states(name)
-    vocabulary = config_of(name).vocab_size
-    reported = [torch.arange(vocabulary).float() ** power for power in (0, 1, 2)]
-    given = OtherBasis(options=STREAM, token_counts=torch.stack(reported).sum(0))
-    strategy = FedRot(config_of(name), other_basis=given, server=DETERMINISTIC)
-    expected, _ = play(strategy, base, sent, [silent] * 3)
-    strategy = FedRot(config_of(name), other_basis=OtherBasis(options=STREAM), server=DETERMINISTIC)
-    found, _ = play(strategy, base, sent, [silent] * 3, token_counts=reported)
-    without, _ = play(strategy, base, sent, [silent] * 3)
-    found, expected, without = map(tensors_of, (found, expected, without))
-    assert all(torch.equal(found[key], expected[key]) for key in base)
-    assert not all(torch.equal(found[key], without[key]) for key in base)
-    odd = [torch.ones(vocabulary + 1)] * 3
-    left_out, _ = play(strategy, base, sent, [silent] * 3, token_counts=odd)
-    assert all(torch.equal(tensors_of(left_out)[key], without[key]) for key in base)
-
-
-@pytest.mark.parametrize("bad", [-torch.ones(8), torch.zeros(8), torch.ones(2, 4)])
-def test_counts_that_are_none_are_refused(bad: Tensor) -> None:
-    with pytest.raises(fedrot.FedrotError, match=r"Token counts of shape .* are invalid"):
-        OtherBasis(options=STREAM, token_counts=bad)
-    with pytest.raises(fedrot.FedrotError, match=r"Token counts of shape .* are invalid"):
-        token_counts_record(bad)
 
 
 def test_models_with_tied_tables_are_refused_before_clients_train() -> None:

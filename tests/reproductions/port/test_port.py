@@ -11,8 +11,6 @@ import transformers
 from torch import Tensor
 
 import fedrot
-from fedrot.collect.token_counts import counts_by_order
-from reproductions.port.porting import MATCHES, ported
 from reproductions.port.rewriting import Separate
 from tests import families
 from tests.models import State
@@ -163,32 +161,6 @@ def test_the_head_of_a_classifier_moves_as_a_whole(tmp_path: Path) -> None:
     ids = torch.randint(1, 20, (4, 6), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         assert relative(found(ids).logits, tuned(ids).logits) <= 1e-3
-
-
-def test_tokens_may_count_by_their_order(tmp_path: Path) -> None:
-    models = [tmp_path / name for name in ("base", "tuned", "new")]
-    saved("llama", models[0])
-    saved("llama", models[1], fine_tuned("llama"))
-    saved("llama", models[2], seed=1)
-    old, fine, new = map(Separate.load, models)
-    counts = counts_by_order(families.config_of("llama").vocab_size)
-    expected, _, _ = ported(old, fine, new, MATCHES["rotation"], token_counts=counts)
-    found = {}
-    for flags in ((), ("--token-order",)):
-        out = tmp_path / f"out{len(flags)}"
-        code, output = invoke("port", *models, "--out", out, *flags)
-        assert code == 0, output
-        found[flags] = Separate.load(out).tensors
-    apart = [max(float((f[n] - expected[n]).abs().max()) for n in f) for f in found.values()]
-    assert apart[1] <= 1e-6 < 1e-3 < apart[0]
-
-
-def test_models_without_tokens_have_no_order_of_them(tmp_path: Path) -> None:
-    saved("vit", tmp_path / "a")
-    arguments = [tmp_path / "a"] * 3
-    code, output = invoke("port", *arguments, "--out", tmp_path / "out", "--token-order")
-    assert code == 2
-    assert "has no vocabulary: leave out --token-order" in output
 
 
 def test_scale_counts_the_difference(tmp_path: Path) -> None:

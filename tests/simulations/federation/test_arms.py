@@ -30,7 +30,7 @@ from fedrot.simulations.federation.arms import (
 from fedrot.simulations.models.build import build_model, model_config
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
-from fedrot.strategies.wire.records import STATISTICS, read_statistics, read_token_counts
+from fedrot.strategies.wire.records import STATISTICS, read_statistics
 from tests.strategies import fakes
 
 SMALL: dict[str, Any] = {
@@ -251,21 +251,6 @@ def test_clients_are_scrambled_in_ways_of_their_own(task: Task, shell: nn.Module
     assert len({tuple(state[up].flatten().tolist()) for state in found}) == 5
     again = ask(task.config, received, 0, start="scrambled")[0]
     assert torch.equal(again[up], found[1][up])
-
-
-@pytest.mark.usefixtures("untrained")
-def test_tokens_are_counted_in_the_clients_training_rows_if_that_is_asked_for(task: Task) -> None:
-    received = initial(task.config)
-    rows, _ = task.client_rows(0, 1)
-    batch = task.train.batch(rows)
-    tokens = batch["input_ids"][batch["attention_mask"].bool()]
-    expected = torch.bincount(tokens, minlength=model_config(task.config, task.data).vocab_size)
-    counts = read_token_counts(answered(task.config, received, 1, count=True))
-    assert counts is not None
-    assert torch.equal(counts, expected.double())
-    assert read_token_counts(answered(task.config, received, 1)) is None
-    images = SimulationConfig(task="image", train_limit=40, test_limit=8, width=16, heads=2, clients=2)
-    assert read_token_counts(answered(images, initial(images), 1, count=True)) is None
 
 
 @pytest.mark.usefixtures("untrained")

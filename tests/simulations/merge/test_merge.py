@@ -21,7 +21,6 @@ from safetensors.torch import load, load_file, save_file
 
 import fedrot
 from fedrot.aggregation import Fisher, Mean, RegMean
-from fedrot.collect.token_counts import counts_by_order
 from fedrot.simulations.merge.merge_inputs import batches_of
 from fedrot.simulations.merge.merge_settings import MergeSettings
 from fedrot.simulations.merge.merging import merge, options_of
@@ -150,27 +149,6 @@ def test_the_mean_is_that_of_aligned_models(pair: tuple[Path, Path], tmp_path: P
     assert code == 0, output
     mean = {name: (ours[name] + moved[name]) / 2 for name in ours}
     assert_close(state(loaded(tmp_path / "out", first)), mean)
-
-
-def test_tokens_may_count_by_their_order(tmp_path: Path) -> None:
-    """In a decoder with separate tables, whose residual stream is rotated."""
-    models = [families.model_of("llama", families.state_of("llama", seed)).float() for seed in (0, 1)]
-    folders = [saved(model, tmp_path / f"m{i}") for i, model in enumerate(models)]
-    ours, theirs = map(state, models)
-    symmetry = fedrot.symmetry_of(models[0].config, ours)
-    counts = counts_by_order(models[0].config.vocab_size)
-    options = fedrot.AlignmentOptions(fedrot.WHOLE_MODEL)
-    moved = fedrot.align(theirs, ours, symmetry, options, token_counts=counts).apply(theirs)
-    anchor = fedrot.canonical(ours, symmetry)
-    mean = {name: (anchor[name] + moved[name]) / 2 for name in anchor}
-    found = {}
-    for flags in ((), ("--token-order",)):
-        out = tmp_path / f"out{len(flags)}"
-        code, output = invoke(*folders, "--parts", "whole", "--out", out, *flags)
-        assert code == 0, output
-        found[flags] = state(loaded(out, models[0]))
-    assert_close(found["--token-order",], mean, 1e-5)
-    assert max(float((found[()][name] - mean[name]).abs().max()) for name in mean) > 1e-3
 
 
 def test_what_does_not_exceed_chance_is_averaged_as_it_is(tmp_path: Path) -> None:

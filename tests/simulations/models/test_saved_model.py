@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +19,6 @@ from fedrot.simulations.models.saved_model import (
     check_bundled,
     longest_text,
     open_saved_model,
-    tokens_by_order,
 )
 from tests.models import fresh_model
 
@@ -172,7 +170,6 @@ def test_texts_are_as_long_as_the_positions_and_words_those_of_the_tokenizer(mod
     assert longest_text(SimpleNamespace(max_position_embeddings=None), 9) == 9
     assert longest_text(SimpleNamespace(), 9) == 9
     saved = open_saved_model(model)
-    assert len(tokens_by_order(saved)) == 60
     size = bundled_tokenizer().get_vocab_size()
     with pytest.raises(FedrotError, match=f"has no tokenizer. The bundled one has {size} tokens"):
         check_bundled(saved)
@@ -181,8 +178,6 @@ def test_texts_are_as_long_as_the_positions_and_words_those_of_the_tokenizer(mod
     (model / "vocab.txt").unlink()
     saved.config.vocab_size = size
     check_bundled(saved)
-    with pytest.raises(FedrotError, match="has no vocabulary: leave out --token-order"):
-        tokens_by_order(replace(saved, config=SimpleNamespace()))
 
 
 @pytest.mark.parametrize("kind", [OSError, ValueError])

@@ -15,10 +15,8 @@ from fedrot.errors import UpdateError
 from fedrot.strategies import statistics_record, wanted_statistics
 from fedrot.strategies.wire.records import (
     STATISTICS,
-    TOKEN_COUNTS,
     model_records,
     read_statistics,
-    read_token_counts,
     replace_changed,
     statistics_bytes,
     without_arrays,
@@ -197,13 +195,6 @@ def test_a_tensor_that_was_cast_is_not_sent_on_in_its_old_precision() -> None:
     found = replace_changed(received, tensors, tensors)
     assert {name: array.dtype for name, array in found.items()} == {"cast": "float32", "kept": "float32"}
     assert found["kept"].data is received["kept"].data
-
-
-@pytest.mark.parametrize("names", [(), ("count",), ("counts", "more")])
-def test_token_counts_under_other_names_are_named(names: tuple[str, ...]) -> None:
-    record = ArrayRecord(dict.fromkeys(names, torch.ones(3)))
-    with pytest.raises(UpdateError, match="use token_counts_record"):
-        read_token_counts(RecordDict({TOKEN_COUNTS: record}))
 
 
 LONG = "x" * 70_000

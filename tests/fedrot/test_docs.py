@@ -129,30 +129,20 @@ def test_the_app_of_the_page_about_statistics_runs(
     client = importlib.import_module("client_app").client
     server = importlib.import_module("server_app").server
     server(local_clients(client, 3), Context(1, 0, {}, RecordDict(), {}))
-    scope = _executed("how-to/statistics.md", 7)
+    scope = _executed("how-to/statistics.md", 5)
     for name in files:
         monkeypatch.delitem(sys.modules, name)
-    printed = capsys.readouterr().out
-    found = re.findall(r"round (\d): accuracy (\S+), ([\d,]+) bytes of statistics\n", printed)
-    assert [number for number, _, _ in found] == ["1", "2", "3"]
-    # Three clients; per layer query, output and up of width 64, and down of 128; pooler, classifier.
-    # Each input has a matrix and a mean.
-    header, inputs = 128, 2 * [64, 64, 64, 128] + [64, 64]
-    sizes = sum(4 * size**2 + header + 4 * size + header for size in inputs)
-    assert {sent for _, _, sent in found} == {f"{3 * sizes:,}"}
+    found = re.findall(r"round (\d): accuracy (\S+)\n", capsys.readouterr().out)
+    assert [number for number, _ in found] == ["1", "2", "3"]
     assert float(found[-1][1]) >= 0.75
     text = (DOCS / "how-to/statistics.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"^Statistics: every reply needs .*$", text, flags=re.MULTILINE)
     assert f"{line}\n" in caplog.text
-    # A cheaper form: one block per head where a layer reads the heads' outputs, diagonals elsewhere.
-    shapes = {len(gram.shape) for gram in scope["grams"]["gram"].values()}
-    assert shapes == {1, 3}
     # The last part: sketches within a tenth of the model's bytes.
     sent = scope["content"].array_records
     assert 0 < wire_bytes(sent["fedrot-statistics"]) <= 0.1 * wire_bytes(sent["arrays"])
     back = read_statistics(scope["content"])["gram"]
     assert {len(gram.shape) for gram in back.values()} == {2}
-    assert back.keys() == scope["grams"]["gram"].keys()
 
 
 def test_the_page_about_diagnosis_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,7 +44,7 @@ def seconds(grid: str, data_dir: Path, nodes: int) -> float:
 def main() -> None:
     """Measure both, print and perhaps save the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("grid", nargs="?", default="regimes")
+    parser.add_argument("grid", nargs="?", default="rounds")
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()

@@ -1,9 +1,8 @@
-"""``python -m reproductions NAME``: repeats a page of docs/results; and the laboratory's commands."""
+"""``python -m reproductions NAME``: repeats a page of docs/results."""
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 from fedrot.simulations.plugins import PLUGINS
@@ -18,11 +17,9 @@ def main() -> None:
     os.environ |= {PLUGINS: "reproductions.plugins", "PYTHONPATH": os.pathsep.join(paths)}
     from fedrot.simulations.cli import commands
     from fedrot.simulations.cli.app import prepare
-    from reproductions.commands import NAMES, app
+    from reproductions.commands import app
 
     commands.PROGRAM[:] = PROGRAM
-    if sys.argv[1:] and not sys.argv[1].startswith("-") and sys.argv[1] not in NAMES:
-        sys.argv.insert(1, "repeat")
     prepare()
     app(prog_name=" ".join(PROGRAM))
 

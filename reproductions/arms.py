@@ -1,4 +1,4 @@
-"""Arms of published tables: ensembles, RegMean++, rivals' adapters, and adapters that are rotated."""
+"""Arms of published tables: ensembles, rivals' adapters, and adapters that are rotated."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from typing import Any, ClassVar
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedYogi
 from torch import nn
 
-import reproductions.anchors
-import reproductions.lora_rivals
 import reproductions.soup  # noqa: F401
-from fedrot.collect.statistics import TRAINED
 from fedrot.simulations.arm import (
     ADAPTER_OPTIONS,
     OF_ADAPTERS,
@@ -32,15 +29,12 @@ from fedrot.simulations.federation.arm_strategies import (
     adapter_strategy,
 )
 from fedrot.simulations.federation.arms import (
-    STATISTICS_BATCH,
-    STATISTICS_BATCHES,
     aggregation_of,
     evaluate_held_out,
     with_state,
 )
 from fedrot.simulations.models.federated import LOADERS, tensors_of
 from fedrot.simulations.report.findings.sentences import WORDS
-from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task
 from fedrot.strategies import FedRot
 from fedrot.strategies.round.update import Moved
@@ -50,12 +44,9 @@ from reproductions.ensemble import Ensemble
 from reproductions.lora_clients import load_first, load_folded
 from reproductions.lora_rivals import RivalOptions
 from reproductions.lora_strategies import RivalLoRA
-from reproductions.regmean_plus_plus import Candidate, regmean_plus_plus
 
 #: Arms whose clients' models answer together, by the mean of their logits or of their probabilities.
 ENSEMBLES = ("ensemble", "ensemble-probabilities")
-#: RegMean++ needs the clients' data in one place, which a simulation has.
-LAYERWISE = "regmean++"
 #: Options of arms of adapters, with what reads their values; see ``RivalOptions``.
 RIVAL_OPTIONS: Mapping[str, Callable[[str], Any]] = {
     "gauge": str,
@@ -83,27 +74,8 @@ def evaluate_ensemble(
     return evaluate_held_out(task, Ensemble(models, arm.aggregation == "ensemble-probabilities"))
 
 
-def _ensemble(
-    task: Task, arm: Arm, seed: int, shell: nn.Module, updates: Sequence[Moved]
-) -> dict[str, float]:
+def _ensemble(task: Task, arm: Arm, shell: nn.Module, updates: Sequence[Moved]) -> dict[str, float]:
     return evaluate_ensemble(task, arm, shell, (update.tensors for update in updates))
-
-
-def _layerwise(
-    task: Task, arm: Arm, seed: int, shell: nn.Module, updates: Sequence[Moved]
-) -> dict[str, float]:
-    def candidate(moved: Moved) -> Candidate:
-        update = moved.update
-        rows, _ = task.client_rows(seed, update.client)
-        limit = (arm.batches or STATISTICS_BATCHES) * STATISTICS_BATCH
-        how = (shell, rows, limit, STATISTICS_BATCH, seed * 1_000 + update.client)
-        batches = partial(training.step_batches, task, *how)
-        return Candidate(moved.tensors, update.weight, batches, moved.statistics.get(TRAINED))
-
-    arguments: dict[str, Any] = arm.arguments
-    candidates = [candidate(update) for update in updates]
-    merged = regmean_plus_plus(shell, candidates, max_batches=None, **arguments)
-    return evaluate_held_out(task, with_state(shell, merged))
 
 
 def _no_ensemble(arm: Arm, config: SimulationConfig | None) -> str:
@@ -115,13 +87,7 @@ def _no_ensemble(arm: Arm, config: SimulationConfig | None) -> str:
     return f"ensembles are for task {able}, not for '{config.task}'"
 
 
-def _not_layerwise(arm: Arm, config: SimulationConfig | None) -> str:
-    several = config is not None and config.rounds > 1
-    return f"{LAYERWISE} is for one round, not for {config.rounds}" if config and several else ""
-
-
 TOGETHER |= dict.fromkeys(ENSEMBLES, Together(_ensemble, refused=_no_ensemble))
-TOGETHER[LAYERWISE] = Together(_layerwise, ("alpha",), reads_data=True, refused=_not_layerwise)
 WORDS["ensemble"] = "the clients' models answer together; there is no merged model"
 
 

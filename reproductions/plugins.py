@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import reproductions.arms
-import reproductions.averages
 import reproductions.barriers.methods
 import reproductions.flower_strategies
 import reproductions.report.sections

@@ -57,17 +57,13 @@ class Together:
     """A way to evaluate all clients' updates together; it gives no model that clients could train.
 
     Attributes:
-        evaluate: returns the metrics. Its arguments are the task, the arm, the seed, a model to load
-            weights into, and the updates.
-        arguments: names of the numbers that an arm may give.
-        reads_data: whether ``evaluate`` reads clients' training rows, which ``batches`` limits.
+        evaluate: returns the metrics. Its arguments are the task, the arm, a model to load weights into,
+            and the updates.
         refused: returns why the arm or its configuration is not allowed; empty if it is. The
             configuration is None while a name is read.
     """
 
     evaluate: Callable[..., dict[str, float]]
-    arguments: tuple[str, ...] = ()
-    reads_data: bool = False
     refused: Callable[[Arm, SimulationConfig | None], str] = lambda arm, config: ""
 
 
@@ -368,10 +364,9 @@ def _arguments(aggregation: str, text: str) -> dict[str, Any]:
     batches = found.pop("batches", None)
     if batches is not None and (batches < 1 or batches % 1):
         raise ValueError(f"batches is {batches:g}; give a whole number, at least 1")
-    entry, together = registered().get(aggregation), TOGETHER.get(aggregation)
+    entry = registered().get(aggregation)
     parameters = inspect.signature(entry.build).parameters.values() if entry else ()
     known = [p.name for p in parameters if isinstance(p.default, float)]
-    known += together.arguments if together else ()
     for key in found:
         if key not in known:
             listed = ", ".join(known) or "none"
@@ -380,7 +375,7 @@ def _arguments(aggregation: str, text: str) -> dict[str, Any]:
         raise ValueError(f"arguments of '{aggregation}' are finite numbers of at least 0")
     if entry and found:
         entry.build(**found)  # raises FedrotError if a value does not fit
-    if batches and not ((together and together.reads_data) or (entry and entry.needs)):
+    if batches and not (entry and entry.needs):
         raise ValueError(f"'{aggregation}' needs no statistics; leave out batches, which has no effect")
     return {"arguments": found, "batches": int(batches or 0)}
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot.precision import Float64
-from reproductions.port.rewriting import with_separate_tables
-from tests.models import State, randomise
+from tests.models import State, randomise, with_separate_tables
 
 VOCABULARY = 40
 

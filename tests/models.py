@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import BertConfig, DistilBertConfig, ElectraConfig, RobertaConfig, XLMRobertaConfig
 
 import fedrot
@@ -276,3 +276,14 @@ def largest_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -
     """Return the largest absolute difference over all tensors."""
     assert one.keys() == other.keys()
     return max(float((one[n].double() - other[n].double()).abs().max()) for n in one)
+
+
+def with_separate_tables(model: nn.Module) -> nn.Module:
+    """Return the model itself, in which every parameter has storage of its own now."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) in seen:
+                setattr(module, name, nn.Parameter(parameter.detach().clone()))
+            seen.add(id(parameter))
+    return model

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from fedrot import interpolation
 from fedrot.alignment import alignment_of
 from fedrot.errors import FedrotError
 from fedrot.learning import loss_of
@@ -23,10 +22,8 @@ from fedrot.simulations.barrier.barrier_methods import (
     State,
 )
 from fedrot.symmetry import WHOLE_MODEL, Symmetry
-from fedrot.tensors import Tensors
 from reproductions.barriers.invalid_controls import ignore_heads
 from reproductions.learning import LearningOptions, learn_alignment
-from reproductions.variance import average_statistics, repair, unit_statistics
 
 
 def _learned(anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: Batches) -> State:
@@ -62,24 +59,6 @@ def _refined(
     loss = loss_of(copy.deepcopy(anchor).eval())
     learned = learn_alignment(loss, small, theirs, ours, symmetry, start, options)
     return learned.alignment.apply(theirs)
-
-
-def _repaired(
-    anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: Batches
-) -> interpolation.Path:
-    """Rescale the units of every model on the line: to the means and deviations between the ends'."""
-    few = batches[:4]
-    ends = [unit_statistics(model, few, symmetry) for model in (anchor, client)]
-    shell = copy.deepcopy(anchor)
-
-    def path(a: Tensors, b: Tensors, t: float) -> State:
-        merged = interpolation.interpolate(a, b, t)
-        if t in (0.0, 1.0):
-            return merged
-        shell.load_state_dict(merged)
-        return repair(shell, average_statistics(ends, [1 - t, t]), few, symmetry)
-
-    return path
 
 
 def _verma(*parts: str, residual: str = "first", **changes: Any) -> MatchingMethod:
@@ -122,7 +101,6 @@ _ALL: dict[str, MatchingMethod] = {
     "whole+data@0.2": MatchingMethod(replace(WHOLE, activation_weight=0.2), "data"),
     "whole+data@0.8": MatchingMethod(replace(WHOLE, activation_weight=0.8), "data"),
     "whole+data@1": MatchingMethod(replace(WHOLE, activation_weight=1.0), "data"),
-    "whole+data+repair": MatchingMethod(WHOLE, "data", repair=_repaired),
     "learned": MatchingMethod(WHOLE, "data", refine=_learned),
     # Rotations of the residual stream, for pre-norm models
     "stream": METHODS["stream"],
@@ -130,7 +108,6 @@ _ALL: dict[str, MatchingMethod] = {
     "stream+data": MatchingMethod(STREAM, "data"),
     "stream+data@0.8": MatchingMethod(replace(STREAM, activation_weight=0.8), "data"),
     "stream+data@1": MatchingMethod(replace(STREAM, activation_weight=1.0), "data"),
-    "stream+data+repair": MatchingMethod(STREAM, "data", repair=_repaired),
     "stream+learned": MatchingMethod(STREAM, "data", refine=_stream_learned),
 }
 

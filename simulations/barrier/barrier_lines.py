@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fedrot import interpolation
 from fedrot._io import json_line, write_text
 from fedrot.interpolation import Barrier, loss_barrier
 from fedrot.matching.problem import squared_distance
@@ -24,7 +23,6 @@ from fedrot.simulations.barrier.barrier_methods import (
     canonical_pair,
     check_methods,
     match,
-    with_state,
 )
 from fedrot.simulations.tasks.task import Task
 from fedrot.symmetry import Symmetry
@@ -113,10 +111,7 @@ def measure(
     start = time.perf_counter()
     matched = match(method, anchor, client, symmetry, batches)
     seconds = time.perf_counter() - start
-    path: interpolation.Path = interpolation.interpolate
-    if method.repair is not None:
-        path = method.repair(anchor, with_state(client, matched), symmetry, batches)
-    barrier = loss_barrier(evaluator(task, anchor), ours, matched, points, path=path)
+    barrier = loss_barrier(evaluator(task, anchor), ours, matched, points)
     before, after = (
         squared_distance([(ours[name], theirs[name]) for name, _ in anchor.named_parameters()])
         for theirs in (client.state_dict(), matched)

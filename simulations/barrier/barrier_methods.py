@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from fedrot import interpolation
 from fedrot.alignment import align
 from fedrot.collect.activations import Activations, Moments, collect_activations
 from fedrot.collect.random_inputs import random_inputs
@@ -24,8 +23,6 @@ Batches = Sequence[Mapping[str, Tensor]]
 
 #: Function of (anchor, aligned client, symmetry, batches) that returns the client's new tensors.
 Refine = Callable[[nn.Module, nn.Module, Symmetry, Batches], State]
-#: Function of (anchor, aligned client, symmetry, batches) that returns a path in place of the line.
-Repair = Callable[[nn.Module, nn.Module, Symmetry, Batches], interpolation.Path]
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class MatchingMethod:
             rows (``data``).
         residual, heads: which activations, as in ``fedrot.collect_activations``.
         limit: the number of training rows that are used; 0 for all.
-        refine, repair: changes of the aligned client, and of the models on the line.
+        refine: changes the aligned client.
     """
 
     options: AlignmentOptions | None = None
@@ -47,7 +44,6 @@ class MatchingMethod:
     heads: Moments = "covariance"
     limit: int = 0
     refine: Refine | None = None
-    repair: Repair | None = None
 
     @property
     def canonical(self) -> bool:

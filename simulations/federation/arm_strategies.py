@@ -151,7 +151,7 @@ class CellStrategy(ReplyStrategy):
             arrays = self.with_fitted_head(server_round, arrays)
         if server_round > 0 and self.updates:
             evaluate = TOGETHER[cell.arm.aggregation].evaluate
-            metrics = evaluate(cell.task, cell.arm, cell.seed, model, self.updates)
+            metrics = evaluate(cell.task, cell.arm, model, self.updates)
         else:
             load_tensors(model, arrays.to_torch_state_dict(), self.loads)
             metrics = cell.evaluate(model, server_round)

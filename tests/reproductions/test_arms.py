@@ -1,10 +1,8 @@
-"""Arms that plug-ins add: ensembles, soups, RegMean++, and the names in published tables."""
+"""Arms that plug-ins add: ensembles, and soups."""
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,8 +28,6 @@ from tests.simulations.test_config import check_refused
 #: The anchor that is not named.
 RUNNING = AlignmentOptions.anchor
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
-
 
 @pytest.fixture(scope="module")
 def task() -> Task:
@@ -46,25 +42,12 @@ def shell(task: Task) -> nn.Module:
 # Names
 
 
-@pytest.mark.parametrize("page", sorted(path.parent.name for path in RESULTS.glob("*/config.json")))
-def test_arms_of_published_rows_are_still_read(page: str) -> None:
-    settings = json.loads((RESULTS / page / "config.json").read_text()).get("settings", [])
-    found = settings if isinstance(settings, list) else [settings]
-    for arm in {arm for setting in found for arm in setting.get("arms", ())}:
-        assert Arm.parse(arm).name == arm
-
-
 #: Arms that merge in another way: aligned or not, parts, anchor, evidence, aggregation, other_basis.
 MERGING: dict[str, tuple[bool, tuple[str, ...], str, str, str, bool]] = {
     "greedy": (False, (), RUNNING, "probe", "greedy", False),
     "ensemble": (False, (), RUNNING, "probe", "ensemble", False),
     "plain/ensemble-probabilities": (*(False, (), RUNNING, "probe", "ensemble-probabilities", False),),
-    "aligned@medoid/greedy": (True, DEFAULT_PARTS, "medoid", "probe", "greedy", True),
-    "aligned@first~learned/regmean": (True, DEFAULT_PARTS, "first", "learned", "regmean", True),
-    "aligned@medoid~clients": (True, DEFAULT_PARTS, "medoid", "clients", "mean", True),
-    "rescale+residual@first~weights": (
-        *(True, ("rescale", "residual"), "first", "weights", "mean", False),
-    ),
+    "aligned@global~learned/greedy": (True, DEFAULT_PARTS, "global", "learned", "greedy", True),
 }
 
 
@@ -79,7 +62,7 @@ def test_the_grammar_of_arms_that_merge(name: str) -> None:
 
 
 def test_every_aggregation_has_a_short_name(task: Task, shell: nn.Module) -> None:
-    assert {"greedy", "regmean++", *ENSEMBLES} < set(known_aggregations())
+    assert {"greedy", *ENSEMBLES} < set(known_aggregations())
     for aggregation in known_aggregations():
         short, full = Arm.parse(aggregation), Arm.parse(f"plain/{aggregation}")
         assert short.model_copy(update={"name": full.name}) == full
@@ -88,13 +71,12 @@ def test_every_aggregation_has_a_short_name(task: Task, shell: nn.Module) -> Non
 
 BAD_ARMS = {
     "aligned/regmean/greedy": "unknown aggregation 'regmean/greedy'",
-    "ensemble@first": "'ensemble'",
+    "ensemble@global": "'ensemble'",
     "aligned/ensemble": "an ensemble needs no alignment; use 'ensemble'",
     "whole/ensemble-probabilities": "use 'ensemble-probabilities'",
     "ensemble(alpha=1)": "'ensemble' has no argument 'alpha'; it has none",
     "plain/ensemble(batches=2)": "'ensemble' needs no statistics",
-    "plain/regmean++(beta=1)": "'regmean++' has no argument 'beta'; it has alpha",
-    "aligned:loss/regmean++": "a guard compares two means; 'regmean++' gives no mean",
+    "aligned:loss/ensemble": "a guard compares two means; 'ensemble' gives no mean",
 }
 
 
@@ -103,11 +85,7 @@ def test_arms_that_are_none_are_refused_with_their_name(name: str) -> None:
     check_refused(name, BAD_ARMS[name])
 
 
-def test_layerwise_arms() -> None:
-    layerwise = Arm.parse("aligned/regmean++(alpha=0.5;batches=3)")
-    assert (layerwise.align, layerwise.needs_updates, layerwise.batches) == (True, True, 3)
-    with pytest.raises(ValueError, match=r"regmean\+\+ is for one round, not for 2"):
-        SimulationConfig(arms=("plain/regmean++",), rounds=2)
+def test_ensembles_of_subsets_and_images() -> None:
     assert Arm.parse("ensemble#0+1").clients == (0, 1)
     SimulationConfig(task="image", arms=("plain", "ensemble"))
     assert not SimulationConfig(arms=("ensemble",)).moves

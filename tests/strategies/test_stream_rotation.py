@@ -21,10 +21,9 @@ from fedrot.strategies import (
     Server,
     match_at_client,
 )
-from reproductions.port.rewriting import with_separate_tables
 from tests.families import config_of, model_of, state_of, symmetry_for
 from tests.fedrot.pairs import with_other_gains
-from tests.models import State, near
+from tests.models import State, near, with_separate_tables
 from tests.strategies.aggregating import Client as ClientWithStatistics
 from tests.strategies.aggregating import play as play_with_statistics
 from tests.strategies.fakes import ALL_METRICS, Client, FakeGrid, play, tensors_of

@@ -19,10 +19,9 @@ from fedrot.collect.statistics import GRAMS, transport_statistics
 from fedrot.errors import UpdateError
 from fedrot.precision import Float64
 from fedrot.symmetry.moves import Move, apply_moves
-from reproductions.port.rewriting import with_separate_tables
 from tests.families import inputs, model_of, state_of, symmetry_for
 from tests.fedrot.oracles import seeded
-from tests.models import State
+from tests.models import State, with_separate_tables
 
 #: Pre-norm models: Conv1D under LayerNorm, RMSNorm without a bias, and LayerNorm before images.
 NAMES = ("gpt2-classifier", "gpt2", "llama", "llama-biased", "vit", "vit-plain", "opt", "t5-gated")

@@ -16,11 +16,10 @@ from fedrot.collect.statistics import GRAMS, MEANS
 from fedrot.errors import UpdateError
 from fedrot.precision import Float64
 from fedrot.symmetry.moves import Move, apply_moves
-from reproductions.port.rewriting import with_separate_tables
 from tests.families import KINDS, inputs, model_of, outputs, state_of, symmetry_for
 from tests.fedrot.oracles import seeded
 from tests.fedrot.pairs import with_other_gains
-from tests.models import EVERYTHING, State, largest_difference, near
+from tests.models import EVERYTHING, State, largest_difference, near, with_separate_tables
 
 Statistics = dict[str, dict[str, Tensor]]
 

@@ -15,10 +15,9 @@ from fedrot.symmetry.describe.family import ROTATED
 from fedrot.symmetry.groups import Group
 from fedrot.symmetry.moves import Move, apply_moves
 from fedrot.symmetry.stream import StreamRotation, centred_basis
-from reproductions.port.rewriting import with_separate_tables
 from tests.families import MEMBERS, inputs, model_of, outputs, state_of, symmetry_for
 from tests.fedrot.oracles import seeded
-from tests.models import State, largest_difference
+from tests.models import State, largest_difference, with_separate_tables
 
 #: Members with RMSNorm, and with LayerNorm, whose streams can be rotated.
 RMS = ["t5", "t5-gated", "t5-classifier", "mt5", "llama", "llama-biased", "llama-factor", "mistral"]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reproductions.report.compact import compact
 
 from fedrot._io import json_line, write_text
 from fedrot.errors import FedrotError
@@ -24,7 +25,6 @@ from fedrot.simulations.models.build import build_model
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import task_of
 from reproductions.barriers.grid import Cell, Grid, _file_of, _record, run_grid, shared_rows, trained
-from reproductions.report.compact import compact
 from tests.reproductions.commands import invoke
 from tests.simulations.commands import contents
 
@@ -66,7 +66,7 @@ def grid_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(grid_file: Path) -> Path:
     """The grid, run by two processes."""
     out = grid_file.parent / "run"
-    code, output = invoke("repeat", grid_file, "--out", out, "--workers", 2)
+    code, output = invoke(grid_file, "--out", out, "--workers", 2)
     assert code == 0, output
     return out
 
@@ -142,7 +142,7 @@ def test_the_run_says_what_was_trained_and_how(finished: Path) -> None:
 
 def test_a_finished_run_is_not_repeated(run: Path, grid_file: Path) -> None:
     before = contents(run)
-    code, output = invoke("repeat", grid_file, "--out", run, "--workers", 1)
+    code, output = invoke(grid_file, "--out", run, "--workers", 1)
     assert code == 0, output
     after = contents(run)
     assert before.keys() == after.keys()
@@ -159,7 +159,7 @@ def test_a_compact_copy_goes_on(run: Path, grid_file: Path, tmp_path: Path) -> N
     before, trainings = lines_of(read_rows(run)), (run / "models.jsonl").read_text()
     write_text(run / "rows.jsonl", "".join(map(json_line, rows)))
     out = compact(run, tmp_path / "published")
-    code, output = invoke("repeat", grid_file, "--out", out, "--workers", 1)
+    code, output = invoke(grid_file, "--out", out, "--workers", 1)
     assert code == 0, output
     assert "1 of 1" in output
     assert not (out / "rows.parquet").exists()
@@ -178,7 +178,7 @@ def test_what_is_missing_is_done_again_with_the_same_result(run: Path, grid_file
     model.unlink()
     (run / "lines/.labels-same.0-1.whole.jsonl.1").write_text('{"half')
     options = ["--out", run, "--workers", 1, "--only", "labels-same"]
-    code, output = invoke("repeat", grid_file, *options)
+    code, output = invoke(grid_file, *options)
     assert code == 0, output
     assert "1 of 1" in output
     assert (run / "models/labels-same.0-1.0.safetensors").stat().st_mtime_ns == kept.st_mtime_ns
@@ -215,7 +215,7 @@ def test_a_model_is_built_and_trained_from_its_own_seed_and_once(
 def test_a_later_method_needs_no_training(run: Path, grid_file: Path) -> None:
     before = contents(run)
     options = ["--out", run, "--only", "labels", "--methods", "rotation", "--workers", 1]
-    code, output = invoke("repeat", grid_file, *options)
+    code, output = invoke(grid_file, *options)
     assert code == 0, output
     after = contents(run)
     done = [name for name in before if name.startswith(("models/", "lines/"))]
@@ -237,7 +237,7 @@ def test_a_failing_pair_leaves_what_was_done(
 
     monkeypatch.setitem(METHODS, "failing", MatchingMethod(refine=fail))
     options = ["--out", tmp_path / "run", "--only", "labels-same", "--workers", 1]
-    code, output = invoke("repeat", grid_file, *options, "--methods", "vanilla,failing")
+    code, output = invoke(grid_file, *options, "--methods", "vanilla,failing")
     assert code == 1
     assert "out of luck" in output
     assert {row["method"] for row in read_rows(tmp_path / "run")} == {"vanilla"}
@@ -245,7 +245,7 @@ def test_a_failing_pair_leaves_what_was_done(
     (failure,) = (tmp_path / "run/failures").iterdir()
     assert "in fail\n" in failure.read_text()
     monkeypatch.setitem(METHODS, "failing", MatchingMethod())
-    code, output = invoke("repeat", grid_file, *options, "--methods", "vanilla,failing")
+    code, output = invoke(grid_file, *options, "--methods", "vanilla,failing")
     assert code == 0, output
     assert not failure.parent.exists()
 
@@ -271,7 +271,7 @@ def test_an_impossible_grid_is_refused(
     path = tmp_path / "grid.toml"
     path.write_text(GRID.replace(*change) if change[0] else GRID)
     before = contents(run)
-    code, output = invoke("repeat", path, "--out", run, *options)
+    code, output = invoke(path, "--out", run, *options)
     assert code == 2, output
     assert expected in output.lower()
     assert contents(run) == before
@@ -280,7 +280,7 @@ def test_an_impossible_grid_is_refused(
 def test_an_empty_grid_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "grid.toml"
     path.write_text("[base]\npoints = 5\n")
-    code, output = invoke("repeat", path, "--out", tmp_path / "run")
+    code, output = invoke(path, "--out", tmp_path / "run")
     assert code == 2
     assert "has no [[setting]]" in output
     with pytest.raises(FedrotError, match=r"at least one \[\[task\]\]"):

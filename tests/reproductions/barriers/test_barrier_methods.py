@@ -20,7 +20,7 @@ from rich.console import Console
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fedrot import FedrotError, canonical, random_equivalent, symmetry_of
-from fedrot.interpolation import Barrier, interpolate
+from fedrot.interpolation import Barrier
 from fedrot.simulations.barrier import barrier_methods, barrier_report
 from fedrot.simulations.barrier.barrier_lines import (
     BarrierLine,
@@ -40,7 +40,6 @@ from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.symmetry import WHOLE_MODEL
 from reproductions.barriers import methods
 from reproductions.learning import LearningOptions
-from reproductions.variance import unit_statistics
 from tests.simulations.commands import SMALL
 
 
@@ -146,7 +145,7 @@ def test_neither_model_is_changed(task: Task, model: torch.nn.Module) -> None:
         assert all(torch.equal(tensor, state[name]) for name, tensor in m.state_dict().items())
 
 
-def test_a_method_may_refine_the_client_and_repair_the_merged_models(
+def test_a_method_may_refine_the_client(
     task: Task, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = build_model(task.config, task.data, seed=1)
@@ -158,41 +157,11 @@ def test_a_method_may_refine_the_client_and_repair_the_merged_models(
         seen.append(aligned.state_dict())
         return {name: tensor.clone() for name, tensor in anchor.state_dict().items()}
 
-    def repair(anchor: Any, aligned: Any, *_: object) -> Any:
-        seen.append(aligned.state_dict())
-        return lambda a, b, t: interpolate(a, b, 0.0)
-
-    whole = METHODS["whole"]
-    monkeypatch.setitem(METHODS, "refined", replace(whole, refine=refine))
-    monkeypatch.setitem(METHODS, "repaired", replace(whole, repair=repair))
-    for name in ("refined", "repaired"):
-        line = measure(name, model, client, symmetry, task, batches, points=3)
-        assert len({row["loss"] for row in line.barrier.rows}) == 1
-        assert (line.after == 0) == (name == "refined")
+    monkeypatch.setitem(METHODS, "refined", replace(METHODS["whole"], refine=refine))
+    line = measure("refined", model, client, symmetry, task, batches, points=3)
+    assert len({row["loss"] for row in line.barrier.rows}) == 1
+    assert line.after == 0
     assert all(torch.equal(state[name], moved[name]) for state in seen for name in moved)
-
-
-def test_repaired_averages_near_an_end_are_like_that_end(task: Task, model: torch.nn.Module) -> None:
-    """Though the units of the other one are four times as large."""
-    client = build_model(task.config, task.data, seed=1)
-    with torch.no_grad():
-        for name, parameter in client.named_parameters():
-            if "intermediate" in name:
-                parameter.mul_(4)
-    symmetry, batches = symmetry_of(model.config, model.state_dict()), training_batches(task, model, 64)
-    repair = METHODS["whole+data+repair"].repair
-    assert repair is not None
-    ends = model.state_dict(), client.state_dict()
-    path = repair(model, client, symmetry, batches)
-    for position, end in ((0.001, 0), (0.999, 1)):
-        shell = copy.deepcopy(model)
-        shell.load_state_dict(path(*ends, position))
-        scales = [unit_statistics(m, batches[:4], symmetry).std for m in (shell, (model, client)[end])]
-        assert scales[0].keys() == scales[1].keys() != set()
-        for name, scale in scales[1].items():
-            assert torch.allclose(scales[0][name], scale, rtol=0.05, atol=0.02 * float(scale.max())), (
-                name
-            )
 
 
 # Summaries

@@ -144,7 +144,7 @@ def test_clients_send_the_rows_of_the_head_whose_labels_they_know(task: Task) ->
 
 def test_every_aggregation_merges_domains(folder: Path, tmp_path: Path) -> None:
     options = options_of(SMALL)
-    arms = ["plain", "aligned", "plain/regmean", "plain/fisher", "plain/regmean++", "plain#0+1"]
+    arms = ["plain", "aligned", "plain/regmean", "plain/fisher", "plain#0+1"]
     common = ("--partition", "column:domain", "--rounds", 1, "--seeds", 1, "--data-dir", folder)
     simulated(
         tmp_path / "run",

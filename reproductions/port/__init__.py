@@ -1,1 +1,0 @@
-"""Saved models rewritten: in canonical form, or as the port of a fine-tuning to another base."""

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pyarrow import parquet
+
 from fedrot.diagnosis import ALIGNED, PLAIN, ROTATED, WHOLE, Diagnosis, diagnose, diagnosis_of
-from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.report.summaries import Place, compare_seeds, final_values, headline
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
@@ -59,8 +60,8 @@ def published() -> Iterator[Published]:
     """Yield the published settings with alignments."""
     for run, arms in ARMS.items():
         folder = RESULTS / run
-        results = [row for row in read_rows(folder) if row["round"] == 1]
-        rows = [row for row in read_rows(folder, "alignment.jsonl") if row["round"] == 1]
+        results = [row for row in _rows(folder, "rows") if row["round"] == 1]
+        rows = [row for row in _rows(folder, "alignment") if row["round"] == 1]
         for config in json.loads((folder / "config.json").read_text())["settings"]:
             setting, width = config["setting"], config["width"]
             width = PRETRAINED_WIDTH if config["model"] else width
@@ -74,11 +75,17 @@ def published() -> Iterator[Published]:
 def by_round(arm: str) -> dict[int, list[str]]:
     """Return the choices of all settings and seeds of ``rounds``, by the number of the round."""
     found: dict[int, list[str]] = {}
-    rows = [row for row in read_rows(RESULTS / "rounds", "alignment.jsonl") if row["arm"] == arm]
+    rows = [row for row in _rows(RESULTS / "rounds", "alignment") if row["arm"] == arm]
     own = _by(("round", "setting", "seed"), [_with_evidence(row, 128) for row in rows])
     for (number, *_), one in own.items():
         found.setdefault(number, []).append(one.choice)
     return found
+
+
+def _rows(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Return published rows without the fields that have no value."""
+    stored = parquet.read_table(folder / f"{name}.parquet").to_pylist()
+    return [{key: value for key, value in row.items() if value is not None} for row in stored]
 
 
 def _by(keys: tuple[str, ...], rows: list[dict[str, Any]]) -> dict[tuple[Any, ...], Diagnosis]:

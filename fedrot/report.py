@@ -142,8 +142,8 @@ class Shares:
         before: squared distance to the anchor.
         removed: squared distance that alignment removed.
         found: squared distance that the best elements remove, moved or not; None if unknown for a row.
-        chance: squared distance that chance removes; None without rows, or if unknown for a row (older
-            rows, parts that depend on each other).
+        chance: squared distance that chance removes; None without rows, or if unknown for a row (of
+            parts that depend on each other).
         groups, moved, beyond: number of groups, of moved groups, and of moved groups that remove more
             than ``TIMES_CHANCE`` times chance.
     """

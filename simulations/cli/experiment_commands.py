@@ -185,7 +185,7 @@ def report(
     ] = None,
 ) -> None:
     """Write the HTML report of a run folder, complete or not, or of a strategy's rows file."""
-    from fedrot.simulations.federation.run_folder import read_rows, rows_file
+    from fedrot.simulations.federation.run_folder import ROWS, read_rows
     from fedrot.simulations.report.findings.shares import share_tables
     from fedrot.simulations.report.run_page import markdown_report
     from fedrot.simulations.report.strategy_page import write_strategy_report
@@ -196,8 +196,8 @@ def report(
             console.print(table)
         say(f"Report: {page}")
         return
-    if rows_file(run_or_file) is None:
-        raise ValueError(f"'{run_or_file}' is not a run folder: it has no rows.jsonl.")
+    if not (run_or_file / ROWS).is_file():
+        raise ValueError(f"'{run_or_file}' is not a run folder: it has no {ROWS}.")
     runner.present(run_or_file, console)
     if markdown is not None:
         write_text(markdown, markdown_report(run_or_file))

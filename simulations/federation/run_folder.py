@@ -79,23 +79,17 @@ def refuse_other_config(held: Mapping[str, Any], path: Path, key: str) -> None:
         )
 
 
-def rows_file(path: Path, name: str = ROWS) -> Path | None:
-    """Return the file with these rows in a run folder, JSON lines or Parquet; None if there is none."""
-    found = (path / name, (path / name).with_suffix(".parquet"))
-    return next((file for file in found if file.is_file()), None)
-
-
 def read_rows(path: Path, name: str = ROWS) -> list[dict[str, Any]]:
-    """Read the rows of a run folder, or of a compact copy, which has them in a Parquet file.
+    """Read the rows of a run folder.
 
-    In JSON lines, lines after the first unreadable one are left out, and the value null becomes NaN.
+    Lines after the first unreadable one are left out, and the value null becomes NaN.
 
     Raises:
         FileNotFoundError: the folder has no such rows.
         FedrotError: the file is damaged, or a field has an unexpected type.
     """
-    file = rows_file(path, name) or path / name
-    stored = _stored(file) if file.suffix == ".parquet" else _lines(file)
+    file = path / name
+    stored = _lines(file)
     try:
         _ROWS.validate_python(stored)
     except ValidationError as error:
@@ -111,18 +105,8 @@ def read_rows(path: Path, name: str = ROWS) -> list[dict[str, Any]]:
 def read_results(path: Path) -> list[dict[str, Any]]:
     """Read the results of a run folder; raises as ``read_rows``, and if a row lacks a field."""
     rows = read_rows(path)
-    _need(ROW_FIELDS[1:], rows, path)  # Older files have no field setting.
+    _need(ROW_FIELDS, rows, path)
     return rows
-
-
-def _stored(file: Path) -> list[dict[str, Any]]:
-    from pyarrow import ArrowException, parquet
-
-    try:
-        stored = parquet.read_table(file).to_pylist()
-    except (ArrowException, OSError) as error:
-        raise FedrotError(f"'{file}' is damaged: it cannot be read as Parquet ({error}).") from error
-    return [{key: value for key, value in row.items() if value is not None} for row in stored]
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
@@ -141,7 +125,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 def read_alignment(path: Path) -> list[dict[str, Any]]:
     """Read the alignment rows of a run folder; empty without such a file. Raises as ``read_rows``."""
-    rows = read_rows(path, ALIGNMENT) if rows_file(path, ALIGNMENT) else []
+    rows = read_rows(path, ALIGNMENT) if (path / ALIGNMENT).is_file() else []
     _need(("start", "arm", "part", "layer", "after"), [row for row in rows if "before" in row], path)
     return rows
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +15,9 @@ from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig, Start
 from fedrot.simulations.federation.run_folder import (
     ALIGNMENT,
-    CENTRAL,
     ROW_FIELDS,
     ROWS,
-    read_alignment,
-    read_rows,
     refuse_other_config,
-    rows_file,
     versions,
     write_csv,
 )
@@ -97,11 +92,8 @@ class RunFolder:
     and all rows in ``rows.jsonl``, ``alignment.jsonl`` and ``rows.csv``. Later commands may add
     settings, seeds, starts and arms.
 
-    A compact copy, the form of published runs, is turned into such a folder. Its cells are finished,
-    except those that lack the last round, which are run again.
-
     Raises:
-        FileExistsError: the folder has a run of another kind, or of an older version.
+        FileExistsError: the folder has a run of another kind.
         FedrotError: the folder has a setting of the same name with other values.
     """
 
@@ -110,19 +102,14 @@ class RunFolder:
         self._order = [cell.name for cell in cells_of(configs)]
         before = _configuration(path)
         refuse_other_config(before, path, "settings")
-        held = _held(before)
-        copied = _compact_copy(path, held)
-        if rows_file(path) is not None and not (copied or self._cells.is_dir()):
+        if (path / ROWS).is_file() and not self._cells.is_dir():
             raise FileExistsError(
-                f"The folder '{path}' has a run of another kind, or of an older version without "
-                "cells/, which fedrot report can read. Choose another --out."
+                f"The folder '{path}' has a run of another kind. Choose another --out."
             )
-        settings = _united(held, [config.model_dump(mode="json") for config in configs], path)
+        settings = _united(
+            before.get("settings", ()), [config.model_dump(mode="json") for config in configs], path
+        )
         self._cells.mkdir(parents=True, exist_ok=True)
-        for name, found in copied.items():
-            _write(path, name, found)
-        for name in (ROWS, ALIGNMENT) if copied else ():
-            (path / name).with_suffix(".parquet").unlink(missing_ok=True)
         commands = "\n".join(dict.fromkeys([*str(before.get("command") or "").splitlines(), command]))
         write_json(path / "config.json", {"command": commands, "settings": settings})
         write_json(path / "versions.json", versions())
@@ -228,49 +215,10 @@ def _cell_rows(file: Path) -> dict[str, Any]:
     return found
 
 
-def _compact_copy(path: Path, held: Sequence[Mapping[str, Any]]) -> dict[str, CellRows]:
-    """Return the rows of a compact copy, by name of the cell; empty if the folder is no such copy.
-
-    Args:
-        held: the folder's settings. A cell without the last round of its setting is left out.
-    """
-    file = rows_file(path)
-    if file is None or file.suffix != ".parquet":
-        return {}
-    rows, found = read_rows(path), defaultdict[str, CellRows](CellRows)
-    if not all(map(set(ROW_FIELDS).issubset, rows)):
-        return {}
-    last = {setting["setting"]: setting["rounds"] for setting in held}
-    for row in rows:
-        found[_cell_name(row)].row(row)
-    for row in read_alignment(path):
-        found[_cell_name(row)].alignment(row)
-    return {name: cell for name, cell in found.items() if _is_whole(cell, last)}
-
-
-def _is_whole(cell: CellRows, last: Mapping[str, int]) -> bool:
-    """Return whether a cell has the central results of its setting's last round."""
-    return any(
-        row["scope"] == CENTRAL and row["round"] >= last.get(row["setting"], 0) for row in cell.rows
-    )
-
-
-def _cell_name(row: Mapping[str, Any]) -> str:
-    return _file_name(_title(row["setting"], row["seed"], row["start"], row["arm"]))
-
-
 def _configuration(path: Path) -> dict[str, Any]:
     """Return the settings and commands of a folder; empty if it is new."""
     file = path / "config.json"
     return read_json(file) if file.is_file() else {}
-
-
-def _held(configuration: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a folder's settings; fields that older versions lack have their defaults."""
-    return [
-        SimulationConfig.model_validate(settings).model_dump(mode="json")
-        for settings in configuration.get("settings", ())
-    ]
 
 
 def _united(

@@ -67,7 +67,7 @@ SHARE = Scale(
     *(0.0, 0.5, "#D55E00"),
     {0.0: "0 %", 0.25: "25 %", 0.5: "50 %"},
     "removed",
-    "Purple: chance is unknown (older rows, or parts that are matched together); the colours are the "
+    "Purple: chance is unknown (parts that are matched together); the colours are the "
     "share removed, from 0 to 50 %; orange: the distance of this part grew, that of others shrank.",
 )
 SCALES = (RATIO, SHARE)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from fedrot._io import read_json, refuse_links
 from fedrot.errors import FedrotError
 from fedrot.simulations.config import OF_PRETRAINING, OF_SMALL_MODEL
-from fedrot.simulations.federation.run_folder import CENTRAL, read_alignment, read_results, rows_file
+from fedrot.simulations.federation.run_folder import CENTRAL, ROWS, read_alignment, read_results
 from fedrot.simulations.report import heat_map, plots
 from fedrot.simulations.report.findings import sentences
 from fedrot.simulations.report.findings.shares import share_tables
@@ -31,8 +31,6 @@ from fedrot.simulations.report.summaries import (
     setting_of,
 )
 from fedrot.simulations.report.tables import partition_table, result_tables
-
-ROWS = "rows.jsonl"
 
 
 class _Setting(BaseModel):
@@ -93,7 +91,7 @@ def write_report(run_dir: Path) -> Path:
     if not run_dir.is_dir():
         raise FileNotFoundError(f"there is no run folder {run_dir}; check the path")
     refuse_links(run_dir)
-    rows = read_results(run_dir) if rows_file(run_dir) else []
+    rows = read_results(run_dir) if (run_dir / ROWS).is_file() else []
     alignment = read_alignment(run_dir)
     objects = {name: _object(run_dir / name) for name in OBJECTS}
     run = RunResults(run_dir, rows, alignment, objects, results(rows))

@@ -76,9 +76,7 @@ def verdict(of: StrategyResults) -> Section:
     if aligned:
         moved = sum(any(row.get("moved") for row in rows) for rows in aligned.values())
         said.append(f"Alignment moved groups in {moved} of {len(aligned)} rounds.")
-    # Rows of older files have no field found.
-    if all({"found", "moved"} <= row.keys() for rows in aligned.values() for row in rows):
-        said += [f"Round {n}: {_FOUND[diagnosis_of(aligned[n]).choice]}." for n in ends(aligned)]
+    said += [f"Round {n}: {_FOUND[diagnosis_of(aligned[n]).choice]}." for n in ends(aligned)]
     told = {int(row["round"]): str(row["said"]) for row in of.rows if "said" in row}
     said += [f"Round {n}: {told[n]}." for n in ends(told)]
     rounds = len({row["round"] for row in of.rows})

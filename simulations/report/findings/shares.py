@@ -24,9 +24,9 @@ def shares(rows: Iterable[Row], names: Sequence[str]) -> DataFrame:
 
     Returns:
         The columns ``names``; ``found``, the share that the best elements remove, applied or not (for
-        rows without the share of chance, which are older or of coupled parts, the share that was
-        removed); ``chance``, the share that chance removes, NaN if unknown; their ``ratio``, 0 if both
-        are 0; and the numbers of ``moved`` groups and of all ``groups``.
+        rows of coupled parts, whose share of chance is unknown, the share that was removed);
+        ``chance``, the share that chance removes, NaN if unknown; their ``ratio``, 0 if both are 0; and
+        the numbers of ``moved`` groups and of all ``groups``.
     """
     import pandas
 

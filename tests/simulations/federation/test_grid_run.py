@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
 import psutil
 import pytest
 from flwr.app import ArrayRecord
@@ -29,7 +28,6 @@ from fedrot.simulations.federation.run_folder import read_alignment, read_rows
 from fedrot.simulations.federation.store import CellRows, RunFolder, cells_of
 from fedrot.simulations.jobs import FAILURES, Job, Machine, Outcome
 from fedrot.simulations.report import run_page
-from reproductions.report.compact import compact, write_parquet
 from tests.simulations import commands
 from tests.simulations.in_process import simulated
 
@@ -418,46 +416,14 @@ def test_results_of_other_settings_are_not_mixed(grid: Path, tmp_path: Path, cha
     assert cells(tmp_path / "run") == before
 
 
-def test_a_folder_from_before_a_field_existed_goes_on(grid: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    grid.write_text(GRID.replace('arms = ["plain", "aligned", "joined"]', 'arms = ["plain"]'))
-    simulated(out, "simulate", grid)
-    config = json.loads((out / "config.json").read_text())
-    for setting in config["settings"]:
-        assert setting.pop("unseen_data") == ""
-    (out / "config.json").write_text(json.dumps(config))
-    before = cells(out)
-    simulated(out, "simulate", grid)
-    assert cells(out) == before
-
-
-def test_a_compact_copy_goes_on(grid: Path, tmp_path: Path, whole: Path) -> None:
-    """What was published can be extended: more seeds, more arms."""
-    grid.write_text(GRID.replace("seeds = [0, 1]", "seeds = [0]"))
-    simulated(tmp_path / "first", "simulate", grid)
-    out = compact(tmp_path / "first", tmp_path / "published")
-    grid.write_text(GRID)
-    assert "6 of 12 cells are finished already" in simulated(out, "simulate", grid)
-    assert not list(out.glob("*.parquet"))
-    assert lasting(out) == lasting(whole)
-    copied, whole = (read_alignment(folder) for folder in (out, whole))
-    assert [row.keys() for row in copied] == [row.keys() for row in whole]
-    removed = ([row["before"] - row["after"] for row in rows] for rows in (copied, whole))
-    np.testing.assert_allclose(*removed, rtol=1e-5, atol=1e-7)
-
-
 def test_a_run_of_another_kind_stays(grid: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     out.mkdir()
     (out / "rows.jsonl").write_text("{}\n")
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    write_parquet(copy / "rows.parquet", [{"method": "vanilla", "loss": 1.0}])
-    for folder, file in ((out, "rows.jsonl"), (copy, "rows.parquet")):
-        code, printed = commands.invoke("simulate", grid, "--workers", 1, "--out", folder)
-        assert code == 2
-        assert "has a run of another kind" in printed
-        assert [file.name for file in folder.iterdir()] == [file]
+    code, printed = commands.invoke("simulate", grid, "--workers", 1, "--out", out)
+    assert code == 2
+    assert "has a run of another kind" in printed
+    assert [file.name for file in out.iterdir()] == ["rows.jsonl"]
 
 
 def test_machines_of_a_cluster_share_the_jobs(

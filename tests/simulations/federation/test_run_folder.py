@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from importlib.metadata import version
 from pathlib import Path
@@ -17,11 +16,9 @@ from fedrot.simulations.federation.run_folder import (
     read_alignment,
     read_results,
     read_rows,
-    rows_file,
     versions,
     write_csv,
 )
-from reproductions.report.compact import write_parquet
 
 
 def row(arm: str, seed: int = 0, server_round: int = 1, value: float = 0.5) -> dict[str, Any]:
@@ -38,11 +35,8 @@ def found(arm: str, seed: int = 0) -> dict[str, Any]:
 def test_a_row_of_results_without_a_field_is_no_result(name: str, tmp_path: Path) -> None:
     lines = [row("plain"), {k: v for k, v in row("aligned").items() if k != name}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if name == "setting":  # Older files have none.
-        assert len(read_results(tmp_path)) == 2
-    else:
-        with pytest.raises(FedrotError, match=f"a row has no '{name}'"):
-            read_results(tmp_path)
+    with pytest.raises(FedrotError, match=f"a row has no '{name}'"):
+        read_results(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["start", "arm", "part", "layer", "after"])
@@ -66,20 +60,11 @@ def test_rows_end_where_a_line_is_unfinished(tmp_path: Path) -> None:
         lines = [json.dumps(row("plain", 0)), damaged, json.dumps(row("plain", 1))]
         (tmp_path / "rows.jsonl").write_text("\n".join(lines))
         assert [one["seed"] for one in read_rows(tmp_path)] == [0]
-    assert rows_file(tmp_path) == tmp_path / "rows.jsonl"
-    assert rows_file(tmp_path, "alignment.jsonl") is None
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("rows.parquet", b"PAR1 and no more", "cannot be read as Parquet"),
-        ("rows.jsonl", b"\xff\xfe", "is not UTF-8 text"),
-    ],
-)
-def test_damaged_rows_are_named(name: str, content: bytes, said: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(FedrotError, match=f"'{re.escape(str(tmp_path / name))}' is damaged: it {said}"):
+def test_damaged_rows_are_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(FedrotError, match=r"rows\.jsonl' is damaged: it is not UTF-8 text"):
         read_rows(tmp_path)
 
 
@@ -90,13 +75,7 @@ def test_a_field_of_another_type_is_named_with_its_line(tmp_path: Path) -> None:
         read_rows(tmp_path)
 
 
-def test_rows_of_a_copy_are_read_unless_there_are_lines(tmp_path: Path) -> None:
-    """Fields without a value are left out; no value is no number."""
-    write_parquet(tmp_path / "rows.parquet", [row("plain", value=math.nan), {"arm": "old"}])
-    first, second = read_rows(tmp_path)
-    assert math.isnan(first.pop("value"))
-    assert first == {k: v for k, v in row("plain").items() if k != "value"}
-    assert second == {"arm": "old"}
+def test_rows_are_also_written_as_a_table(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row("aligned")) + "\n")
     assert read_rows(tmp_path) == [row("aligned")]
     write_csv(tmp_path)

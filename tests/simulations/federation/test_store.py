@@ -22,7 +22,6 @@ from fedrot.simulations.federation.store import (
     partitions_of,
     write_cell,
 )
-from reproductions.report.compact import compact
 
 
 def config(**changes: Any) -> SimulationConfig:
@@ -33,28 +32,6 @@ def config(**changes: Any) -> SimulationConfig:
 def row(arm: str, server_round: int, seed: int = 0, setting: str = "a") -> dict[str, Any]:
     about = {"setting": setting, "arm": arm, "start": "same", "seed": seed, "round": server_round}
     return {**about, "scope": "central", "metric": "loss", "value": 1.0}
-
-
-def test_a_cell_of_a_copy_without_its_last_round_runs_again(tmp_path: Path) -> None:
-    """An interrupted run of an older version, whose second arm was in round 1 of 3."""
-    run = tmp_path / "run"
-    run.mkdir()
-    rows = [row("plain", number) for number in range(4)] + [row("aligned", number) for number in (0, 1)]
-    rows.append({**row("aligned", 3), "scope": "client:0"})  # Not of the server, which comes last.
-    for name, lines in (("rows.jsonl", rows), ("alignment.jsonl", [])):
-        (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    settings = {"command": "fedrot simulate", "settings": [config().model_dump(mode="json")]}
-    (run / "config.json").write_text(json.dumps(settings))
-    (run / "versions.json").write_text("{}")
-    folder = RunFolder(compact(run, tmp_path / "copy"), [config()], "fedrot simulate")
-    finished = {cell.arm.name: folder.finished(cell) for cell in cells_of([config()])}
-    assert finished == {"plain": True, "aligned": False}
-    assert {found["arm"] for found in read_rows(folder.path)} == {"plain"}
-    # Without a copy such a run is refused, and stays as it is.
-    before = {file.name: file.read_bytes() for file in run.iterdir()}
-    with pytest.raises(FileExistsError, match="an older version without cells/, which fedrot report"):
-        RunFolder(run, [config()], "fedrot simulate")
-    assert {file.name: file.read_bytes() for file in run.iterdir()} == before
 
 
 def partition(*seeds: int, rows: int = 5) -> dict[str, Any]:

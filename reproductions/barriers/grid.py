@@ -34,7 +34,7 @@ from fedrot.simulations.barrier.barrier_lines import (
 )
 from fedrot.simulations.barrier.barrier_methods import METHODS, check_methods
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.federation.run_folder import read_rows, refuse_other_config, rows_file, versions
+from fedrot.simulations.federation.run_folder import read_rows, refuse_other_config, versions
 from fedrot.simulations.folder_lock import only_writer
 from fedrot.simulations.grids import read_grid
 from fedrot.simulations.jobs import Job, Machine, check_failures, noted_failure, run_jobs
@@ -167,8 +167,6 @@ def run_grid(
 ) -> list[BarrierLine]:
     """Measure the lines that ``out`` does not contain yet, and write the summary; return all lines.
 
-    A compact copy, the form of published runs, becomes such a folder: what it holds is finished.
-
     ``out`` contains ``config.json``, ``versions.json``, ``models/``, ``lines/`` (a file per pair and
     method) and ``rows.jsonl`` (of all lines, written anew after every pair). ``models.jsonl``,
     ``summary.md`` and ``plots/`` are written at the end, or when the run is stopped.
@@ -194,7 +192,6 @@ def _run_grid(
     _record(grid, out, command)
     for name in ("models", "lines", "plots"):
         (out / name).mkdir(exist_ok=True)
-    _unpack(out)
     jobs = [
         Job(f"{cell.name}, seeds {_pair_name(seeds)}", run_pair, (cell, seeds, missing, out))
         for cell in grid.cells
@@ -285,7 +282,7 @@ def _record(grid: Grid, out: Path, command: str) -> None:
     """Write configuration and versions; refuse to mix results of different settings."""
     path = out / "config.json"
     held = read_json(path) if path.exists() else {}
-    if rows_file(out) is not None and "cells" not in held:
+    if (out / "rows.jsonl").is_file() and "cells" not in held:
         raise FileExistsError(f"The folder '{out}' holds a run of another kind; choose another --out.")
     refuse_other_config(held, out, "cells")
     cells = held.get("cells", {})
@@ -317,15 +314,6 @@ def _settings_of(held: Mapping[str, Any]) -> dict[str, Any]:
     return {**own, "config": config.model_dump(mode="json", exclude={"data_dir"})}
 
 
-def _unpack(out: Path) -> None:
-    """Write the lines of a compact copy as files, if the folder holds one."""
-    file = rows_file(out)
-    if file is not None and file.suffix == ".parquet":
-        for line in lines_of(read_rows(out)):
-            write_rows(_file_of(out, line.cell, line.pair, line.method), [line])
-        file.unlink()
-
-
 def _collect(out: Path) -> list[BarrierLine]:
     """Write ``rows.jsonl`` from the files of all lines, and return these in the grid's order."""
     files = sorted((out / "lines").glob("[!.]*.jsonl"))
@@ -353,7 +341,7 @@ def _write_summary(out: Path, lines: Sequence[BarrierLine]) -> None:
         )
     models = sorted((out / "models").glob("[!.]*.safetensors"))
     trained_here = [safe_open(file, "pt").metadata()["training"] for file in models]
-    known = out / "models.jsonl"  # Of a compact copy, which has no models.
+    known = out / "models.jsonl"
     before = known.read_text(encoding="utf-8").splitlines() if known.exists() else []
     trainings = {_model_of(training): training for training in (*before, *trained_here)}
     write_text(known, "".join(f"{training}\n" for training in trainings.values()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reproductions.report.compact import compact
 
-from fedrot._io import json_line, write_text
 from fedrot.errors import FedrotError
 from fedrot.simulations.barrier.barrier_lines import lines_of
 from fedrot.simulations.barrier.barrier_methods import METHODS, MatchingMethod
@@ -150,23 +147,6 @@ def test_a_finished_run_is_not_repeated(run: Path, grid_file: Path) -> None:
     assert [after[name] for name in kept] == [before[name] for name in kept]
     assert after["rows.jsonl"][1] == before["rows.jsonl"][1]
     assert len(json.loads(after["config.json"][1])["commands"]) == 2
-
-
-def test_a_compact_copy_goes_on(run: Path, grid_file: Path, tmp_path: Path) -> None:
-    """What was published has no models; it is extended all the same."""
-    (run / "lines/labels-same.0-1.whole.jsonl").unlink()
-    rows = [row for row in read_rows(run) if (row["cell"], row["method"]) != ("labels-same", "whole")]
-    before, trainings = lines_of(read_rows(run)), (run / "models.jsonl").read_text()
-    write_text(run / "rows.jsonl", "".join(map(json_line, rows)))
-    out = compact(run, tmp_path / "published")
-    code, output = invoke(grid_file, "--out", out, "--workers", 1)
-    assert code == 0, output
-    assert "1 of 1" in output
-    assert not (out / "rows.parquet").exists()
-    after = lines_of(read_rows(out))
-    assert [ln.barrier for ln in after] == [ln.barrier for ln in before]
-    seconds = re.compile(r'"seconds": ?[0-9.e-]+')
-    assert seconds.sub("", (out / "models.jsonl").read_text()) == seconds.sub("", trainings)
 
 
 def test_what_is_missing_is_done_again_with_the_same_result(run: Path, grid_file: Path) -> None:

@@ -68,7 +68,8 @@ class SimulationConfig(BaseModel):
     dashes, the keys of the Flower app's run configuration.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # Help needs the fields alone: what validates them is built at first use.
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     setting: str = Field("", description="Name in tables and rows; default: data, partition and task.")
     data: str = Field(
@@ -178,15 +179,6 @@ class SimulationConfig(BaseModel):
         parse_partition(value)
         return value
 
-    @field_validator("arms")
-    @classmethod
-    def _known_arms(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        from fedrot.simulations.arm import Arm
-
-        for arm in value:
-            Arm.parse(arm)
-        return value
-
     @field_validator("seeds", mode="before")
     @classmethod
     def _counted(cls, value: Any) -> Any:
@@ -203,9 +195,6 @@ class SimulationConfig(BaseModel):
     @classmethod
     def _named(cls, values: Any) -> Any:
         """Fill in the task's defaults, and name the setting after data, partition and task."""
-        from fedrot.simulations.adapter import default_arms
-        from fedrot.simulations.arm import expanded
-
         default: TaskName = cls.model_fields["task"].default
         task: Any = values.get("task", default) if isinstance(values, dict) else None
         if not isinstance(task, str) or task not in TASKS:
@@ -221,17 +210,19 @@ class SimulationConfig(BaseModel):
         what += [task] if task != default else []
         what += [named["architecture"]] if named["architecture"] != own else []
         if isinstance(values.get("lora"), str) and values["lora"]:
+            from fedrot.simulations.adapter import default_arms
+
             named.setdefault("arms", default_arms(values["lora"]))
         arms, clients = named.get("arms"), values.get("clients", cls.model_fields["clients"].default)
-        if isinstance(arms, list | tuple) and isinstance(clients, int):
+        several = isinstance(arms, list | tuple) and any("#" in str(arm) for arm in arms)
+        if several and isinstance(clients, int):
+            from fedrot.simulations.arm import expanded
+
             named["arms"] = expanded([str(arm) for arm in arms], clients)
         return {**named, "setting": values.get("setting") or ", ".join(map(str, what))}
 
     @model_validator(mode="after")
     def _consistent(self) -> SimulationConfig:
-        from fedrot.simulations.adapter import check_adapter
-        from fedrot.simulations.arm import Arm
-
         self._check_task()
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
@@ -249,6 +240,14 @@ class SimulationConfig(BaseModel):
             raise ValueError(f"unseen_data is for task 'classification', not for '{self.task}'")
         if "pretrained" in self.starts:
             self._check_pretraining()
+        self._check_arms()
+        return self
+
+    def _check_arms(self) -> None:
+        """Check the arms after all other settings: their modules import torch."""
+        from fedrot.simulations.adapter import check_adapter
+        from fedrot.simulations.arm import Arm
+
         check_adapter(self)
         arms = [Arm.parse(arm) for arm in self.arms]
         for arm in arms:
@@ -264,7 +263,6 @@ class SimulationConfig(BaseModel):
                 "guards, aggregations with a score and fitted task heads need held-out rows of the "
                 "clients; holdout must not be 0"
             )
-        return self
 
     def _check_task(self) -> None:
         traits = TASKS[self.task]

@@ -6,7 +6,7 @@ import signal
 
 from fedrot.simulations.cli import experiment_commands, model_commands
 from fedrot.simulations.cli.root import app
-from fedrot.simulations.federation import runner
+from fedrot.simulations.environment import prepare_environment
 from fedrot.simulations.plugins import load_plugins
 
 #: The modules that register commands with ``app``, in the order of ``fedrot --help``.
@@ -22,5 +22,5 @@ def main() -> None:
 def prepare() -> None:
     """Prepare the process of a command line; SIGTERM interrupts as Ctrl-C does."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    runner.prepare_environment()
+    prepare_environment()
     load_plugins()

@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial, wraps
+from importlib.util import find_spec
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -20,6 +21,8 @@ from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperCommand
+
+from fedrot.simulations import INSTALL
 
 #: Console without markup, because names, paths and extras may contain brackets and colons.
 console = Console(markup=False, emoji=False)
@@ -190,6 +193,12 @@ def guarded(run: Callable[[], None], complain: Callable[[str], None] | None = No
         raise
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
+    except ModuleNotFoundError as error:
+        name = error.name or ""
+        if name.startswith("fedrot."):
+            raise
+        complain(f"Error: This command needs {name}. {INSTALL}" if name else f"Error: {error}")
+        raise typer.Exit(BAD_INPUT) from None
     except ValidationError as error:
         for problem in error.errors():
             field = str(next(iter(problem["loc"]), "configuration"))
@@ -199,6 +208,13 @@ def guarded(run: Callable[[], None], complain: Callable[[str], None] | None = No
     except (OSError, ValueError, RuntimeError) as error:
         complain(f"Error: {_in_words(error)}")
         raise typer.Exit(BAD_INPUT if isinstance(error, OSError | ValueError) else FAILED) from None
+
+
+def need(*modules: str) -> None:
+    """Raise ``ModuleNotFoundError`` if one of these modules is not installed."""
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(f"This command needs {', '.join(missing)}. {INSTALL}")
 
 
 def _in_words(error: Exception) -> str:

@@ -12,19 +12,11 @@ import typer
 
 from fedrot._io import replacing, write_text
 from fedrot.simulations.barrier.barrier_settings import BarrierSettings
-from fedrot.simulations.cli.commands import (
-    command,
-    command_line,
-    console,
-    given,
-    say,
-)
+from fedrot.simulations.cli.commands import command, command_line, console, given, need, say
 from fedrot.simulations.cli.effects import refuse_idle
 from fedrot.simulations.cli.root import app
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.federation import runner
 from fedrot.simulations.grids import bundled_grids, read_grid
-from fedrot.simulations.jobs import Machine
 
 
 def grid_argument(entries: str) -> Any:
@@ -54,6 +46,12 @@ PANELS = {
 #: The settings of ``simulate`` that are no options of their own.
 MORE_SETTINGS = tuple(
     name for name in SimulationConfig.model_fields if name not in {"setting"}.union(*PANELS.values())
+)
+
+#: Modules of the extra ``simulation`` that a run needs: a missing one is named before the run.
+SIMULATION = (
+    *("flwr", "flwr_datasets", "datasets", "transformers", "tokenizers", "pyarrow", "sklearn", "PIL"),
+    *("nervaluate", "pandas", "matplotlib", "jinja2", "ray"),
 )
 
 # Parameters of several commands
@@ -107,8 +105,7 @@ def simulate(
     Jobs run in parallel, one per core. A job runs all arms of one setting, start and seed. An arm that
     fails does not stop the others. To resume after an interrupt, repeat the command.
     """
-    from fedrot.simulations.federation.grid_run import simulate as run
-
+    need(*SIMULATION)
     if grid is not None:
         data_dir, model = settings["data_dir"], settings["model"]
         configs = configs_of(grid, quick=quick, data_dir=data_dir, model=model)
@@ -116,6 +113,10 @@ def simulate(
         if "arms" not in given(click.get_current_context()):
             del settings["arms"]  # The default depends on other settings: adapters have other arms.
         configs = [SimulationConfig.from_flat({**settings, **_more_settings(more, settings)})]
+    # After the settings have been checked: these modules import torch and transformers.
+    from fedrot.simulations.federation.grid_run import simulate as run
+    from fedrot.simulations.jobs import Machine
+
     run(configs, out, command_line(), console, Machine(workers, ray, gpus), dry_run=dry_run)
 
 
@@ -185,6 +186,7 @@ def report(
     ] = None,
 ) -> None:
     """Write the HTML report of a run folder, complete or not, or of a strategy's rows file."""
+    from fedrot.simulations.federation import runner
     from fedrot.simulations.federation.run_folder import ROWS, read_rows
     from fedrot.simulations.report.findings.shares import share_tables
     from fedrot.simulations.report.run_page import markdown_report

@@ -1,9 +1,8 @@
-"""Environment variables of a run, checks of its configurations, and tables of its results."""
+"""Checks of a run's configurations, and tables of its results."""
 
 from __future__ import annotations
 
 import logging
-import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,30 +19,11 @@ if TYPE_CHECKING:
     from fedrot.simulations.arm import Arm
     from fedrot.simulations.tasks.task import Task
 
-#: Variables to set before Flower and Ray are imported: no telemetry, no update checks, less output.
-ENVIRONMENT = {
-    "FLWR_TELEMETRY_ENABLED": "0",
-    "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-}
-
-
 #: Printed where alignment changed nothing in a classification, and no arm fits a task head.
 HINT = (
     "If clients have different labels, compare also the average with a fitted task head: --arms "
     "plain,aligned,plain+task-head (docs/methods/head.md; in Flower FedRot(config, fit_head=True))."
 )
-
-
-def prepare_environment() -> None:
-    """Set the variables of ``ENVIRONMENT`` that are not set; call before importing Flower."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
 
 
 def check(configs: Sequence[SimulationConfig]) -> None:

@@ -15,7 +15,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 class MergeSettings(BaseModel):
     """Options for the alignment and the merge of saved models; ``merge`` checks the values."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     method: str = Field(
         default="mean",
@@ -50,7 +50,7 @@ class AdapterMergeSettings(BaseModel):
         weights: one number per adapter, separated by commas; None: equal weights.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     method: str = "exact"
     rank: int | None = Field(default=None, gt=0)

@@ -1,17 +1,24 @@
-"""Help, the version and a wrong option appear before anything heavy is imported."""
+"""Help, the version and a mistake in an option appear before anything heavy is imported."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterable
+from importlib.metadata import packages_distributions
+from pathlib import Path
 
 import pytest
 
 from fedrot.aggregation import aggregations
+from fedrot.simulations import INSTALL
 from fedrot.simulations.barrier import barrier_methods, barrier_settings
+from fedrot.simulations.cli.experiment_commands import SIMULATION
 from fedrot.simulations.merge import merge_settings
-from tests.simulations.cli.test_terminal import COMMANDS
+from tests.simulations.cli.test_terminal import COMMANDS, ROOT
 
 HEAVY = {
     *("torch", "scipy", "transformers", "flwr", "datasets", "flwr_datasets", "matplotlib", "ray"),
@@ -19,28 +26,73 @@ HEAVY = {
 }
 
 
-def loaded(*lines: tuple[str, ...]) -> tuple[list[int], set[str]]:
-    """Run the command with each of these arguments in a new process; return exit codes and modules."""
+#: Mistakes in the values of options, and in a setting.
+MISTAKES = (
+    *("--task wrong", "--start wrong", "--lr -1", "--lr much", "--seeds 3-1", "--partition wrong"),
+    *("--set wrong=1", "--set width=0", "--width 5", "--model minilm --width 8"),
+    *("--set width=10", "--architecture vit", "--label-kind single --task mlm", "grid.toml"),
+)
+
+
+def results_of(
+    *lines: str, lacking: Iterable[str] = (), cwd: Path | None = None
+) -> tuple[list[int], list[str], set[str]]:
+    """Run commands in one new process, where the modules ``lacking`` cannot be imported.
+
+    Return their exit codes and outputs, and the modules that were imported.
+    """
     code = (
         "import json, sys\n"
+        f"sys.modules.update(dict.fromkeys({[*lacking]!r}))\n"
         "from typer.testing import CliRunner\n"
         "from fedrot.__main__ import main\n"
         "from fedrot.simulations.cli.app import app\n"
-        f"codes = [CliRunner().invoke(app, line).exit_code for line in {lines!r}]\n"
-        "print(json.dumps([codes, sorted({name.partition('.')[0] for name in sys.modules})]))"
+        f"found = [CliRunner().invoke(app, line.split()) for line in {lines!r}]\n"
+        "names = {name.partition('.')[0] for name, module in sys.modules.items() if module}\n"
+        "print(json.dumps([[r.exit_code for r in found], [r.output for r in found], [*names]]))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    codes, modules = json.loads(result.stdout)
-    return codes, set(modules)
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=cwd)
+    codes, outputs, modules = json.loads(result.stdout)
+    return codes, [" ".join(output.split()) for output in outputs], set(modules)
 
 
-def test_help_and_mistakes_import_nothing_heavy() -> None:
-    helps = [("--help",), ("--version",), *((name, "--help") for name in COMMANDS)]
-    mistakes = [("--wrong",), ("wrong",), *((name, "--wrong") for name in COMMANDS)]
-    codes, modules = loaded(*helps, *mistakes)
-    assert codes == [0] * len(helps) + [2] * len(mistakes)
+HELPS = ("--help", "--version", *(f"{name} --help" for name in COMMANDS))
+
+
+def test_help_and_unknown_options_import_nothing_heavy() -> None:
+    wrong = ["--wrong", "wrong", *(f"{name} --wrong" for name in COMMANDS)]
+    codes, outputs, modules = results_of(*HELPS, *wrong)
+    assert codes == [0] * len(HELPS) + [2] * len(wrong), outputs
     assert modules & HEAVY == set()
     assert "fedrot" in modules
+
+
+def test_mistakes_in_settings_import_nothing_heavy_but_numpy(tmp_path: Path) -> None:
+    (tmp_path / "grid.toml").write_text("[[setting]]\nwrong = 1\n")
+    lines = [f"simulate --out run {mistake}" for mistake in MISTAKES]
+    codes, outputs, modules = results_of(*lines, cwd=tmp_path)
+    assert codes == [2] * len(lines), outputs
+    assert modules & HEAVY <= {"numpy"}
+
+
+def test_help_needs_the_extra_flower_alone_and_a_run_names_the_other() -> None:
+    lines = (*HELPS, "simulate --out run", "report .", "check .")
+    lacking = [name for name in SIMULATION if name != "flwr"]
+    codes, outputs, _ = results_of(*lines, lacking=lacking)
+    assert codes == [0] * len(HELPS) + [2] * (len(lines) - len(HELPS)), outputs
+    assert f"This command needs {', '.join(lacking)}. {INSTALL}" in outputs[len(HELPS)]
+    for output in outputs[len(HELPS) :]:
+        assert INSTALL in output
+
+
+def test_every_package_of_the_extra_is_needed_by_a_run() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    # Of fedrot[flower] and flwr[simulation], a run needs flwr and ray.
+    names = {re.split("[<>=[]", one)[0] for one in extras["simulation"]} - {"fedrot"} | {"ray"}
+    found = packages_distributions()
+    assert names == {found[module][0].lower() for module in SIMULATION}
 
 
 def test_fedrot_itself_imports_nothing_until_a_name_is_used() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,33 +57,6 @@ def test_a_guard_has_a_metric_of_the_task() -> None:
     said = r"arm 'aligned:perplexity': unknown metric 'perplexity'; one of accuracy, .*loss$"
     with pytest.raises(FedrotError, match=said):
         runner.check([config])
-
-
-def test_nothing_reports_home_unless_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = {
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }
-    for name in wanted:
-        # Set before it is deleted, so that its value is restored.
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    runner.prepare_environment()
-    assert {name: os.environ.get(name) for name in wanted} == wanted
-
-
-def test_variables_that_the_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "info")
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    runner.prepare_environment()
-    assert (os.environ["TRANSFORMERS_VERBOSITY"], os.environ["TOKENIZERS_PARALLELISM"]) == (
-        "info",
-        "false",
-    )
 
 
 def test_the_partition_of_every_seed_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

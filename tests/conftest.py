@@ -15,7 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Flower's simulations start a Ray of their own, and do not join a cluster that another test has started.
 os.environ["RAY_ADDRESS"] = "local"
 # Ray's workers would run at niceness 15, behind all other test processes: tests of Ray would time out.
-os.environ["RAY_worker_niceness"] = "0"
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
 
 #: The laboratory changes registries that other tests read: its tests run in processes of their own,
 #: ``make lab``.

@@ -14,6 +14,7 @@ import typer
 from pydantic import BaseModel, Field
 from typer.testing import CliRunner
 
+from fedrot.simulations import INSTALL
 from fedrot.simulations.barrier.barrier_settings import BarrierSettings
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import BAD_INPUT, FAILED, INTERRUPTED, command, command_line
@@ -184,6 +185,12 @@ def test_errors_become_a_line_and_a_code(tmp_path: Path, monkeypatch: pytest.Mon
             OSError(errno.EIO, "Input/output error", file),
             BAD_INPUT,
             f"Error: '{file}': Input/output error.",
+        ),
+        (ModuleNotFoundError("give it"), BAD_INPUT, "Error: give it"),
+        (
+            ModuleNotFoundError("No module named 'ray'", name="ray"),
+            BAD_INPUT,
+            f"Error: This command needs ray. {INSTALL}",
         ),
         (KeyboardInterrupt(), INTERRUPTED, ""),
     ):

@@ -82,7 +82,7 @@ def test_the_notebook_about_own_models_runs(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_page_about_rotations_of_the_stream_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    _executed("explanation/stream.md", 2)
+    _executed("explanation/stream.md", 1)
     permuted, rotated = re.findall(
         r"canonical=\w+: (\S+)% of the distance left", capsys.readouterr().out
     )

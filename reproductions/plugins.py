@@ -5,6 +5,7 @@ from pathlib import Path
 import reproductions.arms
 import reproductions.barriers.methods
 import reproductions.flower_strategies
+import reproductions.optimal_transport
 import reproductions.report.sections
 import reproductions.task_heads  # noqa: F401
 from fedrot.simulations.grids import FOLDERS

@@ -114,7 +114,7 @@ class Arm(BaseModel):
 
     Any arm may end in ``/AGGREGATION(ARGUMENTS)``, such as ``/regmean(alpha=0.5;batches=4)``. The
     arguments are those of the aggregation; ``batches`` limits the data for the clients' statistics.
-    ``ot`` alone is short for ``plain/ot``. ``joined`` trains one model on all clients' data,
+    ``fisher`` alone is short for ``plain/fisher``. ``joined`` trains one model on all clients' data,
     ``joined-steps`` for as many steps as one client. ``#0+2`` at the end merges the replies of these
     clients only. ``#pairs`` and ``#subsets`` stand for one arm per pair or subset of clients.
 

@@ -2,7 +2,6 @@
 
 from fedrot.aggregation.fisher_mean import Fisher
 from fedrot.aggregation.mean import Mean
-from fedrot.aggregation.optimal_transport import OptimalTransport
 from fedrot.aggregation.registry import (
     Aggregator,
     aggregation_named,
@@ -18,7 +17,6 @@ __all__ = [
     "Aggregator",
     "Fisher",
     "Mean",
-    "OptimalTransport",
     "RegMean",
     "Statistics",
     "aggregation_named",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fedrot
-from fedrot.aggregation import Fisher, Mean, OptimalTransport, RegMean
+from fedrot.aggregation import Fisher, Mean, RegMean
 from fedrot.anchors import ANCHORS
 from fedrot.matching import procrustes
 from fedrot.precision import full_float32
@@ -221,22 +221,6 @@ def test_canonical_statistics_on_the_device_are_those_on_the_cpu(family: str) ->
         for name, value in by_name.items():
             difference = (found[kind][name] - value).abs().max()
             assert difference <= 1e-4 * max(1, value.abs().max()), (kind, name)
-
-
-def test_optimal_transport_solves_on_the_host_and_mixes_on_the_device() -> None:
-    symmetry = symmetry_for("bert")
-    anchor, near, _ = _models("bert")
-
-    def merged(put: Callable[[State], State]) -> State:
-        fusion = OptimalTransport(symmetry)
-        for client in (anchor, near):
-            fusion.add(put(client), 1.0)
-        return fusion.result()
-
-    wanted = merged(dict)
-    with Pretend() as device:
-        found = _fetched(merged(device.put))
-    assert largest_difference(found, wanted) <= 1e-6
 
 
 @pytest.mark.parametrize("anchor", ANCHORS)

@@ -309,8 +309,7 @@ MERGING: dict[str, tuple[bool, tuple[str, ...], str, str, str, bool]] = {
     "plain/fisher": (False, (), RUNNING, "probe", "fisher", False),
     "joined": (False, (), RUNNING, "probe", "mean", False),
     "aligned/mean": (True, DEFAULT_PARTS, RUNNING, "probe", "mean", True),
-    "aligned/ot": (True, DEFAULT_PARTS, RUNNING, "probe", "ot", True),
-    "aligned@global/ot": (True, DEFAULT_PARTS, "global", "probe", "ot", True),
+    "aligned@global/fisher": (True, DEFAULT_PARTS, "global", "probe", "fisher", True),
     "aligned~clients/regmean": (
         True,
         DEFAULT_PARTS,
@@ -354,7 +353,7 @@ def test_heads_start_from_the_same_or_from_different_ones() -> None:
 BAD_ARMS = {
     "aligned/median": "unknown aggregation 'median'",
     "aligned/regmean@global": "unknown aggregation 'regmean@global'",
-    "aligned/regmean/ot": "unknown aggregation 'regmean/ot'",
+    "aligned/regmean/mean": "unknown aggregation 'regmean/mean'",
     "aligned/regmean~weights": "unknown aggregation 'regmean~weights'",
     "aligned/joined": "unknown aggregation 'joined'",
     "aligned/": "unknown aggregation ''",
@@ -507,7 +506,7 @@ def test_only_runs_that_move_weights_need_a_supported_family() -> None:
     for arms in (("plain",), ("plain/regmean", "joined")):
         assert not SimulationConfig(arms=arms).moves
         assert SimulationConfig(arms=arms, starts=("same", "scrambled")).moves
-    for arm in ("aligned", "ot", "heads/fisher"):
+    for arm in ("aligned", "heads/fisher"):
         assert SimulationConfig(arms=("plain", arm)).moves
 
 

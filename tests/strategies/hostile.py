@@ -17,12 +17,11 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, FedTrimmedAvg, K
 from torch import Tensor
 
 import fedrot
-from fedrot.aggregation.optimal_transport import OptimalTransport
 from fedrot.strategies import Aligned, FedRot, OtherBasis
 from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.settings import Server
 from tests.models import State, config_of
-from tests.strategies.classifier import NAME, SYMMETRY, build
+from tests.strategies.classifier import NAME, build
 
 CONFIG = config_of(NAME)
 
@@ -122,7 +121,6 @@ SETUPS: dict[str, Callable[[], Any]] = {
     "heads and scales": lambda: FedRot(CONFIG, **_parts(("heads", "attention", "rescale", "ffn"))),
     "chance 0": lambda: FedRot(CONFIG, **_parts(("attention", "ffn"), chance=0)),
     "canonical": lambda: FedRot(CONFIG, **_parts(("attention", "ffn"), canonical=True)),
-    "optimal transport": lambda: FedRot(CONFIG, aggregation=lambda: OptimalTransport(SYMMETRY)),
     "other basis": lambda: FedRot(CONFIG, other_basis=OTHER),
     "other basis, consensus": lambda: FedRot(
         CONFIG, other_basis=OTHER, alignment=fedrot.AlignmentOptions(anchor="consensus")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fedrot
-from fedrot.aggregation import Fisher, Mean, OptimalTransport, RegMean, check_statistics
+from fedrot.aggregation import Fisher, Mean, RegMean, check_statistics
 from fedrot.collect.statistics import transport_statistics
 from fedrot.symmetry.moves import Move
 from tests.fedrot.oracles import Array, seeded
@@ -26,7 +26,6 @@ from tests.models import (
     State,
     largest_difference,
     near,
-    state_of,
     symmetry_for,
 )
 
@@ -226,51 +225,6 @@ def test_fisher_of_nothing_but_untrained_tensors_is_refused() -> None:
         fisher.add(update, weight, {**statistics, **masks})
     fisher.add(update, weight, statistics)
     assert largest_difference(fisher.result(), update) <= 1e-12
-
-
-# Optimal transport with masks
-
-
-def units(*trained: int) -> Tensor:
-    return torch.isin(torch.arange(NEURONS), torch.tensor(trained))
-
-
-@pytest.mark.parametrize("mask", [units(3), ~units(0)], ids=["one", "all but one"])
-def test_transport_refuses_masks_of_some_of_the_rows_it_mixes(mask: Tensor) -> None:
-    base = state_of(NAME)
-    good = [near(base, 0.05, seed) for seed in range(2)]
-    transport = OptimalTransport(SYMMETRY)
-    for update in good:
-        with pytest.raises(fedrot.UpdateError, match=UP):
-            transport.add(near(base, 0.5, 9), 5.0, {"trained": {UP: mask}})
-        transport.add(update, 1.0)
-    expected = merged(OptimalTransport(SYMMETRY), [(update, 1.0, {}) for update in good])
-    assert largest_difference(transport.result(), expected) == 0
-
-
-@pytest.mark.parametrize(
-    "masks",
-    [
-        {UP: FALSE},
-        {UP: torch.tensor(True)},
-        {UP: torch.zeros(NEURONS, dtype=torch.bool)},
-        {UP: torch.ones(NEURONS, dtype=torch.bool)},
-        # Its rows are the residual stream, which nobody mixes.
-        {DOWN: torch.arange(WIDTH) % 2 == 0},
-    ],
-    ids=["none", "all", "no row", "every row", "rows that stay"],
-)
-def test_transport_accepts_masks_that_mixing_leaves_true(masks: dict[str, Tensor]) -> None:
-    base = state_of(NAME)
-    updates = [
-        fedrot.random_equivalent(near(base, 0.05, s), SYMMETRY, s, ("heads", "ffn")) for s in (1, 2)
-    ]
-    statistics: list[Statistics] = [{"trained": masks}, {}]
-    transport = OptimalTransport(SYMMETRY, anchor=base)
-    moved = [transport.transported(update) for update in updates]
-    expected = merged(Mean(), [(m, 1.0, s) for m, s in zip(moved, statistics, strict=True)])
-    found = merged(transport, [(u, 1.0, s) for u, s in zip(updates, statistics, strict=True)])
-    assert largest_difference(found, expected) == 0
 
 
 # Precision of Gram matrices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ import fedrot
 from fedrot.aggregation import (
     Fisher,
     Mean,
-    OptimalTransport,
     RegMean,
     aggregation_named,
     aggregations,
@@ -20,13 +20,11 @@ from fedrot.aggregation import (
     entry_named,
 )
 from fedrot.collect.statistics import STATISTIC_KINDS, kind_named, transport_statistics
-from tests.models import state_of, symmetry_for
 
 CLASSES = {
     "mean": Mean,
     "fisher": Fisher,
     "regmean": RegMean,
-    "ot": OptimalTransport,
 }
 
 
@@ -35,8 +33,7 @@ def test_every_aggregation_has_a_name_and_says_what_it_needs() -> None:
     assert {entry.name: entry.build for entry in ours} == CLASSES
     needs = {entry.name: entry.needs for entry in ours if entry.needs}
     assert needs == {"fisher": ("fisher",), "regmean": ("gram",)}
-    inputs = {entry.name: entry.inputs for entry in ours if entry.inputs}
-    assert inputs == {"ot": ("symmetry",)}
+    assert not any(entry.inputs for entry in ours)
     assert [entry.name for entry in ours if not entry.follows_rotations] == ["fisher"]
     assert [entry.name for entry in ours if entry.by_tensor] == ["mean"]
     for entry in ours:
@@ -46,7 +43,6 @@ def test_every_aggregation_has_a_name_and_says_what_it_needs() -> None:
 
 def test_aggregations_are_found_by_what_can_be_given() -> None:
     assert [e.name for e in aggregations(())] == ["mean", "fisher", "regmean"]
-    assert "ot" in [e.name for e in aggregations(("symmetry",))]
 
 
 @pytest.mark.parametrize("name", ["mean", "fisher", "regmean"])
@@ -61,7 +57,6 @@ def test_arguments_are_computed_for_the_aggregations_that_take_them() -> None:
     def unwanted() -> Any:
         raise AssertionError("this aggregation does not take the argument")
 
-    symmetry = symmetry_for("bert-mlm")
     asked: list[float] = []
 
     def alpha() -> float:
@@ -75,24 +70,12 @@ def test_arguments_are_computed_for_the_aggregations_that_take_them() -> None:
     assert found.alpha == 0.5
     build()
     assert len(asked) == 2
-    transport = aggregation_named("ot", symmetry=lambda: symmetry, alpha=unwanted)()
-    transport.add(state_of("bert-mlm"), 1.0)
-    assert transport.result().keys() == state_of("bert-mlm").keys()
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("median", "Unknown aggregation 'median'; choose from mean, fisher, ot, regmean"),
-        ("ot", r"needs the argument 'symmetry': .* fedrot.aggregation.OptimalTransport\(symmetry\)"),
-    ],
-)
-def test_a_name_that_builds_nothing_is_an_error(name: str, message: str) -> None:
-    with pytest.raises(fedrot.FedrotError, match=message):
-        aggregation_named(name)
-    if name == "median":
-        with pytest.raises(fedrot.FedrotError, match=message):
-            entry_named(name)
+@pytest.mark.parametrize("named", [aggregation_named, entry_named])
+def test_a_name_that_builds_nothing_is_an_error(named: Callable[[str], object]) -> None:
+    with pytest.raises(fedrot.FedrotError, match="'median'; choose from mean, fisher, regmean"):
+        named("median")
 
 
 def test_an_unknown_kind_is_one_error_everywhere() -> None:

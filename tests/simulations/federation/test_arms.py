@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fedrot
 import reproductions.soup  # noqa: F401  # An aggregation that takes a score.
-from fedrot.aggregation import Fisher, Mean, OptimalTransport, RegMean
+from fedrot.aggregation import Fisher, Mean, RegMean
 from fedrot.collect.statistics import STATISTIC_KINDS, StatisticKind
 from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig
@@ -64,7 +64,6 @@ def test_every_aggregation_has_its_aggregator(task: Task, shell: nn.Module) -> N
         "mean": Mean,
         "regmean": RegMean,
         "fisher": Fisher,
-        "ot": OptimalTransport,
     }
     for name in classes:
         build = aggregation_of(Arm.parse(name), task, 0, shell)

@@ -106,7 +106,7 @@ def test_there_is_one_model_whose_head_is_fitted(arm: str) -> None:
     "arm",
     [
         *("plain", "aligned@global*0:loss", "plain/regmean(alpha=0.5)", "ffn#0+1"),
-        *("regmean", "ot", "regmean(alpha=0.5)", "fisher#0+1"),
+        *("regmean", "fisher", "regmean(alpha=0.5)", "fisher#0+1"),
     ],
 )
 def test_the_rest_of_the_name_keeps_its_meaning(arm: str) -> None:

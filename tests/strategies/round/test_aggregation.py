@@ -19,7 +19,7 @@ from flwr.serverapp.strategy import FedAvg
 from torch import Tensor
 
 import fedrot
-from fedrot.aggregation import Aggregator, Fisher, Mean, OptimalTransport, RegMean
+from fedrot.aggregation import Aggregator, Fisher, Mean, RegMean
 from fedrot.collect.statistics import TRAINED
 from fedrot.strategies import Aligned, FedRot, statistics_record, wanted_statistics
 from fedrot.strategies.settings import OtherBasis, Reporting
@@ -686,30 +686,3 @@ def test_permutations_carry_fisher_information(anchor: str) -> None:
     assert error(result, tensors_of(expected)) <= 1e-4
     unaligned = FedRot(config_of(NAME), alignment=None, aggregation=Fisher)
     assert largest_difference(play(unaligned, moved)[0], expected) > 0.1
-
-
-# --- soups and transport -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("align", [True, False])
-def test_optimal_transport_without_regularisation_permutes(align: bool) -> None:
-    base, clients = state(), [replace(client, statistics={}) for client in honest()]
-    # The default alignment leaves heads in their order.
-    parts = fedrot.AlignmentOptions().parts if align else PERMUTATIONS.parts
-    moved = [
-        replace(c, update=fedrot.random_equivalent(c.update, SYMMETRY, i, parts))
-        for i, c in enumerate(clients)
-    ]
-    transport = partial(OptimalTransport, SYMMETRY, regularisation=0.0, anchor=base)
-    strategy = FedRot(
-        config_of(NAME),
-        alignment=replace(EAGER, anchor="global") if align else None,
-        aggregation=transport,
-    )
-    expected, _ = play(strategy, clients)
-    if not align:
-        assert apart(expected, mean(clients)) <= 1e-6
-    result, _ = play(strategy, moved)
-    assert largest_difference(result, expected) <= 1e-5
-    plain, _ = play(FedRot(config_of(NAME), alignment=None), moved)
-    assert largest_difference(plain, expected) > 0.1

@@ -149,7 +149,5 @@ def _pot() -> Any:
     try:
         import ot
     except ImportError as error:
-        raise FedrotError(
-            "Optimal-transport fusion needs the POT library: pip install 'fedrot[ot]'."
-        ) from error
+        raise FedrotError("Optimal-transport fusion needs the POT library: pip install POT.") from error
     return ot

@@ -309,7 +309,6 @@ MERGING: dict[str, tuple[bool, tuple[str, ...], str, str, str, bool]] = {
     "plain/fisher": (False, (), RUNNING, "probe", "fisher", False),
     "joined": (False, (), RUNNING, "probe", "mean", False),
     "aligned/mean": (True, DEFAULT_PARTS, RUNNING, "probe", "mean", True),
-    "aligned@global/fisher": (True, DEFAULT_PARTS, "global", "probe", "fisher", True),
     "aligned~clients/regmean": (
         True,
         DEFAULT_PARTS,

@@ -176,14 +176,13 @@ def stream() -> Figure:
 def anchors() -> Figure:
     """Draw which model each of three updates is aligned to."""
     base, updates = np.zeros(2), np.array([[1.3, 1.3], [2.4, 0.2], [1.1, -1.0]])
-    two, three = updates[:2].mean(0), updates.mean(0)
+    two = updates[:2].mean(0)
     drawn = {
         "global": [(update, base) for update in updates],
         "running": [(updates[0], base), (updates[1], updates[0]), (updates[2], two)],
-        "consensus": [(update, three) for update in updates],
     }
-    means = {"running": {"mean of\n1 and 2": two}, "consensus": {"mean of all": three}}
-    figure, axes = plt.subplots(1, 3, figsize=(9, 2.6), layout="constrained")
+    means = {"running": {"mean of\n1 and 2": two}}
+    figure, axes = plt.subplots(1, 2, figsize=(6, 2.6), layout="constrained")
     for ax, (name, pairs) in zip(axes, drawn.items(), strict=True):
         ax.scatter(*base, s=90, color=GREY)
         ax.text(*base, "broadcast\n", ha="center", va="bottom", fontsize=9)

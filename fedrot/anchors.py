@@ -1,17 +1,15 @@
 """Anchors: the model that each update of a round is aligned to, by name in ``ANCHORS``.
 
-``global`` aligns to the broadcast model. The other anchors align clients to each other, because clients
-that trained long are closer to each other than to the broadcast model. The first update is aligned to
-the broadcast model, so that the round stays in the broadcast model's coordinates.
+``global`` aligns to the broadcast model. ``running`` aligns clients to each other, because clients that
+trained long are closer to each other than to the broadcast model. The first update is aligned to the
+broadcast model, so that the round stays in the broadcast model's coordinates.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import count
 
 import torch
 
@@ -39,12 +37,6 @@ SAME_BASIS = 0.25
 #: Maximum number of entries of one embedding that ``base_cosine`` compares.
 _COMPARED = 2**20
 
-#: ``consensus`` stops when a pass lowers the total squared distance by less than this share.
-CONSENSUS_TOLERANCE = 1e-4
-
-#: Maximum number of passes of ``consensus`` after the first.
-CONSENSUS_PASSES = 3
-
 #: An update's tensors and its positive weight.
 Weighted = tuple[Tensors, float]
 
@@ -65,21 +57,14 @@ class GlobalAnchor:
     is merged.
 
     Attributes:
-        needs_all: True if the anchor depends on every update. Then the round calls ``prepare`` with all
-            updates first, and ``align`` with each update's place in this list.
         current: the anchor of the next update.
     """
-
-    needs_all = False
 
     def __init__(self, broadcast: Anchor, find: Finder) -> None:
         self.broadcast = self.current = broadcast
         self.find = find
 
-    def prepare(self, updates: Sequence[Weighted]) -> None:
-        """Choose the anchor from all updates of the round."""
-
-    def align(self, update: Tensors, place: int = 0) -> Alignment:
+    def align(self, update: Tensors) -> Alignment:
         """Return the alignment of one update.
 
         If the update cannot be matched to an anchor made of other clients' updates, it is aligned to the
@@ -130,63 +115,10 @@ class RunningAnchor(GlobalAnchor):
         self._weight += weight
 
 
-class ConsensusAnchor(GlobalAnchor):
-    """Generalised Procrustes: the mean of the aligned updates, in repeated passes.
-
-    The first pass is a running mean, from the largest weight to the smallest; of equal weights the
-    update of smallest norm is first. The result does not depend on the order of the replies.
-    """
-
-    needs_all = True
-
-    def prepare(self, updates: Sequence[Weighted]) -> None:
-        """Find the alignments of all updates; only alignments are stored, not aligned models."""
-        running = RunningAnchor(self.broadcast, self.find)
-        self._found, self._refused = dict[int, Alignment](), dict[int, UpdateError]()
-        for place in sorted(range(len(updates)), key=lambda i: (-updates[i][1], _norm(updates[i][0]))):
-            update, weight = updates[place]
-            try:
-                alignment = running.align(update)
-                running.accept(alignment.apply(update), weight)
-            except UpdateError as error:
-                self._refused[place] = error
-            else:
-                self._found[place] = alignment
-        previous = float("inf")
-        for _ in range(CONSENSUS_PASSES if len(self._found) > 1 else 0):
-            mean = Mean()
-            for place, alignment in self._found.items():
-                mean.add(alignment.apply(updates[place][0]), updates[place][1])
-            anchor = Anchor(mean.current, running.current.spread)
-            for place, alignment in self._found.items():
-                update, weight = updates[place]
-                spread = anchor.spread.containing(weight / mean.weight, alignment.moved)
-                with suppress(UpdateError):  # the mean cannot be matched: the alignment stays
-                    self._found[place] = self.find(update, replace(anchor, spread=spread))
-            total = sum(updates[place][1] * found.report.after for place, found in self._found.items())
-            if total >= previous * (1 - CONSENSUS_TOLERANCE):
-                break
-            previous = total
-
-    def align(self, update: Tensors, place: int = 0) -> Alignment:
-        """Return the alignment that ``prepare`` found for the update at this place; raise its error."""
-        if place in self._refused:
-            raise self._refused[place]
-        return self._found[place]
-
-
-def _norm(update: Tensors) -> float:
-    squares = (
-        torch.linalg.vector_norm(t.double()) ** 2 for t in update.values() if t.is_floating_point()
-    )
-    return float(sum(squares))
-
-
 #: The anchors by name. Plug-ins add theirs.
 ANCHORS: dict[str, type[GlobalAnchor]] = {
     "global": GlobalAnchor,
     "running": RunningAnchor,
-    "consensus": ConsensusAnchor,
 }
 
 
@@ -283,13 +215,11 @@ def align_round(
     """Align a round's updates, in order.
 
     Args:
-        updates: pairs of tensors and positive weight.
+        updates: pairs of tensors and positive weight, which are read one at a time.
         broadcast: the model that the clients received.
         symmetry: from ``symmetry_of``.
-        options: see ``AlignmentOptions``. Their anchor is ``global`` (the broadcast model), ``running``
-            (the weighted mean of the updates so far) or ``consensus`` (generalised Procrustes,
-            independent of the order). ``global`` and ``running`` read ``updates`` lazily and hold one at
-            a time; ``consensus`` holds all of them.
+        options: see ``AlignmentOptions``. Their anchor is ``running`` (the weighted mean of the updates
+            so far) or ``global`` (the broadcast model).
         other_basis: options for an update from another basis than its anchor (``base_cosine`` below
             ``SAME_BASIS``, unless both are near the broadcast model); if None, ``options`` hold for it
             too. If one of the two is ``canonical``, both are.
@@ -305,16 +235,13 @@ def align_round(
     check_anchor(chosen.anchor)
     find = finder(broadcast, symmetry, chosen, other_basis, evidence)
     rule = ANCHORS[chosen.anchor](Anchor(broadcast), find)
-    if rule.needs_all:
-        updates = list(updates)
-        rule.prepare(updates)
 
-    def aligned(given: Weighted, place: int) -> AlignedUpdate:
+    def aligned(given: Weighted) -> AlignedUpdate:
         update, weight = given
-        alignment = rule.align(update, place)
+        alignment = rule.align(update)
         result = AlignedUpdate(alignment.apply(update), weight, alignment)
         rule.accept(result.tensors, weight)
         return result
 
     # Not a generator: its variables would hold the last update until the next one has arrived.
-    return map(aligned, updates, count())
+    return map(aligned, updates)

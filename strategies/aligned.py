@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord
 from flwr.common import log
 
 from fedrot.aggregation import Aggregator, Mean
-from fedrot.anchors import ANCHORS, check_anchor
+from fedrot.anchors import check_anchor
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.strategies import arguments
 from fedrot.strategies.base import ReplyStrategy
@@ -36,8 +36,8 @@ class Aligned(ReplyStrategy):
     first, and give ``alignment=AlignmentOptions(anchor="global")``.
 
     Replies are aligned and added to the mean one at a time, in the order of arrival. All updates of a
-    round are held with base strategies that need all of them (medians, Krum, privacy wrappers), the
-    anchor ``consensus``, ``alignment=None``, and some settings of ``server`` and ``other_basis``. See
+    round are held with base strategies that need all of them (medians, Krum, privacy wrappers),
+    ``alignment=None``, and some settings of ``server`` and ``other_basis``. See
     ``ReplyStrategy`` for replies that are dropped.
 
     Args:
@@ -124,7 +124,7 @@ class Aligned(ReplyStrategy):
         if self.alignment is None:
             return super().waits
         of_all = self.other_bases is not None and self.other_bases.needs_all
-        return of_all or ANCHORS[self.alignment.anchor].needs_all or super().waits
+        return of_all or super().waits
 
     def begin_round(self, arrays: ArrayRecord) -> None:
         """Find the symmetry of the model that a round broadcasts."""

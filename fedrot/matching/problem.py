@@ -35,9 +35,6 @@ Pair = tuple[Tensor, Tensor]
 #: Number of entries in a block of ``blocks_of``: 64 MiB in float32.
 _BLOCK = 2**24
 
-#: Variances below this, in units of an update's variance, are rounding errors.
-NO_NOISE = 1e-6
-
 T = TypeVar("T")
 
 
@@ -69,22 +66,11 @@ class Spread:
         along = {name: before[name] if moved[name] else mixed(before[name]) for name in moved}
         return Spread(mixed(self.across), along)
 
-    def containing(self, share: float, moved: Mapping[str, bool]) -> Spread:
-        """Return the spread for an update that contributes ``share`` to the anchor."""
-        return Spread(
-            self.across - 2 * share,
-            {n: self.along.get(n, self.across) - (0 if was else 2 * share) for n, was in moved.items()},
-        )
-
     def factor(self, group: Group, entries: int) -> float:
-        """Return the factor on the share that chance removes from isotropic noise on ``entries``.
-
-        The factor is 1 if the anchor is hardly more than the update itself.
-        """
+        """Return the factor on the share that chance removes from isotropic noise on ``entries``."""
         share = group.kind.free / entries
         across, along = 1 + self.across, 1 + self.along.get(group.name, self.across)
-        known = min(across, along) > NO_NOISE
-        return along / (share * along + (1 - share) * across) if share and known else 1.0
+        return along / (share * along + (1 - share) * across) if share else 1.0
 
 
 @dataclass(frozen=True)
@@ -160,19 +146,12 @@ class Anchor(Side):
         """Delete what ``note`` stored: the last client was aligned to another anchor."""
         self._last.clear()
 
-    def spread_after(self, share: float) -> Spread:
-        """Return the spread of an anchor that goes ``share`` of the way to the last client.
-
-        The last client is the client that was aligned to this anchor most recently.
-        """
-        return self.spread.towards(share, {name: moved for name, (moved, _) in self._last.items()})
-
     def towards_last(self, tensors: Tensors, share: float) -> Anchor:
         """Return an anchor with new tensors, ``share`` (0 to 1) of the way to the last aligned client.
 
-        Each neuron moves by at most ``share`` times its stored distance. The known bounds on the
-        separation stay valid if they are reduced by the neuron's own movement, the largest movement, and
-        the rounding error.
+        The last client is the client that was aligned to this anchor most recently. Each neuron moves by
+        at most ``share`` times its stored distance. The known bounds on the separation stay valid if
+        they are reduced by the neuron's own movement, the largest movement, and the rounding error.
         """
         known = _Known(squares=self._known.squares)
         for key, (bound, size) in self._known.bounds.items():
@@ -182,7 +161,8 @@ class Anchor(Side):
                 size = size + way.max()
                 rounding = 4 * torch.finfo(torch.float32).eps * size
                 known.bounds[key] = (bound - way - way.max() - rounding).clamp_min(0), size
-        return Anchor(tensors, self.spread_after(share), known)
+        moved = {name: was for name, (was, _) in self._last.items()}
+        return Anchor(tensors, self.spread.towards(share, moved), known)
 
 
 @dataclass(frozen=True)

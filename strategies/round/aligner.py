@@ -17,9 +17,8 @@ from fedrot.anchors import ANCHORS, Finder, GlobalAnchor, RunningAnchor, finder,
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.round.update import Moved, Question, Update
+from fedrot.strategies.round.update import Moved, Update
 from fedrot.symmetry import Symmetry
-from fedrot.symmetry.canonical import canonical
 from fedrot.tensors import Tensors, check_finite
 
 _OTHERS = (
@@ -33,7 +32,7 @@ class Aligner:
     """Leaves every update as it was received; base class of the other aligners."""
 
     def prepare(self, held: Sequence[Update]) -> Sequence[Update]:
-        """Choose the anchor from all updates of a round; return the updates to move, in order."""
+        """Choose the round's coordinates from all updates; return the updates to move, in order."""
         return held
 
     def move(self, update: Update) -> Moved:
@@ -96,7 +95,6 @@ class ToAnchor(Aligner):
         self.plan, self.broadcast, self.record, self.shared = plan, broadcast, record, shared
         on_gpu = plan.device.type != "cpu" and plan.options.anchor in ("global", "running")
         self._by_layer = self.by_layers and on_gpu and shared is not None
-        self._places: dict[Question, int] = {}
         self.rule = self.rule_at(broadcast, shared)
 
     def rule_at(self, base: Tensors, shared: Mean | None) -> GlobalAnchor:
@@ -115,35 +113,6 @@ class ToAnchor(Aligner):
         """True if the round brings its updates to canonical form."""
         return bool(self.plan.options.for_model(self.plan.symmetry).canonical)
 
-    def prepare(self, held: Sequence[Update]) -> Sequence[Update]:
-        """Drop updates that cannot be an anchor, and choose the anchor from the other updates."""
-        updates = self.sound(held)
-        self.look_at(updates)
-        return updates
-
-    def look_at(self, updates: Sequence[Update]) -> None:
-        """Pass all updates to an anchor that depends on all of them."""
-        self._places = {update.question: place for place, update in enumerate(updates)}
-        if self.rule.needs_all:
-            self.rule.prepare([(self.there(update.tensors), update.weight) for update in updates])
-
-    def sound(self, held: Sequence[Update]) -> Sequence[Update]:
-        """Return the updates that can be an anchor, and drop the others.
-
-        An update with huge values, whose canonical form overflows, must not become the anchor.
-        """
-        found = []
-        for update in held:
-            with self.record.dropping(update.client):
-                self.check(update)
-                found.append(update)
-        return found
-
-    def check(self, update: Update) -> None:
-        """Raise ``FedrotError`` if an update cannot be an anchor."""
-        if self.canonical:
-            check_finite(canonical(self.there(update.tensors), self.plan.symmetry))
-
     def move(self, update: Update) -> Moved:
         """Return the update with its statistics in the round's coordinates.
 
@@ -161,8 +130,7 @@ class ToAnchor(Aligner):
     def moved_to_anchor(self, update: Update) -> Moved:
         """Return a whole update, moved to the round's anchor."""
         tensors = self.there(update.tensors)
-        place = self._places.get(update.question, 0)
-        return self.moved(update, tensors, self.rule.align(tensors, place))
+        return self.moved(update, tensors, self.rule.align(tensors))
 
     def moved(self, update: Update, tensors: Tensors, alignment: Alignment) -> Moved:
         """Return an update moved by an alignment, given its tensors on the device."""

@@ -167,11 +167,19 @@ class FromOtherBases(ToAnchor):
         others = self.others.options if self._mixed else None
         return bool(decided(self.plan.options, others, self.plan.symmetry)[0].canonical)
 
-    def check(self, update: Update) -> None:
-        """Raise ``FedrotError`` if an update's canonical form or activations are needed and overflow."""
-        given = (update.tensors, self.broadcast, self.plan.symmetry)
-        asked = self.others.evidence is not None and in_other_basis(*given)
-        self._check(update.tensors, with_activations=asked)
+    def _sound(self, held: Sequence[Update]) -> Sequence[Update]:
+        """Return the updates whose canonical form and activations do not overflow; drop the others.
+
+        Such an update must not define the round's coordinates.
+        """
+        found = []
+        for update in held:
+            with self.record.dropping(update.client):
+                given = (update.tensors, self.broadcast, self.plan.symmetry)
+                asked = self.others.evidence is not None and in_other_basis(*given)
+                self._check(update.tensors, with_activations=asked)
+                found.append(update)
+        return found
 
     def _check(self, tensors: Tensors, with_activations: bool) -> None:
         form = self.there(tensors)
@@ -182,14 +190,12 @@ class FromOtherBases(ToAnchor):
             self.others.evidence(form, form)
 
     def prepare(self, held: Sequence[Update]) -> Sequence[Update]:
-        """Choose the round's coordinates and anchor; updates matched at clients are first."""
-        updates = self.sound(held)
-        if self.others.needs_all:
-            self._choose_coordinates(updates)
-        matched = [update for update in updates if update.question in self._matched]
-        rest = [update for update in updates if update.question not in self._matched]
-        self.look_at(rest)
-        return [*matched, *rest]
+        """Choose the round's coordinates; return updates that were matched at clients first."""
+        if not self.others.needs_all:
+            return held
+        updates = self._sound(held)
+        self._choose_coordinates(updates)
+        return sorted(updates, key=lambda update: update.question not in self._matched)
 
     def _choose_coordinates(self, updates: Sequence[Update]) -> None:
         others, symmetry, exchange = self.others, self.plan.symmetry, self.exchange
@@ -311,15 +317,13 @@ class FromOtherBases(ToAnchor):
         """
         found, rule = dict(self._matched), self.rule_at(self._base, None)
         rest = [update for update in updates if update.question not in found]
-        if rule.needs_all:
-            rule.prepare([(self.there(update.tensors), update.weight) for update in rest])
         for update in updates:
             if update.question in found:
                 rule.include(found[update.question].apply(self.there(update.tensors)), update.weight)
-        for place, update in enumerate(rest):
+        for update in rest:
             tensors = self.there(update.tensors)
             with suppress(UpdateError):
-                alignment = rule.align(tensors, place)
+                alignment = rule.align(tensors)
                 rule.accept(alignment.apply(tensors), update.weight)
                 found[update.question] = alignment
         return found

@@ -32,7 +32,7 @@ from tests.models import (
     symmetry_for,
 )
 
-ANCHORS = ("global", "running", "consensus")
+ANCHORS = ("global", "running")
 ANCHOR = pytest.mark.parametrize("anchor", ANCHORS)
 WHOLE = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
 HEADS_TOO = fedrot.AlignmentOptions(parts=("heads", "attention", "ffn"), chance=0)
@@ -146,29 +146,6 @@ def test_far_clients_keep_their_function_and_move_closer(anchor: str) -> None:
         assert (logits(name, result.tensors) - logits(name, update)).abs().max() <= 1e-10
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("regime", ["near", "far", "unrelated"])
-def test_consensus_is_not_looser_than_the_running_mean(regime: str, seed: int) -> None:
-    name = "bert-classifier"
-    broadcast = state_of(name)
-    symmetry = fedrot.symmetry_of(config_of(name), broadcast)
-    clients = [
-        (
-            state_of(name, 50 + 10 * seed + i)
-            if regime == "unrelated"
-            else near(broadcast, 0.1 if regime == "near" else 1.0, 50 + 10 * seed + i),
-            WEIGHTS[i],
-        )
-        for i in range(4)
-    ]
-    scrambled = [
-        (fedrot.random_equivalent(update, symmetry, seed + i), weight)
-        for i, (update, weight) in enumerate(clients)
-    ]
-    spreads = {a: _spread(_round(scrambled, broadcast, symmetry, a)[1]) for a in ANCHORS}
-    assert spreads["consensus"] <= spreads["running"] * (1 + 1e-9)
-
-
 @ANCHOR
 def test_one_client_is_aligned_to_the_broadcast_model(anchor: str) -> None:
     name = "bert-classifier"
@@ -236,8 +213,8 @@ def test_running_aligns_to_the_weighted_mean_of_those_before() -> None:
         aligned.append((expected, weight))
 
 
-@pytest.mark.parametrize("anchor", ["global", "running"])
-def test_one_pass_anchors_read_their_updates_lazily(anchor: str) -> None:
+@ANCHOR
+def test_updates_are_read_lazily(anchor: str) -> None:
     name = "bert-classifier"
     broadcast = state_of(name)
     symmetry = fedrot.symmetry_of(config_of(name), broadcast)
@@ -426,63 +403,7 @@ def test_probing_draws_nothing_from_the_caller_s_random_numbers() -> None:
     assert drawn == [2]
 
 
-@pytest.mark.parametrize("weights", [(3.0, 1.0, 2.0), (2.0, 2.0, 2.0)], ids=["unequal", "equal"])
-@pytest.mark.parametrize("other_basis", [True, False])
-@pytest.mark.parametrize(
-    "name", [FEW[0], *(pytest.param(name, marks=pytest.mark.long) for name in FEW[1:])]
-)
-def test_consensus_of_unrelated_models_does_not_depend_on_their_order(
-    name: str, other_basis: bool, weights: tuple[float, ...]
-) -> None:
-    broadcast, symmetry = state_of(name), symmetry_for(name)
-    clients = [(state_of(name, 40 + i), weights[i]) for i in range(3)]
-    means = []
-    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
-        given = [clients[i] for i in order]
-        chosen: dict[str, Any] = {"other_basis": WHOLE} if other_basis else {"options": WHOLE}
-        mean, results = _round(given, broadcast, symmetry, "consensus", **chosen)
-        means.append(mean)
-        for (update, weight), result in zip(given, results, strict=True):
-            assert result.weight == weight
-            assert (logits(name, result.tensors) - logits(name, update)).abs().max() <= 1e-9
-    assert max(largest_difference(mean, means[0]) for mean in means) <= 1e-9
-    running = [
-        _round([clients[i] for i in order], broadcast, symmetry, "running", WHOLE)[0]
-        for order in ((0, 1, 2), (2, 1, 0))
-    ]
-    assert largest_difference(*running) > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("weights", "expected"),
-    [((2.0, 5.0, 3.0), [1, 2, 0]), ((2.0, 2.0, 2.0), [2, 0, 1]), ((1.0, 4.0, 4.0), [2, 1, 0])],
-    ids=["by weight", "by norm", "by both"],
-)
-def test_consensus_starts_with_the_heaviest_and_of_those_with_the_smallest(
-    weights: tuple[float, ...], expected: list[int]
-) -> None:
-    """Whoever comes first is aligned to the broadcast model, and decides on the coordinates."""
-    name = "bert-classifier"
-    broadcast, symmetry = state_of(name), symmetry_for(name)
-    sizes = (1.1, 1.2, 1.0)
-    updates = [{k: size * t for k, t in near(broadcast, 0.1, 1).items()} for size in sizes]
-    asked: list[int] = []
-    anchors: list[float] = []
-
-    def evidence(to: State, update: State) -> fedrot.Activations:
-        asked.append(next(i for i, known in enumerate(updates) if known is update))
-        anchors.append(squared_distance(to, broadcast))
-        return fedrot.Activations({}, {})
-
-    given = list(zip(updates, weights, strict=True))
-    options = fedrot.AlignmentOptions(parts=("residual",))
-    results = _round(given, broadcast, symmetry, "consensus", options, evidence=evidence)[1]
-    assert asked[:3] == expected
-    assert [distance == 0 for distance in anchors[:3]] == [True, False, False]
-    assert [result.weight for result in results] == list(weights)
-
-
-@pytest.mark.parametrize("anchor", ["running", "consensus"])
+@ANCHOR
 def test_clients_that_trained_far_from_one_start_share_a_basis(anchor: str) -> None:
     """Their cosine with the broadcast model is above the limit; that with each other is not."""
     name = "bert-classifier"

@@ -248,9 +248,9 @@ ARMS: dict[str, tuple[tuple[str, ...], str, str, bool]] = {
     "aligned~learned": (DEFAULT_PARTS, RUNNING, "learned", True),
     "aligned@global~clients": (DEFAULT_PARTS, "global", "clients", True),
     "whole": (WHOLE_MODEL, RUNNING, "probe", False),
-    "whole@consensus": (WHOLE_MODEL, "consensus", "probe", False),
+    "whole@global": (WHOLE_MODEL, "global", "probe", False),
     "stream@global": (WHOLE_MODEL, "global", "probe", False),
-    "whole@consensus~weights": (WHOLE_MODEL, "consensus", "weights", False),
+    "whole@global~weights": (WHOLE_MODEL, "global", "weights", False),
     "attention": (("attention",), RUNNING, "probe", False),
     "attention+ffn": (DEFAULT_PARTS, RUNNING, "probe", False),
     "rescale+residual@global~weights": (("rescale", "residual"), "global", "weights", False),
@@ -269,7 +269,7 @@ def test_the_grammar_of_arms(name: str) -> None:
 
 
 def test_an_arm_with_a_guard() -> None:
-    arm = Arm.parse("attention@consensus~weights*0:macro_f1/regmean")
+    arm = Arm.parse("attention@global~weights*0:macro_f1/regmean")
     assert (arm.guard, arm.chance, arm.evidence) == ("macro_f1", 0.0, "weights")
     assert arm.aggregation == "regmean"
     guarded, unguarded = Arm.parse("aligned*0:loss"), Arm.parse("aligned*0")
@@ -317,8 +317,8 @@ MERGING: dict[str, tuple[bool, tuple[str, ...], str, str, str, bool]] = {
         "regmean",
         True,
     ),
-    "aligned@consensus~learned/regmean": (True, DEFAULT_PARTS, "consensus", "learned", "regmean", True),
-    "whole@consensus~weights/regmean": (True, WHOLE_MODEL, "consensus", "weights", "regmean", False),
+    "aligned@global~learned/regmean": (True, DEFAULT_PARTS, "global", "learned", "regmean", True),
+    "whole@global~weights/regmean": (True, WHOLE_MODEL, "global", "weights", "regmean", False),
     "ffn+heads/fisher": (True, ("ffn", "heads"), RUNNING, "probe", "fisher", False),
 }
 
@@ -375,13 +375,13 @@ BAD_ARMS = {
     "+ffn": "''",
     "Aligned": "'Aligned'",
     "aligned@median": "unknown anchor 'median'",
-    "aligned@consensus@global": "unknown anchor 'consensus@global'",
+    "aligned@running@global": "unknown anchor 'running@global'",
     "aligned~oracle": "unknown evidence 'oracle'",
     "aligned~clients@global": "unknown evidence 'clients@global'",
     "aligned~clients~learned": "unknown evidence 'clients~learned'",
     "aligned@median~oracle": "unknown anchor 'median'",
     "whole~clients": "'clients' goes with 'aligned'",
-    "whole@consensus~learned": "'learned' goes with 'aligned'",
+    "whole@global~learned": "'learned' goes with 'aligned'",
     "plain:loss": "'plain'",
     "aligned:": "name of a metric",
     "aligned:points": "'points' does not show",

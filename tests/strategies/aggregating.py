@@ -33,7 +33,7 @@ OUTPUT = "bert.encoder.layer.0.attention.output.dense.weight"
 UP, DOWN = "bert.encoder.layer.0.intermediate.dense.weight", "bert.encoder.layer.0.output.dense.weight"
 HEAD = ("classifier.weight", "classifier.bias")
 PERMUTATIONS = fedrot.AlignmentOptions(parts=("heads", "ffn"))
-ANCHOR = pytest.mark.parametrize("anchor", ["global", "running", "consensus"])
+ANCHOR = pytest.mark.parametrize("anchor", ["global", "running"])
 
 
 @dataclass(frozen=True)

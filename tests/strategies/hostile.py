@@ -122,7 +122,4 @@ SETUPS: dict[str, Callable[[], Any]] = {
     "chance 0": lambda: FedRot(CONFIG, **_parts(("attention", "ffn"), chance=0)),
     "canonical": lambda: FedRot(CONFIG, **_parts(("attention", "ffn"), canonical=True)),
     "other basis": lambda: FedRot(CONFIG, other_basis=OTHER),
-    "other basis, consensus": lambda: FedRot(
-        CONFIG, other_basis=OTHER, alignment=fedrot.AlignmentOptions(anchor="consensus")
-    ),
 }

@@ -456,7 +456,7 @@ def test_nobody_is_asked_in_an_ordinary_round() -> None:
     assert largest_difference(expected, result) == 0
 
 
-@pytest.mark.parametrize("anchor", ["global", "consensus"])
+@pytest.mark.parametrize("anchor", ["global", "running"])
 def test_an_update_that_its_client_matched_is_not_the_first_anchor(anchor: str) -> None:
     base = state()
     theirs = permuted(near(base, 0.5, 1), 2)

@@ -186,9 +186,6 @@ class AlignedFedMedian(Aligned, FedMedian):
 READ_TWICE: dict[str, Callable[[Any], Any]] = {
     "FedRot": lambda of: of(FedRot)(CONFIG),
     "FedRot, global": lambda of: of(FedRot)(CONFIG, alignment=fedrot.AlignmentOptions(anchor="global")),
-    "FedRot, consensus": lambda of: of(FedRot)(
-        CONFIG, alignment=fedrot.AlignmentOptions(anchor="consensus")
-    ),
     "FedRot, deterministic": lambda of: of(FedRot)(CONFIG, server=Server(deterministic=True)),
     "FedRot, half precision": lambda of: of(FedRot)(CONFIG, server=Server(wire=torch.float16)),
     "FedAdam": lambda of: of(AlignedFedAdam)(CONFIG, eta=0.01),

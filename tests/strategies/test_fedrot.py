@@ -652,11 +652,6 @@ def test_numbers_of_a_strategy_in_a_wrapper_are_checked_too() -> None:
     ("given", "alignment", "replies"),
     [
         ({}, "attention + ffn to anchor 'running'", "averaged as they arrive"),
-        (
-            {"alignment": fedrot.AlignmentOptions(anchor="consensus")},
-            "attention + ffn to anchor 'consensus'",
-            "held until all have arrived",
-        ),
         ({"alignment": None}, "off", "held until all have arrived"),
         (
             {"server": Server(deterministic=True)},

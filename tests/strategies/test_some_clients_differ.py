@@ -19,7 +19,6 @@ from fedrot.collect.statistics import TRAINED
 from fedrot.errors import FedrotError
 from fedrot.lora.adapter_options import AdapterOptions
 from fedrot.lora.averaging import MeanOfFactors
-from fedrot.options import AlignmentOptions
 from fedrot.strategies import Aligned, FedRot, OtherBasis, Server
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.lora import AdapterMean
@@ -150,15 +149,12 @@ def test_a_reply_that_is_dropped_for_its_metrics_is_not_enough_for_min_replies()
     assert strategy.aggregate_train(1, sent)[0] is None
 
 
-@pytest.mark.parametrize("anchor", ["consensus"])
-def test_beside_a_client_that_matched_itself_the_others_keep_their_own_alignment(anchor: str) -> None:
+def test_beside_a_client_that_matched_itself_the_others_keep_their_own_alignment() -> None:
     def identity(message: Message) -> Message:
         return Message(RecordDict({"fedrot-elements": ArrayRecord()}), reply_to=message)
 
     others = OtherBasis(options=WHOLE, at_clients=True)
-    strategy = FedRot(
-        SYMMETRY, alignment=AlignmentOptions(anchor=anchor), other_basis=others, reporting=ALL_METRICS
-    )
+    strategy = FedRot(SYMMETRY, other_basis=others)
     sent = [permuted(near(state(), 0.01, seed), seed) for seed in (1, 2, 3)]
     _, metrics = play(strategy, state(), sent, [identity, failure, failure])
     assert metrics["fedrot-replies-dropped"] == 0

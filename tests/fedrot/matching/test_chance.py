@@ -152,7 +152,7 @@ def test_unrelated_models_share_what_random_matrices_share() -> None:
         assert not row.moved
 
 
-@pytest.mark.parametrize("anchor", ["global", "running", "consensus"])
+@pytest.mark.parametrize("anchor", ["global", "running"])
 @pytest.mark.parametrize("factor", [0.0, 1e6])
 def test_the_anchor_s_own_noise_is_accounted_for(anchor: str, factor: float) -> None:
     """The first client, the mean of k others, an anchor that contains the client: all as sampled."""
@@ -320,9 +320,6 @@ def test_spread_of_a_mean_of_equals() -> None:
         assert spread.across == pytest.approx(1 / k)
         assert spread.along["still"] == pytest.approx(1 / k)
         assert spread.along["moved"] == 0
-    inside = spread.containing(0.25, {"moved": True, "still": False})
-    assert inside.across == pytest.approx(-0.25)
-    assert inside.along == pytest.approx({"moved": 0, "still": -0.25})
 
 
 @pytest.mark.parametrize("optimiser", [torch.optim.SGD, torch.optim.AdamW])

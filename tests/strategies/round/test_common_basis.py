@@ -47,9 +47,7 @@ def test_learning_together_lowers_the_loss_of_the_mean() -> None:
     losses = {}
     for passes in (0, 3):
         others = OtherBasis(options=PASSES.options, learning_passes=passes)
-        strategy = FedRot(
-            CONFIG, alignment=fedrot.AlignmentOptions(anchor="consensus"), other_basis=others
-        )
+        strategy = FedRot(CONFIG, other_basis=others)
         losses[passes] = loss(tensors_of(play(strategy, trained(0), sent, nodes)[0]))
     assert losses[3] < losses[0] - 0.05
 

@@ -257,7 +257,6 @@ def test_an_optimiser_sees_the_kept_mean_only(
 @pytest.mark.parametrize(
     "given",
     [
-        {"alignment": fedrot.AlignmentOptions(anchor="consensus")},
         {
             "alignment": fedrot.AlignmentOptions(anchor="global"),
             "server": Server(deterministic=True),
@@ -323,14 +322,11 @@ def test_an_aggregation_is_compared_with_the_plain_mean_without_alignment_too(
 
 
 @BOTH
-@pytest.mark.parametrize("anchor", ["running", pytest.param("consensus", marks=pytest.mark.long)])
-def test_a_round_on_a_device(anchor: str, better: str) -> None:
-    """Layer by layer, and whole updates at a time."""
+def test_a_round_on_a_device(better: str) -> None:
     clients = [type(c)(c.update, c.weight, {}) for c in scrambled(honest())]
 
     def played(**given: Any) -> ArrayRecord:
-        own: dict[str, Any] = {"alignment": fedrot.AlignmentOptions(anchor=anchor), **given}
-        strategy = FedRot(SYMMETRY, **own)
+        strategy = FedRot(SYMMETRY, **given)
         messages = ask(strategy, state(), len(clients))
         replies = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, clients, strict=True))]
         arrays, _ = strategy.aggregate_train(1, replies)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +70,13 @@ def test_a_hostile_update_ends_no_round_and_pushes_no_honest_client_out(
         assert {row["client"] for row in rows if "dropped" in row} <= {place}, kind
 
 
-@pytest.mark.parametrize("setup", ["other basis", "other basis, consensus"])
 @pytest.mark.parametrize("kind", ["gaussian 1e10", "alternating 1e15"])
 @pytest.mark.parametrize("place", PLACES)
-def test_an_update_whose_activations_overflow_is_dropped(setup: str, kind: str, place: int) -> None:
-    found, metrics = play(SETUPS[setup](), among(attack(state(), kind), place))
+def test_an_update_whose_activations_overflow_is_dropped(kind: str, place: int) -> None:
+    build = SETUPS["other basis"]
+    found, metrics = play(build(), among(attack(state(), kind), place))
     weights = [w for i, w in enumerate((10, 11, 12, 13)) if i != place]
-    expected, _ = play(SETUPS[setup](), HONEST, weights)
+    expected, _ = play(build(), HONEST, weights)
     assert metrics["fedrot-replies-dropped"] == 1
     assert largest_difference(found, expected) == 0
 
@@ -178,8 +177,7 @@ def test_an_update_whose_canonical_form_overflows_chooses_no_anchor(anchor: str)
     assert largest_difference(found, expected) == 0
 
 
-@pytest.mark.parametrize("anchor", ["consensus"])
-def test_a_bias_that_overflows_in_canonical_form_chooses_no_anchor(anchor: str) -> None:
+def test_a_bias_that_overflows_in_canonical_form_chooses_no_anchor() -> None:
     options = fedrot.AlignmentOptions(parts=("attention", "ffn"), canonical=True)
     hostile = {name: tensor.clone() for name, tensor in HONEST[0].items()}
     for name in hostile:
@@ -187,8 +185,8 @@ def test_a_bias_that_overflows_in_canonical_form_chooses_no_anchor(anchor: str) 
             hostile[name][:] = 1e12
     symmetry = fedrot.symmetry_of(CONFIG, state())
     honest = [fedrot.random_equivalent(update, symmetry, i) for i, update in enumerate(HONEST)]
-    found, metrics = play(FedRot(CONFIG, alignment=replace(options, anchor=anchor)), [*honest, hostile])
-    expected, _ = play(FedRot(CONFIG, alignment=replace(options, anchor=anchor)), honest)
+    found, metrics = play(FedRot(CONFIG, alignment=options), [*honest, hostile])
+    expected, _ = play(FedRot(CONFIG, alignment=options), honest)
     assert metrics["fedrot-replies-dropped"] == 1
     assert largest_difference(found, expected) == 0
 

@@ -111,7 +111,6 @@ STREAMING: dict[str, Callable[..., Any]] = {
 }
 WAITING: dict[str, Callable[..., Any]] = {
     "deterministic": lambda *a, **k: FedRot(*a, server=Server(deterministic=True), **k),
-    "consensus": lambda *a, **k: FedRot(*a, alignment=fedrot.AlignmentOptions(anchor="consensus"), **k),
 }
 HOLDING: dict[str, Callable[..., Any]] = {
     **WAITING,
@@ -434,7 +433,7 @@ def test_a_server_step_that_overflows_fails_one_round() -> None:
     assert failed == [0, 1, 0, 0]
 
 
-@pytest.mark.parametrize("anchor", ["running", "global", "consensus"])
+@pytest.mark.parametrize("anchor", ["running", "global"])
 def test_an_update_whose_canonical_form_overflows_is_dropped(anchor: str) -> None:
     signs = torch.Generator().manual_seed(0)
     huge = {

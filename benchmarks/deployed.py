@@ -5,10 +5,9 @@ The model has BERT-base's size in float32. Clients do not train: they reply with
 a small drift. One ServerApp runs rounds of FedAvg and of FedRot in turn; the first of each warms up. A
 ratio is FedRot's seconds by FedAvg's in two neighbouring rounds; the median of the ratios is reported.
 
-A round lasts from the end of ``configure_train`` to the end of ``aggregate_train``. ``transport`` is
-sending the model, waiting for the clients and fetching their replies. ``aligning`` is
-fedrot-seconds-aligning. ``rest`` is everything else: decoding, checking and averaging. ``memory`` is the
-peak of the resident set of the ServerApp's process. Clients and server share the machine: what a client
+A round lasts from the end of ``configure_train`` to the end of ``aggregate_train``: sending the model,
+waiting for the clients, fetching, checking, aligning and averaging their replies. ``memory`` is the peak
+of the resident set of the ServerApp's process. Clients and server share the machine: what a client
 computes takes time from the server, which has one thread for that reason (docs/results/speed.md).
 
 The SuperLink keeps its state in memory. Clients draw their drift from their partition id and the number
@@ -152,14 +151,12 @@ def show(result: dict[str, Any], console: Console) -> None:
     )
     table.add_column("round", justify="right")
     table.add_column("strategy", no_wrap=True)
-    for column in ("seconds", "transport", "aligning", "rest", "memory", "load"):
+    for column in ("seconds", "memory", "load"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in result["rows"]:
-        rest = row["seconds"] - row["transport"] - row["aligning"]
-        seconds = (f"{s:.1f}" for s in (row["seconds"], row["transport"], row["aligning"], rest))
         memory = f"{row['peak_memory'] / 2**30:.2f} GiB"
         label = f"{row['strategy']}{', warm-up' if row['warm_up'] else ''}"
-        table.add_row(str(row["number"]), label, *seconds, memory, f"{row['load']:.1f}")
+        table.add_row(str(row["number"]), label, f"{row['seconds']:.1f}", memory, f"{row['load']:.1f}")
     console.print(table)
     console.print(
         f"Ratios of neighbouring rounds: {', '.join(f'{ratio:.3f}' for ratio in result['ratios'])}. "

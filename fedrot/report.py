@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
-import numpy as np
 from torch import Tensor
 
 from fedrot.symmetry.groups import Group
@@ -27,7 +25,7 @@ class GroupReport:
     Attributes:
         group, layer, part: the group's name, its layer, and the part it belongs to.
         before, after: squared distance of the group's weights to the anchor.
-        units: the heads or neurons that were moved, unit ``i`` as bit ``i``.
+        moved: number of heads or neurons that were moved.
         of: number of heads or neurons in the group.
         angle: mean rotation of the moved heads, in degrees.
         certified: True if the order of the neurons was proved optimal without an assignment.
@@ -35,7 +33,6 @@ class GroupReport:
         found: squared distance that the best element removes, whether the group moved or not; or an
             upper bound of this distance that is below what is required.
         chance: squared distance that chance removes, see ``fedrot.matching.chance``; None if unknown.
-        within: name of the head permutation that moves this group's heads as a whole, if any.
     """
 
     group: str
@@ -43,35 +40,23 @@ class GroupReport:
     part: str
     before: float
     after: float
-    units: int
+    moved: int
     of: int
     angle: float = 0.0
     certified: bool = False
     skipped: bool = False
-    within: str = ""
     found: float = 0.0
     chance: float | None = None
 
     @classmethod
     def unmoved(cls, group: Group, before: float) -> GroupReport:
         """Return the report of a group that is not moved."""
-        units = group.kind.units
-        return cls(group.name, group.layer, group.part, before, before, 0, units, within=group.within)
+        return cls(group.name, group.layer, group.part, before, before, 0, group.kind.units)
 
     def moved_by(self, group: Group, element: Tensor) -> GroupReport:
-        """Return the report with the units and the angle of an element."""
-        units = np.packbits(group.kind.moved(element).cpu().numpy(), bitorder="little").tobytes()
-        return replace(self, units=int.from_bytes(units, "little"), angle=group.kind.angle(element))
-
-    @property
-    def moved(self) -> int:
-        """Number of heads or neurons that were moved."""
-        return self.units.bit_count()
-
-    def row(self) -> dict[str, Any]:
-        """Return a flat row; ``moved`` is the number of moved units."""
-        row = {("moved" if key == "units" else key): value for key, value in asdict(self).items()}
-        return {key: value for key, value in row.items() if key != "within"} | {"moved": self.moved}
+        """Return the report with the number of moved units and the angle of an element."""
+        moved = int(group.kind.moved(element).sum())
+        return replace(self, moved=moved, angle=group.kind.angle(element))
 
 
 @dataclass(frozen=True)
@@ -120,13 +105,9 @@ class AlignmentReport:
     def _share(self, distances: Iterable[float]) -> float:
         return sum(distances) / self.before if self.before > 0 else 0.0
 
-    def moved(self, part: str) -> int:
-        """Return the number of heads or neurons that a part moved, see ``moved_units``."""
-        return moved_units([self], part)
-
     def rows(self) -> list[dict[str, Any]]:
         """Return one dictionary per group."""
-        return [group.row() for group in self.groups]
+        return [asdict(group) for group in self.groups]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data."""
@@ -142,8 +123,8 @@ class Shares:
         before: squared distance to the anchor.
         removed: squared distance that alignment removed.
         found: squared distance that the best elements remove, moved or not; None if unknown for a row.
-        chance: squared distance that chance removes; None without rows, or if unknown for a row (of
-            parts that depend on each other).
+        chance: squared distance that chance removes; None without rows, or if unknown for a row (parts
+            that depend on each other).
         groups, moved, beyond: number of groups, of moved groups, and of moved groups that remove more
             than ``TIMES_CHANCE`` times chance.
     """
@@ -158,7 +139,7 @@ class Shares:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Shares:
-        """Return the shares of one row, see ``GroupReport.row``."""
+        """Return the shares of one row, see ``AlignmentReport.rows``."""
         before, found, chance = float(row["before"]), _given(row, "found"), _given(row, "chance")
         moved = row.get("moved", 0) > 0
         one = cls(before, before - float(row["after"]), found, chance, 1, int(moved))
@@ -230,29 +211,3 @@ def shares_by(
         if "before" in row:
             found.setdefault(key(row), []).append(Shares.of(row))
     return {own: total(shares) for own, shares in found.items()}
-
-
-def moved_units(reports: Iterable[AlignmentReport], part: str) -> int:
-    """Return the number of heads, neurons or hidden units that a part moved in at least one report.
-
-    A head counts once even if several of its groups were moved (queries with keys, values with the
-    output projection). If query heads share a key head, ``heads`` counts query heads: a key head moves
-    together with all of its query heads.
-    """
-    groups = [group for report in reports for group in report.groups if group.part == part]
-    most, moved = defaultdict[tuple[str, int], int](int), defaultdict[tuple[str, int], int](int)
-    for group in groups:
-        key = (group.within or group.group, group.layer)
-        most[key] = max(most[key], group.of)
-    for group in groups:
-        key = (group.within or group.group, group.layer)
-        moved[key] |= _repeated(group.units, most[key] // group.of)
-    return sum(units.bit_count() for units in moved.values())
-
-
-def _repeated(bits: int, times: int) -> int:
-    """Return an integer with every bit of ``bits`` repeated."""
-    if times == 1:
-        return bits
-    block = (1 << times) - 1
-    return sum(block << i * times for i in range(bits.bit_length()) if bits >> i & 1)

@@ -208,7 +208,7 @@ class ReplyStrategy(Strategy):
         merge, moved_broadcast = self._played(one_pass, Asked(sent, self._clients), record)
         arrays, metrics = merge.result(self._wrapped(), moved_broadcast)
         arrays = arrays and self.finished(arrays, record)
-        ours = record.metrics(self.reporting.all_metrics) if self.aligns else record.losses()
+        ours = record.metrics(self.aligns)
         if self.reporting.rows_path is not None:
             append_rows(self.reporting.rows_path, record.rows())
         self._verdicts[server_round] = record.log_end(self.aligns)

@@ -125,7 +125,6 @@ class Reporting:
         on_round: called as ``on_round(1, {"train/loss": 0.5, ...})`` after each stage of a round
             (``train``, ``evaluate``, ``server``) with its metrics, for trackers
             (docs/how-to/deploy.md).
-        all_metrics: report all metrics of docs/reference/metrics.md, not only the default ones.
 
     Raises:
         FedrotError: ``rows`` is a folder, or ``on_round`` is not a function.
@@ -133,7 +132,6 @@ class Reporting:
 
     rows: str | Path | None = None
     on_round: Callable[[int, dict[str, float]], object] | None = None
-    all_metrics: bool = False
 
     @property
     def rows_path(self) -> Path | None:

@@ -112,7 +112,7 @@ class CellStrategy(ReplyStrategy):
         super().__init__(
             *args,
             server=Server(deterministic=True),
-            reporting=Reporting(report, all_metrics=True),
+            reporting=Reporting(report),
             fraction_train=config.fraction_train,
             fraction_evaluate=1.0 if config.holdout else 0.0,
             min_train_nodes=1,

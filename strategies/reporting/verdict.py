@@ -31,8 +31,9 @@ MOVEMENTS = {
 }
 
 #: Names of metrics.
-FOUND, CHANCE = "fedrot-share-found", "fedrot-share-chance"
-MOVED, DROPPED = "fedrot-groups-moved", "fedrot-replies-dropped"
+FOUND, CHANCE, REMOVED = "fedrot-share-found", "fedrot-share-chance", "fedrot-share-removed"
+MOVED, ACCEPTED = "fedrot-groups-moved", "fedrot-replies-accepted"
+DROPPED, FAILED = "fedrot-replies-dropped", "fedrot-replies-failed"
 KEPT_ALIGNED, COMPARED = "fedrot-guard-kept-aligned", "fedrot-guard-aligned"
 
 #: The verdict on a round without alignment.
@@ -86,6 +87,16 @@ def verdict(
     return f"{found}; {moved} of {groups} groups moved" if moved else f"{found}: averaged as they are"
 
 
+def figures(reports: Sequence[AlignmentReport]) -> dict[str, float | int]:
+    """Return the metrics of a round's reports.
+
+    The shares found and of chance are those of the replies with known chance, and left out without any.
+    """
+    known = known_chance(reports)
+    shares = {FOUND: _share_found(known), CHANCE: _share_of_chance(known)} if known else {}
+    return {**shares, REMOVED: share_removed(reports), MOVED: groups_moved(reports)}
+
+
 def known_chance(reports: Iterable[AlignmentReport]) -> list[AlignmentReport]:
     """Return the reports with a known chance for every group and a distance above 0."""
     return [report for report in reports if report.chance() is not None and report.before > 0]
@@ -102,12 +113,12 @@ def share_removed(reports: Sequence[AlignmentReport], *parts: str) -> float:
     return _share((report.share(*parts), report.before) for report in reports)
 
 
-def share_found(reports: Sequence[AlignmentReport]) -> float:
+def _share_found(reports: Sequence[AlignmentReport]) -> float:
     """Return the share of all reports' squared distance that best elements remove, if moved or not."""
     return _share((report.found(), report.before) for report in reports)
 
 
-def share_of_chance(reports: Sequence[AlignmentReport]) -> float:
+def _share_of_chance(reports: Sequence[AlignmentReport]) -> float:
     """Return the share of all reports' squared distance that chance removes; unknown chance is 0."""
     return _share((report.chance() or 0.0, report.before) for report in reports)
 

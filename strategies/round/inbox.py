@@ -22,7 +22,6 @@ from fedrot.strategies.round.update import Question, Schema, Update, question_of
 from fedrot.strategies.wire.records import (
     model_records,
     read_statistics,
-    statistics_bytes,
 )
 from fedrot.tensors import LARGEST_WEIGHT, SMALLEST_WEIGHT
 
@@ -173,7 +172,6 @@ class Inbox:
             return None
         try:
             self.asked.check(message)
-            self.record.statistics_bytes += statistics_bytes(message)
             update = self.decode(message)
         except Exception as error:
             self.record.drop(client_id(message), _refusal(error))

@@ -275,7 +275,7 @@ class FromOtherBases(ToAnchor):
     ) -> Iterator[tuple[Update, Message]]:
         """Yield the first answer of each update's sender, in the order of arrival."""
         silent = {update.question.node: update for update in asked}
-        for answer in self.record.waited(exchange.of(requests)):
+        for answer in exchange.of(requests):
             update = silent.pop(answer.metadata.src_node_id, None)
             if update is not None:
                 yield update, answer

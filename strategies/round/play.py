@@ -43,7 +43,7 @@ def play(
             if merge.add(moved):
                 aligner.follow(moved)
 
-    updates = filter(None, map(inbox.read, record.waited(replies)))
+    updates = filter(None, map(inbox.read, replies))
     if order is None:
         # A loop variable would hold an update until the next one arrives.
         deque(map(take, updates), maxlen=0)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from logging import DEBUG, INFO, WARNING
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from flwr.common import log
 
 from fedrot.aggregation import Aggregator
 from fedrot.errors import FedrotError, SymmetryError, UpdateError, legible
-from fedrot.report import AlignmentReport, moved_units
+from fedrot.report import AlignmentReport
 from fedrot.strategies.reporting import verdict
 from fedrot.strategies.round.update import Moved, Update
 from fedrot.tensors import Tensors, check_finite
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -29,15 +26,12 @@ class RoundRecord:
 
     number: int
     failed: list[tuple[int, str]] = field(default_factory=list)
-    start: float = field(default_factory=time.perf_counter)
     reports: list[tuple[int, AlignmentReport]] = field(default_factory=list)
     dropped: list[tuple[int, str]] = field(default_factory=list)
     accepted: int = 0
     lost: str = ""
     other_basis: int = 0
     notes: dict[str, str] = field(default_factory=dict)
-    statistics_bytes: int = 0
-    waiting: float = 0.0
     guard: dict[str, float | int] = field(default_factory=dict)
     #: The sentence and the metrics of an aggregation of adapters, instead of alignment's.
     said: str = ""
@@ -101,10 +95,6 @@ class RoundRecord:
         for name, what in islice(self.notes.items(), 1):
             log(INFO, "Aggregation, '%s' (first of %d notes): %s", name, len(self.notes), what)
 
-    def waited(self, replies: Iterable[T]) -> Iterator[T]:
-        """Return the replies as they arrive, and count the seconds of waiting for them."""
-        return _Timed(iter(replies), self)
-
     def enough(self, min_replies: int) -> bool:
         """Return whether enough replies were accepted; if not, the round fails."""
         if self.accepted >= min_replies:
@@ -123,23 +113,18 @@ class RoundRecord:
             return False
         return True
 
-    def metrics(self, every: bool = False) -> dict[str, float | int]:
-        """Return the round's figures over all clients: the default figures, or all.
+    def metrics(self, aligned: bool) -> dict[str, float | int]:
+        """Return the round's figures over all clients (docs/reference/metrics.md).
 
-        Unknown figures are left out.
+        Without alignment these are the numbers of lost replies that are not 0, and the figures of a
+        guard and of an aggregation.
         """
-        chosen = {name: figure for name, figure in FIGURES.items() if every or figure.default}
-        found = {name: figure.of(self) for name, figure in chosen.items()}
-        return (
-            {name: value for name, value in found.items() if value is not None}
-            | self.guard
-            | self.measured
-        )
-
-    def losses(self) -> dict[str, float | int]:
-        """Return the figures that are also reported without alignment, without those that are 0."""
-        losses = {name: figure.of(self) for name, figure in FIGURES.items() if figure.loss}
-        return {name: value for name, value in losses.items() if value} | self.measured | self.guard
+        lost = {verdict.DROPPED: len(self.dropped), verdict.FAILED: len(self.failed)}
+        if aligned:
+            found = {**verdict.figures(self._aligned), verdict.ACCEPTED: self.accepted, **lost}
+        else:
+            found = {name: number for name, number in lost.items() if number}
+        return found | self.guard | self.measured
 
     def check_start(self, nodes: Callable[[], Iterable[int]]) -> None:
         """End the run if every reply of the first round was dropped for the same reason.
@@ -163,23 +148,19 @@ class RoundRecord:
 
     def log_end(self, aligned: bool) -> str:
         """Log the numbers of replies and the seconds, and then the verdict, which is returned."""
-        counts = (self.accepted, len(self.dropped), len(self.failed), self.waiting, self.aligning)
-        message = (
-            "Round %d: replies: %d accepted, %d dropped, %d failed; %.2f s of waiting, "
-            "%.2f s of alignment"
-        )
+        seconds = sum(report.seconds for report in self._aligned)
+        counts = (self.accepted, len(self.dropped), len(self.failed), seconds)
+        message = "Round %d: replies: %d accepted, %d dropped, %d failed; %.2f s of alignment"
         log(INFO, message, self.number, *counts)
-        reports = _aligned(self)
         about = {"accepted": self.accepted, "other_basis": self.other_basis}
         said = "" if self.lost else self.said
-        found = said or verdict.verdict(reports, aligned=aligned, lost=self.lost, **about)
+        found = said or verdict.verdict(self._aligned, aligned=aligned, lost=self.lost, **about)
         log(INFO, "Round %d: %s", self.number, found)
         return found
 
     @property
-    def aligning(self) -> float:
-        """Seconds spent on finding alignments."""
-        return sum(report.seconds for _, report in self.reports)
+    def _aligned(self) -> list[AlignmentReport]:
+        return [report for _, report in self.reports]
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the report's rows: per client and group, per lost reply, per note."""
@@ -191,86 +172,3 @@ class RoundRecord:
         said = [{"said": self.said, **self.measured}] if self.said else []
         rows = [*aligned, *dropped, *failed, *notes, *lost, *said, *([self.guard] if self.guard else [])]
         return [{"round": self.number, **row} for row in rows]
-
-
-class _Timed(Iterator[T]):
-    """An iterator that counts the seconds of ``next``, and holds no reference to its items."""
-
-    def __init__(self, items: Iterator[T], record: RoundRecord) -> None:
-        self._items, self._record = items, record
-
-    def __next__(self) -> T:
-        start = time.perf_counter()
-        try:
-            return next(self._items)
-        finally:
-            self._record.waiting += time.perf_counter() - start
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A metric of a round.
-
-    Attributes:
-        of: returns the figure of a round; None if unknown.
-        default: whether it is reported without ``Reporting(all_metrics=True)``.
-        loss: whether it is also reported without alignment, unless it is 0.
-    """
-
-    of: Callable[[RoundRecord], float | int | None]
-    default: bool = False
-    loss: bool = False
-
-
-def _aligned(record: RoundRecord) -> list[AlignmentReport]:
-    return [report for _, report in record.reports]
-
-
-def _found(record: RoundRecord) -> float:
-    reports = _aligned(record)
-    known = verdict.known_chance(reports)
-    return verdict.share_found(known) if known else verdict.share_removed(reports)
-
-
-def _chance(record: RoundRecord) -> float | None:
-    known = verdict.known_chance(_aligned(record))
-    return verdict.share_of_chance(known) if known else None
-
-
-def _mean(name: str) -> Figure:
-    return Figure(lambda r: sum(getattr(one, name) for one in _aligned(r)) / max(len(r.reports), 1))
-
-
-def _removed(movement: str) -> Figure:
-    return Figure(lambda r: verdict.share_removed(_aligned(r), *verdict.MOVEMENTS[movement].parts))
-
-
-def _units(part: str) -> Figure:
-    return Figure(lambda r: moved_units(_aligned(r), part))
-
-
-#: The metrics of a round, in the order in which they are reported (docs/reference/metrics.md).
-FIGURES: dict[str, Figure] = {
-    verdict.FOUND: Figure(_found, default=True),
-    verdict.CHANCE: Figure(_chance, default=True),
-    verdict.MOVED: Figure(lambda r: verdict.groups_moved(_aligned(r)), default=True),
-    "fedrot-replies-accepted": Figure(lambda r: r.accepted, default=True),
-    verdict.DROPPED: Figure(lambda r: len(r.dropped), default=True, loss=True),
-    "fedrot-seconds-aligning": Figure(lambda r: r.aligning, default=True),
-    "fedrot-distance-before": _mean("before"),
-    "fedrot-distance-after": _mean("after"),
-    "fedrot-share-rotation": _removed("rotation"),
-    "fedrot-share-permutation": _removed("permutation"),
-    "fedrot-share-rescale": _removed("rescaling"),
-    "fedrot-heads-rotated": _units("attention"),
-    "fedrot-heads-moved": _units("heads"),
-    "fedrot-neurons-moved": _units("ffn"),
-    "fedrot-stream-moved": _units("residual"),
-    "fedrot-groups-skipped": Figure(lambda r: sum(g.skipped for one in _aligned(r) for g in one.groups)),
-    "fedrot-replies-other-basis": Figure(lambda r: r.other_basis),
-    "fedrot-replies-failed": Figure(lambda r: len(r.failed), loss=True),
-    "fedrot-round-failed": Figure(lambda r: int(bool(r.lost)), loss=True),
-    "fedrot-statistics-bytes": Figure(lambda r: r.statistics_bytes, loss=True),
-    "fedrot-seconds-waiting": Figure(lambda r: r.waiting),
-    "fedrot-seconds-round": Figure(lambda r: time.perf_counter() - r.start),
-}

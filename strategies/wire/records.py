@@ -170,12 +170,6 @@ def read_statistics(
     return found
 
 
-def statistics_bytes(message: Message) -> int:
-    """Return the size of a reply's statistics on the wire in bytes."""
-    record = message.content.array_records.get(STATISTICS) if message.has_content() else None
-    return wire_bytes(record) if record is not None else 0
-
-
 def model_records(content: RecordDict) -> dict[str, ArrayRecord]:
     """Return a reply's ArrayRecords that are models, not ours; a valid reply has exactly one."""
     return {name: arrays for name, arrays in content.array_records.items() if name != STATISTICS}

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 import fedrot
-from fedrot.report import moved_units
-from fedrot.symmetry.moves import Move, apply_moves
-from tests import families
+from fedrot.symmetry.moves import apply_moves
 from tests.fedrot.pairs import PAIRS, only, touched_by
 from tests.models import (
     CASES,
@@ -141,9 +139,11 @@ def test_report_counts_moves_angles_and_shares() -> None:
     for layer in range(2):
         key = f"bert.encoder.layer.{layer}.intermediate.dense.bias"
         changed += int((moved[key] != anchor[key]).sum())
-    assert report.moved("ffn") == changed
-    assert report.moved("attention") == 2 * HEADS
-    assert report.moved("heads") == 0
+    moved_units = dict.fromkeys(("ffn", "attention"), 0)
+    for group in report.groups:
+        moved_units[group.part] += group.moved
+    # Queries with keys, and values with outputs, in two layers.
+    assert moved_units == {"ffn": changed, "attention": 4 * HEADS}
     assert report.share("attention") + report.share("ffn") == pytest.approx(report.share())
     assert report.share() == pytest.approx(1)
     by_part: dict[str, float] = defaultdict(float)
@@ -174,48 +174,3 @@ def test_reported_angle_is_the_rotation_s_angle() -> None:
     assert rows["encoder.layer.0.qk"]["angle"] == pytest.approx(28.6479, abs=1e-3)
     assert rows["encoder.layer.0.vo"]["angle"] == 0
     assert rows["encoder.layer.0.vo"]["moved"] == 0
-
-
-def _moves(name: str, **elements: list[Any]) -> fedrot.AlignmentReport:
-    """Return the report of some elements of the first layer's groups, by the ends of their names."""
-    symmetry, tensors = symmetry_for(name), state_of(name)
-    moves = []
-    for end, element in elements.items():
-        group = next(g for g in symmetry.groups if g.layer == 0 and g.name.endswith(f".{end}"))
-        moves.append(Move(group, torch.tensor(element)))
-    return fedrot.alignment.alignment_of(moves, tensors, tensors, symmetry).report
-
-
-def test_a_head_counts_once_whichever_group_moved_it_in_whichever_report() -> None:
-    name = "bert-classifier"
-    still, turned = torch.eye(8, dtype=torch.float64), torch.eye(8, dtype=torch.float64).flip(0)
-
-    def turning(*heads: int) -> list[Any]:
-        return [(turned if head in heads else still).tolist() for head in range(HEADS)]
-
-    first = _moves(name, qk=turning(0, 1), vo=turning(1))
-    second = _moves(name, vo=turning(1, 3))
-    assert [row["moved"] for row in first.rows()] == [2, 1]
-    assert (first.moved("attention"), second.moved("attention")) == (2, 2)
-    assert moved_units([first, second], "attention") == 3
-    assert moved_units([first, second], "ffn") == 0
-    assert all({"units", "within"}.isdisjoint(row) for row in first.rows())
-
-
-def test_the_attentions_of_one_layer_have_heads_of_their_own() -> None:
-    """Decoder layers have two attentions each, and both stacks number their layers from 0."""
-    name = "t5"
-    anchor, symmetry = families.state_of(name), families.symmetry_for(name)
-    update = fedrot.random_equivalent(anchor, symmetry, 1, ("attention",))
-    report = fedrot.align(update, anchor, symmetry).report
-    assert report.moved("attention") == 3 * (2 + 2 * 2)
-
-
-def test_a_key_head_that_moves_takes_its_query_heads_along() -> None:
-    symmetry, anchor = families.symmetry_for("llama"), families.state_of("llama")
-    heads, queries = (g for g in symmetry.groups if g.layer == 0 and g.part == "heads")
-    traded = fedrot.alignment.alignment_of([Move(heads, torch.tensor([1, 0]))], anchor, anchor, symmetry)
-    inside = Move(queries, torch.tensor([[1, 0], [0, 1]]))
-    ordered = fedrot.alignment.alignment_of([inside], anchor, anchor, symmetry)
-    assert ordered.report.moved("heads") == 2
-    assert moved_units([traded.report, ordered.report], "heads") == 4

@@ -72,7 +72,7 @@ def test_evidence_decides() -> None:
     for update, moved in ((noisy, 0), (turned, 1)):
         alignment = fedrot.align(update, start, symmetry, options)
         (group,) = alignment.report.groups
-        assert group.units == moved
+        assert group.moved == moved
         if not moved:
             assert all(alignment.apply(update)[n] is tensor for n, tensor in update.items())
 

@@ -37,8 +37,7 @@ def test_a_pretrained_encoder_from_a_folder(tmp_path: Path) -> None:
         for row in read_rows(run)
         if (row["start"], row["arm"], row["scope"]) == ("scrambled", "aligned*0", "alignment")
     }
-    assert moved["fedrot-neurons-moved"] > 6 * 1500
-    assert moved["fedrot-share-rotation"] + moved["fedrot-share-permutation"] > 0.99
+    assert moved["fedrot-share-removed"] > 0.99
     same = central(run, "same", "aligned*0", "loss", 1)
     aligned = abs(central(run, "scrambled", "aligned*0", "loss", 1) - same)
     assert aligned < 1e-5
@@ -79,9 +78,8 @@ def test_clients_from_different_starts_are_matched_as_a_whole(tmp_path: Path) ->
     }
     # Both come from elsewhere; one of them is the anchor, and the other is moved in every part.
     for arm in arms[2:]:
-        assert rows[arm, "fedrot-replies-other-basis"] == 2
-        assert rows[arm, "fedrot-stream-moved"] > 16
-    assert rows["attention+ffn", "fedrot-stream-moved"] == 0
+        assert rows[arm, "fedrot-groups-moved"] > 0
+    assert rows["attention+ffn", "fedrot-groups-moved"] == 0
     losses = {arm: central(tmp_path / "run", "different", arm, "loss", 1) for arm in arms}
     # Of attention and neurons alone nothing moved: that is plain averaging to the last bit.
     assert losses["attention+ffn"] == losses["plain"]
@@ -105,7 +103,4 @@ def test_ways_of_merging_see_through_scrambling_once_aligned(tmp_path: Path) -> 
     losses = {arm: central(run, "same", arm, "loss", 1) for arm in arms}
     assert len(set(losses.values())) == len(arms), "every arm merges in its own way"
     assert all(math.isfinite(loss) for loss in losses.values())
-    sent = {(r["start"], r["arm"]): r["value"] for r in read_rows(run) if "statistics" in r["metric"]}
-    for arm in ("plain/regmean", "aligned*0/regmean", "aligned*0/fisher"):
-        assert sent["same", arm] == sent["scrambled", arm] > 0
     assert "dropped: " not in (run / "flower.log").read_text()

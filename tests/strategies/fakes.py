@@ -13,15 +13,11 @@ from flwr.supercore.task_identity import TaskIdentity
 from torch import Tensor
 
 from fedrot.simulations.federation.local_grid import LocalGrid
-from fedrot.strategies.settings import Reporting
 from tests.models import State
 
 TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1
 
 Client = Callable[[Message], Message | None]
-
-#: Reports every metric of a round, for tests that read one beyond the default.
-ALL_METRICS = Reporting(all_metrics=True)
 
 
 def reply(
@@ -74,11 +70,6 @@ def arrays_of(record: ArrayRecord | None) -> dict[str, np.ndarray]:
 def tensors_of(record: ArrayRecord | None) -> dict[str, Tensor]:
     """Return a record's arrays as tensors."""
     return {name: torch.from_numpy(array) for name, array in arrays_of(record).items()}
-
-
-def timeless(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return metrics without what differs between any two runs."""
-    return {k: v for k, v in (metrics or {}).items() if not k.startswith("fedrot-seconds")}
 
 
 def largest_difference(a: ArrayRecord | None, b: ArrayRecord | None) -> float:

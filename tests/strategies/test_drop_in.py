@@ -26,7 +26,7 @@ from fedrot.strategies.lazy_grid import LazyGrid, Replies
 from fedrot.strategies.lora import AlignedLoRA
 from tests.models import config_of, near
 from tests.strategies.classifier import NAME, SYMMETRY, state
-from tests.strategies.fakes import FakeGrid, failure, reply, tensors_of, timeless
+from tests.strategies.fakes import FakeGrid, failure, reply, tensors_of
 from tests.strategies.templates import TEMPLATES, looking, own_messages, own_start, tracking
 from tests.strategies.test_lora import CONFIG as LORA
 from tests.strategies.test_lora import adapter, floats
@@ -103,7 +103,7 @@ def ends(result: Any) -> list[Any]:
 
 
 def metrics(result: Any) -> Any:
-    return {n: timeless(record) for n, record in result.train_metrics_clientapp.items()}
+    return {n: dict(record) for n, record in result.train_metrics_clientapp.items()}
 
 
 BASES = ((FedAvg, FedRot), (FedAvg, AlignedFedAvg), (FedAdagrad, AlignedFedAdagrad))

@@ -12,7 +12,7 @@ from fedrot.strategies import FedRot
 from fedrot.strategies.settings import OtherBasis
 from tests.families import KINDS, config_of, model_of, state_of, symmetry_for
 from tests.models import EAGER, near
-from tests.strategies.fakes import ALL_METRICS, broadcast, largest_difference, reply
+from tests.strategies.fakes import broadcast, largest_difference, reply
 
 
 @pytest.mark.parametrize("anchor", ["global", "running"])
@@ -23,7 +23,7 @@ def test_scrambled_clients_of_every_family_give_the_unscrambled_average(name: st
     scrambled = [fedrot.random_equivalent(u, symmetry, seed) for seed, u in enumerate(honest)]
     results: list[ArrayRecord] = []
     for updates in (honest, scrambled):
-        given = {"alignment": replace(EAGER, anchor=anchor), "reporting": ALL_METRICS}
+        given = {"alignment": replace(EAGER, anchor=anchor)}
         strategy = FedRot(config_of(name), fraction_evaluate=0.0, **given)
         messages = broadcast(strategy, base)
         sent = enumerate(zip(messages, updates, strict=True))
@@ -33,8 +33,7 @@ def test_scrambled_clients_of_every_family_give_the_unscrambled_average(name: st
         assert metrics is not None
         results.append(arrays)
     assert largest_difference(*results) <= 1e-9
-    # The metrics of the scrambled round say how far the clients had been apart.
-    assert metrics["fedrot-distance-after"] < metrics["fedrot-distance-before"]
+    assert metrics["fedrot-share-removed"] > 0
 
 
 @pytest.mark.parametrize(

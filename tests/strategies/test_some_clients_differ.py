@@ -29,7 +29,6 @@ from tests.strategies.aggregating import HEAD, headless, honest
 from tests.strategies.aggregating import play as play_clients
 from tests.strategies.classifier import NAME, SYMMETRY, WHOLE, permuted, state
 from tests.strategies.fakes import (
-    ALL_METRICS,
     FakeGrid,
     broadcast,
     failure,
@@ -71,11 +70,11 @@ def test_a_second_run_of_own_messages_starts_from_its_own_model() -> None:
     grid = FakeGrid({100: client, 101: client})
 
     def strategy() -> FedRot:
-        return OwnMessages(CONFIG, reporting=ALL_METRICS, fraction_evaluate=0.0)
+        return OwnMessages(CONFIG, fraction_evaluate=0.0)
 
     def distance(runs: FedRot, start: State) -> Any:
         result = runs.start(grid, ArrayRecord(dict(start)), num_rounds=1)
-        return result.train_metrics_clientapp[1]["fedrot-distance-before"]
+        return result.train_metrics_clientapp[1]["fedrot-share-found"]
 
     twice = {name: 2 * t if t.is_floating_point() else t for name, t in state().items()}
     used = strategy()

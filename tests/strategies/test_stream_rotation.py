@@ -26,7 +26,7 @@ from tests.fedrot.pairs import with_other_gains
 from tests.models import State, near, with_separate_tables
 from tests.strategies.aggregating import Client as ClientWithStatistics
 from tests.strategies.aggregating import play as play_with_statistics
-from tests.strategies.fakes import ALL_METRICS, Client, FakeGrid, play, tensors_of
+from tests.strategies.fakes import Client, FakeGrid, play, tensors_of
 
 STREAM = fedrot.AlignmentOptions(fedrot.WHOLE_MODEL, canonical=True)
 DETERMINISTIC = Server(deterministic=True)
@@ -90,7 +90,7 @@ def test_models_in_rotated_bases_are_averaged_to_the_function_that_all_of_them_h
         at_clients=where == "clients",
     )
     nodes = [matching(name) if where == "clients" else silent] * 3
-    strategy = FedRot(config_of(name), other_basis=others, reporting=ALL_METRICS)
+    strategy = FedRot(config_of(name), other_basis=others)
     arrays, metrics = play(strategy, base, sent, nodes)
     result = tensors_of(arrays)
     assert metrics["fedrot-replies-accepted"] == 3
@@ -186,7 +186,7 @@ def test_regmean_of_rotated_clients_is_that_of_the_clients_as_they_were(name: st
     how: dict[str, Any] = {"alignment": options}
     if others:
         how = {"alignment": replace(options, parts=()), "other_basis": OtherBasis(options=options)}
-    strategy = FedRot(config_of(name), aggregation="regmean", **how, reporting=ALL_METRICS)
+    strategy = FedRot(config_of(name), aggregation="regmean", **how)
     arrays, metrics = play_with_statistics(strategy, sent, base=base)
     assert metrics["fedrot-replies-accepted"] == 3
     result = tensors_of(arrays)
@@ -241,7 +241,6 @@ def test_a_reply_without_means_is_dropped_with_the_name_of_what_is_missing(
         config_of(name),
         aggregation="regmean",
         alignment=fedrot.AlignmentOptions(("residual",)),
-        reporting=ALL_METRICS,
     )
     _, metrics = play_with_statistics(
         strategy, [replace(sent[0], statistics=grams), *sent[1:]], base=base

@@ -26,7 +26,7 @@ app = ServerApp()
 
 
 class Timed(FedAvg):
-    """FedAvg that notes when messages are configured, and when aggregation begins and ends."""
+    """FedAvg that notes when messages are configured, and when aggregation ends."""
 
     times: tuple[float, ...] = ()
 
@@ -42,9 +42,8 @@ class Timed(FedAvg):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Return the new model."""
-        began = time.perf_counter()
         result = super().aggregate_train(server_round, replies)
-        self.times = (*self.times, began, time.perf_counter())
+        self.times = (*self.times, time.perf_counter())
         return result
 
 
@@ -75,15 +74,12 @@ def main(grid: Grid, context: Context) -> None:
             result = strategy.start(grid, model, 1, TIMEOUT, ConfigRecord({"number": number}))
             metrics: dict[str, Any] = dict(result.train_metrics_clientapp.get(1, {}))
             model = result.arrays
-            configured, began, ended = strategy.times
+            configured, ended = strategy.times
             row = {
                 "number": number,
                 "strategy": name,
                 "warm_up": pair == 0,
                 "seconds": ended - configured,
-                # FedAvg's replies are fetched before its aggregation begins, FedRot's while it runs.
-                "transport": began - configured + metrics.get("fedrot-seconds-waiting", 0.0),
-                "aligning": metrics.get("fedrot-seconds-aligning", 0.0),
                 "peak_memory": status("VmHWM"),
                 "load": os.getloadavg()[0],
                 "threads": torch.get_num_threads(),

@@ -13,19 +13,21 @@ import torch
 from fedrot.report import AlignmentReport, GroupReport
 from fedrot.strategies import FedRot
 from fedrot.strategies.reporting.verdict import (
+    ACCEPTED,
     CHANCE,
     COMPARED,
     DROPPED,
+    FAILED,
     FOUND,
     KEPT_ALIGNED,
     MOVED,
     NOBODY,
     OFF,
+    REMOVED,
     empty_rounds,
     run_lines,
     verdict,
 )
-from fedrot.strategies.round.record import FIGURES
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting
 from fedrot.symmetry.moves import Move, apply_moves
 from tests.models import HEADS, State, near
@@ -343,10 +345,10 @@ def test_a_round_of_another_basis_leaves_chance_out(caplog: pytest.LogCaptureFix
     # The first of these is the round's anchor.
     lines = lines_of(caplog, strategy, [permuted(near(state(), 0.02, i), i) for i in (2, 3)], 1)
     assert "of the distance removed, chance not known; " in lines[-2]
-    default = {name for name, figure in FIGURES.items() if figure.default}
     record = next(line for line in lines if "Aggregated MetricRecord" in line)
+    assert FOUND not in record
     assert CHANCE not in record
-    assert all(name in record for name in default - {CHANCE})
+    assert all(name in record for name in (REMOVED, MOVED, ACCEPTED, DROPPED, FAILED))
 
 
 def test_a_second_run_of_a_strategy_tells_of_its_own_rounds(caplog: pytest.LogCaptureFixture) -> None:

@@ -30,7 +30,7 @@ from fedrot.strategies.resume.run import run
 from fedrot.strategies.resume.state import RunState
 from fedrot.strategies.settings import Reporting, Server
 from tests.models import near
-from tests.strategies.fakes import Client, FakeGrid, reply, tensors_of, timeless
+from tests.strategies.fakes import Client, FakeGrid, reply, tensors_of
 
 ROUNDS, CLIENTS, NODES = 6, 4, 2
 CONFIG = BertConfig(
@@ -134,18 +134,12 @@ def ending(result: Result, report: Path) -> dict[str, Any]:
         digest.update(f"{name} {array.dtype} {array.shape} {array.stype}".encode())
         digest.update(array.data)
     metrics = {
-        kind: {number: without_clocks(record) for number, record in getattr(result, kind).items()}
+        kind: {number: dict(record) for number, record in getattr(result, kind).items()}
         for kind in METRICS
     }
     lines = report.read_text(encoding="utf-8").splitlines()
-    rows = [without_clocks(json.loads(line)) for line in lines]
+    rows = [json.loads(line) for line in lines]
     return {"model": digest.hexdigest(), "metrics": repr(metrics), "rows": rows, "next": random.random()}
-
-
-def without_clocks(record: Any) -> dict[str, Any]:
-    """Return a row or record without what differs between any two runs."""
-    kept = {name: value for name, value in timeless(record).items() if name != "seconds"}
-    return kept | ({"metrics": timeless(kept["metrics"])} if "metrics" in kept else {})
 
 
 def die(folder: str, at: int) -> None:

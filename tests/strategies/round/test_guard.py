@@ -42,7 +42,7 @@ from tests.strategies.aggregating import (
     scrambled,
 )
 from tests.strategies.classifier import SYMMETRY, build, state
-from tests.strategies.fakes import FakeGrid, reply, tensors_of, timeless
+from tests.strategies.fakes import FakeGrid, reply, tensors_of
 
 ROUNDS, CLIENTS = 2, 3
 #: Nothing removes so much more than chance: the plain mean.
@@ -359,7 +359,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, after: int) -> No
     assert kept(whole) == kept(resumed) == [1, 0, 1]
     assert bits(resumed) == bits(whole)
     for number, metrics in whole.train_metrics_clientapp.items():
-        assert timeless(metrics) == timeless(resumed.train_metrics_clientapp[number])
+        assert metrics == resumed.train_metrics_clientapp[number]
     assert resumed.evaluate_metrics_serverapp == whole.evaluate_metrics_serverapp
 
 

@@ -46,7 +46,7 @@ from tests.strategies.aggregating import (
     play,
 )
 from tests.strategies.classifier import NAME, SYMMETRY, state
-from tests.strategies.fakes import ALL_METRICS, largest_difference, tensors_of
+from tests.strategies.fakes import largest_difference, tensors_of
 
 CONFIG = config_of(NAME)
 ALIGN = pytest.mark.parametrize("align", [True, False], ids=["aligned", "unaligned"])
@@ -276,13 +276,11 @@ def test_fisher_follows_every_permutation_inside_and_outside_of_heads(anchor: st
     for seed, client in enumerate(clients):
         update = reordered(client.update, seed)
         moved.append(Client(update, client.weight, fishers(update, seed)))
-    strategy = FedRot(
-        CONFIG, alignment=replace(options, anchor=anchor), aggregation=Fisher, reporting=ALL_METRICS
-    )
+    strategy = FedRot(CONFIG, alignment=replace(options, anchor=anchor), aggregation=Fisher)
     expected, _ = play(strategy, clients)
     found, metrics = play(strategy, moved)
     assert metrics["fedrot-replies-dropped"] == 0
-    assert min(int(metrics[f"fedrot-{what}"]) for what in ("heads-rotated", "neurons-moved")) > 0  # type: ignore[arg-type]
+    assert metrics["fedrot-groups-moved"] > 0
     assert largest_difference(found, expected) <= 1e-4
     assert apart(expected, mean(clients)) > 1e-3
     unaligned = FedRot(CONFIG, alignment=None, aggregation=Fisher)
@@ -451,12 +449,12 @@ class AlignedAdam(Aligned, FedAdam):
 
 
 def test_a_step_beyond_float32_leaves_the_model_as_it_was(warnings: Callable[[], str]) -> None:
-    strategy = AlignedAdam(CONFIG, eta=1e39, reporting=ALL_METRICS)
+    strategy = AlignedAdam(CONFIG, eta=1e39)
     with np.errstate(over="ignore", invalid="ignore"):
         arrays, metrics = finished(strategy, answers(strategy, bare(honest())))
     assert arrays is None
     assert "the aggregation is not finite" in warnings()
-    assert (metrics["fedrot-round-failed"], metrics["fedrot-replies-accepted"]) == (1, 3)
+    assert metrics["fedrot-replies-accepted"] == 3
 
 
 # --- statistics that nobody uses ---------------------------------------------------------------------

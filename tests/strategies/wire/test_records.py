@@ -13,17 +13,17 @@ from torch import Tensor
 import fedrot
 from fedrot.errors import UpdateError
 from fedrot.strategies import statistics_record, wanted_statistics
+from fedrot.strategies.wire.arrays import wire_bytes
 from fedrot.strategies.wire.records import (
     STATISTICS,
     model_records,
     read_statistics,
     replace_changed,
-    statistics_bytes,
     without_arrays,
 )
 from tests.models import inputs
 from tests.strategies.classifier import build
-from tests.strategies.fakes import broadcast, failure, reply
+from tests.strategies.fakes import broadcast, reply
 
 SHARED = ("layer.query.weight", "layer.key.weight", "layer.value.weight")
 Found = dict[str, dict[str, Tensor]]
@@ -116,7 +116,7 @@ def test_bfloat16_is_half_the_bytes_and_three_digits() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         answer = reply(message(), {"w": torch.ones(2)}, 1)
         answer.content[STATISTICS] = statistics_record(given, dtype)
-        sizes.append(statistics_bytes(answer) - header)
+        sizes.append(wire_bytes(answer.content.array_records[STATISTICS]) - header)
     assert sizes == [4 * 64 * 64, 2 * 64 * 64]
     found = there_and_back(given, dtype=torch.bfloat16)["gram"]["w"]
     assert found.dtype == torch.float32
@@ -177,14 +177,10 @@ def test_a_client_reads_what_is_wanted_from_whatever_record_it_is_in() -> None:
         assert wanted_statistics(found) == kinds
 
 
-def test_bytes_and_models_are_told_apart() -> None:
+def test_statistics_and_models_are_told_apart() -> None:
     answer = reply(message(), {"w": torch.ones(2)}, 1)
-    assert statistics_bytes(answer) == 0
-    record = statistics_record(statistics())
-    answer.content[STATISTICS] = record
-    assert statistics_bytes(answer) == sum(len(array.data) for array in record.values())
+    answer.content[STATISTICS] = statistics_record(statistics())
     assert list(model_records(answer.content)) == ["arrays"]
-    assert statistics_bytes(failure(message())) == 0
 
 
 def test_a_tensor_that_was_cast_is_not_sent_on_in_its_old_precision() -> None:

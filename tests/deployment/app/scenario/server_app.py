@@ -24,7 +24,7 @@ def main(grid: Grid, context: Context) -> None:
     model = build_model()
     strategy = FedRot(
         model.config,
-        reporting=Reporting(rows=out / "alignment.jsonl", all_metrics=True),
+        reporting=Reporting(rows=out / "alignment.jsonl"),
         min_available_nodes=len(CLIENTS),
         fraction_evaluate=0.0,
     )

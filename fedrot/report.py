@@ -122,7 +122,7 @@ class Shares:
     Attributes:
         before: squared distance to the anchor.
         removed: squared distance that alignment removed.
-        found: squared distance that the best elements remove, moved or not; None if unknown for a row.
+        found: squared distance that the best elements remove, moved or not.
         chance: squared distance that chance removes; None without rows, or if unknown for a row (parts
             that depend on each other).
         groups, moved, beyond: number of groups, of moved groups, and of moved groups that remove more
@@ -131,7 +131,7 @@ class Shares:
 
     before: float = 0.0
     removed: float = 0.0
-    found: float | None = None
+    found: float = 0.0
     chance: float | None = None
     groups: int = 0
     moved: int = 0
@@ -140,9 +140,9 @@ class Shares:
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Shares:
         """Return the shares of one row, see ``AlignmentReport.rows``."""
-        before, found, chance = float(row["before"]), _given(row, "found"), _given(row, "chance")
-        moved = row.get("moved", 0) > 0
-        one = cls(before, before - float(row["after"]), found, chance, 1, int(moved))
+        before, moved, chance = float(row["before"]), row["moved"] > 0, row.get("chance")
+        known = None if chance is None or math.isnan(chance) else float(chance)
+        one = cls(before, before - float(row["after"]), float(row["found"]), known, 1, int(moved))
         return replace(one, beyond=int(moved and one.exceeds(TIMES_CHANCE)))
 
     @property
@@ -151,20 +151,20 @@ class Shares:
 
         Chance is unknown for parts that depend on each other; their ``found`` counts distances twice.
         """
-        found = self.removed if self.found is None or self.chance is None else self.found
+        found = self.removed if self.chance is None else self.found
         return found / self.before if self.before > 0 else 0.0
 
     @property
     def chance_share(self) -> float | None:
         """The share that chance removes, None if unknown."""
-        if self.found is None or self.chance is None:
+        if self.chance is None:
             return None
         return self.chance / self.before if self.before > 0 else 0.0
 
     @property
     def ratio(self) -> float:
         """``found / chance``: 0 if both are 0, NaN if chance is unknown."""
-        if self.found is None or self.chance is None:
+        if self.chance is None:
             return math.nan
         if self.chance == 0:
             return math.inf if self.found > 0 else 0.0
@@ -172,31 +172,22 @@ class Shares:
 
     def exceeds(self, times: float) -> bool:
         """Return whether ``found`` exceeds ``times`` chance; False if chance is unknown."""
-        return self.found is not None and self.chance is not None and self.found > times * self.chance
-
-
-def _given(row: Mapping[str, Any], name: str) -> float | None:
-    value = row.get(name)
-    return None if value is None or math.isnan(value) else float(value)
+        return self.chance is not None and self.found > times * self.chance
 
 
 def total(given: Iterable[Shares]) -> Shares:
     """Return the shares of all rows together."""
     parts = list(given)
+    chances = [part.chance for part in parts if part.chance is not None]
     return Shares(
         sum(part.before for part in parts),
         sum(part.removed for part in parts),
-        _sum([part.found for part in parts]),
-        _sum([part.chance for part in parts]),
+        sum(part.found for part in parts),
+        sum(chances) if chances and len(chances) == len(parts) else None,
         sum(part.groups for part in parts),
         sum(part.moved for part in parts),
         sum(part.beyond for part in parts),
     )
-
-
-def _sum(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known and len(known) == len(values) else None
 
 
 def shares_by(

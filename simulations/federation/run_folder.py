@@ -126,7 +126,11 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 def read_alignment(path: Path) -> list[dict[str, Any]]:
     """Read the alignment rows of a run folder; empty without such a file. Raises as ``read_rows``."""
     rows = read_rows(path, ALIGNMENT) if (path / ALIGNMENT).is_file() else []
-    _need(("start", "arm", "part", "layer", "after"), [row for row in rows if "before" in row], path)
+    _need(
+        ("start", "arm", "part", "layer", "after", "found", "moved"),
+        [row for row in rows if "before" in row],
+        path,
+    )
     return rows
 
 

@@ -43,11 +43,17 @@ def write_strategy_report(report: Path, out: Path | None = None) -> Path:
         OSError: the file cannot be read, or the page cannot be written.
     """
     every = read_rows(report.parent, report.name)
-    if not every or not all("round" in row and ("metrics" in row) == ("stage" in row) for row in every):
+    if not every or not all(map(_is_row, every)):
         raise ValueError(f"'{report}' is no file of Reporting(rows=...): JSON lines, each with 'round'.")
     stages = [row for row in every if "stage" in row]
     results = StrategyResults([row for row in every if "stage" not in row], stages)
     return PAGE.write(out or report.with_suffix(".html"), report.stem, results)
+
+
+def _is_row(row: Row) -> bool:
+    """Return whether a row has the fields of a strategy's rows."""
+    whole = "before" not in row or {"after", "found", "moved", "part", "layer", "client"} <= row.keys()
+    return "round" in row and ("metrics" in row) == ("stage" in row) and whole
 
 
 PAGE: HtmlPage[StrategyResults] = HtmlPage()
@@ -74,7 +80,7 @@ def verdict(of: StrategyResults) -> Section:
             aligned.setdefault(int(row["round"]), []).append(row)
     said = []
     if aligned:
-        moved = sum(any(row.get("moved") for row in rows) for rows in aligned.values())
+        moved = sum(any(row["moved"] for row in rows) for rows in aligned.values())
         said.append(f"Alignment moved groups in {moved} of {len(aligned)} rounds.")
     said += [f"Round {n}: {_FOUND[diagnosis_of(aligned[n]).choice]}." for n in ends(aligned)]
     told = {int(row["round"]): str(row["said"]) for row in of.rows if "said" in row}

@@ -145,6 +145,7 @@ def hostile_run(path: Path) -> Path:
                 value = 0.5 + cell.seed
                 found.row({**about, "scope": "central", "metric": metric, "value": value})
             shares = {"part": HOSTILE, "layer": 0, "before": 2.0, "after": 1.0, "client": 0}
+            shares |= {"found": 1.0, "moved": 1}
             found.alignment({**about, **shares, "group": HOSTILE})
             found.alignment({**about, "client": 0, "dropped": HOSTILE})
         store.add(cell, found)

@@ -28,7 +28,7 @@ def row(arm: str, seed: int = 0, server_round: int = 1, value: float = 0.5) -> d
 
 def found(arm: str, seed: int = 0) -> dict[str, Any]:
     about = {"setting": "a", "arm": arm, "start": "same", "seed": seed, "round": 1}
-    return {**about, "part": "ffn", "layer": 0, "before": 2.0, "after": 1.0}
+    return {**about, "part": "ffn", "layer": 0, "before": 2.0, "after": 1.0, "found": 1.0, "moved": 1}
 
 
 @pytest.mark.parametrize("name", ROW_FIELDS)
@@ -39,7 +39,7 @@ def test_a_row_of_results_without_a_field_is_no_result(name: str, tmp_path: Path
         read_results(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["start", "arm", "part", "layer", "after"])
+@pytest.mark.parametrize("name", ["start", "arm", "part", "layer", "after", "found", "moved"])
 def test_a_measured_row_without_a_field_is_no_alignment(name: str, tmp_path: Path) -> None:
     assert read_alignment(tmp_path) == []
     lost = {"arm": "aligned", "dropped": "not finite"}

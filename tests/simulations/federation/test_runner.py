@@ -109,7 +109,15 @@ def presented(out: Path, settings: tuple[str, ...], arms: tuple[str, ...], **opt
         for of in about
         for metric in ("accuracy", "loss")
     ]
-    shares = {"part": "ffn", "layer": 0, "before": 2.0, "after": 1.0, "found": 1.0, "chance": 0.5}
+    shares = {
+        "part": "ffn",
+        "layer": 0,
+        "before": 2.0,
+        "after": 1.0,
+        "found": 1.0,
+        "chance": 0.5,
+        "moved": 1,
+    }
     aligned = [{**of, "client": 0, **shares} for of in about if of["arm"] != "plain"]
     for name, found in (("rows", rows), ("alignment", aligned)):
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))

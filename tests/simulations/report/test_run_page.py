@@ -58,6 +58,8 @@ def alignment_rows(setting: str = "main") -> list[dict[str, Any]]:
             "part": part,
             "before": 2.0,
             "after": 2.0 * (1 - share),
+            "found": 2.0 * share,
+            "moved": 0,
         }
         for start in STARTS
         for layer in (0, 1)

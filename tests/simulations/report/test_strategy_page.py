@@ -136,6 +136,7 @@ def test_the_command_takes_a_file(report: Path, tmp_path: Path) -> None:
         ("[1, 2]\n", [], "row is [1, 2] in line 1"),
         ('{"round": 1, "stage": "train"}\n', [], "is no file of Reporting(rows=...)"),
         ('{"round": 1, "metrics": {}}\n', [], "is no file of Reporting(rows=...)"),
+        ('{"round": 1, "before": 1}\n', [], "is no file of Reporting(rows=...)"),
         ('{"round": 1}\n', ["--markdown", "x.md"], "--markdown has an effect only for a run folder"),
         (None, ["--out", "x.html"], "--out has an effect only for a strategy's file"),
     ],
@@ -225,9 +226,6 @@ def test_the_verdict_says_what_was_found_in_the_first_and_the_last_round() -> No
         "Round 1: verdict 1.",
         "Round 4: verdict 4.",
     ]
-    older = verdict(StrategyResults([*rows, group(2, "ffn", 0, 0.0, moved=0)], []))
-    assert older is not None
-    assert older.sentences == [section.sentences[0], *section.sentences[3:]]
 
 
 def test_scores_of_clients_and_guards_are_told_by_their_first_and_last_round() -> None:

@@ -175,7 +175,7 @@ def test_lost_replies_are_added_up_over_rounds_and_seeds() -> None:
 
 def measured(layer: int, found: float, chance: float | None, **more: Any) -> dict[str, Any]:
     about = {"setting": "one", "start": "same", "arm": "aligned", "part": "ffn", "round": 1}
-    given = {} if chance is None else {"found": found, "chance": chance}
+    given = {"found": found, "chance": chance, "moved": 0}
     return {**about, "layer": layer, "before": 1.0, "after": 1 - found, **given, **more}
 
 

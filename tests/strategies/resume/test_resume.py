@@ -44,7 +44,7 @@ from fedrot.strategies.settings import Reporting as Files
 from tests.models import config_of
 from tests.strategies.classifier import NAME, SYMMETRY, state
 from tests.strategies.fakes import Client, FakeGrid, failure, reply, tensors_of
-from tests.strategies.resume.killed_run import METRICS, without_clocks
+from tests.strategies.resume.killed_run import METRICS
 from tests.strategies.resume.killed_run import ROUNDS as KILLED_ROUNDS
 from tests.strategies.runs import Kill, Server
 
@@ -157,7 +157,7 @@ def play(
 def ending(result: Result) -> dict[str, Any]:
     """Return a result in a form that compares bit for bit, and the next random numbers."""
     metrics = {
-        kind: repr({number: without_clocks(record) for number, record in getattr(result, kind).items()})
+        kind: repr({number: dict(record) for number, record in getattr(result, kind).items()})
         for kind in METRICS
     }
     arrays = [(k, a.dtype, a.shape, a.stype, a.data) for k, a in result.arrays.items()]

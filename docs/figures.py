@@ -1,7 +1,6 @@
 """Figures of the documentation: ``python docs/figures.py`` draws them all.
 
-The line and the adapters are drawn from published rows. The others show small examples, which are
-computed.
+They show small examples, which are computed. The line and the adapters were drawn from published rows.
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fedrot.simulations.barrier.barrier_lines import BarrierLine, lines_of
-from fedrot.simulations.federation.run_folder import read_rows
-from fedrot.simulations.report.plots import MARKERS, PALETTE
-from fedrot.simulations.report.summaries import compare_seeds, final_values
+from fedrot.simulations.report.plots import PALETTE
 
 DOCS = Path(__file__).parent
 #: Readable on white and on dark pages.
@@ -43,36 +39,6 @@ def turned(vectors: Vectors, degrees: float) -> Vectors:
     angle = np.radians(degrees)
     cosine, sine = np.cos(angle), np.sin(angle)
     return vectors @ np.array([[cosine, sine], [-sine, cosine]])
-
-
-def line() -> Figure:
-    """Draw the loss on the line between two GPT-2s: every pair, and the mean of the pairs."""
-    lines = lines_of(read_rows(DOCS / "results" / "stream-barriers"))
-    figure, ax = plt.subplots(figsize=(6.4, 3.0), layout="constrained")
-    _loss(ax, [line for line in lines if line.method == "vanilla"], PALETTE[1], "plain average")
-    _loss(ax, [line for line in lines if line.method == "stream"], PALETTE[0], "aligned average")
-    ax.set_xticks([0, 0.5, 1], ["client A", "average", "client B"])
-    ax.set_ylabel("loss on held-out rows")
-    ax.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
-def _loss(ax: Axes, lines: list[BarrierLine], colour: str, name: str) -> None:
-    barriers = [line.barrier for line in lines if line.cell == "gpt2-disjoint"]
-    losses = [[row["loss"] for row in barrier.rows] for barrier in barriers]
-    for loss in losses:
-        ax.plot(barriers[0].positions, loss, color=colour, lw=0.8, alpha=0.35)
-    mean = [sum(values) / len(values) for values in zip(*losses, strict=True)]
-    ax.plot(barriers[0].positions, mean, color=colour, lw=2.5)
-    middle = len(mean) // 2
-    ax.annotate(
-        f"{name}: {mean[middle]:.2f}",
-        (0.5, mean[middle]),
-        (0, 8),
-        textcoords="offset points",
-        ha="center",
-        color=colour,
-    )
 
 
 def rotation() -> Figure:
@@ -210,46 +176,7 @@ def anchors() -> Figure:
     return figure
 
 
-#: Ways to average adapters, as the figure names them, and the mean of factors to compare with.
-AVERAGES = {
-    "lora-exact(gauge=none)": "products, none (FlexLoRA)",
-    "lora-exact(gauge=previous)": "products, previous",
-    "lora-exact(gauge=keep-a)": "products, keep-a",
-    "lora-rotate(strength=0.4;by=alternate)": "rotated factors (FedRot-LoRA)",
-    "lora-mean(schedule=freeze-a)": "frozen A (FFA-LoRA)",
-}
-MEANS_OF_FACTORS = ("plain", "lora-pad")
-
-
-def adapters() -> Figure:
-    """Draw how far the loss of averages of adapters is from that of the mean of factors."""
-    rows = [row for grid in ("lora", "lora-llm") for row in read_rows(DOCS / "results" / grid)]
-    values = final_values(rows)
-    bases = [place for place in values if place.arm in MEANS_OF_FACTORS and place.metric == "loss"]
-    figure, ax = plt.subplots(figsize=(8, 1.0 + 0.45 * len(bases)), layout="constrained")
-    ax.axvline(0, color=GREY, lw=0.8)
-    for number, (arm, name) in enumerate(AVERAGES.items()):
-        offset = 0.15 * (number - (len(AVERAGES) - 1) / 2)
-        found = {
-            row + offset: compare_seeds(values[place], values[base], "loss")
-            for row, base in enumerate(bases)
-            if (place := base._replace(arm=arm)) in values
-        }
-        means = [difference.mean for difference in found.values()]
-        ends = [[d.mean - d.ci_low, d.ci_high - d.mean] for d in found.values()]
-        style = {"color": PALETTE[number], "fmt": MARKERS[number], "markersize": 4, "elinewidth": 1.2}
-        ax.errorbar(means, list(found), xerr=np.transpose(ends), label=name, **style)
-    ax.set_yticks(range(len(bases)), [base.setting for base in bases])
-    ax.set_ylim(len(bases) - 0.5, -0.5)
-    ax.set_xlabel("loss: difference from the mean of factors (left is better)")
-    ax.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, labelcolor=GREY)
-    return figure
-
-
-FIGURES: tuple[Callable[[], Figure], ...] = (
-    line, rotation, average, permutation, stream, anchors, adapters,
-)  # fmt: skip
+FIGURES: tuple[Callable[[], Figure], ...] = (rotation, average, permutation, stream, anchors)
 
 
 def draw(folder: Path) -> None:

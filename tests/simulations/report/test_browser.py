@@ -15,11 +15,10 @@ import pytest
 from fedrot.simulations.report.run_page import write_report
 from fedrot.simulations.report.strategy_page import write_strategy_report
 from tests.simulations.report.test_heat_map import group
-from tests.simulations.report.test_run_page import write_lines
+from tests.simulations.report.test_run_page import write_lines, write_run
 from tests.simulations.test_hostile_files import HOSTILE, hostile_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-RESULTS = Path(__file__).parents[3] / "docs" / "results"
 SCHEMES = {"dark": 0, "light": 1}
 #: Opens what is folded; notes what is wider than the window, and pictures without a text.
 MEASURE = """<script>
@@ -62,11 +61,11 @@ def measured(page: Path, width: int, scheme: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
-    shutil.copytree(RESULTS / "chance", folder / "chance")
+    (folder / "run").mkdir()
     rows = [group(n, "ffn", 0, 0.4, found=0.8, chance=0.2) for n in (1, 2)]
     write_lines(folder / "rows.jsonl", [*rows, {"round": 1, "client": 7, "dropped": HOSTILE}])
     return {
-        "published": write_report(folder / "chance"),
+        "run": write_report(write_run(folder / "run")),
         "hostile": write_report(hostile_run(folder / "hostile")),
         "strategy": write_strategy_report(folder / "rows.jsonl"),
     }
@@ -75,7 +74,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", [360, 1280])
-@pytest.mark.parametrize("name", ["published", "hostile", "strategy"])
+@pytest.mark.parametrize("name", ["run", "hostile", "strategy"])
 def test_nothing_scrolls_sideways(name: str, width: int, scheme: str, pages: dict[str, Path]) -> None:
     found = measured(pages[name], width, scheme)
     assert found["width"] == width

@@ -72,8 +72,7 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
+def write_run(folder: Path) -> Path:
     setting = {"setting": "main", "data": "goemotions_ekman", "arms": ARMS, "starts": STARTS}
     setting |= {"seeds": SEEDS, "rounds": ROUNDS, "data_dir": None, "architecture": "bert"}
     files = {
@@ -88,10 +87,15 @@ def run(tmp_path: Path) -> Path:
         "status.json": {"complete": True},
     }
     for name, value in files.items():
-        (tmp_path / name).write_text(json.dumps(value))
-    write_lines(tmp_path / "rows.jsonl", result_rows())
-    write_lines(tmp_path / "alignment.jsonl", alignment_rows())
-    return tmp_path
+        (folder / name).write_text(json.dumps(value))
+    write_lines(folder / "rows.jsonl", result_rows())
+    write_lines(folder / "alignment.jsonl", alignment_rows())
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path)
 
 
 def page_of(run: Path) -> str:

@@ -62,15 +62,15 @@ def repeat(
     for name, value in {"ray": ray, "gpus": gpus, "dry-run": dry_run}.items():
         if value:
             raise ValueError(f"--{name} has an effect only on grids of settings. Leave it out.")
-    from fedrot.simulations.barrier.barrier_report import summarise, tables
-    from reproductions.barriers.grid import Grid, run_grid
+    from reproductions.barriers.grid import read_cells, run_grid
+    from reproductions.barriers.summary import tables
 
-    described = Grid.read(grid, data_dir, quick=quick)
+    cells = read_cells(grid, data_dir, quick=quick)
     try:
-        lines = run_grid(described, out, command_line(), say, workers)
+        lines = run_grid(cells, out, command_line(), say, workers)
     except KeyboardInterrupt:
         say(f"Interrupted; the finished cells are in {out}. Repeat the command to continue.")
         raise
-    for table in tables(summarise(lines)):
+    for table in tables(lines):
         console.print(table)
     console.print(f"Summary: {out / 'summary.md'}")

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import reproductions.arms
-import reproductions.barriers.methods
 import reproductions.flower_strategies
 import reproductions.optimal_transport
 import reproductions.report.sections

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,32 +10,22 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
-from safetensors import safe_open
-from safetensors.torch import load_file
 
-from fedrot._io import (
-    json_line,
-    read_json,
-    replacing,
-    write_json,
-    write_tensors,
-    write_text,
-)
+from fedrot._io import read_json, write_json, write_text
 from fedrot.errors import FedrotError
-from fedrot.simulations.barrier.barrier_lines import (
-    BarrierLine,
-    lines_of,
-    measure,
-    ordered,
-    training_batches,
-    write_rows,
-)
-from fedrot.simulations.barrier.barrier_methods import METHODS, check_methods
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.federation.run_folder import read_rows, refuse_other_config, versions
+from fedrot.simulations.federation.run_folder import ROWS, read_rows, versions
 from fedrot.simulations.folder_lock import only_writer
 from fedrot.simulations.grids import read_grid
 from fedrot.simulations.jobs import Job, Machine, check_failures, noted_failure, run_jobs
+from fedrot.simulations.models.build import build_model
+from fedrot.simulations.tasks import training
+from fedrot.simulations.tasks.pretraining import load_pretrained
+from fedrot.simulations.tasks.task import Task, task_of
+from fedrot.symmetry import symmetry_of
+from reproductions.barriers.line import BarrierLine, lines_of, measure, training_batches, write_rows
+from reproductions.barriers.methods import METHODS
+from reproductions.barriers.summary import tables
 
 Sharing = Literal["same", "thirds", "disjoint"]
 
@@ -69,12 +57,16 @@ class Cell(BaseModel):
     pairs: tuple[tuple[int, int], ...]
     points: Annotated[int, Field(ge=3)] = 21
     rows: Annotated[int, Field(gt=0)] = 2048
-    methods: tuple[str, ...] = tuple(METHODS)
+    methods: tuple[str, ...]
 
-    @field_validator("methods", mode="before")
+    @field_validator("methods")
     @classmethod
-    def _known(cls, value: object) -> tuple[str, ...]:
-        return check_methods(map(str, value if isinstance(value, list | tuple) else [value]))
+    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        unknown = [name for name in value if name not in METHODS]
+        if unknown or not value:
+            problem = f"unknown method '{unknown[0]}'" if unknown else "no method is given"
+            raise ValueError(f"{problem}; choose from {', '.join(METHODS)}")
+        return value
 
     @field_validator("points")
     @classmethod
@@ -95,53 +87,30 @@ class Cell(BaseModel):
         """The cell's name in rows, tables and files."""
         return f"{re.sub(r'[^a-zA-Z0-9_]+', '-', self.config.setting)}-{self.sharing}"
 
-    def settings(self) -> dict[str, Any]:
-        """Return all settings that a pair's results depend on, without the seeds."""
-        config = self.config.model_dump(mode="json", exclude={"data_dir"})
-        return {**self.model_dump(mode="json", exclude={"pairs", "config", "methods"}), "config": config}
-
-
-class Grid(BaseModel):
-    """Cells of pairs."""
-
-    model_config = ConfigDict(frozen=True)
-
-    cells: tuple[Cell, ...]
-
-    @classmethod
-    def read(cls, path: Path, data_dir: Path | None = None, *, quick: bool = False) -> Grid:
-        """Read a TOML file of ``[base]`` and one ``[[task]]`` per data set.
-
-        A task has the fields of ``SimulationConfig``, ``points``, ``rows``, ``methods`` and ``pairs``, a
-        table from sharing to pairs of seeds. ``base`` has the fields that tasks share; see
-        ``read_grid``. ``ValueError`` if the file is no TOML, or describes no task or an impossible one.
-        """
-        given = {"data_dir": data_dir} if data_dir else {}
-        tasks = read_grid(path, "task", quick=quick)
-        cells = tuple(cell for task in tasks for cell in _cells({**task, **given}))
-        # Names of files are the same in capitals on some systems.
-        if not cells or len({cell.name.casefold() for cell in cells}) != len(cells):
-            raise FedrotError(f"'{path}' needs at least one [[task]], each with a setting of its own.")
-        return cls(cells=cells)
-
-    def only(self, names: Sequence[str]) -> Grid:
-        """Return the grid of the given cells; the name of a setting stands for all of its cells."""
-        known = {name for cell in self.cells for name in (cell.name, cell.config.setting)}
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise FedrotError(f"Unknown cell '{unknown[0]}'; choose from {', '.join(sorted(known))}.")
-        chosen = (cell for cell in self.cells if {cell.name, cell.config.setting} & {*names})
-        return self.model_copy(update={"cells": tuple(chosen)})
-
-    def measuring(self, methods: Sequence[str]) -> Grid:
-        """Return the grid with the given methods in place of its own."""
-        chosen = check_methods(methods)
-        return Grid(cells=tuple(cell.model_copy(update={"methods": chosen}) for cell in self.cells))
-
     @property
-    def methods(self) -> tuple[str, ...]:
-        """The methods of all cells."""
-        return tuple(dict.fromkeys(method for cell in self.cells for method in cell.methods))
+    def settings(self) -> dict[str, Any]:
+        """All settings that a pair's results depend on, without the seeds."""
+        return self.model_dump(mode="json", exclude={"pairs": True, "config": {"data_dir"}})
+
+    def file(self, out: Path, seeds: tuple[int, int]) -> Path:
+        """Return the file of a pair's lines in the folder of a grid."""
+        return out / "lines" / f"{self.name}.{seeds[0]}-{seeds[1]}.jsonl"
+
+
+def read_cells(path: Path, data_dir: Path | None = None, *, quick: bool = False) -> tuple[Cell, ...]:
+    """Read the cells of a TOML file of ``[base]`` and one ``[[task]]`` per data set.
+
+    A task has the fields of ``SimulationConfig``, ``points``, ``rows``, ``methods`` and ``pairs``, a
+    table from sharing to pairs of seeds. ``base`` has the fields that tasks share; see ``read_grid``.
+    ``ValueError`` if the file is no TOML, or describes no task or an impossible one.
+    """
+    given = {"data_dir": data_dir} if data_dir else {}
+    tasks = read_grid(path, "task", quick=quick)
+    cells = tuple(cell for task in tasks for cell in _cells({**task, **given}))
+    # Names of files are the same in capitals on some systems.
+    if not cells or len({cell.name.casefold() for cell in cells}) != len(cells):
+        raise FedrotError(f"'{path}' needs at least one [[task]], each with a setting of its own.")
+    return cells
 
 
 def _cells(task: dict[str, Any]) -> Iterator[Cell]:
@@ -163,13 +132,16 @@ def shared_rows(count: int, sharing: Sharing, seeds: tuple[int, int]) -> tuple[n
 
 
 def run_grid(
-    grid: Grid, out: Path, command: str, report: Callable[[str], None], workers: int | None = None
+    cells: Sequence[Cell],
+    out: Path,
+    command: str,
+    report: Callable[[str], None],
+    workers: int | None = None,
 ) -> list[BarrierLine]:
-    """Measure the lines that ``out`` does not contain yet, and write the summary; return all lines.
+    """Measure the pairs that ``out`` does not contain yet, and write the summary; return all lines.
 
-    ``out`` contains ``config.json``, ``versions.json``, ``models/``, ``lines/`` (a file per pair and
-    method) and ``rows.jsonl`` (of all lines, written anew after every pair). ``models.jsonl``,
-    ``summary.md`` and ``plots/`` are written at the end, or when the run is stopped.
+    ``out`` contains ``config.json``, ``versions.json`` and ``lines/`` with a file per finished pair.
+    ``rows.jsonl`` with all lines and ``summary.md`` are written at the end, or when the run is stopped.
 
     Args:
         report: called with one sentence per pair.
@@ -181,168 +153,77 @@ def run_grid(
             writes to it.
         RuntimeError: pairs failed; their tracebacks are in ``failures/``, and the others are finished.
     """
-    out = out.resolve()
     with only_writer(out):
-        return _run_grid(grid, out, command, report, workers)
-
-
-def _run_grid(
-    grid: Grid, out: Path, command: str, report: Callable[[str], None], workers: int | None
-) -> list[BarrierLine]:
-    _record(grid, out, command)
-    for name in ("models", "lines", "plots"):
-        (out / name).mkdir(exist_ok=True)
-    jobs = [
-        Job(f"{cell.name}, seeds {_pair_name(seeds)}", run_pair, (cell, seeds, missing, out))
-        for cell in grid.cells
-        for seeds in cell.pairs
-        if (missing := [m for m in cell.methods if not _line_path(out, cell, seeds, m).exists()])
-    ]
-    failed = 0
-    try:
-        for number, (job, outcome) in enumerate(run_jobs(jobs, Machine(workers)), start=1):
-            said = noted_failure(out, job.name, job.name, outcome.failure)
-            if said:
-                failed += 1
-            else:
-                found = (f"{line.method} {line.barrier.barrier:.3g}" for line in outcome.parts)
-                said = f"barriers {', '.join(found)}"
-            _collect(out)
-            report(f"[{number} of {len(jobs)}] {job.name}: {said}")
-    finally:
-        lines = _collect(out)
-        if lines:
-            _write_summary(out, lines)
+        _record(cells, out, command)
+        (out / "lines").mkdir(exist_ok=True)
+        jobs = [
+            Job(cell.file(out, seeds).stem, run_pair, (cell, seeds, out))
+            for cell in cells
+            for seeds in cell.pairs
+            if not cell.file(out, seeds).exists()
+        ]
+        failed = 0
+        try:
+            for number, (job, outcome) in enumerate(run_jobs(jobs, Machine(workers)), start=1):
+                said = noted_failure(out, job.name, job.name, outcome.failure)
+                failed += bool(said)
+                found = ", ".join(f"{line.method} {line.barrier:.3g}" for line in outcome.parts)
+                report(f"[{number} of {len(jobs)}] {job.name}: {said or f'barriers {found}'}")
+        finally:
+            lines = _summarised(out)
     check_failures(failed, len(jobs), "pairs", out)
     return lines
 
 
-def run_pair(cell: Cell, seeds: tuple[int, int], methods: Sequence[str], out: Path) -> list[BarrierLine]:
-    """Train the two models of a pair, or load them, and measure and write the missing methods."""
-    from fedrot.simulations.tasks.task import task_of
-    from fedrot.symmetry import symmetry_of
-
+def run_pair(cell: Cell, seeds: tuple[int, int], out: Path) -> list[BarrierLine]:
+    """Train the two models of a pair, and measure and write the line of every method."""
     torch.set_num_threads(1)
     task = task_of(cell.config.to_json())
     parts = shared_rows(len(task.train), cell.sharing, seeds)
-    anchor, client = (
-        trained(cell, seeds, seed, rows, out / "models") for seed, rows in zip(seeds, parts, strict=True)
-    )
+    anchor, client = (trained(task, seed, rows) for seed, rows in zip(seeds, parts, strict=True))
     symmetry = symmetry_of(anchor.config, anchor.state_dict())
     batches = training_batches(task, anchor, cell.rows)
-    names = {"cell": cell.name, "pair": _pair_name(seeds)}
-    lines = []
-    for method in methods:
-        line = measure(method, anchor, client, symmetry, task, batches, points=cell.points, **names)
-        write_rows(_line_path(out, cell, seeds, method), [line])
-        lines.append(line)
+    names = {"cell": cell.name, "pair": f"{seeds[0]}-{seeds[1]}"}
+    lines = [
+        measure(method, anchor, client, symmetry, task, batches, points=cell.points, **names)
+        for method in cell.methods
+    ]
+    write_rows(cell.file(out, seeds), lines)
     return lines
 
 
-def trained(cell: Cell, seeds: tuple[int, int], seed: int, rows: np.ndarray, folder: Path) -> Any:
-    """Return a pair's model of one seed: from ``folder`` if it is there, else trained on these rows."""
-    from fedrot.simulations.models.build import build_model
-    from fedrot.simulations.tasks import training
-    from fedrot.simulations.tasks.pretraining import load_pretrained
-    from fedrot.simulations.tasks.task import task_of
-
-    task = task_of(cell.config.to_json())
-    model = build_model(cell.config, task.data, seed)
-    path = folder / f"{cell.name}.{_pair_name(seeds)}.{seed}.safetensors"
-    if path.exists():
-        model.load_state_dict(load_file(path))
-        return model.eval()
-    start = time.perf_counter()
-    if "pretrained" in cell.config.starts:
-        load_pretrained(model, cell.config, seed)
-    loss = training.train(model, task, rows, seed)
-    about = {"cell": cell.name, "pair": _pair_name(seeds), "seed": seed, "rows": len(rows)}
-    about |= {"training_loss": loss, "seconds": time.perf_counter() - start}
-    # A safetensors file cannot contain tensors that share memory, as tied tensors do.
-    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with replacing(path) as temporary:
-        write_tensors(temporary, tensors, {"training": json_line(about).rstrip()})
+def trained(task: Task, seed: int, rows: np.ndarray) -> Any:
+    """Return a model of one seed, trained on these rows."""
+    model = build_model(task.config, task.data, seed)
+    if "pretrained" in task.config.starts:
+        load_pretrained(model, task.config, seed)
+    training.train(model, task, rows, seed)
     return model.eval()
 
 
-def _line_path(out: Path, cell: Cell, seeds: tuple[int, int], method: str) -> Path:
-    return _file_of(out, cell.name, _pair_name(seeds), method)
-
-
-def _file_of(out: Path, cell: str, pair: str, method: str) -> Path:
-    # Names of a compact copy are what its rows say.
-    return out / "lines" / f"{cell}.{pair}.{method}.jsonl".replace("/", "-")
-
-
-def _pair_name(seeds: tuple[int, int]) -> str:
-    return "-".join(map(str, seeds))
-
-
-def _record(grid: Grid, out: Path, command: str) -> None:
+def _record(cells: Sequence[Cell], out: Path, command: str) -> None:
     """Write configuration and versions; refuse to mix results of different settings."""
     path = out / "config.json"
     held = read_json(path) if path.exists() else {}
-    if (out / "rows.jsonl").is_file() and "cells" not in held:
+    if "cells" not in held and (held or (out / ROWS).is_file()):
         raise FileExistsError(f"The folder '{out}' holds a run of another kind; choose another --out.")
-    refuse_other_config(held, out, "cells")
-    cells = held.get("cells", {})
-    written = {name.casefold(): name for name in cells}
-    for cell in grid.cells:
-        before = cells.get(written.get(cell.name.casefold(), cell.name), {})
-        if before and _settings_of(before) != cell.settings():
+    known = held.get("cells", {})
+    for cell in cells:
+        if known.setdefault(cell.name, cell.settings) != cell.settings:
             raise FedrotError(
                 f"The folder '{out}' holds cell '{cell.name}' with other settings. Choose another "
                 "--out, or give the settings in its config.json."
             )
-        pairs = [tuple(pair) for pair in before.get("pairs", [])]
-        cells[cell.name] = {**cell.settings(), "pairs": list(dict.fromkeys([*pairs, *cell.pairs]))}
-    known = held.get("methods", {}).items()
-    methods = {name: [texts] if isinstance(texts, str) else texts for name, texts in known}
-    for name in grid.methods:
-        # Older versions described a method in other words, or defined it otherwise: all are kept.
-        described = methods.setdefault(name, [])
-        described += [METHODS[name].description] if METHODS[name].description not in described else []
-    commands = [*held.get("commands", []), command]
-    write_json(path, {"commands": commands, "methods": methods, "cells": cells})
+    write_json(path, {"commands": [*held.get("commands", []), command], "cells": known})
     write_json(out / "versions.json", versions())
 
 
-def _settings_of(held: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a cell as ``Cell.settings``; fields that came later have their defaults."""
-    config = SimulationConfig.model_validate(held["config"])
-    own = {name: value for name, value in held.items() if name not in ("pairs", "config")}
-    return {**own, "config": config.model_dump(mode="json", exclude={"data_dir"})}
-
-
-def _collect(out: Path) -> list[BarrierLine]:
-    """Write ``rows.jsonl`` from the files of all lines, and return these in the grid's order."""
+def _summarised(out: Path) -> list[BarrierLine]:
+    """Write ``rows.jsonl``, ``summary.md``, and return all lines of the folder."""
     files = sorted((out / "lines").glob("[!.]*.jsonl"))
-    lines = ordered(lines_of(row for file in files for row in read_rows(out, f"lines/{file.name}")))
-    cells = read_json(out / "config.json")["cells"]
-    places = {name: place for place, name in enumerate(cells)}
-    lines.sort(key=lambda line: places.get(line.cell, len(places)))
-    write_rows(out / "rows.jsonl", lines)
+    lines = lines_of(row for file in files for row in read_rows(out, f"lines/{file.name}"))
+    places = {name: place for place, name in enumerate(read_json(out / "config.json")["cells"])}
+    lines.sort(key=lambda line: places[line.cell])
+    write_rows(out / ROWS, lines)
+    write_text(out / "summary.md", "\n".join(table.markdown() for table in tables(lines)))
     return lines
-
-
-def _model_of(training: str) -> tuple[Any, ...]:
-    about = json.loads(training)
-    return about["cell"], about["pair"], about["seed"]
-
-
-def _write_summary(out: Path, lines: Sequence[BarrierLine]) -> None:
-    """Write ``models.jsonl``, ``summary.md`` and a plot per cell."""
-    from fedrot.simulations.barrier.barrier_report import by_cell, markdown, plot, summarise
-
-    for cell in by_cell(lines):
-        plot(
-            out / "plots" / f"{cell}.png".replace("/", "-"),
-            [line for line in lines if line.cell == cell],
-        )
-    models = sorted((out / "models").glob("[!.]*.safetensors"))
-    trained_here = [safe_open(file, "pt").metadata()["training"] for file in models]
-    known = out / "models.jsonl"
-    before = known.read_text(encoding="utf-8").splitlines() if known.exists() else []
-    trainings = {_model_of(training): training for training in (*before, *trained_here)}
-    write_text(known, "".join(f"{training}\n" for training in trainings.values()))
-    write_text(out / "summary.md", markdown(summarise(lines)))

@@ -1,54 +1,77 @@
-"""The methods of the papers to match two models, in the registry of ``fedrot barrier``."""
+"""Methods of the papers to match two models before the loss on the line between them is measured."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
-from fedrot.alignment import alignment_of
-from fedrot.errors import FedrotError
+from fedrot.alignment import align, alignment_of
+from fedrot.collect.activations import Activations, Moments, collect_activations
+from fedrot.collect.random_inputs import random_inputs
 from fedrot.learning import loss_of
-from fedrot.simulations.barrier.barrier_methods import (
-    EAGER,
-    METHODS,
-    STREAM,
-    VANILLA,
-    WHOLE,
-    Batches,
-    MatchingMethod,
-    State,
-)
+from fedrot.options import AlignmentOptions
+from fedrot.simulations.federation.arms import with_state
 from fedrot.symmetry import WHOLE_MODEL, Symmetry
+from fedrot.symmetry.canonical import canonical, check_rotates
 from reproductions.barriers.invalid_controls import ignore_heads
 from reproductions.learning import LearningOptions, learn_alignment
 
+State = dict[str, Tensor]
+#: Batches of a training step: the models' inputs, and ``labels``.
+Batches = Sequence[Mapping[str, Tensor]]
 
-def _learned(anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: Batches) -> State:
-    """Learn matrices of the heads by gradient descent, starting from the aligned client."""
-    return _refined(anchor, client, symmetry, batches, LearningOptions(general=True))
-
-
-def _stream_learned(anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: Batches) -> State:
-    """Learn the rotation of the residual stream, starting from the aligned client."""
-    options = LearningOptions(parts=("residual",), steps=150, lr=3e-3, points=(0.2, 0.8))
-    return _refined(anchor, client, symmetry, batches, options)
+#: Function of (anchor, aligned client, symmetry, batches) that returns the client's new tensors.
+Refine = Callable[[nn.Module, nn.Module, Symmetry, Batches], State]
 
 
-def _refined(
-    anchor: nn.Module,
-    client: nn.Module,
-    symmetry: Symmetry,
-    batches: Batches,
-    options: LearningOptions,
+@dataclass(frozen=True)
+class MatchingMethod:
+    """A way to match a client's model to the anchor's.
+
+    Attributes:
+        options: alignment options; None: nothing is aligned.
+        evidence: ``weights``, or weights and activations: on random tokens (``probe``) or on training
+            rows (``data``).
+        residual, heads: which activations, as in ``fedrot.collect_activations``.
+        limit: the number of training rows that are used; 0 for all.
+        refine: changes the aligned client.
+    """
+
+    options: AlignmentOptions | None = None
+    evidence: Literal["weights", "probe", "data"] = "weights"
+    residual: str = "all"
+    heads: Moments = "covariance"
+    limit: int = 0
+    refine: Refine | None = None
+
+    @property
+    def canonical(self) -> bool:
+        """Whether both models are converted to canonical form first."""
+        return self.options is not None and bool(self.options.canonical)
+
+
+VANILLA = "vanilla"
+
+
+# Published methods have no rule on chance: they apply every move that removes distance.
+EAGER = AlignmentOptions(chance=0, canonical=False)
+WHOLE = replace(EAGER, parts=WHOLE_MODEL)
+STREAM = replace(WHOLE, canonical=True)
+# What learned methods learn: matrices of the heads, and the rotation of the residual stream.
+HEADS = LearningOptions(general=True)
+ROTATION = LearningOptions(parts=("residual",), steps=150, lr=3e-3, points=(0.2, 0.8))
+
+
+def _learned(
+    options: LearningOptions, anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: Batches
 ) -> State:
-    if any(batch["labels"].isnan().any() for batch in batches):
-        raise FedrotError(
-            "Methods that learn need all labels of every row, and some are missing here, as in a task "
-            "of several domains; choose other methods."
-        )
+    """Learn group elements by gradient descent, starting from the aligned client."""
     theirs, ours = client.state_dict(), anchor.state_dict()
     start = alignment_of((), theirs, ours, symmetry)
     small = [
@@ -69,10 +92,10 @@ def _verma(*parts: str, residual: str = "first", **changes: Any) -> MatchingMeth
 
 
 #: All methods, in the order of the published tables.
-_ALL: dict[str, MatchingMethod] = {
-    VANILLA: METHODS[VANILLA],
+METHODS: dict[str, MatchingMethod] = {
+    VANILLA: MatchingMethod(),
     # Zhang et al. (2025)
-    "rotation": METHODS["rotation"],
+    "rotation": MatchingMethod(EAGER),
     "rotation+heads": MatchingMethod(replace(EAGER, parts=("heads", "attention", "ffn"))),
     # Ainsworth et al. (2023): permutations found from weights
     "git-rebasin": MatchingMethod(replace(WHOLE, within_heads="permutation")),
@@ -90,27 +113,76 @@ _ALL: dict[str, MatchingMethod] = {
     "verma-heads@64": _verma("heads", "attention", "ffn", limit=64),
     "verma-heads@256": _verma("heads", "attention", "ffn", limit=256),
     "verma-heads@1024": _verma("heads", "attention", "ffn", limit=1024),
-    "whole": METHODS["whole"],
+    "whole": MatchingMethod(WHOLE),
     "whole+probe": MatchingMethod(WHOLE, "probe"),
-    "whole+data": METHODS["whole+data"],
-    # Alternatives to the defaults: other places of the residual stream's activations, and other
-    # weights of activations.
-    "whole+data@first": MatchingMethod(WHOLE, "data", residual="first"),
-    "whole+data@last": MatchingMethod(WHOLE, "data", residual="last"),
-    "whole+data@identity": MatchingMethod(replace(WHOLE, parts=WHOLE_MODEL[1:]), "data"),
-    "whole+data@0.2": MatchingMethod(replace(WHOLE, activation_weight=0.2), "data"),
-    "whole+data@0.8": MatchingMethod(replace(WHOLE, activation_weight=0.8), "data"),
-    "whole+data@1": MatchingMethod(replace(WHOLE, activation_weight=1.0), "data"),
-    "learned": MatchingMethod(WHOLE, "data", refine=_learned),
+    "whole+data": MatchingMethod(WHOLE, "data"),
+    "learned": MatchingMethod(WHOLE, "data", refine=partial(_learned, HEADS)),
     # Rotations of the residual stream, for pre-norm models
-    "stream": METHODS["stream"],
+    "stream": MatchingMethod(STREAM),
     "stream+probe": MatchingMethod(STREAM, "probe"),
     "stream+data": MatchingMethod(STREAM, "data"),
-    "stream+data@0.8": MatchingMethod(replace(STREAM, activation_weight=0.8), "data"),
-    "stream+data@1": MatchingMethod(replace(STREAM, activation_weight=1.0), "data"),
-    "stream+learned": MatchingMethod(STREAM, "data", refine=_stream_learned),
+    "stream+learned": MatchingMethod(STREAM, "data", refine=partial(_learned, ROTATION)),
 }
 
-# Tables list methods in the order of the registry.
-METHODS.clear()
-METHODS.update(_ALL)
+
+def match(
+    method: MatchingMethod, anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: Batches
+) -> State:
+    """Return the client's tensors, matched to the anchor; neither model is changed.
+
+    ``batches`` (inputs and ``labels``) are read only by methods that use data.
+
+    Raises:
+        FedrotError: the models cannot be aligned; see ``fedrot.align``.
+    """
+    state = client.state_dict()
+    batches = _first(batches, method.limit)
+    if method.options is not None:
+        activations = _activations(method, anchor, client, symmetry, batches)
+        found = align(state, anchor.state_dict(), symmetry, method.options, activations)
+        state = found.apply(state)
+    if method.refine is not None:
+        state = method.refine(anchor, with_state(client, state), symmetry, batches)
+    return state
+
+
+def canonical_pair(
+    anchor: nn.Module, client: nn.Module, symmetry: Symmetry
+) -> tuple[nn.Module, nn.Module, Symmetry]:
+    """Return both models in canonical form, and the symmetry that rotates their stream.
+
+    Raises:
+        SymmetryError: the stream cannot be rotated, or tables are tied that must be separate.
+    """
+    check_rotates(symmetry)
+    ours, theirs = (
+        with_state(model, canonical(model.state_dict(), symmetry)) for model in (anchor, client)
+    )
+    return ours, theirs, symmetry.rotated
+
+
+def _first(batches: Batches, limit: int) -> Batches:
+    """Return batches of the first ``limit`` rows; all batches for a limit of 0."""
+    if not limit:
+        return batches
+    starts = accumulate((len(batch["labels"]) for batch in batches), initial=0)
+    return [
+        {name: value[: limit - start] for name, value in batch.items()}
+        for start, batch in zip(starts, batches, strict=False)
+        if start < limit
+    ]
+
+
+def _activations(
+    method: MatchingMethod, anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: Batches
+) -> Activations | None:
+    if method.evidence == "weights":
+        return None
+    config: Any = anchor.config
+    inputs: Iterable[Mapping[str, Tensor]] = (
+        random_inputs(config.to_dict())
+        if method.evidence == "probe"
+        else [{name: value for name, value in batch.items() if name != "labels"} for batch in batches]
+    )
+    residual, heads = method.residual, method.heads
+    return collect_activations(anchor, client, inputs, symmetry, residual=residual, heads=heads)

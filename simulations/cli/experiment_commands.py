@@ -1,4 +1,4 @@
-"""Commands for experiments: simulate, flower-app, report, barrier."""
+"""Commands for experiments: simulate, flower-app, report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import click
 import typer
 
 from fedrot._io import replacing, write_text
-from fedrot.simulations.barrier.barrier_settings import BarrierSettings
 from fedrot.simulations.cli.commands import command, command_line, console, given, need, say
 from fedrot.simulations.cli.effects import refuse_idle
 from fedrot.simulations.cli.root import app
@@ -203,20 +202,3 @@ def report(
     runner.present(run_or_file, console)
     if markdown is not None:
         write_text(markdown, markdown_report(run_or_file))
-
-
-@command(
-    app,
-    "fedrot barrier models/a models/b --out runs/barrier --methods vanilla,whole",
-    fields=BarrierSettings,
-)
-def barrier(
-    a: Annotated[Path, typer.Argument(help="Folder of a model saved with save_pretrained.")],
-    b: Annotated[Path, typer.Argument(help="Folder of a second model, which is aligned to the first.")],
-    out: Annotated[Path, typer.Option(help="Folder for results; must be empty or new.")],
-    settings: dict[str, Any],
-) -> None:
-    """Measure the loss along the line between two saved models, for each way to match them."""
-    from fedrot.simulations.barrier.barrier_run import compare_saved_models
-
-    compare_saved_models(a, b, out, BarrierSettings(**settings), command_line(), console)

@@ -29,7 +29,7 @@ LAYERS = (
     ("collect",),
     ("check", "matching"),
     ("alignment",),
-    ("aggregation", "interpolation", "learning", "head"),
+    ("aggregation", "learning", "head"),
     ("temperature",),
     ("anchors", "lora"),
     ("diagnosis",),

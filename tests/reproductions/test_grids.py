@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+import reproductions.plugins  # noqa: F401
 from fedrot.simulations.grids import bundled_grids
-from reproductions.barriers.grid import Grid
+from reproductions.barriers.grid import read_cells
 from tests.simulations.test_grids import check_quick
 
 
@@ -18,6 +19,6 @@ def test_every_bundled_grid_of_settings_has_a_quick_variant(name: str) -> None:
 
 @pytest.mark.parametrize("name", bundled_grids("task"))
 def test_every_bundled_grid_of_barriers_has_a_quick_variant(name: str) -> None:
-    whole, quick = (Grid.read(Path(name), quick=small) for small in (False, True))
-    assert {cell.name for cell in quick.cells} <= {cell.name for cell in whole.cells}
-    assert sum(len(cell.pairs) * len(cell.methods) * cell.points for cell in quick.cells) <= 200
+    whole, quick = (read_cells(Path(name), quick=small) for small in (False, True))
+    assert {cell.name for cell in quick} <= {cell.name for cell in whole}
+    assert sum(len(cell.pairs) * len(cell.methods) * cell.points for cell in quick) <= 200

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.barrier.barrier_methods import METHODS, match
 from fedrot.symmetry import symmetry_of
 from reproductions.barriers.invalid_controls import ignore_heads
+from reproductions.barriers.methods import METHODS, match
 
 CONFIG = BertConfig(
     vocab_size=50,

@@ -15,7 +15,6 @@ from pydantic import BaseModel, Field
 from typer.testing import CliRunner
 
 from fedrot.simulations import INSTALL
-from fedrot.simulations.barrier.barrier_settings import BarrierSettings
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import BAD_INPUT, FAILED, INTERRUPTED, command, command_line
 from fedrot.simulations.cli.experiment_commands import MORE_SETTINGS
@@ -93,7 +92,6 @@ def test_help_describes_the_fields() -> None:
     ("name", "model", "missing"),
     [
         ("simulate", SimulationConfig, {"setting", *MORE_SETTINGS}),
-        ("barrier", BarrierSettings, set()),
         ("merge", MergeSettings, set()),
     ],
 )

@@ -15,7 +15,6 @@ import pytest
 
 from fedrot.aggregation import aggregations
 from fedrot.simulations import INSTALL
-from fedrot.simulations.barrier import barrier_methods, barrier_settings
 from fedrot.simulations.cli.experiment_commands import SIMULATION
 from fedrot.simulations.merge import merge_settings
 from tests.simulations.cli.test_terminal import COMMANDS, ROOT
@@ -102,7 +101,6 @@ def test_fedrot_itself_imports_nothing_until_a_name_is_used() -> None:
 
 
 def test_light_modules_name_what_the_heavy_ones_have() -> None:
-    assert [*barrier_methods.METHODS] == [*barrier_settings.METHOD_NAMES]
     assert {entry.name for entry in aggregations({"symmetry"})} == {*merge_settings.METHOD_NAMES}
 
 

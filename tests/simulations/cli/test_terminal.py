@@ -15,7 +15,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from fedrot.simulations.barrier.barrier_methods import METHODS
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import Command
 from fedrot.simulations.cli.commands import examples as examples_of
@@ -135,11 +134,6 @@ def test_every_setting_is_in_one_panel_of_the_help_or_among_the_others() -> None
     printed = invoke("simulate", "--help")[1]
     assert f"One of {', '.join(MORE_SETTINGS)}." in printed.replace(" │ │ ", " ")
     assert [panel for panel in PANELS if f"─ {panel} ─" in printed] == [*PANELS]
-
-
-def test_help_lists_the_methods_of_the_registry() -> None:
-    output = re.sub(r"[\s│]", "", invoke("barrier", "--help")[1])
-    assert ",".join(METHODS) in output
 
 
 # Versions

@@ -19,7 +19,6 @@ from tests.simulations.commands import invoke, options_of
 
 ROWS = 40
 TEXTS = [f"story number {row}" for row in range(ROWS)]
-SUFFIXES = (".csv", ".jsonl", ".json", ".tsv")
 
 
 def save(path: Path, labels: list[Any], **columns: list[Any]) -> str:
@@ -27,7 +26,9 @@ def save(path: Path, labels: list[Any], **columns: list[Any]) -> str:
     repeated = [labels[row % len(labels)] for row in range(ROWS)]
     names, *rows = zip(*{"text": TEXTS, "label": repeated, **columns}.items(), strict=True)
     rows = list(zip(*rows[0], strict=True))
-    if path.suffix in (".csv", ".tsv"):
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table(dict(zip(names, zip(*rows, strict=True), strict=True))), path)
+    elif path.suffix in (".csv", ".tsv"):
         mark = "," if path.suffix == ".csv" else "\t"
         lines = [mark.join("" if value is None else str(value) for value in row) for row in rows]
         path.write_text("\n".join([mark.join(names), *lines]) + "\n")
@@ -51,79 +52,90 @@ def classes(data: TextData) -> dict[str, str]:
     }
 
 
-MISSING = (None, "", " ", "NA", "N/A", "nan", "NaN", "null", "NULL", "None", "<NA>")
+#: Labels, options, and what they are: names of classes, kind, or a word of the error.
+CASES: dict[str, tuple[list[Any], dict[str, Any], Any]] = {
+    "texts": ([" a", "b ", "a"], {}, ("a", "b")),
+    "words for booleans": (["True", "False"], {}, ("False", "True")),
+    "words for nothing": (["none", "some"], {}, ("none", "some")),
+    "numbers and texts": (["1", "x"], {}, ("1", "x")),
+    "numbers": ([3, 5, 12], {}, ("3", "5", "12")),
+    "large numbers": ([7, 2**62], {}, ("7", str(2**62))),
+    "whole scores": ([1.0, 0.0], {}, "regression"),
+    "whole scores as classes": ([1.0, 0.0], {"label_kind": "single"}, ("0", "1")),
+    "numbers as scores": ([1, 5, 3], {"label_kind": "regression"}, "regression"),
+    "scores as classes": ([0.5, 1.5], {"label_kind": "single"}, "not whole"),
+    "words as scores": (["yes", "no"], {"label_kind": "regression"}, "no numbers"),
+    "one column as several": (["yes", "no"], {"label_kind": "multi"}, "one label for a row"),
+    "negative": ([-1, 1], {}, r"20 negative.* row\(s\) 1, 3,"),
+    "negative, dropped": ([-1, 0, 1], {"missing": "drop"}, ("0", "1")),
+    "negative, kept": ([-1, 1], {"missing": "keep"}, ("-1", "1")),
+    "negative with a point": ([-1.0, 1.0], {"label_kind": "single"}, r"\(-1.0\) in row\(s\) 1, 3,"),
+    "negative with a point, dropped": (
+        [-1.0, 0.0, 1.0],
+        {"label_kind": "single", "missing": "drop"},
+        ("0", "1"),
+    ),
+    "negative with a point, kept": (
+        [-1.0, 1.0],
+        {"label_kind": "single", "missing": "keep"},
+        ("-1", "1"),
+    ),
+    "negative scores": ([-1.5, 1.0], {}, "regression"),
+    "negative numbers as scores": ([-1, 1], {"label_kind": "regression"}, "regression"),
+    **{
+        f"missing {label!r}{', dropped' if options else ''}": (["glad", "sad", label], options, found)
+        for label in (None, "", " ", "NA", "N/A", "nan", "NaN", "null", "NULL", "None", "<NA>")
+        for options, found in (
+            ({}, r"13 missing.* row\(s\) 3, 6,"),
+            ({"missing": "drop"}, ("glad", "sad")),
+        )
+    },
+    "NA, kept": (["NA", "left"], {"missing": "keep"}, ("NA", "left")),
+    "nothing, kept": ([1.5, None, 0.5], {"missing": "keep"}, "missing values"),
+    **{
+        f"{name} among scores{', dropped' if options else ''}": ([0.5, value, 2.5], options, found)
+        for name, value in (("nothing", None), ("NaN", float("nan")), ("infinity", float("inf")))
+        for options, found in (
+            ({}, r"missing values.* row\(s\) 2, 5,"),
+            ({"missing": "drop"}, "regression"),
+        )
+    },
+    "nothing among numbers": ([1, 0, None], {}, r"missing values.* row\(s\) 3, 6,"),
+}
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("label", MISSING, ids=repr)
-def test_missing_labels_are_refused_with_their_rows_or_dropped(
-    label: str | None, suffix: str, tmp_path: Path
-) -> None:
-    path = save(tmp_path / f"mine{suffix}", ["glad", "sad", "sad", label])
-    rows = ", ".join(str(row) for row in range(4, ROWS + 1, 4))
-    with pytest.raises(
-        DataError, match=rf"mine{suffix}: label column 'label' has 10 .*row\(s\) {rows},"
-    ):
-        load_text_data(path)
-    dropped = load_text_data(path, missing="drop")
-    assert dropped.label_names == ("glad", "sad")
-    assert f"10 of {ROWS} rows of {path} lack 'label': left out." in dropped.said
-    expected = {text: ("glad", "sad", "sad")[row % 4] for row, text in enumerate(TEXTS) if row % 4 < 3}
-    assert classes(dropped) == expected
-    without = tmp_path / f"without{suffix}"
-    whole = [(t, "sad" if row % 4 else "glad") for row, t in enumerate(TEXTS) if row % 4 < 3]
-    mark = "\t" if suffix == ".tsv" else ","
-    if suffix in (".csv", ".tsv"):
-        without.write_text("\n".join(map(mark.join, [("text", "label"), *whole])) + "\n")
-    else:
-        without.write_text(json.dumps([{"text": text, "label": name} for text, name in whole]))
-    # The rows are divided as if the others had never been there.
-    assert load_text_data(str(without)).test.texts == dropped.test.texts
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".json", ".parquet"])
+@pytest.mark.parametrize("name", CASES)
+def test_labels(name: str, suffix: str, tmp_path: Path) -> None:
+    labels, options, expected = CASES[name]
+    path = save(tmp_path / f"mine{suffix}", labels)
+    if isinstance(expected, str) and expected != "regression":
+        with pytest.raises(DataError, match=expected):
+            load_text_data(path, **options)
+        return
+    data = load_text_data(path, **options)
+    if expected == "regression":
+        assert (data.kind, data.train.labels.dtype) == ("regression", np.float32)
+        given = {text: labels[row % len(labels)] for row, text in enumerate(TEXTS)}
+        read = {t: v for s in (data.train, data.test) for t, v in zip(s.texts, s.labels, strict=True)}
+        assert read == {text: v for text, v in given.items() if v is not None and np.isfinite(v)}
+        return
+    assert (data.kind, data.label_names) == ("single", expected)
+    shown = [str(label).strip().removesuffix(".0") for label in labels]
+    given = {text: shown[row % len(shown)] for row, text in enumerate(TEXTS)}
+    assert classes(data) == {text: label for text, label in given.items() if label in expected}
 
 
-@pytest.mark.parametrize("labels", [[0.5, float("nan"), 2.5], [1, 0, None], [0.5, float("inf"), 1.5]])
-@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
-def test_numbers_that_are_missing_are_refused(labels: list[Any], suffix: str, tmp_path: Path) -> None:
-    path = tmp_path / f"mine{suffix}"
-    if suffix == ".parquet":
-        repeated = [labels[row % 3] for row in range(ROWS)]
-        pq.write_table(pa.table({"text": TEXTS, "label": repeated}), path)
-    else:
-        save(path, labels)
-    first = 1 + labels.index(next(v for v in labels if v is None or not np.isfinite(v)))
-    with pytest.raises(DataError, match=rf"missing values.* in row\(s\) {first}, {first + 3},"):
-        load_text_data(str(path))
-    data = load_text_data(str(path), missing="drop")
-    assert np.isfinite(data.train.labels).all()
-    assert len(data.train) + len(data.test) < ROWS
-
-
-def test_missing_labels_can_be_classes(tmp_path: Path) -> None:
-    path = save(tmp_path / "mine.csv", ["None", "NA", "left"])
-    with pytest.raises(DataError, match="or --missing keep makes them classes"):
-        load_text_data(path)
-    assert load_text_data(path, missing="keep").label_names == ("NA", "None", "left")
-    signs = save(tmp_path / "signs.csv", [-1, 1])
-    with pytest.raises(DataError, match=r"20 negative values.*\(-1\) in row\(s\) 1, 3,.*and 10 more"):
-        load_text_data(signs)
-    data = load_text_data(signs, missing="keep")
-    assert (data.label_names, sorted(set(data.train.labels))) == (("-1", "1"), [0, 1])
-    assert load_text_data(signs, label_kind="regression").train.labels.min() == -1
-    halves = save(tmp_path / "halves.csv", [-1.0, 1.0])
-    assert load_text_data(halves).train.labels.min() == -1
-    with pytest.raises(DataError, match=r"20 .* \(-1.0\) in row\(s\) 1, 3,"):
-        load_text_data(halves, label_kind="single")
-
-
-def test_negative_classes_are_missing_labels_though_they_are_written_with_a_point(
-    tmp_path: Path,
-) -> None:
-    path = save(tmp_path / "mine.csv", ["-1.0", "0.0", "1.0", "1.0"])
-    with pytest.raises(DataError, match=r"has 10 missing values \(-1\.0\) in row\(s\) 1, 5,"):
-        load_text_data(path, label_kind="single")
-    assert load_text_data(path, label_kind="single", missing="drop").label_names == ("0", "1")
-    assert load_text_data(path, label_kind="single", missing="keep").label_names == ("-1", "0", "1")
-    assert load_text_data(path).train.labels.min() == -1  # As scores they are none.
+def test_rows_are_divided_as_if_incomplete_ones_had_never_been_there(tmp_path: Path) -> None:
+    path = save(tmp_path / "mine.csv", ["glad", "sad", "sad", None])
+    kept = [line for line in Path(path).read_text().splitlines() if not line.endswith(",")]
+    (tmp_path / "without.csv").write_text("\n".join(kept) + "\n")
+    dropped, without = (
+        load_text_data(path, missing="drop"),
+        load_text_data(str(tmp_path / "without.csv")),
+    )
+    assert dropped.test.texts == without.test.texts
+    assert f"10 of {ROWS} rows of {path} lack 'label'" in dropped.said
 
 
 def test_rows_of_splits_are_counted_in_their_file(tmp_path: Path) -> None:
@@ -161,14 +173,6 @@ def test_words_and_tags_may_lack_a_part(tmp_path: Path) -> None:
     assert "5 of 15 rows" in data.said
 
 
-@pytest.mark.parametrize("ids", [(100000, 100007), (5, 10**12), (7, 2**62)])
-def test_only_numbers_that_occur_are_classes(ids: tuple[int, int], tmp_path: Path) -> None:
-    data = load_text_data(save(tmp_path / "mine.csv", list(ids)))
-    assert data.label_names == tuple(map(str, ids))
-    assert sorted(set(data.train.labels)) == [0, 1]
-    assert f"2 classes in the column 'label': {ids[0]}, {ids[1]}" in data.said
-
-
 def test_a_limit_changes_no_classes(tmp_path: Path) -> None:
     path = save(tmp_path / "mine.csv", [3, 5, 9, 12])
     whole, part = load_text_data(path), load_text_data(path, train_limit=2, test_limit=1)
@@ -196,27 +200,6 @@ def test_training_rows_name_the_classes_that_held_out_rows_name_otherwise() -> N
     assert found.names == ("cold", "warm", "hot")
 
 
-def test_the_kind_of_labels_is_said_and_can_be_set(tmp_path: Path) -> None:
-    path = save(tmp_path / "mine.csv", ["1.0", "0.0"])
-    scores, single = load_text_data(path), load_text_data(path, label_kind="single")
-    assert (scores.kind, single.kind, single.label_names) == ("regression", "single", ("0", "1"))
-    assert scores.said == (
-        "Labels: scores from 0 to 1 (regression). All are whole numbers: if they are classes, give "
-        "--label-kind single."
-    )
-    stars = save(tmp_path / "stars.jsonl", [1, 5, 3])
-    assert load_text_data(stars, label_kind="regression").train.labels.dtype == np.float32
-    assert "--label-kind regression" in load_text_data(stars).said
-    halves = save(tmp_path / "halves.csv", [0.5, 1.5])
-    with pytest.raises(DataError, match="numbers that are not whole"):
-        load_text_data(halves, label_kind="single")
-    words = save(tmp_path / "words.csv", ["yes", "no"])
-    with pytest.raises(DataError, match="holds no numbers"):
-        load_text_data(words, label_kind="regression")
-    with pytest.raises(DataError, match="one label for a row"):
-        load_text_data(words, label_kind="multi")
-
-
 def test_metrics_of_a_known_task_are_for_classes_alone(tmp_path: Path) -> None:
     path = save(tmp_path / "cola.csv", [0, 1])
     assert load_text_data(path).metrics == ("matthews", "accuracy", "macro_f1")
@@ -233,19 +216,6 @@ def test_boolean_columns_are_of_the_kind_that_is_set() -> None:
     several = divided(one, pa.table({"x": [True], "y": [True]}))
     with pytest.raises(DataError, match="needs one in each row"):
         labels_of(several, ("x", "y"), "single")
-
-
-@pytest.mark.parametrize(
-    ("labels", "names"),
-    [
-        ([" a", "b ", "a"], ("a", "b")),
-        (["True", "False"], ("False", "True")),
-        (["1", "x"], ("1", "x")),
-        (["none", "some"], ("none", "some")),
-    ],
-)
-def test_texts_as_labels(labels: list[str], names: tuple[str, ...], tmp_path: Path) -> None:
-    assert load_text_data(save(tmp_path / "mine.csv", labels)).label_names == names
 
 
 def test_labels_of_both_splits_have_one_type() -> None:
@@ -438,22 +408,9 @@ def test_more_values_than_classes_can_be_are_refused(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary("int8", pa.string())])
-def test_the_values_that_stand_for_missing_labels_are_shown(kind: pa.DataType, tmp_path: Path) -> None:
-    labels = ["x", "NA", " ", "NA", "y", *"xy" * 5]
-    texts = [f"row {row}" for row in range(15)]
-    pq.write_table(
-        pa.table({"text": texts, "label": pa.array(labels).cast(kind)}), tmp_path / "a.parquet"
-    )
-    said = r"3 missing values \(NA, empty\) in row\(s\) 2, 3, 4, counted from 1; .* --missing keep makes"
-    with pytest.raises(DataError, match=said):
+def test_missing_labels_are_found_in_every_type_of_text(kind: pa.DataType, tmp_path: Path) -> None:
+    labels = pa.array(["x", "NA", " ", "NA", "y", *"xy" * 5]).cast(kind)
+    pq.write_table(pa.table({"text": ["a"] * 15, "label": labels}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"3 missing values .*row\(s\) 2, 3, 4,"):
         load_text_data("a", tmp_path)
     assert load_text_data("a", tmp_path, missing="drop").label_names == ("x", "y")
-
-
-def test_what_is_not_there_can_be_no_class(tmp_path: Path) -> None:
-    for labels in ([None, "x", "y"] * 5, [None, 1, 0] * 5, [float("nan"), 1.5, 0.5] * 5):
-        pq.write_table(pa.table({"text": ["a"] * 15, "label": labels}), tmp_path / "a.parquet")
-        with pytest.raises(DataError, match=r"has 5 missing values") as caught:
-            load_text_data("a", tmp_path)
-        assert "--missing drop" in str(caught.value)
-        assert "--missing keep" not in str(caught.value)

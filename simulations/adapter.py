@@ -117,7 +117,6 @@ def check_adapter(config: SimulationConfig) -> None:
         f"task {', '.join(PEFT_TASKS)}": config.task not in PEFT_TASKS,
         "one data set": "," in config.data,
         "start 'same'": config.starts != ("same",),
-        "task_head 'same'": config.task_head != "same",
     }
     for what, lacking in needs.items():
         if lacking:

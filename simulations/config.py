@@ -148,9 +148,6 @@ class SimulationConfig(BaseModel):
     )
     pretrain_limit: int | None = Field(None, gt=0, description="Maximum number of pretraining rows.")
     pretrain_epochs: float = Field(1, gt=0, description="Epochs of pretraining.")
-    task_head: Literal["same", "different"] = Field(
-        "same", description="Initial task heads of the clients: same or different."
-    )
     arms: tuple[str, ...] = Field(
         ("plain", "aligned"),
         description="Ways to average, separated by commas: plain, aligned, or PARTS[@ANCHOR] such as "
@@ -234,7 +231,7 @@ class SimulationConfig(BaseModel):
         if "different" in self.starts and self.model is not None and not self.lora:
             raise ValueError(
                 f"start 'different' initialises a model for each client, but all have '{self.model}'; "
-                "use start 'same', and task_head 'different' for different task heads"
+                "use start 'same'"
             )
         if self.unseen_data and self.task != "classification":
             raise ValueError(f"unseen_data is for task 'classification', not for '{self.task}'")

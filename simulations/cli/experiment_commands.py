@@ -186,15 +186,12 @@ def report(
 ) -> None:
     """Write the HTML report of a run folder, complete or not, or of a strategy's rows file."""
     from fedrot.simulations.federation import runner
-    from fedrot.simulations.federation.run_folder import ROWS, read_rows
-    from fedrot.simulations.report.findings.shares import share_tables
+    from fedrot.simulations.federation.run_folder import ROWS
     from fedrot.simulations.report.run_page import markdown_report
     from fedrot.simulations.report.strategy_page import write_strategy_report
 
     if run_or_file.is_file():
         page = write_strategy_report(run_or_file, out)
-        for table in share_tables(read_rows(run_or_file.parent, run_or_file.name)):
-            console.print(table)
         say(f"Report: {page}")
         return
     if not (run_or_file / ROWS).is_file():

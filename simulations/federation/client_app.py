@@ -240,8 +240,6 @@ def _train(job: ClientJob, arrays: ArrayRecord) -> Result:
         load_tensors(model, arrays.to_torch_state_dict(), job.loads)
     if task.config.lora:
         train_only(model, job.factors)
-    if task.config.task_head == "different" and job.round == 1:
-        _copy_task_head(build_model(task.config, task.data, seed=job.stream), model)
     start = perf_counter()
     epochs = task.config.epochs(job.round)
     loss = training.train(model, task, job.rows, job.stream, epochs, job.proximal_mu)
@@ -250,13 +248,6 @@ def _train(job: ClientJob, arrays: ArrayRecord) -> Result:
     if job.round == job.last_round:
         metrics |= {f"{ALONE}{k}": v for k, v in evaluate_held_out(task, model).items()}
     return tensors_of(model), metrics
-
-
-def _copy_task_head(source: Any, target: nn.Module) -> None:
-    """Copy the parameters of the task head: those outside of the encoder that are not tied to it."""
-    encoder = f"{source.base_model_prefix}."
-    head = {name: p for name, p in source.named_parameters() if not name.startswith(encoder)}
-    target.load_state_dict(head, strict=False)
 
 
 def _task_head(job: ClientJob) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import platform
@@ -15,7 +14,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from fedrot._io import replacing
 from fedrot.errors import FedrotError
 
 _PACKAGES = (
@@ -57,17 +55,6 @@ class _Row(BaseModel):
 
 
 _ROWS = TypeAdapter(list[_Row])
-
-
-def write_csv(path: Path) -> None:
-    """Write the rows of a run folder as ``rows.csv``, too."""
-    with (
-        replacing(path / "rows.csv") as temporary,
-        temporary.open("w", newline="", encoding="utf-8") as file,
-    ):
-        writer = csv.DictWriter(file, ROW_FIELDS)
-        writer.writeheader()
-        writer.writerows(read_rows(path))
 
 
 def refuse_other_config(held: Mapping[str, Any], path: Path, key: str) -> None:

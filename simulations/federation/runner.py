@@ -13,7 +13,7 @@ from rich.console import Console
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.federation.run_folder import read_alignment, read_results
+from fedrot.simulations.federation.run_folder import read_results
 
 if TYPE_CHECKING:
     from fedrot.simulations.arm import Arm
@@ -87,8 +87,7 @@ def present(out: Path, console: Console, *, brief: bool = False) -> None:
         brief: leave the tables of several settings out if sentences say whether alignment helped.
     """
     from fedrot.simulations.arm import TASK_HEAD
-    from fedrot.simulations.report.findings.sentences import IDENTICAL, costs_of_scrambling, verdicts
-    from fedrot.simulations.report.findings.shares import share_tables
+    from fedrot.simulations.report.findings.sentences import IDENTICAL, verdicts
     from fedrot.simulations.report.run_page import write_report
     from fedrot.simulations.report.summaries import by_setting, metrics_in
     from fedrot.simulations.report.tables import result_tables
@@ -97,16 +96,11 @@ def present(out: Path, console: Console, *, brief: bool = False) -> None:
     said = verdicts(rows)
     brief = brief and bool(said) and len(by_setting(rows)) > 1
     if not brief:
-        for table in (*result_tables(rows), *share_tables(read_alignment(out))):
+        for table in result_tables(rows):
             console.print(table)
-    headings = {
-        "Cost of scrambling the clients' coordinates:": costs_of_scrambling(rows, metrics_in(rows)),
-        "What helped? (95 % t intervals over seeds)": said,
-    }
-    for heading, sentences in headings.items():
-        if sentences:
-            console.print(heading, style="bold")
-            console.print(*(f"  {sentence}" for sentence in sentences), sep="\n", highlight=False)
+    if said:
+        console.print("What helped? (95 % t intervals over seeds)", style="bold")
+        console.print(*(f"  {sentence}" for sentence in said), sep="\n", highlight=False)
     fits = any(TASK_HEAD in row["arm"] for row in rows)
     if "ece" in metrics_in(rows) and not fits and any(IDENTICAL in sentence for sentence in said):
         console.print(HINT, highlight=False)

@@ -19,7 +19,6 @@ from fedrot.simulations.federation.run_folder import (
     ROWS,
     refuse_other_config,
     versions,
-    write_csv,
 )
 from fedrot.simulations.tasks.task import task_of
 
@@ -89,7 +88,7 @@ class RunFolder:
     """The folder of a run, with a file under ``cells/`` for the rows of every finished cell.
 
     It also has ``config.json``, ``versions.json``, ``partition.json``, ``status.json``, ``flower.log``,
-    and all rows in ``rows.jsonl``, ``alignment.jsonl`` and ``rows.csv``. Later commands may add
+    and all rows in ``rows.jsonl`` and ``alignment.jsonl``. Later commands may add
     settings, seeds, starts and arms.
 
     Raises:
@@ -152,9 +151,8 @@ class RunFolder:
         write_json(file, held)
 
     def close(self, complete: bool) -> None:
-        """Write all rows in the order of cells, ``rows.csv``, and whether all cells are finished."""
+        """Write all rows in the order of cells, and whether all cells are finished."""
         self._collect()
-        write_csv(self.path)
         write_json(self.path / "status.json", {"complete": complete})
 
     def _file(self, cell: Cell) -> Path:

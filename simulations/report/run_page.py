@@ -17,8 +17,7 @@ from fedrot.simulations.config import OF_PRETRAINING, OF_SMALL_MODEL
 from fedrot.simulations.federation.run_folder import CENTRAL, ROWS, read_alignment, read_results
 from fedrot.simulations.report import heat_map, plots
 from fedrot.simulations.report.findings import sentences
-from fedrot.simulations.report.findings.shares import share_tables
-from fedrot.simulations.report.html_page import HtmlPage, Section, data_uri, list_of
+from fedrot.simulations.report.html_page import HtmlPage, Section, data_uri
 from fedrot.simulations.report.summaries import (
     BASELINE,
     Result,
@@ -101,17 +100,16 @@ def write_report(run_dir: Path) -> Path:
 #: Function of the rows and the settings of a run that returns a Markdown table, or an empty text.
 MarkdownTable = Callable[[Sequence[Row], Sequence[Mapping[str, Any]]], str]
 
-#: Tables of plug-ins, placed between the results and the shares.
+#: Tables of plug-ins, placed after the results.
 MARKDOWN_TABLES: list[MarkdownTable] = []
 
 
 def markdown_report(run_dir: Path) -> str:
-    """Return the tables of a run folder as Markdown: results, tables of plug-ins, and shares."""
+    """Return the tables of a run folder as Markdown: results, and tables of plug-ins."""
     rows, settings = read_results(run_dir), _object(run_dir / "config.json").get("settings", [])
     tables = [
         *(table.markdown() for table in result_tables(rows)),
         *(table(rows, settings) for table in MARKDOWN_TABLES),
-        *(table.markdown() for table in share_tables(read_alignment(run_dir))),
     ]
     return "\n".join(filter(None, tables))
 
@@ -187,34 +185,6 @@ def scores(run: RunResults) -> Section:
         more = [Section("Other metrics", tables=others, folded=True)] if others else []
         below.append(Section(setting or "All arms", tables=first, sections=more))
     return Section("Results", "Held-out split, final round.", sections=below)
-
-
-@PAGE.section
-def scrambling(run: RunResults) -> Section | None:
-    """The cost of scrambling for all arms."""
-    return list_of(
-        "Cost of scrambling the clients' coordinates",
-        sentences.costs_of_scrambling(run.rows, metrics_in(run.rows)),
-        "Each arm against its own run from start same. Scrambling does not change the outputs of any "
-        "client's model, and should not change those of the average.",
-    )
-
-
-@PAGE.section
-def shares(run: RunResults) -> Section | None:
-    """Shares that alignment found by part, and those of chance; None if all rows lack the latter."""
-    return shares_section(run.alignment)
-
-
-def shares_section(rows: Sequence[Row]) -> Section | None:
-    """Return the tables of shares; None if all rows lack the share of chance."""
-    tables = share_tables(rows)
-    text = (
-        "Share of the squared distance to the anchor that the best elements remove, applied or not, and "
-        "share that chance removes from noise alone. A group moves only if the first is more than "
-        "AlignmentOptions(chance=...) times the second."
-    )
-    return Section("What alignment found, by part", text, tables=tables) if tables else None
 
 
 @PAGE.section

@@ -14,7 +14,6 @@ from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.report import heat_map
 from fedrot.simulations.report.html_page import HtmlPage, Section, data_uri, list_of
 from fedrot.simulations.report.plots import rounds_plot
-from fedrot.simulations.report.run_page import shares_section
 from fedrot.simulations.report.summaries import Row
 from fedrot.simulations.report.tables import Table, number_style
 from fedrot.strategies.reporting.verdict import ends
@@ -122,12 +121,6 @@ def removed(of: StrategyResults) -> Section:
     if not aligned:
         return Section(title, "No aligned replies are reported.")
     return Section(title, pictures={heat_map.caption(aligned): _drawn(heat_map.alignment_plot, aligned)})
-
-
-@PAGE.section
-def shares(of: StrategyResults) -> Section | None:
-    """Shares that alignment found by part, and those of chance; None if all rows lack the latter."""
-    return shares_section(of.rows)
 
 
 @PAGE.section

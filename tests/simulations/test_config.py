@@ -342,13 +342,6 @@ def test_every_aggregation_has_a_short_name() -> None:
     assert JOINED not in registered()
 
 
-def test_heads_start_from_the_same_or_from_different_ones() -> None:
-    assert SimulationConfig().task_head == "same"
-    assert SimulationConfig.from_flat({"task_head": "different"}).task_head == "different"
-    with pytest.raises(ValueError, match="'same' or 'different'"):
-        SimulationConfig.from_flat({"task_head": "scrambled"})
-
-
 BAD_ARMS = {
     "aligned/median": "unknown aggregation 'median'",
     "aligned/regmean@global": "unknown aggregation 'regmean@global'",
@@ -604,7 +597,6 @@ OTHER_VALUES: dict[str, Any] = {
     "pretrain_data": "texts",
     "pretrain_limit": 7,
     "pretrain_epochs": 3.0,
-    "task_head": "different",
     "arms": ("plain",),
     "seeds": (7,),
     "rounds": 4,
@@ -638,7 +630,7 @@ def test_pretraining_has_the_model_of_the_run_and_data_of_its_own() -> None:
         "server": "mean",
         "fraction_train": 1.0,
     }
-    config = SimulationConfig(**{**settings, **changes, "task_head": "same"})
+    config = SimulationConfig(**{**settings, **changes})
     expected = SimulationConfig(
         **{**kept, "data_dir": "elsewhere", "architecture": "gpt2", "task": "clm"},
         **{"data": "texts", "train_limit": 7, "local_epochs": 3.0, "clients": 1, "holdout": 0.0},

@@ -15,8 +15,6 @@ from fedrot.simulations.report.summaries import (
     Result,
     Row,
     by_setting,
-    compare_seeds,
-    final_values,
     headline,
     results,
     setting_of,
@@ -153,8 +151,8 @@ def _changes(differences: Mapping[str, Paired]) -> str:
     return f" ({'; '.join(changes)})" if changes else ""
 
 
-def _change(difference: Paired, decimals: int = 3) -> str:
-    style = number_style(difference.theirs, difference.ours, decimals=decimals)
+def _change(difference: Paired) -> str:
+    style = number_style(difference.theirs, difference.ours)
     return f"{difference.theirs:{style}} → {difference.ours:{style}}"
 
 
@@ -172,23 +170,6 @@ def doubts(found: Sequence[Result]) -> list[str]:
     return [
         f"{named}: {DOUBTS[verdict].format(arm=arm)}: {', '.join(said)}."
         for (named, arm, verdict), said in metrics.items()
-    ]
-
-
-def costs_of_scrambling(rows: Sequence[Row], metrics: Sequence[str]) -> list[str]:
-    """Return sentences about the cost of scrambling: each arm against its own run of start same."""
-    values = final_values(rows)
-    changes: dict[tuple[str, str], list[str]] = {}
-    for place, ours in values.items():
-        theirs = values.get(place._replace(start="same"), {})
-        cost = compare_seeds(ours, theirs, place.metric)
-        if place.start != "scrambled" or place.metric not in metrics or not cost.n:
-            continue
-        style = number_style(cost.ours, cost.theirs, decimals=4)
-        said = f"{place.metric} {_change(cost, decimals=4)} ({cost.mean:+{style}})"
-        changes.setdefault((place.setting, place.arm), []).append(said)
-    return [
-        f"{setting or 'this run'}, {arm}: {', '.join(said)}." for (setting, arm), said in changes.items()
     ]
 
 

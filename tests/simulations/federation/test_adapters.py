@@ -252,7 +252,6 @@ def test_joined_steps_are_those_of_one_client(pretrained: Path, monkeypatch: pyt
         ({"lora": "r=3,targets=q,dropout=1"}, "dropout from 0 to below 1"),
         ({"starts": "different"}, "lora needs start 'same'"),
         ({"starts": "same,different"}, "lora needs start 'same'"),
-        ({"task_head": "different"}, "lora needs task_head 'same'"),
         ({"data": "goemotions_ekman,digits"}, "lora needs one data set"),
         ({"arms": "whole"}, "arm 'whole' is not for adapters; write plain"),
         ({"arms": "aligned"}, "arm 'aligned' is not for adapters; write plain"),

@@ -17,7 +17,6 @@ from fedrot.simulations.federation.run_folder import (
     read_results,
     read_rows,
     versions,
-    write_csv,
 )
 
 
@@ -73,18 +72,6 @@ def test_a_field_of_another_type_is_named_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(FedrotError, match=r"rows.jsonl' has rows .*: seed is 'x{10,70} in line 2\.$"):
         read_rows(tmp_path)
-
-
-def test_rows_are_also_written_as_a_table(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row("aligned")) + "\n")
-    assert read_rows(tmp_path) == [row("aligned")]
-    write_csv(tmp_path)
-    assert (tmp_path / "rows.csv").read_text().splitlines() == [
-        ",".join(ROW_FIELDS),
-        "a,aligned,same,0,1,central,loss,0.5",
-    ]
-    with pytest.raises(FileNotFoundError):
-        read_rows(tmp_path / "nowhere")
 
 
 def test_versions_are_of_what_is_installed() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import re
@@ -134,7 +133,6 @@ def test_rows_are_there_at_once_and_in_the_end_in_the_order_of_the_grid(tmp_path
     assert [found["arm"] for found in read_rows(tmp_path)] == ["aligned", "plain"]
     folder.close(complete=True)
     assert [found["arm"] for found in read_rows(tmp_path)] == ["plain", "aligned"]
-    assert (tmp_path / "rows.csv").read_text().count("\n") == 3
     assert json.loads((tmp_path / "status.json").read_text()) == {"complete": True}
     assert json.loads((tmp_path / "versions.json").read_text()) == versions()
     assert "a · seed 0 · same · aligned\none line\n" in (tmp_path / "flower.log").read_text()
@@ -177,8 +175,6 @@ def test_values_that_are_not_finite_are_nan_when_they_are_read(tmp_path: Path) -
     assert [set(json.loads(line)) for line in text] == [set(ROW_FIELDS)] * 3
     values = [one["value"] for one in read_rows(tmp_path)]
     assert [math.isnan(value) for value in values] == [True, True, False]
-    with (tmp_path / "rows.csv").open(newline="") as file:
-        assert [tuple(line) for line in csv.DictReader(file)] == [ROW_FIELDS] * 3
 
 
 def test_a_damaged_cell_is_named(tmp_path: Path) -> None:

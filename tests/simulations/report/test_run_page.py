@@ -14,7 +14,7 @@ from markupsafe import escape
 from rich.console import Console
 
 from fedrot.simulations.report import plots, run_page
-from fedrot.simulations.report.findings.sentences import costs_of_scrambling, verdicts
+from fedrot.simulations.report.findings.sentences import verdicts
 from fedrot.simulations.report.heat_map import RATIO, SHARE
 from fedrot.simulations.report.html_page import HtmlPage, Section, broken, list_of
 from fedrot.simulations.report.run_page import (
@@ -145,7 +145,6 @@ def test_a_complete_run(run: Path) -> None:
     assert "aligned dropped a reply 1 time(s): a tensor is not finite" in page
     assert "2.9.0" in page
     assert "Configuration of main" in page
-    assert "main, hurtful: accuracy 0.4100 → 0.4100 (+0.0000), loss 0.5900" in page
     # Of every seed, although only the first has a picture.
     assert [page.count(f"Rows per client: main, seed {seed}") for seed in SEEDS] == [1, 1, 1]
     assert ">71</td>" in page
@@ -170,9 +169,6 @@ def test_share_and_chance_are_in_the_page_and_the_findings(run: Path) -> None:
     write_lines(run / "alignment.jsonl", rows)
     page = page_of(run)
     Outline(page)
-    assert "What alignment found, by part" in page
-    for cell in ("30.0 %", "6.0 %", "5.0"):
-        assert f'<td class="number ">{cell}</td>' in page
     assert RATIO.caption in page
     assert (
         "found no more than chance by ffn in layer 0 (0.1 %, chance 6 %), 1 (0.1 %, chance 6 %)." in page
@@ -180,10 +176,8 @@ def test_share_and_chance_are_in_the_page_and_the_findings(run: Path) -> None:
     assert "by attention in layer" not in page
 
 
-def test_rows_from_before_chance_have_no_table_of_it(run: Path) -> None:
-    page = page_of(run)
-    assert "What alignment found, by part" not in page
-    assert SHARE.caption in page
+def test_without_chance_the_heat_map_shows_what_was_removed(run: Path) -> None:
+    assert SHARE.caption in page_of(run)
 
 
 def test_the_page_is_self_contained_and_escaped(run: Path) -> None:
@@ -289,26 +283,20 @@ def test_a_run_without_the_arm_that_verdicts_are_about_says_what_was_run(
     assert "<dt>joined</dt>" in page
     assert "<dt>aligned</dt>" not in page
     assert "plain was run without 2 replies of failed clients" in page
-    assert "Cost of scrambling" not in page
     assert "No such case" not in page
     write_lines(run / "rows.jsonl", [row for row in rows if row["metric"] == "accuracy"])
     page = write_report(Path()).read_text(encoding="utf-8")
     assert "No such case among the results with intervals." in page
 
 
-def test_tables_of_plug_ins_stand_between_results_and_shares(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_lines(
-        run / "alignment.jsonl", [{**row, "found": 0.5, "chance": 0.1} for row in alignment_rows()[:-1]]
-    )
+def test_tables_of_plug_ins_stand_after_the_results(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables: list[run_page.MarkdownTable] = [
         lambda rows, settings: f"{len(rows)} rows of {settings[0]['setting']}\n",
         lambda rows, settings: "",
     ]
     monkeypatch.setattr(run_page, "MARKDOWN_TABLES", tables)
     found = markdown_report(run)
-    places = [found.index(text) for text in ("verdict", "108 rows of main", "What alignment found")]
+    places = [found.index(text) for text in ("verdict", "108 rows of main")]
     assert places == sorted(places)
     assert "\n\n\n" not in found
     (run / "config.json").unlink()
@@ -351,16 +339,6 @@ def test_the_terminal_has_a_table_per_setting_and_metric() -> None:
     assert result_tables([]) == []
 
 
-def test_scrambling_is_compared_with_the_same_arm_unscrambled() -> None:
-    rows = result_rows()
-    for row in rows:
-        if (row["start"], row["arm"], row["metric"]) == ("scrambled", "plain", "accuracy"):
-            row["value"] -= 0.2
-    plain, aligned, _ = costs_of_scrambling(rows, ["accuracy"])
-    assert plain == "main, plain: accuracy 0.5100 → 0.3100 (-0.2000)."
-    assert aligned == "main, aligned: accuracy 0.6110 → 0.6110 (+0.0000)."
-
-
 def test_sentences_and_tables_compare_the_seeds_in_common() -> None:
     """An interrupted grid: seeds 1 and 2 of one arm are missing."""
     rows = [row for row in result_rows() if row["arm"] != "aligned" or row["seed"] != 1]
@@ -373,8 +351,6 @@ def test_sentences_and_tables_compare_the_seeds_in_common() -> None:
         + [{**row, "value": 9.0} for row in result_rows() if (row["arm"], row["seed"]) == ("plain", 1)]
     )
     assert "accuracy 0.510 → 0.611, +0.101" in said
-    plain, *_ = costs_of_scrambling(rows, ["accuracy"])
-    assert plain == "main, plain: accuracy 0.5000 → 0.5000 (+0.0000)."
     (table,) = result_tables([row for row in rows if row["start"] == "same"], ["accuracy"])
     assert table.lines[1][:2] == ["aligned", "0.611 ± 0.016 (2 seeds)"]
     fewer = [row for row in result_rows() if row["arm"] != "plain" or row["seed"] != 1]
@@ -512,17 +488,9 @@ def test_a_partition_without_results_is_drawn_and_models_have_short_names(
 
 
 def test_the_markdown_of_a_run_has_all_of_its_tables(run: Path) -> None:
-    rows = alignment_rows()
-    for row in rows[:-1]:
-        row |= {"found": row["before"] - row["after"], "chance": 0.12}
-    write_lines(run / "alignment.jsonl", rows)
     tables = markdown_report(run)
     for table in result_tables(result_rows()):
         assert table.markdown() in tables
-    _, _, same, scrambled = tables.split("\n**")
-    assert same.startswith("What alignment found: main, start same**")
-    assert "| aligned, attention, round 1 | 30.0 % | 6.0 % | 5.0 | 0 of 2 |" in same
-    assert scrambled.startswith("What alignment found: main, start scrambled**")
 
 
 def test_all_classes_of_a_client_are_listed(run: Path) -> None:

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import BAD_INPUT
-from fedrot.simulations.report import heat_map
 from fedrot.simulations.report.strategy_page import (
     StrategyResults,
     _changes,
@@ -68,22 +67,6 @@ def test_the_page_shows_the_heat_map_and_who_lost_what(report: Path) -> None:
     ]
     assert "Round 2: 0 good replies, 1 needed." in page
     assert "Metrics by round" not in page
-
-
-def test_the_page_and_the_terminal_show_share_and_chance(tmp_path: Path) -> None:
-    chance = {"found": 0.8, "chance": 0.2, "moved": 3}
-    rows = [
-        group(1, "attention", 0, 0.4, **chance),
-        group(2, "attention", 0, 0.0, found=0.1, chance=0.2),
-    ]
-    write_lines(tmp_path / "a.jsonl", rows)
-    result = CliRunner().invoke(app, ["report", str(tmp_path / "a.jsonl")], env={"COLUMNS": "120"})
-    page = (tmp_path / "a.html").read_text(encoding="utf-8").replace("<wbr>", "")
-    Outline(page)
-    assert heat_map.RATIO.caption in page
-    for share in ("40.0 %", "10.0 %", "4.0", "1 of 1", "5.0 %", "0.5", "0 of 1"):
-        assert f">{share}</td>" in page
-        assert share in result.output
 
 
 def add_lines(path: Path, rows: list[dict[str, Any]]) -> None:

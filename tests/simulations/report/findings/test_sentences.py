@@ -8,7 +8,6 @@ import pytest
 
 from fedrot.simulations.report.findings.sentences import (
     WORDS,
-    costs_of_scrambling,
     doubts,
     dropped,
     failed,
@@ -102,18 +101,6 @@ def test_metrics_of_one_verdict_share_a_sentence() -> None:
         f"one, start same: {arm} gave exactly the values of plain: accuracy, loss."
         for arm in ("aligned", "ffn")
     ]
-
-
-def test_scrambling_costs_what_an_arm_loses_from_its_own_run() -> None:
-    scrambled = [
-        {**row, "start": "scrambled", "value": row["value"] - 0.25 * (row["metric"] == "accuracy")}
-        for row in rows(PLAIN, "")
-    ]
-    said = costs_of_scrambling([*rows(PLAIN, ""), *scrambled], ["accuracy", "loss"])
-    both = "accuracy 0.5200 → 0.2700 (-0.2500), loss 1.1000 → 1.1000 (+0.0000)."
-    assert said == [f"this run, plain: {both}", f"this run, aligned: {both}"]
-    assert costs_of_scrambling(rows(PLAIN), ["accuracy"]) == []
-    assert costs_of_scrambling(scrambled, ["accuracy"]) == []
 
 
 def test_a_sentence_has_the_numbers() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.cli.commands import names
+from fedrot.simulations.cli.model_commands import is_adapter
 from fedrot.simulations.config import OF_PRETRAINING, OF_SMALL_MODEL, SimulationConfig
-from fedrot.simulations.merge.merge_settings import MergeSettings, is_adapter
 
 Values = Mapping[str, Any]
 
@@ -29,23 +29,13 @@ class Effect:
     holds: Callable[[Values], bool]
 
 
-def _collects(values: Values) -> bool:
-    from fedrot.simulations.merge import merge_inputs
-
-    method = merge_inputs.METHODS.get(values["method"])
-    return method is None or bool(method.needs)
-
-
 def _of_adapters(values: Values) -> bool:
-    return any(map(is_adapter, map(Path, values["models"])))
+    return any(map(is_adapter, values["models"]))
 
 
 #: Settings that may be given together with a grid.
 _BESIDE_A_GRID = ("data_dir", "model", "setting")
 _SETTINGS = tuple(name for name in SimulationConfig.model_fields if name not in _BESIDE_A_GRID)
-#: Settings of ``merge`` that have an effect on adapters.
-_OF_ADAPTERS = ("method", "weights")
-_OF_MODELS = tuple(name for name in MergeSettings.model_fields if name not in _OF_ADAPTERS)
 
 EFFECTS: Mapping[str, tuple[Effect, ...]] = {
     "simulate": (
@@ -86,15 +76,9 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
         ),
     ),
     "merge": (
-        Effect(_OF_MODELS, "on models, not on LoRA adapters", lambda v: not _of_adapters(v)),
-        Effect(("rank",), "on LoRA adapters", _of_adapters),
-        Effect(
-            ("data_dir", "text_column", "label_column"),
-            "with --data",
-            lambda v: v["data"] is not None or _collects(v),
-        ),
+        Effect(("parts",), "on models, not on LoRA adapters", lambda v: not _of_adapters(v)),
+        Effect(("method", "rank"), "on LoRA adapters", _of_adapters),
     ),
-    "check": (Effect(("model", "parts"), "without --list", lambda v: not v["list_families"]),),
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +13,8 @@ from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data.data_set import DataSet
 from fedrot.simulations.models.architectures import settings_of
 from fedrot.simulations.models.federated import with_adapter
-from fedrot.simulations.models.model_files import WRAPPERS, clean_names, read_files
 from fedrot.simulations.models.packaged import loading, loading_of, no_bar_for_files
 from fedrot.simulations.tasks.objectives import OBJECTIVES
-
-#: The argument of ``from_pretrained`` for the place of a model.
-_SOURCE = "pretrained_model_name_or_path"
 
 
 def model_config(config: SimulationConfig, data: DataSet[Any]) -> Any:
@@ -55,23 +50,15 @@ def build_model(
 
 
 def _pretrained(auto_model: Any, name: str, settings: Any) -> Any:
-    """Load a pretrained model by names without ``WRAPPERS``; log new tensors, such as a task head's.
+    """Load a pretrained model; log new tensors, such as a task head's.
 
     Raises:
         FedrotError: the model cannot be loaded, or lacks a tensor other than a head's or pooler's.
     """
-    source = loading_of(name)
-    folder, plain = Path(source["pretrained_model_name_or_path"]), source.keys() <= {_SOURCE}
     with loading(name), no_bar_for_files(name):
-        quantised = getattr(settings, "quantization_config", None)
-        stored = read_files(folder) if folder.is_dir() and plain and not quantised else {}
-        names = clean_names(folder, stored, WRAPPERS)
-        if names.keys() != stored.keys():
-            with torch.device("meta"):
-                auto_model = type(auto_model.from_config(settings))
-            tensors = {clean: stored[name] for clean, name in names.items()}
-            source = {_SOURCE: None, "state_dict": tensors}
-        model, found = auto_model.from_pretrained(**source, config=settings, output_loading_info=True)
+        model, found = auto_model.from_pretrained(
+            **loading_of(name), config=settings, output_loading_info=True
+        )
     new = sorted(found["missing_keys"])
     # A model saved for another task may have no pooler.
     body = [n for n in new if n.startswith(f"{model.base_model_prefix}.") and ".pooler." not in n]
@@ -79,7 +66,7 @@ def _pretrained(auto_model: Any, name: str, settings: Any) -> Any:
         raise FedrotError(
             f"'{name}' has no tensor '{body[0]}' ({len(body)} missing in all), which a "
             f"{type(model).__name__} needs: it would be random. Check that weights and configuration "
-            "belong together, and save the whole model with save_pretrained."
+            "belong together, and save the whole model, without wrappers, with save_pretrained."
         )
     if new:
         _say_new(name, ", ".join(new))

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fedrot._io import read_json
+from fedrot._io import read_json, refuse_pointer
 from fedrot.errors import FedrotError
 
 
@@ -88,17 +88,23 @@ def loading(model: object) -> Iterator[None]:
                 "without its head."
             ) from error
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        advice = (
+            "Check that its weights, configuration and tokenizer are whole and belong together."
+            if Path(source_of(str(model))).exists()
+            else "There is no folder of this name; a model of the hub needs a network."
+        )
         raise FedrotError(
-            f"'{model}' cannot be loaded: {kind}{said.removesuffix('.')}. Check that its weights, "
-            "configuration and tokenizer are whole and belong together."
+            f"'{model}' cannot be loaded: {kind}{said.removesuffix('.')}. {advice}"
         ) from error
 
 
 def _damaged(folder: Path) -> str:
-    """Return a message about a file of a folder that is damaged JSON or no tokenizer; else empty."""
+    """Return a message about a pointer of git-lfs, damaged JSON or a damaged tokenizer; else empty."""
     try:
         for file in sorted(folder.glob("*.json")):
             read_json(file)
+        for file in sorted(folder.glob("*.safetensors")):
+            refuse_pointer(file)
     except FedrotError as error:
         return str(error)
     from tokenizers import Tokenizer

@@ -25,7 +25,6 @@ from fedrot.simulations.data.encoding import (
 )
 from fedrot.simulations.data.texts import TagData
 from fedrot.simulations.models.architectures import pad_id_of
-from fedrot.simulations.models.saved_model import SavedModel
 from fedrot.simulations.tasks.language import CausalLanguageModelling, MaskedLanguageModelling
 from fedrot.simulations.tasks.objective import Objective, model_inputs, shortest_first
 from fedrot.simulations.tasks.scores import CALIBRATION, entity_scores, evaluate_predictions
@@ -178,14 +177,3 @@ OBJECTIVES: Mapping[TaskName, type[Objective]] = {
     "ner": TokenClassification,
     "image": ImageClassification,
 }
-
-
-def task_name(saved: SavedModel) -> TaskName | None:
-    """Return the task whose models have the class of a saved model; None if there is none."""
-    for name, objective in OBJECTIVES.items():
-        try:
-            if saved.class_for(objective.auto_model) is saved.model_class:
-                return name
-        except ValueError:  # The architecture has no such class.
-            continue
-    return None

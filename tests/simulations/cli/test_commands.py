@@ -21,7 +21,6 @@ from fedrot.simulations.cli.experiment_commands import MORE_SETTINGS
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation import grid_run, runner
 from fedrot.simulations.jobs import Machine
-from fedrot.simulations.merge.merge_settings import MergeSettings
 from tests.simulations.commands import invoke
 
 
@@ -92,7 +91,6 @@ def test_help_describes_the_fields() -> None:
     ("name", "model", "missing"),
     [
         ("simulate", SimulationConfig, {"setting", *MORE_SETTINGS}),
-        ("merge", MergeSettings, set()),
     ],
 )
 def test_every_setting_is_an_option(name: str, model: type[BaseModel], missing: set[str]) -> None:

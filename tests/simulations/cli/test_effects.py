@@ -15,23 +15,20 @@ from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.effects import EFFECTS
 from fedrot.simulations.cli.experiment_commands import MORE_SETTINGS
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.merge.merge_settings import MergeSettings
 from tests.simulations.commands import invoke
 
 #: Command lines with an idle option, and what is said of it. Nothing named here exists.
 IDLE = {
-    "merge a b --dry-run --data-dir d": "--data-dir has an effect only with --data. Leave it out.",
-    "merge a b --dry-run --text-column t --label-column l": (
-        "--text-column and --label-column have an effect only with --data. Leave them out."
+    "merge a b --dry-run --rank 2 --method mean": (
+        "--method and --rank have an effect only on LoRA adapters. Leave them out."
     ),
+    "merge {adapter} b --dry-run --parts ffn": "--parts has an effect only on models, not on LoRA",
     "simulate --out o --model m --set layers=2": "--set layers has an effect only on a small model",
     "simulate --out o --model m --set width=8": "--set width has an effect only on a small model",
     "simulate --out o --model m --set heads=2": "--set heads has an effect only on a small model",
     "simulate --out o --model m --set dropout=0": "--set dropout has an effect only on a small model",
     "simulate --out o --task image --max-length 9": "--max-length has an effect only on texts",
     "simulate --out o --set server-lr=1": "--set server_lr has an effect only beside --set server=adam",
-    "check m --list": "MODEL has an effect only without --list. Leave it out.",
-    "check m --list --parts ffn": "MODEL and --parts have an effect only without --list",
     "report {file} --markdown m": "--markdown has an effect only for a run folder",
     "report . --out o": "--out has an effect only for a strategy's file",
 }
@@ -44,14 +41,10 @@ def _alone(command: str, names: Collection[str]) -> Iterator[tuple[str, str]]:
         yield f"{option.opts[-1]}{'' if option.is_flag else ' 1'}", option.opts[-1]
 
 
-#: What a grid's file says, and what has no meaning for adapters.
+#: What a grid's file says.
 IDLE |= {
     f"simulate demo --out o {given}": f"{option} has an effect only without a grid"
     for given, option in _alone("simulate", SimulationConfig.model_fields.keys() - {"data_dir", "model"})
-}
-IDLE |= {
-    f"merge {{adapter}} b --dry-run {given}": f"{option} has an effect only on models, not on LoRA"
-    for given, option in _alone("merge", MergeSettings.model_fields.keys() - {"method", "weights"})
 }
 IDLE |= {
     f"simulate --out o {option}": f"{option[:-2]} has an effect only with --start pretrained"
@@ -60,13 +53,11 @@ IDLE |= {
 IDLE |= {
     "simulate demo --out o --set layers=2": "--set has an effect only without a grid",
     "simulate --out o --quick": "--quick has an effect only with a grid",
-    "merge a b --dry-run --rank 2": "--rank has an effect only on LoRA adapters",
 }
 
 #: The same options where they do something: the complaint is about something else.
 AT_WORK = (
-    "merge a b --dry-run --method fisher --data-dir d",
-    "merge a b --dry-run --parts residual+ffn --data sst2 --text-column t",
+    "merge ./a ./b --dry-run --parts residual+ffn",
     "simulate --out o --partition dirichlet:0 --set layers=1 --set width=8 --set heads=2"
     " --set dropout=0 --max-length 9",
     "simulate --out o --partition dirichlet:0 --set server=yogi --set server_lr=1",

@@ -13,10 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from fedrot.aggregation import aggregations
 from fedrot.simulations import INSTALL
 from fedrot.simulations.cli.experiment_commands import SIMULATION
-from fedrot.simulations.merge import merge_settings
 from tests.simulations.cli.test_terminal import COMMANDS, ROOT
 
 HEAVY = {
@@ -98,10 +96,6 @@ def test_fedrot_itself_imports_nothing_until_a_name_is_used() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "True"
-
-
-def test_light_modules_name_what_the_heavy_ones_have() -> None:
-    assert {entry.name for entry in aggregations({"symmetry"})} == {*merge_settings.METHOD_NAMES}
 
 
 def test_every_public_name_is_there() -> None:

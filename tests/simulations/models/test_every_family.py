@@ -23,11 +23,9 @@ from tests.simulations.commands import invoke
 MEMBERS = {families.config_of(name).model_type: name for name in reversed(families.MEMBERS)}
 TYPES = [kind for family in FAMILIES for kind in family.model_types]
 
-_IMAGES = "clip clip_vision_model vit deit"
 #: What is refused, by command and ``model_type``, with a part of the reason.
 REFUSED: dict[str, dict[str, str]] = {
     "merge": {"xglm": "Leave 'residual' out of the parts"},
-    "merge --data": dict.fromkeys(_IMAGES.split(), "takes images; --data gives only texts"),
     "barrier": dict.fromkeys(
         ["clip", "clip_text_model", "clip_vision_model", "t5", "mt5", "mistral", "electra"],
         "a class without a task",
@@ -81,14 +79,12 @@ def test_every_type_has_a_model_here() -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in TYPES if MEMBERS.get(kind) in families.KINDS])
 def test_every_command(kind: str, data: Path, tmp_path: Path) -> None:
-    a, b, c = (save(kind, seed, tmp_path / place) for seed, place in enumerate("abc"))
+    a, b = (save(kind, seed, tmp_path / place) for seed, place in enumerate("ab"))
     texts = ("--data", "few", "--data-dir", data)
     out = tmp_path / "out"
     commands = {
         "check": ("check", a),
         "merge": ("merge", a, b, "--parts", "whole", "--out", out / "merged"),
-        "merge --data": ("merge", a, b, *texts, "--out", out / "with data"),
-        "diagnose": ("diagnose", a, b, c),
         "barrier": (
             *("barrier", a, b, "--out", out / "barrier", "--methods", "vanilla,rotation"),
             *(("--data", "digits") if kind in ("vit", "deit") else texts),

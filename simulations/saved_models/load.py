@@ -1,0 +1,141 @@
+"""``load`` and ``save``: saved models, read and written by transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fedrot._io import as_os_error, replacing
+from fedrot.errors import FedrotError
+from fedrot.simulations.models.packaged import loading, loading_of, no_bar_for_files, no_bars
+from fedrot.symmetry import check_family
+from fedrot.tensors import Tensors
+
+#: Files of a tokenizer; one of them is enough.
+_TOKENIZER = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model")
+
+_SAVE_AGAIN = "Load the model with transformers, without wrappers, and save it with save_pretrained."
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model that ``load`` has loaded.
+
+    Attributes:
+        name: the folder, the name on the hub or the packaged name that the user gave.
+        model: a transformers model in evaluation mode, in the dtype of its configuration.
+        left_out: stored tensors that the model's class does not have.
+    """
+
+    name: str
+    model: Any
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> Any:
+        """The configuration of transformers."""
+        return self.model.config
+
+    @property
+    def tensors(self) -> Tensors:
+        """The tensors by name; those of tied names are the same."""
+        return dict(self.model.state_dict())
+
+    @cached_property
+    def tokenizer(self) -> Any | None:
+        """The model's tokenizer, or None without its files."""
+        from transformers import AutoTokenizer
+        from transformers.utils import cached_file
+
+        source = loading_of(self.name)
+        place = source["pretrained_model_name_or_path"]
+        with loading(self.name):
+            optional = {"_raise_exceptions_for_missing_entries": False}
+            found = any(cached_file(place, name, **optional) for name in _TOKENIZER)
+            return AutoTokenizer.from_pretrained(**source) if found else None
+
+    def refuse_left_out(self) -> None:
+        """Raise ``FedrotError`` if the files have tensors that the model's class does not have."""
+        if self.left_out:
+            raise FedrotError(
+                f"'{self.name}' has the tensor {self.left_out[0]} ({len(self.left_out)} in all), which "
+                f"a {type(self.model).__name__} does not have. {_SAVE_AGAIN}"
+            )
+
+    def build(self) -> Any:
+        """Return a float32 model of the class with random weights, in evaluation mode."""
+        return type(self.model)(self.config).float().eval()
+
+
+def load(name: str) -> SavedModel:
+    """Load a model as the class that its configuration names, ``AutoModel`` if it names none.
+
+    Args:
+        name: a folder that ``save_pretrained`` wrote, a name on the hub, or a packaged model.
+
+    Raises:
+        FedrotError: the model is missing, damaged or quantised, is of a family that is not supported, or
+            the files lack tensors of its class, or have them in other shapes.
+    """
+    import transformers
+
+    source = loading_of(name)
+    with loading(name):
+        config = transformers.AutoConfig.from_pretrained(**source)
+    with about(name):
+        check_family(config.to_dict())
+    if getattr(config, "quantization_config", None):
+        raise FedrotError(
+            f"'{name}' is quantised: its weights cannot be moved. Give the model before quantisation, "
+            "or dequantize() it with transformers and save it."
+        )
+    class_name = (config.architectures or ["AutoModel"])[0]
+    model_class = getattr(transformers, class_name, None)
+    if model_class is None:
+        raise FedrotError(
+            f"'{name}' is a {class_name}, which transformers does not have. For your own class use "
+            "fedrot.check_function and fedrot.align in Python."
+        )
+    with loading(name), no_bar_for_files(name):
+        model, found = model_class.from_pretrained(
+            **source, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    left_out = sorted(found["unexpected_keys"])
+    shapes = [f"{key} {[*here]}, not {[*there]}" for key, here, there in found["mismatched_keys"]]
+    for what, keys in (("no tensor", sorted(found["missing_keys"])), ("a tensor", sorted(shapes))):
+        if keys:
+            raise FedrotError(
+                f"'{name}' has {what} {keys[0]} ({len(keys)} in all), which a {class_name} needs"
+                f"{f'; it has {left_out[0]}' if left_out else ''}. {_SAVE_AGAIN}"
+            )
+    return SavedModel(name, model, tuple(left_out))
+
+
+def refuse_filled(out: Path) -> None:
+    """Raise ``FileExistsError`` unless ``out`` is absent or an empty folder."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"'{out}' exists and is not an empty folder. Choose another --out.")
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder that becomes ``out``, a new or empty folder, if the block succeeds."""
+    refuse_filled(out)
+    out = out.resolve()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(out) as folder, no_bars(), as_os_error(folder):
+        folder.mkdir()
+        yield folder
+
+
+@contextmanager
+def about(name: object) -> Iterator[None]:
+    """Add the name of a model to the front of every ``FedrotError``."""
+    try:
+        yield
+    except FedrotError as error:
+        raise type(error)(f"'{name}': {error}") from error

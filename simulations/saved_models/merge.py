@@ -1,0 +1,138 @@
+"""``merge_models``: saved models diagnosed, aligned to the first, and averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from fedrot.aggregation import Mean
+from fedrot.anchors import finder
+from fedrot.collect.activations import probing
+from fedrot.diagnosis import ALIGNED, PLAIN, WHOLE, diagnose
+from fedrot.errors import FedrotError
+from fedrot.matching.problem import Anchor
+from fedrot.options import AlignmentOptions
+from fedrot.simulations.saved_models.alike import refuse_unlike
+from fedrot.simulations.saved_models.load import SavedModel, about, load, refuse_filled, writing
+from fedrot.symmetry import WHOLE_MODEL, symmetry_of
+from fedrot.symmetry.canonical import canonical
+from fedrot.tensors import Tensors, check_finite, widened
+
+#: The value of ``--parts`` for each choice of a diagnosis.
+_PARTS = {PLAIN: "none", ALIGNED: "attention+ffn", WHOLE: "whole"}
+
+#: Values of ``--parts`` beside names of parts.
+_NAMED = {"whole": WHOLE_MODEL, "none": ()}
+
+#: Texts per batch of activations. A language model's outputs have the width of its vocabulary.
+_BATCH = 64
+
+#: Receives sentences for the user.
+Say = Callable[[str], None]
+
+
+def merge_models(
+    names: Sequence[str],
+    out: Path | None,
+    say: Say,
+    *,
+    parts: str | None = None,
+    weights: str | None = None,
+    allowed: Sequence[str] = (),
+) -> None:
+    """Diagnose saved models, align them to the first, and write their mean.
+
+    All models are held in memory. The mean is computed in float32 or float64 and has the dtypes,
+    configuration and tokenizer of the first model.
+
+    Args:
+        names: of two or more models that differ only in the values of tensors, see ``load``.
+        out: a new or empty folder; None: nothing is written.
+        parts: see ``options_of``; None: what the diagnosis recommends.
+        weights: see ``weights_of``.
+        allowed: fields of configurations that may differ.
+
+    Raises:
+        FedrotError: bad input; the message names the setting or the model.
+        FileExistsError: ``out`` is not an empty folder.
+    """
+    shares = weights_of(weights, len(names))
+    given = None if parts is None else options_of(parts)
+    if out is not None:
+        refuse_filled(out)
+    first, *others = models = [load(name) for name in names]
+    for saved in models:
+        saved.refuse_left_out()
+        refuse_unlike(first, saved, allowed)
+        with about(saved.name):
+            check_finite(saved.tensors)
+    ours = first.tensors
+    symmetry = symmetry_of(first.config, ours)
+    found = diagnose(ours, [other.tensors for other in others], symmetry)
+    say(f"Diagnosis: {found}")
+    options = given or options_of(_PARTS[found.choice])
+    if set(options.parts) == set(WHOLE_MODEL):
+        options = options.movable(symmetry)
+    options = options.for_model(symmetry)
+    say(f"Aligned parts: {', '.join(options.parts) or 'none'}.")
+    twins = {name for tied in symmetry.tied for name in tied[1:]}
+    if options.rotates:
+        symmetry, evidence = symmetry.rotated, None
+    else:
+        evidence = probing(first.build, first.config.to_dict(), symmetry, batch_size=_BATCH)
+    find, anchor, mean = finder(ours, symmetry, options, evidence=evidence), Anchor(ours), Mean()
+    for saved, weight in zip(models, shares, strict=True):
+        moved = widened(saved.tensors)
+        with about(saved.name):
+            if saved is not first:
+                alignment = find(saved.tensors, anchor)
+                moved = alignment.apply(moved)
+                if options.parts:
+                    say(f"'{saved.name}': {alignment.report}")
+            elif options.canonical:
+                moved = canonical(moved, symmetry)
+            mean.add({n: tensor for n, tensor in moved.items() if n not in twins}, weight)
+    merged = mean.result()
+    _refuse_overflow(merged, first)
+    if out is not None:
+        first.model.load_state_dict(merged, strict=False)  # without the names of tied tensors
+        with writing(out) as folder:
+            first.model.save_pretrained(folder)
+            if first.tokenizer is not None:
+                first.tokenizer.save_pretrained(folder)
+
+
+def options_of(parts: str) -> AlignmentOptions:
+    """Return options for parts joined by ``+``, ``whole`` or ``none``; raises ``FedrotError``."""
+    try:
+        return AlignmentOptions(_NAMED.get(parts, parts.split("+")))
+    except FedrotError as error:
+        raise FedrotError(f"{error} Join parts by '+', or give {' or '.join(_NAMED)}.") from error
+
+
+def weights_of(text: str | None, count: int) -> list[float]:
+    """Read one weight per model; None: equal weights. Raises ``FedrotError``."""
+    if count < 2:
+        raise FedrotError(f"{count} model is given; at least two are needed for a merge.")
+    try:
+        weights = [float(number) for number in text.split(",")] if text else [1.0] * count
+    except ValueError as error:
+        raise FedrotError(f"The weights are '{text}'; give numbers separated by commas.") from error
+    if len(weights) != count or not all(0 < weight < float("inf") for weight in weights):
+        raise FedrotError(
+            f"The weights are {text} for {count} models; each model needs one, positive and finite."
+        )
+    return weights
+
+
+def _refuse_overflow(merged: Tensors, first: SavedModel) -> None:
+    """Raise ``FedrotError`` if a merged tensor has values beyond the dtype of the first model's."""
+    for name, tensor in merged.items():
+        dtype = first.tensors[name].dtype
+        if dtype.is_floating_point and not bool(torch.isfinite(tensor.to(dtype)).all()):
+            raise FedrotError(
+                f"The merged tensor '{name}' has values beyond {dtype}, the dtype of '{first.name}'. "
+                "Save that model in float32, or give a model with wider numbers first."
+            )

@@ -1,0 +1,79 @@
+"""Saved models of the tests, and how their files are changed."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import fedrot
+from tests import families
+from tests.models import State, fresh_model, near
+
+WEIGHTS = "model.safetensors"
+
+
+def state(model: Any) -> State:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def with_state(model: Any, tensors: State) -> Any:
+    other = copy.deepcopy(model)
+    other.load_state_dict(tensors)
+    return other
+
+
+def neighbour(model: Any, scale: float = 0.1) -> Any:
+    """The model after a little training, tied tensors still tied."""
+    return with_state(model, {**state(model), **near(dict(model.named_parameters()), scale, 1)})
+
+
+def scrambled(model: Any, parts: tuple[str, ...] = ("attention", "ffn")) -> Any:
+    symmetry = fedrot.symmetry_of(model.config, model.state_dict())
+    return with_state(model, fedrot.random_equivalent(model.state_dict(), symmetry, 3, parts))
+
+
+def model_of(name: str, seed: int = 0) -> Any:
+    if name in families.MEMBERS:
+        return families.model_of(name, families.state_of(name, seed)).float()
+    return fresh_model(name, seed=seed).float()
+
+
+def saved(model: Any, folder: Path, **options: Any) -> Path:
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def loaded(folder: Path, like: Any) -> Any:
+    """Load with the model's class; nothing may be missing or left over."""
+    model, found = type(like).from_pretrained(folder, output_loading_info=True)
+    assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+def change(folder: Path, function: Callable[[State], State], file: str = WEIGHTS) -> None:
+    tensors = {name: t.clone() for name, t in load_file(folder / file).items()}
+    save_file(function(tensors), folder / file, metadata={"format": "pt"})
+
+
+def configure(folder: Path, file: str = "config.json", **changes: Any) -> None:
+    """Change fields of a configuration; dictionaries are changed inside."""
+    settings = json.loads((folder / file).read_text())
+    for name, value in changes.items():
+        inside = isinstance(value, dict) and isinstance(settings.get(name), dict)
+        settings[name] = {**settings[name], **value} if inside else value
+    (folder / file).write_text(json.dumps(settings))
+
+
+def tokenizer(folder: Path, size: int = 40, **renamed: str) -> None:
+    words = ["[PAD]", "[UNK]", *(f"w{i}" for i in range(size - 2))]
+    numbers = {renamed.get(word, word): number for number, word in enumerate(words)}
+    found = Tokenizer(models.WordLevel(numbers, unk_token="[UNK]"))
+    found.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=found, unk_token="[UNK]").save_pretrained(folder)

@@ -1,0 +1,218 @@
+"""``fedrot merge`` of adapters: folders of PEFT in, a folder of PEFT out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fedrot.lora.adapters import LoraSettings, pairs_of
+from tests.fedrot.lora.test_peft import bert, outputs
+from tests.models import State
+from tests.simulations.commands import contents, invoke
+from tests.simulations.saved_models.folders import change, configure
+
+LORA: dict[str, Any] = {"task_type": "SEQ_CLS", "lora_alpha": 6, "target_modules": ["query", "value"]}
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def base() -> Any:
+    torch.manual_seed(3)
+    return bert().eval()
+
+
+def saved(folder: Path, seed: int, rank: int = 2, **changes: Any) -> Path:
+    torch.manual_seed(seed)
+    model: Any = peft.get_peft_model(base(), peft.LoraConfig(r=rank, **{**LORA, **changes}))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+def products(folder: Path) -> State:
+    tensors = load_file(folder / WEIGHTS)
+    settings = LoraSettings.of(json.loads((folder / CONFIG).read_text()))
+    return {
+        pair.module: settings.scale(pair.module, len(tensors[pair.a]))
+        * tensors[pair.b]
+        @ tensors[pair.a]
+        for pair in pairs_of(tensors)
+    }
+
+
+def test_the_merged_adapter_is_one_of_peft(tmp_path: Path) -> None:
+    """Ranks and alphas differ; ranks 2 and 3 fit into rank 5."""
+    a, b = saved(tmp_path / "a", 1), saved(tmp_path / "b", 2, rank=3, lora_alpha=12)
+    before = contents(a), contents(b)
+    out = tmp_path / "deep" / "merged"
+    code, said = invoke("merge", a, b, "--weights", "1,3", "--rank", 5, "--out", out)
+    assert (code, "2 adapters: this average is " in said) == (0, True), said
+    assert (contents(a), contents(b)) == before
+    first, second, merged = products(a), products(b), products(out)
+    for module, product in merged.items():
+        assert torch.allclose(product, 0.25 * first[module] + 0.75 * second[module], atol=1e-5)
+    loaded: Any = peft.PeftModel.from_pretrained(base(), out).eval()
+    assert loaded.peft_config["default"].r == 5
+    dense = base()
+    with torch.no_grad():
+        for module, product in merged.items():
+            dense.get_submodule(module.removeprefix("base_model.model.")).weight += product
+    (head,) = [t for name, t in load_file(out / WEIGHTS).items() if name.endswith("classifier.weight")]
+    dense.classifier.weight.data = head
+    assert torch.allclose(outputs(loaded), outputs(dense), atol=1e-5)
+    assert [path.name for path in out.parent.iterdir()] == ["merged"]
+
+
+def test_factors_have_a_mean_and_pickles_are_read(tmp_path: Path) -> None:
+    a, b = saved(tmp_path / "a", 1), saved(tmp_path / "b", 2, init_lora_weights="orthogonal")
+    given = [load_file(folder / WEIGHTS) for folder in (a, b)]
+    torch.save(given[1], b / "adapter_model.bin")
+    (b / WEIGHTS).unlink()
+    code, said = invoke("merge", a, b, "--method", "mean", "--out", tmp_path / "out")
+    assert code == 0, said
+    for name, tensor in load_file(tmp_path / "out" / WEIGHTS).items():
+        assert torch.allclose(tensor, (given[0][name] + given[1][name]) / 2, atol=1e-6)
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {CONFIG, WEIGHTS}
+    assert peft.PeftConfig.from_pretrained(tmp_path / "out").r == 2  # type: ignore[attr-defined]
+    assert "nothing was written" in invoke("merge", a, b, "--dry-run")[1]
+
+
+def test_ranks_of_single_modules_give_way_to_the_rank_of_the_average(tmp_path: Path) -> None:
+    """PEFT builds every module with the rank of its pattern, and would refuse other factors."""
+    a, b = saved(tmp_path / "a", 1, rank_pattern={"query": 4}), saved(tmp_path / "b", 2)
+    code, said = invoke("merge", a, b, "--out", tmp_path / "out")
+    assert code == 0, said
+    config = json.loads((tmp_path / "out" / CONFIG).read_text())
+    assert (config["r"], config["rank_pattern"]) == (4, {})
+    assert {len(t) for n, t in load_file(tmp_path / "out" / WEIGHTS).items() if "lora_A" in n} == {4}
+    peft.PeftModel.from_pretrained(base(), tmp_path / "out")
+
+
+def test_of_dora_the_report_says_what_it_is_about(tmp_path: Path) -> None:
+    folders = [saved(tmp_path / name, seed, use_dora=True) for seed, name in enumerate("ab")]
+    code, said = invoke("merge", *folders, "--dry-run")
+    assert (code, "DoRA's magnitudes were averaged separately" in said) == (0, True), said
+
+
+#: Adapters that do not fit the first: how they are made, and what is said.
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "dora": ({"use_dora": True}, "use_dora is False in"),
+    "tokens": ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
+    "targets": ({"target_modules": ["query"]}, "target_modules"),
+    "layers": ({"layers_to_transform": [0]}, "layers_to_transform"),
+    "more": ({"modules_to_save": ["pooler"]}, "modules_to_save"),
+    "pissa": ({"init_lora_weights": "pissa"}, "was initialised by pissa"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_adapters_of_another_kind_are_refused(name: str, tmp_path: Path) -> None:
+    changes, expected = OTHERS[name]
+    a, b = saved(tmp_path / "a", 1), saved(tmp_path / "b", 2, **changes)
+    code, said = invoke("merge", a, b, "--out", tmp_path / "out")
+    assert (code, expected in said, str(b) in said) == (2, True, True), said
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_targets_that_are_allowed_still_need_the_same_modules(tmp_path: Path) -> None:
+    a, b = saved(tmp_path / "a", 1), saved(tmp_path / "b", 2, target_modules=["query"])
+    code, said = invoke("merge", a, b, "--allow", "target_modules", "--dry-run")
+    assert (code, f"'{b}': The module" in said) == (2, True), said
+
+
+def tensors(function: Callable[[State], State], folder: Path) -> None:
+    change(folder, function, WEIGHTS)
+
+
+def written(name: str, text: str, folder: Path) -> None:
+    (folder / name).write_text(text)
+
+
+def removed(name: str, folder: Path) -> None:
+    (folder / name).unlink()
+
+
+class _Code:
+    """A pickle that would run code."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def hostile(folder: Path) -> None:
+    torch.save({"x": _Code(folder / "ran")}, folder / "adapter_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+def no_b(given: State) -> State:
+    name = next(name for name in given if "lora_B" in name)
+    return {key: value for key, value in given.items() if key != name}
+
+
+def flat(given: State) -> State:
+    return {name: t.flatten() if "lora_A" in name else t for name, t in given.items()}
+
+
+def wrapped(given: State) -> State:
+    return {f"module.{name}": tensor for name, tensor in given.items()}
+
+
+DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "another base": (
+        partial(configure, file=CONFIG, base_model_name_or_path="/data/base"),
+        "base_model_name_or_path",
+    ),
+    "another revision": (partial(configure, file=CONFIG, revision="v2"), "revision"),
+    "another kind": (partial(configure, file=CONFIG, peft_type="IA3"), "IA3"),
+    "no configuration": (partial(removed, CONFIG), f"has no {CONFIG}"),
+    "no weights": (partial(removed, WEIGHTS), f"has no {WEIGHTS}"),
+    "no JSON": (partial(written, CONFIG, "{"), "is damaged"),
+    "no safetensors": (partial(written, WEIGHTS, "hello"), "cannot be loaded"),
+    "git-lfs": (partial(written, WEIGHTS, "version https://git-lfs.github.com/spec/v1\n"), "git-lfs"),
+    "code": (hostile, "cannot be loaded"),
+    "no partner": (partial(tensors, no_b), "has no partner"),
+    "sharded": (partial(tensors, flat), "like weights of sharded training"),
+    "wrapped": (partial(tensors, wrapped), "The module"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGED)
+def test_a_damaged_adapter_is_named(how: str, tmp_path: Path) -> None:
+    spoil, expected = DAMAGED[how]
+    a, b = saved(tmp_path / "a", 1), saved(tmp_path / "b", 2)
+    spoil(b)
+    code, said = invoke("merge", a, b, "--out", tmp_path / "out")
+    assert (code, expected in said, str(b) in said) == (2, True, True), said
+    assert not (tmp_path / "out").exists()
+    assert not (b / "ran").exists()
+
+
+#: Requests: options beside two adapters of ranks 2 and 4, and what is said.
+REQUESTS = {
+    "--weights 1": "each model needs one",
+    "--method ties": "Unknown method 'ties'",
+    "--method mean": "factors of different ranks have no mean",
+    "--parts whole": "--parts has an effect only on models",
+}
+
+
+@pytest.mark.parametrize("options", REQUESTS)
+def test_requests_that_make_no_sense(options: str, tmp_path: Path) -> None:
+    a, b = saved(tmp_path / "a", 1), saved(tmp_path / "b", 2, rank=4)
+    code, said = invoke("merge", a, b, *options.split(), "--out", tmp_path / "out")
+    assert (code, REQUESTS[options] in said) == (2, True), said
+    assert not (tmp_path / "out").exists()
+    code, said = invoke("merge", a, a, "--method", "mean", "--rank", 8, "--dry-run")
+    assert (code, "has their rank 2" in said) == (2, True), said

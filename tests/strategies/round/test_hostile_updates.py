@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from fedrot.tensors import LARGEST_NORM
 from tests.models import State, near
 from tests.strategies.classifier import build, state
 from tests.strategies.fakes import arrays_of, broadcast, largest_difference, reply
-from tests.strategies.hostile import CONFIG, KINDS, SETUPS, attack, constant, filled, gaussian
+from tests.strategies.hostile import CONFIG, KINDS, SETUPS, attack, filled, gaussian
 
 HONEST = [near(state(), 0.02, seed) for seed in (1, 2, 3)]
 PLACES = (0, 1, 3)
@@ -77,17 +76,6 @@ def test_an_update_whose_activations_overflow_is_dropped(kind: str, place: int) 
     found, metrics = play(build(), among(attack(state(), kind), place))
     weights = [w for i, w in enumerate((10, 11, 12, 13)) if i != place]
     expected, _ = play(build(), HONEST, weights)
-    assert metrics["fedrot-replies-dropped"] == 1
-    assert largest_difference(found, expected) == 0
-
-
-@pytest.mark.parametrize("value", [2 * LARGEST_NORM, 1e30, 3e38, math.inf, math.nan])
-@pytest.mark.parametrize("place", PLACES)
-def test_a_norm_beyond_the_range_is_dropped_at_the_door(value: float, place: int) -> None:
-    hostile = filled(state(), constant(value), "layer.1.output.dense.bias")
-    found, metrics = play(FedRot(CONFIG), among(hostile, place))
-    weights = [w for i, w in enumerate((10, 11, 12, 13)) if i != place]
-    expected, _ = play(FedRot(CONFIG), HONEST, weights)
     assert metrics["fedrot-replies-dropped"] == 1
     assert largest_difference(found, expected) == 0
 

@@ -459,33 +459,6 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], probl
         FedRot(CONFIG, **grouped(**settings))
 
 
-def hostile(content: RecordDict) -> Iterator[tuple[str, RecordDict]]:
-    """Yield contents that no client of ours sends."""
-    yield "empty", RecordDict()
-    yield "huge integer", RecordDict({**content, "metrics": MetricRecord({"num-examples": 10**400})})
-    yield (
-        "huge extra",
-        RecordDict({**content, "metrics": MetricRecord({"num-examples": 1, "x": 10**400})}),
-    )
-    for what, value in (("list", [1, 10**400]), ("negative", -(2**63))):
-        metrics = MetricRecord({"num-examples": 1, "x": value})
-        yield f"huge in a {what}", RecordDict({**content, "metrics": metrics})
-    yield "no names", RecordDict({**content, "arrays": ArrayRecord()})
-    yield "text id", RecordDict({**content, "client": ConfigRecord({"partition-id": "me"})})
-
-
-def test_no_content_raises_out_of_the_strategy() -> None:
-    strategy = FedRot(CONFIG)
-    for what, content in hostile(replies(broadcast(strategy, state(), 2), updates(2))[0].content):
-        messages = broadcast(strategy, state(), 3)
-        sent = replies(messages[:2], updates(2))
-        odd = Message(content, reply_to=messages[2])
-        arrays, metrics = strategy.aggregate_train(1, [odd, *sent])
-        assert arrays is not None, what
-        assert metrics is not None
-        assert metrics["fedrot-replies-accepted"] == (3 if what == "text id" else 2), what
-
-
 @pytest.mark.parametrize("align", [True, False])
 def test_a_legacy_array_in_the_place_of_a_number_is_dropped(align: bool) -> None:
     base = {**state(), "scale": torch.tensor(1.0)}

@@ -109,7 +109,7 @@ def with_tensors(moved: Moved, integers: Tensors) -> Message:
     """
     update, tensors = moved.update, {**moved.tensors, **integers}
     content = RecordDict(dict(update.message.content))
-    if STATISTICS in content:
+    if STATISTICS in content.array_records:
         del content[STATISTICS]
     arrays = content.array_records.get(update.record, ArrayRecord())
     content[update.record] = replace_changed(arrays, update.tensors, tensors)

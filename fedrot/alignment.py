@@ -74,7 +74,7 @@ class Alignment:
 
         Args:
             statistics: by kind, then by tensor name. ``gram``, ``gram_conv1d``: uncentred Gram matrices
-                of a layer's inputs, ``[in, in]``, blocks ``[heads, d, d]`` or diagonals ``[in]``.
+                of a layer's inputs, ``[in, in]``.
                 ``input_mean``, ``input_mean_conv1d``: means of the same inputs. ``fisher``: in the shape
                 of the tensor. ``trained``: masks ``[rows]``. Other kinds: see
                 ``fedrot.collect.statistics``.
@@ -82,7 +82,7 @@ class Alignment:
                 alignment is ``canonical``: the canonical form has other activations.
 
         Raises:
-            FedrotError: an unknown kind; or a diagonal of a tensor that was rotated, because a diagonal
+            FedrotError: an unknown kind; or a Fisher of a tensor that was rotated, because a diagonal
                 does not determine the rotated one (compute it after aligning, or align by permutations
                 only, ``parts=("heads", "ffn")``); or statistics cannot be brought to canonical form
                 (``fedrot.collect.canonical_statistics``).

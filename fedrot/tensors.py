@@ -40,13 +40,6 @@ def diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
     return torch.stack([matrix[i : i + size, i : i + size] for i in starts])
 
 
-def as_blocks(matrix: Tensor) -> Tensor:
-    """Return a matrix ``[n, n]``, its blocks or its diagonal ``[n]`` as ``[blocks, size, size]``."""
-    if matrix.ndim == 1:
-        return matrix[:, None, None]
-    return matrix[None] if matrix.ndim == 2 else matrix
-
-
 class Shaped(Protocol):
     """A tensor, or a tensor that is not decoded yet."""
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fedrot.aggregation.coverage import Coverage
 from fedrot.aggregation.mean import Mean
 from fedrot.aggregation.registry import register_aggregation
 from fedrot.collect.statistics import (
@@ -14,7 +15,6 @@ from fedrot.collect.statistics import (
     TRAINED,
     Statistics,
     along_rows,
-    check_alike,
     untrained,
 )
 from fedrot.errors import FedrotError, UpdateError
@@ -27,7 +27,9 @@ class Fisher:
 
     ``theta = sum_i w_i F_i theta_i / sum_i w_i F_i``, entry by entry. Tensors without a Fisher, and
     entries whose Fisher is zero at every client, get the weighted mean. Sums are float64. Rows that a
-    client has not trained (statistics ``trained``) have weight zero.
+    client has not trained (statistics ``trained``) have weight zero. A tensor is averaged over the
+    clients that sent its Fisher, if these are most of those that trained it by weight; otherwise it gets
+    the weighted mean, and ``notes`` say so.
 
     A rotation cannot be applied to a diagonal Fisher. Either the clients align first and compute it
     afterwards (``align_mod``), or only permutations are aligned.
@@ -39,7 +41,6 @@ class Fisher:
     """
 
     needs: tuple[str, ...] = (FISHER,)
-    notes: Mapping[str, str] = {}
 
     def __init__(self, floor: float = 1e-6) -> None:
         if not 0 <= floor < float("inf"):
@@ -50,14 +51,16 @@ class Fisher:
         self._products: dict[str, Tensor] = {}
         self._totals: dict[str, Tensor] = {}
         self._size = 0.0
-        self._lacking: set[str] = set()
+        self._coverage = Coverage()
+        #: The tensors that some client sent no Fisher of, after ``result``, with what became of them.
+        self.notes: Mapping[str, str] = {}
 
     def add(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
         """Add one update with its Fisher information.
 
         Raises:
-            UpdateError: as ``Mean.add``; or the Fisher information is missing, or belongs to other
-                tensors than the first update's. After an error, nothing has been added.
+            UpdateError: as ``Mean.add``; or there is no Fisher information. After an error, nothing has
+                been added.
         """
         self._mean.check(update, weight, statistics)
         statistics, lacking = statistics or {}, untrained(statistics)
@@ -68,10 +71,8 @@ class Fisher:
                 "The update has no Fisher information, which this average needs; see "
                 "fedrot.collect_fisher."
             )
-        known = self._reference.keys()
-        check_alike("Fisher information", fisher.keys(), lacking, known, self._lacking)
         self._mean.fold(update, weight, statistics)
-        self._lacking |= lacking
+        self._coverage.add(fisher, lacking, weight)
         total = entries = 0.0
         for name, value in fisher.items():
             theirs = update[name].detach().double()
@@ -87,7 +88,11 @@ class Fisher:
     def result(self) -> dict[str, Tensor]:
         """Return the merged tensors so far; raises ``UpdateError`` if nothing was added."""
         merged, floor = self._mean.result(), self.floor * self._size
+        notes = {name: self._coverage.note("Fisher information", name) for name in self._reference}
+        self.notes = {name: note for name, note in notes.items() if note}
         for name, reference in self._reference.items():
+            if not self._coverage.most(name):
+                continue
             total = self._totals[name] + floor
             known = total > 0
             apart = self._products[name] + floor * (merged[name].double() - reference)

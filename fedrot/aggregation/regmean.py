@@ -12,8 +12,8 @@ from fedrot.aggregation.gram_sums import (
     MOST_GROWTH,
     UNBOUNDED,
     GramSums,
+    Layer,
     grams_of,
-    times,
     unseen_note,
 )
 from fedrot.aggregation.mean import Mean
@@ -39,8 +39,8 @@ class RegMean:
     the weighted mean and a note. (One huge Gram matrix reduces all others to rounding errors.)
 
     Rows that some client has not trained (statistics ``trained``) are the mean over the clients that
-    trained them. A client with Gram matrices of some layers needs none of a layer that it has not
-    trained at all.
+    trained them. A layer is regressed on the clients that sent its Gram matrix, if these are most of
+    those that trained it by weight; otherwise it gets the weighted mean, and ``notes`` say so.
 
     Args:
         alpha: 0 to 1; 0.9 is the paper's choice for encoders, 0.1 for T5.
@@ -57,7 +57,7 @@ class RegMean:
         #: The layers that the last ``result`` did not solve, or not in all directions, with the reason.
         self.notes: Mapping[str, str] = {}
         self._mean = Mean()
-        self._layers: dict[str, _Layer] = {}
+        self._layers: dict[Layer, _Sums] = {}
         #: The rows that every client has trained, for tensors that some client trained in part.
         self._trained: dict[str, Tensor] = {}
 
@@ -65,40 +65,44 @@ class RegMean:
         """Add one update with its Gram matrices.
 
         Raises:
-            UpdateError: as ``Mean.add``; or there are no Gram matrices, or they belong to other layers
-                or have another form than the first update's. After an error, nothing has been added.
+            UpdateError: as ``Mean.add``; or there are no Gram matrices. After an error, nothing has been
+                added.
         """
         self._mean.check(update, weight, statistics)
         statistics, lacking = statistics or {}, untrained(statistics)
         grams = grams_of(statistics, lacking)
-        self._grams.check(grams, lacking)
+        self._grams.check(grams)
         self._mean.fold(update, weight, statistics)
         for name, mask in statistics.get(TRAINED, {}).items():
             if name not in lacking and not bool(mask.all()):
                 self._trained[name] = self._trained.get(name, torch.tensor(True)) & mask
-        for names, shrunk in self._grams.added(grams, weight, lacking):
-            for name in names:
-                if name not in self._layers:
-                    kind, _ = grams[name]
-                    self._layers[name] = _Layer(kind, _oriented(kind, update[name]))
-                layer = self._layers[name]
-                apart = _oriented(layer.kind, update[name]) - layer.reference
-                layer.product = layer.product + times(apart, shrunk)
-                layer.farthest = max(layer.farthest, float(torch.linalg.vector_norm(apart)))
+        for layers, shrunk in self._grams.added(grams, weight, lacking):
+            for layer in layers:
+                kind, name = layer
+                sent = _oriented(kind, update[name])
+                sums = self._layers.setdefault(layer, _Sums(sent))
+                apart = sent - sums.reference
+                sums.product = sums.product + apart @ shrunk
+                sums.farthest = max(sums.farthest, float(torch.linalg.vector_norm(apart)))
 
     def result(self) -> dict[str, Tensor]:
         """Return the merged tensors so far; raises ``UpdateError`` if nothing was added."""
         merged, notes = self._mean.result(), dict[str, str]()
         inverses = self._grams.inverses()
-        for name, layer in self._layers.items():
-            inverse = inverses[name]
-            found = layer.reference + inverse.solved(layer.product)
+        for layer, sums in self._layers.items():
+            kind, name = layer
+            if note := self._grams.note(layer):
+                notes[name] = note
+            inverse = inverses.get(layer)
+            if inverse is None:
+                continue
+            found = sums.reference + inverse.solved(sums.product)
             if inverse.unseen:
-                mean = _oriented(layer.kind, merged[name])
-                found = found + inverse.outside(mean - layer.reference)
+                mean = _oriented(kind, merged[name])
+                found = found + inverse.outside(mean - sums.reference)
                 notes[name] = unseen_note(inverse)
-            weight = (found if INPUT_AXIS[layer.kind] == 1 else found.mT).to(merged[name].dtype)
-            grown = torch.linalg.vector_norm(found - layer.reference) > MOST_GROWTH * layer.farthest
+            weight = (found if INPUT_AXIS[kind] == 1 else found.mT).to(merged[name].dtype)
+            grown = torch.linalg.vector_norm(found - sums.reference) > MOST_GROWTH * sums.farthest
             if grown or not torch.linalg.vector_norm(weight, dtype=torch.float64) <= LARGEST_NORM:
                 notes[name] = UNBOUNDED
                 continue
@@ -112,15 +116,14 @@ _ZERO = torch.zeros((), dtype=torch.float64)
 
 
 @dataclass
-class _Layer:
-    """The sums of one layer, whose Gram matrices have one ``kind``.
+class _Sums:
+    """The sums of one layer.
 
     Relative weights are weights minus the first update's, ``reference`` ``[out, in]``: their sums lose
     fewer digits. ``product`` ``[out, in]`` is the sum of relative weights times Gram matrices,
     ``farthest`` the largest norm of relative weights.
     """
 
-    kind: str
     reference: Tensor
     product: Tensor = _ZERO
     farthest: float = 0.0

@@ -7,7 +7,6 @@ inputs without the constant that a value's bias adds to them. Both are ``z = (x 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +16,7 @@ from fedrot.collect.statistics import GRAMS, INPUT_AXIS, MEANS, TRAINED, Statist
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.symmetry.canonical import CanonicalView, per_query
 from fedrot.symmetry.groups import Symmetry
-from fedrot.tensors import Tensors, as_blocks
+from fedrot.tensors import Tensors
 
 #: Gains below this share of the largest gain are as good as 0: the Gram matrix has lost their inputs.
 _NEAR_ZERO = 1e-6
@@ -49,7 +48,7 @@ def canonical_statistics(
     """Return the statistics of ``fedrot.canonical(tensors, symmetry)``, given those of ``tensors``.
 
     Statistics of layers whose inputs stay the same are returned as the same objects, and layers that
-    share a matrix share it afterwards. Gram matrices keep their form: full, blocks or diagonal.
+    share a matrix share it afterwards.
 
     Args:
         statistics: by kind, then by tensor name. Gram matrices whose inputs are shifted need the mean of
@@ -95,14 +94,13 @@ def canonical_gram(gram: Tensor, mean: Tensor, gain: Tensor, bias: Tensor | None
     ``G_z = D^-1 (G_x - bias mean^T - mean bias^T + bias bias^T) D^-1``, computed in float64.
 
     Args:
-        gram: ``G_x = X^T X / n``, uncentred, floating-point, from ``collect_gram``: ``[in, in]``, blocks
-            ``[blocks, size, size]`` or a diagonal ``[in]``.
+        gram: ``G_x = X^T X / n``, uncentred, floating-point ``[in, in]``, from ``collect_gram``.
         mean: mean of the same inputs over the same tokens, ``[in]``.
         gain: of the norm, ``[in]``.
         bias: of the norm, ``[in]``. None if the norm has no bias, or if canonical tensors keep the bias
             in the norm (``Fold.holds_bias`` is false): the layer's inputs are then ``x / gain``.
 
-    Returns ``G_z`` in the dtype and form of ``gram``.
+    Returns ``G_z`` in the dtype of ``gram``.
 
     Example: ``canonical_gram(gram, mean, state["h.0.ln_1.weight"], state["h.0.ln_1.bias"])``
 
@@ -111,12 +109,12 @@ def canonical_gram(gram: Tensor, mean: Tensor, gain: Tensor, bias: Tensor | None
             rounding of ``gram``; or the mean and the Gram matrix contradict each other.
     """
     _check_given(gram, mean=mean, gain=gain, bias=mean if bias is None else bias)
-    blocks, scale = as_blocks(gram.detach()).double(), gain.detach().double()
+    found, scale = gram.detach().double(), gain.detach().double()
     lost = scale.abs() <= _NEAR_ZERO * scale.abs().max()
     if bias is not None:
-        rounding = torch.finfo(gram.dtype).eps * _diagonal(blocks)
+        rounding = torch.finfo(gram.dtype).eps * found.diagonal()
         lost |= rounding > _LOST * scale.square()
-        blocks = _shifted(blocks, mean, bias)
+        found = _shifted(found, mean, bias)
     if bool(lost.any()):
         unit = int(lost.nonzero()[0])
         raise UpdateError(
@@ -124,11 +122,10 @@ def canonical_gram(gram: Tensor, mean: Tensor, gain: Tensor, bias: Tensor | None
             f"{gram.dtype}: the unit's values are lost by rounding. Collect the matrix from the "
             "canonical model, or align with canonical=False."
         )
-    per_block = scale.reshape(blocks.shape[:2])
-    found = blocks / (per_block.unsqueeze(-1) * per_block.unsqueeze(-2))
-    if bool((_diagonal(found) < -_LOST).any()):
+    found = found / (scale.unsqueeze(1) * scale)
+    if bool((found.diagonal() < -_LOST).any()):
         raise UpdateError(_CONTRADICTION)
-    return found.reshape(gram.shape).to(gram.dtype)
+    return found.to(gram.dtype)
 
 
 def _without_constant(gram: Tensor, mean: Tensor, constant: Tensor) -> Tensor:
@@ -137,14 +134,14 @@ def _without_constant(gram: Tensor, mean: Tensor, constant: Tensor) -> Tensor:
     Units that are constant within rounding become 0.
     """
     _check_given(gram, mean=mean, bias=constant)
-    before = as_blocks(gram.detach()).double()
+    before = gram.detach().double()
     found = _shifted(before, mean, constant)
-    left, squares = _diagonal(found), _diagonal(before)
+    left, squares = found.diagonal(), before.diagonal()
     if bool((left < -_NEGATIVE * squares).any()):
         raise UpdateError(_CONTRADICTION)
     varies = left > _CONSTANT * torch.finfo(gram.dtype).eps * squares
-    kept = varies.to(found).reshape(found.shape[:2])
-    return (found * kept.unsqueeze(-1) * kept.unsqueeze(-2)).reshape(gram.shape).to(gram.dtype)
+    kept = varies.to(found)
+    return (found * kept.unsqueeze(1) * kept).to(gram.dtype)
 
 
 @dataclass(frozen=True)
@@ -198,7 +195,7 @@ class _Change:
             assert bias is not None
             return semidefinite(_without_constant(gram, mean, bias), gram)
         found = canonical_gram(gram, gain if mean is None else mean, gain, bias)
-        if self.centred and found.ndim == 2:
+        if self.centred:
             # Rounding must not look like a direction of the inputs.
             wide = found.double()
             wide = wide - wide.mean(0, keepdim=True)
@@ -235,25 +232,18 @@ def _changes(tensors: Tensors, symmetry: Symmetry) -> dict[tuple[str, int], _Cha
 
 def _check_given(gram: Tensor, **vectors: Tensor) -> None:
     """Raise ``UpdateError`` unless a Gram matrix and vectors ``[in]`` are finite and of one layer."""
-    blocks = as_blocks(gram) if 1 <= gram.ndim <= 3 else gram
-    size = math.prod(blocks.shape[:2])
-    square = blocks.ndim == 3 and blocks.shape[1] == blocks.shape[2]
-    fits = {"gram": square, **{name: list(v.shape) == [size] for name, v in vectors.items()}}
+    size = gram.shape[0] if gram.ndim else 0
     for name, value in {"gram": gram, **vectors}.items():
-        if not fits[name] or not bool(torch.isfinite(value).all()):
-            wanted = "[in, in], [blocks, size, size] or [in]" if name == "gram" else f"[{size}]"
+        shape = [size, size] if name == "gram" else [size]
+        if list(value.shape) != shape or not bool(torch.isfinite(value).all()):
             raise UpdateError(
-                f"The {name} of shape {list(value.shape)} must be finite and of shape {wanted}. The "
+                f"The {name} of shape {list(value.shape)} must be finite and of shape {shape}. The "
                 "Gram matrix, the mean and the norm must be those of one layer's inputs."
             )
 
 
-def _shifted(blocks: Tensor, mean: Tensor, bias: Tensor) -> Tensor:
-    """Return the Gram matrix of inputs minus a bias, as float64 blocks."""
-    center, beta = (v.detach().double().reshape(blocks.shape[:2]) for v in (mean, bias))
-    crossed = beta.unsqueeze(-1) * center.unsqueeze(-2)
-    return blocks - crossed - crossed.mT + beta.unsqueeze(-1) * beta.unsqueeze(-2)
-
-
-def _diagonal(blocks: Tensor) -> Tensor:
-    return blocks.diagonal(dim1=-2, dim2=-1).flatten()
+def _shifted(gram: Tensor, mean: Tensor, bias: Tensor) -> Tensor:
+    """Return the float64 Gram matrix of inputs minus a bias."""
+    center, beta = (v.detach().double() for v in (mean, bias))
+    crossed = beta.unsqueeze(1) * center
+    return gram - crossed - crossed.mT + beta.unsqueeze(1) * beta

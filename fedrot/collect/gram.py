@@ -1,4 +1,4 @@
-"""Gram matrices of the inputs of linear layers: collection, and cheaper forms to send."""
+"""Gram matrices of the inputs of linear layers."""
 
 from __future__ import annotations
 
@@ -6,21 +6,16 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedrot.collect.hooks import input_axis, masks_of, watched, without_padding
 from fedrot.collect.random_inputs import forward_inputs
-from fedrot.collect.statistics import GRAMS, INPUT_AXIS, MEANS, Statistics, collects
+from fedrot.collect.statistics import GRAMS, MEANS, collects
 from fedrot.errors import FedrotError
-from fedrot.symmetry.actions import HeadRotation
-from fedrot.symmetry.groups import Symmetry
-from fedrot.tensors import Tensors, diagonal_blocks
-
-GramForm = Literal["full", "heads", "diagonal"]
-GRAM_FORMS = ("full", "heads", "diagonal")
+from fedrot.tensors import Tensors
 
 
 @dataclass(frozen=True)
@@ -157,8 +152,6 @@ def collect_gram(
     batches: Iterable[Tensors],
     *,
     max_batches: int | None = 100,
-    form: GramForm = "full",
-    symmetry: Symmetry | None = None,
     names: Container[str] | None = None,
 ) -> dict[str, dict[str, Tensor]]:
     """Return the Gram matrix of the inputs of every linear layer (Jin et al. 2023, section 3.3).
@@ -180,15 +173,13 @@ def collect_gram(
             without gradients, and its mode is restored.
         batches: keyword arguments of the model's forward; ``labels`` are not passed on.
         max_batches: None for all; Jin et al., Table 6, find no gain beyond 100.
-        form, symmetry: see ``compressed``.
         names: of the weights to collect for, None for all. If no such weight is among them, the result
             is empty.
 
     Raises:
-        FedrotError: no batch, no such layer, or an unknown form; the adapter of a PEFT model has DoRA's
-            magnitudes, is merged or disabled, or is not the only active one.
+        FedrotError: no batch, or no such layer; the adapter of a PEFT model has DoRA's magnitudes, is
+            merged or disabled, or is not the only active one.
     """
-    _check_form(form, symmetry)
     readers = {
         name: reader
         for name, reader in _readers(model).items()
@@ -218,52 +209,4 @@ def collect_gram(
     for name, first in inputs.same.items():
         for kinds, value in zip((GRAMS, MEANS), averages[first], strict=True):
             collected.setdefault(kinds[readers[name].axis], {})[readers[name].weight] = value
-    return compressed(collected, form, symmetry)
-
-
-def compressed(
-    statistics: Statistics, form: GramForm, symmetry: Symmetry | None = None
-) -> dict[str, dict[str, Tensor]]:
-    """Return cheaper forms of Gram matrices; other kinds of statistics stay as they are.
-
-    Args:
-        statistics: with full Gram matrices ``[n, n]``.
-        form: ``full`` keeps the matrices. ``heads`` keeps one block per head, ``[heads, d, d]``, of
-            matrices whose inputs are heads, and the diagonals ``[n]`` of others; all rotations of heads
-            and permutations can be applied to it. ``diagonal`` keeps diagonals, which no rotation can
-            be applied to.
-        symmetry: needed for ``heads``.
-
-    Raises:
-        FedrotError: the form is unknown or needs a symmetry, or a matrix is not full.
-    """
-    _check_form(form, symmetry)
-    heads = {
-        (slot.tensor, slot.axis): group.kind
-        for group in (symmetry.groups if symmetry and form == "heads" else ())
-        for slot in group.slots
-        if isinstance(group.kind, HeadRotation)
-    }
-    found: dict[str, dict[str, Tensor]] = {}
-    for kind, by_name in statistics.items():
-        axis = INPUT_AXIS.get(kind)
-        if axis is None or form == "full":
-            found[kind] = dict(by_name)
-            continue
-        memo: dict[tuple[int, object], Tensor] = {}
-        for name, gram in by_name.items():
-            if gram.ndim != 2:
-                raise FedrotError(f"The Gram matrix of '{name}' is already compressed.")
-            rotation = heads.get((name, axis))
-            key = (id(gram), rotation)
-            if key not in memo:
-                memo[key] = diagonal_blocks(gram, rotation.dim) if rotation else gram.diagonal().clone()
-            found.setdefault(kind, {})[name] = memo[key]
-    return found
-
-
-def _check_form(form: str, symmetry: Symmetry | None) -> None:
-    if form not in GRAM_FORMS:
-        raise FedrotError(f"form is '{form}'; choose from {', '.join(GRAM_FORMS)}.")
-    if form == "heads" and symmetry is None:
-        raise FedrotError("The form 'heads' needs the model's symmetry.")
+    return collected

@@ -6,8 +6,7 @@ The statistics of an update are mappings by kind, then by tensor name: ``{"gram"
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -17,10 +16,9 @@ from torch import Tensor, nn
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.precision import full_float32
-from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Slot
 from fedrot.symmetry.moves import Move
-from fedrot.tensors import Tensors, as_blocks, compute_dtype, diagonal_blocks
+from fedrot.tensors import Tensors, compute_dtype
 
 Statistics = Mapping[str, Tensors]
 Shape = tuple[int, ...]
@@ -191,11 +189,9 @@ def contradicted_means(statistics: Statistics) -> list[tuple[str, str]]:
 
 
 def _contradicts(mean: Tensor, gram: Tensor) -> bool:
-    if not mean.numel() or not 1 <= gram.ndim <= 3:
+    if not mean.numel() or gram.shape != 2 * mean.shape:
         return False
-    squares = as_blocks(gram).diagonal(dim1=-2, dim2=-1).flatten().double()
-    if mean.shape != squares.shape:
-        return False
+    squares = gram.diagonal().double()
     return bool((mean.double().square() > squares + _EXCESS * squares.max()).any())
 
 
@@ -209,22 +205,6 @@ def _number_problem(value: Tensor, kind: StatisticKind) -> str | None:
     if kind.numbers and not bool((value.to(compute_dtype(value)).abs() <= LARGEST).all()):
         return f"hold NaN, Inf or values above {LARGEST:g}. Check the client's model and data"
     return None
-
-
-def check_alike(
-    what: str, given: Set[str], lacking: Set[str], known: Set[str], lacked: Set[str]
-) -> None:
-    """Raise ``UpdateError`` if an update has statistics of other tensors than the updates before.
-
-    ``given`` are its tensors with statistics. ``lacking`` are tensors that the client has not trained;
-    they need no statistics. ``known`` and ``lacked`` are the same sets of all earlier updates.
-    """
-    odd = sorted((known - given - lacking) | (given - known - lacked))
-    if known and odd:
-        raise UpdateError(
-            f"The {what} of '{odd[0]}' is missing or extra, compared with the first update. Collect "
-            "statistics of the same tensors at every client."
-        )
 
 
 @full_float32()
@@ -263,80 +243,61 @@ def _check_gram(value: Tensor, shape: Shape, axis: int) -> str | None:
     if len(shape) != 2:
         return "belong to a tensor that is no matrix, and so to no linear layer"
     inputs = shape[axis]
-    blocks = max(value.shape[0], 1) if value.ndim == 3 else 1
-    sizes = {1: (inputs,), 2: (inputs, inputs), 3: (blocks, inputs // blocks, inputs // blocks)}
-    if tuple(value.shape) != sizes.get(value.ndim) or (value.ndim == 3 and inputs % blocks):
-        return (
-            f"have shape {list(value.shape)}, but the layer reads {inputs} inputs; send [in, in], "
-            "[heads, in / heads, in / heads] or [in]"
-        )
-    matrices = value.detach().to(compute_dtype(value))
-    diagonal = matrices if value.ndim == 1 else matrices.diagonal(dim1=-2, dim2=-1)
+    if tuple(value.shape) != (inputs, inputs):
+        return f"have shape {list(value.shape)}, but the layer reads {inputs} inputs; send [in, in]"
+    matrix = value.detach().to(compute_dtype(value))
     negative = "have negative eigenvalues; a Gram matrix is X^T X"
-    if bool((diagonal < 0).any()):
-        return "are negative" if value.ndim == 1 else negative
-    if value.ndim == 1 or not bool(matrices.any()):
+    if bool((matrix.diagonal() < 0).any()):
+        return negative
+    if not bool(matrix.any()):
         return None
-    even, _ = _unit_diagonal(matrices)
-    slack = _ROUNDING * torch.linalg.vector_norm(even, dim=(-2, -1), keepdim=True) + _ROUNDING**2
+    even, _ = _unit_diagonal(matrix)
+    slack = _ROUNDING * torch.linalg.vector_norm(even) + _ROUNDING**2
     if bool(((even - even.mT).abs() > slack).any()):
         return "are not symmetric; a Gram matrix is X^T X"
     # Rounding may have made a small eigenvalue negative, so the largest rounding error is added.
-    eye = torch.eye(even.shape[-1], dtype=even.dtype, device=even.device)
+    eye = torch.eye(inputs, dtype=even.dtype, device=even.device)
     _, failed = torch.linalg.cholesky_ex(even + slack * eye)
-    return negative if bool(failed.any()) else None
+    return negative if bool(failed) else None
 
 
-def _unit_diagonal(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return matrices with a diagonal of 1 as in RegMean, and the factors ``[..., n]`` that make it so.
+def _unit_diagonal(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a matrix with a diagonal of 1 as in RegMean, and the factors ``[n]`` that make it so.
 
     With another diagonal, one large entry would hide all others.
     """
-    tiny = torch.finfo(matrices.dtype).tiny
-    largest = matrices.abs().amax((-2, -1), keepdim=True).clamp_min(tiny)
-    diagonal = matrices.diagonal(dim1=-2, dim2=-1).clamp_min(0)
-    scale = (diagonal / largest[..., 0] + _MOVING).rsqrt()
-    even = matrices / largest * scale.unsqueeze(-1) * scale.unsqueeze(-2)
-    return even, scale * largest[..., 0].rsqrt()
+    largest = matrix.abs().amax().clamp_min(torch.finfo(matrix.dtype).tiny)
+    scale = (matrix.diagonal().clamp_min(0) / largest + _MOVING).rsqrt()
+    even = matrix / largest * scale.unsqueeze(1) * scale
+    return even, scale * largest.rsqrt()
 
 
 def semidefinite(moved: Tensor, received: Tensor) -> Tensor:
-    """Return a moved Gram matrix, full or in blocks, without the negative eigenvalues of rounding.
+    """Return a moved Gram matrix without the negative eigenvalues of rounding.
 
     A matrix that was rounded, or sent as a sketch, may have negative eigenvalues after a rotation or a
     shift of its inputs, which changes how large its units are. They become 0. If the matrix was none of
     inputs when it was received, it stays as it is, for ``check_statistics``.
     """
-    shape = (math.prod(moved.shape[:-1]),) * 2
-    if moved.ndim == 1 or not _check_gram(moved, shape, 1) or _check_gram(received, shape, 1):
+    shape = tuple(moved.shape)
+    if not _check_gram(moved, shape, 1) or _check_gram(received, shape, 1):
         return moved
     even, scale = _unit_diagonal(moved.detach().double())
     values, vectors = torch.linalg.eigh((even + even.mT) / 2)
-    found = vectors * values.clamp_min(0).unsqueeze(-2) @ vectors.mT
-    found = found / scale.unsqueeze(-1) / scale.unsqueeze(-2)
+    found = vectors * values.clamp_min(0) @ vectors.mT
+    found = found / scale.unsqueeze(1) / scale
     return ((found + found.mT) / 2).to(moved.dtype)
 
 
 def _move_gram(value: Tensor, slot: Slot, move: Move, axis: int) -> Tensor:
-    """Move a Gram matrix of inputs that multiply the weight's ``axis``; its form stays the same.
+    """Move a Gram matrix of inputs that multiply the weight's ``axis``.
 
-    Inputs move contravariantly to the weight: ``G -> T G T^T``. Blocks ``[heads, d, d]`` stand for a
-    block-diagonal matrix, ``[n]`` for a diagonal matrix.
+    Inputs move contravariantly to the weight: ``G -> T G T^T``.
     """
     if slot.axis != axis:
         return value
-    on_rows = replace(slot, axis=0)
-    if value.ndim == 1:
-        # The form 'heads' has blocks of the inputs of output projections, and diagonals of others.
-        form = "full" if move.group.part == "residual" else "heads"
-        what, instead = "diagonal of the Gram matrix", f"Send the form '{form}'."
-        return _move_squares(value, on_rows, move, what, instead)
-    other = replace(on_rows, contravariant=not slot.contravariant)
-    if value.ndim == 3:
-        _check_blocks(value, slot, move)
-    full = torch.block_diag(*value) if value.ndim == 3 else value
-    moved = move.on(move.on(full, other), replace(other, axis=1))
-    moved = moved if value.ndim == 2 else diagonal_blocks(moved, value.shape[-1])
+    other = replace(slot, axis=0, contravariant=not slot.contravariant)
+    moved = move.on(move.on(value, other), replace(other, axis=1))
     exact = move.group.kind.on_fisher(move.element) is not None  # a permutation, signs or scales
     return moved if exact else semidefinite(moved, value)
 
@@ -354,18 +315,6 @@ def _move_mean(value: Tensor, slot: Slot, move: Move, axis: int) -> Tensor:
     if slot.axis != axis:
         return value
     return move.on(value, replace(slot, axis=0, contravariant=not slot.contravariant))
-
-
-def _check_blocks(value: Tensor, slot: Slot, move: Move) -> None:
-    """Raise ``FedrotError`` if a move would fill entries outside of the blocks."""
-    kind, (blocks, size, _) = move.group.kind, value.shape
-    inside = isinstance(kind, HeadRotation) and kind.dim == size
-    whole = not isinstance(kind, HeadRotation) and blocks % kind.units == 0
-    if not (inside or whole):
-        raise FedrotError(
-            f"'{move.group.name}' cannot be applied to the {blocks} blocks of the Gram matrix of "
-            f"'{slot.tensor}', because it mixes them. Send the form 'full'."
-        )
 
 
 def _check_fisher(value: Tensor, shape: Shape) -> str | None:

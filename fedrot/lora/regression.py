@@ -12,8 +12,8 @@ from fedrot.aggregation.gram_sums import (
     UNBOUNDED,
     GramSums,
     Inverse,
+    Layer,
     grams_of,
-    times,
     unseen_note,
 )
 from fedrot.collect.statistics import GRAMS, check_statistics
@@ -38,11 +38,11 @@ class RegressedSums(ModuleSums):
         self.weighted, self.largest = ProductSum(), 0.0
 
     def add_weighted(self, a: Tensor, b: Tensor, gram: Tensor) -> None:
-        """Add ``B A G``; ``B`` contains the scale, ``gram`` ``[blocks, n, n]`` the weight."""
+        """Add ``B A G``; ``B`` contains the scale, ``gram`` ``[n, n]`` the weight."""
         a, b = a.double(), b.double()
         # The rank of a product is at most this: what the sum is cut to loses nothing.
         self.weighted.limit = min(len(b), a.shape[1])
-        self.weighted.add(b, times(a, gram), 1.0)
+        self.weighted.add(b, a @ gram, 1.0)
         self.largest = max(self.largest, _norm(b, a))
 
 
@@ -63,7 +63,7 @@ class RegressedProducts(MeanOfProducts):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._grams = GramSums(self.options.regmean_alpha)
-        self._inverses: Mapping[str, Inverse] = {}
+        self._inverses: Mapping[Layer, Inverse] = {}
 
     def result(self) -> tuple[dict[str, Tensor], AdapterReport]:
         """Return the average and its report; raises the errors of ``AdapterAverage.result``."""
@@ -87,22 +87,25 @@ class RegressedProducts(MeanOfProducts):
                 "fedrot.collect_gram(peft_model, batches)."
             )
         check_statistics(given, linear)
-        self._grams.check(grams_of(given, set()), set())
+        self._grams.check(grams_of(given, set()))
 
     def _add_statistics(
         self, update: AdapterUpdate, pairs: tuple[Pair, ...], scales: Mapping[str, float]
     ) -> None:
         by_name = {pair.a: pair for pair in pairs}
         grams = grams_of({kind: update.statistics[kind] for kind in self.needs}, set())
-        for names, gram in self._grams.added(grams, update.weight, set()):
-            for pair in (by_name[name] for name in names):
+        for layers, gram in self._grams.added(grams, update.weight, set()):
+            for pair in (by_name[name] for _, name in layers):
                 module = self._modules[pair.module]
                 assert isinstance(module, RegressedSums)
                 a, b = wide_factors(update.tensors, pair)
                 module.add_weighted(a, b.double() * scales[pair.module], gram)
 
     def _product(self, pair: Pair, terms: Terms, rank: int) -> Terms:
-        inverse = self._inverses.get(pair.a)
+        layer = self.needs[0], pair.a
+        if layer in self._grams.totals and (note := self._grams.note(layer)):
+            self._notes[pair.module] = note
+        inverse = self._inverses.get(layer)
         if inverse is None:
             return terms
         module = self._modules[pair.module]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from logging import WARNING
 from typing import Protocol
 
@@ -35,10 +35,6 @@ Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
 
 #: Base strategies that only need the mean of the updates.
 OF_THE_MEAN = (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi)
-
-#: The largest number of aggregators of a round.
-_FORMS = 4
-_ODD = "Its statistics have another form than most clients'. Use one form at every client."
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ class Merge(Protocol):
     mean: Mean | None
 
     def add(self, moved: Moved) -> bool:
-        """Add an update; return True if it is in the mean so far, so that the anchor may follow."""
+        """Add an update; return True if it was added, so that the anchor may follow."""
 
     def result(self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None) -> Aggregated:
         """Return the new model and metrics; call this once, at the end.
@@ -84,36 +80,8 @@ class Merge(Protocol):
         """
 
 
-@dataclass
-class _Candidate:
-    """An aggregator with its updates: for each the client, why other candidates refused it, metrics.
-
-    With a guard, ``plain`` is the mean of the same updates as they were received.
-    """
-
-    aggregator: Aggregator
-    plain: Mean | None = None
-    taken: list[tuple[int, str, RecordDict]] = field(default_factory=list)
-
-    def add(self, moved: Moved, refusal: str = "") -> None:
-        """Add an update; raises ``UpdateError``, after which nothing has been added."""
-        update = moved.update
-        if type(self.aggregator) is Mean:
-            self.aggregator.check(update.tensors, update.weight, moved.statistics)
-            self.aggregator.fold_parts(moved.parts, update.weight, moved.statistics)
-        else:
-            self.aggregator.add(moved.tensors, update.weight, moved.statistics)
-        if self.plain is not None:
-            self.plain.add(update.tensors, update.weight, update.statistics)
-        self.taken.append((update.client, refusal or _ODD, without_arrays(update.message.content)))
-
-
 class Averaged:
-    """Adds updates to aggregators as they arrive; the aggregator with most updates gives the result.
-
-    An aggregator accepts updates whose statistics have the form of its first update's. An update that no
-    aggregator accepts starts another one, so there is one aggregator for each form, and at most
-    ``_FORMS``: another form then takes the place of the oldest aggregator with fewest updates.
+    """Adds updates to an aggregator as they arrive.
 
     ``comparison`` chooses between the result and the mean of the same updates as they were received.
     """
@@ -124,65 +92,33 @@ class Averaged:
         record: RoundRecord,
         comparison: Comparison | None = None,
     ) -> None:
-        self._build, self.record, self.comparison = build, record, comparison
-        first = build()
-        self.mean = first if type(first) is Mean else None
-        self._candidates = [self._candidate(first)]
+        self.record, self.comparison = record, comparison
+        aggregator = build()
+        self.mean = aggregator if type(aggregator) is Mean else None
+        #: The aggregator, and with a guard the mean of the updates as they were received.
+        self._aggregators: list[Aggregator] = (
+            [aggregator] if comparison is None else [aggregator, Mean()]
+        )
+        #: Metrics and small configurations of the updates.
+        self._contents: list[RecordDict] = []
 
     def add(self, moved: Moved) -> bool:
-        """Add an update to the first aggregator that accepts it; drop the update if none does."""
+        """Add an update; drop it if the aggregator refuses it."""
+        update, (aggregator, *plain) = moved.update, self._aggregators
         try:
-            counts = self._taker(moved) is self._best
-        except UpdateError as error:
-            self.record.drop(moved.update.client, str(error))
-            return False
-        self.record.merged(moved)
-        return counts
-
-    def _candidate(self, aggregator: Aggregator) -> _Candidate:
-        return _Candidate(aggregator, Mean() if self.comparison is not None else None)
-
-    def _taker(self, moved: Moved) -> _Candidate:
-        refusals: list[UpdateError] = []
-        for candidate in self._candidates:
-            try:
-                candidate.add(moved, str(refusals[0]) if refusals else "")
-            except UpdateError as error:
-                refusals.append(error)
+            if type(aggregator) is Mean:
+                aggregator.check(update.tensors, update.weight, moved.statistics)
+                aggregator.fold_parts(moved.parts, update.weight, moved.statistics)
             else:
-                return candidate
-        another = self._candidate(self._build())
-        with suppress(UpdateError):
-            another.add(moved, str(refusals[0]))
-            if len(self._candidates) == _FORMS:
-                fewest = min(self._candidates, key=lambda candidate: len(candidate.taken))
-                self._candidates.remove(fewest)
-                self._drop(fewest)
-            self._candidates.append(another)
-            return another
-        raise refusals[0]
-
-    @property
-    def _best(self) -> _Candidate:
-        """The candidate with most updates so far; the first one if several have as many."""
-        return max(self._candidates, key=lambda candidate: len(candidate.taken))
-
-    def chosen(self) -> tuple[list[Aggregator], list[RecordDict]]:
-        """Return the best aggregator and the metrics of its clients; drop the updates of the others.
-
-        With a guard, the second aggregator is the mean of the same updates as they were received.
-        """
-        best = self._best
-        for other in self._candidates:
-            if other is not best:
-                self._drop(other)
-        self._candidates, self.mean = [], None
-        both = [best.aggregator] if best.plain is None else [best.aggregator, best.plain]
-        return both, [content for _, _, content in best.taken]
-
-    def _drop(self, candidate: _Candidate) -> None:
-        for client, refusal, _ in candidate.taken:
-            self.record.drop(client, refusal)
+                aggregator.add(moved.tensors, update.weight, moved.statistics)
+            for mean in plain:
+                mean.add(update.tensors, update.weight, update.statistics)
+        except UpdateError as error:
+            self.record.drop(update.client, str(error))
+            return False
+        self._contents.append(without_arrays(update.message.content))
+        self.record.merged(moved)
+        return True
 
     def result(self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None) -> Aggregated:
         """Return the merged model, after the base strategy has aggregated the mean."""
@@ -212,8 +148,8 @@ class Averaged:
         The last value is True if a guard has kept the plain mean. The aggregators, which may be larger
         than the model, are released when this method returns.
         """
-        record, comparison = self.record, self.comparison
-        aggregators, contents = self.chosen()
+        record, comparison, contents = self.record, self.comparison, self._contents
+        aggregators, self._aggregators, self.mean = self._aggregators, [], None
         record.accepted = len(contents)
         if not record.enough(wrapped.min_replies):
             return None, contents, False

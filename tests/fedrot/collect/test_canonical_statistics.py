@@ -25,16 +25,14 @@ Statistics = dict[str, dict[str, Tensor]]
 
 #: LayerNorm and Conv1D, RMSNorm and grouped queries (with biases and without), images, two stacks.
 ROTATED = ("gpt2-classifier", "gpt2", "llama", "llama-biased", "vit", "t5", "t5-gated")
-FORMS = pytest.mark.parametrize("form", ["full", "heads", "diagonal"])
 
 
-def collected(name: str, state: State, form: Any = "full", rows: int = 3) -> Statistics:
+def collected(name: str, state: State, rows: int = 3) -> Statistics:
     """Return Gram matrices and means in float64; tables that canonical form separates are separate."""
     model: Any = with_separate_tables(model_of(name))
     model.load_state_dict(state)
     with Float64():
-        batches = [inputs(name, rows)]
-        return fedrot.collect_gram(model, batches, form=form, symmetry=symmetry_for(name))
+        return fedrot.collect_gram(model, [inputs(name, rows)])
 
 
 def same(found: Statistics, expected: Statistics, tolerance: float = 1e-9) -> None:
@@ -77,12 +75,11 @@ def canonical_alignment(name: str, moves: tuple[Move, ...]) -> fedrot.Alignment:
 # Against the canonical model
 
 
-@FORMS
 @pytest.mark.parametrize("name", KINDS)
-def test_statistics_are_those_of_the_canonical_model(name: str, form: str) -> None:
+def test_statistics_are_those_of_the_canonical_model(name: str) -> None:
     symmetry, state = symmetry_for(name), state_of(name)
-    before = collected(name, state, form)
-    expected = collected(name, fedrot.canonical(state, symmetry), form)
+    before = collected(name, state)
+    expected = collected(name, fedrot.canonical(state, symmetry))
     found = canonical_statistics(before, state, symmetry)
     same(found, expected)
     reading = {reader.weight for fold in symmetry.folds for reader in fold.readers}
@@ -94,16 +91,11 @@ def test_statistics_are_those_of_the_canonical_model(name: str, form: str) -> No
         assert all(found[kind][key] is value for key, value in by_name.items() if key not in reading)
 
 
-@pytest.mark.parametrize("form", ["full", "heads"])
 @pytest.mark.parametrize("name", KINDS)
-def test_an_alignment_moves_statistics_after_it_brought_them_to_canonical_form(
-    name: str, form: str
-) -> None:
-    """The moves are of every part; blocks follow all but those of a rotated stream."""
-    parts = tuple(part for part in EVERYTHING if form == "full" or part != "residual")
-    state, alignment = state_of(name), canonical_alignment(name, random_moves(name, 1, parts))
-    found = alignment.transport(collected(name, state, form), state)
-    same(found, collected(name, alignment.apply(state), form))
+def test_an_alignment_moves_statistics_after_it_brought_them_to_canonical_form(name: str) -> None:
+    state, alignment = state_of(name), canonical_alignment(name, random_moves(name, 1, EVERYTHING))
+    found = alignment.transport(collected(name, state), state)
+    same(found, collected(name, alignment.apply(state)))
 
 
 @pytest.mark.parametrize("name", ROTATED)
@@ -275,17 +267,6 @@ def test_units_of_attention_that_are_constant_become_zero() -> None:
     assert not found[:8].any()
     assert not found[:, :8].any()
     assert (found[8:, 8:].diagonal() > 0).all()
-
-
-def test_a_rotated_stream_refuses_diagonals_and_asks_for_the_form_that_follows() -> None:
-    name = "llama"
-    state = state_of(name)
-    alignment = canonical_alignment(name, random_moves(name, 1, ("residual",)))
-    with pytest.raises(fedrot.FedrotError, match=r"'residual' cannot be .* Send the form 'full'"):
-        alignment.transport(collected(name, state, "heads"), state)
-    inside = canonical_alignment(name, random_moves(name, 1, ("attention",)))
-    with pytest.raises(fedrot.FedrotError, match="Send the form 'heads'"):
-        inside.transport(collected(name, state, "diagonal"), state)
 
 
 def test_the_inverse_moves_canonical_statistics_back() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,20 +12,15 @@ import transformers
 from torch import Tensor, nn
 
 import fedrot
-from fedrot.collect.gram import compressed
 from tests.fedrot.collect.tiny import TINY, Batch, batch_of
 from tests.fedrot.oracles import Array, seeded
 from tests.models import (
     CASES,
-    DIM,
-    HEADS,
     LAYERS,
-    NEURONS,
     WIDTH,
     fresh_model,
     inputs,
     randomise,
-    symmetry_for,
 )
 
 
@@ -324,62 +318,3 @@ def test_nothing_to_read_is_refused() -> None:
 
     with pytest.raises(fedrot.FedrotError, match="Linear"):
         fedrot.collect_gram(Norm(), [{"x": torch.ones(1, 2)}])
-
-
-def test_a_wrong_form_is_refused_before_the_model_runs() -> None:
-    ran = []
-    model = fresh_model("bert-classifier")
-    model.register_forward_hook(lambda *_: ran.append(1))
-    with pytest.raises(fedrot.FedrotError, match=r"'rows'.*full, heads, diagonal"):
-        fedrot.collect_gram(model, [batch_of(1)], form="rows")  # type: ignore[arg-type]
-    with pytest.raises(fedrot.FedrotError, match="symmetry"):
-        fedrot.collect_gram(model, [batch_of(1)], form="heads")
-    assert not ran
-
-
-# Cheaper forms
-
-
-@pytest.mark.parametrize("name", ["bert-classifier", "distilbert-mlm", "electra-discriminator"])
-def test_forms_are_blocks_and_diagonals(name: str) -> None:
-    symmetry, model = symmetry_for(name), fresh_model(name)
-    full = fedrot.collect_gram(model, [batch_of(1)])["gram"]
-    heads = fedrot.collect_gram(model, [batch_of(1)], form="heads", symmetry=symmetry)["gram"]
-    diagonal = fedrot.collect_gram(model, [batch_of(1)], form="diagonal")["gram"]
-    assert full.keys() == heads.keys() == diagonal.keys()
-    outputs = {f"{CASES[name].names.of(layer, 'output')}.weight" for layer in range(LAYERS)}
-    for key, gram in full.items():
-        flat = torch.stack([gram[i, i] for i in range(len(gram))])
-        assert torch.equal(diagonal[key], flat)
-        if key not in outputs:
-            assert torch.equal(heads[key], flat)
-            continue
-        assert heads[key].shape == (HEADS, DIM, DIM)
-        for head, i, j in itertools.product(range(HEADS), range(DIM), range(DIM)):
-            assert heads[key][head, i, j] == gram[head * DIM + i, head * DIM + j]
-    for cheap in (heads, diagonal):
-        for one, other in itertools.product(full, full):
-            assert (full[one] is full[other]) == (cheap[one] is cheap[other])
-        cheap[f"{CASES[name].names.of(0, 'down')}.weight"].zero_()
-    assert full[f"{CASES[name].names.of(0, 'down')}.weight"].diagonal().sum() > 0
-
-
-@pytest.mark.parametrize("form", ["full", "heads", "diagonal"])
-def test_other_statistics_keep_their_form(form: Any) -> None:
-    name = "bert-classifier"
-    key = f"{CASES[name].names.of(0, 'down')}.weight"
-    statistics = {
-        "gram": {key: torch.eye(NEURONS)},
-        "gram_conv1d": {key: torch.eye(WIDTH)},
-        "fisher": {key: torch.ones(WIDTH, NEURONS)},
-        "trained": {key: torch.tensor(True)},
-    }
-    found = compressed(statistics, form, symmetry_for(name))
-    assert found.keys() == statistics.keys()
-    assert found["fisher"][key] is statistics["fisher"][key]
-    assert found["trained"][key] is statistics["trained"][key]
-    size = (NEURONS, NEURONS) if form == "full" else (NEURONS,)
-    assert found["gram"][key].shape == size
-    assert found["gram_conv1d"][key].shape == ((WIDTH, WIDTH) if form == "full" else (WIDTH,))
-    found["fisher"].clear()
-    assert key in statistics["fisher"]

@@ -18,14 +18,11 @@ from reproductions.learning import HeadLinear
 from tests.fedrot.oracles import along, dense_on, random_moves, seeded
 from tests.models import (
     CASES,
-    DIM,
     EAGER,
     EVERYTHING,
     FEW,
     FULL,
-    HEADS,
     LAYERS,
-    NEURONS,
     WIDTH,
     State,
     config_of,
@@ -293,7 +290,7 @@ def _on_axis(symmetry: fedrot.Symmetry, moves: tuple[Move, ...], axis: int) -> f
     return fedrot.Alignment(symmetry, tuple(cut), report)
 
 
-# Cheaper forms of Gram matrices
+# Orientation, other groups, shared matrices
 
 
 def _same(one: State, other: State, tolerance: float = 1e-9) -> None:
@@ -303,66 +300,12 @@ def _same(one: State, other: State, tolerance: float = 1e-9) -> None:
         assert (one[key] - expected).abs().max() <= tolerance * expected.abs().max().clamp_min(1)
 
 
-def _compressed(name: str, grams: State, form: Any) -> State:
-    return fedrot.collect.gram.compressed({"gram": grams}, form, symmetry_for(name))["gram"]
-
-
-@pytest.mark.parametrize("parts", PARTS, ids="-".join)
-@pytest.mark.parametrize("name", FEW)
-def test_the_form_of_heads_follows_every_part(name: str, parts: tuple[str, ...]) -> None:
-    client, alignment = _alignment(name, parts)
-    before = _compressed(name, _grams(name, client), "heads")
-    kept = {key: value.clone() for key, value in before.items()}
-    expected = _compressed(name, _grams(name, alignment.apply(client)), "heads")
-    _same(alignment.transport({"gram": before})["gram"], expected)
-    names = CASES[name].names
-    assert before[f"{names.of(0, 'output')}.weight"].shape == (HEADS, DIM, DIM)
-    assert before[f"{names.of(0, 'down')}.weight"].shape == (NEURONS,)
-    changed = {k for k in before if (before[k] - expected[k]).abs().max() > 1e-6}
-    assert changed == {f"{module}.weight" for module in _with_moved_inputs(name, parts)}
-    assert all(torch.equal(before[k], kept[k]) for k in before)
-    back = alignment.inverse().transport(alignment.transport({"gram": before}))["gram"]
-    _same(back, before)
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [("heads",), ("rescale",), ("ffn",), ("residual",), ("output",), MONOMIAL],
-    ids="-".join,
-)
-@pytest.mark.parametrize("name", FEW)
-def test_the_diagonal_form_follows_permutations_signs_and_scales(
-    name: str, parts: tuple[str, ...]
-) -> None:
-    client, alignment = _alignment(name, parts)
-    before = _compressed(name, _grams(name, client), "diagonal")
-    expected = _compressed(name, _grams(name, alignment.apply(client)), "diagonal")
-    _same(alignment.transport({"gram": before})["gram"], expected)
-    changed = {k for k in before if (before[k] - expected[k]).abs().max() > 1e-6}
-    # The signs of the residual readers' inputs do not show in their squares, their places do.
-    assert changed == {f"{module}.weight" for module in _with_moved_inputs(name, parts)}
-
-
-def test_the_diagonal_form_is_refused_under_a_rotation_of_its_inputs_only() -> None:
-    name = "bert-classifier"
-    client, alignment = _alignment(name, ("attention", "ffn"))
-    grams = _compressed(name, _grams(name, client), "diagonal")
-    with pytest.raises(fedrot.FedrotError, match=r"rotation.*heads"):
-        alignment.transport({"gram": grams})
-    for layer in range(LAYERS):
-        del grams[f"{CASES[name].names.of(layer, 'output')}.weight"]
-    expected = _compressed(name, _grams(name, alignment.apply(client)), "diagonal")
-    _same(alignment.transport({"gram": grams})["gram"], {k: expected[k] for k in grams})
-
-
-@pytest.mark.parametrize("form", ["full", "heads", "diagonal"])
-def test_the_orientation_of_conv1d_is_that_of_linear_transposed(form: Any) -> None:
+def test_the_orientation_of_conv1d_is_that_of_linear_transposed() -> None:
     """No family with Conv1D is described: the same groups, with the axes of every matrix exchanged."""
     name = "bert-classifier"
     symmetry = symmetry_for(name)
-    parts = MONOMIAL if form == "diagonal" else EVERYTHING
-    moves = random_moves(symmetry, 4, parts)
-    grams = _compressed(name, _grams(name, state_of(name)), form)
+    moves = random_moves(symmetry, 4, EVERYTHING)
+    grams = _grams(name, state_of(name))
     matrices = {key for key, shape in symmetry.shapes.items() if len(shape) == 2}
     turned = tuple(
         Move(
@@ -382,14 +325,12 @@ def test_the_orientation_of_conv1d_is_that_of_linear_transposed(form: Any) -> No
     _same(conv1d["gram_conv1d"], linear, 0)
 
 
-@pytest.mark.parametrize("form", ["full", "heads"])
 @pytest.mark.parametrize("name", FEW)
-def test_gram_matrices_follow_general_linear_elements(name: str, form: Any) -> None:
+def test_gram_matrices_follow_general_linear_elements(name: str) -> None:
     client = state_of(name)
     alignment = _in_general(name)
-    before = _compressed(name, _grams(name, client), form)
-    expected = _compressed(name, _grams(name, alignment.apply(client)), form)
-    _same(alignment.transport({"gram": before})["gram"], expected)
+    found = alignment.transport({"gram": _grams(name, client)})["gram"]
+    _same(found, _grams(name, alignment.apply(client)))
 
 
 def _in_general(name: str) -> fedrot.Alignment:
@@ -404,14 +345,13 @@ def _in_general(name: str) -> fedrot.Alignment:
     return fedrot.Alignment(symmetry, tuple(moves), fedrot.AlignmentReport((), 0, 0, 0))
 
 
-@pytest.mark.parametrize("form", ["full", "heads"])
 @pytest.mark.parametrize("parts", [("attention", "ffn"), EVERYTHING], ids="-".join)
-def test_shared_matrices_stay_shared(parts: tuple[str, ...], form: Any) -> None:
+def test_shared_matrices_stay_shared(parts: tuple[str, ...]) -> None:
     name = "bert-classifier"
     client, alignment = _alignment(name, parts)
     model = fresh_model(name)
     model.load_state_dict(client)
-    grams = fedrot.collect_gram(model, [inputs()], form=form, symmetry=symmetry_for(name))["gram"]
+    grams = fedrot.collect_gram(model, [inputs()])["gram"]
     moved = alignment.transport({"gram": grams})["gram"]
     distinct = {id(gram) for gram in grams.values()}
     assert len(distinct) == len(grams) - 2 * LAYERS

@@ -297,8 +297,7 @@ def test_statistics_go_with_their_updates(
 def test_both_means_are_of_the_same_clients() -> None:
     """A client whose statistics are of another form is in neither."""
     clients = scrambled(honest(grams), grams)
-    odd = dict(clients[0].statistics["gram"])
-    odd.popitem()
+    odd = {name: gram.diagonal().clone() for name, gram in clients[0].statistics["gram"].items()}
     clients[0] = type(clients[0])(clients[0].update, clients[0].weight, {"gram": odd})
     guard = Guard("accuracy", evaluate=points("plain"))
     found, metrics = play(FedRot(SYMMETRY, guard=guard, aggregation=RegMean), clients)

@@ -7,7 +7,6 @@ from fedrot.aggregation.registry import (
     aggregation_named,
     aggregations,
     aggregations_table,
-    entry_named,
     register_aggregation,
 )
 from fedrot.aggregation.regmean import RegMean
@@ -23,6 +22,5 @@ __all__ = [
     "aggregations",
     "aggregations_table",
     "check_statistics",
-    "entry_named",
     "register_aggregation",
 ]

@@ -14,7 +14,7 @@ from fedrot.errors import UpdateError
 from fedrot.tensors import Tensors, check_update, check_weight, compute_dtype, rounded
 
 
-@register_aggregation("mean", "the weighted mean, as in FedAvg", by_tensor=True)
+@register_aggregation("mean", "the weighted mean, as in FedAvg")
 class Mean:
     """Running weighted mean (McMahan et al. 2017, FedAvg).
 

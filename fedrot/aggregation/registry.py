@@ -1,4 +1,4 @@
-"""The registry of aggregations, read by strategies, arms, ``fedrot merge`` and the documentation."""
+"""The registry of aggregations, read by strategies, arms and the documentation."""
 
 from __future__ import annotations
 
@@ -40,18 +40,15 @@ class AggregationEntry:
     """One registered aggregation, the class ``build``.
 
     Attributes:
-        name: in ``FedRot(aggregation=NAME)``, in arms, and in ``fedrot merge --method NAME`` (there only
-            if the aggregation needs no score).
+        name: in ``FedRot(aggregation=NAME)`` and in arms.
         needs: kinds of statistics that every update must have.
         meaning: one line for the documentation.
-        by_tensor: whether each tensor can be merged independently of the others.
     """
 
     name: str
     build: Callable[..., Aggregator]
     needs: tuple[str, ...]
     meaning: str
-    by_tensor: bool = False
 
     @property
     def path(self) -> str:
@@ -81,13 +78,11 @@ def _entries() -> Mapping[str, AggregationEntry]:
     return _ENTRIES
 
 
-def register_aggregation(
-    name: str, meaning: str, *, by_tensor: bool = False
-) -> Callable[[type[Built]], type[Built]]:
+def register_aggregation(name: str, meaning: str) -> Callable[[type[Built]], type[Built]]:
     """Return a class decorator that registers an aggregation; see ``AggregationEntry``."""
 
     def register(build: type[Built]) -> type[Built]:
-        _ENTRIES[name] = AggregationEntry(name, build, build.needs, meaning, by_tensor)
+        _ENTRIES[name] = AggregationEntry(name, build, build.needs, meaning)
         return build
 
     return register
@@ -96,14 +91,6 @@ def register_aggregation(
 def aggregations(given: Collection[str] | None = None) -> tuple[AggregationEntry, ...]:
     """Return the registered aggregations that need no other inputs than ``given``; all if None."""
     return tuple(e for e in _entries().values() if given is None or set(e.inputs) <= set(given))
-
-
-def entry_named(name: str) -> AggregationEntry:
-    """Return a registered aggregation; raises ``FedrotError`` if there is none of this name."""
-    entries = _entries()
-    if name not in entries:
-        raise FedrotError(f"Unknown aggregation '{name}'; choose from {', '.join(entries)}.")
-    return entries[name]
 
 
 def aggregation_named(name: str, **given: Callable[[], object]) -> Callable[[], Aggregator]:
@@ -119,7 +106,10 @@ def aggregation_named(name: str, **given: Callable[[], object]) -> Callable[[], 
     Raises:
         FedrotError: the name is unknown, or an argument without a default is not given.
     """
-    entry = entry_named(name)
+    entries = _entries()
+    if name not in entries:
+        raise FedrotError(f"Unknown aggregation '{name}'; choose from {', '.join(entries)}.")
+    entry = entries[name]
     missing = [argument for argument in entry.inputs if argument not in given]
     if missing:
         raise FedrotError(

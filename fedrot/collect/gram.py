@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -152,7 +152,6 @@ def collect_gram(
     batches: Iterable[Tensors],
     *,
     max_batches: int | None = 100,
-    names: Container[str] | None = None,
 ) -> dict[str, dict[str, Tensor]]:
     """Return the Gram matrix of the inputs of every linear layer (Jin et al. 2023, section 3.3).
 
@@ -173,20 +172,12 @@ def collect_gram(
             without gradients, and its mode is restored.
         batches: keyword arguments of the model's forward; ``labels`` are not passed on.
         max_batches: None for all; Jin et al., Table 6, find no gain beyond 100.
-        names: of the weights to collect for, None for all. If no such weight is among them, the result
-            is empty.
 
     Raises:
         FedrotError: no batch, or no such layer; the adapter of a PEFT model has DoRA's magnitudes, is
             merged or disabled, or is not the only active one.
     """
-    readers = {
-        name: reader
-        for name, reader in _readers(model).items()
-        if names is None or reader.weight in names
-    }
-    if names is not None and not readers:
-        return {}
+    readers = _readers(model)
     inputs = _Inputs(readers)
 
     def seen(name: str, given: Tensor, output: Tensor) -> None:

@@ -60,7 +60,6 @@ class StatisticKind:
         collect: takes a model and batches, returns statistics. None if statistics are not computed from
             batches; the training code then sends them.
         limit: the argument of ``collect`` that limits the data, for which None means no limit.
-        rows: largest number of rows that ``fedrot merge`` collects from.
         follows_rotations: whether ``move`` accepts rotations of heads.
         dtypes: accepted dtypes; every floating-point dtype if empty.
         numbers: whether values must be floating-point and finite (False for masks).
@@ -72,7 +71,6 @@ class StatisticKind:
     meaning: str
     collect: Callable[..., Statistics] | None = None
     limit: str = ""
-    rows: int = 1024
     follows_rotations: bool = True
     dtypes: tuple[torch.dtype, ...] = ()
     numbers: bool = True
@@ -377,7 +375,6 @@ STATISTIC_KINDS[FISHER] = StatisticKind(
     ),
     meaning="diagonal Fisher information, in the shape of the tensor",
     limit="max_rows",
-    rows=256,
     follows_rotations=False,
 )
 STATISTIC_KINDS[TRAINED] = StatisticKind(

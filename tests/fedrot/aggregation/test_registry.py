@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from fedrot.aggregation import (
     aggregation_named,
     aggregations,
     check_statistics,
-    entry_named,
 )
 from fedrot.collect.statistics import STATISTIC_KINDS, kind_named, transport_statistics
 
@@ -35,7 +33,6 @@ def test_every_aggregation_has_a_name_and_says_what_it_needs() -> None:
     assert needs == {"fisher": ("fisher",), "regmean": ("gram",)}
     assert not any(entry.inputs for entry in ours)
     assert [entry.name for entry in ours if not entry.follows_rotations] == ["fisher"]
-    assert [entry.name for entry in ours if entry.by_tensor] == ["mean"]
     for entry in ours:
         package, name = entry.path.rsplit(".", 1)
         assert getattr(fedrot, package.removeprefix("fedrot.")).__dict__[name] is CLASSES[entry.name]
@@ -72,10 +69,9 @@ def test_arguments_are_computed_for_the_aggregations_that_take_them() -> None:
     assert len(asked) == 2
 
 
-@pytest.mark.parametrize("named", [aggregation_named, entry_named])
-def test_a_name_that_builds_nothing_is_an_error(named: Callable[[str], object]) -> None:
+def test_a_name_that_builds_nothing_is_an_error() -> None:
     with pytest.raises(fedrot.FedrotError, match="'median'; choose from mean, fisher, regmean"):
-        named("median")
+        aggregation_named("median")
 
 
 def test_an_unknown_kind_is_one_error_everywhere() -> None:

@@ -87,23 +87,6 @@ def output_change(
     return change
 
 
-def function_change(
-    model: nn.Module, other: nn.Module, config: Mapping[str, Any] | object, seed: int = 0
-) -> float:
-    """Return the largest difference of an output of two models, relative to the output's largest entry.
-
-    Both are copied, and run in evaluation mode and float64 on random inputs. Outputs whose coordinates
-    may move are left out, see ``output_change``.
-
-    Raises:
-        SymmetryError: a model does not run on random inputs, or returns no tensor.
-    """
-    batch = _drawn_batch(settings_of(config), seed)
-    doubles = [_doubled(one) for one in (model, other)]
-    ours, theirs = (_outputs(one, _prepared(one, batch)) for one in doubles)
-    return _largest_change(theirs, ours)
-
-
 def check_function(
     model: nn.Module,
     config: Mapping[str, Any] | object,

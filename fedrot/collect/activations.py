@@ -233,7 +233,6 @@ def probing(
     rows: int | None = None,
     seed: int = 0,
     *,
-    batches: Sequence[Tensors] = (),
     batch_size: int = 128,
 ) -> Callable[[Tensors, Tensors], Activations]:
     """Return a function from the tensors of an anchor and of a client to their activations.
@@ -243,7 +242,6 @@ def probing(
             models are copied, and torch's random state is restored.
         config, rows, seed, batch_size: of ``random_inputs``.
         symmetry: from ``symmetry_of``.
-        batches: inputs to use instead of random ones.
     """
 
     @cache
@@ -255,7 +253,7 @@ def probing(
         ours, theirs = models()
         ours.load_state_dict(dict(anchor))
         theirs.load_state_dict(dict(client))
-        inputs = batches or random_inputs(config, rows, batch_size=batch_size, seed=seed)
+        inputs = random_inputs(config, rows, batch_size=batch_size, seed=seed)
         return collect_activations(ours, theirs, inputs, symmetry)
 
     return activations

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data.data_set import DataSet
-from fedrot.simulations.data.encoding import Encoded, EncodedText
+from fedrot.simulations.data.encoding import Encoded
 from fedrot.simulations.data.partition import histogram, key_names, parse_partition, split_clients
 from fedrot.simulations.tasks.objective import Objective
 from fedrot.simulations.tasks.objectives import OBJECTIVES
@@ -44,18 +43,6 @@ class Task:
         rows = np.random.default_rng([seed, client]).permutation(self.clients(seed)[client])
         held = int(len(rows) * self.config.holdout)
         return np.sort(rows[held:]), np.sort(rows[:held])
-
-
-def check_usable(task: Task, whose: object) -> None:
-    """Raise ``FedrotError`` if no row of a split has a token for training or prediction."""
-    for split in (task.train, task.test):
-        rows = task.objective.usable(split, np.arange(len(split)))
-        empty = not len(rows) or not split.lengths(rows).any()
-        if empty and isinstance(split, EncodedText):
-            raise FedrotError(
-                f"The tokenizer of '{whose}' has no token for the texts of {task.data.name}. Save the "
-                "model's own tokenizer into its folder, or choose data for this tokenizer."
-            )
 
 
 @lru_cache(maxsize=2)

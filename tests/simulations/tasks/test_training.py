@@ -23,7 +23,7 @@ from fedrot.simulations.models.build import build_model
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.objective import model_inputs
 from fedrot.simulations.tasks.objectives import Classification
-from fedrot.simulations.tasks.task import Task, check_usable, task_of
+from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.simulations.tasks.trial import check_held_out, check_model
 from tests.simulations.commands import SMALL
 from tests.simulations.data.test_data import write
@@ -393,21 +393,6 @@ def test_a_partition_is_counted_by_client_and_class(task: Task) -> None:
     assert sizes == [len(rows) for rows in task.clients(0)]
     for rows, of_client in zip(task.clients(0), counts, strict=True):
         assert of_client == np.bincount(task.data.train.labels[rows], minlength=7).tolist()
-
-
-def without_tokens(encoded: Any) -> Any:
-    return replace(
-        encoded, ids=[ids[:0] for ids in encoded.ids], segments=[s[:0] for s in encoded.segments]
-    )
-
-
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_texts_without_a_token_are_refused(split: str, task: Task) -> None:
-    check_usable(task, "mine")
-    with pytest.raises(FedrotError, match="The tokenizer of 'mine' has no token for the texts of goemo"):
-        check_usable(replace(task, **{split: without_tokens(getattr(task, split))}), "mine")
-    # Images have no tokens.
-    check_usable(task_of(SimulationConfig(task="image").to_json()), "mine")
 
 
 @pytest.mark.parametrize(("split", "said"), [("train", "training"), ("test", "held-out")])

@@ -68,8 +68,8 @@ lint: .venv/installed ## ruff
 types: wheel ## mypy on the installed package
 	cd build/installed && MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml --python-executable ../../$(BIN)/python -p fedrot
 
-# Links are checked, warnings are errors. The reference is made from the built wheel.
-PAGES := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+# Links are checked, warnings are errors (--quiet would hide them from --strict). The reference is made from the built wheel.
+PAGES := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 pages: wheel ## the documentation site, with notebooks as they are
 	$(PAGES)
 

@@ -271,7 +271,8 @@ def with_head(tensors: Tensors, head: str, weight: Tensor, bias: Tensor) -> dict
     Args:
         tensors: a state dict; the layer's tensors keep their dtypes and devices.
         head: the layer's name, from ``head_of``.
-        weight, bias: from ``fit_head``.
+        weight: from ``fit_head``.
+        bias: from ``fit_head``.
 
     Example: ``model.load_state_dict(with_head(model.state_dict(), head, *fit_head(total)))``
 

@@ -170,8 +170,9 @@ def collect_activations(
     """Run both models on the same batches and return the moments of every group.
 
     Args:
-        anchor, client: ``torch`` models with the symmetry's tensor names; they are run in evaluation
-            mode and without gradients, and their mode is restored.
+        anchor: a ``torch`` model with the symmetry's tensor names; it is run in evaluation mode and
+            without gradients, and its mode is restored.
+        client: a second such model.
         batches: keyword arguments of the models' forward. ``attention_mask`` ``[rows, tokens]``, if
             present, excludes padding.
         symmetry: from ``symmetry_of``.

@@ -211,11 +211,11 @@ class SimulationConfig(BaseModel):
 
             named.setdefault("arms", default_arms(values["lora"]))
         arms, clients = named.get("arms"), values.get("clients", cls.model_fields["clients"].default)
-        several = isinstance(arms, list | tuple) and any("#" in str(arm) for arm in arms)
-        if several and isinstance(clients, int):
+        texts = [str(arm) for arm in arms] if isinstance(arms, list | tuple) else []
+        if isinstance(clients, int) and any("#" in text for text in texts):
             from fedrot.simulations.arm import expanded
 
-            named["arms"] = expanded([str(arm) for arm in arms], clients)
+            named["arms"] = expanded(texts, clients)
         return {**named, "setting": values.get("setting") or ", ".join(map(str, what))}
 
     @model_validator(mode="after")

@@ -70,8 +70,10 @@ def merge(
     if any(map(is_adapter, models)):
         from fedrot.simulations.saved_models.merge_adapters import merge_adapters
 
-        average = {"method": method or "exact", "rank": rank}
-        merge_adapters(models, target, say, weights=weights, allowed=allow or (), **average)
+        method = method or "exact"
+        merge_adapters(
+            models, target, say, method=method, rank=rank, weights=weights, allowed=allow or ()
+        )
     else:
         from fedrot.simulations.saved_models.merge import merge_models
 

@@ -14,25 +14,43 @@ if TYPE_CHECKING:
 
 #: Fields on which no output depends. ``id2label`` says what ``label2id`` says.
 _HARMLESS = frozenset(
-    (
-        *("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"),
-        *("output_attentions", "output_hidden_states", "return_dict", "gradient_checkpointing"),
-        *(
-            "chunk_size_feed_forward",
-            "problem_type",
-            "label2id",
-            "task_specific_params",
-            "pretraining_tp",
-        ),
-        *("finetuning_task", "tokenizer_class", "bos_token_id", "cls_token_id", "sep_token_id"),
-    )
+    {
+        "_name_or_path",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "cls_token_id",
+        "dtype",
+        "finetuning_task",
+        "gradient_checkpointing",
+        "label2id",
+        "name_or_path",
+        "output_attentions",
+        "output_hidden_states",
+        "pretraining_tp",
+        "problem_type",
+        "return_dict",
+        "sep_token_id",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
 )
 #: Fields of an adapter that are in its scale, or on which no output depends.
 _OF_ADAPTERS = frozenset(
-    (
-        *("r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "init_lora_weights"),
-        *("inference_mode", "peft_version", "auto_mapping", "runtime_config"),
-    )
+    {
+        "alpha_pattern",
+        "auto_mapping",
+        "inference_mode",
+        "init_lora_weights",
+        "lora_alpha",
+        "peft_version",
+        "r",
+        "rank_pattern",
+        "runtime_config",
+        "use_rslora",
+    }
 )
 #: Names of fields for dropout and for random weights.
 _OF_TRAINING = re.compile(r"\w*drop\w*|init(ializer)?_(std|range|factor|cutoff_factor)")
@@ -46,8 +64,7 @@ def refuse_unlike(one: SavedModel, other: SavedModel, allowed: Collection[str] =
     Args:
         allowed: fields of configurations that may differ.
     """
-    configs = [(saved.name, saved.config.to_dict()) for saved in (one, other)]
-    refuse_different(*configs, allowed)
+    refuse_different((one.name, one.config.to_dict()), (other.name, other.config.to_dict()), allowed)
     ours, theirs = (saved.tokenizer and saved.tokenizer.get_vocab() for saved in (one, other))
     if ours and theirs and ours != theirs:
         token = min(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))

@@ -49,7 +49,7 @@ class SavedModel:
     def tokenizer(self) -> Any | None:
         """The model's tokenizer, or None without its files."""
         from transformers import AutoTokenizer
-        from transformers.utils import cached_file
+        from transformers.utils.hub import cached_file
 
         source = loading_of(self.name)
         place = source["pretrained_model_name_or_path"]

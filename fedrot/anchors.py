@@ -1,5 +1,7 @@
 """Anchors: the model that each update of a round is aligned to, by name in ``ANCHORS``.
 
+(``matching.problem.Anchor`` holds such a model's tensors for the solvers.)
+
 ``global`` aligns to the broadcast model. ``running`` aligns clients to each other, because clients that
 trained long are closer to each other than to the broadcast model. The first update is aligned to the
 broadcast model, so that the round stays in the broadcast model's coordinates.

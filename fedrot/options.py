@@ -25,8 +25,8 @@ class AlignmentOptions:
             of the task heads' hidden units, with signs under odd activations), ``heads`` (permutation of
             the attention heads), ``attention`` (rotation inside each head), ``rescale`` (scale of each
             head), ``ffn`` (permutation of the neurons).
-        anchor: of a round, see ``align_round``: ``running`` (the best over all settings of
-            docs/results/one-shot.md), or ``global``. ``align`` ignores it.
+        anchor: of a round, see ``align_round``: ``running`` or ``global``
+            (docs/results/one-shot.md compares them). ``align`` ignores it.
         layers: ``"all"``, ``"first:N"``, ``"last:N"`` or a sequence of layer indices.
         within_heads: ``rotation``, or ``permutation`` for the best order of each head's units, as in Git
             Re-Basin and Verma & Elbayad.

@@ -121,7 +121,7 @@ class Reporting:
 
     Attributes:
         rows: a JSON-lines file: one row per round, client and group, one row per dropped or failed
-            reply, and one row per round and stage with its metrics.
+            reply, one row per round and stage with its metrics (docs/reference/metrics.md).
         on_round: called as ``on_round(1, {"train/loss": 0.5, ...})`` after each stage of a round
             (``train``, ``evaluate``, ``server``) with its metrics, for trackers
             (docs/how-to/deploy.md).

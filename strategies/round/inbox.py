@@ -142,7 +142,7 @@ def client_id(message: Message) -> int:
 
 @dataclass(frozen=True)
 class Inbox:
-    """Reads the replies of one round: the only place where a training reply is checked.
+    """Reads the replies of one round: where the form of a training reply is checked.
 
     Attributes:
         weighted_by: the metric that weights the clients.
@@ -208,7 +208,7 @@ class Inbox:
             )
         if statistics and not self.uses_statistics:
             unused = "', '".join(sorted(statistics))
-            log(WARNING, "The statistics '%s' are not used; only FedRot uses statistics.", unused)
+            log(WARNING, "The statistics '%s' are not used: this strategy uses none.", unused)
             statistics = {}
         return Update(client_id(message), message, record, tensors, weight, statistics)
 

@@ -104,14 +104,14 @@ class Averaged:
 
     def add(self, moved: Moved) -> bool:
         """Add an update; drop it if the aggregator refuses it."""
-        update, (aggregator, *plain) = moved.update, self._aggregators
+        update, (aggregator, *as_received) = moved.update, self._aggregators
         try:
             if type(aggregator) is Mean:
                 aggregator.check(update.tensors, update.weight, moved.statistics)
                 aggregator.fold_parts(moved.parts, update.weight, moved.statistics)
             else:
                 aggregator.add(moved.tensors, update.weight, moved.statistics)
-            for mean in plain:
+            for mean in as_received:
                 mean.add(update.tensors, update.weight, update.statistics)
         except UpdateError as error:
             self.record.drop(update.client, str(error))

@@ -26,7 +26,7 @@ def play(
     """Process the replies of a round one at a time, in the order of arrival.
 
     The inbox checks a reply, the aligner moves its update into the round's coordinates, and the merge
-    adds the update. Inbox and aligner may drop it.
+    adds the update. Each of them may drop it.
 
     Args:
         order: sorts all updates after every reply has arrived; None holds one update at a time.

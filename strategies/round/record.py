@@ -33,7 +33,8 @@ class RoundRecord:
     other_basis: int = 0
     notes: dict[str, str] = field(default_factory=dict)
     guard: dict[str, float | int] = field(default_factory=dict)
-    #: The sentence and the metrics of an aggregation of adapters, instead of alignment's.
+    #: The sentence and the metrics of an aggregation of adapters, instead of alignment's; the metrics of
+    #: a fitted head are among them.
     said: str = ""
     measured: dict[str, float] = field(default_factory=dict)
 

@@ -14,9 +14,12 @@ from flwr.serverapp.strategy import FedAvg
 from hypothesis import event
 from hypothesis import strategies as st
 
+import fedrot
+from fedrot.alignment import Alignment
 from fedrot.collect.statistics import check_statistics
 from fedrot.errors import UpdateError
 from fedrot.strategies import statistics_record, to_arrays
+from fedrot.strategies.client_matching import ELEMENTS, alignment_by, read_moves
 from fedrot.strategies.round.inbox import Asked, Inbox
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Schema
@@ -27,6 +30,8 @@ from fedrot.strategies.wire.records import (
 )
 from fedrot.tensors import compute_dtype
 from tests.fuzz.cases import EDGES, fuzzed, mutated
+from tests.models import near
+from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import broadcast
 
 MODEL = {
@@ -43,7 +48,7 @@ UPDATE = {name: t + 1 if t.is_floating_point() else t for name, t in MODEL.items
 UPDATE["decoder"] = UPDATE["embeddings"]
 MODEL["decoder"] = MODEL["embeddings"]
 STATS = {
-    "gram": {"layer.weight": torch.eye(3), "embeddings": torch.ones(3)},
+    "gram": {"layer.weight": torch.eye(3), "embeddings": torch.eye(3)},
     "fisher": {"half": torch.rand(3)},
     "trained": {"layer.weight": torch.tensor([True, False])},
 }
@@ -237,7 +242,7 @@ def test_bytes_are_an_array_or_refused(data: bytes, claim: Array, stype: str) ->
     return True
 
 
-@fuzzed(10, record=statistics)
+@fuzzed(14, record=statistics)
 def test_statistics_are_numbers_that_fit_or_refused(record: ArrayRecord) -> bool:
     try:
         found = read_statistics(RecordDict({STATISTICS: record}), SHAPES)
@@ -245,4 +250,31 @@ def test_statistics_are_numbers_that_fit_or_refused(record: ArrayRecord) -> bool
         return False
     for by_name in found.values():
         assert all(bool(value.isfinite().all()) for value in by_name.values())
+    return True
+
+
+ANCHOR = state(0)
+OTHER_BASIS = near(fedrot.random_equivalent(ANCHOR, SYMMETRY, 1, fedrot.WHOLE_MODEL), 0.01, 2)
+MOVES = fedrot.align(
+    OTHER_BASIS, ANCHOR, SYMMETRY, fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
+).moves
+GOOD_ELEMENTS = to_arrays({move.group.name: move.element for move in MOVES})
+
+
+@fuzzed(6, record=records(GOOD_ELEMENTS))
+def test_an_answer_is_of_the_symmetry_or_refused(record: ArrayRecord) -> bool:
+    message = Message(RecordDict({ELEMENTS: record}), reply_to=ASKED)
+    try:
+        moves = read_moves(message, SYMMETRY)
+        alignment = alignment_by(moves, OTHER_BASIS, ANCHOR, SYMMETRY)
+    except UpdateError as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+    if refusal:
+        assert refusal.isprintable()
+        return False
+    assert isinstance(alignment, Alignment)
+    moved = alignment.apply(OTHER_BASIS)
+    assert all(bool(tensor.isfinite().all()) for tensor in moved.values())
     return True

@@ -245,7 +245,9 @@ def test_random_elements_are_spread_over_the_group(centred: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_gram_matrices_of_what_reads_the_stream_turn_and_diagonals_are_refused(name: str) -> None:
+def test_gram_matrices_of_what_reads_the_stream_turn_and_fisher_is_refused(
+    name: str,
+) -> None:
     symmetry, anchor = symmetry_for(name), canonical(name)
     update = fedrot.random_equivalent(anchor, symmetry.rotated, 5, ("residual",))
     options = fedrot.AlignmentOptions(parts=("residual",), canonical=True)
@@ -258,12 +260,8 @@ def test_gram_matrices_of_what_reads_the_stream_turn_and_diagonals_are_refused(n
     turned = move.group.kind.act(move.element, inputs, 1)
     found = alignment.transport({kind: {reader.weight: inputs.mT @ inputs}})[kind][reader.weight]
     assert torch.allclose(found, turned.mT @ turned)
-    for statistics in (
-        {kind: {reader.weight: inputs.square().sum(0)}},
-        {"fisher": {reader.weight: anchor[reader.weight].square()}},
-    ):
-        with pytest.raises(fedrot.FedrotError, match="The rotation 'residual' cannot be applied"):
-            alignment.transport(statistics)
+    with pytest.raises(fedrot.FedrotError, match="The rotation 'residual' cannot be applied"):
+        alignment.transport({"fisher": {reader.weight: anchor[reader.weight].square()}})
 
 
 # Matching

@@ -353,7 +353,7 @@ TOLD: dict[str, dict[str, Any]] = {
     "plain": {},
     "aligned*0.25": {"chance": 0.25},
     "aligned*0.5/fisher(batches=3)": {"chance": 0.5, "batches": 3, "align": "attention+ffn"},
-    "aligned~learned": {"count": True},
+    "aligned~learned": {},
 }
 
 
@@ -373,7 +373,7 @@ def test_clients_are_told_what_the_arm_needs(arm: str, play: Play) -> None:
         return answer
 
     run = play(listening, arms=(arm,), rounds=1)
-    default = {"count": False, "align": "", "chance": Arm.parse("plain").chance, "batches": 0}
+    default = {"align": "", "chance": Arm.parse("plain").chance, "batches": 0}
     known = {"seed": 0, "start": "same", "last-round": 1, "simulation": run.config.to_json()}
     expected = {**known, **default, **TOLD[arm]}
     assert len(told) == 2

@@ -79,12 +79,12 @@ def test_bars_that_are_off_stay_off() -> None:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (ValueError("wrong size.\nmore"), "'m' cannot be loaded: wrong size. Check that its weights"),
-        (OSError("no file"), "'m' cannot be loaded: no file. Check"),
-        (KeyError("x"), "'m' cannot be loaded: KeyError: 'x'. Check"),
+        (ValueError("wrong size.\nmore"), "'m' cannot be loaded: wrong size. There is no folder"),
+        (OSError("no file"), "'m' cannot be loaded: no file. There"),
+        (KeyError("x"), "'m' cannot be loaded: KeyError: 'x'. There"),
         (
             RuntimeError("Failed:\n  the reason.\nmore"),
-            "loaded: RuntimeError: Failed: the reason. Check",
+            "loaded: RuntimeError: Failed: the reason. There",
         ),
         (RuntimeError("set `ignore_mismatched_sizes` to True"), "as many classes as the data have"),
         (FedrotError("as it is"), "as it is"),

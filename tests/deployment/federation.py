@@ -131,7 +131,7 @@ class Federation:
         Raises:
             AssertionError: something cannot be killed.
         """
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE
         while left := list(self.left()):
             assert time.monotonic() < deadline, f"Cannot be killed: {left}"
             for process in left:

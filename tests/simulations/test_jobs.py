@@ -144,7 +144,7 @@ def test_nothing_is_left_running_when_the_caller_stops() -> None:
     workers = [one for one in started if "--multiprocessing-fork" in one.cmdline()]
     assert len(workers) == 2
     ended.close()  # type: ignore[attr-defined]
-    assert psutil.wait_procs(workers, timeout=10)[1] == []
+    assert psutil.wait_procs(workers, timeout=60)[1] == []
 
 
 def test_processes_of_this_machine_are_told_the_plugins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -482,8 +482,8 @@ def test_a_stopped_run_goes_on(
         os.killpg(process.pid, how)  # As a terminal does it: workers are in the foreground, too.
     else:
         os.kill(process.pid, how)
-    printed, _ = process.communicate(timeout=60)
-    assert not psutil.wait_procs(children, timeout=60)[1]
+    printed, _ = process.communicate(timeout=200)
+    assert not psutil.wait_procs(children, timeout=200)[1]
     assert process.returncode == {signal.SIGKILL: -9}.get(how, 130)
     before = cells(out)
     assert 3 <= len(before) < 12, printed

@@ -113,10 +113,10 @@ BOMBS: dict[str, Callable[[], RecordDict]] = {
 def test_a_reply_of_a_megabyte_takes_bounded_time_and_memory(name: str) -> None:
     message = Message(BOMBS[name](), reply_to=ASKED)
     inbox = Inbox(Asked([ASKED.metadata]), Schema(BASE), RoundRecord(1), copy=True)
-    start = time.monotonic()
+    start = time.process_time()
     inbox.read(message)
     # A fifth of a second on the slowest machine we know.
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
     tracemalloc.start()
     inbox = Inbox(Asked([ASKED.metadata]), Schema(BASE), RoundRecord(1), copy=True)
     inbox.read(message)

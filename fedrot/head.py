@@ -8,7 +8,7 @@ compute task heads from sums over clients.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,18 @@ HEADS = ("classifier", "score", "classifier.out_proj", "classification_head.out_
 
 #: Accepted rounding error of float64 sums, relative to their size.
 _ROUNDING = 1e-12
+
+#: Accepted excess of features over ``largest_inputs``: clients may compute in bfloat16.
+_SLACK = 0.02
+
+#: What precedes the task head, by ``model_type``, and the end of its name: a layer whose output goes
+#: through tanh, or a norm.
+_TANH = {
+    **dict.fromkeys(("bert", "albert"), ("pooler.dense", "pooler")),
+    **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "mpnet"), ("classifier.dense",)),
+    **dict.fromkeys(("bart", "t5"), ("classification_head.dense",)),
+}
+_NORMS = {"vit": "vit.layernorm", "gpt2": "transformer.ln_f", "llama": "model.norm"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,13 +95,29 @@ class ClassSums:
             )
         return ClassSums(self.counts + other.counts, self.sums + other.sums, self.gram + other.gram)
 
-    def _means(self) -> Tensor:
+    def __mul__(self, factor: float) -> ClassSums:
+        """Return the sums as if every row counted ``factor`` times."""
+        return ClassSums(self.counts * factor, self.sums * factor, self.gram * factor)
+
+    def check_within(self, largest: Tensor) -> None:
+        """Raise ``UpdateError`` if features are larger than they can be, see ``largest_inputs``."""
+        most = largest * (1 + _SLACK)
+        rows = self.counts.sum()
+        if bool((self.means().abs() > most).any()) or bool(
+            (self.gram.diagonal() > rows * most**2).any()
+        ):
+            raise UpdateError(
+                "The sums of features are larger than the model's features can be. Send what "
+                "collect_classes returns."
+            )
+
+    def means(self) -> Tensor:
         """Return the classes' means; 0 for classes without rows."""
         return self.sums / torch.where(self.counts > 0, self.counts, 1.0).unsqueeze(1)
 
     def _within(self) -> Tensor:
         """Return the covariance inside the classes, float64 ``[inputs, inputs]``."""
-        means = self._means()
+        means = self.means()
         return (self.gram - means.mT @ (means * self.counts.unsqueeze(1))) / self.counts.sum()
 
 
@@ -129,6 +157,31 @@ def head_of(config: object, tensors: TensorsOrShapes) -> str:
     )
 
 
+def largest_inputs(config: object, tensors: Tensors, head: str) -> Tensor | None:
+    """Return the largest absolute value that each input of a task head can have, float64 ``[inputs]``.
+
+    1 after tanh; ``|g| sqrt(d) + |b|`` after a norm of ``d`` units with gain ``g`` and bias ``b``. None
+    for other models, whose inputs have no bound that is known here.
+
+    Args:
+        config: a transformers configuration, or its dictionary.
+        tensors: the model's state dict.
+        head: the layer's name, from ``head_of``.
+
+    Example: ``largest_inputs(model.config, model.state_dict(), "classifier")``
+    """
+    kind, size = settings_of(config).get("model_type"), tensors[f"{head}.weight"].shape[1]
+    if any(
+        name.endswith(tuple(f"{layer}.weight" for layer in _TANH.get(kind, ("?",)))) for name in tensors
+    ):
+        return torch.ones(size, dtype=torch.float64)
+    gain = tensors.get(f"{_NORMS.get(kind)}.weight")
+    if gain is None or len(gain) != size:
+        return None
+    bias = tensors.get(f"{_NORMS[kind]}.bias", torch.zeros(()))
+    return gain.double().abs() * size**0.5 + bias.double().abs()
+
+
 def collect_classes(model: nn.Module, batches: Iterable[Tensors], head: str) -> ClassSums:
     """Return the sums over a client's rows from which the server fits the task head.
 
@@ -150,16 +203,34 @@ def collect_classes(model: nn.Module, batches: Iterable[Tensors], head: str) -> 
             no labels for it.
         UpdateError: the features are not finite.
     """
+    found: list[Tensor] = []
+
+    def add(features: Tensor, labels: Tensor, classes: int) -> None:
+        one_hot = nn.functional.one_hot(labels, classes).to(features)
+        terms = (one_hot.sum(0), one_hot.mT @ features, features.mT @ features)
+        sums = found or [torch.zeros(term.shape, dtype=torch.float64) for term in terms]
+        found[:] = [total + term.cpu() for total, term in zip(sums, terms, strict=True)]
+
+    read_inputs(model, batches, head, add)
+    return ClassSums(*found)
+
+
+def read_inputs(
+    model: nn.Module, batches: Iterable[Tensors], head: str, seen: Callable[[Tensor, Tensor, int], None]
+) -> None:
+    """Call ``seen(inputs, labels, classes)`` for every batch of labelled rows that a classifier reads.
+
+    The inputs of the task head are float64 ``[rows, inputs]`` on the model's device, the labels int64
+    ``[rows]``. Arguments, rows and errors are those of ``collect_classes``.
+    """
     layer = dict(model.named_modules()).get(head)
     if not isinstance(layer, nn.Linear):
         raise FedrotError(f"The model has no linear layer '{head}'; see fedrot.head.head_of.")
     classes, size = layer.weight.shape
     expected = getattr(getattr(model, "config", None), "num_labels", classes)
-    shapes = ((classes,), (classes, size), (size, size))
-    counts, sums, gram = (torch.zeros(shape, dtype=torch.float64) for shape in shapes)
     read: list[Tensor] = []
 
-    def seen(name: str, given: Tensor, output: Tensor) -> Tensor:
+    def watch(name: str, given: Tensor, output: Tensor) -> Tensor:
         """Keep the inputs and return their indices as outputs: the logits then show which are used."""
         if classes != expected:
             raise _not_last(head)
@@ -167,15 +238,10 @@ def collect_classes(model: nn.Module, batches: Iterable[Tensors], head: str) -> 
         places = torch.arange(len(read[-1]), dtype=compute_dtype(output), device=given.device)
         return places.reshape(*given.shape[:-1], 1).repeat(*[1] * (given.ndim - 1), classes)
 
-    with watched(model, [head], seen):
+    with watched(model, [head], watch):
         for logits, labels in labelled_logits(model, batches):
-            features = _used(read, logits, head).double()
-            one_hot = nn.functional.one_hot(labels, classes).to(features)
-            counts = counts + one_hot.sum(0).cpu()
-            sums = sums + (one_hot.mT @ features).cpu()
-            gram = gram + (features.mT @ features).cpu()
+            seen(_used(read, logits, head).double(), labels, classes)
             read.clear()
-    return ClassSums(counts, sums, gram)
 
 
 def _used(read: list[Tensor], logits: Tensor, head: str) -> Tensor:
@@ -199,7 +265,9 @@ def _not_last(head: str) -> FedrotError:
     )
 
 
-def fit_head(sums: ClassSums, shrinkage: float = 0.1, bias: bool = True) -> tuple[Tensor, Tensor]:
+def fit_head(
+    sums: ClassSums, shrinkage: float = 0.1, bias: bool = True, priors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return weight ``[classes, inputs]`` and bias ``[classes]`` of the task head, float64.
 
     Linear discriminant analysis: with the classes' means ``m_c``, the mean ``m`` of all rows and the
@@ -219,6 +287,7 @@ def fit_head(sums: ClassSums, shrinkage: float = 0.1, bias: bool = True) -> tupl
             regression of 1 on the features: ``u^T h`` is as near to 1 as the same shrinkage allows.
             Logits are near those with a bias if some direction of the features has a mean that is large
             beside its deviation.
+        priors: rows of each class, whose shares take the place of ``n_c / n`` in the biases.
 
     Raises:
         FedrotError: the shrinkage is not from 0 to 1.
@@ -229,11 +298,12 @@ def fit_head(sums: ClassSums, shrinkage: float = 0.1, bias: bool = True) -> tupl
     n, present = sums.counts.sum(), sums.counts > 0
     if int(present.sum()) < 2:
         raise UpdateError("A task head needs rows of at least two classes.")
-    means, shares = sums._means(), sums.counts / n
+    means, shares = sums.means(), sums.counts / n
     mean = shares @ means
     factor = _factor(sums._within(), sums.gram.trace() / n, shrinkage)
     weight = torch.cholesky_solve((means - mean).mT, factor).mT
-    biases = -(weight * (means + mean)).sum(1) / 2 + torch.where(present, shares, 1.0).log()
+    expected = shares if priors is None else priors / priors[present].sum()
+    biases = -(weight * (means + mean)).sum(1) / 2 + torch.where(present, expected, 1.0).log()
     weight = torch.where(present.unsqueeze(1), weight, 0.0)
     # Classes without rows have a share of 0: ``shares @ biases`` is the mean over the others.
     biases = torch.where(present, biases, shares @ biases - (2 * n).log())
@@ -255,7 +325,10 @@ def _factor(covariance: Tensor, size: Tensor, shrinkage: float) -> Tensor:
     """Return the Cholesky factor of a shrunk covariance; ``size`` is the features' mean square norm."""
     spread = covariance.trace() / len(covariance)
     if not spread * len(covariance) > _ROUNDING * size:
-        raise UpdateError("The features do not vary inside the classes; collect them from more rows.")
+        raise UpdateError(
+            "The features do not vary inside the classes, or so little beside their means that float64 "
+            "sums do not show it. Collect from more rows, or subtract a constant from the features."
+        )
     eye = torch.eye(len(covariance)).to(covariance)
     factor, failed = torch.linalg.cholesky_ex((1 - shrinkage) * covariance + shrinkage * spread * eye)
     if bool(failed) or not factor.diagonal().square().min() > _ROUNDING * spread:

@@ -12,97 +12,132 @@ from torch import Tensor, nn
 from fedrot.collect.hooks import evaluating
 from fedrot.collect.labelled import labelled_logits
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.head import with_head
+from fedrot.head import read_inputs, with_head
 from fedrot.tensors import Tensors
 
 #: From 1/4 to 16, each 9 % above the one before; 1 is among them.
 TEMPERATURES = tuple(2.0 ** (step / 8) for step in range(-16, 33))
 
+#: The place of 1 among them.
+ONE = TEMPERATURES.index(1.0)
+
+#: The largest loss of a row that counts, also for logits that are not finite.
+LARGEST_LOSS = 1e6
+
 
 @dataclass(frozen=True, eq=False)
 class LossSums:
-    """Sums over labelled rows of a classifier's losses; sums of clients add up (``+``).
+    """Sums over labelled rows of the losses of a classifier, or of several task heads for it.
+
+    Sums of clients add up (``+``).
 
     Attributes:
-        temperatures: the divisors of the logits.
-        losses: summed cross entropy at each temperature, float64 ``[temperatures]``.
-        rows: number of rows.
-        correct: rows whose most likely class is their label.
+        losses: summed cross entropy at each of ``TEMPERATURES``, float64 ``[heads, temperatures]``.
+        squares: summed squares of the differences of a row's losses, of each head and of the second (of
+            the first two heads: of the first), float64 ``[heads, temperatures]``.
+        counts: number of rows, and rows whose most likely class by each head is their label, float64
+            ``[1 + heads]``.
 
     Raises:
-        UpdateError: losses that are not float64 ``[temperatures]``, negative or not finite; no rows; or
-            more correct rows than rows.
+        UpdateError: another dtype or shape; negative numbers, NaN or Inf; no rows; or more correct rows
+            than rows.
     """
 
-    temperatures: tuple[float, ...]
     losses: Tensor
-    rows: float
-    correct: float
+    squares: Tensor
+    counts: Tensor
 
     def __post_init__(self) -> None:
-        losses, shape = self.losses, (len(self.temperatures),)
-        if losses.dtype != torch.float64 or tuple(losses.shape) != shape:
-            raise UpdateError(
-                f"Summed losses are {losses.dtype} {list(losses.shape)}, not float64 {list(shape)}."
-            )
-        if not bool((torch.isfinite(losses) & (losses >= 0)).all()):
-            raise UpdateError(
-                "Summed losses are negative, NaN or Inf. Check the model's logits on the client's rows."
-            )
-        if not 0 < self.rows < math.inf or not 0 <= self.correct <= self.rows:
-            raise UpdateError(f"{self.correct} of {self.rows} rows are counted as correct.")
+        grid = (len(self.counts) - 1, len(TEMPERATURES))
+        for name, shape in {"losses": grid, "squares": grid, "counts": (len(self.counts),)}.items():
+            value: Tensor = getattr(self, name)
+            if value.dtype != torch.float64 or tuple(value.shape) != shape:
+                raise UpdateError(
+                    f"The {name} are {value.dtype} {list(value.shape)}, not float64 {shape}."
+                )
+            if not bool((torch.isfinite(value) & (value >= 0)).all()):
+                raise UpdateError(f"The {name} are negative, NaN or Inf.")
+        if not self.rows >= 1 or bool((self.counts > self.rows).any()):
+            raise UpdateError(f"{self.counts[1:].tolist()} of {self.rows} rows are counted as correct.")
+
+    @property
+    def rows(self) -> float:
+        """Number of rows."""
+        return float(self.counts[0])
 
     def __add__(self, other: LossSums) -> LossSums:
-        """Return the sums over the rows of both; raises ``UpdateError`` if temperatures differ."""
-        if self.temperatures != other.temperatures:
-            raise UpdateError("Losses have different temperatures; use the same ones at all clients.")
-        losses, rows = self.losses + other.losses, self.rows + other.rows
-        return LossSums(self.temperatures, losses, rows, self.correct + other.correct)
+        """Return the sums over the rows of both; raises ``UpdateError`` if they have other heads."""
+        if len(self.counts) != len(other.counts):
+            raise UpdateError("Losses are of different numbers of heads; use the same at all clients.")
+        pairs = ((getattr(self, name), getattr(other, name)) for name in ("losses", "squares", "counts"))
+        return LossSums(*(ours + theirs for ours, theirs in pairs))
 
 
 def collect_losses(
-    model: nn.Module, batches: Iterable[Tensors], temperatures: Sequence[float] = TEMPERATURES
+    model: nn.Module,
+    batches: Iterable[Tensors],
+    head: str = "",
+    heads: tuple[Tensor, Tensor] | None = None,
 ) -> LossSums:
     """Return a model's summed losses on a client's held-out rows, at every temperature.
+
+    A row's loss is at most ``LARGEST_LOSS``, also if logits are not finite.
 
     Args:
         model: a ``transformers`` classifier; it is run in evaluation mode, without gradients, and is
             not changed.
         batches: keyword arguments of the model's forward, with ``labels`` ``[rows]`` or
             ``[rows, tokens]``; rows with a negative label are left out.
-        temperatures: positive numbers, the same at all clients.
+        head: the name of the last linear layer, from ``fedrot.head.head_of``, if ``heads`` are given.
+        heads: weights ``[heads, classes, inputs]`` and biases ``[heads, classes]`` in place of the
+            layer's own.
 
     Example: ``sums = collect_losses(model, held_out)``
 
     Raises:
-        FedrotError: a temperature is not positive, or the batches have no labels for the model.
-        UpdateError: the logits are not finite.
+        FedrotError: the batches have no labels for the model, or there is no such layer.
     """
-    for temperature in temperatures:
-        _check(temperature)
-    total, rows, correct = torch.zeros(len(temperatures), dtype=torch.float64), 0, 0
-    with torch.no_grad(), evaluating(model):
-        for logits, labels in labelled_logits(model, batches):
-            wide = logits.double()
-            losses = [
-                nn.functional.cross_entropy(wide / temperature, labels, reduction="sum")
-                for temperature in temperatures
-            ]
-            total = total + torch.stack(losses).cpu()
-            rows += len(labels)
-            correct += int((logits.argmax(1) == labels).sum())
-    return LossSums(tuple(temperatures), total, rows, correct)
+    batched: list[list[Tensor]] = []
+
+    def add(logits: Sequence[Tensor], labels: Tensor) -> None:
+        rows = torch.stack([_row_losses(one, labels) for one in logits])
+        second = torch.cat([rows[:1].expand_as(rows[:2]), rows[1:2].expand_as(rows[2:])])
+        correct = torch.stack([(one.argmax(1) == labels).sum() for one in logits])
+        counts = torch.cat([correct.new_tensor([len(labels)]), correct]).double()
+        batched.append([value.cpu() for value in (rows.sum(2), (rows - second).square().sum(2), counts)])
+
+    def add_heads(features: Tensor, labels: Tensor, classes: int) -> None:
+        weights, biases = (value.to(features) for value in heads or ())
+        add([features @ w.mT + b for w, b in zip(weights, biases, strict=True)], labels)
+
+    if heads is not None:
+        read_inputs(model, batches, head, add_heads)
+    else:
+        with torch.no_grad(), evaluating(model):
+            for logits, labels in labelled_logits(model, batches):
+                add([logits.double()], labels)
+    return LossSums(*(torch.stack(values).sum(0) for values in zip(*batched, strict=True)))
+
+
+def _row_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of every row at every temperature, ``[temperatures, rows]``."""
+    losses = [nn.functional.cross_entropy(logits / t, labels, reduction="none") for t in TEMPERATURES]
+    return torch.stack(losses).nan_to_num(LARGEST_LOSS).clamp(0, LARGEST_LOSS)
 
 
 def best_temperature(sums: LossSums) -> float:
-    """Return the temperature with the smallest loss over all clients; at a tie the one nearest to 1.
+    """Return the temperature with the smallest loss of the first head; at a tie the one nearest to 1."""
+    return TEMPERATURES[smallest(sums.losses[0])]
 
-    >>> best_temperature(LossSums((0.5, 1.0, 2.0), torch.tensor([9.0, 8.0, 7.0]).double(), 10, 6))
-    2.0
+
+def smallest(losses: Tensor) -> int:
+    """Return the place of the smallest of ``losses [temperatures]``; at a tie the one nearest to 1.
+
+    >>> smallest(torch.tensor([9.0, 8.0, 8.0]))
+    2
     """
-    losses = sums.losses.tolist()
-    best = min(range(len(losses)), key=lambda i: (losses[i], abs(math.log(sums.temperatures[i]))))
-    return sums.temperatures[best]
+    values = losses.tolist()
+    return min(range(len(values)), key=lambda place: (values[place], abs(place - ONE)))
 
 
 def with_temperature(tensors: Tensors, head: str, temperature: float) -> dict[str, Tensor]:

@@ -14,7 +14,8 @@ from fedrot.strategies.fedrot import FedRot
 from fedrot.strategies.lora import AlignedLoRA, FedRotLoRA
 from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
-from fedrot.strategies.sums.held_out import LabelledRows, answer_with_sums, evaluate_at_clients
+from fedrot.strategies.sums.held_out import evaluate_at_clients
+from fedrot.strategies.sums.requests import LabelledRows, answer_with_sums
 from fedrot.strategies.sums.task_head import fit_task_head
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from fedrot.strategies.wire.records import statistics_record, wanted_statistics

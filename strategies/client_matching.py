@@ -21,6 +21,7 @@ from fedrot.collect.random_inputs import forward_inputs
 from fedrot.errors import UpdateError
 from fedrot.learning import LearningOptions, learn_alignment, loss_of
 from fedrot.options import AlignmentOptions
+from fedrot.strategies.flower_compat import failure_of
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from fedrot.symmetry import WHOLE_MODEL, Symmetry, symmetry_of
 from fedrot.symmetry.canonical import canonical
@@ -137,10 +138,7 @@ def read_moves(message: Message, symmetry: Symmetry) -> tuple[Move, ...]:
         UpdateError: the client failed, or a tensor of its answer is not an element of the symmetry.
     """
     if message.has_error():
-        raise UpdateError(
-            f"the client could not match ({message.error.reason}). Call "
-            "fedrot.strategies.match_at_client with its ClientApp."
-        )
+        raise UpdateError(failure_of(message, "fedrot.strategies.match_at_client"))
     record = message.content.array_records.get(ELEMENTS)
     if record is None:
         raise UpdateError(f"the answer holds no ArrayRecord '{ELEMENTS}'.")

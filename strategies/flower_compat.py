@@ -17,6 +17,8 @@ function or constant       internal, and why it is used                         
                            public name.
 ``UNREADABLE``,            Errors of ``Grid.pull_messages`` for a malformed         1.41 to 1.43,
 ``unavailable``            reply, and the error reply that replaces the reply.      protobuf 6
+``failure_of``              "function registered", in the error of an app without the    1.41 to 1.43
+                           action that a message asks for.
 ``clips_zero``             ``get_norm`` of the privacy wrappers, which divide by    1.41 to 1.43
                            the norm of the change; without a change it is 0.
 ``equal_weights``          ``accountant``: a privacy wrapper with an accountant     1.41 to 1.43
@@ -71,6 +73,8 @@ NUMPY = SType.NUMPY
 
 #: Errors for a malformed reply; transport errors have other classes.
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, AssertionError, DecodeError)
+
+_NO_ACTION = "function registered with name"
 
 _METRICS_FUNCTION = "train_metrics_aggr_fn"
 
@@ -184,6 +188,12 @@ def outside_of_the_engine() -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(TaskIdentity, name, value)
+
+
+def failure_of(reply: Message, call: str) -> str:
+    """Return why a client failed, and the ``call`` that its app lacks if it does not know the action."""
+    reason = reply.error.reason or "no reason given"
+    return f"it failed: {reason}" + (f" Call {call} with its ClientApp." if _NO_ACTION in reason else "")
 
 
 def unavailable(asked: Message, reason: str) -> Message:

@@ -1,28 +1,43 @@
 """The task head of a finished model, fitted to the rows of all clients.
 
-The server sends the model and asks for sums (``held_out``). It fits the task head, sends the model with
-the fitted head, and asks for the losses on the clients' held-out rows. The head with the smaller loss is
-kept, at its best temperature.
+The server asks for the numbers of rows, then for sums over the training rows (``requests``). It fits the
+task head, and clients evaluate the old head and the fitted one on their held-out rows. A quarter of the
+clients cannot turn the choice (``losses``).
 """
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from logging import INFO, WARNING
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
+from torch import Tensor
 
-from fedrot.errors import FedrotError
-from fedrot.head import check_shrinkage, fit_head, head_of, with_head
+from fedrot.errors import FedrotError, UpdateError
+from fedrot.head import ClassSums, check_shrinkage, fit_head, head_of, largest_inputs, with_head
 from fedrot.strategies.round.outbox import as_sent
-from fedrot.strategies.sums.held_out import ask, losses_at, total
+from fedrot.strategies.sums.losses import FEWEST, FITTED, OLD, Ballot, in_order
+from fedrot.strategies.sums.requests import (
+    COUNT,
+    EVALUATE,
+    HEADS,
+    MODEL,
+    SUM,
+    ask,
+    read_losses,
+    read_rows,
+    read_sums,
+)
+from fedrot.strategies.sums.totals import Totals
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
-from fedrot.temperature import LossSums, best_temperature, with_temperature
-from fedrot.tensors import Tensors
+from fedrot.temperature import LARGEST_LOSS, TEMPERATURES, with_temperature
+from fedrot.tensors import Tensors, compute_dtype
 
 #: With fewer held-out rows of all clients together, a warning is logged.
 FEW = 100
@@ -50,12 +65,9 @@ class FittedHead:
     clients: int
 
     def metrics(self) -> dict[str, float | int]:
-        """Return the metrics of a round: whether the head is fitted, temperature and loss."""
-        return {
-            "fedrot-head-fitted": int(self.fitted),
-            "fedrot-head-temperature": self.temperature,
-            "fedrot-head-loss": min(self.losses[1:]),
-        }
+        """Return the metrics of a round: whether the head is fitted, temperature, and loss if known."""
+        kept = {"fedrot-head-fitted": int(self.fitted), "fedrot-head-temperature": self.temperature}
+        return {**kept, "fedrot-head-loss": min(self.losses[1:])} if self.clients else {**kept}
 
 
 def named_head(head: str | None, model_config: object, tensors: Tensors) -> str:
@@ -79,11 +91,14 @@ def fit_task_head(
 ) -> FittedHead:
     """Fit the task head of a finished model to the rows of all connected clients.
 
-    Every client receives the model, and answers with sums over its rows. Clients with held-out rows
-    receive the model again, with the fitted head. The server sees each client's sums; for a class with
-    one row these are the row's features. Wrong sums of a client change the total as they change a mean.
-    The task head is fitted by linear discriminant analysis (``fedrot.head.fit_head``). It is kept only
-    if its loss over all held-out rows is smaller than the given head's, each at its best temperature.
+    Clients tell how many rows they have. Then they receive the model, and answer with sums over their
+    training rows. Clients with held-out rows receive it again, with the heads to compare. The server
+    sees each client's sums; for a class with one row these are the row's features. The task head is
+    fitted by linear discriminant analysis (``fedrot.head.fit_head``). It is kept only if its loss on
+    held-out rows is smaller than the given head's, each at its best temperature.
+
+    Up to a quarter of the clients may lie: rows count up to twice the median client's, sums without
+    which the head is better are left out, and no quarter turns the choice (``sums.losses``).
 
     Args:
         grid: of the server app. Clients need ``answer_with_sums`` on their ``ClientApp``.
@@ -91,8 +106,8 @@ def fit_task_head(
         model_config: the model's transformers configuration, or its dictionary.
         head: the name of the model's last linear layer; ``fedrot.head.head_of`` if None.
         shrinkage: see ``fedrot.head.fit_head``.
-        config: sent with both requests, like ``train_config`` in a round.
-        timeout: seconds to wait for the answers to each of the two requests.
+        config: sent with all requests, like ``train_config`` in a round.
+        timeout: seconds to wait for the answers to each request.
         wire: precision of the model that is sent to the clients, as in ``Server``.
 
     Example: ``final = fit_task_head(grid, strategy.start(grid, arrays).arrays, model.config).arrays``
@@ -104,48 +119,115 @@ def fit_task_head(
     check_shrinkage(shrinkage)
     tensors = from_arrays(arrays)
     head = named_head(head, model_config, tensors)
-    asked = partial(ask, grid, config=config or ConfigRecord(), timeout=timeout)
-    shape = tuple(tensors[f"{head}.weight"].shape)
-    first = asked([*grid.get_node_ids()], _sent(arrays, wire), head, shape)
-    judges = [node for node, answer in first.items() if answer.losses is not None]
-    if not judges:
-        raise FedrotError("Task head: no client has held-out rows to choose the head by.")
-    fitted, second = tensors, {node: first[node] for node in judges}
+    asked = partial(ask, grid, config=config, timeout=timeout, head=head)
+    rows = asked([*grid.get_node_ids()], COUNT, RecordDict(), read_rows)
+    held_out = [node for node, own in rows.items() if own.held_out]
+    if not held_out:
+        raise FedrotError("Task head: no client has held-out rows with 'labels' to choose the head by.")
+    model = RecordDict({MODEL: arrays if wire is None else to_arrays(tensors, wire)})
+    classes, inputs = tensors[f"{head}.weight"].shape
+    announced = {node: own.training for node, own in rows.items() if own.training}
+    totals = Totals(announced, (classes, inputs), largest_inputs(model_config, tensors, head))
+    fits = _Fits(tensors, head, shrinkage, totals)
+
+    def read(node: int, content: RecordDict) -> None:
+        totals.add(node, read_sums(content, totals.shape))
+
+    def compared(*models: Tensors) -> Ballot:
+        content = RecordDict({**model, HEADS: to_arrays(fits.stacked(tensors, *models))})
+        answers = asked(held_out, EVALUATE, content, partial(read_losses, heads=1 + len(models)))
+        return Ballot([*in_order(answers).values()])
+
     try:
-        sums = total(answer.sums for answer in first.values())
-        fitted = with_head(tensors, head, *fit_head(sums, shrinkage, bias=f"{head}.bias" in tensors))
+        asked(announced, SUM, model, read)
+        fitted, why = fits.all()
+        without = fits.without_each(fitted)
+        ballot = compared(fitted, *without.values())
+        if groups := ballot.harmful([*without]):
+            message = (
+                "Task head: without %d of %d groups of clients it is better; their sums are left out."
+            )
+            log(WARNING, message, len(groups), len(totals.groups))
+            fitted = fits.without(groups, fitted)
+            ballot = compared(fitted)
+        elif why:
+            raise UpdateError(why)
     except FedrotError as error:
         log(WARNING, "The task head cannot be fitted and is not changed. %s", error)
-    else:
-        second = asked(judges, _sent(as_sent({**fitted}, arrays), wire), "", None)
-    before = total(first[node].losses for node in second)
-    after = total(answer.losses for answer in second.values())
-    better = _loss(after) < _loss(before)
-    chosen, losses = (fitted, after) if better else (tensors, before)
-    temperature = best_temperature(losses)
-    result = as_sent({**with_temperature(chosen, head, temperature)}, arrays)
-    all_losses = losses_at(before, 1.0), _loss(before), _loss(after)
-    found = FittedHead(result, better, temperature, all_losses, before.rows, len(second))
-    if before.rows < FEW:
+        return FittedHead(arrays, False, 1.0, (math.nan, math.nan, math.nan), 0, 0)
+    temperature = TEMPERATURES[ballot.temperature(FITTED if ballot.better else OLD)]
+    kept = with_temperature(fitted if ballot.better else tensors, head, temperature)
+    rows_judged = float(ballot.weights.sum())
+    found = FittedHead(
+        *(as_sent({**kept}, arrays), ballot.better, temperature),
+        *(ballot.losses(), rows_judged, len(ballot.weights)),
+    )
+    if found.rows < FEW:
         log(
             WARNING,
             "Task head: with %g held-out rows, the choice of head and temperature may be noise. Let "
             "clients hold out more rows.",
-            before.rows,
+            found.rows,
         )
     log(
         INFO,
         "Task head: %d clients, %g held-out rows; loss of the old head %.4g, at its best temperature "
         "%.4g, of the fitted head %.4g: the %s head is kept, temperature %.3g.",
-        *(found.clients, found.rows, *found.losses, "fitted" if better else "old", temperature),
+        *(found.clients, found.rows, *found.losses, "fitted" if found.fitted else "old", temperature),
     )
     return found
 
 
-def _sent(arrays: ArrayRecord, wire: torch.dtype | None) -> ArrayRecord:
-    return arrays if wire is None else to_arrays(from_arrays(arrays), wire)
+class _Fits:
+    """Models with a task head that is fitted to clients' sums."""
 
+    def __init__(self, tensors: Tensors, head: str, shrinkage: float, totals: Totals) -> None:
+        self._tensors, self._shrinkage, self._totals = tensors, shrinkage, totals
+        self._head = head
+        self._names = [name for name in (f"{head}.weight", f"{head}.bias") if name in tensors]
 
-def _loss(sums: LossSums) -> float:
-    """Return the mean loss at the best temperature."""
-    return losses_at(sums, best_temperature(sums))
+    def all(self) -> tuple[Tensors, str]:
+        """Return the model with the head that is fitted to all sums; the old one, and why, if none can."""
+        try:
+            return self._fitted(self._totals.without()), ""
+        except FedrotError as error:
+            return self._tensors, str(error)
+
+    def without_each(self, fitted: Tensors) -> dict[int, Tensors]:
+        """Return models without the sums of one group each; none if one is more than a quarter."""
+        groups = self._totals.groups
+        found: dict[int, Tensors] = {}
+        for group in groups if len(groups) >= FEWEST else ():
+            with suppress(FedrotError):
+                found[group] = self.without([group], fitted, self._totals.counts)
+        return found
+
+    def without(self, groups: list[int], fitted: Tensors, priors: Tensor | None = None) -> Tensors:
+        """Return the model with a head that is fitted without the sums of some groups.
+
+        Classes that only these groups have keep the weights of the ``fitted`` head, so that a client
+        with classes of its own is not left out together with them. With the ``priors`` of all sums, the
+        two heads differ in what the groups' sums say about the classes of others.
+        """
+        rest = self._totals.without(groups)
+        found, known = {**self._fitted(rest, priors)}, rest.counts > 0
+        for name in self._names:
+            found[name] = found[name].where(
+                known.reshape(-1, *[1] * (found[name].ndim - 1)), fitted[name]
+            )
+        return found
+
+    def stacked(self, *models: Tensors) -> dict[str, Tensor]:
+        """Return the heads of models, for ``fedrot.temperature.collect_losses``."""
+        weight, *biases = (torch.stack([model[name] for model in models]) for name in self._names)
+        bias = biases[0] if biases else torch.zeros(weight.shape[:2])
+        return {"weight": weight.to(compute_dtype(weight)), "bias": bias.to(compute_dtype(weight))}
+
+    def _fitted(self, sums: ClassSums, priors: Tensor | None = None) -> Tensors:
+        weight, bias = fit_head(sums, self._shrinkage, len(self._names) > 1, priors)
+        logits = (sums.means() @ weight.mT + bias)[sums.counts > 0]
+        if not bool((logits.abs() <= LARGEST_LOSS).all()):
+            raise UpdateError(
+                f"The logits of a class's mean are above {LARGEST_LOSS:g}, which is absurd."
+            )
+        return with_head(self._tensors, self._head, weight, bias)

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 import fedrot
 from fedrot.strategies import FedRot, Guard, evaluate_at_clients
-from fedrot.strategies.sums.held_out import MESSAGE_TYPE
+from fedrot.strategies.sums.requests import MESSAGE_TYPE
 from fedrot.temperature import TEMPERATURES
 from tests.models import EAGER, State, config_of, near
 from tests.strategies.classifier import NAME, SYMMETRY, build, state
@@ -97,8 +97,11 @@ def test_models_of_one_round_are_judged_by_the_same_clients(warnings: Callable[[
     # In the next round all are asked again; then client 0 is gone.
     evaluate(2, ArrayRecord(state()))
     assert sorted(asked) == [0, 0, 0, 1, 1, 1, 2, 2]
-    assert math.isnan(evaluate(2, ArrayRecord(other))["loss"])
-    assert "Round 2: some clients did not evaluate all models" in warnings()
+    # The difference is then that of client 1.
+    both, left = (judged(state(), *own)["loss"] for own in (good, good[1:]))
+    expected = both + judged(other, good[1])["loss"] - left
+    assert evaluate(2, ArrayRecord(other))["loss"] == pytest.approx(expected, rel=1e-5)
+    assert "Client 100: it failed" in warnings()
 
 
 def trains(node: Client, update: State, weight: int) -> Client:
@@ -132,10 +135,12 @@ def test_a_guard_keeps_what_the_clients_rows_prefer() -> None:
     assert metrics["fedrot-guard-plain"] > kept["loss"]
 
 
-def test_a_guard_keeps_the_plain_mean_where_clients_judge_only_one() -> None:
+def test_a_client_that_judges_only_one_mean_has_no_part_in_the_choice() -> None:
     held_out = as_predicted(rows(11, 200))
     nodes = [client(rows(0), held_out), answering(client(rows(1), held_out), 1)]
     metrics = played(nodes).train_metrics_clientapp[1]
+    assert metrics["fedrot-guard-kept-aligned"] == 1
+    metrics = played([answering(node, 1) for node in nodes]).train_metrics_clientapp[1]
     assert metrics["fedrot-guard-kept-aligned"] == 0
     assert math.isnan(metrics["fedrot-guard-aligned"])
     assert metrics["fedrot-guard-plain"] > 0

@@ -1,0 +1,136 @@
+"""Choices by the losses of clients, which no quarter of the clients can turn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from fedrot.temperature import ONE, LossSums, smallest
+
+#: Rows of a client count at most as this multiple of the median client's. A client of four then has
+#: less than half of all rows, whatever it claims.
+MOST = 1.5
+
+#: A client's difference of two losses counts up to the first loss of all clients and this, in nats.
+LEAST_RANGE = 1.0
+
+#: Places of the old and of the fitted head among those that clients evaluate.
+OLD, FITTED = 0, 1
+
+#: A group's sums are left out if the loss without them is smaller by so many standard errors. One group is
+#: a quarter from so many groups on.
+SURE, FEWEST = 2.0, 4
+
+
+def in_order(answers: Mapping[int, LossSums]) -> dict[int, LossSums]:
+    """Return answers in an order that depends neither on the arrival nor on the nodes' ids."""
+    return dict(sorted(answers.items(), key=lambda item: item[1].losses.flatten().tolist()))
+
+
+def capped(rows: Sequence[float]) -> list[float]:
+    """Return numbers of rows, none above ``MOST`` times their median.
+
+    >>> capped([100, 80, 120, 10**9])
+    [100.0, 80.0, 120.0, 165.0]
+    """
+    return [float(min(count, MOST * median(rows))) for count in rows]
+
+
+def centre(values: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted mean of clients' values without the smallest and the largest.
+
+    From each end as much weight is left out as a quarter of the clients can have, so that no quarter
+    moves the result out of the range of the others' values. With fewer than four clients this is the
+    mean; if a quarter can have half of the weight, it is the median.
+
+    Args:
+        values: ``[clients, ...]``, finite.
+        weights: ``[clients]``, from ``capped``.
+    """
+    return (_shares(values, weights) * values.sort(dim=0, stable=True).values).sum(0)
+
+
+def _shares(values: Tensor, weights: Tensor) -> Tensor:
+    """Return the share of each client's value in the centre, in ascending order of the values."""
+    own = weights[values.argsort(dim=0, stable=True)]
+    total, quarter = weights.sum(), weights.topk(len(weights) // 4).values.sum()
+    left_out = quarter.clamp(max=total / 2 * (1 - 1e-9))
+    upper = own.cumsum(0)
+    inside = upper.clamp(max=total - left_out) - (upper - own).clamp(min=left_out)
+    return inside.clamp(min=0) / (total - 2 * left_out)
+
+
+class Ballot:
+    """The losses of the same heads at all clients: the old head, the fitted one, and others.
+
+    Attributes:
+        rows: ``[clients]``.
+        weights: of the clients, float64 ``[clients]``, see ``capped``.
+        means: mean loss of a row, ``[clients, heads, temperatures]``.
+        accuracy: ``[clients, heads]``.
+    """
+
+    def __init__(self, answers: Sequence[LossSums]) -> None:
+        counts = torch.stack([one.counts for one in answers])
+        self.rows = counts[:, 0]
+        self.weights = torch.tensor(capped(self.rows.tolist()), dtype=torch.float64)
+        self.accuracy = counts[:, 1:] / counts[:, :1]
+        rows = self.rows.reshape(-1, 1, 1)
+        self.means = torch.stack([one.losses for one in answers]) / rows
+        self._squares = torch.stack([one.squares for one in answers]) / rows
+
+    def centre(self, values: Tensor) -> Tensor:
+        """Return the centre of clients' values ``[clients, ...]``."""
+        return centre(values, self.weights)
+
+    def change(self, new: Tensor, old: Tensor) -> Tensor:
+        """Return the centre of the changes from ``old`` losses of clients, within the range of these."""
+        reach = self.centre(old) + LEAST_RANGE
+        return self.centre((new - old.reshape(-1, *[1] * (new.ndim - 1))).clamp(-reach, reach))
+
+    def temperature(self, head: int) -> int:
+        """Return the place of a head's best temperature."""
+        return smallest(self.change(self.means[:, head], self.means[:, head, ONE]))
+
+    @property
+    def better(self) -> bool:
+        """Whether the loss of the fitted head is smaller than that of the old one."""
+        _, old, fitted = self.losses()
+        return fitted < old
+
+    def losses(self) -> tuple[float, float, float]:
+        """Return the loss of the old head, and of both heads at their best temperatures."""
+        given = self.means[:, OLD, ONE]
+        old, fitted = (self.means[:, head, self.temperature(head)] for head in (OLD, FITTED))
+        first, calibrated = self.centre(given), self.change(old, given)
+        found = torch.stack([first, calibrated, self.change(fitted, old)]).cumsum(0)
+        return tuple(found.tolist())
+
+    def harmful(self, groups: Sequence[int]) -> list[int]:
+        """Return the groups without which the fitted head is better, at most a quarter of them.
+
+        The heads after the first two are those without the groups. A gain counts from ``SURE`` standard
+        errors on, and any gain if the fitted head is no better than the old one.
+        """
+        place, needed = self.temperature(FITTED), SURE if self.better else 0.0
+        gains = [(*self.gain(head, FITTED, place), group) for head, group in enumerate(groups, start=2)]
+        sure = sorted((gain, group) for gain, error, group in gains if gain > needed * error)
+        return (
+            sorted(group for _, group in sure[-(len(groups) // FEWEST) :])
+            if len(groups) >= FEWEST
+            else []
+        )
+
+    def gain(self, head: int, other: int, place: int) -> tuple[float, float]:
+        """Return how much smaller the loss of a head is than that of another, and its standard error.
+
+        The error is the one that rows have if those of every client vary as the median client's.
+        """
+        smaller = self.means[:, other, place] - self.means[:, head, place]
+        variance = self.centre((self._squares[:, head, place] - smaller**2).clamp(min=0))
+        rows = self.rows[smaller.argsort(stable=True)]
+        error = (variance * (_shares(smaller, self.weights) ** 2 / rows).sum()).sqrt()
+        return -float(self.change(*self.means[:, (head, other), place].unbind(1))), float(error)

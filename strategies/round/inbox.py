@@ -174,7 +174,7 @@ class Inbox:
             self.asked.check(message)
             update = self.decode(message)
         except Exception as error:
-            self.record.drop(client_id(message), _refusal(error))
+            self.record.drop(client_id(message), refusal(error))
             return None
         self.record.take(update)
         return update
@@ -290,7 +290,7 @@ def readable_evaluations(replies: Iterable[Message], asked: Asked, weighted_by: 
             if not examples:
                 _check_finite_metrics(message.content, weighted_by)
         except Exception as error:
-            drop(message, _refusal(error))
+            drop(message, refusal(error))
         else:
             good.append(message)
     good, odd = with_common_layout(good, lambda message: metrics_layout(message.content))
@@ -311,7 +311,7 @@ def _check_finite_metrics(content: RecordDict, weighted_by: str) -> None:
             )
 
 
-def _refusal(error: Exception) -> str:
+def refusal(error: Exception) -> str:
     """Return why a reply is dropped, for any error: no reply may end the run."""
     known = isinstance(error, UpdateError)
     return str(error) if known else f"It cannot be read, {type(error).__name__}: {error}"

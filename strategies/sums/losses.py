@@ -20,9 +20,9 @@ LEAST_RANGE = 1.0
 #: Places of the old and of the fitted head among those that clients evaluate.
 OLD, FITTED = 0, 1
 
-#: A group's sums are left out if the loss without them is smaller by so many standard errors. One group is
+#: A group is left out if the loss without it is smaller by so many standard errors. One group is
 #: a quarter from so many groups on.
-SURE, FEWEST = 2.0, 4
+SURE, FEWEST = 1.0, 4
 
 
 def in_order(answers: Mapping[int, LossSums]) -> dict[int, LossSums]:
@@ -105,9 +105,9 @@ class Ballot:
         """Return the loss of the old head, and of both heads at their best temperatures."""
         given = self.means[:, OLD, ONE]
         old, fitted = (self.means[:, head, self.temperature(head)] for head in (OLD, FITTED))
-        first, calibrated = self.centre(given), self.change(old, given)
-        found = torch.stack([first, calibrated, self.change(fitted, old)]).cumsum(0)
-        return tuple(found.tolist())
+        first = float(self.centre(given))
+        calibrated = first + float(self.change(old, given))
+        return first, calibrated, calibrated + float(self.change(fitted, old))
 
     def harmful(self, groups: Sequence[int]) -> list[int]:
         """Return the groups without which the fitted head is better, at most a quarter of them.
@@ -115,22 +115,22 @@ class Ballot:
         The heads after the first two are those without the groups. A gain counts from ``SURE`` standard
         errors on, and any gain if the fitted head is no better than the old one.
         """
-        place, needed = self.temperature(FITTED), SURE if self.better else 0.0
-        gains = [(*self.gain(head, FITTED, place), group) for head, group in enumerate(groups, start=2)]
-        sure = sorted((gain, group) for gain, error, group in gains if gain > needed * error)
-        return (
-            sorted(group for _, group in sure[-(len(groups) // FEWEST) :])
-            if len(groups) >= FEWEST
-            else []
+        gains = [(*self._gain(head), group) for head, group in enumerate(groups, start=2)]
+        needed, most = SURE if self.better else 0.0, len(groups) // FEWEST
+        sure = sorted(
+            ((gain, group) for gain, error, group in gains if gain > needed * error), reverse=True
         )
+        return sorted(group for _, group in sure[:most])
 
-    def gain(self, head: int, other: int, place: int) -> tuple[float, float]:
-        """Return how much smaller the loss of a head is than that of another, and its standard error.
+    def _gain(self, head: int) -> tuple[float, float]:
+        """Return how much smaller the loss of a head is than that of the fitted one, and its error.
 
-        The error is the one that rows have if those of every client vary as the median client's.
+        It is the standard error if the rows of every client vary as the median client's.
         """
-        smaller = self.means[:, other, place] - self.means[:, head, place]
-        variance = self.centre((self._squares[:, head, place] - smaller**2).clamp(min=0))
+        place, fitted = self.temperature(head), self.means[:, FITTED, self.temperature(FITTED)]
+        smaller = fitted - self.means[:, head, place]
+        same = self.means[:, FITTED, place] - self.means[:, head, place]
+        variance = self.centre((self._squares[:, head, place] - same**2).clamp(min=0))
         rows = self.rows[smaller.argsort(stable=True)]
         error = (variance * (_shares(smaller, self.weights) ** 2 / rows).sum()).sqrt()
-        return -float(self.change(*self.means[:, (head, other), place].unbind(1))), float(error)
+        return -float(self.change(self.means[:, head, place], fitted)), float(error)

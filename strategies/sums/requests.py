@@ -21,7 +21,7 @@ from fedrot.errors import FedrotError, UpdateError, legible
 from fedrot.head import ClassSums, collect_classes
 from fedrot.strategies.flower_compat import failure_of
 from fedrot.strategies.lazy_grid import LazyGrid
-from fedrot.strategies.round.inbox import Asked
+from fedrot.strategies.round.inbox import Asked, refusal
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from fedrot.temperature import LossSums, collect_losses
 
@@ -101,7 +101,7 @@ def ask(
 
     Args:
         content: sent to every node, beside the configuration.
-        read: raises ``LookupError``, ``ValueError`` or ``TypeError`` if an answer cannot be used.
+        read: raises an error if an answer cannot be used.
 
     Raises:
         FedrotError: there is no usable answer; the message has the last reason.
@@ -128,8 +128,8 @@ def ask(
                 raise UpdateError(failure_of(answer, "fedrot.strategies.answer_with_sums"))
             asked.check(answer)
             found[node] = read(node, answer.content)
-        except (LookupError, ValueError, TypeError) as error:
-            leave_out(node, error)
+        except Exception as error:
+            leave_out(node, refusal(error))
     for node in asked.silent:
         leave_out(node, "no answer before the timeout.")
     if not found:

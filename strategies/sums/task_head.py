@@ -47,14 +47,17 @@ FEW = 100
 class FittedHead:
     """A model with its task head, and the losses on held-out rows.
 
+    If no head can be fitted or compared, the model is the given one.
+
     Attributes:
         arrays: the model, with the better of the two task heads at its best temperature.
         fitted: whether the fitted head is the better one.
         temperature: the divisor of the logits.
-        losses: mean cross entropy on the held-out rows of all clients: of the given model, of the given
-            model at its best temperature, and of the fitted head at its best temperature.
-        rows: number of held-out rows.
-        clients: number of clients that answered both requests.
+        losses: cross entropy of a held-out row: of the given model, of the given model at its best
+            temperature, and of the fitted head at its best temperature; means with fewer than four
+            clients, else centres (``sums.losses``). NaN if no head could be fitted or compared.
+        rows: number of held-out rows that count.
+        clients: number of clients that evaluated both heads.
     """
 
     arrays: ArrayRecord
@@ -97,8 +100,9 @@ def fit_task_head(
     fitted by linear discriminant analysis (``fedrot.head.fit_head``). It is kept only if its loss on
     held-out rows is smaller than the given head's, each at its best temperature.
 
-    Up to a quarter of the clients may lie: rows count up to twice the median client's, sums without
-    which the head is better are left out, and no quarter turns the choice (``sums.losses``).
+    Up to a quarter of the clients may lie. A client's rows count at most 1.5 times as much as the
+    median client's, sums without which the head is better are left out, and no quarter of the clients
+    turns a choice (``sums.losses``).
 
     Args:
         grid: of the server app. Clients need ``answer_with_sums`` on their ``ClientApp``.
@@ -139,14 +143,14 @@ def fit_task_head(
         return Ballot([*in_order(answers).values()])
 
     try:
+        if not announced:
+            raise UpdateError("No client has training rows with 'labels'.")
         asked(announced, SUM, model, read)
         fitted, why = fits.all()
         without = fits.without_each(fitted)
         ballot = compared(fitted, *without.values())
         if groups := ballot.harmful([*without]):
-            message = (
-                "Task head: without %d of %d groups of clients it is better; their sums are left out."
-            )
+            message = "Task head: it is better without %d of %d groups of clients, which are left out."
             log(WARNING, message, len(groups), len(totals.groups))
             fitted = fits.without(groups, fitted)
             ballot = compared(fitted)
@@ -157,10 +161,13 @@ def fit_task_head(
         return FittedHead(arrays, False, 1.0, (math.nan, math.nan, math.nan), 0, 0)
     temperature = TEMPERATURES[ballot.temperature(FITTED if ballot.better else OLD)]
     kept = with_temperature(fitted if ballot.better else tensors, head, temperature)
-    rows_judged = float(ballot.weights.sum())
     found = FittedHead(
-        *(as_sent({**kept}, arrays), ballot.better, temperature),
-        *(ballot.losses(), rows_judged, len(ballot.weights)),
+        arrays=as_sent({**kept}, arrays),
+        fitted=ballot.better,
+        temperature=temperature,
+        losses=ballot.losses(),
+        rows=float(ballot.weights.sum()),
+        clients=len(ballot.weights),
     )
     if found.rows < FEW:
         log(

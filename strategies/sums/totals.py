@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -13,6 +14,10 @@ from fedrot.strategies.sums.losses import capped
 
 #: Groups of clients, each of which can be left out. Memory does not grow with the number of clients.
 GROUPS = 8
+
+#: All clients have the same network: the mean square of a group's features is at most so many times that
+#: of the median group's, or the group's sums are left out.
+LONGEST = 10.0
 
 #: Sums are kept as multiples of these units, 40 bits apart, and are at most ``_LARGEST``.
 _UNITS = tuple(2.0**power for power in (80, 40, 0, -40, -80, -120))
@@ -43,13 +48,19 @@ class Totals:
 
     @property
     def groups(self) -> list[int]:
-        """The groups whose clients have sent sums."""
-        return sorted(self._parts)
+        """The groups with features of a usual size, see ``LONGEST``."""
+        inputs = self.shape[1]
+        sizes = {}
+        for group, parts in sorted(self._parts.items()):
+            total = parts.sum(0)
+            trace = total[-inputs * inputs :: inputs + 1].sum()
+            sizes[group] = float(trace / total[: self.shape[0]].sum())
+        return [group for group, size in sizes.items() if size <= LONGEST * median(sizes.values())]
 
     @property
     def counts(self) -> Tensor:
         """The rows of each class, of all clients."""
-        return torch.stack([*self._parts.values()]).sum((0, 1))[: self.shape[0]]
+        return sum(self._parts[group].sum(0) for group in self.groups)[: self.shape[0]]
 
     def add(self, node: int, sums: ClassSums) -> None:
         """Add a client's sums.
@@ -80,7 +91,7 @@ class Totals:
         Raises:
             UpdateError: there are none, or they contradict each other.
         """
-        kept = [parts for group, parts in sorted(self._parts.items()) if group not in set(groups)]
+        kept = [self._parts[group] for group in self.groups if group not in set(groups)]
         if not kept:
             raise UpdateError("No other client has sent sums.")
         classes, inputs = self.shape

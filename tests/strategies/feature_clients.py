@@ -1,0 +1,96 @@
+"""Clients of ``fit_task_head`` without a network: their features are drawn, and some of them lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from torch import Tensor
+from torch.nn.functional import cross_entropy, one_hot
+
+from fedrot.strategies import fit_task_head
+from fedrot.strategies.sums.requests import COUNT, HEADS, LOSSES, ROWS, STEP, SUM, SUMS
+from fedrot.strategies.sums.task_head import FittedHead
+from fedrot.temperature import TEMPERATURES
+from tests.strategies.fakes import Client, FakeGrid, tensors_of
+
+CLASSES, WIDTH = 3, 12
+CENTRES = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(3)).double()
+OLD = {"classifier.weight": torch.zeros(CLASSES, WIDTH), "classifier.bias": torch.zeros(CLASSES)}
+
+#: Numbers of an answer by record, which a lie changes in place.
+Answer = dict[str, dict[str, Any]]
+Lie = Callable[[Answer], None]
+
+
+def drawn(seed: int, rows: int, skew: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Return features and labels; with ``skew`` near to 1 nearly all rows have one class."""
+    generator = torch.Generator().manual_seed(seed)
+    shares = torch.full((CLASSES,), (1 - skew) / CLASSES).double()
+    shares[seed % CLASSES] += skew
+    labels = torch.multinomial(shares, rows, replacement=True, generator=generator)
+    noise = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
+    return CENTRES[labels] * 0.7 + noise, labels
+
+
+def sums_of(features: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    hot = one_hot(labels, CLASSES).double()
+    return {"counts": hot.sum(0), "sums": hot.mT @ features, "gram": features.mT @ features}
+
+
+def losses_of(heads: dict[str, Tensor], features: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Return the answer about heads, computed head by head and temperature by temperature."""
+    logits = [features @ w.double().mT + b.double() for w, b in zip(*heads.values(), strict=True)]
+    rows = torch.stack(
+        [
+            torch.stack([cross_entropy(one / t, labels, reduction="none") for t in TEMPERATURES])
+            for one in logits
+        ]
+    )
+    against = [0, 0, *[1] * (len(logits) - 2)][: len(logits)]
+    correct = [float((one.argmax(1) == labels).sum()) for one in logits]
+    return {
+        "losses": rows.sum(2),
+        "squares": (rows - rows[against]).square().sum(2),
+        "counts": torch.tensor([len(labels), *correct], dtype=torch.float64),
+    }
+
+
+def client(
+    seed: int, rows: int = 60, held_out: int = 40, skew: float = 0.0, lie: Lie | None = None
+) -> Client:
+    """Return a client, which lies if it is told how."""
+    training, judged = drawn(seed, rows, skew), drawn(1000 + seed, held_out, skew)
+
+    def answer(message: Message) -> Message:
+        (config,) = message.content.config_records.values()
+        found: Answer
+        if config[STEP] == COUNT:
+            found = {ROWS: {"training": rows, "held_out": held_out}}
+        elif config[STEP] == SUM:
+            found = {SUMS: sums_of(*training)}
+        else:
+            found = {LOSSES: losses_of(tensors_of(message.content.array_records[HEADS]), *judged)}
+        if lie is not None:
+            lie(found)
+        kind = MetricRecord if ROWS in found else ArrayRecord
+        return Message(RecordDict({name: kind(own) for name, own in found.items()}), reply_to=message)
+
+    return answer
+
+
+def fitted(clients: list[Client], old: dict[str, Tensor] | None = None) -> FittedHead:
+    """Return what ``fit_task_head`` returns."""
+    grid = FakeGrid(dict(enumerate(clients, start=100)))
+    return fit_task_head(
+        grid, ArrayRecord(old or OLD), {"model_type": "bert"}, head="classifier", timeout=1
+    )
+
+
+def accuracy(found: FittedHead, rows: int = 3000) -> float:
+    """Return the accuracy on rows of nobody."""
+    features, labels = drawn(9999, rows)
+    weight, bias = (tensors_of(found.arrays)[name].double() for name in OLD)
+    return float(((features @ weight.mT + bias).argmax(1) == labels).double().mean())

@@ -1,0 +1,115 @@
+"""Clients that lie about rows, sums and losses: the head stays as good as without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedrot.strategies.sums.requests import LOSSES, ROWS, SUMS
+from tests.strategies.feature_clients import (
+    CENTRES,
+    CLASSES,
+    WIDTH,
+    Answer,
+    Lie,
+    accuracy,
+    client,
+    fitted,
+)
+
+Sums = dict[str, Tensor]
+TURNED = [1, 2, 0]
+EYE = torch.eye(WIDTH, dtype=torch.float64)
+
+
+def of_points(points: Tensor, counts: Tensor, spread: float = 1e-9) -> Sums:
+    """Return the sums of rows that all lie at one point of their class."""
+    gram = points.mT @ (points * counts[:, None]) + spread * counts.sum() * EYE
+    return {"counts": counts, "sums": points * counts[:, None], "gram": gram}
+
+
+def turned(sums: Sums) -> Sums:
+    return {**sums, "counts": sums["counts"][TURNED], "sums": sums["sums"][TURNED]}
+
+
+#: What a liar makes of its own sums. Each can be the sums of some rows.
+SPOILT: dict[str, Callable[[Sums], Sums]] = {
+    "labels turned": turned,
+    "labels swapped": lambda s: {**s, "counts": s["counts"][[1, 0, 2]], "sums": s["sums"][[1, 0, 2]]},
+    "features negated": lambda s: {**s, "sums": -s["sums"]},
+    "means of others": lambda s: of_points(CENTRES[TURNED] * 3, s["counts"]),
+    "tiny covariance": lambda s: of_points(CENTRES[TURNED] * 1e-3, s["counts"], 1e-18),
+    "huge features": lambda s: {n: v * 1e6 ** ["counts", "sums", "gram"].index(n) for n, v in s.items()},
+    "huge covariance": lambda s: {**s, "gram": s["gram"] + 1e9 * s["counts"].sum() * EYE},
+    "no signal": lambda s: of_points(torch.zeros(CLASSES, WIDTH).double(), s["counts"], 1.0),
+    "one class": lambda s: of_points(
+        CENTRES, torch.tensor([0.0, 0.0, float(s["counts"].sum())]).double(), 1.0
+    ),
+    "one mean": lambda s: {**s, "sums": s["counts"][:, None] * s["sums"].sum(0) / s["counts"].sum()},
+}
+
+
+def prefers(head: int) -> Callable[[dict[str, Tensor]], None]:
+    """Return a lie by which one head, or the last, is perfect, and the others are absurd."""
+
+    def spoil(losses: dict[str, Tensor]) -> None:
+        losses["losses"][:] = 1e6 * losses["counts"][0]
+        losses["losses"][min(head, len(losses["losses"]) - 1)] = 0.0
+        losses["squares"].zero_()
+
+    return spoil
+
+
+def inverted(losses: dict[str, Tensor]) -> None:
+    losses["losses"][:] = losses["losses"].amax(0) - losses["losses"] + losses["losses"].amin(0)
+
+
+#: What a liar makes of its losses.
+VOTES: dict[str, Callable[[dict[str, Tensor]], None]] = {
+    "honest": lambda losses: None,
+    "for the old head": prefers(0),
+    "for the fitted head": prefers(1),
+    "for another head": prefers(2),
+    "inverted": inverted,
+    "many rows": lambda losses: (
+        [value.mul_(1e9) for value in (inverted(losses) or losses).values()] and None
+    ),
+}
+
+
+def lie(spoilt: str, votes: str, factor: float) -> Lie:
+    """Return a lie: sums of so many times the rows, and losses."""
+
+    def edit(answer: Answer) -> None:
+        if ROWS in answer:
+            answer[ROWS]["training"] = int(answer[ROWS]["training"] * factor)
+        if SUMS in answer:
+            answer[SUMS] = {name: v * factor for name, v in SPOILT[spoilt](answer[SUMS]).items()}
+        if LOSSES in answer:
+            VOTES[votes](answer[LOSSES])
+
+    return edit
+
+
+CASES = [*product(SPOILT, VOTES, (1, 10, 10**6))]
+
+
+@pytest.mark.parametrize("sizes", [(4, 1, 1), (9, 2, 3)], ids=["one of four", "two of nine"])
+def test_a_quarter_of_liars_costs_little_accuracy(sizes: tuple[int, int, int]) -> None:
+    """At changing places; accuracy falls by .03 at most."""
+    count, liars, step = sizes
+
+    def played(at: set[int], told: Lie | None) -> float:
+        lies = [told if seed in at else None for seed in range(count)]
+        return accuracy(fitted([client(seed, held_out=80, lie=own) for seed, own in enumerate(lies)]))
+
+    honest, found = played(set(), None), {}
+    for number, case in enumerate(CASES[::step]):
+        at = {(number + 4 * index) % count for index in range(liars)}
+        found[case] = played(at, lie(*case))
+    assert honest > 0.8
+    assert not {case: value for case, value in found.items() if value < honest - 0.03}

@@ -1,0 +1,124 @@
+"""Capped rows and centres, against a search over what a quarter of the clients can do."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedrot.head import ClassSums
+from fedrot.strategies.sums import losses as module
+from fedrot.strategies.sums.losses import LEAST_RANGE, MOST, Ballot, capped, centre
+from fedrot.strategies.sums.totals import Totals
+from fedrot.temperature import ONE, TEMPERATURES, LossSums
+
+#: Numbers of rows and values of up to 16 clients.
+CLIENTS = st.lists(st.tuples(st.integers(1, 1000), st.floats(-9, 9)), min_size=1, max_size=16)
+
+
+def weights_of(rows: list[float]) -> Tensor:
+    return torch.tensor(capped(rows), dtype=torch.float64)
+
+
+def slow_centre(values: list[float], weights: list[float]) -> float:
+    """Return the centre of many copies of each value, one for each thousandth of the weight."""
+    copies = sorted(v for v, w in zip(values, weights, strict=True) for _ in range(round(w * 1000)))
+    heaviest = sorted(weights)[len(weights) - len(weights) // 4 :]
+    cut = min(round(sum(heaviest) * 1000), (len(copies) - 1) // 2)
+    kept = copies[cut : len(copies) - cut]
+    return sum(kept) / len(kept)
+
+
+@settings(max_examples=200, deadline=None)
+@given(clients=CLIENTS)
+def test_the_centre_is_the_mean_of_what_is_left_in_the_middle(clients: list[tuple[int, float]]) -> None:
+    rows, values = zip(*clients, strict=True)
+    weights = weights_of([*rows])
+    shares = (weights / weights.sum()).tolist()
+    found = float(centre(torch.tensor(values, dtype=torch.float64), weights))
+    assert found == pytest.approx(slow_centre([*values], shares), abs=0.1)
+    if len(rows) < 4:
+        mean = sum(s * v for s, v in zip(shares, values, strict=True))
+        assert found == pytest.approx(mean, abs=1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=st.lists(st.integers(1, 10**12), min_size=4, max_size=4))
+def test_no_client_of_four_has_half_of_the_rows(rows: list[int]) -> None:
+    weights = capped(rows)
+    assert max(weights) < sum(weights) / 2
+    assert all(w == r for w, r in zip(weights, rows, strict=True) if r <= MOST * sorted(rows)[1])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    clients=CLIENTS, lies=st.lists(st.tuples(st.integers(1, 10**12), st.floats(-1e6, 1e6)), max_size=4)
+)
+def test_a_quarter_of_the_clients_turns_nothing(
+    clients: list[tuple[int, float]], lies: list[tuple[int, float]]
+) -> None:
+    """The guarantee of docs/methods/head.md, for any honest changes of loss and any lies."""
+    lies = lies[: len(clients) // 3]
+    rows, changes = zip(*clients, *lies, strict=True)
+    weights, honest = weights_of([*rows]), len(clients)
+    old = torch.ones(len(rows), dtype=torch.float64)
+    reach = 1 + LEAST_RANGE
+    values = torch.tensor(changes, dtype=torch.float64).clamp(-reach, reach)
+    found = centre(values, weights)
+    assert values[:honest].min() - 1e-9 <= found <= values[:honest].max() + 1e-9
+    ballot = Ballot([losses_of(count, float(one)) for count, one in zip(rows, old, strict=True)])
+    assert float(ballot.change(old + values, old)) == pytest.approx(float(found))
+    if found <= 0:
+        quarter = weights.topk(len(weights) // 4).values.sum()
+        worse = (weights[:honest] * values[:honest]).sum() / weights[:honest].sum()
+        assert worse <= quarter / (weights.sum() - quarter) * reach + 1e-9
+
+
+def losses_of(rows: int, loss: float) -> LossSums:
+    grid = torch.full((1, len(TEMPERATURES)), rows * loss, dtype=torch.float64)
+    return LossSums(grid, torch.zeros_like(grid), torch.tensor([rows, 0], dtype=torch.float64))
+
+
+def test_a_huge_loss_of_the_servers_model_counts_against_it() -> None:
+    """Three honest clients whose old losses are huge, and one that lies about both."""
+    ballot = Ballot([losses_of(10, 1e6)] * 3 + [losses_of(10, 0.0)])
+    old = ballot.means[:, 0, ONE]
+    new = torch.tensor([2.0, 2.0, 2.0, 1e6]).double()
+    assert float(ballot.change(new, old)) == pytest.approx(2 - 1e6)
+
+
+def drawn(seed: int, rows: int) -> ClassSums:
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(rows, 5, generator=generator, dtype=torch.float64)
+    one_hot = torch.nn.functional.one_hot(torch.arange(rows) % 3, 3).double()
+    return ClassSums(one_hot.sum(0), one_hot.mT @ features, features.mT @ features)
+
+
+@settings(max_examples=50, deadline=None)
+@given(order=st.permutations(range(11)), scale=st.sampled_from([1e-6, 1.0, 1e6]))
+def test_totals_are_the_sums_of_capped_rows_in_any_order(order: list[int], scale: float) -> None:
+    clients = {node: drawn(node, 12 if node else 90) for node in range(11)}
+    clients = {n: ClassSums(s.counts, s.sums * scale, s.gram * scale**2) for n, s in clients.items()}
+    rows = {node: int(sums.counts.sum()) for node, sums in clients.items()}
+    found, again = Totals(rows, (3, 5)), Totals(rows, (3, 5))
+    for node in order:
+        found.add(node, clients[node])
+    for node in clients:
+        again.add(node, clients[node])
+    for name in ("counts", "sums", "gram"):
+        ours = getattr(found.without(), name)
+        assert torch.equal(ours, getattr(again.without(), name))
+        slow = sum(getattr(s, name) * (18 / 90 if not n else 1) for n, s in clients.items())
+        torch.testing.assert_close(ours, slow, rtol=1e-12, atol=1e-12 * float(slow.abs().max()))
+    # Clients 7 and 8 by number of rows, and so on, are in one group.
+    rest = [node for node in clients if found._group[node] != 2]
+    slow = sum(clients[node].counts * (18 / 90 if not node else 1) for node in rest)
+    torch.testing.assert_close(found.without([2]).counts, slow)
+
+
+def test_the_example_runs() -> None:
+    assert doctest.testmod(module) == (0, 1)

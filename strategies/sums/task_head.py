@@ -194,7 +194,7 @@ class _Fits:
         self._names = [name for name in (f"{head}.weight", f"{head}.bias") if name in tensors]
 
     def all(self) -> tuple[Tensors, str]:
-        """Return the model with the head that is fitted to all sums; the old one, and why, if none is."""
+        """Return the model with the head that is fitted to all sums; else the old one, and why."""
         try:
             return self._fitted(self._totals.without()), ""
         except FedrotError as error:

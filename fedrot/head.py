@@ -37,7 +37,10 @@ _TANH = {
     **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "mpnet"), ("classifier.dense",)),
     **dict.fromkeys(("bart", "t5"), ("classification_head.dense",)),
 }
-_NORMS = {"vit": "vit.layernorm", "gpt2": "transformer.ln_f", "llama": "model.norm"}
+_NORMS = {
+    **{"vit": "vit.layernorm", "gpt2": "transformer.ln_f"},
+    **dict.fromkeys(("llama", "mistral", "qwen2", "phi3"), "model.norm"),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,14 +174,13 @@ def largest_inputs(config: object, tensors: Tensors, head: str) -> Tensor | None
     Example: ``largest_inputs(model.config, model.state_dict(), "classifier")``
     """
     kind, size = settings_of(config).get("model_type"), tensors[f"{head}.weight"].shape[1]
-    if any(
-        name.endswith(tuple(f"{layer}.weight" for layer in _TANH.get(kind, ("?",)))) for name in tensors
-    ):
+    layers = tuple(f"{layer}.weight" for layer in _TANH.get(kind, ()))
+    if any(name.endswith(layers) for name in tensors):
         return torch.ones(size, dtype=torch.float64)
-    gain = tensors.get(f"{_NORMS.get(kind)}.weight")
-    if gain is None or len(gain) != size:
+    norm = _NORMS.get(kind, "")
+    if len(gain := tensors.get(f"{norm}.weight", torch.empty(0))) != size:
         return None
-    bias = tensors.get(f"{_NORMS[kind]}.bias", torch.zeros(()))
+    bias = tensors.get(f"{norm}.bias", torch.zeros(()))
     return gain.double().abs() * size**0.5 + bias.double().abs()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 import fedrot
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
-from fedrot.head import ClassSums, collect_classes, fit_head, head_of, with_head
+from fedrot.head import ClassSums, collect_classes, fit_head, head_of, largest_inputs, with_head
 from fedrot.precision import Float64
 from tests.families import config_of, inputs, model_of, state_of, symmetry_for
 from tests.fedrot.collect.tiny import TINY
@@ -149,6 +151,37 @@ def test_sums_of_clients_are_the_sums_of_their_rows(seed: int, rows: int, client
     parts = [sums_of(features[owner == c], labels[owner == c]) for c in sorted(set(owner))]
     for order in (parts, parts[::-1]):
         assert_close(sum(order[1:], order[0]), sums_of(features, labels))
+
+
+#: Families whose task heads read what has passed tanh, or a norm.
+BOUNDED = ("bert", "albert", "camembert", "mpnet", "t5-classifier", "bart-classifier")
+BOUNDED += ("vit", "vit-plain", "gpt2-classifier", "llama-biased", "qwen2", "phi3-partial")
+
+
+@pytest.mark.parametrize("name", LAST)
+def test_features_are_within_what_the_model_allows(name: str) -> None:
+    """Also with weights that drive tanh to its ends; larger features are refused."""
+    model = copy.deepcopy(model_of(name))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    largest = largest_inputs(model.config, model.state_dict(), LAST[name])
+    assert (largest is not None) == (name in BOUNDED)
+    if largest is not None:
+        sums = collect_classes(model, [batch_for(name, 6)], LAST[name])
+        sums.check_within(largest)
+        features = torch.diag(1.03 * largest).numpy()
+        with pytest.raises(UpdateError, match="larger than the model's features can be"):
+            sums_of(features, np.arange(len(features)) % CLASSES).check_within(largest)
+
+
+def test_priors_take_the_place_of_the_shares_of_classes() -> None:
+    features, labels = np.random.default_rng(0).normal(size=(60, 4)), np.arange(60) % CLASSES
+    sums, priors = sums_of(features, labels), torch.tensor([10.0, 1.0, 5.0]).double()
+    (weight, bias), (same, found) = fit_head(sums), fit_head(sums, priors=priors)
+    assert torch.equal(weight, same)
+    expected = bias + (priors / 16).log() + math.log(CLASSES)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_sums_of_other_layers_do_not_add_up() -> None:

@@ -170,9 +170,10 @@ def test_features_are_within_what_the_model_allows(name: str) -> None:
     if largest is not None:
         sums = collect_classes(model, [batch_for(name, 6)], LAST[name])
         sums.check_within(largest)
-        features = torch.diag(1.03 * largest).numpy()
-        with pytest.raises(UpdateError, match="larger than the model's features can be"):
-            sums_of(features, np.arange(len(features)) % CLASSES).check_within(largest)
+        for signs in ([1, 1], [1, -1]):
+            features = 1.03 * np.outer(signs, largest.numpy())
+            with pytest.raises(UpdateError, match="larger than the model's features can be"):
+                sums_of(features, np.array([1, 1])).check_within(largest)
 
 
 def test_priors_take_the_place_of_the_shares_of_classes() -> None:

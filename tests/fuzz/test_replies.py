@@ -23,7 +23,7 @@ from fedrot.strategies.client_matching import ELEMENTS, alignment_by, read_moves
 from fedrot.strategies.round.inbox import Asked, Inbox
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Schema
-from fedrot.strategies.wire.arrays import BFLOAT16, TIED, from_arrays
+from fedrot.strategies.wire.arrays import BFLOAT16, TIED, from_arrays, wire_bytes
 from fedrot.strategies.wire.records import (
     STATISTICS,
     read_statistics,
@@ -173,7 +173,9 @@ metric_values = (
 metrics = st.dictionaries(st.sampled_from(("num-examples", "loss", "")), metric_values, max_size=3)
 good_metrics = st.just({"num-examples": 7})
 GOOD_STATISTICS = statistics_record(STATS)
+SKETCHES = statistics_record(STATS, budget=wire_bytes(GOOD_STATISTICS) // 2)
 statistics = records(GOOD_STATISTICS) | records(statistics_record(STATS, torch.bfloat16))
+statistics |= records(SKETCHES)
 
 
 @st.composite
@@ -230,7 +232,7 @@ raw |= st.just(GOOD[0]["embeddings"].data)
 claims = values() | st.just(GOOD[0]["embeddings"])
 
 
-@fuzzed(12, data=raw, claim=claims, stype=st.sampled_from(STYPES))
+@fuzzed(10, data=raw, claim=claims, stype=st.sampled_from(STYPES))
 def test_bytes_are_an_array_or_refused(data: bytes, claim: Array, stype: str) -> bool:
     record = ArrayRecord({"embeddings": Array(claim.dtype, claim.shape, stype, data)})
     try:

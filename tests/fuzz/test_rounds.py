@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +27,7 @@ from fedrot.errors import UpdateError
 from fedrot.lora import AdapterOptions
 from fedrot.strategies import Aligned, FedRotLoRA
 from fedrot.strategies.round.inbox import Asked, readable_evaluations
+from fedrot.strategies.wire.records import STATISTICS, statistics_record
 from fedrot.tensors import LARGEST_NORM, check_finite
 from reproductions.lora_rivals import RivalOptions
 from reproductions.lora_strategies import FedAvgRivalLoRA
@@ -57,6 +58,23 @@ def matrices(draw: st.DrawFn, *shape: int) -> Tensor:
     return found * draw(usual | scales)
 
 
+@st.composite
+def grams(draw: st.DrawFn, size: int) -> Tensor:
+    """Draw what may be a Gram matrix, with a size of its own for every input."""
+    own = torch.tensor(draw(st.lists(scales, min_size=size, max_size=size)), dtype=torch.float64)
+    base = draw(matrices(size, size))
+    match draw(st.integers(0, 3)):
+        case 0 | 1:
+            base = base @ base.mT
+        case 2:
+            base = base + base.mT
+    root = own.sqrt() if draw(st.booleans()) else torch.ones(size)
+    base = root[:, None] * base * root
+    for _ in range(draw(st.sampled_from((0, 0, 1, 2)))):
+        base[draw(st.integers(0, size - 1)), draw(st.integers(0, size - 1))] = draw(scales)
+    return base.to(draw(st.sampled_from((torch.float32, torch.float32, torch.float64))))
+
+
 # Adapters
 
 INPUTS, OUTPUTS, RANK = 5, 4, 3
@@ -66,6 +84,7 @@ ADAPTERS = (
     *(AdapterOptions(method) for method in ("mean", "pad", "rotate")),
     *(AdapterOptions("exact", gauge=gauge) for gauge in ("keep-a", "none", "previous", "mean")),
     *(RivalOptions(method, residual="fold") for method in ("mean", "exact", "stack")),
+    AdapterOptions("regmean"),
     RivalOptions("exact", limit=1),
     RivalOptions("rotate", strength=0.5),
 )
@@ -96,23 +115,35 @@ def adapters(draw: st.DrawFn) -> dict[str, Tensor]:
 
 
 @fuzzed(
-    3, options=st.sampled_from(ADAPTERS), hostile=adapters(), examples=weights, place=st.integers(0, 2)
+    3,
+    options=st.sampled_from(ADAPTERS),
+    hostile=adapters(),
+    gram=grams(INPUTS),
+    examples=weights,
+    place=st.integers(0, 2),
 )
 def test_adapters_are_averaged_or_dropped(
-    options: AdapterOptions, hostile: dict[str, Tensor], examples: float, place: int
+    options: AdapterOptions, hostile: dict[str, Tensor], gram: Tensor, examples: float, place: int
 ) -> bool:
     kind = FedAvgRivalLoRA if isinstance(options, RivalOptions) else FedRotLoRA
     strategy = kind(LORA, options, fraction_evaluate=0.0)
     honest = [(adapter(seed), 10.0) for seed in (1, 2)]
     honest.insert(place, (hostile, examples))
-    accepted, arrays = played(strategy, adapter(0), honest)
+    statistics = [torch.eye(INPUTS) for _ in honest]
+    statistics[place] = gram.float()
+    given = statistics if options.method == "regmean" else ()
+    accepted, arrays = played(strategy, adapter(0), honest, given)
     check_finite(tensors_of(arrays))
     assert accepted >= 2
     return accepted == 3
 
 
 def played(
-    strategy: Any, base: dict[str, Tensor], sent: list[tuple[dict[str, Tensor], Any]], **metrics: Any
+    strategy: Any,
+    base: dict[str, Tensor],
+    sent: list[tuple[dict[str, Tensor], Any]],
+    grams: Sequence[Tensor] = (),
+    **metrics: Any,
 ) -> tuple[int, ArrayRecord]:
     """Play a round, and return how many replies were accepted, and the model."""
     grid = FakeGrid({100 + i: failure for i in range(len(sent))})
@@ -123,6 +154,9 @@ def played(
         own = given if isinstance(given, dict) else {"num-examples": given, **metrics}
         replies.append(reply(message, tensors, own.get("num-examples", 1), i))
         replies[-1].content["metrics"] = MetricRecord(own)
+        if grams:
+            of_inputs = {name: grams[i] for name in base if "lora_A" in name}
+            replies[-1].content[STATISTICS] = statistics_record({"gram": of_inputs})
     arrays, found = strategy.aggregate_train(1, replies)
     assert arrays is not None
     return len(sent) - int((found or {}).get("fedrot-replies-dropped", 0)), arrays
@@ -137,23 +171,6 @@ HONEST_GRAM = honest_inputs.T @ honest_inputs / 20
 
 
 @st.composite
-def grams(draw: st.DrawFn) -> Tensor:
-    """Draw what may be a Gram matrix, with a size of its own for every input."""
-    own = torch.tensor(draw(st.lists(scales, min_size=SIZE, max_size=SIZE)), dtype=torch.float64)
-    base = draw(matrices(SIZE, SIZE))
-    match draw(st.integers(0, 3)):
-        case 0 | 1:
-            base = base @ base.mT
-        case 2:
-            base = base + base.mT
-    root = own.sqrt() if draw(st.booleans()) else torch.ones(SIZE)
-    base = root[:, None] * base * root
-    for _ in range(draw(st.sampled_from((0, 0, 1, 2)))):
-        base[draw(st.integers(0, SIZE - 1)), draw(st.integers(0, SIZE - 1))] = draw(scales)
-    return base.to(draw(st.sampled_from((torch.float32, torch.float32, torch.float64))))
-
-
-@st.composite
 def fishers(draw: st.DrawFn) -> Tensor:
     """Draw what may be a diagonal Fisher."""
     found = draw(matrices(*SHAPES["w"]))
@@ -162,7 +179,7 @@ def fishers(draw: st.DrawFn) -> Tensor:
 
 
 kinds = (
-    st.tuples(st.just("gram"), grams(), st.sampled_from((0.0, 0.9, 1.0))),
+    st.tuples(st.just("gram"), grams(SIZE), st.sampled_from((0.0, 0.9, 1.0))),
     st.tuples(st.just("fisher"), fishers(), st.sampled_from((0.0, 1e-6))),
 )
 

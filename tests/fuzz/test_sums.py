@@ -1,0 +1,107 @@
+"""Whatever a client answers about rows, sums and losses, the others keep a good and finite head."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedrot.strategies.sums.losses import Ballot
+from fedrot.strategies.sums.requests import LOSSES, ROWS, SUMS
+from fedrot.temperature import ONE, TEMPERATURES, LossSums
+from tests.fuzz.cases import EDGES, fuzzed
+from tests.fuzz.test_rounds import places, scales
+from tests.strategies.fakes import tensors_of
+from tests.strategies.feature_clients import OLD, Answer, accuracy, client, fitted
+
+edits = st.tuples(
+    st.sampled_from(("times", "entry", "row", "negated", "zero", "shape", "dtype", "gone")),
+    scales | st.floats(allow_nan=True),
+    st.integers(0, 99),
+)
+
+
+def changed(value: Tensor, how: str, number: float, at: int) -> Tensor | None:
+    """Return a tensor of an answer with one change."""
+    found = value.clone()
+    match how:
+        case "times":
+            found = found * number
+        case "entry":
+            found.view(-1)[at % found.numel()] = number
+        case "row":
+            found[at % len(found)] *= number
+        case "negated":
+            found = -found
+        case "zero":
+            found.zero_()
+        case "shape":
+            found = found.flatten()[: at % (found.numel() + 1)]
+        case "dtype":
+            found = found.float()
+        case _:
+            return None
+    return found
+
+
+@st.composite
+def lies(draw: st.DrawFn) -> Any:
+    """Draw a lie about some of rows, sums and losses."""
+    told: dict[str, Any] = {}
+    for name in draw(st.sets(st.sampled_from((ROWS, SUMS, LOSSES)), min_size=1)):
+        one = st.integers(0, 300) | st.sampled_from(EDGES) | st.floats()
+        kept = st.sampled_from(
+            ("counts", "sums", "gram") if name == SUMS else ("losses", "squares", "counts")
+        )
+        told[name] = draw(
+            st.tuples(one, one) if name == ROWS else st.lists(st.tuples(kept, edits), max_size=2)
+        )
+
+    def lie(answer: Answer) -> None:
+        for name in answer.keys() & told.keys():
+            if name == ROWS:
+                answer[ROWS].update(zip(("training", "held_out"), told[ROWS], strict=True))
+            for kept, edit in told[name] if name != ROWS else ():
+                if kept in answer[name]:
+                    found = changed(answer[name].pop(kept), *edit)
+                    answer[name] |= {kept: found} if found is not None else {}
+
+    return lie
+
+
+@fuzzed(1, lie=lies(), place=places)
+def test_a_head_is_fitted_to_the_others_over_rounds(lie: Any, place: int) -> bool:
+    old, before = OLD, accuracy(fitted([client(seed) for seed in range(3)]), 500)
+    for number in range(2):
+        clients = [client(10 * number + seed, lie=lie if seed == place else None) for seed in range(4)]
+        found = fitted(clients, old)
+        old = tensors_of(found.arrays)
+        assert all(bool(tensor.isfinite().all()) for tensor in old.values())
+        assert accuracy(found, 500) > before - 0.15
+    return found.clients == 4
+
+
+@fuzzed(1, given=st.lists(scales | st.floats(0, 1e300), min_size=3, max_size=3), place=places)
+def test_losses_of_one_client_turn_no_comparison(given: list[float], place: int) -> bool:
+    first, second, rows = given
+    try:
+        lied = [losses_of(rows, value) for value in (first, second)]
+    except ValueError:
+        return False
+    answers = [
+        [losses_of(10.0, value) for value in pair] for pair in ((1.0, 0.5), (2.0, 1.0), (3.0, 2.9))
+    ]
+    answers.insert(place, lied)
+    old, new = (Ballot([pair[i] for pair in answers]).means[:, 0, ONE] for i in (0, 1))
+    ballot = Ballot([pair[0] for pair in answers])
+    assert -1 <= float(ballot.change(new, old)) <= -0.1
+    assert math.isfinite(float(ballot.centre(old)))
+    return True
+
+
+def losses_of(rows: float, loss: float) -> LossSums:
+    grid = torch.full((1, len(TEMPERATURES)), rows * loss, dtype=torch.float64)
+    return LossSums(grid, torch.zeros_like(grid), torch.tensor([rows, 0], dtype=torch.float64))

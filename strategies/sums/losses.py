@@ -88,8 +88,11 @@ class Ballot:
 
     def change(self, new: Tensor, old: Tensor) -> Tensor:
         """Return the centre of the changes from ``old`` losses of clients, within the range of these."""
+        return self.centre(self._clipped(new, old))
+
+    def _clipped(self, new: Tensor, old: Tensor) -> Tensor:
         reach = self.centre(old) + LEAST_RANGE
-        return self.centre((new - old.reshape(-1, *[1] * (new.ndim - 1))).clamp(-reach, reach))
+        return (new - old.reshape(-1, *[1] * (new.ndim - 1))).clamp(-reach, reach)
 
     def temperature(self, head: int) -> int:
         """Return the place of a head's best temperature."""
@@ -97,9 +100,12 @@ class Ballot:
 
     @property
     def better(self) -> bool:
-        """Whether the loss of the fitted head is smaller than that of the old one."""
-        _, old, fitted = self.losses()
-        return fitted < old
+        """Whether the fitted head is better than the old one.
+
+        The centre of the changes of loss decides if it is beyond its standard error, else their mean.
+        """
+        change, mean, error = self._changes(FITTED, OLD)
+        return (change if abs(change) > error else mean) < 0
 
     def losses(self) -> tuple[float, float, float]:
         """Return the loss of the old head, and of both heads at their best temperatures."""
@@ -115,22 +121,22 @@ class Ballot:
         The heads after the first two are those without the groups. A gain counts from ``SURE`` standard
         errors on, and any gain if the fitted head is no better than the old one.
         """
-        gains = [(*self._gain(head), group) for head, group in enumerate(groups, start=2)]
         needed, most = SURE if self.better else 0.0, len(groups) // FEWEST
-        sure = sorted(
-            ((gain, group) for gain, error, group in gains if gain > needed * error), reverse=True
-        )
+        changes = [(*self._changes(head, FITTED), group) for head, group in enumerate(groups, start=2)]
+        sure = sorted((change, group) for change, _, error, group in changes if change < -needed * error)
         return sorted(group for _, group in sure[:most])
 
-    def _gain(self, head: int) -> tuple[float, float]:
-        """Return how much smaller the loss of a head is than that of the fitted one, and its error.
+    def _changes(self, head: int, other: int) -> tuple[float, float, float]:
+        """Return the centre and the mean of the changes of loss from one head to another, and an error.
 
-        It is the standard error if the rows of every client vary as the median client's.
+        Both heads are at their best temperatures. The error is the centre's standard error if the rows
+        of every client vary as the median client's.
         """
-        place, fitted = self.temperature(head), self.means[:, FITTED, self.temperature(FITTED)]
-        smaller = fitted - self.means[:, head, place]
-        same = self.means[:, FITTED, place] - self.means[:, head, place]
+        place, before = self.temperature(head), self.means[:, other, self.temperature(other)]
+        changes = self._clipped(self.means[:, head, place], before)
+        same = self.means[:, head, place] - self.means[:, other, place]
         variance = self.centre((self._squares[:, head, place] - same**2).clamp(min=0))
-        rows = self.rows[smaller.argsort(stable=True)]
-        error = (variance * (_shares(smaller, self.weights) ** 2 / rows).sum()).sqrt()
-        return -float(self.change(self.means[:, head, place], fitted)), float(error)
+        rows = self.rows[changes.argsort(stable=True)]
+        error = (variance * (_shares(changes, self.weights) ** 2 / rows).sum()).sqrt()
+        mean = (changes * self.weights).sum() / self.weights.sum()
+        return float(self.centre(changes)), float(mean), float(error)

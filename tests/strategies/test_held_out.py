@@ -13,12 +13,12 @@ from torch.nn.functional import cross_entropy
 
 import fedrot
 from fedrot.strategies import FedRot, Guard, evaluate_at_clients
-from fedrot.strategies.sums.requests import MESSAGE_TYPE
+from fedrot.strategies.sums.requests import LOSSES, MESSAGE_TYPE
 from fedrot.temperature import TEMPERATURES
 from tests.models import EAGER, State, config_of, near
 from tests.strategies.classifier import NAME, SYMMETRY, build, state
 from tests.strategies.fakes import Client, FakeGrid, failure, reply, tensors_of
-from tests.strategies.test_task_head import Rows, as_predicted, client, rows
+from tests.strategies.test_task_head import Answer, Rows, as_predicted, client, edited, rows
 
 
 def grid_of(*clients: Client) -> FakeGrid:
@@ -144,3 +144,36 @@ def test_a_client_that_judges_only_one_mean_has_no_part_in_the_choice() -> None:
     assert metrics["fedrot-guard-kept-aligned"] == 0
     assert math.isnan(metrics["fedrot-guard-aligned"])
     assert metrics["fedrot-guard-plain"] > 0
+
+
+@pytest.mark.parametrize("counts", [(0.001, 0.0), (60.0, 0.0), (1e9, 0.0)])
+def test_a_client_that_lies_about_its_losses_turns_no_comparison(counts: tuple[float, float]) -> None:
+    """It is one of four, and says that the better model is worse by a million."""
+
+    def lying(answer: Answer) -> None:
+        lies.append(len(lies) % 2)
+        answer[LOSSES]["losses"].fill_(lies[-1] * 1e6 * counts[0])
+        answer[LOSSES]["counts"] = torch.tensor(counts, dtype=torch.float64)
+
+    lies: list[int] = []
+    held_out = [as_predicted(rows(seed, 60)) for seed in range(4)]
+    honest = [client(None, own) for own in held_out]
+    grid = grid_of(*honest[:3], edited(honest[3], lying))
+    evaluate, worse = evaluate_at_clients(grid), near(state(), 0.5, 1)
+    first, second = (evaluate(1, ArrayRecord(tensors))["loss"] for tensors in (worse, state()))
+    assert second < first < 3
+
+
+def test_an_answer_in_anothers_name_counts_for_nobody(warnings: Callable[[], str]) -> None:
+    held_out = [as_predicted(rows(seed, 60)) for seed in range(2)]
+
+    def forging(message: Message) -> Message | None:
+        found = client(None, rows(7, 60))(message)
+        assert found is not None
+        vars(found.metadata)["_src_node_id"] = 101
+        return found
+
+    grid = grid_of(forging, *(client(None, own) for own in held_out))
+    found = evaluate_at_clients(grid)(1, ArrayRecord(state()))
+    assert dict(found) == pytest.approx(judged(state(), *held_out), rel=1e-5)
+    assert "It matches no request of this round" in warnings()

@@ -31,6 +31,7 @@ from fedrot.strategies.client_matching import (
 )
 from fedrot.strategies.lazy_grid import streamed
 from fedrot.strategies.round.aligner import Plan, ToAnchor
+from fedrot.strategies.round.inbox import Asked
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Moved, Question, Update
 from fedrot.strategies.settings import OtherBasis
@@ -273,10 +274,12 @@ class FromOtherBases(ToAnchor):
     def _answers(
         self, requests: Sequence[Message], asked: Sequence[Update], exchange: Exchange
     ) -> Iterator[tuple[Update, Message]]:
-        """Yield the first answer of each update's sender, in the order of arrival."""
-        silent = {update.question.node: update for update in asked}
-        for answer in exchange.of(requests):
-            update = silent.pop(answer.metadata.src_node_id, None)
+        """Yield the first answer to each update's request, in the order of arrival."""
+        answers = exchange.of(requests)  # Requests have ids once they are sent.
+        sent = Asked(message.metadata for message in requests)
+        silent = dict(zip(sent.questions, asked, strict=True))
+        for answer in answers:
+            update = silent.pop(sent.question(answer), None)
             if update is not None:
                 yield update, answer
 

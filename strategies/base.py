@@ -127,16 +127,14 @@ class ReplyStrategy(Strategy):
             **further: arguments of later versions of Flower, which are passed on.
 
         Raises:
-            FedrotError: ``initial_arrays`` is not a model; rounds, nodes or fractions are impossible; a
-                checkpoint is wrong, see ``run``; or the installed Flower, or a run with
-                checkpoints, has no such argument.
+            FedrotError: ``initial_arrays`` is not a model; rounds, nodes or fractions are impossible; or
+                a checkpoint is wrong, see ``run``.
+            TypeError: the installed Flower, or a run with checkpoints, has no such argument.
         """
         self.check_initial(initial_arrays)
         arguments.check_numbers(self._weighting, num_rounds)
         if should_stop is not None:
             further["should_stop"] = should_stop
-        saves = Strategy.start if self.checkpoints is not None else None
-        arguments.check_further(further, super().start, saves)
         self._timeout = timeout
         self._sent = self._sent_to_evaluate = self._begun = None
         self._grid = lazy = grid if isinstance(grid, LazyGrid) else LazyGrid(grid)

@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 import safetensors.torch
-import torch
 from filelock import FileLock, Timeout
-from flwr.app import Array, ArrayRecord
+from flwr.app import ArrayRecord
 from flwr.common import log
 from flwr.serverapp.strategy import Result
 from safetensors import SafetensorError
@@ -32,8 +31,7 @@ from fedrot._io import NO_LOCKS, sync
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.resume.state import RunState
 from fedrot.strategies.resume.values import decode, encode
-from fedrot.strategies.wire.arrays import TIED
-from fedrot.strategies.wire.arrays import decode as decode_array
+from fedrot.strategies.wire.arrays import TIED, from_arrays, to_arrays
 
 _FORMAT = 1
 _MODEL, _STATE, _ABOUT = "model.safetensors", "state.safetensors", "checkpoint.json"
@@ -61,8 +59,8 @@ class Checkpoints:
 
     A checkpoint is a folder of three files: ``model.safetensors`` with the global model under its own
     names, ``state.safetensors`` with the arrays of the run's state, and ``checkpoint.json`` with the
-    metrics of all rounds, the other state, each tensor's encoding on the wire, the versions, and the
-    SHA-256 digests of all three. Only the newest ``keep`` checkpoints are kept.
+    metrics of all rounds, the other state, which tensors are tied, the versions, and the SHA-256 digests
+    of all three. Only the newest ``keep`` checkpoints are kept.
     """
 
     def __init__(self, folder: str | Path, keep: int = 3) -> None:
@@ -130,7 +128,7 @@ class Checkpoints:
             sync(self.folder)
             for old in [r for r in self.rounds() if r <= number][: -self.keep]:
                 shutil.rmtree(self._path(old))
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, UpdateError) as error:
             raise FedrotError(
                 f"The checkpoint of round {number} cannot be written to '{self.folder}': {error}. The "
                 "run stops here. Earlier checkpoints are complete; resume from them."
@@ -191,7 +189,7 @@ def _not_writable(folder: Path, error: OSError) -> FedrotError:
 
 
 def _write(folder: Path, number: int, arrays: ArrayRecord, result: Result, state: RunState) -> None:
-    tensors, layouts = _as_tensors(arrays)
+    tensors = _unshared(from_arrays(arrays))
     bulk: dict[str, np.ndarray] = {}
     encoded = state.encoded(bulk)
     about = {
@@ -199,7 +197,7 @@ def _write(folder: Path, number: int, arrays: ArrayRecord, result: Result, state
         "versions": _versions(),
         "round": number,
         "metrics": {name: encode(getattr(result, name), name, bulk) for name in _METRICS},
-        "arrays": layouts,
+        "tied": {name: a.data.decode() if a.stype == TIED else name for name, a in arrays.items()},
         "state": encoded,
     }
     safetensors.torch.save_file(tensors, folder / _MODEL)
@@ -231,7 +229,8 @@ def _read(folder: Path) -> Checkpoint:
             )
         _compare(about["versions"])
         bulk = safetensors.numpy.load_file(folder / _STATE)
-        arrays = _as_arrays(safetensors.torch.load_file(folder / _MODEL), about["arrays"])
+        tensors = safetensors.torch.load_file(folder / _MODEL)
+        arrays = to_arrays({name: tensors[tied] for name, tied in about["tied"].items()})
         result = Result(arrays=arrays)
         for name in _METRICS:
             setattr(result, name, decode(about["metrics"][name], bulk))
@@ -264,46 +263,15 @@ def _verified(folder: Path) -> dict[str, Any]:
     return about
 
 
-def _as_tensors(arrays: ArrayRecord) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Return arrays as tensors, or as bytes if they cannot be decoded, and their encodings."""
-    tensors: dict[str, Tensor] = {}
-    layouts: dict[str, dict[str, Any]] = {}
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors that share no memory, as safetensors requires; others are not copied."""
+    found: dict[str, Tensor] = {}
     taken: set[int] = set()
-    for name, array in arrays.items():
-        layout: dict[str, Any] = {"dtype": array.dtype, "shape": list(array.shape), "stype": array.stype}
-        try:
-            tied = array.data.decode(errors="replace") if array.stype == TIED else name
-            tensor = decode_array(tied, arrays[tied])
-        except (KeyError, UpdateError):
-            tensor = torch.from_numpy(np.frombuffer(array.data, np.uint8).copy())
-        if array.stype == TIED:
-            layout["data"] = array.data.decode("latin-1")
-        else:
-            # The npy header, before the values.
-            layout["header"] = array.data[: len(array.data) - tensor.nbytes].decode("latin-1")
-            layout["reversed"] = not tensor.is_contiguous()
-        # safetensors refuses tensors that share memory.
+    for name, tensor in tensors.items():
         memory = tensor.untyped_storage().data_ptr()
-        tensors[name] = tensor.clone().contiguous() if memory in taken else tensor.contiguous()
-        layouts[name] = layout
+        found[name] = tensor.clone().contiguous() if memory in taken else tensor.contiguous()
         taken.add(memory)
-    return tensors, layouts
-
-
-def _as_arrays(tensors: Mapping[str, Tensor], layouts: Mapping[str, Mapping[str, Any]]) -> ArrayRecord:
-    """Return the arrays that ``_as_tensors`` was given, byte for byte."""
-    arrays = ArrayRecord()
-    for name, layout in layouts.items():
-        if "data" in layout:
-            data = layout["data"].encode("latin-1")
-        else:
-            tensor = tensors[name]
-            if layout["reversed"]:
-                tensor = tensor.permute(*reversed(range(tensor.dim()))).contiguous()
-            values = tensor.reshape(-1).view(torch.uint8).numpy()
-            data = b"".join((layout["header"].encode("latin-1"), values.data))
-        arrays[name] = Array(layout["dtype"], tuple(layout["shape"]), layout["stype"], data)
-    return arrays
+    return found
 
 
 @contextmanager

@@ -12,14 +12,15 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
+import flwr
 import numpy as np
 import safetensors.numpy
 import safetensors.torch
+import torch
 from filelock import FileLock, Timeout
 from flwr.app import ArrayRecord
 from flwr.common import log
@@ -27,6 +28,7 @@ from flwr.serverapp.strategy import Result
 from safetensors import SafetensorError
 from torch import Tensor
 
+import fedrot
 from fedrot._io import NO_LOCKS, sync
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.resume.state import RunState
@@ -39,7 +41,6 @@ _LOCK = ".lock"
 _NAME = re.compile(r"round-(\d{6,})")
 _UNFINISHED = ".writing-"
 _METRICS = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
-_PACKAGES = ("fedrot", "flwr", "torch", "numpy")
 
 
 @dataclass(frozen=True)
@@ -165,10 +166,6 @@ class _DamagedError(Exception):
     """A checkpoint is damaged."""
 
 
-class _OtherFormatError(FedrotError):
-    """A checkpoint has another version of this format."""
-
-
 def _entries(folder: Path) -> list[Path]:
     """Return the files and folders in a folder.
 
@@ -223,7 +220,7 @@ def _read(folder: Path) -> Checkpoint:
     try:
         about = _verified(folder)
         if about["format"] != _FORMAT:
-            raise _OtherFormatError(
+            raise FedrotError(
                 f"'{folder}' was written by fedrot {about['versions']['fedrot']} in format "
                 f"{about['format']}; this version of fedrot reads format {_FORMAT}."
             )
@@ -238,7 +235,7 @@ def _read(folder: Path) -> Checkpoint:
         if folder.name != _folder_name(about["round"]):
             raise _DamagedError(f"It is of round {about['round']!r:.60}.")
         return Checkpoint(folder, about["round"], arrays, result, state, bulk)
-    except _OtherFormatError:
+    except FedrotError:
         raise
     except OSError as error:
         raise _DamagedError(f"{error}.") from error
@@ -318,15 +315,8 @@ def _json_digest(value: Any) -> str:
 
 
 def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
-
-
-def _version(name: str) -> str:
-    """Return the version of a package, or of its nightly build, which has another name."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return version(f"{name}-nightly")
+    packages = {module.__name__: str(module.__version__) for module in (fedrot, flwr, torch, np)}
+    return {"python": platform.python_version(), **packages}
 
 
 def _compare(written: Mapping[str, str]) -> None:

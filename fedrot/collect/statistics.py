@@ -108,15 +108,6 @@ def collects(name: str) -> Callable[[Collector], Collector]:
     return register
 
 
-def kinds_table() -> str:
-    """Return the registered kinds as a Markdown table."""
-    rows = ["| kind | value | follows rotations | computed from batches |", "|---|---|---|---|"]
-    for kind in STATISTIC_KINDS.values():
-        rotates, collects = ("yes" if flag else "no" for flag in (kind.follows_rotations, kind.collect))
-        rows.append(f"| `{kind.name}` | {kind.meaning} | {rotates} | {collects} |")
-    return "\n".join(rows)
-
-
 def brings(statistics: Statistics, kind: str) -> bool:
     """Return whether there are statistics of a kind; ``gram`` and ``gram_conv1d`` count as one kind."""
     kinds = INPUT_AXIS if kind in INPUT_AXIS else (kind,)

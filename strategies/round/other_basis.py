@@ -152,14 +152,10 @@ class FromOtherBases(ToAnchor):
 
     def finder(self, base: Tensors) -> Finder:
         """Return the function that finds one update's alignment to one anchor."""
-        plan, others = self.plan, self.others if self._mixed else None
-        return finder(
-            base,
-            plan.symmetry,
-            plan.options,
-            others.options if others is not None else None,
-            others.evidence if others is not None else None,
-        )
+        if not self._mixed:
+            return super().finder(base)
+        plan, others = self.plan, self.others
+        return finder(base, plan.symmetry, plan.options, others.options, others.evidence)
 
     @property
     def canonical(self) -> bool:

@@ -180,10 +180,7 @@ def run_lines(
         of = counted(len(moved), "round", "rounds")
         did = f"groups in {sum(moved)} of {of}" if any(moved) else f"nothing in {of}"
         lines.append(f"Alignment moved {did}.")
-    off = not moved and {*verdicts.values()} <= {OFF}
-    if off and rounds:
-        lines.append("Alignment was off.")
-    lines += [f"Round {number}: {verdicts[number]}." for number in ([] if off else ends(verdicts))]
+    lines += [f"Round {number}: {verdicts[number]}." for number in ends(verdicts)]
     dropped = {number: n for number, metrics in rounds.items() if (n := metrics.get(DROPPED, 0))}
     if dropped:
         replies = counted(sum(dropped.values()), "reply was", "replies were")

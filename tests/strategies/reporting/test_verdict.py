@@ -228,20 +228,12 @@ def test_the_last_lines_of_a_run() -> None:
         ),
         (
             {1: {"loss": 0.5}, 2: {DROPPED: 1}},
-            ["Alignment was off.", "1 reply was dropped, in 1 round."],
+            ["Round 1: verdict.", "Round 2: verdict.", "1 reply was dropped, in 1 round."],
         ),
     ],
 )
 def test_short_runs(rounds: dict[int, dict[str, float]], expected: list[str]) -> None:
-    said = OFF if "Alignment was off." in expected else "verdict"
-    assert run_lines(rounds, dict.fromkeys(rounds, said)) == expected
-
-
-def test_a_run_without_alignment_names_the_rounds_that_gave_no_model() -> None:
-    assert run_lines({1: {"loss": 0.5}}, {1: OFF, 2: NOBODY})[:2] == [
-        f"Round 1: {OFF}.",
-        f"Round 2: {NOBODY}.",
-    ]
+    assert run_lines(rounds, dict.fromkeys(rounds, "verdict")) == expected
 
 
 def test_rounds_without_a_model_are_counted() -> None:

@@ -31,7 +31,7 @@ from fedrot.strategies.resume.run import run
 from fedrot.strategies.round.aligner import Aligner
 from fedrot.strategies.round.inbox import Asked, Inbox, readable_evaluations, sent_by
 from fedrot.strategies.round.merge import Aggregated, Averaged, Listed, Merge, Wrapped
-from fedrot.strategies.round.order import Order, by_arrival, by_client, by_contents
+from fedrot.strategies.round.order import Order, by_client, by_contents
 from fedrot.strategies.round.outbox import common_model, plain, to_send
 from fedrot.strategies.round.play import play
 from fedrot.strategies.round.record import RoundRecord
@@ -353,14 +353,11 @@ class ReplyStrategy(Strategy):
             figures=figures_of(self) | figures_of(self._weighting),
             in_front=self._in_front,
         )
-        order = self._order() if self.waits else None
+        by_id = by_client if self.trusts_ids else by_contents
+        held: Order = by_id if self.server.deterministic else list
+        order = held if self.waits else None
         play(replies, inbox, aligner, merge, order=order, on_update=self.on_update)
         return merge, aligner.moved_broadcast()
-
-    def _order(self) -> Order:
-        if not self.server.deterministic:
-            return by_arrival
-        return by_client if self.trusts_ids else by_contents
 
     def _wrapped(self) -> Wrapped:
         return Wrapped(

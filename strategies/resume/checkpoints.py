@@ -59,9 +59,9 @@ class Checkpoints:
     """Writes and reads the checkpoints of one run, ``folder/round-000001`` and so on.
 
     A checkpoint is a folder of three files: ``model.safetensors`` with the global model under its own
-    names, ``state.safetensors`` with the arrays of the run's state, and ``checkpoint.json`` with the
-    metrics of all rounds, the other state, which tensors are tied, the versions, and the SHA-256 digests
-    of all three. Only the newest ``keep`` checkpoints are kept.
+    names and in C order, ``state.safetensors`` with the arrays of the run's state, and
+    ``checkpoint.json`` with the metrics of all rounds, the other state, which tensors are tied, the
+    versions, and the SHA-256 digests of all three. Only the newest ``keep`` checkpoints are kept.
     """
 
     def __init__(self, folder: str | Path, keep: int = 3) -> None:

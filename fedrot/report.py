@@ -109,11 +109,6 @@ class AlignmentReport:
         """Return one dictionary per group."""
         return [asdict(group) for group in self.groups]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain data."""
-        totals = {"before": self.before, "after": self.after, "seconds": self.seconds}
-        return {"groups": self.rows(), **totals}
-
 
 @dataclass(frozen=True)
 class Shares:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from inspect import Parameter, signature
 from numbers import Integral, Real
 
-import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord
+from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import (
     DifferentialPrivacyClientSideAdaptiveClipping,
     DifferentialPrivacyClientSideFixedClipping,
@@ -17,13 +15,11 @@ from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideFixedClipping,
     Strategy,
 )
-from torch import Tensor, nn
 
 from fedrot.errors import FedrotError, SymmetryError
 from fedrot.strategies.flower_compat import callers
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.symmetry import Symmetry, check_family, symmetry_of
-from fedrot.symmetry.resolve import settings_of
 from fedrot.tensors import Tensors
 
 #: The error of Flower's legacy server with an aligned strategy.
@@ -62,64 +58,21 @@ def check_described(name: str, given: object, align: bool) -> None:
     """
     if isinstance(given, Symmetry) or (given is None and not align):
         return
-    mistake = _mistake(name, given)
-    if mistake:
-        raise FedrotError(mistake)
-    settings = settings_of(given)
-    if align:
-        check_family(settings)
-
-
-def _mistake(name: str, given: object) -> str:
-    """Return an error message if ``given`` cannot be a configuration, else an empty string."""
-    kind, call = type(given).__name__, f"{name}(model.config, ...)"
-    if given is None:
-        return (
-            f"{name} needs the model's configuration: write {call}, with the transformers "
-            f"configuration, or {name}(symmetry, ...) for your own architecture "
-            "(docs/how-to/own-model.md)."
-        )
-    config = getattr(given, "config", None)
-    described = isinstance(config, Mapping) or callable(getattr(config, "to_dict", None))
-    strategy = given if isinstance(given, type) else type(given)
-    if isinstance(given, nn.Module) and described:
-        what, instead = f"a model, a {kind}", f"write {call}, with its configuration"
-    elif isinstance(given, nn.Module):
-        what = f"a model, a {kind}, that has no transformers configuration"
-        instead = (
-            f"describe its architecture (docs/how-to/own-model.md), and write {name}(symmetry, ...)"
-        )
-    elif isinstance(given, str):
-        what = f"the name '{given:.60}'"
-        instead = f"write {name}(transformers.AutoConfig.from_pretrained('{given:.60}'), ...)"
-    elif isinstance(given, (bool, int, float)):
-        what = f"the number {given} in place of the model's configuration"
-        instead = f"write {name}(model.config, fraction_train={given}), and name other arguments too"
-    elif _holds_tensors(given):
-        what = "a model's tensors"
-        instead = f"write {call}, and strategy.start(grid, ArrayRecord(model.state_dict()))"
-    elif issubclass(strategy, Strategy):
-        other = strategy.__name__
-        what = f"the strategy {other}"
-        instead = (
-            f"write class Aligned{other}(Aligned, {other}): pass and Aligned{other}(model.config, ...)"
-        )
-    elif callable(given):
-        what = "a class or function"
-        instead = (
-            f"write {call} with the configuration of a model; a function that builds a model is for "
-            "other_basis=OtherBasis(model=...)"
-        )
-    else:
-        return ""
-    return f"{name} was given {what}: {instead}."
-
-
-def _holds_tensors(given: object) -> bool:
-    values = list(given.values()) if isinstance(given, Mapping) else given
-    if isinstance(values, (list, tuple)):
-        return any(isinstance(value, (Tensor, np.ndarray, Array)) for value in values)
-    return isinstance(values, (Tensor, np.ndarray))
+    to_dict = getattr(given, "to_dict", None)
+    config = to_dict() if callable(to_dict) and not isinstance(given, type) else given
+    if isinstance(config, Mapping) and "model_type" in config:
+        if align:
+            check_family(config)
+        return
+    what = "nothing" if given is None else f"an object of type {type(given).__name__}"
+    instead = (
+        f"{name}(model.config, ...), with the transformers configuration, or {name}(symmetry, ...) for "
+        "your own architecture (docs/how-to/own-model.md)"
+    )
+    if isinstance(given, (bool, int, float)):  # FedAvg's first argument is fraction_train.
+        what = f"the number {given}"
+        instead = f"{name}(model.config, fraction_train={given}), and name other arguments too"
+    raise FedrotError(f"{name} needs the model's configuration, and was given {what}: write {instead}.")
 
 
 def symmetry_for(described: object, arrays: ArrayRecord) -> Symmetry:
@@ -190,29 +143,6 @@ def check_numbers(strategy: object, num_rounds: object) -> None:
         value = getattr(strategy, name, 0)
         if not isinstance(value, Real) or not 0 <= float(value) <= 1:
             raise FedrotError(f"{name} is {value!r:.60}; it must be a number from 0 to 1{_UNQUOTED}")
-
-
-def check_further(
-    given: Iterable[str], start: Callable[..., object], run: Callable[..., object] | None
-) -> None:
-    """Check arguments of ``start`` that only some versions of Flower have.
-
-    Args:
-        given: their names.
-        start: of the base strategy.
-        run: the function that runs the rounds instead, if there are checkpoints.
-    """
-    for name in given:
-        if not _takes(start, name):
-            newer = " (Flower 1.43 and later have it)" if name == "should_stop" else ""
-            raise FedrotError(f"The installed Flower's start has no argument '{name}'{newer}.")
-        if run is not None and not _takes(run, name):
-            raise FedrotError(f"A run with checkpoints has no argument '{name}'. Omit one of the two.")
-
-
-def _takes(function: Callable[..., object], name: str) -> bool:
-    parameters = signature(function).parameters
-    return name in parameters or any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
 
 
 def check_in_front(strategy: Strategy, anchor: str, other_basis: bool) -> None:

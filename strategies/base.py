@@ -31,7 +31,7 @@ from fedrot.strategies.resume.run import run
 from fedrot.strategies.round.aligner import Aligner
 from fedrot.strategies.round.inbox import Asked, Inbox, readable_evaluations, sent_by
 from fedrot.strategies.round.merge import Aggregated, Averaged, Listed, Merge, Wrapped
-from fedrot.strategies.round.order import Order, by_arrival, by_client, by_contents
+from fedrot.strategies.round.order import Order, by_client, by_contents
 from fedrot.strategies.round.outbox import common_model, plain, to_send
 from fedrot.strategies.round.play import play
 from fedrot.strategies.round.record import RoundRecord
@@ -127,16 +127,14 @@ class ReplyStrategy(Strategy):
             **further: arguments of later versions of Flower, which are passed on.
 
         Raises:
-            FedrotError: ``initial_arrays`` is not a model; rounds, nodes or fractions are impossible; a
-                checkpoint is wrong, see ``run``; or the installed Flower, or a run with
-                checkpoints, has no such argument.
+            FedrotError: ``initial_arrays`` is not a model; rounds, nodes or fractions are impossible; or
+                a checkpoint is wrong, see ``run``.
+            TypeError: the installed Flower, or a run with checkpoints, has no such argument.
         """
         self.check_initial(initial_arrays)
         arguments.check_numbers(self._weighting, num_rounds)
         if should_stop is not None:
             further["should_stop"] = should_stop
-        saves = Strategy.start if self.checkpoints is not None else None
-        arguments.check_further(further, super().start, saves)
         self._timeout = timeout
         self._sent = self._sent_to_evaluate = self._begun = None
         self._grid = lazy = grid if isinstance(grid, LazyGrid) else LazyGrid(grid)
@@ -355,14 +353,11 @@ class ReplyStrategy(Strategy):
             figures=figures_of(self) | figures_of(self._weighting),
             in_front=self._in_front,
         )
-        order = self._order() if self.waits else None
+        by_id = by_client if self.trusts_ids else by_contents
+        held: Order = by_id if self.server.deterministic else list
+        order = held if self.waits else None
         play(replies, inbox, aligner, merge, order=order, on_update=self.on_update)
         return merge, aligner.moved_broadcast()
-
-    def _order(self) -> Order:
-        if not self.server.deterministic:
-            return by_arrival
-        return by_client if self.trusts_ids else by_contents
 
     def _wrapped(self) -> Wrapped:
         return Wrapped(

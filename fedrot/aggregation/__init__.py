@@ -6,7 +6,6 @@ from fedrot.aggregation.registry import (
     Aggregator,
     aggregation_named,
     aggregations,
-    aggregations_table,
     register_aggregation,
 )
 from fedrot.aggregation.regmean import RegMean
@@ -20,7 +19,6 @@ __all__ = [
     "Statistics",
     "aggregation_named",
     "aggregations",
-    "aggregations_table",
     "check_statistics",
     "register_aggregation",
 ]

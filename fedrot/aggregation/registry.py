@@ -118,16 +118,3 @@ def aggregation_named(name: str, **given: Callable[[], object]) -> Callable[[], 
         )
     used = given.keys() & inspect.signature(entry.build).parameters.keys()
     return lambda: entry.build(**{argument: given[argument]() for argument in used})
-
-
-def aggregations_table() -> str:
-    """Return the aggregations as a Markdown table."""
-    rows = [
-        "| name | class | statistics | arguments that must be given | result |",
-        "|---|---|---|---|---|",
-    ]
-    for entry in _entries().values():
-        lists = (", ".join(f"`{name}`" for name in names) for names in (entry.needs, entry.inputs))
-        cells = [f"`{entry.name}`", f"`{entry.path}`", *lists, entry.meaning]
-        rows.append(f"| {' | '.join(cell or '-' for cell in cells)} |")
-    return "\n".join(rows)

@@ -108,15 +108,6 @@ def collects(name: str) -> Callable[[Collector], Collector]:
     return register
 
 
-def kinds_table() -> str:
-    """Return the registered kinds as a Markdown table."""
-    rows = ["| kind | value | follows rotations | computed from batches |", "|---|---|---|---|"]
-    for kind in STATISTIC_KINDS.values():
-        rotates, collects = ("yes" if flag else "no" for flag in (kind.follows_rotations, kind.collect))
-        rows.append(f"| `{kind.name}` | {kind.meaning} | {rotates} | {collects} |")
-    return "\n".join(rows)
-
-
 def brings(statistics: Statistics, kind: str) -> bool:
     """Return whether there are statistics of a kind; ``gram`` and ``gram_conv1d`` count as one kind."""
     kinds = INPUT_AXIS if kind in INPUT_AXIS else (kind,)
@@ -174,14 +165,8 @@ def contradicted_means(statistics: Statistics) -> list[tuple[str, str]]:
     found = []
     for axis, kind in MEANS.items():
         grams = statistics.get(GRAMS[axis], {})
-        checked: dict[tuple[int, int], bool] = {}
         for name, mean in statistics.get(kind, {}).items():
-            if name not in grams:
-                continue
-            both = (id(mean), id(grams[name]))
-            if both not in checked:
-                checked[both] = _contradicts(mean.detach(), grams[name].detach())
-            if checked[both]:
+            if name in grams and _contradicts(mean.detach(), grams[name].detach()):
                 found.append((kind, name))
     return found
 
@@ -237,12 +222,19 @@ def transport_statistics(
     return out
 
 
-def _check_gram(value: Tensor, shape: Shape, axis: int) -> str | None:
+def _check_inputs(value: Tensor, shape: Shape, axis: int, ndim: int) -> str | None:
+    """Return a problem unless each dimension of a value has the size of a linear layer's inputs."""
     if len(shape) != 2:
         return "belong to a tensor that is no matrix, and so to no linear layer"
-    inputs = shape[axis]
-    if tuple(value.shape) != (inputs, inputs):
-        return f"have shape {list(value.shape)}, but the layer reads {inputs} inputs; send [in, in]"
+    inputs, wanted = shape[axis], [shape[axis]] * ndim
+    if list(value.shape) != wanted:
+        return f"have shape {list(value.shape)}, but the layer reads {inputs} inputs; send {wanted}"
+    return None
+
+
+def _check_gram(value: Tensor, shape: Shape, axis: int) -> str | None:
+    if problem := _check_inputs(value, shape, axis, ndim=2):
+        return problem
     matrix = value.detach().to(compute_dtype(value))
     negative = "have negative eigenvalues; a Gram matrix is X^T X"
     if bool((matrix.diagonal() < 0).any()):
@@ -254,7 +246,7 @@ def _check_gram(value: Tensor, shape: Shape, axis: int) -> str | None:
     if bool(((even - even.mT).abs() > slack).any()):
         return "are not symmetric; a Gram matrix is X^T X"
     # Rounding may have made a small eigenvalue negative, so the largest rounding error is added.
-    eye = torch.eye(inputs, dtype=even.dtype, device=even.device)
+    eye = torch.eye(len(even), dtype=even.dtype, device=even.device)
     _, failed = torch.linalg.cholesky_ex(even + slack * eye)
     return negative if bool(failed) else None
 
@@ -298,14 +290,6 @@ def _move_gram(value: Tensor, slot: Slot, move: Move, axis: int) -> Tensor:
     moved = move.on(move.on(value, other), replace(other, axis=1))
     exact = move.group.kind.on_fisher(move.element) is not None  # a permutation, signs or scales
     return moved if exact else semidefinite(moved, value)
-
-
-def _check_mean(value: Tensor, shape: Shape, axis: int) -> str | None:
-    if len(shape) != 2:
-        return "belong to a tensor that is no matrix, and so to no linear layer"
-    if tuple(value.shape) != (shape[axis],):
-        return f"have shape {list(value.shape)}, but the layer reads {shape[axis]} inputs"
-    return None
 
 
 def _move_mean(value: Tensor, slot: Slot, move: Move, axis: int) -> Tensor:
@@ -360,7 +344,7 @@ for _axis, _name in GRAMS.items():
 for _axis, _name in MEANS.items():
     STATISTIC_KINDS[_name] = StatisticKind(
         _name,
-        check=partial(_check_mean, axis=_axis),
+        check=partial(_check_inputs, axis=_axis, ndim=1),
         move=partial(_move_mean, axis=_axis),
         meaning=f"mean of the same inputs as `{GRAMS[_axis]}`, collected with it",
         dtypes=(torch.float32, torch.float64, torch.bfloat16),

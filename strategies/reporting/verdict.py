@@ -34,7 +34,7 @@ MOVEMENTS = {
 FOUND, CHANCE, REMOVED = "fedrot-share-found", "fedrot-share-chance", "fedrot-share-removed"
 MOVED, ACCEPTED = "fedrot-groups-moved", "fedrot-replies-accepted"
 DROPPED, FAILED = "fedrot-replies-dropped", "fedrot-replies-failed"
-KEPT_ALIGNED, COMPARED = "fedrot-guard-kept-aligned", "fedrot-guard-aligned"
+KEPT_ALIGNED = "fedrot-guard-kept-aligned"
 
 #: The verdict on a round without alignment.
 OFF = "alignment is off: averaged as they are"
@@ -93,7 +93,9 @@ def figures(reports: Sequence[AlignmentReport]) -> dict[str, float | int]:
     The shares found and of chance are those of the replies with known chance, and left out without any.
     """
     known = known_chance(reports)
-    shares = {FOUND: _share_found(known), CHANCE: _share_of_chance(known)} if known else {}
+    found = _share((report.found(), report.before) for report in known)
+    chance = _share((report.chance() or 0.0, report.before) for report in known)
+    shares = {FOUND: found, CHANCE: chance} if known else {}
     return {**shares, REMOVED: share_removed(reports), MOVED: groups_moved(reports)}
 
 
@@ -111,16 +113,6 @@ def groups_moved(reports: Iterable[AlignmentReport], *parts: str) -> int:
 def share_removed(reports: Sequence[AlignmentReport], *parts: str) -> float:
     """Return the share of all reports' squared distance that the given parts removed (all if none)."""
     return _share((report.share(*parts), report.before) for report in reports)
-
-
-def _share_found(reports: Sequence[AlignmentReport]) -> float:
-    """Return the share of all reports' squared distance that best elements remove, if moved or not."""
-    return _share((report.found(), report.before) for report in reports)
-
-
-def _share_of_chance(reports: Sequence[AlignmentReport]) -> float:
-    """Return the share of all reports' squared distance that chance removes; unknown chance is 0."""
-    return _share((report.chance() or 0.0, report.before) for report in reports)
 
 
 def _share(shares: Iterable[tuple[float, float]]) -> float:
@@ -188,21 +180,11 @@ def run_lines(
         of = counted(len(moved), "round", "rounds")
         did = f"groups in {sum(moved)} of {of}" if any(moved) else f"nothing in {of}"
         lines.append(f"Alignment moved {did}.")
-    off = not moved and {*verdicts.values()} <= {OFF}
-    if off and rounds:
-        lines.append("Alignment was off.")
-    lines += [f"Round {number}: {verdicts[number]}." for number in ([] if off else ends(verdicts))]
-    guarded = [metrics for metrics in rounds.values() if KEPT_ALIGNED in metrics]
-    if guarded:
-        compared, kept = sum(COMPARED in m for m in guarded), sum(m[KEPT_ALIGNED] for m in guarded)
-        of = counted(compared, "round", "rounds")
-        lines.append(f"The guard compared both means in {of} and kept the aligned one in {kept}.")
+    lines += [f"Round {number}: {verdicts[number]}." for number in ends(verdicts)]
     dropped = {number: n for number, metrics in rounds.items() if (n := metrics.get(DROPPED, 0))}
     if dropped:
         replies = counted(sum(dropped.values()), "reply was", "replies were")
         lines.append(f"{replies} dropped, in {counted(len(dropped), 'round', 'rounds')}.")
-    elif rounds:
-        lines.append("No reply was dropped.")
     if rows is not None:
         lines.append(f"Rows of the rounds: '{rows}'. A page of them: fedrot report '{rows}'")
     return lines
@@ -214,25 +196,13 @@ def empty_rounds(verdicts: Mapping[int, str]) -> str:
     Args:
         verdicts: of all rounds.
     """
-    without = sorted(number for number, said in verdicts.items() if said.startswith((NOBODY, _LOST)))
+    without = [number for number, said in verdicts.items() if said.startswith((NOBODY, _LOST))]
     if not without:
         return ""
-    which = f"{'round' if len(without) == 1 else 'rounds'} {_ranges(without)}"
     return (
-        f"No new model in {which} (of {len(verdicts)}): no client is in the mean, and the model did "
-        "not change."
+        f"No new model in {len(without)} of {counted(len(verdicts), 'round', 'rounds')}, the first is "
+        f"round {min(without)}: no client is in the mean, and the model did not change."
     )
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return sorted numbers as ``1-3, 7``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs)
 
 
 def ends(rounds: Collection[int]) -> list[int]:

@@ -12,28 +12,28 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
+import flwr
 import numpy as np
 import safetensors.numpy
 import safetensors.torch
 import torch
 from filelock import FileLock, Timeout
-from flwr.app import Array, ArrayRecord
+from flwr.app import ArrayRecord
 from flwr.common import log
 from flwr.serverapp.strategy import Result
 from safetensors import SafetensorError
 from torch import Tensor
 
+import fedrot
 from fedrot._io import NO_LOCKS, sync
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.resume.state import RunState
 from fedrot.strategies.resume.values import decode, encode
-from fedrot.strategies.wire.arrays import TIED
-from fedrot.strategies.wire.arrays import decode as decode_array
+from fedrot.strategies.wire.arrays import TIED, from_arrays, to_arrays
 
 _FORMAT = 1
 _MODEL, _STATE, _ABOUT = "model.safetensors", "state.safetensors", "checkpoint.json"
@@ -41,7 +41,6 @@ _LOCK = ".lock"
 _NAME = re.compile(r"round-(\d{6,})")
 _UNFINISHED = ".writing-"
 _METRICS = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
-_PACKAGES = ("fedrot", "flwr", "torch", "numpy")
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,9 @@ class Checkpoints:
     """Writes and reads the checkpoints of one run, ``folder/round-000001`` and so on.
 
     A checkpoint is a folder of three files: ``model.safetensors`` with the global model under its own
-    names, ``state.safetensors`` with the arrays of the run's state, and ``checkpoint.json`` with the
-    metrics of all rounds, the other state, each tensor's encoding on the wire, the versions, and the
-    SHA-256 digests of all three. Only the newest ``keep`` checkpoints are kept.
+    names and in C order, ``state.safetensors`` with the arrays of the run's state, and
+    ``checkpoint.json`` with the metrics of all rounds, the other state, which tensors are tied, the
+    versions, and the SHA-256 digests of all three. Only the newest ``keep`` checkpoints are kept.
     """
 
     def __init__(self, folder: str | Path, keep: int = 3) -> None:
@@ -130,7 +129,7 @@ class Checkpoints:
             sync(self.folder)
             for old in [r for r in self.rounds() if r <= number][: -self.keep]:
                 shutil.rmtree(self._path(old))
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, UpdateError) as error:
             raise FedrotError(
                 f"The checkpoint of round {number} cannot be written to '{self.folder}': {error}. The "
                 "run stops here. Earlier checkpoints are complete; resume from them."
@@ -167,10 +166,6 @@ class _DamagedError(Exception):
     """A checkpoint is damaged."""
 
 
-class _OtherFormatError(FedrotError):
-    """A checkpoint has another version of this format."""
-
-
 def _entries(folder: Path) -> list[Path]:
     """Return the files and folders in a folder.
 
@@ -191,7 +186,7 @@ def _not_writable(folder: Path, error: OSError) -> FedrotError:
 
 
 def _write(folder: Path, number: int, arrays: ArrayRecord, result: Result, state: RunState) -> None:
-    tensors, layouts = _as_tensors(arrays)
+    tensors = _unshared(from_arrays(arrays))
     bulk: dict[str, np.ndarray] = {}
     encoded = state.encoded(bulk)
     about = {
@@ -199,7 +194,7 @@ def _write(folder: Path, number: int, arrays: ArrayRecord, result: Result, state
         "versions": _versions(),
         "round": number,
         "metrics": {name: encode(getattr(result, name), name, bulk) for name in _METRICS},
-        "arrays": layouts,
+        "tied": {name: a.data.decode() if a.stype == TIED else name for name, a in arrays.items()},
         "state": encoded,
     }
     safetensors.torch.save_file(tensors, folder / _MODEL)
@@ -225,13 +220,14 @@ def _read(folder: Path) -> Checkpoint:
     try:
         about = _verified(folder)
         if about["format"] != _FORMAT:
-            raise _OtherFormatError(
+            raise FedrotError(
                 f"'{folder}' was written by fedrot {about['versions']['fedrot']} in format "
                 f"{about['format']}; this version of fedrot reads format {_FORMAT}."
             )
         _compare(about["versions"])
         bulk = safetensors.numpy.load_file(folder / _STATE)
-        arrays = _as_arrays(safetensors.torch.load_file(folder / _MODEL), about["arrays"])
+        tensors = safetensors.torch.load_file(folder / _MODEL)
+        arrays = to_arrays({name: tensors[tied] for name, tied in about["tied"].items()})
         result = Result(arrays=arrays)
         for name in _METRICS:
             setattr(result, name, decode(about["metrics"][name], bulk))
@@ -239,7 +235,7 @@ def _read(folder: Path) -> Checkpoint:
         if folder.name != _folder_name(about["round"]):
             raise _DamagedError(f"It is of round {about['round']!r:.60}.")
         return Checkpoint(folder, about["round"], arrays, result, state, bulk)
-    except _OtherFormatError:
+    except FedrotError:
         raise
     except OSError as error:
         raise _DamagedError(f"{error}.") from error
@@ -264,46 +260,15 @@ def _verified(folder: Path) -> dict[str, Any]:
     return about
 
 
-def _as_tensors(arrays: ArrayRecord) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Return arrays as tensors, or as bytes if they cannot be decoded, and their encodings."""
-    tensors: dict[str, Tensor] = {}
-    layouts: dict[str, dict[str, Any]] = {}
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors that share no memory, as safetensors requires; others are not copied."""
+    found: dict[str, Tensor] = {}
     taken: set[int] = set()
-    for name, array in arrays.items():
-        layout: dict[str, Any] = {"dtype": array.dtype, "shape": list(array.shape), "stype": array.stype}
-        try:
-            tied = array.data.decode(errors="replace") if array.stype == TIED else name
-            tensor = decode_array(tied, arrays[tied])
-        except (KeyError, UpdateError):
-            tensor = torch.from_numpy(np.frombuffer(array.data, np.uint8).copy())
-        if array.stype == TIED:
-            layout["data"] = array.data.decode("latin-1")
-        else:
-            # The npy header, before the values.
-            layout["header"] = array.data[: len(array.data) - tensor.nbytes].decode("latin-1")
-            layout["reversed"] = not tensor.is_contiguous()
-        # safetensors refuses tensors that share memory.
+    for name, tensor in tensors.items():
         memory = tensor.untyped_storage().data_ptr()
-        tensors[name] = tensor.clone().contiguous() if memory in taken else tensor.contiguous()
-        layouts[name] = layout
+        found[name] = tensor.clone().contiguous() if memory in taken else tensor.contiguous()
         taken.add(memory)
-    return tensors, layouts
-
-
-def _as_arrays(tensors: Mapping[str, Tensor], layouts: Mapping[str, Mapping[str, Any]]) -> ArrayRecord:
-    """Return the arrays that ``_as_tensors`` was given, byte for byte."""
-    arrays = ArrayRecord()
-    for name, layout in layouts.items():
-        if "data" in layout:
-            data = layout["data"].encode("latin-1")
-        else:
-            tensor = tensors[name]
-            if layout["reversed"]:
-                tensor = tensor.permute(*reversed(range(tensor.dim()))).contiguous()
-            values = tensor.reshape(-1).view(torch.uint8).numpy()
-            data = b"".join((layout["header"].encode("latin-1"), values.data))
-        arrays[name] = Array(layout["dtype"], tuple(layout["shape"]), layout["stype"], data)
-    return arrays
+    return found
 
 
 @contextmanager
@@ -350,15 +315,8 @@ def _json_digest(value: Any) -> str:
 
 
 def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
-
-
-def _version(name: str) -> str:
-    """Return the version of a package, or of its nightly build, which has another name."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return version(f"{name}-nightly")
+    packages = {module.__name__: str(module.__version__) for module in (fedrot, flwr, torch, np)}
+    return {"python": platform.python_version(), **packages}
 
 
 def _compare(written: Mapping[str, str]) -> None:

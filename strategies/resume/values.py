@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import math
 import struct
-from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -28,10 +27,10 @@ def encode(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
     Supported types: None, bool, int, float, str, bytes, NumPy arrays and scalars, torch tensors,
     Flower's ``Array`` and records, and lists, tuples, sets and dictionaries, but no subclasses. A type
     that JSON lacks becomes an object with one key, the name of the type. Arrays and tensors are not
-    copied if their layout allows it; their names in ``arrays`` contain ``path``.
+    copied if they are contiguous; their names in ``arrays`` contain ``path``.
 
     Raises:
-        UnknownValueError: the value has another type.
+        UnknownValueError: the value has another type, or an array has a dtype that safetensors lacks.
     """
 
     def keep(array: np.ndarray) -> str:
@@ -67,10 +66,7 @@ def encode(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
         return {"scalar": encode(np.asarray(value), path, arrays)}
     if kind is np.ndarray:
         if value.dtype.char not in _NUMBERS or not value.dtype.isnative:
-            return {"npy": keep(np.frombuffer(_npy(value), np.uint8))}
-        # The memory layout is kept, because NumPy's order of summation depends on it.
-        if value.flags.f_contiguous and not value.flags.c_contiguous:
-            return {"transposed": keep(value.T)}
+            raise UnknownValueError(f"{path} is an array of {value.dtype}.")
         return {"ndarray": keep(np.asarray(value, order="C"))}
     if kind is Tensor:
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -103,21 +99,8 @@ def decode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
             return decode(body, arrays)[()]
         case "ndarray":
             return np.array(arrays[body], order="C")
-        case "transposed":
-            return np.array(arrays[body], order="C").T
-        case "npy":
-            return np.load(BytesIO(arrays[body].tobytes()), allow_pickle=False)
         case "tensor":
             dtype, shape, device, data = body
             flat = torch.from_numpy(np.array(arrays[data]))
             return flat.view(getattr(torch, dtype)).reshape(shape).to(device)
     raise UnknownValueError(f"'{kind}' is not a known kind of value.")
-
-
-def _npy(value: np.ndarray) -> bytes:
-    stream = BytesIO()
-    try:
-        np.save(stream, value, allow_pickle=False)
-    except ValueError as error:
-        raise UnknownValueError(f"an array of {value.dtype}") from error
-    return stream.getvalue()

@@ -89,7 +89,7 @@ class Comparison:
     def __init__(self, guard: Guard, name: str = ALIGNED, always: bool = False) -> None:
         self.guard, self._name, self._always = guard, name, always
         self._evaluate = guard.evaluate
-        self._known: tuple[int, ArrayRecord, MetricRecord] | None = None
+        self._known: tuple[int, ArrayRecord, MetricRecord | None] | None = None
 
     def evaluating(self, evaluate: Evaluate | None, merges: bool) -> Evaluate | None:
         """Return the server's evaluation function, which does not evaluate the kept mean again.
@@ -144,7 +144,9 @@ class Comparison:
             FedrotError: the evaluation returns no number for the metric.
         """
         number, means = record.number, {PLAIN: plain, ALIGNED: aligned}
-        found = {name: self._evaluated(number, mean) for name, mean in means.items()}
+        if self._evaluate is None:
+            raise FedrotError("guard needs evaluate_fn: call this strategy's start with evaluate_fn.")
+        found = {name: self._evaluate(number, mean) for name, mean in means.items()}
         values = {name: self._value(number, metrics) for name, metrics in found.items()}
         best = max(values, key=lambda name: self._goodness(values[name]))
         if self.guard.evaluate is None:
@@ -162,25 +164,15 @@ class Comparison:
         record.guard = {**figures, KEPT_ALIGNED: int(best == ALIGNED)}
         log(INFO, message, *args)
 
-    def _evaluated(self, number: int, mean: ArrayRecord) -> MetricRecord:
-        if self._evaluate is None:
-            raise FedrotError("guard needs evaluate_fn: call this strategy's start with evaluate_fn.")
-        found = self._evaluate(number, mean)
-        if found is None:
-            raise FedrotError(
-                f"The evaluation returned nothing in round {number}, so guard cannot choose a mean. "
-                f"Return a MetricRecord with '{self.guard.metric}' in every round."
-            )
-        return found
-
-    def _value(self, number: int, metrics: MetricRecord) -> float:
+    def _value(self, number: int, metrics: MetricRecord | None) -> float:
+        metrics = MetricRecord() if metrics is None else metrics
         value = metrics.get(self.guard.metric)
         if not isinstance(value, (int, float)):
             what = "has no" if value is None else "returns a list for"
             raise FedrotError(
                 f"The evaluation of round {number} {what} metric '{self.guard.metric}', which guard "
-                f"compares; it has: {', '.join(metrics) or 'nothing'}. Return this metric as a number, "
-                "or name another metric."
+                f"compares; it has: {', '.join(metrics) or 'nothing'}. Return this metric as a number "
+                "in every round, or name another metric."
             )
         return float(value)
 

@@ -50,7 +50,8 @@ class Asked:
         self, messages: Iterable[Metadata] | None = (), clients: dict[int, int] | None = None
     ) -> None:
         self._known = messages is not None
-        self._asked = {Question(one.message_id, one.dst_node_id) for one in messages or ()}
+        self.questions = [Question(one.message_id, one.dst_node_id) for one in messages or ()]
+        self._asked = set(self.questions)
         self._silent = set(self._asked)
         self._clients = {} if clients is None else clients
 
@@ -60,7 +61,7 @@ class Asked:
         Raises:
             UpdateError: the reply matches no request of this round, or an already answered one.
         """
-        question = question_of(message)
+        question = self.question(message)
         if question not in self._asked and not self._known:
             self._asked.add(question)
             self._silent.add(question)
@@ -71,14 +72,18 @@ class Asked:
         self._silent.remove(question)
         self._clients[question.node] = client_id(message)
 
-    def failed(self, message: Message) -> int | None:
-        """Mark an error reply's request as answered; return its client, None if already answered.
+    def question(self, message: Message) -> Question:
+        """Return the request that a message answers.
 
-        If a node has left, the SuperLink answers with its own node id.
+        If a node has left, the SuperLink answers with an error under its own node id.
         """
         to = message.metadata.reply_to_message_id
-        of = [question for question in self._asked if question.message_id == to]
-        question = of[0] if len(of) == 1 else question_of(message)
+        of = [q for q in self._asked if q.message_id == to] if message.has_error() else []
+        return of[0] if len(of) == 1 else question_of(message)
+
+    def failed(self, message: Message) -> int | None:
+        """Mark an error reply's request as answered; return its client, None if already answered."""
+        question = self.question(message)
         if question not in self._silent:
             return None
         self._silent.remove(question)

@@ -12,11 +12,6 @@ from fedrot.strategies.round.update import Update
 Order = Callable[[list[Update]], list[Update]]
 
 
-def by_arrival(updates: list[Update]) -> list[Update]:
-    """Return the updates as they are."""
-    return updates
-
-
 def by_client(updates: list[Update]) -> list[Update]:
     """Sort by the ids that clients send, so that a client chooses its place."""
     return sorted(updates, key=attrgetter("client"))

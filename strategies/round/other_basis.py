@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -31,12 +31,12 @@ from fedrot.strategies.client_matching import (
 )
 from fedrot.strategies.lazy_grid import streamed
 from fedrot.strategies.round.aligner import Plan, ToAnchor
+from fedrot.strategies.round.inbox import Asked
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Moved, Question, Update
 from fedrot.strategies.settings import OtherBasis
 from fedrot.symmetry import Symmetry
 from fedrot.symmetry.canonical import canonical, check_rotates
-from fedrot.symmetry.moves import Move
 from fedrot.symmetry.resolve import settings_of, tied_tensors
 from fedrot.tensors import Tensors, check_finite
 
@@ -152,34 +152,16 @@ class FromOtherBases(ToAnchor):
 
     def finder(self, base: Tensors) -> Finder:
         """Return the function that finds one update's alignment to one anchor."""
-        plan, others = self.plan, self.others if self._mixed else None
-        return finder(
-            base,
-            plan.symmetry,
-            plan.options,
-            others.options if others is not None else None,
-            others.evidence if others is not None else None,
-        )
+        if not self._mixed:
+            return super().finder(base)
+        plan, others = self.plan, self.others
+        return finder(base, plan.symmetry, plan.options, others.options, others.evidence)
 
     @property
     def canonical(self) -> bool:
         """True if the round brings its updates to canonical form."""
         others = self.others.options if self._mixed else None
         return bool(decided(self.plan.options, others, self.plan.symmetry)[0].canonical)
-
-    def _sound(self, held: Sequence[Update]) -> Sequence[Update]:
-        """Return the updates whose canonical form and activations do not overflow; drop the others.
-
-        Such an update must not define the round's coordinates.
-        """
-        found = []
-        for update in held:
-            with self.record.dropping(update.client):
-                given = (update.tensors, self.broadcast, self.plan.symmetry)
-                asked = self.others.evidence is not None and in_other_basis(*given)
-                self._check(update.tensors, with_activations=asked)
-                found.append(update)
-        return found
 
     def _check(self, tensors: Tensors, with_activations: bool) -> None:
         form = self.there(tensors)
@@ -190,19 +172,21 @@ class FromOtherBases(ToAnchor):
             self.others.evidence(form, form)
 
     def prepare(self, held: Sequence[Update]) -> Sequence[Update]:
-        """Choose the round's coordinates; return updates that were matched at clients first."""
-        if not self.others.needs_all:
-            return held
-        updates = self._sound(held)
-        self._choose_coordinates(updates)
-        return sorted(updates, key=lambda update: update.question not in self._matched)
+        """Choose the round's coordinates; return updates that were matched at clients first.
 
-    def _choose_coordinates(self, updates: Sequence[Update]) -> None:
+        An update whose canonical form or activations overflow is dropped, because it must not define the
+        round's coordinates.
+        """
         others, symmetry, exchange = self.others, self.plan.symmetry, self.exchange
-        far, near = list[Update](), list[Update]()
-        for update in updates:
-            other = in_other_basis(update.tensors, self.broadcast, symmetry)
-            (far if other else near).append(update)
+        if not others.needs_all:
+            return held
+        updates, far, near = list[Update](), list[Update](), list[Update]()
+        for update in held:
+            with self.record.dropping(update.client):
+                other = in_other_basis(update.tensors, self.broadcast, symmetry)
+                self._check(update.tensors, with_activations=other)
+                updates.append(update)
+                (far if other else near).append(update)
         self.record.other_basis = len(far)
         self._base = self._chosen_base(far, near)
         self._mixed = bool(far)
@@ -211,6 +195,7 @@ class FromOtherBases(ToAnchor):
         if far and others.learning_passes and len(updates) > 1 and exchange is not None:
             self._matched = self._learned_together(updates, exchange)
         self.rule = self.rule_at(self._base, self.shared)
+        return sorted(updates, key=lambda update: update.question not in self._matched)
 
     def _chosen_base(self, far: Sequence[Update], near: Sequence[Update]) -> Tensors:
         """Return the model that defines the round's coordinates.
@@ -249,36 +234,46 @@ class FromOtherBases(ToAnchor):
         self, updates: Sequence[Update], exchange: Exchange
     ) -> dict[Question, Alignment]:
         """Return the alignments that clients found for their own updates."""
-        base, symmetry = self._base, self._symmetry
-        asked = [one for one in updates if in_other_basis(one.tensors, base, symmetry)]
-        rotates = self.others.rotates
+        base, rotates = self._base, self.others.rotates
+        asked = [one for one in updates if in_other_basis(one.tensors, base, self._symmetry)]
         requests = [
             request(base, one.tensors, exchange.config, one.question.node, canonical_form=rotates)
             for one in asked
         ]
-        found: dict[Question, Alignment] = {}
-        for update, answer in self._answers(requests, asked, exchange):
-            try:
-                found[update.question] = self._checked(update, read_moves(answer, symmetry))
-            except UpdateError as error:
-                log(WARNING, "Client %d is matched at the server: %s", update.client, error)
-        return found
-
-    def _checked(self, update: Update, moves: Sequence[Move]) -> Alignment:
-        """Return a client's moves as an alignment; raise ``UpdateError`` if its result is not finite."""
-        alignment = alignment_by(moves, update.tensors, self._base, self._symmetry)
-        check_finite(alignment.apply(update.tensors))
-        return alignment
+        return self._answers(requests, asked, exchange, {}, "Client %d is matched at the server: %s")
 
     def _answers(
-        self, requests: Sequence[Message], asked: Sequence[Update], exchange: Exchange
-    ) -> Iterator[tuple[Update, Message]]:
-        """Yield the first answer of each update's sender, in the order of arrival."""
-        silent = {update.question.node: update for update in asked}
-        for answer in exchange.of(requests):
-            update = silent.pop(answer.metadata.src_node_id, None)
-            if update is not None:
-                yield update, answer
+        self,
+        requests: Sequence[Message],
+        asked: Sequence[Update],
+        exchange: Exchange,
+        before: Mapping[Question, Alignment],
+        otherwise: str,
+    ) -> dict[Question, Alignment]:
+        """Return the alignments that clients have found, each after the one ``before``, if there is one.
+
+        The first answer to a request counts. An answer that is no alignment, or whose result is not
+        finite, is left out, and the warning ``otherwise`` tells why.
+        """
+        answers = exchange.of(requests)  # Requests have ids once they are sent.
+        sent = Asked(message.metadata for message in requests)
+        silent = dict(zip(sent.questions, asked, strict=True))
+        found: dict[Question, Alignment] = {}
+        for answer in answers:
+            update = silent.pop(sent.question(answer), None)
+            if update is None:
+                continue
+            try:
+                moves = read_moves(answer, self._symmetry)
+                if update.question in before:
+                    moves = compact([*before[update.question].moves, *moves])
+                alignment = alignment_by(moves, update.tensors, self._base, self._symmetry)
+                check_finite(alignment.apply(update.tensors))
+            except UpdateError as error:
+                log(WARNING, otherwise, update.client, error)
+            else:
+                found[update.question] = alignment
+        return found
 
     def _learned_together(
         self, updates: Sequence[Update], exchange: Exchange
@@ -298,16 +293,10 @@ class FromOtherBases(ToAnchor):
             most = LARGEST_SHARE * mean.weight
             asked = [update for update in updates if update.weight <= most]
             requests = [self._request(one, now[one.question], mean, exchange) for one in asked]
-            learned = 0
-            for update, answer in self._answers(requests, asked, exchange):
-                try:
-                    moves = [*now[update.question].moves, *read_moves(answer, self._symmetry)]
-                    now[update.question] = self._checked(update, compact(moves))
-                except UpdateError as error:
-                    log(WARNING, "The rotations of client %d stay unchanged: %s", update.client, error)
-                    continue
-                learned += 1
-            log(INFO, "Common basis, pass %d: %d of %d clients.", number + 1, learned, len(now))
+            unchanged = "The rotations of client %d stay unchanged: %s"
+            learned = self._answers(requests, asked, exchange, now, unchanged)
+            now |= learned
+            log(INFO, "Common basis, pass %d: %d of %d clients.", number + 1, len(learned), len(now))
         return now
 
     def _aligned_alone(self, updates: Sequence[Update]) -> dict[Question, Alignment]:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from flwr.app import Context, Message, RecordDict
 
-from fedrot.aggregation import aggregations_table, registry
-from fedrot.collect.statistics import STATISTIC_KINDS, kinds_table
+from fedrot.aggregation import aggregations, registry
+from fedrot.collect.statistics import STATISTIC_KINDS
 from fedrot.simulations.federation.local_grid import local_clients
 from fedrot.strategies.wire.arrays import wire_bytes
 from fedrot.strategies.wire.records import read_statistics
@@ -92,9 +92,14 @@ def test_the_page_about_rotations_of_the_stream_runs(capsys: pytest.CaptureFixtu
 
 def test_the_page_about_aggregations_lists_all_of_them() -> None:
     text = (DOCS / "how-to/aggregation.md").read_text(encoding="utf-8")
-    ours = [line for line in aggregations_table().splitlines() if "`reproductions." not in line]
-    assert "\n".join(ours) in text
-    assert kinds_table() in text
+    for entry in aggregations():
+        if not entry.path.startswith("reproductions."):
+            names = (", ".join(f"`{name}`" for name in each) for each in (entry.needs, entry.inputs))
+            cells = [f"`{entry.name}`", f"`{entry.path}`", *names, entry.meaning]
+            assert f"| {' | '.join(cell or '-' for cell in cells)} |" in text
+    for kind in STATISTIC_KINDS.values():
+        flags = ("yes" if flag else "no" for flag in (kind.follows_rotations, kind.collect))
+        assert f"| `{kind.name}` | {kind.meaning} | {' | '.join(flags)} |" in text
 
 
 def test_the_page_about_aggregations_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -482,13 +482,16 @@ def nothing_moved(message: Message) -> Message:
 
 
 class Chatty(FakeGrid):
-    """A grid on which nodes answer twice, and one answers that was not asked to match."""
+    """A grid on which nodes answer twice, one that was not asked answers, and one in another's name."""
 
     def send_and_receive(self, messages: Iterable[Message], **kwargs: Any) -> Iterable[Message]:
         asked = list(messages)
         stranger = nothing_moved(asked[0])
         stranger.metadata.__dict__["_src_node_id"] = 999
-        return [stranger, *super().send_and_receive(asked), *map(nothing_moved, asked), stranger]
+        in_its_name = nothing_moved(asked[0])
+        in_its_name.metadata.__dict__["_reply_to_message_id"] = "of another request"
+        answers = super().send_and_receive(asked)
+        return [stranger, in_its_name, *answers, *map(nothing_moved, asked), stranger]
 
 
 def test_the_first_answer_of_who_was_asked_counts(warnings: Callable[[], str]) -> None:
@@ -507,7 +510,14 @@ def test_the_first_answer_of_who_was_asked_counts(warnings: Callable[[], str]) -
     assert warnings() == ""
 
 
-BAD_NODES: dict[str, Client] = {
+def left(message: Message) -> Message:
+    """Answer as the SuperLink does for a node that has left."""
+    answer = failure(message)
+    answer.metadata.__dict__["_src_node_id"] = 1
+    return answer
+
+
+BAD_NODES: dict[str, Client] = {"left": left} | {
     name: REFUSED[name]
     for name in ("failed", "no record", "NaN", "a short order", "unknown group", "a sheared rotation")
 }

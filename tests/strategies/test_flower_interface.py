@@ -245,7 +245,7 @@ def test_an_older_flower_refuses_should_stop_before_any_client_trains(
 ) -> None:
     own = {"checkpoints": Checkpointing(tmp_path)} if checkpoints else {}
     grid = FakeGrid({1: moved, 2: moved})
-    with pytest.raises(FedrotError, match=r"1\.43"):
+    with pytest.raises(TypeError, match="should_stop"):
         FedRot(SYMMETRY, **own).start(grid, ArrayRecord(state()), 1, should_stop=lambda n, r: True)
     assert grid.asked == []
 
@@ -260,10 +260,10 @@ def test_an_argument_that_is_unknown_is_refused_or_passed_on(tmp_path: Path) -> 
     strategy = behind(Aligned, Later)(alignment=None, fraction_evaluate=0.0)
     strategy.start(grid, arrays, 1, colour="red")
     assert strategy.colour == "red"
-    with pytest.raises(FedrotError, match="colour"):
+    with pytest.raises(TypeError, match="colour"):
         FedRot(alignment=None).start(grid, arrays, 1, colour="red")
     kept = behind(Aligned, Later)(alignment=None, checkpoints=Checkpointing(tmp_path))
-    with pytest.raises(FedrotError, match="checkpoints"):
+    with pytest.raises(TypeError, match="colour"):
         kept.start(grid, arrays, 1, colour="red")
 
 

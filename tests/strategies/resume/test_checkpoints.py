@@ -16,7 +16,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +84,8 @@ ARRAYS: dict[str, ArrayRecord] = {
     "tied": to_arrays(dict.fromkeys("ab", torch.randn(3, 5)) | {"c": torch.randn(3)}),
     "tied bfloat16": to_arrays(dict.fromkeys("ab", torch.randn(3, 5).bfloat16())),
     "one array twice": ArrayRecord(dict.fromkeys("ab", Array(np.arange(6.0)))),
-    "Fortran order": ArrayRecord({"a": Array(np.asfortranarray(np.arange(24.0).reshape(2, 3, 4)))}),
     "no dimensions": ArrayRecord({"a": Array(np.array(2.5)), "b": Array(np.array(3))}),
     "no elements": ArrayRecord({"a": Array(np.zeros((0, 3), "f4"))}),
-    "big-endian": ArrayRecord({"a": Array(np.arange(5, dtype=">f4"))}),
-    "complex": ArrayRecord({"a": Array(np.array([1 + 2j, 3]))}),
-    "text": ArrayRecord({"a": Array(np.array(["one", "two"]))}),
-    "unknown": ArrayRecord({"a": Array("float32", (2,), "something.else", b"\x00\xff\x80")}),
-    "no bytes": ArrayRecord({"a": Array("float32", (2,), "something.else", b"")}),
-    "tied to nothing": ArrayRecord({"a": Array("float32", (2,), "fedrot.tied", b"\xff")}),
     "empty": ArrayRecord(),
 }
 
@@ -107,6 +99,27 @@ def test_arrays_come_back_byte_for_byte(tmp_path: Path, kind: str) -> None:
     found = checkpoints.newest()
     assert same(found.arrays, saved)
     assert same(found.result.arrays, saved)
+
+
+def test_arrays_in_another_order_come_back_with_their_values(tmp_path: Path) -> None:
+    values = np.asfortranarray(np.arange(24.0).reshape(2, 3, 4))
+    save(tmp_path, 1, ArrayRecord({"a": Array(values)}))
+    np.testing.assert_array_equal(Checkpoints(tmp_path).newest().arrays["a"].numpy(), values)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        Array(np.arange(5, dtype=">f4")),
+        Array(np.array(["one", "two"])),
+        Array("float32", (2,), "something.else", b"\x00\xff\x80"),
+        Array("float32", (2,), "fedrot.tied", b"\xff"),
+    ],
+)
+def test_an_array_that_cannot_be_decoded_is_named(tmp_path: Path, array: Array) -> None:
+    with pytest.raises(FedrotError, match=r"round 1 cannot be written .* 'odd'"):
+        save(tmp_path, 1, ArrayRecord({"odd": array}))
+    assert Checkpoints(tmp_path).rounds() == []
 
 
 def test_the_newest_model_loads_as_it_is(tmp_path: Path) -> None:
@@ -180,16 +193,15 @@ SQUARE = np.arange(12.0).reshape(3, 4)
 @pytest.mark.parametrize(
     "value",
     [SQUARE, SQUARE.T, SQUARE[::2, ::-1], SQUARE[1, 1:2], np.array(7.0), np.zeros((0, 2)), SQUARE > 3]
-    + [SQUARE.astype(d) for d in (">f8", "f2", "u2", "c16", "U3", "longdouble")],
+    + [SQUARE.astype(d) for d in ("f2", "u2")],
     ids=lambda a: f"{a.dtype} {a.shape}",
 )
-def test_numpy_arrays_come_back_as_they_lie_in_memory(value: np.ndarray) -> None:
+def test_numpy_arrays_come_back(value: np.ndarray) -> None:
     arrays: dict[str, np.ndarray] = {}
     found = decode(encode({"x": [value]}, "it", arrays), arrays)["x"][0]
     np.testing.assert_array_equal(found, value, strict=True)
     assert found.dtype == value.dtype
     assert found.flags.writeable
-    assert found.flags.f_contiguous == (value.flags.f_contiguous or value.ndim < 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool])
@@ -202,7 +214,8 @@ def test_tensors_come_back(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [object(), len, np.array([object()]), np.ma.array([1.0]), {"a": [range(3)]}, 1j]
+    "value",
+    [object(), len, np.array([object()]), np.array(["a"]), np.ma.array([1.0]), {"a": [range(3)]}, 1j],
 )
 def test_other_values_are_refused(value: Any) -> None:
     with pytest.raises(UnknownValueError):
@@ -328,11 +341,11 @@ def test_other_versions_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, warnings: Any
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("fedrot.strategies.resume.checkpoints.version", lambda name: "0.0.1")
+        patch.setattr(torch, "__version__", "0.0.1")
         save(tmp_path, 1)
     caplog.set_level("INFO", "flwr")
     assert round_of(Checkpoints(tmp_path).newest()) == 1
-    assert f"torch 0.0.1 -> {torch.__version__.partition('+')[0]}" in caplog.text
+    assert f"torch 0.0.1 -> {torch.__version__}" in caplog.text
 
 
 # What lies in the folder beside checkpoints
@@ -404,7 +417,7 @@ def test_a_link_in_place_of_a_checkpoint_or_of_its_files_is_not_followed(
     assert "link" in warnings()
 
 
-@pytest.mark.parametrize("key", ["format", "versions", "round", "metrics", "arrays", "state", "sha256"])
+@pytest.mark.parametrize("key", ["format", "versions", "round", "metrics", "tied", "state", "sha256"])
 @pytest.mark.parametrize("wrong", [None, [], "x"])
 def test_a_checkpoint_without_one_of_its_entries_is_damaged(
     tmp_path: Path, key: str, wrong: Any, warnings: Callable[[], str], monkeypatch: pytest.MonkeyPatch
@@ -418,19 +431,6 @@ def test_a_checkpoint_without_one_of_its_entries_is_damaged(
     path.write_text(json.dumps({"checkpoint": about, "sha256": _json_digest(about)}))
     assert round_of(Checkpoints(tmp_path).newest()) == 1
     assert "round-000002' cannot be used" in warnings()
-
-
-def test_the_nightly_build_of_flower_is_a_version_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def installed(name: str) -> str:
-        if name == "flwr":
-            raise PackageNotFoundError(name)
-        return f"1.0 of {name}"
-
-    monkeypatch.setattr("fedrot.strategies.resume.checkpoints.version", installed)
-    about = json.loads((save(tmp_path, 1) / "checkpoint.json").read_text())["checkpoint"]
-    assert about["versions"]["flwr"] == "1.0 of flwr-nightly"
 
 
 # Two writers

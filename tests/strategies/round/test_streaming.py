@@ -424,7 +424,7 @@ def test_a_server_step_that_overflows_fails_one_round(caplog: pytest.LogCaptureF
     )
     result = strategy.start(FakeGrid(dict.fromkeys((1, 2), client)), ArrayRecord(base), num_rounds=4)
     assert len(result.train_metrics_clientapp) == 4
-    assert "No new model in round 2 (of 4)" in caplog.text
+    assert "No new model in 1 of 4 rounds, the first is round 2" in caplog.text
 
 
 @pytest.mark.parametrize("anchor", ["running", "global"])

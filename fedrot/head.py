@@ -164,24 +164,24 @@ def largest_inputs(config: object, tensors: Tensors, head: str) -> Tensor | None
     """Return the largest absolute value that each input of a task head can have, float64 ``[inputs]``.
 
     1 after tanh; ``|g| sqrt(d) + |b|`` after a norm of ``d`` units with gain ``g`` and bias ``b``. None
-    for other models, whose inputs have no bound that is known here.
+    for other models, and if other layers stand before the head.
 
     Args:
         config: a transformers configuration, or its dictionary.
-        tensors: the model's state dict.
+        tensors: the model's state dict, in its order.
         head: the layer's name, from ``head_of``.
 
     Example: ``largest_inputs(model.config, model.state_dict(), "classifier")``
     """
-    kind, size = settings_of(config).get("model_type"), tensors[f"{head}.weight"].shape[1]
-    layers = tuple(f"{layer}.weight" for layer in _TANH.get(kind, ()))
-    if any(name.endswith(layers) for name in tensors):
+    names, kind = list(tensors), settings_of(config).get("model_type")
+    before = names[names.index(f"{head}.weight") - 1].rpartition(".")[0]
+    size = tensors[f"{head}.weight"].shape[1]
+    if before.endswith(_TANH.get(kind, ())):
         return torch.ones(size, dtype=torch.float64)
-    norm = _NORMS.get(kind, "")
-    if len(gain := tensors.get(f"{norm}.weight", torch.empty(0))) != size:
+    if before != _NORMS.get(kind):
         return None
-    bias = tensors.get(f"{norm}.bias", torch.zeros(()))
-    return gain.double().abs() * size**0.5 + bias.double().abs()
+    bias = tensors.get(f"{before}.bias", torch.zeros(()))
+    return tensors[f"{before}.weight"].double().abs() * size**0.5 + bias.double().abs()
 
 
 def collect_classes(model: nn.Module, batches: Iterable[Tensors], head: str) -> ClassSums:

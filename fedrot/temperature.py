@@ -49,12 +49,10 @@ class LossSums:
 
     def __post_init__(self) -> None:
         grid = (len(self.counts) - 1, len(TEMPERATURES))
-        for name, shape in {"losses": grid, "squares": grid, "counts": (len(self.counts),)}.items():
+        for name, shape in {"losses": grid, "squares": grid, "counts": (1 + grid[0],)}.items():
             value: Tensor = getattr(self, name)
             if value.dtype != torch.float64 or tuple(value.shape) != shape:
-                raise UpdateError(
-                    f"The {name} are {value.dtype} {list(value.shape)}, not float64 {shape}."
-                )
+                raise UpdateError(f"The {name} are {value.dtype} {list(value.shape)}, not float64.")
             if not bool((torch.isfinite(value) & (value >= 0)).all()):
                 raise UpdateError(f"The {name} are negative, NaN or Inf.")
         if not self.rows >= 1 or bool((self.counts > self.rows).any()):

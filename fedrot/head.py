@@ -173,7 +173,7 @@ def largest_inputs(config: object, tensors: Tensors, head: str) -> Tensor | None
 
     Example: ``largest_inputs(model.config, model.state_dict(), "classifier")``
     """
-    names, kind = list(tensors), settings_of(config).get("model_type")
+    names, kind = list(tensors), str(settings_of(config).get("model_type"))
     before = names[names.index(f"{head}.weight") - 1].rpartition(".")[0]
     size = tensors[f"{head}.weight"].shape[1]
     if before.endswith(_TANH.get(kind, ())):

@@ -183,7 +183,7 @@ def _labelled(batches: Batches) -> int:
     return sum(int((batch["labels"] >= 0).sum()) for batch in batches if "labels" in batch)
 
 
-def _read(content: RecordDict, record: str, kind: type[object]) -> dict[str, Tensor]:
+def _read(content: RecordDict, record: str, kind: type[ClassSums | LossSums]) -> dict[str, Tensor]:
     """Return the arrays of a record that has the fields of a class."""
     given, names = content.array_records.get(record), [field.name for field in fields(kind)]
     if given is None or set(given) != set(names):

@@ -60,7 +60,7 @@ class Totals:
     @property
     def counts(self) -> Tensor:
         """The rows of each class, of all clients."""
-        return sum(self._parts[group].sum(0) for group in self.groups)[: self.shape[0]]
+        return torch.stack([self._parts[group] for group in self.groups]).sum((0, 1))[: self.shape[0]]
 
     def add(self, node: int, sums: ClassSums) -> None:
         """Add a client's sums.

@@ -337,7 +337,7 @@ def test_rounds_without_a_client_in_the_mean_are_named_at_the_end(
     initial = ArrayRecord(state())
     result = FedRot(**settings, **own, fraction_evaluate=0.0).start(grid, initial, 4)
     assert (result.arrays.object_id == initial.object_id) == (until == 9)
-    expected = {1: "", 3: "rounds 1-2 (of 4)", 9: "rounds 1-4 (of 4)"}[until]
+    expected = {1: "", 3: "in 2 of 4 rounds, the first", 9: "in 4 of 4 rounds, the first"}[until]
     assert expected in warnings()
     assert ("No new model" in warnings()) == bool(expected)
 
@@ -346,7 +346,7 @@ def test_a_round_in_which_nobody_is_asked_is_named_too(warnings: Any) -> None:
     FedRot(CONFIG, fraction_train=0.0, fraction_evaluate=0.0).start(
         FakeGrid(clients()), ArrayRecord(state()), 2
     )
-    assert "rounds 1-2 (of 2)" in warnings()
+    assert "in 2 of 2 rounds, the first" in warnings()
 
 
 def test_adapters_keep_the_initial_model_and_say_so(warnings: Any) -> None:
@@ -354,7 +354,7 @@ def test_adapters_keep_the_initial_model_and_say_so(warnings: Any) -> None:
     strategy = type("AdamLoRA", (AlignedLoRA, FedAdam), {})(LORA, fraction_evaluate=0.0)
     result = strategy.start(FakeGrid(dict.fromkeys(NODES, failure)), initial, 1)
     assert result.arrays.object_id == initial.object_id
-    assert "round 1 (of 1)" in warnings()
+    assert "in 1 of 1 round, the first" in warnings()
 
 
 def test_the_tracked_bytes_are_those_of_messages_and_replies() -> None:

@@ -99,7 +99,9 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> str:
     BertForSequenceClassification(config).save_pretrained(folder / "model")
     (folder / "data").mkdir()
     with (folder / "data" / "train.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([("text", "label"), *((TEXTS[n % 2], n % 2) for n in range(40))])
+        csv.writer(file).writerows(
+            [("text", "label"), *((f"{TEXTS[n % 2]} {n} times", n % 2) for n in range(40))]
+        )
     names = f'model-name="{folder / "model"}" dataset-name="{folder / "data"}"'
     return f"{names} max-length=32 num-server-rounds=1"
 

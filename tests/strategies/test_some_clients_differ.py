@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import safetensors.numpy
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideAdaptiveClipping, FedAvg
@@ -23,7 +20,6 @@ from fedrot.strategies import Aligned, FedRot, OtherBasis, Server
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.lora import AdapterMean
 from fedrot.strategies.resume.state import RunState
-from fedrot.strategies.resume.values import decode, encode
 from tests.models import State, config_of, near
 from tests.strategies.aggregating import HEAD, headless, honest
 from tests.strategies.aggregating import play as play_clients
@@ -164,12 +160,3 @@ def test_a_class_among_a_strategys_attributes_is_no_state() -> None:
     strategy: Any = FedRot(alignment=None)
     strategy.kind = torch.optim.SGD
     RunState(strategy, ConfigRecord(), ConfigRecord()).encoded({})
-
-
-def test_numbers_of_another_byte_order_come_back_from_a_file(tmp_path: Path) -> None:
-    value, arrays = np.array([1.0, 2.0], ">f4"), dict[str, np.ndarray]()
-    coded = encode(value, "it", arrays)
-    safetensors.numpy.save_file(arrays, tmp_path / "state")
-    found = decode(coded, safetensors.numpy.load_file(tmp_path / "state"))
-    assert found.tolist() == [1.0, 2.0]
-    assert found.dtype == value.dtype

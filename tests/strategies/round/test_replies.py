@@ -29,7 +29,8 @@ Client = Callable[[Message], Message]
 NAME, GRAM, HALF = "classifier.weight", "gram/classifier.weight", "classifier.bias"
 BASE = {**state(), HALF: state()[HALF].half()}
 HONEST = [near(BASE, 0.02, seed) for seed in (1, 2, 3)]
-GOOD = near(BASE, 0.02, 4)
+# All precisions hold it.
+GOOD = {name: t.bfloat16().to(t.dtype) for name, t in near(BASE, 0.02, 4).items()}
 TENSOR = GOOD[NAME]
 INPUTS = torch.eye(TENSOR.shape[1])
 COLLECTED = statistics_record(grams(state()))
@@ -102,6 +103,13 @@ def with_metadata(**values: Any) -> Client:
 BAD: dict[str, tuple[Client, str]] = {
     "NaN": (sends(TENSOR * torch.nan), NAME),
     "NaN in float16": (sends(TENSOR.half() * torch.nan), NAME),
+    **{
+        f"NaN for float16 in {dtype}": (
+            sends(**{HALF: torch.tensor([0, torch.nan, 0], dtype=dtype)}),
+            HALF,
+        )
+        for dtype in (torch.float16, torch.float32)
+    },
     "-Inf in one row": (sends(TENSOR.index_fill(0, torch.tensor(0), -torch.inf)), NAME),
     "beyond the largest norm": (sends(torch.full_like(TENSOR, 2 * LARGEST_NORM)), NAME),
     **{
@@ -154,7 +162,7 @@ BAD: dict[str, tuple[Client, str]] = {
 
 #: Replies that are in the mean.
 TAKEN: dict[str, Client] = {
-    "float64": sends(TENSOR.double()),
+    **{str(t): sends(TENSOR.to(t)) for t in (torch.float64, torch.float16, torch.bfloat16)},
     "an own id": with_content(lambda c: c.update(client=ConfigRecord({"partition-id": -9}))),
     "a text as id": with_content(lambda c: c.update(client=ConfigRecord({"partition-id": "me"}))),
     "a configuration": with_content(lambda c: c.update(more=ConfigRecord({"a": "b"}))),
@@ -213,5 +221,8 @@ def test_in_the_mean(setup: str, tmp_path: Path) -> None:
     assert not reasons
     assert metrics.get("fedrot-replies-accepted", len(TAKEN) + 3) == len(TAKEN) + 3
     assert largest_difference(arrays, plain) <= 1e-6
+    assert [(n, a.dtype) for n, a in arrays.items()] == [
+        (n, a.dtype) for n, a in to_arrays(BASE).items()
+    ]
     if setup != "Krum":  # which chooses one of them
         assert largest_difference(arrays, played(setup, tmp_path, ALONE)[0]) > 1e-4

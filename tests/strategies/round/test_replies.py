@@ -43,15 +43,15 @@ ALL: dict[str, Callable[[], Any]] = {
 }
 
 
-def sends(tensor: Any = TENSOR, examples: Any = 10, /, **more: Any) -> Client:
+def sends(tensor: Any = TENSOR, examples: Any = 10, own_id: int | None = None, /, **more: Any) -> Client:
     """Return a client that sends a good update with another tensor ``NAME``; None leaves it out.
 
-    It sends statistics if the server wants them.
+    It sends an id of its own, and statistics if the server wants them.
     """
     arrays = to_arrays({n: t for n, t in {**GOOD, **more, NAME: tensor}.items() if t is not None})
 
     def client(to: Message) -> Message:
-        message = reply(to, {}, examples)
+        message = reply(to, {}, examples, to.metadata.dst_node_id + 1000 if own_id is None else own_id)
         message.content["arrays"] = ArrayRecord(dict(arrays))
         if wanted_statistics(to):
             message.content[STATISTICS] = COLLECTED
@@ -174,13 +174,14 @@ TAKEN: dict[str, Client] = {
 
 def played(
     setup: str, folder: Path, clients: list[Client], twice: int | None = None
-) -> tuple[ArrayRecord, dict[str, Any], dict[int, str]]:
-    """Play one round; return its model and metrics, and by client why its reply was dropped.
+) -> tuple[ArrayRecord, dict[str, Any], list[tuple[int, str]]]:
+    """Play one round; return its model and metrics, and the dropped clients with the reasons.
 
     At the end the client at the place ``twice`` answers once more, and a node that was not asked.
     """
     strategy = ALL[setup]()
-    strategy.reporting = Reporting(rows=folder / f"{len(list(folder.iterdir()))}.jsonl")
+    path = folder / f"{len(list(folder.iterdir()))}.jsonl"
+    strategy.reporting = Reporting(rows=path)
     asked = broadcast(strategy, BASE, len(clients))
     asked.sort(key=lambda message: message.metadata.dst_node_id)
     replies = [client(message) for client, message in zip(clients, asked, strict=True)]
@@ -188,37 +189,40 @@ def played(
         replies += [GOOD_CLIENT(asked[twice]), with_metadata(_src_node_id=5)(asked[twice])]
     arrays, metrics = strategy.aggregate_train(1, replies)
     assert arrays is not None
-    rows = [row for row in read_rows(folder, strategy.reporting.rows.name) if "dropped" in row]
-    return arrays, dict(metrics or {}), {row["client"]: row["dropped"] for row in rows}
+    rows = read_rows(folder, path.name)
+    return (
+        arrays,
+        dict(metrics or {}),
+        [(row["client"], row["dropped"]) for row in rows if "dropped" in row],
+    )
 
 
-ALONE = [sends(update[NAME], 10 + i, **update) for i, update in enumerate(HONEST)]
+ALONE = [sends(update[NAME], 10 + i, i, **update) for i, update in enumerate(HONEST)]
 
 
 @pytest.mark.parametrize("setup", ALL)
 def test_dropped_by_name_as_if_never_sent(setup: str, tmp_path: Path) -> None:
-    expected, _, reasons = played(setup, tmp_path, ALONE)
-    assert not reasons
+    expected, _, none = played(setup, tmp_path, ALONE)
+    assert not none
+    words = [*(word for _, word in BAD.values()), "already answered", "no request"]
     # The first reply would be the anchor of the others.
-    for place in (0, 3):
+    for place, good in ((0, len(BAD)), (3, 0)):
         clients = [*ALONE[:place], *(client for client, _ in BAD.values()), *ALONE[place:]]
-        good = 0 if place else len(BAD)
-        arrays, metrics, reasons = played(setup, tmp_path, clients, twice=good)
-        assert metrics["fedrot-replies-dropped"] == len(BAD) + 2
-        assert "already answered" in reasons.pop(100 + good)
-        assert "no request" in reasons.pop(5)
-        found = dict(zip(BAD, [reasons.pop(c, "") for c in range(100 + place, 200)], strict=False))
-        assert {name: found[name] for name, (_, word) in BAD.items() if word not in found[name]} == {}
-        assert all(len(reason) <= 500 and reason.isprintable() for reason in found.values())
-        assert not reasons
+        arrays, metrics, dropped = played(setup, tmp_path, clients, twice=good)
+        assert metrics["fedrot-replies-dropped"] == len(words)
+        ids = [100 + place + i + (1000 if name != "nothing" else 0) for i, name in enumerate(BAD)]
+        assert [client for client, _ in dropped] == [*ids, 1100 + good, 1100 + good]
+        reasons = [reason for _, reason in dropped]
+        assert [r for r, word in zip(reasons, words, strict=True) if word not in r] == []
+        assert all(len(reason) <= 500 and reason.isprintable() for reason in reasons)
         assert largest_difference(arrays, expected) == 0
 
 
 @pytest.mark.parametrize("setup", ALL)
 def test_in_the_mean(setup: str, tmp_path: Path) -> None:
     plain, _, _ = played(setup, tmp_path, [*ALONE, *[GOOD_CLIENT] * len(TAKEN)])
-    arrays, metrics, reasons = played(setup, tmp_path, [*ALONE, *TAKEN.values()])
-    assert not reasons
+    arrays, metrics, dropped = played(setup, tmp_path, [*ALONE, *TAKEN.values()])
+    assert not dropped
     assert metrics.get("fedrot-replies-accepted", len(TAKEN) + 3) == len(TAKEN) + 3
     assert largest_difference(arrays, plain) <= 1e-6
     assert [(n, a.dtype) for n, a in arrays.items()] == [

@@ -226,22 +226,6 @@ def test_a_client_without_a_head_sends_no_fisher_for_it(place: int) -> None:
 # --- what the metrics say ----------------------------------------------------------------------------
 
 
-@ALIGN
-def test_refused_replies_have_no_part_in_the_metrics(align: bool, warnings: Callable[[], str]) -> None:
-    clients = honest()
-    odd = diagonal(replace(clients[0], weight=50.0))
-    strategy = FedRot(
-        CONFIG, alignment=replace(PERMUTATIONS, anchor="global") if align else None, aggregation=RegMean
-    )
-    for ids in ((1, 2, 3, 9), (1, 2, 3, -9)):
-        replies = answers(strategy, [*clients, odd], ids, loss=[1.0, 2.0, 4.0, 1000.0])
-        arrays, metrics = finished(strategy, replies)
-        assert arrays is not None
-        assert metrics["fedrot-replies-dropped"] == 1
-        assert metrics["loss"] == pytest.approx((3 * 1.0 + 10 * 2.0 + 5 * 4.0) / 18)
-    assert "Reply of client 9 dropped" in warnings()
-
-
 class Choosy(Mean):
     """Refuses whatever weighs 10."""
 

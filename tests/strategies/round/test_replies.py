@@ -11,6 +11,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
+import fedrot
 from fedrot.aggregation import Mean, RegMean
 from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.strategies import FedRot, statistics_record, to_arrays
@@ -20,7 +21,7 @@ from fedrot.strategies.wire.records import STATISTICS, wanted_statistics
 from fedrot.tensors import LARGEST_NORM
 from tests.models import near
 from tests.strategies.aggregating import grams
-from tests.strategies.classifier import state
+from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import broadcast, largest_difference, reply
 from tests.strategies.hostile import CONFIG, SETUPS
 
@@ -28,7 +29,7 @@ Client = Callable[[Message], Message]
 
 NAME, GRAM, HALF = "classifier.weight", "gram/classifier.weight", "classifier.bias"
 BASE = {**state(), HALF: state()[HALF].half()}
-HONEST = [near(BASE, 0.02, seed) for seed in (1, 2, 3)]
+HONEST = [fedrot.random_equivalent(near(BASE, 0.02, seed), SYMMETRY, seed) for seed in (1, 2, 3)]
 # All precisions hold it.
 GOOD = {name: t.bfloat16().to(t.dtype) for name, t in near(BASE, 0.02, 4).items()}
 TENSOR = GOOD[NAME]
@@ -51,7 +52,8 @@ def sends(tensor: Any = TENSOR, examples: Any = 10, own_id: int | None = None, /
     arrays = to_arrays({n: t for n, t in {**GOOD, **more, NAME: tensor}.items() if t is not None})
 
     def client(to: Message) -> Message:
-        message = reply(to, {}, examples, to.metadata.dst_node_id + 1000 if own_id is None else own_id)
+        client, loss = (to.metadata.dst_node_id + 1000, 1e3) if own_id is None else (own_id, own_id / 2)
+        message = reply(to, {}, examples, client, loss=loss)
         message.content["arrays"] = ArrayRecord(dict(arrays))
         if wanted_statistics(to):
             message.content[STATISTICS] = COLLECTED
@@ -202,14 +204,16 @@ ALONE = [sends(update[NAME], 10 + i, i, **update) for i, update in enumerate(HON
 
 @pytest.mark.parametrize("setup", ALL)
 def test_dropped_by_name_as_if_never_sent(setup: str, tmp_path: Path) -> None:
-    expected, _, none = played(setup, tmp_path, ALONE)
+    expected, figures, none = played(setup, tmp_path, ALONE)
     assert not none
     words = [*(word for _, word in BAD.values()), "already answered", "no request"]
     # The first reply would be the anchor of the others.
     for place, good in ((0, len(BAD)), (3, 0)):
         clients = [*ALONE[:place], *(client for client, _ in BAD.values()), *ALONE[place:]]
         arrays, metrics, dropped = played(setup, tmp_path, clients, twice=good)
-        assert metrics["fedrot-replies-dropped"] == len(words)
+        # Who has answered another request has not answered.
+        lost = {"fedrot-replies-dropped": len(words), "fedrot-replies-failed": 1}
+        assert metrics == {**figures, **lost}
         ids = [100 + place + i + (1000 if name != "nothing" else 0) for i, name in enumerate(BAD)]
         assert [client for client, _ in dropped] == [*ids, 1100 + good, 1100 + good]
         reasons = [reason for _, reason in dropped]
@@ -224,7 +228,7 @@ def test_in_the_mean(setup: str, tmp_path: Path) -> None:
     arrays, metrics, dropped = played(setup, tmp_path, [*ALONE, *TAKEN.values()])
     assert not dropped
     assert metrics.get("fedrot-replies-accepted", len(TAKEN) + 3) == len(TAKEN) + 3
-    assert largest_difference(arrays, plain) <= 1e-6
+    assert largest_difference(arrays, plain) <= 1e-4
     assert [(n, a.dtype) for n, a in arrays.items()] == [
         (n, a.dtype) for n, a in to_arrays(BASE).items()
     ]

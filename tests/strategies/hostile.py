@@ -98,7 +98,7 @@ def _parts(parts: Iterable[str], **options: Any) -> dict[str, Any]:
 OTHER = OtherBasis(build)
 
 _CLIPPED: dict[str, Any] = {
-    "noise_multiplier": 0.1,
+    "noise_multiplier": 0.0,
     "num_sampled_clients": 4,
     "alignment": fedrot.AlignmentOptions(anchor="global"),
 }

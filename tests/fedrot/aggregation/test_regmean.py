@@ -44,26 +44,6 @@ def _merged(clients: Sequence[Client], alpha: float = 1.0, beta: float = 0.0) ->
     return regmean.result()
 
 
-def _solution(
-    weights: Sequence[Array],
-    grams: Sequence[Array],
-    shares: Sequence[float],
-    alpha: float = 1.0,
-    beta: float = 0.0,
-) -> Array:
-    """Return Eq. 2 of Jin et al. for weights ``[out, in]``, entry by entry."""
-    size = len(grams[0])
-    total, products = np.zeros((size, size)), np.zeros((len(weights[0]), size))
-    for weight, gram, share in zip(weights, grams, shares, strict=True):
-        moved = np.empty((size, size))
-        for i in range(size):
-            for j in range(size):
-                moved[i, j] = share * (gram[i, j] + beta if i == j else alpha * gram[i, j])
-        total += moved
-        products += weight @ moved
-    return np.asarray(np.linalg.solve(total.T, products.T).T)
-
-
 def _data(rng: np.random.Generator, rows: int, rank: int = IN) -> Array:
     return np.asarray(rng.normal(size=(rows, rank)) @ rng.normal(size=(rank, IN)))
 
@@ -83,28 +63,14 @@ def _mean(values: Sequence[Array], shares: Sequence[float]) -> Array:
 # The formula
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    seed=st.integers(0, 2**31),
-    rows=st.lists(st.integers(1, 30), min_size=1, max_size=4).filter(lambda rows: sum(rows) >= 2 * IN),
-)
-def test_linear_models_give_least_squares_on_the_joined_data(seed: int, rows: list[int]) -> None:
-    """Clients with fewer rows than inputs are singular alone, not together."""
-    rng = np.random.default_rng(seed)
-    data = [rng.normal(size=(n, IN)) for n in rows]
-    weights = [rng.normal(size=(OUT, IN)) for _ in rows]
-    clients = [_client(w, x.T @ x / n, float(n)) for w, x, n in zip(weights, data, rows, strict=True)]
-    merged = _merged(clients)["layer.weight"].numpy()
-    targets = np.concatenate([x @ w.T for x, w in zip(data, weights, strict=True)])
-    expected = np.linalg.lstsq(np.concatenate(data), targets, rcond=None)[0].T
-    assert np.abs(merged - expected).max() <= 1e-8
-
-
 @pytest.mark.parametrize("gamma", [0.0, 1 / 9, 1.0, 9.0])
 def test_alpha_is_the_ridge_of_appendix_a(gamma: float) -> None:
-    """``sum |X_i W - X_i W_i|^2 + tr((W - W_i)^T L_i (W - W_i))``, ``L_i = gamma diag(X_i^T X_i)``."""
+    """``sum |X_i W - X_i W_i|^2 + tr((W - W_i)^T L_i (W - W_i))``, ``L_i = gamma diag(X_i^T X_i)``.
+
+    Clients with fewer rows than inputs are singular alone, not together.
+    """
     rng = np.random.default_rng(0)
-    rows = [20, 9, 15]
+    rows = [4, 9, 5]
     data = [_data(rng, n) for n in rows]
     weights = [rng.normal(size=(OUT, IN)) for _ in rows]
     left, right = [], []
@@ -116,26 +82,6 @@ def test_alpha_is_the_ridge_of_appendix_a(gamma: float) -> None:
     clients = [_client(w, x.T @ x / n, float(n)) for w, x, n in zip(weights, data, rows, strict=True)]
     merged = _merged(clients, alpha=1 / (1 + gamma))["layer.weight"].numpy()
     assert np.abs(merged - expected).max() <= 1e-8
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    seed=st.integers(0, 2**31),
-    count=st.integers(1, 4),
-    alpha=st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]),
-    beta=st.sampled_from([0.0, 0.1, 2.0]),
-)
-def test_alpha_and_beta_equal_the_formula(seed: int, count: int, alpha: float, beta: float) -> None:
-    rng = np.random.default_rng(seed)
-    data = [_data(rng, 30) for _ in range(count)]
-    grams = [x.T @ x / 30 for x in data]
-    weights = [rng.normal(size=(OUT, IN)) for _ in data]
-    shares = [float(s) for s in rng.choice([0.2, 1.0, 5.0], size=count)]
-    clients = [_client(w, g, s) for w, g, s in zip(weights, grams, shares, strict=True)]
-    merged = _merged(clients, alpha, beta)["layer.weight"].numpy()
-    expected = _solution(weights, grams, shares, alpha, beta)
-    condition = np.linalg.cond(sum(grams)) if alpha == 1 and not beta else 1.0
-    assert np.abs(merged - expected).max() <= 1e-9 * max(1.0, 1e-3 * float(condition))
 
 
 # Inputs that nobody has seen
@@ -300,8 +246,10 @@ def test_collected_gram_matrices_of_gpt2_fit_its_weights() -> None:
     merged = regmean.result()
     for key in ("transformer.h.1.attn.c_proj", "transformer.h.0.mlp.c_proj"):
         data = [_hooked(m, b)[key] for m, b in zip(models, batches, strict=True)]
-        weights = [m.state_dict()[f"{key}.weight"].numpy().T for m in models]
-        expected = _solution(weights, [x.T @ x / len(x) for x in data], [1.0, 1.0], 0.9).T
+        grams = [0.9 * x.T @ x + 0.1 * np.diag(np.diag(x.T @ x)) for x in data]
+        weights = [m.state_dict()[f"{key}.weight"].numpy() for m in models]
+        products = sum(g @ w for g, w in zip(grams, weights, strict=True))
+        expected = np.linalg.solve(sum(grams), products)
         assert np.abs(merged[f"{key}.weight"].numpy() - expected).max() <= 1e-4
 
 
@@ -345,20 +293,6 @@ def test_layers_that_share_a_matrix_are_factorised_once(monkeypatch: pytest.Monk
         assert largest_difference(merged, _merged(apart, 0.9)) <= 1e-12
 
 
-def test_the_order_of_layers_in_the_statistics_does_not_matter() -> None:
-    rng = np.random.default_rng(11)
-    names = ["query.weight", "key.weight"]
-    clients: list[Client] = []
-    for _ in range(2):
-        x = _data(rng, 20)
-        gram = torch.tensor(x.T @ x)
-        update = {name: torch.tensor(rng.normal(size=(OUT, IN))) for name in names}
-        clients.append((update, 1.0, {"gram": dict.fromkeys(names, gram)}))
-    update, weight, statistics = clients[1]
-    turned = (update, weight, {"gram": dict(reversed(list(statistics["gram"].items())))})
-    assert largest_difference(_merged([clients[0], turned]), _merged(clients)) <= 1e-12
-
-
 # Errors
 
 
@@ -379,7 +313,9 @@ def test_copies_of_a_shared_matrix_count_like_the_matrix() -> None:
     for copied in (set(), {0}, {1}, {0, 1, 2}):
         regmean = RegMean()
         for index, (update, gram) in enumerate(zip(updates, grams, strict=True)):
-            own = {name: gram.clone() if index in copied else gram for name in names}
+            own = {
+                name: gram.clone() if index in copied else gram for name in names[:: 1 - 2 * index % 4]
+            }
             regmean.add(update, 1.0 + index, {"gram": own})
         results.append(regmean.result())
     assert all(largest_difference(results[0], other) <= 1e-12 for other in results[1:])

@@ -3,68 +3,127 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from torch import Tensor
 
+import fedrot
+from fedrot.aggregation import Mean, RegMean
+from fedrot.simulations.federation.run_folder import read_rows
+from fedrot.strategies import FedRot, statistics_record, to_arrays
+from fedrot.strategies.settings import Reporting
+from fedrot.strategies.wire.arrays import encode
+from fedrot.strategies.wire.records import STATISTICS, wanted_statistics
 from fedrot.tensors import LARGEST_NORM
 from tests.models import near
-from tests.strategies.classifier import state
+from tests.strategies.aggregating import grams
+from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import broadcast, largest_difference, reply
-from tests.strategies.hostile import SETUPS
+from tests.strategies.hostile import CONFIG, SETUPS
 
 Client = Callable[[Message], Message]
 
-HONEST = [near(state(), 0.02, seed) for seed in (1, 2, 3)]
-GOOD = near(state(), 0.02, 4)
-NAME = "classifier.weight"
+NAME, GRAM, HALF = "classifier.weight", "gram/classifier.weight", "classifier.bias"
+BASE = {**state(), HALF: state()[HALF].half()}
+HONEST = [fedrot.random_equivalent(near(BASE, 0.02, seed), SYMMETRY, seed) for seed in (1, 2, 3)]
+# All precisions hold it.
+GOOD = {name: t.bfloat16().to(t.dtype) for name, t in near(BASE, 0.02, 4).items()}
 TENSOR = GOOD[NAME]
-#: One strategy for each way in which a round takes updates.
-DOORS = ("running", "deterministic", "FedMedian", "guard", "other basis")
+INPUTS = torch.eye(TENSOR.shape[1])
+COLLECTED = statistics_record(grams(state()))
+ALL: dict[str, Callable[[], Any]] = {
+    "unaligned": lambda: FedRot(CONFIG, alignment=None),
+    **SETUPS,
+    "Mean": lambda: FedRot(CONFIG, alignment=None, aggregation=Mean),
+    "RegMean": lambda: FedRot(CONFIG, alignment=None, aggregation=RegMean),
+    "RegMean, aligned": lambda: FedRot(CONFIG, aggregation=RegMean),
+}
 
 
-def sends(tensor: Any = TENSOR, examples: Any = 10, **more: Any) -> Client:
-    """Return a client that sends a good update with another tensor ``NAME``; None leaves it out."""
-    update = {n: t for n, t in {**GOOD, NAME: tensor, **more}.items() if t is not None}
-    return lambda to: reply(to, update, examples)
+def sends(tensor: Any = TENSOR, examples: Any = 10, own_id: int | None = None, /, **more: Any) -> Client:
+    """Return a client that sends a good update with another tensor ``NAME``; None leaves it out.
+
+    It sends an id of its own, and statistics if the server wants them.
+    """
+    arrays = to_arrays({n: t for n, t in {**GOOD, **more, NAME: tensor}.items() if t is not None})
+
+    def client(to: Message) -> Message:
+        client, loss = (to.metadata.dst_node_id + 1000, 1e3) if own_id is None else (own_id, own_id / 2)
+        message = reply(to, {}, examples, client, loss=loss)
+        message.content["arrays"] = ArrayRecord(dict(arrays))
+        if wanted_statistics(to):
+            message.content[STATISTICS] = COLLECTED
+        return message
+
+    return client
+
+
+GOOD_CLIENT = sends()
 
 
 def with_content(change: Callable[[RecordDict], object]) -> Client:
-    def answer(to: Message) -> Message:
-        message = reply(to, GOOD, 10)
+    def client(to: Message) -> Message:
+        message = GOOD_CLIENT(to)
         change(message.content)
         return message
 
-    return answer
+    return client
 
 
 def with_array(dtype: str, data: bytes) -> Client:
-    array = Array(dtype, tuple(TENSOR.shape), "numpy.ndarray", data)
+    array = Array(dtype, tuple(TENSOR.shape) if dtype else (), "numpy.ndarray", data)
     return with_content(lambda content: content["arrays"].update({NAME: array}))
 
 
-def with_metric(value: Any) -> Client:
-    return with_content(lambda content: content["metrics"].update(more=value))
+def with_metrics(**values: Any) -> Client:
+    return with_content(lambda content: content["metrics"].update(values))
 
 
-def late(to: Message) -> Message:
-    message = reply(to, GOOD, 10)
-    message.metadata.__dict__["_reply_to_message_id"] = "of another round"
-    return message
+def with_statistics(**by_key: Tensor | Array) -> Client:
+    arrays = {k: v if isinstance(v, Array) else encode(k, v) for k, v in by_key.items()}
+    return with_content(lambda content: content.update({STATISTICS: ArrayRecord(arrays)}))
+
+
+def with_gram(gram: Tensor | Array) -> Client:
+    return with_statistics(**{GRAM: gram})
+
+
+def with_metadata(**values: Any) -> Client:
+    def client(to: Message) -> Message:
+        message = GOOD_CLIENT(to)
+        message.metadata.__dict__.update(values)
+        return message
+
+    return client
 
 
 #: Replies that are dropped, each with the word that its reason must have.
 BAD: dict[str, tuple[Client, str]] = {
     "NaN": (sends(TENSOR * torch.nan), NAME),
     "NaN in float16": (sends(TENSOR.half() * torch.nan), NAME),
-    "Inf in one row": (sends(TENSOR.index_fill(0, torch.tensor(0), torch.inf)), NAME),
+    **{
+        f"NaN for float16 in {dtype}": (
+            sends(**{HALF: torch.tensor([0, torch.nan, 0], dtype=dtype)}),
+            HALF,
+        )
+        for dtype in (torch.float16, torch.float32)
+    },
+    "-Inf in one row": (sends(TENSOR.index_fill(0, torch.tensor(0), -torch.inf)), NAME),
     "beyond the largest norm": (sends(torch.full_like(TENSOR, 2 * LARGEST_NORM)), NAME),
+    **{
+        f"beyond float16 in {dtype}": (sends(**{HALF: torch.full((3,), 1e6, dtype=dtype)}), HALF)
+        for dtype in (torch.float32, torch.float64, torch.bfloat16)
+    },
     "another shape": (sends(TENSOR.T.contiguous()), NAME),
     "one column less": (sends(TENSOR[:, :-1]), NAME),
+    "another shape, not announced": (with_array("", encode("", TENSOR[:-1]).data), NAME),
     "a missing tensor": (sends(None), NAME),
     "an extra tensor": (sends(more=torch.ones(3)), "more"),
+    "a forged line": (sends(**{"\x1b[31m\nWARNING " * 50_000: torch.ones(3)}), "WARNING"),
     "integers": (sends(TENSOR.long()), NAME),
     "complex": (with_array("complex64", b"x" * 9), NAME),
     "cut off": (with_array("float32", b"\x93NUMPY"), NAME),
@@ -73,73 +132,105 @@ BAD: dict[str, tuple[Client, str]] = {
     "no tensors": (with_content(lambda c: c.update(arrays=ArrayRecord())), "missing"),
     "two models": (with_content(lambda c: c.update(more=ArrayRecord())), "2 ArrayRecords"),
     "no metrics": (with_content(lambda c: c.pop("metrics")), "0 MetricRecords"),
+    "two metrics": (with_content(lambda c: c.update(x=MetricRecord({"a": 1}))), "2 MetricRecords"),
     "no weight": (with_content(lambda c: c.update(metrics=MetricRecord({"a": 1}))), "num-examples"),
     **{
-        f"weight {weight!r:.9}": (sends(examples=weight), "num-examples")
-        for weight in (0, -3, 1e39, 1e-60, float("nan"), [1, 2], 10**400)
+        f"weight {weight!r:.9}": (sends(TENSOR, weight), "num-examples")
+        for weight in (0, -3, 1e39, 1e-60, float("inf"), float("nan"), [1, 2], 10**400)
     },
     **{
-        f"integer {number!r:.9}": (with_metric(number), "64 bits")
+        f"integer {number!r:.9}": (with_metrics(more=number), "64 bits")
         for number in (2**63, -(2**63), 10**400, [1, 10**400])
     },
-    "late": (late, "no request"),
+    "late": (with_metadata(_reply_to_message_id="of another round"), "no request"),
+    "statistics in float16": (with_gram(INPUTS.half()), "float16"),
+    "statistics with NaN": (with_gram(INPUTS * torch.nan), NAME),
+    "a diagonal": (with_gram(INPUTS.diagonal()), NAME),
+    "negative inputs": (with_gram(-INPUTS), NAME),
+    "statistics cut off": (with_gram(Array("float32", (3,), "numpy.ndarray", b"\x93NUMPY")), NAME),
+    "statistics of no tensor": (with_statistics(**{"gram/more": INPUTS}), "more"),
+    "statistics twice": (with_statistics(**{GRAM: INPUTS, f"gram/x|{NAME}": INPUTS}), NAME),
+    "statistics of no kind": (with_statistics(gram=INPUTS), "no kind"),
+    "an unknown kind": (with_statistics(**{f"hessian/{NAME}": INPUTS}), "hessian"),
+    "a mean that cannot be": (
+        with_statistics(**{GRAM: INPUTS, f"input_mean/{NAME}": 2 * INPUTS.diagonal()}),
+        "contradict",
+    ),
+    "metrics as statistics": (
+        with_content(lambda c: c.update({STATISTICS: MetricRecord({"loss": 1.0})})),
+        "2 MetricRecords",
+    ),
 }
 
 #: Replies that are in the mean.
 TAKEN: dict[str, Client] = {
-    "float64": sends(TENSOR.double()),
+    **{str(t): sends(TENSOR.to(t)) for t in (torch.float64, torch.float16, torch.bfloat16)},
     "an own id": with_content(lambda c: c.update(client=ConfigRecord({"partition-id": -9}))),
     "a text as id": with_content(lambda c: c.update(client=ConfigRecord({"partition-id": "me"}))),
     "a configuration": with_content(lambda c: c.update(more=ConfigRecord({"a": "b"}))),
+    "tensors in another order": with_content(
+        lambda c: c.update(arrays=ArrayRecord(dict(reversed(c["arrays"].items()))))
+    ),
 }
 
 
-def played(setup: str, clients: list[Client]) -> tuple[ArrayRecord, dict[str, Any]]:
-    """Play one round, and return its model and metrics."""
-    strategy = SETUPS[setup]()
-    asked = broadcast(strategy, state(), len(clients))
+def played(
+    setup: str, folder: Path, clients: list[Client], twice: int | None = None
+) -> tuple[ArrayRecord, dict[str, Any], list[tuple[int, str]]]:
+    """Play one round; return its model and metrics, and the dropped clients with the reasons.
+
+    At the end the client at the place ``twice`` answers once more, and a node that was not asked.
+    """
+    strategy = ALL[setup]()
+    path = folder / f"{len(list(folder.iterdir()))}.jsonl"
+    strategy.reporting = Reporting(rows=path)
+    asked = broadcast(strategy, BASE, len(clients))
     asked.sort(key=lambda message: message.metadata.dst_node_id)
     replies = [client(message) for client, message in zip(clients, asked, strict=True)]
+    if twice is not None:
+        replies += [GOOD_CLIENT(asked[twice]), with_metadata(_src_node_id=5)(asked[twice])]
     arrays, metrics = strategy.aggregate_train(1, replies)
     assert arrays is not None
-    return arrays, dict(metrics or {})
+    rows = read_rows(folder, path.name)
+    return (
+        arrays,
+        dict(metrics or {}),
+        [(row["client"], row["dropped"]) for row in rows if "dropped" in row],
+    )
 
 
-def honest() -> list[Client]:
-    return [lambda to, u=update: reply(to, u, 10, 1) for update in HONEST]
+ALONE = [sends(update[NAME], 10 + i, i, **update) for i, update in enumerate(HONEST)]
 
 
-@pytest.fixture(scope="module")
-def expected() -> Callable[[str], ArrayRecord]:
-    """Return the model of a round of the honest clients alone, which is played once per setup."""
-    known: dict[str, ArrayRecord] = {}
-
-    def model(setup: str) -> ArrayRecord:
-        if setup not in known:
-            known[setup], _ = played(setup, honest())
-        return known[setup]
-
-    return model
-
-
-@pytest.mark.parametrize("name", BAD)
-@pytest.mark.parametrize("setup", DOORS)
-def test_dropped_by_name_as_if_never_sent(
-    setup: str, name: str, expected: Callable[[str], ArrayRecord], warnings: Callable[[], str]
-) -> None:
-    answer, word = BAD[name]
+@pytest.mark.parametrize("setup", ALL)
+def test_dropped_by_name_as_if_never_sent(setup: str, tmp_path: Path) -> None:
+    expected, figures, none = played(setup, tmp_path, ALONE)
+    assert not none
+    words = [*(word for _, word in BAD.values()), "already answered", "no request"]
     # The first reply would be the anchor of the others.
-    arrays, metrics = played(setup, [answer, *honest()])
-    assert metrics["fedrot-replies-dropped"] == 1
-    assert metrics["fedrot-replies-accepted"] == len(HONEST)
-    assert word in warnings()
-    assert largest_difference(arrays, expected(setup)) == 0
+    for place, good in ((0, len(BAD)), (3, 0)):
+        clients = [*ALONE[:place], *(client for client, _ in BAD.values()), *ALONE[place:]]
+        arrays, metrics, dropped = played(setup, tmp_path, clients, twice=good)
+        # Who has answered another request has not answered.
+        lost = {"fedrot-replies-dropped": len(words), "fedrot-replies-failed": 1}
+        assert metrics == {**figures, **lost}
+        ids = [100 + place + i + (1000 if name != "nothing" else 0) for i, name in enumerate(BAD)]
+        assert [client for client, _ in dropped] == [*ids, 1100 + good, 1100 + good]
+        reasons = [reason for _, reason in dropped]
+        assert [r for r, word in zip(reasons, words, strict=True) if word not in r] == []
+        assert all(len(reason) <= 500 and reason.isprintable() for reason in reasons)
+        assert largest_difference(arrays, expected) == 0
 
 
-@pytest.mark.parametrize("name", TAKEN)
-@pytest.mark.parametrize("setup", DOORS)
-def test_in_the_mean(setup: str, name: str, expected: Callable[[str], ArrayRecord]) -> None:
-    arrays, metrics = played(setup, [*honest(), TAKEN[name]])
-    assert metrics["fedrot-replies-dropped"] == 0
-    assert largest_difference(arrays, played(setup, [*honest(), sends()])[0]) <= 1e-6
-    assert largest_difference(arrays, expected(setup)) > 1e-4
+@pytest.mark.parametrize("setup", ALL)
+def test_in_the_mean(setup: str, tmp_path: Path) -> None:
+    plain, _, _ = played(setup, tmp_path, [*ALONE, *[GOOD_CLIENT] * len(TAKEN)])
+    arrays, metrics, dropped = played(setup, tmp_path, [*ALONE, *TAKEN.values()])
+    assert not dropped
+    assert metrics.get("fedrot-replies-accepted", len(TAKEN) + 3) == len(TAKEN) + 3
+    assert largest_difference(arrays, plain) <= 1e-4
+    assert [(n, a.dtype) for n, a in arrays.items()] == [
+        (n, a.dtype) for n, a in to_arrays(BASE).items()
+    ]
+    if setup != "Krum":  # which chooses one of them
+        assert largest_difference(arrays, played(setup, tmp_path, ALONE)[0]) > 1e-4

@@ -18,6 +18,11 @@ from fedrot.errors import FedrotError
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: Deepest nesting of JSON that is read.
+DEEPEST = 200
+# The steps of quotes and brackets in depth, as int8; all other bytes are left out.
+_NO_MARKS = bytes({*range(256)} - {*b'"[]{}'})
+_STEPS = bytes.maketrans(b'"[]{}', bytes([0, 1, 255, 1, 255]))
 #: Errors of file systems that have no locks.
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
@@ -115,10 +120,23 @@ def as_os_error(path: Path) -> Iterator[None]:
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
+def refuse_nested(data: bytes) -> None:
+    """Raise ``ValueError`` if JSON is nested so deeply that a recursive parser could end the process."""
+    import numpy as np
+
+    unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    steps = np.frombuffer(unescaped.translate(_STEPS, _NO_MARKS), np.int8)
+    in_text = np.logical_xor.accumulate(steps == 0)
+    if (steps * ~in_text).cumsum(dtype=np.int32).max(initial=0) > DEEPEST:
+        raise ValueError(f"it is nested more than {DEEPEST} levels deep")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; raises ``FedrotError`` if the file holds something else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        data = path.read_bytes()
+        refuse_nested(data)
+        found = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise FedrotError(
             f"'{path}' is damaged: it is not JSON ({error}). Copy or save it again."

@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial, wraps
 from importlib.util import find_spec
 from inspect import Parameter, Signature, signature
@@ -18,14 +18,28 @@ import click
 import typer
 from click.core import ParameterSource
 from pydantic import BaseModel, ValidationError
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
+from rich.segment import Segment
 from typer.core import TyperCommand
 
+from fedrot.errors import safe
 from fedrot.simulations import INSTALL
 
+
+class _Console(Console):
+    """A console that sends to the terminal the controls of Rich, and none of a printed name."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Yield the segments of what is printed, with ``safe`` text."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=safe(segment.text))
+
+
 #: Console without markup, because names, paths and extras may contain brackets and colons.
-console = Console(markup=False, emoji=False)
+console = _Console(markup=False, emoji=False)
 
 #: First words of a command line.
 PROGRAM = ["fedrot"]
@@ -159,11 +173,12 @@ class Command(TyperCommand):
         """Return the arguments that are left; an error about an unknown option has its ``advice``."""
         try:
             return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            name = error.option_name
-            if name not in self.advice:
+        except click.UsageError as error:
+            error.message = safe(error.message)
+            if not isinstance(error, click.NoSuchOption) or error.option_name not in self.advice:
                 raise
-            raise click.NoSuchOption(name, None, [self.advice[name]], ctx) from error
+            advice = [self.advice[error.option_name]]
+            raise click.NoSuchOption(error.option_name, None, advice, ctx) from error
 
     def _declared(self, name: str | None) -> str:
         hints = get_type_hints(self.callback, include_extras=True)

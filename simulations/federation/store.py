@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fedrot._io import append_rows, json_line, read_json, write_json, write_text
-from fedrot.errors import FedrotError
+from fedrot.errors import FedrotError, safe
 from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig, Start
 from fedrot.simulations.federation.run_folder import (
@@ -171,7 +171,7 @@ class RunFolder:
 def write_cell(folder: Path, cell: Cell, found: CellRows, log: str) -> None:
     """Write the rows of a finished cell and Flower's log to the folder of a run."""
     with (folder / "flower.log").open("ab", buffering=0) as file:
-        file.write(f"{cell.title}\n{log}".encode())  # In one call: other workers write there, too.
+        file.write(safe(f"{cell.title}\n{log}").encode())  # In one call: other workers write there, too.
     _write(folder, cell.name, found)
 
 

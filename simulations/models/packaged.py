@@ -9,8 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fedrot._io import read_json, refuse_pointer
+from fedrot._io import read_json
 from fedrot.errors import FedrotError
+from fedrot.simulations.models.claims import refuse_claims
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,12 @@ def loading_of(model: str) -> dict[str, Any]:
 
 @contextmanager
 def loading(model: object) -> Iterator[None]:
-    """Turn errors of loading a model, its configuration or tokenizer into ``FedrotError``."""
+    """Turn errors of loading a model, its configuration or tokenizer into ``FedrotError``.
+
+    What the files of a folder claim is checked first; see ``refuse_claims``.
+    """
     try:
+        refuse_claims(Path(str(model)))
         yield
     except FedrotError:
         raise
@@ -99,16 +104,20 @@ def loading(model: object) -> Iterator[None]:
 
 
 def _damaged(folder: Path) -> str:
-    """Return a message about a pointer of git-lfs, damaged JSON or a damaged tokenizer; else empty."""
+    """Return a message about damaged JSON, tensors or a damaged tokenizer; else empty."""
+    from safetensors import SafetensorError, safe_open
+    from tokenizers import Tokenizer
+
     try:
         for file in sorted(folder.glob("*.json")):
             read_json(file)
         for file in sorted(folder.glob("*.safetensors")):
-            refuse_pointer(file)
+            with safe_open(file, "np"):
+                pass
     except FedrotError as error:
         return str(error)
-    from tokenizers import Tokenizer
-
+    except SafetensorError as error:
+        return f"'{file}' cannot be loaded: {error}. Copy or save it again."
     if (file := folder / "tokenizer.json").is_file():
         try:
             Tokenizer.from_file(str(file))

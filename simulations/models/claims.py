@@ -23,8 +23,8 @@ _SAVE_AGAIN = "Load the model with transformers, and save it with save_pretraine
 def refuse_claims(folder: Path) -> None:
     """Raise ``FedrotError`` if a file of a model is damaged, or claims what no model has.
 
-    Refused are a configuration with a number above ``MOST``, an index of files that are not in the folder,
-    headers above ``HEADERS``, and ``.bin`` files with compressed or overlapping tensors.
+    Refused are a configuration with a number above ``MOST``, an index of files that the folder does not
+    have, headers above ``HEADERS``, and ``.bin`` files with compressed or overlapping tensors.
     """
     config = folder / "config.json"
     for name, number in _numbers(read_json(config)) if config.is_file() else ():

@@ -15,16 +15,14 @@ from fedrot.errors import FedrotError
 MOST = {"theta": math.inf, "label": 100_000, "layer": 1000, "group": 1000, "expert": 1000, "": 2**24}
 #: Largest size in bytes of all headers of a model's weights, which name the tensors.
 HEADERS = 2**23
-#: Parameters that a model may have beside those of its files, such as those of a new task head.
+#: Parameters that a model may have beside those in its files, such as those of a new task head.
 NEW = 2**27
-_SAVE_AGAIN = "Load the model with transformers, and save it with save_pretrained."
 
 
 def refuse_claims(folder: Path) -> None:
-    """Raise ``FedrotError`` if a file of a model is damaged, or claims what no model has.
+    """Raise ``FedrotError`` if a file of a model claims what no model has, or is compressed.
 
-    Refused are a configuration with a number above ``MOST``, an index of files that the folder does not
-    have, headers above ``HEADERS``, and ``.bin`` files with compressed or overlapping tensors.
+    Refused are also indices of files that the folder does not have.
     """
     config = folder / "config.json"
     for name, number in _numbers(read_json(config)) if config.is_file() else ():
@@ -33,22 +31,21 @@ def refuse_claims(folder: Path) -> None:
             raise FedrotError(
                 f"'{config}' has {number} as {name}; at most {most} is allowed. Correct it."
             )
-    files = {file.name for file in folder.glob("*")}
-    for index in sorted(folder.glob("*.index.json")):
+    files = {file.name: file for file in folder.glob("*")}
+    for index in folder.glob("*.index.json"):
         listed = read_json(index).get("weight_map")
-        absent = {str(name) for name in listed.values()} - files if isinstance(listed, dict) else {"?"}
+        absent = set(map(str, listed.values() if isinstance(listed, dict) else ["?"])) - files.keys()
         if absent:
             raise FedrotError(
                 f"'{folder}' cannot be loaded: {index.name} lists '{min(absent)}', which is not in the "
-                f"folder ({len(absent)} missing in all). Copy the file there. {_SAVE_AGAIN}"
+                f"folder ({len(absent)} missing in all). Copy or save the model again."
             )
-    weights = sorted(file for file in folder.glob("*") if file.suffix in (".safetensors", ".bin"))
-    headers = {file: _header(file) for file in weights}
+    headers = {file: _header(file) for file in files.values() if file.suffix in (".bin", ".safetensors")}
     if sum(headers.values()) > HEADERS:
         file = max(headers, key=lambda file: headers[file])
         raise FedrotError(
-            f"'{file}' has a header of {headers[file]} bytes; all headers of a model have at most "
-            f"{HEADERS}. {_SAVE_AGAIN}"
+            f"'{file}' names tensors in {headers[file]} bytes; all files of a model may use {HEADERS}. "
+            "Check that it is a model."
         )
 
 
@@ -56,7 +53,7 @@ def refuse_larger(name: str, build: Callable[[], Any]) -> None:
     """Raise ``FedrotError`` if a configuration describes a larger model than the files of a folder."""
     import torch
 
-    stored = sum(file.stat().st_size for file in Path(name).glob("*") if file.is_file())
+    stored = sum(file.stat().st_size for file in Path(name).glob("*"))
     with torch.device("meta"):
         claimed = sum(parameter.numel() for parameter in build().parameters())
     if stored and claimed > stored + NEW:
@@ -69,29 +66,22 @@ def refuse_larger(name: str, build: Callable[[], Any]) -> None:
 def _numbers(settings: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     """Yield the whole numbers and the sizes of lists of a configuration, and of those in it, by name."""
     for name, value in settings.items():
-        if isinstance(value, int):
-            yield name, value
-        elif isinstance(value, list | dict):
-            yield name, len(value)
+        if isinstance(value, int | list | dict):
+            yield name, value if isinstance(value, int) else len(value)
         if isinstance(value, dict) and name.endswith("_config"):
             yield from _numbers(value)
 
 
 def _header(file: Path) -> int:
-    """Return the number of bytes that name the tensors of a file; 0 for pickles of old versions."""
+    """Return the number of bytes that name the tensors of a file; 0 for those of old versions."""
     refuse_pointer(file)
-    with file.open("rb") as opened:
-        start = opened.read(8)
     if file.suffix == ".safetensors":
-        return int.from_bytes(start, "little")
-    if not start.startswith(b"PK\3\4"):
+        with file.open("rb") as opened:
+            return min(int.from_bytes(opened.read(8), "little"), file.stat().st_size)
+    if not zipfile.is_zipfile(file):
         return 0
-    try:
-        with zipfile.ZipFile(file) as packed:
-            entries = packed.infolist()
-    except zipfile.BadZipFile as error:
-        raise FedrotError(f"'{file}' is damaged: {error}. Copy or save it again.") from error
-    stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
-    if not stored or sum(entry.file_size for entry in entries) > file.stat().st_size:
-        raise FedrotError(f"'{file}' has compressed or overlapping tensors. {_SAVE_AGAIN}")
+    with zipfile.ZipFile(file) as packed:
+        entries = packed.infolist()
+    if sum(entry.file_size for entry in entries) > file.stat().st_size:
+        raise FedrotError(f"'{file}' is compressed: it holds more bytes than it has. Save it again.")
     return sum(entry.file_size for entry in entries if entry.filename.endswith(".pkl"))

@@ -102,7 +102,7 @@ def load(name: str) -> SavedModel:
             "fedrot.check_function and fedrot.align in Python."
         )
     with loading(name), no_bar_for_files(name):
-        refuse_larger(name, lambda: model_class(config))
+        refuse_larger(name, lambda: getattr(model_class, "from_config", model_class)(config))
         model, found = model_class.from_pretrained(
             **source, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
         )

@@ -30,9 +30,9 @@ from fedrot.simulations.data.texts import (
 from fedrot.simulations.models.architectures import pad_id_of, pretrained_settings, settings_of
 from fedrot.simulations.models.packaged import loading, loading_of, source_of
 
-#: Characters of a text that are read for each token, and words of a row. A text with longer tokens on
-#: average is cut too early.
-PER_TOKEN = 1000
+#: Characters that are read for each token of a text, and words of a row; of a pair of texts. Only a text
+#: with longer tokens on average loses some. The time for a pair is the product of both lengths.
+PER_TOKEN, PER_TOKEN_OF_PAIR = 1000, 32
 #: Label of tokens that are not predicted.
 IGNORED = -100
 Batch = dict[str, torch.Tensor]
@@ -163,7 +163,7 @@ def tokenizer_for(config: SimulationConfig) -> Tokenizer:
 
 def encode_texts(split: TextSplit, tokenizer: Tokenizer, max_length: int, pad_id: int) -> EncodedText:
     """Tokenise a split, truncated to ``max_length`` tokens."""
-    most = PER_TOKEN * max_length
+    most = max_length * (PER_TOKEN if split.pairs is None else PER_TOKEN_OF_PAIR)
     both = [[text[:most] for text in texts] for texts in (split.texts, split.pairs) if texts is not None]
     texts: Any = both[0] if split.pairs is None else list(zip(*both, strict=True))
     encodings = _cut(tokenizer, max_length).encode_batch(texts)

@@ -63,24 +63,25 @@ def _check_size(columns: int, cells: int = 0, size: int = 0, most: int = LARGEST
     found = {"columns": (columns, MOST_COLUMNS), "cells": (cells, MOST_CELLS), "bytes": (size, most)}
     for what, (number, allowed) in found.items():
         if number > allowed:
-            raise pa.ArrowInvalid(f"it has {number} {what}, above the maximum of {allowed}")
+            raise pa.ArrowInvalid(f"it has {number} {what}, above {allowed}: leave some out")
 
 
 def _parquet(path: Path) -> pa.Table:
     """Read a file that is small when decoded, too: a text may stand for many rows, and is read once."""
     file, most = pq.ParquetFile(path), max(LARGEST, RATIO * path.stat().st_size)
     about = file.metadata
-    _check_size(about.num_columns, about.num_rows * about.num_columns)
     groups = map(about.row_group, range(about.num_row_groups))
     chunks = [group.column(place) for group in groups for place in range(about.num_columns)]
+    cells = max(about.num_rows * about.num_columns, sum(chunk.num_values for chunk in chunks))
     sizes = (chunk.total_uncompressed_size for chunk in chunks)
-    _check_size(about.num_columns, sum(chunk.num_values for chunk in chunks), sum(sizes), most)
+    _check_size(about.num_columns, cells, sum(sizes), most)
     if any("DELTA_BYTE_ARRAY" in chunk.encodings for chunk in chunks):
         raise pa.ArrowInvalid("its texts are parts of other texts (DELTA_BYTE_ARRAY)")
     # Arrow refuses dictionaries above 2 GiB.
-    shared = {chunk.path_in_schema for chunk in chunks if chunk.total_compressed_size < LARGEST // 2}
+    large = {chunk.path_in_schema for chunk in chunks if 2 * chunk.total_compressed_size > LARGEST}
+    shared = {chunk.path_in_schema for chunk in chunks} - large
     table = pq.read_table(path, read_dictionary=[*shared])
-    _check_size(about.num_columns, 0, sum(map(_decoded_size, table.columns)), most)
+    _check_size(about.num_columns, cells, sum(map(_decoded_size, table.columns)), most)
     # Polars writes texts as views; pyarrow can neither filter them nor take rows of them.
     views = {"string_view": pa.string(), "binary_view": pa.binary()}
     return table.cast(pa.schema([(f.name, views.get(str(f.type), f.type)) for f in file.schema_arrow]))
@@ -91,17 +92,16 @@ def _decoded_size(values: pa.ChunkedArray | pa.Array) -> int:
     if isinstance(values, pa.ChunkedArray):
         return sum(map(_decoded_size, values.chunks))
     if pa.types.is_dictionary(values.type):
-        known = values.dictionary
-        texts = pa.types.is_string(known.type) or pa.types.is_binary(known.type)
-        sizes = pc.binary_length(known) if texts else pa.repeat(8, len(known))
-        return pc.sum(sizes.take(values.indices)).as_py() or 0
+        if pa.types.is_primitive(values.type.value_type):
+            return int(values.nbytes)
+        return pc.sum(pc.binary_length(values.dictionary).take(values.indices)).as_py() or 0
     if pa.types.is_struct(values.type):
         return sum(map(_decoded_size, values.flatten()))
     return _decoded_size(values.flatten()) if pa.types.is_nested(values.type) else int(values.nbytes)
 
 
-def _block(path: Path) -> int:
-    return min(max(path.stat().st_size, 2**20), 2**31 - 1)  # pyarrow refuses a row longer than a block
+def _block(size: int) -> int:
+    return min(max(size, 2**20), 2**31 - 1)  # pyarrow refuses a row longer than a block
 
 
 def _first_line(path: Path) -> str:
@@ -122,7 +122,7 @@ def _csv(path: Path, delimiter: str = ",") -> pa.Table:
     _check_size(head.count(delimiter))
     table = pa_csv.read_csv(
         path,
-        pa_csv.ReadOptions(block_size=_block(path)),
+        pa_csv.ReadOptions(block_size=_block(path.stat().st_size)),
         # Texts may have several lines.
         pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
     )
@@ -147,7 +147,7 @@ def _json(path: Path) -> pa.Table:
     # Every row has a cell for each name of any row.
     names = len({match[0] for match in re.finditer(rb'"(?:[^"\\]++|\\.)*+"(?=\s*:)', data)})
     _check_size(names, names * data.count(b"\n"))
-    table = pa_json.read_json(io.BytesIO(data), pa_json.ReadOptions(block_size=_block(path)))
+    table = pa_json.read_json(io.BytesIO(data), pa_json.ReadOptions(block_size=_block(len(data))))
     table.validate(full=True)
     return table
 

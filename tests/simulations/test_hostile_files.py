@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import resource
 import struct
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,19 +26,6 @@ HOSTILE = "</script><script>alert(1)</script> & \"q\" 'x' $\\x$ ../../../x | " +
 def safetensors(header: object, data: bytes = b"", length: int | None = None) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
-
-
-def tensor(shape: list[int], start: int, stop: int) -> dict[str, Any]:
-    return {"dtype": "F32", "shape": shape, "data_offsets": [start, stop]}
-
-
-DAMAGED = {
-    "header of 8 GB": safetensors(b"{}", length=8 << 30),
-    "tensor of 8 GB": safetensors({"a": tensor([1 << 31], 0, 8 << 30)}),
-    "overlap": safetensors({"a": tensor([2], 0, 8), "b": tensor([2], 4, 12)}, bytes(12)),
-    "no JSON": safetensors(b"no JSON"),
-    "empty": b"",
-}
 
 
 @pytest.fixture(scope="module")
@@ -66,17 +51,6 @@ def commands_on(copied: Path, model: Path) -> list[tuple[object, ...]]:
         ("check", copied),
         ("simulate", "--model", copied, "--dry-run", "--out", out),
     ]
-
-
-@pytest.mark.parametrize("damage", DAMAGED)
-def test_damaged_weights_are_named_and_take_no_memory(damage: str, copied: Path, model: Path) -> None:
-    (copied / "model.safetensors").write_bytes(DAMAGED[damage])
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for line in commands_on(copied, model):
-        code, output = invoke(*line)
-        assert (code, "copy" in output) == (2, True), (line, output)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB
-    assert not (copied.parent / "out").exists()
 
 
 @pytest.mark.parametrize(

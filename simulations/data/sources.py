@@ -145,7 +145,8 @@ def _json(path: Path) -> pa.Table:
             raise pa.ArrowInvalid("its list has items that are not objects")
         data = "\n".join(map(json.dumps, rows)).encode()
     # Every row has a cell for each name of any row.
-    names = len({match[0] for match in re.finditer(rb'"(?:[^"\\]++|\\.)*+"(?=\s*:)', data)})
+    texts = re.finditer(rb'(?s)("(?:[^"\\]++|\\.)*+"?)(\s*+:)?', data)
+    names = len({text[1] for text in texts if text[2]})
     _check_size(names, names * data.count(b"\n"))
     table = pa_json.read_json(io.BytesIO(data), pa_json.ReadOptions(block_size=_block(len(data))))
     table.validate(full=True)

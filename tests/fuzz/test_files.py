@@ -24,7 +24,7 @@ from tests.models import fresh_model
 from tests.simulations.test_hostile_files import safetensors
 from tests.simulations.test_huge_files import bounded, repeated
 
-MARKS = ("[", "]", '{"a":', "}", '"', "\\", "1", ",", "\n", '{"a":"b"}\n', '[{"a":1}]')
+MARKS = ("[", "]", '{"a":', "}", '"', "\\", '"\\', "1", ",", "\n", '{"a":"b"}\n', '[{"a":1}]')
 COUNTS = st.sampled_from((1, 1, 1, 2, 190, 300_000))
 
 

@@ -59,6 +59,7 @@ TABLES: list[tuple[str, Callable[[], str | pa.Array], str]] = [
     ("a.jsonl", lambda: '{"a":' + DEEP, "nested more than 200"),
     ("a.json", lambda: "[" + '{"a":' * 300_000, "nested more than 200"),
     ("a.json", lambda: DEEP + "]" * 300_000, "nested more than 200"),
+    ("a.jsonl", lambda: '"\\' * 300_000, "cannot be read as JSON lines"),
     ("a.jsonl", lambda: "".join(f'{{"k{i}":1}}\n' for i in range(9999)), "99980001 cells"),
     ("a.json", lambda: json.dumps([{str(i): 1 for i in range(50_000)}]), "50000 columns"),
     ("a.csv", lambda: ",".join(map(str, range(50_001))) + "\n", "50000 columns"),

@@ -174,11 +174,12 @@ class Command(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
-            error.message = safe(error.message)
-            if not isinstance(error, click.NoSuchOption) or error.option_name not in self.advice:
+            name, said = getattr(error, "option_name", ""), error.format_message()
+            if isinstance(error, click.NoSuchOption) and name in self.advice:
+                raise click.NoSuchOption(name, None, [self.advice[name]], ctx) from error
+            if said == safe(said):
                 raise
-            advice = [self.advice[error.option_name]]
-            raise click.NoSuchOption(error.option_name, None, advice, ctx) from error
+            raise click.UsageError(safe(said), ctx) from error
 
     def _declared(self, name: str | None) -> str:
         hints = get_type_hints(self.callback, include_extras=True)

@@ -119,7 +119,7 @@ def _csv(path: Path, delimiter: str = ",") -> pa.Table:
     if found and delimiter not in head:
         wanted = _DELIMITERS[delimiter]
         raise pa.ArrowInvalid(f"its columns are separated by {found}; separate them by {wanted}")
-    _check_size(head.count(delimiter))
+    _check_size(head.count(delimiter) + 1)
     table = pa_csv.read_csv(
         path,
         pa_csv.ReadOptions(block_size=_block(path.stat().st_size)),

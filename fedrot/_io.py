@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedrot.errors import FedrotError
+from fedrot.errors import FedrotError, safe
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,9 +62,9 @@ def _naming(path: Path, temporary: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all."""
+    """Write a text file whole or not at all, without what could steer a terminal."""
     with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(safe(text), encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -120,8 +120,8 @@ def as_os_error(path: Path) -> Iterator[None]:
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
-def refuse_nested(data: bytes) -> None:
-    """Raise ``ValueError`` if JSON is nested so deeply that a recursive parser could end the process."""
+def shallow(data: bytes) -> bytes:
+    """Return JSON; raises ``ValueError`` if it is so deep that a recursive parser may end the process."""
     import numpy as np
 
     unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -129,14 +129,13 @@ def refuse_nested(data: bytes) -> None:
     in_text = np.logical_xor.accumulate(steps == 0)
     if (steps * ~in_text).cumsum(dtype=np.int32).max(initial=0) > DEEPEST:
         raise ValueError(f"it is nested more than {DEEPEST} levels deep")
+    return data
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; raises ``FedrotError`` if the file holds something else."""
     try:
-        data = path.read_bytes()
-        refuse_nested(data)
-        found = json.loads(data)
+        found = json.loads(shallow(path.read_bytes()))
     except (ValueError, RecursionError) as error:
         raise FedrotError(
             f"'{path}' is damaged: it is not JSON ({error}). Copy or save it again."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
@@ -15,8 +14,6 @@ from fedrot.errors import FedrotError
 
 #: The tables of a grid, apart from its entries.
 TABLES = ("base", "matrix", "quick")
-#: Largest numbers of combinations of an entry's matrix, and of dots in a line, which nest tables.
-MOST_POINTS, MOST_DOTS = 10_000, 1000
 
 
 #: Folders of bundled grids. Plug-ins add theirs.
@@ -49,8 +46,6 @@ def read_grid(grid: Path, entries: str, *, quick: bool = False) -> list[dict[str
     """
     text = _text(grid, entries)
     try:
-        if any(line.count(".") > MOST_DOTS for line in text.splitlines()):
-            raise ValueError(f"a line has more than {MOST_DOTS} dots")
         described = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise FedrotError(f"'{grid}' is no TOML: {error}") from error
@@ -105,8 +100,6 @@ def _completed(
     merged = {**base, "matrix": matrix, **entry, **changes}
     single = entry.keys() | changes.keys()
     lists = {key: values for key, values in merged.pop("matrix").items() if key not in single}
-    if math.prod(map(len, lists.values())) > MOST_POINTS:
-        raise FedrotError(f"The matrix has more than {MOST_POINTS} combinations; leave values out.")
     for values in itertools.product(*lists.values()):
         point = dict(zip(lists, values, strict=True))
         yield {**merged, **point, **_named(entry, point)}

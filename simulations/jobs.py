@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from fedrot._io import write_text
-from fedrot.errors import FedrotError, safe
+from fedrot.errors import FedrotError
 from fedrot.simulations.plugins import PLUGINS
 
 #: Seconds between two calls of ``tick``.
@@ -80,7 +80,7 @@ def noted_failure(out: Path, name: str, title: str, failure: str) -> str:
     file = out / FAILURES / f"{name}.txt"
     if failure:
         file.parent.mkdir(exist_ok=True)
-        write_text(file, safe(f"{title}\n\n{failure}"))
+        write_text(file, f"{title}\n\n{failure}")
         return f"FAILED, see {file}: {failure.strip().splitlines()[-1]}"
     file.unlink(missing_ok=True)
     with suppress(OSError):

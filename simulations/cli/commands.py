@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial, wraps
 from importlib.util import find_spec
 from inspect import Parameter, Signature, signature
@@ -18,7 +18,7 @@ import click
 import typer
 from click.core import ParameterSource
 from pydantic import BaseModel, ValidationError
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console
 from rich.markup import escape
 from rich.segment import Segment
 from typer.core import TyperCommand
@@ -28,13 +28,10 @@ from fedrot.simulations import INSTALL
 
 
 class _Console(Console):
-    """A console that sends to the terminal the controls of Rich, and none of a printed name."""
+    """Prints the controls of Rich, and none of a name."""
 
-    def render(
-        self, renderable: RenderableType, options: ConsoleOptions | None = None
-    ) -> Iterable[Segment]:
-        """Yield the segments of what is printed, with ``safe`` text."""
-        for segment in super().render(renderable, options):
+    def render(self, *args: Any, **options: Any) -> Iterator[Segment]:
+        for segment in super().render(*args, **options):
             yield segment if segment.control else segment._replace(text=safe(segment.text))
 
 
@@ -173,13 +170,11 @@ class Command(TyperCommand):
         """Return the arguments that are left; an error about an unknown option has its ``advice``."""
         try:
             return super().parse_args(ctx, args)
-        except click.UsageError as error:
-            name, said = getattr(error, "option_name", ""), error.format_message()
-            if isinstance(error, click.NoSuchOption) and name in self.advice:
-                raise click.NoSuchOption(name, None, [self.advice[name]], ctx) from error
-            if said == safe(said):
+        except click.NoSuchOption as error:
+            name = error.option_name
+            if name not in self.advice:
                 raise
-            raise click.UsageError(safe(said), ctx) from error
+            raise click.NoSuchOption(name, None, [self.advice[name]], ctx) from error
 
     def _declared(self, name: str | None) -> str:
         hints = get_type_hints(self.callback, include_extras=True)

@@ -11,7 +11,6 @@ import click
 import typer
 
 from fedrot._io import replacing, write_text
-from fedrot.errors import safe
 from fedrot.simulations.cli.commands import command, command_line, console, given, need, say
 from fedrot.simulations.cli.effects import refuse_idle
 from fedrot.simulations.cli.root import app
@@ -199,4 +198,4 @@ def report(
         raise ValueError(f"'{run_or_file}' is not a run folder: it has no {ROWS}.")
     runner.present(run_or_file, console)
     if markdown is not None:
-        write_text(markdown, safe(markdown_report(run_or_file)))
+        write_text(markdown, markdown_report(run_or_file))

@@ -23,7 +23,7 @@ import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 from huggingface_hub import constants
 
-from fedrot._io import refuse_nested, refuse_pointer
+from fedrot._io import refuse_pointer, shallow
 from fedrot.errors import FedrotError
 from fedrot.simulations.data import BUNDLED
 
@@ -36,7 +36,7 @@ HELD_OUT_SHARE = 5
 SPLIT_SEED = 0
 LIMIT_SEED = 0
 #: Largest numbers of columns and of cells, and of bytes of a decoded Parquet file or 20 times its size.
-MOST_COLUMNS, MOST_CELLS, LARGEST, RATIO = 10_000, 2**25, 2**30, 20
+MOST_COLUMNS, MOST_CELLS, LARGEST, RATIO = 10_000, 2**28, 10 * 2**28, 20
 #: Number of rows or names that a message lists, and of characters of each.
 _WRITTEN_OUT, _LONGEST = 10, 80
 
@@ -58,46 +58,35 @@ def listed(values: Iterable[object]) -> str:
     return ", ".join(f"{value!s:.{_LONGEST}}" for value in found[:_WRITTEN_OUT]) + more
 
 
-def _check_size(columns: int, cells: int = 0, size: int = 0, most: int = LARGEST) -> None:
-    """Raise ``pa.ArrowInvalid`` if a table is too large, by what its file says."""
-    found = {"columns": (columns, MOST_COLUMNS), "cells": (cells, MOST_CELLS), "bytes": (size, most)}
-    for what, (number, allowed) in found.items():
-        if number > allowed:
-            raise pa.ArrowInvalid(f"it has {number} {what}, above {allowed}: leave some out")
+def _bound(what: str, number: int, most: int) -> None:
+    if number > most:
+        raise pa.ArrowInvalid(f"it has {number} {what}, above {most}: leave some out")
 
 
 def _parquet(path: Path) -> pa.Table:
     """Read a file that is small when decoded, too: a text may stand for many rows, and is read once."""
     file, most = pq.ParquetFile(path), max(LARGEST, RATIO * path.stat().st_size)
-    about = file.metadata
-    groups = map(about.row_group, range(about.num_row_groups))
-    chunks = [group.column(place) for group in groups for place in range(about.num_columns)]
-    cells = max(about.num_rows * about.num_columns, sum(chunk.num_values for chunk in chunks))
-    sizes = (chunk.total_uncompressed_size for chunk in chunks)
-    _check_size(about.num_columns, cells, sum(sizes), most)
-    if any("DELTA_BYTE_ARRAY" in chunk.encodings for chunk in chunks):
-        raise pa.ArrowInvalid("its texts are parts of other texts (DELTA_BYTE_ARRAY)")
+    groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+    chunks = [group.column(place) for group in groups for place in range(group.num_columns)]
+    _bound("cells", sum(chunk.num_values for chunk in chunks), MOST_CELLS)
+    _bound("bytes", sum(chunk.total_uncompressed_size for chunk in chunks), most)
     # Arrow refuses dictionaries above 2 GiB.
-    large = {chunk.path_in_schema for chunk in chunks if 2 * chunk.total_compressed_size > LARGEST}
-    shared = {chunk.path_in_schema for chunk in chunks} - large
-    table = pq.read_table(path, read_dictionary=[*shared])
-    _check_size(about.num_columns, cells, sum(map(_decoded_size, table.columns)), most)
+    large = {chunk.path_in_schema for chunk in chunks if chunk.total_compressed_size > 2**29}
+    table = pq.read_table(path, read_dictionary=[*{c.path_in_schema for c in chunks} - large])
+    _bound("bytes", sum(_decoded_size(part) for column in table.columns for part in column.chunks), most)
     # Polars writes texts as views; pyarrow can neither filter them nor take rows of them.
     views = {"string_view": pa.string(), "binary_view": pa.binary()}
     return table.cast(pa.schema([(f.name, views.get(str(f.type), f.type)) for f in file.schema_arrow]))
 
 
-def _decoded_size(values: pa.ChunkedArray | pa.Array) -> int:
-    """Return the number of bytes of values, also of those of a dictionary that rows share."""
-    if isinstance(values, pa.ChunkedArray):
-        return sum(map(_decoded_size, values.chunks))
-    if pa.types.is_dictionary(values.type):
-        if pa.types.is_primitive(values.type.value_type):
-            return int(values.nbytes)
+def _decoded_size(values: pa.Array) -> int:
+    """Return the number of bytes of values; those of a dictionary count once for each row."""
+    if pa.types.is_dictionary(values.type) and not pa.types.is_primitive(values.type.value_type):
         return pc.sum(pc.binary_length(values.dictionary).take(values.indices)).as_py() or 0
-    if pa.types.is_struct(values.type):
-        return sum(map(_decoded_size, values.flatten()))
-    return _decoded_size(values.flatten()) if pa.types.is_nested(values.type) else int(values.nbytes)
+    if pa.types.is_nested(values.type):
+        found = values.flatten()  # of structs, several
+        return sum(map(_decoded_size, found if isinstance(found, list) else [found]))
+    return int(values.nbytes)
 
 
 def _block(size: int) -> int:
@@ -119,7 +108,6 @@ def _csv(path: Path, delimiter: str = ",") -> pa.Table:
     if found and delimiter not in head:
         wanted = _DELIMITERS[delimiter]
         raise pa.ArrowInvalid(f"its columns are separated by {found}; separate them by {wanted}")
-    _check_size(head.count(delimiter) + 1)
     table = pa_csv.read_csv(
         path,
         pa_csv.ReadOptions(block_size=_block(path.stat().st_size)),
@@ -137,17 +125,12 @@ def _csv(path: Path, delimiter: str = ",") -> pa.Table:
 
 def _json(path: Path) -> pa.Table:
     """Read one object per line, or a list of objects."""
-    first, data = _first_line(path), path.read_bytes()
-    refuse_nested(data)
+    first, data = _first_line(path), shallow(path.read_bytes())
     if first.lstrip("\ufeff \t\r\n").startswith("["):
-        rows = json.loads(data.decode("utf-8-sig"))
+        rows = json.loads(data)
         if not all(isinstance(row, dict) for row in rows):
             raise pa.ArrowInvalid("its list has items that are not objects")
         data = "\n".join(map(json.dumps, rows)).encode()
-    # Every row has a cell for each name of any row.
-    texts = re.finditer(rb'(?s)("(?:[^"\\]++|\\.)*+"?)(\s*+:)?', data)
-    names = len({text[1] for text in texts if text[2]})
-    _check_size(names, names * data.count(b"\n"))
     table = pa_json.read_json(io.BytesIO(data), pa_json.ReadOptions(block_size=_block(len(data))))
     table.validate(full=True)
     return table
@@ -187,6 +170,7 @@ def read_table(path: Path) -> pa.Table:
     try:
         refuse_pointer(path)
         table = read(path)
+        _bound("columns", table.num_columns, MOST_COLUMNS)
         table = table.rename_columns([name.strip() for name in table.column_names])
         if len(set(table.column_names)) < table.num_columns:
             raise pa.ArrowInvalid(f"two columns have equal names among {listed(table.column_names)}")

@@ -12,7 +12,6 @@ from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data.data_set import DataSet
 from fedrot.simulations.models.architectures import settings_of
-from fedrot.simulations.models.claims import refuse_larger
 from fedrot.simulations.models.federated import with_adapter
 from fedrot.simulations.models.packaged import loading, loading_of, no_bar_for_files
 from fedrot.simulations.tasks.objectives import OBJECTIVES
@@ -57,7 +56,6 @@ def _pretrained(auto_model: Any, name: str, settings: Any) -> Any:
         FedrotError: the model cannot be loaded, or lacks a tensor other than a head's or pooler's.
     """
     with loading(name), no_bar_for_files(name):
-        refuse_larger(name, lambda: auto_model.from_config(settings))
         model, found = auto_model.from_pretrained(
             **loading_of(name), config=settings, output_loading_info=True
         )

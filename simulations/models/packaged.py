@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -9,9 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fedrot._io import read_json
+from fedrot._io import read_json, refuse_pointer
 from fedrot.errors import FedrotError
-from fedrot.simulations.models.claims import refuse_claims
+
+#: Largest numbers and sizes of lists in a configuration, by a part of the name of a field.
+MOST = {"theta": math.inf, "label": 10**5, "layer": 1000, "group": 1000, "expert": 1000, "hidden": 2**15}
 
 
 @dataclass(frozen=True)
@@ -70,14 +74,26 @@ def loading_of(model: str) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": source, **gguf}
 
 
+def _refuse_claims(folder: Path) -> None:
+    """Raise ``FedrotError`` if a file of a model claims what no model has, or is compressed."""
+    config = folder / "config.json"
+    for name, value in (read_json(config) if config.is_file() else {}).items():
+        number = len(value) if isinstance(value, list | dict) else value
+        most = next((most for part, most in MOST.items() if part in name), 2**24)
+        if isinstance(number, int) and number > most:
+            raise FedrotError(f"'{config}' has {number} as {name}, above {most}. Correct it.")
+    for file in filter(zipfile.is_zipfile, folder.glob("*.bin")):
+        with zipfile.ZipFile(file) as packed:
+            size = sum(entry.file_size for entry in packed.infolist())
+        if size > file.stat().st_size:
+            raise FedrotError(f"'{file}' is compressed: it holds {size} bytes. Save it again.")
+
+
 @contextmanager
 def loading(model: object) -> Iterator[None]:
-    """Turn errors of loading a model, its configuration or tokenizer into ``FedrotError``.
-
-    What the files of a folder claim is checked first; see ``refuse_claims``.
-    """
+    """Turn errors of loading a model, its configuration or tokenizer into ``FedrotError``."""
     try:
-        refuse_claims(Path(str(model)))
+        _refuse_claims(Path(str(model)))
         yield
     except FedrotError:
         raise
@@ -104,20 +120,16 @@ def loading(model: object) -> Iterator[None]:
 
 
 def _damaged(folder: Path) -> str:
-    """Return a message about damaged JSON, tensors or a damaged tokenizer; else empty."""
-    from safetensors import SafetensorError, safe_open
-    from tokenizers import Tokenizer
-
+    """Return a message about a pointer of git-lfs, damaged JSON or a damaged tokenizer; else empty."""
     try:
         for file in sorted(folder.glob("*.json")):
             read_json(file)
         for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, "np"):
-                pass
+            refuse_pointer(file)
     except FedrotError as error:
         return str(error)
-    except SafetensorError as error:
-        return f"'{file}' cannot be loaded: {error}. Copy or save it again."
+    from tokenizers import Tokenizer
+
     if (file := folder / "tokenizer.json").is_file():
         try:
             Tokenizer.from_file(str(file))

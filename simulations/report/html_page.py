@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from fedrot._io import write_text
-from fedrot.errors import safe
 from fedrot.simulations.report.tables import Table, pieces
 
 Source = TypeVar("Source")
@@ -70,7 +69,7 @@ class HtmlPage(Generic[Source]):
         environment.filters["broken"] = broken
         sections = filter(None, (section(source) for section in self.sections.values()))
         page = environment.get_template("page.html.j2").render(name=name, sections=list(sections))
-        write_text(path, safe(page))
+        write_text(path, page)
         return path
 
 

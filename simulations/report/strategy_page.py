@@ -52,7 +52,6 @@ def write_strategy_report(report: Path, out: Path | None = None) -> Path:
 def _is_row(row: Row) -> bool:
     """Return whether a row has the fields of a strategy's rows."""
     whole = "before" not in row or {"after", "found", "moved", "part", "layer", "client"} <= row.keys()
-    whole = whole and ("dropped" not in row or "client" in row)
     return "round" in row and ("metrics" in row) == ("stage" in row) and whole
 
 

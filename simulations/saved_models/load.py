@@ -11,7 +11,6 @@ from typing import Any
 
 from fedrot._io import as_os_error, replacing
 from fedrot.errors import FedrotError
-from fedrot.simulations.models.claims import refuse_larger
 from fedrot.simulations.models.packaged import loading, loading_of, no_bar_for_files, no_bars
 from fedrot.symmetry import check_family
 from fedrot.tensors import Tensors
@@ -102,7 +101,6 @@ def load(name: str) -> SavedModel:
             "fedrot.check_function and fedrot.align in Python."
         )
     with loading(name), no_bar_for_files(name):
-        refuse_larger(name, lambda: getattr(model_class, "from_config", model_class)(config))
         model, found = model_class.from_pretrained(
             **source, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
         )

@@ -121,7 +121,7 @@ def as_os_error(path: Path) -> Iterator[None]:
 
 
 def shallow(data: bytes) -> bytes:
-    """Return JSON; raises ``ValueError`` if it is so deep that a recursive parser may end the process."""
+    """Return JSON; raises ``ValueError`` if it is so deep that parsers may end the process."""
     import numpy as np
 
     unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")

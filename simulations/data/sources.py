@@ -70,9 +70,10 @@ def _parquet(path: Path) -> pa.Table:
     chunks = [group.column(place) for group in groups for place in range(group.num_columns)]
     _bound("cells", sum(chunk.num_values for chunk in chunks), MOST_CELLS)
     _bound("bytes", sum(chunk.total_uncompressed_size for chunk in chunks), most)
-    # Arrow refuses dictionaries above 2 GiB.
+    # Arrow has no dictionaries above 2 GiB, and none of texts that are parts of others.
+    delta = {chunk.path_in_schema for chunk in chunks if "DELTA_BYTE_ARRAY" in chunk.encodings}
     large = {chunk.path_in_schema for chunk in chunks if chunk.total_compressed_size > 2**29}
-    table = pq.read_table(path, read_dictionary=[*{c.path_in_schema for c in chunks} - large])
+    table = pq.read_table(path, read_dictionary=[*{c.path_in_schema for c in chunks} - large - delta])
     _bound("bytes", sum(_decoded_size(part) for column in table.columns for part in column.chunks), most)
     # Polars writes texts as views; pyarrow can neither filter them nor take rows of them.
     views = {"string_view": pa.string(), "binary_view": pa.binary()}

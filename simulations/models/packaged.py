@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import zipfile
 from collections.abc import Iterator
@@ -82,6 +83,11 @@ def _refuse_claims(folder: Path) -> None:
         most = next((most for part, most in MOST.items() if part in name), 2**24)
         if isinstance(number, int) and number > most:
             raise FedrotError(f"'{config}' has {number} as {name}, above {most}. Correct it.")
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            names = min(int.from_bytes(opened.read(8), "little"), file.stat().st_size)
+        if names > 2**23:
+            raise FedrotError(f"'{file}' has {names} bytes of names, above {2**23}. Save it again.")
     for file in filter(zipfile.is_zipfile, folder.glob("*.bin")):
         with zipfile.ZipFile(file) as packed:
             size = sum(entry.file_size for entry in packed.infolist())
@@ -123,11 +129,13 @@ def _damaged(folder: Path) -> str:
     """Return a message about a pointer of git-lfs, damaged JSON or a damaged tokenizer; else empty."""
     try:
         for file in sorted(folder.glob("*.json")):
-            read_json(file)
+            json.dumps(read_json(file), ensure_ascii=False).encode()
         for file in sorted(folder.glob("*.safetensors")):
             refuse_pointer(file)
     except FedrotError as error:
         return str(error)
+    except UnicodeEncodeError as error:
+        return f"'{file}' is damaged: a name in it is no text ({error}). Copy or save it again."
     from tokenizers import Tokenizer
 
     if (file := folder / "tokenizer.json").is_file():

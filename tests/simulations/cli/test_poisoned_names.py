@@ -5,18 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import re
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import torch
-from PIL import Image
-from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from fedrot.simulations.cli.app import app, prepare
@@ -28,139 +22,81 @@ from tests.simulations.saved_models.folders import WEIGHTS, change, configure, s
 #: Colour, title of the window, bell, controls of one character, delete, and the other direction.
 POISON = "evil\x1b[31m\x1b]0;x\x07\x9b5m\x7f\u202e\u2066\b"
 STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+DATA, DRY = "simulate --dry-run --data", "simulate --dry-run"
+GRID, TAGS = (
+    "[base]\ntrain_limit = 60\n[[setting]]\nsetting = ",
+    json.dumps({"tokens": ["a"], "ner_tags": [POISON]}) * 20,
+)
+RUN = [*options_of({**SMALL, "clients": 2, "seeds": 1, "rounds": 1, "arms": "plain"}), "--workers 1"]
 
 
-@pytest.fixture(autouse=True)
-def prepared() -> Iterator[None]:
-    """Logs as in the process of a command line."""
-    factory, handler = logging.getLogRecordFactory(), signal.getsignal(signal.SIGTERM)
-    prepare()
-    yield
-    logging.setLogRecordFactory(factory)
-    signal.signal(signal.SIGTERM, handler)
+def table(header: str, row: str) -> str:
+    return f"{header}\n" + f"{row}\na,c\n" * 20
 
 
-def run(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code in (0, 2), result.exception
-    return result.output
-
-
-def csv(
-    folder: Path, *options: str, name: str = "a", header: str = "text,label", row: str = "a,b"
-) -> str:
-    data = folder / f"{name}.csv"
-    data.write_text(f"{header}\n" + f"{row}\na,c\n" * 20, "utf-8")
-    return run(
-        "simulate", "--data", data, "--dry-run", "--out", folder / "out", "--clients", 2, *options
-    )
-
-
-def images(folder: Path) -> str:
-    for place in (folder / "images" / POISON, folder / "images" / "other"):
-        place.mkdir(parents=True)
-        for i in range(10):
-            Image.new("L", (8, 8), i).save(place / f"{i}.png")
-    data = ("--data", folder / "images", "--task", "image", "--clients", 2)
-    return run("simulate", *data, "--dry-run", "--out", folder / "out")
-
-
-def tags(folder: Path) -> str:
-    rows = {"tokens": [["a", "b"]] * 20, "ner_tags": [["O", f"B-{POISON}"]] * 20}
-    pq.write_table(pa.table(rows), folder / "a.parquet")
-    data = ("--data", folder / "a.parquet", "--task", "ner", "--clients", 2)
-    return run("simulate", *data, "--dry-run", "--out", folder / "out")
-
-
-def grid(text: str, folder: Path) -> str:
-    name, base = json.dumps(POISON), "[base]\nseeds = 1\ntrain_limit = 60\n[[setting]]\n"
-    (folder / "grid.toml").write_text(base + text.replace("NAME", name), "utf-8")
-    return run("simulate", folder / "grid.toml", "--dry-run", "--out", folder / "out")
-
-
-def whole_run(folder: Path) -> str:
-    """Everything that a run prints and writes: also its page, tables and log."""
-    options = options_of({**SMALL, "clients": 2, "seeds": 1, "rounds": 1, "arms": "plain,aligned"})
-    csv(folder, name=POISON, row=f"a,{POISON}")
-    out, data = folder / f"out{POISON}", ("--data", folder / f"{POISON}.csv", "--workers", 1)
-    said = run("simulate", *data, "--out", out, *options)
-    said += run("report", out, "--markdown", folder / "tables.md")
-    pages = [file.read_text("utf-8") for file in (out / "report.html", out / "flower.log")]
-    assert all("evil" in page for page in pages)
-    return said + "".join(pages) + (folder / "tables.md").read_text("utf-8")
-
-
-def rows(folder: Path) -> str:
-    """The page of a strategy's rows."""
-    file, score = folder / f"{POISON}.jsonl", {"round": 1, "stage": "train", "metrics": {POISON: 1.0}}
-    dropped = {"round": 1, "client": 0, "dropped": POISON}
-    file.write_text(json.dumps(score) + "\n" + json.dumps(dropped) + "\n")
-    return run("report", file) + file.with_suffix(".html").read_text("utf-8")
-
-
-def models(spoil: Callable[[Path], object], folder: Path) -> str:
-    with no_bars():
-        a, b = (saved(fresh_model("bert-classifier").float(), folder / name) for name in "ab")
-    b = spoil(b) or b
-    return run("check", b) + run("merge", a, b, "--parts", "attention", "--out", folder / f"out{POISON}")
-
-
-def tensor(folder: Path) -> None:
-    change(folder, lambda tensors: {f"{POISON}.{name}": t for name, t in tensors.items()})
-
-
-def shard(folder: Path) -> None:
-    index = {"weight_map": {"a": f"{POISON}\ud800.safetensors"}}
-    (folder / WEIGHTS).rename(folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
-
-
-def token(folder: Path) -> None:
-    tokenizer(folder.parent / "a")
-    tokenizer(folder, w3=POISON)
-
-
-def adapters(folder: Path) -> str:
-    for name in "ab":
-        (folder / name).mkdir()
-        settings = {"peft_type": "LORA", "r": 2, "target_modules": [f"{name}{POISON}"]}
-        (folder / name / "adapter_config.json").write_text(json.dumps(settings))
-        weights = {f"{POISON}.lora_A.weight": torch.ones(2, 2)}
-        save_file(weights, folder / name / "adapter_model.safetensors")
-    return run("merge", folder / "a", folder / "b", "--dry-run")
-
-
-CASES: dict[str, Callable[[Path], str]] = {
-    "label": partial(csv, row=f"a,{POISON}"),
-    "column": partial(csv, header=f"{POISON},label"),
-    "split": lambda folder: csv(folder, "--task", "mlm", header="split,text", row=f"{POISON},b"),
-    "file": partial(csv, name=POISON),
-    "folder of a class": images,
-    "tag": tags,
-    "setting": partial(grid, "setting = NAME"),
-    "partition": partial(grid, "setting = 'a'\npartition = NAME"),
-    "arm": partial(grid, "setting = 'a'\narms = [NAME]"),
-    "table": partial(grid, "setting = 'a'\n[NAME]"),
-    "run": whole_run,
-    "rows": rows,
-    "tensor": partial(models, tensor),
-    "shard": partial(models, shard),
-    "token": partial(models, token),
-    "folder": partial(models, lambda folder: folder.rename(folder.parent / POISON)),
-    "class": partial(models, partial(configure, architectures=[POISON])),
-    "dtype": partial(models, partial(configure, dtype=POISON)),
-    "model type": partial(models, partial(configure, model_type=POISON)),
-    "field": partial(models, partial(configure, **{POISON: 1})),
-    "label of a model": partial(models, partial(configure, id2label={"0": POISON})),
-    "adapter": adapters,
-    "app": lambda folder: run("flower-app", folder / POISON),
-    "argument": lambda folder: run("check", folder, folder / POISON),
+#: A file, its content and the command that reads it, by what has the name.
+FILES: dict[str, tuple[str, str, str]] = {
+    "label": ("a.csv", table("text,label", f"a,{POISON}"), DATA),
+    "column": ("a.csv", table(f"{POISON},label", "a,b"), DATA),
+    "split": ("a.csv", table("split,text", f"{POISON},b"), f"{DRY} --task mlm --data"),
+    "file": (f"{POISON}.csv", table("text,label", "a,b"), DATA),
+    "tag": ("a.jsonl", TAGS, f"{DRY} --task ner --data"),
+    "setting": ("a.toml", GRID + json.dumps(POISON), DRY),
+    "partition": ("a.toml", f"{GRID}'a'\npartition = {json.dumps(POISON)}", DRY),
+    "arm": ("a.toml", f"{GRID}'a'\narms = [{json.dumps(POISON)}]", DRY),
+    "table": ("a.toml", f"{GRID}'a'\n[{json.dumps(POISON)}]", DRY),
+    "run": (f"{POISON}.csv", table("text,label", f"a,{POISON}"), f"simulate {' '.join(RUN)} --data"),
+    "metric": (
+        f"{POISON}.jsonl",
+        json.dumps({"round": 1, "stage": "train", "metrics": {POISON: 1.0}}) + "\n",
+        "report",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_name_steers_no_terminal(name: str, tmp_path: Path, capfd: Any, caplog: Any) -> None:
+def shard(folder: Path) -> None:
+    index = {"metadata": {}, "weight_map": {"a": f"{POISON}.safetensors"}}
+    (folder / WEIGHTS).rename(folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+
+
+#: What is done to a model, by what has the name.
+MODELS: dict[str, Callable[[Path], object]] = {
+    "tensor": partial(change, function=lambda held: {f"{POISON}.{n}": t for n, t in held.items()}),
+    "shard": shard,
+    "token": partial(tokenizer, w3=POISON),
+    "folder": lambda folder: folder.rename(folder.parent / POISON),
+    "class": partial(configure, architectures=[POISON]),
+    "dtype": partial(configure, dtype=POISON),
+    "model type": partial(configure, model_type=POISON),
+    "field": partial(configure, **{POISON: 1}),
+    "label of a model": partial(configure, id2label={"0": POISON}),
+}
+
+
+@pytest.mark.parametrize("name", [*FILES, *MODELS])
+def test_a_name_steers_no_terminal(
+    name: str, tmp_path: Path, capfd: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging, "_logRecordFactory", logging.getLogRecordFactory())
+    prepare()
     caplog.set_level("INFO")
-    said = CASES[name](tmp_path)
-    assert "evil" in said
-    said += "".join(capfd.readouterr()) + caplog.text
-    assert not STEERS.search(said), ascii(said)
+    out = ["--out", str(tmp_path / f"out{POISON}")]
+    if name in FILES:
+        file, content, words = FILES[name]
+        (tmp_path / file).write_text(content, "utf-8")
+        out = out if words.startswith("simulate") else []
+        lines = [[*words.split(), str(tmp_path / file), *out]]
+    else:
+        with no_bars():
+            a, b = (saved(fresh_model("bert-classifier").float(), tmp_path / name) for name in "ab")
+        tokenizer(a)
+        b = MODELS[name](b) or b
+        lines = [["check", str(b)], ["merge", str(a), str(b), "--parts", "attention", *out]]
+    results = [CliRunner().invoke(app, line) for line in lines]
+    assert {result.exit_code for result in results} <= {0, 2}, results
+    pages = [*tmp_path.rglob("*.html"), *tmp_path.rglob("*.log")]
+    assert bool(pages) == (name in ("run", "metric"))
+    said = [*(result.output for result in results), *(page.read_text("utf-8") for page in pages)]
+    assert "evil" in "".join(said)
+    said += [*capfd.readouterr(), caplog.text]
+    assert not STEERS.search("".join(said)), ascii(said)

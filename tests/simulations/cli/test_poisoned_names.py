@@ -54,15 +54,11 @@ FILES: dict[str, tuple[str, str, str]] = {
 }
 
 
-def shard(folder: Path) -> None:
-    index = {"metadata": {}, "weight_map": {"a": f"{POISON}.safetensors"}}
-    (folder / WEIGHTS).rename(folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
-
-
+INDEX = json.dumps({"metadata": {}, "weight_map": {"a": f"{POISON}.safetensors"}})
 #: What is done to a model, by what has the name.
 MODELS: dict[str, Callable[[Path], object]] = {
     "tensor": partial(change, function=lambda held: {f"{POISON}.{n}": t for n, t in held.items()}),
-    "shard": shard,
+    "shard": lambda at: (at / WEIGHTS).rename(at / f"{WEIGHTS}.index.json").write_text(INDEX),
     "token": partial(tokenizer, w3=POISON),
     "folder": lambda folder: folder.rename(folder.parent / POISON),
     "class": partial(configure, architectures=[POISON]),
@@ -84,8 +80,7 @@ def test_a_name_steers_no_terminal(
     if name in FILES:
         file, content, words = FILES[name]
         (tmp_path / file).write_text(content, "utf-8")
-        out = out if words.startswith("simulate") else []
-        lines = [[*words.split(), str(tmp_path / file), *out]]
+        lines = [[*words.split(), str(tmp_path / file), *(out if "simulate" in words else [])]]
     else:
         with no_bars():
             a, b = (saved(fresh_model("bert-classifier").float(), tmp_path / name) for name in "ab")

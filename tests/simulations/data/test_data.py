@@ -337,38 +337,6 @@ def test_labels_that_are_there_are_read_though_optional(tmp_path: Path) -> None:
     assert load_text_data(str(path)).said == "Labels: 2 classes in the column 'label': glad, sad."
 
 
-@pytest.mark.parametrize(
-    ("name", "columns", "message"),
-    [
-        (
-            "mine.csv",
-            {"body": TEXTS, "label": MOODS},
-            "no text column 'text' or .* are body, label;",
-        ),
-        (
-            "mine.jsonl",
-            {"text": TEXTS, "mood": MOODS},
-            "no label column 'label' .* are text, mood;",
-        ),
-        ("mine.csv", {"text": TEXTS, "label": [0, None] * 10}, "missing values"),
-        ("nowhere.csv", None, r"there is no file \S+/nowhere.csv; check its path$"),
-        ("mine.csv", "a,b\n1,2,3\n", r"mine.csv cannot be read as CSV .*; save it again, or"),
-        ("mine.jsonl", "{half", "mine.jsonl cannot be read as JSON lines"),
-        ("mine.parquet", "text", "mine.parquet cannot be read as Parquet"),
-    ],
-)
-def test_a_file_that_cannot_be_used_is_named(
-    name: str, columns: dict[str, list[Any]] | str | None, message: str, tmp_path: Path
-) -> None:
-    path = tmp_path / name
-    if isinstance(columns, str):
-        path.write_text(columns)
-    elif columns is not None:
-        save(path, columns)
-    with pytest.raises(DataError, match=f"(?s){message}"):
-        load_text_data(str(path))
-
-
 def test_the_chosen_labels_divide_a_file_and_others_do_not(tmp_path: Path) -> None:
     """Though another column is called ``label``: here the numbers of the rows, which are no classes."""
     rows = {"text": TEXTS, "label": list(range(20)), "mood": ["glad"] * 15 + ["sad"] * 5}
@@ -472,6 +440,8 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         load_text_data("empty", tmp_path)
     with pytest.raises(DataError, match="does not exist"):
         load_text_data("cola", tmp_path / "missing")
+    with pytest.raises(DataError, match=r"there is no file \S+/nowhere.csv; check its path$"):
+        load_text_data(str(tmp_path / "nowhere.csv"))
 
 
 def test_cross_entropy_and_accuracy_by_hand() -> None:
@@ -631,8 +601,6 @@ def test_files_that_are_no_tables_are_not_looked_for_on_the_hub(tmp_path: Path) 
         (tmp_path / name).write_text("[]")
         with pytest.raises(DataError, match=r"files end in .parquet, .csv, .tsv, .jsonl, .json, .txt"):
             load_text_data(str(tmp_path / name))
-    with pytest.raises(DataError, match="has no known format"):
-        load_text_data(str(tmp_path))
     (tmp_path / "rows.csv").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     with pytest.raises(ValueError, match=r"rows.csv' is a pointer of git-lfs"):
         load_text_data(str(tmp_path / "rows.csv"))

@@ -27,6 +27,7 @@ GRID, TAGS = (
     "[base]\ntrain_limit = 60\n[[setting]]\nsetting = ",
     json.dumps({"tokens": ["a"], "ner_tags": [POISON]}) * 20,
 )
+INDEX = json.dumps({"metadata": {}, "weight_map": {"a": f"{POISON}.safetensors"}})
 RUN = [*options_of({**SMALL, "clients": 2, "seeds": 1, "rounds": 1, "arms": "plain"}), "--workers 1"]
 
 
@@ -53,12 +54,10 @@ FILES: dict[str, tuple[str, str, str]] = {
     ),
 }
 
-
-INDEX = json.dumps({"metadata": {}, "weight_map": {"a": f"{POISON}.safetensors"}})
 #: What is done to a model, by what has the name.
 MODELS: dict[str, Callable[[Path], object]] = {
     "tensor": partial(change, function=lambda held: {f"{POISON}.{n}": t for n, t in held.items()}),
-    "shard": lambda at: (at / WEIGHTS).rename(at / f"{WEIGHTS}.index.json").write_text(INDEX),
+    "shard": lambda at: (at / WEIGHTS).rename(at / f"{WEIGHTS}.index.json").write_text(INDEX) and at,
     "token": partial(tokenizer, w3=POISON),
     "folder": lambda folder: folder.rename(folder.parent / POISON),
     "class": partial(configure, architectures=[POISON]),

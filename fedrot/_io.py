@@ -13,11 +13,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedrot.errors import FedrotError
+from fedrot.errors import FedrotError, safe
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: Deepest nesting of JSON that is read.
+DEEPEST = 200
+# The steps of quotes and brackets in depth, as int8; all other bytes are left out.
+_NO_MARKS = bytes({*range(256)} - {*b'"[]{}'})
+_STEPS = bytes.maketrans(b'"[]{}', bytes([0, 1, 255, 1, 255]))
 #: Errors of file systems that have no locks.
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
@@ -57,9 +62,9 @@ def _naming(path: Path, temporary: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all."""
+    """Write a text file whole or not at all, without what could steer a terminal."""
     with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(safe(text), encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -115,10 +120,22 @@ def as_os_error(path: Path) -> Iterator[None]:
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
+def shallow(data: bytes) -> bytes:
+    """Return JSON; raises ``ValueError`` if it is so deep that parsers may end the process."""
+    import numpy as np
+
+    unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    steps = np.frombuffer(unescaped.translate(_STEPS, _NO_MARKS), np.int8)
+    in_text = np.logical_xor.accumulate(steps == 0)
+    if (steps * ~in_text).cumsum(dtype=np.int32).max(initial=0) > DEEPEST:
+        raise ValueError(f"it is nested more than {DEEPEST} levels deep")
+    return data
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; raises ``FedrotError`` if the file holds something else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(shallow(path.read_bytes()))
     except (ValueError, RecursionError) as error:
         raise FedrotError(
             f"'{path}' is damaged: it is not JSON ({error}). Copy or save it again."

@@ -1,7 +1,16 @@
 """Errors that fedrot raises on purpose; every message says what was wrong, where, and what to do."""
 
+import re
+
 #: Maximum length of a reason in errors, logs and reports, in characters; it may quote a client.
 LONGEST_REASON = 500
+#: Control characters except tab and newline, marks of the direction of text, and lone surrogates.
+_UNSAFE = re.compile(r"[\0-\b\v-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def safe(text: str) -> str:
+    """Return a text, which may quote a file, without what could steer a terminal."""
+    return _UNSAFE.sub("", text)
 
 
 def legible(reason: str) -> str:

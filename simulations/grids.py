@@ -47,7 +47,7 @@ def read_grid(grid: Path, entries: str, *, quick: bool = False) -> list[dict[str
     text = _text(grid, entries)
     try:
         described = tomllib.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FedrotError(f"'{grid}' is no TOML: {error}") from error
     base, matrix, small = (described.get(name, {}) for name in ("base", "matrix", "quick"))
     found = described.get(entries, [])

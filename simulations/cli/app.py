@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 
+from fedrot.errors import safe
 from fedrot.simulations.cli import experiment_commands, model_commands
 from fedrot.simulations.cli.root import app
 from fedrot.simulations.environment import prepare_environment
@@ -20,7 +22,13 @@ def main() -> None:
 
 
 def prepare() -> None:
-    """Prepare the process of a command line; SIGTERM interrupts as Ctrl-C does."""
+    """Prepare the process of a command line; SIGTERM interrupts as Ctrl-C does, logs are ``safe``."""
+    logging.setLogRecordFactory(_Record)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     prepare_environment()
     load_plugins()
+
+
+class _Record(logging.LogRecord):
+    def getMessage(self) -> str:
+        return safe(super().getMessage())

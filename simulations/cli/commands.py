@@ -20,12 +20,23 @@ from click.core import ParameterSource
 from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.markup import escape
+from rich.segment import Segment
 from typer.core import TyperCommand
 
+from fedrot.errors import safe
 from fedrot.simulations import INSTALL
 
+
+class _Console(Console):
+    """Prints the controls of Rich, and none of a name."""
+
+    def render(self, *args: Any, **options: Any) -> Iterator[Segment]:
+        for segment in super().render(*args, **options):
+            yield segment if segment.control else segment._replace(text=safe(segment.text))
+
+
 #: Console without markup, because names, paths and extras may contain brackets and colons.
-console = Console(markup=False, emoji=False)
+console = _Console(markup=False, emoji=False)
 
 #: First words of a command line.
 PROGRAM = ["fedrot"]

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedrot.simulations.data.data_set import DataSet
-from fedrot.simulations.data.sources import DataError, Selection
+from fedrot.simulations.data.sources import DataError, Selection, listed
 from fedrot.simulations.data.texts import TextData, TextSplit, load_text_data
 
 #: The column with the name of a row's domain.
@@ -62,8 +62,8 @@ def load_domains(
     labels = tuple(dict.fromkeys(label for name in names for label in loaded[name].label_names))
     for name in unseen:
         if not set(loaded[name].label_names) & set(labels):
-            listed = ", ".join(loaded[name].label_names)
-            raise DataError(f"'{name}' has none of the labels {', '.join(labels)}; it has {listed}")
+            own = listed(loaded[name].label_names)
+            raise DataError(f"'{name}' has none of the labels {listed(labels)}; it has {own}")
     train = _united([(name, loaded[name], loaded[name].train) for name in names], labels)
     test = _united([(name, data, data.test) for name, data in loaded.items()], labels)
     notes = " ".join(filter(None, (data.note for data in loaded.values())))

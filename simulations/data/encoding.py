@@ -30,6 +30,9 @@ from fedrot.simulations.data.texts import (
 from fedrot.simulations.models.architectures import pad_id_of, pretrained_settings, settings_of
 from fedrot.simulations.models.packaged import loading, loading_of, source_of
 
+#: Characters that are read for each token of a text, and words of a row; of a pair of texts. Only a text
+#: with longer tokens on average loses some. The time for a pair is the product of both lengths.
+PER_TOKEN, PER_TOKEN_OF_PAIR = 1000, 32
 #: Label of tokens that are not predicted.
 IGNORED = -100
 Batch = dict[str, torch.Tensor]
@@ -160,8 +163,10 @@ def tokenizer_for(config: SimulationConfig) -> Tokenizer:
 
 def encode_texts(split: TextSplit, tokenizer: Tokenizer, max_length: int, pad_id: int) -> EncodedText:
     """Tokenise a split, truncated to ``max_length`` tokens."""
-    texts: Any = split.texts if split.pairs is None else list(zip(split.texts, split.pairs, strict=True))
-    encodings = _cut(tokenizer, max_length).encode_batch(list(texts))
+    most = max_length * (PER_TOKEN if split.pairs is None else PER_TOKEN_OF_PAIR)
+    both = [[text[:most] for text in texts] for texts in (split.texts, split.pairs) if texts is not None]
+    texts: Any = both[0] if split.pairs is None else list(zip(*both, strict=True))
+    encodings = _cut(tokenizer, max_length).encode_batch(texts)
     domains = tuple(map(str, split.columns.get(DOMAIN, ())))
     return EncodedText(split.labels, *_numbers(encodings), pad_id, domains=domains)
 
@@ -173,7 +178,9 @@ def encode_tags(split: TagSplit, tokenizer: Tokenizer, max_length: int, pad_id: 
     if hasattr(before, "add_prefix_space"):  # in byte-level vocabularies, words start with a space
         before.add_prefix_space = True
         tokenizer.pre_tokenizer = before
-    encodings = tokenizer.encode_batch(list(map(list, split.words)), is_pretokenized=True)
+    most = PER_TOKEN * max_length
+    rows = [[word[:most] for word in row[:most]] for row in split.words]
+    encodings = tokenizer.encode_batch(rows, is_pretokenized=True)
     tags, places = [], []
     for encoding, words in zip(encodings, split.tags, strict=True):
         begins = first_pieces(encoding.word_ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,14 +13,12 @@ import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 
 from fedrot.simulations.data.data_set import Kind
-from fedrot.simulations.data.sources import Content, DataError, Selection, Source
+from fedrot.simulations.data.sources import Content, DataError, Selection, Source, listed
 
 #: Largest number of classes. A column with more values does not hold classes.
 MOST_CLASSES = 100_000
 #: Texts for a missing label: those of pyarrow for missing numbers, and Python's.
 NO_LABEL = (*pa_csv.ConvertOptions().null_values, "None", "<NA>")
-#: Number of rows or names that a message lists.
-_WRITTEN_OUT = 10
 LABEL = Content(
     "label",
     "integers, strings or float scores, or one boolean column per label",
@@ -90,8 +88,8 @@ def complete(
                 raise DataError(f"{where}: {kind.name} column {column!r} has {lack}")
             if every.all():
                 raise DataError(f"{where}: no row is complete; choose other columns or data")
-            listed = _listed(repr(column) for (_, column), rows in lacking.items() if rows.any())
-            said.append(f"{every.sum()} of {table.num_rows} rows of {where} lack {listed}: left out.")
+            lacked = listed(repr(column) for (_, column), rows in lacking.items() if rows.any())
+            said.append(f"{every.sum()} of {table.num_rows} rows of {where} lack {lacked}: left out.")
             table = table.filter(pa.array(~every))
         tables[where] = table
     return replace(source, tables=tables, said=" ".join(said))
@@ -122,11 +120,11 @@ def _lack(column: pa.ChunkedArray, found: npt.NDArray[np.bool_]) -> str:
     what = "negative values, which usually stand for missing labels," if negative else "missing values"
     # The number of lists is not that of missing values, because only a part of a list may be missing.
     counted = what if pa.types.is_nested(values.type) else f"{len(values)} {what}"
-    shown = f" ({_listed(dict.fromkeys(map(_shown, values.to_pylist())))})" if written else ""
+    shown = f" ({listed(dict.fromkeys(map(_shown, values.to_pylist())))})" if written else ""
     classes = negative or (written and pa.types.is_string(values.type))
     keep = ", or --missing keep makes them classes" if classes else ""
     return (
-        f"{counted}{shown} in row(s) {_listed(np.flatnonzero(found) + 1)}, counted from 1; "
+        f"{counted}{shown} in row(s) {listed(np.flatnonzero(found) + 1)}, counted from 1; "
         f"complete these rows, or --missing drop leaves them out{keep}"
     )
 
@@ -152,13 +150,6 @@ def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 def _shown(value: object) -> str:
     return "empty" if value is None or str(value).strip() == "" else str(value)
-
-
-def _listed(values: Iterable[object]) -> str:
-    """Return values separated by commas; of many values, only the first ones and their number."""
-    found = [str(value) for value in values]
-    more = len(found) - _WRITTEN_OUT
-    return ", ".join(found[:_WRITTEN_OUT]) + (f" and {more} more" if more > 0 else "")
 
 
 def labels_of(
@@ -200,22 +191,22 @@ def labels_of(
 
 
 def _boolean_labels(source: Source, columns: tuple[str, ...], kind: Kind | Literal[""]) -> Labels:
-    listed = _listed(columns)
+    names = listed(columns)
     if kind == "regression":
-        raise DataError(f"{source.task}: the label columns {listed} are boolean and hold no scores")
+        raise DataError(f"{source.task}: the label columns {names} are boolean and hold no scores")
     train, test = (
         np.stack([t[c].to_numpy() for c in columns], axis=1) for t in (source.train, source.test)
     )
     single = all((rows.sum(axis=1) == 1).all() for rows in (train, test))
     if kind == "single" and not single:
         raise DataError(
-            f"{source.task}: a row has no label, or several, in the columns {listed}; --label-kind "
+            f"{source.task}: a row has no label, or several, in the columns {names}; --label-kind "
             "single needs one in each row, multi takes any number"
         )
     if single and kind != "multi":
-        said = f"Labels: {len(columns)} classes in the columns {listed}, exactly one in each row."
+        said = f"Labels: {len(columns)} classes in the columns {names}, exactly one in each row."
         return Labels("single", columns, train.argmax(axis=1), test.argmax(axis=1), said)
-    said = f"Labels: any number of {len(columns)} in each row, in the columns {listed}."
+    said = f"Labels: any number of {len(columns)} in each row, in the columns {names}."
     return Labels("multi", columns, train.astype(np.float32), test.astype(np.float32), said)
 
 
@@ -266,12 +257,12 @@ def _classes(source: Source, column: str, whole: Source) -> Labels:
             names = tuple(str(named[value]) for value in values)
     number = {value: index for index, value in enumerate(values)}
     classes = "1 class" if len(values) == 1 else f"{len(values)} classes"
-    said = [f"Labels: {classes} in the column {column!r}: {_listed(names)}."]
+    said = [f"Labels: {classes} in the column {column!r}: {listed(names)}."]
     if whole_numbers and not (source.class_names.get(column) or "label_name" in whole.columns):
         said.append("If these numbers are scores, give --label-kind regression.")
     unseen = [names[number[value]] for value in sorted(known[1] - known[0])]
     if unseen:
-        said.append(f"Only held-out rows have {_listed(unseen)}: clients have no such training rows.")
+        said.append(f"Only held-out rows have {listed(unseen)}: clients have no such training rows.")
     return Labels(
         "single",
         names,

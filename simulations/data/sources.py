@@ -8,7 +8,7 @@ import re
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import resources
@@ -23,7 +23,7 @@ import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 from huggingface_hub import constants
 
-from fedrot._io import refuse_pointer
+from fedrot._io import refuse_pointer, shallow
 from fedrot.errors import FedrotError
 from fedrot.simulations.data import BUNDLED
 
@@ -35,7 +35,10 @@ HELD_OUT_OF_FILE = ("test", "validation")
 HELD_OUT_SHARE = 5
 SPLIT_SEED = 0
 LIMIT_SEED = 0
-
+#: Largest numbers of columns and of cells, and of bytes of a decoded Parquet file or 20 times its size.
+MOST_COLUMNS, MOST_CELLS, LARGEST, RATIO = 10_000, 2**28, 10 * 2**28, 20
+#: Number of rows or names that a message lists, and of characters of each.
+_WRITTEN_OUT, _LONGEST = 10, 80
 
 #: What to do with rows without a text or a label.
 Missing: TypeAlias = Literal["error", "drop", "keep"]
@@ -48,15 +51,47 @@ class DataError(FedrotError):
     """A data set is unknown or unreadable, or lacks a column, a split or values."""
 
 
+def listed(values: Iterable[object]) -> str:
+    """Return values separated by commas; of many values, only the first ones and their number."""
+    found = [*values]
+    more = f" and {len(found) - _WRITTEN_OUT} more" if len(found) > _WRITTEN_OUT else ""
+    return ", ".join(f"{value!s:.{_LONGEST}}" for value in found[:_WRITTEN_OUT]) + more
+
+
+def _bound(what: str, number: int, most: int) -> None:
+    if number > most:
+        raise pa.ArrowInvalid(f"it has {number} {what}, above {most}: leave some out")
+
+
 def _parquet(path: Path) -> pa.Table:
-    table = pq.read_table(path)
+    """Read a file that is small when decoded, too: a text may stand for many rows, and is read once."""
+    file, most = pq.ParquetFile(path), max(LARGEST, RATIO * path.stat().st_size)
+    groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+    chunks = [group.column(place) for group in groups for place in range(group.num_columns)]
+    _bound("cells", sum(chunk.num_values for chunk in chunks), MOST_CELLS)
+    _bound("bytes", sum(chunk.total_uncompressed_size for chunk in chunks), most)
+    # Arrow has no dictionaries above 2 GiB, and none of texts that are parts of others.
+    delta = {chunk.path_in_schema for chunk in chunks if "DELTA_BYTE_ARRAY" in chunk.encodings}
+    large = {chunk.path_in_schema for chunk in chunks if chunk.total_compressed_size > 2**29}
+    table = pq.read_table(path, read_dictionary=[*{c.path_in_schema for c in chunks} - large - delta])
+    _bound("bytes", sum(_decoded_size(part) for column in table.columns for part in column.chunks), most)
     # Polars writes texts as views; pyarrow can neither filter them nor take rows of them.
     views = {"string_view": pa.string(), "binary_view": pa.binary()}
-    return table.cast(pa.schema([(f.name, views.get(str(f.type), f.type)) for f in table.schema]))
+    return table.cast(pa.schema([(f.name, views.get(str(f.type), f.type)) for f in file.schema_arrow]))
 
 
-def _block(path: Path) -> int:
-    return min(max(path.stat().st_size, 2**20), 2**31 - 1)  # pyarrow refuses a row longer than a block
+def _decoded_size(values: pa.Array) -> int:
+    """Return the number of bytes of values; those of a dictionary count once for each row."""
+    if pa.types.is_dictionary(values.type) and not pa.types.is_primitive(values.type.value_type):
+        return pc.sum(pc.binary_length(values.dictionary).take(values.indices)).as_py() or 0
+    if pa.types.is_nested(values.type):
+        found = values.flatten()  # of structs, several
+        return sum(map(_decoded_size, found if isinstance(found, list) else [found]))
+    return int(values.nbytes)
+
+
+def _block(size: int) -> int:
+    return min(max(size, 2**20), 2**31 - 1)  # pyarrow refuses a row longer than a block
 
 
 def _first_line(path: Path) -> str:
@@ -76,27 +111,28 @@ def _csv(path: Path, delimiter: str = ",") -> pa.Table:
         raise pa.ArrowInvalid(f"its columns are separated by {found}; separate them by {wanted}")
     table = pa_csv.read_csv(
         path,
-        pa_csv.ReadOptions(block_size=_block(path)),
+        pa_csv.ReadOptions(block_size=_block(path.stat().st_size)),
         # Texts may have several lines.
         pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
     )
+    columns = table.columns
     for place, (name, column) in enumerate(zip(table.column_names, table.columns, strict=True)):
         if pa.types.is_binary(column.type):
             raise pa.ArrowInvalid(f"the column '{name}' is not UTF-8")
         if pa.types.is_string(column.type):  # an empty cell is a missing text
-            table = table.set_column(place, name, pc.if_else(pc.equal(column, ""), None, column))
-    return table
+            columns[place] = pc.if_else(pc.equal(column, ""), None, column)
+    return pa.table(columns, names=table.column_names)
 
 
 def _json(path: Path) -> pa.Table:
     """Read one object per line, or a list of objects."""
-    source: Path | io.BytesIO = path
-    if _first_line(path).lstrip("\ufeff \t\r\n").startswith("["):
-        rows = json.loads(path.read_text("utf-8-sig"))
+    first, data = _first_line(path), shallow(path.read_bytes())
+    if first.lstrip("\ufeff \t\r\n").startswith("["):
+        rows = json.loads(data)
         if not all(isinstance(row, dict) for row in rows):
             raise pa.ArrowInvalid("its list has items that are not objects")
-        source = io.BytesIO("\n".join(map(json.dumps, rows)).encode())
-    table = pa_json.read_json(source, pa_json.ReadOptions(block_size=_block(path)))
+        data = "\n".join(map(json.dumps, rows)).encode()
+    table = pa_json.read_json(io.BytesIO(data), pa_json.ReadOptions(block_size=_block(len(data))))
     table.validate(full=True)
     return table
 
@@ -135,9 +171,10 @@ def read_table(path: Path) -> pa.Table:
     try:
         refuse_pointer(path)
         table = read(path)
+        _bound("columns", table.num_columns, MOST_COLUMNS)
         table = table.rename_columns([name.strip() for name in table.column_names])
         if len(set(table.column_names)) < table.num_columns:
-            raise pa.ArrowInvalid(f"two columns have equal names among {', '.join(table.column_names)}")
+            raise pa.ArrowInvalid(f"two columns have equal names among {listed(table.column_names)}")
         return table
     except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(
@@ -229,7 +266,7 @@ class Source:
         if found is None:
             raise DataError(
                 f"{self.where}: no {content.name} column {' or '.join(map(repr, names))}; columns are "
-                f"{', '.join(self.columns)}; choose one with {content.option}"
+                f"{listed(self.columns)}; choose one with {content.option}"
             )
         for where, table in self.tables.items():
             kind = table.schema.field(found).type
@@ -355,7 +392,7 @@ def _by_column(table: pa.Table, where: str) -> dict[str, pa.Table]:
     held_out = next((split for split in HELD_OUT_OF_FILE if split in present), None)
     if "train" not in present or held_out is None:
         raise DataError(
-            f"the 'split' column of {where} has {sorted(map(str, present))}; it needs 'train' and "
+            f"the 'split' column of {where} has {listed(sorted(present))}; it needs 'train' and "
             "one of 'test', 'validation'"
         )
     return {split: table.filter(pc.equal(splits, split)) for split in ("train", held_out)}

@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from fedrot._io import append_rows, json_line, read_json, write_json, write_text
-from fedrot.errors import FedrotError
+from fedrot.errors import FedrotError, safe
 from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig, Start
 from fedrot.simulations.federation.run_folder import (
@@ -40,27 +40,19 @@ class Cell:
     @property
     def title(self) -> str:
         """The cell's title for people."""
-        return _title(self.config.setting, self.seed, self.start, self.arm.name)
+        return f"{self.config.setting} · seed {self.seed} · {self.start} · {self.arm.name}"
 
     @property
     def name(self) -> str:
         """The cell's file name without suffix, unique for each cell."""
-        return _file_name(self.title)
+        digest = hashlib.sha256(self.title.encode()).hexdigest()[:8]
+        return re.sub(r"[^a-zA-Z0-9]+", "-", self.title).strip("-")[:100] + f".{digest}"
 
     @property
     def trains_first(self) -> tuple[str, int, Start]:
         """A key that is equal for cells that share the first round's trainings."""
         # Clients scramble after training.
         return (self.config.training, self.seed, "same" if self.start == "scrambled" else self.start)
-
-
-def _title(setting: str, seed: int, start: str, arm: str) -> str:
-    return f"{setting} · seed {seed} · {start} · {arm}"
-
-
-def _file_name(title: str) -> str:
-    digest = hashlib.sha256(title.encode()).hexdigest()[:8]
-    return re.sub(r"[^a-zA-Z0-9]+", "-", title).strip("-")[:100] + f".{digest}"
 
 
 def cells_of(configs: Sequence[SimulationConfig]) -> list[Cell]:
@@ -99,7 +91,7 @@ class RunFolder:
     def __init__(self, path: Path, configs: Sequence[SimulationConfig], command: str) -> None:
         self.path, self._cells = path, path / "cells"
         self._order = [cell.name for cell in cells_of(configs)]
-        before = _configuration(path)
+        before = read_json(file) if (file := path / "config.json").is_file() else {}
         refuse_other_config(before, path, "settings")
         if (path / ROWS).is_file() and not self._cells.is_dir():
             raise FileExistsError(
@@ -110,7 +102,7 @@ class RunFolder:
         )
         self._cells.mkdir(parents=True, exist_ok=True)
         commands = "\n".join(dict.fromkeys([*str(before.get("command") or "").splitlines(), command]))
-        write_json(path / "config.json", {"command": commands, "settings": settings})
+        write_json(file, {"command": commands, "settings": settings})
         write_json(path / "versions.json", versions())
         self._collect()
 
@@ -140,13 +132,12 @@ class RunFolder:
         held = read_json(file) if file.is_file() else {}
         for setting, given in found.items():
             before = held.get(setting, {}).get("seeds", {})
-            other = [
-                seed
-                for seed in given["seeds"]
-                if before.get(seed, given["seeds"][seed]) != given["seeds"][seed]
-            ]
+            other = [seed for seed, rows in given["seeds"].items() if before.get(seed, rows) != rows]
             if other:
-                _refuse_other_rows(self.path, setting, other[0])
+                raise FedrotError(
+                    f"The folder '{self.path}' has the setting '{setting}' with other rows for seed "
+                    f"{other[0]}: the data have changed. Choose another --out."
+                )
             held[setting] = {**given, "seeds": {**before, **given["seeds"]}}
         write_json(file, held)
 
@@ -171,8 +162,9 @@ class RunFolder:
 def write_cell(folder: Path, cell: Cell, found: CellRows, log: str) -> None:
     """Write the rows of a finished cell and Flower's log to the folder of a run."""
     with (folder / "flower.log").open("ab", buffering=0) as file:
-        file.write(f"{cell.title}\n{log}".encode())  # In one call: other workers write there, too.
-    _write(folder, cell.name, found)
+        file.write(safe(f"{cell.title}\n{log}").encode())  # In one call: other workers write there, too.
+    line = json_line({"rows": found.rows, "alignment": found.alignments})
+    write_text(folder / "cells" / f"{cell.name}.json", line)
 
 
 def identity_of(folder: Path) -> str:
@@ -193,30 +185,12 @@ def partitions_of(configs: Sequence[SimulationConfig]) -> dict[str, Any]:
     return found
 
 
-def _write(folder: Path, name: str, found: CellRows) -> None:
-    line = json_line({"rows": found.rows, "alignment": found.alignments})
-    write_text(folder / "cells" / f"{name}.json", line)
-
-
-def _refuse_other_rows(path: Path, setting: str, seed: object) -> NoReturn:
-    raise FedrotError(
-        f"The folder '{path}' has the setting '{setting}' with other rows for seed {seed}: the data "
-        "have changed. Choose another --out."
-    )
-
-
 def _cell_rows(file: Path) -> dict[str, Any]:
     found = read_json(file)
     for key in ("rows", "alignment"):
         if not isinstance(found.get(key), list) or not all(isinstance(row, dict) for row in found[key]):
             raise FedrotError(f"'{file}' is damaged: it has no {key}. Delete it to run its cell again.")
     return found
-
-
-def _configuration(path: Path) -> dict[str, Any]:
-    """Return the settings and commands of a folder; empty if it is new."""
-    file = path / "config.json"
-    return read_json(file) if file.is_file() else {}
 
 
 def _united(

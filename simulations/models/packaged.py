@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,6 +14,9 @@ from typing import Any
 
 from fedrot._io import read_json, refuse_pointer
 from fedrot.errors import FedrotError
+
+#: Largest numbers and sizes of lists in a configuration, by a part of the name of a field.
+MOST = {"theta": math.inf, "label": 10**5, "layer": 1000, "group": 1000, "expert": 1000, "hidden": 2**15}
 
 
 @dataclass(frozen=True)
@@ -69,10 +75,31 @@ def loading_of(model: str) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": source, **gguf}
 
 
+def _refuse_claims(folder: Path) -> None:
+    """Raise ``FedrotError`` if a file of a model claims what no model has, or is compressed."""
+    config = folder / "config.json"
+    for name, value in (read_json(config) if config.is_file() else {}).items():
+        number = len(value) if isinstance(value, list | dict) else value
+        most = next((most for part, most in MOST.items() if part in name), 2**24)
+        if isinstance(number, int) and number > most:
+            raise FedrotError(f"'{config}' has {number} as {name}, above {most}. Correct it.")
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            names = min(int.from_bytes(opened.read(8), "little"), file.stat().st_size)
+        if names > 2**23:
+            raise FedrotError(f"'{file}' has {names} bytes of names, above {2**23}. Save it again.")
+    for file in filter(zipfile.is_zipfile, folder.glob("*.bin")):
+        with zipfile.ZipFile(file) as packed:
+            size = sum(entry.file_size for entry in packed.infolist())
+        if size > file.stat().st_size:
+            raise FedrotError(f"'{file}' is compressed: it holds {size} bytes. Save it again.")
+
+
 @contextmanager
 def loading(model: object) -> Iterator[None]:
     """Turn errors of loading a model, its configuration or tokenizer into ``FedrotError``."""
     try:
+        _refuse_claims(Path(str(model)))
         yield
     except FedrotError:
         raise
@@ -102,11 +129,13 @@ def _damaged(folder: Path) -> str:
     """Return a message about a pointer of git-lfs, damaged JSON or a damaged tokenizer; else empty."""
     try:
         for file in sorted(folder.glob("*.json")):
-            read_json(file)
+            json.dumps(read_json(file), ensure_ascii=False).encode()
         for file in sorted(folder.glob("*.safetensors")):
             refuse_pointer(file)
     except FedrotError as error:
         return str(error)
+    except UnicodeEncodeError as error:
+        return f"'{file}' is damaged: a name in it is no text ({error}). Copy or save it again."
     from tokenizers import Tokenizer
 
     if (file := folder / "tokenizer.json").is_file():

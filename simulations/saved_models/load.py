@@ -86,6 +86,8 @@ def load(name: str) -> SavedModel:
     source = loading_of(name)
     with loading(name):
         config = transformers.AutoConfig.from_pretrained(**source)
+        class_name = (config.architectures or ["AutoModel"])[0]
+        model_class = getattr(transformers, class_name, None)
     with about(name):
         check_family(config.to_dict())
     if getattr(config, "quantization_config", None):
@@ -93,8 +95,6 @@ def load(name: str) -> SavedModel:
             f"'{name}' is quantised: its weights cannot be moved. Give the model before quantisation, "
             "or dequantize() it with transformers and save it."
         )
-    class_name = (config.architectures or ["AutoModel"])[0]
-    model_class = getattr(transformers, class_name, None)
     if model_class is None:
         raise FedrotError(
             f"'{name}' is a {class_name}, which transformers does not have. For your own class use "

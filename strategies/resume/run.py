@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from logging import INFO
+from logging import INFO, WARNING
 from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -69,6 +69,12 @@ def run(
         done, result = 0, Result(arrays=initial_arrays)
         if source is not None:
             done, result = _restored(source, strategy, initial_arrays, state)
+            if done > num_rounds:
+                said = (
+                    f"'{source.folder}' holds round {done}, and num_rounds is {num_rounds}: no round is "
+                    f"run, and round {done}'s model is returned. To start anew, give another folder."
+                )
+                log(WARNING, said)
         if hasattr(strategy, "begin"):
             strategy.begin(done or (0 if killed_in_first else None))
         # Flower logs the name of the strategy's class.

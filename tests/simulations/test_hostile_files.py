@@ -7,13 +7,24 @@ import resource
 import struct
 import subprocess
 import sys
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
+from time import process_time
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from fedrot._io import DEEPEST, shallow
 from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.data.encoding import bundled_tokenizer, encode_texts
+from fedrot.simulations.data.sources import read_table
+from fedrot.simulations.data.texts import TextSplit
 from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.federation.store import CellRows, RunFolder, cells_of
 from fedrot.simulations.report.plots import LONGEST, as_label, rounds_plot
@@ -21,6 +32,7 @@ from fedrot.simulations.report.run_page import write_report
 from fedrot.simulations.report.tables import result_tables
 from tests.models import fresh_model
 from tests.simulations.commands import invoke
+from tests.simulations.saved_models.folders import WEIGHTS, configure, saved
 
 HOSTILE = "</script><script>alert(1)</script> & \"q\" 'x' $\\x$ ../../../x | " + 300 * "y"
 
@@ -30,74 +42,119 @@ def safetensors(header: object, data: bytes = b"", length: int | None = None) ->
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
 
-def tensor(shape: list[int], start: int, stop: int) -> dict[str, Any]:
-    return {"dtype": "F32", "shape": shape, "data_offsets": [start, stop]}
+@contextmanager
+def bounded() -> Iterator[None]:
+    """At most five seconds of work and a GiB."""
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, process_time()
+    yield
+    assert process_time() - start < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20
 
 
-DAMAGED = {
-    "header of 8 GB": safetensors(b"{}", length=8 << 30),
-    "tensor of 8 GB": safetensors({"a": tensor([1 << 31], 0, 8 << 30)}),
-    "overlap": safetensors({"a": tensor([2], 0, 8), "b": tensor([2], 4, 12)}, bytes(12)),
-    "no JSON": safetensors(b"no JSON"),
-    "empty": b"",
-}
+#: A parser that recurses ends the process at so many brackets.
+DEEP, MILLION = "[" * 300_000, 10**6
+REPEATED = pa.DictionaryArray.from_arrays(np.zeros(20_000, dtype=np.int32), ["x" * (1 << 20)])
+HALF = json.dumps({"metadata": {}, "weight_map": {"classifier.bias": "\ud800.bin"}})
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+INDEX, PARTS = f"{WEIGHTS}.index.json", "pytorch_model.bin.index.json"
+#: A file, its content (or fields, columns) and what is said.
+FILES: list[tuple[str, str | bytes | dict[str, Any], str]] = [
+    ("a.jsonl", '{"a":' + DEEP, "a.jsonl cannot be read as JSON lines (it is nested more than 200"),
+    ("a.json", "[" + '{"a":' * 300_000, "a.json cannot be read as JSON (it is nested more than 200"),
+    ("a.jsonl", '"\\' * 300_000, "a.jsonl cannot be read as JSON lines"),
+    ("a.json", json.dumps([dict.fromkeys(map(str, range(50_000)), 1)]), "it has 50000 columns"),
+    ("a.csv", ",".join(map(str, range(50_000))) + "\n", "it has 50000 columns"),
+    ("a.csv", (",".join(f"c{i}" for i in range(9000)) + "\n") * 3, "c9 and 8990 more"),
+    ("a.parquet", {str(i): pa.nulls(1 << 22) for i in range(65)}, "it has 272629760 cells"),
+    ("a.parquet", {"text": REPEATED}, "it has 20971520000 bytes"),
+    ("a.parquet", {"text": pa.ListArray.from_arrays([0, 20_000], REPEATED)}, "20971520000 bytes"),
+    ("a.toml", b"\xff\xfe", "is no TOML"),
+    ("a.toml", f"a = {DEEP}", "is no TOML"),
+    (CONFIG, {"num_hidden_layers": MILLION}, "config.json' has 1000000 as num_hidden_layers"),
+    (CONFIG, {"num_labels": MILLION, "id2label": None}, "has 1000000 as num_labels"),
+    (CONFIG, {"id2label": dict.fromkeys(range(MILLION), "")}, "has 1000000 as id2label"),
+    (CONFIG, {"hidden_size": 40_000}, "has 40000 as hidden_size"),
+    (CONFIG, {"hidden_size": "x"}, "cannot be loaded"),
+    *((name, text, "is damaged") for name in (CONFIG, TOKENIZER) for text in ("[]", "3", "", "{", DEEP)),
+    *((name, text, f"{name}' is damaged") for name in (INDEX, PARTS) for text in (DEEP, HALF)),
+    ("pytorch_model.bin", bytes(1 << 20), "pytorch_model.bin' is compressed: it holds 1048576 bytes"),
+    (WEIGHTS, safetensors(DEEP.encode()), "cannot be loaded"),
+    (WEIGHTS, safetensors(b"{}", length=8 << 30), "cannot be loaded"),
+    (
+        WEIGHTS,
+        safetensors({"a": {"dtype": "F32", "shape": [1 << 31], "data_offsets": [0, 8 << 30]}}),
+        "",
+    ),
+    (WEIGHTS, safetensors(b" " * (1 << 24)), "model.safetensors' has 16777216 bytes of names"),
+    (WEIGHTS, "", "cannot be loaded"),
+]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "bert"
-    fresh_model("bert-classifier").float().save_pretrained(folder)
-    return folder
+@pytest.mark.parametrize(("name", "content", "said"), FILES, ids=range(len(FILES)))
+def test_a_file_is_refused(name: str, content: Any, said: str, tmp_path: Path) -> None:
+    file, out = tmp_path / "b" / name, tmp_path / "out"
+    a, b = (saved(fresh_model("bert-classifier").float(), tmp_path / name) for name in "ab")
+    if file.suffix == ".parquet":
+        pq.write_table(pa.table(content), file, store_schema=False)
+    elif isinstance(content, dict):
+        configure(b, **content)
+    elif name == "pytorch_model.bin":
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
+            packed.writestr("archive/data/0", content)
+    else:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    if name in (INDEX, PARTS, "pytorch_model.bin"):
+        (b / WEIGHTS).unlink()
+    lines: list[tuple[object, ...]] = [("merge", a, b, "--out", out), ("check", b)]
+    if name[0] == "a":
+        lines = [("simulate", *["--data"][name == "a.toml" :], file, "--dry-run", "--out", out)]
+    for line in lines[: 1 if name == TOKENIZER else 2]:
+        with bounded():
+            code, output = invoke(*line)
+        assert (code, said in output, len(output) < 1000) == (2, True, True), output
+        assert str(b) in output.replace(" ", ""), output
+    assert not out.exists()
 
 
-@pytest.fixture
-def copied(model: Path, tmp_path: Path) -> Path:
-    folder = tmp_path / "copy"
-    folder.mkdir()
-    for file in model.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    return folder
+def test_a_table_is_read_with_its_types(tmp_path: Path) -> None:
+    texts = ["a", None, "b"] * 100
+    columns = {
+        "text": texts,
+        "class": pa.array(texts).dictionary_encode(),
+        "words": [["a", "b"], [], None] * 100,
+    }
+    columns |= {
+        "delta": pa.array(texts, pa.large_string()),
+        "image": [{"bytes": b"x", "path": None}] * 300,
+    }
+    how = {"column_encoding": {"delta": "DELTA_BYTE_ARRAY"}, "use_dictionary": ["text", "class"]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet", **how)
+    assert read_table(tmp_path / "a.parquet").equals(pq.read_table(tmp_path / "a.parquet"))
 
 
-def commands_on(copied: Path, model: Path) -> list[tuple[object, ...]]:
-    out = copied.parent / "out"
-    return [
-        ("merge", model, copied, "--out", out),
-        ("check", copied),
-        ("simulate", "--model", copied, "--dry-run", "--out", out),
-    ]
+@pytest.mark.parametrize("header", ["text,other,label", "sentence1,sentence2,label"])
+def test_long_texts_are_cut_before_they_are_tokenised(header: str, tmp_path: Path) -> None:
+    rows, long = "".join(f"some words,some words,{i % 2}\n" for i in range(40)), "word " * (5 << 20)
+    (tmp_path / "a.csv").write_text(f"{header}\n{rows}{long},{long},1\n")
+    with bounded():
+        line = ("simulate", "--data", tmp_path / "a.csv", "--dry-run", "--out", tmp_path / "out")
+        assert invoke(*line)[0] == 0
 
 
-@pytest.mark.parametrize("damage", DAMAGED)
-def test_damaged_weights_are_named_and_take_no_memory(damage: str, copied: Path, model: Path) -> None:
-    (copied / "model.safetensors").write_bytes(DAMAGED[damage])
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for line in commands_on(copied, model):
-        code, output = invoke(*line)
-        assert (code, "copy" in output) == (2, True), (line, output)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB
-    assert not (copied.parent / "out").exists()
+def test_a_cut_text_has_the_same_first_tokens() -> None:
+    texts = tuple(word * 1000 for word in ("some words ", "averylongword", " " * 9 + "x"))
+    found = encode_texts(TextSplit(np.zeros(3), {}, texts, None), bundled_tokenizer(), 5, 0).ids
+    whole = [bundled_tokenizer().encode(text).ids for text in texts]
+    assert [[*ids[:-1]] for ids in found] == [ids[: min(5, len(ids)) - 1] for ids in whole]
 
 
-@pytest.mark.parametrize(
-    "content", ["[]", "3", "", '{"a":', '{"model_type": "bert", "hidden_size": "x"}']
-)
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
-def test_damaged_configurations_and_tokenizers_are_named(
-    name: str, content: str, copied: Path, model: Path
-) -> None:
-    (copied / name).write_text(content)
-    for line in commands_on(copied, model)[::3]:
-        code, output = invoke(*line)
-        assert (code, "copy" in output) == (2, True), (line, output)
-
-
-@pytest.mark.parametrize("text", [b"\xff\xfe", b"[base", b"no TOML"])
-def test_a_grid_that_is_no_toml_is_named(text: bytes, tmp_path: Path) -> None:
-    (tmp_path / "grid.toml").write_bytes(text)
-    code, output = invoke("simulate", tmp_path / "grid.toml", "--out", tmp_path / "out")
-    assert code == 2
-    assert "grid.toml" in output.replace(" ", "")
+def test_brackets_in_texts_are_no_levels() -> None:
+    opened = b"[" * (DEEPEST + 1)
+    for data in (opened[1:] + b"]" * DEEPEST, b'"' + opened + b'"', rb'"\"' + opened, b"[]" * 9999, b""):
+        assert shallow(data) is data
+    for data in (opened, b'"a"' + opened, rb'"\\"' + opened, rb'"\\\""' + opened, b'{"a":' * 201):
+        with pytest.raises(ValueError, match="levels"):
+            shallow(data)
 
 
 def test_only_numbers_that_occur_are_classes(tmp_path: Path) -> None:

@@ -337,38 +337,6 @@ def test_labels_that_are_there_are_read_though_optional(tmp_path: Path) -> None:
     assert load_text_data(str(path)).said == "Labels: 2 classes in the column 'label': glad, sad."
 
 
-@pytest.mark.parametrize(
-    ("name", "columns", "message"),
-    [
-        (
-            "mine.csv",
-            {"body": TEXTS, "label": MOODS},
-            "no text column 'text' or .* are body, label;",
-        ),
-        (
-            "mine.jsonl",
-            {"text": TEXTS, "mood": MOODS},
-            "no label column 'label' .* are text, mood;",
-        ),
-        ("mine.csv", {"text": TEXTS, "label": [0, None] * 10}, "missing values"),
-        ("nowhere.csv", None, r"there is no file \S+/nowhere.csv; check its path$"),
-        ("mine.csv", "a,b\n1,2,3\n", r"mine.csv cannot be read as CSV .*; save it again, or"),
-        ("mine.jsonl", "{half", "mine.jsonl cannot be read as JSON lines"),
-        ("mine.parquet", "text", "mine.parquet cannot be read as Parquet"),
-    ],
-)
-def test_a_file_that_cannot_be_used_is_named(
-    name: str, columns: dict[str, list[Any]] | str | None, message: str, tmp_path: Path
-) -> None:
-    path = tmp_path / name
-    if isinstance(columns, str):
-        path.write_text(columns)
-    elif columns is not None:
-        save(path, columns)
-    with pytest.raises(DataError, match=f"(?s){message}"):
-        load_text_data(str(path))
-
-
 def test_the_chosen_labels_divide_a_file_and_others_do_not(tmp_path: Path) -> None:
     """Though another column is called ``label``: here the numbers of the rows, which are no classes."""
     rows = {"text": TEXTS, "label": list(range(20)), "mood": ["glad"] * 15 + ["sad"] * 5}
@@ -403,23 +371,6 @@ def test_rows_may_be_longer_than_a_block(tmp_path: Path) -> None:
         assert sorted(t for s in (source.train, source.test) for t in s["text"].to_pylist()) == texts
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("mine.csv", "text,label\ncaf\xe9,a\n", "the column 'text' is not UTF-8"),
-        ("mine.jsonl", '{"text": "caf\xe9", "label": 1}\n', "[Uu][Tt][Ff]-?8"),
-        ("mine.txt", "caf\xe9\n", "not UTF-8"),
-        ("mine.csv", "text,text,label\na,b,1\n", "two columns have equal names among text, text, label"),
-    ],
-)
-def test_a_file_in_another_encoding_or_with_one_name_twice_is_refused(
-    name: str, content: str, message: str, tmp_path: Path
-) -> None:
-    (tmp_path / name).write_bytes(content.encode("latin-1"))
-    with pytest.raises(DataError, match=f"{name} cannot be read .*{message}"):
-        load_text_data(str(tmp_path / name))
-
-
 def test_a_column_has_the_type_that_all_its_rows_have(tmp_path: Path) -> None:
     """The library ``datasets`` reads scores in the first file, and refuses the others."""
     gap = tmp_path / "gap.csv"
@@ -433,17 +384,6 @@ def test_a_column_has_the_type_that_all_its_rows_have(tmp_path: Path) -> None:
     lines = [*map(json.dumps, rows), *(json.dumps({**row, "site": "x"}) for row in rows[:10])]
     (tmp_path / "late.jsonl").write_text("\n".join(lines))
     assert {*load_text_data(str(tmp_path / "late.jsonl")).train.columns["site"]} == {None, "x"}
-
-
-def test_rows_of_several_lengths_and_types_are_refused(tmp_path: Path) -> None:
-    for name, content, message in (
-        ("long.csv", "text,label\na,1,2\n", "Expected 2 columns, got 3"),
-        ("short.csv", "text,label\na,1\nb\n", "Expected 2 columns, got 1"),
-        ("mixed.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": "x"}\n', "number to string"),
-    ):
-        (tmp_path / name).write_text(content)
-        with pytest.raises(DataError, match=f"{name} cannot be read as .*{message}"):
-            load_text_data(str(tmp_path / name))
 
 
 def test_names_of_files_are_no_patterns(tmp_path: Path) -> None:
@@ -498,11 +438,10 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     write(tmp_path / "empty" / "test.parquet", text=["a"], label=[0])
     with pytest.raises(DataError, match=r"empty \(train\) has no rows"):
         load_text_data("empty", tmp_path)
-    (tmp_path / "broken.parquet").write_bytes(b"PAR1 not really")
-    with pytest.raises(DataError, match="cannot be read as Parquet"):
-        load_text_data("broken", tmp_path)
     with pytest.raises(DataError, match="does not exist"):
         load_text_data("cola", tmp_path / "missing")
+    with pytest.raises(DataError, match=r"there is no file \S+/nowhere.csv; check its path$"):
+        load_text_data(str(tmp_path / "nowhere.csv"))
 
 
 def test_cross_entropy_and_accuracy_by_hand() -> None:
@@ -662,16 +601,9 @@ def test_files_that_are_no_tables_are_not_looked_for_on_the_hub(tmp_path: Path) 
         (tmp_path / name).write_text("[]")
         with pytest.raises(DataError, match=r"files end in .parquet, .csv, .tsv, .jsonl, .json, .txt"):
             load_text_data(str(tmp_path / name))
-    with pytest.raises(DataError, match="has no known format"):
-        load_text_data(str(tmp_path))
     (tmp_path / "rows.csv").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     with pytest.raises(ValueError, match=r"rows.csv' is a pointer of git-lfs"):
         load_text_data(str(tmp_path / "rows.csv"))
-    (tmp_path / "wide.csv").write_text("text,label\na,0\n", encoding="utf-16")
-    with pytest.raises(
-        DataError, match=r"wide.csv cannot be read as CSV \(it is in UTF-16; save it in UTF-8"
-    ):
-        load_text_data(str(tmp_path / "wide.csv"))
     (tmp_path / "ROWS.CSV").write_text("text,label\n" + "a,0\nb,1\n" * 10)
     assert len(load_text_data(str(tmp_path / "ROWS.CSV")).train) == 16
 

@@ -178,7 +178,6 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "another kind": (partial(configure, file=CONFIG, peft_type="IA3"), "IA3"),
     "no configuration": (partial(removed, CONFIG), f"has no {CONFIG}"),
     "no weights": (partial(removed, WEIGHTS), f"has no {WEIGHTS}"),
-    "no JSON": (partial(written, CONFIG, "{"), "is damaged"),
     "no safetensors": (partial(written, WEIGHTS, "hello"), "cannot be loaded"),
     "git-lfs": (partial(written, WEIGHTS, "version https://git-lfs.github.com/spec/v1\n"), "git-lfs"),
     "code": (hostile, "cannot be loaded"),

@@ -147,10 +147,6 @@ def removed(name: str, folder: Path) -> None:
     (folder / name).unlink()
 
 
-def truncated(folder: Path) -> None:
-    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-9])
-
-
 def lost_shard(folder: Path) -> None:
     saved(model_of("bert-classifier"), folder, max_shard_size="20KB")
     (folder / WEIGHTS).unlink(missing_ok=True)
@@ -177,7 +173,6 @@ LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0a1b\nsize 9\n"
 DAMAGED: dict[str, tuple[Spoil, str, bool]] = {
     "no folder": (shutil.rmtree, "cannot be loaded", True),
     "no configuration": (partial(removed, "config.json"), "cannot be loaded", True),
-    "no JSON": (partial(written, "config.json", "{"), "config.json' is damaged", True),
     "another family": (partial(configure, model_type="ernie"), "'ernie' is not supported", True),
     "no type": (partial(configure, model_type=None), "cannot be loaded", True),
     "a class of its own": (partial(configure, architectures=["MyBert"]), "is a MyBert", True),
@@ -186,8 +181,6 @@ DAMAGED: dict[str, tuple[Spoil, str, bool]] = {
     "more layers": (partial(configure, num_hidden_layers=3), "bert.encoder.layer.2", True),
     "quantised": (partial(configure, quantization_config={"bits": 4}), "quantised", True),
     "no weights": (partial(removed, WEIGHTS), "no file named", True),
-    "truncated": (truncated, "cannot be loaded", True),
-    "empty": (partial(written, WEIGHTS, ""), "cannot be loaded", True),
     "git-lfs": (partial(written, WEIGHTS, LFS), "git-lfs", True),
     "a lost shard": (lost_shard, "cannot be loaded", True),
     "code": (hostile, "cannot be loaded", True),
@@ -211,7 +204,6 @@ DAMAGED: dict[str, tuple[Spoil, str, bool]] = {
         "'classifier.bias' holds NaN or Inf",
         False,
     ),
-    "no tokenizer": (partial(written, "tokenizer.json", "{"), "tokenizer.json' is damaged", False),
 }
 
 

@@ -334,13 +334,14 @@ def test_what_changed_once_is_in_the_checkpoints_of_every_later_run(tmp_path: Pa
         assert strategy.scale == 0.5
 
 
-def test_a_finished_run_is_returned_as_it_ended(tmp_path: Path, uninterrupted: Finished) -> None:
+def test_a_finished_run_is_returned_as_it_ended(uninterrupted: Finished, warnings: Any) -> None:
     folder, expected = uninterrupted("FedAdam")
     asked = grid()
     strategy = STRATEGIES["FedAdam"][0]()
     for rounds in (ROUNDS, 1):
         found = run(strategy, asked, ArrayRecord(SMALL), rounds, evaluate_fn=evaluate, resume=folder)
         assert ending(found) == expected
+        assert (f"holds round {ROUNDS}, and num_rounds is 1: no round" in warnings()) == (rounds == 1)
     assert not any(asked.asked)
 
 

@@ -1,0 +1,96 @@
+"""A name in a file steers no terminal: no control character is printed, logged or put into a page."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fedrot.simulations.cli.app import app, prepare
+from fedrot.simulations.models.packaged import no_bars
+from tests.models import fresh_model
+from tests.simulations.commands import SMALL, options_of
+from tests.simulations.saved_models.folders import WEIGHTS, change, configure, saved, tokenizer
+
+#: Colour, title of the window, bell, controls of one character, delete, and the other direction.
+POISON = "evil\x1b[31m\x1b]0;x\x07\x9b5m\x7f\u202e\u2066\b"
+STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+DATA, DRY = "simulate --dry-run --data", "simulate --dry-run"
+GRID, TAGS = (
+    "[base]\ntrain_limit = 60\n[[setting]]\nsetting = ",
+    json.dumps({"tokens": ["a"], "ner_tags": [POISON]}) * 20,
+)
+INDEX = json.dumps({"metadata": {}, "weight_map": {"a": f"{POISON}.safetensors"}})
+RUN = [*options_of({**SMALL, "clients": 2, "seeds": 1, "rounds": 1, "arms": "plain"}), "--workers 1"]
+
+
+def table(header: str, row: str) -> str:
+    return f"{header}\n" + f"{row}\na,c\n" * 20
+
+
+#: A file, its content and the command that reads it, by what has the name.
+FILES: dict[str, tuple[str, str, str]] = {
+    "label": ("a.csv", table("text,label", f"a,{POISON}"), DATA),
+    "column": ("a.csv", table(f"{POISON},label", "a,b"), DATA),
+    "split": ("a.csv", table("split,text", f"{POISON},b"), f"{DRY} --task mlm --data"),
+    "file": (f"{POISON}.csv", table("text,label", "a,b"), DATA),
+    "tag": ("a.jsonl", TAGS, f"{DRY} --task ner --data"),
+    "setting": ("a.toml", GRID + json.dumps(POISON), DRY),
+    "partition": ("a.toml", f"{GRID}'a'\npartition = {json.dumps(POISON)}", DRY),
+    "arm": ("a.toml", f"{GRID}'a'\narms = [{json.dumps(POISON)}]", DRY),
+    "table": ("a.toml", f"{GRID}'a'\n[{json.dumps(POISON)}]", DRY),
+    "run": (f"{POISON}.csv", table("text,label", f"a,{POISON}"), f"simulate {' '.join(RUN)} --data"),
+    "metric": (
+        f"{POISON}.jsonl",
+        json.dumps({"round": 1, "stage": "train", "metrics": {POISON: 1.0}}) + "\n",
+        "report",
+    ),
+}
+
+#: What is done to a model, by what has the name.
+MODELS: dict[str, Callable[[Path], object]] = {
+    "tensor": partial(change, function=lambda held: {f"{POISON}.{n}": t for n, t in held.items()}),
+    "shard": lambda at: (at / WEIGHTS).rename(at / f"{WEIGHTS}.index.json").write_text(INDEX) and at,
+    "token": partial(tokenizer, w3=POISON),
+    "folder": lambda folder: folder.rename(folder.parent / POISON),
+    "class": partial(configure, architectures=[POISON]),
+    "dtype": partial(configure, dtype=POISON),
+    "model type": partial(configure, model_type=POISON),
+    "field": partial(configure, **{POISON: 1}),
+    "label of a model": partial(configure, id2label={"0": POISON}),
+}
+
+
+@pytest.mark.parametrize("name", [*FILES, *MODELS])
+def test_a_name_steers_no_terminal(
+    name: str, tmp_path: Path, capfd: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging, "_logRecordFactory", logging.getLogRecordFactory())
+    prepare()
+    caplog.set_level("INFO")
+    out = ["--out", str(tmp_path / f"out{POISON}")]
+    if name in FILES:
+        file, content, words = FILES[name]
+        (tmp_path / file).write_text(content, "utf-8")
+        lines = [[*words.split(), str(tmp_path / file), *(out if "simulate" in words else [])]]
+    else:
+        with no_bars():
+            a, b = (saved(fresh_model("bert-classifier").float(), tmp_path / name) for name in "ab")
+        tokenizer(a)
+        b = MODELS[name](b) or b
+        lines = [["check", str(b)], ["merge", str(a), str(b), "--parts", "attention", *out]]
+    results = [CliRunner().invoke(app, line) for line in lines]
+    assert {result.exit_code for result in results} <= {0, 2}, results
+    pages = [*tmp_path.rglob("*.html"), *tmp_path.rglob("*.log")]
+    assert bool(pages) == (name in ("run", "metric"))
+    said = [*(result.output for result in results), *(page.read_text("utf-8") for page in pages)]
+    assert "evil" in "".join(said)
+    said += [*capfd.readouterr(), caplog.text]
+    assert not STEERS.search("".join(said)), ascii(said)

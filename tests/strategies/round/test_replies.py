@@ -65,7 +65,7 @@ def sends(tensor: Any = TENSOR, examples: Any = 10, own_id: int | None = None, /
 GOOD_CLIENT = sends()
 
 
-def with_content(change: Callable[[RecordDict], object]) -> Client:
+def with_content(change: Callable[[Any], object]) -> Client:
     def client(to: Message) -> Message:
         message = GOOD_CLIENT(to)
         change(message.content)
@@ -128,6 +128,7 @@ BAD: dict[str, tuple[Client, str]] = {
     "complex": (with_array("complex64", b"x" * 9), NAME),
     "cut off": (with_array("float32", b"\x93NUMPY"), NAME),
     "no npy": (with_array("float32", b"garbage"), NAME),
+    "a byte too many": (with_array("float32", encode("", TENSOR).data + b"0"), NAME),
     "nothing": (with_content(RecordDict.clear), "0 ArrayRecords"),
     "no tensors": (with_content(lambda c: c.update(arrays=ArrayRecord())), "missing"),
     "two models": (with_content(lambda c: c.update(more=ArrayRecord())), "2 ArrayRecords"),
@@ -219,6 +220,7 @@ def test_dropped_by_name_as_if_never_sent(setup: str, tmp_path: Path) -> None:
         reasons = [reason for _, reason in dropped]
         assert [r for r, word in zip(reasons, words, strict=True) if word not in r] == []
         assert all(len(reason) <= 500 and reason.isprintable() for reason in reasons)
+        assert "It cannot be read" not in " ".join(reasons)
         assert largest_difference(arrays, expected) == 0
 
 

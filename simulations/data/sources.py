@@ -66,8 +66,9 @@ def _bound(what: str, number: int, most: int) -> None:
 def _parquet(path: Path) -> pa.Table:
     """Read a file that is small when decoded, too: a text may stand for many rows, and is read once."""
     file, most = pq.ParquetFile(path), max(LARGEST, RATIO * path.stat().st_size)
-    groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
-    chunks = [group.column(place) for group in groups for place in range(group.num_columns)]
+    about = file.metadata
+    groups = map(about.row_group, range(about.num_row_groups))
+    chunks = [g.column(i) for g in groups for i in range(min(g.num_columns, about.num_columns))]
     _bound("cells", sum(chunk.num_values for chunk in chunks), MOST_CELLS)
     _bound("bytes", sum(chunk.total_uncompressed_size for chunk in chunks), most)
     # Arrow has no dictionaries above 2 GiB, and none of texts that are parts of others.

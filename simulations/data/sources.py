@@ -66,15 +66,15 @@ def _bound(what: str, number: int, most: int) -> None:
 def _parquet(path: Path) -> pa.Table:
     """Read a file that is small when decoded, too: a text may stand for many rows, and is read once."""
     file, most = pq.ParquetFile(path), max(LARGEST, RATIO * path.stat().st_size)
-    about = file.metadata
-    groups = map(about.row_group, range(about.num_row_groups))
-    chunks = [g.column(i) for g in groups for i in range(min(g.num_columns, about.num_columns))]
-    _bound("cells", sum(chunk.num_values for chunk in chunks), MOST_CELLS)
-    _bound("bytes", sum(chunk.total_uncompressed_size for chunk in chunks), most)
-    # Arrow has no dictionaries above 2 GiB, and none of texts that are parts of others.
-    delta = {chunk.path_in_schema for chunk in chunks if "DELTA_BYTE_ARRAY" in chunk.encodings}
-    large = {chunk.path_in_schema for chunk in chunks if chunk.total_compressed_size > 2**29}
-    table = pq.read_table(path, read_dictionary=[*{c.path_in_schema for c in chunks} - large - delta])
+    about = file.metadata  # its columns are left alone: pyarrow ends the process if one is damaged
+    groups = [about.row_group(group) for group in range(about.num_row_groups)]
+    _bound("cells", sum(group.num_rows for group in groups) * about.num_columns, MOST_CELLS)
+    _bound("bytes", sum(group.total_byte_size for group in groups), most)
+    paths = [file.schema.column(place).path for place in range(about.num_columns)]
+    try:
+        table = pq.read_table(path, read_dictionary=paths)
+    except (OSError, pa.ArrowException):  # texts that are parts of others, or above 2 GiB
+        table = pq.read_table(path)
     _bound("bytes", sum(_decoded_size(part) for column in table.columns for part in column.chunks), most)
     # Polars writes texts as views; pyarrow can neither filter them nor take rows of them.
     views = {"string_view": pa.string(), "binary_view": pa.binary()}

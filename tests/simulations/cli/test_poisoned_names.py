@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from fedrot.simulations.cli.app import app, prepare
@@ -68,7 +71,29 @@ MODELS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*FILES, *MODELS])
+def images(folder: Path) -> list[str]:
+    for place in (folder / "images" / POISON, folder / "images" / "other"):
+        place.mkdir(parents=True)
+        for i in range(10):
+            Image.new("L", (8, 8), i).save(place / f"{i}.png")
+    return [*DRY.split(), "--task", "image", "--clients", "2", "--data", str(folder / "images")]
+
+
+def adapters(folder: Path) -> list[str]:
+    for name in "ab":
+        (folder / name).mkdir()
+        settings = {"peft_type": "LORA", "r": 2, "target_modules": [f"{name}{POISON}"]}
+        (folder / name / "adapter_config.json").write_text(json.dumps(settings))
+        weights = {f"{POISON}.lora_A.weight": torch.ones(2, 2)}
+        save_file(weights, folder / name / "adapter_model.safetensors")
+    return ["merge", str(folder / "a"), str(folder / "b")]
+
+
+#: The command that reads a folder, by what has the name.
+FOLDERS: dict[str, Callable[[Path], list[str]]] = {"folder of a class": images, "adapter": adapters}
+
+
+@pytest.mark.parametrize("name", [*FILES, *MODELS, *FOLDERS])
 def test_a_name_steers_no_terminal(
     name: str, tmp_path: Path, capfd: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +105,8 @@ def test_a_name_steers_no_terminal(
         file, content, words = FILES[name]
         (tmp_path / file).write_text(content, "utf-8")
         lines = [[*words.split(), str(tmp_path / file), *(out if "simulate" in words else [])]]
+    elif name in FOLDERS:
+        lines = [[*FOLDERS[name](tmp_path), *out]]
     else:
         with no_bars():
             a, b = (saved(fresh_model("bert-classifier").float(), tmp_path / name) for name in "ab")

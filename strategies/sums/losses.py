@@ -36,7 +36,8 @@ def capped(rows: Sequence[float]) -> list[float]:
     >>> capped([100, 80, 120, 10**9])
     [100.0, 80.0, 120.0, 165.0]
     """
-    return [float(min(count, MOST * median(rows))) for count in rows]
+    most = MOST * median(rows) if rows else 0.0
+    return [float(min(count, most)) for count in rows]
 
 
 def centre(values: Tensor, weights: Tensor) -> Tensor:

@@ -159,16 +159,18 @@ def fit_task_head(
     except FedrotError as error:
         log(WARNING, "The task head cannot be fitted and is not changed. %s", error)
         return FittedHead(arrays, False, 1.0, (math.nan, math.nan, math.nan), 0, 0)
-    temperature = TEMPERATURES[ballot.temperature(FITTED if ballot.better else OLD)]
-    kept = with_temperature(fitted if ballot.better else tensors, head, temperature)
-    found = FittedHead(
-        arrays=as_sent({**kept}, arrays),
-        fitted=ballot.better,
-        temperature=temperature,
-        losses=ballot.losses(),
-        rows=float(ballot.weights.sum()),
-        clients=len(ballot.weights),
-    )
+    return _chosen(ballot, tensors, fitted, head, arrays)
+
+
+def _chosen(
+    ballot: Ballot, tensors: Tensors, fitted: Tensors, head: str, arrays: ArrayRecord
+) -> FittedHead:
+    """Return the model with the head that the clients' losses prefer, and log the choice."""
+    better = ballot.better
+    temperature = TEMPERATURES[ballot.temperature(FITTED if better else OLD)]
+    kept = with_temperature(fitted if better else tensors, head, temperature)
+    losses, rows, clients = ballot.losses(), float(ballot.weights.sum()), len(ballot.weights)
+    found = FittedHead(as_sent({**kept}, arrays), better, temperature, losses, rows, clients)
     if found.rows < FEW:
         log(
             WARNING,
@@ -202,11 +204,11 @@ class _Fits:
 
     def without_each(self, fitted: Tensors) -> dict[int, Tensors]:
         """Return models without the sums of one group each; none if one is more than a quarter."""
-        groups = self._totals.groups
+        groups, counts = self._totals.groups, self._totals.counts
         found: dict[int, Tensors] = {}
         for group in groups if len(groups) >= FEWEST else ():
             with suppress(FedrotError):
-                found[group] = self.without([group], fitted, self._totals.counts)
+                found[group] = self.without([group], fitted, counts)
         return found
 
     def without(self, groups: list[int], fitted: Tensors, priors: Tensor | None = None) -> Tensors:
@@ -217,11 +219,9 @@ class _Fits:
         two heads differ in what the groups' sums say about the classes of others.
         """
         rest = self._totals.without(groups)
-        found, known = {**self._fitted(rest, priors)}, rest.counts > 0
+        found, theirs = self._fitted(rest, priors), rest.counts == 0
         for name in self._names:
-            found[name] = found[name].where(
-                known.reshape(-1, *[1] * (found[name].ndim - 1)), fitted[name]
-            )
+            found[name][theirs] = fitted[name][theirs]
         return found
 
     def stacked(self, *models: Tensors) -> dict[str, Tensor]:
@@ -234,7 +234,5 @@ class _Fits:
         weight, bias = fit_head(sums, self._shrinkage, len(self._names) > 1, priors)
         logits = (sums.means() @ weight.mT + bias)[sums.counts > 0]
         if not bool((logits.abs() <= LARGEST_LOSS).all()):
-            raise UpdateError(
-                f"The logits of a class's mean are above {LARGEST_LOSS:g}, which is absurd."
-            )
+            raise UpdateError(f"The logits of a class's mean are absurd, above {LARGEST_LOSS:g}.")
         return with_head(self._tensors, self._head, weight, bias)

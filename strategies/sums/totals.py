@@ -49,18 +49,18 @@ class Totals:
     @property
     def groups(self) -> list[int]:
         """The groups with features of a usual size, see ``LONGEST``."""
-        inputs = self.shape[1]
-        sizes = {}
-        for group, parts in sorted(self._parts.items()):
-            total = parts.sum(0)
-            trace = total[-inputs * inputs :: inputs + 1].sum()
-            sizes[group] = float(trace / total[: self.shape[0]].sum())
+        classes, inputs = self.shape
+        sizes = {
+            group: float(parts[:, -inputs * inputs :: inputs + 1].sum() / parts[:, :classes].sum())
+            for group, parts in sorted(self._parts.items())
+        }
         return [group for group, size in sizes.items() if size <= LONGEST * median(sizes.values())]
 
     @property
     def counts(self) -> Tensor:
         """The rows of each class, of all clients."""
-        return torch.stack([self._parts[group] for group in self.groups]).sum((0, 1))[: self.shape[0]]
+        classes = self.shape[0]
+        return torch.stack([self._parts[group][:, :classes] for group in self.groups]).sum((0, 1))
 
     def add(self, node: int, sums: ClassSums) -> None:
         """Add a client's sums.

@@ -17,7 +17,7 @@ from fedrot.tensors import Tensors, compute_dtype
 #: Names of the first factor: ``lora_A.weight``, ``lora_A.NAME.weight``, ``lora_embedding_A``.
 _FIRST = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?A(?P<rest>(\..+)?)")
 #: PEFT's prefix of the names of a model's modules.
-_WRAPPER = "base_model.model."
+WRAPPER = "base_model.model."
 _WHOLE = "Give all tensors of an adapter, as get_peft_model_state_dict(model) returns them."
 #: Fields of ``LoraConfig`` with which an update is not a single product ``B A``.
 _NO_PRODUCT = {
@@ -118,7 +118,7 @@ class LoraSettings:
 
     def scale(self, module: str, rank: int) -> float:
         """Return the factor of ``B A`` in a module of this name and rank."""
-        name = module.removeprefix(_WRAPPER)
+        name = module.removeprefix(WRAPPER)
         matching = (a for key, a in self.alpha_pattern.items() if re.match(rf"(.*\.)?({key})$", name))
         return next(matching, self.alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 

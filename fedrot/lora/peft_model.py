@@ -1,7 +1,8 @@
-"""Functions for a client's PEFT model: ``adapter_tensors``, ``load_adapter`` and ``train_only``."""
+"""A client's PEFT model: ``adapter_tensors``, ``load_adapter``, ``load_as_sent``, ``train_only``."""
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.lora.adapters import LoraSettings, pairs_of
+from fedrot.lora.adapters import WRAPPER, LoraSettings, factors, pairs_of
 from fedrot.lora.fitting import fitted
 from fedrot.tensors import Tensors
 
@@ -44,30 +45,31 @@ def load_adapter(model: Any, tensors: Tensors, adapter: str = "default") -> None
         UpdateError: the tensors are not those of this adapter.
         FedrotError: the adapter is merged. After an error, nothing has been loaded.
     """
-    from peft import set_peft_model_state_dict
+    own = _own_tensors(model, tensors, adapter)
+    _load(model, fitted(tensors, model.peft_config[adapter], own), own, adapter)
 
-    own = adapter_tensors(model, adapter)
-    inside = rf"\.lora_(embedding_)?[AB]\.{re.escape(adapter)}(\.weight)?"
-    named = [name for name in tensors if name not in own and re.search(f"{inside}$", name)]
-    if named:
-        raise UpdateError(
-            f"The name of the received tensor '{named[0]}' contains the adapter's name, as in "
-            "model.state_dict(). Send adapter_tensors(model)."
-        )
-    merged = [n for n, m in model.named_modules() if adapter in getattr(m, "merged_adapters", ())]
-    if merged:
-        raise FedrotError(
-            f"The adapter is merged into the weights of '{merged[0]}'. Call model.unmerge_adapter()."
-        )
-    cut = fitted(tensors, model.peft_config[adapter], own)
-    different = own.keys() ^ cut.keys() or [n for n in own if cut[n].shape != own[n].shape]
-    if different:
-        raise UpdateError(
-            f"The tensor '{min(different)}' of the model's adapter '{adapter}' and the received tensor "
-            "differ in shape, or one of the two is missing. Client and server need the same "
-            "LoraConfig; only the client's rank may be smaller."
-        )
-    set_peft_model_state_dict(model, cut, adapter_name=adapter)
+
+def load_as_sent(model: Any, tensors: Tensors, adapter: str = "default") -> None:
+    """Load the tensors that ``FedRotLoRA`` sends into a PEFT model in place, and reduce nothing.
+
+    The model takes the ranks and scales of the tensors, so that clients of all ranks compute the same.
+    It keeps them: to train at its own rank, build it anew. Errors are those of ``load_adapter``.
+
+    Args:
+        model: a ``peft.PeftModel`` of any rank, with the sender's alpha.
+        tensors: the broadcast adapter.
+        adapter: name of the model's adapter.
+    """
+    own = _own_tensors(model, tensors, adapter)
+    ranks = {pair: len(factors(tensors, pair)[0]) for pair in pairs_of(tensors)}
+    for pair, rank in ranks.items():
+        if pair.a in own:
+            for name, axis in ((pair.a, 0), (pair.b, 1)):
+                own[name] = own[name].narrow(axis, 0, 1).repeat_interleave(rank, axis)
+    _load(model, tensors, own, adapter)
+    # A copy: the caller may build other models from the same configuration.
+    config = model.peft_config[adapter] = copy.copy(model.peft_config[adapter])
+    config.rank_pattern = {pair.module.removeprefix(WRAPPER): rank for pair, rank in ranks.items()}
 
 
 def train_only(model: Any, factors: str, adapter: str = "default") -> None:
@@ -100,6 +102,48 @@ def factor_parameters(model: Any, adapter: str) -> dict[str, torch.nn.Parameter]
     named = re.compile(rf"(.+\.lora_(?:embedding_)?[AB])\.{re.escape(adapter)}(\.weight)?")
     found = ((named.fullmatch(name), parameter) for name, parameter in model.named_parameters())
     return {match[1] + (match[2] or ""): parameter for match, parameter in found if match}
+
+
+def _own_tensors(model: Any, tensors: Tensors, adapter: str) -> dict[str, Tensor]:
+    """Return the model's own adapter; raise an error if no tensors of such names can be loaded."""
+    own = adapter_tensors(model, adapter)
+    inside = rf"\.lora_(embedding_)?[AB]\.{re.escape(adapter)}(\.weight)?"
+    named = [name for name in tensors if name not in own and re.search(f"{inside}$", name)]
+    if named:
+        raise UpdateError(
+            f"The name of the received tensor '{named[0]}' contains the adapter's name, as in "
+            "model.state_dict(). Send adapter_tensors(model)."
+        )
+    merged = [n for n, m in model.named_modules() if adapter in getattr(m, "merged_adapters", ())]
+    if merged:
+        raise FedrotError(
+            f"The adapter is merged into the weights of '{merged[0]}'. Call model.unmerge_adapter()."
+        )
+    return own
+
+
+def _load(model: Any, tensors: Tensors, like: Tensors, adapter: str) -> None:
+    """Load an adapter that has the names and shapes of another; the model takes its ranks."""
+    from peft import set_peft_model_state_dict
+
+    different = like.keys() ^ tensors.keys() or [n for n in like if tensors[n].shape != like[n].shape]
+    if different:
+        raise UpdateError(
+            f"The tensor '{min(different)}' of the model's adapter '{adapter}' and the received tensor "
+            "differ in shape, or one of the two is missing. Client and server need the same "
+            "LoraConfig; only the client's rank may be smaller."
+        )
+    settings = LoraSettings.of(model.peft_config[adapter])
+    for pair in pairs_of(like):
+        layer, rank = model.get_submodule(pair.module), len(like[pair.a])
+        if layer.r[adapter] != rank:
+            layer.r[adapter], layer.scaling[adapter] = rank, settings.scale(pair.module, rank)
+            for name in (pair.a, pair.b):
+                table = name.removesuffix(".weight")
+                path, _, leaf = f"{table}.{adapter}{name.removeprefix(table)}".rpartition(".")
+                owner = model.get_submodule(path)
+                setattr(owner, leaf, torch.nn.Parameter(like[name], getattr(owner, leaf).requires_grad))
+    set_peft_model_state_dict(model, dict(tensors), adapter_name=adapter)
 
 
 def _check_adapter(model: Any, adapter: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.lora import adapter_tensors, load_adapter, train_only
+from fedrot.lora import adapter_tensors, load_adapter, load_as_sent, train_only
 from fedrot.lora.adapters import LoraSettings, factors, pairs_of
-from tests.fedrot.lora.test_peft import bert
+from tests.fedrot.lora.test_peft import bert, gpt2, outputs
 
 
 class Layers(nn.Module):
@@ -68,6 +69,78 @@ def test_larger_ranks_are_cut_to_the_models_own() -> None:
         load_adapter(large, found)
     with pytest.raises(UpdateError, match=rf"'{head}'.*one of the two is missing"):
         load_adapter(small, {n: t for n, t in received.items() if n != head})
+
+
+#: Adapters of every kind whose rank can change, as the sender and a client of another rank have them.
+SENT: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "head": (bert, {"task_type": "SEQ_CLS", "target_modules": ["query", "value"]}, {}),
+    "rslora": (bert, {"target_modules": ["query"], "use_rslora": True}, {}),
+    "dora": (bert, {"target_modules": ["query", "dense"], "use_dora": True}, {}),
+    "patterns": (
+        bert,
+        {"target_modules": ["query", "value"], "alpha_pattern": {"layer.0.attention.self.query": 3}},
+        {"rank_pattern": {"query": 3, "layer.1.attention.self.value": 5}},
+    ),
+    "bias": (bert, {"target_modules": ["value"], "lora_bias": True}, {}),
+    "embedding": (gpt2, {"target_modules": ["wte", "c_attn"], "fan_in_fan_out": True}, {}),
+    "convolution": (Layers, {"target_modules": ["conv", "linear"]}, {}),
+}
+
+
+@pytest.mark.parametrize("own", [2, 4, 8])
+@pytest.mark.parametrize("kind", SENT)
+def test_clients_of_all_ranks_compute_what_the_sender_computes(kind: str, own: int) -> None:
+    build, options, patterns = SENT[kind]
+    torch.manual_seed(9)
+    base, other = build(), build()
+    other.load_state_dict(base.state_dict())
+    sender, client = adapted(base, 4, 1, **options, **patterns), adapted(other, own, 2, **options)
+    with torch.no_grad():
+        for name, parameter in sender.named_parameters():
+            if parameter.requires_grad and "lora_" not in name:
+                parameter.add_(0.1)
+    assert not torch.allclose(outputs(client), outputs(sender))
+    load_as_sent(client, adapter_tensors(sender))
+    assert torch.allclose(outputs(client), outputs(sender), atol=1e-12)
+    trained = [{n for n, p in model.named_parameters() if p.requires_grad} for model in (sender, client)]
+    assert trained[0] == trained[1]
+
+
+def test_a_model_that_took_other_ranks_is_trained_saved_and_cut_at_these_ranks(tmp_path: Path) -> None:
+    torch.manual_seed(9)
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["linear"], rank_pattern={"linear": 3})
+    client = peft.get_peft_model(Layers(), config).double().eval()
+    outputs(client)
+    for rank in (4, 8):
+        (client(torch.arange(7)[None]).logits ** 2).sum().backward()
+        load_as_sent(client, adapter_tensors(layers(rank, seed=rank)))
+        assert client.peft_config["default"].rank_pattern == {"linear": rank}
+    (client(torch.arange(7)[None]).logits ** 2).sum().backward()
+    assert config.rank_pattern == {"linear": 3}
+    client.save_pretrained(tmp_path)
+    torch.manual_seed(9)
+    again = peft.PeftModel.from_pretrained(Layers(), tmp_path).double().eval()
+    assert torch.allclose(outputs(again), outputs(client), atol=1e-6)
+    load_adapter(client, adapter_tensors(layers(16)))
+    assert {len(t) for n, t in adapter_tensors(client).items() if "lora_A" in n} == {8}
+
+
+def test_nothing_is_loaded_as_sent_if_more_than_ranks_differs() -> None:
+    client = layers(2)
+    before, sent = outputs(client), adapter_tensors(layers(4, seed=1))
+    a, b = (next(name for name in sent if f"lora_{factor}" in name) for factor in "AB")
+    for wrong in ({**sent, a: sent[a][:, :5]}, {**sent, b: sent[b][:5]}, {**sent, "more": sent[a]}):
+        with pytest.raises(UpdateError, match="differ in shape, or one of the two is missing"):
+            load_as_sent(client, wrong)
+    for wrong in ({**sent, b: sent[b][:, :3]}, {**sent, a: sent[a][:0], b: sent[b][:, :0]}):
+        with pytest.raises(UpdateError, match="have no common rank"):
+            load_as_sent(client, wrong)
+    with pytest.raises(UpdateError, match="contains the adapter's name"):
+        load_as_sent(client, {n: t for n, t in layers(4).state_dict().items() if "lora_" in n})
+    assert torch.equal(outputs(client), before)
+    client.merge_adapter()
+    with pytest.raises(FedrotError, match="merged into the weights"):
+        load_as_sent(client, sent)
 
 
 def test_what_is_sent_does_not_change_with_the_model() -> None:

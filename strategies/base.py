@@ -138,6 +138,8 @@ class ReplyStrategy(Strategy):
         self._timeout = timeout
         self._sent = self._sent_to_evaluate = self._begun = None
         self._grid = lazy = grid if isinstance(grid, LazyGrid) else LazyGrid(grid)
+        if self.checkpoints is None or not self.checkpoints.rounds():
+            initial_arrays = self.prepared(lazy, initial_arrays, train_config or ConfigRecord())
         evaluating = reporting_evaluations(self.reporting, self.evaluating(evaluate_fn))
         given = (num_rounds, timeout, train_config, evaluate_config, evaluating)
         if self.checkpoints is not None:
@@ -269,6 +271,10 @@ class ReplyStrategy(Strategy):
     def check_initial(self, arrays: ArrayRecord) -> None:
         """Check the first model before any client trains; raises ``FedrotError``."""
         arguments.check_initial_arrays(arrays, None, align=False)
+
+    def prepared(self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord) -> ArrayRecord:
+        """Return the first model of a run that is not resumed, given ``initial_arrays``."""
+        return arrays
 
     def evaluating(self, evaluate: Evaluate | None) -> Evaluate | None:
         """Return the server's evaluation function, given ``evaluate_fn`` of ``start``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from logging import INFO, WARNING
+from logging import INFO
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
@@ -24,14 +24,13 @@ from fedrot.strategies.round.merge import Aggregated, Averaged, Listed, Merge, W
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Moved
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
-from fedrot.strategies.sums.task_head import fit_task_head, named_head
-from fedrot.strategies.wire.arrays import from_arrays
+from fedrot.strategies.sums.rounds import FitsHead
 from fedrot.strategies.wire.records import STATISTICS
 from fedrot.symmetry import Symmetry
 from fedrot.tensors import Tensors
 
 
-class FedRot(Aligned, FedAvg):
+class FedRot(FitsHead, Aligned, FedAvg):
     """Aligned FedAvg.
 
     Write ``FedRot(config, fraction_train=0.5)`` instead of ``FedAvg(fraction_train=0.5)``; every
@@ -51,10 +50,10 @@ class FedRot(Aligned, FedAvg):
             cannot be brought to canonical form (diagonal Fisher information), the residual stream is
             permuted and not rotated.
         alignment: of ``Aligned``, like ``other_basis`` and ``guard``.
-        fit_head: whether to fit the task head of every round's new model with ``fit_task_head``. The
-            name of a layer in place of True fits this layer. Clients need ``answer_with_sums`` on their
-            ``ClientApp``. In later rounds than the first, an error of ``fit_task_head`` is a warning,
-            and the model keeps its head.
+        fit_head: whether to fit the task head before the first round (``fit_task_head``) and after every
+            round, see ``FitsHead``. The name of a layer in place of True fits this layer. Clients need
+            ``answer_with_sums`` on their ``ClientApp``. After the first round, an error is a warning, and
+            the round's model is taken.
         server: of ``ReplyStrategy``, like ``checkpoints`` and ``reporting``.
 
     Raises:
@@ -87,12 +86,13 @@ class FedRot(Aligned, FedAvg):
         checkpoints: Checkpointing | None = None,
         reporting: Reporting | None = None,
     ) -> None:
-        self.aggregation, self.fit_head = _builder(aggregation), fit_head
+        self.aggregation = _builder(aggregation)
         super().__init__(
             model_config,
             alignment=alignment,
             other_basis=other_basis,
             guard=guard,
+            fit_head=fit_head,
             server=server,
             checkpoints=checkpoints,
             reporting=reporting,
@@ -132,23 +132,19 @@ class FedRot(Aligned, FedAvg):
         """Log how updates are merged, then the summaries behind."""
         if self.aggregation is not None:
             log(INFO, "\t├──> Aggregation: %s", type(self.aggregation()).__name__)
-        if self.fit_head:
-            call = "fedrot.strategies.answer_with_sums(app, ...)"
-            log(INFO, "\t├──> Task head: fitted after every round; clients call %s", call)
         super().summary()
 
-    def check_initial(self, arrays: ArrayRecord) -> None:
-        """Check the first model before any client trains; raises ``FedrotError``."""
-        super().check_initial(arrays)
-        if self.fit_head:
-            named_head(self._head, self.model_config, from_arrays(arrays))
+    @property
+    def described(self) -> object:
+        """The model's configuration."""
+        return self.model_config
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask for the statistics that the aggregation uses; in rounds that need none, say so."""
-        if self.aggregation is not None or self.fit_head:
-            check_not_behind(self, of_head=bool(self.fit_head))
+        if self.aggregation is not None:
+            check_not_behind(self)
         if self._kinds:
             config[STATISTICS] = ""  # The base class fills in what the round needs.
         return super().configure_train(server_round, arrays, config, grid)
@@ -160,40 +156,6 @@ class FedRot(Aligned, FedAvg):
     def aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
         """Return the aggregation."""
         return self.aggregation or super().aggregator(server_round)
-
-    def finished(self, arrays: ArrayRecord, record: RoundRecord) -> ArrayRecord:
-        """Return a round's new model, with a fitted task head if ``fit_head`` asks for it."""
-        if not self.fit_head:
-            return arrays
-        assert self._grid is not None  # from configure_train
-        timeout = 3600 if self._timeout is None else self._timeout
-        config, head = self._config, self._head
-        try:
-            found = fit_task_head(
-                self._grid,
-                arrays,
-                self.model_config,
-                head=head,
-                config=config,
-                timeout=timeout,
-                wire=self.server.wire,
-            )
-        except FedrotError as error:
-            if record.number == 1:
-                raise
-            log(WARNING, "Round %d: the task head is not changed. %s", record.number, error)
-            return arrays
-        record.measured = {**record.measured, **found.metrics()}
-        return found.arrays
-
-    @property
-    def needs_model(self) -> bool:
-        """True if a round cannot do without its broadcast model."""
-        return super().needs_model or bool(self.fit_head)
-
-    @property
-    def _head(self) -> str | None:
-        return self.fit_head if isinstance(self.fit_head, str) else None
 
     def merge(self, record: RoundRecord) -> Merge:
         """Return the object that merges a round's updates; FedAvg without alignment and aggregation."""

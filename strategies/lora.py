@@ -23,6 +23,7 @@ from fedrot.strategies.arguments import check_not_behind
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.round.merge import OF_THE_MEAN
 from fedrot.strategies.round.update import Schema
+from fedrot.strategies.sums.rounds import FitsHead
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.tensors import Shaped, Tensors, check_update
 
@@ -124,13 +125,25 @@ def _check_initial(arrays: ArrayRecord, options: AdapterOptions) -> None:
         )
 
 
-class FedRotLoRA(AlignedLoRA, FedAvg):
+class FedRotLoRA(FitsHead, AlignedLoRA, FedAvg):
     """FedAvg for LoRA adapters: clients send ``fedrot.lora.adapter_tensors(model)``.
 
-    Every argument of ``FedAvg`` works by its name; see ``AlignedLoRA`` for the other arguments.
+    Every argument of ``FedAvg`` works by its name; see ``AlignedLoRA`` and ``FitsHead`` for the other
+    arguments. With ``fit_head=True`` the adapter has a task head among its ``modules_to_save``. Clients
+    evaluate adapters at the broadcast ranks, also if their own are smaller.
 
     Example: ``FedRotLoRA(peft_config, AdapterOptions("exact"), fraction_train=0.5)``.
     """
+
+    @property
+    def described(self) -> object:
+        """The adapter's settings."""
+        return self.settings
+
+    @property
+    def half_way(self) -> bool:
+        """Whether the adapter half way is a candidate: factors of a product cannot be averaged."""
+        return self.adapters.method == "factors"
 
 
 @dataclass(frozen=True)

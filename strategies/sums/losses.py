@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ MOST = 1.5
 #: A client's difference of two losses counts up to the first loss of all clients and this, in nats.
 LEAST_RANGE = 1.0
 
-#: Places of the old and of the fitted head among those that clients evaluate.
-OLD, FITTED = 0, 1
+#: Place of the old model's head among those that clients evaluate.
+OLD = 0
 
 #: A group is left out if the loss without it is smaller by so many standard errors. One group is
 #: a quarter from so many groups on.
@@ -65,7 +66,7 @@ def _shares(values: Tensor, weights: Tensor) -> Tensor:
 
 
 class Ballot:
-    """The losses of the same heads at all clients: the old head, the fitted one, and others.
+    """The losses of the same heads at all clients: the old model's, the fitted one, and others.
 
     Attributes:
         rows: ``[clients]``.
@@ -99,45 +100,70 @@ class Ballot:
         """Return the place of a head's best temperature."""
         return smallest(self.change(self.means[:, head], self.means[:, head, ONE]))
 
-    @property
-    def better(self) -> bool:
-        """Whether the fitted head is better than the old one.
-
-        The centre of the changes of loss decides if it is beyond its standard error, else their mean.
-        """
-        change, mean, error = self._changes(FITTED, OLD)
-        return (change if abs(change) > error else mean) < 0
-
-    def losses(self) -> tuple[float, float, float]:
-        """Return the loss of the old head, and of both heads at their best temperatures."""
+    def losses(self, head: int) -> tuple[float, float, float]:
+        """Return the loss of the old model, of it at its best temperature, and of a head at its own."""
         given = self.means[:, OLD, ONE]
-        old, fitted = (self.means[:, head, self.temperature(head)] for head in (OLD, FITTED))
+        old, new = (self.means[:, one, self.temperature(one)] for one in (OLD, head))
         first = float(self.centre(given))
         calibrated = first + float(self.change(old, given))
-        return first, calibrated, calibrated + float(self.change(fitted, old))
+        return first, calibrated, calibrated + float(self.change(new, old))
 
-    def harmful(self, groups: Sequence[int]) -> list[int]:
-        """Return the groups without which the fitted head is better, at most a quarter of them.
+    def from_old(self, head: int) -> Change:
+        """Return the change from the old model to a head, both at their best temperatures."""
+        old = self.means[:, OLD]
+        before = old[:, self.temperature(OLD)]
+        return self._change(head, self.temperature(head), before, old[:, ONE])
 
-        The heads after the first two are those without the groups. A gain counts from ``SURE`` standard
-        errors on, and any gain if the fitted head is no better than the old one.
+    def harmful(self, fitted: int, without: Mapping[int, int]) -> list[int]:
+        """Return the groups without which the ``fitted`` head is better, at most a quarter of them.
+
+        A gain counts from ``SURE`` standard errors on, and any gain if the fitted head is no better than
+        the old model.
+
+        Args:
+            without: the places of the heads without one group each, by group.
         """
-        needed, most = SURE if self.better else 0.0, len(groups) // FEWEST
-        changes = [(*self._changes(head, FITTED), group) for head, group in enumerate(groups, start=2)]
-        sure = sorted((change, group) for change, _, error, group in changes if change < -needed * error)
-        return sorted(group for _, group in sure[:most])
+        needed = SURE if self.from_old(fitted).decisive < 0 else 0.0
+        before = self.means[:, fitted, self.temperature(fitted)]
+        found = []
+        for group, head in without.items():
+            at = self.temperature(head)
+            change = self._change(head, at, before, self.means[:, fitted, at])
+            if change.centre < -needed * change.error:
+                found.append((change.centre, group))
+        return sorted(group for _, group in sorted(found)[: len(without) // FEWEST])
 
-    def _changes(self, head: int, other: int) -> tuple[float, float, float]:
-        """Return the centre and the mean of the changes of loss from one head to another, and an error.
+    def _change(self, head: int, at: int, before: Tensor, partner: Tensor) -> Change:
+        """Return the change from the losses ``before`` to those of a head at a temperature.
 
-        Both heads are at their best temperatures. The error is the centre's standard error if the rows
-        of every client vary as the median client's.
+        ``partner``: the mean losses from whose rows the squares of the head are differences. The error
+        is the centre's standard error if the rows of every client vary as the median client's.
         """
-        place, before = self.temperature(head), self.means[:, other, self.temperature(other)]
-        changes = self._clipped(self.means[:, head, place], before)
-        same = self.means[:, head, place] - self.means[:, other, place]
-        variance = self.centre((self._squares[:, head, place] - same**2).clamp(min=0))
+        changes = self._clipped(self.means[:, head, at], before)
+        same = self.means[:, head, at] - partner
+        variance = self.centre((self._squares[:, head, at] - same**2).clamp(min=0))
         rows = self.rows[changes.argsort(stable=True)]
         error = (variance * (_shares(changes, self.weights) ** 2 / rows).sum()).sqrt()
         mean = (changes * self.weights).sum() / self.weights.sum()
-        return float(self.centre(changes)), float(mean), float(error)
+        return Change(float(self.centre(changes)), float(mean), float(error))
+
+
+class Change(NamedTuple):
+    """The change of the loss of a row from one model to another.
+
+    Attributes:
+        centre: of the clients' changes.
+        mean: of all clients.
+        error: the centre's standard error.
+    """
+
+    centre: float
+    mean: float
+    error: float
+
+    @property
+    def decisive(self) -> float:
+        """The centre if it is beyond its standard error; else the mean, within the error."""
+        if abs(self.centre) > self.error:
+            return self.centre
+        return min(max(self.mean, -self.error), self.error)

@@ -1,46 +1,43 @@
-"""The task head of a finished model, fitted to the rows of all clients.
+"""The task head of a classifier, fitted to the rows of all clients, and the choice of a round's model.
 
-The server asks for the numbers of rows, then for sums over the training rows (``requests``). It fits the
-task head, and clients evaluate the old head and the fitted one on their held-out rows. A quarter of the
-clients cannot turn the choice (``losses``).
+The server asks for the numbers of rows, then for sums over the training rows (``requests``). It fits
+heads, and clients evaluate the old model and those with fitted heads on their held-out rows. The lowest
+loss wins; a quarter of the clients cannot turn the choice (``losses``).
 """
 
 from __future__ import annotations
 
 import math
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from logging import INFO, WARNING
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.common import log
 from flwr.serverapp import Grid
-from torch import Tensor
 
-from fedrot.errors import FedrotError, UpdateError
-from fedrot.head import ClassSums, check_shrinkage, fit_head, head_of, largest_inputs, with_head
+from fedrot.errors import FedrotError
+from fedrot.head import adapter_head_of, check_shrinkage, head_of, with_head
+from fedrot.problems import REGRESSION, SINGLE, problem_of
 from fedrot.strategies.round.outbox import as_sent
-from fedrot.strategies.sums.losses import FEWEST, FITTED, OLD, Ballot, in_order
-from fedrot.strategies.sums.requests import (
-    COUNT,
-    EVALUATE,
-    HEADS,
-    MODEL,
-    SUM,
-    ask,
-    read_losses,
-    read_rows,
-    read_sums,
-)
-from fedrot.strategies.sums.totals import Totals
+from fedrot.strategies.sums.bodies import Body, half_way, hash_of
+from fedrot.strategies.sums.choice import Choice, Exchange
+from fedrot.strategies.sums.requests import Clients
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
-from fedrot.temperature import LARGEST_LOSS, TEMPERATURES, with_temperature
-from fedrot.tensors import Tensors, compute_dtype
+from fedrot.tensors import Tensors
 
 #: With fewer held-out rows of all clients together, a warning is logged.
 FEW = 100
+
+#: Shrinkages of the covariance among which held-out rows choose, and the one at which groups of clients
+#: are compared.
+SHRINKAGES = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+REFERENCE = 0.3
+
+
+#: What is taken after a round, by its step.
+_TAKEN = {1.0: "the new model with a fitted head", 0.5: "the model half way, with a fitted head"}
 
 
 @dataclass(frozen=True)
@@ -50,35 +47,54 @@ class FittedHead:
     If no head can be fitted or compared, the model is the given one.
 
     Attributes:
-        arrays: the model, with the better of the two task heads at its best temperature.
-        fitted: whether the fitted head is the better one.
+        arrays: the model that is taken, with the head and the temperature of the lowest loss.
+        fitted: whether its head is a fitted one.
         temperature: the divisor of the logits.
-        losses: cross entropy of a held-out row: of the given model, of the given model at its best
-            temperature, and of the fitted head at its best temperature; means with fewer than four
+        losses: loss of a held-out row: of the old model, of the old model at its best temperature, and
+            of the best model with a fitted head at its best temperature; means with fewer than four
             clients, else centres (``sums.losses``). NaN if no head could be fitted or compared.
         rows: number of held-out rows that count.
-        clients: number of clients that evaluated both heads.
+        clients: number of clients that evaluated the models.
+        step: how much of a round's change of the body is taken: 0, 0.5 or 1.
+        shrinkage: of the fitted head; NaN for the old head.
+        change: of the loss, from the old model to the best other one; negative is better.
+        error: the standard error of ``change``, from the differences of rows.
     """
 
     arrays: ArrayRecord
-    fitted: bool
-    temperature: float
-    losses: tuple[float, float, float]
-    rows: float
-    clients: int
+    fitted: bool = False
+    temperature: float = 1.0
+    losses: tuple[float, float, float] = (math.nan, math.nan, math.nan)
+    rows: float = 0
+    clients: int = 0
+    step: float = 1.0
+    shrinkage: float = math.nan
+    change: float = math.nan
+    error: float = math.nan
+
+    def log(self, when: str) -> None:
+        """Log in a sentence what was taken, by how much its loss is lower, and how surely."""
+        if not self.clients:
+            return
+        judged = f"{when}, {self.clients} clients, {self.rows:g} held-out rows"
+        what = _TAKEN[self.step] if self.fitted else "the model before, whose head is not fitted anew"
+        beyond = abs(self.change) > 2 * self.error
+        log(
+            INFO,
+            "%s: taken is %s. Loss of the best model with a fitted head %.4g, %s than before by %.2g "
+            "± %.1g (standard error%s).",
+            *(judged, what, self.losses[2], "lower" if self.change < 0 else "higher"),
+            *(abs(self.change), self.error, "" if beyond else ": within noise"),
+        )
 
     def metrics(self) -> dict[str, float | int]:
-        """Return the metrics of a round: whether the head is fitted, temperature, and loss if known."""
+        """Return the metrics of a round; of the losses only if they are known."""
         kept = {"fedrot-head-fitted": int(self.fitted), "fedrot-head-temperature": self.temperature}
-        return {**kept, "fedrot-head-loss": min(self.losses[1:])} if self.clients else {**kept}
-
-
-def named_head(head: str | None, model_config: object, tensors: Tensors) -> str:
-    """Return the name of a model's task head; raises ``FedrotError`` if the model lacks it."""
-    found = head or head_of(model_config, tensors)
-    if f"{found}.weight" not in tensors:
-        raise FedrotError(f"The model has no layer '{found}'; see fedrot.head.head_of.")
-    return found
+        if not self.clients:
+            return {**kept}
+        loss = self.losses[2] if self.fitted else self.losses[1]
+        change = {"fedrot-head-change": self.change, "fedrot-head-error": self.error}
+        return {**kept, "fedrot-head-loss": loss, "fedrot-head-step": self.step, **change}
 
 
 def fit_task_head(
@@ -87,18 +103,18 @@ def fit_task_head(
     model_config: object,
     *,
     head: str | None = None,
-    shrinkage: float = 0.1,
+    shrinkage: float | None = None,
     config: ConfigRecord | None = None,
     timeout: float = 3600,
     wire: torch.dtype | None = None,
 ) -> FittedHead:
-    """Fit the task head of a finished model to the rows of all connected clients.
+    """Fit the task head of a model to the rows of all connected clients; nobody trains.
 
     Clients tell how many rows they have. Then they receive the model, and answer with sums over their
-    training rows. Clients with held-out rows receive it again, with the heads to compare. The server
-    sees each client's sums; for a class with one row these are the row's features. The task head is
-    fitted by linear discriminant analysis (``fedrot.head.fit_head``). It is kept only if its loss on
-    held-out rows is smaller than the given head's, each at its best temperature.
+    training rows. Clients with held-out rows receive the heads to compare. The server sees each client's
+    sums; for a class with one row these are the row's features. The task head is fitted by linear
+    discriminant analysis, or by ridge regression (``fedrot.head.fit_heads``). It is kept only if its
+    loss on held-out rows is smaller than the given head's, each at its best temperature.
 
     Up to a quarter of the clients may lie. A client's rows count at most 1.5 times as much as the
     median client's, sums without which the head is better are left out, and no quarter of the clients
@@ -106,10 +122,12 @@ def fit_task_head(
 
     Args:
         grid: of the server app. Clients need ``answer_with_sums`` on their ``ClientApp``.
-        arrays: the model, such as ``strategy.start(...).arrays``.
-        model_config: the model's transformers configuration, or its dictionary.
-        head: the name of the model's last linear layer; ``fedrot.head.head_of`` if None.
-        shrinkage: see ``fedrot.head.fit_head``.
+        arrays: the model, such as ``strategy.start(...).arrays`` or a pretrained one; or an adapter with
+            its task head, from ``fedrot.lora.adapter_tensors``.
+        model_config: the model's transformers configuration, or its dictionary; of an adapter its
+            ``LoraConfig``.
+        head: the name of the model's last linear layer; None finds it (``fedrot.head.head_of``).
+        shrinkage: see ``fedrot.head.fit_head``; None chooses among ``SHRINKAGES`` by held-out rows.
         config: sent with all requests, like ``train_config`` in a round.
         timeout: seconds to wait for the answers to each request.
         wire: precision of the model that is sent to the clients, as in ``Server``.
@@ -120,119 +138,127 @@ def fit_task_head(
         FedrotError: the shrinkage is not from 0 to 1; the model has no such layer; no client has
             held-out rows; or no client gives a usable answer, with the last reason.
     """
-    check_shrinkage(shrinkage)
-    tensors = from_arrays(arrays)
-    head = named_head(head, model_config, tensors)
-    asked = partial(ask, grid, config=config, timeout=timeout, head=head)
-    rows = asked([*grid.get_node_ids()], COUNT, RecordDict(), read_rows)
-    held_out = [node for node, own in rows.items() if own.held_out]
-    if not held_out:
-        raise FedrotError("Task head: no client has held-out rows with 'labels' to choose the head by.")
-    model = RecordDict({MODEL: arrays if wire is None else to_arrays(tensors, wire)})
-    classes, inputs = tensors[f"{head}.weight"].shape
-    announced = {node: own.training for node, own in rows.items() if own.training}
-    totals = Totals(announced, (classes, inputs), largest_inputs(model_config, tensors, head))
-    fits = _Fits(tensors, head, shrinkage, totals)
-
-    def read(node: int, content: RecordDict) -> None:
-        totals.add(node, read_sums(content, totals.shape))
-
-    def compared(*models: Tensors) -> Ballot:
-        content = RecordDict({**model, HEADS: to_arrays(fits.stacked(tensors, *models))})
-        answers = asked(held_out, EVALUATE, content, partial(read_losses, heads=1 + len(models)))
-        return Ballot([*in_order(answers).values()])
-
-    try:
-        if not announced:
-            raise UpdateError("No client has training rows with 'labels'.")
-        asked(announced, SUM, model, read)
-        fitted, why = fits.all()
-        without = fits.without_each(fitted)
-        ballot = compared(fitted, *without.values())
-        if groups := ballot.harmful([*without]):
-            message = "Task head: it is better without %d of %d groups of clients, which are left out."
-            log(WARNING, message, len(groups), len(totals.groups))
-            fitted = fits.without(groups, fitted)
-            ballot = compared(fitted)
-        elif why:
-            raise UpdateError(why)
-    except FedrotError as error:
-        log(WARNING, "The task head cannot be fitted and is not changed. %s", error)
-        return FittedHead(arrays, False, 1.0, (math.nan, math.nan, math.nan), 0, 0)
-    return _chosen(ballot, tensors, fitted, head, arrays)
-
-
-def _chosen(
-    ballot: Ballot, tensors: Tensors, fitted: Tensors, head: str, arrays: ArrayRecord
-) -> FittedHead:
-    """Return the model with the head that the clients' losses prefer, and log the choice."""
-    better = ballot.better
-    temperature = TEMPERATURES[ballot.temperature(FITTED if better else OLD)]
-    kept = with_temperature(fitted if better else tensors, head, temperature)
-    losses, rows, clients = ballot.losses(), float(ballot.weights.sum()), len(ballot.weights)
-    found = FittedHead(as_sent({**kept}, arrays), better, temperature, losses, rows, clients)
-    if found.rows < FEW:
-        log(
-            WARNING,
-            "Task head: with %g held-out rows, the choice of head and temperature may be noise. Let "
-            "clients hold out more rows.",
-            found.rows,
-        )
-    log(
-        INFO,
-        "Task head: %d clients, %g held-out rows; loss of the old head %.4g, at its best temperature "
-        "%.4g, of the fitted head %.4g: the %s head is kept, temperature %.3g.",
-        *(found.clients, found.rows, *found.losses, "fitted" if found.fitted else "old", temperature),
-    )
+    if shrinkage is not None:
+        check_shrinkage(shrinkage)
+    heads = TaskHeads(model_config, head, SHRINKAGES if shrinkage is None else (shrinkage,), wire)
+    found = heads.first(heads.clients(grid, arrays, config, timeout), arrays)
+    losses = "loss of the old head %.4g, at its best temperature %.4g, of the fitted head %.4g"
+    if found.clients:
+        message = f"Task head: %d clients, %g held-out rows; {losses}: the %s head is kept, %s."
+        kept = f"shrinkage {found.shrinkage:g}, " if found.fitted else ""
+        which, kept = "fitted" if found.fitted else "old", f"{kept}temperature {found.temperature:.3g}"
+        log(INFO, message, found.clients, found.rows, *found.losses, which, kept)
     return found
 
 
-class _Fits:
-    """Models with a task head that is fitted to clients' sums."""
+class TaskHeads:
+    """Fits the task heads of one run's models.
 
-    def __init__(self, tensors: Tensors, head: str, shrinkage: float, totals: Totals) -> None:
-        self._tensors, self._shrinkage, self._totals = tensors, shrinkage, totals
-        self._head = head
-        self._names = [name for name in (f"{head}.weight", f"{head}.bias") if name in tensors]
+    Args:
+        described: the model's configuration; of an adapter its ``LoraConfig``.
+        head: the name of the task head; None finds it.
+        shrinkages: to choose among.
+        wire: as in ``Server``.
+    """
 
-    def all(self) -> tuple[Tensors, str]:
-        """Return the model with the head that is fitted to all sums; else the old one, and why."""
-        try:
-            return self._fitted(self._totals.without()), ""
-        except FedrotError as error:
-            return self._tensors, str(error)
+    def __init__(
+        self,
+        described: object,
+        head: str | None = None,
+        shrinkages: Sequence[float] = SHRINKAGES,
+        wire: torch.dtype | None = None,
+    ) -> None:
+        self._described, self._head, self._wire = described, head, wire
+        self._shrinkages = tuple(shrinkages)
+        self._reference = REFERENCE if REFERENCE in shrinkages else self._shrinkages[0]
+        self._kept_by = dict[str, set[int]]()
 
-    def without_each(self, fitted: Tensors) -> dict[int, Tensors]:
-        """Return models without the sums of one group each; none if one is more than a quarter."""
-        groups, counts = self._totals.groups, self._totals.counts
-        found: dict[int, Tensors] = {}
-        for group in groups if len(groups) >= FEWEST else ():
-            with suppress(FedrotError):
-                found[group] = self.without([group], fitted, counts)
-        return found
+    def name_in(self, arrays: ArrayRecord) -> str:
+        """Return the name of a model's task head; raises ``FedrotError`` if the model lacks it."""
+        tensors = from_arrays(arrays)
+        adapter = _is_adapter(tensors)
+        head = self._head or (adapter_head_of(tensors) if adapter else head_of(self._described, tensors))
+        if f"{head}.weight" not in tensors:
+            raise FedrotError(f"The model has no layer '{head}'; see fedrot.head.head_of.")
+        return head
 
-    def without(self, groups: list[int], fitted: Tensors, priors: Tensor | None = None) -> Tensors:
-        """Return the model with a head that is fitted without the sums of some groups.
+    def clients(
+        self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord | None, timeout: float
+    ) -> Clients:
+        """Return the clients, to be asked about models like the given one."""
+        head, tensors = self.name_in(arrays), from_arrays(arrays)
+        one_output = len(tensors[f"{head}.weight"]) == 1
+        of_adapter = REGRESSION if one_output else SINGLE
+        problem = of_adapter if _is_adapter(tensors) else problem_of(self._described)
+        return Clients(grid, head, problem, config, timeout)
 
-        Classes that only these groups have keep the weights of the ``fitted`` head, so that a client
-        with classes of its own is not left out together with them. With the ``priors`` of all sums, the
-        two heads differ in what the groups' sums say about the classes of others.
+    def first(self, clients: Clients, arrays: ArrayRecord) -> FittedHead:
+        """Return a model with the better of its own head and a fitted one."""
+        own = self._body(arrays, from_arrays(arrays), clients.head)
+        return self._best(clients, own, {1.0: own}, arrays)
+
+    def after_round(
+        self, clients: Clients, old: ArrayRecord, new: ArrayRecord, half: bool = True
+    ) -> FittedHead:
+        """Return the best of three models: the old one, and the new one and the one half way.
+
+        The last two have fitted heads.
+
+        Args:
+            old: the model before the round, with its head.
+            new: the round's model.
+            half: whether the model half way is a candidate.
         """
-        rest = self._totals.without(groups)
-        found, theirs = self._fitted(rest, priors), rest.counts == 0
-        for name in self._names:
-            found[name][theirs] = fitted[name][theirs]
-        return found
+        before, after = (self._body(one, from_arrays(one), clients.head) for one in (old, new))
+        bodies = {1.0: after}
+        if half:
+            between = as_sent(half_way(before.tensors, after.tensors), new)
+            bodies[0.5] = self._body(between, from_arrays(between), clients.head)
+            # Clients have rounded bodies, whose mean is not the rounded mean.
+            bodies[0.5].between = () if self._wire else (before, after)
+        return self._best(clients, before, bodies, new)
 
-    def stacked(self, *models: Tensors) -> dict[str, Tensor]:
-        """Return the heads of models, for ``fedrot.temperature.collect_losses``."""
-        weight, *biases = (torch.stack([model[name] for model in models]) for name in self._names)
-        bias = biases[0] if biases else torch.zeros(weight.shape[:2])
-        return {"weight": weight.to(compute_dtype(weight)), "bias": bias.to(compute_dtype(weight))}
+    def _body(self, arrays: ArrayRecord, tensors: Tensors, head: str) -> Body:
+        sent = arrays if self._wire is None else to_arrays(tensors, self._wire)
+        key = hash_of(from_arrays(sent), head)
+        return Body(sent, tensors, key, kept_by=self._kept_by.setdefault(key, set()))
 
-    def _fitted(self, sums: ClassSums, priors: Tensor | None = None) -> Tensors:
-        weight, bias = fit_head(sums, self._shrinkage, len(self._names) > 1, priors)
-        logits = (sums.means() @ weight.mT + bias)[sums.counts > 0]
-        if not bool((logits.abs() <= LARGEST_LOSS).all()):
-            raise UpdateError(f"The logits of a class's mean are absurd, above {LARGEST_LOSS:g}.")
-        return with_head(self._tensors, self._head, weight, bias)
+    def _best(
+        self, clients: Clients, old: Body, bodies: dict[float, Body], like: ArrayRecord
+    ) -> FittedHead:
+        """Return the best model, encoded ``like`` a round's new one, which it is if all fails."""
+        exchange = Exchange(clients, self._described, self._shrinkages, self._reference, old)
+        try:
+            choice = exchange.choose(bodies)
+        except FedrotError as error:
+            log(WARNING, "The task head cannot be fitted and is not changed. %s", error)
+            return FittedHead(like)
+        taken, temperature = choice.taken, choice.temperature
+        self._kept_by = {body.key: body.kept_by for body in (old, *bodies.values())}
+        if choice.rows < FEW:
+            log(
+                WARNING,
+                "Task head: with %g held-out rows, the choice of head and temperature may be noise. Let "
+                "clients hold out more rows.",
+                choice.rows,
+            )
+        tensors = with_head(
+            taken.body.tensors, clients.head, taken.weight / temperature, taken.bias / temperature
+        )
+        change = choice.change
+        return FittedHead(
+            as_sent(tensors, like),
+            fitted=not math.isnan(taken.shrinkage),
+            temperature=temperature,
+            losses=choice.losses,
+            rows=choice.rows,
+            clients=choice.clients,
+            step=taken.step,
+            shrinkage=taken.shrinkage,
+            change=change.decisive,
+            error=change.error,
+        )
+
+
+def _is_adapter(tensors: Tensors) -> bool:
+    return any(".lora_" in name for name in tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -33,34 +34,16 @@ class Totals:
 
     Args:
         rows: the number of rows that each client has announced, by node.
-        shape: of the task head's weight, ``(classes, inputs)``.
         largest: see ``fedrot.head.largest_inputs``.
     """
 
-    def __init__(
-        self, rows: Mapping[int, int], shape: tuple[int, int], largest: Tensor | None = None
-    ) -> None:
-        self.shape, self._rows, self._largest = shape, rows, largest
+    def __init__(self, rows: Mapping[int, int], largest: Tensor | None = None) -> None:
+        self._rows, self._largest = rows, largest
         self._capped = dict(zip(rows, capped([*rows.values()]), strict=True))
         order = sorted(rows, key=lambda node: (rows[node], node))
         self._group = {node: place % GROUPS for place, node in enumerate(order)}
         self._parts: dict[int, Tensor] = {}
-
-    @property
-    def groups(self) -> list[int]:
-        """The groups with features of a usual size, see ``LONGEST``."""
-        classes, inputs = self.shape
-        sizes = {
-            group: float(parts[:, -inputs * inputs :: inputs + 1].sum() / parts[:, :classes].sum())
-            for group, parts in sorted(self._parts.items())
-        }
-        return [group for group, size in sizes.items() if size <= LONGEST * median(sizes.values())]
-
-    @property
-    def counts(self) -> Tensor:
-        """The rows of each class, of all clients."""
-        classes = self.shape[0]
-        return torch.stack([self._parts[group][:, :classes] for group in self.groups]).sum((0, 1))
+        self._like: ClassSums | None = None
 
     def add(self, node: int, sums: ClassSums) -> None:
         """Add a client's sums.
@@ -69,14 +52,16 @@ class Totals:
             UpdateError: more rows than the client has announced, no whole numbers of rows, or features
                 that are too large.
         """
-        rows = float(sums.counts.sum())
-        if rows > self._rows[node] or bool((sums.counts != sums.counts.floor()).any()):
-            raise UpdateError(f"The sums are over {rows:g} rows, announced were {self._rows[node]}.")
-        left = torch.cat([sums.counts, sums.sums.flatten(), sums.gram.flatten()])
+        if sums.rows > self._rows[node] or not sums.whole:
+            raise UpdateError(
+                f"The sums are over {sums.rows:g} rows, announced were {self._rows[node]}."
+            )
+        left = torch.cat([sums.counts, sums.sums.flatten(), _triangle(sums.gram)])
         if float(left.abs().max()) > _LARGEST:
             raise UpdateError(f"The sums of features have values above {_LARGEST:g}.")
         if self._largest is not None:
             sums.check_within(self._largest)
+        self._like = sums
         left = left * (self._capped[node] / self._rows[node])
         empty = torch.zeros(len(_UNITS), len(left), dtype=torch.float64)
         parts = self._parts.setdefault(self._group[node], empty)
@@ -85,16 +70,45 @@ class Totals:
             total.add_(part)
             left = left - part
 
+    def groups(self) -> Groups:
+        """Return the sums of the groups whose features have a usual size, see ``LONGEST``."""
+        found = {group: self._whole(parts.sum(0)) for group, parts in sorted(self._parts.items())}
+        sizes = {group: float(sums.gram.trace() / sums.rows) for group, sums in found.items()}
+        most = LONGEST * median(sizes.values())
+        return Groups({group: sums for group, sums in found.items() if sizes[group] <= most})
+
+    def _whole(self, vector: Tensor) -> ClassSums:
+        """Return class sums, given their parts in one vector."""
+        assert self._like is not None  # from add
+        classes, inputs = self._like.sums.shape
+        counts, sums, triangle = vector.split((classes, classes * inputs, inputs * (inputs + 1) // 2))
+        upper = torch.zeros(inputs, inputs, dtype=torch.float64)
+        upper[torch.triu_indices(inputs, inputs).unbind()] = triangle
+        gram = upper + upper.triu(1).mT
+        return replace(self._like, counts=counts, sums=sums.reshape(classes, inputs), gram=gram)
+
+
+class Groups(dict[int, ClassSums]):
+    """The sums of groups of clients, by the number of the group."""
+
+    @property
+    def counts(self) -> Tensor:
+        """The rows of each class, of all groups."""
+        return torch.stack([sums.counts for sums in self.values()]).sum(0)
+
     def without(self, groups: Iterable[int] = ()) -> ClassSums:
-        """Return the sums over all clients that are not in ``groups``.
+        """Return the sums over all groups but some.
 
         Raises:
-            UpdateError: there are none, or they contradict each other.
+            UpdateError: no other group is left, or their sums contradict each other.
         """
-        kept = [self._parts[group] for group in self.groups if group not in set(groups)]
+        kept = [sums for group, sums in self.items() if group not in set(groups)]
         if not kept:
             raise UpdateError("No other client has sent sums.")
-        classes, inputs = self.shape
-        total = sum(kept[1:], kept[0]).sum(0)
-        counts, sums, gram = total.split((classes, classes * inputs, inputs**2))
-        return ClassSums(counts, sums.reshape(classes, inputs), gram.reshape(inputs, inputs))
+        total = {name: sum(getattr(one, name) for one in kept) for name in ("counts", "sums", "gram")}
+        return replace(kept[0], **total)
+
+
+def _triangle(gram: Tensor) -> Tensor:
+    """Return the entries of a symmetric matrix on and above its diagonal, row by row."""
+    return gram[torch.triu_indices(*gram.shape).unbind()]

@@ -1,0 +1,149 @@
+"""Bodies of models, all tensors but those of the task head, which clients keep between requests.
+
+A request names the bodies that it is about. A client that has answered about a body keeps it in a folder,
+and receives later requests without it. A client that has lost it says so, and receives it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from logging import WARNING
+from pathlib import Path
+
+import torch
+from flwr.app import ArrayRecord
+from flwr.common import log
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fedrot._io import replacing, write_tensors
+from fedrot.strategies.wire.arrays import from_arrays
+from fedrot.tensors import Tensors
+
+#: Bodies of other runs are deleted after so many seconds.
+_OLD = 24 * 3600
+
+
+def hash_of(tensors: Tensors, head: str) -> str:
+    """Return the SHA-256 of a body: of the names, dtypes, shapes and bits of a model's tensors."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        if name not in head_names(head):
+            value = tensor.detach().cpu().contiguous()
+            found.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+            found.update(value.reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def head_names(head: str) -> tuple[str, str]:
+    """Return the names of the tensors of a task head."""
+    return f"{head}.weight", f"{head}.bias"
+
+
+def half_way(one: Tensors, other: Tensors) -> dict[str, Tensor]:
+    """Return the mean of two models; integers are those of the ``other``."""
+    return {
+        name: (one[name] + tensor) / 2 if tensor.is_floating_point() else tensor
+        for name, tensor in other.items()
+    }
+
+
+@dataclass(eq=False)
+class Body:
+    """A model as the server knows it, and as it is sent to clients.
+
+    Attributes:
+        arrays: of the whole model, as they are sent.
+        tensors: the model before it was brought to the precision of the wire.
+        key: ``hash_of`` what is sent.
+        between: the two bodies whose ``half_way`` this is, if they may have the same bits.
+        kept_by: the nodes that have answered about the body.
+    """
+
+    arrays: ArrayRecord
+    tensors: Tensors
+    key: str
+    between: tuple[Body, ...] = ()
+    kept_by: set[int] = field(default_factory=set)
+
+    def has(self, node: int) -> bool:
+        """Return whether a node has the body, or can compute it, as far as the server knows."""
+        halves = bool(self.between) and all(node in half.kept_by for half in self.between)
+        return halves or node in self.kept_by
+
+    def lost(self, node: int) -> None:
+        """Note that a node has the body no longer."""
+        for body in (self, *self.between):
+            body.kept_by.discard(node)
+
+
+class Shelf:
+    """A client's folder of bodies, which other clients of the same run and user may share.
+
+    Args:
+        folder: for the bodies of all runs; None is ``fedrot`` in the user's folder of caches
+            (``XDG_CACHE_HOME``, else ``~/.cache``).
+        run: the number of the run.
+        head: the name of the task head.
+    """
+
+    def __init__(self, folder: str | Path | None, run: int, head: str) -> None:
+        self._parent = Path(folder) if folder is not None else _caches() / "fedrot" / "bodies"
+        self._folder = self._parent / f"{run:x}"
+        self._head = head
+
+    def read(self, key: str, between: Iterable[str] = ()) -> Mapping[str, Tensor] | None:
+        """Return a body, from its file or from the two bodies that it is ``half_way`` between."""
+        found = self._file(key)
+        halves = [half for half in map(self._file, between) if half is not None]
+        if found is None and len(halves) == 2:
+            found = half_way(*halves)
+            return self.keep(key, found) if hash_of(found, self._head) == key else None
+        return found
+
+    def keep(self, key: str, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Write a body, unless it is there, and return it; a full disk is a warning."""
+        path = self._path(key)
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not path.exists():
+                with replacing(path) as temporary:
+                    # Tied tensors share memory, which safetensors refuses.
+                    write_tensors(temporary, {name: value.clone() for name, value in tensors.items()})
+        except OSError as error:
+            log(WARNING, "The model is not kept for the next request and will be sent again: %s", error)
+        return tensors
+
+    def drop_others(self, keys: Iterable[str]) -> None:
+        """Delete the run's other bodies, and those of runs that have not been used for a day."""
+        kept = {self._path(key) for key in keys}
+        for path in self._folder.glob("*.safetensors"):
+            if path not in kept:
+                path.unlink(missing_ok=True)
+        for run in self._parent.glob("*"):
+            if run != self._folder and run.stat().st_mtime < time.time() - _OLD:
+                shutil.rmtree(run, ignore_errors=True)
+
+    def _file(self, key: str) -> dict[str, Tensor] | None:
+        path = self._path(key)
+        try:
+            found = load_file(path)
+        except (OSError, SafetensorError):
+            return None
+        if hash_of(found, self._head) == key:
+            return found
+        path.unlink(missing_ok=True)
+        return None
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()}.safetensors"
+
+
+def _caches() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())

@@ -1,0 +1,108 @@
+"""The mixin ``FitsHead``: a run that starts from a fitted task head, and refuses rounds that are worse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from logging import INFO, WARNING
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.common import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy.strategy_utils import sample_nodes
+
+from fedrot.errors import FedrotError
+from fedrot.strategies.arguments import check_not_behind
+from fedrot.strategies.base import ReplyStrategy
+from fedrot.strategies.round.record import RoundRecord
+from fedrot.strategies.sums.task_head import FittedHead, TaskHeads
+
+
+class FitsHead(ReplyStrategy):
+    """Mixin that fits task heads with the argument ``fit_head``.
+
+    Before the first round the head is fitted to the first model. After a round the clients' held-out
+    rows choose among the model before the round, the round's model, and the model half way, the last two
+    with fitted heads: no round is worse than the one before.
+
+    Args:
+        *args: of the strategy behind.
+        fit_head: whether to fit; a name fits the layer of this name.
+        **kwargs: of the strategy behind.
+    """
+
+    not_in_checkpoints: tuple[str, ...] = ("_heads",)
+
+    def __init__(self, *args: Any, fit_head: bool | str = False, **kwargs: Any) -> None:
+        self.fit_head = fit_head
+        super().__init__(*args, **kwargs)
+        name = fit_head if isinstance(fit_head, str) else None
+        self._heads = TaskHeads(self.described, name, wire=self.server.wire)
+
+    @property
+    def described(self) -> object:
+        """The configuration of the model, or of the adapter."""
+        raise NotImplementedError
+
+    @property
+    def half_way(self) -> bool:
+        """Whether the model half way is a candidate."""
+        return True
+
+    @property
+    def needs_model(self) -> bool:
+        """True if a round cannot do without its broadcast model."""
+        return super().needs_model or bool(self.fit_head)
+
+    def summary(self) -> None:
+        """Log that heads are fitted, then the summaries behind."""
+        if self.fit_head:
+            call = "fedrot.strategies.answer_with_sums(app, ...)"
+            log(INFO, "\t├──> Task head: fitted before and after every round; clients call %s", call)
+        super().summary()
+
+    def check_initial(self, arrays: ArrayRecord) -> None:
+        """Check the first model before any client is asked; raises ``FedrotError``."""
+        super().check_initial(arrays)
+        if self.fit_head:
+            self._heads.name_in(arrays)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Refuse to run behind a privacy wrapper, to which sums are unknown."""
+        if self.fit_head:
+            check_not_behind(self, of_head=True)
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def prepared(self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord) -> ArrayRecord:
+        """Return the first model of a run, with a fitted head."""
+        arrays = super().prepared(grid, arrays, config)
+        if not self.fit_head:
+            return arrays
+        needed = (getattr(self._weighting, f"min_{kind}_nodes", 0) for kind in ("available", "train"))
+        sample_nodes(grid, max(needed), 0)  # waits for so many
+        config = ConfigRecord({**config, "server-round": 0})
+        found = self._heads.first(self._heads.clients(grid, arrays, config, self._patience), arrays)
+        found.log("Before round 1")
+        return found.arrays
+
+    def finished(self, arrays: ArrayRecord, record: RoundRecord) -> ArrayRecord:
+        """Return the best model that a round offers, or the one before."""
+        arrays = super().finished(arrays, record)
+        if not self.fit_head:
+            return arrays
+        assert self._grid is not None  # from configure_train
+        try:
+            clients = self._heads.clients(self._grid, arrays, self._config, self._patience)
+            found = self._heads.after_round(clients, self._broadcast, arrays, self.half_way)
+        except FedrotError as error:
+            log(WARNING, "Round %d: the task head is not changed. %s", record.number, error)
+            return arrays
+        found.log(f"Round {record.number}")
+        record.measured = {**record.measured, **found.metrics()}
+        return found.arrays
+
+    @property
+    def _patience(self) -> float:
+        return 3600 if self._timeout is None else self._timeout

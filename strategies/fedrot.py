@@ -52,8 +52,8 @@ class FedRot(FitsHead, Aligned, FedAvg):
         alignment: of ``Aligned``, like ``other_basis`` and ``guard``.
         fit_head: whether to fit the task head before the first round (``fit_task_head``) and after every
             round, see ``FitsHead``. The name of a layer in place of True fits this layer. Clients need
-            ``answer_with_sums`` on their ``ClientApp``. After the first round, an error is a warning, and
-            the round's model is taken.
+            ``answer_with_sums`` on their ``ClientApp``. An error after a round is a warning, and the
+            round's model is taken.
         server: of ``ReplyStrategy``, like ``checkpoints`` and ``reporting``.
 
     Raises:

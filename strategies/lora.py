@@ -143,7 +143,7 @@ class FedRotLoRA(FitsHead, AlignedLoRA, FedAvg):
     @property
     def half_way(self) -> bool:
         """Whether the adapter half way is a candidate: factors of a product cannot be averaged."""
-        return self.adapters.method == "factors"
+        return self.adapters.method == "mean"
 
 
 @dataclass(frozen=True)

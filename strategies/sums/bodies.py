@@ -1,7 +1,7 @@
 """Bodies of models, all tensors but those of the task head, which clients keep between requests.
 
-A request names the bodies that it is about. A client that has answered about a body keeps it in a folder,
-and receives later requests without it. A client that has lost it says so, and receives it.
+A request names the bodies that it is about. A client that has answered about a body keeps it in a
+folder, and receives later requests without it. A client that has lost it says so, and receives it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedrot._io import replacing, write_tensors
-from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.tensors import Tensors
 
 #: Bodies of other runs are deleted after so many seconds.

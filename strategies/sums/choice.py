@@ -80,7 +80,7 @@ class Exchange:
 
     Args:
         clients: to ask.
-        described: the model's configuration.
+        described: the model's configuration; None for an adapter.
         shrinkages: of the heads to choose among.
         reference: the shrinkage at which groups of clients are compared.
         old: the model that is kept unless a candidate is better.
@@ -145,10 +145,10 @@ class Exchange:
 
     def _sums(self, body: Body, bodies: Iterable[Body]) -> Groups:
         """Return the sums of features that clients compute with a body."""
-        shape = tuple(self._own_head(body)[0].shape)
-        totals = Totals(
-            self._training, largest_inputs(self._described, body.tensors, self._clients.head)
-        )
+        shape, head = tuple(self._own_head(body)[0].shape), self._clients.head
+        of_adapter = self._described is None
+        largest = None if of_adapter else largest_inputs(self._described, body.tensors, head)
+        totals = Totals(self._training, largest)
 
         def read(node: int, content: RecordDict) -> None:
             totals.add(node, read_sums(content, shape, self._clients.problem))
@@ -177,8 +177,9 @@ class Exchange:
         biased = head_names(self._clients.head)[1] in body.tensors
         weights, biases = fit_heads(total, shrinkages, biased, priors)
         _check_logits(total, weights, biases)
-        for own, other in zip((weights, biases), zip(*((o.weight, o.bias) for o in like)), strict=False):
-            own[:, total.absent] = torch.stack(other).to(own)[:, total.absent]
+        for name, own in {"weight": weights, "bias": biases}.items() if like else ():
+            theirs = torch.stack([getattr(one, name) for one in like]).to(own)
+            own[:, total.absent] = theirs[:, total.absent]
         heads = zip(weights, biases, shrinkages, strict=True)
         return [Candidate(step, body, *head) for head in heads]
 

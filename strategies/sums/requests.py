@@ -6,7 +6,7 @@ Three steps: a client counts its rows, sums the features of its training rows by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
 from logging import WARNING
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fedrot.errors import FedrotError, UpdateError, legible
 from fedrot.head import ClassSums, collect_classes
 from fedrot.lora.peft_model import load_as_sent
-from fedrot.problems import SINGLE
+from fedrot.problems import PROBLEMS, SINGLE
 from fedrot.strategies.flower_compat import failure_of
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.round.inbox import Asked, refusal
@@ -266,7 +266,8 @@ class _Request:
         """Return the answer."""
         step, problem = self._config[STEP], str(self._config[PROBLEM])
         if step == COUNT:
-            counts = {"training": _labelled(data.training()), "held_out": _labelled(data.held_out())}
+            pair = {"training": data.training(), "held_out": data.held_out()}
+            counts = {name: _labelled(batches, problem) for name, batches in pair.items()}
             return RecordDict({ROWS: MetricRecord({**counts})})
         if not self._head:
             losses = collect_losses(
@@ -313,10 +314,7 @@ def _loaded(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     return model
 
 
-def _labelled(batches: Batches) -> int:
+def _labelled(batches: Batches, problem: str) -> int:
     """Return how many rows have a label; requests for sums and losses say what is wrong with others."""
-    return sum(int(_have_labels(batch["labels"]).sum()) for batch in batches if "labels" in batch)
-
-
-def _have_labels(labels: Tensor) -> Tensor:
-    return ~labels.isnan().flatten(1).any(1) if labels.is_floating_point() else labels >= 0
+    has_label = PROBLEMS[problem].has_label
+    return sum(int(has_label(batch["labels"]).sum()) for batch in batches if "labels" in batch)

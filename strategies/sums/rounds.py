@@ -1,4 +1,4 @@
-"""The mixin ``FitsHead``: a run that starts from a fitted task head, and refuses rounds that are worse."""
+"""The mixin ``FitsHead``: runs that start from a fitted task head, in which no round is worse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedrot.errors import FedrotError
 from fedrot.strategies.arguments import check_not_behind
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.sums.task_head import FittedHead, TaskHeads
+from fedrot.strategies.sums.task_head import TaskHeads
 
 
 class FitsHead(ReplyStrategy):

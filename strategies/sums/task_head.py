@@ -22,7 +22,7 @@ from fedrot.head import adapter_head_of, check_shrinkage, head_of, with_head
 from fedrot.problems import REGRESSION, SINGLE, problem_of
 from fedrot.strategies.round.outbox import as_sent
 from fedrot.strategies.sums.bodies import Body, half_way, hash_of
-from fedrot.strategies.sums.choice import Choice, Exchange
+from fedrot.strategies.sums.choice import Exchange
 from fedrot.strategies.sums.requests import Clients
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from fedrot.tensors import Tensors
@@ -227,7 +227,8 @@ class TaskHeads:
         self, clients: Clients, old: Body, bodies: dict[float, Body], like: ArrayRecord
     ) -> FittedHead:
         """Return the best model, encoded ``like`` a round's new one, which it is if all fails."""
-        exchange = Exchange(clients, self._described, self._shrinkages, self._reference, old)
+        described = None if _is_adapter(old.tensors) else self._described
+        exchange = Exchange(clients, described, self._shrinkages, self._reference, old)
         try:
             choice = exchange.choose(bodies)
         except FedrotError as error:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 
 import pytest
 
 # Test processes share the cores; more threads than cores only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Clients keep models between requests.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="fedrot-tests-")
 # Messages with long paths stay on one line.
 os.environ["COLUMNS"] = "1000"
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -223,7 +223,7 @@ class Exchange:
 
 def _check_logits(total: ClassSums, weights: Tensor, biases: Tensor) -> None:
     """Raise ``UpdateError`` if the logits at a class's mean are absurd."""
-    logits = total.means()[total.counts > 0] @ weights.mT + biases.unsqueeze(1)
+    logits = total.means() @ weights.mT + biases.unsqueeze(1)
     if not bool((logits.abs() <= LARGEST_LOSS).all()):
         raise UpdateError(f"The logits of a class's mean are absurd, above {LARGEST_LOSS:g}.")
 

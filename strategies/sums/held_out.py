@@ -7,14 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from logging import WARNING
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedrot.errors import FedrotError
 from fedrot.strategies.sums.losses import Ballot, in_order
-from fedrot.strategies.sums.requests import EVALUATE, MODEL, ask, read_losses
+from fedrot.strategies.sums.requests import EVALUATE, MODEL, Clients, read_losses
 from fedrot.temperature import ONE, TEMPERATURES, LossSums
 
 
@@ -43,13 +43,13 @@ def evaluate_at_clients(
     Example: ``FedRot(config, guard=Guard("loss", evaluate=evaluate_at_clients(grid)))``
     """
     first: tuple[int, dict[int, LossSums]] = (-1, {})
+    clients, read = Clients(grid, config=config, timeout=timeout), partial(read_losses, heads=1)
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         nonlocal first
         nodes = first[1] if first[0] == server_round else [*grid.get_node_ids()]
-        content, read = RecordDict({MODEL: arrays}), partial(read_losses, heads=1)
         try:
-            answers = in_order(ask(grid, nodes, EVALUATE, content, read, config, timeout))
+            answers = in_order(clients.ask(nodes, EVALUATE, read, {MODEL: arrays}))
         except FedrotError as error:
             log(WARNING, "Round %d: clients did not evaluate. %s", server_round, error)
             return MetricRecord(dict.fromkeys(("loss", "accuracy", "calibrated_loss"), math.nan))

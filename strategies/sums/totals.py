@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedrot.errors import UpdateError
 from fedrot.head import ClassSums
+from fedrot.problems import REGRESSION
 from fedrot.strategies.sums.losses import capped
 
 #: Groups of clients, each of which can be left out. Memory does not grow with the number of clients.
@@ -52,7 +53,8 @@ class Totals:
             UpdateError: more rows than the client has announced, no whole numbers of rows, or features
                 that are too large.
         """
-        if sums.rows > self._rows[node] or not sums.whole:
+        counts = sums.counts[:1] if sums.problem == REGRESSION else sums.counts
+        if sums.rows > self._rows[node] or bool((counts != counts.floor()).any()):
             raise UpdateError(
                 f"The sums are over {sums.rows:g} rows, announced were {self._rows[node]}."
             )

@@ -1,0 +1,92 @@
+"""A classifier of drawn features, whose body is one number: how clear features show their class."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from torch import Tensor, nn
+
+from fedrot.strategies import LabelledRows, answer_with_sums
+from tests.strategies.fakes import Client, reply, tensors_of
+
+CLASSES, WIDTH = 3, 6
+CENTRES = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(3))
+HEAD = "classifier"
+
+Rows = dict[str, Tensor]
+State = dict[str, Tensor]
+
+
+def clearness(body: float) -> float:
+    """Return how clear features are; best at a body of 1."""
+    return math.exp(-abs(body - 1))
+
+
+class Toy(nn.Module):
+    """Adds its rows' centres, as clear as the body says, to their noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_labels=CLASSES, problem_type=None)
+        self.body = nn.Parameter(torch.zeros(1))
+        self.classifier = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, noise: Tensor, centres: Tensor) -> Any:
+        features = noise + centres * clearness(float(self.body))
+        return SimpleNamespace(logits=self.classifier(features))
+
+
+def rows(seed: int, count: int) -> Rows:
+    """Return rows; all classes are equally frequent."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % CLASSES
+    noise = torch.randn(count, WIDTH, generator=generator)
+    return {"noise": noise, "centres": CENTRES[labels], "labels": labels}
+
+
+def state(body: float) -> State:
+    """Return a model with an untrained head."""
+    weight, bias = torch.zeros(CLASSES, WIDTH), torch.zeros(CLASSES)
+    return {"body": torch.tensor([body]), f"{HEAD}.weight": weight, f"{HEAD}.bias": bias}
+
+
+def client(
+    seed: int,
+    folder: Path | None = None,
+    to: Callable[[float], float] = lambda body: body,
+    count: int = 90,
+) -> Client:
+    """Return a node whose training turns a body into another one."""
+    app = ClientApp()
+    training, held_out = [rows(seed, count)], [rows(1000 + seed, count)]
+    answer_with_sums(
+        app, lambda message, context: LabelledRows(Toy, lambda: training, lambda: held_out), folder
+    )
+
+    def node(message: Message) -> Message:
+        if message.metadata.message_type != "train":
+            return app(message, Context(7, 1, {}, RecordDict(), {}))
+        received = tensors_of(message.content.array_records["arrays"])
+        body = torch.tensor([to(float(received["body"]))])
+        noise = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(seed))
+        return reply(message, {**received, "body": body, f"{HEAD}.weight": noise}, 10, seed)
+
+    return node
+
+
+def loss(tensors: State, clients: int, count: int = 90) -> float:
+    """Return the loss of a model on the clients' held-out rows."""
+    model = Toy()
+    model.load_state_dict(tensors)
+    every = [rows(1000 + seed, count) for seed in range(clients)]
+    with torch.no_grad():
+        found = [model(one["noise"], one["centres"]).logits.double() for one in every]
+    labels = torch.cat([one["labels"] for one in every])
+    return float(nn.functional.cross_entropy(torch.cat(found), labels))

@@ -8,24 +8,31 @@ compute task heads from sums over clients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedrot.collect.hooks import watched
-from fedrot.collect.labelled import labelled_logits
+from fedrot.collect.head_inputs import read_inputs
 from fedrot.collect.statistics import GRAMS, kind_named
 from fedrot.errors import FedrotError, UpdateError
+from fedrot.problems import (
+    PROBLEMS,
+    SINGLE,
+    Problem,
+    checked_problem,
+    outputs_of,
+    problem_for,
+    problem_of,
+)
+from fedrot.spectrum import ROUNDING, Spectrum
 from fedrot.symmetry.resolve import TensorsOrShapes, settings_of
-from fedrot.tensors import Tensors, compute_dtype, unusable
+from fedrot.tensors import Tensors, unusable
 
 #: Names of the last linear layer in classifiers of transformers, without a prefix.
 HEADS = ("classifier", "score", "classifier.out_proj", "classification_head.out_proj")
-
-#: Accepted rounding error of float64 sums, relative to their size.
-_ROUNDING = 1e-12
 
 #: Accepted excess of features over ``largest_inputs``: clients may compute in bfloat16.
 _SLACK = 0.02
@@ -47,10 +54,16 @@ _NORMS = {
 class ClassSums:
     """Sums over labelled rows of the inputs ``h`` of a task head; sums of clients add up (``+``).
 
+    With several labels ``y`` for a row, and in a regression, the first of ``counts`` and ``sums`` are
+    the number of rows and the sum of ``h``; the others are, for each output, the sum of ``y`` and of
+    ``y h``.
+
     Attributes:
-        counts: rows of each class, float64 ``[classes]``.
-        sums: sum of ``h`` over the rows of each class, float64 ``[classes, inputs]``.
+        counts: rows of each class, float64 ``[classes]``; else ``[1 + outputs]``.
+        sums: sum of ``h`` over the rows of each class, float64 ``[classes, inputs]``; else ``[1 +
+            outputs, inputs]``.
         gram: sum of ``h h^T`` over all rows, float64 ``[inputs, inputs]``.
+        problem: the problem_type, see ``fedrot.problems``.
 
     Raises:
         UpdateError: another dtype or shape, not finite, no rows, negative counts, a ``gram`` that is not
@@ -62,52 +75,96 @@ class ClassSums:
     counts: Tensor
     sums: Tensor
     gram: Tensor
+    problem: str = SINGLE
 
     def __post_init__(self) -> None:
         classes, size = self.sums.shape if self.sums.ndim == 2 else (0, 0)
         shapes = {"counts": (classes,), "sums": (classes, size), "gram": (size, size)}
-        for name, shape in shapes.items():
-            value: Tensor = getattr(self, name)
-            why = unusable(value)
-            if not why and (value.dtype != torch.float64 or tuple(value.shape) != shape):
-                why = f"are {value.dtype} of shape {list(value.shape)}, not float64 {list(shape)}"
-            if not why and not bool(torch.isfinite(value).all()):
-                why = "hold NaN or Inf. Check the client's training (learning rate, mixed precision)"
-            if why:
-                raise UpdateError(f"Of the sums of features by class, the '{name}' {why}.")
-        if bool((self.counts < 0).any()) or not float(self.counts.sum()) > 0:
-            raise UpdateError("The counts of rows by class are negative, or all 0.")
-        limit = _ROUNDING * self.counts.sum() * self.gram.diagonal().abs()
-        if bool((self.sums[self.counts == 0].square() > limit).any()):
-            raise UpdateError("A class without rows has a sum of features that is not 0.")
+        _check_arrays(vars(self), {name: (torch.float64, shape) for name, shape in shapes.items()})
+        squares = self.gram.diagonal()
+        if problem := self._kind.check(self.counts, self.sums, squares):
+            raise UpdateError(problem)
         # The second moments inside the classes are a Gram matrix. Constant units leave rounding errors.
-        slack = torch.diag(_ROUNDING * self.gram.diagonal() / self.counts.sum())
-        problem = kind_named(GRAMS[1]).check(self._within() + slack, (classes, size))
-        if problem:
+        within = self.within() + torch.diag(ROUNDING * squares / self.rows)
+        why = kind_named(GRAMS[1]).check(within, (classes, size))
+        if not why and self._kind.contradicts(self.counts, self.sums, within):
+            why = "are smaller than the differences between rows with and without a label"
+        if why:
             raise UpdateError(
-                f"The second moments of the features inside the classes {problem}. The sums "
+                f"The second moments of the features inside the classes {why}. The sums "
                 "contradict each other; send what collect_classes returns."
             )
 
     def __add__(self, other: ClassSums) -> ClassSums:
-        """Return the sums over the rows of both; raises ``UpdateError`` if shapes differ."""
-        if self.sums.shape != other.sums.shape:
+        """Return the sums over the rows of both; raises ``UpdateError`` if they are of other layers."""
+        if (self.sums.shape, self.problem) != (other.sums.shape, other.problem):
             raise UpdateError(
-                f"Sums of features have shapes {list(self.sums.shape)} and {list(other.sums.shape)}; "
-                "collect them at the same layer of the same model."
+                f"Sums of features have shapes {list(self.sums.shape)} and {list(other.sums.shape)}, "
+                f"of a {self.problem} and a {other.problem}; collect them at the same layer of the same "
+                "model."
             )
-        return ClassSums(self.counts + other.counts, self.sums + other.sums, self.gram + other.gram)
+        counts, sums = self.counts + other.counts, self.sums + other.sums
+        return ClassSums(counts, sums, self.gram + other.gram, self.problem)
 
     def __mul__(self, factor: float) -> ClassSums:
         """Return the sums as if every row counted ``factor`` times."""
-        return ClassSums(self.counts * factor, self.sums * factor, self.gram * factor)
+        return ClassSums(self.counts * factor, self.sums * factor, self.gram * factor, self.problem)
+
+    @property
+    def rows(self) -> float:
+        """Number of rows."""
+        return float(self.counts[self._kind.centres].sum())
+
+    def packed(self) -> dict[str, Tensor]:
+        """Return what a client sends, in a quarter of the bytes; ``unpacked`` returns the sums.
+
+        ``counts`` are float64. ``sums`` are float32; with several labels and in a regression, all but
+        the first are about the mean of the rows. ``scatter`` is float32 ``[inputs (inputs + 1) / 2]``,
+        the upper triangle of ``rows * within()``: float32 loses nothing of features with large means.
+        """
+        sums, others, mean = self.sums.clone(), self._kind.others, self.means().mean(0)
+        sums[others] -= torch.outer(self.counts[others], mean)
+        scatter = (self.within() * self.rows)[_upper(len(self.gram))]
+        return {"counts": self.counts, "sums": sums.float(), "scatter": scatter.float()}
+
+    @classmethod
+    def unpacked(
+        cls, arrays: Mapping[str, Tensor], shape: tuple[int, int], problem: str = SINGLE
+    ) -> ClassSums:
+        """Return the sums that a client has packed; the rounding of float32 is all that is lost.
+
+        Args:
+            arrays: ``counts``, ``sums`` and ``scatter`` from ``packed``.
+            shape: of the task head's weight, ``(outputs, inputs)``.
+            problem: a problem_type, see ``fedrot.problems``.
+
+        Raises:
+            UpdateError: other names, dtypes or shapes, or the errors of ``ClassSums``.
+        """
+        kind, (outputs, inputs) = PROBLEMS[checked_problem(problem)], shape
+        size = outputs + (kind.centres == slice(1))
+        expected = {
+            "counts": (torch.float64, (size,)),
+            "sums": (torch.float32, (size, inputs)),
+            "scatter": (torch.float32, (inputs * (inputs + 1) // 2,)),
+        }
+        if set(arrays) != set(expected):
+            raise UpdateError(f"The sums have {', '.join(arrays)}, not {', '.join(expected)}.")
+        _check_arrays(arrays, expected)
+        counts, sums = arrays["counts"], arrays["sums"].double()
+        gram = torch.zeros(inputs, inputs, dtype=torch.float64)
+        gram[_upper(inputs)] = arrays["scatter"].double()
+        rows = counts[kind.centres]
+        means = _means(rows, sums[kind.centres])
+        gram = gram + gram.triu(1).mT + means.mT @ (means * rows.unsqueeze(1))
+        sums[kind.others] += torch.outer(counts[kind.others], means.mean(0))
+        return cls(counts, sums, gram, problem)
 
     def check_within(self, largest: Tensor) -> None:
         """Raise ``UpdateError`` if features are larger than they can be, see ``largest_inputs``."""
         most = largest * (1 + _SLACK)
-        rows = self.counts.sum()
         if bool((self.means().abs() > most).any()) or bool(
-            (self.gram.diagonal() > rows * most**2).any()
+            (self.gram.diagonal() > self.rows * most**2).any()
         ):
             raise UpdateError(
                 "The sums of features are larger than the model's features can be. Send what "
@@ -115,13 +172,42 @@ class ClassSums:
             )
 
     def means(self) -> Tensor:
-        """Return the classes' means; 0 for classes without rows."""
-        return self.sums / torch.where(self.counts > 0, self.counts, 1.0).unsqueeze(1)
+        """Return the classes' means ``[classes, inputs]``, 0 without rows; else that of all rows."""
+        return _means(self.counts[self._kind.centres], self.sums[self._kind.centres])
 
-    def _within(self) -> Tensor:
-        """Return the covariance inside the classes, float64 ``[inputs, inputs]``."""
-        means = self.means()
-        return (self.gram - means.mT @ (means * self.counts.unsqueeze(1))) / self.counts.sum()
+    def within(self) -> Tensor:
+        """Return the covariance inside the classes, or of all rows, float64 ``[inputs, inputs]``."""
+        means, counts = self.means(), self.counts[self._kind.centres]
+        return (self.gram - means.mT @ (means * counts.unsqueeze(1))) / self.rows
+
+    @property
+    def _kind(self) -> Problem:
+        return PROBLEMS[checked_problem(self.problem)]
+
+
+def _means(counts: Tensor, sums: Tensor) -> Tensor:
+    return sums / torch.where(counts > 0, counts, 1.0).unsqueeze(1)
+
+
+def _upper(size: int) -> Tensor:
+    """Return the mask of the upper triangle of a matrix, bool ``[size, size]``."""
+    return torch.ones(size, size, dtype=torch.bool).triu()
+
+
+def _check_arrays(
+    values: Mapping[str, Any], expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+) -> None:
+    """Raise ``UpdateError`` if arrays of sums have another dtype or shape, or are not finite."""
+    for name, (dtype, shape) in expected.items():
+        value: Tensor = values[name]
+        why = unusable(value)
+        if not why and (value.dtype != dtype or tuple(value.shape) != shape):
+            named = str(dtype).removeprefix("torch.")
+            why = f"are {value.dtype} of shape {list(value.shape)}, not {named} {list(shape)}"
+        if not why and not bool(torch.isfinite(value).all()):
+            why = "hold NaN or Inf. Check the client's training (learning rate, mixed precision)"
+        if why:
+            raise UpdateError(f"Of the sums of features by class, the '{name}' {why}.")
 
 
 def head_of(config: object, tensors: TensorsOrShapes) -> str:
@@ -134,23 +220,18 @@ def head_of(config: object, tensors: TensorsOrShapes) -> str:
     Example: ``head_of(model.config, model.state_dict())``
 
     Raises:
-        FedrotError: the model has no such layer or more than one (pass the layer's name yourself); or it
-            does not predict one class per row: a language model, a regression, several labels.
+        FedrotError: the model has no such layer, like a language model, or more than one (pass the
+            layer's name yourself); or its problem_type is unknown.
         SymmetryError: ``config`` is not a configuration.
     """
-    settings = settings_of(config)
-    problem = settings.get("problem_type")
-    if problem not in (None, "single_label_classification"):
-        raise FedrotError(f"The config's problem_type is '{problem}': a row does not have one class.")
-    # transformers does not write the labels of two classes into config.json.
-    labels = settings.get("num_labels") or len(settings.get("id2label") or (0, 1))
+    problem, labels = problem_of(config), outputs_of(config)
     found = [
         name.removesuffix(".weight")
         for name, tensor in tensors.items()
         if f".{name}".endswith(tuple(f".{head}.weight" for head in HEADS))
         and tuple(getattr(tensor, "shape", tensor))[:1] == (labels,)
     ]
-    if len(found) == 1 and labels > 1:
+    if len(found) == 1 and (labels > 1 or problem != SINGLE):
         return found[0]
     which = f"more than one: {', '.join(found)}" if len(found) > 1 else "none"
     raise FedrotError(
@@ -184,7 +265,9 @@ def largest_inputs(config: object, tensors: Tensors, head: str) -> Tensor | None
     return tensors[f"{before}.weight"].double().abs() * size**0.5 + bias.double().abs()
 
 
-def collect_classes(model: nn.Module, batches: Iterable[Tensors], head: str) -> ClassSums:
+def collect_classes(
+    model: nn.Module, batches: Iterable[Tensors], head: str, problem: str | None = None
+) -> ClassSums:
     """Return the sums over a client's rows from which the server fits the task head.
 
     The features are the inputs of the task head at the positions of the logits: the last token of each
@@ -195,8 +278,10 @@ def collect_classes(model: nn.Module, batches: Iterable[Tensors], head: str) -> 
         model: a ``transformers`` classifier, usually the merged one, so that all clients compute the
             same features; it is run in evaluation mode, without gradients, and is not changed.
         batches: keyword arguments of the model's forward, with ``labels`` ``[rows]`` or
-            ``[rows, tokens]``; rows with a negative label are left out.
+            ``[rows, tokens]``; rows with a negative label are left out. For several labels and
+            regressions, labels are floating-point ``[rows, outputs]``; rows of NaN are left out.
         head: the name of the model's last linear layer, from ``head_of``.
+        problem: a problem_type; None for that of ``model.config``.
 
     Example: ``sums = collect_classes(model, loader, head_of(model.config, model.state_dict()))``
 
@@ -205,72 +290,31 @@ def collect_classes(model: nn.Module, batches: Iterable[Tensors], head: str) -> 
             no labels for it.
         UpdateError: the features are not finite.
     """
-    found: list[Tensor] = []
+    problem, found = problem_for(model, problem), list[Tensor]()
 
-    def add(features: Tensor, labels: Tensor, classes: int) -> None:
-        one_hot = nn.functional.one_hot(labels, classes).to(features)
-        terms = (one_hot.sum(0), one_hot.mT @ features, features.mT @ features)
+    def add(features: Tensor, labels: Tensor, outputs: int) -> None:
+        targets = PROBLEMS[problem].targets(labels, outputs).to(features)
+        terms = (targets.sum(0), targets.mT @ features, features.mT @ features)
         sums = found or [torch.zeros(term.shape, dtype=torch.float64) for term in terms]
         found[:] = [total + term.cpu() for total, term in zip(sums, terms, strict=True)]
 
-    read_inputs(model, batches, head, add)
-    return ClassSums(*found)
-
-
-def read_inputs(
-    model: nn.Module, batches: Iterable[Tensors], head: str, seen: Callable[[Tensor, Tensor, int], None]
-) -> None:
-    """Call ``seen(inputs, labels, classes)`` for every batch of labelled rows that a classifier reads.
-
-    The inputs of the task head are float64 ``[rows, inputs]`` on the model's device, the labels int64
-    ``[rows]``. Arguments, rows and errors are those of ``collect_classes``.
-    """
-    layer = dict(model.named_modules()).get(head)
-    if not isinstance(layer, nn.Linear):
-        raise FedrotError(f"The model has no linear layer '{head}'; see fedrot.head.head_of.")
-    classes, size = layer.weight.shape
-    expected = getattr(getattr(model, "config", None), "num_labels", classes)
-    read: list[Tensor] = []
-
-    def watch(name: str, given: Tensor, output: Tensor) -> Tensor:
-        """Keep the inputs and return their indices as outputs: the logits then show which are used."""
-        if classes != expected:
-            raise _not_last(head)
-        read.append(given.reshape(-1, size))
-        places = torch.arange(len(read[-1]), dtype=compute_dtype(output), device=given.device)
-        return places.reshape(*given.shape[:-1], 1).repeat(*[1] * (given.ndim - 1), classes)
-
-    with watched(model, [head], watch):
-        for logits, labels in labelled_logits(model, batches):
-            seen(_used(read, logits, head).double(), labels, classes)
-            read.clear()
-
-
-def _used(read: list[Tensor], logits: Tensor, head: str) -> Tensor:
-    """Return the inputs of the task head whose indices are the logits ``[rows, classes]``."""
-    places = logits[:, 0]
-    exact = logits.dtype in (torch.float32, torch.float64) and len(read) == 1 and len(read[0]) <= 2**24
-    if not (
-        exact
-        and bool((logits == places.floor().unsqueeze(1)).all())
-        and bool((places.diff() > 0).all())
-        and bool(((places >= 0) & (places < len(read[0]))).all())
-    ):
-        raise _not_last(head)
-    return read[0][places.long()]
-
-
-def _not_last(head: str) -> FedrotError:
-    return FedrotError(
-        f"The outputs of the layer '{head}' are not the model's logits. Give the name of the model's "
-        "last linear layer; see fedrot.head.head_of."
-    )
+    read_inputs(model, batches, head, problem, add)
+    counts, sums, gram = found
+    return ClassSums(counts, sums, gram, problem)
 
 
 def fit_head(
     sums: ClassSums, shrinkage: float = 0.1, bias: bool = True, priors: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return weight ``[classes, inputs]`` and bias ``[classes]`` of the task head, float64.
+    """Return weight ``[outputs, inputs]`` and bias ``[outputs]`` of one task head; see ``fit_heads``."""
+    weights, biases = fit_heads(sums, [shrinkage], bias, priors)
+    return weights[0], biases[0]
+
+
+def fit_heads(
+    sums: ClassSums, shrinkages: Sequence[float], bias: bool = True, priors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return weights and biases of the task heads of several shrinkages.
 
     Linear discriminant analysis: with the classes' means ``m_c``, the mean ``m`` of all rows and the
     covariance ``S`` inside the classes, shrunk to ``S_a = (1 - a) S + a tr(S) / inputs I``, the weights
@@ -281,9 +325,11 @@ def fit_head(
     A class without rows gets weights 0. Its bias is the mean of the other classes' biases, weighted by
     rows, minus ``log(2 n)``. Its logit is then their mean logit minus ``log(2 n)``, never the largest.
 
+    One eigendecomposition of ``S`` gives the heads of all shrinkages.
+
     Args:
         sums: the sum over clients.
-        shrinkage: ``a``, from 0 to 1.
+        shrinkages: values of ``a``, from 0 to 1.
         bias: whether the layer has a bias (the ``score`` of decoders has none). If False, the bias
             returned is 0, and the bias times ``u`` is added to the weights, where ``u`` is the ridge
             regression of 1 on the features: ``u^T h`` is as near to 1 as the same shrinkage allows.
@@ -291,53 +337,51 @@ def fit_head(
             beside its deviation.
         priors: rows of each class, whose shares take the place of ``n_c / n`` in the biases.
 
+    Returns:
+        float64 ``[shrinkages, outputs, inputs]`` and ``[shrinkages, outputs]``.
+
+    Example: ``weights, biases = fit_heads(total, (0.01, 0.1, 0.5))``
+
     Raises:
-        FedrotError: the shrinkage is not from 0 to 1.
+        FedrotError: a shrinkage is not from 0 to 1, or there is none.
         UpdateError: fewer than two classes have rows, features do not vary inside the classes, or their
             covariance is singular and not shrunk.
     """
-    check_shrinkage(shrinkage)
-    n, present = sums.counts.sum(), sums.counts > 0
-    if int(present.sum()) < 2:
-        raise UpdateError("A task head needs rows of at least two classes.")
-    means, shares = sums.means(), sums.counts / n
+    for shrinkage in shrinkages:
+        check_shrinkage(shrinkage)
+    kind, spectrum = PROBLEMS[sums.problem], Spectrum(sums.within(), sums.gram.trace() / sums.rows)
+    weights, biases = [], []
+    for shrinkage in shrinkages:
+        weight, own = kind.fit(sums.counts, sums.sums, spectrum, shrinkage, priors)
+        weights.append(weight if bias else weight + torch.outer(own, _of_one(sums, spectrum, shrinkage)))
+        biases.append(own if bias else torch.zeros_like(own))
+    if not weights:
+        raise FedrotError("There is no shrinkage to fit a task head with; give at least one.")
+    return torch.stack(weights), torch.stack(biases)
+
+
+def _of_one(sums: ClassSums, spectrum: Spectrum, shrinkage: float) -> Tensor:
+    """Return the ridge regression of 1 on the features, ``[inputs]``.
+
+    The covariance of all rows is that inside the classes and the classes' means' (Woodbury).
+    """
+    shares = sums.counts[PROBLEMS[sums.problem].centres] / sums.rows
+    means = sums.means()
     mean = shares @ means
-    factor = _factor(sums._within(), sums.gram.trace() / n, shrinkage)
-    weight = torch.cholesky_solve((means - mean).mT, factor).mT
-    expected = shares if priors is None else priors / priors[present].sum()
-    biases = -(weight * (means + mean)).sum(1) / 2 + torch.where(present, expected, 1.0).log()
-    weight = torch.where(present.unsqueeze(1), weight, 0.0)
-    # Classes without rows have a share of 0: ``shares @ biases`` is the mean over the others.
-    biases = torch.where(present, biases, shares @ biases - (2 * n).log())
-    if bias:
-        return weight, biases
-    total = sums.gram / n - torch.outer(mean, mean)
-    factor = _factor(total, sums.gram.trace() / n, shrinkage)
-    even = torch.cholesky_solve(mean.unsqueeze(1), factor).squeeze(1)
-    return weight + torch.outer(biases, even / (1 + mean @ even)), torch.zeros_like(biases)
+    between = shares.sqrt().unsqueeze(1) * (means - mean)
+    spread = (spectrum.trace + between.square().sum()) / len(mean)
+    between = (1 - shrinkage) ** 0.5 * between
+    even, *columns = spectrum.solve(torch.cat([mean.unsqueeze(0), between]), shrinkage, spread)
+    solved = torch.stack(columns)
+    inner = torch.eye(len(between)).to(between) + between @ solved.mT
+    even = even - solved.mT @ torch.linalg.solve(inner, between @ even)
+    return even / (1 + mean @ even)
 
 
 def check_shrinkage(shrinkage: float) -> None:
     """Raise ``FedrotError`` unless the shrinkage of ``fit_head`` is from 0 to 1."""
     if not 0 <= shrinkage <= 1:
         raise FedrotError(f"shrinkage is {shrinkage}; it must be from 0 to 1.")
-
-
-def _factor(covariance: Tensor, size: Tensor, shrinkage: float) -> Tensor:
-    """Return the Cholesky factor of a shrunk covariance; ``size`` is the features' mean square norm."""
-    spread = covariance.trace() / len(covariance)
-    if not spread * len(covariance) > _ROUNDING * size:
-        raise UpdateError(
-            "The features do not vary inside the classes, or so little beside their means that float64 "
-            "sums do not show it. Collect from more rows, or subtract a constant from the features."
-        )
-    eye = torch.eye(len(covariance)).to(covariance)
-    factor, failed = torch.linalg.cholesky_ex((1 - shrinkage) * covariance + shrinkage * spread * eye)
-    if bool(failed) or not factor.diagonal().square().min() > _ROUNDING * spread:
-        raise UpdateError(
-            "The covariance of the features is singular: raise the shrinkage, or collect from more rows."
-        )
-    return factor
 
 
 def with_head(tensors: Tensors, head: str, weight: Tensor, bias: Tensor) -> dict[str, Tensor]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fedrot.collect.head_inputs import read_inputs
 from fedrot.collect.hooks import evaluating
 from fedrot.collect.labelled import labelled_logits
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.head import read_inputs, with_head
+from fedrot.head import with_head
+from fedrot.problems import PROBLEMS, Problem, problem_for
 from fedrot.tensors import Tensors
 
 #: From 1/4 to 16, each 9 % above the one before; 1 is among them.
@@ -27,16 +30,18 @@ LARGEST_LOSS = 1e6
 
 @dataclass(frozen=True, eq=False)
 class LossSums:
-    """Sums over labelled rows of the losses of a classifier, or of several task heads for it.
+    """Sums over labelled rows of the losses of a classifier, or of several task heads.
 
     Sums of clients add up (``+``).
 
     Attributes:
-        losses: summed cross entropy at each of ``TEMPERATURES``, float64 ``[heads, temperatures]``.
-        squares: summed squares of the differences of a row's losses, of each head and of the second (of
-            the first two heads: of the first), float64 ``[heads, temperatures]``.
-        counts: number of rows, and rows whose most likely class by each head is their label, float64
-            ``[1 + heads]``.
+        losses: summed losses at each of ``TEMPERATURES``, float64 ``[heads, temperatures]``: cross
+            entropy; of several labels the sum of their binary cross entropies; in a regression the sum
+            over outputs of squared errors, at every temperature the same.
+        squares: summed squares of the differences of a row's losses of each head and of another head,
+            float64 ``[heads, temperatures]``; see ``Heads``.
+        counts: number of rows, and rows that each head predicts as they are labelled (in a regression
+            none), float64 ``[1 + heads]``.
 
     Raises:
         UpdateError: another dtype or shape; negative numbers, NaN or Inf; no rows; or more correct rows
@@ -71,56 +76,165 @@ class LossSums:
         return LossSums(*(ours + theirs for ours, theirs in pairs))
 
 
-def collect_losses(
-    model: nn.Module,
-    batches: Iterable[Tensors],
-    head: str = "",
-    heads: tuple[Tensor, Tensor] | None = None,
+class Heads(NamedTuple):
+    """Task heads for one model, in place of its own.
+
+    Attributes:
+        weight: ``[heads, outputs, inputs]``.
+        bias: ``[heads, outputs]``.
+        partner: int64 ``[heads]``: the head of the same model, by place, whose losses at the same
+            temperature are subtracted in ``LossSums.squares``; -1 for the old head at temperature 1.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    partner: Tensor
+
+
+def compare_losses(
+    models: Iterable[nn.Module],
+    batches: Sequence[Tensors],
+    head: str,
+    heads: Sequence[Heads],
+    problem: str | None = None,
 ) -> LossSums:
+    """Return the summed losses of task heads of several models on a client's held-out rows.
+
+    The first head of the first model is the old one.
+
+    Args:
+        models: classifiers as in ``collect_losses``, drawn one after the other: an iterable may yield
+            one model with other weights each time.
+        batches: as in ``collect_losses``, with the same rows in the same order for each model.
+        head: the name of the last linear layer, from ``fedrot.head.head_of``.
+        heads: of each model.
+        problem: a problem_type; None for that of ``model.config``.
+
+    Returns:
+        The sums of all heads, those of the first model first.
+
+    Example: ``compare_losses([old, new], held_out, "classifier", [Heads(*of_old), Heads(*of_new)])``
+
+    Raises:
+        FedrotError: as in ``collect_losses``; the heads do not fit the layer, a partner is no head, or
+            the rows come in another order.
+    """
+    drawn, old, found = iter(models), list[tuple[Tensor, Tensor]](), list[LossSums]()
+    for own in heads:
+        model = next(drawn, None)
+        if model is None:
+            raise FedrotError(f"There are heads for {len(heads)} models, but {len(found)} models.")
+        found.append(_compared(model, batches, head, own, problem, old))
+    if not found:
+        raise FedrotError("There are no heads to compare; give those of at least one model.")
+    losses, squares = (torch.cat([getattr(o, name) for o in found]) for name in ("losses", "squares"))
+    counts = torch.cat([found[0].counts[:1], *(one.counts[1:] for one in found)])
+    return LossSums(losses, squares, counts)
+
+
+def collect_losses(model: nn.Module, batches: Iterable[Tensors], problem: str | None = None) -> LossSums:
     """Return a model's summed losses on a client's held-out rows, at every temperature.
 
-    A row's loss is at most ``LARGEST_LOSS``, also if logits are not finite.
+    A row's loss is at most ``LARGEST_LOSS``, also if logits are not finite. The squares are of the
+    differences to temperature 1.
 
     Args:
         model: a ``transformers`` classifier; it is run in evaluation mode, without gradients, and is
             not changed.
-        batches: keyword arguments of the model's forward, with ``labels`` ``[rows]`` or
-            ``[rows, tokens]``; rows with a negative label are left out.
-        head: the name of the last linear layer, from ``fedrot.head.head_of``, if ``heads`` are given.
-        heads: weights ``[heads, classes, inputs]`` and biases ``[heads, classes]`` in place of the
-            layer's own.
+        batches: keyword arguments of the model's forward, with ``labels`` as in
+            ``fedrot.head.collect_classes``.
+        problem: a problem_type; None for that of ``model.config``.
 
     Example: ``sums = collect_losses(model, held_out)``
 
     Raises:
-        FedrotError: the batches have no labels for the model, or there is no such layer.
+        FedrotError: the batches have no labels for the model.
     """
-    batched: list[list[Tensor]] = []
-
-    def add(logits: Sequence[Tensor], labels: Tensor) -> None:
-        rows = torch.stack([_row_losses(one, labels) for one in logits])
-        second = torch.cat([rows[:1].expand_as(rows[:2]), rows[1:2].expand_as(rows[2:])])
-        correct = torch.stack([(one.argmax(1) == labels).sum() for one in logits])
-        counts = torch.cat([correct.new_tensor([len(labels)]), correct]).double()
-        batched.append([value.cpu() for value in (rows.sum(2), (rows - second).square().sum(2), counts)])
-
-    def add_heads(features: Tensor, labels: Tensor, classes: int) -> None:
-        weights, biases = (value.to(features) for value in heads or ())
-        add([features @ w.mT + b for w, b in zip(weights, biases, strict=True)], labels)
-
-    if heads is not None:
-        read_inputs(model, batches, head, add_heads)
-    else:
-        with torch.no_grad(), evaluating(model):
-            for logits, labels in labelled_logits(model, batches):
-                add([logits.double()], labels)
-    return LossSums(*(torch.stack(values).sum(0) for values in zip(*batched, strict=True)))
+    problem, own = problem_for(model, problem), torch.tensor([-1])
+    kind, sums = PROBLEMS[problem], list[_Sums]()
+    with torch.no_grad(), evaluating(model):
+        for logits, labels in labelled_logits(model, batches, problem):
+            losses = _row_losses(kind, logits.double().unsqueeze(0), labels)
+            sums.append(_summed(losses, kind.right(logits.unsqueeze(0), labels), own, losses[0, ONE]))
+    return _total(sums)
 
 
-def _row_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of every row at every temperature, ``[temperatures, rows]``."""
-    losses = [nn.functional.cross_entropy(logits / t, labels, reduction="none") for t in TEMPERATURES]
-    return torch.stack(losses).nan_to_num(LARGEST_LOSS).clamp(0, LARGEST_LOSS)
+#: Sums over the rows of a batch: losses, squares and counts.
+_Sums = tuple[Tensor, Tensor, Tensor]
+
+
+def _compared(
+    model: nn.Module,
+    batches: Iterable[Tensors],
+    head: str,
+    heads: Heads,
+    problem: str | None,
+    old: list[tuple[Tensor, Tensor]],
+) -> LossSums:
+    """Return the losses of one model's heads.
+
+    ``old`` has the labels of each batch and the losses of the old head; the first model adds them.
+    """
+    problem, first, sums = problem_for(model, problem), not old, list[_Sums]()
+
+    def add(features: Tensor, labels: Tensor, outputs: int) -> None:
+        _check_heads(heads, (outputs, features.shape[1]), head)
+        logits = features @ heads.weight.to(features).mT + heads.bias.to(features).unsqueeze(1)
+        losses = _row_losses(PROBLEMS[problem], logits, labels)
+        if first:
+            old.append((labels.cpu(), losses[0, ONE].cpu()))
+        same = len(sums) < len(old) and torch.equal(old[len(sums)][0], labels.cpu())
+        if not same:
+            raise _other_rows()
+        right = PROBLEMS[problem].right(logits, labels)
+        sums.append(_summed(losses, right, heads.partner, old[len(sums)][1]))
+
+    read_inputs(model, batches, head, problem, add)
+    if len(sums) != len(old):
+        raise _other_rows()
+    return _total(sums)
+
+
+def _other_rows() -> FedrotError:
+    return FedrotError(
+        "The held-out rows of two models differ. Give a list of batches, so that each model reads the "
+        "same rows in the same order."
+    )
+
+
+def _check_heads(heads: Heads, shape: tuple[int, int], head: str) -> None:
+    """Raise ``FedrotError`` if heads do not fit a layer ``[outputs, inputs]``."""
+    count, partner = len(heads.weight), heads.partner
+    shapes = [tuple(value.shape) for value in heads]
+    if not count or shapes != [(count, *shape), (count, shape[0]), (count,)]:
+        raise FedrotError(
+            f"The heads' weight, bias and partner have shapes {', '.join(map(str, shapes))}; the layer "
+            f"'{head}' has {shape}. Stack one weight, bias and partner for each head."
+        )
+    if partner.dtype != torch.int64 or bool(((partner < -1) | (partner >= count)).any()):
+        raise FedrotError(
+            f"The partners are {partner.dtype} {partner.tolist()}; give int64 places of heads from 0 to "
+            f"{count - 1}, or -1 for the old head."
+        )
+
+
+def _row_losses(kind: Problem, logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of every row at every temperature, ``[heads, temperatures, rows]``."""
+    losses = torch.stack([kind.loss(logits, labels, t) for t in TEMPERATURES], 1)
+    return losses.nan_to_num(LARGEST_LOSS).clamp(0, LARGEST_LOSS)
+
+
+def _summed(losses: Tensor, right: Tensor, partner: Tensor, old: Tensor) -> _Sums:
+    """Return the sums over the rows of a batch."""
+    partner = partner.to(losses.device)
+    without = (partner < 0).reshape(-1, 1, 1)
+    other = torch.where(without, old.to(losses), losses[partner.clamp(min=0)])
+    counts = torch.cat([right.new_tensor([losses.shape[2]], dtype=torch.float64), right.double().sum(1)])
+    return losses.sum(2).cpu(), (losses - other).square().sum(2).cpu(), counts.cpu()
+
+
+def _total(sums: Sequence[_Sums]) -> LossSums:
+    return LossSums(*(torch.stack(values).sum(0) for values in zip(*sums, strict=True)))
 
 
 def best_temperature(sums: LossSums) -> float:

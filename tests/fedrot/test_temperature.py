@@ -24,12 +24,14 @@ from fedrot.temperature import (
     LARGEST_LOSS,
     ONE,
     TEMPERATURES,
+    Heads,
     LossSums,
     best_temperature,
     collect_losses,
+    compare_losses,
     with_temperature,
 )
-from tests.families import inputs, model_of
+from tests.families import inputs, model_of, state_of
 from tests.fedrot.collect.tiny import TINY
 from tests.fedrot.oracles import seeded
 from tests.models import fresh_model
@@ -82,26 +84,41 @@ def test_summed_losses_are_those_of_a_loop_over_rows(name: str) -> None:
         assert loss == pytest.approx(loss_of(rows, temperature), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_losses_of_heads_are_those_of_models_with_these_heads(name: str) -> None:
-    """And the squares are those of a loop over rows, against the second head, or the first."""
-    model, batches = model_of(name), [batch_for(name, 4, seed=1), batch_for(name, 3, seed=2)]
+def heads_of(model: Any, factors: Sequence[float], partner: Sequence[int]) -> tuple[str, Heads]:
+    """Return multiples of a model's own head."""
     state = model.state_dict()
     head = head_of(model.config, state)
-    weight, bias = state[f"{head}.weight"], state.get(f"{head}.bias", torch.zeros(CLASSES).double())
-    heads = (torch.stack([weight, 2 * weight, -weight]), torch.stack([bias, 2 * bias, -bias]))
-    found = collect_losses(model, batches, head, heads)
-    of_rows = []
-    for index in range(3):
-        with_bias = {f"{head}.bias": heads[1][index]} if f"{head}.bias" in state else {}
-        model.load_state_dict({**state, f"{head}.weight": heads[0][index], **with_bias})
-        alone = collect_losses(model, batches)
-        torch.testing.assert_close(found.losses[index], alone.losses[0], rtol=1e-6, atol=1e-6)
-        assert found.counts[[0, index + 1]].tolist() == alone.counts.tolist()
-        of_rows.append([loss_of([row], 1.0) for row in rows_of(model, batches)])
-    for index, other in enumerate((0, 0, 1)):
-        squares = sum((a - b) ** 2 for a, b in zip(of_rows[index], of_rows[other], strict=True))
-        assert float(found.squares[index, ONE]) == pytest.approx(squares, rel=1e-5, abs=1e-9)
+    weight = state[f"{head}.weight"]
+    bias = state.get(f"{head}.bias", torch.zeros(len(weight)))
+    stacked = [torch.stack([factor * value for factor in factors]) for value in (weight, bias)]
+    return head, Heads(*stacked, torch.tensor(partner))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_of_heads_are_those_of_models_with_these_heads(name: str) -> None:
+    """The squares are those of a loop over rows, against the old model or a head's partner."""
+    bodies = [model_of(name), model_of(name, state_of(name, seed=1))]
+    batches = [batch_for(name, 4, seed=1), batch_for(name, 3, seed=2)]
+    given, of_rows, place = [], [], 0
+    factors, partners = ((1, 2, -1), (1, 0.5)), ((-1, 0, 1), (-1, 0))
+    for model, factor, partner in zip(bodies, factors, partners, strict=True):
+        head, heads = heads_of(model, factor, partner)
+        given.append(heads)
+    found = compare_losses(iter(bodies), batches, head, given)
+    for model, heads in zip(bodies, given, strict=True):
+        state, start = model.state_dict(), place
+        for index, partner in enumerate(heads.partner.tolist()):
+            with_bias = {f"{head}.bias": heads.bias[index]} if f"{head}.bias" in state else {}
+            model.load_state_dict({**state, f"{head}.weight": heads.weight[index], **with_bias})
+            alone, rows = collect_losses(model, batches), rows_of(model, batches)
+            torch.testing.assert_close(found.losses[place], alone.losses[0], rtol=1e-6, atol=1e-6)
+            assert found.counts[[0, place + 1]].tolist() == alone.counts.tolist()
+            of_rows.append([[loss_of([row], t) for row in rows] for t in TEMPERATURES])
+            for t in range(0, len(TEMPERATURES), 7):
+                old = of_rows[0][ONE] if partner < 0 else of_rows[start + partner][t]
+                squares = sum((a - b) ** 2 for a, b in zip(of_rows[place][t], old, strict=True))
+                assert float(found.squares[place, t]) == pytest.approx(squares, rel=1e-5, abs=1e-9)
+            place += 1
 
 
 def test_losses_of_half_precision_are_summed_in_float64() -> None:
@@ -120,10 +137,9 @@ def test_losses_of_clients_add_up_in_any_order() -> None:
         found = sum(order[1:], order[0])
         assert found.counts.tolist() == whole.counts.tolist() == [5, whole.counts[1]]
         torch.testing.assert_close(found.losses, whole.losses, rtol=1e-12, atol=0)
-    state = model.state_dict()
-    heads = torch.stack([state["classifier.weight"]] * 2), torch.stack([state["classifier.bias"]] * 2)
+    head, heads = heads_of(model, [1, 2], [-1, 0])
     with pytest.raises(UpdateError, match="different numbers of heads"):
-        whole + collect_losses(model, [batch], "classifier", heads)
+        whole + compare_losses([model], [batch], head, [heads])
 
 
 def sums_of(losses: Tensor, rows: float, correct: float) -> LossSums:

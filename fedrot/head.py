@@ -160,6 +160,11 @@ class ClassSums:
         sums[kind.others] += torch.outer(counts[kind.others], means.mean(0))
         return cls(counts, sums, gram, problem)
 
+    @property
+    def absent(self) -> Tensor:
+        """Outputs of which the rows tell nothing, bool ``[outputs]``: classes or labels without rows."""
+        return self._kind.absent(self.counts)
+
     def check_within(self, largest: Tensor) -> None:
         """Raise ``UpdateError`` if features are larger than they can be, see ``largest_inputs``."""
         most = largest * (1 + _SLACK)
@@ -418,3 +423,7 @@ def with_head(tensors: Tensors, head: str, weight: Tensor, bias: Tensor) -> dict
                 "Take a wider dtype for the task head, or raise the shrinkage."
             )
     return found
+
+
+def adapter_head_of(tensors):  # temporary
+    raise FedrotError("not yet")

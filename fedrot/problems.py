@@ -47,6 +47,10 @@ class Problem(ABC):
     def check(self, counts: Tensor, sums: Tensor, squares: Tensor) -> str:
         """Return what is wrong with sums, or an empty text; ``squares`` are summed, ``[inputs]``."""
 
+    def absent(self, counts: Tensor) -> Tensor:
+        """Return the outputs of which rows with such counts tell nothing, bool ``[outputs]``."""
+        return (counts[self.others] == 0) | (counts[self.others] == counts[0])
+
     def contradicts(self, counts: Tensor, sums: Tensor, covariance: Tensor) -> bool:
         """Return whether sums contradict the covariance of all rows."""
         return False
@@ -70,6 +74,9 @@ class _OneClass(Problem):
     """One class for every row; a negative label is none. Linear discriminant analysis."""
 
     centres, others = slice(None), slice(0)
+
+    def absent(self, counts: Tensor) -> Tensor:
+        return counts == 0
 
     def has_label(self, labels: Tensor) -> Tensor:
         return labels >= 0

@@ -64,7 +64,7 @@ def test_the_first_model_has_the_head_that_fit_task_head_finds(caplog: pytest.Lo
     assert all(torch.equal(first[name], own) for name, own in tensors_of(found.arrays).items())
     said = [record.getMessage() for record in caplog.records if "Before round 1" in record.getMessage()]
     assert len(said) == 1
-    assert f"360 held-out rows: taken is the new model with a fitted head. Loss of" in said[0]
+    assert "360 held-out rows: taken is the new model with a fitted head. Loss of" in said[0]
 
 
 #: What training does to the body, and how much of the change is taken. The best body is 1.
@@ -84,9 +84,7 @@ def test_the_best_of_old_new_and_half_way_is_taken(case: str) -> None:
     metrics = result.train_metrics_clientapp[1]
     assert (metrics["fedrot-head-step"], metrics["fedrot-head-fitted"]) == (step, int(step > 0))
     assert (metrics["fedrot-head-change"] < 0) == (step > 0)
-    assert metrics["fedrot-head-loss"] == pytest.approx(
-        loss(tensors_of(result.arrays), 3), rel=1e-5
-    )
+    assert metrics["fedrot-head-loss"] == pytest.approx(loss(tensors_of(result.arrays), 3), rel=1e-5)
 
 
 def test_no_round_is_worse_than_the_one_before() -> None:

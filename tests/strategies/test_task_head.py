@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import fedrot
 from fedrot.head import collect_classes, fit_head
 from fedrot.strategies import FedRot, LabelledRows, Server, answer_with_sums, fit_task_head
 from fedrot.strategies.sums.requests import LOSSES, MODEL, ROWS, STEP, SUMS
+from fedrot.strategies.sums.task_head import SHRINKAGES
 from fedrot.strategies.wire.arrays import TIED, from_arrays, to_arrays
 from fedrot.temperature import TEMPERATURES
 from tests.models import VOCABULARY, State, config_of, near
@@ -46,7 +48,9 @@ def as_predicted(given: Rows) -> Rows:
     return {**given, "labels": labels.argmax(1)}
 
 
-def client(training: Rows | None, held_out: Rows | None) -> Client:
+def client(
+    training: Rows | None, held_out: Rows | None, build: Callable[[], nn.Module] = build
+) -> Client:
     """Return a node with a real ``ClientApp``."""
     app, batches = ClientApp(), [[given] if given is not None else [] for given in (training, held_out)]
     answer_with_sums(
@@ -65,9 +69,9 @@ def three_pairs() -> list[tuple[Rows, Rows]]:
     return found
 
 
-def three() -> list[Client]:
+def three(build: Callable[[], nn.Module] = build) -> list[Client]:
     """Return clients with the rows of ``three_pairs``."""
-    return [client(*pair) for pair in three_pairs()]
+    return [client(*pair, build) for pair in three_pairs()]
 
 
 def training_rows() -> list[Rows]:
@@ -95,18 +99,26 @@ def loss(tensors: State, temperature: float = 1.0) -> float:
     return total / count
 
 
+@pytest.mark.parametrize("shrinkage", [None, 0.1])
 def test_the_head_is_that_of_all_rows_together_at_the_best_temperature(
-    warnings: Callable[[], str],
+    shrinkage: float | None, warnings: Callable[[], str]
 ) -> None:
-    """The oracle: one model that sees the rows of all clients, and a loop over temperatures."""
-    found = fitted(three())
+    """The oracle: one model that sees the rows of all clients; loops over shrinkages, temperatures."""
+    found = fitted(three(), shrinkage=shrinkage)
     assert warnings() == ""
     model = build()
     model.load_state_dict(state())
-    weight, bias = fit_head(collect_classes(model, training_rows(), HEAD))
-    wanted = {**state(), f"{HEAD}.weight": weight.float(), f"{HEAD}.bias": bias.float()}
-    best = min(TEMPERATURES, key=lambda temperature: loss(wanted, temperature))
+    sums = collect_classes(model, training_rows(), HEAD)
+
+    def with_shrinkage(own: float) -> State:
+        weight, bias = fit_head(sums, own)
+        return {**state(), f"{HEAD}.weight": weight.float(), f"{HEAD}.bias": bias.float()}
+
+    every = product(SHRINKAGES if shrinkage is None else (shrinkage,), TEMPERATURES)
+    kept, best = min(every, key=lambda pair: loss(with_shrinkage(pair[0]), pair[1]))
+    wanted = with_shrinkage(kept)
     assert (found.fitted, found.temperature, found.clients, found.rows) == (True, best, 3, 120)
+    assert found.shrinkage == kept
     result = tensors_of(found.arrays)
     for name, tensor in result.items():
         own = wanted[name] / best if name.startswith(HEAD) else wanted[name]
@@ -176,8 +188,11 @@ def lacking(record: str, name: str) -> Callable[[Answer], None]:
 
 def of_another_shape(answer: Answer) -> None:
     if SUMS in answer:
-        answer[SUMS] = {"counts": torch.ones(2), "sums": torch.ones(2, 3), "gram": torch.eye(3)}
-        answer[SUMS] = {name: tensor.double() for name, tensor in answer[SUMS].items()}
+        answer[SUMS] = {
+            "counts": torch.ones(2).double(),
+            "sums": torch.ones(2, 3),
+            "scatter": torch.ones(6),
+        }
 
 
 def without_the_action(node: Client) -> Client:
@@ -210,15 +225,15 @@ HOSTILE: dict[str, tuple[Callable[[Client], Client], str]] = {
     "fails": (lambda node: failure, "it failed: crashed"),
     "has no action": (without_the_action, "Call fedrot.strategies.answer_with_sums with its ClientApp"),
     "is silent": (lambda node: lambda message: None, "no answer before the timeout"),
-    "other sums": (lambda node: edited(node, lacking(SUMS, "gram")), "with counts, sums, gram"),
-    "another shape": (lambda node: edited(node, of_another_shape), "the head"),
-    "NaN": (lambda node: edited(node, scaled(SUMS, "gram", float("nan"))), "NaN or Inf"),
-    "huge": (lambda node: edited(node, scaled(SUMS, "sums", 1e200)), "negative eigenvalues"),
+    "other sums": (lambda node: edited(node, lacking(SUMS, "scatter")), "not counts, sums, scatter"),
+    "another shape": (lambda node: edited(node, of_another_shape), "of shape [2]"),
+    "NaN": (lambda node: edited(node, scaled(SUMS, "scatter", float("nan"))), "NaN or Inf"),
+    "huge": (lambda node: edited(node, scaled(SUMS, "sums", 1e30)), "values above"),
     "negative": (lambda node: edited(node, scaled(SUMS, "counts", -1.0)), "negative"),
     "more rows": (lambda node: edited(node, times(2)), "announced were 40"),
     "parts of rows": (lambda node: edited(node, times(0.3)), "announced were 40"),
-    "beyond tanh": (lambda node: edited(node, scaled(SUMS, "gram", 1e4)), "larger than the model's"),
-    "impossible": (lambda node: edited(node, scaled(SUMS, "gram", 0.0)), "second moments"),
+    "beyond tanh": (lambda node: edited(node, scaled(SUMS, "scatter", 1e5)), "larger than the model's"),
+    "impossible": (lambda node: edited(node, scaled(SUMS, "scatter", -1.0)), "second moments"),
     "infinite losses": (lambda node: edited(node, scaled(LOSSES, "losses", math.inf)), "NaN or Inf"),
     "negative losses": (lambda node: edited(node, scaled(LOSSES, "losses", -1.0)), "negative"),
     "no rows": (lambda node: edited(node, scaled(LOSSES, "counts", 0.0)), "of 0.0 rows"),
@@ -345,9 +360,9 @@ def test_answers_draw_nothing_from_the_clients_random_numbers() -> None:
 COMMON: dict[str, Any] = {"fraction_evaluate": 0.0, "server": Server(deterministic=True)}
 
 
-def learner(index: int) -> Client:
+def learner(index: int, build: Callable[[], nn.Module] = build) -> Client:
     """Return a node that answers training requests with a change of what it received, and with sums."""
-    answers = three()[index]
+    answers = three(build)[index]
 
     def node(message: Message) -> Message | None:
         if message.metadata.message_type != "train":
@@ -376,23 +391,29 @@ def played(clients: Iterable[Client], rounds: int = 3, **given: Any) -> tuple[An
 
 @pytest.mark.parametrize("aggregation", [None, "mean"])
 @pytest.mark.parametrize("alignment", [None, fedrot.AlignmentOptions()])
-def test_every_round_ends_with_the_head_that_fit_task_head_finds(
+def test_every_round_ends_with_the_best_of_three_models(
     alignment: fedrot.AlignmentOptions | None, aggregation: str | None
 ) -> None:
-    """The oracle: rounds without the argument, one at a time, and ``fit_task_head`` after each."""
+    """The oracle: rounds without the argument, one at a time, and ``fit_task_head`` for each body."""
     nodes = [learner(index) for index in range(3)]
     given: dict[str, Any] = {"alignment": alignment, "aggregation": aggregation}
     result, sent = played(nodes, **given)
-    model = ArrayRecord(state())
+    grid = FakeGrid(dict(enumerate(nodes, start=100)))
+    model = fit_task_head(grid, ArrayRecord(state()), config_of(NAME)).arrays
     for number, received in enumerate(sent, start=1):
-        assert all(torch.equal(received[name], own) for name, own in tensors_of(model).items())
-        grid = FakeGrid(dict(enumerate(nodes, start=100)))
+        old = tensors_of(model)
+        assert all(torch.equal(received[name], own) for name, own in old.items())
         merged = FedRot(config_of(NAME), **COMMON, **given).start(grid, model, 1).arrays
-        found = fit_task_head(grid, merged, config_of(NAME))
+        half = {name: (old[name] + own) / 2 for name, own in tensors_of(merged).items()}
+        found = [fit_task_head(grid, one, config_of(NAME)) for one in (merged, ArrayRecord(half))]
+        best = min(found, key=lambda one: one.losses[2])
         metrics = result.train_metrics_clientapp[number]
-        assert {name: metrics[name] for name in found.metrics()} == found.metrics()
-        assert found.metrics()["fedrot-head-loss"] == min(found.losses[1:])
-        model = found.arrays
+        if best.losses[2] < loss(old):
+            model = best.arrays
+            assert metrics["fedrot-head-step"] == (1, 0.5)[found.index(best)]
+            assert metrics["fedrot-head-loss"] == pytest.approx(best.losses[2], rel=1e-9)
+        else:
+            assert metrics["fedrot-head-step"] == 0
     last = tensors_of(result.arrays)
     assert all(torch.equal(last[name], own) for name, own in tensors_of(model).items())
     assert len(sent) == 3
@@ -417,7 +438,8 @@ def test_the_run_says_what_clients_need(caplog: pytest.LogCaptureFixture) -> Non
     caplog.set_level(logging.INFO, "flwr")
     played([learner(index) for index in range(3)], rounds=1)
     assert (
-        "Task head: fitted after every round; clients call fedrot.strategies.answer_with" in caplog.text
+        "Task head: fitted before and after every round; clients call fedrot.strategies.answer"
+        in caplog.text
     )
 
 
@@ -439,7 +461,7 @@ def test_a_later_round_without_answers_keeps_its_head(warnings: Callable[[], str
             if message.metadata.message_type == "train":
                 return node(message)
             answers += 1
-            return node(message) if answers <= 3 else failure(message)
+            return node(message) if answers <= 7 else failure(message)
 
         return answer
 
@@ -473,13 +495,13 @@ def test_the_evaluation_is_of_the_model_with_the_fitted_head() -> None:
 def test_a_failed_round_fits_no_head() -> None:
     asked: list[str] = []
 
-    def fails(message: Message) -> Message:
+    def fails(message: Message) -> Message | None:
         asked.append(message.metadata.message_type)
-        return failure(message)
+        return failure(message) if asked[-1] == "train" else learner(0)(message)
 
-    result, _ = played([fails, fails], rounds=1)
-    assert set(asked) == {"train"}
-    assert all(torch.equal(own, state()[name]) for name, own in tensors_of(result.arrays).items())
+    result, (first,) = played([fails, fails], rounds=1)
+    assert asked[-1] == "train"
+    assert all(torch.equal(own, first[name]) for name, own in tensors_of(result.arrays).items())
 
 
 def received_by(clients: Iterable[Client]) -> tuple[list[Client], list[ArrayRecord]]:
@@ -489,7 +511,9 @@ def received_by(clients: Iterable[Client]) -> tuple[list[Client], list[ArrayReco
     def noting(node: Client) -> Client:
         def answer(message: Message) -> Message | None:
             records = message.content.array_records
-            notes.extend(records[name] for name in (MODEL, "arrays") if name in records)
+            notes.extend(
+                record for name, record in records.items() if name.startswith((MODEL, "arrays"))
+            )
             return node(message)
 
         return answer
@@ -507,7 +531,7 @@ def test_the_model_keeps_its_precision_and_its_ties(dtype: torch.dtype) -> None:
     tensors["again"] = tensors["bert.pooler.dense.weight"]
     model = to_arrays(tensors)
     assert [array.stype for array in model.values()].count(TIED) == 1
-    nodes = [edited_model(learner(index), dtype) for index in range(3)]
+    nodes = [edited_model(learner(index, tied), dtype) for index in range(3)]
     noting, notes = received_by(nodes)
     strategy = FedRot(config_of(NAME), alignment=None, fit_head=True, fraction_evaluate=0.0)
     result = strategy.start(FakeGrid(dict(enumerate(noting, start=100))), model, 2)
@@ -517,6 +541,13 @@ def test_the_model_keeps_its_precision_and_its_ties(dtype: torch.dtype) -> None:
             name: array.stype for name, array in model.items()
         }
     assert all("fedrot-head-loss" in found for found in result.train_metrics_clientapp.values())
+
+
+def tied() -> nn.Module:
+    """Return a model with a tensor that has a second name."""
+    model: Any = build()
+    model.register_parameter("again", model.bert.pooler.dense.weight)
+    return model
 
 
 def edited_model(node: Client, dtype: torch.dtype) -> Client:
@@ -542,17 +573,20 @@ def test_every_message_travels_in_the_precision_of_the_wire() -> None:
     )
     grid = FakeGrid(dict(enumerate(noting, start=100)))
     result = strategy.start(grid, ArrayRecord(state()), 2)
-    # Per round and client: a training, sums, and losses of the fitted head.
-    assert len(notes) == 2 * 3 * 3
+    # Per client: sums of the first model; a training, sums of the new model and of the one half way;
+    # a training that repeats the refused round, whose models are kept.
+    assert result.train_metrics_clientapp[1]["fedrot-head-step"] == 0
+    assert len(notes) == 3 * (1 + 3 + 1)
     assert {array.dtype for record in notes for array in record.values()} == {"bfloat16"}
     assert {array.dtype for array in result.arrays.values()} == {"float32"}
 
 
 def edited_wire(node: Client) -> Client:
-    """Return a node that reads what it receives in float32, without a second name of a tensor."""
+    """Return a node that trains in float32 on what it receives."""
 
     def answer(message: Message) -> Message | None:
-        for record, arrays in message.content.array_records.items():
+        given = message.content.array_records if kind(message) == "train" else {}
+        for record, arrays in given.items():
             known = {name: t.float() for name, t in from_arrays(arrays).items() if name != "again"}
             message.content = RecordDict({**message.content, record: ArrayRecord(known)})
         return node(message)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
 from fedrot.strategies import fit_task_head
+from fedrot.strategies.sums.choice import FittedHead
 from fedrot.strategies.sums.requests import COUNT, HEADS, LOSSES, ROWS, STEP, SUM, SUMS
-from fedrot.strategies.sums.task_head import FittedHead
 from fedrot.temperature import ONE, TEMPERATURES
 from tests.strategies.fakes import Client, FakeGrid, tensors_of
 

@@ -1,8 +1,9 @@
-"""``fit_task_head`` for every kind of classifier, and for adapters: the head of one place with all rows."""
+"""``fit_task_head`` for every kind of classifier, and for adapters: the head of all rows together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import peft
@@ -16,7 +17,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from fedrot.head import collect_classes, fit_head
 from fedrot.lora import AdapterOptions, adapter_tensors, load_adapter
 from fedrot.strategies import FedRotLoRA, LabelledRows, answer_with_sums, fit_task_head
-from fedrot.strategies.sums.task_head import SHRINKAGES
+from fedrot.strategies.sums.choice import SHRINKAGES
 from fedrot.temperature import TEMPERATURES
 from tests.strategies.fakes import Client, FakeGrid, reply, tensors_of
 
@@ -67,18 +68,15 @@ def rows(problem: str, seed: int, count: int = 80) -> Rows:
 def client(build: Callable[[], nn.Module], problem: str, seed: int) -> Client:
     app = ClientApp()
     training, held_out = [rows(problem, seed)], [rows(problem, 100 + seed)]
-    answer_with_sums(app, lambda message, context: LabelledRows(build, lambda: training, lambda: held_out))
+    answer_with_sums(
+        app, lambda message, context: LabelledRows(build, lambda: training, lambda: held_out)
+    )
     return lambda message: app(message, Context(1, 1, {}, RecordDict(), {}))
 
 
 def joined(problem: str, seeds: range) -> Rows:
     every = [rows(problem, seed) for seed in seeds]
     return {name: torch.cat([one[name] for one in every]) for name in every[0]}
-
-
-def head_of(model: nn.Module) -> nn.Linear:
-    (found,) = (m for n, m in model.named_modules() if n.endswith(("t.classifier", "saved.default")) or n == "classifier")
-    return found
 
 
 def loss(model: nn.Module, problem: str, temperature: float = 1.0) -> float:
@@ -134,13 +132,17 @@ def test_clients_of_different_ranks_fit_the_head_of_one_adapter() -> None:
     """Features are those of the server's rank, also at clients that train a smaller one."""
     model = adapted(max(RANKS))
     initial = ArrayRecord(adapter_tensors(model))
-    nodes = {100 + i: client(lambda rank=rank: adapted(rank), PROBLEMS[0], i) for i, rank in enumerate(RANKS)}
+    nodes = {
+        100 + i: client(lambda rank=rank: adapted(rank), PROBLEMS[0], i) for i, rank in enumerate(RANKS)
+    }
     found = fit_task_head(FakeGrid(nodes), initial, model.peft_config["default"], timeout=1)
     best, head = expected(model, "base_model.model.classifier", PROBLEMS[0])
     assert found.losses[2] == pytest.approx(best, rel=1e-4)
     result = tensors_of(found.arrays)
     for name, value in head.items():
-        torch.testing.assert_close(result[f"base_model.model.classifier.{name}"], value, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            result[f"base_model.model.classifier.{name}"], value, rtol=1e-3, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("method", ["mean", "exact"])
@@ -159,7 +161,9 @@ def test_adapters_are_never_worse_over_rounds(method: str) -> None:
             seen.append(received)
             load_adapter(own, received)
             generator = torch.Generator().manual_seed(index)
-            noise = {n: torch.randn(t.shape, generator=generator) for n, t in adapter_tensors(own).items()}
+            noise = {
+                n: torch.randn(t.shape, generator=generator) for n, t in adapter_tensors(own).items()
+            }
             sent = {n: t + noise[n] / 2 for n, t in adapter_tensors(own).items()}
             return reply(message, sent, 10, index)
 
@@ -174,6 +178,6 @@ def test_adapters_are_never_worse_over_rounds(method: str) -> None:
     for tensors in [*seen[::3], tensors_of(result.arrays)]:
         load_adapter(model, tensors)
         losses.append(loss(model, PROBLEMS[0]))
-    assert all(after <= before + 1e-5 for before, after in zip(losses, losses[1:], strict=False))
+    assert all(after <= before + 1e-5 for before, after in pairwise(losses))
     metrics = [one["fedrot-head-step"] for one in result.train_metrics_clientapp.values()]
     assert set(metrics) <= ({0.0, 0.5, 1.0} if method == "mean" else {0.0, 1.0})

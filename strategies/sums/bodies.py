@@ -30,12 +30,12 @@ _OLD = 24 * 3600
 
 
 def hash_of(tensors: Tensors, head: str) -> str:
-    """Return the SHA-256 of a body: of the names, dtypes, shapes and bits of a model's tensors."""
+    """Return the SHA-256 of a body: of names, dtypes, shapes and bits; of the head without bits."""
     found = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         if name not in head_names(head):
             value = tensor.detach().cpu().contiguous()
-            found.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
             found.update(value.reshape(-1).view(torch.uint8).numpy())
     return found.hexdigest()
 

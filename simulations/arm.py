@@ -120,7 +120,8 @@ class Arm(BaseModel):
 
     ``+task-head`` at the very end fits the task head of the final model to all clients' rows
     (``fit_task_head``). The metrics of the last round are those with this head. It needs held-out rows.
-    ``+task-head-each-round`` is ``FedRot(fit_head=True)``: clients go on with the fitted head.
+    ``+task-head-each-round`` is ``FedRot(fit_head=True)``: the head is fitted before the first round,
+    and no round is worse on held-out rows.
 
     In settings with ``lora`` an arm is ``plain`` (the mean of factors) or ``lora-METHOD(OPTIONS)`` of
     ``AdapterOptions``, ``lora-exact(gauge=previous)`` or ``lora-regmean``.

@@ -7,6 +7,7 @@ Three steps: a client counts its rows, sums the features of its training rows by
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import product
 from logging import WARNING
@@ -182,8 +183,12 @@ class Clients:
         if lacking:
             for body, node in product(bodies, lacking):
                 body.lost(node)
-            found |= self._ask(dict.fromkeys(lacking, content_for(frozenset())), read_kept)
-        return {node: one for node, own in found.items() for one in own}
+            with suppress(FedrotError):
+                found |= self._ask(dict.fromkeys(lacking, content_for(frozenset())), read_kept)
+        answers = {node: one for node, own in found.items() for one in own}
+        if not answers:
+            raise FedrotError("No client gave a usable answer: all say that they lack the model.")
+        return answers
 
     def _content(
         self, step: str, content: Mapping[str, Any], settings: Mapping[str, Any] | None = None

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
 from fedrot.strategies import Checkpointing, FedRot, fit_task_head
-from fedrot.strategies.sums.requests import MODEL, STEP
+from fedrot.strategies.sums.requests import EVALUATE, LACKS, MODEL, STEP, SUM
 from fedrot.strategies.wire.arrays import wire_bytes
 from tests.strategies.fakes import Client, FakeGrid, tensors_of
 from tests.strategies.toy import HEAD, State, Toy, client, loss, state
@@ -172,6 +172,21 @@ def test_who_has_lost_a_model_receives_it(tmp_path: Path) -> None:
     assert ("evaluate", [f"{MODEL}-0", f"{MODEL}-1"]) in notes
     ours, theirs = tensors_of(found.arrays), tensors_of(expected.arrays)
     assert all(torch.equal(ours[name], own) for name, own in theirs.items())
+
+
+def test_clients_that_always_lack_the_model_are_left_out(warnings: Callable[[], str]) -> None:
+    def lacking(message: Message) -> Message | None:
+        (config,) = message.content.config_records.values()
+        lacks = Message(RecordDict({LACKS: ConfigRecord()}), reply_to=message)
+        return lacks if config.get(STEP) in (SUM, EVALUATE) else client(9)(message)
+
+    honest = clients(lambda body: body + 0.3)
+    found, _ = run([*honest, lacking], 1)
+    expected, _ = run(honest, 1)
+    ours, theirs = tensors_of(found.arrays), tensors_of(expected.arrays)
+    assert float((ours["body"] - theirs["body"]).abs()) < 0.1
+    run([lacking, lacking], 1)
+    assert "all say that they lack the model" in warnings()
 
 
 def test_damaged_files_and_full_disks_cost_only_bytes(

@@ -17,7 +17,6 @@ from torch import Tensor
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.head import ClassSums, fit_heads, largest_inputs, with_head
 from fedrot.problems import SINGLE
-from fedrot.strategies.round.outbox import as_sent
 from fedrot.strategies.sums.bodies import Body, head_names
 from fedrot.strategies.sums.losses import FEWEST, OLD, Ballot, in_order
 from fedrot.strategies.sums.requests import (
@@ -142,11 +141,8 @@ class Exchange:
         if not self._held_out:
             raise FedrotError("Task head: no client has held-out rows with 'labels' to choose by.")
 
-    def best(self, bodies: Mapping[float, Body], like: ArrayRecord) -> FittedHead:
+    def best(self, bodies: Mapping[float, Body]) -> FittedHead:
         """Return the best of the old model and of the ``bodies`` with fitted heads, by their steps.
-
-        Args:
-            like: how the result is encoded.
 
         Raises:
             FedrotError: no head can be fitted to the first body, or no client compares heads.
@@ -157,9 +153,11 @@ class Exchange:
         change = changes[found]
         place = found if change.decisive < 0 else OLD
         temperature, taken = TEMPERATURES[ballot.temperature(place)], candidates[place]
-        head = taken.weight / temperature, taken.bias / temperature
+        name, body = self._clients.head, taken.body
+        own = {one: body.tensors[one] for one in head_names(name) if one in body.tensors}
+        head = with_head(own, name, taken.weight / temperature, taken.bias / temperature)
         return FittedHead(
-            as_sent(with_head(taken.body.tensors, self._clients.head, *head), like),
+            ArrayRecord({**body.arrays, **to_arrays(head)}),
             fitted=not math.isnan(taken.shrinkage),
             temperature=temperature,
             losses=ballot.losses(found),

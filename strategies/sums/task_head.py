@@ -134,7 +134,7 @@ class TaskHeads:
         """Return the best model; if no head can be fitted or compared, the new one as it is."""
         new, exchange = bodies[1.0].arrays, Exchange(clients, old)
         try:
-            found = exchange.best(bodies, new)
+            found = exchange.best(bodies)
         except FedrotError as error:
             log(WARNING, "The task head cannot be fitted and is not changed. %s", error)
             return FittedHead(new)

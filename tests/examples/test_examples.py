@@ -133,7 +133,7 @@ def test_the_quickstart_fits_the_task_head_as_its_page_says(run: Run, toy: str, 
     log = run.simulated(app, 2, toy)
     aligned_once(log)
     # Two clients hold out four rows each.
-    assert re.search(r"Task head: 2 clients, 8 held-out rows", log), log
+    assert re.search(r"Before round 1, 2 clients, 8 held-out rows", log), log
 
 
 @pytest.mark.long

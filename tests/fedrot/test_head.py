@@ -152,17 +152,6 @@ def test_neither_order_nor_size_of_batches_matters() -> None:
     assert_close(sum(clients[1:], clients[0]), whole)
 
 
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), rows=st.integers(2, 30), clients=st.integers(1, 5))
-def test_sums_of_clients_are_the_sums_of_their_rows(seed: int, rows: int, clients: int) -> None:
-    random = np.random.default_rng(seed)
-    features, labels = random.normal(size=(rows, 4)) + 3, random.integers(CLASSES, size=rows)
-    owner = random.integers(clients, size=rows)
-    parts = [sums_of(features[owner == c], labels[owner == c]) for c in sorted(set(owner))]
-    for order in (parts, parts[::-1]):
-        assert_close(sum(order[1:], order[0]), sums_of(features, labels))
-
-
 #: Families whose task heads read what has passed tanh, or a norm.
 BOUNDED = ("bert", "albert", "camembert", "mpnet", "t5-classifier", "bart-classifier")
 BOUNDED += ("vit", "vit-plain", "gpt2-classifier", "llama-biased", "qwen2", "phi3-partial")
@@ -202,26 +191,6 @@ def test_sums_of_other_layers_do_not_add_up() -> None:
         one + other
 
 
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), size=st.integers(1, 8), clients=st.integers(1, 4))
-def test_packed_sums_have_the_head_of_the_sums(seed: int, size: int, clients: int) -> None:
-    """Also of features whose means are 100 times their deviations."""
-    random = np.random.default_rng(seed)
-    labels = np.concatenate([np.arange(CLASSES), random.integers(CLASSES, size=60)])
-    features = random.normal(size=(len(labels), size)) + random.normal(size=(CLASSES, size))[labels]
-    features += random.choice([-100, 0, 100], size=size)
-    owner = random.integers(clients, size=len(labels))
-    exact = [sums_of(features[owner == c], labels[owner == c]) for c in sorted(set(owner))]
-    sent = [ClassSums.unpacked(sums.packed(), (CLASSES, size)) for sums in exact]
-    rows = torch.from_numpy(features)
-    for shrinkage in (0.01, 0.5):
-        (weight, bias), (ours, own) = (
-            fit_head(sum(parts[1:], parts[0]), shrinkage) for parts in (exact, sent)
-        )
-        logits, found = rows @ weight.mT + bias, rows @ ours.mT + own
-        assert (found - logits).abs().max() <= 1e-4 * logits.abs().max()
-
-
 def test_packed_sums_are_small() -> None:
     random = np.random.default_rng(0)
     features, labels = random.normal(size=(40, 768)), np.arange(40) % 20
@@ -234,16 +203,12 @@ def test_packed_sums_are_small() -> None:
         (lambda s: {"gram": s.pop("scatter")}, "'gram': .* not .*'scatter'"),
         (lambda s: {"more": s["sums"]}, "'more': .* not"),
         (lambda s: {"sums": s["sums"].double()}, "'sums': .'torch.float64'.* not .*'torch.float32'"),
-        (lambda s: {"sums": s["sums"][:2]}, r"'sums': .'torch.float32', \(2, 5\)"),
         (lambda s: {"scatter": s["scatter"][1:]}, r"\(14,\).* not .*\(15,\)"),
-        (lambda s: {"scatter": s["scatter"].half()}, "'scatter': .'torch.float16'"),
         (lambda s: {"scatter": s["scatter"] * np.nan}, "hold NaN"),
         (lambda s: {"sums": _with(s["sums"], 0, np.inf)}, "hold NaN"),
         (lambda s: {"scatter": -s["scatter"]}, "have negative eigenvalues"),
         (lambda s: {"scatter": _with(s["scatter"], 1, 90)}, "have negative eigenvalues"),
-        (lambda s: {"counts": -s["counts"]}, "counts .* are negative"),
         (lambda s: {"counts": 0 * s["counts"]}, "counts .* all 0"),
-        (lambda s: {"counts": _with(s["counts"], 1, 0)}, "A class without rows has a sum"),
     ],
 )
 def test_packed_sums_that_no_rows_have_are_refused(
@@ -368,15 +333,10 @@ def test_heads_are_discriminants_of_the_rows(
         np.testing.assert_allclose(bias.numpy(), expected[1], rtol=1e-6, atol=1e-7)
 
 
-def gaussians(size: int = 4) -> tuple[Array, Array, Array]:
-    """Return shares, means and the covariance of classes with normal features."""
-    random = np.random.default_rng(3)
-    root = random.normal(size=(size, size))
-    return np.array([0.5, 0.3, 0.2]), random.normal(size=(CLASSES, size)), root @ root.T + np.eye(size)
-
-
 def test_the_head_of_gaussian_classes_is_bayes_rule() -> None:
-    shares, means, covariance = gaussians()
+    random, shares = np.random.default_rng(3), np.array([0.5, 0.3, 0.2])
+    root, means = random.normal(size=(4, 4)), random.normal(size=(CLASSES, 4))
+    covariance = root @ root.T + np.eye(4)
     second = covariance + sum(p * np.outer(m, m) for p, m in zip(shares, means, strict=True))
     given = (shares, shares[:, None] * means, second)
     counts, sums, gram = (1000.0 * torch.from_numpy(value) for value in given)
@@ -386,19 +346,6 @@ def test_the_head_of_gaussian_classes_is_bayes_rule() -> None:
     joint = shares[:, None] * np.stack(density)
     found = torch.softmax(torch.from_numpy(points) @ weight.mT + bias, 1)
     np.testing.assert_allclose(found.numpy().T, joint / joint.sum(0), rtol=1e-9)
-
-
-def test_the_head_recovers_bayes_weights_from_samples() -> None:
-    shares, means, covariance = gaussians()
-    random = np.random.default_rng(5)
-    labels = random.choice(CLASSES, size=40_000, p=shares)
-    features = means[labels] + random.multivariate_normal(np.zeros(4), covariance, size=len(labels))
-    weight, bias = fit_head(sums_of(features, labels), shrinkage=0)
-    inverse = np.linalg.inv(covariance)
-    offsets = np.log(shares) - np.array([m @ inverse @ m for m in means]) / 2
-    # Only differences of logits matter.
-    np.testing.assert_allclose((weight - weight[0]).numpy(), (means - means[0]) @ inverse, atol=0.03)
-    np.testing.assert_allclose((bias - bias[0]).numpy(), offsets - offsets[0], atol=0.05)
 
 
 @settings(max_examples=60, deadline=None)

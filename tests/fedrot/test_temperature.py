@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import doctest
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -119,6 +119,42 @@ def test_losses_of_heads_are_those_of_models_with_these_heads(name: str) -> None
                 squares = sum((a - b) ** 2 for a, b in zip(of_rows[place][t], old, strict=True))
                 assert float(found.squares[place, t]) == pytest.approx(squares, rel=1e-5, abs=1e-9)
             place += 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda h: h._replace(weight=h.weight[:, :, 1:]), r"Weights \[2, 3, 23\].* \[3, 24\]"),
+        (lambda h: h._replace(bias=h.bias[:1]), r"biases \[1, 3\]"),
+        (lambda h: h._replace(partner=torch.tensor([-1, 2])), r"partners \[-1, 2\]"),
+        (lambda h: Heads(*(value[:0] for value in h)), r"partners \[\]"),
+    ],
+)
+def test_heads_that_do_not_fit_the_layer_are_refused(
+    change: Callable[[Heads], Heads], message: str
+) -> None:
+    model = model_of("bert")
+    head, heads = heads_of(model, [1, 2], [-1, 0])
+    with pytest.raises(FedrotError, match=message):
+        compare_losses([model], [batch_for("bert", 4)], head, [change(heads)])
+
+
+def test_one_model_may_come_with_other_weights_and_not_with_other_rows() -> None:
+    model, rows = model_of("bert"), [batch_for("bert", 4, seed) for seed in (1, 2)]
+    head, heads = heads_of(model, [1], [-1])
+
+    def models(change: Callable[[], object]) -> Iterator[Any]:
+        yield model
+        change()
+        yield model
+
+    found = compare_losses(
+        models(lambda: model.bert.pooler.dense.weight.data.mul_(3)), rows, head, [heads] * 2
+    )
+    torch.testing.assert_close(found.losses[1:], compare_losses([model], rows, head, [heads]).losses)
+    assert found.losses[0, ONE] != found.losses[1, ONE]
+    with pytest.raises(FedrotError, match="held-out rows of two models differ"):
+        compare_losses(models(rows.reverse), rows, head, [heads] * 2)
 
 
 def test_losses_of_half_precision_are_summed_in_float64() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from tests.fedrot.oracles import seeded
@@ -22,6 +23,19 @@ TINY: dict[str, Any] = {
     "intermediate_size": 12,
     "max_position_embeddings": 16,
 }
+
+
+#: Settings that other families name otherwise.
+OTHER: dict[str, Any] = {
+    "distilbert": {"dim": 8, "n_layers": 1, "n_heads": 2, "hidden_dim": 12},
+    "gpt2": {"n_embd": 8, "n_layer": 1, "n_head": 2, "pad_token_id": 0},
+}
+
+
+def tiny_classifier(kind: str, **settings: Any) -> Any:
+    """Return a classifier of sequences of a ``model_type``."""
+    config = transformers.AutoConfig.for_model(kind, **{**TINY, **OTHER.get(kind, {}), **settings})
+    return transformers.AutoModelForSequenceClassification.from_config(config)
 
 
 def batch_of(seed: int, rows: int = 3, length: int = 8, padding: int = 3) -> dict[str, Tensor]:

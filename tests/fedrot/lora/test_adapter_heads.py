@@ -8,29 +8,21 @@ from typing import Any
 import peft
 import pytest
 import torch
-import transformers
 
 from fedrot.errors import FedrotError
 from fedrot.head import adapter_head_of, collect_classes, fit_head, head_of, with_head
 from fedrot.lora.peft_model import adapter_tensors, load_adapter
 from fedrot.temperature import Heads, collect_losses, compare_losses
-from tests.fedrot.collect.tiny import TINY, batch_of
+from tests.fedrot.collect.tiny import batch_of, tiny_classifier
 from tests.fedrot.test_head import assert_close
 from tests.models import randomise
-
-OTHER: dict[str, Any] = {
-    "distilbert": {"dim": 8, "n_layers": 1, "n_heads": 2, "hidden_dim": 12},
-    "gpt2": {"n_embd": 8, "n_layer": 1, "n_head": 2, "pad_token_id": 0},
-}
 
 
 def adapted(kind: str, **settings: Any) -> Any:
     """Return a float64 PEFT model whose trained copies differ from the layers that they replace."""
-    config = transformers.AutoConfig.for_model(kind, **{**TINY, **OTHER.get(kind, {}), "num_labels": 3})
-    base = transformers.AutoModelForSequenceClassification.from_config(config)
     targets = {"gpt2": "c_attn", "distilbert": "q_lin"}.get(kind, "query")
     lora = peft.LoraConfig(r=2, target_modules=[targets], fan_in_fan_out=kind == "gpt2", **settings)
-    return randomise(peft.get_peft_model(base, lora)).double().train()
+    return randomise(peft.get_peft_model(tiny_classifier(kind, num_labels=3), lora)).double().train()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The last layer of a classifier, fitted at the server in closed form from sums that clients send.
 
-The layer is a linear discriminant analysis of its own inputs, over the rows of all clients. Sources:
+The layer is a linear discriminant analysis (or ridge regression) of its own inputs over the rows of all
+clients. Sources:
 Luo et al., "No Fear of Heterogeneity" (CCVR, NeurIPS 2021), who fit a task head to class means and
 covariances of clients; Legate et al. (FedNCM, NeurIPS 2023) and Fanì et al. (Fed3R, ICML 2024), who also
 compute task heads from sums over clients.
@@ -14,30 +15,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedrot.collect.labelled import read_inputs
+from fedrot.collect.labelled import labelled_rows
 from fedrot.collect.statistics import GRAMS, kind_named
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.problems import PROBLEMS, ROUNDING, SINGLE, Inverse, Problem, outputs_of, problem_of
-from fedrot.symmetry.resolve import TensorsOrShapes, settings_of
+from fedrot.symmetry.resolve import TensorsOrShapes
 from fedrot.tensors import Tensors, unusable
 
 #: Names of the last linear layer in classifiers of transformers, without a prefix.
 HEADS = ("classifier", "score", "classifier.out_proj", "classification_head.out_proj")
 
-#: Accepted excess of features over ``largest_inputs``: clients may compute in bfloat16.
+#: Accepted excess of features over their bounds: clients may compute in bfloat16.
 _SLACK = 0.02
-
-#: What precedes the task head, by ``model_type``, and the end of its name: a layer whose output goes
-#: through tanh, or a norm.
-_TANH = {
-    **dict.fromkeys(("bert", "albert"), ("pooler.dense", "pooler")),
-    **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "mpnet"), ("classifier.dense",)),
-    **dict.fromkeys(("bart", "t5"), ("classification_head.dense",)),
-}
-_NORMS = {
-    **{"vit": "vit.layernorm", "gpt2": "transformer.ln_f"},
-    **dict.fromkeys(("llama", "mistral", "qwen2", "phi3"), "model.norm"),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +141,7 @@ class ClassSums:
         return self._kind.absent(self.counts)
 
     def check_within(self, largest: Tensor) -> None:
-        """Raise ``UpdateError`` if features are larger than they can be, see ``largest_inputs``."""
+        """Raise ``UpdateError`` if features are larger than ``feature_bounds.largest_inputs``."""
         most = largest * (1 + _SLACK)
         if bool((self.means().abs() > most).any()) or bool(
             (self.gram.diagonal() > self.rows * most**2).any()
@@ -229,30 +218,6 @@ def _named_heads(tensors: TensorsOrShapes) -> list[str]:
     return [name.removesuffix(".weight") for name in tensors if f".{name}".endswith(ends)]
 
 
-def largest_inputs(config: object, tensors: Tensors, head: str) -> Tensor | None:
-    """Return the largest absolute value that each input of a task head can have, float64 ``[inputs]``.
-
-    1 after tanh; ``|g| sqrt(d) + |b|`` after a norm of ``d`` units with gain ``g`` and bias ``b``. None
-    for other models, and if other layers stand before the head.
-
-    Args:
-        config: a transformers configuration, or its dictionary.
-        tensors: the model's state dict, in its order.
-        head: the layer's name, from ``head_of``.
-
-    Example: ``largest_inputs(model.config, model.state_dict(), "classifier")``
-    """
-    names, kind = list(tensors), str(settings_of(config).get("model_type"))
-    before = names[names.index(f"{head}.weight") - 1].rpartition(".")[0]
-    size = tensors[f"{head}.weight"].shape[1]
-    if before.endswith(_TANH.get(kind, ())):
-        return torch.ones(size, dtype=torch.float64)
-    if before != _NORMS.get(kind):
-        return None
-    bias = tensors.get(f"{before}.bias", torch.zeros(()))
-    return tensors[f"{before}.weight"].double().abs() * size**0.5 + bias.double().abs()
-
-
 def collect_classes(
     model: nn.Module, batches: Iterable[Tensors], head: str, problem: str | None = None
 ) -> ClassSums:
@@ -280,7 +245,7 @@ def collect_classes(
     """
     name = problem_of(getattr(model, "config", {}), problem)
     total: tuple[Tensor, ...] = (torch.zeros(()),) * 3
-    for features, labels, outputs in read_inputs(model, batches, head, name):
+    for features, labels, outputs in labelled_rows(model, batches, name, head):
         targets = PROBLEMS[name].targets(labels, outputs).to(features)
         terms = (targets.sum(0), targets.mT @ features, features.mT @ features)
         total = tuple(sums + term.cpu() for sums, term in zip(total, terms, strict=True))
@@ -339,29 +304,17 @@ def fit_heads(
     if not shrinkages:
         raise FedrotError("There is no shrinkage to fit a task head with. Give at least one.")
     size, (values, vectors) = sums.gram.trace() / sums.rows, torch.linalg.eigh(sums.within())
-    found = []
+    kind, found = PROBLEMS[sums.problem], []
     for shrinkage in shrinkages:
         check_shrinkage(shrinkage)
         inverse = Inverse(values, vectors, size, shrinkage)
-        weight, own = PROBLEMS[sums.problem].fit(sums.counts, sums.sums, inverse, priors)
-        unbiased = weight + torch.outer(own, _of_one(sums, inverse))
-        found.append((weight, own) if bias else (unbiased, torch.zeros_like(own)))
+        weight, own = kind.fit(sums.counts, sums.sums, inverse, priors)
+        if not bias:
+            one = inverse.of_one(sums.means(), sums.counts[kind.centres] / sums.rows)
+            weight, own = weight + torch.outer(own, one), torch.zeros_like(own)
+        found.append((weight, own))
     weights, biases = zip(*found, strict=True)
     return torch.stack(weights), torch.stack(biases)
-
-
-def _of_one(sums: ClassSums, inverse: Inverse) -> Tensor:
-    """Return the ridge regression of 1 on the features, ``[inputs]``.
-
-    The covariance of all rows is that inside the classes and that of the classes' means ``between``.
-    """
-    means, shares = sums.means(), sums.counts[PROBLEMS[sums.problem].centres] / sums.rows
-    mean = shares @ means
-    between = shares.sqrt().unsqueeze(1) * (means - mean)
-    spread = inverse.values.mean() + between.square().sum() / len(mean)
-    rows = torch.cat([(1 - inverse.shrinkage) ** 0.5 * between, mean.unsqueeze(0)])
-    solved = inverse.solve(rows, spread)  # (S + rows^T rows)^-1 is applied to the mean (Woodbury)
-    return torch.linalg.solve(torch.eye(len(rows)).to(rows) + rows @ solved.mT, solved)[-1]
 
 
 def check_shrinkage(shrinkage: float) -> None:

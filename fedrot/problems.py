@@ -49,6 +49,18 @@ class Inverse:
         check_regular(shrunk.amin(-1) / spread)
         return (rows @ self.vectors / shrunk) @ self.vectors.mT
 
+    def of_one(self, means: Tensor, shares: Tensor) -> Tensor:
+        """Return the ridge regression of 1 on the features, ``[inputs]``, by Woodbury's identity.
+
+        The covariance of all rows is ``S`` plus that of the classes' means.
+        """
+        mean = shares @ means
+        between = shares.sqrt().unsqueeze(1) * (means - mean)
+        spread = self.values.mean() + between.square().sum() / len(mean)
+        rows = torch.cat([(1 - self.shrinkage) ** 0.5 * between, mean.unsqueeze(0)])
+        solved = self.solve(rows, spread)
+        return torch.linalg.solve(torch.eye(len(rows)).to(rows) + rows @ solved.mT, solved)[-1]
+
 
 def check_regular(left: Tensor) -> None:
     """Raise ``UpdateError`` if the smallest shares of covariances are rounding errors."""
@@ -229,15 +241,13 @@ def outputs_of(config: object) -> int:
 
 
 def problem_of(config: object, problem: str | None = None) -> str:
-    """Return a classifier's ``problem_type``: the given one, or that of its configuration.
+    """Return a ``problem_type``: the given one, or that of a transformers configuration.
 
-    A configuration without one is of a regression if it has one output, else of one class a row.
-
-    Example: ``problem_of(model.config)``
+    Without either it is a regression for one output, else one class a row. Example:
+    ``problem_of(model.config)``.
 
     Raises:
-        FedrotError: the ``problem_type`` is unknown.
-        SymmetryError: ``config`` is neither a transformers configuration nor a dictionary.
+        FedrotError: the ``problem_type`` is unknown, or ``config`` is not a configuration.
     """
     name = problem or settings_of(config).get("problem_type")
     name = name or (REGRESSION if outputs_of(config) == 1 else SINGLE)

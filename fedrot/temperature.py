@@ -10,11 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedrot.collect.hooks import evaluating
-from fedrot.collect.labelled import labelled_logits, read_inputs
+from fedrot.collect.labelled import labelled_rows
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.head import with_head
-from fedrot.problems import PROBLEMS, Pair, Problem, problem_of
+from fedrot.problems import PROBLEMS, Pair, problem_of
 from fedrot.tensors import Tensors
 
 #: From 1/4 to 16, each 9 % above the one before; 1 is among them.
@@ -110,7 +109,7 @@ def compare_losses(
 ) -> LossSums:
     """Return the summed losses of task heads of several models on a client's held-out rows.
 
-    The first head of the first model is the old one.
+    Heads are in the order of the models; the first head of the first model is the old one.
 
     Args:
         models: drawn one after the other: an iterable may yield one model with other weights each time.
@@ -119,31 +118,14 @@ def compare_losses(
         heads: of each model.
         problem: a problem_type; None for that of ``model.config``.
 
-    Returns:
-        The sums of all heads, those of the first model first.
-
     Example: ``compare_losses([old, new], held_out, "classifier", [Heads(*of_old), Heads(*of_new)])``
 
     Raises:
         FedrotError: see ``collect_losses``; heads do not fit the layer, or rows come in another order.
     """
-    old, found = list[Pair](), list[LossSums]()
-    for own, model in zip(heads, models, strict=True):
-        name, sums = problem_of(getattr(model, "config", {}), problem), list[_Sums]()
-        for features, labels, outputs in read_inputs(model, batches, head, name):
-            losses, right = _of_rows(PROBLEMS[name], own.logits(features, outputs), labels)
-            if not found:
-                old.append((labels.cpu(), losses[0, ONE]))
-            same, before = old[len(sums)]
-            if not torch.equal(same, labels.cpu()):
-                raise FedrotError(
-                    "The held-out rows of two models differ. Give a list of batches, so that each model "
-                    "reads the same rows in the same order."
-                )
-            other = losses[own.partner.clamp(min=0)]
-            other = torch.where((own.partner < 0).reshape(-1, 1, 1), before, other)
-            sums.append(_summed(losses, other, right))
-        found.append(_total(sums))
+    old: list[Pair] = []
+    pairs = zip(heads, models, strict=True)
+    found = [_losses(model, batches, problem, old, head, own) for own, model in pairs]
     losses, squares = (torch.cat([getattr(o, name) for o in found]) for name in ("losses", "squares"))
     return LossSums(losses, squares, torch.cat([found[0].counts[:1], *(o.counts[1:] for o in found)]))
 
@@ -165,30 +147,41 @@ def collect_losses(model: nn.Module, batches: Iterable[Tensors], problem: str | 
     Raises:
         FedrotError: the batches have no labels for the model.
     """
-    name, sums = problem_of(getattr(model, "config", {}), problem), list[_Sums]()
-    with torch.no_grad(), evaluating(model):
-        for logits, labels in labelled_logits(model, batches, name):
-            losses, right = _of_rows(PROBLEMS[name], logits.double().unsqueeze(0), labels)
-            sums.append(_summed(losses, losses[:, ONE : ONE + 1], right))
-    return _total(sums)
+    return _losses(model, batches, problem, [])
 
 
-_Sums = tuple[Tensor, Tensor, Tensor]
+def _losses(
+    model: nn.Module,
+    batches: Iterable[Tensors],
+    problem: str | None,
+    old: list[Pair],
+    head: str = "",
+    heads: Heads | None = None,
+) -> LossSums:
+    """Return the losses of one model's heads, or of its own head.
 
-
-def _of_rows(kind: Problem, logits: Tensor, labels: Tensor) -> Pair:
-    """Return losses ``[heads, temperatures, rows]``, and which rows are right ``[heads, rows]``."""
-    losses = torch.stack([kind.loss(logits, labels, t) for t in TEMPERATURES], 1)
-    losses = losses.nan_to_num(LARGEST_LOSS).clamp(0, LARGEST_LOSS)
-    return losses.cpu(), kind.right(logits, labels).double().cpu()
-
-
-def _summed(losses: Tensor, other: Tensor, right: Tensor) -> _Sums:
-    counts = nn.functional.pad(right.sum(1), (1, 0), value=right.shape[1])
-    return losses.sum(2), (losses - other).square().sum(2), counts
-
-
-def _total(sums: Iterable[_Sums]) -> LossSums:
+    ``old`` has each batch's labels and losses of the old head; those of the first model are added.
+    """
+    name, first = problem_of(getattr(model, "config", {}), problem), not old
+    sums: list[tuple[Tensor, ...]] = []
+    for rows, labels, outputs in labelled_rows(model, batches, name, head):
+        logits = heads.logits(rows, outputs) if heads else rows.unsqueeze(0)
+        losses = torch.stack([PROBLEMS[name].loss(logits, labels, t) for t in TEMPERATURES], 1)
+        losses = losses.nan_to_num(LARGEST_LOSS).clamp(0, LARGEST_LOSS).cpu()
+        if first:
+            old.append((labels.cpu(), losses[0, ONE]))
+        same, before = old[len(sums)]
+        if not torch.equal(same, labels.cpu()):
+            raise FedrotError(
+                "The held-out rows of two models differ. Give a list of batches, so that each model "
+                "reads the same rows in the same order."
+            )
+        partner = heads.partner if heads else torch.tensor([-1])
+        other = losses[partner.clamp(min=0)]
+        other = torch.where((partner < 0).reshape(-1, 1, 1), before, other)
+        right = PROBLEMS[name].right(logits, labels).sum(1).cpu()
+        counts = torch.cat([torch.tensor([len(rows)]), right]).double()
+        sums.append((losses.sum(2), (losses - other).square().sum(2), counts))
     return LossSums(*(torch.stack(each).sum(0) for each in zip(*sums, strict=True)))
 
 

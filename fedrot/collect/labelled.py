@@ -1,4 +1,4 @@
-"""A classifier's logits, labels and inputs of its last layer, batch by batch."""
+"""``labelled_rows``: a classifier's logits, or what its last layer reads, and labels, batch by batch."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from fedrot.problems import PROBLEMS
 from fedrot.tensors import Tensors, compute_dtype
 
 
-def labelled_logits(
-    model: nn.Module, batches: Iterable[Tensors], problem: str
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Run a classifier; yield, batch by batch, logits ``[rows, outputs]`` and labels.
+def labelled_rows(
+    model: nn.Module, batches: Iterable[Tensors], problem: str, head: str = ""
+) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Run a classifier; yield, batch by batch, rows, their labels and the number of outputs.
 
-    Labels are int64 ``[rows]`` for one class a row, else float64 ``[rows, outputs]``. For token
+    Rows are the logits, or the inputs of the layer ``head``, float64 ``[rows, ...]`` on the model's
+    device. Labels are int64 ``[rows]`` for one class a row, else float64 ``[rows, outputs]``. For token
     classifiers, every token is a row. Rows with a negative label, such as padding (-100), or with NaN
-    are left out; a batch may then have no rows. The caller puts the model into evaluation mode.
+    are left out; a batch may then have no rows. While batches are drawn, the model is in evaluation mode
+    and no gradients are recorded.
 
     Raises:
-        FedrotError: no row has a label, the labels are not those of the problem, the model has no
-            logits, or the model predicts the next token.
+        FedrotError: no row has a label, the labels are not those of the problem, the model has no logits
+            or predicts the next token, or the layer's outputs are not the logits.
     """
     name, kind, seen = type(model).__name__, PROBLEMS[problem], False
     if name.endswith(("LMHeadModel", "ForCausalLM")):
@@ -34,53 +36,40 @@ def labelled_logits(
             f"{name} predicts the next token and has no classes. Pass a model that classifies "
             "sequences, tokens or images."
         )
-    for batch in batches:
-        if "labels" not in batch:
-            raise FedrotError(f"A batch has no 'labels', only: {', '.join(batch)}.")
-        logits = getattr(model(**forward_inputs(model, batch)), "logits", None)
-        if logits is None:
-            raise FedrotError(f"The output of {name} has no logits. Pass a model with one task head.")
-        labels = kind.check_labels(batch["labels"].to(logits.device), logits)
-        labelled = kind.has_label(labels)
-        seen = seen or bool(labelled.any())
-        yield logits[labelled], labels[labelled]
-    if not seen:
-        raise FedrotError("No row has a label: all are negative or NaN. Pass at least one that has.")
-
-
-def read_inputs(
-    model: nn.Module, batches: Iterable[Tensors], head: str, problem: str
-) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Run a classifier; yield, batch by batch, the inputs of its last layer, labels and outputs.
-
-    The inputs are float64 ``[rows, inputs]`` on the model's device, labels those of ``labelled_logits``,
-    and ``outputs`` is the number of the layer's outputs. While batches are drawn, the model is in
-    evaluation mode and no gradients are recorded. For arguments and errors see
-    ``fedrot.head.collect_classes``.
-    """
     layer: object = None
     with suppress(AttributeError):
-        layer = model.get_submodule(head)
-        # PEFT runs a copy of a layer that it trains beside an adapter; the original has the same shape.
-        layer = getattr(layer, "original_module", layer)
-    if not isinstance(layer, nn.Linear):
+        layer = model.get_submodule(head) if head else None
+    # PEFT runs a copy of a layer that it trains beside an adapter.
+    if head and not isinstance(getattr(layer, "original_module", layer), nn.Linear):
         raise FedrotError(f"The model has no linear layer '{head}'; see fedrot.head.head_of.")
-    outputs, size = layer.weight.shape
-    expected = getattr(getattr(model, "config", None), "num_labels", outputs)
     read: list[Tensor] = []
 
     def watch(name: str, given: Tensor, output: Tensor) -> Tensor:
         """Keep the inputs and return their indices as outputs: the logits then show which are used."""
-        if outputs != expected:
+        outputs = output.shape[-1]
+        if outputs != getattr(getattr(model, "config", None), "num_labels", outputs):
             raise _not_last(head)
-        read.append(given.reshape(-1, size))
+        read.append(given.reshape(-1, given.shape[-1]))
         places = torch.arange(len(read[-1]), dtype=compute_dtype(output), device=given.device)
         return places.reshape(*given.shape[:-1], 1).repeat(*[1] * (given.ndim - 1), outputs)
 
-    with watched(model, [head], watch):
-        for logits, labels in labelled_logits(model, batches, problem):
-            yield _used(read, logits, head).double(), labels, outputs
+    with watched(model, [head] if head else [], watch):
+        for batch in batches:
+            if "labels" not in batch:
+                raise FedrotError(f"A batch has no 'labels', only: {', '.join(batch)}.")
+            logits = getattr(model(**forward_inputs(model, batch)), "logits", None)
+            if logits is None:
+                raise FedrotError(
+                    f"The output of {name} has no logits. Pass a model with one task head."
+                )
+            labels = kind.check_labels(batch["labels"].to(logits.device), logits)
+            labelled = kind.has_label(labels)
+            seen = seen or bool(labelled.any())
+            rows = _used(read, logits[labelled], head) if head else logits[labelled]
+            yield rows.double(), labels[labelled], logits.shape[-1]
             read.clear()
+    if not seen:
+        raise FedrotError("No row has a label: all are negative or NaN. Pass at least one that has.")
 
 
 def _used(read: list[Tensor], logits: Tensor, head: str) -> Tensor:

@@ -21,15 +21,8 @@ from torch import Tensor, nn
 
 import fedrot
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
-from fedrot.head import (
-    ClassSums,
-    collect_classes,
-    fit_head,
-    fit_heads,
-    head_of,
-    largest_inputs,
-    with_head,
-)
+from fedrot.feature_bounds import largest_inputs
+from fedrot.head import ClassSums, collect_classes, fit_head, fit_heads, head_of, with_head
 from fedrot.precision import Float64
 from fedrot.problems import PROBLEMS
 from tests.families import config_of, inputs, model_of, state_of, symmetry_for

@@ -25,7 +25,7 @@ LAYERS = (
     ("_io",),
     ("tensors",),
     ("symmetry",),
-    ("options", "report"),
+    ("options", "report", "feature_bounds"),
     ("problems",),
     ("collect",),
     ("check", "matching"),

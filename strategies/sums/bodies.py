@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from logging import WARNING
 from pathlib import Path
@@ -88,15 +88,16 @@ class Shelf:
     """A client's folder of bodies, which other clients of the same run and user may share.
 
     Args:
-        folder: for the bodies of all runs; None is ``fedrot`` in the user's folder of caches
+        folder: holds a folder ``fedrot-bodies`` for all runs; None is the user's folder of caches
             (``XDG_CACHE_HOME``, else ``~/.cache``).
         run: the number of the run.
         head: the name of the task head.
     """
 
     def __init__(self, folder: str | Path | None, run: int, head: str) -> None:
-        self._parent = Path(folder) if folder is not None else _caches() / "fedrot" / "bodies"
-        self._folder = self._parent / f"{run:x}"
+        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        self._runs = Path(folder or caches) / "fedrot-bodies"
+        self._folder = self._runs / f"{run:x}"
         self._head = head
 
     def read(self, key: str, between: Iterable[str] = ()) -> Mapping[str, Tensor] | None:
@@ -122,14 +123,13 @@ class Shelf:
         return tensors
 
     def drop_others(self, keys: Iterable[str]) -> None:
-        """Delete the run's other bodies, and those of runs that have not been used for a day."""
+        """Delete the run's other bodies, and those that other runs have written a day ago."""
         kept = {self._path(key) for key in keys}
-        for path in self._folder.glob("*.safetensors"):
-            if path not in kept:
-                path.unlink(missing_ok=True)
-        for run in self._parent.glob("*"):
-            if run != self._folder and run.stat().st_mtime < time.time() - _OLD:
-                shutil.rmtree(run, ignore_errors=True)
+        for path in self._runs.glob("*/*.safetensors"):
+            with suppress(OSError):
+                old = path.parent != self._folder and path.stat().st_mtime < time.time() - _OLD
+                if old or (path.parent == self._folder and path not in kept):
+                    path.unlink()
 
     def _file(self, key: str) -> dict[str, Tensor] | None:
         path = self._path(key)
@@ -144,7 +144,3 @@ class Shelf:
 
     def _path(self, key: str) -> Path:
         return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()}.safetensors"
-
-
-def _caches() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())

@@ -15,7 +15,8 @@ from flwr.common import log
 from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.head import ClassSums, fit_heads, largest_inputs, with_head
+from fedrot.feature_bounds import largest_inputs
+from fedrot.head import ClassSums, fit_heads, with_head
 from fedrot.problems import SINGLE
 from fedrot.strategies.sums.bodies import Body, head_names
 from fedrot.strategies.sums.losses import FEWEST, OLD, Ballot, in_order

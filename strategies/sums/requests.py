@@ -86,7 +86,7 @@ def answer_with_sums(
         app: the client's app.
         setup: returns the model and the rows; called for every request.
         folder: where the client keeps up to three received models between requests, so that they are
-            sent once; None is ``fedrot/bodies`` in the user's folder of caches.
+            sent once: in a folder ``fedrot-bodies`` there; None is the user's folder of caches.
 
     Example: ``answer_with_sums(app, lambda message, context: LabelledRows(build, training, held_out))``
     """

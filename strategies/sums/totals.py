@@ -35,7 +35,7 @@ class Totals:
 
     Args:
         rows: the number of rows that each client has announced, by node.
-        largest: see ``fedrot.head.largest_inputs``.
+        largest: see ``fedrot.feature_bounds.largest_inputs``.
     """
 
     def __init__(self, rows: Mapping[int, int], largest: Tensor | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -152,8 +153,23 @@ def test_a_model_travels_once_for_its_head(tmp_path: Path) -> None:
     first = [("count", []), ("sum", [f"{MODEL}-0"]), ("evaluate", [])]
     each = [("train", ["arrays"]), ("count", []), ("sum", [f"{MODEL}-0"]), ("sum", []), ("evaluate", [])]
     assert notes == [one for one in [*first, *each, *each] for _ in range(CLIENTS)]
-    # The new model, the one before it, and the one half way.
-    assert len([*tmp_path.rglob("*.safetensors")]) == 3
+    # The new model, the one before it, and the one half way; nobody else may read them.
+    files = [*tmp_path.rglob("*.safetensors")]
+    assert len(files) == 3
+    assert files[0].parent.stat().st_mode & 0o077 == 0
+
+
+def test_only_models_of_runs_long_ago_are_deleted(tmp_path: Path) -> None:
+    old, new, others = (
+        tmp_path / "fedrot-bodies" / name for name in ("1/a.safetensors", "2/b.safetensors", "1/c")
+    )
+    for path in (old, new, others):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    for path in (old, others):
+        os.utime(path, (0, 0))
+    run(clients(lambda body: body, tmp_path), 1)
+    assert [path.exists() for path in (old, new, others)] == [False, True, True]
 
 
 def test_who_has_lost_a_model_receives_it(tmp_path: Path) -> None:

@@ -194,9 +194,7 @@ def test_packed_sums_are_small() -> None:
     ("change", "message"),
     [
         (lambda s: {"gram": s.pop("scatter")}, "'gram': .* not .*'scatter'"),
-        (lambda s: {"more": s["sums"]}, "'more': .* not"),
         (lambda s: {"sums": s["sums"].double()}, "'sums': .'torch.float64'.* not .*'torch.float32'"),
-        (lambda s: {"scatter": s["scatter"][1:]}, r"\(14,\).* not .*\(15,\)"),
         (lambda s: {"scatter": s["scatter"] * np.nan}, "hold NaN"),
         (lambda s: {"sums": _with(s["sums"], 0, np.inf)}, "hold NaN"),
         (lambda s: {"scatter": -s["scatter"]}, "have negative eigenvalues"),
@@ -256,24 +254,6 @@ def test_sums_that_no_rows_have_are_refused(
     sums = honest()
     with pytest.raises(UpdateError, match=message):
         replace(sums, **change(sums))
-
-
-@settings(max_examples=80, deadline=None)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    rows=st.integers(1, 40),
-    size=st.integers(1, 12),
-    offset=st.sampled_from((0.0, 1.0, 100.0)),
-    constant=st.booleans(),
-)
-def test_sums_of_rows_are_never_refused(
-    seed: int, rows: int, size: int, offset: float, constant: bool
-) -> None:
-    random = np.random.default_rng(seed)
-    features = offset + random.normal(size=(rows, size)) * 10.0 ** random.integers(-4, 3, size=size)
-    features[:, 0] = 0.1 if constant else features[:, 0]
-    sums = sums_of(features, random.integers(CLASSES, size=rows))
-    assert ClassSums.unpacked(sums.packed(), (CLASSES, size)).rows == rows
 
 
 def test_a_client_whose_features_are_not_finite_is_told() -> None:

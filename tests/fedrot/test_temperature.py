@@ -125,7 +125,6 @@ def test_losses_of_heads_are_those_of_models_with_these_heads(name: str) -> None
     ("change", "message"),
     [
         (lambda h: h._replace(weight=h.weight[:, :, 1:]), r"Weights \[2, 3, 23\].* \[3, 24\]"),
-        (lambda h: h._replace(bias=h.bias[:1]), r"biases \[1, 3\]"),
         (lambda h: h._replace(partner=torch.tensor([-1, 2])), r"partners \[-1, 2\]"),
         (lambda h: Heads(*(value[:0] for value in h)), r"partners \[\]"),
     ],

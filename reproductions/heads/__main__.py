@@ -69,16 +69,16 @@ def cost(arm: Arm, layers: int, rounds: int) -> tuple[str, str]:
     return ("-", "-") if arm.everyone else (f"{4e-9 * (bodies + 8 * passes * SUMS):.2f}", str(passes))
 
 
-def ahead(f1: Any, arm: str) -> str:
+def ahead(f1: Any, ours: str, arm: str) -> str:
     """Return the mean by which ours is ahead of an arm, with half of its paired 95 % interval."""
     from fedrot.simulations.report.summaries import paired_difference
 
-    found = paired_difference((f1[OURS] - f1[arm]).dropna().tolist())
-    return "-" if arm == OURS else f"{found.mean:+.3f} ± {found.smallest:.3f}"
+    found = paired_difference((f1[ours] - f1[arm]).dropna().tolist())
+    return "-" if arm == ours else f"{found.mean:+.3f} ± {found.smallest:.3f}"
 
 
 @app.command()
-def table(rows: Path, rounds: int = 5, layers: int = 3, pooling: str = "mean") -> None:
+def table(rows: Path, rounds: int = 5, layers: int = 3, pooling: str = "mean", ours: str = OURS) -> None:
     """Print the best rival of every cell beside ours, and the means of all arms, from ROWS of `run`."""
     import pandas
 
@@ -93,14 +93,15 @@ def table(rows: Path, rounds: int = 5, layers: int = 3, pooling: str = "mean") -
     for (data, skew), own in f1.groupby(["data", "skew"]):
         mean = own.mean()
         best = mean[[arm for arm in RIVALS if arm in own]].idxmax()
-        values = (f"{mean[best]:.3f}", f"{mean[OURS]:.3f}", ahead(own, best), ahead(own, "fedavg+fit"))
-        cells.append((data, f"{skew:g}" if skew else "IID", best, *values))
+        means = (f"{mean[arm]:.3f}" for arm in (best, ours))
+        more = (ahead(own, ours, arm) for arm in (best, "fedavg+fit"))
+        cells.append((data, f"{skew:g}" if skew else "IID", best, *means, *more))
     for arm in f1.mean().sort_values(ascending=False).index:
         values = tuple(f"{wide[metric][arm].mean():.3f}" for metric in METRICS)
-        kept = f"{(accuracy[arm] / accuracy['central']).mean():.3f}"
+        kept = f"{(accuracy[arm] / accuracy.get('central', float('nan'))).mean():.3f}"
         paid = cost(ARMS[arm], layers, rounds) if arm in ARMS else ("", "")
-        pooled.append((arm, *values, kept, *paid, ahead(f1, arm)))
-    header = ("data", "skew", "best rival", "macro F1", "ours", "ahead of it", "of FedAvg + fit")
+        pooled.append((arm, *values, kept, *paid, ahead(f1, ours, arm)))
+    header = ("data", "skew", "best rival", "macro F1", "ours", "ahead of it", "ahead of FedAvg + fit")
     typer.echo(pipe_table(header, cells, header[:3]))
     header = ("arm", *METRICS, "share of central", "GB", "passes", "F1 of ours above")
     typer.echo(pipe_table(header, pooled, header[:1]))

@@ -3,10 +3,8 @@
 from pathlib import Path
 
 import reproductions.arms
-import reproductions.flower_strategies
 import reproductions.optimal_transport
-import reproductions.report.sections
-import reproductions.task_heads  # noqa: F401
+import reproductions.report.sections  # noqa: F401
 from fedrot.simulations.grids import FOLDERS
 
 FOLDERS.append(Path(__file__).parent / "grids")

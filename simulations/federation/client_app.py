@@ -72,7 +72,6 @@ class ClientJob:
     statistics_batches: int  # Number of batches for statistics; 0: the limit of their kind.
     factors: str  # Factors of an adapter that the client trains; see train_only.
     loads: str  # How an adapter is loaded; see LOADERS.
-    proximal_mu: float  # Weight of FedProx's term, which Flower's FedProx sends.
     client: int  # Partition id of the node.
 
     @classmethod
@@ -92,7 +91,6 @@ class ClientJob:
             statistics_batches=int(config["batches"]),
             factors=str(config.get(FACTORS, "both")),
             loads=str(config["loads"]),
-            proximal_mu=float(config.get("proximal-mu", 0.0)),
             client=int(context.node_config[CLIENT_KEY]),
         )
 
@@ -176,7 +174,7 @@ def train(message: Message, context: Context) -> Message:
     (arrays,) = message.content.array_records.values()
     # All that determines the trained model; scrambling is done after the cache.
     how = [job.task.config.training, job.stream, job.last_round, job.own_start]
-    key = _hashed([*how, job.factors, job.loads, job.proximal_mu], arrays)
+    key = _hashed([*how, job.factors, job.loads], arrays)
     state, metrics = _cached(job, key, lambda: _train(job, arrays))
     statistics: Statistics = {}
     if job.known_labels is not None:
@@ -242,7 +240,7 @@ def _train(job: ClientJob, arrays: ArrayRecord) -> Result:
         train_only(model, job.factors)
     start = perf_counter()
     epochs = task.config.epochs(job.round)
-    loss = training.train(model, task, job.rows, job.stream, epochs, job.proximal_mu)
+    loss = training.train(model, task, job.rows, job.stream, epochs)
     seconds = {"seconds-training": perf_counter() - start}
     metrics = {"num-examples": len(job.rows), "train-loss": loss, **seconds}
     if job.round == job.last_round:

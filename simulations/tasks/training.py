@@ -77,31 +77,20 @@ def _moved(value: Any, device: torch.device | str) -> Any:
 
 
 def train(
-    model: torch.nn.Module,
-    task: Task,
-    rows: np.ndarray,
-    seed: int,
-    epochs: float | None = None,
-    proximal_mu: float = 0.0,
+    model: torch.nn.Module, task: Task, rows: np.ndarray, seed: int, epochs: float | None = None
 ) -> float:
     """Train in place with AdamW on rows of the training split, for ``epochs`` or ``local_epochs``.
 
     Training runs on the GPU that Ray has assigned to this process, if any. Half an epoch is half of the
-    batches, rounded up, chosen by the seed. ``proximal_mu`` weighs FedProx's term: the loss has half the
-    squared distance to the initial weights added, times this weight. Returns the mean loss over the last
-    epoch's steps; NaN if no row has anything to predict.
+    batches, rounded up, chosen by the seed. Returns the mean loss over the last epoch's steps; NaN if no
+    row has anything to predict.
     """
     with running_on(lent_device(), model):
-        return _train(model, task, rows, seed, epochs, proximal_mu)
+        return _train(model, task, rows, seed, epochs)
 
 
 def _train(
-    model: torch.nn.Module,
-    task: Task,
-    rows: np.ndarray,
-    seed: int,
-    epochs: float | None,
-    proximal_mu: float,
+    model: torch.nn.Module, task: Task, rows: np.ndarray, seed: int, epochs: float | None
 ) -> float:
     torch.manual_seed(seed)
     rng, masks = np.random.default_rng(seed), np.random.default_rng([seed, 1])
@@ -110,16 +99,12 @@ def _train(
     optimizer = torch.optim.AdamW(trained, lr=config.lr, weight_decay=config.weight_decay, fused=True)
     rows = objective.usable(task.train, rows)
     model.train()
-    initial = [parameter.detach().clone() for parameter in trained if proximal_mu]
     losses: list[float] = []
     an_epoch = math.ceil(len(rows) / config.batch_size)
     endless = (batches(task.train, rows, config.batch_size, rng) for _ in itertools.count())
     steps = math.ceil((epochs or config.local_epochs) * an_epoch - 1e-9)
     for batch in itertools.islice(itertools.chain.from_iterable(endless), steps):
         loss = objective.loss(model, objective.batch(task.train, batch, masks))
-        if proximal_mu:
-            moved = sum((now - then).square().sum() for now, then in zip(trained, initial, strict=True))
-            loss = loss + proximal_mu / 2 * moved
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()

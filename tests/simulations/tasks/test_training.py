@@ -97,21 +97,6 @@ def test_the_loss_of_a_training_is_that_of_its_last_epoch(
     assert found == pytest.approx(math.fsum(losses[of_steps]) / len(losses[of_steps]))
 
 
-def test_the_proximal_term_is_half_its_weight_times_the_squared_distance(task: Task) -> None:
-    rows, weight = np.arange(16), 3.0  # Two steps; the term is 0 in the first.
-    start, one, two, near = (build_model(task.config, task.data, seed=0) for _ in range(4))
-    training.train(one, task, rows, 4, 0.5)
-    loss = training.train(two, task, rows, 4, 1.0)
-    with_term = training.train(near, task, rows, 4, 1.0, weight)
-    moved = zip(start.parameters(), one.parameters(), strict=True)
-    distance = sum(float((a - b).double().square().sum()) for a, b in moved)
-    assert with_term - loss == pytest.approx(weight / 2 * distance / 2, rel=1e-4)
-    moved = zip(one.parameters(), near.parameters(), strict=True)
-    assert any(not torch.equal(a, b) for a, b in moved)
-    ends = zip(two.parameters(), near.parameters(), strict=True)
-    assert any(not torch.equal(a, b) for a, b in ends)
-
-
 def trained(of: Task, seed: int, **settings: Any) -> dict[str, torch.Tensor]:
     """Return a model after an epoch on 24 rows: three steps."""
     changed = replace(of, config=of.config.model_copy(update=settings))

@@ -1,0 +1,1 @@
+"""Task heads under label skew: closed forms, rivals and fedrot's fitted heads on one MiniLM."""

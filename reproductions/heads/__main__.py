@@ -1,0 +1,111 @@
+"""``python -m reproductions.heads``: repeats a cell, and prints the tables of docs/results/heads.md."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from reproductions.heads.arms import ARMS, RIVALS, Arm
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+OURS, METRICS = "ours-lowest", ("accuracy", "macro_f1", "loss", "ece", "worst")
+#: Parameters of a layer, and numbers of a triangle of sums for width 384 and seven classes.
+LAYER, SUMS = 1_774_464, 384 * 385 // 2 + 7 * 385
+
+
+@app.command()
+def run(
+    data: str,
+    skew: float,
+    seed: int,
+    data_dir: Annotated[Path, typer.Option(help="Folder of the data card.")],
+    out: Annotated[Path, typer.Option(help="File of rows, one JSON object a line; it is continued.")],
+    arms: Annotated[str, typer.Option(help="Names in arms.py, separated by commas.")] = ",".join(ARMS),
+    rounds: int = 5,
+    layers: int = 3,
+    pooling: str = "mean",
+    rate: float = 0.0,
+) -> None:
+    """Repeat a cell: DATA (a name in cell.py), SKEW (Dirichlet's concentration, 0 for IID) and SEED.
+
+    The upper LAYERS of MiniLM are trained; POOLING is mean or pooler; RATE 0 is the arm's own.
+    """
+    from transformers import BertModel
+
+    from fedrot.simulations.models.packaged import no_bars, source_of
+    from reproductions.heads.cell import load
+    from reproductions.heads.federation import Federation
+    from reproductions.heads.rounds import play
+
+    model = Path(source_of("minilm"))
+    cell = load(data, skew, seed, data_dir, model / "tokenizer.json")
+    with no_bars():
+        bert = BertModel.from_pretrained(model)
+    federation = Federation(cell, bert.half().float(), layers, pooling)
+    place = {"data": data, "skew": skew, "seed": seed, "pooling": pooling, "layers": layers}
+    for name in arms.split(","):
+        arm = replace(ARMS[name], rate=rate) if rate and ARMS[name].rate else ARMS[name]
+        told = place | {"rounds": rounds, "arm": name, "rate": arm.rate}
+        found = [told | row for row in play(federation, arm, rounds)]
+        with out.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in found)
+        typer.echo(found[-1])
+
+
+def cost(arm: Arm, layers: int, rounds: int) -> tuple[str, str]:
+    """Return gigabytes (float32) between server and clients, and a client's passes over rows for sums.
+
+    Four of eight clients train in a round; a fit asks all, and they keep the body that it sends for the
+    next round. SCAFFOLD's variates are as large as the body.
+    """
+    first, rounds = int(arm.start != ""), rounds if arm.rate else 0
+    fits = {"never": 0, "last": min(1, rounds), "every": rounds}[arm.fit]
+    passes, sent = first + fits * len(arm.steps), rounds + max(0, rounds - first - max(0, fits - 1))
+    bodies = (8 * (first + fits) + 4 * sent) * layers * LAYER * (1 + arm.scaffold)
+    return ("-", "-") if arm.everyone else (f"{4e-9 * (bodies + 8 * passes * SUMS):.2f}", str(passes))
+
+
+def ahead(f1: Any, ours: str, arm: str) -> str:
+    """Return the mean by which ours is ahead of an arm, with half of its paired 95 % interval."""
+    from fedrot.simulations.report.summaries import paired_difference
+
+    found = paired_difference((f1[ours] - f1[arm]).dropna().tolist())
+    return "-" if arm == ours else f"{found.mean:+.3f} ± {found.smallest:.3f}"
+
+
+@app.command()
+def table(rows: Path, rounds: int = 5, layers: int = 3, pooling: str = "mean", ours: str = OURS) -> None:
+    """Print the best rival of every cell beside ours, and the means of all arms, from ROWS of `run`."""
+    import pandas
+
+    from fedrot.simulations.report.tables import pipe_table
+
+    lines = rows.suffix != ".parquet"
+    frame = pandas.read_json(rows, lines=True) if lines else pandas.read_parquet(rows)
+    wanted = (frame["pooling"] == pooling) & (frame["layers"] == layers) & (frame["rounds"] == rounds)
+    final = frame[wanted & frame["macro_f1"].notna()]
+    wide = {m: final.pivot_table(m, ["data", "skew", "seed"], "arm", observed=True) for m in METRICS}
+    f1, accuracy, cells, pooled = wide["macro_f1"], wide["accuracy"], [], []
+    for (data, skew), own in f1.groupby(["data", "skew"]):
+        mean = own.mean()
+        best = mean[[arm for arm in RIVALS if arm in own]].idxmax()
+        means = (f"{mean[arm]:.3f}" for arm in (best, ours))
+        more = (ahead(own, ours, arm) for arm in (best, "fedavg+fit"))
+        cells.append((data, f"{skew:g}" if skew else "IID", best, *means, *more))
+    for arm in f1.mean().sort_values(ascending=False).index:
+        values = tuple(f"{wide[metric][arm].mean():.3f}" for metric in METRICS)
+        kept = f"{(accuracy[arm] / accuracy.get('central', float('nan'))).mean():.3f}"
+        paid = cost(ARMS[arm], layers, rounds) if arm in ARMS else ("", "")
+        pooled.append((arm, *values, kept, *paid, ahead(f1, ours, arm)))
+    header = ("data", "skew", "best rival", "macro F1", "ours", "ahead of it", "ahead of FedAvg + fit")
+    typer.echo(pipe_table(header, cells, header[:3]))
+    header = ("arm", *METRICS, "share of central", "GB", "passes", "F1 of ours above")
+    typer.echo(pipe_table(header, pooled, header[:1]))
+
+
+if __name__ == "__main__":
+    app()

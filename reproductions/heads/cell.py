@@ -1,0 +1,107 @@
+"""Cells of the table: rows of a data set, and their division among clients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedrot.simulations.data.partition import PartitionError, parse_partition, split_clients
+
+Array = npt.NDArray[np.int64]
+
+CLIENTS, ROWS, TEST_ROWS, LENGTH, HELD_OUT = 8, 1600, 1000, 48, 0.25
+#: Rows of a client whose accuracy is counted: the worst of tiny clients would be one class's recall.
+FEWEST = 20
+#: Files of training and of test rows, the column of texts; splits of the test, if the files are one.
+SETS = {
+    "dair_emotion": ("emotion/dair_emotion", "emotion/dair_emotion", "text", ["test"]),
+    "crowdflower": ("emotion/crowdflower", "emotion/crowdflower", "text", ["test"]),
+    "isear": ("emotion/isear", "emotion/isear", "text", ["validation", "test"]),
+    "sst2": ("glue/sst2/train", "glue/sst2/validation", "sentence", []),
+    "goemotions": ("embedded/goemotions_ekman_train", "embedded/goemotions_ekman_test", "text", []),
+}
+
+
+class Cell:
+    """One division of rows among clients; a quarter of a client's rows, never its only one, is held out.
+
+    Attributes:
+        ids: token numbers, 0 is padding, ``[rows, tokens]``; ``labels``: the rows' classes.
+        client: the client of each of the first rows; the others are test rows.
+        seed: of the division, the batches and the first head.
+        training, held_out, test: numbers of rows.
+        counts: training rows by client and class, ``[clients, classes]``.
+    """
+
+    def __init__(self, ids: Array, labels: Array, client: Array, seed: int) -> None:
+        self.ids, self.labels, self.client, self.seed = ids, labels, client, seed
+        rng, rows = np.random.default_rng([seed, 1]), np.arange(len(client))
+        mixed = [rng.permutation(rows[client == number]) for number in range(CLIENTS)]
+        self.held_out = np.sort(np.concatenate([own[: round(HELD_OUT * len(own))] for own in mixed]))
+        self.training = np.setdiff1d(rows, self.held_out)
+        self.test, self.classes = np.arange(len(client), len(labels)), int(labels.max()) + 1
+        self.counts = self.counted(self.training)
+
+    def counted(self, rows: Array) -> Array:
+        """Return the numbers of some rows by client and class, ``[clients, classes]``."""
+        own = [self.labels[rows[self.client[rows] == number]] for number in range(CLIENTS)]
+        return np.stack([np.bincount(labels, minlength=self.classes) for labels in own])
+
+    def batches(self, number: int) -> list[Array]:
+        """Return each client's training rows in the order of a round."""
+        rows = np.random.default_rng([self.seed, 2, number + 100]).permutation(self.training)
+        return [rows[self.client[rows] == client] for client in range(CLIENTS)]
+
+    def worst(self, guess: Array) -> float:
+        """Return the worst client's accuracy: recalls of test rows, weighted by its own rows."""
+        from sklearn.metrics import recall_score
+
+        truth, classes = self.labels[self.test], range(self.classes)
+        recall = recall_score(truth, guess, labels=classes, average=None, zero_division=0)
+        counts = self.counted(np.arange(len(self.client)))
+        counts = counts[counts.sum(1) >= FEWEST]
+        return float((counts @ recall / counts.sum(1)).min())
+
+
+def load(name: str, skew: float, seed: int, folder: Path, tokenizer: Path) -> Cell:
+    """Return a cell of the data card's Parquet files; all seeds have the same test rows."""
+    from tokenizers import Tokenizer
+
+    train_file, test_file, column, splits = SETS[name]
+    texts, labels = _read(folder / f"{train_file}.parquet", column, ["train"])
+    test, test_labels = _read(folder / f"{test_file}.parquet", column, splits)
+    rows = np.random.default_rng([seed, 0]).choice(len(texts), ROWS, replace=False)
+    chosen = np.random.default_rng(0).permutation(len(test))[:TEST_ROWS]
+    reader = Tokenizer.from_file(str(tokenizer))
+    reader.enable_truncation(LENGTH)
+    reader.enable_padding(length=LENGTH)
+    ids = [row.ids for row in reader.encode_batch([*texts[rows], *test[chosen]])]
+    every = np.concatenate([labels[rows], test_labels[chosen]])
+    return Cell(np.array(ids), every, divided(labels[rows], skew, seed), seed)
+
+
+def _read(path: Path, column: str, splits: list[str]) -> tuple[npt.NDArray[Any], Array]:
+    """Return texts and classes; rows of several classes are left out."""
+    import pandas
+
+    table = pandas.read_parquet(path)
+    table = table[table["split"].isin(splits)] if "split" in table else table
+    if "label" not in table:
+        flags = table.select_dtypes("bool").to_numpy()
+        table = table.assign(label=flags.argmax(1))[flags.sum(1) == 1]
+    return table[column].to_numpy(object), table["label"].to_numpy(np.int64)
+
+
+def divided(labels: Array, skew: float, seed: int) -> Array:
+    """Return each row's client, by Dirichlet(skew) or, if 0, in equal parts; every client has rows."""
+    division, client = parse_partition(f"dirichlet:{skew}" if skew else "iid"), np.zeros_like(labels)
+    while True:
+        try:
+            for number, part in enumerate(split_clients(labels, {}, division, CLIENTS, seed)):
+                client[part] = number
+            return client
+        except PartitionError:
+            seed += 1000

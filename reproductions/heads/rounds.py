@@ -1,0 +1,62 @@
+"""Arms through the same rounds: local training, averages, fitted heads, refused rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reproductions.heads.arms import Arm
+from reproductions.heads.cell import CLIENTS
+from reproductions.heads.federation import Federation, Model, epoch
+
+
+def average(
+    federation: Federation, arm: Arm, flat: Tensor, variates: list[Tensor], number: int
+) -> Tensor:
+    """Return the average of half of the clients; SCAFFOLD's variates, the server's last, are updated."""
+    cell, ends, server = federation.cell, [], variates[-1]
+    rng, batches = np.random.default_rng([cell.seed, 3, number]), cell.batches(number)
+    clients = sorted(rng.choice(CLIENTS, CLIENTS // 2, replace=False).tolist())
+    if arm.everyone:
+        return epoch(federation.loss, flat, rng.permutation(np.concatenate(batches)), arm)[0]
+    for client in clients:
+        shift = -(np.maximum(cell.counts[client], 1e-8) ** -0.25) * arm.shifted
+        loss = partial(federation.loss, offset=torch.from_numpy(shift).float())
+        correction = server - variates[client] if arm.scaffold else 0.0
+        end, gradient = epoch(loss, flat, batches[client], arm, correction)
+        ends.append(end)
+        variates[-1] = variates[-1] + (gradient - variates[client]) / CLIENTS
+        variates[client] = gradient
+    return federation.mean(ends, clients)
+
+
+def candidates(
+    federation: Federation, arm: Arm, old: Model, new: Tensor, last: bool
+) -> dict[str, Model]:
+    """Return the models from which a round takes the one with the lowest held-out loss, by name."""
+    if arm.fit != "every" and not (last and arm.fit == "last"):
+        return {"1": federation.evaluate(new)}
+    bodies = {f"{step:g}": old.flat.lerp(new, step) for step in arm.steps}
+    found = {name: federation.evaluate(body, arm.head) for name, body in bodies.items()}
+    found |= {"head": federation.evaluate(new)} if arm.keep else {}
+    return {"old": old, **found} if arm.old else found
+
+
+def play(federation: Federation, arm: Arm, rounds: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each round, the last with measures of test rows; of untrained arms for round 0."""
+    model = federation.evaluate(federation.start, arm.start)
+    if not arm.rate:
+        yield {"round": 0, "held_loss": model.losses.mean(), **federation.measure(model)}
+    variates = [torch.zeros_like(model.flat)] * (CLIENTS + 1)
+    for number in range(1, rounds + 1) if arm.rate else ():
+        new = average(federation, arm, model.flat, variates, number)
+        found = candidates(federation, arm, model, new, number == rounds)
+        taken = min(found, key=lambda name: found[name].losses.mean())
+        model = found[taken]
+        measures = federation.measure(model) if number == rounds else {}
+        yield {"round": number, "taken": taken, "held_loss": model.losses.mean(), **measures}

@@ -81,11 +81,8 @@ class Aligned(ReplyStrategy):
         self.alignment = alignment
         self.other_bases = OtherBases(other_basis) if other_basis is not None else None
         other = self.other_bases.options if self.other_bases is not None else None
-        self.comparison = (
-            comparison_of(guard, alignment, other, aggregates=self.aggregation is not None)
-            if guard is not None
-            else None
-        )
+        aggregates = self.aggregation is not None
+        self.comparison = comparison_of(guard, alignment, other, aggregates=aggregates)
 
     def summary(self) -> None:
         """Log what is aligned, then the summary of ``ReplyStrategy`` and of the base strategy."""

@@ -50,12 +50,7 @@ _SERVER_SIDE = (
 
 
 def check_described(name: str, given: object, align: bool) -> None:
-    """Check that a symmetry or a transformers configuration is given; without ``align`` None is allowed.
-
-    Raises:
-        FedrotError: ``given`` has another type; the error says what to write instead.
-        SymmetryError: the architecture is not supported.
-    """
+    """Check that a supported model is described; without ``align`` None is allowed."""
     if isinstance(given, Symmetry) or (given is None and not align):
         return
     to_dict = getattr(given, "to_dict", None)
@@ -128,12 +123,7 @@ def check_initial_arrays(arrays: object, described: object, align: bool) -> None
 
 
 def check_numbers(strategy: object, num_rounds: object) -> None:
-    """Check numbers of a run's configuration; with wrong numbers Flower fails late, or waits for ever.
-
-    Raises:
-        FedrotError: the rounds or a minimum of nodes are not a whole number, or a fraction is not from
-            0 to 1.
-    """
+    """Check numbers of a run's configuration; with wrong ones Flower fails late, or waits for ever."""
     wholes = ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")
     found = {"num_rounds": num_rounds, **{name: getattr(strategy, name, 0) for name in wholes}}
     for name, value in found.items():

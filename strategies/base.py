@@ -26,14 +26,12 @@ from fedrot.strategies.reporting.rows import (
     reporting_evaluations,
 )
 from fedrot.strategies.reporting.verdict import NOBODY, OFF, empty_rounds, run_lines
-from fedrot.strategies.resume.checkpoints import Checkpoints
 from fedrot.strategies.resume.run import run
 from fedrot.strategies.round.aligner import Aligner
 from fedrot.strategies.round.inbox import Asked, Inbox, readable_evaluations, sent_by
 from fedrot.strategies.round.merge import Aggregated, Averaged, Listed, Merge, Wrapped
-from fedrot.strategies.round.order import Order, by_client, by_contents
 from fedrot.strategies.round.outbox import common_model, plain, to_send
-from fedrot.strategies.round.play import play
+from fedrot.strategies.round.play import Order, by_client, by_contents, play
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Moved, Schema
 from fedrot.strategies.settings import Checkpointing, Reporting, Server
@@ -84,7 +82,7 @@ class ReplyStrategy(Strategy):
         self.server = server or Server()
         self.reporting = reporting or Reporting()
         self._device = checked_device(self.server.device)
-        self.checkpoints = Checkpoints(checkpoints.folder, checkpoints.keep) if checkpoints else None
+        self.checkpoints = checkpoints
         self._broadcast = ArrayRecord()
         self._config = ConfigRecord()
         self._grid: Grid | None = None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from torch import Tensor, nn
 
 from fedrot.alignment import Alignment, align, alignment_of
@@ -117,7 +117,7 @@ def _learned(
 
 def request(
     anchor: Tensors,
-    update: ArrayRecord | Tensors,
+    update: Tensors,
     config: ConfigRecord,
     node: int,
     *,
@@ -125,18 +125,13 @@ def request(
     learn: bool = False,
 ) -> Message:
     """Return the message that asks a node to match its update to an anchor, or to learn rotations."""
-    sent = update if isinstance(update, ArrayRecord) else to_arrays(update)
     told = ConfigRecord({**config, CANONICAL: canonical_form, LEARN: learn})
-    content = RecordDict({ANCHOR: to_arrays(anchor), UPDATE: sent, "config": told})
+    content = RecordDict({ANCHOR: to_arrays(anchor), UPDATE: to_arrays(update), "config": told})
     return Message(content, dst_node_id=node, message_type=MESSAGE_TYPE)
 
 
 def read_moves(message: Message, symmetry: Symmetry) -> tuple[Move, ...]:
-    """Return the moves of a client's answer.
-
-    Raises:
-        UpdateError: the client failed, or a tensor of its answer is not an element of the symmetry.
-    """
+    """Return the moves of a client's answer; raises ``UpdateError`` unless all are of the symmetry."""
     if message.has_error():
         raise UpdateError(failure_of(message, "fedrot.strategies.match_at_client"))
     record = message.content.array_records.get(ELEMENTS)
@@ -146,7 +141,15 @@ def read_moves(message: Message, symmetry: Symmetry) -> tuple[Move, ...]:
         elements = from_arrays(record)
     except UpdateError as error:
         raise UpdateError(f"the elements cannot be decoded: {error}") from error
-    return _moves(elements, symmetry)
+    groups, moves = {group.name: group for group in symmetry.groups}, list[Move]()
+    for name, element in elements.items():
+        found = groups.get(name)
+        if found is None or not found.kind.contains(element):
+            raise UpdateError(f"the tensor '{name}' is not an element of the model's symmetry.")
+        # The server's elements are in float64, and elements compose only in one dtype.
+        moves.append(Move(found, element.double() if element.is_floating_point() else element))
+    # Head permutations must come before elements inside heads.
+    return tuple(sorted(moves, key=lambda move: bool(move.group.within)))
 
 
 def alignment_by(
@@ -157,16 +160,3 @@ def alignment_by(
         update, anchor = (canonical(tensors, symmetry) for tensors in (update, anchor))
     found = alignment_of(moves, update, anchor, symmetry)
     return replace(found, canonical=symmetry.rotates)
-
-
-def _moves(elements: Mapping[str, Tensor], symmetry: Symmetry) -> tuple[Move, ...]:
-    groups = {group.name: group for group in symmetry.groups}
-    moves: dict[str, Move] = {}
-    for name, element in elements.items():
-        found = groups.get(name)
-        if found is None or not found.kind.contains(element):
-            raise UpdateError(f"the tensor '{name}' is not an element of the model's symmetry.")
-        # The server's elements are in float64, and elements compose only in one dtype.
-        moves[found.name] = Move(found, element.double() if element.is_floating_point() else element)
-    # Head permutations must come before elements inside heads.
-    return tuple(sorted(moves.values(), key=lambda move: bool(move.group.within)))

@@ -1,43 +1,11 @@
-"""Flower's internals that fedrot uses, with the reason and the tested versions of Flower.
-
-=========================  =======================================================  =============
-function or constant       internal, and why it is used                             tested with
-=========================  =======================================================  =============
-``metrics_function``,      ``FedAvg.train_metrics_aggr_fn``: the function that      1.41 to 1.43
-``without_metrics``        aggregates training metrics has no public accessor.
-``transient_attributes``   ``current_arrays``: some strategies store the broadcast  1.41 to 1.43
-                           model, which a checkpoint need not repeat.
-``callers``                The call stack: no public API tells a strategy which     1.41 to 1.43
-                           strategy wraps and calls it.
-``inner_mods``             Closure cells of ``make_ffn``: no public API tells a     1.41 to 1.43
-                           mod which mods run between it and the client.
-``UNNAMED_MODEL``,         Record names of the legacy workflows: tensors in these   1.41 to 1.43
-``SECURE_AGGREGATION``     messages have no names, or will be masked.
-``NUMPY``                  ``SType``: the ``stype`` of Flower's own arrays has no   1.41 to 1.43
-                           public name.
-``UNREADABLE``,            Errors of ``Grid.pull_messages`` for a malformed         1.41 to 1.43,
-``unavailable``            reply, and the error reply that replaces the reply.      protobuf 6
-``failure_of``              "function registered", in the error of an app without the    1.41 to 1.43
-                           action that a message asks for.
-``clips_zero``             ``get_norm`` of the privacy wrappers, which divide by    1.41 to 1.43
-                           the norm of the change; without a change it is 0.
-``equal_weights``          ``accountant``: a privacy wrapper with an accountant     1.41 to 1.43
-                           raises if clients have different weights.
-``set_broadcast``          ``current_arrays``: strategies subtract the broadcast    1.41 to 1.43
-                           model, which must be in the mean's coordinates.
-``figures_of``             ``train_loss_key``, ``KEY_NORM_BIT``: a strategy ends    1.41 to 1.43
-                           the run if a reply lacks such a metric.
-``outside_of_the_engine``  ``TaskIdentity``: messages cannot be made in a process   1.41 to 1.43
-                           without a run of Flower's engine.
-=========================  =======================================================  =============
-"""
+"""Flower's internals that fedrot uses, and why; tested with Flower 1.41 to 1.43 and protobuf 6."""
 
 from __future__ import annotations
 
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -65,18 +33,16 @@ MetricsFunction = Callable[[list[RecordDict], str], MetricRecord]
 #: The legacy workflows' record of the model, without names, shapes and dtypes.
 UNNAMED_MODEL = "fitins.parameters"
 
-#: The record that marks a message of secure aggregation (``secaggplus_constants``).
+#: The record that marks a message of secure aggregation, whose tensors will be masked.
 SECURE_AGGREGATION = "secaggplus_configs"
 
-#: The ``stype`` of Flower's own arrays.
+#: The ``stype`` of Flower's own arrays, which has no public name.
 NUMPY = SType.NUMPY
 
-#: Errors for a malformed reply; transport errors have other classes.
+#: Errors of ``Grid.pull_messages`` for a malformed reply; transport errors have other classes.
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, AssertionError, DecodeError)
 
 _NO_ACTION = "function registered with name"
-
-_METRICS_FUNCTION = "train_metrics_aggr_fn"
 
 _REMEMBER_THE_BROADCAST = (
     FedAdagrad,
@@ -89,28 +55,35 @@ _REMEMBER_THE_BROADCAST = (
 
 
 def metrics_function(strategy: Strategy) -> MetricsFunction:
-    """Return the function by which a strategy aggregates the clients' training metrics."""
-    return vars(strategy)[_METRICS_FUNCTION]
+    """Return the function that aggregates the clients' training metrics: it has no public accessor."""
+    return vars(strategy)["train_metrics_aggr_fn"]
 
 
 @contextmanager
-def without_metrics(strategy: Strategy) -> Iterator[None]:
-    """Turn off a strategy's aggregation of training metrics inside the ``with`` block."""
-    before = metrics_function(strategy)
-    vars(strategy)[_METRICS_FUNCTION] = lambda *_: MetricRecord()
+def _replaced(holder: object, **values: object) -> Iterator[None]:
+    """Replace attributes inside the ``with`` block."""
+    before = {name: getattr(holder, name) for name in values}
     try:
+        for name, value in values.items():
+            setattr(holder, name, value)
         yield
     finally:
-        vars(strategy)[_METRICS_FUNCTION] = before
+        for name, value in before.items():
+            setattr(holder, name, value)
+
+
+def without_metrics(strategy: Strategy) -> AbstractContextManager[None]:
+    """Turn off a strategy's aggregation of training metrics inside the ``with`` block."""
+    return _replaced(strategy, train_metrics_aggr_fn=lambda *_: MetricRecord())
 
 
 def transient_attributes(strategy: Strategy) -> frozenset[str]:
-    """Return the attributes that Flower's strategy sets in every round."""
+    """Return the attributes with the broadcast model, which a checkpoint need not repeat."""
     return frozenset({"current_arrays"} if isinstance(strategy, _REMEMBER_THE_BROADCAST) else ())
 
 
 def set_broadcast(strategy: Strategy, make: Callable[[], ArrayRecord]) -> None:
-    """Replace the stored broadcast model in a strategy and its wrapped strategy, if they store one."""
+    """Replace the broadcast model that a strategy, or its wrapped strategy, subtracts from the mean."""
     both = (strategy, getattr(strategy, "strategy", None))
     comparing = [one for one in both if getattr(one, "current_arrays", None) is not None]
     if not comparing:
@@ -123,32 +96,29 @@ def set_broadcast(strategy: Strategy, make: Callable[[], ArrayRecord]) -> None:
             vars(one)["current_arrays"] = {name: array.numpy() for name, array in arrays.items()}
 
 
-@contextmanager
-def clips_zero() -> Iterator[None]:
-    """Let privacy wrappers clip an update that equals the broadcast model inside the ``with`` block."""
-    before = differential_privacy.get_norm
+def clips_zero() -> AbstractContextManager[None]:
+    """Let privacy wrappers, which divide by the norm of the change, clip an update without a change."""
+    norm = differential_privacy.get_norm
     # Positive, but below every norm of float32 entries: such an update is not clipped.
-    differential_privacy.get_norm = lambda input_arrays: before(input_arrays) or sys.float_info.min
-    try:
-        yield
-    finally:
-        differential_privacy.get_norm = before
+    return _replaced(
+        differential_privacy, get_norm=lambda input_arrays: norm(input_arrays) or sys.float_info.min
+    )
 
 
 def equal_weights(strategy: Strategy) -> bool:
-    """Return whether a strategy accepts only clients of equal weight."""
+    """Return whether a strategy accepts only clients of equal weight, for its privacy accountant."""
     return getattr(strategy, "accountant", None) is not None
 
 
 def figures_of(strategy: object) -> dict[str, float]:
-    """Return the metrics of replies that a strategy uses, each with its largest accepted value."""
+    """Return the metrics without which a strategy ends the run, each with its largest accepted value."""
     loss = getattr(strategy, "train_loss_key", None)
     clipped = isinstance(strategy, DifferentialPrivacyClientSideAdaptiveClipping)
     return ({loss: LARGEST_WEIGHT} if loss else {}) | ({KEY_NORM_BIT: 1.0} if clipped else {})
 
 
 def callers() -> Iterator[object]:
-    """Yield the objects whose methods are on the call stack, innermost first."""
+    """Yield the objects whose methods are on the call stack: a wrapped strategy can find its wrapper."""
     frame = inspect.currentframe()
     while frame is not None:
         if "self" in frame.f_locals:
@@ -159,10 +129,7 @@ def callers() -> Iterator[object]:
 def inner_mods(call_next: Any) -> Iterator[Any]:
     """Yield the mods between a mod and the client, without ``partial`` and ``functools.wraps``.
 
-    The iterator ends at the first callable that ``make_ffn`` has not built.
-
-    Args:
-        call_next: the callable that the mod was given.
+    The iterator ends at the first callable that ``make_ffn`` has not built, from ``call_next`` on.
     """
     link = call_next
     while True:
@@ -176,18 +143,9 @@ def inner_mods(call_next: Any) -> Iterator[Any]:
         yield mod
 
 
-@contextmanager
-def outside_of_the_engine() -> Iterator[None]:
+def outside_of_the_engine() -> AbstractContextManager[None]:
     """Allow messages to be made inside the ``with`` block, in a process without Flower's engine."""
-    names = ("_task_id", "_run_id", "_node_id")
-    before = {name: getattr(TaskIdentity, name) for name in names}
-    try:
-        for name in names:
-            setattr(TaskIdentity, name, 1)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(TaskIdentity, name, value)
+    return _replaced(TaskIdentity, _task_id=1, _run_id=1, _node_id=1)
 
 
 def failure_of(reply: Message, call: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, overload
+from typing import Any
 
 from flwr.app import Message, Metadata
 from flwr.serverapp import Grid
@@ -53,19 +53,10 @@ class Replies(Sequence[Message]):
         asked, self.asked = self.asked, {}
         return self._fetch(asked)
 
-    def __iter__(self) -> Iterator[Message]:
-        return iter(self._all())
-
     def __len__(self) -> int:
         return len(self._all())
 
-    @overload
-    def __getitem__(self, index: int) -> Message: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Message]: ...
-
-    def __getitem__(self, index: int | slice) -> Message | list[Message]:
+    def __getitem__(self, index: Any) -> Any:
         return self._all()[index]
 
     def _all(self) -> list[Message]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
+from fedrot.strategies.resume.checkpoints import Checkpointing as Checkpointing
 from fedrot.strategies.wire.arrays import PRECISIONS
 
 
@@ -94,23 +95,6 @@ class Server:
             raise FedrotError(f"min_replies is {self.min_replies}; it must be at least 1.")
         if self.wire is not None and self.wire not in PRECISIONS:
             raise FedrotError(f"wire is {self.wire!r}; choose from {', '.join(map(str, PRECISIONS))}.")
-
-
-@dataclass(frozen=True)
-class Checkpointing:
-    """Where the run writes checkpoints, see docs/how-to/checkpoints.md.
-
-    If the folder has checkpoints, the run resumes after the newest valid one.
-
-    Example: ``FedRot(config, checkpoints=Checkpointing("runs/tuesday"))``.
-
-    Attributes:
-        folder: the folder for a checkpoint after every round; may be empty or missing.
-        keep: number of newest checkpoints to keep.
-    """
-
-    folder: str | Path
-    keep: int = 3
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,6 @@ def verdict(
     sentence gives the share of the whole distance that was removed.
 
     Args:
-        reports: of all aligned replies.
         accepted: number of replies in the average.
         aligned: False if alignment is off.
         other_basis: number of replies from another basis.
@@ -167,13 +166,7 @@ def _removed(reports: Sequence[AlignmentReport], other_basis: int) -> str:
 def run_lines(
     rounds: Mapping[int, Mapping[str, Any]], verdicts: Mapping[int, str], rows: Path | None = None
 ) -> list[str]:
-    """Return the last lines of a run's log.
-
-    Args:
-        rounds: the training metrics by round, ``Result.train_metrics_clientapp``.
-        verdicts: by round; the first and the last are repeated.
-        rows: the file of rows, None if there is none.
-    """
+    """Return the last lines of a run's log, given the training metrics and verdicts by round."""
     moved = [metrics[MOVED] > 0 for metrics in rounds.values() if MOVED in metrics]
     lines = []
     if moved:
@@ -191,11 +184,7 @@ def run_lines(
 
 
 def empty_rounds(verdicts: Mapping[int, str]) -> str:
-    """Return a line about the rounds without a new model, empty if there are none.
-
-    Args:
-        verdicts: of all rounds.
-    """
+    """Return a line about the rounds without a new model, empty if there are none."""
     without = [number for number, said in verdicts.items() if said.startswith((NOBODY, _LOST))]
     if not without:
         return ""

@@ -1,4 +1,4 @@
-"""``Checkpoints``: a folder of checkpoints; a checkpoint is written completely or not at all."""
+"""``Checkpointing``: a folder of checkpoints; a checkpoint is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -12,24 +12,20 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from logging import INFO, WARNING
+from logging import WARNING
 from pathlib import Path
 from typing import Any
 
-import flwr
 import numpy as np
 import safetensors.numpy
 import safetensors.torch
-import torch
 from filelock import FileLock, Timeout
-from flwr.app import ArrayRecord
 from flwr.common import log
 from flwr.serverapp.strategy import Result
 from safetensors import SafetensorError
 from torch import Tensor
 
-import fedrot
-from fedrot._io import NO_LOCKS, sync
+from fedrot._io import NO_LOCKS, replacing, sync
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.resume.state import RunState
 from fedrot.strategies.resume.values import decode, encode
@@ -39,29 +35,41 @@ _FORMAT = 1
 _MODEL, _STATE, _ABOUT = "model.safetensors", "state.safetensors", "checkpoint.json"
 _LOCK = ".lock"
 _NAME = re.compile(r"round-(\d{6,})")
-_UNFINISHED = ".writing-"
+#: The temporary names of ``replacing``.
+_UNFINISHED = re.compile(r"\.round-\d{6,}\.\d+")
 _METRICS = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state after a round: the model, the result so far, and arguments of ``RunState.restore``."""
+    """The result after a round, with the model, and arguments of ``RunState.restore``."""
 
     folder: Path
     round: int
-    arrays: ArrayRecord
     result: Result
     state: dict[str, Any]
     state_arrays: dict[str, np.ndarray]
 
 
-class Checkpoints:
+class Checkpointing:
     """Writes and reads the checkpoints of one run, ``folder/round-000001`` and so on.
+
+    If the folder has checkpoints, the run resumes after the newest valid one, see
+    docs/how-to/checkpoints.md.
+
+    Example: ``FedRot(config, checkpoints=Checkpointing("runs/tuesday"))``.
 
     A checkpoint is a folder of three files: ``model.safetensors`` with the global model under its own
     names and in C order, ``state.safetensors`` with the arrays of the run's state, and
-    ``checkpoint.json`` with the metrics of all rounds, the other state, which tensors are tied, the
-    versions, and the SHA-256 digests of all three. Only the newest ``keep`` checkpoints are kept.
+    ``checkpoint.json`` with the metrics of all rounds, the other state, which tensors are tied, and the
+    SHA-256 digests of all three.
+
+    Args:
+        folder: the folder for a checkpoint after every round; may be empty or missing.
+        keep: number of newest checkpoints to keep.
+
+    Raises:
+        FedrotError: ``keep`` is below 1.
     """
 
     def __init__(self, folder: str | Path, keep: int = 3) -> None:
@@ -95,23 +103,22 @@ class Checkpoints:
 
     def _clear(self) -> None:
         """Remove unfinished checkpoints, and check that all checkpoints are folders."""
-        unfinished = [
-            p for p in _entries(self.folder) if _NAME.fullmatch(p.name.removeprefix(_UNFINISHED))
-        ]
-        for path in unfinished:
+        for path in _entries(self.folder):
+            unfinished = _UNFINISHED.fullmatch(path.name)
+            if not unfinished and not _NAME.fullmatch(path.name):
+                continue
             if path.is_symlink() or not path.is_dir():
                 raise FedrotError(
                     f"'{path}' has the name of a checkpoint, but is a file or a link. Move it, or write "
                     "to another folder."
                 )
-        try:
-            for path in unfinished:
-                if path.name.startswith(_UNFINISHED):
+            if unfinished:
+                try:
                     shutil.rmtree(path)
-        except OSError as error:
-            raise _not_writable(self.folder, error) from error
+                except OSError as error:
+                    raise _not_writable(self.folder, error) from error
 
-    def save(self, number: int, arrays: ArrayRecord, result: Result, state: RunState) -> Path:
+    def save(self, number: int, result: Result, state: RunState) -> Path:
         """Write the checkpoint of a round, then remove old checkpoints; call it inside ``writing``.
 
         Raises:
@@ -119,14 +126,12 @@ class Checkpoints:
                 cannot be removed.
         """
         target = self._path(number)
-        temporary = self.folder / f"{_UNFINISHED}{target.name}"
         try:
-            temporary.mkdir()
-            _write(temporary, number, arrays, result, state)
-            if target.exists():  # A damaged checkpoint: the run resumed from an earlier one.
-                shutil.rmtree(target)
-            temporary.rename(target)
-            sync(self.folder)
+            with replacing(target) as temporary:
+                temporary.mkdir()
+                _write(temporary, number, result, state)
+                if target.exists():  # A damaged checkpoint: the run resumed from an earlier one.
+                    shutil.rmtree(target)
             for old in [r for r in self.rounds() if r <= number][: -self.keep]:
                 shutil.rmtree(self._path(old))
         except (OSError, SafetensorError, UpdateError) as error:
@@ -134,19 +139,17 @@ class Checkpoints:
                 f"The checkpoint of round {number} cannot be written to '{self.folder}': {error}. The "
                 "run stops here. Earlier checkpoints are complete; resume from them."
             ) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
         return target
 
     def newest(self) -> Checkpoint:
         """Return the newest valid checkpoint; log a warning for each newer, damaged one.
 
         Raises:
-            FedrotError: there is no valid checkpoint, or it has another version of this format.
+            FedrotError: there is no valid checkpoint in this format.
         """
         for number in reversed(self.rounds()):
             try:
-                return _read(self._path(number))
+                return _read(self._path(number), number)
             except _DamagedError as error:
                 log(WARNING, "The checkpoint '%s' cannot be used: %s", self._path(number), error)
         raise FedrotError(
@@ -155,11 +158,7 @@ class Checkpoints:
         )
 
     def _path(self, number: int) -> Path:
-        return self.folder / _folder_name(number)
-
-
-def _folder_name(number: int) -> str:
-    return f"round-{number:06d}"
+        return self.folder / f"round-{number:06d}"
 
 
 class _DamagedError(Exception):
@@ -167,11 +166,7 @@ class _DamagedError(Exception):
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Return the files and folders in a folder.
-
-    Raises:
-        FedrotError: the folder cannot be read.
-    """
+    """Return the files and folders in a folder."""
     try:
         return list(folder.iterdir())
     except OSError as error:
@@ -185,17 +180,16 @@ def _not_writable(folder: Path, error: OSError) -> FedrotError:
     )
 
 
-def _write(folder: Path, number: int, arrays: ArrayRecord, result: Result, state: RunState) -> None:
+def _write(folder: Path, number: int, result: Result, state: RunState) -> None:
+    arrays = result.arrays
     tensors = _unshared(from_arrays(arrays))
     bulk: dict[str, np.ndarray] = {}
-    encoded = state.encoded(bulk)
-    about = {
+    about: dict[str, Any] = {
         "format": _FORMAT,
-        "versions": _versions(),
         "round": number,
         "metrics": {name: encode(getattr(result, name), name, bulk) for name in _METRICS},
         "tied": {name: a.data.decode() if a.stype == TIED else name for name, a in arrays.items()},
-        "state": encoded,
+        "state": state.encoded(bulk),
     }
     safetensors.torch.save_file(tensors, folder / _MODEL)
     safetensors.numpy.save_file(bulk, folder / _STATE)
@@ -210,33 +204,21 @@ def _write(folder: Path, number: int, arrays: ArrayRecord, result: Result, state
     sync(folder)
 
 
-def _read(folder: Path) -> Checkpoint:
-    """Read a checkpoint.
-
-    Raises:
-        _DamagedError: a file is changed, missing or a link.
-        FedrotError: the checkpoint has another version of this format.
-    """
+def _read(folder: Path, number: int) -> Checkpoint:
+    """Return a checkpoint; raises ``_DamagedError`` if a file is changed, missing or a link."""
     try:
         about = _verified(folder)
         if about["format"] != _FORMAT:
-            raise FedrotError(
-                f"'{folder}' was written by fedrot {about['versions']['fedrot']} in format "
-                f"{about['format']}; this version of fedrot reads format {_FORMAT}."
-            )
-        _compare(about["versions"])
+            raise _DamagedError(f"It is in format {about['format']}; this fedrot reads {_FORMAT}.")
         bulk = safetensors.numpy.load_file(folder / _STATE)
         tensors = safetensors.torch.load_file(folder / _MODEL)
-        arrays = to_arrays({name: tensors[tied] for name, tied in about["tied"].items()})
-        result = Result(arrays=arrays)
+        result = Result(to_arrays({name: tensors[tied] for name, tied in about["tied"].items()}))
         for name in _METRICS:
             setattr(result, name, decode(about["metrics"][name], bulk))
         state = {key: about["state"][key] for key in ("strategy", "entries", "random")}
-        if folder.name != _folder_name(about["round"]):
+        if about["round"] != number:
             raise _DamagedError(f"It is of round {about['round']!r:.60}.")
-        return Checkpoint(folder, about["round"], arrays, result, state, bulk)
-    except FedrotError:
-        raise
+        return Checkpoint(folder, number, result, state, bulk)
     except OSError as error:
         raise _DamagedError(f"{error}.") from error
     except (ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
@@ -273,11 +255,7 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Make a folder, and hold its lock, which ends with the process; the lock file names the process.
-
-    Raises:
-        FedrotError: another run holds the lock, or folder or lock cannot be made.
-    """
+    """Make a folder, and hold its lock, which ends with the process; the lock file names the process."""
     path = folder / _LOCK
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
         raise FedrotError(f"'{path}' is a link or a folder, not a lock file of fedrot. Remove it.")
@@ -312,17 +290,3 @@ def _digest(path: Path) -> str:
 
 def _json_digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, allow_nan=False).encode()).hexdigest()
-
-
-def _versions() -> dict[str, str]:
-    packages = {module.__name__: str(module.__version__) for module in (fedrot, flwr, torch, np)}
-    return {"python": platform.python_version(), **packages}
-
-
-def _compare(written: Mapping[str, str]) -> None:
-    """Log the packages whose versions have changed since the checkpoint was written."""
-    here = _versions()
-    names = [name for name, then in written.items() if here.get(name) != then]
-    changed = [f"{name} {written[name]} -> {here.get(name)}" for name in names]
-    if changed:
-        log(INFO, "Resuming with other versions, results may differ: %s", ", ".join(changed))

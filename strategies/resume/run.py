@@ -16,7 +16,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from fedrot.errors import FedrotError
 from fedrot.strategies.reporting.rows import Evaluate
-from fedrot.strategies.resume.checkpoints import Checkpoints
+from fedrot.strategies.resume.checkpoints import Checkpointing
 from fedrot.strategies.resume.state import RunState
 
 Stop = Callable[[int, Result], bool]
@@ -33,7 +33,7 @@ def run(
     evaluate_fn: Evaluate | None = None,
     should_stop: Stop | None = None,
     *,
-    checkpoints: Checkpoints | None = None,
+    checkpoints: Checkpointing | None = None,
     resume: str | Path | None = None,
 ) -> Result:
     """Run a strategy by Flower's ``Strategy.start``, and write a checkpoint after every round.
@@ -101,21 +101,14 @@ class Run(Strategy):
     """A strategy in Flower's loop: finished rounds are read from a checkpoint, other rounds are saved.
 
     In a finished round no client is asked, and Flower receives the saved metrics, and in the last
-    finished round also the model. The random generators are restored at the end of this round.
-
-    Attributes:
-        strategy: runs the rounds that are not finished.
-        evaluate_fn: evaluates a round's model at the server.
-        state: of the strategy.
-        checkpoints: where to write.
-        done: the last finished round, 0 if there is none.
-        result: of the finished rounds and of the new rounds.
+    finished round, ``done``, also the model. The random generators are restored at the end of this
+    round. ``result`` is of the finished rounds and of the new rounds.
     """
 
     strategy: Strategy
     evaluate_fn: Evaluate | None
     state: RunState
-    checkpoints: Checkpoints | None
+    checkpoints: Checkpointing | None
     done: int
     result: Result
 
@@ -184,7 +177,7 @@ class Run(Strategy):
             self.state.restore_random()
         elif number > self.done and self.checkpoints is not None:
             started = time.time()
-            folder = self.checkpoints.save(number, self.result.arrays, self.result, self.state)
+            folder = self.checkpoints.save(number, self.result, self.state)
             log(INFO, "Checkpoint written to '%s' in %.2fs", folder, time.time() - started)
 
 
@@ -197,16 +190,10 @@ def _note(
     return metrics
 
 
-def _source(checkpoints: Checkpoints | None, resume: str | Path | None) -> Checkpoints | None:
-    """Return the checkpoints to resume from; None starts from round 1.
-
-    Raises:
-        FedrotError: the folder to write to has checkpoints, but is not the folder to resume from.
-    """
-    found = Checkpoints(resume) if resume is not None else None
+def _source(checkpoints: Checkpointing | None, resume: str | Path | None) -> Checkpointing | None:
+    """Return the checkpoints to resume from; None starts from round 1."""
+    found = Checkpointing(resume) if resume is not None else None
     if checkpoints is None:
-        if found is not None:
-            log(INFO, "No checkpoints are written: no folder for them was given.")
         return found
     used = checkpoints.rounds() != []
     same = found is not None and checkpoints.folder.resolve() == found.folder.resolve()
@@ -222,16 +209,12 @@ def _source(checkpoints: Checkpoints | None, resume: str | Path | None) -> Check
 
 
 def _restored(
-    source: Checkpoints, strategy: Strategy, initial: ArrayRecord, state: RunState
+    source: Checkpointing, strategy: Strategy, initial: ArrayRecord, state: RunState
 ) -> tuple[int, Result]:
-    """Return the last finished round and the result so far, and restore the state of the strategy.
-
-    Raises:
-        FedrotError: there is no checkpoint, or it has other tensors than the initial model.
-    """
+    """Return the last finished round and the result so far, and restore the state of the strategy."""
     found = source.newest()
     model_of = getattr(strategy, "model_of", lambda arrays: arrays)
-    both = model_of(found.arrays), model_of(initial)
+    both = model_of(found.result.arrays), model_of(initial)
     saved, ours = ({name: array.shape for name, array in arrays.items()} for arrays in both)
     different = sorted(name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name))
     if different:

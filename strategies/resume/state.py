@@ -18,9 +18,6 @@ from fedrot.errors import FedrotError
 from fedrot.strategies.flower_compat import transient_attributes
 from fedrot.strategies.resume.values import UnknownValueError, decode, encode
 
-#: Name of a strategy's class attribute: the names of attributes that checkpoints leave out.
-LEFT_OUT = "not_in_checkpoints"
-
 
 class RunState:
     """The state of a run, without the model, read from the strategy's attributes.
@@ -47,7 +44,7 @@ class RunState:
     ) -> None:
         self._strategy = strategy
         self._configs = {"train_config": train_config, "evaluate_config": evaluate_config}
-        self._start = {key: (value, _plain(value), _inside(value)) for key, value in self._entries()}
+        self._start = {key: (_plain(value), _parts(value)) for key, value in self._entries()}
         self._warned: set[tuple[str, str]] = set()
         self._random: dict[str, Any] = {}
 
@@ -63,7 +60,7 @@ class RunState:
                 continue
             if access is not None:
                 found.append((*key, {"within": coded}))
-            elif own or json.dumps(coded) != self._start.get(key, (None, None, {}))[1]:
+            elif own or json.dumps(coded) != self._start.get(key, (None,))[0]:
                 found.append((*key, {"value": coded}))
             arrays |= own
         generators = {
@@ -124,10 +121,8 @@ class RunState:
 
     def _warn_of(self, key: tuple[str, str], value: Any, error: UnknownValueError) -> None:
         """Warn once about an attribute that looks like state but is not saved."""
-        before, _, inside = self._start.get(key, (None, None, {}))
-        now = _inside(value)
-        changed = before is not value or inside.keys() != now.keys()
-        changed = changed or any(now[name] is not inside[name] for name in now)
+        _, before = self._start.get(key, (None, []))
+        changed = [*map(id, before)] != [*map(id, _parts(value))]
         looks_like_state = changed or isinstance(value, Collection) or _access(value) is not None
         if looks_like_state and key not in self._warned:
             log(
@@ -151,8 +146,8 @@ def _strategies(strategy: Strategy, path: str, seen: set[int]) -> Iterator[tuple
 
 
 def _left_out(strategy: Strategy) -> frozenset[str]:
-    names = {name for kind in type(strategy).__mro__ for name in vars(kind).get(LEFT_OUT, ())}
-    return transient_attributes(strategy) | names
+    named = (vars(kind).get("not_in_checkpoints", ()) for kind in type(strategy).__mro__)
+    return transient_attributes(strategy).union(*named)
 
 
 def _plain(value: Any) -> str | None:
@@ -165,9 +160,9 @@ def _plain(value: Any) -> str | None:
     return None if arrays else encoded
 
 
-def _inside(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object."""
-    return {} if isinstance(value, type) else dict(getattr(value, "__dict__", {}))
+def _parts(value: Any) -> list[Any]:
+    """Return an object and the values of its attributes."""
+    return [value, *getattr(value, "__dict__", {}).values()]
 
 
 def _access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import math
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,65 +14,70 @@ from torch import Tensor
 
 #: NumPy type codes that safetensors supports: booleans, integers and floats of up to eight bytes.
 _NUMBERS = "?bBhHiIlLqQefd"
-_RECORDS = {"arrays": ArrayRecord, "metrics": MetricRecord, "config": ConfigRecord}
 
 
 class UnknownValueError(TypeError):
     """A value, or a part of it, has a type that cannot be encoded."""
 
 
+def _of_array(array: Array) -> list[Any]:
+    return [array.dtype, list(array.shape), array.stype, np.frombuffer(array.data, np.uint8)]
+
+
+def _array(parts: list[Any]) -> Array:
+    dtype, shape, stype, data = parts
+    return Array(dtype, tuple(shape), stype, data.tobytes())
+
+
+def _of_tensor(tensor: Tensor) -> list[Any]:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), str(tensor.device), flat]
+
+
+def _tensor(parts: list[Any]) -> Tensor:
+    dtype, shape, device, flat = parts
+    return torch.from_numpy(flat).view(getattr(torch, dtype)).reshape(shape).to(device)
+
+
+#: By type that JSON lacks: functions that return a value of other types, and the value again.
+_CODES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    float: (lambda x: struct.pack(">d", x).hex(), lambda x: struct.unpack(">d", bytes.fromhex(x))[0]),
+    bytes: (bytes.hex, bytes.fromhex),
+    tuple: (list, tuple),
+    set: (list, set),
+    frozenset: (list, frozenset),
+    dict: (lambda items: [[*pair] for pair in items.items()], dict),
+    ArrayRecord: (dict, ArrayRecord),
+    MetricRecord: (dict, MetricRecord),
+    ConfigRecord: (dict, ConfigRecord),
+    Array: (_of_array, _array),
+    Tensor: (_of_tensor, _tensor),
+    np.generic: (np.asarray, lambda array: array[()]),
+}
+_DECODERS = {kind.__name__: decoder for kind, (_, decoder) in _CODES.items()}
+
+
 def encode(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
     """Return a value as JSON values, and add its arrays to ``arrays``.
 
-    Supported types: None, bool, int, float, str, bytes, NumPy arrays and scalars, torch tensors,
-    Flower's ``Array`` and records, and lists, tuples, sets and dictionaries, but no subclasses. A type
-    that JSON lacks becomes an object with one key, the name of the type. Arrays and tensors are not
-    copied if they are contiguous; their names in ``arrays`` contain ``path``.
+    Supported types: None, bool, int, float, str, lists, NumPy arrays, and those of ``_CODES``, but no
+    subclasses. A type that JSON lacks becomes an object with one key, the name of the type. Arrays and
+    tensors are not copied if they are contiguous; their names in ``arrays`` contain ``path``.
 
     Raises:
         UnknownValueError: the value has another type, or an array has a dtype that safetensors lacks.
     """
-
-    def keep(array: np.ndarray) -> str:
-        arrays[name := f"{len(arrays)}:{path}"] = array
-        return name
-
-    def inner(items: Any) -> list[Any]:
-        return [encode(item, f"{path}/{index}", arrays) for index, item in enumerate(items)]
-
-    def pairs(items: Any) -> list[Any]:
-        return [[encode(k, path, arrays), encode(v, f"{path}/{k}", arrays)] for k, v in items.items()]
-
-    kind = type(value)
+    kind: type = np.generic if isinstance(value, np.generic) else type(value)
     if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return value
-    if kind is float:
-        return {"float": struct.pack(">d", value).hex()}
-    if kind is bytes:
-        return {"bytes": base64.b64encode(value).decode()}
     if kind is list:
-        return inner(value)
-    if kind in (tuple, set, frozenset):
-        return {kind.__name__: inner(value)}
-    if kind is dict:
-        return {"dict": pairs(value)}
-    for name, record in _RECORDS.items():
-        if kind is record:
-            return {name: pairs(value)}
-    if kind is Array:
-        data = keep(np.frombuffer(value.data, np.uint8))
-        return {"array": [value.dtype, list(value.shape), value.stype, data]}
-    if isinstance(value, np.generic):
-        return {"scalar": encode(np.asarray(value), path, arrays)}
-    if kind is np.ndarray:
-        if value.dtype.char not in _NUMBERS or not value.dtype.isnative:
-            raise UnknownValueError(f"{path} is an array of {value.dtype}.")
-        return {"ndarray": keep(np.asarray(value, order="C"))}
-    if kind is Tensor:
-        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        dtype = str(value.dtype).removeprefix("torch.")
-        return {"tensor": [dtype, list(value.shape), str(value.device), keep(flat.numpy())]}
-    raise UnknownValueError(f"{path} is a {kind.__name__}.")
+        return [encode(item, path, arrays) for item in value]
+    if kind is np.ndarray and value.dtype.char in _NUMBERS and value.dtype.isnative:
+        arrays[name := f"{len(arrays)}:{path}"] = np.asarray(value, order="C")
+        return {"ndarray": name}
+    if kind not in _CODES:
+        raise UnknownValueError(f"{path} holds a {kind.__name__} that cannot be saved.")
+    return {kind.__name__: encode(_CODES[kind][0](value), path, arrays)}
 
 
 def decode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
@@ -82,25 +87,6 @@ def decode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, body),) = value.items()
-    if kind in ("dict", *_RECORDS):
-        made = {decode(k, arrays): decode(v, arrays) for k, v in body}
-        return _RECORDS[kind](made) if kind in _RECORDS else made
-    if kind in ("tuple", "set", "frozenset"):
-        return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](decode(body, arrays))
-    match kind:
-        case "float":
-            return struct.unpack(">d", bytes.fromhex(body))[0]
-        case "bytes":
-            return base64.b64decode(body)
-        case "array":
-            dtype, shape, stype, data = body
-            return Array(dtype, tuple(shape), stype, arrays[data].tobytes())
-        case "scalar":
-            return decode(body, arrays)[()]
-        case "ndarray":
-            return np.array(arrays[body], order="C")
-        case "tensor":
-            dtype, shape, device, data = body
-            flat = torch.from_numpy(np.array(arrays[data]))
-            return flat.view(getattr(torch, dtype)).reshape(shape).to(device)
-    raise UnknownValueError(f"'{kind}' is not a known kind of value.")
+    if kind == "ndarray":
+        return np.array(arrays[body], order="C")
+    return _DECODERS[kind](decode(body, arrays))

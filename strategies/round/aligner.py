@@ -60,13 +60,7 @@ class Aligner:
 
 @dataclass(frozen=True)
 class Plan:
-    """The symmetry, options and device of an aligned strategy; the same in every round.
-
-    Attributes:
-        symmetry: of the broadcast model.
-        options: what is aligned, and to which anchor.
-        device: the device for alignment and averaging.
-    """
+    """The symmetry, options and device of an aligned strategy; the same in every round."""
 
     symmetry: Symmetry
     options: AlignmentOptions
@@ -77,13 +71,8 @@ class ToAnchor(Aligner):
     """Aligns each update of one round to the round's anchor, ``rule``.
 
     On a GPU, with the anchors ``global`` and ``running``, an update is aligned layer by layer while it
-    is added to a mean on the GPU. Otherwise updates are aligned as a whole.
-
-    Args:
-        plan: what is aligned.
-        broadcast: the model that the clients received.
-        record: of the round.
-        shared: the mean that updates are added to before ``follow``; None with other aggregations.
+    is added to a mean on the GPU. Otherwise updates are aligned as a whole. Updates are added to the
+    mean ``shared`` before ``follow``; it is None with other aggregations.
     """
 
     #: True if updates can be aligned layer by layer.
@@ -114,12 +103,7 @@ class ToAnchor(Aligner):
         return bool(self.plan.options.for_model(self.plan.symmetry).canonical)
 
     def move(self, update: Update) -> Moved:
-        """Return the update with its statistics in the round's coordinates.
-
-        Raises:
-            FedrotError: the update cannot be aligned, its statistics cannot be moved with it, or the
-                result is not finite, because the canonical form of huge values overflows.
-        """
+        """Return the update with its statistics in the round's coordinates, see ``Aligner``."""
         plan, tensors = self.plan, update.tensors
         self.record.other_basis += in_other_basis(tensors, self.broadcast, plan.symmetry)
         if self._by_layer:
@@ -137,7 +121,7 @@ class ToAnchor(Aligner):
         given = {kind: self.there(by_name) for kind, by_name in update.statistics.items()}
         statistics = alignment.transport(given, tensors)
         moved = self.there(alignment.apply(tensors))
-        check_finite(moved)
+        check_finite(moved)  # The canonical form of huge values overflows.
         return Moved(update, (moved,), statistics, lambda: alignment.report)
 
     def follow(self, moved: Moved) -> None:

@@ -80,10 +80,7 @@ class Guard:
 class Comparison:
     """Evaluates the plain mean and the other result of a round, and keeps the better one.
 
-    Args:
-        guard: the settings.
-        name: of the other result, in the log.
-        always: whether to evaluate also in rounds in which no group was moved.
+    ``name`` is the other result's in the log; ``always`` evaluates also if no group was moved.
     """
 
     def __init__(self, guard: Guard, name: str = ALIGNED, always: bool = False) -> None:
@@ -94,13 +91,7 @@ class Comparison:
     def evaluating(self, evaluate: Evaluate | None, merges: bool) -> Evaluate | None:
         """Return the server's evaluation function, which does not evaluate the kept mean again.
 
-        Args:
-            evaluate: the function that ``start`` was given.
-            merges: whether updates are merged here; False if the base strategy needs every update.
-
-        Raises:
-            FedrotError: there is no mean to compare, or no evaluation function; later, if the evaluation
-                of the initial model lacks the metric.
+        ``evaluate`` is that of ``start``; ``merges`` is False if the base strategy needs every update.
         """
         if not merges:
             raise FedrotError(
@@ -133,16 +124,13 @@ class Comparison:
         groups = (group for _, report in record.reports for group in report.groups)
         if self._always or any(group.moved or group.after != group.before for group in groups):
             return True
+        record.guard = {KEPT_ALIGNED: 0}
         message = "Round %d: nothing was moved, aligned and plain mean are equal: not evaluated"
-        self._note(record, PLAIN, {}, message, record.number)
+        log(INFO, message, record.number)
         return False
 
     def kept(self, record: RoundRecord, aligned: ArrayRecord, plain: ArrayRecord) -> ArrayRecord:
-        """Evaluate both results of a round, and return the better one.
-
-        Raises:
-            FedrotError: the evaluation returns no number for the metric.
-        """
+        """Evaluate both results of a round, and return the better one."""
         number, means = record.number, {PLAIN: plain, ALIGNED: aligned}
         if self._evaluate is None:
             raise FedrotError("guard needs evaluate_fn: call this strategy's start with evaluate_fn.")
@@ -151,18 +139,12 @@ class Comparison:
         best = max(values, key=lambda name: self._goodness(values[name]))
         if self.guard.evaluate is None:
             self._known = number, means[best], found[best]
-        kept = PLAIN if best == PLAIN else self._name
-        shown = (number, self._name, values[ALIGNED], values[PLAIN], self.guard.metric, kept)
-        message = "Round %d: %s %.4g, plain %.4g %s: kept %s"
-        self._note(record, best, values, message, *shown)
-        return means[best]
-
-    def _note(
-        self, record: RoundRecord, best: str, values: dict[str, float], message: str, *args: object
-    ) -> None:
         figures = {f"fedrot-guard-{name}": value for name, value in values.items()}
         record.guard = {**figures, KEPT_ALIGNED: int(best == ALIGNED)}
-        log(INFO, message, *args)
+        kept = PLAIN if best == PLAIN else self._name
+        shown = (number, self._name, values[ALIGNED], values[PLAIN], self.guard.metric, kept)
+        log(INFO, "Round %d: %s %.4g, plain %.4g %s: kept %s", *shown)
+        return means[best]
 
     def _value(self, number: int, metrics: MetricRecord | None) -> float:
         metrics = MetricRecord() if metrics is None else metrics
@@ -188,18 +170,14 @@ def comparison_of(
     other_basis: AlignmentOptions | None,
     *,
     aggregates: bool,
-) -> Comparison:
-    """Return the comparison for a strategy's argument ``guard``.
+) -> Comparison | None:
+    """Return the comparison for a strategy's argument ``guard``; None without one.
 
-    Args:
-        given: a metric's name, or the settings.
-        alignment: of the strategy.
-        other_basis: options for replies in another basis; None if they are aligned like all others.
-        aggregates: whether the strategy has an ``aggregation``.
-
-    Raises:
-        FedrotError: ``given`` has another type, there is only the plain mean, or see ``Guard``.
+    ``alignment`` and ``other_basis`` are the strategy's options for replies in the same and in another
+    basis; ``aggregates`` says whether it has an ``aggregation``.
     """
+    if given is None:
+        return None
     guard = Guard(given) if isinstance(given, str) else given
     if not isinstance(guard, Guard):
         kind = type(given).__name__

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from logging import WARNING
+from logging import DEBUG, WARNING
 from typing import TypeVar
 
 from flwr.app import Error, Message, Metadata, MetricRecord, RecordDict
@@ -19,10 +19,7 @@ from fedrot.errors import UpdateError, legible
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Question, Schema, Update, question_of
-from fedrot.strategies.wire.records import (
-    model_records,
-    read_statistics,
-)
+from fedrot.strategies.wire.records import model_records, read_statistics
 from fedrot.tensors import LARGEST_WEIGHT, SMALLEST_WEIGHT
 
 #: Optional ConfigRecord of a reply with the client's own id, independent of its node id.
@@ -56,11 +53,7 @@ class Asked:
         self._clients = {} if clients is None else clients
 
     def check(self, message: Message) -> None:
-        """Mark a request as answered.
-
-        Raises:
-            UpdateError: the reply matches no request of this round, or an already answered one.
-        """
+        """Mark a request as answered; raises ``UpdateError`` if it is not open."""
         question = self.question(message)
         if question not in self._asked and not self._known:
             self._asked.add(question)
@@ -181,17 +174,11 @@ class Inbox:
         except Exception as error:
             self.record.drop(client_id(message), refusal(error))
             return None
-        self.record.take(update)
+        log(DEBUG, "Reply of client %d: weight %g", update.client, update.weight)
         return update
 
     def decode(self, message: Message) -> Update:
-        """Check a reply and return its update.
-
-        Raises:
-            UpdateError: the reply does not hold exactly one ArrayRecord (besides fedrot's) and one
-                MetricRecord, its weight is not a positive number, its tensors do not fit the schema, or
-                statistics are missing or invalid.
-        """
+        """Check a reply and return its update; raises ``UpdateError`` if it is invalid."""
         content = message.content
         records = model_records(content)
         if len(records) != 1:
@@ -234,12 +221,7 @@ class Inbox:
 
 
 def read_weight(content: RecordDict, weighted_by_key: str, smallest: float = 0.0) -> float:
-    """Return the weight in a content's only MetricRecord.
-
-    Raises:
-        UpdateError: there is not exactly one MetricRecord, its weight is not a number from ``smallest``
-            to ``LARGEST_WEIGHT``, or another integer is too large to be averaged.
-    """
+    """Return the weight in a content's only MetricRecord; raises ``UpdateError`` if that is invalid."""
     if len(content.metric_records) != 1:
         raise UpdateError(
             f"The reply holds {len(content.metric_records)} MetricRecords; send exactly one."

@@ -42,10 +42,8 @@ class Wrapped:
     """The base strategy, and the settings that a merge needs.
 
     Attributes:
-        strategy: the strategy object.
         wrapped_class: the base strategy, whose ``aggregate_train`` is the method ``aggregate``.
         weighted_by: the metric that weights the clients.
-        broadcast: the model that was sent.
         align: False if the base strategy receives updates without alignment.
         min_replies: with fewer accepted replies the round fails.
     """
@@ -72,12 +70,7 @@ class Merge(Protocol):
         """Add an update; return True if it was added, so that the anchor may follow."""
 
     def result(self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None) -> Aggregated:
-        """Return the new model and metrics; call this once, at the end.
-
-        Args:
-            wrapped: the base strategy.
-            moved_broadcast: see ``Aligner.moved_broadcast``.
-        """
+        """Return the new model and metrics, once, at the end; see ``Aligner.moved_broadcast``."""
 
 
 class Averaged:
@@ -96,9 +89,7 @@ class Averaged:
         aggregator = build()
         self.mean = aggregator if type(aggregator) is Mean else None
         #: The aggregator, and with a guard the mean of the updates as they were received.
-        self._aggregators: list[Aggregator] = (
-            [aggregator] if comparison is None else [aggregator, Mean()]
-        )
+        self._aggregators = [aggregator] if comparison is None else [aggregator, Mean()]
         #: Metrics and small configurations of the updates.
         self._contents: list[RecordDict] = []
 

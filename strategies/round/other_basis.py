@@ -23,12 +23,7 @@ from fedrot.collect.activations import probing
 from fedrot.collect.random_inputs import reads_text
 from fedrot.errors import SymmetryError, UpdateError
 from fedrot.matching.descent import compact
-from fedrot.strategies.client_matching import (
-    OTHER_BASIS_OPTIONS,
-    alignment_by,
-    read_moves,
-    request,
-)
+from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS, alignment_by, read_moves, request
 from fedrot.strategies.lazy_grid import streamed
 from fedrot.strategies.round.aligner import Plan, ToAnchor
 from fedrot.strategies.round.inbox import Asked
@@ -66,10 +61,8 @@ class OtherBases:
     """
 
     def __init__(self, settings: OtherBasis) -> None:
-        self.model = settings.model
+        self.settings = settings
         self.options = settings.options or OTHER_BASIS_OPTIONS
-        self.at_clients = settings.at_clients
-        self.learning_passes = settings.learning_passes
         self.evidence: Evidence | None = None
         self._prepared = False
 
@@ -85,23 +78,19 @@ class OtherBases:
     @property
     def needs_all(self) -> bool:
         """True if the anchor, or the clients to ask, depend on every reply."""
-        return self.at_clients or "residual" in self.options.parts
+        return self.settings.at_clients or "residual" in self.options.parts
 
     def prepare(self, symmetry: Symmetry) -> None:
-        """Verify the model once, before its residual stream is moved.
-
-        Raises:
-            SymmetryError: the model computes another function than its family describes.
-        """
+        """Verify the model's function once, before its residual stream is moved."""
         if self._prepared:
             return
-        if self.model is None:
+        build = self.settings.model
+        if build is None:
             self._decide(symmetry)
-            self._prepared = True
             return
         # Building a model draws random numbers; a resumed run would draw them in another round.
         with torch.random.fork_rng(devices=[]):
-            model = self.model()
+            model = build()
         config = settings_of(model.config)
         # Ties are read from the model, because a record of arrays may hold tied tensors separately.
         self._decide(replace(symmetry, tied=symmetry.tied or tied_tensors(model.state_dict())))
@@ -116,7 +105,7 @@ class OtherBases:
         # For rotated streams, weights are better evidence than random tokens
         # (docs/explanation/stream.md).
         if reads_text(config) and not self.rotates:
-            self.evidence = probing(self.model, config, symmetry)
+            self.evidence = probing(build, config, symmetry)
         self._prepared = True
 
     def _decide(self, symmetry: Symmetry) -> None:
@@ -129,9 +118,7 @@ class OtherBases:
 class FromOtherBases(ToAnchor):
     """Aligns the updates of one round if some may come from another basis.
 
-    Args:
-        others: the strategy's settings, verified.
-        exchange: for requests to match or to learn; None sends no requests.
+    Without ``exchange`` no client is asked to match or to learn.
     """
 
     by_layers = False
@@ -190,9 +177,9 @@ class FromOtherBases(ToAnchor):
         self.record.other_basis = len(far)
         self._base = self._chosen_base(far, near)
         self._mixed = bool(far)
-        if far and others.at_clients and exchange is not None:
+        if far and others.settings.at_clients and exchange is not None:
             self._matched = self._matched_at_clients(updates, exchange)
-        if far and others.learning_passes and len(updates) > 1 and exchange is not None:
+        if far and others.settings.learning_passes and len(updates) > 1 and exchange is not None:
             self._matched = self._learned_together(updates, exchange)
         self.rule = self.rule_at(self._base, self.shared)
         return sorted(updates, key=lambda update: update.question not in self._matched)
@@ -286,7 +273,7 @@ class FromOtherBases(ToAnchor):
         """
         now = self._aligned_alone(updates)
         updates = [update for update in updates if update.question in now]
-        for number in range(self.others.learning_passes):
+        for number in range(self.others.settings.learning_passes):
             mean = Mean()
             for update in updates:
                 mean.add(now[update.question].apply(update.tensors), update.weight)

@@ -12,11 +12,7 @@ from torch import Tensor
 from fedrot.strategies.flower_compat import NUMPY
 from fedrot.strategies.round.update import Moved
 from fedrot.strategies.wire.arrays import TIED, encode, from_arrays, same_bits, to_arrays
-from fedrot.strategies.wire.records import (
-    STATISTICS,
-    model_records,
-    replace_changed,
-)
+from fedrot.strategies.wire.records import STATISTICS, model_records, replace_changed
 from fedrot.tensors import Tensors, rounded
 
 
@@ -31,9 +27,7 @@ def plain(arrays: ArrayRecord) -> ArrayRecord:
 def common_model(messages: Sequence[Message], record: str | None) -> ArrayRecord | None:
     """Return the ArrayRecord that all messages hold, None if there is none.
 
-    Args:
-        messages: of one round.
-        record: the record's name, None if unknown; not needed if messages hold one ArrayRecord.
+    The name ``record`` is not needed if messages hold one ArrayRecord.
     """
     found: ArrayRecord | None = None
     for message in messages:

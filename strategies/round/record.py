@@ -16,7 +16,7 @@ from fedrot.aggregation import Aggregator
 from fedrot.errors import FedrotError, SymmetryError, UpdateError, legible
 from fedrot.report import AlignmentReport
 from fedrot.strategies.reporting import verdict
-from fedrot.strategies.round.update import Moved, Update
+from fedrot.strategies.round.update import Moved
 from fedrot.tensors import Tensors, check_finite
 
 
@@ -69,10 +69,6 @@ class RoundRecord:
         """Record a client without an answer, or whose reply ``in_front`` did not pass on."""
         left_out = f", or {in_front} left it out" if in_front else ""
         self.fail(client, f"No answer before the timeout{left_out}.", who="Client")
-
-    def take(self, update: Update) -> None:
-        """Log an accepted reply, at level DEBUG."""
-        log(DEBUG, "Reply of client %d: weight %g", update.client, update.weight)
 
     def merged(self, moved: Moved) -> None:
         """Store the report of a merged update, and log it at level DEBUG."""

@@ -91,11 +91,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Schema:
-    """The tensors that a reply must hold: names, shapes and dtypes.
-
-    Attributes:
-        like: the broadcast model's tensors.
-    """
+    """The tensors that a reply must hold: names, shapes and dtypes of ``like``, the broadcast model."""
 
     like: Tensors
 
@@ -111,10 +107,8 @@ class Schema:
     def read(self, arrays: ArrayRecord, copy: bool) -> dict[str, Tensor]:
         """Return a reply's tensors, in the broadcast order and dtypes.
 
-        Args:
-            arrays: of one reply.
-            copy: copy tensors instead of returning views of the received bytes. The order of summation
-                depends on memory alignment; a copy makes runs identical.
+        ``copy`` copies tensors instead of returning views of the received bytes. The order of summation
+        depends on memory alignment; a copy makes runs identical.
 
         Raises:
             UpdateError: an array cannot be decoded, or the tensors are not a finite update of the model.
@@ -134,11 +128,7 @@ class Schema:
         return {name: self._cast(name, tensors[name]) for name in self.like}
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor in the broadcast dtype, or in float32 if it would be rounded before the mean.
-
-        Raises:
-            UpdateError: a value is outside the range of the broadcast dtype.
-        """
+        """Return a tensor in the broadcast dtype, or in float32 if this rounds it before the mean."""
         dtype = self.like[name].dtype
         cast = tensor.to(dtype)
         if cast.dtype != tensor.dtype and not bool(torch.isfinite(cast).all()):

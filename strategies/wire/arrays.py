@@ -113,11 +113,7 @@ def encode(name: str, tensor: Tensor) -> Array:
 
 
 def decode(name: str, array: Array) -> Tensor:
-    """Return the tensor of an array, a view of its bytes if they are aligned.
-
-    Raises:
-        UpdateError: see ``from_arrays``.
-    """
+    """Return the tensor of an array, a view of its bytes if they are aligned, see ``from_arrays``."""
     if array.stype not in (NUMPY, BFLOAT16):
         raise _unreadable(name, f"is serialised as {array.stype!r:.60}, which is not supported here")
     bits = array.stype == BFLOAT16
@@ -179,11 +175,7 @@ def _npy(value: Tensor) -> bytes:
 
 
 def _array(like: Tensor, stype: str, data: bytes) -> Array:
-    return Array(_name(like.dtype), tuple(like.shape), stype, data)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return Array(str(like.dtype).removeprefix("torch."), tuple(like.shape), stype, data)
 
 
 def _memory(tensor: Tensor) -> tuple[object, ...]:

@@ -138,7 +138,6 @@ def read_statistics(
     travels once.
 
     Args:
-        content: of the reply.
         shapes: of the model's tensors; None checks nothing, for a client's own statistics.
         copy: as in ``Schema.read``.
 

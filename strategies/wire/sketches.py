@@ -76,18 +76,13 @@ def sketches_within(budget: int, grams: Mapping[str, Tensor], entry: int) -> dic
     ranks = ranks_at(steps[fitting - 1]) if fitting else dict.fromkeys(grams, 0)
     found = {n: entire[n].cut(rank) for n, rank in ranks.items() if smaller(n, rank) < whole(n)}
     kept = [float(sketch.explained().sum()) for sketch in found.values()]
+    cut = [ranks[name] for name in found]
     log(
         INFO,
         "Statistics: %d Gram matrices take %.1f MB instead of %.1f; %d sketches of rank %d to %d keep "
         "%.1f %% to %.1f %% of the inputs' energy.",
-        len(grams),
-        spent(ranks) / 1e6,
-        in_full / 1e6,
-        len(found),
-        min(ranks[name] for name in found),
-        max(ranks[name] for name in found),
-        100 * min(kept),
-        100 * max(kept),
+        *(len(grams), spent(ranks) / 1e6, in_full / 1e6),
+        *(len(found), min(cut), max(cut), 100 * min(kept), 100 * max(kept)),
     )
     return found
 
@@ -143,14 +138,9 @@ class SketchReader:
     def read(self, kind: str, names: Sequence[str], array: Array) -> Tensor:
         """Return the matrix of a sketch, float32 ``[n, n]``; it is made after all checks.
 
-        Args:
-            kind: of the matrix.
-            names: of the tensors that the matrix belongs to.
-            array: from ``encode_sketch``.
-
         Raises:
-            UpdateError: the array is no sketch of a Gram matrix, its size is not that of the tensors'
-                inputs, or all sketches together stand for too much.
+            UpdateError: the array is no sketch of a Gram matrix, its size is not that of the inputs of
+                the tensors ``names``, or all sketches together stand for too much.
         """
         if kind not in INPUT_AXIS:
             raise UpdateError(f"they are '{kind:.60}', and only Gram matrices are sketched.")

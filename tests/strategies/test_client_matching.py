@@ -81,7 +81,7 @@ def client(learning: LearningOptions = DEFAULT) -> Client:
 
 
 def ask(node: Client, anchor: State, update: State, learn: bool = False) -> Message:
-    return node(request(anchor, ArrayRecord(update), ConfigRecord(), 7, learn=learn))
+    return node(request(anchor, update, ConfigRecord(), 7, learn=learn))
 
 
 def read_answer(answer: Message, update: State, anchor: State, symmetry: Symmetry) -> Alignment:
@@ -410,7 +410,7 @@ def test_head_orders_come_before_what_is_inside_heads() -> None:
 
 
 def test_a_client_without_the_action_fails() -> None:
-    message = request(state(), ArrayRecord(state(3)), ConfigRecord(), 7)
+    message = request(state(), state(3), ConfigRecord(), 7)
     assert message.metadata.message_type == MESSAGE_TYPE
     with pytest.raises(ValueError, match="fedrot_match"):
         ClientApp()(message, Context(1, 1, {}, RecordDict(), {}))

@@ -35,7 +35,6 @@ from fedrot.simulations.federation.ordered_grid import OrderedGrid
 from fedrot.strategies import Aligned, AlignedLoRA, Checkpointing, FedRot, FedRotLoRA, Server
 from fedrot.strategies.flower_compat import outside_of_the_engine
 from fedrot.strategies.lazy_grid import LazyGrid
-from fedrot.strategies.resume.checkpoints import Checkpoints
 from fedrot.strategies.resume.run import run
 from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import FakeGrid, failure, reply, tensors_of
@@ -209,7 +208,7 @@ def test_a_run_ends_when_should_stop_says_so(name: str, checkpoints: bool, tmp_p
     assert [number for number, _ in asked] == [1, 2]
     assert asked[-1][1] == stopped.arrays.object_id == whole.arrays.object_id
     if checkpoints:
-        assert Checkpoints(tmp_path / "stopped").rounds() == [1, 2]
+        assert Checkpointing(tmp_path / "stopped").rounds() == [1, 2]
         again = play(5, "stopped", should_stop=should_stop)
         assert [number for number, _ in asked] == [1, 2, 2]
         assert again.arrays.object_id == stopped.arrays.object_id
@@ -233,7 +232,7 @@ def test_should_stop_of_a_resumed_run_is_asked_where_the_whole_run_asked_it(tmp_
         return asked.copy()
 
     whole = play(4, seed=0)
-    assert play(2, seed=0, checkpoints=Checkpoints(tmp_path)) == whole[:2]
+    assert play(2, seed=0, checkpoints=Checkpointing(tmp_path)) == whole[:2]
     assert play(2, seed=9, resume=tmp_path) == whole[1:2]
     assert play(4, seed=9, resume=tmp_path) == whole[1:]
 

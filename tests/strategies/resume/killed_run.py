@@ -25,7 +25,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from fedrot._io import replacing
 from fedrot.strategies import Aligned
-from fedrot.strategies.resume.checkpoints import Checkpoints
+from fedrot.strategies.resume.checkpoints import Checkpointing
 from fedrot.strategies.resume.run import run
 from fedrot.strategies.resume.state import RunState
 from fedrot.strategies.settings import Reporting, Server
@@ -66,12 +66,12 @@ class MarkedStrategy(Aligned, FedAdam):
         return aggregated
 
 
-class MarkedCheckpoints(Checkpoints):
-    """Checkpoints that say when they are written."""
+class MarkedCheckpoints(Checkpointing):
+    """Checkpointing that say when they are written."""
 
-    def save(self, number: int, arrays: ArrayRecord, result: Result, state: RunState) -> Path:
+    def save(self, number: int, result: Result, state: RunState) -> Path:
         mark("write", number)
-        path = super().save(number, arrays, result, state)
+        path = super().save(number, result, state)
         mark("written", number)
         return path
 
@@ -147,9 +147,9 @@ def die(folder: str, at: int) -> None:
 
     Past the last operation the checkpoint is written and the child ends by itself.
     """
-    checkpoints = Checkpoints(folder, keep=1)
+    checkpoints = Checkpointing(folder, keep=1)
     newest = checkpoints.newest()
-    arrays = ArrayRecord({k: t + 1 for k, t in tensors_of(newest.arrays).items()})
+    result = Result(ArrayRecord({k: t + 1 for k, t in tensors_of(newest.result.arrays).items()}))
     state = RunState(FedAvg(), ConfigRecord(), ConfigRecord())
     done = 0
 
@@ -167,7 +167,7 @@ def die(folder: str, at: int) -> None:
     with checkpoints.writing():
         for name in ("mkdir", "open", "fsync", "rename", "replace", "unlink", "rmdir"):
             setattr(os, name, counted(getattr(os, name)))
-        checkpoints.save(newest.round + 1, arrays, newest.result, state)
+        checkpoints.save(newest.round + 1, result, state)
 
 
 def serve() -> None:

@@ -36,10 +36,9 @@ from flwr.serverapp.strategy import (
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies import Aligned, FedRot
-from fedrot.strategies.resume.checkpoints import Checkpoints
+from fedrot.strategies.resume.checkpoints import Checkpointing
 from fedrot.strategies.resume.run import run
 from fedrot.strategies.resume.state import RunState
-from fedrot.strategies.settings import Checkpointing
 from fedrot.strategies.settings import Reporting as Files
 from tests.models import config_of
 from tests.strategies.classifier import NAME, SYMMETRY, state
@@ -267,7 +266,7 @@ def uninterrupted(
             build, aligned = STRATEGIES[name]
             folder = tmp_path_factory.mktemp("uninterrupted")
             tensors = state() if aligned else SMALL
-            end = ending(play(build(), tensors, checkpoints=Checkpoints(folder, keep=ROUNDS)))
+            end = ending(play(build(), tensors, checkpoints=Checkpointing(folder, keep=ROUNDS)))
             assert end == ending(play(build(), tensors)), "checkpoints change the run"
             found[name] = folder, end
         return found[name]
@@ -312,7 +311,7 @@ def test_resuming_again_and_again(tmp_path: Path) -> None:
     expected = ending(play(build()))
     for rounds in range(1, ROUNDS + 1):
         result = play(
-            build(), rounds=rounds, seed=rounds - 1, checkpoints=Checkpoints(tmp_path), resume=tmp_path
+            build(), rounds=rounds, seed=rounds - 1, checkpoints=Checkpointing(tmp_path), resume=tmp_path
         )
     assert ending(result) == expected
 
@@ -330,7 +329,7 @@ def test_what_changed_once_is_in_the_checkpoints_of_every_later_run(tmp_path: Pa
 
     for rounds in (1, 2, 3):
         strategy = Calibrated()
-        play(strategy, rounds=rounds, checkpoints=Checkpoints(tmp_path), resume=tmp_path)
+        play(strategy, rounds=rounds, checkpoints=Checkpointing(tmp_path), resume=tmp_path)
         assert strategy.scale == 0.5
 
 
@@ -347,7 +346,7 @@ def test_a_finished_run_is_returned_as_it_ended(uninterrupted: Finished, warning
 
 def test_a_resumed_run_asks_nobody_in_the_rounds_that_are_finished(tmp_path: Path) -> None:
     whole = Recorded(**COMMON)
-    expected = ending(play(whole, checkpoints=Checkpoints(tmp_path, keep=ROUNDS)))
+    expected = ending(play(whole, checkpoints=Checkpointing(tmp_path, keep=ROUNDS)))
     for after in range(1, ROUNDS + 1):
         folder = tmp_path / f"after {after}"
         shutil.copytree(tmp_path / f"round-{after:06d}", folder / f"round-{after:06d}")
@@ -370,39 +369,39 @@ def test_a_run_that_is_not_evaluated_at_the_server_ends_with_the_same_bits(tmp_p
     """Its rounds end with the clients' evaluation, and are saved then."""
     expected = ending(play(FedAdam(**COMMON), evaluate_fn=None))
     for rounds in range(1, ROUNDS + 1):
-        given: Any = {"checkpoints": Checkpoints(tmp_path), "resume": tmp_path, "evaluate_fn": None}
+        given: Any = {"checkpoints": Checkpointing(tmp_path), "resume": tmp_path, "evaluate_fn": None}
         result = play(FedAdam(**COMMON), rounds=rounds, seed=rounds - 1, **given)
     assert ending(result) == expected
-    assert Checkpoints(tmp_path).rounds() == [ROUNDS - 2, ROUNDS - 1, ROUNDS]
+    assert Checkpointing(tmp_path).rounds() == [ROUNDS - 2, ROUNDS - 1, ROUNDS]
 
 
 def test_a_round_is_saved_after_the_server_has_evaluated_it(tmp_path: Path) -> None:
     saved: list[list[int]] = []
 
     def evaluation(number: int, arrays: ArrayRecord) -> None:
-        saved.append(Checkpoints(tmp_path).rounds())
+        saved.append(Checkpointing(tmp_path).rounds())
 
-    play(FedAvg(), evaluate_fn=evaluation, checkpoints=Checkpoints(tmp_path, keep=ROUNDS))
+    play(FedAvg(), evaluate_fn=evaluation, checkpoints=Checkpointing(tmp_path, keep=ROUNDS))
     assert saved == [[], [], [1], [1, 2], [1, 2, 3]]
 
 
 def test_what_the_server_has_evaluated_stays_when_it_evaluates_no_more(tmp_path: Path) -> None:
-    first = play(FedAvg(**COMMON), rounds=3, checkpoints=Checkpoints(tmp_path))
-    rest = play(FedAvg(**COMMON), evaluate_fn=None, checkpoints=Checkpoints(tmp_path), resume=tmp_path)
+    first = play(FedAvg(**COMMON), rounds=3, checkpoints=Checkpointing(tmp_path))
+    rest = play(FedAvg(**COMMON), evaluate_fn=None, checkpoints=Checkpointing(tmp_path), resume=tmp_path)
     assert [*rest.evaluate_metrics_serverapp] == [0, 1, 3]
     assert rest.evaluate_metrics_serverapp == first.evaluate_metrics_serverapp
-    assert Checkpoints(tmp_path).newest().result.evaluate_metrics_serverapp.keys() == {0, 1, 3}
-    assert Checkpoints(tmp_path).rounds() == [2, 3, 4]
+    assert Checkpointing(tmp_path).newest().result.evaluate_metrics_serverapp.keys() == {0, 1, 3}
+    assert Checkpointing(tmp_path).rounds() == [2, 3, 4]
 
 
 def test_a_failed_round_is_kept_too(tmp_path: Path) -> None:
     failing = FakeGrid(dict.fromkeys(grid().nodes, failure))
-    settings: dict[str, Any] = {"checkpoints": Checkpoints(tmp_path), "resume": tmp_path}
+    settings: dict[str, Any] = {"checkpoints": Checkpointing(tmp_path), "resume": tmp_path}
     seeded(0)
     for rounds in (1, 2):
         found = run(FedAvg(), failing, ArrayRecord(SMALL), rounds, **settings)
         assert found.arrays == ArrayRecord(SMALL)
-    assert Checkpoints(tmp_path).newest().arrays == ArrayRecord(SMALL)
+    assert Checkpointing(tmp_path).newest().result.arrays == ArrayRecord(SMALL)
     found = run(FedAvg(), grid(), ArrayRecord(SMALL), 3, **settings)
     end = ending(found)
     seeded(0)
@@ -472,7 +471,7 @@ def test_what_a_strategy_changes_in_the_configuration_goes_on(tmp_path: Path) ->
             Decaying(),
             rounds=rounds,
             train_config=config,
-            checkpoints=Checkpoints(tmp_path),
+            checkpoints=Checkpointing(tmp_path),
             resume=tmp_path,
         )
         rates.append(dict(config))
@@ -549,7 +548,7 @@ def test_state_of_every_kind_goes_on(tmp_path: Path, warnings: Callable[[], str]
     *_, whole = _stateful()
     play(whole, rounds=4)
     *_, first = _stateful()
-    play(first, rounds=2, checkpoints=Checkpoints(tmp_path))
+    play(first, rounds=2, checkpoints=Checkpointing(tmp_path))
     accountant, generator, second = _stateful()
     second.scale = 0.7
     play(second, rounds=4, resume=tmp_path)
@@ -578,12 +577,12 @@ def test_state_that_cannot_be_saved_is_named_once(tmp_path: Path, warnings: Call
             return super().configure_train(server_round, *args)
 
     strategy = Odd(train_metrics_aggr_fn=lambda records, key: MetricRecord())
-    play(strategy, rounds=2, checkpoints=Checkpoints(tmp_path))
-    seen = ("ours is a object", "seen_nodes is a Counter", "mixed/other is a object")
-    for attribute in (*seen, "server is a SimpleNamespace"):
+    play(strategy, rounds=2, checkpoints=Checkpointing(tmp_path))
+    seen = ("ours holds a object", "seen_nodes holds a Counter", "mixed holds a object")
+    for attribute in (*seen, "server holds a SimpleNamespace"):
         assert warnings().count(f"strategy.{attribute}") == 1
     assert warnings().count("Not in the checkpoints") == 4
-    assert not [name for name in Checkpoints(tmp_path).newest().state_arrays if "mixed" in name]
+    assert not [name for name in Checkpointing(tmp_path).newest().state_arrays if "mixed" in name]
 
 
 # What is refused
@@ -594,34 +593,34 @@ def test_resume_needs_checkpoints(tmp_path: Path) -> None:
         with pytest.raises(FedrotError, match="There is no usable checkpoint in"):
             play(FedAvg(), resume=folder)
     with pytest.raises(FedrotError, match="There is no usable checkpoint in"):
-        play(FedAvg(), resume=tmp_path, checkpoints=Checkpoints(tmp_path / "other"))
+        play(FedAvg(), resume=tmp_path, checkpoints=Checkpointing(tmp_path / "other"))
 
 
 def test_one_command_starts_and_resumes(tmp_path: Path, caplog: Any, warnings: Any) -> None:
     caplog.set_level("INFO", "flwr")
     folder = tmp_path / "new"
-    result = play(FedAvg(), resume=folder / "." / ".." / "new", checkpoints=Checkpoints(folder))
+    result = play(FedAvg(), resume=folder / "." / ".." / "new", checkpoints=Checkpointing(folder))
     assert "starting from round 1" in caplog.text
     assert list(result.evaluate_metrics_clientapp) == [1, 2, 3, 4]
 
 
 def test_a_folder_of_another_run_is_not_written_to(tmp_path: Path) -> None:
-    play(FedAvg(), rounds=1, checkpoints=Checkpoints(tmp_path / "old"))
-    play(FedAvg(), rounds=1, checkpoints=Checkpoints(tmp_path / "new"))
+    play(FedAvg(), rounds=1, checkpoints=Checkpointing(tmp_path / "old"))
+    play(FedAvg(), rounds=1, checkpoints=Checkpointing(tmp_path / "new"))
     for resume in (None, tmp_path / "new"):
         with pytest.raises(
             FedrotError, match=r"already has checkpoints\. Resume from them with resume="
         ):
-            play(FedAvg(), checkpoints=Checkpoints(tmp_path / "old"), resume=resume)
+            play(FedAvg(), checkpoints=Checkpointing(tmp_path / "old"), resume=resume)
 
 
 def test_a_run_can_go_on_in_another_folder(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     expected = ending(play(FedAdam(**COMMON)))
-    play(FedAdam(**COMMON), rounds=2, checkpoints=Checkpoints(old))
-    result = play(FedAdam(**COMMON), seed=1, resume=str(old), checkpoints=Checkpoints(new, keep=9))
+    play(FedAdam(**COMMON), rounds=2, checkpoints=Checkpointing(old))
+    result = play(FedAdam(**COMMON), seed=1, resume=str(old), checkpoints=Checkpointing(new, keep=9))
     assert ending(result) == expected
-    assert (Checkpoints(old).rounds(), Checkpoints(new).rounds()) == ([1, 2], [3, 4])
+    assert (Checkpointing(old).rounds(), Checkpointing(new).rounds()) == ([1, 2], [3, 4])
 
 
 @pytest.mark.parametrize(
@@ -633,19 +632,19 @@ def test_a_run_can_go_on_in_another_folder(tmp_path: Path) -> None:
     ],
 )
 def test_another_model_is_refused(tmp_path: Path, other: dict[str, torch.Tensor], message: str) -> None:
-    play(FedAvg(), rounds=1, checkpoints=Checkpoints(tmp_path))
+    play(FedAvg(), rounds=1, checkpoints=Checkpointing(tmp_path))
     with pytest.raises(FedrotError, match=message):
         play(FedAvg(), other, resume=tmp_path)
 
 
 def test_another_strategy_is_refused(tmp_path: Path) -> None:
-    play(FedAdam(**COMMON), rounds=1, checkpoints=Checkpoints(tmp_path / "a"))
+    play(FedAdam(**COMMON), rounds=1, checkpoints=Checkpointing(tmp_path / "a"))
     with pytest.raises(FedrotError, match="is of a FedAdam, the strategy is a FedAvg"):
         play(FedAvg(), resume=tmp_path / "a")
     wrapped = DifferentialPrivacyServerSideFixedClipping
     *_, inside = _stateful()
     strategy = wrapped(inside, **NOISE, clipping_norm=1.0)
-    play(strategy, rounds=1, checkpoints=Checkpoints(tmp_path / "b"))
+    play(strategy, rounds=1, checkpoints=Checkpointing(tmp_path / "b"))
     with pytest.raises(FedrotError, match=r"has the state of 'strategy\.strategy\.accountant'"):
         play(_private(wrapped, clipping_norm=1.0), resume=tmp_path / "b")
 
@@ -665,29 +664,29 @@ class Reporting(FedAvg):
 def test_the_strategy_is_told_after_which_round_it_goes_on(tmp_path: Path) -> None:
     for rounds, expected in ((2, None), (3, 2), (3, 3)):
         strategy = Reporting()
-        play(strategy, rounds=rounds, checkpoints=Checkpoints(tmp_path / "a"), resume=tmp_path / "a")
+        play(strategy, rounds=rounds, checkpoints=Checkpointing(tmp_path / "a"), resume=tmp_path / "a")
         assert strategy.after == expected
-    for settings in ({"resume": tmp_path / "a"}, {"checkpoints": Checkpoints(tmp_path / "b")}):
+    for settings in ({"resume": tmp_path / "a"}, {"checkpoints": Checkpointing(tmp_path / "b")}):
         strategy = Reporting()
         play(strategy, **settings)
         assert strategy.after == (3 if "resume" in settings else None)
 
 
 def test_a_run_that_was_killed_in_its_first_round_begins_anew(tmp_path: Path) -> None:
-    with Checkpoints(tmp_path).writing():
+    with Checkpointing(tmp_path).writing():
         pass
     strategy = Reporting()
-    play(strategy, rounds=1, checkpoints=Checkpoints(tmp_path), resume=tmp_path)
+    play(strategy, rounds=1, checkpoints=Checkpointing(tmp_path), resume=tmp_path)
     assert strategy.after == 0
 
 
 def test_a_run_that_does_not_resume_is_new_though_another_was_killed_in_its_first_round(
     tmp_path: Path,
 ) -> None:
-    with Checkpoints(tmp_path).writing():
+    with Checkpointing(tmp_path).writing():
         pass
     strategy = Reporting()
-    play(strategy, rounds=1, checkpoints=Checkpoints(tmp_path))
+    play(strategy, rounds=1, checkpoints=Checkpointing(tmp_path))
     assert strategy.after is None
 
 

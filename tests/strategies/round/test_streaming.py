@@ -36,8 +36,8 @@ from fedrot.strategies import Aligned, FedRot, from_arrays, to_arrays
 from fedrot.strategies.lazy_grid import LONGEST_PAUSE, LazyGrid
 from fedrot.strategies.round.aligner import ToAnchor
 from fedrot.strategies.round.merge import Averaged
-from fedrot.strategies.round.order import by_client, by_contents
 from fedrot.strategies.round.outbox import as_sent, common_model
+from fedrot.strategies.round.play import by_client, by_contents
 from fedrot.strategies.round.update import Update
 from fedrot.strategies.settings import Reporting, Server
 from tests.models import EAGER, State, config_of, near

@@ -103,7 +103,7 @@ def best(sent: Sequence[Client], module: str, alpha: float, rank: int) -> Array:
     return np.asarray((u[:, :rank] * s[:rank]) @ vt[:rank] @ (vectors / roots) @ vectors.T)
 
 
-def close(found: Adapter, module: str, expected: Array | Tensor, tolerance: float = 1e-7) -> None:
+def close(found: Adapter, module: str, expected: Array | Tensor, tolerance: float = 1e-6) -> None:
     wanted = torch.as_tensor(expected)
     apart = torch.linalg.norm(product(found, module) - wanted)
     assert float(apart) <= tolerance * max(1.0, float(torch.linalg.norm(wanted)))

@@ -58,7 +58,7 @@ class AlignedLoRA(ReplyStrategy):
 
     uses_statistics = True
 
-    not_in_checkpoints = ("settings", "adapters")
+    not_in_checkpoints: tuple[str, ...] = ("settings", "adapters")
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ def hash_of(tensors: Tensors, head: str) -> str:
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         if name not in head_names(head):
             value = tensor.detach().cpu().contiguous()
-            found.update(value.reshape(-1).view(torch.uint8).numpy())
+            found.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

@@ -205,13 +205,13 @@ class Exchange:
 
     def _sums(self, body: Body, bodies: Iterable[Body]) -> Groups:
         """Return the sums of features that clients compute with a body."""
-        shape, head = tuple(self._own_head(body)[0].shape), self._clients.head
+        head, (outputs, inputs) = self._clients.head, self._own_head(body)[0].shape
         described = self._clients.described
         largest = None if described is None else largest_inputs(described, body.tensors, head)
         totals = Totals(self._training, largest)
 
         def read(node: int, content: RecordDict) -> None:
-            totals.add(node, read_sums(content, shape, self._clients.problem))
+            totals.add(node, read_sums(content, (outputs, inputs), self._clients.problem))
 
         keep = (self._old, *bodies)
         self._clients.ask_about([body], self._training, SUM, read, keep=keep)

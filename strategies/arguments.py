@@ -22,21 +22,6 @@ from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.symmetry import Symmetry, check_family, symmetry_of
 from fedrot.tensors import Tensors
 
-#: The error of Flower's legacy server with an aligned strategy.
-LEGACY = (
-    "Flower's legacy server (ServerAppComponents, ServerApp(server_fn=...)) cannot run {name}: write "
-    "app = ServerApp(), and in a function main(grid, context) under @app.main() "
-    "strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=...)."
-)
-
-#: The error of a round if a subclass makes the messages and they have no common model.
-UNKNOWN_MODEL = (
-    "The model that the clients received in round {n} is not known: {name} makes the messages itself, "
-    "and these hold different ArrayRecords, or {name} overrides start. Call "
-    "super().configure_train(server_round, arrays, config, grid) in its configure_train, and change the "
-    "messages that this call returns."
-)
-
 _UNQUOTED = ". (In pyproject.toml and --run-config, write numbers without quotes.)"
 
 _CLIENT_SIDE = (

@@ -156,7 +156,11 @@ class ReplyStrategy(Strategy):
 
     def initialize_parameters(self, client_manager: object) -> NoReturn:
         """Refuse Flower's legacy server, which calls this method first."""
-        raise FedrotError(arguments.LEGACY.format(name=type(self).__name__))
+        raise FedrotError(
+            f"{type(self).__name__} cannot be run by Flower's legacy server (ServerAppComponents, "
+            "ServerApp(server_fn=...)): write app = ServerApp(), and in a function main(grid, context) "
+            "under @app.main() strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=...)."
+        )
 
     def begin(self, after_round: int | None) -> None:
         """Prepare for a run: the file of rows, see ``begin_rows``, and the ids that clients send."""
@@ -322,7 +326,13 @@ class ReplyStrategy(Strategy):
     def _passed_on(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Let the base strategy aggregate replies to an unknown model."""
         if self.needs_model or self.aggregator(server_round) is not None:
-            raise FedrotError(arguments.UNKNOWN_MODEL.format(name=type(self).__name__, n=server_round))
+            name = type(self).__name__
+            raise FedrotError(
+                f"The model that the clients received in round {server_round} is not known: {name} "
+                "makes the messages itself, and these hold different ArrayRecords, or it overrides "
+                "start. Call super().configure_train(server_round, arrays, config, grid) in its "
+                "configure_train, and change the messages that this call returns."
+            )
         arrays, metrics = super().aggregate_train(server_round, replies)  # type: ignore[safe-super]
         self._verdicts[server_round] = NOBODY if arrays is None else OFF
         report_metrics(self.reporting, server_round, TRAIN, metrics)

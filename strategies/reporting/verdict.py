@@ -62,8 +62,6 @@ def verdict(
     sentence gives the share of the whole distance that was removed.
 
     Args:
-        accepted: number of replies in the average.
-        aligned: False if alignment is off.
         other_basis: number of replies from another basis.
         lost: why the round has no new model; empty if it has one.
 

@@ -33,10 +33,7 @@ class RunState:
     It also contains the changed entries of the training and evaluation configuration, and the global
     random generators of Python, NumPy and torch (CPU). Attributes named in ``not_in_checkpoints`` of
     any class of the strategy are left out. Other objects are left out, with a warning if they look like
-    state.
-
-    All attributes are searched. Strategies of Flower and their subclasses therefore need no list of
-    their state.
+    state. Strategies of Flower and their subclasses therefore need no list of their state.
     """
 
     def __init__(

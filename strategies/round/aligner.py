@@ -143,14 +143,10 @@ class ToAnchor(Aligner):
         return GlobalAnchor(Anchor(base), self.finder(base)).align(model).apply(model)
 
     def there(self, tensors: Tensors) -> Tensors:
-        """Return tensors on the device where whole updates are aligned."""
-        return tensors if self._by_layer else on_device(tensors, self.plan.device)
-
-
-def on_device(tensors: Tensors, device: torch.device) -> Tensors:
-    """Return tensors on a device; one tensor under several names stays one tensor."""
-    if device.type == "cpu":
-        return tensors
-    given = dict(tensors)
-    moved = {id(tensor): tensor.to(device) for tensor in given.values()}
-    return {name: moved[id(tensor)] for name, tensor in given.items()}
+        """Return tensors on the device for whole updates; a tensor under several names stays one."""
+        device = self.plan.device
+        if self._by_layer or device.type == "cpu":
+            return tensors
+        given = dict(tensors)
+        moved = {id(tensor): tensor.to(device) for tensor in given.values()}
+        return {name: moved[id(tensor)] for name, tensor in given.items()}

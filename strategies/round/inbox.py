@@ -187,7 +187,14 @@ class Inbox:
                 f"{len(content.metric_records)} MetricRecords; send exactly one of each."
             )
         weight = read_weight(content, self.weighted_by, SMALLEST_WEIGHT)
-        self._check_figures(content)
+        (metrics,) = content.metric_records.values()
+        for name, most in self.figures.items():
+            value = metrics.get(name)
+            if not isinstance(value, (int, float)) or not 0 <= value <= most:
+                raise UpdateError(
+                    f"The metric '{name}' is {value!r:.60}; the strategy needs a number from 0 to "
+                    f"{most:g}."
+                )
         ((record, arrays),) = records.items()
         tensors = self.schema.read(arrays, self.copy)
         statistics = read_statistics(content, self.schema.shapes, self.copy)
@@ -203,16 +210,6 @@ class Inbox:
             log(WARNING, "The statistics '%s' are not used: this strategy uses none.", unused)
             statistics = {}
         return Update(client_id(message), message, record, tensors, weight, statistics)
-
-    def _check_figures(self, content: RecordDict) -> None:
-        (metrics,) = content.metric_records.values()
-        for name, most in self.figures.items():
-            value = metrics.get(name)
-            if not isinstance(value, (int, float)) or not 0 <= value <= most:
-                raise UpdateError(
-                    f"The metric '{name}' is {value!r:.60}; the strategy needs a number from 0 to "
-                    f"{most:g}."
-                )
 
     def close(self) -> None:
         """Record the clients that have not answered."""

@@ -129,9 +129,6 @@ class RoundRecord:
         Such a reason is an error of the program, and would occur in every round. The run continues if a
         client has failed or has not answered, if reasons differ, or if one of several connected clients
         was asked. ``nodes`` returns the ids of all connected nodes.
-
-        Raises:
-            FedrotError: the run ends; the error contains the reason.
         """
         reasons = {reason for _, reason in self.dropped}
         clients = {client for client, _ in self.dropped}

@@ -64,7 +64,8 @@ def to_arrays(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -
             raise FedrotError(f"The tensor '{name}' {why}.")
         cast = dtype is not None and tensor.is_floating_point()
         sent = tensor.detach().to(dtype if cast else tensor.dtype).cpu()
-        memory = _memory(tensor)
+        place = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
+        memory = (*place, tensor.shape, tensor.stride(), tensor.dtype)
         if memory in first:
             arrays[name] = _array(sent, TIED, first[memory].encode())
         else:
@@ -176,11 +177,6 @@ def _npy(value: Tensor) -> bytes:
 
 def _array(like: Tensor, stype: str, data: bytes) -> Array:
     return Array(str(like.dtype).removeprefix("torch."), tuple(like.shape), stype, data)
-
-
-def _memory(tensor: Tensor) -> tuple[object, ...]:
-    place = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
-    return (*place, tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def _tied(name: str, record: ArrayRecord, found: Mapping[str, Tensor]) -> Tensor:

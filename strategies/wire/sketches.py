@@ -145,15 +145,11 @@ class SketchReader:
         if kind not in INPUT_AXIS:
             raise UpdateError(f"they are '{kind:.60}', and only Gram matrices are sketched.")
         sketch = _decoded(array)
-        if self._shapes is not None:
-            self._check(kind, names, len(sketch.diagonal), self._shapes)
-        return sketch.matrix()
-
-    def _check(
-        self, kind: str, names: Sequence[str], size: int, shapes: Mapping[str, tuple[int, ...]]
-    ) -> None:
+        if self._shapes is None:
+            return sketch.matrix()
+        size = len(sketch.diagonal)
         for name in names:
-            shape = shapes.get(name, ())
+            shape = self._shapes.get(name, ())
             if len(shape) != 2 or shape[INPUT_AXIS[kind]] != size:
                 raise UpdateError(
                     f"the sketch has {size} inputs, and '{name:.60}' has shape {list(shape)}."
@@ -164,3 +160,4 @@ class SketchReader:
                 "the sketches stand for far more entries than the model has. Send the matrices in full, "
                 "without a share."
             )
+        return sketch.matrix()

@@ -94,8 +94,8 @@ def table(rows: Path, rounds: int = 5, layers: int = 3, pooling: str = "mean", o
         mean = own.mean()
         best = mean[[arm for arm in RIVALS if arm in own]].idxmax()
         means = (f"{mean[arm]:.3f}" for arm in (best, ours))
-        more = (ahead(own, ours, arm) for arm in (best, "fedavg+fit"))
-        cells.append((data, f"{skew:g}" if skew else "IID", best, *means, *more))
+        by = (ahead(own, ours, arm) for arm in (best, "fedavg+fit"))
+        cells.append((data, f"{skew:g}" if skew else "IID", best, *means, *by))
     for arm in f1.mean().sort_values(ascending=False).index:
         values = tuple(f"{wide[metric][arm].mean():.3f}" for metric in METRICS)
         kept = f"{(accuracy[arm] / accuracy.get('central', float('nan'))).mean():.3f}"
@@ -103,8 +103,8 @@ def table(rows: Path, rounds: int = 5, layers: int = 3, pooling: str = "mean", o
         pooled.append((arm, *values, kept, *paid, ahead(f1, ours, arm)))
     header = ("data", "skew", "best rival", "macro F1", "ours", "ahead of it", "ahead of FedAvg + fit")
     typer.echo(pipe_table(header, cells, header[:3]))
-    header = ("arm", *METRICS, "share of central", "GB", "passes", "F1 of ours above")
-    typer.echo(pipe_table(header, pooled, header[:1]))
+    more = ("share of central", "GB", "passes", "F1 of ours above")
+    typer.echo(pipe_table(("arm", *METRICS, *more), pooled, ("arm",)))
 
 
 if __name__ == "__main__":

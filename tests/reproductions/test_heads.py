@@ -182,7 +182,7 @@ def test_every_arm_plays(federation: Federation, name: str, monkeypatch: pytest.
 @pytest.mark.parametrize("skew", [0, 0.1])
 def test_a_cell_divides_all_rows_and_knows_its_worst_client(skew: float) -> None:
     labels, client = np.arange(500) % 2, cell.divided(np.arange(400) % 2, skew, 11)
-    found, sizes = cell.Cell(np.ones((500, 4)), labels, client, 11), np.bincount(client)
+    found, sizes = cell.Cell(np.ones((500, 4), dtype=np.int64), labels, client, 11), np.bincount(client)
     assert found.counts.sum(1).tolist() == [n - round(n / 4) for n in sizes]
     assert sorted([*found.training, *found.held_out, *found.test]) == [*range(500)]
     guess = np.random.default_rng(1).integers(0, 2, 100)

@@ -58,11 +58,7 @@ class Aligned(ReplyStrategy):
     """
 
     not_in_checkpoints: tuple[str, ...] = (
-        "model_config",
-        "symmetry",
-        "alignment",
-        "other_bases",
-        "comparison",
+        *("model_config", "symmetry", "alignment", "other_bases", "comparison"),
     )
 
     #: Builds the aggregator of a round; None for the mean, see ``FedRot``.

@@ -86,7 +86,7 @@ class ReplyStrategy(Strategy):
         self._broadcast = ArrayRecord()
         self._config = ConfigRecord()
         self._grid: Grid | None = None
-        self._timeout: float | None = None
+        self._timeout = 3600.0
         self._sent: list[Metadata] | None = None
         self._sent_to_evaluate: list[Metadata] | None = None
         self._begun: int | None = None

@@ -134,11 +134,6 @@ class FedRot(FitsHead, Aligned, FedAvg):
             log(INFO, "\t├──> Aggregation: %s", type(self.aggregation()).__name__)
         super().summary()
 
-    @property
-    def described(self) -> object:
-        """The model's configuration."""
-        return self.model_config
-
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:

@@ -136,11 +136,6 @@ class FedRotLoRA(FitsHead, AlignedLoRA, FedAvg):
     """
 
     @property
-    def described(self) -> object:
-        """The adapter's settings."""
-        return self.settings
-
-    @property
     def half_way(self) -> bool:
         """Whether the adapter half way is a candidate: factors of a product cannot be averaged."""
         return self.adapters.method == "mean"

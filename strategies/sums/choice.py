@@ -17,7 +17,6 @@ from torch import Tensor
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.feature_bounds import largest_inputs
 from fedrot.head import ClassSums, fit_heads, with_head
-from fedrot.problems import SINGLE
 from fedrot.strategies.sums.bodies import Body, head_names
 from fedrot.strategies.sums.losses import FEWEST, OLD, Ballot, in_order
 from fedrot.strategies.sums.requests import (
@@ -246,7 +245,7 @@ class Exchange:
     def _without_each(self, like: Candidate, groups: Groups) -> dict[int, Candidate]:
         """Return candidates without the sums of one group each; none if one is more than a quarter."""
         found = dict[int, Candidate]()
-        priors = groups.counts if self._clients.problem == SINGLE else None
+        priors = torch.stack([sums.counts for sums in groups.values()]).sum(0)
         for group in groups if len(groups) >= FEWEST else ():
             with suppress(FedrotError):
                 at = (REFERENCE,)

@@ -37,12 +37,8 @@ class FitsHead(ReplyStrategy):
         self.fit_head = fit_head
         super().__init__(*args, **kwargs)
         name = fit_head if isinstance(fit_head, str) else None
-        self._heads = TaskHeads(self.described, name, self.server.wire)
-
-    @property
-    def described(self) -> object:
-        """The configuration of the model, or of the adapter."""
-        raise NotImplementedError
+        # An adapter has no configuration of its model.
+        self._heads = TaskHeads(getattr(self, "model_config", None), name, self.server.wire)
 
     @property
     def half_way(self) -> bool:
@@ -74,7 +70,7 @@ class FitsHead(ReplyStrategy):
         if not self.fit_head:
             return arrays
         config = ConfigRecord({**config, "server-round": 0})
-        clients = self._heads.clients(grid, arrays, config, self._patience)
+        clients = self._heads.clients(grid, arrays, config, self._timeout)
         needed = (getattr(self._weighting, f"min_{kind}_nodes", 0) for kind in ("available", "train"))
         sample_nodes(grid, max(needed), 0)  # waits for so many
         return self._heads.first(clients, arrays, "Before round 1").arrays
@@ -86,14 +82,10 @@ class FitsHead(ReplyStrategy):
         assert self._grid is not None  # from configure_train
         when = f"Round {record.number}"
         try:
-            clients = self._heads.clients(self._grid, arrays, self._config, self._patience)
+            clients = self._heads.clients(self._grid, arrays, self._config, self._timeout)
             found = self._heads.after_round(clients, self._broadcast, arrays, self.half_way, when)
         except FedrotError as error:
             log(WARNING, "%s: the task head is not changed. %s", when, error)
             return arrays
         record.measured = {**record.measured, **found.metrics()}
         return found.arrays
-
-    @property
-    def _patience(self) -> float:
-        return 3600 if self._timeout is None else self._timeout

@@ -93,11 +93,6 @@ class Totals:
 class Groups(dict[int, ClassSums]):
     """The sums of groups of clients, by the number of the group."""
 
-    @property
-    def counts(self) -> Tensor:
-        """The rows of each class, of all groups."""
-        return torch.stack([sums.counts for sums in self.values()]).sum(0)
-
     def without(self, groups: Iterable[int] = ()) -> ClassSums:
         """Return the sums over all groups but some.
 

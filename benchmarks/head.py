@@ -43,8 +43,8 @@ def client(seed: int, width: int) -> Callable[[Message], Message]:
             hot = torch.nn.functional.one_hot(torch.arange(ROWS_OF_A_CLIENT) % CLASSES, CLASSES).double()
             wide = features.double()
             sums = ClassSums(hot.sum(0), hot.mT @ wide, wide.mT @ wide)
-            return Message(RecordDict({SUMS: to_arrays(vars(sums))}), reply_to=message)
-        heads = message.content.array_records[HEADS]["bias"].shape[0]
+            return Message(RecordDict({SUMS: to_arrays(sums.packed())}), reply_to=message)
+        heads = message.content.array_records[f"{HEADS}-0"]["bias"].shape[0]
         losses = torch.full((heads, len(TEMPERATURES)), 100.0 + seed, dtype=torch.float64)
         counts = torch.full((1 + heads,), float(ROWS_OF_A_CLIENT), dtype=torch.float64)
         found = {"losses": losses, "squares": losses, "counts": counts}

@@ -10,24 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedrot.collect.head_inputs import read_inputs
+from fedrot.collect.labelled import read_inputs
 from fedrot.collect.statistics import GRAMS, kind_named
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.problems import (
-    PROBLEMS,
-    SINGLE,
-    Problem,
-    checked_problem,
-    outputs_of,
-    problem_for,
-    problem_of,
-)
-from fedrot.spectrum import ROUNDING, Spectrum
+from fedrot.problems import PROBLEMS, ROUNDING, SINGLE, Inverse, Problem, outputs_of, problem_of
 from fedrot.symmetry.resolve import TensorsOrShapes, settings_of
 from fedrot.tensors import Tensors, unusable
 
@@ -80,35 +70,40 @@ class ClassSums:
     def __post_init__(self) -> None:
         classes, size = self.sums.shape if self.sums.ndim == 2 else (0, 0)
         shapes = {"counts": (classes,), "sums": (classes, size), "gram": (size, size)}
-        _check_arrays(vars(self), {name: (torch.float64, shape) for name, shape in shapes.items()})
-        squares = self.gram.diagonal()
-        if problem := self._kind.check(self.counts, self.sums, squares):
-            raise UpdateError(problem)
+        for name, shape in shapes.items():
+            value: Tensor = getattr(self, name)
+            why = unusable(value)
+            if not why and (value.dtype != torch.float64 or tuple(value.shape) != shape):
+                why = f"are {value.dtype} of shape {list(value.shape)}, not float64 {list(shape)}"
+            if not why and not bool(torch.isfinite(value).all()):
+                why = "hold NaN or Inf. Check the client's training (learning rate, mixed precision)"
+            if why:
+                raise UpdateError(f"Of the sums of features by class, the '{name}' {why}.")
         # The second moments inside the classes are a Gram matrix. Constant units leave rounding errors.
+        squares = self.gram.diagonal()
         within = self.within() + torch.diag(ROUNDING * squares / self.rows)
-        why = kind_named(GRAMS[1]).check(within, (classes, size))
-        if not why and self._kind.contradicts(self.counts, self.sums, within):
-            why = "are smaller than the differences between rows with and without a label"
-        if why:
+        if why := self._kind.check(self.counts, self.sums, squares, within):
+            raise UpdateError(why)
+        if problem := kind_named(GRAMS[1]).check(within, (classes, size)):
             raise UpdateError(
-                f"The second moments of the features inside the classes {why}. The sums "
+                f"The second moments of the features inside the classes {problem}. The sums "
                 "contradict each other; send what collect_classes returns."
             )
 
     def __add__(self, other: ClassSums) -> ClassSums:
         """Return the sums over the rows of both; raises ``UpdateError`` if they are of other layers."""
-        if (self.sums.shape, self.problem) != (other.sums.shape, other.problem):
+        ours, theirs = ((one.problem, list(one.sums.shape)) for one in (self, other))
+        if ours != theirs:
             raise UpdateError(
-                f"Sums of features have shapes {list(self.sums.shape)} and {list(other.sums.shape)}, "
-                f"of a {self.problem} and a {other.problem}; collect them at the same layer of the same "
-                "model."
+                f"Sums of features are of {ours} and of {theirs}; collect them at the same layer of the "
+                "same model."
             )
         counts, sums = self.counts + other.counts, self.sums + other.sums
         return ClassSums(counts, sums, self.gram + other.gram, self.problem)
 
-    def __mul__(self, factor: float) -> ClassSums:
-        """Return the sums as if every row counted ``factor`` times."""
-        return ClassSums(self.counts * factor, self.sums * factor, self.gram * factor, self.problem)
+    @property
+    def _kind(self) -> Problem:
+        return PROBLEMS[self.problem]
 
     @property
     def rows(self) -> float:
@@ -116,49 +111,40 @@ class ClassSums:
         return float(self.counts[self._kind.centres].sum())
 
     def packed(self) -> dict[str, Tensor]:
-        """Return what a client sends, in a quarter of the bytes; ``unpacked`` returns the sums.
+        """Return what a client sends: ``counts``; ``sums`` in float32; and ``scatter``.
 
-        ``counts`` are float64. ``sums`` are float32; with several labels and in a regression, all but
-        the first are about the mean of the rows. ``scatter`` is float32 ``[inputs (inputs + 1) / 2]``,
-        the upper triangle of ``rows * within()``: float32 loses nothing of features with large means.
+        The scatter is the upper triangle of ``rows * within()``, float32 ``[inputs (inputs + 1) / 2]``,
+        and sums after the first of several labels and of a regression are of ``y (h - m)`` with the mean
+        ``m`` of all rows, so that nothing of features with large means is lost.
         """
-        sums, others, mean = self.sums.clone(), self._kind.others, self.means().mean(0)
-        sums[others] -= torch.outer(self.counts[others], mean)
-        scatter = (self.within() * self.rows)[_upper(len(self.gram))]
+        sums, others = self.sums.clone(), self._kind.others
+        sums[others] -= torch.outer(self.counts[others], self.means()[0])
+        scatter = (self.rows * self.within())[*torch.triu_indices(*self.gram.shape)]
         return {"counts": self.counts, "sums": sums.float(), "scatter": scatter.float()}
 
     @classmethod
     def unpacked(
         cls, arrays: Mapping[str, Tensor], shape: tuple[int, int], problem: str = SINGLE
     ) -> ClassSums:
-        """Return the sums that a client has packed; the rounding of float32 is all that is lost.
-
-        Args:
-            arrays: ``counts``, ``sums`` and ``scatter`` from ``packed``.
-            shape: of the task head's weight, ``(outputs, inputs)``.
-            problem: a problem_type, see ``fedrot.problems``.
+        """Return the sums that a client has ``packed``; ``shape`` is that of the task head's weight.
 
         Raises:
             UpdateError: other names, dtypes or shapes, or the errors of ``ClassSums``.
         """
-        kind, (outputs, inputs) = PROBLEMS[checked_problem(problem)], shape
-        size = outputs + (kind.centres == slice(1))
-        expected = {
-            "counts": (torch.float64, (size,)),
-            "sums": (torch.float32, (size, inputs)),
-            "scatter": (torch.float32, (inputs * (inputs + 1) // 2,)),
-        }
-        if set(arrays) != set(expected):
-            raise UpdateError(f"The sums have {', '.join(arrays)}, not {', '.join(expected)}.")
-        _check_arrays(arrays, expected)
+        rows, inputs, kind = shape[0] + (problem != SINGLE), shape[1], PROBLEMS[problem]
+        shapes = {"counts": (rows,), "sums": (rows, inputs), "scatter": (inputs * (inputs + 1) // 2,)}
+        given = {name: (str(array.dtype), tuple(array.shape)) for name, array in arrays.items()}
+        dtypes = ("torch.float64", "torch.float32", "torch.float32")
+        expected = {name: (dtype, shapes[name]) for name, dtype in zip(shapes, dtypes, strict=True)}
+        if given != expected:
+            raise UpdateError(f"The sums of features are {given}, not {expected}. Send packed sums.")
         counts, sums = arrays["counts"], arrays["sums"].double()
-        gram = torch.zeros(inputs, inputs, dtype=torch.float64)
-        gram[_upper(inputs)] = arrays["scatter"].double()
-        rows = counts[kind.centres]
-        means = _means(rows, sums[kind.centres])
-        gram = gram + gram.triu(1).mT + means.mT @ (means * rows.unsqueeze(1))
-        sums[kind.others] += torch.outer(counts[kind.others], means.mean(0))
-        return cls(counts, sums, gram, problem)
+        means = _means(counts[kind.centres], sums[kind.centres])
+        gram = means.mT @ (means * counts[kind.centres].unsqueeze(1))
+        upper = torch.zeros_like(gram)
+        upper[*torch.triu_indices(inputs, inputs)] = arrays["scatter"].double()
+        sums[kind.others] += torch.outer(counts[kind.others], means[0])
+        return cls(counts, sums, gram + upper + upper.triu(1).mT, problem)
 
     @property
     def absent(self) -> Tensor:
@@ -185,34 +171,9 @@ class ClassSums:
         means, counts = self.means(), self.counts[self._kind.centres]
         return (self.gram - means.mT @ (means * counts.unsqueeze(1))) / self.rows
 
-    @property
-    def _kind(self) -> Problem:
-        return PROBLEMS[checked_problem(self.problem)]
-
 
 def _means(counts: Tensor, sums: Tensor) -> Tensor:
     return sums / torch.where(counts > 0, counts, 1.0).unsqueeze(1)
-
-
-def _upper(size: int) -> Tensor:
-    """Return the mask of the upper triangle of a matrix, bool ``[size, size]``."""
-    return torch.ones(size, size, dtype=torch.bool).triu()
-
-
-def _check_arrays(
-    values: Mapping[str, Any], expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-) -> None:
-    """Raise ``UpdateError`` if arrays of sums have another dtype or shape, or are not finite."""
-    for name, (dtype, shape) in expected.items():
-        value: Tensor = values[name]
-        why = unusable(value)
-        if not why and (value.dtype != dtype or tuple(value.shape) != shape):
-            named = str(dtype).removeprefix("torch.")
-            why = f"are {value.dtype} of shape {list(value.shape)}, not {named} {list(shape)}"
-        if not why and not bool(torch.isfinite(value).all()):
-            why = "hold NaN or Inf. Check the client's training (learning rate, mixed precision)"
-        if why:
-            raise UpdateError(f"Of the sums of features by class, the '{name}' {why}.")
 
 
 def head_of(config: object, tensors: TensorsOrShapes) -> str:
@@ -230,12 +191,8 @@ def head_of(config: object, tensors: TensorsOrShapes) -> str:
         SymmetryError: ``config`` is not a configuration.
     """
     problem, labels = problem_of(config), outputs_of(config)
-    found = [
-        name.removesuffix(".weight")
-        for name, tensor in tensors.items()
-        if f".{name}".endswith(tuple(f".{head}.weight" for head in HEADS))
-        and tuple(getattr(tensor, "shape", tensor))[:1] == (labels,)
-    ]
+    shapes = {name: tensors[f"{name}.weight"] for name in _named_heads(tensors)}
+    found = [n for n, own in shapes.items() if tuple(getattr(own, "shape", own))[:1] == (labels,)]
     if len(found) == 1 and (labels > 1 or problem != SINGLE):
         return found[0]
     which = f"more than one: {', '.join(found)}" if len(found) > 1 else "none"
@@ -244,6 +201,32 @@ def head_of(config: object, tensors: TensorsOrShapes) -> str:
         f"{which}. Use a model that classifies sequences, tokens or images, with num_labels of at least "
         "2, or give the name of its last linear layer yourself."
     )
+
+
+def adapter_head_of(tensors: TensorsOrShapes) -> str:
+    """Return the name of the task head that a PEFT adapter's clients train (``modules_to_save``).
+
+    Args:
+        tensors: the adapter's tensors, or their shapes.
+
+    Example: ``adapter_head_of(adapter_tensors(model))``, such as ``base_model.model.classifier``
+
+    Raises:
+        FedrotError: the adapter has no task head, or more than one.
+    """
+    found = _named_heads(tensors)
+    if len(found) == 1:
+        return found[0]
+    raise FedrotError(
+        f"The adapter has {len(found)} layers named {', '.join(HEADS)}. Train one beside the adapter: "
+        "LoraConfig(task_type='SEQ_CLS'), or modules_to_save."
+    )
+
+
+def _named_heads(tensors: TensorsOrShapes) -> list[str]:
+    """Return the layers that are named like a task head."""
+    ends = tuple(f".{head}.weight" for head in HEADS)
+    return [name.removesuffix(".weight") for name in tensors if f".{name}".endswith(ends)]
 
 
 def largest_inputs(config: object, tensors: Tensors, head: str) -> Tensor | None:
@@ -295,17 +278,14 @@ def collect_classes(
             no labels for it.
         UpdateError: the features are not finite.
     """
-    problem, found = problem_for(model, problem), list[Tensor]()
-
-    def add(features: Tensor, labels: Tensor, outputs: int) -> None:
-        targets = PROBLEMS[problem].targets(labels, outputs).to(features)
+    name = problem_of(getattr(model, "config", {}), problem)
+    total: tuple[Tensor, ...] = (torch.zeros(()),) * 3
+    for features, labels, outputs in read_inputs(model, batches, head, name):
+        targets = PROBLEMS[name].targets(labels, outputs).to(features)
         terms = (targets.sum(0), targets.mT @ features, features.mT @ features)
-        sums = found or [torch.zeros(term.shape, dtype=torch.float64) for term in terms]
-        found[:] = [total + term.cpu() for total, term in zip(sums, terms, strict=True)]
-
-    read_inputs(model, batches, head, problem, add)
-    counts, sums, gram = found
-    return ClassSums(counts, sums, gram, problem)
+        total = tuple(sums + term.cpu() for sums, term in zip(total, terms, strict=True))
+    counts, sums, gram = total
+    return ClassSums(counts, sums, gram, name)
 
 
 def fit_head(
@@ -319,7 +299,7 @@ def fit_head(
 def fit_heads(
     sums: ClassSums, shrinkages: Sequence[float], bias: bool = True, priors: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return weights and biases of the task heads of several shrinkages.
+    """Return the weights and biases of the task heads of several shrinkages.
 
     Linear discriminant analysis: with the classes' means ``m_c``, the mean ``m`` of all rows and the
     covariance ``S`` inside the classes, shrunk to ``S_a = (1 - a) S + a tr(S) / inputs I``, the weights
@@ -330,7 +310,10 @@ def fit_heads(
     A class without rows gets weights 0. Its bias is the mean of the other classes' biases, weighted by
     rows, minus ``log(2 n)``. Its logit is then their mean logit minus ``log(2 n)``, never the largest.
 
-    One eigendecomposition of ``S`` gives the heads of all shrinkages.
+    Several labels: the logit of a label is the log odds of the discriminant between rows with and
+    without it. A label that no row has, or every row, gets weights 0, and its log odds with half a row
+    added to both. Regression: ``(1 - a) S_a^-1`` times the covariances with the outputs, which is ridge
+    regression, and the intercept of the means; ``S`` is the covariance of all rows.
 
     Args:
         sums: the sum over clients.
@@ -340,10 +323,11 @@ def fit_heads(
             regression of 1 on the features: ``u^T h`` is as near to 1 as the same shrinkage allows.
             Logits are near those with a bias if some direction of the features has a mean that is large
             beside its deviation.
-        priors: rows of each class, whose shares take the place of ``n_c / n`` in the biases.
+        priors: ``counts`` whose shares take the place of ``n_c / n``; not used by a regression.
 
     Returns:
-        float64 ``[shrinkages, outputs, inputs]`` and ``[shrinkages, outputs]``.
+        float64 ``[shrinkages, outputs, inputs]`` and ``[shrinkages, outputs]``, from one
+        eigendecomposition.
 
     Example: ``weights, biases = fit_heads(total, (0.01, 0.1, 0.5))``
 
@@ -352,35 +336,32 @@ def fit_heads(
         UpdateError: fewer than two classes have rows, features do not vary inside the classes, or their
             covariance is singular and not shrunk.
     """
+    if not shrinkages:
+        raise FedrotError("There is no shrinkage to fit a task head with. Give at least one.")
+    size, (values, vectors) = sums.gram.trace() / sums.rows, torch.linalg.eigh(sums.within())
+    found = []
     for shrinkage in shrinkages:
         check_shrinkage(shrinkage)
-    kind, spectrum = PROBLEMS[sums.problem], Spectrum(sums.within(), sums.gram.trace() / sums.rows)
-    weights, biases = [], []
-    for shrinkage in shrinkages:
-        weight, own = kind.fit(sums.counts, sums.sums, spectrum, shrinkage, priors)
-        weights.append(weight if bias else weight + torch.outer(own, _of_one(sums, spectrum, shrinkage)))
-        biases.append(own if bias else torch.zeros_like(own))
-    if not weights:
-        raise FedrotError("There is no shrinkage to fit a task head with; give at least one.")
+        inverse = Inverse(values, vectors, size, shrinkage)
+        weight, own = PROBLEMS[sums.problem].fit(sums.counts, sums.sums, inverse, priors)
+        unbiased = weight + torch.outer(own, _of_one(sums, inverse))
+        found.append((weight, own) if bias else (unbiased, torch.zeros_like(own)))
+    weights, biases = zip(*found, strict=True)
     return torch.stack(weights), torch.stack(biases)
 
 
-def _of_one(sums: ClassSums, spectrum: Spectrum, shrinkage: float) -> Tensor:
+def _of_one(sums: ClassSums, inverse: Inverse) -> Tensor:
     """Return the ridge regression of 1 on the features, ``[inputs]``.
 
-    The covariance of all rows is that inside the classes and the classes' means' (Woodbury).
+    The covariance of all rows is that inside the classes and that of the classes' means ``between``.
     """
-    shares = sums.counts[PROBLEMS[sums.problem].centres] / sums.rows
-    means = sums.means()
+    means, shares = sums.means(), sums.counts[PROBLEMS[sums.problem].centres] / sums.rows
     mean = shares @ means
     between = shares.sqrt().unsqueeze(1) * (means - mean)
-    spread = (spectrum.trace + between.square().sum()) / len(mean)
-    between = (1 - shrinkage) ** 0.5 * between
-    even, *columns = spectrum.solve(torch.cat([mean.unsqueeze(0), between]), shrinkage, spread)
-    solved = torch.stack(columns)
-    inner = torch.eye(len(between)).to(between) + between @ solved.mT
-    even = even - solved.mT @ torch.linalg.solve(inner, between @ even)
-    return even / (1 + mean @ even)
+    spread = inverse.values.mean() + between.square().sum() / len(mean)
+    rows = torch.cat([(1 - inverse.shrinkage) ** 0.5 * between, mean.unsqueeze(0)])
+    solved = inverse.solve(rows, spread)  # (S + rows^T rows)^-1 is applied to the mean (Woodbury)
+    return torch.linalg.solve(torch.eye(len(rows)).to(rows) + rows @ solved.mT, solved)[-1]
 
 
 def check_shrinkage(shrinkage: float) -> None:
@@ -423,7 +404,3 @@ def with_head(tensors: Tensors, head: str, weight: Tensor, bias: Tensor) -> dict
                 "Take a wider dtype for the task head, or raise the shrinkage."
             )
     return found
-
-
-def adapter_head_of(tensors):  # temporary
-    raise FedrotError("not yet")

@@ -1,78 +1,169 @@
-"""What depends on the kind of a classifier's outputs: labels, sums over rows, task head and loss.
+"""What depends on a classifier's kind of outputs: labels, sums over rows, task head, loss of a row.
 
-``PROBLEMS`` has the three kinds by their names in transformers (``problem_type``).
+``PROBLEMS`` has the kinds by their names in transformers, the ``problem_type``.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.spectrum import ROUNDING, Spectrum
 from fedrot.symmetry.resolve import settings_of
 
 SINGLE, SEVERAL, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
 
-#: Accepted excess of the variance between rows with and without a label over the whole variance:
-#: clients send float32.
-_EXCESS = 1e-3
+#: Accepted rounding error of float64 sums, relative to their size; and of covariances in float32.
+ROUNDING, ROUNDING32 = 1e-12, 1e-3
+
+Pair = tuple[Tensor, Tensor]
 
 
-class Problem(ABC):
-    """A kind of outputs; ``counts`` ``[k]`` and ``sums`` ``[k, inputs]``: see ``fedrot.head.ClassSums``.
+@dataclass(frozen=True, eq=False)
+class Inverse:
+    """The inverse of a covariance of features, ``S_a = (1 - a) S + a s I`` with the shrinkage ``a``.
 
-    Attributes:
-        centres: the sums whose means are subtracted from features in the covariance inside the classes.
-        others: the other sums.
+    ``values`` ``[inputs]`` and ``vectors`` ``[inputs, inputs]`` are those of ``S``; ``size`` is the mean
+    square norm of the features.
     """
 
-    centres, others = slice(1), slice(1, None)
+    values: Tensor
+    vectors: Tensor
+    size: Tensor
+    shrinkage: float
 
-    @abstractmethod
+    def solve(self, rows: Tensor, spread: Tensor | None = None) -> Tensor:
+        """Return ``rows S_a^-1`` ``[rows, inputs]``; raise ``UpdateError`` if features vary too little.
+
+        ``spread`` is ``s``, ``[]`` or one for each row ``[rows]``; None for ``tr(S) / inputs``.
+        """
+        spread = self.values.mean() if spread is None else spread
+        if not bool((spread * len(self.values) > ROUNDING * self.size).all()):
+            raise UpdateError(
+                "The features do not vary inside the classes, or so little beside their means that sums "
+                "do not show it. Collect from more rows, or subtract a constant from the features."
+            )
+        shrunk = (1 - self.shrinkage) * self.values + self.shrinkage * spread.unsqueeze(-1)
+        check_regular(shrunk.amin(-1) / spread)
+        return (rows @ self.vectors / shrunk) @ self.vectors.mT
+
+
+def check_regular(left: Tensor) -> None:
+    """Raise ``UpdateError`` if the smallest shares of covariances are rounding errors."""
+    if not bool((left > ROUNDING).all()):
+        raise UpdateError(
+            "The covariance of the features is singular: raise the shrinkage, or collect from more rows."
+        )
+
+
+class Problem:
+    """A regression; the other problems override what differs.
+
+    ``counts`` ``[k]`` and ``sums`` ``[k, inputs]`` are those of ``fedrot.head.ClassSums``. ``centres``
+    are the sums whose means are subtracted from the features in covariances, ``others`` the other sums.
+    """
+
+    centres, others, values = slice(1), slice(1, None), "finite"
+
     def has_label(self, labels: Tensor) -> Tensor:
         """Return which rows have a label, bool ``[rows]``, or ``[rows, tokens]``."""
+        return ~labels.isnan().any(-1) if labels.ndim > 1 else ~labels.isnan()
 
-    @abstractmethod
     def check_labels(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Return the labels in the shape of ``targets`` and ``loss``; raise ``FedrotError`` if wrong."""
+        """Return the labels in the shape that ``targets`` and ``loss`` take."""
+        single = logits.shape[-1] == 1 and labels.shape == logits.shape[:-1]
+        given = labels.unsqueeze(-1) if single else labels
+        right = self._allowed(given) | given.isnan().all(-1, keepdim=True)
+        if not (labels.is_floating_point() and given.shape == logits.shape and bool(right.all())):
+            raise FedrotError(
+                f"The labels are {labels.dtype} {list(labels.shape)}, the logits {list(logits.shape)}. "
+                f"Give floating-point labels of the logits' shape, each {self.values}, or NaN for all "
+                f"labels of a row; for one class a row, set the config's problem_type to '{SINGLE}'."
+            )
+        return given.double()
 
-    @abstractmethod
-    def targets(self, labels: Tensor, outputs: int) -> Tensor:
-        """Return the factors of ``h`` in the sums, ``[rows, k]``."""
-
-    @abstractmethod
-    def check(self, counts: Tensor, sums: Tensor, squares: Tensor) -> str:
-        """Return what is wrong with sums, or an empty text; ``squares`` are summed, ``[inputs]``."""
+    def _allowed(self, values: Tensor) -> Tensor:
+        return values.isfinite()
 
     def absent(self, counts: Tensor) -> Tensor:
         """Return the outputs of which rows with such counts tell nothing, bool ``[outputs]``."""
-        return (counts[self.others] == 0) | (counts[self.others] == counts[0])
+        return torch.zeros(len(counts) - 1, dtype=torch.bool)
 
-    def contradicts(self, counts: Tensor, sums: Tensor, covariance: Tensor) -> bool:
-        """Return whether sums contradict the covariance of all rows."""
-        return False
+    def targets(self, labels: Tensor, outputs: int) -> Tensor:
+        """Return the factors of the features in the sums, ``[rows, k]``."""
+        return nn.functional.pad(labels, (1, 0), value=1.0)
 
-    @abstractmethod
-    def fit(
-        self, counts: Tensor, sums: Tensor, spectrum: Spectrum, shrinkage: float, priors: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def check(self, counts: Tensor, sums: Tensor, squares: Tensor, covariance: Tensor) -> str:
+        """Return what is wrong with sums, or an empty text; ``squares`` of features are summed."""
+        return "" if float(counts[0]) > 0 else "The number of rows is not positive."
+
+    def fit(self, counts: Tensor, sums: Tensor, inverse: Inverse, priors: Tensor | None) -> Pair:
         """Return weight ``[outputs, inputs]`` and bias ``[outputs]``; see ``fedrot.head.fit_heads``."""
+        covariances = self._centred(counts, sums) / counts[0]
+        weight = (1 - inverse.shrinkage) * inverse.solve(covariances)
+        return weight, counts[1:] / counts[0] - weight @ (sums[0] / counts[0])
 
-    @abstractmethod
+    def _centred(self, counts: Tensor, sums: Tensor) -> Tensor:
+        """Return the sums of ``y (h - m)``, with the mean ``m`` of all rows, ``[outputs, inputs]``."""
+        return sums[1:] - torch.outer(counts[1:], sums[0] / counts[0])
+
     def loss(self, logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
         """Return the loss of every row ``[heads, rows]`` of logits ``[heads, rows, outputs]``."""
+        return (logits - labels).square().sum(-1)
 
-    @abstractmethod
     def right(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return which rows are predicted as they are labelled, bool ``[heads, rows]``."""
+        return torch.zeros(logits.shape[:2], dtype=torch.bool, device=logits.device)
+
+
+class _SeveralLabels(Problem):
+    values = "0 or 1"
+
+    def absent(self, counts: Tensor) -> Tensor:
+        return (counts[1:] == 0) | (counts[1:] == counts[0])
+
+    def _allowed(self, values: Tensor) -> Tensor:
+        return (values == 0) | (values == 1)
+
+    def check(self, counts: Tensor, sums: Tensor, squares: Tensor, covariance: Tensor) -> str:
+        if why := super().check(counts, sums, squares, covariance):
+            return why
+        # The covariance S inside the classes is positive: with k of n rows and c = k (mean of the k rows
+        # minus that of all rows), c^T S^-1 c <= k (n - k), where S is that of all rows.
+        slack = ROUNDING32 * covariance.diagonal() + torch.finfo(covariance.dtype).tiny
+        factor, _ = torch.linalg.cholesky_ex(covariance + torch.diag(slack))
+        centred, limit = self._centred(counts, sums), counts[1:] * (counts[0] - counts[1:])
+        length = torch.linalg.solve_triangular(factor, centred.mT, upper=False).square().sum(0)
+        right = bool((length <= (1 + ROUNDING32) * limit + ROUNDING * counts[0] ** 2).all())
+        return "" if right else "The counts and sums of labels contradict the moments of all rows."
+
+    def fit(self, counts: Tensor, sums: Tensor, inverse: Inverse, priors: Tensor | None) -> Pair:
+        n, own, centred = counts[0], counts[1:], self._centred(counts, sums)
+        varies = (own > 0) & (own < n)
+        k, rest = (torch.where(varies, rows, n / 2) for rows in (own, n - own))
+        one, other = (torch.where(varies, 1 / x, 0.0).unsqueeze(1) * centred for x in (k, -rest))
+        # The covariance of all rows is that inside the two classes and this times ``(one - other)^2``.
+        between = k * rest / n**2
+        spread = inverse.values.mean() - between * (one - other).square().mean(1)
+        solved = inverse.solve(one - other, spread)
+        left = 1 - (1 - inverse.shrinkage) * between * ((one - other) * solved).sum(1)
+        check_regular(left)
+        weight, rows = solved / left.unsqueeze(1), counts if priors is None else priors
+        half = torch.where(varies, 0.0, 0.5)
+        odds = (rows[1:] + half) / (rows[0] - rows[1:] + half)
+        return weight, odds.log() - (weight * (sums[0] / n + (one + other) / 2)).sum(1)
+
+    def loss(self, logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+        each = nn.functional.binary_cross_entropy_with_logits
+        return each(logits / temperature, labels.expand_as(logits), reduction="none").sum(-1)
+
+    def right(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return ((logits > 0) == (labels > 0)).all(-1)
 
 
 class _OneClass(Problem):
-    """One class for every row; a negative label is none. Linear discriminant analysis."""
-
     centres, others = slice(None), slice(0)
 
     def absent(self, counts: Tensor) -> Tensor:
@@ -86,8 +177,8 @@ class _OneClass(Problem):
         if labels.is_floating_point() or list(labels.shape) != places:
             raise FedrotError(
                 f"The labels are {labels.dtype} {list(labels.shape)}, the logits {list(logits.shape)}. "
-                f"Give integer labels of shape {places}, one class each. For several labels a row, or a "
-                "regression, set the problem_type of the model's config."
+                f"Give integer labels of shape {places}, one class each; or, for other labels, set the "
+                f"problem_type in the model's config to '{SEVERAL}' or '{REGRESSION}'."
             )
         if bool((labels >= classes).any()):
             raise FedrotError(
@@ -99,38 +190,35 @@ class _OneClass(Problem):
     def targets(self, labels: Tensor, outputs: int) -> Tensor:
         return nn.functional.one_hot(labels, outputs)
 
-    def check(self, counts: Tensor, sums: Tensor, squares: Tensor) -> str:
+    def check(self, counts: Tensor, sums: Tensor, squares: Tensor, covariance: Tensor) -> str:
         if bool((counts < 0).any()) or not float(counts.sum()) > 0:
             return "The counts of rows by class are negative, or all 0."
         limit = ROUNDING * counts.sum() * squares.abs()
-        nothing = bool((sums[counts == 0].square() <= limit).all())
-        return "" if nothing else "A class without rows has a sum of features that is not 0."
+        wrong = bool((sums[counts == 0].square() > limit).any())
+        return "A class without rows has a sum of features that is not 0." if wrong else ""
 
-    def fit(
-        self, counts: Tensor, sums: Tensor, spectrum: Spectrum, shrinkage: float, priors: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def fit(self, counts: Tensor, sums: Tensor, inverse: Inverse, priors: Tensor | None) -> Pair:
         n, present = counts.sum(), counts > 0
         if int(present.sum()) < 2:
             raise UpdateError("A task head needs rows of at least two classes.")
         shares, mean = counts / n, sums.sum(0) / n
         means = sums / torch.where(present, counts, 1.0).unsqueeze(1)
-        weight = spectrum.solve(means - mean, shrinkage)
+        weight = inverse.solve(means - mean)
         expected = shares if priors is None else priors / priors[present].sum()
         biases = -(weight * (means + mean)).sum(1) / 2 + torch.where(present, expected, 1.0).log()
-        weight = torch.where(present.unsqueeze(1), weight, 0.0)
         # Classes without rows have a share of 0: ``shares @ biases`` is the mean over the others.
-        return weight, torch.where(present, biases, shares @ biases - (2 * n).log())
+        biases = torch.where(present, biases, shares @ biases - (2 * n).log())
+        return torch.where(present.unsqueeze(1), weight, 0.0), biases
 
     def loss(self, logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
         flat, repeated = logits.flatten(0, 1) / temperature, labels.repeat(len(logits))
-        losses = nn.functional.cross_entropy(flat, repeated, reduction="none")
-        return losses.reshape(logits.shape[:2])
+        return nn.functional.cross_entropy(flat, repeated, reduction="none").view(logits.shape[:2])
 
     def right(self, logits: Tensor, labels: Tensor) -> Tensor:
         return logits.argmax(-1) == labels
 
 
-PROBLEMS: dict[str, Problem] = {SINGLE: _OneClass()}
+PROBLEMS = {SINGLE: _OneClass(), SEVERAL: _SeveralLabels(), REGRESSION: Problem()}
 
 
 def outputs_of(config: object) -> int:
@@ -140,28 +228,19 @@ def outputs_of(config: object) -> int:
     return int(settings.get("num_labels") or len(settings.get("id2label") or (0, 1)))
 
 
-def problem_of(config: object) -> str:
-    """Return the ``problem_type`` of a transformers configuration, or of its dictionary.
+def problem_of(config: object, problem: str | None = None) -> str:
+    """Return a classifier's ``problem_type``: the given one, or that of its configuration.
 
-    Without one, a single output is a regression, and several outputs are classes, one for every row.
+    A configuration without one is of a regression if it has one output, else of one class a row.
+
+    Example: ``problem_of(model.config)``
 
     Raises:
         FedrotError: the ``problem_type`` is unknown.
-        SymmetryError: ``config`` is not a configuration.
-
-    Example: ``problem_of(model.config)``
+        SymmetryError: ``config`` is neither a transformers configuration nor a dictionary.
     """
-    given = settings_of(config).get("problem_type")
-    return checked_problem(given or (REGRESSION if outputs_of(config) == 1 else SINGLE))
-
-
-def checked_problem(problem: str) -> str:
-    """Return the name of a problem; raise ``FedrotError`` if there is none of this name."""
-    if problem not in PROBLEMS:
-        raise FedrotError(f"The problem_type '{problem}' is unknown; use one of {', '.join(PROBLEMS)}.")
-    return problem
-
-
-def problem_for(model: nn.Module, problem: str | None) -> str:
-    """Return a problem's name; None takes that of the model's configuration."""
-    return checked_problem(problem) if problem else problem_of(getattr(model, "config", {}))
+    name = problem or settings_of(config).get("problem_type")
+    name = name or (REGRESSION if outputs_of(config) == 1 else SINGLE)
+    if name not in PROBLEMS:
+        raise FedrotError(f"The problem_type '{name}' is unknown; use one of {', '.join(PROBLEMS)}.")
+    return str(name)

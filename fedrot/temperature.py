@@ -10,12 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedrot.collect.head_inputs import read_inputs
 from fedrot.collect.hooks import evaluating
-from fedrot.collect.labelled import labelled_logits
+from fedrot.collect.labelled import labelled_logits, read_inputs
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.head import with_head
-from fedrot.problems import PROBLEMS, Problem, problem_for
+from fedrot.problems import PROBLEMS, Pair, Problem, problem_of
 from fedrot.tensors import Tensors
 
 #: From 1/4 to 16, each 9 % above the one before; 1 is among them.
@@ -90,6 +89,17 @@ class Heads(NamedTuple):
     bias: Tensor
     partner: Tensor
 
+    def logits(self, features: Tensor, outputs: int) -> Tensor:
+        """Return ``[heads, rows, outputs]``; raises ``FedrotError`` if a shape or a partner is wrong."""
+        count, shape = len(self.partner), (outputs, features.shape[1])
+        right = self.weight.shape == (count, *shape) and self.bias.shape == (count, outputs)
+        if not (count and right and {*self.partner.tolist()} <= {*range(-1, count)}):
+            raise FedrotError(
+                f"Weights {list(self.weight.shape)}, biases {list(self.bias.shape)} and partners "
+                f"{self.partner.tolist()} of heads do not fit a layer of shape {list(shape)}."
+            )
+        return features @ self.weight.to(features).mT + self.bias.to(features).unsqueeze(1)
+
 
 def compare_losses(
     models: Iterable[nn.Module],
@@ -103,9 +113,8 @@ def compare_losses(
     The first head of the first model is the old one.
 
     Args:
-        models: classifiers as in ``collect_losses``, drawn one after the other: an iterable may yield
-            one model with other weights each time.
-        batches: as in ``collect_losses``, with the same rows in the same order for each model.
+        models: drawn one after the other: an iterable may yield one model with other weights each time.
+        batches: see ``collect_losses``; the same rows in the same order for each model.
         head: the name of the last linear layer, from ``fedrot.head.head_of``.
         heads: of each model.
         problem: a problem_type; None for that of ``model.config``.
@@ -116,33 +125,39 @@ def compare_losses(
     Example: ``compare_losses([old, new], held_out, "classifier", [Heads(*of_old), Heads(*of_new)])``
 
     Raises:
-        FedrotError: as in ``collect_losses``; the heads do not fit the layer, a partner is no head, or
-            the rows come in another order.
+        FedrotError: see ``collect_losses``; heads do not fit the layer, or rows come in another order.
     """
-    drawn, old, found = iter(models), list[tuple[Tensor, Tensor]](), list[LossSums]()
-    for own in heads:
-        model = next(drawn, None)
-        if model is None:
-            raise FedrotError(f"There are heads for {len(heads)} models, but {len(found)} models.")
-        found.append(_compared(model, batches, head, own, problem, old))
-    if not found:
-        raise FedrotError("There are no heads to compare; give those of at least one model.")
+    old, found = list[Pair](), list[LossSums]()
+    for own, model in zip(heads, models, strict=True):
+        name, sums = problem_of(getattr(model, "config", {}), problem), list[_Sums]()
+        for features, labels, outputs in read_inputs(model, batches, head, name):
+            losses, right = _of_rows(PROBLEMS[name], own.logits(features, outputs), labels)
+            if not found:
+                old.append((labels.cpu(), losses[0, ONE]))
+            same, before = old[len(sums)]
+            if not torch.equal(same, labels.cpu()):
+                raise FedrotError(
+                    "The held-out rows of two models differ. Give a list of batches, so that each model "
+                    "reads the same rows in the same order."
+                )
+            other = losses[own.partner.clamp(min=0)]
+            other = torch.where((own.partner < 0).reshape(-1, 1, 1), before, other)
+            sums.append(_summed(losses, other, right))
+        found.append(_total(sums))
     losses, squares = (torch.cat([getattr(o, name) for o in found]) for name in ("losses", "squares"))
-    counts = torch.cat([found[0].counts[:1], *(one.counts[1:] for one in found)])
-    return LossSums(losses, squares, counts)
+    return LossSums(losses, squares, torch.cat([found[0].counts[:1], *(o.counts[1:] for o in found)]))
 
 
 def collect_losses(model: nn.Module, batches: Iterable[Tensors], problem: str | None = None) -> LossSums:
     """Return a model's summed losses on a client's held-out rows, at every temperature.
 
-    A row's loss is at most ``LARGEST_LOSS``, also if logits are not finite. The squares are of the
-    differences to temperature 1.
+    A row's loss is at most ``LARGEST_LOSS``, also if logits are not finite. Squares are of differences
+    to the loss at temperature 1.
 
     Args:
         model: a ``transformers`` classifier; it is run in evaluation mode, without gradients, and is
             not changed.
-        batches: keyword arguments of the model's forward, with ``labels`` as in
-            ``fedrot.head.collect_classes``.
+        batches: see ``fedrot.head.collect_classes``.
         problem: a problem_type; None for that of ``model.config``.
 
     Example: ``sums = collect_losses(model, held_out)``
@@ -150,91 +165,31 @@ def collect_losses(model: nn.Module, batches: Iterable[Tensors], problem: str | 
     Raises:
         FedrotError: the batches have no labels for the model.
     """
-    problem, own = problem_for(model, problem), torch.tensor([-1])
-    kind, sums = PROBLEMS[problem], list[_Sums]()
+    name, sums = problem_of(getattr(model, "config", {}), problem), list[_Sums]()
     with torch.no_grad(), evaluating(model):
-        for logits, labels in labelled_logits(model, batches, problem):
-            losses = _row_losses(kind, logits.double().unsqueeze(0), labels)
-            sums.append(_summed(losses, kind.right(logits.unsqueeze(0), labels), own, losses[0, ONE]))
+        for logits, labels in labelled_logits(model, batches, name):
+            losses, right = _of_rows(PROBLEMS[name], logits.double().unsqueeze(0), labels)
+            sums.append(_summed(losses, losses[:, ONE : ONE + 1], right))
     return _total(sums)
 
 
-#: Sums over the rows of a batch: losses, squares and counts.
 _Sums = tuple[Tensor, Tensor, Tensor]
 
 
-def _compared(
-    model: nn.Module,
-    batches: Iterable[Tensors],
-    head: str,
-    heads: Heads,
-    problem: str | None,
-    old: list[tuple[Tensor, Tensor]],
-) -> LossSums:
-    """Return the losses of one model's heads.
-
-    ``old`` has the labels of each batch and the losses of the old head; the first model adds them.
-    """
-    problem, first, sums = problem_for(model, problem), not old, list[_Sums]()
-
-    def add(features: Tensor, labels: Tensor, outputs: int) -> None:
-        _check_heads(heads, (outputs, features.shape[1]), head)
-        logits = features @ heads.weight.to(features).mT + heads.bias.to(features).unsqueeze(1)
-        losses = _row_losses(PROBLEMS[problem], logits, labels)
-        if first:
-            old.append((labels.cpu(), losses[0, ONE].cpu()))
-        same = len(sums) < len(old) and torch.equal(old[len(sums)][0], labels.cpu())
-        if not same:
-            raise _other_rows()
-        right = PROBLEMS[problem].right(logits, labels)
-        sums.append(_summed(losses, right, heads.partner, old[len(sums)][1]))
-
-    read_inputs(model, batches, head, problem, add)
-    if len(sums) != len(old):
-        raise _other_rows()
-    return _total(sums)
-
-
-def _other_rows() -> FedrotError:
-    return FedrotError(
-        "The held-out rows of two models differ. Give a list of batches, so that each model reads the "
-        "same rows in the same order."
-    )
-
-
-def _check_heads(heads: Heads, shape: tuple[int, int], head: str) -> None:
-    """Raise ``FedrotError`` if heads do not fit a layer ``[outputs, inputs]``."""
-    count, partner = len(heads.weight), heads.partner
-    shapes = [tuple(value.shape) for value in heads]
-    if not count or shapes != [(count, *shape), (count, shape[0]), (count,)]:
-        raise FedrotError(
-            f"The heads' weight, bias and partner have shapes {', '.join(map(str, shapes))}; the layer "
-            f"'{head}' has {shape}. Stack one weight, bias and partner for each head."
-        )
-    if partner.dtype != torch.int64 or bool(((partner < -1) | (partner >= count)).any()):
-        raise FedrotError(
-            f"The partners are {partner.dtype} {partner.tolist()}; give int64 places of heads from 0 to "
-            f"{count - 1}, or -1 for the old head."
-        )
-
-
-def _row_losses(kind: Problem, logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of every row at every temperature, ``[heads, temperatures, rows]``."""
+def _of_rows(kind: Problem, logits: Tensor, labels: Tensor) -> Pair:
+    """Return losses ``[heads, temperatures, rows]``, and which rows are right ``[heads, rows]``."""
     losses = torch.stack([kind.loss(logits, labels, t) for t in TEMPERATURES], 1)
-    return losses.nan_to_num(LARGEST_LOSS).clamp(0, LARGEST_LOSS)
+    losses = losses.nan_to_num(LARGEST_LOSS).clamp(0, LARGEST_LOSS)
+    return losses.cpu(), kind.right(logits, labels).double().cpu()
 
 
-def _summed(losses: Tensor, right: Tensor, partner: Tensor, old: Tensor) -> _Sums:
-    """Return the sums over the rows of a batch."""
-    partner = partner.to(losses.device)
-    without = (partner < 0).reshape(-1, 1, 1)
-    other = torch.where(without, old.to(losses), losses[partner.clamp(min=0)])
-    counts = torch.cat([right.new_tensor([losses.shape[2]], dtype=torch.float64), right.double().sum(1)])
-    return losses.sum(2).cpu(), (losses - other).square().sum(2).cpu(), counts.cpu()
+def _summed(losses: Tensor, other: Tensor, right: Tensor) -> _Sums:
+    counts = nn.functional.pad(right.sum(1), (1, 0), value=right.shape[1])
+    return losses.sum(2), (losses - other).square().sum(2), counts
 
 
-def _total(sums: Sequence[_Sums]) -> LossSums:
-    return LossSums(*(torch.stack(values).sum(0) for values in zip(*sums, strict=True)))
+def _total(sums: Iterable[_Sums]) -> LossSums:
+    return LossSums(*(torch.stack(each).sum(0) for each in zip(*sums, strict=True)))
 
 
 def best_temperature(sums: LossSums) -> float:
@@ -266,14 +221,10 @@ def with_temperature(tensors: Tensors, head: str, temperature: float) -> dict[st
     Raises:
         FedrotError: the temperature is not positive, or there is no such layer.
     """
-    _check(temperature)
+    if not 0 < temperature < math.inf:
+        raise FedrotError(f"The temperature is {temperature}; it must be positive and finite.")
     if f"{head}.weight" not in tensors:
         raise FedrotError(f"The model has no layer '{head}'; see fedrot.head.head_of.")
     weight = tensors[f"{head}.weight"].double() / temperature
     bias = tensors.get(f"{head}.bias", torch.zeros(())).double() / temperature
     return with_head(tensors, head, weight, bias)
-
-
-def _check(temperature: float) -> None:
-    if not 0 < temperature < math.inf:
-        raise FedrotError(f"The temperature is {temperature}; it must be positive and finite.")

@@ -143,7 +143,7 @@ def _remarks(
 
     from fedrot.simulations.arm import Arm
     from fedrot.simulations.data.partition import partition_keys
-    from fedrot.strategies.sums.task_head import FEW
+    from fedrot.strategies.sums.choice import FEW
 
     config, labels = task.config, task.data.train.labels
     if task.config.task in ("classification", "image") and task.data.kind == "single":

@@ -58,8 +58,9 @@ class Body:
     """A model as the server knows it, and as it is sent to clients.
 
     Attributes:
-        arrays: of the whole model, as they are sent.
-        tensors: the model before it was brought to the precision of the wire.
+        arrays: of the whole model.
+        tensors: the same.
+        sent: the model in the precision of the wire.
         key: ``hash_of`` what is sent.
         between: the two bodies whose ``half_way`` this is, if they may have the same bits.
         kept_by: the nodes that have answered about the body.
@@ -67,6 +68,7 @@ class Body:
 
     arrays: ArrayRecord
     tensors: Tensors
+    sent: ArrayRecord
     key: str
     between: tuple[Body, ...] = ()
     kept_by: set[int] = field(default_factory=set)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from logging import WARNING
+from logging import INFO, WARNING
 
 import torch
 from flwr.app import ArrayRecord, RecordDict
@@ -15,10 +15,11 @@ from flwr.common import log
 from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.head import ClassSums, fit_heads, largest_inputs
+from fedrot.head import ClassSums, fit_heads, largest_inputs, with_head
 from fedrot.problems import SINGLE
+from fedrot.strategies.round.outbox import as_sent
 from fedrot.strategies.sums.bodies import Body, head_names
-from fedrot.strategies.sums.losses import FEWEST, OLD, Ballot, Change, in_order
+from fedrot.strategies.sums.losses import FEWEST, OLD, Ballot, in_order
 from fedrot.strategies.sums.requests import (
     COUNT,
     EVALUATE,
@@ -54,25 +55,72 @@ class Candidate:
     shrinkage: float = math.nan
 
 
+#: With fewer held-out rows of all clients together, a warning is logged.
+FEW = 100
+
+#: Shrinkages of the covariance among which held-out rows choose, and the one at which groups of clients
+#: are compared.
+SHRINKAGES = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+REFERENCE = 0.3
+
+#: What is taken of a round's change.
+_TAKEN = {1.0: "the new model with a fitted head", 0.5: "the model half way with a fitted head"}
+
+
 @dataclass(frozen=True)
-class Choice:
-    """What clients' losses say.
+class FittedHead:
+    """A model with its task head, and the losses on held-out rows.
+
+    If no head can be fitted or compared, the model is the given one.
 
     Attributes:
-        taken: the old model, or the best candidate.
-        temperature: the divisor of its logits.
-        losses: of the old model, of the old model at its best temperature, and of the best candidate.
-        change: of the loss from the old model at its best temperature to the best candidate.
+        arrays: the model that is taken, with the head and the temperature of the lowest loss.
+        fitted: whether its head is a fitted one.
+        temperature: the divisor of the logits.
+        losses: loss of a held-out row: of the old model, of the old model at its best temperature, and
+            of the best model with a fitted head at its best temperature; means with fewer than four
+            clients, else centres (``sums.losses``). NaN if no head could be fitted or compared.
         rows: number of held-out rows that count.
-        clients: number of clients that have evaluated all candidates.
+        clients: number of clients that evaluated the models.
+        step: how much of a round's change of the body is taken: 0, 0.5 or 1.
+        shrinkage: of the fitted head; NaN for the old head.
+        change: of the loss, from the old model to the best with a fitted head; negative is better.
+        error: the standard error of ``change``, from the differences of rows.
     """
 
-    taken: Candidate
-    temperature: float
-    losses: tuple[float, float, float]
-    change: Change
-    rows: float
-    clients: int
+    arrays: ArrayRecord
+    fitted: bool = False
+    temperature: float = 1.0
+    losses: tuple[float, float, float] = (math.nan, math.nan, math.nan)
+    rows: float = 0
+    clients: int = 0
+    step: float = 1.0
+    shrinkage: float = math.nan
+    change: float = math.nan
+    error: float = math.nan
+
+    def log(self, when: str) -> None:
+        """Log in a sentence what was taken, by how much its loss is lower, and how surely."""
+        sure = "standard error" if abs(self.change) > 2 * self.error else "standard error: within noise"
+        log(
+            INFO,
+            "%s, %d clients, %g held-out rows: taken is %s. The loss of the best model with a fitted "
+            "head is %.4g, %s than before by %.2g ± %.1g (%s); temperature %.3g.",
+            *(when, self.clients, self.rows, _TAKEN[self.step] if self.fitted else "the model before"),
+            *(self.losses[2], "lower" if self.change < 0 else "higher", abs(self.change), self.error),
+            *(sure, self.temperature),
+        )
+        if self.rows < FEW:
+            log(WARNING, "%g held-out rows are few: the choice may be noise. Hold out more.", self.rows)
+
+    def metrics(self) -> dict[str, float | int]:
+        """Return the metrics of a round; of the losses only if they are known."""
+        kept = {"fedrot-head-fitted": int(self.fitted), "fedrot-head-temperature": self.temperature}
+        if not self.clients:
+            return {**kept}
+        loss = self.losses[2] if self.fitted else self.losses[1]
+        change = {"fedrot-head-change": self.change, "fedrot-head-error": self.error}
+        return {**kept, "fedrot-head-loss": loss, "fedrot-head-step": self.step, **change}
 
 
 class Exchange:
@@ -80,74 +128,87 @@ class Exchange:
 
     Args:
         clients: to ask.
-        described: the model's configuration; None for an adapter.
-        shrinkages: of the heads to choose among.
-        reference: the shrinkage at which groups of clients are compared.
         old: the model that is kept unless a candidate is better.
 
     Raises:
         FedrotError: no client gives a usable answer, or none has held-out rows.
     """
 
-    def __init__(
-        self,
-        clients: Clients,
-        described: object,
-        shrinkages: Sequence[float],
-        reference: float,
-        old: Body,
-    ) -> None:
-        self._clients, self._described, self._old = clients, described, old
-        self._shrinkages, self._reference = shrinkages, reference
+    def __init__(self, clients: Clients, old: Body) -> None:
+        self._clients, self._old = clients, old
         rows = clients.ask([*clients.grid.get_node_ids()], COUNT, read_rows)
         self._training = {node: own.training for node, own in rows.items() if own.training}
         self._held_out = [node for node, own in rows.items() if own.held_out]
         if not self._held_out:
             raise FedrotError("Task head: no client has held-out rows with 'labels' to choose by.")
 
-    def choose(self, bodies: Mapping[float, Body]) -> Choice:
+    def best(self, bodies: Mapping[float, Body], like: ArrayRecord) -> FittedHead:
         """Return the best of the old model and of the ``bodies`` with fitted heads, by their steps.
+
+        Args:
+            like: how the result is encoded.
 
         Raises:
             FedrotError: no head can be fitted to the first body, or no client compares heads.
+        """
+        candidates, ballot = self._compared(bodies)
+        changes = {place: ballot.from_old(place) for place in candidates if place != OLD}
+        found = min(changes, key=lambda place: changes[place].decisive)
+        change = changes[found]
+        place = found if change.decisive < 0 else OLD
+        temperature, taken = TEMPERATURES[ballot.temperature(place)], candidates[place]
+        head = taken.weight / temperature, taken.bias / temperature
+        return FittedHead(
+            as_sent(with_head(taken.body.tensors, self._clients.head, *head), like),
+            fitted=not math.isnan(taken.shrinkage),
+            temperature=temperature,
+            losses=ballot.losses(found),
+            rows=float(ballot.weights.sum()),
+            clients=len(ballot.weights),
+            step=taken.step,
+            shrinkage=taken.shrinkage,
+            change=change.decisive,
+            error=change.error,
+        )
+
+    def _compared(self, bodies: Mapping[float, Body]) -> tuple[dict[int, Candidate], Ballot]:
+        """Return the candidates, by their places among the heads of the ballot, and the ballot.
+
+        Groups of clients without whose sums the first body's head is better are left out.
         """
         if not self._training:
             raise UpdateError("No client has training rows with 'labels'.")
         old = Candidate(0.0, self._old, *self._own_head(self._old))
         sums = {step: self._sums(body, bodies.values()) for step, body in bodies.items()}
-        fitted, why = list[Candidate](), ""
+        fitted, why = dict[float, list[Candidate]](), ""
         for step, body in bodies.items():
             try:
-                fitted += self._fitted(step, body, sums[step], self._shrinkages)
+                fitted[step] = self._fitted(step, body, sums[step], SHRINKAGES)
             except FedrotError as error:
-                fitted.append(Candidate(step, body, *self._own_head(body)))
-                why = str(error)
-        of_first = [one for one in fitted if one.step == fitted[0].step]
-        like = next((one for one in of_first if one.shrinkage == self._reference), of_first[0])
-        groups = sums[like.step]
-        without = self._without_each(like, groups)
+                fitted[step], why = [Candidate(step, body, *self._own_head(body))], str(error)
+        (first, own), *others = fitted.items()
+        judged = next((one for one in own if one.shrinkage == REFERENCE), own[0])
+        without = self._without_each(judged, sums[first])
         # Candidates with one body stand together.
-        candidates = [old, *of_first, *without.values(), *fitted[len(of_first) :]]
-        reference = candidates.index(like)
-        places = {group: candidates.index(one) for group, one in without.items()}
-        ballot = self._ballot(candidates, reference, [*places.values()])
-        if left_out := ballot.harmful(reference, places):
+        heads = [old, *own, *without.values(), *(one for _, rest in others for one in rest)]
+        places = {group: heads.index(one) for group, one in without.items()}
+        ballot = self._ballot(heads, heads.index(judged), [*places.values()])
+        if left_out := ballot.harmful(heads.index(judged), places):
             message = "Task head: it is better without %d of %d groups of clients, which are left out."
-            log(WARNING, message, len(left_out), len(groups))
-            candidates, places = [old], {}
+            log(WARNING, message, len(left_out), len(sums[first]))
+            heads, without = [old], {}
             for step, body in bodies.items():
-                own = [one for one in fitted if one.step == step]
-                candidates += self._fitted(step, body, sums[step], self._shrinkages, left_out, own)
-            ballot = self._ballot(candidates, OLD)
-        elif math.isnan(like.shrinkage):
+                heads += self._fitted(step, body, sums[step], SHRINKAGES, left_out, fitted[step])
+            ballot = self._ballot(heads, OLD)
+        elif math.isnan(judged.shrinkage):
             raise UpdateError(why)
-        return _chosen(ballot, candidates, {*range(1, len(candidates))} - {*places.values()})
+        return {i: one for i, one in enumerate(heads) if one not in without.values()}, ballot
 
     def _sums(self, body: Body, bodies: Iterable[Body]) -> Groups:
         """Return the sums of features that clients compute with a body."""
         shape, head = tuple(self._own_head(body)[0].shape), self._clients.head
-        of_adapter = self._described is None
-        largest = None if of_adapter else largest_inputs(self._described, body.tensors, head)
+        described = self._clients.described
+        largest = None if described is None else largest_inputs(described, body.tensors, head)
         totals = Totals(self._training, largest)
 
         def read(node: int, content: RecordDict) -> None:
@@ -189,7 +250,7 @@ class Exchange:
         priors = groups.counts if self._clients.problem == SINGLE else None
         for group in groups if len(groups) >= FEWEST else ():
             with suppress(FedrotError):
-                at = (self._reference,)
+                at = (REFERENCE,)
                 (found[group],) = self._fitted(like.step, like.body, groups, at, [group], [like], priors)
         return found
 
@@ -226,14 +287,3 @@ def _check_logits(total: ClassSums, weights: Tensor, biases: Tensor) -> None:
     logits = total.means() @ weights.mT + biases.unsqueeze(1)
     if not bool((logits.abs() <= LARGEST_LOSS).all()):
         raise UpdateError(f"The logits of a class's mean are absurd, above {LARGEST_LOSS:g}.")
-
-
-def _chosen(ballot: Ballot, candidates: Sequence[Candidate], places: Iterable[int]) -> Choice:
-    """Return the best candidate at one of the ``places``, if it is better than the old model."""
-    changes = {place: ballot.from_old(place) for place in sorted(places)}
-    best = min(changes, key=lambda place: changes[place].decisive)
-    taken = best if changes[best].decisive < 0 else OLD
-    temperature = TEMPERATURES[ballot.temperature(taken)]
-    rows, clients = float(ballot.weights.sum()), len(ballot.weights)
-    losses = ballot.losses(best)
-    return Choice(candidates[taken], temperature, losses, changes[best], rows, clients)

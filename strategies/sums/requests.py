@@ -109,6 +109,7 @@ class Clients:
         problem: one of ``fedrot.problems.PROBLEMS``.
         config: sent with all requests.
         timeout: seconds to wait for the answers to each request.
+        described: the model's configuration; None for an adapter.
     """
 
     grid: Grid
@@ -116,6 +117,7 @@ class Clients:
     problem: str = SINGLE
     config: ConfigRecord | None = None
     timeout: float = 3600
+    described: object = None
 
     def ask(
         self,
@@ -171,7 +173,7 @@ class Clients:
 
         def content_for(kept: frozenset[int]) -> RecordDict:
             if kept not in contents:
-                sent = {f"{MODEL}-{i}": b.arrays for i, b in enumerate(bodies) if i not in kept}
+                sent = {f"{MODEL}-{i}": b.sent for i, b in enumerate(bodies) if i not in kept}
                 contents[kept] = self._content(step, {**(content or {}), **sent}, settings)
             return contents[kept]
 

@@ -37,7 +37,7 @@ class FitsHead(ReplyStrategy):
         self.fit_head = fit_head
         super().__init__(*args, **kwargs)
         name = fit_head if isinstance(fit_head, str) else None
-        self._heads = TaskHeads(self.described, name, wire=self.server.wire)
+        self._heads = TaskHeads(self.described, name, self.server.wire)
 
     @property
     def described(self) -> object:
@@ -61,45 +61,36 @@ class FitsHead(ReplyStrategy):
             log(INFO, "\t├──> Task head: fitted before and after every round; clients call %s", call)
         super().summary()
 
-    def check_initial(self, arrays: ArrayRecord) -> None:
-        """Check the first model before any client is asked; raises ``FedrotError``."""
-        super().check_initial(arrays)
-        if self.fit_head:
-            self._heads.name_in(arrays)
-
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Refuse to run behind a privacy wrapper, to which sums are unknown."""
+        """Refuse to run behind a privacy wrapper, which does not see the sums."""
         if self.fit_head:
             check_not_behind(self, of_head=True)
         return super().configure_train(server_round, arrays, config, grid)
 
     def prepared(self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord) -> ArrayRecord:
         """Return the first model of a run, with a fitted head."""
-        arrays = super().prepared(grid, arrays, config)
         if not self.fit_head:
             return arrays
+        config = ConfigRecord({**config, "server-round": 0})
+        clients = self._heads.clients(grid, arrays, config, self._patience)
         needed = (getattr(self._weighting, f"min_{kind}_nodes", 0) for kind in ("available", "train"))
         sample_nodes(grid, max(needed), 0)  # waits for so many
-        config = ConfigRecord({**config, "server-round": 0})
-        found = self._heads.first(self._heads.clients(grid, arrays, config, self._patience), arrays)
-        found.log("Before round 1")
-        return found.arrays
+        return self._heads.first(clients, arrays, "Before round 1").arrays
 
     def finished(self, arrays: ArrayRecord, record: RoundRecord) -> ArrayRecord:
         """Return the best model that a round offers, or the one before."""
-        arrays = super().finished(arrays, record)
         if not self.fit_head:
             return arrays
         assert self._grid is not None  # from configure_train
+        when = f"Round {record.number}"
         try:
             clients = self._heads.clients(self._grid, arrays, self._config, self._patience)
-            found = self._heads.after_round(clients, self._broadcast, arrays, self.half_way)
+            found = self._heads.after_round(clients, self._broadcast, arrays, self.half_way, when)
         except FedrotError as error:
-            log(WARNING, "Round %d: the task head is not changed. %s", record.number, error)
+            log(WARNING, "%s: the task head is not changed. %s", when, error)
             return arrays
-        found.log(f"Round {record.number}")
         record.measured = {**record.measured, **found.metrics()}
         return found.arrays
 

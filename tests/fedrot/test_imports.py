@@ -25,7 +25,7 @@ LAYERS = (
     ("_io",),
     ("tensors",),
     ("symmetry",),
-    ("options", "report", "spectrum"),
+    ("options", "report"),
     ("problems",),
     ("collect",),
     ("check", "matching"),

@@ -90,8 +90,8 @@ def heads_of(model: Any, factors: Sequence[float], partner: Sequence[int]) -> tu
     head = head_of(model.config, state)
     weight = state[f"{head}.weight"]
     bias = state.get(f"{head}.bias", torch.zeros(len(weight)))
-    stacked = [torch.stack([factor * value for factor in factors]) for value in (weight, bias)]
-    return head, Heads(*stacked, torch.tensor(partner))
+    weights, biases = (torch.stack([factor * one for factor in factors]) for one in (weight, bias))
+    return head, Heads(weights, biases, torch.tensor(partner))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -41,7 +41,7 @@ def changed(value: Tensor, how: str, number: float, at: int) -> Tensor | None:
         case "shape":
             found = found.flatten()[: at % (found.numel() + 1)]
         case "dtype":
-            found = found.float()
+            found = found.to(torch.float32 if found.dtype == torch.float64 else torch.float64)
         case _:
             return None
     return found
@@ -54,7 +54,7 @@ def lies(draw: st.DrawFn) -> Any:
     for name in draw(st.sets(st.sampled_from((ROWS, SUMS, LOSSES)), min_size=1)):
         one = st.integers(0, 300) | st.sampled_from(EDGES) | st.floats()
         kept = st.sampled_from(
-            ("counts", "sums", "gram") if name == SUMS else ("losses", "squares", "counts")
+            ("counts", "sums", "scatter") if name == SUMS else ("losses", "squares", "counts")
         )
         told[name] = draw(
             st.tuples(one, one) if name == ROWS else st.lists(st.tuples(kept, edits), max_size=2)

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
 from fedrot.strategies import fit_task_head
+from fedrot.strategies.sums.choice import FittedHead
 from fedrot.strategies.sums.requests import COUNT, HEADS, LOSSES, ROWS, STEP, SUM, SUMS
-from fedrot.strategies.sums.task_head import FittedHead
-from fedrot.temperature import TEMPERATURES
+from fedrot.temperature import ONE, TEMPERATURES
 from tests.strategies.fakes import Client, FakeGrid, tensors_of
 
 CLASSES, WIDTH = 3, 12
@@ -40,20 +40,45 @@ def sums_of(features: Tensor, labels: Tensor) -> dict[str, Tensor]:
     return {"counts": hot.sum(0), "sums": hot.mT @ features, "gram": features.mT @ features}
 
 
+def between(counts: Tensor, sums: Tensor) -> Tensor:
+    """Return the part of the Gram matrix that the classes' means explain."""
+    return sum(
+        (torch.outer(s, s) / n for n, s in zip(counts, sums, strict=True) if n),
+        torch.zeros(WIDTH, WIDTH, dtype=torch.float64),
+    )
+
+
+def packed(sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return sums as clients send them, written without ``ClassSums.packed``."""
+    scatter = sums["gram"] - between(sums["counts"], sums["sums"])
+    triangle = torch.cat([row[place:] for place, row in enumerate(scatter)])
+    return {"counts": sums["counts"], "sums": sums["sums"].float(), "scatter": triangle.float()}
+
+
+def unpacked(sent: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the sums that a client has packed."""
+    counts, sums = sent["counts"], sent["sums"].double()
+    upper = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
+    upper[torch.triu_indices(WIDTH, WIDTH).unbind()] = sent["scatter"].double()
+    return {"counts": counts, "sums": sums, "gram": upper + upper.triu(1).mT + between(counts, sums)}
+
+
 def losses_of(heads: dict[str, Tensor], features: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Return the answer about heads, computed head by head and temperature by temperature."""
-    logits = [features @ w.double().mT + b.double() for w, b in zip(*heads.values(), strict=True)]
+    pairs = zip(heads["weight"], heads["bias"], strict=True)
+    logits = [features @ w.double().mT + b.double() for w, b in pairs]
     rows = torch.stack(
         [
             torch.stack([cross_entropy(one / t, labels, reduction="none") for t in TEMPERATURES])
             for one in logits
         ]
     )
-    against = [0, 0, *[1] * (len(logits) - 2)][: len(logits)]
+    old = rows[0, ONE].expand_as(rows[0])
+    others = [old if partner < 0 else rows[partner] for partner in heads["partner"].tolist()]
     correct = [float((one.argmax(1) == labels).sum()) for one in logits]
     return {
         "losses": rows.sum(2),
-        "squares": (rows - rows[against]).square().sum(2),
+        "squares": (rows - torch.stack(others)).square().sum(2),
         "counts": torch.tensor([len(labels), *correct], dtype=torch.float64),
     }
 
@@ -70,9 +95,9 @@ def client(
         if config[STEP] == COUNT:
             found = {ROWS: {"training": rows, "held_out": held_out}}
         elif config[STEP] == SUM:
-            found = {SUMS: sums_of(*training)}
+            found = {SUMS: packed(sums_of(*training))}
         else:
-            found = {LOSSES: losses_of(tensors_of(message.content.array_records[HEADS]), *judged)}
+            found = {LOSSES: losses_of(tensors_of(message.content.array_records[f"{HEADS}-0"]), *judged)}
         if lie is not None:
             lie(found)
         kind = MetricRecord if ROWS in found else ArrayRecord

@@ -64,7 +64,7 @@ def test_the_first_model_has_the_head_that_fit_task_head_finds(caplog: pytest.Lo
     assert all(torch.equal(first[name], own) for name, own in tensors_of(found.arrays).items())
     said = [record.getMessage() for record in caplog.records if "Before round 1" in record.getMessage()]
     assert len(said) == 1
-    assert "360 held-out rows: taken is the new model with a fitted head. Loss of" in said[0]
+    assert "360 held-out rows: taken is the new model with a fitted head. The loss of" in said[0]
 
 
 #: What training does to the body, and how much of the change is taken. The best body is 1.

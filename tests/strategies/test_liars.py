@@ -19,6 +19,8 @@ from tests.strategies.feature_clients import (
     accuracy,
     client,
     fitted,
+    packed,
+    unpacked,
 )
 
 Sums = dict[str, Tensor]
@@ -88,7 +90,8 @@ def lie(spoilt: str, votes: str, factor: float) -> Lie:
         if ROWS in answer:
             answer[ROWS]["training"] = int(answer[ROWS]["training"] * factor)
         if SUMS in answer:
-            answer[SUMS] = {name: v * factor for name, v in SPOILT[spoilt](answer[SUMS]).items()}
+            sums = SPOILT[spoilt](unpacked(answer[SUMS]))
+            answer[SUMS] = packed({name: value * factor for name, value in sums.items()})
         if LOSSES in answer:
             VOTES[votes](answer[LOSSES])
 

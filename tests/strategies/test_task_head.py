@@ -19,8 +19,8 @@ from torch.nn.functional import cross_entropy
 import fedrot
 from fedrot.head import collect_classes, fit_head
 from fedrot.strategies import FedRot, LabelledRows, Server, answer_with_sums, fit_task_head
+from fedrot.strategies.sums.choice import SHRINKAGES
 from fedrot.strategies.sums.requests import LOSSES, MODEL, ROWS, STEP, SUMS
-from fedrot.strategies.sums.task_head import SHRINKAGES
 from fedrot.strategies.wire.arrays import TIED, from_arrays, to_arrays
 from fedrot.temperature import TEMPERATURES
 from tests.models import VOCABULARY, State, config_of, near
@@ -99,12 +99,11 @@ def loss(tensors: State, temperature: float = 1.0) -> float:
     return total / count
 
 
-@pytest.mark.parametrize("shrinkage", [None, 0.1])
 def test_the_head_is_that_of_all_rows_together_at_the_best_temperature(
-    shrinkage: float | None, warnings: Callable[[], str]
+    warnings: Callable[[], str],
 ) -> None:
     """The oracle: one model that sees the rows of all clients; loops over shrinkages, temperatures."""
-    found = fitted(three(), shrinkage=shrinkage)
+    found = fitted(three())
     assert warnings() == ""
     model = build()
     model.load_state_dict(state())
@@ -114,8 +113,9 @@ def test_the_head_is_that_of_all_rows_together_at_the_best_temperature(
         weight, bias = fit_head(sums, own)
         return {**state(), f"{HEAD}.weight": weight.float(), f"{HEAD}.bias": bias.float()}
 
-    every = product(SHRINKAGES if shrinkage is None else (shrinkage,), TEMPERATURES)
-    kept, best = min(every, key=lambda pair: loss(with_shrinkage(pair[0]), pair[1]))
+    kept, best = min(
+        product(SHRINKAGES, TEMPERATURES), key=lambda pair: loss(with_shrinkage(pair[0]), pair[1])
+    )
     wanted = with_shrinkage(kept)
     assert (found.fitted, found.temperature, found.clients, found.rows) == (True, best, 3, 120)
     assert found.shrinkage == kept
@@ -344,8 +344,6 @@ def test_without_an_answer_there_is_an_error(clients: list[Client]) -> None:
 def test_wrong_arguments_are_named_before_anybody_is_asked() -> None:
     with pytest.raises(fedrot.FedrotError, match="no layer 'elsewhere'"):
         fitted(three(), head="elsewhere")
-    with pytest.raises(fedrot.FedrotError, match="shrinkage is 2"):
-        fitted([], shrinkage=2)
 
 
 def test_answers_draw_nothing_from_the_clients_random_numbers() -> None:

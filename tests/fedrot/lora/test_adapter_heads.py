@@ -1,0 +1,69 @@
+"""Task heads that are trained beside a PEFT adapter, against the merged model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from fedrot.errors import FedrotError
+from fedrot.head import adapter_head_of, collect_classes, fit_head, head_of, with_head
+from fedrot.lora.peft_model import adapter_tensors, load_adapter
+from fedrot.temperature import Heads, collect_losses, compare_losses
+from tests.fedrot.collect.tiny import TINY, batch_of
+from tests.fedrot.test_head import assert_close
+from tests.models import randomise
+
+OTHER: dict[str, Any] = {
+    "distilbert": {"dim": 8, "n_layers": 1, "n_heads": 2, "hidden_dim": 12},
+    "gpt2": {"n_embd": 8, "n_layer": 1, "n_head": 2, "pad_token_id": 0},
+}
+
+
+def adapted(kind: str, **settings: Any) -> Any:
+    """Return a float64 PEFT model whose trained copies differ from the layers that they replace."""
+    config = transformers.AutoConfig.for_model(kind, **{**TINY, **OTHER.get(kind, {}), "num_labels": 3})
+    base = transformers.AutoModelForSequenceClassification.from_config(config)
+    targets = {"gpt2": "c_attn", "distilbert": "q_lin"}.get(kind, "query")
+    lora = peft.LoraConfig(r=2, target_modules=[targets], fan_in_fan_out=kind == "gpt2", **settings)
+    return randomise(peft.get_peft_model(base, lora)).double().train()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "settings"),
+    [
+        ("bert", "classifier", {"task_type": "SEQ_CLS"}),
+        ("bert", "classifier", {"modules_to_save": ["classifier"]}),
+        ("roberta", "classifier.out_proj", {"task_type": "SEQ_CLS"}),
+        ("distilbert", "classifier", {"task_type": "SEQ_CLS"}),  # with pre_classifier
+        ("gpt2", "score", {"task_type": "SEQ_CLS"}),
+    ],
+)
+def test_the_head_beside_an_adapter_is_that_of_the_merged_model(
+    kind: str, name: str, settings: dict[str, Any]
+) -> None:
+    model = adapted(kind, **settings)
+    batches = [{**batch_of(seed, rows=9), "labels": torch.arange(9) % 3} for seed in (1, 2)]
+    merged = copy.deepcopy(model).merge_and_unload()
+    head = adapter_head_of(adapter_tensors(model))
+    assert (head, head_of(merged.config, merged.state_dict())) == (f"base_model.model.{name}", name)
+    found = collect_classes(model, batches, head)
+    assert_close(found, collect_classes(merged, batches, name))
+    weight, bias = fit_head(found, bias=name != "score")
+    load_adapter(model, with_head(adapter_tensors(model), head, weight, bias))
+    merged.load_state_dict(with_head(merged.state_dict(), name, weight, bias))
+    expected = collect_losses(merged, batches).losses
+    torch.testing.assert_close(collect_losses(model, batches).losses, expected)
+    heads = Heads(weight[None], bias[None], torch.tensor([-1]))
+    torch.testing.assert_close(compare_losses([model], batches, head, [heads]).losses, expected)
+
+
+def test_adapters_without_one_task_head_are_refused() -> None:
+    with pytest.raises(FedrotError, match="has 0 layers named classifier, score"):
+        adapter_head_of(adapter_tensors(adapted("bert")))
+    with pytest.raises(FedrotError, match="has 2 layers"):
+        adapter_head_of({f"base_model.model.{name}.weight": (3, 8) for name in ("score", "classifier")})

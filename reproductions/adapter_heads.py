@@ -92,7 +92,7 @@ def main(
 ) -> None:
     """Choose each arm's rate, and write the rows of all runs to the CSV file OUT."""
     fixed = {"lora": "r=8,targets=query+value,alpha=16,dropout=0.1", "holdout": 0.25, "batch_size": 16}
-    fixed |= {"train_limit": 1000, "test_limit": 2000, "rounds": 5, "data": data, "data_dir": data_dir}
+    fixed |= {"train_limit": 600, "test_limit": 1000, "rounds": 5, "data": data, "data_dir": data_dir}
     fixed |= {"model": model, "partition": partition, "clients": clients}
     rows: list[dict[str, Any]] = []
     for arm in ARMS:

@@ -95,7 +95,7 @@ def factor_parameters(model: Any, adapter: str) -> dict[str, torch.nn.Parameter]
 
 
 def _load(model: Any, tensors: Tensors, adapter: str, reduced: bool) -> None:
-    """Load an adapter that is reduced to the ranks of the ``LoraConfig``, or at the ranks that it has."""
+    """Load an adapter, reduced to the ranks of the ``LoraConfig`` or at the ranks that it has."""
     from peft import set_peft_model_state_dict
 
     own = adapter_tensors(model, adapter)

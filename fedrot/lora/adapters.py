@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,10 +14,12 @@ from torch import Tensor
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.tensors import Tensors, compute_dtype
 
+T = TypeVar("T")
+
 #: Names of the first factor: ``lora_A.weight``, ``lora_A.NAME.weight``, ``lora_embedding_A``.
 _FIRST = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?A(?P<rest>(\..+)?)")
 #: PEFT's prefix of the names of a model's modules.
-WRAPPER = "base_model.model."
+_WRAPPER = "base_model.model."
 _WHOLE = "Give all tensors of an adapter, as get_peft_model_state_dict(model) returns them."
 #: Fields of ``LoraConfig`` with which an update is not a single product ``B A``.
 _NO_PRODUCT = {
@@ -118,9 +120,14 @@ class LoraSettings:
 
     def scale(self, module: str, rank: int) -> float:
         """Return the factor of ``B A`` in a module of this name and rank."""
-        name = module.removeprefix(WRAPPER)
-        matching = (a for key, a in self.alpha_pattern.items() if re.match(rf"(.*\.)?({key})$", name))
-        return next(matching, self.alpha) / (math.sqrt(rank) if self.use_rslora else rank)
+        alpha = by_pattern(self.alpha_pattern, module, self.alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def by_pattern(pattern: Mapping[str, T], module: str, default: T) -> T:
+    """Return a module's value in ``LoraConfig.alpha_pattern`` or ``rank_pattern``."""
+    name = module.removeprefix(_WRAPPER)
+    return next((v for key, v in pattern.items() if re.match(rf"(.*\.)?({key})$", name)), default)
 
 
 def pairs_of(tensors: Mapping[str, Any]) -> tuple[Pair, ...]:

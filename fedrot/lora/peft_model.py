@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.lora.adapters import WRAPPER, LoraSettings, factors, pairs_of
+from fedrot.lora.adapters import LoraSettings, by_pattern, factors, pairs_of
 from fedrot.lora.fitting import fitted
 from fedrot.tensors import Tensors
 
@@ -34,7 +33,7 @@ def adapter_tensors(model: Any, adapter: str = "default") -> dict[str, Tensor]:
 def load_adapter(model: Any, tensors: Tensors, adapter: str = "default") -> None:
     """Load the tensors that ``FedRotLoRA`` sends into a PEFT model in place.
 
-    An adapter of larger ranks is reduced to the model's ranks (``fitted``).
+    An adapter of larger ranks is reduced to the ranks of the model's ``LoraConfig`` (``fitted``).
 
     Args:
         model: a ``peft.PeftModel``.
@@ -45,31 +44,22 @@ def load_adapter(model: Any, tensors: Tensors, adapter: str = "default") -> None
         UpdateError: the tensors are not those of this adapter.
         FedrotError: the adapter is merged. After an error, nothing has been loaded.
     """
-    own = _own_tensors(model, tensors, adapter)
-    _load(model, fitted(tensors, model.peft_config[adapter], own), own, adapter)
+    _load(model, tensors, adapter, reduced=True)
 
 
 def load_as_sent(model: Any, tensors: Tensors, adapter: str = "default") -> None:
     """Load the tensors that ``FedRotLoRA`` sends into a PEFT model in place, and reduce nothing.
 
-    The model takes the ranks and scales of the tensors, so that clients of all ranks compute the same.
-    It keeps them: to train at its own rank, build it anew. Errors are those of ``load_adapter``.
+    The model takes the ranks and scales of the tensors, so that clients of all ranks compute the same;
+    ``load_adapter`` gives it its own again. Build optimisers after that. Errors are those of
+    ``load_adapter``.
 
     Args:
         model: a ``peft.PeftModel`` of any rank, with the sender's alpha.
         tensors: the broadcast adapter.
         adapter: name of the model's adapter.
     """
-    own = _own_tensors(model, tensors, adapter)
-    ranks = {pair: len(factors(tensors, pair)[0]) for pair in pairs_of(tensors)}
-    for pair, rank in ranks.items():
-        if pair.a in own:
-            for name, axis in ((pair.a, 0), (pair.b, 1)):
-                own[name] = own[name].narrow(axis, 0, 1).repeat_interleave(rank, axis)
-    _load(model, tensors, own, adapter)
-    # A copy: the caller may build other models from the same configuration.
-    config = model.peft_config[adapter] = copy.copy(model.peft_config[adapter])
-    config.rank_pattern = {pair.module.removeprefix(WRAPPER): rank for pair, rank in ranks.items()}
+    _load(model, tensors, adapter, reduced=False)
 
 
 def train_only(model: Any, factors: str, adapter: str = "default") -> None:
@@ -104,8 +94,10 @@ def factor_parameters(model: Any, adapter: str) -> dict[str, torch.nn.Parameter]
     return {match[1] + (match[2] or ""): parameter for match, parameter in found if match}
 
 
-def _own_tensors(model: Any, tensors: Tensors, adapter: str) -> dict[str, Tensor]:
-    """Return the model's own adapter; raise an error if no tensors of such names can be loaded."""
+def _load(model: Any, tensors: Tensors, adapter: str, reduced: bool) -> None:
+    """Load an adapter, reduced to the ranks of the ``LoraConfig`` or at the ranks that it has."""
+    from peft import set_peft_model_state_dict
+
     own = adapter_tensors(model, adapter)
     inside = rf"\.lora_(embedding_)?[AB]\.{re.escape(adapter)}(\.weight)?"
     named = [name for name in tensors if name not in own and re.search(f"{inside}$", name)]
@@ -119,31 +111,32 @@ def _own_tensors(model: Any, tensors: Tensors, adapter: str) -> dict[str, Tensor
         raise FedrotError(
             f"The adapter is merged into the weights of '{merged[0]}'. Call model.unmerge_adapter()."
         )
-    return own
-
-
-def _load(model: Any, tensors: Tensors, like: Tensors, adapter: str) -> None:
-    """Load an adapter that has the names and shapes of another; the model takes its ranks."""
-    from peft import set_peft_model_state_dict
-
-    different = like.keys() ^ tensors.keys() or [n for n in like if tensors[n].shape != like[n].shape]
+    config, pairs = model.peft_config[adapter], pairs_of(own)
+    ranks = {pair: by_pattern(config.rank_pattern, pair.module, config.r) for pair in pairs}
+    if not reduced:
+        ranks |= {pair: len(factors(tensors, pair)[0]) for pair in pairs_of(tensors) if pair in ranks}
+    for pair, rank in ranks.items():
+        for name, axis in ((pair.a, 0), (pair.b, 1)):
+            own[name] = own[name].narrow(axis, 0, 1).repeat_interleave(rank, axis)
+    found = fitted(tensors, config, own)
+    different = own.keys() ^ found.keys() or [n for n in own if found[n].shape != own[n].shape]
     if different:
         raise UpdateError(
             f"The tensor '{min(different)}' of the model's adapter '{adapter}' and the received tensor "
             "differ in shape, or one of the two is missing. Client and server need the same "
             "LoraConfig; only the client's rank may be smaller."
         )
-    settings = LoraSettings.of(model.peft_config[adapter])
-    for pair in pairs_of(like):
-        layer, rank = model.get_submodule(pair.module), len(like[pair.a])
+    for pair, rank in ranks.items():
+        layer = model.get_submodule(pair.module)
         if layer.r[adapter] != rank:
-            layer.r[adapter], layer.scaling[adapter] = rank, settings.scale(pair.module, rank)
+            scale = LoraSettings.of(config).scale(pair.module, rank)
+            layer.r[adapter], layer.scaling[adapter] = rank, scale
             for name in (pair.a, pair.b):
                 table = name.removesuffix(".weight")
                 path, _, leaf = f"{table}.{adapter}{name.removeprefix(table)}".rpartition(".")
                 owner = model.get_submodule(path)
-                setattr(owner, leaf, torch.nn.Parameter(like[name], getattr(owner, leaf).requires_grad))
-    set_peft_model_state_dict(model, dict(tensors), adapter_name=adapter)
+                setattr(owner, leaf, torch.nn.Parameter(own[name], getattr(owner, leaf).requires_grad))
+    set_peft_model_state_dict(model, found, adapter_name=adapter)
 
 
 def _check_adapter(model: Any, adapter: str) -> None:

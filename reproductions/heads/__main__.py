@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,11 +27,10 @@ def run(
     rounds: int = 5,
     layers: int = 3,
     pooling: str = "mean",
-    rate: float = 0.0,
 ) -> None:
     """Repeat a cell: DATA (a name in cell.py), SKEW (Dirichlet's concentration, 0 for IID) and SEED.
 
-    The upper LAYERS of MiniLM are trained; POOLING is mean or pooler; RATE 0 is the arm's own.
+    The upper LAYERS of MiniLM are trained; POOLING is mean or pooler.
     """
     from transformers import BertModel
 
@@ -48,7 +46,7 @@ def run(
     federation = Federation(cell, bert.half().float(), layers, pooling)
     place = {"data": data, "skew": skew, "seed": seed, "pooling": pooling, "layers": layers}
     for name in arms.split(","):
-        arm = replace(ARMS[name], rate=rate) if rate and ARMS[name].rate else ARMS[name]
+        arm = ARMS[name]
         told = place | {"rounds": rounds, "arm": name, "rate": arm.rate}
         found = [told | row for row in play(federation, arm, rounds)]
         with out.open("a", encoding="utf-8") as file:

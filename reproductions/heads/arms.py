@@ -17,11 +17,8 @@ class Arm:
     start: str = ""  # the first head, see Federation.heads; empty: drawn at random
     fit: str = "never"  # when a head is fitted to the sums of all clients: never, last or every round
     head: str = "lda"  # how, see Federation.heads
-    steps: tuple[float, ...] = (
-        1.0,
-    )  # candidates, from the body before the round (0) to the average (1)
+    steps: tuple[float, ...] = (1.0,)  # candidates: 0 is the body before the round, 1 the average
     old: bool = False  # the model before the round is a candidate: none is worse on held-out rows
-    keep: bool = False  # the averaged head is a candidate
     shifted: bool = False  # FedLC: -n_kc^(-1/4) is added to logits (Zhang et al., ICML 2022)
     pull: float = 0.0  # FedProx: mu / 2 |w - start|^2 is added to the loss (Li et al., MLSys 2020)
     scaffold: bool = False  # gradients have control variates (Karimireddy et al., ICML 2020)
@@ -49,7 +46,5 @@ RIVALS = {
 ARMS = RIVALS | {
     "fedavg+fit": Arm(2e-4, fit="last"),
     "ours-lowest": Arm(5e-4, start="lda", fit="every", steps=(0.5, 1.0), old=True),
-    "ours-every": Arm(5e-4, start="lda", fit="every"),
-    "ours-0.1.0": Arm(5e-4, fit="every", head="lda-0.1", keep=True),
     "central": Arm(1e-4, everyone=True),
 }

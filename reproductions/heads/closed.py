@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedrot.head import ClassSums, fit_head
+from fedrot.head import ClassSums, fit_heads
+from fedrot.problems import REGRESSION
 
-SHRINKAGES = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 RIDGES = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 #: From 1/32 to 32, wider than fedrot.temperature's: regressions and normalised means need small ones.
 TEMPERATURES = tuple(2.0 ** (step / 8) for step in range(-40, 41))
@@ -23,12 +23,6 @@ def sums_of(features: Tensor, labels: Tensor, classes: int) -> ClassSums:
     """Return the sums over rows; every client could send its own, and the server add them."""
     wide, one_hot = features.double(), functional.one_hot(labels, classes).double()
     return ClassSums(one_hot.sum(0), one_hot.mT @ wide, wide.mT @ wide)
-
-
-def discriminants(total: ClassSums, *shrinkages: float) -> Head:
-    """Return fedrot's heads; on frozen features they are GH-OFL's (arXiv 2602.01186)."""
-    weights, biases = zip(*(fit_head(total, a) for a in shrinkages), strict=True)
-    return torch.stack(weights), torch.stack(biases)
 
 
 def from_means(features: Tensor, labels: Tensor, client: Tensor, classes: int) -> ClassSums:
@@ -50,13 +44,9 @@ def from_means(features: Tensor, labels: Tensor, client: Tensor, classes: int) -
 
 def ridge(total: ClassSums) -> Head:
     """Return ridge regressions with an intercept: AFL (CVPR 2025) and Fed3R (ICML 2024) have none."""
-    n = total.counts.sum()
-    mean = total.sums.sum(0) / n
-    gram = total.gram - n * torch.outer(mean, mean)
-    cross = total.sums - torch.outer(total.counts, mean)
-    shrunk = gram.diagonal().mean() * torch.tensor(RIDGES)[:, None, None] * torch.eye(len(gram)).double()
-    weight = torch.linalg.solve(gram + shrunk, cross.mT).mT
-    return weight, total.counts / n - weight @ mean
+    counts = torch.cat([total.counts.sum(0, keepdim=True), total.counts])
+    sums = torch.cat([total.sums.sum(0, keepdim=True), total.sums])
+    return fit_heads(ClassSums(counts, sums, total.gram, REGRESSION), [r / (1 + r) for r in RIDGES])
 
 
 def nearest_mean(total: ClassSums) -> Head:

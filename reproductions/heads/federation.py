@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from fedrot.head import fit_heads
 from fedrot.simulations.tasks.scores import evaluate_predictions
+from fedrot.strategies.sums.choice import SHRINKAGES
 from reproductions.heads import closed
 from reproductions.heads.arms import Arm
 from reproductions.heads.cell import CLIENTS, Array, Cell
@@ -127,7 +129,8 @@ class Federation:
             return closed.nearest_mean(total)
         if kind in ("ridge", "fourier"):
             return closed.ridge(total)
-        return closed.discriminants(total, *([0.1] if kind == "lda-0.1" else closed.SHRINKAGES))
+        # On frozen features fedrot's heads are GH-OFL's (arXiv 2602.01186).
+        return fit_heads(total, SHRINKAGES)
 
     def _probed(self, features: Tensor) -> closed.Head:
         """Return LP-FT's probes (Kumar et al., ICLR 2022) by rate: FedAvg of heads, with all clients."""

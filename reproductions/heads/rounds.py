@@ -43,7 +43,6 @@ def candidates(
         return {"1": federation.evaluate(new)}
     bodies = {f"{step:g}": old.flat.lerp(new, step) for step in arm.steps}
     found = {name: federation.evaluate(body, arm.head) for name, body in bodies.items()}
-    found |= {"head": federation.evaluate(new)} if arm.keep else {}
     return {"old": old, **found} if arm.old else found
 
 
@@ -58,5 +57,5 @@ def play(federation: Federation, arm: Arm, rounds: int) -> Iterator[dict[str, An
         found = candidates(federation, arm, model, new, number == rounds)
         taken = min(found, key=lambda name: found[name].losses.mean())
         model = found[taken]
-        measures = federation.measure(model) if number == rounds else {}
-        yield {"round": number, "taken": taken, "held_loss": model.losses.mean(), **measures}
+        row = {"round": number, "taken": taken, "held_loss": model.losses.mean()}
+        yield row | federation.measure(model) if number == rounds else row

@@ -16,7 +16,7 @@ from fedrot.strategies.flower_compat import outside_of_the_engine
 from reproductions import adapter_heads as heads
 
 
-def test_every_arm_is_reported_at_its_best_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_arm_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = pd.DataFrame({"label": [0, 0, 1, 1, 1, 1, 2, 2] * 30, "split": "train"})
     rows.loc[180:, "split"] = "test"
     words = rows.label.map({0: "happy", 1: "angry", 2: "sad"})
@@ -26,16 +26,12 @@ def test_every_arm_is_reported_at_its_best_rate(tmp_path: Path, monkeypatch: pyt
     model: Any = heads.build_model(small, heads.task_of(small.to_json()).data, 0)
     model.save_pretrained(tmp_path / "model")
     PreTrainedTokenizerFast(tokenizer_object=bundled_tokenizer()).save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(heads, "RATES", (1e-5, 0.1))
-    monkeypatch.setattr(heads, "REPORTED", (11,))
+    monkeypatch.setattr(heads, "ARMS", dict.fromkeys(heads.ARMS, 0.1))
     with outside_of_the_engine():
         heads.main(tmp_path, tmp_path / "rows.csv", "words", str(tmp_path / "model"), clients=3)
     rows = pd.read_csv(tmp_path / "rows.csv").set_index("arm")
-    assert list(dict.fromkeys(rows.index)) == list(heads.ARMS)
-    for arm in heads.ARMS:
-        tried, reported = rows[rows.seed == 10].loc[[arm]], rows[rows.seed == 11].loc[arm]
-        assert reported.rate == tried.rate.iloc[tried.held_out_loss.argmin()]
-        assert reported.worst_client > 0.9 or arm == "fedavg"
+    assert list(rows.index) == list(heads.ARMS)
+    assert rows.worst_client.drop("fedavg").min() > 0.9
     config = small.model_copy(update={"partition": "pathological:1", "clients": 3})
     model.classifier.weight.data.zero_()
     model.classifier.bias.data = torch.tensor([0.0, 9, 0])

@@ -21,7 +21,9 @@ from torch.nn.functional import cross_entropy, one_hot
 from transformers import BertConfig, BertModel
 from typer.testing import CliRunner
 
+from fedrot.head import fit_heads
 from fedrot.simulations.models import packaged
+from fedrot.strategies.sums.choice import SHRINKAGES
 from reproductions.heads import __main__, cell, closed
 from reproductions.heads.arms import ARMS, Arm
 from reproductions.heads.federation import PROBE_RATES, PROBE_ROUNDS, Federation, epoch
@@ -81,9 +83,9 @@ def test_an_epoch_is_that_of_torch_and_scaffold_has_its_option_two(arm: Arm) -> 
 
 def test_discriminants_and_ridges_are_those_of_sklearn() -> None:
     total = closed.sums_of(FEATURES, LABELS, 5)
-    logits = closed.scores(FEATURES, closed.discriminants(total, *closed.SHRINKAGES))
+    logits = closed.scores(FEATURES, fit_heads(total, SHRINKAGES))
     assert not (logits.argmax(-1) == 3).any()
-    for found, shrinkage in zip(logits[..., [0, 1, 2, 4]].softmax(-1), closed.SHRINKAGES, strict=True):
+    for found, shrinkage in zip(logits[..., [0, 1, 2, 4]].softmax(-1), SHRINKAGES, strict=True):
         lda = LinearDiscriminantAnalysis("lsqr", shrinkage=shrinkage).fit(FEATURES, LABELS)
         np.testing.assert_allclose(found, lda.predict_proba(FEATURES), atol=1e-6)
     spread = 60 * FEATURES.double().var(0, correction=0).mean()
@@ -171,7 +173,7 @@ def test_every_arm_plays(federation: Federation, name: str, monkeypatch: pytest.
     assert np.isfinite(losses).all()
     assert not arm.old or (np.diff(losses) <= 0).all()
     found, body = candidates(federation, arm, first, 2 * first.flat, True), slice(-federation.size)
-    assert [*found] == ["old"] * arm.old + [f"{step:g}" for step in arm.steps] + ["head"] * arm.keep
+    assert [*found] == ["old"] * arm.old + [f"{step:g}" for step in arm.steps]
     for step in arm.steps:  # a fitted head, with its temperature, goes with its body
         model = found[f"{step:g}"]
         torch.testing.assert_close(model.flat[body], (1 + step) * first.flat[body])
@@ -212,7 +214,7 @@ def test_a_cell_is_repeated_and_its_rows_are_a_table(tmp_path: Path, monkeypatch
     )
     out, more = (
         tmp_path / "rows.jsonl",
-        [f"--data-dir={tmp_path}", "--rate=0.01", f"--arms={','.join(names)}"],
+        [f"--data-dir={tmp_path}", f"--arms={','.join(names)}"],
     )
     for seed in ("11", "12"):
         told = ["run", "isear", "0.3", seed, f"--out={out}", *shape, *more]

@@ -172,7 +172,7 @@ def test_requests_to_match_pass_through_untouched(warnings: Callable[[], str]) -
         app = ClientApp(mods=mods)
         rows = {"input_ids": torch.arange(4, 20).reshape(2, 8)}
         match_at_client(app, lambda message, context: Matching(build, lambda: [rows]))  # noqa: B023
-        message = request(base, ArrayRecord(update), ConfigRecord(), 7)
+        message = request(base, update, ConfigRecord(), 7)
         answers.append(app(message, Context(1, 1, {}, RecordDict(), {})))
     first, second = ({n: dict(r) for n, r in a.content.items()} for a in answers)
     assert first == second

@@ -44,8 +44,7 @@ def trained(config: SimulationConfig, seed: int, rounds: int, fits: bool) -> tup
     model: Any = build_model(config, task_of(config.to_json()).data, seed)
     arrays = ArrayRecord(adapter_tensors(model))
     if rounds:
-        options = {"fit_head": True} if fits else {}
-        strategy = FedRotLoRA(model.peft_config["default"], fraction_evaluate=0.0, **options)
+        strategy = FedRotLoRA(model.peft_config["default"], fit_head=fits, fraction_evaluate=0.0)
         grid, told = federation(config, seed)
         arrays = strategy.start(grid, arrays, num_rounds=rounds, train_config=told).arrays
     return model, arrays
@@ -59,8 +58,8 @@ def measured(config: SimulationConfig, arm: str, seed: int) -> dict[str, Any]:
         arrays = fit_task_head(grid, arrays, model.peft_config["default"], config=told).arrays
     load_adapter(model, arrays.to_torch_state_dict())
     setting = {"data": config.data, "partition": config.partition, "count": config.clients}
-    found = scores(model, task_of(config.to_json()), seed)
-    return {**setting, "arm": arm, "rate": config.lr, "seed": seed, **found}
+    setting |= {"arm": arm, "rate": config.lr, "seed": seed}
+    return setting | scores(model, task_of(config.to_json()), seed)
 
 
 def scores(model: Any, task: Task, seed: int) -> dict[str, float]:

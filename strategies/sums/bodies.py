@@ -78,11 +78,6 @@ class Body:
         halves = bool(self.between) and all(node in half.kept_by for half in self.between)
         return halves or node in self.kept_by
 
-    def lost(self, node: int) -> None:
-        """Note that a node has the body no longer."""
-        for body in (self, *self.between):
-            body.kept_by.discard(node)
-
 
 class Shelf:
     """A client's folder of bodies, which other clients of the same run and user may share.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from logging import INFO, WARNING
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.feature_bounds import largest_inputs
-from fedrot.head import ClassSums, fit_heads, with_head
+from fedrot.head import fit_heads, with_head
 from fedrot.strategies.sums.bodies import Body, head_names
 from fedrot.strategies.sums.losses import FEWEST, OLD, Ballot, in_order
 from fedrot.strategies.sums.requests import (
@@ -29,7 +29,7 @@ from fedrot.strategies.sums.requests import (
     read_rows,
     read_sums,
 )
-from fedrot.strategies.sums.totals import Groups, Totals
+from fedrot.strategies.sums.totals import Groups, Totals, total_without
 from fedrot.strategies.wire.arrays import to_arrays
 from fedrot.temperature import LARGEST_LOSS, TEMPERATURES
 from fedrot.tensors import compute_dtype
@@ -90,7 +90,7 @@ class FittedHead:
     arrays: ArrayRecord
     fitted: bool = False
     temperature: float = 1.0
-    losses: tuple[float, float, float] = (math.nan, math.nan, math.nan)
+    losses: tuple[float, ...] = (math.nan,) * 3
     rows: float = 0
     clients: int = 0
     step: float = 1.0
@@ -98,8 +98,24 @@ class FittedHead:
     change: float = math.nan
     error: float = math.nan
 
+    @property
+    def loss(self) -> float:
+        """The loss of the model that is taken; NaN if unknown."""
+        return self.losses[2] if self.fitted else self.losses[1]
+
+    def after(self, loss: float) -> FittedHead:
+        """Return the same with losses from another loss of the old model on, unless that is NaN.
+
+        Centres of losses and of their changes do not add up: losses of successive rounds have one scale
+        if each continues the one before.
+        """
+        shift = loss - self.losses[0] if not math.isnan(loss) else 0.0
+        return replace(self, losses=tuple(one + shift for one in self.losses))
+
     def log(self, when: str) -> None:
         """Log in a sentence what was taken, by how much its loss is lower, and how surely."""
+        if not self.clients:
+            return
         sure = "standard error" if abs(self.change) > 2 * self.error else "standard error: within noise"
         log(
             INFO,
@@ -117,9 +133,8 @@ class FittedHead:
         kept = {"fedrot-head-fitted": int(self.fitted), "fedrot-head-temperature": self.temperature}
         if not self.clients:
             return {**kept}
-        loss = self.losses[2] if self.fitted else self.losses[1]
         change = {"fedrot-head-change": self.change, "fedrot-head-error": self.error}
-        return {**kept, "fedrot-head-loss": loss, "fedrot-head-step": self.step, **change}
+        return {**kept, "fedrot-head-loss": self.loss, "fedrot-head-step": self.step, **change}
 
 
 class Exchange:
@@ -232,15 +247,16 @@ class Exchange:
         client with classes of its own is not left out together with them. With the ``priors`` of all
         sums, the heads differ in what the groups' sums say about the classes of others.
         """
-        total = groups.without(left_out)
+        total = total_without(left_out, groups)
         biased = head_names(self._clients.head)[1] in body.tensors
         weights, biases = fit_heads(total, shrinkages, biased, priors)
-        _check_logits(total, weights, biases)
+        logits = total.means() @ weights.mT + biases.unsqueeze(1)
+        if not bool((logits.abs() <= LARGEST_LOSS).all()):
+            raise UpdateError(f"The logits of a class's mean are absurd, above {LARGEST_LOSS:g}.")
         for name, own in {"weight": weights, "bias": biases}.items() if like else ():
             theirs = torch.stack([getattr(one, name) for one in like]).to(own)
             own[:, total.absent] = theirs[:, total.absent]
-        heads = zip(weights, biases, shrinkages, strict=True)
-        return [Candidate(step, body, *head) for head in heads]
+        return [Candidate(step, body, *head) for head in zip(weights, biases, shrinkages, strict=True)]
 
     def _without_each(self, like: Candidate, groups: Groups) -> dict[int, Candidate]:
         """Return candidates without the sums of one group each; none if one is more than a quarter."""
@@ -278,10 +294,3 @@ class Exchange:
         weight, bias = (body.tensors.get(name) for name in head_names(self._clients.head))
         assert weight is not None  # from TaskHeads.name_in
         return weight, torch.zeros(len(weight)).to(weight) if bias is None else bias
-
-
-def _check_logits(total: ClassSums, weights: Tensor, biases: Tensor) -> None:
-    """Raise ``UpdateError`` if the logits at a class's mean are absurd."""
-    logits = total.means() @ weights.mT + biases.unsqueeze(1)
-    if not bool((logits.abs() <= LARGEST_LOSS).all()):
-        raise UpdateError(f"The logits of a class's mean are absurd, above {LARGEST_LOSS:g}.")

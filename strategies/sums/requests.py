@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from itertools import product
 from logging import WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -181,8 +180,8 @@ class Clients:
         has = {n: frozenset(i for i, b in enumerate(bodies) if b.has(n)) for n in nodes}
         found = self._ask({node: content_for(own) for node, own in has.items()}, read_kept)
         if lacking:
-            for body, node in product(bodies, lacking):
-                body.lost(node)
+            for lost in (one for body in bodies for one in (body, *body.between)):
+                lost.kept_by.difference_update(lacking)
             with suppress(FedrotError):
                 found |= self._ask(dict.fromkeys(lacking, content_for(frozenset())), read_kept)
         answers = {node: one for node, own in found.items() for one in own}

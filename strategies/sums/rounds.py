@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from logging import INFO, WARNING
 from typing import Any
@@ -15,6 +16,7 @@ from fedrot.errors import FedrotError
 from fedrot.strategies.arguments import check_not_behind
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.round.record import RoundRecord
+from fedrot.strategies.sums.choice import FittedHead
 from fedrot.strategies.sums.task_head import TaskHeads
 
 
@@ -34,7 +36,7 @@ class FitsHead(ReplyStrategy):
     not_in_checkpoints: tuple[str, ...] = ("_heads",)
 
     def __init__(self, *args: Any, fit_head: bool | str = False, **kwargs: Any) -> None:
-        self.fit_head = fit_head
+        self.fit_head, self.head_loss = fit_head, math.nan
         super().__init__(*args, **kwargs)
         name = fit_head if isinstance(fit_head, str) else None
         # An adapter has no configuration of its model.
@@ -53,8 +55,7 @@ class FitsHead(ReplyStrategy):
     def summary(self) -> None:
         """Log that heads are fitted, then the summaries behind."""
         if self.fit_head:
-            call = "fedrot.strategies.answer_with_sums(app, ...)"
-            log(INFO, "\t├──> Task head: fitted before and after every round; clients call %s", call)
+            log(INFO, "\t├──> Task head: fitted in every round; clients call answer_with_sums(app, ...)")
         super().summary()
 
     def configure_train(
@@ -70,10 +71,10 @@ class FitsHead(ReplyStrategy):
         if not self.fit_head:
             return arrays
         config = ConfigRecord({**config, "server-round": 0})
-        clients = self._heads.clients(grid, arrays, config, self._timeout)
+        clients = self._heads.asked(grid, config, self._timeout, arrays)
         needed = (getattr(self._weighting, f"min_{kind}_nodes", 0) for kind in ("available", "train"))
         sample_nodes(grid, max(needed), 0)  # waits for so many
-        return self._heads.first(clients, arrays, "Before round 1").arrays
+        return self._logged("Before round 1", self._heads.fitted(clients, arrays)).arrays
 
     def finished(self, arrays: ArrayRecord, record: RoundRecord) -> ArrayRecord:
         """Return the best model that a round offers, or the one before."""
@@ -82,10 +83,16 @@ class FitsHead(ReplyStrategy):
         assert self._grid is not None  # from configure_train
         when = f"Round {record.number}"
         try:
-            clients = self._heads.clients(self._grid, arrays, self._config, self._timeout)
-            found = self._heads.after_round(clients, self._broadcast, arrays, self.half_way, when)
+            clients = self._heads.asked(self._grid, self._config, self._timeout, arrays)
+            found = self._heads.fitted(clients, arrays, self._broadcast, self.half_way)
         except FedrotError as error:
             log(WARNING, "%s: the task head is not changed. %s", when, error)
             return arrays
+        found = self._logged(when, found.after(self.head_loss))
         record.measured = {**record.measured, **found.metrics()}
         return found.arrays
+
+    def _logged(self, when: str, found: FittedHead) -> FittedHead:
+        found.log(when)
+        self.head_loss = found.loss
+        return found

@@ -65,14 +65,16 @@ def fit_task_head(
             usable answer, with the last reason.
     """
     heads = TaskHeads(model_config, head, wire)
-    return heads.first(heads.clients(grid, arrays, config, timeout), arrays, "Task head")
+    found = heads.fitted(heads.asked(grid, config or ConfigRecord(), timeout, arrays), arrays)
+    found.log("Task head")
+    return found
 
 
 class TaskHeads:
     """Fits the task heads of one run's models, and knows which bodies clients have kept.
 
     Args:
-        described: the model's configuration; of an adapter its ``LoraConfig``.
+        described: the model's configuration; not needed for an adapter.
         head: the name of the task head; None finds it.
         wire: as in ``Server``.
     """
@@ -81,9 +83,7 @@ class TaskHeads:
         self._described, self._head, self._wire = described, head, wire
         self._kept_by = dict[str, set[int]]()
 
-    def clients(
-        self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord | None = None, timeout: float = 3600
-    ) -> Clients:
+    def asked(self, grid: Grid, config: ConfigRecord, timeout: float, arrays: ArrayRecord) -> Clients:
         """Return the clients, to be asked about models like the given one.
 
         Raises:
@@ -99,45 +99,37 @@ class TaskHeads:
         problem = REGRESSION if len(tensors[f"{head}.weight"]) == 1 else SINGLE
         return Clients(grid, head, problem, config, timeout)
 
-    def first(self, clients: Clients, arrays: ArrayRecord, when: str) -> FittedHead:
-        """Return a model with the better of its own head and a fitted one; the log says ``when``."""
-        own = self._body(arrays, clients.head)
-        return self._best(clients, own, {1.0: own}, when)
-
-    def after_round(
-        self, clients: Clients, old: ArrayRecord, new: ArrayRecord, half: bool, when: str
+    def fitted(
+        self, clients: Clients, new: ArrayRecord, old: ArrayRecord | None = None, half: bool = True
     ) -> FittedHead:
-        """Return the best of three models: the old one; the new one and the one half way, fitted.
+        """Return the best of a round's models: the old one; the new one and the one half way, fitted.
+
+        If no head can be fitted or compared, it is the new one as it is.
 
         Args:
-            old: the model before the round, with its head.
             new: the round's model.
+            old: the model before the round, with its head; None for the new one, before all rounds.
             half: whether the model half way is a candidate.
-            when: for the log.
         """
-        before, after = self._body(old, clients.head), self._body(new, clients.head)
+        after = self._body(new, clients.head)
+        before = after if old is None else self._body(old, clients.head)
         bodies = {1.0: after}
-        if half:
+        if half and old is not None:
             middle = self._body(as_sent(half_way(before.tensors, after.tensors), new), clients.head)
             # Clients have rounded bodies, whose mean is not the rounded mean.
             middle.between = () if self._wire else (before, after)
             bodies[0.5] = middle
-        return self._best(clients, before, bodies, when)
+        exchange = Exchange(clients, before)
+        try:
+            found = exchange.best(bodies)
+        except FedrotError as error:
+            log(WARNING, "The task head cannot be fitted and is not changed. %s", error)
+            return FittedHead(new)
+        self._kept_by = {body.key: body.kept_by for body in (before, *bodies.values())}
+        return found
 
     def _body(self, arrays: ArrayRecord, head: str) -> Body:
         tensors = from_arrays(arrays)
         sent = arrays if self._wire is None else to_arrays(tensors, self._wire)
         key = hash_of(from_arrays(sent), head)
         return Body(arrays, tensors, sent, key, kept_by=self._kept_by.setdefault(key, set()))
-
-    def _best(self, clients: Clients, old: Body, bodies: dict[float, Body], when: str) -> FittedHead:
-        """Return the best model; if no head can be fitted or compared, the new one as it is."""
-        new, exchange = bodies[1.0].arrays, Exchange(clients, old)
-        try:
-            found = exchange.best(bodies)
-        except FedrotError as error:
-            log(WARNING, "The task head cannot be fitted and is not changed. %s", error)
-            return FittedHead(new)
-        self._kept_by = {body.key: body.kept_by for body in (old, *bodies.values())}
-        found.log(when)
-        return found

@@ -21,6 +21,9 @@ GROUPS = 8
 #: of the median group's, or the group's sums are left out.
 LONGEST = 10.0
 
+#: The sums of groups of clients, by the number of the group.
+Groups = Mapping[int, ClassSums]
+
 #: Sums are kept as multiples of these units, 40 bits apart, and are at most ``_LARGEST``.
 _UNITS = tuple(2.0**power for power in (80, 40, 0, -40, -80, -120))
 _LARGEST = 1e30
@@ -77,7 +80,7 @@ class Totals:
         found = {group: self._whole(parts.sum(0)) for group, parts in sorted(self._parts.items())}
         sizes = {group: float(sums.gram.trace() / sums.rows) for group, sums in found.items()}
         most = LONGEST * median(sizes.values())
-        return Groups({group: sums for group, sums in found.items() if sizes[group] <= most})
+        return {group: sums for group, sums in found.items() if sizes[group] <= most}
 
     def _whole(self, vector: Tensor) -> ClassSums:
         """Return class sums, given their parts in one vector."""
@@ -90,20 +93,17 @@ class Totals:
         return replace(self._like, counts=counts, sums=sums.reshape(classes, inputs), gram=gram)
 
 
-class Groups(dict[int, ClassSums]):
-    """The sums of groups of clients, by the number of the group."""
+def total_without(left_out: Iterable[int], groups: Groups) -> ClassSums:
+    """Return the sums over all groups but some.
 
-    def without(self, groups: Iterable[int] = ()) -> ClassSums:
-        """Return the sums over all groups but some.
-
-        Raises:
-            UpdateError: no other group is left, or their sums contradict each other.
-        """
-        kept = [sums for group, sums in self.items() if group not in set(groups)]
-        if not kept:
-            raise UpdateError("No other client has sent sums.")
-        total = {name: sum(getattr(one, name) for one in kept) for name in ("counts", "sums", "gram")}
-        return replace(kept[0], **total)
+    Raises:
+        UpdateError: no other group is left, or their sums contradict each other.
+    """
+    kept = [sums for group, sums in groups.items() if group not in set(left_out)]
+    if not kept:
+        raise UpdateError("No other client has sent sums.")
+    total = {name: sum(getattr(one, name) for one in kept) for name in ("counts", "sums", "gram")}
+    return replace(kept[0], **total)
 
 
 def _triangle(gram: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ def test_the_rest_of_the_name_keeps_its_meaning(arm: str) -> None:
 
 def test_clients_go_on_from_the_head_of_the_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
     fits: list[Any] = []
-    real, configure = TaskHeads._best, arm_strategies.CellStrategy.configure_train
+    real, configure = TaskHeads.fitted, arm_strategies.CellStrategy.configure_train
     broadcast: list[Any] = []
 
     def noting(self: TaskHeads, *args: Any) -> Any:
@@ -127,7 +127,7 @@ def test_clients_go_on_from_the_head_of_the_last_round(monkeypatch: pytest.Monke
         broadcast.append(tensors_of(arrays))
         return configure(self, server_round, arrays, *args)
 
-    monkeypatch.setattr(TaskHeads, "_best", noting)
+    monkeypatch.setattr(TaskHeads, "fitted", noting)
     monkeypatch.setattr(arm_strategies.CellStrategy, "configure_train", configured)
     config = SimulationConfig(**{**SMALL, "rounds": 3})
     (found,) = rows(config, "plain+task-head-each-round")
@@ -137,7 +137,7 @@ def test_clients_go_on_from_the_head_of_the_last_round(monkeypatch: pytest.Monke
         sent = tensors_of(fit.arrays)
         assert all(torch.equal(received[tensor], value) for tensor, value in sent.items())
     for number, fit in enumerate(fits[1:], start=1):
-        assert found["alignment", number, "fedrot-head-loss"] == fit.metrics()["fedrot-head-loss"]
+        assert found["alignment", number, "fedrot-head-change"] == fit.change
     task = task_of(config.to_json())
     model = build_model(config, task.data, seed=0)
     model.load_state_dict(tensors_of(fits[-1].arrays))

@@ -89,7 +89,7 @@ class ArmRun:
 
     def evaluate(self, model: nn.Module, server_round: int) -> dict[str, float]:
         """Return the metrics of a global model on the data set's held-out split."""
-        if server_round > 0:
+        if server_round > 0 or self.arm.fits_each_round:
             return evaluate_held_out(self.task, model)
         if not self.initial:
             self.initial.update(evaluate_held_out(self.task, model))

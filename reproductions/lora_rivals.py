@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
@@ -125,11 +126,6 @@ class RivalOptions(AdapterOptions):
         return super().__str__() + "".join(said)
 
     @property
-    def any_rank(self) -> bool:
-        """Whether clients may have different ranks."""
-        return self.method in OF_ANY_RANK
-
-    @property
     def folds(self) -> bool:
         """Whether clients receive a residual for their base weights."""
         return self.residual == "fold"
@@ -149,7 +145,7 @@ class RivalOptions(AdapterOptions):
     @property
     def kind(self) -> type[AdapterAverage]:
         """The class of the average."""
-        return RivalAverage
+        return OfAnyRank if self.method in OF_ANY_RANK else RivalAverage
 
 
 def rotation(factors: Factors, to: Factors, strength: float = 1.0, by: Factor | None = None) -> Tensor:
@@ -202,7 +198,8 @@ class RivalSums(ModuleSums):
     def rest(self, found: Factors, scale: float) -> Tensor:
         """Return the dense ``D - s B A``, ``[out, in]``."""
         a, b = found
-        return self.products.dense() / self.weight - scale * b @ a
+        left, right = self.products.stacks
+        return left.mT @ right / self.weight - scale * b @ a
 
 
 class RivalAverage(AdapterAverage):
@@ -215,17 +212,17 @@ class RivalAverage(AdapterAverage):
         if not isinstance(given, RivalOptions):
             self.options = RivalOptions(given.method, given.gauge)
         super().__post_init__()
+        self._modules = defaultdict(lambda: RivalSums(self.options.method == "rotate"))
 
     def chosen(self, pair: Pair, wanted: Wanted) -> Factors | None:
         """Return the new factors of a module."""
         if self.options.method == "exact":
             return GAUGES[self.options.gauge](wanted)
         if self.options.method == "stack":
-            return _anew(wanted, zlib.crc32(f"{pair.module} {self.server_round}".encode()))
+            return _anew(
+                wanted, pair.of_embedding, zlib.crc32(f"{pair.module} {self.server_round}".encode())
+            )
         return wanted.mean
-
-    def _new_sums(self) -> ModuleSums:
-        return RivalSums(self.options.method == "rotate")
 
     def _add_to(self, module: ModuleSums, pair: Pair, sent: Factors, weight: float) -> None:
         assert isinstance(module, RivalSums)
@@ -305,11 +302,11 @@ class RivalAverage(AdapterAverage):
         return replace(averaged, tensors={**averaged.tensors, name: residual}, error=0.0)
 
 
-def _anew(of: Wanted, seed: int) -> Factors:
+def _anew(of: Wanted, of_embedding: bool, seed: int) -> Factors:
     """Return a start of LoRA as PEFT draws it: ``A`` uniform, for embeddings normal, and ``B = 0``."""
-    draw = torch.randn if of.of_embedding else torch.rand
+    draw = torch.randn if of_embedding else torch.rand
     drawn = draw(of.vt.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    a = drawn if of.of_embedding else (2 * drawn - 1) * of.vt.shape[1] ** -0.5
+    a = drawn if of_embedding else (2 * drawn - 1) * of.vt.shape[1] ** -0.5
     return a.to(of.vt), torch.zeros_like(of.u)
 
 

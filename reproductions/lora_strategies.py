@@ -79,7 +79,7 @@ class RivalLoRA(AlignedLoRA):
 
     def schema(self, broadcast: Tensors) -> Schema:
         """Return the tensors that a reply may hold: an adapter, whose residuals are left out."""
-        return RivalSchema(without_residuals(broadcast), self.adapters.any_rank)
+        return RivalSchema(without_residuals(broadcast), self.adapters.kind.any_rank)
 
 
 class FedAvgRivalLoRA(RivalLoRA, FedAvg):

@@ -129,7 +129,7 @@ def check_adapter(config: SimulationConfig) -> None:
                 f"{OF_ADAPTERS}METHOD(OPTIONS) with a method of {', '.join(METHODS)}"
             )
         own = arm.adapters or AdapterOptions()
-        if len(set(adapter.ranks)) > 1 and not arm.joined and not own.any_rank:
+        if len(set(adapter.ranks)) > 1 and not arm.joined and not own.kind.any_rank:
             raise ValueError(
                 f"arm '{arm.name}': factors of different ranks have no mean; methods for such ranks are "
                 f"{', '.join(name for name, method in METHODS.items() if method.any_rank)}"

@@ -98,7 +98,7 @@ class AlignedLoRA(ReplyStrategy):
 
     def schema(self, broadcast: Tensors) -> Schema:
         """Return the tensors that a reply must hold: an adapter of at most the broadcast ranks."""
-        return AdapterSchema(broadcast, self.adapters.any_rank)
+        return AdapterSchema(broadcast, self.adapters.kind.any_rank)
 
     def aggregator(self, server_round: int) -> Callable[[], Aggregator]:
         """Return the function that builds a round's average of adapters."""

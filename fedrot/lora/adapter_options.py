@@ -67,11 +67,6 @@ class AdapterOptions:
         given = (f"{_OPTIONS[name]} {getattr(self, name)!r}" for name in METHODS[self.method].used)
         return ", ".join([self.method, *given])
 
-    @property
-    def any_rank(self) -> bool:
-        """Whether clients may have different ranks."""
-        return self.kind.any_rank
-
     def average(
         self,
         settings: LoraSettings,

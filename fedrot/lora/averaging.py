@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -13,12 +13,7 @@ from torch import Tensor
 from fedrot.aggregation.mean import Mean
 from fedrot.collect.statistics import TRAINED, Statistics
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.lora.adapter_options import (
-    METHODS,
-    AdapterOptions,
-    AdapterReport,
-    checked_adapter_options,
-)
+from fedrot.lora.adapter_options import METHODS, AdapterOptions, AdapterReport, checked_adapter_options
 from fedrot.lora.adapters import (
     LoraSettings,
     Pair,
@@ -72,10 +67,10 @@ class AveragedModule:
 
 
 @dataclass
-class AdapterAverage(ABC):
+class AdapterAverage:
     """An average to which adapters are added one at a time; made by ``AdapterOptions.average``.
 
-    Each method is a subclass in ``METHODS``.
+    Each method is a class in ``METHODS``; this one is the mean of the factors.
 
     Attributes:
         settings: of the result.
@@ -104,20 +99,17 @@ class AdapterAverage(ABC):
     of_dora: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self.settings, self.options = (
-            LoraSettings.of(self.settings),
-            checked_adapter_options(self.options),
-        )
+        self.settings = LoraSettings.of(self.settings)
+        self.options = checked_adapter_options(self.options)
         if self.rank is not None:
             check_rank(self.rank)
         self._pairs: tuple[Pair, ...] = ()
-        self._modules: dict[str, ModuleSums] = {}
+        self._modules: dict[str, ModuleSums] = defaultdict(ModuleSums)
         #: Scales of the first adapter; biases of ``B`` are averaged in these scales.
         self._scales: dict[str, float] = {}
-        self._shapes: dict[str, torch.Size] = {}
+        #: The tensors of the first adapter, without memory for their values.
         self._like: dict[str, Tensor] = {}
         self._others = Mean()
-        self._beside: set[str] = set()
         self._updates = 0
         self._notes: dict[str, str] = {}
 
@@ -147,32 +139,26 @@ class AdapterAverage(ABC):
         check_weight(update.weight)
         check_finite(tensors)
         self.check_kind(tensors, self.options.method)
-        others = self._other_tensors(tensors, pairs)
-        read = {pair.module: factors(tensors, pair) for pair in pairs}
-        self._check(pairs, read)
-        for pair in pairs:  # Errors must come before anything is added.
-            self._check_pair(pair, settings, *read[pair.module])
-        scales = {pair.module: settings.scale(pair.module, len(read[pair.module][0])) for pair in pairs}
-        for pair in pairs:
-            _check_size(pair, *read[pair.module], scales[pair.module])
-        if not self._updates:
-            self._scales = scales
-        for pair in pairs:
-            _rescale(others, pair.bias, scales[pair.module] / self._scales[pair.module])
-        if self._updates and others.keys() != self._beside:
-            odd = min(others.keys() ^ self._beside)
+        if odd := tensors.keys() ^ (self._like or tensors).keys():
             raise UpdateError(
-                f"The tensor '{odd}' is in some adapters and missing in others. All clients need the "
-                "same modules_to_save and bias in their LoraConfig."
+                f"The tensor '{min(odd)}' is in some adapters and missing in others. All clients need "
+                "the same target_modules, modules_to_save and bias in their LoraConfig."
             )
+        paired = {name for pair in pairs for name in (pair.a, pair.b)}
+        others = {name: tensor for name, tensor in tensors.items() if name not in paired}
+        scales: dict[str, float] = {}
+        for pair in pairs:  # Errors must come before anything is added.
+            a, b = factors(tensors, pair)
+            scale = scales[pair.module] = settings.scale(pair.module, len(a))
+            self._check_pair(pair, settings, a, b)
+            _check_size(pair, a, b, scale)
+            _rescale(others, pair.bias, scale / self._scales.get(pair.module, scale))
         statistics = {kind: of for kind, of in update.statistics.items() if kind == TRAINED}
         self._others.check(others, update.weight, statistics)
         self._check_statistics(update, pairs)
-        if self._updates == 0:
-            self._pairs, self._beside = pairs, set(others)
-            self._like = {n: tensors[n].new_empty(0) for pair in pairs for n in (pair.a, pair.b)}
-            self._modules = {module: self._new_sums() for module in read}
-            self._shapes = {n: tensors[n].shape for pair in pairs for n in (pair.a, pair.b)}
+        if not self._updates:
+            self._pairs, self._scales = pairs, scales
+            self._like = {name: t.new_empty(()).expand(t.shape) for name, t in tensors.items()}
         if others:
             self._others.fold(others, update.weight, statistics)
 
@@ -207,7 +193,7 @@ class AdapterAverage(ABC):
             error_of_factors={name: module.error_of_factors for name, module in modules.items()},
             error={name: module.error for name, module in modules.items()},
             lost={name: module.lost for name, module in modules.items()},
-            magnitudes=any(_MAGNITUDE in name for name in self._beside),
+            magnitudes=any(_MAGNITUDE in name for name in self._like),
             notes=dict(self._notes),
         )
 
@@ -220,7 +206,7 @@ class AdapterAverage(ABC):
         product = self._product(pair, terms, own)
         merged = self._merged(pair, module.wanted(product, own, scale, received))
         tensors = {
-            name: shaped(matrix, self._shapes[name]).to(self._like[name])
+            name: shaped(matrix, self._like[name].shape).to(self._like[name])
             for name, matrix in zip((pair.a, pair.b), merged, strict=True)
         }
         found = wide_factors(tensors, pair)
@@ -232,18 +218,14 @@ class AdapterAverage(ABC):
 
     # What a method decides
 
-    @abstractmethod
     def chosen(self, pair: Pair, wanted: Wanted) -> Factors | None:
         """Return the new factors of a module, None if factors of different ranks have no mean."""
+        return GAUGES[self.options.gauge](wanted) if "gauge" in self.used else wanted.mean
 
-    def _new_sums(self) -> ModuleSums:
-        """Return the empty sums of a module."""
-        return ModuleSums()
-
-    def _check_statistics(self, update: AdapterUpdate, pairs: tuple[Pair, ...]) -> None:  # noqa: B027
+    def _check_statistics(self, update: AdapterUpdate, pairs: tuple[Pair, ...]) -> None:
         """Raise ``UpdateError`` if an update lacks statistics that the method needs."""
 
-    def _add_statistics(  # noqa: B027
+    def _add_statistics(
         self, update: AdapterUpdate, pairs: tuple[Pair, ...], scales: Mapping[str, float]
     ) -> None:
         """Add an update's statistics to the sums of its modules; ``scales`` are by module."""
@@ -268,31 +250,14 @@ class AdapterAverage(ABC):
             )
         return transposed(found) if pair.of_embedding else found
 
-    def _other_tensors(self, tensors: Tensors, pairs: tuple[Pair, ...]) -> dict[str, Tensor]:
-        """Return the tensors that are no factors: task heads, biases, magnitudes."""
-        paired = {name for pair in pairs for name in (pair.a, pair.b)}
-        return {name: tensor for name, tensor in tensors.items() if name not in paired}
-
-    def _check(self, pairs: tuple[Pair, ...], read: Mapping[str, Factors]) -> None:
-        if not self._updates:
-            return
-        if {pair.module for pair in pairs} != self._modules.keys():
-            odd = sorted({pair.module for pair in pairs} ^ self._modules.keys())[0]
-            raise UpdateError(
-                f"The module '{odd}' is in some adapters and missing in others. All clients need the "
-                "same target_modules."
-            )
-        for pair in self._pairs:
-            a, b = read[pair.module]
-            wanted = self._shapes[pair.a][1:].numel(), self._shapes[pair.b][0]
-            if (a.shape[1], len(b)) != wanted:
-                raise UpdateError(
-                    f"The factors of '{pair.module}' map {a.shape[1]} inputs to {len(b)} outputs, those "
-                    f"of the first adapter {wanted[0]} to {wanted[1]}. Use one base model."
-                )
-
     def _check_pair(self, pair: Pair, settings: LoraSettings, a: Tensor, b: Tensor) -> None:
-        """Raise ``UpdateError`` if ranks differ and the initialisation changed the base weights."""
+        """Raise ``UpdateError`` if a module's size differs, or its rank with changed base weights."""
+        wanted = self._like.get(pair.a, a).shape[1:].numel(), len(self._like.get(pair.b, b))
+        if (a.shape[1], len(b)) != wanted:
+            raise UpdateError(
+                f"The factors of '{pair.module}' map {a.shape[1]} inputs to {len(b)} outputs, those "
+                f"of the first adapter {wanted[0]} to {wanted[1]}. Use one base model."
+            )
         if not settings.changed_base:
             return
         received, added = self._received(pair, a), self._modules.get(pair.module)
@@ -320,26 +285,14 @@ class AdapterAverage(ABC):
         return a.to(like.device, compute_dtype(like)), b.to(like.device, compute_dtype(like))
 
 
-class MeanOfFactors(AdapterAverage):
-    """The means of the factors."""
-
-    def chosen(self, pair: Pair, wanted: Wanted) -> Factors | None:
-        """Return the means."""
-        return wanted.mean
-
-
 class MeanOfProducts(AdapterAverage):
     """The mean of the products, as factors that a gauge chooses."""
 
     any_rank = True
     used: ClassVar[tuple[str, ...]] = ("gauge",)
 
-    def chosen(self, pair: Pair, wanted: Wanted) -> Factors | None:
-        """Return the factors of the product that the gauge chooses."""
-        return GAUGES[self.options.gauge](wanted)
 
-
-METHODS |= {"mean": MeanOfFactors, "exact": MeanOfProducts}
+METHODS |= {"mean": AdapterAverage, "exact": MeanOfProducts}
 
 
 def _check_size(pair: Pair, a: Tensor, b: Tensor, scale: float) -> None:

@@ -29,7 +29,6 @@ class Wanted:
         u, s, vt: the terms of the product, ``[out, rank]``, ``[rank]``, ``[rank, in]``.
         mean: the clients' mean factors ``A [rank, in]``, ``B [out, rank]``, None if their ranks differ.
         previous: the factors that the clients received, None if unknown or of another rank.
-        of_embedding: whether this is the transposed product of an embedding.
     """
 
     u: Tensor
@@ -37,7 +36,6 @@ class Wanted:
     vt: Tensor
     mean: Factors | None
     previous: Factors | None
-    of_embedding: bool = False
 
     @property
     def transposed(self) -> Wanted:
@@ -47,7 +45,7 @@ class Wanted:
         LoRA's start. Adapters of embeddings are transposed, because they start with ``A = 0``.
         """
         mean, previous = (f and transposed(f) for f in (self.mean, self.previous))
-        return Wanted(self.vt.mT, self.s, self.u.mT, mean, previous, True)
+        return Wanted(self.vt.mT, self.s, self.u.mT, mean, previous)
 
 
 def transposed(factors: Factors) -> Factors:
@@ -94,12 +92,15 @@ def _around(a: Tensor, vt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return inside, outside, torch.linalg.eigh(wide @ wide.mT)[1].to(a)
 
 
-def rotated(factors: Factors, to: Factors) -> Factors:
+def rotated(factors: Factors, to: Factors | None) -> Factors:
     """Return ``R A`` and ``B R^T`` for the rotation that brings them nearest to the factors ``to``.
 
+    Without ``to``, factors stay as they are.
     ``R = polar(A_to A^T + B_to^T B)`` is the best rotation for both factors together. The best rotation
     for one factor may be noise: after a short training ``B`` is nearly 0.
     """
+    if to is None:
+        return factors
     a, b = factors
     r = polar((to[0] @ a.mT + to[1].mT @ b).double()).to(a)
     return r @ a, b @ r.mT
@@ -107,14 +108,12 @@ def rotated(factors: Factors, to: Factors) -> Factors:
 
 def near_mean(of: Wanted) -> Factors:
     """Return balanced factors, rotated to the clients' mean, else to the factors they received."""
-    to = of.mean or of.previous
-    return balanced(of) if to is None else rotated(balanced(of), to)
+    return rotated(balanced(of), of.mean or of.previous)
 
 
 def near_previous(of: Wanted) -> Factors:
     """Return balanced factors, rotated to those the clients received, else to the clients' mean."""
-    to = of.previous or of.mean
-    return balanced(of) if to is None else rotated(balanced(of), to)
+    return rotated(balanced(of), of.previous or of.mean)
 
 
 def keep_a(of: Wanted) -> Factors:

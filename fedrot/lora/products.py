@@ -101,15 +101,15 @@ class ProductSum:
 
     def terms(self, most: int | None = None) -> Terms:
         """Return the decomposition of the sum, with the vectors of its first terms."""
-        left, right = self._left[: self._used].mT, self._right[: self._used]
-        return decomposed(left, right, self._known, most)
+        left, right = self.stacks
+        return decomposed(left.mT, right, self._known, most)
 
     def distances(self, *factors: tuple[Tensor, Tensor]) -> list[float]:
         """Return the Frobenius norm of the difference between the sum and each ``b @ a``.
 
         The error is below 1e-8 of the norm of the added products.
         """
-        left, right = self._left[: self._used], self._right[: self._used]
+        left, right = self.stacks
         own, found = (_inner(left, left) * _inner(right, right)).sum(), []
         for b, a in factors:
             mixed = (_inner(left, b.mT) * _inner(right, a)).sum()
@@ -121,11 +121,6 @@ class ProductSum:
     def stacks(self) -> tuple[Tensor, Tensor]:
         """The factors ``L [terms, out]`` and ``R [terms, in]`` of the sum ``L^T R``; no copies."""
         return self._left[: self._used], self._right[: self._used]
-
-    def dense(self) -> Tensor:
-        """Return the sum, ``[out, in]``."""
-        left, right = self.stacks
-        return left.mT @ right
 
     def _compress(self, rank: int) -> None:
         kept = self.terms(rank)

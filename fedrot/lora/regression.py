@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
@@ -21,29 +22,7 @@ from fedrot.errors import UpdateError
 from fedrot.lora.adapter_options import METHODS, AdapterReport
 from fedrot.lora.adapters import Pair, wide_factors
 from fedrot.lora.averaging import AdapterUpdate, MeanOfProducts
-from fedrot.lora.module_sums import ModuleSums
 from fedrot.lora.products import SMALLEST, ProductSum, Terms
-
-
-class RegressedSums(ModuleSums):
-    """The sums of one module, and that of its products times Gram matrices.
-
-    Attributes:
-        weighted: ``sum_i w_i s_i B_i A_i G_i`` in float64.
-        largest: the largest norm of a client's product.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weighted, self.largest = ProductSum(), 0.0
-
-    def add_weighted(self, a: Tensor, b: Tensor, gram: Tensor) -> None:
-        """Add ``B A G``; ``B`` contains the scale, ``gram`` ``[n, n]`` the weight."""
-        a, b = a.double(), b.double()
-        # The rank of a product is at most this: what the sum is cut to loses nothing.
-        self.weighted.limit = min(len(b), a.shape[1])
-        self.weighted.add(b, a @ gram, 1.0)
-        self.largest = max(self.largest, _norm(b, a))
 
 
 class RegressedProducts(MeanOfProducts):
@@ -64,6 +43,9 @@ class RegressedProducts(MeanOfProducts):
         super().__post_init__()
         self._grams = GramSums(self.options.regmean_alpha)
         self._inverses: Mapping[Layer, Inverse] = {}
+        #: By module, ``sum_i w_i s_i B_i A_i G_i`` in float64, and the largest norm of a product.
+        self._weighted: dict[str, ProductSum] = defaultdict(ProductSum)
+        self._largest: dict[str, float] = defaultdict(float)
 
     def result(self) -> tuple[dict[str, Tensor], AdapterReport]:
         """Return the average and its report; raises the errors of ``AdapterAverage.result``."""
@@ -72,9 +54,6 @@ class RegressedProducts(MeanOfProducts):
             return super().result()
         finally:
             self._inverses = {}
-
-    def _new_sums(self) -> ModuleSums:
-        return RegressedSums()
 
     def _check_statistics(self, update: AdapterUpdate, pairs: tuple[Pair, ...]) -> None:
         given = {kind: update.statistics.get(kind, {}) for kind in self.needs}
@@ -96,10 +75,12 @@ class RegressedProducts(MeanOfProducts):
         grams = grams_of({kind: update.statistics[kind] for kind in self.needs}, set())
         for layers, gram in self._grams.added(grams, update.weight, set()):
             for pair in (by_name[name] for _, name in layers):
-                module = self._modules[pair.module]
-                assert isinstance(module, RegressedSums)
-                a, b = wide_factors(update.tensors, pair)
-                module.add_weighted(a, b.double() * scales[pair.module], gram)
+                a, b = (factor.double() for factor in wide_factors(update.tensors, pair))
+                b, weighted = b * scales[pair.module], self._weighted[pair.module]
+                # The rank of a product is at most this: what the sum is cut to loses nothing.
+                weighted.limit = min(len(b), a.shape[1])
+                weighted.add(b, a @ gram, 1.0)
+                self._largest[pair.module] = max(self._largest[pair.module], _norm(b, a))
 
     def _product(self, pair: Pair, terms: Terms, rank: int) -> Terms:
         layer = self.needs[0], pair.a
@@ -109,8 +90,7 @@ class RegressedProducts(MeanOfProducts):
         if inverse is None:
             return terms
         module = self._modules[pair.module]
-        assert isinstance(module, RegressedSums)
-        left, right = module.weighted.stacks
+        left, right = self._weighted[pair.module].stacks
         left, right = left.mT, inverse.solved(right)
         if inverse.unseen:
             self._notes[pair.module] = unseen_note(inverse)
@@ -118,7 +98,7 @@ class RegressedProducts(MeanOfProducts):
             sized = mean.s[: len(mean.vt), None].double() * mean.vt.double()
             left = torch.cat([left, mean.u.double()], 1)
             right = torch.cat([right, inverse.outside(sized) / module.weight])
-        if not _norm(left, right) <= MOST_GROWTH * module.largest:
+        if not _norm(left, right) <= MOST_GROWTH * self._largest[pair.module]:
             self._notes[pair.module] = UNBOUNDED
             return terms
         found = nearest(left, right, inverse, rank)

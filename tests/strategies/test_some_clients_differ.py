@@ -15,7 +15,6 @@ from flwr.supercore.differential_privacy import KEY_NORM_BIT
 from fedrot.collect.statistics import TRAINED
 from fedrot.errors import FedrotError
 from fedrot.lora.adapter_options import AdapterOptions
-from fedrot.lora.averaging import MeanOfFactors
 from fedrot.strategies import Aligned, FedRot, OtherBasis, Server
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.lora import AdapterMean
@@ -108,7 +107,7 @@ def test_a_message_that_the_grid_refuses_is_not_waited_for() -> None:
 
 def test_an_average_of_adapters_receives_the_marks_of_untrained_rows() -> None:
     base, head = adapter(0), "base_model.model.head.bias"
-    mean = AdapterMean(MeanOfFactors(SETTINGS, AdapterOptions(), base, 1))
+    mean = AdapterMean(AdapterOptions().average(SETTINGS, base, 1))
     mean.add(base, 1.0, {TRAINED: {head: torch.tensor([True, True, False, False])}, "gram": {}})
     other = {**base, head: base[head] + 8}
     mean.add(other, 3.0, {TRAINED: {head: torch.tensor([True, False, True, False])}})

@@ -417,7 +417,7 @@ def test_dtypes_are_those_of_the_adapters() -> None:
         ({"base_model.model.head.bias": torch.full((4,), torch.nan)}, "holds NaN or Inf"),
         (
             {"m.lora_A.weight": torch.ones(1, 1), "m.lora_B.weight": torch.ones(1, 1)},
-            "'m' is in some adapters and missing in others",
+            "'m.lora_A.weight' is in some adapters and missing in others",
         ),
     ],
 )

@@ -55,33 +55,26 @@ __all__ = [
     "symmetry_of",
 ]
 
-#: The modules of the names above; the other names are packages. All are imported at first use, so that
-#: the command line shows its help without torch.
-_MODULES = {
-    "Alignment": "fedrot.alignment",
-    "align": "fedrot.alignment",
-    "random_equivalent": "fedrot.alignment",
-    "align_round": "fedrot.anchors",
-    "check_function": "fedrot.check",
-    "Activations": "fedrot.collect.activations",
-    "collect_activations": "fedrot.collect.activations",
-    "collect_fisher": "fedrot.collect.fisher",
-    "collect_gram": "fedrot.collect.gram",
-    "random_inputs": "fedrot.collect.random_inputs",
-    "completed": "fedrot.collect.trained",
-    "diagnose": "fedrot.diagnosis",
-    "FedrotError": "fedrot.errors",
-    "SymmetryError": "fedrot.errors",
-    "UpdateError": "fedrot.errors",
-    "Anchor": "fedrot.matching.problem",
-    "AlignmentOptions": "fedrot.options",
-    "AlignmentReport": "fedrot.report",
-    "WHOLE_MODEL": "fedrot.symmetry",
-    "Symmetry": "fedrot.symmetry",
-    "supported": "fedrot.symmetry",
-    "symmetry_of": "fedrot.symmetry",
-    "canonical": "fedrot.symmetry.canonical",
+#: The names above by module; the other names are packages. All are imported at first use, so that the
+#: command line shows its help without torch.
+_NAMES = {
+    "fedrot.alignment": ("Alignment", "align", "random_equivalent"),
+    "fedrot.anchors": ("align_round",),
+    "fedrot.check": ("check_function",),
+    "fedrot.collect.activations": ("Activations", "collect_activations"),
+    "fedrot.collect.fisher": ("collect_fisher",),
+    "fedrot.collect.gram": ("collect_gram",),
+    "fedrot.collect.random_inputs": ("random_inputs",),
+    "fedrot.collect.trained": ("completed",),
+    "fedrot.diagnosis": ("diagnose",),
+    "fedrot.errors": ("FedrotError", "SymmetryError", "UpdateError"),
+    "fedrot.matching.problem": ("Anchor",),
+    "fedrot.options": ("AlignmentOptions",),
+    "fedrot.report": ("AlignmentReport",),
+    "fedrot.symmetry": ("WHOLE_MODEL", "Symmetry", "supported", "symmetry_of"),
+    "fedrot.symmetry.canonical": ("canonical",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:

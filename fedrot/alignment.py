@@ -160,7 +160,16 @@ def align(
         symmetry = symmetry.rotated
     groups = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
     _check_tensors(update, anchor.tensors, groups)
-    problem = _problem(update, anchor, symmetry, options, activations)
+    side: Side = anchor
+    if options.canonical:
+        # If only the stream is matched, each tensor is read once: a view folds it when it is read.
+        form = CanonicalView if {*options.parts} == {"residual"} else canonical
+        side = anchor.in_canonical_form(form(anchor.tensors, symmetry))
+        update = form(update, symmetry)
+    else:
+        check_folded(anchor.tensors, symmetry)
+        check_folded(update, symmetry)
+    problem = Problem(side, update, symmetry, options, activations)
     try:
         with torch.no_grad():
             found = solve(problem, groups)
@@ -172,26 +181,6 @@ def align(
     alignment = Alignment(symmetry, found.moves, report, bool(options.canonical))
     anchor.note(alignment.moved, found.certified)
     return alignment
-
-
-def _problem(
-    update: Tensors,
-    anchor: Anchor,
-    symmetry: Symmetry,
-    options: AlignmentOptions,
-    activations: Activations | None,
-) -> Problem:
-    """Return the matching problem, with both models in the form in which they are compared."""
-    if options.canonical:
-        # If only the stream is matched, each tensor is read once: a view folds it when it is read.
-        form = CanonicalView if {*options.parts} == {"residual"} else canonical
-        side: Side = anchor.in_canonical_form(form(anchor.tensors, symmetry))
-        update = form(update, symmetry)
-    else:
-        side = anchor
-        check_folded(anchor.tensors, symmetry)
-        check_folded(update, symmetry)
-    return Problem(side, update, symmetry, options, activations)
 
 
 def _check_tensors(update: Tensors, anchor: Tensors, groups: Iterable[Group]) -> None:

@@ -185,16 +185,14 @@ def finder(
 
     options, other_basis = decided(options, other_basis, symmetry)
 
-    def near(a: Tensors, b: Tensors) -> bool:
-        return not in_other_basis(a, b, symmetry)
-
-    def same_basis(update: Tensors, to: Tensors) -> bool:
-        # Clients that trained far from one start may be further from each other than from this start.
-        return near(update, to) or (near(update, broadcast) and near(to, broadcast))
+    def far(a: Tensors, b: Tensors) -> bool:
+        return in_other_basis(a, b, symmetry)
 
     def find(update: Tensors, to: Anchor) -> Alignment:
-        same = other_basis is None or same_basis(update, to.tensors)
-        chosen = options if other_basis is None or same else other_basis
+        chosen = options
+        # Clients that trained far from one start may be further from each other than from this start.
+        if other_basis is not None and far(update, to.tensors):
+            chosen = other_basis if far(update, broadcast) or far(to.tensors, broadcast) else options
         asked = evidence if "residual" in chosen.parts else None
         activations = None
         if asked is not None and chosen.canonical:

@@ -73,7 +73,11 @@ def output_change(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(_NOISE * torch.randn(parameter.shape, generator=generator).to(parameter))
-    given = _prepared(model, _drawn_batch(settings, seed) if batch is None else batch)
+    if batch is None:
+        # Classifiers on decoders accept one text at a time if the configuration has no padding token.
+        alone = settings.get("pad_token_id", 0) is None
+        batch = next(random_inputs(settings, rows=1 if alone else 4, seed=seed))
+    given = _prepared(model, batch)
     before = _outputs(model, given)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     if symmetry.rotates:
@@ -82,7 +86,9 @@ def output_change(
 
     def change(selected: Selection) -> float:
         model.load_state_dict(apply_moves(state, (m for m in moves if selected(m.group))))
-        return _largest_change(_outputs(model, given), before)
+        both = zip(_outputs(model, given), before, strict=True)
+        changes = [(a - b).abs().max() / b.abs().max().clamp_min(1e-30) for a, b in both]
+        return float(torch.stack(changes).max())
 
     return change
 
@@ -132,7 +138,10 @@ def suspects(symmetry: Symmetry, change: Callable[[Selection], float], parts: Se
         groups = symmetry.select((part,))
         broken = (group for group in groups if not change(_only((group,))) <= TOLERANCE)
         if group := next(broken, None):
-            named.append(f"group '{group.name}' ({part}), which acts on {_tensors_of(group)}")
+            names = list(dict.fromkeys(f"'{slot.tensor}'" for slot in group.slots))
+            more = f" and {len(names) - _SHOWN} more tensors" if len(names) > _SHOWN else ""
+            shown = ", ".join(names[:_SHOWN]) + more
+            named.append(f"group '{group.name}' ({part}), which acts on {shown}")
     return (
         f"The description of family '{symmetry.family}' is wrong for this model. Look at "
         f"{'; and '.join(named) or 'its groups'}. Correct the description, or describe the "
@@ -141,29 +150,9 @@ def suspects(symmetry: Symmetry, change: Callable[[Selection], float], parts: Se
     )
 
 
-def _largest_change(after: Sequence[Tensor], before: Sequence[Tensor]) -> float:
-    """Return the largest change relative to the largest entry of its output."""
-    changes = [
-        (a - b).abs().max() / b.abs().max().clamp_min(1e-30) for a, b in zip(after, before, strict=True)
-    ]
-    return float(torch.stack(changes).max())
-
-
 def _only(groups: tuple[Group, ...]) -> Selection:
     names = {group.name for group in groups}
     return lambda group: group.name in names
-
-
-def _tensors_of(group: Group) -> str:
-    names = list(dict.fromkeys(slot.tensor for slot in group.slots))
-    shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more tensors"
-
-
-def _drawn_batch(settings: Mapping[str, Any], seed: int) -> Mapping[str, Tensor]:
-    # Classifiers on decoders accept one text at a time if the configuration has no padding token.
-    alone = settings.get("pad_token_id", 0) is None
-    return next(random_inputs(settings, rows=1 if alone else 4, seed=seed))
 
 
 def _doubled(model: nn.Module) -> nn.Module:

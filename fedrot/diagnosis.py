@@ -65,7 +65,9 @@ class Diagnosis:
     @property
     def choice(self) -> str:
         """The average to take: ``plain``, ``aligned`` or ``whole``."""
-        return choice(self.clients, self.base, self.whole)
+        if self.whole:
+            return WHOLE
+        return ALIGNED if beyond_chance(self.clients) or beyond_chance(self.base) else PLAIN
 
     @property
     def sentence(self) -> str:
@@ -109,13 +111,6 @@ _ADVICE = {
     ),
     WHOLE: "match the whole models, FedRot(other_basis=OtherBasis(...)); {matching}.{data}",
 }
-
-
-def choice(clients: Sequence[Evidence], base: Sequence[Evidence], whole: Sequence[Evidence]) -> str:
-    """Return which average to take, given the evidence as in ``Diagnosis``."""
-    if whole:
-        return WHOLE
-    return ALIGNED if beyond_chance(clients) or beyond_chance(base) else PLAIN
 
 
 def beyond_chance(lines: Sequence[Evidence]) -> bool:

@@ -183,10 +183,9 @@ def is_continuous(kind: Kind) -> bool:
 
 def initial(kind: Kind) -> Tensor:
     """Return the parameter of the identity."""
-    if isinstance(kind, RotaryPhases):
-        return torch.zeros(kind.heads, kind.dim // 2, requires_grad=True)
-    assert isinstance(kind, HeadRotation)
-    return torch.zeros(kind.heads, kind.dim, kind.dim, requires_grad=True)
+    assert isinstance(kind, HeadRotation | RotaryPhases)
+    own = (kind.dim // 2,) if isinstance(kind, RotaryPhases) else (kind.dim, kind.dim)
+    return torch.zeros(kind.heads, *own, requires_grad=True)
 
 
 def turned(kind: Kind, parameter: Tensor) -> Tensor:

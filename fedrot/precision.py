@@ -33,13 +33,12 @@ def full_float32() -> Iterator[None]:
             switch.fp32_precision = value
 
 
-def _switches() -> tuple[Any, ...]:
-    """Return the settings of the backends; torch before 2.9 has one setting for all."""
-    products = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
-    return tuple(switch for switch in products if hasattr(switch, "fp32_precision"))
-
-
-_SWITCHES = _switches()
+#: The settings of the backends; torch before 2.9 has one setting for all.
+_SWITCHES: tuple[Any, ...] = tuple(
+    products
+    for products in (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+    if hasattr(products, "fp32_precision")
+)
 
 
 class Float64(TorchFunctionMode):

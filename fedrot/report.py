@@ -174,15 +174,9 @@ def total(given: Iterable[Shares]) -> Shares:
     """Return the shares of all rows together."""
     parts = list(given)
     chances = [part.chance for part in parts if part.chance is not None]
-    return Shares(
-        sum(part.before for part in parts),
-        sum(part.removed for part in parts),
-        sum(part.found for part in parts),
-        sum(chances) if chances and len(chances) == len(parts) else None,
-        sum(part.groups for part in parts),
-        sum(part.moved for part in parts),
-        sum(part.beyond for part in parts),
-    )
+    chance = sum(chances) if chances and len(chances) == len(parts) else None
+    added = ("before", "removed", "found", "groups", "moved", "beyond")
+    return Shares(chance=chance, **{name: sum(getattr(part, name) for part in parts) for name in added})
 
 
 def shares_by(

@@ -84,7 +84,10 @@ class GramSums:
             groups.setdefault((id(self.totals.get(layer)), id(gram)), []).append(layer)
         for layers in groups.values():
             gram = grams[layers[0]]
-            shrunk = weight * self._shrunk(gram.double())
+            wide = gram.double()
+            eye = torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
+            shrunk = self.alpha * wide + (1 - self.alpha) * wide.diagonal().diag() + self.beta * eye
+            shrunk = weight * shrunk
             before = self.totals.get(layers[0])
             total = shrunk if before is None else before + shrunk
             # Rounding errors of bfloat16 look like small inputs, and are treated as inputs.
@@ -104,10 +107,6 @@ class GramSums:
     def note(self, layer: Layer) -> str:
         """Return the note about a layer of which some client sent no Gram matrix; empty if all did."""
         return self.coverage.note("a Gram matrix", layer)
-
-    def _shrunk(self, gram: Tensor) -> Tensor:
-        eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-        return self.alpha * gram + (1 - self.alpha) * gram.diagonal().diag() + self.beta * eye
 
 
 class Inverse:

@@ -125,16 +125,13 @@ class Mean:
         """
         if not self._mean:
             raise UpdateError("Nothing was added; a mean needs at least one update.")
-        found = {
-            name: rounded(self._merged(name), dtype).to(device, dtype, copy=not last)
-            for name, dtype in self._dtypes.items()
-        }
+        found = {}
+        for name, dtype in self._dtypes.items():
+            merged = self._mean[name]
+            if name in self._trained:
+                of_rows, weights = self._trained[name]
+                merged = torch.where(weights > 0, of_rows, merged)
+            found[name] = rounded(merged, dtype).to(device, dtype, copy=not last)
         if last:
             self._mean = {}
         return found
-
-    def _merged(self, name: str) -> Tensor:
-        if name not in self._trained:
-            return self._mean[name]
-        mean, weights = self._trained[name]
-        return torch.where(weights > 0, mean, self._mean[name])

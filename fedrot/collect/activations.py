@@ -44,10 +44,6 @@ class Activations:
     matrices: Tensors
     within: Mapping[str, str] = field(repr=False)
 
-    def cross(self, group: Group) -> Tensor | None:
-        """Return a group's cross moments, None if there are none."""
-        return self.matrices.get(group.name)
-
     def moved(self, moves: Iterable[Move]) -> Activations:
         """Return the moments with the client's units moved."""
         matrices = dict(self.matrices)

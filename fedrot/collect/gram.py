@@ -101,10 +101,6 @@ class _Inputs:
         #: What layers have read in a batch: tensors, and how often each had been changed in place.
         self._read: dict[str, list[tuple[Tensor, int]]] = {}
 
-    def begin(self) -> None:
-        """Begin a batch."""
-        self._read.clear()
-
     def add(self, name: str, given: Tensor, mask: Tensor | None) -> None:
         """Add what a layer reads, at once: the model may change the tensor in place later."""
         version = 0 if given.is_inference() else given._version
@@ -133,6 +129,7 @@ class _Inputs:
                     "read the same inputs in some batches only. Collect their statistics from batches "
                     "that take the same path through the model."
                 )
+        self._read.clear()
 
     def averages(self) -> dict[str, list[Tensor]]:
         """Return Gram matrix and mean of the layers that have sums, float32."""
@@ -185,7 +182,6 @@ def collect_gram(
 
     with watched(model, readers, seen):
         for batch in islice(batches, max_batches):
-            inputs.begin()
             given = forward_inputs(model, batch)
             with masks_of(model, given) as mask_of:
                 model(**given)

@@ -111,7 +111,9 @@ def _random_ids(text: Mapping[str, Any], count: int, length: int, generator: tor
     # RoBERTa's positions start after the padding index.
     room = int(text.get("max_position_embeddings") or text.get("n_positions") or length + 2) - 2
     shape = (count, max(1, min(length, room)))
-    ends = _tokens(_end(text), size)
+    # The first CLIP configurations say 2, but the model reads the position of the largest id.
+    first_clip = text.get("eos_token_id") == 2 and text.get("model_type") == "clip_text_model"
+    ends = _tokens(size - 1 if first_clip else text.get("eos_token_id"), size)
     # Classifiers and CLIP read the last token before the end or the padding: neither may occur earlier.
     # Without an end-of-text token, padding may occur anywhere.
     special = sorted({*ends, *_tokens(text.get("pad_token_id"), size)}) if ends else []
@@ -121,14 +123,6 @@ def _random_ids(text: Mapping[str, Any], count: int, length: int, generator: tor
     if ends:
         ids[:, -1] = ends[0]
     return ids
-
-
-def _end(text: Mapping[str, Any]) -> Any:
-    """Return the token or tokens that end a text, or None."""
-    named = text.get("eos_token_id")
-    # The first CLIP configurations say 2, but the model reads the position of the largest id.
-    first_clip = named == 2 and text.get("model_type") == "clip_text_model"
-    return text["vocab_size"] - 1 if first_clip else named
 
 
 def _tokens(named: Any, size: int) -> list[int]:

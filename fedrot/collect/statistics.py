@@ -61,8 +61,7 @@ class StatisticKind:
             batches; the training code then sends them.
         limit: the argument of ``collect`` that limits the data, for which None means no limit.
         follows_rotations: whether ``move`` accepts rotations of heads.
-        dtypes: accepted dtypes; every floating-point dtype if empty.
-        numbers: whether values must be floating-point and finite (False for masks).
+        dtypes: accepted dtypes, ``torch.bool`` for masks; every floating-point dtype if empty.
     """
 
     name: str
@@ -73,7 +72,6 @@ class StatisticKind:
     limit: str = ""
     follows_rotations: bool = True
     dtypes: tuple[torch.dtype, ...] = ()
-    numbers: bool = True
 
     def collected(
         self, model: nn.Module, batches: Iterable[Tensors], limited: bool = True
@@ -166,26 +164,22 @@ def contradicted_means(statistics: Statistics) -> list[tuple[str, str]]:
     for axis, kind in MEANS.items():
         grams = statistics.get(GRAMS[axis], {})
         for name, mean in statistics.get(kind, {}).items():
-            if name in grams and _contradicts(mean.detach(), grams[name].detach()):
+            if name not in grams or not mean.numel() or grams[name].shape != 2 * mean.shape:
+                continue
+            squares = grams[name].detach().diagonal().double()
+            if bool((mean.detach().double().square() > squares + _EXCESS * squares.max()).any()):
                 found.append((kind, name))
     return found
 
 
-def _contradicts(mean: Tensor, gram: Tensor) -> bool:
-    if not mean.numel() or gram.shape != 2 * mean.shape:
-        return False
-    squares = gram.diagonal().double()
-    return bool((mean.double().square() > squares + _EXCESS * squares.max()).any())
-
-
 def _number_problem(value: Tensor, kind: StatisticKind) -> str | None:
     if kind.dtypes and value.dtype not in kind.dtypes:
-        *others, last = (str(dtype).removeprefix("torch.") for dtype in kind.dtypes)
-        return f"are {value.dtype}; send {', '.join(others)} or {last}"
-    if kind.numbers and not value.is_floating_point():
+        known = " or ".join(str(dtype).removeprefix("torch.") for dtype in kind.dtypes)
+        return f"are {value.dtype}; send {known}"
+    if not kind.dtypes and not value.is_floating_point():
         return f"are {value.dtype}, not floating-point"
     # The limit exceeds the range of float16.
-    if kind.numbers and not bool((value.to(compute_dtype(value)).abs() <= LARGEST).all()):
+    if not bool((value.to(compute_dtype(value)).abs() <= LARGEST).all()):
         return f"hold NaN, Inf or values above {LARGEST:g}. Check the client's model and data"
     return None
 
@@ -279,24 +273,20 @@ def semidefinite(moved: Tensor, received: Tensor) -> Tensor:
     return ((found + found.mT) / 2).to(moved.dtype)
 
 
-def _move_gram(value: Tensor, slot: Slot, move: Move, axis: int) -> Tensor:
-    """Move a Gram matrix of inputs that multiply the weight's ``axis``.
+def _move_inputs(value: Tensor, slot: Slot, move: Move, axis: int) -> Tensor:
+    """Move a Gram matrix, or a mean, of inputs that multiply the weight's ``axis``.
 
-    Inputs move contravariantly to the weight: ``G -> T G T^T``.
+    Inputs move contravariantly to the weight: ``G -> T G T^T`` and ``m -> T m``.
     """
     if slot.axis != axis:
         return value
     other = replace(slot, axis=0, contravariant=not slot.contravariant)
-    moved = move.on(move.on(value, other), replace(other, axis=1))
+    moved = move.on(value, other)
+    if value.ndim == 1:
+        return moved
+    moved = move.on(moved, replace(other, axis=1))
     exact = move.group.kind.on_fisher(move.element) is not None  # a permutation, signs or scales
     return moved if exact else semidefinite(moved, value)
-
-
-def _move_mean(value: Tensor, slot: Slot, move: Move, axis: int) -> Tensor:
-    """Move a mean of inputs, contravariantly to the weight's ``axis`` that they multiply."""
-    if slot.axis != axis:
-        return value
-    return move.on(value, replace(slot, axis=0, contravariant=not slot.contravariant))
 
 
 def _check_fisher(value: Tensor, shape: Shape) -> str | None:
@@ -317,8 +307,6 @@ def _move_squares(value: Tensor, slot: Slot, move: Move, what: str, instead: str
 
 
 def _check_trained(value: Tensor, shape: Shape) -> str | None:
-    if value.dtype != torch.bool:
-        return f"are {value.dtype}; a mask is boolean"
     if tuple(value.shape) not in ((), shape[:1]):
         rows = shape[0] if shape else 0
         return f"have shape {list(value.shape)}, but the tensor has {rows} rows"
@@ -336,7 +324,7 @@ for _axis, _name in GRAMS.items():
     STATISTIC_KINDS[_name] = StatisticKind(
         _name,
         check=partial(_check_gram, axis=_axis),
-        move=partial(_move_gram, axis=_axis),
+        move=partial(_move_inputs, axis=_axis),
         meaning=f"Gram matrix `X^T X / n` of the inputs `X`, which multiply axis {_axis} of the weight",
         limit="max_batches",
         dtypes=(torch.float32, torch.float64, torch.bfloat16),
@@ -345,7 +333,7 @@ for _axis, _name in MEANS.items():
     STATISTIC_KINDS[_name] = StatisticKind(
         _name,
         check=partial(_check_inputs, axis=_axis, ndim=1),
-        move=partial(_move_mean, axis=_axis),
+        move=partial(_move_inputs, axis=_axis),
         meaning=f"mean of the same inputs as `{GRAMS[_axis]}`, collected with it",
         dtypes=(torch.float32, torch.float64, torch.bfloat16),
     )
@@ -366,5 +354,5 @@ STATISTIC_KINDS[TRAINED] = StatisticKind(
     check=_check_trained,
     move=_move_trained,
     meaning="mask of the rows that the client trained, from `fedrot.completed`",
-    numbers=False,
+    dtypes=(torch.bool,),
 )

@@ -21,7 +21,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fedrot.matching.problem import Problem, Spread, count_once, entries_once
+from fedrot.matching.problem import Problem, count_once, entries_once
 from fedrot.symmetry.actions import Orders
 from fedrot.symmetry.groups import Group
 from fedrot.symmetry.moves import Move
@@ -49,33 +49,14 @@ def chance_known(problem: Problem) -> bool:
 def near_chance(problem: Problem, group: Group, before: float) -> float | None:
     """Return the squared distance that chance removes from a group, None without a formula.
 
-    There is none for orders and signs, because their chance depends on the single units.
+    There is none for orders and signs, because their chance depends on the single units, or if the
+    distance ``before`` is not small beside the anchor.
     """
-    if not chance_known(problem) or not group.kind.free:
-        return None
     anchor = problem.anchor
-    share = near_share(group, anchor.tensors, anchor.size(group), before, anchor.spread)
-    return None if share is None else share * before
-
-
-def near_share(
-    group: Group, tensors: Tensors, size: float, before: float, spread: Spread
-) -> float | None:
-    """Return the share of a group's squared distance that chance removes near an anchor.
-
-    Args:
-        tensors: of the anchor.
-        size: the sum of the squared norms of the anchor's blocks of the group.
-        before: the group's squared distance to the anchor.
-        spread: of the anchor.
-
-    Returns:
-        None if the distance is not small beside the anchor.
-    """
-    if before > NEAR * size:
+    if not chance_known(problem) or not group.kind.free or before > NEAR * anchor.size(group):
         return None
-    entries = entries_of(group, tensors)
-    return group.kind.free / entries * spread.factor(group, entries)
+    entries = entries_of(group, anchor.tensors)
+    return group.kind.free / entries * anchor.spread.factor(group, entries) * before
 
 
 def entries_of(group: Group, tensors: Tensors) -> int:

@@ -243,18 +243,15 @@ class _Descent:
             shape = self.problem.symmetry.shapes[slot.tensor]
             mask = slot.slice.mask(shape[slot.axis])
             seen = self._seen.setdefault((slot.tensor, slot.axis), torch.zeros_like(mask))
-            if bool((seen & mask).any()) or self._covered(slot):
+            # All entries of the tensor may have been seen on another axis.
+            masks = (other for (name, _), other in self._seen.items() if name == slot.tensor)
+            if bool((seen & mask).any()) or any(bool(other.all()) for other in masks):
                 continue
             new.append(slot)
             seen |= mask
         if len(new) == len(group.slots) or not new:
             return before if new else 0.0
         return distance_once(new, self.problem.anchor.tensors, self.problem.client)
-
-    def _covered(self, slot: Slot) -> bool:
-        """Return whether all entries of a slot's tensor were seen, on any axis."""
-        seen = (mask for (name, _), mask in self._seen.items() if name == slot.tensor)
-        return any(bool(mask.all()) for mask in seen)
 
     def solution(self, before: float, after: float) -> Solution:
         moves = compact(self.moves)

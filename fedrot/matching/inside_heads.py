@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import reduce
 from sys import float_info
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedrot.matching.chance import beyond, least
-from fedrot.matching.problem import Match, Pair, Problem, solves
+from fedrot.matching.problem import Match, Pair, Problem, in_batches, solves
 from fedrot.matching.procrustes import best_orders, identity, polar, singular_values
 from fedrot.options import AlignmentOptions
 from fedrot.symmetry.actions import HeadRotation, Rescale
@@ -61,14 +60,7 @@ class HeadSolver(ABC):
 
     def __call__(self, groups: Sequence[Group], problem: Problem) -> list[Match]:
         """Return the matches of all groups; groups with equal actions form one batch."""
-        batches: dict[object, list[Group]] = defaultdict(list)
-        for group in groups:
-            batches[group.kind].append(group)
-        matches: dict[str, Match] = {}
-        for batch in batches.values():
-            found = self._batch(batch, problem)
-            matches |= {group.name: match for group, match in zip(batch, found, strict=True)}
-        return [matches[group.name] for group in groups]
+        return in_batches(groups, lambda group: group.kind, lambda _, own: self._batch(own, problem))
 
     def ceiling(self, action: Any, evidence: Tensor) -> Tensor | None:
         """Return upper bounds of ``<R, M> - <I, M>``, ``[...]``; None if ``best`` costs no more."""
@@ -227,23 +219,19 @@ def match_scales(groups: Sequence[Group], problem: Problem) -> list[Match]:
     for group in groups:
         blocks = problem.pairs(group)
         before = problem.distance(group, blocks)
-        element, gains = best_scale(*_products(group, blocks))
+        heads = cast(Rescale, group.kind).heads
+        # |u|^2, <u, u_a>, |v|^2, <v, v_a> per head: u is covariant, v contravariant.
+        sums = torch.zeros(4, heads, dtype=torch.float64, device=blocks[0][1].device)
+        for slot, (a, c) in zip(group.slots, blocks, strict=True):
+            ours, anchors = c.reshape(heads, -1).double(), a.reshape(heads, -1).double()
+            first = 2 if slot.contravariant else 0
+            sums[first] += ours.square().sum(1)
+            sums[first + 1] += (ours * anchors).sum(1)
+        element, gains = best_scale(*sums)
         gain = float(gains.sum())
         after = max(before - gain, 0.0)
         matches.append(Match(element if gain > 0 else None, before, after, gain))
     return matches
-
-
-def _products(group: Group, blocks: Sequence[Pair]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return ``|u|^2, <u, u_a>, |v|^2, <v, v_a>`` per head: ``u`` covariant, ``v`` contravariant."""
-    heads = cast(Rescale, group.kind).heads
-    sums = torch.zeros(4, heads, dtype=torch.float64, device=blocks[0][1].device)
-    for slot, (a, c) in zip(group.slots, blocks, strict=True):
-        ours, anchors = c.reshape(heads, -1).double(), a.reshape(heads, -1).double()
-        first = 2 if slot.contravariant else 0
-        sums[first] += ours.square().sum(1)
-        sums[first + 1] += (ours * anchors).sum(1)
-    return sums[0], sums[1], sums[2], sums[3]
 
 
 def best_scale(uu: Tensor, ua: Tensor, vv: Tensor, va: Tensor) -> tuple[Tensor, Tensor]:

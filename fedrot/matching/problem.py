@@ -237,7 +237,7 @@ class Problem:
         ``w / (1 - w)`` times the weight of its tensors; with ``w = 1`` the factor is 0.
         """
         weight = self.options.activation_weight
-        cross = None if self.activations is None else self.activations.cross(group)
+        cross = None if self.activations is None else self.activations.matrices.get(group.name)
         if cross is None or weight == 0:
             return 1.0, None
         blocks = self.pairs(group) if blocks is None else blocks
@@ -320,23 +320,30 @@ def stage_of(group: Group) -> str:
 
 def match_stage(groups: Sequence[Group], problem: Problem) -> list[Match]:
     """Match the groups of one stage, each solver's groups together; return the matches in order."""
+    return in_batches(groups, solver_of, lambda solver, own: solver(own, problem))
+
+
+def in_batches(
+    groups: Sequence[Group], key: Callable[[Group], T], match: Callable[[T, list[Group]], list[Match]]
+) -> list[Match]:
+    """Match the groups of each key together; return the matches in the order of the groups."""
+    batches: dict[T, list[Group]] = defaultdict(list)
+    for group in groups:
+        batches[key(group)].append(group)
     matches: dict[str, Match] = {}
-    for solver in dict.fromkeys(map(solver_of, groups)):
-        own = [group for group in groups if solver_of(group) is solver]
-        matches |= {g.name: m for g, m in zip(own, solver(own, problem), strict=True)}
+    for one, own in batches.items():
+        matches |= {g.name: m for g, m in zip(own, match(one, own), strict=True)}
     return [matches[group.name] for group in groups]
 
 
 def pairs(group: Group, anchor: Tensors, client: Tensors) -> list[Pair]:
     """Return the pairs of all slots of a group, as views of the models if possible."""
-    return [_pair(slot, anchor, client) for slot in group.slots]
-
-
-def _pair(slot: Slot, anchor: Tensors, client: Tensors) -> Pair:
-    """Return the pair of one slot, as views of the models if possible."""
-    a, c = anchor[slot.tensor].detach(), client[slot.tensor].detach()
-    dtype = compute_dtype(c)
-    return slot.rows(a, dtype), slot.rows(c, dtype)
+    found = []
+    for slot in group.slots:
+        a, c = anchor[slot.tensor].detach(), client[slot.tensor].detach()
+        dtype = compute_dtype(c)
+        found.append((slot.rows(a, dtype), slot.rows(c, dtype)))
+    return found
 
 
 def blocks_of(slot: Slot, anchor: Tensors, client: Tensors) -> Iterator[Pair]:

@@ -84,16 +84,10 @@ def _polar_by_svd(m: Tensor) -> Tensor:
     _finite(m)
     try:
         u, _, vh = torch.linalg.svd(m)
-    except RuntimeError:
-        u, vh = _robust_svd(m)
+    except RuntimeError:  # Divide and conquer does not converge: take the QR iteration.
+        import scipy.linalg
+
+        flat = m.reshape(-1, *m.shape[-2:]).cpu().numpy()
+        factors = [scipy.linalg.svd(matrix, lapack_driver="gesvd") for matrix in flat]
+        u, vh = (torch.from_numpy(np.stack([f[i] for f in factors])).view(m.shape).to(m) for i in (0, 2))
     return u @ vh
-
-
-def _robust_svd(m: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``U`` and ``V^T`` by the QR iteration, if divide and conquer does not converge."""
-    import scipy.linalg
-
-    flat = m.reshape(-1, *m.shape[-2:]).cpu().numpy()
-    factors = [scipy.linalg.svd(matrix, lapack_driver="gesvd") for matrix in flat]
-    u, vh = (np.stack([f[i] for f in factors]).reshape(m.shape) for i in (0, 2))
-    return torch.from_numpy(u).to(m), torch.from_numpy(vh).to(m)

@@ -25,7 +25,10 @@ def match_stream(groups: Sequence[Group], problem: Problem) -> list[Match]:
         factor, addition = problem.evidence(group)
         cross = factor * weights if addition is None else factor * weights + addition
         if kind.centred:
-            cross = _keeping_ones(cross)
+            # The best rotation of this matrix is the best of those that keep the vector of ones.
+            centred = cross - cross.mean(0)
+            centred = centred - centred.mean(1, keepdim=True)
+            cross = centred + torch.linalg.matrix_norm(centred) / len(cross)
         element = polar(cross[None], precise=precise)
         gain, removed = (2 * float((element * m).sum() - m.trace()) for m in (cross, weights))
         if gain > MINIMUM_GAIN * abs(float(cross.trace())):
@@ -47,10 +50,3 @@ def _looked_through(group: Group, problem: Problem) -> tuple[float, Tensor, bool
             cross = cross + (a @ c.mT).double()
             precise = precise and c.dtype == torch.float64
     return distance, cross, precise
-
-
-def _keeping_ones(cross: Tensor) -> Tensor:
-    """Return a matrix whose best rotation is the best of those that keep the vector of ones."""
-    centred = cross - cross.mean(0)
-    centred = centred - centred.mean(1, keepdim=True)
-    return centred + torch.linalg.matrix_norm(centred) / len(cross)

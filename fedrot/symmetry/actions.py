@@ -292,14 +292,13 @@ class Rescale(Kind):
         return (element - 1).abs() > 1e-6
 
     def contains(self, element: Tensor) -> bool:
-        return is_real(element, (self.heads,)) and _is_moderate(element.abs())
+        if not is_real(element, (self.heads,)):
+            return False
+        scales = element.abs()
+        return bool(((scales <= LARGEST_SCALE) & (scales >= 1 / LARGEST_SCALE)).all())
 
 
 def is_real(element: Tensor, shape: tuple[int, ...]) -> bool:
     """Return whether a tensor has this shape and finite entries in float32 or float64."""
     right = element.dtype in (torch.float32, torch.float64) and tuple(element.shape) == shape
     return right and bool(torch.isfinite(element).all())
-
-
-def _is_moderate(scales: Tensor) -> bool:
-    return bool(((scales <= LARGEST_SCALE) & (scales >= 1 / LARGEST_SCALE)).all())

@@ -57,7 +57,10 @@ def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]
     names = _without_prefix(unwrapped, prefix, family.encoder)
     body, task_heads = _described(family, settings, names)
     layers = 1 + max((group.layer for group in body.groups), default=NO_LAYER)
-    for name in _needed(body):
+    moved = [slot.tensor for group in body.groups for slot in group.slots]
+    for name in moved + [
+        redundant.taken_up for redundant in body.redundant_biases if redundant.taken_up
+    ]:
         if name not in names:
             raise SymmetryError(
                 f"The tensor '{prefix}{name}' of family '{family.name}' is missing. Pass the "
@@ -75,8 +78,7 @@ def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]
     refused |= _refusals([names[name] for name in unplaced], missing)
     groups = (*(group for group in across if group.part not in refused), *inside.groups)
     folds, centred, unfolded = _foldable(groups, merged(inside.axes, heads), inside.norms)
-    _check_dtypes(groups, tensors)
-    _check_shapes(groups, shapes, family)
+    _check_slots(groups, tensors, shapes, family)
     tied = tied_tensors(tensors)
     _check_ties(groups, tied, family)
     biases = inside.redundant_biases
@@ -100,12 +102,6 @@ def _foldable(
             places = ((slot.tensor, slot.axis) for slot in group.slots)
             centred += without_mean(places, found)
     return tuple(folds), tuple(centred), unfolded
-
-
-def _needed(body: Block) -> list[str]:
-    """Return the tensors that are needed to move the layers."""
-    moved = [slot.tensor for group in body.groups for slot in group.slots]
-    return moved + [redundant.taken_up for redundant in body.redundant_biases if redundant.taken_up]
 
 
 def _renamed(body: Block, names: Mapping[str, str]) -> Block:
@@ -286,24 +282,22 @@ def _supported(families: Sequence[Family]) -> str:
     return ", ".join(name for family in families for name in family.model_types)
 
 
-def _check_dtypes(groups: tuple[Group, ...], tensors: TensorsOrShapes) -> None:
-    for name in dict.fromkeys(slot.tensor for group in groups for slot in group.slots):
-        t = tensors[name]
+def _check_slots(
+    groups: tuple[Group, ...],
+    tensors: TensorsOrShapes,
+    shapes: Mapping[str, tuple[int, ...]],
+    family: Family,
+) -> None:
+    """Raise ``SymmetryError`` if a tensor has a dtype that cannot be moved, or another size."""
+    ends: dict[tuple[str, int], int] = defaultdict(int)
+    for slot in (slot for group in groups for slot in group.slots):
+        t, key = tensors[slot.tensor], (slot.tensor, slot.axis)
+        ends[key] = max(ends[key], slot.slice.stop)
         if isinstance(t, Tensor) and t.dtype not in _MOVABLE:
             raise SymmetryError(
-                f"The tensor '{name}' is {t.dtype}: quantised weights cannot be moved. Load the model "
-                "without quantisation, or dequantise it (transformers: model.dequantize())."
+                f"The tensor '{slot.tensor}' is {t.dtype}: quantised weights cannot be moved. Load the "
+                "model without quantisation, or dequantise it (transformers: model.dequantize())."
             )
-
-
-def _check_shapes(
-    groups: tuple[Group, ...], shapes: Mapping[str, tuple[int, ...]], family: Family
-) -> None:
-    ends: dict[tuple[str, int], int] = defaultdict(int)
-    for group in groups:
-        for slot in group.slots:
-            key = (slot.tensor, slot.axis)
-            ends[key] = max(ends[key], slot.slice.stop)
     for (name, axis), end in ends.items():
         shape = shapes[name]
         if axis >= len(shape) or shape[axis] != end:

@@ -20,7 +20,6 @@ from fedrot.diagnosis import (
     WHOLE,
     Diagnosis,
     Evidence,
-    choice,
     diagnosis_of,
     evidence,
     summed,
@@ -186,8 +185,9 @@ def test_updates_in_half_precision_give_the_same_advice() -> None:
     ],
 )
 def test_the_rule(clients: list[Evidence], expected: str) -> None:
-    assert choice(clients, (), ()) == choice((), clients, ()) == expected
-    assert choice(clients, (), [line(0.0, None)]) == WHOLE
+    lines = tuple(clients)
+    assert Diagnosis((), lines, (), ()).choice == Diagnosis((), (), lines, ()).choice == expected
+    assert Diagnosis((), lines, (), (line(0.0, None),)).choice == WHOLE
 
 
 def test_models_that_match_no_better_than_chance_need_data() -> None:

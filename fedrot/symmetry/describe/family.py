@@ -52,7 +52,8 @@ class Stack:
         for number, (prefix, layer) in enumerate(self._layers(config), first):
             found = layer(config, names, prefix)
             blocks = found if isinstance(found, tuple) else (found,)
-            layers.append([_numbered(block, number) for block in blocks])
+            numbered = ([replace(group, layer=number) for group in block.groups] for block in blocks)
+            layers.append([replace(b, groups=tuple(g)) for b, g in zip(blocks, numbered, strict=True)])
         alike = zip(*layers, strict=True)
         return together(*(shared_heads(self.order, self.head_bias, blocks) for blocks in alike))
 
@@ -65,10 +66,6 @@ class Stack:
                 yield from ((prefix + rest, layer) for rest, layer in self.layer._layers(config))
             else:
                 yield prefix, self.layer
-
-
-def _numbered(block: Block, number: int) -> Block:
-    return replace(block, groups=tuple(replace(group, layer=number) for group in block.groups))
 
 
 @dataclass(frozen=True)

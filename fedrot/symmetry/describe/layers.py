@@ -47,20 +47,16 @@ def axes_of(item: Block | Axes) -> Axes:
 def together(*blocks: Block | Axes) -> Block:
     """Return several blocks as one; axes are a block without groups."""
     found = [block if isinstance(block, Block) else Block(axes=block) for block in blocks]
+    norms: dict[str, tuple[str, ...]] = {}
+    for module, weights in (item for block in found for item in block.norms.items()):
+        norms[module] = norms.get(module, ()) + weights
     return Block(
         tuple(group for block in found for group in block.groups),
         merged(*(block.axes for block in found)),
         tuple(redundant for block in found for redundant in block.redundant_biases),
         {part: reason for block in found for part, reason in block.refused.items()},
-        _readers(found),
+        norms,
     )
-
-
-def _readers(blocks: Sequence[Block]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
-    for module, weights in (item for block in blocks for item in block.norms.items()):
-        found[module] = found.get(module, ()) + weights
-    return found
 
 
 def pre_norm(module: str, *blocks: Block, space: str = RESIDUAL, memory: Sequence[str] = ()) -> Block:

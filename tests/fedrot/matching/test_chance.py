@@ -20,7 +20,7 @@ from fedrot.anchors import align_round
 from fedrot.matching import chance
 from fedrot.matching.chance import line_of, null_models
 from fedrot.matching.inside_heads import RotationSolver
-from fedrot.matching.problem import Spread, count_once
+from fedrot.matching.problem import Anchor, Problem, Spread, count_once
 from fedrot.symmetry import Group, symmetry_of
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Slice, Slot
@@ -511,9 +511,10 @@ def test_groups_that_share_a_tensor_are_in_different_lists() -> None:
 def test_near_is_up_to_a_twentieth_of_the_anchor() -> None:
     state, symmetry = bert(16)
     group = next(g for g in symmetry.groups if g.part == "attention")
-    share = group.kind.free / chance.entries_of(group, state)
-    assert chance.near_share(group, state, 100.0, 100 * chance.NEAR, Spread()) == pytest.approx(share)
-    assert chance.near_share(group, state, 100.0, 100 * chance.NEAR + 0.01, Spread()) is None
+    problem = Problem(Anchor(state), state, symmetry, fedrot.AlignmentOptions())
+    most, entries = chance.NEAR * problem.anchor.size(group), chance.entries_of(group, state)
+    assert chance.near_chance(problem, group, most) == pytest.approx(most * group.kind.free / entries)
+    assert chance.near_chance(problem, group, 1.0001 * most) is None
 
 
 def test_the_anchor_s_noise_where_it_is_only_across_or_only_along() -> None:

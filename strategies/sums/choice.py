@@ -292,5 +292,5 @@ class Exchange:
 
     def _own_head(self, body: Body) -> tuple[Tensor, Tensor]:
         weight, bias = (body.tensors.get(name) for name in head_names(self._clients.head))
-        assert weight is not None  # from TaskHeads.name_in
+        assert weight is not None  # from TaskHeads.asked
         return weight, torch.zeros(len(weight)).to(weight) if bias is None else bias

@@ -85,6 +85,8 @@ def test_the_best_of_old_new_and_half_way_is_taken(case: str) -> None:
     metrics = result.train_metrics_clientapp[1]
     assert (metrics["fedrot-head-step"], metrics["fedrot-head-fitted"]) == (step, int(step > 0))
     assert (metrics["fedrot-head-change"] < 0) == (step > 0)
+    page = Path("docs/reference/metrics.md").read_text(encoding="utf-8")
+    assert all(f"* `{name}`: " in page for name in metrics if name.startswith("fedrot-head"))
     assert metrics["fedrot-head-loss"] == pytest.approx(loss(tensors_of(result.arrays), 3), rel=1e-5)
 
 

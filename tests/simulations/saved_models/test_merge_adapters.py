@@ -126,7 +126,7 @@ def test_adapters_of_another_kind_are_refused(name: str, tmp_path: Path) -> None
 def test_other_targets_that_are_allowed_still_need_the_same_modules(tmp_path: Path) -> None:
     a, b = saved(tmp_path / "a", 1), saved(tmp_path / "b", 2, target_modules=["query"])
     code, said = invoke("merge", a, b, "--allow", "target_modules", "--dry-run")
-    assert (code, f"'{b}': The module" in said) == (2, True), said
+    assert (code, f"'{b}': The tensor" in said) == (2, True), said
 
 
 def tensors(function: Callable[[State], State], folder: Path) -> None:
@@ -183,7 +183,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "code": (hostile, "cannot be loaded"),
     "no partner": (partial(tensors, no_b), "has no partner"),
     "sharded": (partial(tensors, flat), "like weights of sharded training"),
-    "wrapped": (partial(tensors, wrapped), "The module"),
+    "wrapped": (partial(tensors, wrapped), "The tensor"),
 }
 
 

@@ -343,7 +343,7 @@ BAD: dict[str, tuple[Callable[[Client], Client], str]] = {
         added("fisher", **{QUERY: torch.rand(WIDTH, WIDTH)}),
         "diagonal does not determine the rotated diagonal",
     ),
-    "float mask": (added(TRAINED, **{HEAD[0]: torch.ones(3)}), "a mask is boolean"),
+    "float mask": (added(TRAINED, **{HEAD[0]: torch.ones(3)}), "send bool"),
     "long mask": (added(TRAINED, **{HEAD[0]: torch.ones(4, dtype=torch.bool)}), "have shape [4]"),
     "rotated mask": (
         added(TRAINED, **{QUERY: torch.arange(WIDTH) % 2 == 0}),

@@ -25,9 +25,7 @@ from fedrot._io import replacing, write_tensors
 from fedrot.collect.statistics import Statistics
 from fedrot.lora import train_only
 from fedrot.options import AlignmentOptions
-from fedrot.simulations.federation.arms import STATISTICS_BATCH, evaluate_held_out
-from fedrot.simulations.models.build import build_model, model_config
-from fedrot.simulations.models.federated import load_tensors, tensors_of
+from fedrot.simulations.models import build_model, load_tensors, model_config, tensors_of
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.strategies import LabelledRows, add_statistics, answer_with_sums
@@ -46,8 +44,8 @@ ALONE = "alone-"
 KEPT_BYTES = 2**30
 #: Key for the factors of an adapter that clients train, which a plug-in's strategy may set.
 FACTORS = "fedrot-train"
-#: Rows per batch when a task head is fitted.
-HEAD_BATCH = 64
+#: Rows per batch when a task head is fitted, and for statistics (Jin et al. 2023, section 5.1).
+HEAD_BATCH, STATISTICS_BATCH = 64, 16
 #: Maximum number of training rows for matching at a client.
 MATCHING_ROWS = 4096
 
@@ -61,9 +59,9 @@ app = ClientApp()
 class ClientJob:
     """One message of the server to one client."""
 
-    config_json: str
+    experiment_json: str
     seed: int
-    start: str
+    lr: float
     round: int
     last_round: int
     cache: str  # Folder of results that arms share; empty for none.
@@ -80,9 +78,9 @@ class ClientJob:
         config: Any
         (config,) = message.content.config_records.values()
         return cls(
-            config_json=str(config["simulation"]),
+            experiment_json=str(config["experiment"]),
             seed=int(config["seed"]),
-            start=str(config["start"]),
+            lr=float(config["lr"]),
             round=int(config["server-round"]),
             last_round=int(config["last-round"]),
             cache=str(config["cache"]),
@@ -101,8 +99,8 @@ class ClientJob:
 
     @property
     def task(self) -> Task:
-        """The configuration's data and objective."""
-        return task_of(self.config_json)
+        """The experiment's data and objective."""
+        return task_of(self.experiment_json)
 
     @property
     def rows(self) -> np.ndarray:
@@ -112,12 +110,12 @@ class ClientJob:
     @property
     def own_start(self) -> bool:
         """Whether the client trains from its own initial model."""
-        return self.start == "different" and self.round == 1
+        return self.task.experiment.start == "different" and self.round == 1
 
     def model(self) -> nn.Module:
         """Return the client's model, to load weights into."""
-        adapter = self.task.config.adapter
-        return _empty_model(self.config_json, adapter and adapter.rank_of(self.client), self.loads)
+        adapter = self.task.experiment.adapter
+        return _empty_model(self.experiment_json, adapter and adapter.rank_of(self.client), self.loads)
 
     def batches(self, limit: int, size: int) -> Any:
         """Return batches of at most ``limit`` random training rows."""
@@ -142,20 +140,20 @@ class ClientJob:
         return None if known.all() else np.flatnonzero(known.any(axis=0)).tolist()
 
     def symmetry(self, state: Mapping[str, Tensor]) -> Symmetry:
-        """Return the symmetry of the configuration's model."""
-        return symmetry_of(model_config(self.task.config, self.task.data), state)
+        """Return the symmetry of the experiment's model."""
+        return symmetry_of(model_config(self.task.experiment, self.task.data), state)
 
 
 @lru_cache(maxsize=4)
-def _empty_model(config_json: str, rank: int | None, loads: str) -> nn.Module:
+def _empty_model(experiment_json: str, rank: int | None, loads: str) -> nn.Module:
     """Return a model to load weights into; loading takes less time than building.
 
     Adapters have one model per rank and loader: a plug-in's loader may change base weights.
     """
     # Clients share the machine's cores; more threads than cores are slower.
     torch.set_num_threads(1)
-    task = task_of(config_json)
-    return build_model(task.config, task.data, seed=0, rank=rank)
+    task = task_of(experiment_json)
+    return build_model(task.experiment, task.data, seed=0, rank=rank)
 
 
 answer_with_sums(app, lambda message, context: ClientJob.read(message, context).of_task_head())
@@ -173,7 +171,8 @@ def train(message: Message, context: Context) -> Message:
     job = ClientJob.read(message, context)
     (arrays,) = message.content.array_records.values()
     # All that determines the trained model; scrambling is done after the cache.
-    how = [job.task.config.training, job.stream, job.last_round, job.own_start]
+    experiment = job.task.experiment
+    how = [experiment.training, job.lr, job.stream, job.last_round, job.own_start]
     key = _hashed([*how, job.factors, job.loads], arrays)
     state, metrics = _cached(job, key, lambda: _train(job, arrays))
     statistics: Statistics = {}
@@ -181,7 +180,7 @@ def train(message: Message, context: Context) -> Message:
         received = arrays.to_torch_state_dict()
         rows = dict.fromkeys(_task_head(job), job.known_labels)
         state, statistics = fedrot.completed(state, received, rows)
-    if job.start == "scrambled":
+    if experiment.start == "scrambled":
         state = fedrot.random_equivalent(state, job.symmetry(state), seed=job.stream)
     if job.align:
         # Like align_mod, but before the statistics of the update are computed.
@@ -212,10 +211,10 @@ def evaluate(message: Message, context: Context) -> Message:
 def _matching(message: Message, context: Context) -> Matching:
     """Return a model, and batches of the client's training rows, for matching."""
     job = ClientJob.read(message, context)
-    config = job.task.config
+    experiment = job.task.experiment
     return Matching(
-        build=lambda: build_model(config, job.task.data, seed=0),
-        batches=lambda: job.batches(MATCHING_ROWS, config.batch_size),
+        build=lambda: build_model(experiment, job.task.data, seed=0),
+        batches=lambda: job.batches(MATCHING_ROWS, experiment.batch_size),
     )
 
 
@@ -232,19 +231,20 @@ def _content(context: Context, metrics: Mapping[str, float] | None = None) -> Re
 def _train(job: ClientJob, arrays: ArrayRecord) -> Result:
     task, model = job.task, job.model()
     if job.own_start:
-        own = build_model(task.config, task.data, seed=job.stream)
+        own = build_model(task.experiment, task.data, seed=job.stream)
         model.load_state_dict(own.state_dict())
     else:
         load_tensors(model, arrays.to_torch_state_dict(), job.loads)
-    if task.config.lora:
+    if task.experiment.lora:
         train_only(model, job.factors)
     start = perf_counter()
-    epochs = task.config.epochs(job.round)
-    loss = training.train(model, task, job.rows, job.stream, epochs)
+    epochs = task.experiment.epochs(job.round)
+    loss = training.train(model, task, job.rows, job.stream, epochs, job.lr)
     seconds = {"seconds-training": perf_counter() - start}
     metrics = {"num-examples": len(job.rows), "train-loss": loss, **seconds}
     if job.round == job.last_round:
-        metrics |= {f"{ALONE}{k}": v for k, v in evaluate_held_out(task, model).items()}
+        alone = training.evaluate(model, task, task.test, np.arange(len(task.test.labels)))
+        metrics |= {f"{ALONE}{k}": v for k, v in alone.items()}
     return tensors_of(model), metrics
 
 

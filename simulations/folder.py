@@ -1,0 +1,309 @@
+"""``RunFolder``: the folder of a run, which is filled piece by piece, so that runs can be resumed."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock, Timeout
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from fedrot._io import NO_LOCKS, json_line, read_json, refuse_links, write_json, write_text
+from fedrot.errors import FedrotError
+from fedrot.simulations.settings import Experiment
+
+if TYPE_CHECKING:
+    from fedrot.simulations.federation.cells import Cell
+
+_PACKAGES = (
+    *("fedrot", "torch", "numpy", "scipy", "flwr", "ray", "flwr-datasets"),
+    *("transformers", "tokenizers", "datasets", "scikit-learn"),
+)
+FIELDS = ("experiment", "strategy", "seed", "round", "scope", "metric", "value")
+#: Fields of an experiment that a later command may change: more seeds and strategies, moved data.
+_FREE = ("seeds", "strategies", "data_dir")
+
+
+class _Row(BaseModel):
+    """The types of the fields that readers of rows use; a row may lack any of them."""
+
+    model_config = ConfigDict(strict=True)
+
+    experiment: str = ""
+    strategy: str = ""
+    scope: str = ""
+    metric: str = ""
+    part: str = ""
+    seed: int = 0
+    round: int = 0
+    layer: int = 0
+    client: int = 0
+    value: float | None = 0
+    before: float | None = 0
+    after: float | None = 0
+    found: float | None = 0
+    chance: float | None = 0
+    moved: float | None = 0
+    of: float | None = 0
+
+
+_ROWS = TypeAdapter(list[_Row])
+
+
+def _checked(rows: list[dict[str, Any]], file: Path, *needed: str) -> list[dict[str, Any]]:
+    """Return rows with NaN for null values; raises ``FedrotError`` if fedrot did not write them."""
+    try:
+        _ROWS.validate_python(rows)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        row, *place = problem["loc"]
+        raise FedrotError(
+            f"'{file}' has rows that fedrot did not write: {'.'.join(map(str, place)) or 'row'} is "
+            f"{problem['input']!r:.60} in row {int(row) + 1}."
+        ) from error
+    lacking = next((name for row in rows for name in needed if name not in row), None)
+    if lacking:
+        raise FedrotError(f"'{file}' has rows that fedrot did not write: a row has no '{lacking}'.")
+    return [{**row, "value": math.nan} if row.get("value", 0) is None else row for row in rows]
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """Read the rows that a strategy wrote, JSON lines; those after an unreadable line are left out.
+
+    Raises:
+        OSError: the file cannot be read.
+        FedrotError: the file is damaged, or a field has an unexpected type.
+    """
+    rows = []
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise FedrotError(f"'{file}' is damaged: it is not UTF-8 text ({error}).") from error
+    for line in lines:
+        try:
+            rows.append(json.loads(line))
+        except (json.JSONDecodeError, RecursionError):
+            break
+    return _checked(rows, file)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The contents of a run folder.
+
+    Attributes:
+        commands: the commands that wrote it.
+        experiments: the experiments' fields; each strategy has its ``code``, too.
+        versions: date, and versions of packages.
+        partitions: ``label_names``, and by seed ``sizes`` and ``counts`` of the clients, by experiment.
+        rows: dictionaries with ``FIELDS``.
+        alignment: rows of alignment reports.
+        missing: titles of what has no rows yet.
+    """
+
+    path: Path
+    commands: list[str]
+    experiments: list[dict[str, Any]]
+    versions: dict[str, str]
+    partitions: dict[str, Any]
+    rows: list[dict[str, Any]]
+    alignment: list[dict[str, Any]]
+    missing: list[str]
+
+
+def read_run(path: Path) -> Run:
+    """Read a run folder, complete or not.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or it is no run folder.
+        FedrotError: a file is damaged, or a link leads out of the folder.
+    """
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(f"'{path}' is not a run folder: it has no config.json.")
+    refuse_links(path)
+    config = read_json(path / "config.json")
+    try:
+        experiments = [Experiment.model_validate(_uncoded(e)) for e in config["experiments"]]
+        commands = [str(command) for command in config["commands"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise FedrotError(f"'{path / 'config.json'}' is not the file of a run: {error!r:.300}") from error
+    from fedrot.simulations.federation.cells import cells_of
+
+    cells = cells_of(experiments)
+    found = [_read_cell(file) for cell in cells if (file := _file(path, cell)).is_file()]
+    missing = [cell.title for cell in cells if not _file(path, cell).is_file()]
+    others = {name: _object(path / f"{name}.json") for name in ("versions", "partition")}
+    return Run(
+        path,
+        commands,
+        config["experiments"],
+        others["versions"],
+        others["partition"],
+        [row for one in found for row in one["rows"]],
+        [row for one in found for row in one["alignment"]],
+        missing,
+    )
+
+
+def _object(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.is_file() else {}
+
+
+def _read_cell(file: Path) -> dict[str, Any]:
+    found = read_json(file)
+    if not all(isinstance(found.get(key), list) for key in ("rows", "alignment")):
+        raise FedrotError(f"'{file}' is damaged: it has no rows. Delete it to run that part again.")
+    aligned = [row for row in found["alignment"] if "before" in row]
+    _checked(aligned, file, "strategy", "part", "layer", "after", "found", "moved")
+    return {**found, "rows": _checked(found["rows"], file, *FIELDS)}
+
+
+def _file(path: Path, cell: Cell) -> Path:
+    return path / "cells" / f"{cell.name}.json"
+
+
+def _coded(experiment: Experiment) -> dict[str, Any]:
+    """Return an experiment's fields, each strategy with its code."""
+    codes = [{"code": strategy.code(experiment)} for strategy in experiment.strategies]
+    fields = experiment.model_dump(mode="json")
+    return {
+        **fields,
+        "strategies": [{**s, **code} for s, code in zip(fields["strategies"], codes, strict=True)],
+    }
+
+
+def _uncoded(fields: Mapping[str, Any]) -> dict[str, Any]:
+    strategies = [{k: v for k, v in s.items() if k != "code"} for s in fields["strategies"]]
+    return {**fields, "strategies": strategies}
+
+
+class RunFolder:
+    """The folder of a run: a file under ``cells/`` for each experiment, seed and strategy.
+
+    It also has ``config.json``, ``versions.json``, ``partition.json`` and, after a command,
+    ``rows.csv``. Later commands may add experiments, seeds and strategies.
+
+    Raises:
+        FileExistsError: the folder has something else.
+        FedrotError: the folder has an experiment of the same name with other values or rows.
+    """
+
+    def __init__(
+        self, path: Path, experiments: Sequence[Experiment], command: str, partitions: Mapping[str, Any]
+    ) -> None:
+        self.path = path
+        config = _object(path / "config.json")
+        if config and "experiments" not in config:
+            raise FileExistsError(
+                f"The folder '{path}' has a config.json of another kind, for example of a model, which "
+                "results would overwrite. Choose another --out."
+            )
+        given = [_coded(experiment) for experiment in experiments]
+        united = self._united(config.get("experiments", []), given)
+        partitions = self._with_partitions(_object(path / "partition.json"), partitions)
+        (path / "cells").mkdir(parents=True, exist_ok=True)
+        commands = list(dict.fromkeys([*config.get("commands", []), command]))
+        write_json(path / "config.json", {"commands": commands, "experiments": united})
+        write_json(path / "partition.json", partitions)
+        write_json(path / "versions.json", versions())
+
+    def has(self, cell: Cell) -> bool:
+        """Return whether the folder has a cell's rows."""
+        return _file(self.path, cell).is_file()
+
+    def add(
+        self, cell: Cell, rows: list[dict[str, Any]], alignment: list[dict[str, Any]], log: str = ""
+    ) -> None:
+        """Write a finished cell's rows, alignment report and Flower's log."""
+        found = {"title": cell.title, "rows": rows, "alignment": alignment, "log": log}
+        write_text(_file(self.path, cell), json_line(found))
+
+    def write_rows(self) -> None:
+        """Write the rows of all results to ``rows.csv``."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(read_run(self.path).rows)
+        write_text(self.path / "rows.csv", text.getvalue())
+
+    def _united(
+        self, held: Sequence[dict[str, Any]], given: Sequence[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Return the given experiments with the folder's seeds and strategies, then its others."""
+        before, found = {own["name"]: own for own in held}, []
+        for own in given:
+            other = before.pop(own["name"], own)
+            ours, theirs = ({s["name"]: s for s in one["strategies"]} for one in (own, other))
+            changed = [key for key in own if key not in _FREE and other.get(key) != own[key]]
+            changed += [f"strategy '{n}'" for n in ours if theirs.get(n, ours[n]) != ours[n]]
+            if changed:
+                raise FedrotError(
+                    f"The folder '{self.path}' has the experiment '{own['name']}' with another "
+                    f"{changed[0]}: {other.get(changed[0], 'see config.json')!r}, not "
+                    f"{own.get(changed[0], 'these fields')!r}. Choose another --out, or another name."
+                )
+            both = {"seeds": [*dict.fromkeys([*other["seeds"], *own["seeds"]])]}
+            found.append({**own, **both, "strategies": [*{**theirs, **ours}.values()]})
+        return [*found, *before.values()]
+
+    def _with_partitions(self, held: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the folder's partitions and the given ones, by experiment and seed."""
+        for name, own in given.items():
+            before = held.get(name, {}).get("seeds", {})
+            other = [seed for seed, rows in own["seeds"].items() if before.get(seed, rows) != rows]
+            if other:
+                raise FedrotError(
+                    f"The folder '{self.path}' has the experiment '{name}' with other rows for seed "
+                    f"{other[0]}: the data have changed. Choose another --out."
+                )
+            held[name] = {**own, "seeds": {**before, **own["seeds"]}}
+        return held
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Make a folder if needed, and lock it against other writing processes.
+
+    The lock ends with the process. On file systems without locks, the folder is not locked.
+
+    Raises:
+        FedrotError: another process holds the lock, or a link in the folder leads out of it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    refuse_links(folder)
+    path = folder / ".lock"
+    lock = FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise FedrotError(
+            f"Another run is writing to '{folder}'. Wait until it ends, or choose another folder."
+        ) from error
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()
+        lock.release()
+
+
+def versions() -> dict[str, str]:
+    """Return the date, and the versions of Python and of the packages that results depend on."""
+    found = {"date": date.today().isoformat(), "python": platform.python_version()}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import math
 import platform
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,10 +22,10 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from fedrot._io import NO_LOCKS, json_line, read_json, refuse_links, write_json, write_text
 from fedrot.errors import FedrotError
-from fedrot.simulations.settings import Experiment
 
 if TYPE_CHECKING:
     from fedrot.simulations.federation.cells import Cell
+    from fedrot.simulations.settings import Experiment
 
 _PACKAGES = (
     *("fedrot", "torch", "numpy", "scipy", "flwr", "ray", "flwr-datasets"),
@@ -58,6 +60,20 @@ class _Row(BaseModel):
 
 
 _ROWS = TypeAdapter(list[_Row])
+
+
+class _Named(BaseModel):
+    name: str
+
+
+class _Listed(_Named):
+    seeds: list[int]
+    strategies: list[_Named]
+
+
+class _Config(BaseModel):
+    commands: list[str]
+    experiments: list[_Listed]
 
 
 def _checked(rows: list[dict[str, Any]], file: Path, *needed: str) -> list[dict[str, Any]]:
@@ -133,26 +149,39 @@ def read_run(path: Path) -> Run:
     refuse_links(path)
     config = read_json(path / "config.json")
     try:
-        experiments = [Experiment.model_validate(_uncoded(e)) for e in config["experiments"]]
-        commands = [str(command) for command in config["commands"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise FedrotError(f"'{path / 'config.json'}' is not the file of a run: {error!r:.300}") from error
-    from fedrot.simulations.federation.cells import cells_of
-
-    cells = cells_of(experiments)
-    found = [_read_cell(file) for cell in cells if (file := _file(path, cell)).is_file()]
-    missing = [cell.title for cell in cells if not _file(path, cell).is_file()]
-    others = {name: _object(path / f"{name}.json") for name in ("versions", "partition")}
+        _Config.model_validate(config)
+    except ValidationError as error:
+        raise FedrotError(f"'{path / 'config.json'}' is not that of a run: {error!s:.300}") from error
+    experiments = config["experiments"]
+    titles = [
+        title_of(experiment["name"], seed, strategy["name"])
+        for experiment in experiments
+        for seed in experiment["seeds"]
+        for strategy in experiment["strategies"]
+    ]
+    files = {title: path / "cells" / f"{file_name(title)}.json" for title in titles}
+    found = [_read_cell(file) for file in files.values() if file.is_file()]
     return Run(
         path,
-        commands,
-        config["experiments"],
-        others["versions"],
-        others["partition"],
+        config["commands"],
+        experiments,
+        _object(path / "versions.json"),
+        _object(path / "partition.json"),
         [row for one in found for row in one["rows"]],
         [row for one in found for row in one["alignment"]],
-        missing,
+        [title for title, file in files.items() if not file.is_file()],
     )
+
+
+def title_of(experiment: str, seed: int, strategy: str) -> str:
+    """Return the title, for people, of an experiment with one seed and strategy."""
+    return f"{experiment} · seed {seed} · {strategy}"
+
+
+def file_name(title: str) -> str:
+    """Return a title as the name of a file without suffix, unique for each title."""
+    digest = hashlib.sha256(title.encode()).hexdigest()[:8]
+    return re.sub(r"[^a-zA-Z0-9]+", "-", title).strip("-")[:100] + f".{digest}"
 
 
 def _object(file: Path) -> dict[str, Any]:
@@ -168,10 +197,6 @@ def _read_cell(file: Path) -> dict[str, Any]:
     return {**found, "rows": _checked(found["rows"], file, *FIELDS)}
 
 
-def _file(path: Path, cell: Cell) -> Path:
-    return path / "cells" / f"{cell.name}.json"
-
-
 def _coded(experiment: Experiment) -> dict[str, Any]:
     """Return an experiment's fields, each strategy with its code."""
     codes = [{"code": strategy.code(experiment)} for strategy in experiment.strategies]
@@ -180,11 +205,6 @@ def _coded(experiment: Experiment) -> dict[str, Any]:
         **fields,
         "strategies": [{**s, **code} for s, code in zip(fields["strategies"], codes, strict=True)],
     }
-
-
-def _uncoded(fields: Mapping[str, Any]) -> dict[str, Any]:
-    strategies = [{k: v for k, v in s.items() if k != "code"} for s in fields["strategies"]]
-    return {**fields, "strategies": strategies}
 
 
 class RunFolder:
@@ -219,14 +239,17 @@ class RunFolder:
 
     def has(self, cell: Cell) -> bool:
         """Return whether the folder has a cell's rows."""
-        return _file(self.path, cell).is_file()
+        return self._file(cell).is_file()
 
     def add(
         self, cell: Cell, rows: list[dict[str, Any]], alignment: list[dict[str, Any]], log: str = ""
     ) -> None:
         """Write a finished cell's rows, alignment report and Flower's log."""
         found = {"title": cell.title, "rows": rows, "alignment": alignment, "log": log}
-        write_text(_file(self.path, cell), json_line(found))
+        write_text(self._file(cell), json_line(found))
+
+    def _file(self, cell: Cell) -> Path:
+        return self.path / "cells" / f"{cell.name}.json"
 
     def write_rows(self) -> None:
         """Write the rows of all results to ``rows.csv``."""

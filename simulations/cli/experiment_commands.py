@@ -7,149 +7,129 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 
 from fedrot._io import replacing, write_text
-from fedrot.simulations.cli.commands import command, command_line, console, given, need, say
-from fedrot.simulations.cli.effects import refuse_idle
+from fedrot.simulations.cli.commands import command, command_line, console, need, say
 from fedrot.simulations.cli.root import app
-from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.grids import bundled_grids, read_grid
-
-
-def grid_argument(entries: str) -> Any:
-    """Return the argument for a grid: a file, or the name of a bundled grid, which shells complete."""
-    bundled = bundled_grids(entries)
-    help_text = (
-        f"A grid, in place of the options: a TOML file with [base] and [[{entries}]] tables, or "
-        f"the name of a bundled one: {', '.join(bundled)}."
-    )
-
-    def completed(incomplete: str) -> list[str]:
-        return [name for name in bundled if name.startswith(incomplete)]
-
-    return typer.Argument(help=help_text, autocompletion=completed)
-
-
-#: The panels of the help of ``simulate``, each with its settings. Others are given by ``--set``.
-PANELS = {
-    "Data": (
-        *("data", "task", "data_dir", "text_column", "label_column", "label_kind", "missing"),
-        *("train_limit", "test_limit"),
-    ),
-    "Model": ("model", "architecture", "max_length", "starts", "lora"),
-    "Federation": ("clients", "partition", "arms", "seeds", "rounds"),
-    "Training": ("local_epochs", "batch_size", "lr"),
-}
-#: The settings of ``simulate`` that are no options of their own.
-MORE_SETTINGS = tuple(
-    name for name in SimulationConfig.model_fields if name not in {"setting"}.union(*PANELS.values())
-)
+from fedrot.simulations.experiment_files import bundled_files, read_experiments
+from fedrot.simulations.settings import Experiment
 
 #: Modules of the extra ``simulation`` that a run needs: a missing one is named before the run.
 SIMULATION = (
     *("flwr", "flwr_datasets", "datasets", "transformers", "tokenizers", "pyarrow", "sklearn", "PIL"),
     *("nervaluate", "pandas", "matplotlib", "jinja2", "ray"),
 )
+#: Names of ``--set`` that are no fields of an experiment, with what reads their values.
+ON_MACHINE: Mapping[str, Any] = {
+    "ray": str,
+    "gpus": float,
+    "quick": lambda value: value.lower() in ("1", "true", "yes"),
+}
 
-# Parameters of several commands
+
+def _option(name: str) -> Any:
+    return typer.Option(help=Experiment.model_fields[name].description, show_default=False)
+
+
+def _completed(incomplete: str) -> list[str]:
+    return [name for name in bundled_files() if name.startswith(incomplete)]
+
+
+FileArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        help=f"A TOML file of experiments, or a bundled one: {', '.join(bundled_files())}. Options "
+        "replace its values.",
+        autocompletion=_completed,
+        show_default=False,
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, run nothing.")]
 Workers = Annotated[
-    int | None, typer.Option(min=1, help="Number of processes, one thread each; default: one per core.")
+    int | None, typer.Option(min=1, help="Processes; default: one per core.", show_default=False)
 ]
-RayAddress = Annotated[
-    str, typer.Option("--ray", help="Address of a Ray cluster; jobs run there, not on this machine.")
-]
-Gpus = Annotated[
-    float, typer.Option(min=0, help="GPUs per job: a fraction such as 0.5, or a whole number.")
-]
-MoreSettings = Annotated[
+Settings = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="NAME=VALUE",
-        help=f"Another setting of grids; can be repeated. One of {', '.join(MORE_SETTINGS)}.",
+        help="Any other setting (docs/reference/settings.md); repeatable.",
+        show_default=False,
     ),
 ]
-Quick = Annotated[bool, typer.Option("--quick", help="Run the grid's small variant: some minutes.")]
-GridData = Annotated[Path | None, typer.Option(help="Overrides data_dir of the grid.")]
 
 
 @command(
     app,
-    "fedrot simulate --out runs/first",
-    "fedrot simulate --out runs/mine --data mine.csv --seeds 5 --dry-run",
-    "fedrot simulate rounds --data-dir data --out runs/grid --quick",
-    fields=SimulationConfig,
-    renamed={"starts": "--start"},
-    leave_out=("setting", *MORE_SETTINGS),
-    panels=PANELS,
-    advice={f"--{name.replace('_', '-')}": f"--set {name}=VALUE" for name in MORE_SETTINGS},
+    "fedrot simulate --data mine.csv --label-column mood --out runs/mine",
+    "fedrot simulate demo --seeds 1 --out runs/demo",
 )
 def simulate(
-    grid: Annotated[Path | None, grid_argument("setting")] = None,
+    file: FileArgument = None,
     *,
-    out: Annotated[Path, typer.Option(help="Folder for results; finished cells are skipped.")],
-    settings: dict[str, Any],
-    more: MoreSettings = None,
+    out: Annotated[Path, typer.Option(help="Folder for results; what it has is not run again.")],
+    data: Annotated[str | None, _option("data")] = None,
+    data_dir: Annotated[Path | None, _option("data_dir")] = None,
+    text_column: Annotated[str | None, _option("text_column")] = None,
+    label_column: Annotated[str | None, _option("label_column")] = None,
+    task: Annotated[str | None, _option("task")] = None,
+    model: Annotated[str | None, _option("model")] = None,
+    clients: Annotated[int | None, _option("clients")] = None,
+    partition: Annotated[str | None, _option("partition")] = None,
+    strategies: Annotated[str | None, _option("strategies")] = None,
+    seeds: Annotated[str | None, _option("seeds")] = None,
+    rounds: Annotated[int | None, _option("rounds")] = None,
     workers: Workers = None,
-    ray: RayAddress = "",
-    gpus: Gpus = 0.0,
-    quick: Quick = False,
     dry_run: DryRun = False,
+    settings: Settings = None,
 ) -> None:
-    """Compare aligned with plain averaging: one setting from the options, or a grid of settings.
+    """Which average helps on your data? Trains clients, and compares strategies.
 
-    Jobs run in parallel, one per core. A job runs all arms of one setting, start and seed. An arm that
-    fails does not stop the others. To resume after an interrupt, repeat the command.
+    Without FILE: one experiment from the options. Repeat the command to go on after an interrupt.
     """
     need(*SIMULATION)
-    if grid is not None:
-        data_dir, model = settings["data_dir"], settings["model"]
-        configs = configs_of(grid, quick=quick, data_dir=data_dir, model=model)
-    else:
-        if "arms" not in given(click.get_current_context()):
-            del settings["arms"]  # The default depends on other settings: adapters have other arms.
-        configs = [SimulationConfig.from_flat({**settings, **_more_settings(more, settings)})]
+    given = {name: value for name, value in locals().items() if name in Experiment.model_fields}
+    given, on_machine = _with_settings({n: v for n, v in given.items() if v is not None}, settings or ())
+    experiments = experiments_of(file, given, quick=on_machine.pop("quick", False))
     # After the settings have been checked: these modules import torch and transformers.
-    from fedrot.simulations.federation.grid_run import simulate as run
-    from fedrot.simulations.jobs import Machine
+    from fedrot.simulations.engine import Machine
+    from fedrot.simulations.simulate import simulate as run
 
-    run(configs, out, command_line(), console, Machine(workers, ray, gpus), dry_run=dry_run)
+    run(experiments, out, command_line(), console, Machine(workers, **on_machine), dry_run=dry_run)
 
 
-def _more_settings(given: Iterable[str] | None, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings of ``--set``; refuse what has no effect beside the others."""
-    found = dict[str, str]()
-    for entry in given or ():
-        name, is_set, value = entry.partition("=")
-        name = name.strip().replace("-", "_")
-        if not is_set or name not in MORE_SETTINGS or name in found:
-            raise ValueError(
-                f"--set {entry}: give NAME=VALUE, each name once; one of {', '.join(MORE_SETTINGS)}"
-            )
-        found[name] = value.strip()
-    defaults = {name: field.default for name, field in SimulationConfig.model_fields.items()}
-    values = {**defaults, **settings, **found, "grid": None}
-    refuse_idle("simulate", values, {name: f"--set {name}" for name in found})
+def _with_settings(
+    given: Mapping[str, Any], settings: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fields of ``--set`` with the given ones, and those about the machine."""
+    found, on_machine = dict(given), dict[str, Any]()
+    for entry in settings:
+        name, is_set, value = (part.strip() for part in entry.partition("="))
+        name = name.replace("-", "_")
+        if not is_set or (name not in Experiment.model_fields and name not in ON_MACHINE):
+            known = ", ".join([*Experiment.model_fields, *ON_MACHINE])
+            raise ValueError(f"--set {entry}: give NAME=VALUE; names are {known}")
+        if name in found or name in on_machine:
+            raise ValueError(f"--set {entry}: '{name}' is given twice")
+        if name in ON_MACHINE:
+            on_machine[name] = ON_MACHINE[name](value)
+        else:
+            found[name] = value
+    return found, on_machine
+
+
+def experiments_of(file: Path | None, given: Mapping[str, Any], *, quick: bool) -> list[Experiment]:
+    """Return the experiments of a file with the given values in place of its own; without, one."""
+    if file is None:
+        if quick:
+            raise ValueError("quick is for a file with a table [quick]; leave it out")
+        return [Experiment.from_flat(given)]
+    found = [Experiment.from_flat({**fields, **given}) for fields in read_experiments(file, quick=quick)]
+    names = [experiment.name for experiment in found]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two experiments have the same name among {', '.join(names)}; name them")
     return found
-
-
-def configs_of(
-    grid: Path, *, quick: bool, data_dir: Path | None, model: str | None
-) -> list[SimulationConfig]:
-    """Return the configurations of a grid; ``data_dir`` and ``model`` replace its own unless None."""
-    settings: dict[str, Any] = {"data_dir": data_dir, "model": model}
-    beside = {name: value for name, value in settings.items() if value is not None}
-    described = read_grid(grid, "setting", quick=quick)
-    if not described:
-        raise ValueError(f"'{grid}' has no [[setting]]; write at least one.")
-    configs = [SimulationConfig.from_flat({**setting, **beside}) for setting in described]
-    named = [config.setting for config in configs]
-    if len(set(named)) != len(named):
-        raise ValueError(f"Two settings have the same name among {named}; give each another 'setting'.")
-    return configs
 
 
 @command(app, "fedrot flower-app my-app", name="flower-app")
@@ -173,29 +153,25 @@ def flower_app(
     "fedrot report alignment.jsonl --out alignment.html",
 )
 def report(
-    run_or_file: Annotated[
-        Path, typer.Argument(help="A run folder, or the rows file that a strategy wrote.")
-    ],
+    run_or_file: Annotated[Path, typer.Argument(help="A run folder, or a strategy's file of rows.")],
     out: Annotated[
-        Path | None, typer.Option(help="For a file: path of the page; default: that file's, with .html.")
+        Path | None, typer.Option(help="For a file: the page; default: its name with .html.")
     ] = None,
     markdown: Annotated[
-        Path | None,
-        typer.Option(help="For a folder: also write the tables of results to this Markdown file."),
+        Path | None, typer.Option(help="For a folder: also write its tables to this file.")
     ] = None,
 ) -> None:
-    """Write the HTML report of a run folder, complete or not, or of a strategy's rows file."""
-    from fedrot.simulations.federation import runner
-    from fedrot.simulations.federation.run_folder import ROWS
-    from fedrot.simulations.report.run_page import markdown_report
-    from fedrot.simulations.report.strategy_page import write_strategy_report
+    """Write the page of a run folder, complete or not, or of the rows that a strategy wrote."""
+    from fedrot.simulations.report import markdown_report, print_results, write_strategy_report
 
-    if run_or_file.is_file():
-        page = write_strategy_report(run_or_file, out)
-        say(f"Report: {page}")
+    of_file = run_or_file.is_file()
+    idle = {"--markdown": of_file and markdown, "--out": run_or_file.is_dir() and out}
+    for name in (name for name, given in idle.items() if given):
+        what = "a run folder" if of_file else "a file: the page of a run folder is in the folder"
+        raise ValueError(f"{name} is for {what}. Leave it out.")
+    if of_file:
+        say(f"Report: {write_strategy_report(run_or_file, out)}")
         return
-    if not (run_or_file / ROWS).is_file():
-        raise ValueError(f"'{run_or_file}' is not a run folder: it has no {ROWS}.")
-    runner.present(run_or_file, console)
+    print_results(run_or_file, console)
     if markdown is not None:
         write_text(markdown, markdown_report(run_or_file))

@@ -9,7 +9,13 @@ import typer
 import fedrot
 from fedrot.simulations.cli.commands import examples, say
 
-app = typer.Typer(no_args_is_help=True, epilog=examples("fedrot simulate --out runs/first"))
+#: Help is plain text: markup would drop brackets, and panels would not fit a screen.
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    epilog=examples("fedrot simulate --data mine.csv --out runs/mine"),
+)
 
 
 def _version(asked: bool) -> None:
@@ -24,4 +30,4 @@ def _options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Aligned federated averaging of transformers, compared with plain averaging."""
+    """Which average of your clients' models helps? Averages of transformers, compared."""

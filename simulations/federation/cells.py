@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import hashlib
 import json
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +19,7 @@ from flwr.common import log
 from torch import nn
 
 from fedrot.simulations.federation.grids import OrderedGrid
+from fedrot.simulations.folder import file_name, title_of
 from fedrot.simulations.models import build_model, load_tensors, tensors_of
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.strategy import Strategy
@@ -42,13 +41,12 @@ class Cell:
     @property
     def title(self) -> str:
         """The cell's title for people."""
-        return f"{self.experiment.name} · seed {self.seed} · {self.strategy.name}"
+        return title_of(self.experiment.name, self.seed, self.strategy.name)
 
     @property
     def name(self) -> str:
         """The cell's file name without suffix, unique for each cell."""
-        digest = hashlib.sha256(self.title.encode()).hexdigest()[:8]
-        return re.sub(r"[^a-zA-Z0-9]+", "-", self.title).strip("-")[:100] + f".{digest}"
+        return file_name(self.title)
 
     @property
     def trains_first(self) -> tuple[str, int]:

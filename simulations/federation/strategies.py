@@ -199,5 +199,3 @@ def _client_metrics(contents: list[RecordDict]) -> list[tuple[int, dict[str, Any
         assert client is not None, "replies of the ClientApp have a client id"
         found.append((client, dict(metrics)))
     return sorted(found, key=lambda pair: pair[0])
-
-

@@ -1,0 +1,204 @@
+"""Checks of experiments before anything is run, what is said about their data, and an estimate."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from fedrot.errors import FedrotError
+from fedrot.head import head_of
+from fedrot.simulations.data.partition import partition_keys
+from fedrot.simulations.engine import Machine
+from fedrot.simulations.federation.cells import Cell
+from fedrot.simulations.models import (
+    build_model,
+    model_config,
+    number_of_bytes,
+    pretrained_settings,
+    tensors_of,
+)
+from fedrot.simulations.report.tables import partition_table
+from fedrot.simulations.settings import Experiment
+from fedrot.simulations.strategy import Strategy
+from fedrot.simulations.tasks import training
+from fedrot.simulations.tasks.task import Task, task_of
+from fedrot.simulations.tasks.trial import check_head, check_held_out, check_labels, check_model
+from fedrot.strategies.sums.choice import FEW
+from fedrot.symmetry import check_family, symmetry_of
+
+#: Cost of evaluating a row, in rows of training.
+EVALUATED = 1 / 3
+
+
+def check(experiments: Sequence[Experiment]) -> None:
+    """Load data, partitions and model of every experiment, and try the model on the data.
+
+    Raises ``FedrotError`` for bad input, before anything is run.
+    """
+    for experiment in experiments:
+        if experiment.moves and experiment.model is not None:
+            # An unsupported family is refused before its tokenizer and weights are loaded.
+            check_family(pretrained_settings(experiment.model))
+        if experiment.start == "pretrained":
+            first = task_of(experiment.pretraining.to_json())
+            check_model(first, build_model(first.experiment, first.data, seed=0))
+        task = task_of(experiment.to_json())
+        check_labels(task)
+        for seed in experiment.seeds:
+            task.clients(seed)
+        check_head(task)
+        model = build_model(experiment, task.data, seed=0)
+        check_model(task, model)
+        for strategy in experiment.strategies:
+            with _naming(strategy):
+                _check_strategy(task, strategy, model)
+
+
+def _check_strategy(task: Task, strategy: Strategy, model: Any) -> None:
+    known = task.objective.diverged()
+    if strategy.guard and strategy.guard not in known:
+        raise FedrotError(f"unknown metric '{strategy.guard}'; one of {', '.join(known)}")
+    if strategy.chooses:
+        check_held_out(task, strategy.clients)
+    if strategy.fits and not task.experiment.lora:
+        head_of(model.config, model.state_dict())
+    options = None if task.experiment.lora else strategy.options_of_alignment
+    if strategy.kind == "fedrot" and options is not None:
+        symmetry = symmetry_of(model_config(task.experiment, task.data), model.state_dict())
+        options.layer_indices(symmetry.layers)
+
+
+@contextmanager
+def _naming(strategy: Strategy) -> Iterator[None]:
+    """Add a strategy's name to the errors about it."""
+    try:
+        yield
+    except FedrotError as error:
+        raise FedrotError(f"strategy '{strategy.name}': {error}") from error
+
+
+def print_data(experiments: Sequence[Experiment], console: Console, *, brief: bool) -> None:
+    """Print each experiment's rows, classes and clients with the first seed; in brief, no table."""
+    said = set[str]()
+
+    def say_once(sentence: str) -> None:
+        if sentence not in said:
+            console.print(sentence, highlight=False)
+        said.add(sentence)
+
+    for experiment in experiments:
+        task, seed = task_of(experiment.to_json()), experiment.seeds[0]
+        names, sizes, counts = task.partition(seed)
+        for sentence in (task.data.note, task.data.said, *_remarks(task, seed, names, counts)):
+            if sentence:
+                say_once(sentence)
+        if brief and len(experiments) > 1:
+            rows = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
+            say_once(f"{len(sizes)} clients have {rows} rows each (seed {seed}; --dry-run shows more).")
+        else:
+            console.print(partition_table(counts, names, experiment.name, seed))
+
+
+def _remarks(
+    task: Task, seed: int, names: Sequence[str], counts: Sequence[Sequence[int]]
+) -> Iterator[str]:
+    """Yield sentences about rows, the largest class, rows that no client has, few held-out rows."""
+    experiment, labels = task.experiment, task.data.train.labels
+    yield (
+        f"{len(labels)} training rows and {len(task.data.test.labels)} test rows, {len(names)} classes, "
+        f"{experiment.clients} clients."
+    )
+    if experiment.task in ("classification", "image") and task.data.kind == "single":
+        largest = int(np.bincount(labels).argmax())
+        share = float(np.mean(task.data.test.labels == largest))
+        yield f"Always '{task.data.label_names[largest]}' would have accuracy {share:.3f}."
+    held = sum(map(sum, counts))
+    if held < len(labels):
+        present = set(partition_keys(labels).tolist())
+        totals = [sum(of_class) for of_class in zip(*counts, strict=True)]
+        absent = [name for key, name in enumerate(names) if key in present and not totals[key]]
+        yield (
+            f"Partition {experiment.partition} leaves out {len(labels) - held} of {len(labels)} training "
+            f"rows: no client has the classes {', '.join(absent)} (seed {seed})."
+        )
+    choosing = [strategy.name for strategy in experiment.strategies if strategy.chooses]
+    rows = sum(len(task.client_rows(seed, client)[1]) for client in range(experiment.clients))
+    if choosing and rows < FEW:
+        yield (
+            f"Clients hold out {rows} rows in all (seed {seed}), by which {', '.join(choosing)} choose: "
+            "the choice may be noise. --set holdout=0.3 gives more."
+        )
+
+
+def costs_of(cells: Sequence[Cell], partitions: Mapping[str, Any]) -> dict[str, float]:
+    """Return the cost of each cell, by name, in rows of training.
+
+    Of cells that share the first round's trainings only the first has their cost, and strategies that
+    differ only at the end share all trainings.
+    """
+    found, trained = {}, set[object]()
+    for cell in cells:
+        experiment, strategy = cell.experiment, cell.strategy
+        rows = sum(partitions[experiment.name]["seeds"][str(cell.seed)]["sizes"])
+        rounds = experiment.rounds if strategy.kind != "head_only" else 0
+        key = cell.trains_first, strategy.learning_rate
+        same = key, strategy.model_copy(update={"name": "", "fit_at_end": False}).model_dump_json()
+        joined = strategy.kind == "joined"
+        first = 0.0 if not rounds or (key in trained and not joined) else experiment.epochs(1)
+        later = 0.0 if same in trained else sum(map(experiment.epochs, range(2, rounds + 1)))
+        share = strategy.fraction_train or experiment.fraction_train
+        test = len(task_of(experiment.to_json()).test)
+        passes = (rounds + 1 if strategy.fit_head else bool(strategy.fits)) * rows
+        evaluated = (rounds + 1) * test + rounds * experiment.holdout * rows + passes
+        found[cell.name] = rows * share * (first + later) + EVALUATED * evaluated
+        trained |= {key, same} if not joined else set()
+    return found
+
+
+def estimate(cells: Sequence[Cell], costs: Mapping[str, float], machine: Machine) -> str:
+    """Return a sentence about the time and memory of a run, from one timed step of each experiment."""
+    seconds, largest, threads = 0.0, 0, torch.get_num_threads()
+    torch.set_num_threads(1)
+    for json in dict.fromkeys(cell.experiment.to_json() for cell in cells):
+        task = task_of(json)
+        model = build_model(task.experiment, task.data, seed=0)
+        rows = task.objective.usable(task.train, np.arange(len(task.train)))[
+            : task.experiment.batch_size
+        ]
+        for _ in range(2):  # the first one allocates memory
+            start = perf_counter()
+            training.train(model, task, rows, seed=0, epochs=1.0)
+            took = perf_counter() - start
+        own = (cell for cell in cells if cell.experiment.to_json() == json)
+        seconds += took / max(len(rows), 1) * sum(costs[cell.name] for cell in own)
+        copies = task.experiment.clients + 3
+        largest = max(largest, copies * number_of_bytes(tensors_of(model)))
+    torch.set_num_threads(threads)
+    scale = 1 if sys.platform == "darwin" else 1024
+    held = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale + largest) / 1e9
+    jobs = len({cell.trains_first for cell in cells})
+    if machine.ray or machine.gpus:
+        return f"About {in_words(seconds)} of one core's time in {jobs} jobs with {held:.1f} GB each."
+    places = machine.places(jobs)
+    # A job is not divided.
+    turns = -(-jobs // places)
+    return (
+        f"This takes about {in_words(seconds / jobs * turns)} in {places} process"
+        f"{'es' if places > 1 else ''} with {held:.1f} GB each (from one timed step)."
+    )
+
+
+def in_words(seconds: float) -> str:
+    """Return a duration as ``50 s``, ``3 min`` or ``1 h 20 min``."""
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,292 @@
+"""``run_jobs``: jobs in this process, in processes with one thread each, or as tasks of a Ray cluster."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import socket
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from typing import Any, Protocol, TypeAlias
+
+from fedrot.errors import FedrotError
+from fedrot.simulations.plugins import PLUGINS
+
+#: Seconds between two looks at running jobs.
+PAUSE = 0.5
+
+#: Receives what a job says while it runs.
+Tell: TypeAlias = Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job. The function, at the top of a module, and its arguments are pickled for other processes.
+
+    Attributes:
+        work: is called with ``arguments`` and a function that takes what it says: picklable values.
+    """
+
+    name: str
+    work: Callable[..., None]
+    arguments: tuple[Any, ...] = field(hash=False)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The last word of a job: the traceback if it failed, and whether its process died."""
+
+    failure: str = ""
+    died: bool = False
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where jobs run.
+
+    Attributes:
+        workers: jobs at a time on this machine; None: one per core; 1: jobs run in this process.
+        ray: address of a Ray cluster, all of whose cores are used; empty for this machine.
+        gpus: GPUs per job: a fraction of one, or a whole number. Ray assigns them, also on this machine.
+    """
+
+    workers: int | None = None
+    ray: str = ""
+    gpus: float = 0.0
+
+    def places(self, jobs: int) -> int:
+        """Return how many of ``jobs`` run at the same time on this machine."""
+        return max(1, min(self.workers or os.cpu_count() or 1, jobs))
+
+
+class Engine(Protocol):
+    """Starts jobs; ``running`` has them, and ``heard`` returns what they said in the last moments."""
+
+    running: Any
+
+    def places(self) -> int:
+        """Return how many jobs may run at the same time."""
+
+    def start(self, job: Job) -> None:
+        """Start a job."""
+
+    def heard(self) -> Iterator[tuple[Job, Any]]:
+        """Yield what jobs said, after ``PAUSE`` seconds at most; an ``Ended`` is the last of a job."""
+
+
+def run_jobs(
+    jobs: Sequence[Job], machine: Machine, hear: Callable[[Job, Any], None], tick: Callable[[], None]
+) -> None:
+    """Run all jobs; return when they have ended.
+
+    Jobs start in the order of the list. If the process of a job dies, only this job ends, and it is not
+    tried again. After an exception, also Ctrl-C, running jobs are stopped and no other is started.
+
+    Args:
+        hear: called with a job and what it said, at the end an ``Ended``.
+        tick: called about every ``PAUSE`` seconds.
+
+    Raises:
+        FedrotError: there is no Ray cluster at the machine's address.
+    """
+    on_ray = bool(machine.ray or machine.gpus)
+    if not on_ray and machine.places(len(jobs)) <= 1:
+        for job in jobs:
+            attempt(job, partial(hear, job))
+        return
+    waiting = deque(jobs)
+    with _on_ray(machine) if on_ray else _in_processes(machine.places(len(jobs))) as engine:
+        while waiting or engine.running:
+            while waiting and len(engine.running) < engine.places():
+                engine.start(waiting.popleft())
+            for job, said in engine.heard():
+                hear(job, said)
+            tick()
+
+
+def attempt(job: Job, tell: Tell) -> None:
+    """Run a job; an exception becomes its failure."""
+    failure = ""
+    try:
+        job.work(*job.arguments, tell)
+    except Exception:
+        failure = traceback.format_exc()
+    tell(Ended(failure))
+
+
+class _Processes:
+    """Jobs in new processes, which wait for the next job on a pipe."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._spawn = multiprocessing.get_context("spawn")
+        self._processes: dict[Connection, Any] = {}
+        self.running: dict[Connection, Job] = {}
+
+    def places(self) -> int:
+        return self._count
+
+    def start(self, job: Job) -> None:
+        idle = (pipe for pipe in self._processes if pipe not in self.running)
+        pipe = next(idle, None) or self._begun()
+        self.running[pipe] = job
+        pipe.send(job)
+
+    def _begun(self) -> Connection:
+        ours, theirs = self._spawn.Pipe()
+        process = self._spawn.Process(target=_serve, args=(theirs,), daemon=True)
+        with _without_ctrl_c():
+            process.start()
+        theirs.close()  # Else this end would not see that the process has ended.
+        self._processes[ours] = process
+        return ours
+
+    def heard(self) -> Iterator[tuple[Job, Any]]:
+        for pipe in wait([*self.running], PAUSE):
+            assert isinstance(pipe, Connection)
+            job = self.running[pipe]
+            try:
+                said = pipe.recv()
+            except (EOFError, OSError):
+                process = self._processes.pop(pipe)
+                process.join()
+                said = Ended(f"The process of the job ended with code {process.exitcode}.", died=True)
+            if isinstance(said, Ended):
+                del self.running[pipe]
+            yield job, said
+
+    def stop(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+        for pipe, process in self._processes.items():
+            process.join()
+            pipe.close()
+
+
+@contextmanager
+def _in_processes(count: int) -> Iterator[Engine]:
+    engine = _Processes(count)
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+def _serve(pipe: Connection) -> None:
+    """Run the jobs that come through a pipe until the other end is closed, as by the parent's death."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    # tqdm's default lock is a semaphore of the system, which would remain after the process is killed.
+    tqdm.set_lock(threading.RLock())
+    with suppress(EOFError, OSError):
+        while True:
+            attempt(pipe.recv(), pipe.send)
+
+
+@contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """Block SIGINT, so that processes started here inherit the mask and ignore Ctrl-C."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Tasks:
+    """Jobs as tasks of Ray, which stream what they say."""
+
+    def __init__(self, gpus: float) -> None:
+        import ray
+
+        self._ray, self.running = ray, dict[Any, Job]()
+        self._task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0, num_returns="streaming")(_said)
+
+    def places(self) -> int:
+        # At most one job per core is submitted, so that jobs start in the order of the list.
+        return max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+
+    def start(self, job: Job) -> None:
+        self.running[self._task.remote(job)] = job
+
+    def heard(self) -> Iterator[tuple[Job, Any]]:
+        found, _ = self._ray.wait([*self.running], num_returns=1, timeout=PAUSE, fetch_local=False)
+        for stream in found:
+            job = self.running[stream]
+            try:
+                said = self._ray.get(next(stream))
+            except (StopIteration, self._ray.exceptions.RayError) as error:
+                said = Ended(f"The task of the job ended: {error or 'it was stopped'}", died=True)
+            if isinstance(said, Ended):
+                del self.running[stream]
+            yield job, said
+
+
+def _said(job: Job) -> Iterator[Any]:
+    """Run a job in a thread, and yield what it says."""
+    said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=attempt, args=(job, said.put), daemon=True).start()
+    while not isinstance(last := said.get(), Ended):
+        yield last
+    yield last
+
+
+@contextmanager
+def _on_ray(machine: Machine) -> Iterator[Engine]:
+    """Run jobs as tasks of a Ray cluster, or of Ray on this machine."""
+    import ray
+
+    ours = signal.getsignal(signal.SIGTERM)
+    if machine.ray:
+        try:
+            _check_reachable(machine.ray)
+            plugins = os.environ.get(PLUGINS)
+            # Nodes of a running cluster do not inherit this process's environment.
+            told = {"env_vars": {PLUGINS: plugins}} if plugins else None
+            ray.init(address=machine.ray, log_to_driver=False, runtime_env=told)
+        except (OSError, ValueError) as error:
+            raise FedrotError(
+                f"There is no Ray cluster at '{machine.ray}': {error} Start one with 'ray start "
+                "--head', or leave ray out to use this machine."
+            ) from error
+    else:
+        # Without "local", Ray connects to a cluster that already runs on this machine.
+        ray.init("local", num_cpus=machine.workers, include_dashboard=False, log_to_driver=False)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, ours)  # Ray's own handler exits.
+    try:
+        yield _Tasks(machine.gpus)
+    finally:
+        ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Raise ``OSError`` if no connection to ``host:port`` is possible; Ray would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=10).close()
+
+
+def check_gpus(gpus: float) -> None:
+    """Raise ``FedrotError`` if this machine cannot give each job so many GPUs."""
+    import torch
+
+    found = torch.cuda.device_count()
+    if not (0 <= gpus <= 1 or (gpus > 1 and gpus % 1 == 0)):
+        raise FedrotError(f"gpus is {gpus:g}; give a fraction such as 0.5, or a whole number.")
+    if gpus > found:
+        raise FedrotError(
+            f"gpus is {gpus:g} for each job, but PyTorch finds {found or 'no'} GPU(s) on this "
+            f"machine; {'give at most ' + str(found) if found else 'leave gpus out'}."
+        )

@@ -1,0 +1,269 @@
+"""``simulate``: runs what a run folder lacks, in jobs that share their clients' trainings."""
+
+from __future__ import annotations
+
+import gc
+import io
+import logging
+import math
+import shutil
+import tempfile
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from time import monotonic, perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from fedrot._io import write_text
+from fedrot.simulations.checks import check, costs_of, estimate, in_words, print_data
+from fedrot.simulations.engine import Ended, Job, Machine, Tell, check_gpus, run_jobs
+from fedrot.simulations.federation.cells import Cell, cells_of, partitions_of, run_cells
+from fedrot.simulations.federation.client_app import app
+from fedrot.simulations.federation.grids import OrderedGrid, local_clients
+from fedrot.simulations.folder import RunFolder, only_writer
+from fedrot.simulations.report import print_results
+from fedrot.simulations.settings import Experiment
+from fedrot.simulations.tasks import training
+from fedrot.strategies.flower_compat import outside_of_the_engine
+
+#: Folders in a run folder: shared trainings of running jobs, and tracebacks.
+TRAININGS, FAILURES = "trainings", "failures"
+#: Seconds between two lines about the progress, where there is no terminal.
+SILENCE = 30.0
+#: Seconds between two reports of a job about its progress.
+_BEAT = 0.5
+
+
+def simulate(
+    experiments: Sequence[Experiment],
+    out: Path,
+    command: str,
+    console: Console,
+    machine: Machine,
+    *,
+    dry_run: bool = False,
+) -> None:
+    """Run what the folder ``out`` does not have yet.
+
+    Args:
+        dry_run: only check the input, print the clients' rows and the estimate; nothing is run or
+            written.
+
+    Raises:
+        FileExistsError, FedrotError: the folder has other contents, see ``RunFolder``, or another run
+            writes to it; data, partition or model cannot be used; the machine has too few GPUs; or there
+            is no cluster.
+        RuntimeError: a part failed; the tracebacks are in ``failures/``, and the others are finished.
+        KeyboardInterrupt: the user stopped the run; what is finished is in the folder.
+    """
+    if not machine.ray:
+        check_gpus(machine.gpus)
+    check(experiments)
+    print_data(experiments, console, brief=not dry_run)
+    cells, partitions = cells_of(experiments), partitions_of(experiments)
+    costs = costs_of(cells, partitions)
+    if dry_run:
+        console.print(estimate(cells, costs, machine), highlight=False)
+        console.print("Dry run: nothing was run or written.")
+        return
+    with only_writer(out):
+        folder = RunFolder(out, experiments, command, partitions)
+        missing = [cell for cell in cells if not folder.has(cell)]
+        if len(missing) < len(cells):
+            console.print(f"{len(cells) - len(missing)} of {len(cells)} results are there already.")
+        if missing:
+            console.print(estimate(missing, costs, machine), highlight=False)
+        run = _Run(folder, missing, costs, console)
+        try:
+            with run.progress:
+                run.finish(machine)
+        except KeyboardInterrupt:
+            console.print(
+                f"Interrupted; {sum(map(folder.has, cells))} of {len(cells)} results are in {out}. Repeat "
+                "the command to go on.",
+                style="yellow",
+            )
+            raise
+        finally:
+            shutil.rmtree(out / TRAININGS, ignore_errors=True)
+            folder.write_rows()
+            if any(map(folder.has, cells)):
+                print_results(out, console)
+    if run.failed:
+        raise RuntimeError(
+            f"{run.failed} of {len(missing)} parts failed; the tracebacks are in {out / FAILURES}. Repeat "
+            "the command to try them again."
+        )
+
+
+class _Run:
+    """The run of the cells that a folder lacks, with its progress; ``failed`` counts failed cells."""
+
+    def __init__(
+        self, folder: RunFolder, cells: Sequence[Cell], costs: Mapping[str, float], console: Console
+    ) -> None:
+        self.folder, self.console, self.failed, self._costs = folder, console, 0, costs
+        self._untried = {cell.name: cell for cell in cells}
+        self._count, self._cost = len(cells), sum(costs[cell.name] for cell in cells)
+        self._start, self._said = perf_counter(), perf_counter()
+        columns = (BarColumn(30), TextColumn("{task.percentage:.0f} % {task.description}", markup=False))
+        self.progress = Progress(*columns, console=console, transient=True)
+        self._bar = self.progress.add_task("", total=max(self._cost, 1e-9))
+        self._of_job: dict[Job, tuple[str, float]] = {}
+
+    def finish(self, machine: Machine) -> None:
+        """Run all cells. If a process dies, its current cell fails and its later cells are run again."""
+        while self._untried:
+            trainings = self.folder.path / TRAININGS
+            shutil.rmtree(trainings, ignore_errors=True)  # Left by a process that was killed.
+            trainings.mkdir()
+            jobs = self._jobs()
+            self._of_job = {}
+
+            def hear(job: Job, said: Any) -> None:
+                if isinstance(said, Ended):
+                    left = [cell for cell in jobs[job] if cell.name in self._untried]  # noqa: B023
+                    for cell in left[: 1 if said.died else None]:
+                        self._fail(cell, said.failure)
+                    self._of_job.pop(job, None)
+                elif said[0] == "progress":
+                    self._of_job[job] = said[1:]
+                else:
+                    self._finished(*said[1:])
+                self._show()
+
+            run_jobs([*jobs], machine, hear, self._show)
+
+    def _jobs(self) -> dict[Job, list[Cell]]:
+        """Return the jobs, the longest first; one job for cells that share their first trainings."""
+        groups = defaultdict[object, list[Cell]](list)
+        for cell in self._untried.values():
+            groups[cell.trains_first].append(cell)
+        longest = sorted(groups.values(), key=lambda own: -sum(self._costs[cell.name] for cell in own))
+        scratch = self.folder.path.absolute() / TRAININGS
+        found = {}
+        for cells in longest:
+            costs = [self._costs[cell.name] for cell in cells]
+            found[Job(cells[0].name, run_job, (cells, costs, scratch))] = cells
+        return found
+
+    def _finished(
+        self, name: str, rows: list[Any], alignment: list[Any], log: str, failure: str
+    ) -> None:
+        cell = self._untried.get(name)
+        if cell is None:
+            return
+        if failure:
+            self._fail(cell, failure)
+            return
+        self.folder.add(cell, rows, alignment, log)
+        (self.folder.path / FAILURES / f"{name}.txt").unlink(missing_ok=True)
+        last = {
+            row["metric"]: math.nan if row["value"] is None else row["value"]
+            for row in rows
+            if row["scope"] == "central" and row["round"] == cell.experiment.rounds
+        }
+        shown = [*last][:1] + [metric for metric in ("macro_f1", "loss") if metric in [*last][1:]]
+        self._tell(cell, ", ".join(f"{metric} {last[metric]:.3f}" for metric in shown))
+
+    def _fail(self, cell: Cell, failure: str) -> None:
+        self.failed += 1
+        file = self.folder.path / FAILURES / f"{cell.name}.txt"
+        file.parent.mkdir(exist_ok=True)
+        write_text(file, f"{cell.title}\n\n{failure}")
+        self._tell(cell, f"FAILED, see {file}: {failure.strip().splitlines()[-1]}")
+
+    def _tell(self, cell: Cell, said: str) -> None:
+        del self._untried[cell.name]
+        number = self._count - len(self._untried)
+        self.console.print(f"[{number} of {self._count}] {cell.title}: {said}", highlight=False)
+        self._said = perf_counter()
+
+    def _show(self) -> None:
+        """Show the progress: on a terminal a bar, else a line after a silence."""
+        running = sum(done for _, done in self._of_job.values())
+        left = sum(self._costs[name] for name in self._untried)
+        done = max(self._cost - left + running, 0.0)
+        spent = perf_counter() - self._start
+        rest = f"about {in_words(spent * (self._cost / done - 1))} left" if done and spent > 5 else ""
+        said = "; ".join([*filter(None, [rest]), *(text for text, _ in self._of_job.values())])
+        self.progress.update(self._bar, completed=done, description=said)
+        if not self.console.is_terminal and perf_counter() - self._said > SILENCE:
+            self.console.print(f"{100 * done / self._cost:.0f} % {said}", highlight=False)
+            self._said = perf_counter()
+
+
+def run_job(cells: Sequence[Cell], costs: Sequence[float], trainings: Path, tell: Tell) -> None:
+    """Run cells that share the trainings of their clients, with all clients in this process.
+
+    Say the progress, ``("progress", text, cost done in this cell)``, and for each cell ``("cell", name,
+    rows, alignment, log, traceback)``. Trainings are kept in ``trainings`` if this machine has it.
+    """
+    torch.set_num_threads(1)
+    first = cells[0].experiment
+    # Modules and data stay: a collection after each cell need not look at them.
+    gc.collect()
+    gc.freeze()
+    with ExitStack() as stack:
+        log = stack.enter_context(_logged())
+        stack.enter_context(outside_of_the_engine())
+        folder = trainings if trainings.is_dir() else None
+        scratch = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="fedrot-", dir=folder, ignore_cleanup_errors=True)
+        )
+        beat = stack.enter_context(_counting(tell, log))
+        grid = OrderedGrid(local_clients(app, first.clients), first.clients)
+        beat(f"seed {cells[0].seed} · {cells[0].strategy.name}", costs[0])
+        following = zip([*cells[1:], cells[-1]], [*costs[1:], costs[-1]], strict=True)
+        for cell, run, error in run_cells(cells, grid, Path(scratch), shared_cache=True):
+            failure = "".join(traceback.format_exception(error)) if error else ""
+            tell(("cell", cell.name, run.rows, run.alignment, log.getvalue(), failure))
+            log.seek(0)
+            log.truncate()
+            then, cost = next(following)
+            beat(f"seed {then.seed} · {then.strategy.name}", cost)
+
+
+@contextmanager
+def _counting(tell: Tell, log: io.StringIO) -> Iterator[Callable[[str, float], None]]:
+    """Tell the progress of a cell while rows pass; yield a function that begins the next cell."""
+    title, cost, done, told = "", 0.0, 0.0, monotonic()
+
+    def begin(name: str, of: float) -> None:
+        nonlocal title, cost, done
+        title, cost, done = name, of, 0.0
+
+    def count(rows: float) -> None:
+        nonlocal done, told
+        done += rows
+        if monotonic() - told > _BEAT:
+            told = monotonic()
+            rounds = log.getvalue().rfind(": round ")
+            where = log.getvalue()[rounds:].partition("\n")[0] if rounds >= 0 else ""
+            tell(("progress", title + where, min(done, cost)))
+
+    before, training.on_rows = training.on_rows, count
+    try:
+        yield begin
+    finally:
+        training.on_rows = before
+
+
+@contextmanager
+def _logged() -> Iterator[io.StringIO]:
+    """Collect Flower's log inside of the context."""
+    logger, log = logging.getLogger("flwr"), io.StringIO()
+    before, propagate = list(logger.handlers), logger.propagate
+    handler = logging.StreamHandler(log)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.handlers[:], logger.propagate = [handler], False
+    try:
+        yield log
+    finally:
+        logger.handlers[:], logger.propagate = before, propagate

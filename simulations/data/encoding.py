@@ -27,8 +27,8 @@ from fedrot.simulations.data.texts import (
     load_tag_data,
     load_text_data,
 )
-from fedrot.simulations.models.architectures import pad_id_of, pretrained_settings, settings_of
-from fedrot.simulations.models.packaged import loading, loading_of, source_of
+from fedrot.simulations.models import pad_id_of, pretrained_settings, settings_of
+from fedrot.simulations.packaged import loading, loading_of, source_of
 
 #: Characters that are read for each token of a text, and words of a row; of a pair of texts. Only a text
 #: with longer tokens on average loses some. The time for a pair is the product of both lengths.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -13,24 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
-from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.data.encoding import (
-    IGNORED,
-    TEXT,
-    Batch,
-    EncodedText,
-    Reader,
-    tokenizer_for,
-)
+from fedrot.simulations.config import SimulationConfig as Experiment
+from fedrot.simulations.data.encoding import IGNORED, Batch, EncodedText, tokenizer_for
 from fedrot.simulations.data.sources import DataError
-from fedrot.simulations.data.texts import TextData
 from fedrot.simulations.tasks.objective import Objective, model_inputs, shortest_first
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Array: TypeAlias = npt.NDArray[Any]
-
 
 #: Share of a row's ordinary tokens that is predicted; at least one token is.
 SHARE = 0.15
@@ -62,72 +53,115 @@ class Vocabulary:
         special = np.array(sorted({mask, *(id_ for id_, token in added.items() if token.special)}))
         return cls(mask, special, np.setdiff1d(list(vocabulary.values()), special))
 
-    def maskable(self, ids: Array) -> npt.NDArray[np.bool_]:
-        """Return where ``ids`` are ordinary tokens; padding is a special token."""
-        return ~np.isin(ids, self.special)
 
+class _LanguageModelling(Objective):
+    """Prediction of tokens; labels of the data set are not used.
 
-@dataclass(frozen=True)
-class MaskedLanguageModelling(Objective):
-    """Prediction of the masked tokens of a row; labels of the data set are not used.
-
-    The headline metric is the pseudo-perplexity of Verma & Elbayad (2024), equation 11: ``exp`` of
-    the loss, which is the mean negative log likelihood of the masked tokens.
+    The headline metric is the perplexity: ``exp`` of the loss, which is the mean negative log likelihood
+    of all predicted tokens of all rows. ``rows_at_once`` rows are evaluated together.
     """
 
-    auto_model: ClassVar[str] = "AutoModelForMaskedLM"
-    reader: ClassVar[Reader] = TEXT
-
-    vocabulary: Vocabulary
-    metrics: tuple[str, ...] = ("pseudo_perplexity", "accuracy")
-
-    @classmethod
-    def of(cls, config: SimulationConfig, data: TextData) -> MaskedLanguageModelling:
-        return cls(Vocabulary.of(tokenizer_for(config)))
-
-    def usable(self, encoded: EncodedText, rows: np.ndarray) -> np.ndarray:
-        """Return the rows with an ordinary token; empty texts and unknown characters have none."""
-        found = [bool(self.vocabulary.maskable(encoded.ids[row]).any()) for row in rows]
-        return rows[np.array(found, dtype=bool)]
-
-    def batch(self, encoded: EncodedText, rows: np.ndarray, rng: np.random.Generator) -> Batch:
-        return _hiding(encoded, rows, lambda ids, text: for_training(ids, text, self.vocabulary, rng))
+    rows_at_once: ClassVar[int]
 
     def fixed_batch(self, encoded: EncodedText, rows: np.ndarray) -> Batch:
         """Return rows as inputs and ``labels`` of an evaluation; every call returns the same."""
-        return _hiding(encoded, rows, lambda ids, text: for_evaluation(ids, text, self.vocabulary, rows))
+        return self.batch(encoded, rows, np.random.default_rng(0))
+
+    def at_prediction(self, labels: Tensor) -> Tensor:
+        """Return labels ``[rows, tokens]`` at the positions at which they are predicted."""
+        return labels
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Tensor:
-        return cross_entropy(*_predictions(model, batch))
+        return cross_entropy(*self._predictions(model, batch))
 
     def evaluate(
         self, model: torch.nn.Module, encoded: EncodedText, rows: np.ndarray
     ) -> dict[str, float]:
         surprise = torch.zeros((), dtype=torch.float64)
         hits = tokens = 0
-        for places in shortest_first(encoded, rows, 64):
-            logits, labels = _predictions(model, self.fixed_batch(encoded, rows[places]))
-            surprise += cross_entropy(logits.double(), labels, reduction="sum")
+        for places in shortest_first(encoded, rows, self.rows_at_once):
+            logits, labels = self._predictions(model, self.fixed_batch(encoded, rows[places]))
+            surprise += cross_entropy(logits.float(), labels, reduction="none").double().sum()
             hits += int((logits.argmax(dim=1) == labels).sum())
             tokens += len(labels)
-        return _scores(self, surprise / tokens, accuracy=hits / tokens)
+        loss = surprise / tokens
+        if not torch.isfinite(loss):
+            return self.diverged()
+        found = dict(zip(self.metrics, (float(loss.exp()), hits / tokens), strict=False))
+        return {**found, "loss": float(loss)}
+
+    def _predictions(self, model: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the logits ``[labels, vocabulary]`` at labelled tokens, and the labels ``[labels]``."""
+        inputs = dict(batch)
+        labels = self.at_prediction(inputs.pop("labels"))
+        labelled = labels != IGNORED
+        with _output_at(model, labelled):
+            return model(**model_inputs(model, inputs)).logits, labels[labelled]
 
 
 @dataclass(frozen=True)
-class CausalLanguageModelling(Objective):
-    """Prediction of each token of a row from those before it; labels of the data set are not used.
+class MaskedLanguageModelling(_LanguageModelling):
+    """Prediction of the masked tokens of a row.
 
-    The headline metric is the perplexity: ``exp`` of the loss, which is the mean negative log likelihood
-    of all tokens of all rows except the first token of each; the token that ends a text is included.
+    The headline metric is the pseudo-perplexity of Verma & Elbayad (2024), equation 11. Training hides
+    tokens as BERT's: 80 % become the mask, 10 % a random ordinary token, 10 % stay. In evaluation all
+    become the mask, and every call hides the same tokens of a row of the data set.
     """
 
+    auto_model: ClassVar[str] = "AutoModelForMaskedLM"
+    rows_at_once: ClassVar[int] = 64
+
+    vocabulary: Vocabulary
+    metrics: tuple[str, ...] = ("pseudo_perplexity", "accuracy")
+
+    @classmethod
+    def of(cls, experiment: Experiment, data: Any) -> MaskedLanguageModelling:
+        return cls(Vocabulary.of(tokenizer_for(experiment)))
+
+    def usable(self, encoded: EncodedText, rows: np.ndarray) -> np.ndarray:
+        """Return the rows with an ordinary token; empty texts and unknown characters have none."""
+        found = [bool(self._ordinary(encoded.ids[row]).any()) for row in rows]
+        return rows[np.array(found, dtype=bool)]
+
+    def batch(self, encoded: EncodedText, rows: np.ndarray, rng: np.random.Generator) -> Batch:
+        batch = encoded.batch(rows)
+        ids = batch["input_ids"].numpy()
+        chosen, fate = self._chosen(batch, rng.random(ids.shape)), rng.random(ids.shape)
+        fates = [chosen & (fate < MASKED), chosen & (fate < MASKED + RANDOM)]
+        words = rng.choice(self.vocabulary.ordinary, ids.shape)
+        return _hidden(batch, chosen, np.select(fates, [self.vocabulary.mask, words], ids))
+
+    def fixed_batch(self, encoded: EncodedText, rows: np.ndarray) -> Batch:
+        batch = encoded.batch(rows)
+        ids = batch["input_ids"].numpy()
+        generators = (np.random.default_rng([_EVALUATION_SEED, int(row)]) for row in rows)
+        chosen = self._chosen(batch, np.stack([rng.random(ids.shape[1]) for rng in generators]))
+        return _hidden(batch, chosen, np.where(chosen, self.vocabulary.mask, ids))
+
+    def _ordinary(self, ids: Array) -> npt.NDArray[np.bool_]:
+        return ~np.isin(ids, self.vocabulary.special)
+
+    def _chosen(self, batch: Batch, scores: Array) -> Array:
+        """Return each row's ``SHARE`` of ordinary tokens with the lowest scores, at least one."""
+        maskable = self._ordinary(batch["input_ids"].numpy()) & (batch["attention_mask"].numpy() == 1)
+        counts = maskable.sum(axis=1)
+        wanted = np.minimum(counts, np.maximum(1, np.rint(SHARE * counts)))
+        ranks = np.where(maskable, scores, np.inf).argsort(axis=1, kind="stable").argsort(axis=1)
+        return ranks < wanted[:, None]
+
+
+@dataclass(frozen=True)
+class CausalLanguageModelling(_LanguageModelling):
+    """Prediction of each token of a row from those before it; the token that ends a text is included."""
+
     auto_model: ClassVar[str] = "AutoModelForCausalLM"
-    reader: ClassVar[Reader] = TEXT
+    #: Every token has logits over the whole vocabulary: 16 rows of a pretrained model need 200 MB.
+    rows_at_once: ClassVar[int] = 16
 
     metrics: tuple[str, ...] = ("perplexity",)
 
     @classmethod
-    def of(cls, config: SimulationConfig, data: TextData) -> CausalLanguageModelling:
+    def of(cls, experiment: Experiment, data: Any) -> CausalLanguageModelling:
         return cls()
 
     def usable(self, encoded: EncodedText, rows: np.ndarray) -> np.ndarray:
@@ -140,50 +174,14 @@ class CausalLanguageModelling(Objective):
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
         return {**batch, "labels": labels}
 
-    def loss(self, model: torch.nn.Module, batch: Batch) -> Tensor:
-        return cross_entropy(*_predictions(model, _shifted(batch)))
-
-    def evaluate(
-        self, model: torch.nn.Module, encoded: EncodedText, rows: np.ndarray
-    ) -> dict[str, float]:
-        surprise = torch.zeros((), dtype=torch.float64)
-        tokens, unused = 0, np.random.default_rng(0)
-        # Every token has logits over the whole vocabulary: 16 rows of a pretrained model need 200 MB.
-        for places in shortest_first(encoded, rows, 16):
-            batch = _shifted(self.batch(encoded, rows[places], unused))
-            logits, labels = _predictions(model, batch)
-            surprise += cross_entropy(logits.float(), labels, reduction="none").double().sum()
-            tokens += len(labels)
-        return _scores(self, surprise / tokens)
+    def at_prediction(self, labels: Tensor) -> Tensor:
+        return pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def _scores(objective: Objective, loss: Tensor, **others: float) -> dict[str, float]:
-    """Return the perplexity (the headline metric), the other metrics and the loss."""
-    if not torch.isfinite(loss):
-        return objective.diverged()
-    return {objective.metrics[0]: float(loss.exp()), **others, "loss": float(loss)}
-
-
-def _shifted(batch: Batch) -> Batch:
-    """Shift the labels by one, to the position at which a token is predicted."""
-    return {**batch, "labels": pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)}
-
-
-def _hiding(
-    encoded: EncodedText, rows: np.ndarray, hide: Callable[[Array, Array], tuple[Array, Array]]
-) -> Batch:
-    batch = encoded.batch(rows)
-    shown, labels = hide(batch["input_ids"].numpy(), batch["attention_mask"].numpy())
+def _hidden(batch: Batch, chosen: Array, shown: Array) -> Batch:
+    """Return a batch that shows other tokens, and has the chosen ones as labels."""
+    labels = np.where(chosen, batch["input_ids"].numpy(), IGNORED)
     return {**batch, "input_ids": torch.from_numpy(shown), "labels": torch.from_numpy(labels)}
-
-
-def _predictions(model: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the logits ``[labels, vocabulary]`` at labelled tokens, and the labels ``[labels]``."""
-    inputs = dict(batch)
-    labels = inputs.pop("labels")
-    labelled = labels != IGNORED
-    with _output_at(model, labelled):
-        return model(**model_inputs(model, inputs)).logits, labels[labelled]
 
 
 @contextmanager
@@ -195,43 +193,3 @@ def _output_at(model: Any, chosen: Tensor) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def for_training(
-    ids: Array, attended: Array, vocabulary: Vocabulary, rng: np.random.Generator
-) -> tuple[Array, Array]:
-    """Mask tokens as in BERT: 80 % become the mask, 10 % a random ordinary token, 10 % stay.
-
-    ``ids`` are ``[rows, tokens]``; ``attended`` is 1 at text and 0 at padding. Returns the input ids,
-    and the labels, which are ``IGNORED`` at tokens that are not predicted.
-    """
-    chosen = _chosen(vocabulary.maskable(ids) & (attended == 1), rng.random(ids.shape))
-    fate = rng.random(ids.shape)
-    shown = np.select(
-        [chosen & (fate < MASKED), chosen & (fate < MASKED + RANDOM)],
-        [vocabulary.mask, rng.choice(vocabulary.ordinary, ids.shape)],
-        ids,
-    )
-    return shown, np.where(chosen, ids, IGNORED)
-
-
-def for_evaluation(
-    ids: Array, attended: Array, vocabulary: Vocabulary, rows: Array
-) -> tuple[Array, Array]:
-    """Replace tokens by the mask; for a row of the data set, every call chooses the same tokens.
-
-    ``rows`` are the numbers of the rows in the data set. All else is as in ``for_training``.
-    """
-    scores = np.stack(
-        [np.random.default_rng([_EVALUATION_SEED, int(row)]).random(ids.shape[1]) for row in rows]
-    )
-    chosen = _chosen(vocabulary.maskable(ids) & (attended == 1), scores)
-    return np.where(chosen, vocabulary.mask, ids), np.where(chosen, ids, IGNORED)
-
-
-def _chosen(maskable: Array, scores: Array) -> Array:
-    """Return each row's ``SHARE`` of maskable tokens with the lowest scores, at least one, as a mask."""
-    counts = maskable.sum(axis=1)
-    wanted = np.minimum(counts, np.maximum(1, np.rint(SHARE * counts)))
-    ranks = np.where(maskable, scores, np.inf).argsort(axis=1, kind="stable").argsort(axis=1)
-    return ranks < wanted[:, None]

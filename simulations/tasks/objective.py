@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.data.encoding import Batch, Encoded, Reader
+from fedrot.simulations.config import SimulationConfig as Experiment
+from fedrot.simulations.data.encoding import Batch, Encoded
 
 
 class Objective(ABC):
@@ -21,12 +21,11 @@ class Objective(ABC):
     """
 
     auto_model: ClassVar[str]
-    reader: ClassVar[Reader]
     metrics: tuple[str, ...]
 
     @classmethod
     @abstractmethod
-    def of(cls, config: SimulationConfig, data: Any) -> Objective:
+    def of(cls, experiment: Experiment, data: Any) -> Objective:
         """Return the objective for a data set; raises ``DataError`` if the model does not fit."""
 
     @staticmethod  # noqa: B027
@@ -49,7 +48,7 @@ class Objective(ABC):
     def evaluate(self, model: torch.nn.Module, encoded: Any, rows: np.ndarray) -> dict[str, float]:
         """Return the metrics and ``loss`` on one or more usable rows; all NaN if the loss is not finite.
 
-        The model must be in evaluation mode, and gradients must be off.
+        The model must be in evaluation mode, and gradients must be off. It is called once for a batch.
         """
 
     def diverged(self) -> dict[str, float]:

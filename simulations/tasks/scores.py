@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import softmax
+from scipy.special import log_softmax, softmax
 
 from fedrot.simulations.data.data_set import Kind
 from fedrot.temperature import TEMPERATURES
 
 Array: TypeAlias = npt.NDArray[Any]
 Score: TypeAlias = Callable[[Array, Array], float]
+
+#: Bins of equal width of the expected calibration error.
+_BINS = 15
 
 
 def evaluate_predictions(
@@ -39,33 +42,26 @@ def evaluate_predictions(
     finite, because the model has diverged.
 
     Raises:
-        ValueError: there are no rows, shapes do not fit, or a metric is not one of ``kind``.
+        ValueError: there are no rows, or shapes do not fit.
+        KeyError: a metric is not one of ``kind``.
     """
     outputs = np.asarray(outputs, dtype=np.float64)
-    if kind == "regression":
-        outputs = outputs.reshape(len(outputs), -1)
-        if outputs.shape[1:] != (1,):
-            raise ValueError(f"regression needs one output per row, got {outputs.shape[1]}")
+    if kind == "regression" and outputs.shape[1:] == (1,):
         outputs = outputs[:, 0]
     expected = labels.shape if kind != "single" else (len(labels), outputs.shape[-1])
     if outputs.shape != expected or not len(labels):
         raise ValueError(
             f"{kind} outputs of shape {outputs.shape} do not fit labels of shape {labels.shape}"
         )
-    functions = _FUNCTIONS[kind]
-    unknown = [metric for metric in metrics if metric not in functions]
-    if unknown:
-        raise ValueError(
-            f"unknown metric {unknown[0]!r} for {kind} labels; choose from {', '.join(functions)}"
-        )
+    functions = {metric: _SCORES[kind][metric] for metric in metrics}
     if not np.isfinite(outputs).all():
         return dict.fromkeys((*metrics, "loss"), math.nan)
     predicted = outputs
     if kind != "regression":
         predicted = np.argmax(outputs, axis=1) if kind == "single" else np.where(outputs > 0, 1, 0)
     scores = {
-        metric: functions[metric](labels, outputs if metric in CALIBRATION else predicted)
-        for metric in metrics
+        metric: score(labels, outputs if metric in CALIBRATION else predicted)
+        for metric, score in functions.items()
     }
     return {**scores, "loss": _LOSSES[kind](labels, outputs)}
 
@@ -93,14 +89,7 @@ def entity_scores(
 
 
 def _cross_entropy(labels: Array, logits: Array) -> float:
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    log_sum = np.log(np.exp(shifted).sum(axis=1))
-    return float((log_sum - shifted[np.arange(len(labels)), labels]).mean())
-
-
-def _accuracy(labels: Array, predicted: Array) -> float:
-    hits = labels == predicted
-    return float((hits if hits.ndim == 1 else hits.all(axis=1)).mean())
+    return float(-log_softmax(logits, axis=1)[np.arange(len(labels)), labels].mean())
 
 
 def _sklearn(name: str, **options: Any) -> Score:
@@ -136,24 +125,22 @@ def _calibrated_loss(labels: Array, logits: Array) -> float:
     return min(_cross_entropy(labels, logits / temperature) for temperature in TEMPERATURES)
 
 
-_BINS = 15
-_CLASSIFICATION: dict[str, Score] = {
-    "accuracy": _accuracy,
+_OF_CLASSES: Mapping[str, Score] = {
+    "accuracy": _sklearn("accuracy_score"),
     "macro_f1": _sklearn("f1_score", average="macro", zero_division=0),
     "micro_f1": _sklearn("f1_score", average="micro", zero_division=0),
     "f1": _sklearn("f1_score", average="binary", zero_division=0),
     "matthews": _sklearn("matthews_corrcoef"),
 }
-_CALIBRATION: dict[str, Score] = {"ece": _calibration_error, "calibrated_loss": _calibrated_loss}
+_OF_LOGITS: Mapping[str, Score] = {"ece": _calibration_error, "calibrated_loss": _calibrated_loss}
 #: Names of scores that need logits, for single labels.
-CALIBRATION = tuple(_CALIBRATION)
-_REGRESSION = {"pearson": _correlation("pearsonr"), "spearman": _correlation("spearmanr")}
-_FUNCTIONS: dict[Kind, dict[str, Score]] = {
-    "single": {**_CLASSIFICATION, **_CALIBRATION},
-    "multi": _CLASSIFICATION,
-    "regression": _REGRESSION,
+CALIBRATION = tuple(_OF_LOGITS)
+_SCORES: Mapping[Kind, Mapping[str, Score]] = {
+    "single": {**_OF_CLASSES, **_OF_LOGITS},
+    "multi": _OF_CLASSES,
+    "regression": {"pearson": _correlation("pearsonr"), "spearman": _correlation("spearmanr")},
 }
-_LOSSES: dict[Kind, Score] = {
+_LOSSES: Mapping[Kind, Score] = {
     "single": _cross_entropy,
     "multi": lambda labels, logits: float((np.logaddexp(0.0, logits) - labels * logits).mean()),
     "regression": lambda labels, predictions: float(((predictions - labels) ** 2).mean()),

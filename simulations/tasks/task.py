@@ -1,27 +1,39 @@
-"""``Task``: the data of a configuration, encoded and partitioned once per process."""
+"""``Task``: the data of an experiment, encoded and partitioned once per process; ``OBJECTIVES``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.config import SimulationConfig as Experiment
+from fedrot.simulations.config import TaskName
 from fedrot.simulations.data.data_set import DataSet
-from fedrot.simulations.data.encoding import Encoded
+from fedrot.simulations.data.encoding import IMAGE, LABELLED_TEXT, TAGGED, TEXT, Encoded
 from fedrot.simulations.data.partition import histogram, key_names, parse_partition, split_clients
+from fedrot.simulations.tasks.classification import Classification, ImageClassification
+from fedrot.simulations.tasks.language import CausalLanguageModelling, MaskedLanguageModelling
 from fedrot.simulations.tasks.objective import Objective
-from fedrot.simulations.tasks.objectives import OBJECTIVES
+from fedrot.simulations.tasks.tags import TokenClassification
+
+#: Objectives by task. A new task is added here and to ``TASKS`` of the settings.
+OBJECTIVES: Mapping[TaskName, type[Objective]] = {
+    "classification": Classification,
+    "mlm": MaskedLanguageModelling,
+    "clm": CausalLanguageModelling,
+    "ner": TokenClassification,
+    "image": ImageClassification,
+}
 
 
 @dataclass(frozen=True)
 class Task:
-    """The encoded data of one configuration, and the objective of training on it."""
+    """The encoded data of one experiment, and the objective of training on it."""
 
-    config: SimulationConfig
+    experiment: Experiment
     data: DataSet[Any]
     objective: Objective
     train: Encoded
@@ -29,7 +41,7 @@ class Task:
 
     def clients(self, seed: int) -> list[np.ndarray]:
         """Return the numbers of each client's rows in the training split."""
-        return _clients(self.config.to_json(), seed)
+        return _clients(self.experiment.to_json(), seed)
 
     def partition(self, seed: int) -> tuple[Sequence[str], list[int], list[list[int]]]:
         """Return names of the classes, row counts by client, and row counts by client and class."""
@@ -41,26 +53,31 @@ class Task:
     def client_rows(self, seed: int, client: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of a client's training rows and of its held-out rows."""
         rows = np.random.default_rng([seed, client]).permutation(self.clients(seed)[client])
-        held = int(len(rows) * self.config.holdout)
+        held = int(len(rows) * self.experiment.holdout)
         return np.sort(rows[held:]), np.sort(rows[:held])
 
 
 @lru_cache(maxsize=2)
-def task_of(config_json: str) -> Task:
-    """Load and encode the data of a configuration.
+def task_of(experiment_json: str) -> Task:
+    """Load and encode the data of an experiment.
 
     Raises:
         DataError: the data cannot be used, or the tokenizer lacks a token that the task needs.
     """
-    config = SimulationConfig.model_validate_json(config_json)
-    objective = OBJECTIVES[config.task]
-    data, train, test = objective.reader.read(config)
-    return Task(config, data, objective.of(config, data), train, test)
+    experiment = Experiment.model_validate_json(experiment_json)
+    data, train, test = read_encoded(experiment)
+    return Task(experiment, data, OBJECTIVES[experiment.task].of(experiment, data), train, test)
+
+
+def read_encoded(experiment: Experiment) -> tuple[DataSet[Any], Any, Any]:
+    """Return the data set of an experiment, and its splits encoded for the model."""
+    readers = {"classification": LABELLED_TEXT, "mlm": TEXT, "clm": TEXT, "ner": TAGGED, "image": IMAGE}
+    return readers[experiment.task].read(experiment)
 
 
 @lru_cache(maxsize=16)
-def _clients(config_json: str, seed: int) -> list[np.ndarray]:
-    task = task_of(config_json)
-    config, train = task.config, task.data.train
-    how = parse_partition(config.partition)
-    return split_clients(train.labels, train.columns, how, config.clients, seed)
+def _clients(experiment_json: str, seed: int) -> list[np.ndarray]:
+    task = task_of(experiment_json)
+    experiment, train = task.experiment, task.data.train
+    how = parse_partition(experiment.partition)
+    return split_clients(train.labels, train.columns, how, experiment.clients, seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,50 +77,61 @@ def _moved(value: Any, device: torch.device | str) -> Any:
 
 
 def train(
-    model: torch.nn.Module, task: Task, rows: np.ndarray, seed: int, epochs: float | None = None
+    model: torch.nn.Module,
+    task: Task,
+    rows: np.ndarray,
+    seed: int,
+    epochs: float | None = None,
+    step: Callable[[], object] = lambda: None,
 ) -> float:
     """Train in place with AdamW on rows of the training split, for ``epochs`` or ``local_epochs``.
 
     Training runs on the GPU that Ray has assigned to this process, if any. Half an epoch is half of the
     batches, rounded up, chosen by the seed. Returns the mean loss over the last epoch's steps; NaN if no
-    row has anything to predict.
+    row has anything to predict. ``step`` is called after each step.
     """
-    with running_on(lent_device(), model):
-        return _train(model, task, rows, seed, epochs)
-
-
-def _train(
-    model: torch.nn.Module, task: Task, rows: np.ndarray, seed: int, epochs: float | None
-) -> float:
-    torch.manual_seed(seed)
-    rng, masks = np.random.default_rng(seed), np.random.default_rng([seed, 1])
-    config, objective = task.config, task.objective
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=config.lr, weight_decay=config.weight_decay, fused=True)
+    experiment, objective = task.experiment, task.objective
     rows = objective.usable(task.train, rows)
-    model.train()
+    an_epoch = math.ceil(len(rows) / experiment.batch_size)
+    steps = math.ceil((epochs or experiment.local_epochs) * an_epoch - 1e-9)
     losses: list[float] = []
-    an_epoch = math.ceil(len(rows) / config.batch_size)
-    endless = (batches(task.train, rows, config.batch_size, rng) for _ in itertools.count())
-    steps = math.ceil((epochs or config.local_epochs) * an_epoch - 1e-9)
-    for batch in itertools.islice(itertools.chain.from_iterable(endless), steps):
-        loss = objective.loss(model, objective.batch(task.train, batch, masks))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
+    with running_on(lent_device(), model):
+        torch.manual_seed(seed)
+        rng, masks = np.random.default_rng(seed), np.random.default_rng([seed, 1])
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        options = {"lr": experiment.lr, "weight_decay": experiment.weight_decay}
+        optimizer = torch.optim.AdamW(trained, **options, fused=True)
+        model.train()
+        endless = (batches(task.train, rows, experiment.batch_size, rng) for _ in itertools.count())
+        for batch in itertools.islice(itertools.chain.from_iterable(endless), steps):
+            loss = objective.loss(model, objective.batch(task.train, batch, masks))
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            step()
     return float(np.mean(losses[-an_epoch:])) if losses else float("nan")
 
 
-def evaluate(model: torch.nn.Module, task: Task, split: Encoded, rows: np.ndarray) -> dict[str, float]:
+def evaluate(
+    model: torch.nn.Module,
+    task: Task,
+    split: Encoded,
+    rows: np.ndarray,
+    step: Callable[[], object] = lambda: None,
+) -> dict[str, float]:
     """Return the task's metrics, the headline metric first, and the ``loss`` on rows of a split.
 
     All values are NaN if no row has anything to predict, or if the loss is not finite. ``split`` is
-    ``task.train`` or ``task.test``, and ``rows`` are int64 ``[n]``.
+    ``task.train`` or ``task.test``, and ``rows`` are int64 ``[n]``. ``step`` is called after each batch.
     """
     rows = task.objective.usable(split, rows)
     if not len(rows):
         return task.objective.diverged()
+
+    def after(*_: object) -> None:
+        step()
+
     model.eval()
-    with running_on(lent_device(), model), torch.inference_mode():
+    with running_on(lent_device(), model), model.register_forward_hook(after), torch.inference_mode():
         return task.objective.evaluate(model, split, rows)

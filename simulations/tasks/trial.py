@@ -10,19 +10,16 @@ import torch
 from torch import nn
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.arm import Arm
 from fedrot.simulations.data.encoding import EncodedText, tokenizer_for
 from fedrot.simulations.data.sources import DataError
-from fedrot.simulations.models.architectures import pretrained_settings
-from fedrot.simulations.models.build import model_config
+from fedrot.simulations.models import model_config, pretrained_settings
+from fedrot.simulations.tasks.classification import Classification
 from fedrot.simulations.tasks.language import CausalLanguageModelling, MaskedLanguageModelling
-from fedrot.simulations.tasks.objectives import Classification, TokenClassification
+from fedrot.simulations.tasks.tags import TokenClassification
 from fedrot.simulations.tasks.task import Task
 
 #: Names of tables of learned positions in transformers.
 _POSITIONS = ("position_embeddings", "wpe", "embed_positions")
-#: Objectives whose number of labels is that of the data.
-_LABELLED = (Classification, TokenClassification)
 #: Number of tokens in the check for causal attention.
 _SEEN = 4
 
@@ -52,15 +49,15 @@ def check_labels(task: Task) -> None:
         )
 
 
-def check_held_out(task: Task, arm: Arm) -> None:
-    """Raise ``FedrotError`` if an arm needs clients' held-out rows, and there are none."""
-    config = task.config
-    for seed in config.seeds:
-        clients = arm.clients or range(config.clients)
-        if not any(len(task.client_rows(seed, client)[1]) for client in clients):
+def check_held_out(task: Task, strategy: str) -> None:
+    """Raise ``FedrotError`` if a strategy needs clients' held-out rows, and no client has any."""
+    experiment = task.experiment
+    for seed in experiment.seeds:
+        if not any(len(task.client_rows(seed, client)[1]) for client in range(experiment.clients)):
             raise FedrotError(
-                f"arm '{arm.name}' needs clients' held-out rows, but holdout {config.holdout:g} gives "
-                f"none with seed {seed}; use a larger holdout, fewer clients or more rows"
+                f"strategy '{strategy}' needs clients' held-out rows, but holdout "
+                f"{experiment.holdout:g} gives none with seed {seed}; use a larger holdout, fewer clients "
+                "or more rows"
             )
 
 
@@ -68,18 +65,19 @@ def check_head(task: Task) -> None:
     """Raise ``FedrotError`` if a pretrained model has no head for the task, or for other labels."""
     import transformers
 
-    model, auto_model = task.config.model, task.objective.auto_model
+    model, auto_model = task.experiment.model, task.objective.auto_model
     if model is None:
         return
-    saved, wanted = pretrained_settings(model), model_config(task.config, task.data)
+    saved, wanted = pretrained_settings(model), model_config(task.experiment, task.data)
     if type(saved) not in getattr(transformers, auto_model)._model_mapping:
         raise FedrotError(
-            f"model '{model}' of type '{saved.model_type}' does not fit task '{task.config.task}' "
+            f"model '{model}' of type '{saved.model_type}' does not fit task '{task.experiment.task}' "
             f"(there is no {auto_model} of this type); choose another task or model"
         )
     head = auto_model.removeprefix("AutoModel")
+    labelled = isinstance(task.objective, Classification | TokenClassification)
     with_head = any(name.endswith(head) for name in saved.architectures or ())
-    if with_head and saved.num_labels != wanted.num_labels and isinstance(task.objective, _LABELLED):
+    if with_head and saved.num_labels != wanted.num_labels and labelled:
         raise FedrotError(
             f"model '{model}' was saved with a task head of {saved.num_labels} labels, but "
             f"'{task.data.name}' has {wanted.num_labels}; choose data with these labels, or save the "
@@ -88,12 +86,12 @@ def check_head(task: Task) -> None:
 
 
 def check_model(task: Task, model: nn.Module) -> None:
-    """Raise ``FedrotError`` if a model cannot compute its loss on the rows of a task.
+    """Raise ``FedrotError`` if a model cannot compute its loss and gradient on the rows of a task.
 
     The longest rows of each split are used, because some of the model's tables depend on the length.
-    Nothing is trained.
+    The gradient is computed, too, but nothing is trained.
     """
-    name = task.config.model or task.config.architecture
+    name = task.experiment.model or task.experiment.architecture
     texts = [row for one in (task.train, task.test) if isinstance(one, EncodedText) for row in one.ids]
     if texts:
         _check_tables(task, texts, model, name)
@@ -106,13 +104,13 @@ def check_model(task: Task, model: nn.Module) -> None:
             raise DataError(f"{task.data.name}: no {split} row has anything to predict")
         longest = rows[np.argsort(encoded.lengths(rows), kind="stable")[-2:]]
         try:
-            with torch.no_grad():
-                batch = task.objective.batch(encoded, longest, np.random.default_rng(0))
-                task.objective.loss(model, batch)
+            batch = task.objective.batch(encoded, longest, np.random.default_rng(0))
+            task.objective.loss(model, batch).backward()
+            model.zero_grad(set_to_none=True)
         except Exception as error:  # models raise many unrelated kinds
             said = " ".join(str(error).split())
             raise FedrotError(
-                f"model '{name}' cannot be trained on '{task.data.name}' for task '{task.config.task}': "
+                f"model '{name}' cannot be trained on '{task.data.name}' for task '{task.experiment.task}': "
                 f"a trial step on {split} rows failed ({type(error).__name__}: {said:.300})"
             ) from error
 
@@ -129,13 +127,13 @@ def _check_tables(task: Task, ids: Sequence[np.ndarray], model: Any, name: str) 
             if longest > places:
                 raise FedrotError(
                     f"model '{name}' has positions for {places} tokens, but max_length is "
-                    f"{task.config.max_length} and {sum(len(row) > places for row in ids)} texts are "
+                    f"{task.experiment.max_length} and {sum(len(row) > places for row in ids)} texts are "
                     f"longer, up to {longest}; give --max-length {places}"
                 )
     size = model.get_input_embeddings().weight.shape[0]
     largest = max(int(row.max(initial=0)) for row in ids)
     if isinstance(task.objective, MaskedLanguageModelling):  # some masks are random tokens
-        largest = max(largest, *tokenizer_for(task.config).get_vocab().values())
+        largest = max(largest, *tokenizer_for(task.experiment).get_vocab().values())
     if largest >= size:
         raise FedrotError(
             f"the tokenizer of model '{name}' has token {largest}, but the model has embeddings for "

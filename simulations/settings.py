@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +16,6 @@ from fedrot.simulations.strategy import Strategy, default_strategies, named
 
 TaskName = Literal["classification", "mlm", "clm", "ner", "image"]
 Architecture = Literal["", "bert", "distilbert", "gpt2", "llama", "vit"]
-Start = Literal["same", "different", "scrambled", "pretrained"]
 
 
 @dataclass(frozen=True)
@@ -26,33 +25,28 @@ class TaskTraits:
     Attributes:
         architectures: architectures of models from scratch, the default first.
         data: the default data set; empty if the user has to name one.
+        peft: PEFT's task type, which decides what is trained beside an adapter; empty: no adapters.
         classifies: whether models have one output per row, and a task head that can be fitted.
     """
 
     architectures: tuple[Architecture, ...]
     data: str = BUNDLED
+    peft: str = ""
     classifies: bool = False
 
 
 TASKS: Mapping[str, TaskTraits] = {
-    "classification": TaskTraits(("bert", "distilbert", "gpt2", "llama"), classifies=True),
+    "classification": TaskTraits(("bert", "distilbert", "gpt2", "llama"), BUNDLED, "SEQ_CLS", True),
     "mlm": TaskTraits(("bert", "distilbert")),
-    "clm": TaskTraits(("gpt2", "llama")),
-    "ner": TaskTraits(("bert", "distilbert"), data=""),
+    "clm": TaskTraits(("gpt2", "llama"), peft="CAUSAL_LM"),
+    "ner": TaskTraits(("bert", "distilbert"), data="", peft="TOKEN_CLS"),
     "image": TaskTraits(("vit",), data=DIGITS, classifies=True),
 }
 
-#: Tasks without labels, on which small models are pretrained.
-LANGUAGE_TASKS: tuple[TaskName, ...] = ("mlm", "clm")
-#: PEFT's task types; they decide which layers are trained besides the adapter, such as the task head.
-PEFT_TASKS = {"classification": "SEQ_CLS", "ner": "TOKEN_CLS", "clm": "CAUSAL_LM"}
-
 #: The largest number of seeds. A larger number is probably a seed.
 MOST_SEEDS = 10_000
-
-#: Settings that have an effect only on a small model from scratch, or only with start ``pretrained``.
-OF_SMALL_MODEL = ("layers", "width", "heads", "dropout")
-OF_PRETRAINING = ("pretrain_data", "pretrain_epochs")
+#: Settings that have an effect only on a small model from scratch.
+OF_SMALL_MODEL = ("architecture", "layers", "width", "heads", "dropout")
 
 
 class Experiment(BaseModel):
@@ -65,68 +59,52 @@ class Experiment(BaseModel):
     # Help needs the fields alone: what validates them is built at first use.
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
-    name: str = Field("", description="Name in tables and rows; default: data, partition and task.")
+    name: str = Field("", description="In tables and rows; default: data, partition and task.")
     data: str = Field(
-        "",
-        description="Data: a file, a folder, a bundled or hub name. Several, separated by commas, are "
-        "domains of one task.",
+        "", description="A file, folder, bundled or hub name; several: domains of one task."
     )
     unseen_data: str = Field("", description="Data of further domains, for tests only.")
-    task: TaskName = Field(
-        "classification",
-        description="classification, mlm, clm (language models), ner or image.",
-    )
+    task: TaskName = Field("classification", description="classification, mlm, clm, ner or image.")
     data_dir: Path | None = Field(None, description="Folder in which names of data are looked up.")
-    text_column: str | None = Field(None, description="Column of text (two: a,b), words or image.")
-    label_column: str | None = Field(None, description="Column of the label or the tags.")
+    text_column: str | None = Field(None, description="Of the text (a,b: pairs), words or image.")
+    label_column: str | None = Field(None, description="Of the label or the tags.")
     label_kind: Literal["", "single", "multi", "regression"] = Field(
-        "", description="Labels: single, multi or regression; default: by the column's type."
+        "", description="single, multi or regression; default: by the column's type."
     )
     train_limit: int | None = Field(None, gt=0, description="Most training rows.")
     test_limit: int | None = Field(None, gt=0, description="Most test rows.")
 
-    model: str | None = Field(
-        None, description="Folder, hub name, minilm or smollm2; default: a small model from scratch."
-    )
-    architecture: Architecture = Field(
-        "", description="Of the small model: bert, distilbert, gpt2, llama or vit; default: by task."
-    )
+    model: str | None = Field(None, description="Folder, hub name, minilm; default: a small new one.")
+    architecture: Architecture = Field("", description="Of the small model; default: by task.")
     layers: int = Field(2, gt=0, description="Layers of the small model.")
     width: int = Field(128, gt=0, description="Hidden size of the small model.")
     heads: int = Field(4, gt=0, description="Attention heads of the small model.")
-    max_length: int = Field(64, gt=3, description="Most tokens of a text.")
     dropout: float = Field(0.1, ge=0, lt=1, description="Dropout of the small model.")
-    lora: str = Field(
-        "",
-        description="LoRA adapter that clients train, such as r=8,targets=query+value. Other keys: "
-        "alpha, dropout, rslora=1 and dora=1. With r=2+4+16 clients have these ranks in turn.",
+    max_length: int = Field(64, gt=3, description="Most tokens of a text.")
+    lora: dict[str, Any] = Field(
+        {}, description="Of adapters: arguments of PEFT's LoraConfig. A list as r: ranks in turn."
     )
 
     clients: int = Field(4, gt=0, description="Number of clients.")
     partition: str = Field(
-        "iid", description="iid, dirichlet:ALPHA, pathological:K, keyclass:SHARE or column:NAME."
+        "iid", description="iid, dirichlet:ALPHA, pathological:K, keyclass:SHARE, column:NAME."
     )
     holdout: float = Field(0.1, ge=0, lt=1, description="Share of a client's rows that it holds out.")
-    fraction_train: float = Field(1.0, gt=0, le=1, description="Share of clients that train in a round.")
-    start: Start = Field(
+    fraction_train: float = Field(1.0, gt=0, le=1, description="Share of clients in a round.")
+    start: Literal["same", "different", "scrambled"] = Field(
         "same",
-        description="same, different (own initial models), scrambled (updates in random coordinates) or "
-        "pretrained (on pretrain_data).",
+        description="Clients' first models: same, different, or scrambled (updates in other coordinates).",
     )
-    pretrain_data: str = Field("", description="Texts on which the small model is pretrained.")
-    pretrain_epochs: float = Field(1, gt=0, description="Epochs of pretraining.")
 
     strategies: tuple[Strategy, ...] = Field(
-        (), description="Names, separated by commas; others are [[strategy]] tables of a file."
+        (), description="Names; any other is a [[strategy]] table of a file."
     )
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        (0, 1, 2), description="Their number (3: 0, 1 and 2), a range 3-5, or a list 1,4,9."
+        (0, 1, 2), description="Their number (3: 0, 1 and 2), or a list 1,4,9."
     )
     rounds: int = Field(3, gt=0, description="Rounds of training.")
     local_epochs: float = Field(1, gt=0, description="Epochs of a client in a round.")
-    first_epochs: float | None = Field(
-        None, gt=0, description="Epochs in the first round; default: local_epochs."
-    )
+    first_epochs: float | None = Field(None, gt=0, description="In the first round, if others.")
     batch_size: int = Field(32, gt=0, description="Rows per step.")
     lr: float = Field(1e-3, gt=0, description="AdamW's learning rate.")
     weight_decay: float = Field(0.01, ge=0, description="AdamW's weight decay.")
@@ -142,61 +120,41 @@ class Experiment(BaseModel):
     @field_validator("seeds", mode="before")
     @classmethod
     def _counted(cls, value: Any) -> Any:
-        return value if isinstance(value, list | tuple) else _seeds_of(str(value))
-
-    @field_validator("seeds")
-    @classmethod
-    def _some(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if not value or len(set(value)) != len(value):
-            raise ValueError("needs at least one value, each once")
-        return value
+        if isinstance(value, list | tuple):
+            return value
+        numbers = [part.strip() for part in str(value).split(",")]
+        if not all(map(str.isdecimal, numbers)) or numbers == ["0"]:
+            raise ValueError(f"'{value}' is no choice of seeds; give their number, or a list 1,4,9")
+        if len(numbers) > 1:
+            return numbers
+        if int(numbers[0]) > MOST_SEEDS:
+            raise ValueError(f"'{value}' is {value} seeds; at most {MOST_SEEDS} are allowed")
+        return range(int(numbers[0]))
 
     @model_validator(mode="before")
     @classmethod
     def _completed(cls, values: Any) -> Any:
         """Fill in what depends on other fields: data, architecture, strategies and the name."""
-        if not isinstance(values, dict):
-            return values
         given = {**{name: field.default for name, field in cls.model_fields.items()}, **values}
-        task = given["task"]
-        if not isinstance(task, str) or task not in TASKS:
+        if given["task"] not in TASKS:
             return values
-        traits = TASKS[task]
+        traits = TASKS[given["task"]]
         own = "" if given["model"] else traits.architectures[0]
         given["data"] = given["data"] or traits.data
         given["architecture"] = given["architecture"] or own
-        what = [given["data"], given["partition"]]
-        what += [task] if task != cls.model_fields["task"].default else []
-        what += [given["architecture"]] if given["architecture"] != own else []
-        chosen = given["strategies"]
-        if not chosen:
-            chosen = default_strategies(given, traits.classifies)
-            if (
-                given["lora"] and len(set(Adapter.parse(given["lora"]).ranks)) > 1
-            ):  # there is no mean of them
-                chosen = ("exact", "head_only") if "head_only" in chosen else ("exact",)
+        unusual = {"task": "classification", "architecture": own}
+        what = [str(given["data"]), str(given["partition"])]
+        what += [str(given[key]) for key, usual in unusual.items() if given[key] != usual]
+        given["name"] = given["name"] or ", ".join(what)
+        chosen = given["strategies"] or default_strategies(given, traits.classifies)
         if isinstance(chosen, list | tuple):
-            given["strategies"] = tuple(
-                named(s, given["lora"]) if isinstance(s, str) else s for s in chosen
-            )
-        given["name"] = given["name"] or ", ".join(map(str, what))
+            given["strategies"] = [named(s, given["lora"]) if isinstance(s, str) else s for s in chosen]
         return given
 
     @model_validator(mode="after")
     def _consistent(self) -> Experiment:
-        self._check_task()
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
-        if self.start == "different":
-            self._check_different()
-        if self.unseen_data and self.task != "classification":
-            raise ValueError(f"unseen_data is for task 'classification', not for '{self.task}'")
-        if self.start == "pretrained":
-            self._check_pretraining()
-        self._check_adapter()
-        names = [strategy.name for strategy in self.strategies]
-        if len(set(names)) < len(names):
-            raise ValueError(f"two strategies have the same name among {', '.join(names)}")
+        for problem in self._problems():
+            raise ValueError(problem)
         for strategy in self.strategies:
             try:
                 strategy.check(self)
@@ -204,109 +162,85 @@ class Experiment(BaseModel):
                 raise ValueError(f"strategy '{strategy.name}': {error}") from error
         return self
 
-    def _check_different(self) -> None:
-        if min(self.fraction_train, *(s.fraction_train or 1 for s in self.strategies)) < 1:
-            raise ValueError(
+    def _problems(self) -> Iterator[str]:
+        """Yield what is wrong, and what to do."""
+        traits, names = TASKS[self.task], [strategy.name for strategy in self.strategies]
+        shares = [self.fraction_train, *(s.fraction_train or 1 for s in self.strategies)]
+        if not self.data:
+            yield (
+                f"there is no bundled data set for task '{self.task}'; name a file, a data set in "
+                "data_dir, or one of the hub"
+            )
+        if self.label_kind and not traits.classifies:
+            yield f"label_kind is for tasks 'classification' and 'image', not for '{self.task}'"
+        if self.unseen_data and self.task != "classification":
+            yield f"unseen_data is for task 'classification', not for '{self.task}'"
+        usual = type(self).model_fields
+        idle = [name for name in OF_SMALL_MODEL if getattr(self, name) != usual[name].default]
+        if self.model is not None and idle:
+            yield f"{idle[0]} is for small models from scratch, but '{self.model}' has its own; leave it out"
+        if self.model is None and self.architecture not in traits.architectures:
+            able = " or ".join(traits.architectures)
+            yield f"architecture '{self.architecture}' is not for task '{self.task}'; choose {able}"
+        size = self.width // self.heads
+        if self.width % self.heads or (self.architecture == "llama" and size % 2):
+            yield (
+                f"width {self.width} and {self.heads} heads do not go together; heads have a whole width, "
+                "for llama an even one"
+            )
+        if self.start == "different" and min(shares) < 1:
+            yield (
                 "start 'different' needs fraction_train 1: a client that joins in a later round starts "
                 "from the broadcast model"
             )
-        if self.model is not None and not self.lora:
-            raise ValueError(
-                f"start 'different' initialises a model for each client, but all have '{self.model}'; "
-                "use start 'same'"
-            )
-
-    def _check_task(self) -> None:
-        traits = TASKS[self.task]
-        if not self.data:
-            raise ValueError(
-                f"there is no bundled data set for task '{self.task}'; name a data set and its folder "
-                "(--data NAME --data-dir DIR finds DIR/NAME.parquet and DIR/ner/NAME.parquet, with the "
-                "columns tokens, ner_tags and split), or a data set of the hub"
-            )
-        if self.label_kind and not traits.classifies:
-            raise ValueError(
-                f"label_kind is for tasks 'classification' and 'image', not for '{self.task}'"
-            )
-        if self.model is not None and self.architecture:
-            raise ValueError(
-                f"architecture '{self.architecture}' is for models from scratch; model "
-                f"'{self.model}' has its own, so give one of the two"
-            )
-        if self.model is None and self.architecture not in traits.architectures:
-            raise ValueError(
-                f"architecture '{self.architecture}' is not for task '{self.task}'; choose "
-                f"{' or '.join(traits.architectures)}"
-            )
-        if self.architecture == "llama" and self.width // self.heads % 2:
-            raise ValueError(
-                f"heads of llama need an even width, for rotary positions; width {self.width} and "
-                f"{self.heads} heads give {self.width // self.heads}"
-            )
-
-    def _check_pretraining(self) -> None:
-        if not self.pretrain_data:
-            raise ValueError("start 'pretrained' needs texts to pretrain on; give pretrain_data")
-        if self.model is not None:
-            raise ValueError(
-                f"start 'pretrained' trains a small model first, but model '{self.model}' is pretrained "
-                "already; choose start 'same'"
-            )
-        if not any(self.architecture in TASKS[task].architectures for task in LANGUAGE_TASKS):
-            raise ValueError(
-                f"start 'pretrained' is for models of texts, not for architecture '{self.architecture}'"
-            )
-
-    def _check_adapter(self) -> None:
-        if not self.lora:
-            return
-        Adapter.parse(self.lora)
-        needs = {
-            "a pretrained model; give model": self.model is None,
-            f"task {', '.join(PEFT_TASKS)}": self.task not in PEFT_TASKS,
-            "one data set": "," in self.data,
-            "start 'same'": self.start != "same",
-        }
-        for what, lacking in needs.items():
-            if lacking:
-                raise ValueError(f"lora needs {what}")
-
-    @property
-    def pretraining(self) -> Experiment:
-        """The experiment that pretrains the language model for start ``pretrained``."""
-        of_model = ("architecture", "layers", "width", "heads", "max_length", "dropout")
-        kept = (*of_model, "data_dir", "batch_size", "lr", "weight_decay", "train_limit", "test_limit")
-        able = (task for task in LANGUAGE_TASKS if self.architecture in TASKS[task].architectures)
-        return Experiment.model_validate(
-            {
-                **{name: getattr(self, name) for name in kept},
-                "task": next(able),
-                "data": self.pretrain_data,
-                "local_epochs": self.pretrain_epochs,
-                "clients": 1,
-                "holdout": 0.0,
+        if self.start == "different" and self.model is not None:
+            yield f"start 'different' draws new models, but all have '{self.model}'; use start 'same'"
+        if self.lora:
+            needs = {
+                "a pretrained model; give model": self.model is None,
+                f"task {', '.join(name for name in TASKS if TASKS[name].peft)}": not traits.peft,
+                "one data set": "," in self.data,
+                "start 'same'": self.start != "same",
+                "r, a rank or a list of ranks": not all(
+                    isinstance(r, int) and r > 0 for r in self.ranks
+                ),
             }
-        )
+            yield from (f"lora needs {what}" for what, lacking in needs.items() if lacking)
+        if len(set(self.seeds)) < max(len(self.seeds), 1):
+            yield "seeds needs at least one value, each once"
+        if len(set(names)) < len(names):
+            yield f"two strategies have the same name among {', '.join(names)}"
 
     @classmethod
     def from_flat(cls, settings: Mapping[str, Any]) -> Experiment:
         """Build from the values of a command line, a file's table or Flower's run configuration.
 
-        ``strategies`` may be a text with commas, ``seeds`` may be their number or a text. An empty
-        string, and 0 for limits and ``first_epochs``, mean the default. Names may have dashes. Raises
-        ``ValueError`` if a setting is unknown or wrong.
+        ``strategies`` may be a text with commas, ``lora`` a TOML table. An empty string, and 0 for
+        limits and ``first_epochs``, mean the default. Names may have dashes. Raises ``ValueError`` if a
+        setting is unknown or wrong.
         """
         flat = {k.replace("-", "_"): v for k, v in settings.items() if v is not None and v != ""}
         for name in ("train_limit", "test_limit", "first_epochs"):
             flat[name] = flat.get(name) or None
         if isinstance(flat.get("strategies"), str):
             flat["strategies"] = [part.strip() for part in flat["strategies"].split(",") if part.strip()]
+        if isinstance(flat.get("lora"), str):
+            try:
+                flat["lora"] = tomllib.loads(f"lora = {flat['lora']}")["lora"]
+            except ValueError as error:
+                example = '{r = 8, target_modules = ["query", "value"]}'
+                raise ValueError(f"lora is '{flat['lora']}'; write {example}") from error
         return cls.model_validate(flat)
 
     @property
-    def adapter(self) -> Adapter | None:
-        """The adapter that clients train; None if they train the whole model."""
-        return Adapter.parse(self.lora) if self.lora else None
+    def ranks(self) -> tuple[Any, ...]:
+        """The ranks of the clients' adapters, in turn; the global adapter has the largest."""
+        rank = self.lora.get("r")
+        return tuple(rank) if isinstance(rank, list) and rank else (rank,)
+
+    def rank_of(self, client: int) -> int | None:
+        """Return the rank of a client's adapter; None without ``lora``."""
+        return self.ranks[client % len(self.ranks)] if self.lora else None
 
     def epochs(self, server_round: int) -> float:
         """Return the epochs of a client in a round; rounds count from 1."""
@@ -315,11 +249,8 @@ class Experiment(BaseModel):
     @property
     def moves(self) -> bool:
         """Whether weights are moved, which needs a model of a supported family."""
-        if self.lora:
-            return False
-        return self.start == "scrambled" or any(
-            strategy.kind == "fedrot" and strategy.alignment is not False for strategy in self.strategies
-        )
+        aligned = any(s.kind == "fedrot" and s.alignment is not False for s in self.strategies)
+        return not self.lora and (self.start == "scrambled" or aligned)
 
     def to_json(self) -> str:
         """Return the experiment as one line of JSON, the same for equal experiments."""
@@ -332,90 +263,3 @@ class Experiment(BaseModel):
         start = "same" if self.start == "scrambled" else self.start
         others = {"name": "", "strategies": (), "seeds": (), "start": start}
         return self.model_copy(update=others).to_json()
-
-
-class Adapter(BaseModel):
-    """The LoRA adapter of an experiment, written as ``r=8,targets=query+value``.
-
-    Attributes:
-        ranks: client ``i`` has rank ``ranks[i % len(ranks)]``; the global adapter has the largest.
-        targets: PEFT's ``target_modules``, or ``all-linear``.
-        alpha: ``lora_alpha`` of all clients; each scales its product by ``alpha`` over its own rank.
-        dropout: dropout rate of the adapter's inputs.
-        rslora: scale by ``alpha / sqrt(rank)`` in place of ``alpha / rank``.
-        dora: train DoRA's magnitudes, too.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    ranks: tuple[Annotated[int, Field(ge=1)], ...]
-    targets: tuple[Annotated[str, Field(min_length=1)], ...]
-    alpha: float = Field(16.0, gt=0, allow_inf_nan=False)
-    dropout: float = Field(0.0, ge=0, lt=1)
-    rslora: bool = False
-    dora: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> Adapter:
-        """Read ``KEY=VALUE`` pairs, separated by commas; raises ``ValueError``.
-
-        ``r`` is one rank or several ranks, ``r=2+4+16``; ``targets`` are separated by ``+``, too.
-        """
-        found = dict[str, Any]()
-        for part in filter(None, text.split(",")):
-            key, equals, value = map(str.strip, part.partition("="))
-            if not equals or key in found:
-                raise ValueError(f"lora: '{part}' is not KEY=VALUE, or its key is given twice")
-            found[key] = value
-        unknown = [key for key in found if key not in _READ]
-        if unknown:
-            raise ValueError(f"lora has no key '{unknown[0]}'; its keys are {', '.join(_READ)}")
-        missing = [key for key in ("r", "targets") if not found.get(key)]
-        if missing:
-            raise ValueError(f"lora needs {missing[0]}; write lora as r=8,targets=query+value")
-        try:
-            return cls.model_validate(
-                {{"r": "ranks"}.get(key, key): _READ[key](value) for key, value in found.items()}
-            )
-        except ValueError as error:
-            raise ValueError(
-                "lora: ranks are whole numbers from 1, alpha is above 0, dropout from 0 to below 1, rslora "
-                f"and dora are 0 or 1, targets have names; it is '{text}'"
-            ) from error
-
-    @property
-    def rank(self) -> int:
-        """The rank of the global adapter."""
-        return max(self.ranks)
-
-    def rank_of(self, client: int) -> int:
-        """Return the rank of a client's adapter."""
-        return self.ranks[client % len(self.ranks)]
-
-
-_READ: Mapping[str, Callable[[str], Any]] = {
-    "r": lambda value: tuple(map(int, value.split("+"))),
-    "targets": lambda value: tuple(value.split("+")),
-    "alpha": float,
-    "dropout": float,
-    "rslora": {"0": False, "1": True}.get,
-    "dora": {"0": False, "1": True}.get,
-}
-
-
-def _seeds_of(text: str) -> tuple[int, ...]:
-    """Return the seeds of a text with their number, a range or a list; raises ``ValueError``."""
-    found = re.fullmatch("([0-9]+)(-[0-9]+)?|[0-9]+(,[0-9]+)+", text.replace(" ", ""))
-    if found is not None and found[3]:
-        return tuple(map(int, found[0].split(",")))
-    first, stop = 0, 0
-    if found is not None:
-        first, stop = (int(found[1]), 1 - int(found[2])) if found[2] else (0, int(found[1]))
-    if stop <= first:
-        raise ValueError(
-            f"'{text}' is no choice of seeds; give their number (3 is 0, 1 and 2), a range such as 3-5, "
-            "or a list such as 1,4,9"
-        )
-    if stop - first > MOST_SEEDS:
-        raise ValueError(f"'{text}' is {stop - first} seeds; at most {MOST_SEEDS} are allowed")
-    return tuple(range(first, stop))

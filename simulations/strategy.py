@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -13,22 +12,6 @@ if TYPE_CHECKING:
     from fedrot.aggregation.registry import AggregationEntry
     from fedrot.options import AlignmentOptions
     from fedrot.simulations.settings import Experiment
-
-#: Arguments of ``FedRot`` that a strategy of a comparison cannot have, and why.
-FIXED = {
-    **dict.fromkeys(
-        ("fraction_evaluate", "min_train_nodes", "min_evaluate_nodes", "min_available_nodes"),
-        "all clients of the run are there, and all are asked for their results",
-    ),
-    **dict.fromkeys(("arrayrecord_key", "configrecord_key"), "the harness names the records"),
-    **dict.fromkeys(
-        ("train_metrics_aggr_fn", "evaluate_metrics_aggr_fn", "reporting"), "the harness writes the rows"
-    ),
-    "checkpoints": "the run folder resumes a run",
-    "model_config": "it is that of the run's model",
-}
-#: Fields of a strategy of adapters, and of a strategy of whole models.
-OF_ADAPTERS, OF_MODELS = ("adapters", "optimizer"), ("alignment", "other_basis", "aggregation", "guard")
 
 
 class Strategy(BaseModel):
@@ -63,8 +46,6 @@ class Strategy(BaseModel):
     fraction_train: float | None = Field(None, gt=0, le=1, description="Default: the experiment's.")
     weighted_by_key: str = Field("num-examples", description="As in FedAvg.")
     adapters: dict[str, Any] = Field({}, description="Of LoRA adapters: fields of AdapterOptions.")
-    optimizer: Literal["", "adam", "yogi"] = Field("", description="Of LoRA adapters: at the server.")
-    eta: float = Field(0.01, gt=0, description="The optimizer's learning rate.")
     batches: int = Field(
         0, ge=0, description="Most batches for an aggregation's statistics; 0: its own."
     )
@@ -74,14 +55,18 @@ class Strategy(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, given: Any) -> Any:
-        for key in given if isinstance(given, dict) else ():
-            if key in FIXED:
-                raise ValueError(f"'{key}' is no key of a strategy here: {FIXED[key]}")
-            if key not in cls.model_fields:
-                raise ValueError(
-                    f"'{key}' is no key of a strategy; keys are {', '.join(cls.model_fields)}"
-                )
+        unknown = sorted(given.keys() - cls.model_fields) if isinstance(given, dict) else []
+        if unknown:
+            raise ValueError(
+                f"'{unknown[0]}' is no key of a strategy; keys are {', '.join(cls.model_fields)}. Other "
+                "arguments of FedRot are set by the harness"
+            )
         return given
+
+    @property
+    def fits(self) -> bool:
+        """Whether a task head is fitted."""
+        return self.kind == "head_only" or self.fit_at_end or bool(self.fit_head)
 
     @property
     def chooses(self) -> bool:
@@ -90,27 +75,22 @@ class Strategy(BaseModel):
         return bool(self.guard or self.fits or scored)
 
     @property
-    def fits(self) -> bool:
-        """Whether a task head is fitted."""
-        return self.kind == "head_only" or self.fit_at_end or bool(self.fit_head)
+    def aggregation_arguments(self) -> dict[str, Any]:
+        """``aggregation`` as a table, with a ``name``."""
+        given = self.aggregation or "mean"
+        return {"name": given} if isinstance(given, str) else dict(given)
 
     @property
     def entry(self) -> AggregationEntry | None:
-        """The registered aggregation; None for the mean."""
+        """The registered aggregation, None if there is none of this name."""
         from fedrot.aggregation import aggregations
 
         name = self.aggregation_arguments.get("name")
-        return next((entry for entry in aggregations() if entry.name == name), None)
-
-    @property
-    def aggregation_arguments(self) -> dict[str, Any]:
-        """``aggregation`` as a table; empty for the mean."""
-        named = {"name": self.aggregation} if isinstance(self.aggregation, str) else self.aggregation
-        return dict(named) if self.aggregation else {}
+        return next((entry for entry in aggregations({"symmetry", "score"}) if entry.name == name), None)
 
     @property
     def options_of_alignment(self) -> AlignmentOptions | None:
-        """``alignment`` as options; None without alignment. Raises ``ValueError``."""
+        """``alignment`` as options; None without alignment."""
         from fedrot.options import AlignmentOptions
 
         given = self.alignment if isinstance(self.alignment, dict) else {}
@@ -123,136 +103,98 @@ class Strategy(BaseModel):
         return self.alignment is not False and entry is not None and not entry.follows_rotations
 
     def check(self, experiment: Experiment) -> None:
-        """Raise ``ValueError`` if a field is wrong, or the strategy does not go with an experiment."""
+        """Raise ``ValueError`` if the strategy does not go with an experiment.
+
+        Arguments of ``FedRot`` are checked by ``FedRot``, which is built before anything is run.
+        """
+        from fedrot.aggregation import aggregations
         from fedrot.simulations.plugins import load_plugins
-        from fedrot.strategies import Guard, OtherBasis, Server
 
         load_plugins()
         if self.kind not in KINDS:
             raise ValueError(f"unknown kind '{self.kind}'; one of {', '.join(KINDS)}")
-        others = OF_MODELS if experiment.lora else OF_ADAPTERS
-        idle = [n for n in others if getattr(self, n) != type(self).model_fields[n].default]
-        if idle:
-            what = "whole models, and the experiment has" if experiment.lora else "adapters; give"
-            raise ValueError(f"'{idle[0]}' is for {what} lora")
-        if max(self.clients, default=0) >= experiment.clients or min(self.clients, default=0) < 0:
+        if self.entry is None:
+            known = ", ".join(entry.name for entry in aggregations({"symmetry", "score"}))
+            raise ValueError(f"unknown aggregation {self.aggregation!r}; its name is one of {known}")
+        if self.batches and not self.entry.needs:
+            raise ValueError(f"aggregation '{self.entry.name}' needs no statistics; leave out batches")
+        idle = ("alignment", "other_basis", "aggregation", "guard") if experiment.lora else ("adapters",)
+        for name in idle:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                what = "an experiment without lora" if experiment.lora else "adapters; give lora"
+                raise ValueError(f"'{name}' is for {what}")
+        if not {*self.clients} <= {*range(experiment.clients)}:
             raise ValueError(f"clients are {self.clients}; there are {experiment.clients}, from 0")
         if self.chooses and not experiment.holdout:
             raise ValueError("it needs held-out rows of the clients; holdout must not be 0")
-        _checked("alignment", lambda: self.options_of_alignment)
-        _checked("server", lambda: Server(**self.server))
-        if self.guard:
-            Guard(self.guard)
-        if isinstance(self.other_basis, dict):
-            others = {name: value for name, value in self.other_basis.items() if name != "model"}
-            _checked("other_basis", lambda: OtherBasis(**{**others, "model": dict}))
-        self._check_aggregation()
         KINDS[self.kind](self, experiment)
 
-    def _check_aggregation(self) -> None:
-        from fedrot.aggregation import aggregations
-
-        given = self.aggregation_arguments
-        name = given.pop("name", None)
-        if not self.aggregation:
-            return
-        entry = self.entry
-        if entry is None or not {*entry.inputs} <= {"symmetry", "score"}:
-            known = (e.name for e in aggregations({"symmetry", "score"}))
-            raise ValueError(f"unknown aggregation '{name}'; one of {', '.join(known)}")
-        if unknown := given.keys() - {*inspect.signature(entry.build).parameters}:
-            raise ValueError(f"aggregation '{name}' has no argument '{min(unknown)}'")
-        if given:
-            _checked(f"aggregation '{name}'", lambda: entry.build(**given))
-        if self.batches and not entry.needs:
-            raise ValueError(f"aggregation '{name}' needs no statistics; leave out batches")
-
     def code(self, experiment: Experiment) -> str:
-        """Return the line of a server app that runs the strategy, to copy."""
+        """Return the line of a server app that runs the strategy, to copy; empty if there is none."""
         model = "peft_config" if experiment.lora else "model.config"
-        if self.kind == "head_only":
-            return f"fit_task_head(grid, arrays, {model})"
         if self.kind != "fedrot":
-            return ""
+            return f"fit_task_head(grid, arrays, {model})" if self.kind == "head_only" else ""
         share = self.fraction_train or experiment.fraction_train
-        shared = [f"fraction_train={share:g}"] if share < 1 else []
-        own = self._written_for_adapters() if experiment.lora else self._written(experiment.start)
-        if own == ([] if experiment.lora else ["alignment=None"]):
-            line = f"FedAvg({', '.join(shared)})"
+        given = self.aggregation_arguments
+        name, built = given.pop("name"), self.entry and self.entry.build.__name__
+        own = {
+            "AdapterOptions": _call("AdapterOptions", self.adapters),
+            "alignment": "None"
+            if self.alignment is False
+            else _call("AlignmentOptions", self.alignment),
+            "other_basis": _call("OtherBasis", self.other_basis, "make_model"),
+            "aggregation": f"lambda: {_call(str(built), given)}" if given else f'"{name}"',
+            "fit_head": repr(self.fit_head),
+            "guard": f'"{self.guard}"',
+            "server": _call("Server", self.server),
+            "fraction_train": f"{share:g}",
+        }
+        from_one_start = experiment.start == "same"  # where other_basis does nothing
+        kept = {
+            "AdapterOptions": bool(self.adapters),
+            "alignment": not experiment.lora and self.alignment is not True,
+            "other_basis": bool(self.other_basis) and not from_one_start,
+            "aggregation": name != "mean",
+            "fraction_train": share < 1,
+            **{key: bool(getattr(self, key)) for key in ("fit_head", "guard", "server")},
+        }
+        said = [own[key] if key == "AdapterOptions" else f"{key}={own[key]}" for key in own if kept[key]]
+        plain = {key for key in kept if kept[key]} <= {"fraction_train", "alignment"}
+        if plain and (experiment.lora or self.alignment is False):
+            line = f"FedAvg({', '.join(part for part in said if part != 'alignment=None')})"
         else:
-            of_adapters = {"adam": "FedAdamLoRA", "yogi": "FedYogiLoRA"}.get(
-                self.optimizer, "FedRotLoRA"
-            )
-            name = of_adapters if experiment.lora else "FedRot"
-            line = f"{name}({', '.join([model, *own, *shared])})"
-        end = f"; then fit_task_head(grid, result.arrays, {model})" if self.fit_at_end else ""
-        return line + end
-
-    def _written(self, start: str) -> list[str]:
-        """Return the arguments of ``FedRot`` that are not its defaults."""
-        said = [f"fit_head={self.fit_head!r}"] if self.fit_head else []
-        if self.other_basis is not False and start in ("different", "scrambled"):
-            given = self.other_basis if isinstance(self.other_basis, dict) else {}
-            said.append(f"other_basis={_call('OtherBasis', given, 'make_model')}")
-        entry, given = self.entry, self.aggregation_arguments
-        name = given.pop("name", None)
-        if entry is not None:
-            built = _call(entry.build.__name__, given)
-            said.append(f"aggregation=lambda: {built}" if given else f'aggregation="{name}"')
-        said += [f'guard="{self.guard}"'] if self.guard else []
-        said += [f"server={_call('Server', self.server)}"] if self.server else []
-        if isinstance(self.alignment, dict):
-            said.append(f"alignment={_call('AlignmentOptions', self.alignment)}")
-        return [*said, "alignment=None"] if self.alignment is False else said
-
-    def _written_for_adapters(self) -> list[str]:
-        said = [_call("AdapterOptions", self.adapters)] if self.adapters else []
-        said += [f"eta={self.eta:g}"] if self.optimizer else []
-        return [*said, f"fit_head={self.fit_head!r}"] if self.fit_head else said
+            line = f"{'FedRotLoRA' if experiment.lora else 'FedRot'}({', '.join([model, *said])})"
+        return line + (f"; then fit_task_head(grid, result.arrays, {model})" if self.fit_at_end else "")
 
 
-def _call(name: str, arguments: Mapping[str, Any], *first: str) -> str:
-    """Return a call as Python text."""
-    return (
-        f"{name}({', '.join([*first, *(f'{k}={v!r}' for k, v in arguments.items() if k != 'model')])})"
-    )
-
-
-def _checked(what: str, build: Callable[[], object]) -> None:
-    try:
-        build()
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{what}: {error}".replace("__init__() ", "")) from error
-
-
-def _any_experiment(strategy: Strategy, experiment: Experiment) -> None:
-    """Refuse nothing."""
+def _call(name: str, arguments: object, *first: str) -> str:
+    """Return a call as Python text; ``arguments`` are those of a mapping."""
+    given = arguments if isinstance(arguments, Mapping) else {}
+    return f"{name}({', '.join([*first, *(f'{k}={v!r}' for k, v in given.items() if k != 'model')])})"
 
 
 def _of_adapters(strategy: Strategy, experiment: Experiment) -> None:
     """Refuse options of adapters that do not fit their ranks or kind."""
     from fedrot.lora import AdapterOptions
 
-    adapter = experiment.adapter
-    if adapter is None:
+    if not experiment.lora:
         return
-    _checked("adapters", lambda: AdapterOptions(**strategy.adapters))
     options = AdapterOptions(**strategy.adapters)
-    if len(set(adapter.ranks)) > 1 and not options.kind.any_rank:
+    if len(set(experiment.ranks)) > 1 and not options.kind.any_rank:
         raise ValueError(
-            f"factors of different ranks have no mean (method '{options.method}'); write "
-            "adapters = {method = 'exact'}, the named strategy exact"
+            f"factors of different ranks have no mean (method '{options.method}'); take the strategy "
+            "exact, adapters = {method = 'exact'}"
         )
-    if adapter.dora and not options.kind.of_dora:
-        raise ValueError(f"method '{options.method}' is not for adapters with dora=1")
+    if experiment.lora.get("use_dora") and not options.kind.of_dora:
+        raise ValueError(f"method '{options.method}' is not for adapters with use_dora")
 
 
 #: What refuses a strategy that does not go with an experiment, by kind. Plug-ins add theirs; how a kind
 #: runs is in ``federation.cells.RUNS``.
 KINDS: dict[str, Callable[[Strategy, Experiment], None]] = {
     "fedrot": _of_adapters,
-    "head_only": _any_experiment,
-    "joined": _any_experiment,
+    "head_only": lambda strategy, experiment: None,
+    "joined": lambda strategy, experiment: None,
 }
 
 #: The strategies that ``--strategies`` knows, with a sentence about each.
@@ -264,11 +206,11 @@ NAMED: Mapping[str, tuple[dict[str, Any], str]] = {
     ),
     "head_only": (
         {"kind": "head_only"},
-        "Nobody trains: the task head of the first model is fitted to sums over the rows of all clients.",
+        "Nobody trains; the first model's task head is fitted to sums over the rows of all clients.",
     ),
     "fit_head": (
         {"fit_head": True, "other_basis": True},
-        "fedrot with a task head that is fitted before the first round and after each; no round is worse "
+        "fedrot with a task head that is fitted before the first round and after each. No round is worse "
         "on rows that the clients hold out.",
     ),
     "aligned": (
@@ -295,32 +237,37 @@ NAMED: Mapping[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def named(name: str, experiment_has_lora: bool = False) -> Strategy:
+def named(name: str, of_adapters: object = False) -> Strategy:
     """Return a named strategy; raises ``ValueError``."""
     if name not in NAMED:
         near = get_close_matches(name, NAMED, 1)
-        advice = f"; did you mean '{near[0]}'?" if near else ""
+        advice = f"; did you mean '{near[0]}'? Named" if near else ". Named"
         raise ValueError(
-            f"unknown strategy '{name}'{advice} Named ones are {', '.join(NAMED)}; write any other as a "
-            "table [[strategy]] of a TOML file"
+            f"unknown strategy '{name}'{advice} ones are {', '.join(NAMED)}; write any other as a table "
+            "[[strategy]] of a TOML file"
         )
     fields, _ = NAMED[name]
-    if experiment_has_lora:
-        fields = {key: value for key, value in fields.items() if key not in ("alignment", "other_basis")}
-    return Strategy(name=name, **fields)
+    whole = ("alignment", "other_basis") if of_adapters else ()
+    return Strategy(name=name, **{key: value for key, value in fields.items() if key not in whole})
 
 
-def default_strategies(experiment: Mapping[str, Any], classifies: bool) -> tuple[str, ...]:
+def default_strategies(experiment: Mapping[str, Any], classifies: bool) -> list[str]:
     """Return the names of the strategies that answer the question "which average helps?".
 
     Args:
-        experiment: fields ``lora``, ``start``, ``holdout``, ``data`` and ``unseen_data``.
+        experiment: the fields of an experiment.
         classifies: whether the task has a head that can be fitted.
     """
-    domains = "," in experiment["data"] or bool(experiment["unseen_data"])
-    fits = classifies and bool(experiment["holdout"]) and not domains
-    if experiment["lora"]:
-        return ("fedavg", "exact", *(("head_only", "fit_head") if fits else ()))
-    other = experiment["start"] in ("different", "scrambled")
-    heads = ("fedavg_head", "head_only", "fit_head") if fits else ()
-    return ("fedavg", *heads, *(("aligned",) if other or not fits else ()))
+    domains = "," in str(experiment["data"]) or experiment["unseen_data"]
+    fits = classifies and experiment["holdout"] and not domains
+    lora = experiment["lora"]
+    if lora and isinstance(lora, Mapping):
+        rank = lora.get("r")
+        several = isinstance(rank, list) and len(set(rank)) > 1  # there is no mean of their factors
+        averages, heads = (["exact"], ["head_only"]) if several else (["fedavg", "exact"], _HEADS[1:])
+        return [*averages, *(heads if fits else ())]
+    aligned = experiment["start"] != "same" or not fits
+    return ["fedavg", *(_HEADS if fits else ()), *(["aligned"] if aligned else ())]
+
+
+_HEADS = ["fedavg_head", "head_only", "fit_head"]

@@ -6,6 +6,7 @@ import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -17,7 +18,8 @@ from fedrot.errors import FedrotError
 from fedrot.head import head_of
 from fedrot.simulations.data.partition import partition_keys
 from fedrot.simulations.engine import Machine
-from fedrot.simulations.federation.cells import Cell
+from fedrot.simulations.federation.cells import Cell, CellRun
+from fedrot.simulations.federation.strategies import strategy_of
 from fedrot.simulations.models import (
     build_model,
     model_config,
@@ -47,9 +49,6 @@ def check(experiments: Sequence[Experiment]) -> None:
         if experiment.moves and experiment.model is not None:
             # An unsupported family is refused before its tokenizer and weights are loaded.
             check_family(pretrained_settings(experiment.model))
-        if experiment.start == "pretrained":
-            first = task_of(experiment.pretraining.to_json())
-            check_model(first, build_model(first.experiment, first.data, seed=0))
         task = task_of(experiment.to_json())
         check_labels(task)
         for seed in experiment.seeds:
@@ -63,17 +62,19 @@ def check(experiments: Sequence[Experiment]) -> None:
 
 
 def _check_strategy(task: Task, strategy: Strategy, model: Any) -> None:
+    experiment = task.experiment
     known = task.objective.diverged()
     if strategy.guard and strategy.guard not in known:
         raise FedrotError(f"unknown metric '{strategy.guard}'; one of {', '.join(known)}")
     if strategy.chooses:
         check_held_out(task, strategy.clients)
-    if strategy.fits and not task.experiment.lora:
+    if strategy.fits and not experiment.lora:
         head_of(model.config, model.state_dict())
-    options = None if task.experiment.lora else strategy.options_of_alignment
-    if strategy.kind == "fedrot" and options is not None:
-        symmetry = symmetry_of(model_config(task.experiment, task.data), model.state_dict())
-        options.layer_indices(symmetry.layers)
+    if strategy.kind == "fedrot":
+        options = strategy_of(CellRun(task, 0, strategy), model, Path("rows.jsonl")).alignment
+        if options is not None:
+            symmetry = symmetry_of(model_config(experiment, task.data), model.state_dict())
+            options.layer_indices(symmetry.layers)
 
 
 @contextmanager
@@ -81,7 +82,7 @@ def _naming(strategy: Strategy) -> Iterator[None]:
     """Add a strategy's name to the errors about it."""
     try:
         yield
-    except FedrotError as error:
+    except (TypeError, ValueError) as error:
         raise FedrotError(f"strategy '{strategy.name}': {error}") from error
 
 
@@ -119,7 +120,8 @@ def _remarks(
     if experiment.task in ("classification", "image") and task.data.kind == "single":
         largest = int(np.bincount(labels).argmax())
         share = float(np.mean(task.data.test.labels == largest))
-        yield f"Always '{task.data.label_names[largest]}' would have accuracy {share:.3f}."
+        name = task.data.label_names[largest]
+        yield f"Always '{name}' would have accuracy {share:.3f}."
     held = sum(map(sum, counts))
     if held < len(labels):
         present = set(partition_keys(labels).tolist())

@@ -1,4 +1,4 @@
-"""``run_jobs``: jobs in this process, in processes with one thread each, or as tasks of a Ray cluster."""
+"""``run_jobs``: jobs in this process, in processes of this machine, or as tasks of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.plugins import PLUGINS
@@ -67,21 +67,6 @@ class Machine:
         return max(1, min(self.workers or os.cpu_count() or 1, jobs))
 
 
-class Engine(Protocol):
-    """Starts jobs; ``running`` has them, and ``heard`` returns what they said in the last moments."""
-
-    running: Any
-
-    def places(self) -> int:
-        """Return how many jobs may run at the same time."""
-
-    def start(self, job: Job) -> None:
-        """Start a job."""
-
-    def heard(self) -> Iterator[tuple[Job, Any]]:
-        """Yield what jobs said, after ``PAUSE`` seconds at most; an ``Ended`` is the last of a job."""
-
-
 def run_jobs(
     jobs: Sequence[Job], machine: Machine, hear: Callable[[Job, Any], None], tick: Callable[[], None]
 ) -> None:
@@ -123,7 +108,7 @@ def attempt(job: Job, tell: Tell) -> None:
 
 
 class _Processes:
-    """Jobs in new processes, which wait for the next job on a pipe."""
+    """Jobs in new processes, which wait for the next job on a pipe; ``running`` has the jobs."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -150,6 +135,7 @@ class _Processes:
         return ours
 
     def heard(self) -> Iterator[tuple[Job, Any]]:
+        """Yield what jobs said, after ``PAUSE`` seconds at most; an ``Ended`` is the last of a job."""
         for pipe in wait([*self.running], PAUSE):
             assert isinstance(pipe, Connection)
             job = self.running[pipe]
@@ -172,7 +158,7 @@ class _Processes:
 
 
 @contextmanager
-def _in_processes(count: int) -> Iterator[Engine]:
+def _in_processes(count: int) -> Iterator[Any]:
     engine = _Processes(count)
     try:
         yield engine
@@ -243,7 +229,7 @@ def _said(job: Job) -> Iterator[Any]:
 
 
 @contextmanager
-def _on_ray(machine: Machine) -> Iterator[Engine]:
+def _on_ray(machine: Machine) -> Iterator[Any]:
     """Run jobs as tasks of a Ray cluster, or of Ray on this machine."""
     import ray
 

@@ -48,11 +48,12 @@ def read_experiments(
     whole = all(isinstance(listed, list) for listed in (found, own))
     if not found or not whole or not all(isinstance(t, dict) for t in (base, small, *found, *own)):
         raise FedrotError(
-            f"'{path}' has no experiments; write a table [base] and a table [[{entries}]] for each of them"
+            f"'{path}' has no experiments; write a table [[{entries}]] for each, and [base] for all"
         )
     if described:
         raise FedrotError(
-            f"'{path}' has an unknown table '{min(described)}'; tables are base, quick, strategy and {entries}."
+            f"'{path}' has an unknown table '{min(described)}'; tables are base, quick, strategy and "
+            f"{entries}."
         )
     if quick and not small:
         raise FedrotError(f"'{path}' has no small variant; write one as the table [quick].")

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from fedrot._io import NO_LOCKS, json_line, read_json, refuse_links, write_json, write_text
 from fedrot.errors import FedrotError
@@ -36,60 +35,27 @@ FIELDS = ("experiment", "strategy", "seed", "round", "scope", "metric", "value")
 _FREE = ("seeds", "strategies", "data_dir")
 
 
-class _Row(BaseModel):
-    """The types of the fields that readers of rows use; a row may lack any of them."""
-
-    model_config = ConfigDict(strict=True)
-
-    experiment: str = ""
-    strategy: str = ""
-    scope: str = ""
-    metric: str = ""
-    part: str = ""
-    seed: int = 0
-    round: int = 0
-    layer: int = 0
-    client: int = 0
-    value: float | None = 0
-    before: float | None = 0
-    after: float | None = 0
-    found: float | None = 0
-    chance: float | None = 0
-    moved: float | None = 0
-    of: float | None = 0
-
-
-_ROWS = TypeAdapter(list[_Row])
-
-
-class _Named(BaseModel):
-    name: str
-
-
-class _Listed(_Named):
-    seeds: list[int]
-    strategies: list[_Named]
-
-
-class _Config(BaseModel):
-    commands: list[str]
-    experiments: list[_Listed]
+#: The types of the fields that readers of rows use.
+_NUMBER = (int, float, type(None))
+_TYPES: Mapping[str, Any] = {
+    **dict.fromkeys(("experiment", "strategy", "scope", "metric", "part", "dropped", "failed"), str),
+    **dict.fromkeys(("seed", "round", "layer", "client"), int),
+    **dict.fromkeys(("value", "before", "after", "found", "chance", "moved", "of"), _NUMBER),
+}
 
 
 def _checked(rows: list[dict[str, Any]], file: Path, *needed: str) -> list[dict[str, Any]]:
     """Return rows with NaN for null values; raises ``FedrotError`` if fedrot did not write them."""
-    try:
-        _ROWS.validate_python(rows)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        row, *place = problem["loc"]
-        raise FedrotError(
-            f"'{file}' has rows that fedrot did not write: {'.'.join(map(str, place)) or 'row'} is "
-            f"{problem['input']!r:.60} in row {int(row) + 1}."
-        ) from error
-    lacking = next((name for row in rows for name in needed if name not in row), None)
-    if lacking:
-        raise FedrotError(f"'{file}' has rows that fedrot did not write: a row has no '{lacking}'.")
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise FedrotError(f"'{file}' has rows that fedrot did not write: {row!r:.60}.")
+        wrong = [n for n, kind in _TYPES.items() if n in row and not isinstance(row[n], kind)]
+        wrong += [name for name in needed if name not in row]
+        if wrong:
+            raise FedrotError(
+                f"'{file}' has rows that fedrot did not write: {wrong[0]} is "
+                f"{row.get(wrong[0], 'missing')!r:.60} in row {number}."
+            )
     return [{**row, "value": math.nan} if row.get("value", 0) is None else row for row in rows]
 
 
@@ -149,22 +115,21 @@ def read_run(path: Path) -> Run:
     refuse_links(path)
     config = read_json(path / "config.json")
     try:
-        _Config.model_validate(config)
-    except ValidationError as error:
-        raise FedrotError(f"'{path / 'config.json'}' is not that of a run: {error!s:.300}") from error
-    experiments = config["experiments"]
-    titles = [
-        title_of(experiment["name"], seed, strategy["name"])
-        for experiment in experiments
-        for seed in experiment["seeds"]
-        for strategy in experiment["strategies"]
-    ]
+        commands = [str(command) for command in config["commands"]]
+        titles = [
+            title_of(str(experiment["name"]), int(seed), str(strategy["name"]))
+            for experiment in config["experiments"]
+            for seed in experiment["seeds"]
+            for strategy in experiment["strategies"]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise FedrotError(f"'{path / 'config.json'}' is not that of a run: {error!r:.300}") from error
     files = {title: path / "cells" / f"{file_name(title)}.json" for title in titles}
     found = [_read_cell(file) for file in files.values() if file.is_file()]
     return Run(
         path,
-        config["commands"],
-        experiments,
+        commands,
+        config["experiments"],
         _object(path / "versions.json"),
         _object(path / "partition.json"),
         [row for one in found for row in one["rows"]],

@@ -93,7 +93,7 @@ class Experiment(BaseModel):
     fraction_train: float = Field(1.0, gt=0, le=1, description="Share of clients in a round.")
     start: Literal["same", "different", "scrambled"] = Field(
         "same",
-        description="Clients' first models: same, different, or scrambled (updates in other coordinates).",
+        description="Clients' first models: same, different, or scrambled (in other coordinates).",
     )
 
     strategies: tuple[Strategy, ...] = Field(
@@ -178,10 +178,10 @@ class Experiment(BaseModel):
         usual = type(self).model_fields
         idle = [name for name in OF_SMALL_MODEL if getattr(self, name) != usual[name].default]
         if self.model is not None and idle:
-            yield f"{idle[0]} is for small models from scratch, but '{self.model}' has its own; leave it out"
+            yield f"{idle[0]} is for small models from scratch, and '{self.model}' has its own"
         if self.model is None and self.architecture not in traits.architectures:
             able = " or ".join(traits.architectures)
-            yield f"architecture '{self.architecture}' is not for task '{self.task}'; choose {able}"
+            yield f"architecture '{self.architecture}' is not for '{self.task}'; choose {able}"
         size = self.width // self.heads
         if self.width % self.heads or (self.architecture == "llama" and size % 2):
             yield (

@@ -6,15 +6,17 @@ import gc
 import io
 import logging
 import math
+import os
 import shutil
 import tempfile
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
@@ -23,7 +25,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from fedrot._io import write_text
 from fedrot.simulations.checks import check, costs_of, estimate, in_words, print_data
 from fedrot.simulations.engine import Ended, Job, Machine, Tell, check_gpus, run_jobs
-from fedrot.simulations.federation.cells import Cell, cells_of, partitions_of, run_cells
+from fedrot.simulations.federation.cells import Cell, cells_of, partitions_of, run_cell
 from fedrot.simulations.federation.client_app import app
 from fedrot.simulations.federation.grids import OrderedGrid, local_clients
 from fedrot.simulations.folder import RunFolder, only_writer
@@ -85,8 +87,8 @@ def simulate(
                 run.finish(machine)
         except KeyboardInterrupt:
             console.print(
-                f"Interrupted; {sum(map(folder.has, cells))} of {len(cells)} results are in {out}. Repeat "
-                "the command to go on.",
+                f"Interrupted; {sum(map(folder.has, cells))} of {len(cells)} results are in {out}. "
+                "Repeat the command to go on.",
                 style="yellow",
             )
             raise
@@ -97,8 +99,8 @@ def simulate(
                 print_results(out, console)
     if run.failed:
         raise RuntimeError(
-            f"{run.failed} of {len(missing)} parts failed; the tracebacks are in {out / FAILURES}. Repeat "
-            "the command to try them again."
+            f"{run.failed} of {len(missing)} parts failed; the tracebacks are in {out / FAILURES}. "
+            "Repeat the command to try them again."
         )
 
 
@@ -217,40 +219,38 @@ def run_job(cells: Sequence[Cell], costs: Sequence[float], trainings: Path, tell
         scratch = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="fedrot-", dir=folder, ignore_cleanup_errors=True)
         )
-        beat = stack.enter_context(_counting(tell, log))
+        # Clients keep models for the next request here, and not among the user's caches.
+        stack.enter_context(patch.dict(os.environ, {"XDG_CACHE_HOME": scratch}))
         grid = OrderedGrid(local_clients(app, first.clients), first.clients)
-        beat(f"seed {cells[0].seed} · {cells[0].strategy.name}", costs[0])
-        following = zip([*cells[1:], cells[-1]], [*costs[1:], costs[-1]], strict=True)
-        for cell, run, error in run_cells(cells, grid, Path(scratch), shared_cache=True):
+        initial: dict[str, float] = {}
+        for cell, cost in zip(cells, costs, strict=True):
+            with _counting(tell, cell, cost):
+                run, error = run_cell(cell, grid, Path(scratch), initial, shared_cache=True)
+            shutil.rmtree(Path(scratch) / "fedrot-bodies", ignore_errors=True)
             failure = "".join(traceback.format_exception(error)) if error else ""
             tell(("cell", cell.name, run.rows, run.alignment, log.getvalue(), failure))
             log.seek(0)
             log.truncate()
-            then, cost = next(following)
-            beat(f"seed {then.seed} · {then.strategy.name}", cost)
+            del run, error
+            gc.collect()  # A strategy refers to itself, and holds models and updates.
 
 
 @contextmanager
-def _counting(tell: Tell, log: io.StringIO) -> Iterator[Callable[[str, float], None]]:
-    """Tell the progress of a cell while rows pass; yield a function that begins the next cell."""
-    title, cost, done, told = "", 0.0, 0.0, monotonic()
-
-    def begin(name: str, of: float) -> None:
-        nonlocal title, cost, done
-        title, cost, done = name, of, 0.0
+def _counting(tell: Tell, cell: Cell, cost: float) -> Iterator[None]:
+    """Tell the progress of a cell while rows pass through its model."""
+    done, told = 0.0, 0.0
 
     def count(rows: float) -> None:
         nonlocal done, told
-        done += rows
+        done = min(done + rows, cost)
         if monotonic() - told > _BEAT:
             told = monotonic()
-            rounds = log.getvalue().rfind(": round ")
-            where = log.getvalue()[rounds:].partition("\n")[0] if rounds >= 0 else ""
-            tell(("progress", title + where, min(done, cost)))
+            said = f"{cell.strategy.name} (seed {cell.seed}) {100 * done / cost:.0f} %"
+            tell(("progress", said, done))
 
     before, training.on_rows = training.on_rows, count
     try:
-        yield begin
+        yield
     finally:
         training.on_rows = before
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from logging import INFO
@@ -24,7 +22,6 @@ from fedrot.simulations.models import build_model, load_tensors, tensors_of
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.strategy import Strategy
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.pretraining import load_pretrained
 from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.strategies import fit_task_head
 from fedrot.tensors import Tensors
@@ -75,9 +72,9 @@ class CellRun:
     task: Task
     seed: int
     strategy: Strategy
-    grid: OrderedGrid
-    job: Mapping[str, Any]
-    initial: dict[str, float]
+    grid: OrderedGrid | None = None
+    job: Mapping[str, Any] = field(default_factory=dict)
+    initial: dict[str, float] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     alignment: list[dict[str, Any]] = field(default_factory=list)
 
@@ -87,13 +84,15 @@ class CellRun:
         experiment = self.task.experiment.name
         return {"experiment": experiment, "strategy": self.strategy.name, "seed": self.seed}
 
+    @property
+    def clients(self) -> OrderedGrid:
+        """The grid of the clients that take part."""
+        assert self.grid is not None, "a cell that is only checked has no clients"
+        return self.grid
+
     def model(self) -> nn.Module:
         """Return the initial model of the seed."""
-        experiment = self.task.experiment
-        model = build_model(experiment, self.task.data, self.seed)
-        if experiment.start == "pretrained":
-            load_pretrained(model, experiment)
-        return model
+        return build_model(self.task.experiment, self.task.data, self.seed)
 
     def record(self, scope: str, server_round: int, metrics: Mapping[str, Any]) -> None:
         """Add one row per metric."""
@@ -103,7 +102,7 @@ class CellRun:
     def finish_round(self, server_round: int, metrics: Mapping[str, float]) -> MetricRecord:
         """Add the global model's metrics and what messages cost so far; log the progress."""
         self.record("central", server_round, metrics)
-        self.record("messages", server_round, self.grid.counted)
+        self.record("messages", server_round, self.clients.counted)
         log(INFO, "%s: round %d of %d", self.strategy.name, server_round, self.task.experiment.rounds)
         return MetricRecord(dict(metrics))
 
@@ -119,7 +118,7 @@ class CellRun:
         """Return a model with the better of two task heads, and add rows about the choice."""
         described = model.peft_config["default"] if self.task.experiment.lora else model.config
         config = ConfigRecord({**self.job, "server-round": server_round})
-        found = fit_task_head(self.grid, arrays, described, config=config)
+        found = fit_task_head(self.clients, arrays, described, config=config)
         losses = dict(zip(("as-it-was", "calibrated", "fitted"), found.losses, strict=True))
         chosen = {"kept": float(found.fitted), "temperature": found.temperature, "rows": found.rows}
         self.record("head", server_round, {**losses, **chosen})
@@ -151,41 +150,40 @@ def _rows_of(cell: CellRun, held_out: bool) -> np.ndarray:
     return np.concatenate([cell.task.client_rows(cell.seed, client)[held_out] for client in clients])
 
 
-def run_cells(
-    cells: Iterable[Cell], grid: OrderedGrid, scratch: Path, *, shared_cache: bool
-) -> Iterator[tuple[Cell, CellRun, Exception | None]]:
-    """Run cells one after the other; yield each with its run and its exception, None if it has none.
+def run_cell(
+    cell: Cell, grid: OrderedGrid, scratch: Path, initial: dict[str, float], *, shared_cache: bool
+) -> tuple[CellRun, Exception | None]:
+    """Run a cell; return its run, and its exception, None if it has none.
 
     Among other reasons, a cell fails if no update of a round was accepted.
 
     Args:
         grid: the grid of the experiment's clients.
         scratch: a folder for temporary files.
+        initial: the metrics of the initial model, which cells of one experiment and seed share.
         shared_cache: clients keep their trainings for other cells in ``scratch``, which they can access.
     """
-    initial: dict[object, dict[str, float]] = defaultdict(dict)
-    for cell in cells:
-        experiment, strategy, failure = cell.experiment, cell.strategy, None
-        options = strategy.options_of_alignment if strategy.aligns_at_clients else None
-        job = {
-            "experiment": experiment.to_json(),
-            "seed": cell.seed,
-            "lr": strategy.learning_rate or experiment.lr,
-            "last-round": experiment.rounds,
-            "cache": str(scratch) if shared_cache else "",
-            "align": "+".join(options.parts) if options else "",
-            "chance": options.chance if options else 0.0,
-            "batches": strategy.batches,
-            "loads": "",
-        }
-        task, own = task_of(experiment.to_json()), grid.of(strategy.clients)
-        run = CellRun(task, cell.seed, strategy, own, job, initial[cell.trains_first])
-        try:
-            RUNS[strategy.kind](run, scratch)
-        except Exception as error:
-            failure = error
-        gc.collect()  # The strategy refers to itself, and holds models and updates.
-        yield cell, run, failure
+    experiment, strategy = cell.experiment, cell.strategy
+    options = strategy.options_of_alignment if strategy.aligns_at_clients else None
+    job = {
+        "experiment": experiment.to_json(),
+        "seed": cell.seed,
+        "lr": strategy.learning_rate or experiment.lr,
+        "last-round": experiment.rounds,
+        "cache": str(scratch) if shared_cache else "",
+        "align": "+".join(options.parts) if options else "",
+        "chance": options.chance if options else 0.0,
+        "batches": strategy.batches,
+        "loads": "",
+        "server-round": 0,
+    }
+    task, own = task_of(experiment.to_json()), grid.of(strategy.clients)
+    run = CellRun(task, cell.seed, strategy, own, job, initial)
+    try:
+        RUNS[strategy.kind](run, scratch)
+    except Exception as error:
+        return run, error
+    return run, None
 
 
 def run_federated(cell: CellRun, scratch: Path, build: Callable[..., Any] | None = None) -> None:
@@ -198,7 +196,7 @@ def run_federated(cell: CellRun, scratch: Path, build: Callable[..., Any] | None
     job = {**cell.job, "loads": strategy.loads}
     try:
         result = strategy.start(
-            cell.grid,
+            cell.clients,
             ArrayRecord(tensors_of(model)),
             num_rounds=experiment.rounds,
             train_config=ConfigRecord({**job}),

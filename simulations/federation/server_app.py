@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedrot.simulations.checks import check
-from fedrot.simulations.federation.cells import cells_of, partitions_of, run_cells
+from fedrot.simulations.federation.cells import cells_of, partitions_of, run_cell
 from fedrot.simulations.federation.grids import OrderedGrid
 from fedrot.simulations.folder import RunFolder, only_writer
 from fedrot.simulations.settings import Experiment
@@ -40,7 +41,10 @@ def main(grid: Grid, context: Context) -> None:
         missing = [cell for cell in cells_of([experiment]) if not folder.has(cell)]
         try:
             ordered = OrderedGrid(grid, experiment.clients)
-            for cell, run, failure in run_cells(missing, ordered, Path(scratch), shared_cache=False):
+            initial = defaultdict[int, dict[str, float]](dict)
+            for cell in missing:
+                known = initial[cell.seed]
+                run, failure = run_cell(cell, ordered, Path(scratch), known, shared_cache=False)
                 if failure is not None:
                     raise failure
                 folder.add(cell, run.rows, run.alignment)

@@ -1,9 +1,9 @@
-"""The Flower strategies of cells: ``FedRot``, or ``FedRotLoRA`` and averages of adapters with optimisers."""
+"""The Flower strategies of cells: ``FedRot``, or ``FedRotLoRA`` for adapters."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAdam, FedYogi
 from torch import nn
 
 from fedrot.aggregation import Aggregator, aggregation_named
@@ -20,7 +19,7 @@ from fedrot.options import AlignmentOptions
 from fedrot.simulations.federation.cells import CellRun, evaluate_at_clients, with_state
 from fedrot.simulations.federation.client_app import ALONE
 from fedrot.simulations.models import load_tensors, model_config
-from fedrot.strategies import AlignedLoRA, FedRot, FedRotLoRA, Guard, OtherBasis, Reporting, Server
+from fedrot.strategies import FedRot, FedRotLoRA, Guard, OtherBasis, Reporting, Server
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
 from fedrot.strategies.round.inbox import own_id
@@ -150,44 +149,14 @@ class FedRotLoRACell(CellStrategy, FedRotLoRA):
     """``FedRotLoRA`` for one cell."""
 
 
-class FedAdamLoRACell(CellStrategy, AlignedLoRA, FedAdam):
-    """``FedAdam`` of averaged adapters for one cell."""
-
-
-class FedYogiLoRACell(CellStrategy, AlignedLoRA, FedYogi):
-    """``FedYogi`` of averaged adapters for one cell."""
-
-
-#: The strategies of adapters, by ``Strategy.optimizer``.
-OF_ADAPTERS: Mapping[str, Callable[..., CellStrategy]] = {
-    "": FedRotLoRACell,
-    "adam": FedAdamLoRACell,
-    "yogi": FedYogiLoRACell,
-}
-
-
 def strategy_of(cell: CellRun, model: nn.Module, report: Path) -> CellStrategy:
     """Return the strategy of a cell; it writes its alignment report to the file ``report``."""
     if not cell.task.experiment.lora:
         return FedRotCell(cell, model, report)
-    return adapter_strategy(OF_ADAPTERS, AdapterOptions(**cell.strategy.adapters), cell, model, report)
-
-
-def adapter_strategy(
-    by_optimizer: Mapping[str, Callable[..., CellStrategy]],
-    options: AdapterOptions,
-    cell: CellRun,
-    model: nn.Module,
-    report: Path,
-) -> CellStrategy:
-    """Return the strategy of a cell of adapters; ``by_optimizer`` is by ``Strategy.optimizer``."""
     network: Any = model
-    strategy = cell.strategy
-    further: dict[str, Any] = {"eta": strategy.eta} if strategy.optimizer else {}
-    if not strategy.optimizer and strategy.fit_head:
-        further = {"fit_head": strategy.fit_head}
-    build = by_optimizer[strategy.optimizer]
-    return build(cell, model, report, network.peft_config["default"], options, **further)
+    options, fit_head = AdapterOptions(**cell.strategy.adapters), cell.strategy.fit_head
+    settings = network.peft_config["default"]
+    return FedRotLoRACell(cell, model, report, settings, options, fit_head=fit_head)
 
 
 def _client_metrics(contents: list[RecordDict]) -> list[tuple[int, dict[str, Any]]]:

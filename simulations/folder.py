@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
 import math
 import platform
@@ -19,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from fedrot._io import NO_LOCKS, json_line, read_json, refuse_links, write_json, write_text
+from fedrot._io import NO_LOCKS, json_line, read_json, refuse_links, replacing, write_json, write_text
 from fedrot.errors import FedrotError
+from fedrot.simulations.strategy import NAMED
 
 if TYPE_CHECKING:
     from fedrot.simulations.federation.cells import Cell
@@ -33,28 +32,25 @@ _PACKAGES = (
 FIELDS = ("experiment", "strategy", "seed", "round", "scope", "metric", "value")
 #: Fields of an experiment that a later command may change: more seeds and strategies, moved data.
 _FREE = ("seeds", "strategies", "data_dir")
-
-
-#: The types of the fields that readers of rows use.
-_NUMBER = (int, float, type(None))
+#: The types of the fields of rows that readers use.
 _TYPES: Mapping[str, Any] = {
-    **dict.fromkeys(("experiment", "strategy", "scope", "metric", "part", "dropped", "failed"), str),
+    **dict.fromkeys(("experiment", "strategy", "scope", "metric", "part"), str),
     **dict.fromkeys(("seed", "round", "layer", "client"), int),
-    **dict.fromkeys(("value", "before", "after", "found", "chance", "moved", "of"), _NUMBER),
+    **dict.fromkeys(
+        ("value", "before", "after", "found", "chance", "moved", "of"), (int, float, type(None))
+    ),
 }
 
 
 def _checked(rows: list[dict[str, Any]], file: Path, *needed: str) -> list[dict[str, Any]]:
     """Return rows with NaN for null values; raises ``FedrotError`` if fedrot did not write them."""
     for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            raise FedrotError(f"'{file}' has rows that fedrot did not write: {row!r:.60}.")
-        wrong = [n for n, kind in _TYPES.items() if n in row and not isinstance(row[n], kind)]
-        wrong += [name for name in needed if name not in row]
+        wrong = [name for name in needed if name not in row] if isinstance(row, dict) else ["row"]
+        wrong += [n for n, kind in _TYPES.items() if n in row and not isinstance(row[n], kind)]
         if wrong:
             raise FedrotError(
-                f"'{file}' has rows that fedrot did not write: {wrong[0]} is "
-                f"{row.get(wrong[0], 'missing')!r:.60} in row {number}."
+                f"'{file}' has rows that fedrot did not write: {wrong[0]} is missing or wrong in row "
+                f"{number}, {row!r:.60}."
             )
     return [{**row, "value": math.nan} if row.get("value", 0) is None else row for row in rows]
 
@@ -71,11 +67,9 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         lines = file.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise FedrotError(f"'{file}' is damaged: it is not UTF-8 text ({error}).") from error
-    for line in lines:
-        try:
+    with suppress(json.JSONDecodeError, RecursionError):
+        for line in lines:
             rows.append(json.loads(line))
-        except (json.JSONDecodeError, RecursionError):
-            break
     return _checked(rows, file)
 
 
@@ -85,7 +79,7 @@ class Run:
 
     Attributes:
         commands: the commands that wrote it.
-        experiments: the experiments' fields; each strategy has its ``code``, too.
+        experiments: the experiments' fields; each strategy has its ``code`` and ``says``, too.
         versions: date, and versions of packages.
         partitions: ``label_names``, and by seed ``sizes`` and ``counts`` of the clients, by experiment.
         rows: dictionaries with ``FIELDS``.
@@ -115,27 +109,21 @@ def read_run(path: Path) -> Run:
     refuse_links(path)
     config = read_json(path / "config.json")
     try:
-        commands = [str(command) for command in config["commands"]]
+        experiments, commands = config["experiments"], [*map(str, config["commands"])]
         titles = [
-            title_of(str(experiment["name"]), int(seed), str(strategy["name"]))
-            for experiment in config["experiments"]
+            title_of(experiment["name"], seed, strategy["name"])
+            for experiment in experiments
             for seed in experiment["seeds"]
             for strategy in experiment["strategies"]
         ]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError) as error:
         raise FedrotError(f"'{path / 'config.json'}' is not that of a run: {error!r:.300}") from error
     files = {title: path / "cells" / f"{file_name(title)}.json" for title in titles}
     found = [_read_cell(file) for file in files.values() if file.is_file()]
-    return Run(
-        path,
-        commands,
-        config["experiments"],
-        _object(path / "versions.json"),
-        _object(path / "partition.json"),
-        [row for one in found for row in one["rows"]],
-        [row for one in found for row in one["alignment"]],
-        [title for title, file in files.items() if not file.is_file()],
-    )
+    rows, alignment = ([row for one in found for row in one[key]] for key in ("rows", "alignment"))
+    others = (_object(path / name) for name in ("versions.json", "partition.json"))
+    missing = [title for title, file in files.items() if not file.is_file()]
+    return Run(path, commands, experiments, *others, rows, alignment, missing)
 
 
 def title_of(experiment: str, seed: int, strategy: str) -> str:
@@ -157,19 +145,9 @@ def _read_cell(file: Path) -> dict[str, Any]:
     found = read_json(file)
     if not all(isinstance(found.get(key), list) for key in ("rows", "alignment")):
         raise FedrotError(f"'{file}' is damaged: it has no rows. Delete it to run that part again.")
-    aligned = [row for row in found["alignment"] if "before" in row]
-    _checked(aligned, file, "strategy", "part", "layer", "after", "found", "moved")
+    moved = [row for row in _checked(found["alignment"], file, "strategy") if "before" in row]
+    _checked(moved, file, "part", "layer", "after", "found", "moved")
     return {**found, "rows": _checked(found["rows"], file, *FIELDS)}
-
-
-def _coded(experiment: Experiment) -> dict[str, Any]:
-    """Return an experiment's fields, each strategy with its code."""
-    codes = [{"code": strategy.code(experiment)} for strategy in experiment.strategies]
-    fields = experiment.model_dump(mode="json")
-    return {
-        **fields,
-        "strategies": [{**s, **code} for s, code in zip(fields["strategies"], codes, strict=True)],
-    }
 
 
 class RunFolder:
@@ -187,19 +165,22 @@ class RunFolder:
         self, path: Path, experiments: Sequence[Experiment], command: str, partitions: Mapping[str, Any]
     ) -> None:
         self.path = path
-        config = _object(path / "config.json")
+        config, held = (_object(path / name) for name in ("config.json", "partition.json"))
         if config and "experiments" not in config:
             raise FileExistsError(
                 f"The folder '{path}' has a config.json of another kind, for example of a model, which "
                 "results would overwrite. Choose another --out."
             )
-        given = [_coded(experiment) for experiment in experiments]
-        united = self._united(config.get("experiments", []), given)
-        partitions = self._with_partitions(_object(path / "partition.json"), partitions)
+        before = {own["name"]: own for own in config.get("experiments", [])}
+        united = [self._united(before.pop(own.name, None), _told(own)) for own in experiments]
+        for name, own in partitions.items():
+            held[name] = self._joined(name, held.get(name, own), own)
         (path / "cells").mkdir(parents=True, exist_ok=True)
-        commands = list(dict.fromkeys([*config.get("commands", []), command]))
-        write_json(path / "config.json", {"commands": commands, "experiments": united})
-        write_json(path / "partition.json", partitions)
+        commands = [*dict.fromkeys([*config.get("commands", []), command])]
+        write_json(
+            path / "config.json", {"commands": commands, "experiments": [*united, *before.values()]}
+        )
+        write_json(path / "partition.json", held)
         write_json(path / "versions.json", versions())
 
     def has(self, cell: Cell) -> bool:
@@ -213,49 +194,50 @@ class RunFolder:
         found = {"title": cell.title, "rows": rows, "alignment": alignment, "log": log}
         write_text(self._file(cell), json_line(found))
 
+    def write_rows(self) -> None:
+        """Write the rows of all results to ``rows.csv``."""
+        import pandas
+
+        with replacing(self.path / "rows.csv") as file:
+            pandas.DataFrame(read_run(self.path).rows, columns=[*FIELDS]).to_csv(file, index=False)
+
     def _file(self, cell: Cell) -> Path:
         return self.path / "cells" / f"{cell.name}.json"
 
-    def write_rows(self) -> None:
-        """Write the rows of all results to ``rows.csv``."""
-        text = io.StringIO()
-        writer = csv.DictWriter(text, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(read_run(self.path).rows)
-        write_text(self.path / "rows.csv", text.getvalue())
+    def _united(self, other: dict[str, Any] | None, own: dict[str, Any]) -> dict[str, Any]:
+        """Return an experiment with the folder's seeds and strategies, too."""
+        if other is None:
+            return own
+        ours, theirs = ({s["name"]: s for s in one["strategies"]} for one in (own, other))
+        changed = [key for key in own if key not in _FREE and other.get(key) != own[key]]
+        changed += [f"strategy '{name}'" for name in ours if theirs.get(name, ours[name]) != ours[name]]
+        if changed:
+            raise FedrotError(
+                f"The folder '{self.path}' has the experiment '{own['name']}' with another {changed[0]} "
+                f"({other.get(changed[0], 'see config.json')!r:.80}). Choose another --out or name."
+            )
+        seeds = [*dict.fromkeys([*other["seeds"], *own["seeds"]])]
+        return {**own, "seeds": seeds, "strategies": [*{**theirs, **ours}.values()]}
 
-    def _united(
-        self, held: Sequence[dict[str, Any]], given: Sequence[dict[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """Return the given experiments with the folder's seeds and strategies, then its others."""
-        before, found = {own["name"]: own for own in held}, []
-        for own in given:
-            other = before.pop(own["name"], own)
-            ours, theirs = ({s["name"]: s for s in one["strategies"]} for one in (own, other))
-            changed = [key for key in own if key not in _FREE and other.get(key) != own[key]]
-            changed += [f"strategy '{n}'" for n in ours if theirs.get(n, ours[n]) != ours[n]]
-            if changed:
-                raise FedrotError(
-                    f"The folder '{self.path}' has the experiment '{own['name']}' with another "
-                    f"{changed[0]}: {other.get(changed[0], 'see config.json')!r}, not "
-                    f"{own.get(changed[0], 'these fields')!r}. Choose another --out, or another name."
-                )
-            both = {"seeds": [*dict.fromkeys([*other["seeds"], *own["seeds"]])]}
-            found.append({**own, **both, "strategies": [*{**theirs, **ours}.values()]})
-        return [*found, *before.values()]
+    def _joined(self, name: str, held: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return an experiment's partitions of the folder with the given ones."""
+        before = held["seeds"]
+        other = [seed for seed, rows in own["seeds"].items() if before.get(seed, rows) != rows]
+        if other:
+            raise FedrotError(
+                f"The folder '{self.path}' has the experiment '{name}' with other rows for seed "
+                f"{other[0]}: the data have changed. Choose another --out."
+            )
+        return {**own, "seeds": {**before, **own["seeds"]}}
 
-    def _with_partitions(self, held: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the folder's partitions and the given ones, by experiment and seed."""
-        for name, own in given.items():
-            before = held.get(name, {}).get("seeds", {})
-            other = [seed for seed, rows in own["seeds"].items() if before.get(seed, rows) != rows]
-            if other:
-                raise FedrotError(
-                    f"The folder '{self.path}' has the experiment '{name}' with other rows for seed "
-                    f"{other[0]}: the data have changed. Choose another --out."
-                )
-            held[name] = {**own, "seeds": {**before, **own["seeds"]}}
-        return held
+
+def _told(experiment: Experiment) -> dict[str, Any]:
+    """Return an experiment's fields; each strategy has its code and a sentence about it, too."""
+    fields = experiment.model_dump(mode="json")
+    for strategy, told in zip(experiment.strategies, fields["strategies"], strict=True):
+        says = NAMED.get(strategy.name, {}).get("says", "")
+        told |= {"code": strategy.code(experiment), "says": says}
+    return fields
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -135,35 +137,25 @@ class Strategy(BaseModel):
         if self.kind != "fedrot":
             return f"fit_task_head(grid, arrays, {model})" if self.kind == "head_only" else ""
         share = self.fraction_train or experiment.fraction_train
-        given = self.aggregation_arguments
-        name, built = given.pop("name"), self.entry and self.entry.build.__name__
-        own = {
-            "AdapterOptions": _call("AdapterOptions", self.adapters),
-            "alignment": "None"
-            if self.alignment is False
-            else _call("AlignmentOptions", self.alignment),
-            "other_basis": _call("OtherBasis", self.other_basis, "make_model"),
-            "aggregation": f"lambda: {_call(str(built), given)}" if given else f'"{name}"',
-            "fit_head": repr(self.fit_head),
-            "guard": f'"{self.guard}"',
-            "server": _call("Server", self.server),
-            "fraction_train": f"{share:g}",
-        }
-        from_one_start = experiment.start == "same"  # where other_basis does nothing
-        kept = {
-            "AdapterOptions": bool(self.adapters),
-            "alignment": not experiment.lora and self.alignment is not True,
-            "other_basis": bool(self.other_basis) and not from_one_start,
-            "aggregation": name != "mean",
-            "fraction_train": share < 1,
-            **{key: bool(getattr(self, key)) for key in ("fit_head", "guard", "server")},
-        }
-        said = [own[key] if key == "AdapterOptions" else f"{key}={own[key]}" for key in own if kept[key]]
-        plain = {key for key in kept if kept[key]} <= {"fraction_train", "alignment"}
-        if plain and (experiment.lora or self.alignment is False):
-            line = f"FedAvg({', '.join(part for part in said if part != 'alignment=None')})"
+        said = [_call("AdapterOptions", self.adapters)] if self.adapters else []
+        said += ["alignment=None"] if self.alignment is False and not experiment.lora else []
+        if isinstance(self.alignment, Mapping):
+            said.append(f"alignment={_call('AlignmentOptions', self.alignment)}")
+        if self.other_basis and experiment.start != "same":
+            said.append(f"other_basis={_call('OtherBasis', self.other_basis, 'make_model')}")
+        given, entry = self.aggregation_arguments, self.entry
+        name = given.pop("name")
+        if entry is not None and name != "mean":
+            built = f"lambda: {_call(entry.build.__name__, given)}" if given else f'"{name}"'
+            said.append(f"aggregation={built}")
+        said += [f"{key}={getattr(self, key)!r}" for key in ("fit_head", "guard") if getattr(self, key)]
+        said += [f"server={_call('Server', self.server)}"] if self.server else []
+        shared = [f"fraction_train={share:g}"] if share < 1 else []
+        if said == ([] if experiment.lora else ["alignment=None"]):
+            line = f"FedAvg({', '.join(shared)})"
         else:
-            line = f"{'FedRotLoRA' if experiment.lora else 'FedRot'}({', '.join([model, *said])})"
+            called = "FedRotLoRA" if experiment.lora else "FedRot"
+            line = f"{called}({', '.join([model, *said, *shared])})"
         return line + (f"; then fit_task_head(grid, result.arrays, {model})" if self.fit_at_end else "")
 
 
@@ -197,44 +189,10 @@ KINDS: dict[str, Callable[[Strategy, Experiment], None]] = {
     "joined": lambda strategy, experiment: None,
 }
 
-#: The strategies that ``--strategies`` knows, with a sentence about each.
-NAMED: Mapping[str, tuple[dict[str, Any], str]] = {
-    "fedavg": ({"alignment": False}, "The clients' models are averaged as they are."),
-    "fedavg_head": (
-        {"alignment": False, "fit_at_end": True},
-        "As fedavg; after the last round the task head is fitted to sums over the rows of all clients.",
-    ),
-    "head_only": (
-        {"kind": "head_only"},
-        "Nobody trains; the first model's task head is fitted to sums over the rows of all clients.",
-    ),
-    "fit_head": (
-        {"fit_head": True, "other_basis": True},
-        "fedrot with a task head that is fitted before the first round and after each. No round is worse "
-        "on rows that the clients hold out.",
-    ),
-    "aligned": (
-        {"other_basis": True},
-        "fedrot: each model is brought into common coordinates before it is averaged.",
-    ),
-    "guarded": (
-        {"other_basis": True, "guard": "loss"},
-        "As aligned; a round keeps the plain average unless the aligned one has the lower loss.",
-    ),
-    "regmean": (
-        {"other_basis": True, "aggregation": "regmean"},
-        "As aligned; linear layers by regression on the clients' inputs (RegMean).",
-    ),
-    "fisher": (
-        {"alignment": False, "aggregation": "fisher"},
-        "The average is weighted by the clients' Fisher information.",
-    ),
-    "exact": (
-        {"adapters": {"method": "exact"}},
-        "The products of the adapters' factors are averaged, not the factors.",
-    ),
-    "joined": ({"kind": "joined"}, "One model, trained on the rows of all clients: an upper bound."),
-}
+#: The strategies that ``--strategies`` knows: their fields, and a sentence ``says``.
+NAMED: dict[str, dict[str, Any]] = tomllib.loads(
+    (resources.files("fedrot.simulations") / "strategies.toml").read_text("utf-8")
+)
 
 
 def named(name: str, of_adapters: object = False) -> Strategy:
@@ -246,9 +204,8 @@ def named(name: str, of_adapters: object = False) -> Strategy:
             f"unknown strategy '{name}'{advice} ones are {', '.join(NAMED)}; write any other as a table "
             "[[strategy]] of a TOML file"
         )
-    fields, _ = NAMED[name]
-    whole = ("alignment", "other_basis") if of_adapters else ()
-    return Strategy(name=name, **{key: value for key, value in fields.items() if key not in whole})
+    left_out = {"says", *(("alignment", "other_basis") if of_adapters else ())}
+    return Strategy(name=name, **{k: v for k, v in NAMED[name].items() if k not in left_out})
 
 
 def default_strategies(experiment: Mapping[str, Any], classifies: bool) -> list[str]:

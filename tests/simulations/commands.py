@@ -9,7 +9,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from fedrot.simulations.cli.app import app
-from fedrot.simulations.cli.experiment_commands import MORE_SETTINGS
+from fedrot.simulations.folder import read_run
 
 #: Settings of a run of seconds.
 SMALL: dict[str, Any] = {
@@ -23,18 +23,32 @@ SMALL: dict[str, Any] = {
 
 
 def invoke(*arguments: object) -> tuple[int, str]:
+    """Run ``fedrot``; return the exit code, and the output with single spaces."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     return result.exit_code, " ".join(result.output.split())
 
 
-def options_of(settings: Mapping[str, object]) -> list[str]:
+def settings(values: Mapping[str, object]) -> list[str]:
     """Return settings as options of ``fedrot simulate``."""
-    found = list[str]()
-    for given, value in settings.items():
-        name = given.replace("-", "_")
-        option = "start" if name == "starts" else name.replace("_", "-")
-        found += ["--set", f"{name}={value}"] if name in MORE_SETTINGS else [f"--{option}", str(value)]
-    return found
+    return [part for name, value in values.items() for part in ("--set", f"{name}={value}")]
+
+
+def simulated(out: Path, values: Mapping[str, object], *others: object) -> str:
+    """Run ``fedrot simulate`` in this process; return what it printed."""
+    code, printed = invoke(
+        "simulate", *others, "--out", out, "--workers", 1, *settings({**SMALL, **values})
+    )
+    assert code == 0, printed
+    return printed
+
+
+def values(out: Path, scope: str = "central") -> dict[tuple[str, int, int, str], float]:
+    """Return a run's results of a scope by strategy, seed, round and metric, without durations."""
+    return {
+        (row["strategy"], row["seed"], row["round"], row["metric"]): row["value"]
+        for row in read_run(out).rows
+        if row["scope"] == scope and not row["metric"].startswith("seconds-")
+    }
 
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:

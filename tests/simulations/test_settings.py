@@ -212,7 +212,9 @@ def test_every_kind_has_a_way_to_run() -> None:
 
 def test_every_aggregation_has_a_strategy() -> None:
     for entry in aggregations({"symmetry", "score"}):
-        (strategy,) = of(strategies=[{**TABLE, "alignment": False, "aggregation": entry.name}]).strategies
+        (strategy,) = of(
+            strategies=[{**TABLE, "alignment": False, "aggregation": entry.name}]
+        ).strategies
         assert strategy.entry == entry
         assert strategy.chooses == ("score" in entry.inputs)
 

@@ -1,0 +1,230 @@
+"""Run folders: what they hold, how they grow, what they refuse, and one writer at a time."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import filelock
+import pandas
+import pytest
+
+from fedrot.errors import FedrotError
+from fedrot.simulations.federation.cells import Cell, cells_of
+from fedrot.simulations.folder import RunFolder, only_writer, read_rows, read_run, versions
+from fedrot.simulations.settings import Experiment
+
+PARTITIONS = {"a": {"label_names": ["x", "y"], "seeds": {"0": {"sizes": [3], "counts": [[1, 2]]}}}}
+
+
+def of(**fields: Any) -> Experiment:
+    return Experiment.from_flat({"name": "a", "seeds": [0], "strategies": "fedavg,aligned", **fields})
+
+
+def row(cell: Cell, value: float | None = 0.5, **others: Any) -> dict[str, Any]:
+    labels = {"experiment": cell.experiment.name, "strategy": cell.strategy.name, "seed": cell.seed}
+    return {**labels, "round": 1, "scope": "central", "metric": "loss", "value": value, **others}
+
+
+def filled(path: Path, *experiments: Experiment, command: str = "first") -> RunFolder:
+    """Return a folder in which every missing cell was added."""
+    folder = RunFolder(path, experiments, command, PARTITIONS)
+    for cell in cells_of(experiments):
+        if not folder.has(cell):
+            folder.add(cell, [row(cell)], [{"strategy": cell.strategy.name, "round": 1}], "log")
+    folder.write_rows()
+    return folder
+
+
+def test_a_folder_tells_the_whole_run(tmp_path: Path) -> None:
+    filled(tmp_path, of())
+    run = read_run(tmp_path)
+    assert run.commands == ["first"]
+    assert [s["code"] for s in run.experiments[0]["strategies"]] == ["FedAvg()", "FedRot(model.config)"]
+    assert all(s["says"] for s in run.experiments[0]["strategies"])
+    assert run.versions.keys() >= {"date", "python", "fedrot", "torch"}
+    assert run.versions == versions()
+    assert run.partitions == PARTITIONS
+    assert [r["strategy"] for r in run.rows] == ["fedavg", "aligned"]
+    assert [r["strategy"] for r in run.alignment] == ["fedavg", "aligned"]
+    assert run.missing == []
+    assert pandas.read_csv(tmp_path / "rows.csv").to_dict("records") == run.rows
+
+
+def test_a_run_that_grows_forgets_nothing(tmp_path: Path) -> None:
+    filled(tmp_path, of())
+    other = of(name="b", rounds=7)
+    partitions = {"a": {**PARTITIONS["a"], "seeds": {"1": {"sizes": [2], "counts": [[1, 1]]}}}}
+    folder = RunFolder(tmp_path, [other, of(seeds=[1], strategies="fit_head")], "second", partitions)
+    run = read_run(tmp_path)
+    assert run.commands == ["first", "second"]
+    assert [e["name"] for e in run.experiments] == ["b", "a"]
+    assert run.experiments[1]["seeds"] == [0, 1]
+    assert [s["name"] for s in run.experiments[1]["strategies"]] == ["fedavg", "aligned", "fit_head"]
+    assert run.partitions["a"]["seeds"].keys() == {"0", "1"}
+    assert len(run.rows) == 2
+    assert len(run.missing) == 2 * 1 + 4
+    assert not any(map(folder.has, cells_of([other])))
+    assert all(map(folder.has, cells_of([of()])))
+
+
+def test_values_that_are_not_finite_are_nan_when_they_are_read(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, [of()], "first", PARTITIONS)
+    for cell, value in zip(cells_of([of()]), (math.nan, math.inf), strict=True):
+        folder.add(cell, [row(cell, value)], [])
+    assert all(math.isnan(r["value"]) for r in read_run(tmp_path).rows)
+
+
+def test_files_of_cells_are_of_their_own_and_short() -> None:
+    names = ["a/b", "a b", "a-b", "x" * 300, "x" * 301, "ü", "é"]
+    found = {cell.name for name in names for cell in cells_of([of(name=name)])}
+    assert len(found) == 2 * len(names)
+    assert all(len(name) < 120 and name.replace(".", "-").replace("-", "").isalnum() for name in found)
+
+
+def break_cell(folder: Path) -> Path:
+    return next((folder / "cells").iterdir())
+
+
+def replaced(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    found = json.loads(file.read_text())
+    change(found)
+    file.write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("config.json", "{}", "is not that of a run"),
+        ("config.json", '{"commands": [], "experiments": [3]}', "is not that of a run"),
+        ("config.json", "[", "damaged"),
+        ("versions.json", "[]", "damaged"),
+        ("partition.json", "x", "damaged"),
+        ("cell", "", "damaged"),
+        ("cell", "{}", "Delete it to run that part again"),
+        ("cell", '{"rows": [{}], "alignment": []}', "experiment is missing or wrong in row 1"),
+        ("cell", '{"rows": [3], "alignment": []}', "row is missing or wrong"),
+        ("cell", '{"rows": [], "alignment": [{"before": 1}]}', "strategy is missing or wrong"),
+        ("cell", '{"rows": [], "alignment": [{"strategy": "a", "before": "x"}]}', "before is missing"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, name: str, text: str, said: str) -> None:
+    filled(tmp_path, of())
+    file = break_cell(tmp_path) if name == "cell" else tmp_path / name
+    file.write_text(text)
+    with pytest.raises(FedrotError, match=file.name) as caught:
+        read_run(tmp_path)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"rounds": 5}, "another rounds"),
+        ({"partition": "dirichlet:1"}, "another partition"),
+        ({"strategies": [{"name": "aligned", "guard": "loss"}]}, "strategy 'aligned'"),
+    ],
+)
+def test_results_of_other_settings_are_not_mixed(
+    tmp_path: Path, fields: dict[str, Any], said: str
+) -> None:
+    filled(tmp_path, of())
+    before = (tmp_path / "config.json").read_text()
+    with pytest.raises(FedrotError, match=said):
+        RunFolder(tmp_path, [of(**fields)], "second", PARTITIONS)
+    assert (tmp_path / "config.json").read_text() == before
+    RunFolder(tmp_path, [of(data_dir="elsewhere")], "third", PARTITIONS)
+
+
+def test_data_that_have_changed_are_refused(tmp_path: Path) -> None:
+    filled(tmp_path, of())
+    changed = {"a": {**PARTITIONS["a"], "seeds": {"0": {"sizes": [4], "counts": [[2, 2]]}}}}
+    with pytest.raises(FedrotError, match="the data have changed"):
+        RunFolder(tmp_path, [of()], "second", changed)
+
+
+def test_a_folder_of_something_else_stays(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(FileExistsError, match="another kind"):
+        RunFolder(tmp_path, [of()], "first", PARTITIONS)
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+    with pytest.raises(FileNotFoundError, match="not a run folder"):
+        read_run(tmp_path / "none")
+
+
+# Rows of a strategy
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("", 0), ('{"round": 1}\n{"round": 2}\n', 2), ('{"round": 1}\n{"rou', 1)]
+)
+def test_rows_end_where_a_line_is_unfinished(tmp_path: Path, text: str, count: int) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(text)
+    assert len(read_rows(file)) == count
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe", b'{"round": "one"}\n', b"3\n", b'{"layer": 0.5}\n'])
+def test_rows_that_no_strategy_wrote_are_named(tmp_path: Path, data: bytes) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(data)
+    with pytest.raises(FedrotError, match=r"rows\.jsonl"):
+        read_rows(file)
+
+
+# One writer
+
+
+def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from fedrot.simulations.folder import only_writer\n"
+        "with only_writer(Path(sys.argv[1])): print('mine', flush=True); input()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    first = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    assert first.stdout.readline() == "mine\n"
+    with pytest.raises(FedrotError, match="Another run"), only_writer(tmp_path):
+        pass
+    first.kill()
+    first.communicate()
+    with only_writer(tmp_path):
+        pass
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_a_link_out_of_a_folder_is_refused(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "in", tmp_path / "out"
+    outside.mkdir()
+    with only_writer(inside / "deep"):
+        pass
+    (inside / "cells").symlink_to(outside)
+    with pytest.raises(FedrotError, match="outside of the folder"), only_writer(inside):
+        pass
+    (tmp_path / "link").symlink_to(outside)
+    (outside / "own").symlink_to(outside)
+    with only_writer(tmp_path / "link"):
+        pass
+
+
+def test_a_file_system_without_locks_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(number: int) -> Callable[..., None]:
+        def acquire(*_: object, **__: object) -> None:
+            raise OSError(number, "no")
+
+        return acquire
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", fail(errno.ENOLCK))
+    with only_writer(tmp_path):
+        pass
+    monkeypatch.setattr(filelock.FileLock, "acquire", fail(errno.EIO))
+    with pytest.raises(OSError, match="no"), only_writer(tmp_path):
+        pass

@@ -6,13 +6,10 @@ import logging
 import signal
 
 from fedrot.errors import safe
-from fedrot.simulations.cli import experiment_commands, model_commands
-from fedrot.simulations.cli.root import app
+from fedrot.simulations.cli import experiment_commands, model_commands  # noqa: F401  # register commands
+from fedrot.simulations.cli.commands import app
 from fedrot.simulations.environment import prepare_environment
 from fedrot.simulations.plugins import load_plugins
-
-#: The modules that register commands with ``app``, in the order of ``fedrot --help``.
-COMMANDS = (experiment_commands, model_commands)
 
 
 def main() -> None:

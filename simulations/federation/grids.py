@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from logging import INFO
@@ -124,15 +125,14 @@ class OrderedGrid(LazyGrid):
 
     def __init__(self, grid: Grid, nodes: int) -> None:
         super().__init__(grid)
-        self._nodes = list(grid.get_node_ids())
-        while len(self._nodes) < nodes:
-            log(INFO, "Waiting for nodes: %d of %d are connected.", len(self._nodes), nodes)
+        self.counted = Counter[str]()
+        while len(found := list(grid.get_node_ids())) < nodes:
+            log(INFO, "Waiting for nodes: %d of %d are connected.", len(found), nodes)
             time.sleep(1.0)
-            self._nodes = list(grid.get_node_ids())
-        query = MessageType.QUERY
-        questions = [Message(RecordDict(), dst_node_id=n, message_type=query) for n in self._nodes]
-        self.counted: dict[str, int] = {}
-        answers = self.send_and_receive(questions)
+        self._nodes, query = found, MessageType.QUERY
+        answers = self.send_and_receive(
+            Message(RecordDict(), dst_node_id=node, message_type=query) for node in found
+        )
         own = {m.metadata.src_node_id: client_id(m) for m in answers if m.has_content()}
         if sorted(own.values()) != list(range(nodes)):
             raise RuntimeError(
@@ -140,7 +140,6 @@ class OrderedGrid(LazyGrid):
                 f"experiment has {nodes} clients. Start one node per partition id 0 to {nodes - 1}."
             )
         self._nodes.sort(key=own.__getitem__)
-        self.counted = dict.fromkeys(("requests", "bytes-sent", "bytes-received"), 0)
 
     def pause(self, seconds: float) -> None:
         time.sleep(min(seconds, PAUSE))
@@ -151,24 +150,20 @@ class OrderedGrid(LazyGrid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages, and count them."""
         asked = list(messages)
-        self._count("requests", len(asked))
-        self._count("bytes-sent", sum(map(_bytes_of, asked)))
+        self.counted["requests"] += len(asked)
+        self.counted["bytes-sent"] += sum(map(_bytes_of, asked))
         return self.grid.push_messages(asked)
 
     def pull_messages(self, *args: Any, **kwargs: Any) -> Iterable[Message]:
         """Return replies that have arrived, and count their bytes."""
         replies = list(self.grid.pull_messages(*args, **kwargs))
-        self._count("bytes-received", sum(_bytes_of(m) for m in replies if m.has_content()))
+        self.counted["bytes-received"] += sum(_bytes_of(m) for m in replies if m.has_content())
         return replies
-
-    def _count(self, name: str, number: int) -> None:
-        if self.counted:
-            self.counted[name] += number
 
     def of(self, clients: Sequence[int]) -> OrderedGrid:
         """Return the grid of the nodes with these partition ids, all if there are none, uncounted."""
         grid = copy.copy(self)
-        grid.counted = dict.fromkeys(self.counted, 0)
+        grid.counted = Counter()
         grid._nodes = [self._nodes[client] for client in clients] or self._nodes
         return grid
 

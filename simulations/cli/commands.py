@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 import typer
@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.segment import Segment
 
+import fedrot
 from fedrot.errors import safe
 from fedrot.simulations import INSTALL
 
@@ -51,6 +52,35 @@ _ADVICE = {
 Function = Callable[..., None]
 
 
+def examples(*commands: str) -> str:
+    """Return the examples at the end of a command's help, one command line each."""
+    return "\n\n".join(("Examples:" if len(commands) > 1 else "Example:", *commands))
+
+
+#: Help is plain text: markup would drop brackets, and panels would not fit a screen.
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    epilog=examples("fedrot simulate --data mine.csv --out runs/mine"),
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        say(f"fedrot {fedrot.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Which average of your clients' models helps? Averages of transformers, compared."""
+
+
 def command(app: typer.Typer, *lines: str, name: str | None = None) -> Callable[[Function], Function]:
     """Register a function as a command of ``app``, ``guarded`` against expected errors.
 
@@ -78,11 +108,6 @@ def _at_home(value: Any) -> Any:
     if isinstance(value, (str, Path)) and str(value).startswith("~/"):
         return type(value)(os.path.expanduser(value))
     return value
-
-
-def examples(*commands: str) -> str:
-    """Return the examples at the end of a command's help, one command line each."""
-    return "\n\n".join(("Examples:" if len(commands) > 1 else "Example:", *commands))
 
 
 def guarded(run: Callable[[], None], *, as_json: bool = False) -> None:

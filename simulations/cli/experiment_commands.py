@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from fedrot._io import replacing, write_text
-from fedrot.simulations.cli.commands import command, command_line, console, need, say
-from fedrot.simulations.cli.root import app
+from fedrot.simulations.cli.commands import app, command, command_line, console, need, say
 from fedrot.simulations.experiment_files import bundled_files, read_experiments
 from fedrot.simulations.settings import Experiment
 

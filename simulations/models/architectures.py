@@ -11,7 +11,7 @@ from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.models.packaged import loading, loading_of
 
 if TYPE_CHECKING:
-    from fedrot.simulations.data.data_set import DataSet
+    from fedrot.simulations.data.labels import DataSet
 
 
 def settings_of(config: SimulationConfig, data: DataSet[Any]) -> Any:
@@ -38,7 +38,7 @@ def pad_id_of(settings: Any) -> int:
 
 @lru_cache(maxsize=1)
 def _bundled_ids() -> dict[str, Any]:
-    from fedrot.simulations.data.encoding import bundled_tokenizer
+    from fedrot.simulations.data.encode import bundled_tokenizer
 
     vocabulary = bundled_tokenizer().get_vocab()
     return {

@@ -10,7 +10,7 @@ import torch
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.data.data_set import DataSet
+from fedrot.simulations.data.labels import DataSet
 from fedrot.simulations.models.architectures import settings_of
 from fedrot.simulations.models.federated import with_adapter
 from fedrot.simulations.models.packaged import loading, loading_of, no_bar_for_files

@@ -58,7 +58,9 @@ def load_domains(experiment: Experiment) -> TextData:
         raise DataError(f"two domains have the same file name among {listed(every)}; rename one")
     loaded = {name: load_texts(experiment.model_copy(update={"data": name})) for name in every}
     for name, data in loaded.items():
-        if data.kind == "single" and all(label.isdigit() for label in data.label_names):
+        if data.kind == "single" and all(
+            label.removeprefix("-").isdigit() for label in data.label_names
+        ):
             raise DataError(f"the classes of '{name}' are numbers; domains need classes with names")
         if data.kind == "regression" or data.train.pairs is not None:
             raise DataError(

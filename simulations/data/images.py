@@ -114,8 +114,8 @@ def _own_range(image: Image.Image) -> Pixels:
         return _sixteen_bits(image)
     values = np.asarray(image, dtype=np.float64)
     finite = values[np.isfinite(values)]
-    low, high = finite.min(initial=np.inf), finite.max(initial=-np.inf)
-    scaled = (np.clip(np.nan_to_num(values, nan=low), low, high) - low) / max(high - low, 1e-300)
+    low, high = (finite.min(), finite.max()) if finite.size else (0, 0)
+    scaled = (np.nan_to_num(values, nan=low, posinf=high, neginf=low) - low) / ((high - low) or 1)
     return np.rint(255 * scaled).astype(np.uint8)
 
 

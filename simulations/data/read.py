@@ -345,9 +345,7 @@ def _at(place: Path) -> Source | None:
         import datasets
 
         load = partial(datasets.load_from_disk, str(place))
-        return _loaded(
-            str(place), place.name, load, f"{place} is damaged; save it again with 'datasets'"
-        )
+        return _loaded(str(place), place.name, load, f"{place} cannot be read as saved by 'datasets'")
     return _images(place) if place.is_dir() else None
 
 

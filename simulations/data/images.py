@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -146,7 +147,9 @@ def _decoded(cell: bytes | Mapping[str, Any], bound: int, where: str) -> Pixels:
         with Image.open(str(path) if content is None else io.BytesIO(content)) as image:
             if image.mode not in RULES:
                 raise ValueError(f"there is no rule for its mode {image.mode}: save it as RGB")
-            ImageOps.exif_transpose(image, in_place=True)
+            image.load()
+            with suppress(Exception):  # damaged EXIF is no reason to refuse a picture
+                ImageOps.exif_transpose(image, in_place=True)
             pixels = np.asarray(RULES[image.mode](image), dtype=np.uint8)
     except Exception as error:  # Pillow raises many unrelated kinds
         raise DataError(

@@ -281,6 +281,9 @@ def _classes(
     whole = all(map(_INTEGER.fullmatch, found))
     names = values = sorted(found, key=int if whole else None)
     declared = source.class_names.get(column) or CLASS_NAMES.get(source.task) or ()
+    for part in parts if column in source.class_names else ():
+        named = np.isin(part.labels.astype(str), [*map(str, range(len(declared)))])
+        refuse_rows(part.where, f"labels without a name in the column {column!r}, such as -1,", ~named)
     if whole and values and int(values[0]) >= 0 and int(values[-1]) < len(declared):
         values, names = [*map(str, range(len(declared)))], [*declared]
     elif whole and all("label_name" in part.table.column_names for part in parts):

@@ -39,6 +39,8 @@ MOST_COLUMNS, MOST_CELLS, LARGEST, RATIO = 10_000, 2**28, 10 * 2**28, 20
 #: Number of rows or names that a message lists, and of characters of each.
 _WRITTEN_OUT, _LONGEST = 10, 80
 _DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "vertical bars", ",": "commas"}
+#: Several rows in a cell of a file with tabs.
+_ROWS = r"\t[^\n]*\n"
 #: First bytes of other files, and what to do.
 _OTHER_FILES = {
     b"\x1f\x8b": "compressed by gzip: unpack it",
@@ -114,8 +116,10 @@ def _csv(path: Path, delimiter: str = ",") -> pa.Table:
         pa_csv.ConvertOptions(column_types=texts, null_values=[""], strings_can_be_null=True),
     )
     _bound("columns", table.num_columns, MOST_COLUMNS)
-    for column in table.columns if delimiter == "\t" else ():
-        if pc.any(pc.match_substring_regex(column, r"\t[^\n]*\n")).as_py():
+    odd = path.read_bytes().count(b'"') % 2
+    for column in table.columns:
+        ends = odd and "\n" in (column[-1].as_py() or "")
+        if ends or (delimiter == "\t" and pc.any(pc.match_substring_regex(column, _ROWS)).as_py()):
             raise pa.ArrowInvalid("a quotation mark is not closed: a cell goes over several rows")
     return table.slice(1).rename_columns([column[0].as_py() or "" for column in table.columns])
 
@@ -420,7 +424,7 @@ def _images(folder: Path) -> Source:
         kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
         cells = pa.array([{"bytes": None, "path": image} for image, _ in rows], kind)
         tables[str(part)] = pa.table({"image": cells, "label": [label for _, label in rows]})
-    said = f"{len(left_out)} files of {folder} are no images and left out: {listed(left_out)}."
+    said = f"{len(left_out)} file(s) of {folder} left out, hidden or no images: {listed(left_out)}."
     return Source(folder.name, tables, said=said if left_out else "")
 
 

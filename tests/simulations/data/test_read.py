@@ -64,6 +64,8 @@ REFUSED: dict[str, tuple[str, str | bytes, str]] = {
     "a long row": ("a.csv", "a,b\n1,2\n1,2,3\n", "CSV .*Row #3: Expected 2 columns, got 3.*; save it"),
     "a short row": ("a.csv", "text,label\na,1\nb\n", "Row #3: Expected 2 columns, got 1"),
     "an open quotation": ("a.tsv", 'text\tlabel\n"a\tx\nb"\ty\n', "quotation mark is not closed"),
+    "an open quotation at the end": ("a.csv", "text,label\n" + ROWS + '"a,x\n' + ROWS, "quotation mark is not closed|got 1"),
+    "the last mark is missing": ("a.csv", "text,label\n" + ROWS + 'a,"x\n' + ROWS, "quotation mark is not closed"),
     "empty": ("a.csv", "", "Empty CSV file"),
     "equal names but for spaces": ("a.csv", "text,label,label \na,1,2\n", "two columns have equal names"),
     "a line too many": ("a.csv", "text,label\n", "a.csv has 0 rows, too few"),
@@ -298,9 +300,9 @@ def test_what_is_not_found_is_told_without_a_network(
         find(name, tmp_path / "missing")
 
 
-def hub_rows(*texts: str) -> datasets.Dataset:
+def hub_rows(*texts: str, hidden: bool = False) -> datasets.Dataset:
     kinds = {"sentence": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])}
-    columns = {"sentence": texts, "label": [row % 2 for row in range(len(texts))]}
+    columns = {"sentence": texts, "label": [-1 if hidden else row % 2 for row in range(len(texts))]}
     return datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
 
 
@@ -311,6 +313,7 @@ SPLITS: dict[str, tuple[Any, Any]] = {
     "training rows alone": ({"train": 10}, (8, 2)),
     "no training rows": ({"first": 10, "test": 2}, "it needs a split 'train' and has first, test"),
     "no splits": (10, (8, 2)),
+    "hidden labels": ({"train": 4, "test": -2}, r"test.* labels without a name .* -1, in 2 of 2 rows"),
 }
 
 
@@ -321,7 +324,7 @@ def test_data_sets_of_the_hub_and_saved_ones(
 ) -> None:
     sizes, expected = SPLITS[name]
     rows = (
-        {s: hub_rows(*TEXTS[:n]) for s, n in sizes.items()}
+        {s: hub_rows(*TEXTS[: abs(n)], hidden=n < 0) for s, n in sizes.items()}
         if isinstance(sizes, dict)
         else hub_rows(*TEXTS[:10])
     )

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from fedrot.simulations.data.data_set import DataSet
-from fedrot.simulations.data.sources import DataError, Selection, listed
-from fedrot.simulations.data.texts import TextData, TextSplit, load_text_data
+from fedrot.simulations.data.labels import DataSet
+from fedrot.simulations.data.read import DataError, listed
+from fedrot.simulations.data.texts import TextData, TextSplit, load_texts
+
+if TYPE_CHECKING:
+    from fedrot.simulations.settings import Experiment
 
 #: The column with the name of a row's domain.
 DOMAIN = "domain"
@@ -31,29 +34,33 @@ class DomainData(DataSet[TextSplit]):
     unseen: tuple[str, ...]
 
 
-def load_domains(
-    names: Sequence[str],
-    data_dir: Path | None = None,
-    unseen: Sequence[str] = (),
-    **selection: Unpack[Selection],
-) -> DomainData:
-    """Load data sets of classified texts as the domains of one task.
+def load_domains(experiment: Experiment) -> TextData:
+    """Load texts; several names in ``data``, or ``unseen_data``, are the domains of one task.
 
-    The labels of the task are the labels of all ``names``; equal names are one label. A selection's
-    limits are per domain. Of ``unseen`` domains, the test rows and the labels of the task are kept.
+    The labels of the task are the labels of all sets in ``data``; equal names are one label. Limits are
+    per domain. Of unseen domains, the test rows and the labels of the task are kept.
 
     Raises:
-        DataError: as ``load_text_data``; also if a name occurs twice, if a data set has scores, pairs or
+        DataError: as ``load_texts``; also if a name occurs twice, if a data set has scores, pairs or
             classes without names, or if an unseen domain has none of the labels.
     """
-    twice = sorted({name for name in (*names, *unseen) if (*names, *unseen).count(name) > 1})
+    names, unseen = (
+        tuple(filter(None, map(str.strip, names.split(","))))
+        for names in (experiment.data, experiment.unseen_data)
+    )
+    every = (*names, *unseen)
+    if len(every) == 1:
+        return load_texts(experiment.model_copy(update={"data": every[0]}))
+    twice = next((name for name in every if every.count(name) > 1), None)
     if twice:
-        raise DataError(f"the data set '{twice[0]}' is named twice; name every domain once")
-    loaded = {name: load_text_data(name, data_dir, **selection) for name in (*names, *unseen)}
-    if len(set(map(metric_of, loaded))) < len(loaded):
-        raise DataError(f"two domains have the same file name among {', '.join(loaded)}; rename one")
+        raise DataError(f"the data set '{twice}' is named twice; name every domain once")
+    if len(set(map(metric_of, every))) < len(every):
+        raise DataError(f"two domains have the same file name among {listed(every)}; rename one")
+    loaded = {name: load_texts(experiment.model_copy(update={"data": name})) for name in every}
     for name, data in loaded.items():
-        if data.kind == "single" and all(label.isdigit() for label in data.label_names):
+        if data.kind == "single" and all(
+            label.removeprefix("-").isdigit() for label in data.label_names
+        ):
             raise DataError(f"the classes of '{name}' are numbers; domains need classes with names")
         if data.kind == "regression" or data.train.pairs is not None:
             raise DataError(
@@ -64,14 +71,18 @@ def load_domains(
         if not set(loaded[name].label_names) & set(labels):
             own = listed(loaded[name].label_names)
             raise DataError(f"'{name}' has none of the labels {listed(labels)}; it has {own}")
-    train = _united([(name, loaded[name], loaded[name].train) for name in names], labels)
-    test = _united([(name, data, data.test) for name, data in loaded.items()], labels)
-    notes = " ".join(filter(None, (data.note for data in loaded.values())))
-    domains = tuple(names), tuple(unseen)
-    metrics = (SEEN, *([UNSEEN] if unseen else []), *map(metric_of, loaded))
-    joined = ",".join(names)
-    said = " ".join(filter(None, (data.said for data in loaded.values())))
-    return DomainData(joined, "multi", labels, metrics, train, test, *domains, note=notes, said=said)
+    return DomainData(
+        ",".join(names),
+        "multi",
+        labels,
+        (SEEN, *([UNSEEN] if unseen else []), *map(metric_of, every)),
+        _united({name: (loaded[name], loaded[name].train) for name in names}, labels),
+        _united({name: (data, data.test) for name, data in loaded.items()}, labels),
+        names,
+        unseen,
+        note=" ".join(filter(None, (data.note for data in loaded.values()))),
+        said=" ".join(filter(None, (data.said for data in loaded.values()))),
+    )
 
 
 def metric_of(domain: str) -> str:
@@ -79,11 +90,11 @@ def metric_of(domain: str) -> str:
     return f"f1_{Path(domain).stem}"
 
 
-def _united(parts: Sequence[tuple[str, TextData, TextSplit]], labels: Sequence[str]) -> TextSplit:
-    known = [_in_order(split.labels, data.label_names, labels) for _, data, split in parts]
-    texts = tuple(text for _, _, split in parts for text in split.texts)
-    domains = [name for name, _, split in parts for _ in range(len(split))]
-    return TextSplit(np.concatenate(known), {DOMAIN: domains}, texts, None)
+def _united(parts: dict[str, tuple[TextData, TextSplit]], wanted: Sequence[str]) -> TextSplit:
+    labels = np.concatenate([_in_order(s.labels, d.label_names, wanted) for d, s in parts.values()])
+    texts = tuple(text for _, split in parts.values() for text in split.texts)
+    domains = [name for name, (_, split) in parts.items() for _ in range(len(split))]
+    return TextSplit(labels, {DOMAIN: domains}, texts, None)
 
 
 def _in_order(

@@ -1,33 +1,29 @@
-"""Image data sets: folders of classes, Parquet files of encoded images, and scikit-learn's digits."""
+"""Data sets of images, as they are seen: upright, on white, in eight bits."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeAlias, Unpack
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.types as types
-from PIL import Image
+from PIL import Image, ImageOps
 
-from fedrot.simulations.data import DIGITS
-from fedrot.simulations.data.data_set import METRICS_OF_KIND, DataSet, Split
-from fedrot.simulations.data.labels import complete, label_columns, labels_of
-from fedrot.simulations.data.sources import (
-    Catalogue,
-    Content,
-    DataError,
-    Selection,
-    Source,
-    find,
-    other_columns,
-)
+from fedrot.simulations.data.labels import DataSet, Rows, Split, label_columns, labelled
+from fedrot.simulations.data.read import Content, DataError, find
+
+if TYPE_CHECKING:
+    from fedrot.simulations.settings import Experiment
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
+#: Largest side of a small model's images, in pixels; larger images are scaled down.
+LARGEST_SIDE = 64
 
 
 def _is_image(kind: pa.DataType) -> bool:
@@ -36,16 +32,8 @@ def _is_image(kind: pa.DataType) -> bool:
 
 
 IMAGE = Content(
-    "image", "whole image files (PNG, JPEG) as bytes", ("image", "img"), "--text-column", _is_image
+    "image", ("image", "img"), "--text-column", "whole image files (PNG, JPEG) as bytes", _is_image
 )
-
-SUFFIXES = frozenset(
-    {".bmp", ".gif", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
-)
-HELD_OUT_FOLDERS = ("test", "validation", "val", "valid")
-#: Largest side of a small model's images, in pixels; larger images are scaled down.
-LARGEST_SIDE = 64
-_GREY = frozenset({"1", "L", "LA", "I", "F"})
 
 
 @dataclass(frozen=True)
@@ -63,57 +51,34 @@ class ImageData(DataSet[ImageSplit]):
     channels: int
 
 
-def load_image_data(
-    name: str = DIGITS,
-    data_dir: Path | None = None,
-    *,
-    side: int | None = None,
-    channels: int | None = None,
-    **selection: Unpack[Selection],
+def load_images(
+    experiment: Experiment, *, side: int | None = None, channels: int | None = None
 ) -> ImageData:
-    """Load images by name: a folder, a Parquet file, ``digits``, or a data set of the hub.
+    """Load the images of an experiment, see ``read.find``: a folder of classes, or a table.
 
-    A folder has files ``CLASS/IMAGE``, or ``train/CLASS/IMAGE`` and ``test/CLASS/IMAGE``. It is looked
-    up in ``data_dir``, below ``data_dir/images``, and as a path. A Parquet file has a column of encoded
-    images (bytes, or the hub's bytes and path) and a column ``label``. All else is as for texts.
+    A table has a column of image files (bytes, or the hub's bytes and path).
 
     Args:
         side: side of the model's square inputs, in pixels; default: of the largest image, at most 64.
         channels: 1 or 3; default: 1 if every image is grey, else 3.
 
     Raises:
-        DataError: as for texts; also if a folder is empty, or a file is no image.
+        DataError: as for texts; also if a file is no image, or has a mode that ``RULES`` lacks.
     """
-    folder = _folder(name, data_dir)
-    source = _from_folder(folder) if folder else find(name, data_dir, IMAGES)
-    column = source.column(IMAGE, selection.get("text_column"))
-    chosen = label_columns(source, selection.get("label_column"))
-    # In a folder every image has a class, even if its name is that of a missing label.
-    whole = complete(source, IMAGE, [column], () if folder else chosen, selection).divided(chosen)
-    source = whole.limited(name, selection)
-    labels = labels_of(source, chosen, selection.get("label_kind", ""), whole)
+    source = find(experiment.data, experiment.data_dir)
+    column = source.column(IMAGE, experiment.text_column)
+    columns = label_columns(source, experiment)
+    data = labelled(source, columns, experiment)
+    parts = (data.train, data.test)
+    pixels = [_pixels(rows, column, side or LARGEST_SIDE) for rows in parts]
+    every = [image for images in pixels for image in images]
+    channels = channels or (1 if all(image.ndim == 2 for image in every) else 3)
     train, test = (
-        _pixels(table, column, side or LARGEST_SIDE, f"{name} ({split})")
-        for split, table in source.tables.items()
+        ImageSplit(r.labels, r.columns(column, *columns), [_with_channels(i, channels) for i in images])
+        for r, images in zip(parts, pixels, strict=True)
     )
-    channels = channels or (1 if all(image.ndim == 2 for image in (*train, *test)) else 3)
-
-    def split(table: pa.Table, classes: npt.NDArray[Any], images: list[Pixels]) -> ImageSplit:
-        others = other_columns(table, column, *chosen)
-        return ImageSplit(classes, others, [_with_channels(image, channels) for image in images])
-
-    return ImageData(
-        name=name,
-        kind=labels.kind,
-        label_names=labels.names,
-        metrics=METRICS_OF_KIND[labels.kind],
-        train=split(source.train, labels.train, train),
-        test=split(source.test, labels.test, test),
-        side=side or side_of([*train, *test]),
-        channels=channels,
-        note=source.note,
-        said=" ".join(filter(None, (source.said, labels.said))),
-    )
+    changed: dict[str, Any] = {"train": train, "test": test, "side": side or side_of(every)}
+    return ImageData(**{**vars(data), **changed, "channels": channels})
 
 
 def side_of(images: Sequence[Pixels]) -> int:
@@ -133,79 +98,60 @@ def resized(pixels: Pixels, height: int, width: int) -> Pixels:
     return np.asarray(image, dtype=np.uint8)
 
 
-def digits() -> Source:
-    """Return scikit-learn's 1,797 grey images of handwritten digits, 8 x 8 pixels."""
-    from sklearn.datasets import load_digits
-
-    def encoded(image: npt.NDArray[Any]) -> bytes:
-        file = io.BytesIO()
-        Image.fromarray(np.rint(image * (255 / 16)).astype(np.uint8)).save(file, "png")
-        return file.getvalue()
-
-    found = load_digits()
-    table = pa.table({"image": [encoded(image) for image in found.images], "label": found.target})
-    return Source(DIGITS, {DIGITS: table})
+def _on_white(image: Image.Image, mode: str) -> Image.Image:
+    if image.has_transparency_data:
+        shown = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), shown)
+    return image.convert(mode)
 
 
-IMAGES = Catalogue((".", "images"), {DIGITS: digits})
+def _sixteen_bits(image: Image.Image) -> Pixels:
+    return (np.asarray(image) >> 8).astype(np.uint8)
 
 
-def _folder(name: str, data_dir: Path | None) -> Path | None:
-    places = [root / name for root in IMAGES.roots(data_dir)]
-    places += [] if name in IMAGES.bundled else [Path(name)]
-    return next((p for p in places if p.is_dir() and not (p / "train.parquet").exists()), None)
+def _own_range(image: Image.Image) -> Pixels:
+    """Scale from the smallest to the largest finite value; integers of PGM and PNG have 16 bits."""
+    if image.format in ("PPM", "PNG"):
+        return _sixteen_bits(image)
+    values = np.asarray(image, dtype=np.float64)
+    finite = values[np.isfinite(values)]
+    low, high = (finite.min(), finite.max()) if finite.size else (0, 0)
+    scaled = (np.nan_to_num(values, nan=low, posinf=high, neginf=low) - low) / ((high - low) or 1)
+    return np.rint(255 * scaled).astype(np.uint8)
 
 
-def _from_folder(folder: Path) -> Source:
-    parts = [folder]
-    if (folder / "train").is_dir():
-        test = next((folder / name for name in HELD_OUT_FOLDERS if (folder / name).is_dir()), None)
-        if test is None:
-            wanted = ", ".join(HELD_OUT_FOLDERS)
-            raise DataError(f"{folder / 'train'} has no held-out folder next to it; add one of {wanted}")
-        parts = [folder / "train", test]
-    return Source(folder.name, {str(part): _classes(part) for part in parts})
+#: Functions that return 8 bits, grey ``[h, w]`` or colours ``[h, w, 3]``, by the mode of Pillow.
+RULES: Mapping[str, Callable[[Image.Image], Image.Image | Pixels]] = {
+    **dict.fromkeys(("1", "L", "LA", "La"), partial(_on_white, mode="L")),
+    **dict.fromkeys(("P", "PA", "RGB", "RGBA", "RGBa", "RGBX"), partial(_on_white, mode="RGB")),
+    **dict.fromkeys(("CMYK", "YCbCr", "HSV", "LAB"), partial(_on_white, mode="RGB")),
+    **dict.fromkeys(("I;16", "I;16L", "I;16B", "I;16N"), _sixteen_bits),
+    **dict.fromkeys(("I", "F"), _own_range),
+}
 
 
-def _classes(folder: Path) -> pa.Table:
-    """Return the paths and class names of the images in a folder of classes, as a table."""
-    names = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    files = {path: sorted(f for f in path.rglob("*") if f.suffix.lower() in SUFFIXES) for path in names}
-    empty = [path for path, found in files.items() if not found]
-    if empty or not files:
-        raise DataError(
-            f"{empty[0] if empty else folder} has no images; a folder of images has a sub-folder for "
-            f"each class, as in {folder.name}/CLASS/IMAGE.png"
-        )
-    rows = [(str(file), path.name) for path, found in files.items() for file in found]
-    image = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-    columns = {
-        "image": [{"bytes": None, "path": file} for file, _ in rows],
-        "label": [label for _, label in rows],
-    }
-    return pa.table(columns, schema=pa.schema({"image": image, "label": pa.string()}))
+def _pixels(rows: Rows, column: str, bound: int) -> list[Pixels]:
+    batches = rows.table.select([column]).to_batches(max_chunksize=256)
+    cells = (cell for batch in batches for cell in batch.column(0).to_pylist())
+    numbered = zip(rows.numbers, cells, strict=True)
+    return [_decoded(cell, bound, f"{rows.where}, row {number}") for number, cell in numbered]
 
 
-def _pixels(table: pa.Table, column: str, bound: int, where: str) -> list[Pixels]:
-    batches = table.select([column]).to_batches(max_chunksize=256)
-    rows = enumerate(raw for batch in batches for raw in batch.column(0).to_pylist())
-    return [_decoded(raw, bound, f"{where}, row {row}") for row, raw in rows]
-
-
-def _decoded(raw: bytes | Mapping[str, Any] | None, bound: int, where: str) -> Pixels:
+def _decoded(cell: bytes | Mapping[str, Any], bound: int, where: str) -> Pixels:
     """Return uint8 ``[height, width]`` (grey) or ``[height, width, 3]``; no side is above ``bound``."""
-    parts: Mapping[str, Any] = {"bytes": raw} if isinstance(raw, bytes) else raw or {}
+    parts: Mapping[str, Any] = {"bytes": cell} if isinstance(cell, bytes) else cell
     content, path = parts.get("bytes"), parts.get("path")
     if content is None and path is None:
         raise DataError(f"{where} has no image; remove that row")
     try:
         with Image.open(str(path) if content is None else io.BytesIO(content)) as image:
-            if image.mode.startswith("I;16"):  # convert() would clip values above 255
-                pixels = (np.asarray(image) >> 8).astype(np.uint8)
-            else:
-                mode = "L" if image.mode in _GREY else "RGB"
-                pixels = np.asarray(image.convert(mode), dtype=np.uint8)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            if image.mode not in RULES:
+                raise ValueError(f"there is no rule for its mode {image.mode}: save it as RGB")
+            image.load()
+            with suppress(Exception):  # damaged EXIF is no reason to refuse a picture
+                ImageOps.exif_transpose(image, in_place=True)
+            pixels = np.asarray(RULES[image.mode](image), dtype=np.uint8)
+    except Exception as error:  # Pillow raises many unrelated kinds
         raise DataError(
             f"{path if content is None else where} cannot be read as an image ({error}); remove it or "
             "replace it"

@@ -12,11 +12,11 @@ import torch
 from hypothesis import strategies as st
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.data.sources import READERS, read_table
+from fedrot.simulations.data.read import READERS, read_table
 from fedrot.simulations.saved_models.load import load
 from tests.fuzz.cases import fuzzed, mutated
 from tests.models import fresh_model
-from tests.simulations.test_hostile_files import bounded
+from tests.simulations.data.files import bounded
 
 MARKS = ("[", "]", '{"a":', "}", '"', "\\", '"\\', "1", ",", "\n", '{"a":"b"}\n', '[{"a":1}]')
 CHANGED = ("a.parquet", "model.safetensors", "pytorch_model.bin", "config.json")

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import json
-import resource
 import struct
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
-from time import process_time
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from fedrot._io import DEEPEST, shallow
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.data.encoding import bundled_tokenizer, encode_texts
-from fedrot.simulations.data.sources import read_table
-from fedrot.simulations.data.texts import TextSplit
 from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.federation.store import CellRows, RunFolder, cells_of
 from fedrot.simulations.report.plots import LONGEST, as_label, rounds_plot
@@ -32,6 +21,7 @@ from fedrot.simulations.report.run_page import write_report
 from fedrot.simulations.report.tables import result_tables
 from tests.models import fresh_model
 from tests.simulations.commands import invoke
+from tests.simulations.data.files import bounded
 from tests.simulations.saved_models.folders import WEIGHTS, configure, saved
 
 HOSTILE = "</script><script>alert(1)</script> & \"q\" 'x' $\\x$ ../../../x | " + 300 * "y"
@@ -42,32 +32,13 @@ def safetensors(header: object, data: bytes = b"", length: int | None = None) ->
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
 
-@contextmanager
-def bounded() -> Iterator[None]:
-    """At most five seconds of work and a GiB."""
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, process_time()
-    yield
-    assert process_time() - start < 5
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20
-
-
 #: A parser that recurses ends the process at so many brackets.
 DEEP, MILLION = "[" * 300_000, 10**6
-REPEATED = pa.DictionaryArray.from_arrays(np.zeros(20_000, dtype=np.int32), ["x" * (1 << 20)])
 HALF = json.dumps({"metadata": {}, "weight_map": {"classifier.bias": "\ud800.bin"}})
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 INDEX, PARTS = f"{WEIGHTS}.index.json", "pytorch_model.bin.index.json"
 #: A file, its content (or fields, columns) and what is said.
 FILES: list[tuple[str, str | bytes | dict[str, Any], str]] = [
-    ("a.jsonl", '{"a":' + DEEP, "a.jsonl cannot be read as JSON lines (it is nested more than 200"),
-    ("a.json", "[" + '{"a":' * 300_000, "a.json cannot be read as JSON (it is nested more than 200"),
-    ("a.jsonl", '"\\' * 300_000, "a.jsonl cannot be read as JSON lines"),
-    ("a.json", json.dumps([dict.fromkeys(map(str, range(50_000)), 1)]), "it has 50000 columns"),
-    ("a.csv", ",".join(map(str, range(50_000))) + "\n", "it has 50000 columns"),
-    ("a.csv", (",".join(f"c{i}" for i in range(9000)) + "\n") * 3, "c9 and 8990 more"),
-    ("a.parquet", {str(i): pa.nulls(1 << 22) for i in range(65)}, "it has 272629760 cells"),
-    ("a.parquet", {"text": REPEATED}, "it has 20971520000 bytes"),
-    ("a.parquet", {"text": pa.ListArray.from_arrays([0, 20_000], REPEATED)}, "20971520000 bytes"),
     ("a.toml", b"\xff\xfe", "is no TOML"),
     ("a.toml", f"a = {DEEP}", "is no TOML"),
     (CONFIG, {"num_hidden_layers": MILLION}, "config.json' has 1000000 as num_hidden_layers"),
@@ -94,9 +65,7 @@ FILES: list[tuple[str, str | bytes | dict[str, Any], str]] = [
 def test_a_file_is_refused(name: str, content: Any, said: str, tmp_path: Path) -> None:
     file, out = tmp_path / "b" / name, tmp_path / "out"
     a, b = (saved(fresh_model("bert-classifier").float(), tmp_path / name) for name in "ab")
-    if file.suffix == ".parquet":
-        pq.write_table(pa.table(content), file, store_schema=False)
-    elif isinstance(content, dict):
+    if isinstance(content, dict):
         configure(b, **content)
     elif name == "pytorch_model.bin":
         with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
@@ -114,57 +83,6 @@ def test_a_file_is_refused(name: str, content: Any, said: str, tmp_path: Path) -
         assert (code, said in output, len(output) < 1000) == (2, True, True), output
         assert str(b) in output.replace(" ", ""), output
     assert not out.exists()
-
-
-def test_a_table_is_read_with_its_types(tmp_path: Path) -> None:
-    texts = ["a", None, "b"] * 100
-    columns = {
-        "text": texts,
-        "class": pa.array(texts).dictionary_encode(),
-        "words": [["a", "b"], [], None] * 100,
-    }
-    columns |= {
-        "delta": pa.array(texts, pa.large_string()),
-        "image": [{"bytes": b"x", "path": None}] * 300,
-    }
-    how = {"column_encoding": {"delta": "DELTA_BYTE_ARRAY"}, "use_dictionary": ["text", "class"]}
-    pq.write_table(pa.table(columns), tmp_path / "a.parquet", **how)
-    assert read_table(tmp_path / "a.parquet").equals(pq.read_table(tmp_path / "a.parquet"))
-
-
-@pytest.mark.parametrize("header", ["text,other,label", "sentence1,sentence2,label"])
-def test_long_texts_are_cut_before_they_are_tokenised(header: str, tmp_path: Path) -> None:
-    rows, long = "".join(f"some words,some words,{i % 2}\n" for i in range(40)), "word " * (5 << 20)
-    (tmp_path / "a.csv").write_text(f"{header}\n{rows}{long},{long},1\n")
-    with bounded():
-        line = ("simulate", "--data", tmp_path / "a.csv", "--dry-run", "--out", tmp_path / "out")
-        assert invoke(*line)[0] == 0
-
-
-def test_a_cut_text_has_the_same_first_tokens() -> None:
-    texts = tuple(word * 1000 for word in ("some words ", "averylongword", " " * 9 + "x"))
-    found = encode_texts(TextSplit(np.zeros(3), {}, texts, None), bundled_tokenizer(), 5, 0).ids
-    whole = [bundled_tokenizer().encode(text).ids for text in texts]
-    assert [[*ids[:-1]] for ids in found] == [ids[: min(5, len(ids)) - 1] for ids in whole]
-
-
-def test_brackets_in_texts_are_no_levels() -> None:
-    opened = b"[" * (DEEPEST + 1)
-    for data in (opened[1:] + b"]" * DEEPEST, b'"' + opened + b'"', rb'"\"' + opened, b"[]" * 9999, b""):
-        assert shallow(data) is data
-    for data in (opened, b'"a"' + opened, rb'"\\"' + opened, rb'"\\\""' + opened, b'{"a":' * 201):
-        with pytest.raises(ValueError, match="levels"):
-            shallow(data)
-
-
-def test_only_numbers_that_occur_are_classes(tmp_path: Path) -> None:
-    rows = "".join(f"word {i},{(i % 2) << 40}\n" for i in range(40))
-    (tmp_path / "ids.csv").write_text("text,label\n" + rows)
-    code, output = invoke(
-        "simulate", "--data", tmp_path / "ids.csv", "--out", tmp_path / "o", "--dry-run"
-    )
-    assert code == 0, output
-    assert "2 classes in the column 'label': 0, 1099511627776" in output
 
 
 SETTINGS = {

@@ -1,34 +1,30 @@
-"""Readers of texts, tagged words and images: loading, and encoding as inputs of models."""
+"""Texts, tagged words and images as inputs of models: ``read_encoded`` loads and encodes them."""
 
 from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from tokenizers import Encoding, Tokenizer
 
-from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.data.data_set import DataSet
 from fedrot.simulations.data.domains import DOMAIN, load_domains
-from fedrot.simulations.data.images import ImageData, Pixels, load_image_data, resized
-from fedrot.simulations.data.sources import DataError, Selection
-from fedrot.simulations.data.texts import (
-    TagSplit,
-    TextData,
-    TextSplit,
-    load_tag_data,
-    load_text_data,
-)
-from fedrot.simulations.models import pad_id_of, pretrained_settings, settings_of
-from fedrot.simulations.packaged import loading, loading_of, source_of
+from fedrot.simulations.data.images import ImageData, Pixels, load_images, resized
+from fedrot.simulations.data.labels import DataSet
+from fedrot.simulations.data.read import DataError
+from fedrot.simulations.data.texts import TagData, TagSplit, TextSplit, load_tags, load_texts
+from fedrot.simulations.models.architectures import pad_id_of, pretrained_settings, settings_of
+from fedrot.simulations.models.packaged import loading, loading_of, source_of
+
+if TYPE_CHECKING:
+    from fedrot.simulations.settings import Experiment
 
 #: Characters that are read for each token of a text, and words of a row; of a pair of texts. Only a text
 #: with longer tokens on average loses some. The time for a pair is the product of both lengths.
@@ -146,17 +142,17 @@ def bundled_tokenizer() -> Tokenizer:
     return Tokenizer.from_str(source.read_text(encoding="utf-8"))
 
 
-def tokenizer_for(config: SimulationConfig) -> Tokenizer:
+def tokenizer_for(experiment: Experiment) -> Tokenizer:
     """Return the bundled tokenizer, or that of the pretrained model."""
-    if config.model is None:
+    if experiment.model is None:
         return bundled_tokenizer()
     from transformers import AutoTokenizer
 
-    with loading(config.model):
-        found = AutoTokenizer.from_pretrained(**loading_of(config.model))
+    with loading(experiment.model):
+        found = AutoTokenizer.from_pretrained(**loading_of(experiment.model))
         if set(found.get_vocab()) <= set(found.all_special_tokens):  # transformers makes an empty one
             raise DataError(
-                f"model '{config.model}' has no tokenizer; save its tokenizer.json in the same folder"
+                f"model '{experiment.model}' has no tokenizer; save tokenizer.json in the same folder"
             )
         return found.backend_tokenizer
 
@@ -209,85 +205,54 @@ def _numbers(encodings: Sequence[Encoding]) -> tuple[list[np.ndarray], list[np.n
     return ids, [np.asarray(e.type_ids, dtype=np.int64) for e in encodings]
 
 
-@dataclass(frozen=True)
-class Reader:
-    """A kind of data.
-
-    Attributes:
-        load: returns a data set by name, folder and ``Selection``; raises ``DataError``.
-        encode: returns the training and the test split, encoded for the configuration's model.
-        options: returns further arguments of ``load`` from a configuration.
-    """
-
-    load: Callable[..., DataSet[Any]]
-    encode: Callable[[SimulationConfig, Any], tuple[Any, Any]]
-    options: Callable[[SimulationConfig], Mapping[str, object]] = lambda _: {}
-
-    def read(self, config: SimulationConfig) -> tuple[DataSet[Any], Any, Any]:
-        """Return the data set of a configuration, and its splits encoded for the model."""
-        selection = config.model_dump(include=set(Selection.__annotations__))
-        data = self.load(config.data, config.data_dir, **selection, **self.options(config))
-        return data, *self.encode(config, data)
+def read_encoded(experiment: Experiment) -> tuple[DataSet[Any], Any, Any]:
+    """Return the data of an experiment, and its training and held-out rows encoded for its model."""
+    if experiment.task == "image":
+        images = load_images(experiment, **_image_size(experiment.model))
+        return images, *_encoded_images(images, experiment.model)
+    data: DataSet[Any]
+    if experiment.task == "ner":
+        data = load_tags(experiment)
+    elif experiment.task == "classification":
+        data = load_domains(experiment)
+    else:
+        data = load_texts(experiment, labels_optional=True)
+    encode: Any = encode_tags if isinstance(data, TagData) else encode_texts
+    how = tokenizer_for(experiment), experiment.max_length, pad_id_of(settings_of(experiment, data))
+    return data, encode(data.train, *how), encode(data.test, *how)
 
 
-def _tokenised(encode: Callable[..., Encoded]) -> Callable[[SimulationConfig, Any], tuple[Any, Any]]:
-    def encoded(config: SimulationConfig, data: DataSet[Any]) -> tuple[Encoded, Encoded]:
-        how = tokenizer_for(config), config.max_length, pad_id_of(settings_of(config, data))
-        return encode(data.train, *how), encode(data.test, *how)
-
-    return encoded
-
-
-def _image_size(config: SimulationConfig) -> dict[str, int]:
+def _image_size(model: str | None) -> dict[str, int]:
     """Return ``side`` (in pixels) and ``channels`` of a pretrained model's inputs."""
-    if config.model is None:
+    if model is None:
         return {}
-    settings = pretrained_settings(config.model)
+    settings = pretrained_settings(model)
     side, channels = getattr(settings, "image_size", None), getattr(settings, "num_channels", 3)
     sides = list(dict.fromkeys(side)) if isinstance(side, list | tuple) else [side]
     if len(sides) != 1 or not isinstance(sides[0], int):
         raise DataError(
-            f"model '{config.model}' of type '{settings.model_type}' does not take square images "
+            f"model '{model}' of type '{settings.model_type}' does not take square images "
             f"(image_size is {side}); choose a vision transformer, or another task"
         )
     if channels not in (1, 3):
         raise DataError(
-            f"model '{config.model}' takes images of {channels} channels; choose a model for 1 (grey) "
-            "or 3 (colours)"
+            f"model '{model}' takes images of {channels} channels; choose a model for 1 (grey) or 3 "
+            "(colours)"
         )
     return {"side": sides[0], "channels": channels}
 
 
-def _encode_images(config: SimulationConfig, data: ImageData) -> tuple[EncodedImages, EncodedImages]:
-    mean, deviation = (tuple(values[: data.channels]) for values in _standardisation(config.model))
-    how = data.side, mean, deviation
-    train, test = (EncodedImages(s.labels, s.pixels, *how) for s in (data.train, data.test))
-    return train, test
+def _encoded_images(data: ImageData, model: str | None) -> list[EncodedImages]:
+    """Standardise images by the mean and the deviation of the model's processor, by default one half."""
+    found: Mapping[str, Any] = {}
+    if model is not None:
+        from transformers.image_processing_base import ImageProcessingMixin
 
-
-def _standardisation(model: str | None) -> tuple[Sequence[float], Sequence[float]]:
-    """Return mean and standard deviation of pixel values per channel, from a model's processor."""
-    if model is None:
-        return _HALF, _HALF
-    from transformers.image_processing_base import ImageProcessingMixin
-
-    try:
-        # Not the processor itself, which needs torchvision.
-        found, _ = ImageProcessingMixin.get_image_processor_dict(source_of(model))
-    except OSError:  # saved without a processor
-        return _HALF, _HALF
-    return found.get("image_mean") or _HALF, found.get("image_std") or _HALF
-
-
-def _load_labelled(name: str, data_dir: Path | None, unseen: str, **selection: Any) -> TextData:
-    names, others = ([part.strip() for part in listed.split(",")] for listed in (name, unseen))
-    if len(names) == 1 and not any(others):
-        return load_text_data(name, data_dir, **selection)
-    return load_domains(names, data_dir, [*filter(None, others)], **selection)
-
-
-_TEXTS = _tokenised(encode_texts)
-LABELLED_TEXT = Reader(_load_labelled, _TEXTS, lambda config: {"unseen": config.unseen_data})
-TEXT = Reader(load_text_data, _TEXTS, lambda _: {"labels_optional": True})
-TAGGED = Reader(load_tag_data, _tokenised(encode_tags))
-IMAGE = Reader(load_image_data, _encode_images, _image_size)
+        with suppress(OSError):  # saved without a processor
+            # Not the processor itself, which needs torchvision.
+            found, _ = ImageProcessingMixin.get_image_processor_dict(source_of(model))
+    mean, deviation = (
+        tuple((found.get(name) or _HALF)[: data.channels]) for name in ("image_mean", "image_std")
+    )
+    splits = (data.train, data.test)
+    return [EncodedImages(s.labels, s.pixels, data.side, mean, deviation) for s in splits]

@@ -1,0 +1,433 @@
+"""Tables of data sets: bundled, in files and folders (see ``READERS``), or from the Hugging Face hub."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
+import pyarrow.types as types
+
+from fedrot._io import refuse_pointer, shallow
+from fedrot.errors import FedrotError
+from fedrot.simulations.data import BUNDLED, DIGITS
+
+#: Held-out rows beside ``train``, the first that there is: the test labels of GLUE are hidden.
+HELD_OUT, HELD_OUT_FOLDERS = (
+    ("validation", "validation_matched", "test"),
+    ("test", "validation", "val", "valid"),
+)
+#: Folders below a data folder.
+FOLDERS = (".", "glue", "emotion", "embedded", "ner", "images")
+IMAGE_SUFFIXES = frozenset(
+    (".bmp", ".gif", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+)
+#: Largest numbers of columns and of cells, and of bytes of a decoded Parquet file or 20 times its size.
+MOST_COLUMNS, MOST_CELLS, LARGEST, RATIO = 10_000, 2**28, 10 * 2**28, 20
+#: Number of rows or names that a message lists, and of characters of each.
+_WRITTEN_OUT, _LONGEST = 10, 80
+_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "vertical bars", ",": "commas"}
+#: Several rows in a cell of a file with tabs.
+_ROWS = r"\t[^\n]*\n"
+#: First bytes of other files, and what to do.
+_OTHER_FILES = {
+    b"\x1f\x8b": "compressed by gzip: unpack it",
+    b"PK\3\4": "an Excel workbook or a zip archive: export it as CSV, or unpack it",
+    b"\xd0\xcf\x11\xe0": "an old Excel workbook: export it as CSV",
+    b"ARROW1": "an Arrow (Feather) file: save it as Parquet",
+    b"<!": "a web page: download the file itself",
+    b"\xff\xfe": "in UTF-16: save it in UTF-8",
+    b"\xfe\xff": "in UTF-16: save it in UTF-8",
+}
+
+
+class DataError(FedrotError):
+    """A data set is unknown or unreadable, or lacks a column, a split or values."""
+
+
+def listed(values: Iterable[object]) -> str:
+    """Return values separated by commas; of many values, only the first ones and their number."""
+    found = [*values]
+    more = f" and {len(found) - _WRITTEN_OUT} more" if len(found) > _WRITTEN_OUT else ""
+    return ", ".join(f"{value!s:.{_LONGEST}}" for value in found[:_WRITTEN_OUT]) + more
+
+
+def _bound(what: str, number: int, most: int) -> None:
+    if number > most:
+        raise pa.ArrowInvalid(f"it has {number} {what}, above {most}: leave some out")
+
+
+def _parquet(path: Path) -> pa.Table:
+    """Read a file that is small when decoded, too: a text may stand for many rows, and is read once."""
+    file, most = pq.ParquetFile(path), max(LARGEST, RATIO * path.stat().st_size)
+    about = file.metadata  # its columns are left alone: pyarrow ends the process if one is damaged
+    groups = [about.row_group(group) for group in range(about.num_row_groups)]
+    _bound("cells", sum(group.num_rows for group in groups) * about.num_columns, MOST_CELLS)
+    _bound("bytes", sum(group.total_byte_size for group in groups), most)
+    paths = [file.schema.column(place).path for place in range(about.num_columns)]
+    try:
+        table = pq.read_table(path, read_dictionary=paths)
+    except (OSError, pa.ArrowException):  # texts that are parts of others, or above 2 GiB
+        table = pq.read_table(path)
+    _bound("bytes", sum(_decoded_size(part) for column in table.columns for part in column.chunks), most)
+    return table.cast(_common(file.schema_arrow))
+
+
+def _decoded_size(values: pa.Array) -> int:
+    """Return the number of bytes of values; those of a dictionary count once for each row."""
+    if types.is_dictionary(values.type) and not types.is_primitive(values.type.value_type):
+        return pc.sum(pc.binary_length(values.dictionary).take(values.indices)).as_py() or 0
+    if types.is_nested(values.type):
+        found = values.flatten()  # of structs, several
+        return sum(map(_decoded_size, found if isinstance(found, list) else [found]))
+    return int(values.nbytes)
+
+
+def _csv(path: Path, delimiter: str = ",") -> pa.Table:
+    """Read every cell as a text; empty cells are missing. Excel's first line ``sep=,`` is left out."""
+    with path.open("rb") as file:
+        head = file.readline().decode("utf-8-sig", "replace").strip("\r\n").lower()
+    found = next((name for mark, name in _DELIMITERS.items() if mark in head), None)
+    if found and delimiter not in head:
+        wanted = _DELIMITERS[delimiter]
+        raise pa.ArrowInvalid(f"its columns are separated by {found}; separate them by {wanted}")
+    texts = {f"f{place}": pa.string() for place in range(MOST_COLUMNS)}
+    table = pa_csv.read_csv(
+        path,
+        pa_csv.ReadOptions(
+            autogenerate_column_names=True,
+            skip_rows=int(head == f"sep={delimiter}"),
+            block_size=min(max(path.stat().st_size, 2**20), 2**31 - 1),  # the longest row
+            use_threads=False,  # for the number of a wrong row
+        ),
+        pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+        pa_csv.ConvertOptions(column_types=texts, null_values=[""], strings_can_be_null=True),
+    )
+    _bound("columns", table.num_columns, MOST_COLUMNS)
+    odd = path.read_bytes().count(b'"') % 2
+    for column in table.columns:
+        ends = odd and "\n" in (column[-1].as_py() or "")
+        if ends or (delimiter == "\t" and pc.any(pc.match_substring_regex(column, _ROWS)).as_py()):
+            raise pa.ArrowInvalid("a quotation mark is not closed: a cell goes over several rows")
+    return table.slice(1).rename_columns([column[0].as_py() or "" for column in table.columns])
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"an object has a name twice among {listed(name for name, _ in pairs)}")
+    return found
+
+
+def _json(path: Path) -> pa.Table:
+    """Read objects, or a list of objects. Columns with larger integers than int64 are texts."""
+    # Not pyarrow's reader: it makes dates of texts, and floats of large integers.
+    text, rows, end = shallow(path.read_bytes()).decode("utf-8-sig"), [], 0
+    while start := re.compile(r"\S").search(text, end):
+        row, end = json.JSONDecoder(object_pairs_hook=_object).raw_decode(text, start.start())
+        rows.append(row)
+    rows = rows[0] if len(rows) == 1 and isinstance(rows[0], list) else rows
+    if not all(isinstance(row, dict) for row in rows):
+        raise ValueError("it has items that are not objects")
+    if len(rows) == 1 and all(isinstance(value, dict | list) for value in rows[0].values()):
+        raise ValueError("it is one object of columns: DataFrame.to_json needs orient='records'")
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    _bound("columns", len(names), MOST_COLUMNS)
+    _bound("cells", len(names) * len(rows), MOST_CELLS)
+    return pa.table({name: _array(name, [row.get(name) for row in rows]) for name in names})
+
+
+def _array(name: str, values: list[Any]) -> pa.Array:
+    there = [value for value in values if value is not None]
+    if all(type(value) is int for value in there) and max(map(abs, there), default=0) >= 2**63:
+        values = [value if value is None else str(value) for value in values]
+    try:
+        return pa.array(values)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ValueError(f"the column '{name}' has values of several types: {error}") from error
+
+
+def _plain_text(path: Path) -> pa.Table:
+    """Return the paragraphs of a text file, which are separated by empty lines."""
+    paragraphs = (part.strip() for part in re.split(r"\n\s*\n", path.read_text("utf-8-sig")))
+    return pa.table({"text": pa.array(filter(None, paragraphs), pa.string())})
+
+
+# Not read by ``datasets``: in CSV it makes floats of integers beside an empty cell and renames a second
+# column of the same name; in CSV and JSON it refuses types that change after the first block.
+#: The name and the reader of each file format, by suffix.
+READERS: Mapping[str, tuple[str, Callable[[Path], pa.Table]]] = {
+    ".parquet": ("Parquet", _parquet),
+    ".csv": ("CSV", _csv),
+    ".tsv": ("TSV", partial(_csv, delimiter="\t")),
+    ".jsonl": ("JSON lines", _json),
+    ".json": ("JSON", _json),
+    ".txt": ("plain text", _plain_text),
+}
+
+
+def read_table(path: Path) -> pa.Table:
+    """Read a file in one of the formats of ``READERS``; raises ``DataError`` if it cannot be read.
+
+    Cells of CSV and TSV are texts; other formats keep their types. Parquet may have any suffix.
+    """
+    format_name, read = READERS[path.suffix.lower()]
+    try:
+        refuse_pointer(path)
+        with path.open("rb") as file:
+            head = file.readline(2**16)
+        other = [said for start, said in _OTHER_FILES.items() if head.lower().startswith(start.lower())]
+        if head.startswith(b"PAR1"):
+            read = _parquet
+        elif other or (b"\0" in head and read is not _parquet):
+            raise ValueError(f"it is {other[0] if other else 'no text, or in UTF-16: save it in UTF-8'}")
+        return _usable(read(path))
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise DataError(
+            f"{path} cannot be read as {format_name} ({error}); save it again, or choose another file"
+        ) from error
+
+
+def _usable(table: pa.Table) -> pa.Table:
+    """Return a table with named columns alone; spaces around their names are removed."""
+    _bound("columns", table.num_columns, MOST_COLUMNS)
+    names = [name.strip() for name in table.column_names]
+    table = table.rename_columns(names).select([place for place, name in enumerate(names) if name])
+    if len(set(table.column_names)) < table.num_columns:
+        raise pa.ArrowInvalid(f"two columns have equal names among {listed(table.column_names)}")
+    return table.cast(_common(table.schema))
+
+
+def _common(schema: pa.Schema) -> pa.Schema:
+    """Return a schema without views, as Polars writes them, of which pyarrow can take no rows."""
+    views = {"string_view": pa.string(), "binary_view": pa.binary()}
+    kinds = [(f.name, getattr(f.type, "storage_type", f.type)) for f in schema]
+    return pa.schema([(name, views.get(str(kind), kind)) for name, kind in kinds])
+
+
+class Content(NamedTuple):
+    """A kind of column: its name, usual names, the option that chooses it, and its values in words."""
+
+    name: str
+    known: tuple[str, ...]
+    option: str
+    wanted: str
+    fits: Callable[[pa.DataType], bool]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Tables of a data set.
+
+    Attributes:
+        task: the last part of the name, such as ``cola``; known tasks have class names and metrics.
+        tables: training and held-out rows, or one table of all rows, by origin.
+        class_names: the hub's names for the classes of integer columns, by column.
+        said: a sentence about files that were left out.
+    """
+
+    task: str
+    tables: Mapping[str, pa.Table]
+    class_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    said: str = ""
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that all tables have."""
+        first, *others = (table.column_names for table in self.tables.values())
+        return [column for column in first if all(column in names for names in others)]
+
+    def column(self, content: Content, wanted: str | None) -> str:
+        """Return the wanted column, or the first with a known name.
+
+        Raises ``DataError`` without such a column, or if values are missing or of a wrong type.
+        """
+        names = content.known if wanted is None else [wanted.strip()]
+        found = next((name for name in names if name in self.columns), None)
+        if found is None:
+            raise DataError(
+                f"{' and '.join(self.tables)}: no {content.name} column "
+                f"{' or '.join(map(repr, names))}; columns are {listed(self.columns)}; choose one with "
+                f"{content.option}"
+            )
+        for origin, table in self.tables.items():
+            kind, where = table.schema.field(found).type, f"{origin}: {content.name} column {found!r}"
+            if not content.fits(kind):
+                raise DataError(f"{where} holds {kind}; give {content.wanted}")
+            refuse_rows(where, "no value", _missing(table[found]))
+        return found
+
+
+def _missing(values: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
+    """Return which rows are null, NaN, blank, or a list with a null, ``[rows]``."""
+    missing: npt.NDArray[np.bool_] = values.is_null(nan_is_null=True).to_numpy().copy()
+    if types.is_list(values.type) or types.is_large_list(values.type):
+        holes = pc.list_parent_indices(values).filter(pc.list_flatten(values).is_null())
+        missing[holes.to_numpy()] = True
+    values = plain(values)
+    if types.is_string(values.type):
+        missing |= pc.equal(pc.utf8_trim_whitespace(values), "").fill_null(False).to_numpy()
+    return missing
+
+
+def refuse_rows(where: str, what: str, wrong: npt.NDArray[np.bool_]) -> None:
+    """Raise ``DataError`` with the numbers of the wrong rows, if there are any."""
+    if wrong.any():
+        rows = listed(np.flatnonzero(wrong) + 1)
+        raise DataError(
+            f"{where} has {what} in {wrong.sum()} of {len(wrong)} rows: row(s) {rows}, counted from 1; "
+            "correct or delete these rows"
+        )
+
+
+def plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return a column with categories as their values, and large strings as strings."""
+    kind = column.type.value_type if types.is_dictionary(column.type) else column.type
+    return column.cast(pa.string() if types.is_large_string(kind) else kind)
+
+
+def find(name: str, data_dir: Path | None) -> Source:
+    """Look ``name`` up in ``data_dir`` and its ``FOLDERS``, among the bundled data, here, on the hub.
+
+    A name stands for ``NAME``, ``NAME.parquet``, or for a folder: of ``train.parquet`` beside a held-out
+    split (or ``NAME_train.parquet``; in any format), saved by ``datasets``, or of images. Names of the
+    hub are ``owner/name`` and ``owner/name:configuration``. Raises ``DataError``.
+    """
+    if data_dir is not None and not data_dir.is_dir():
+        raise DataError(f"data folder {data_dir} does not exist; check its path")
+    roots = [data_dir / folder for folder in FOLDERS] if data_dir else []
+    bundled = {BUNDLED: _bundled, DIGITS: _digits}
+    places = [root / name for root in roots] + ([] if name in bundled else [Path(name)])
+    for place in places:
+        if (source := _at(place)) is not None:
+            return source
+    if name in bundled:
+        return bundled[name]()
+    if Path(name).suffix.lower() in READERS:
+        where = f", nor below {data_dir}" if data_dir else ""
+        raise DataError(f"there is no file {name}{where}; check its path")
+    if there := next((place for place in places if place.exists()), None):
+        raise DataError(f"{there} has no known format; save it as one of {', '.join(READERS)}")
+    names = {*bundled, *(path.parent.name for root in roots for path in root.glob("*/train.parquet"))}
+    names |= {path.stem.removesuffix("_train") for root in roots for path in root.glob("*.parquet")}
+    where = f"bundled or in {data_dir}" if data_dir else "bundled; give --data-dir for more"
+    unknown = f"data set {name!r} is not available. Available: {', '.join(sorted(names))} ({where})"
+    if "/" not in name or Path(name).is_absolute():
+        raise DataError(f"{unknown}; names of the hub are owner/name")
+    import datasets
+
+    path, _, configuration = name.partition(":")
+    load = partial(datasets.load_dataset, path, configuration or None)
+    task = (configuration or path).split("/")[-1]
+    return _loaded(name, task, load, f"{unknown}; the hub failed (offline, or no such data set)")
+
+
+def _at(place: Path) -> Source | None:
+    for file in (place, Path(f"{place}.parquet")):
+        if file.is_file() and file.suffix.lower() in READERS:
+            return Source(file.stem, {str(file): read_table(file)})
+    for suffix in READERS:
+        for train in (place / f"train{suffix}", Path(f"{place}_train{suffix}")):
+            if train.is_file():
+                prefix = train.stem.removesuffix("train")
+                beside = [train.with_name(f"{prefix}{split}{suffix}") for split in HELD_OUT]
+                held_out = _first(train, beside, Path.is_file)
+                return Source(place.name, {str(file): read_table(file) for file in (train, held_out)})
+    if any((place / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        import datasets
+
+        load = partial(datasets.load_from_disk, str(place))
+        return _loaded(str(place), place.name, load, f"{place} cannot be read as saved by 'datasets'")
+    return _images(place) if place.is_dir() else None
+
+
+def _first(train: Path, beside: list[Path], there: Callable[[Path], bool]) -> Path:
+    found = next(filter(there, beside), None)
+    if found is None:
+        wanted = ", ".join(path.name for path in beside)
+        raise DataError(f"{train} has no held-out split next to it; add one of {wanted}")
+    return found
+
+
+def _loaded(name: str, task: str, load: Callable[[], Any], failed: str) -> Source:
+    """Return the training and held-out rows, or all rows, of a data set of ``datasets``."""
+    import datasets
+
+    try:
+        found = load()
+        splits = found if isinstance(found, dict) else {"train": found}
+        if "train" not in splits:
+            raise ValueError(f"it needs a split 'train' and has {listed(splits)}")
+        chosen = ("train", *[split for split in HELD_OUT if split in splits][:1])
+        features = splits["train"].features
+        tables = {f"{name} ({s})": _usable(splits[s].with_format("arrow")[:]) for s in chosen}
+    except Exception as error:  # the hub's client raises many unrelated kinds
+        raise DataError(f"{failed}: {type(error).__name__}: {error}") from error
+    # A column of tags is a list of classes.
+    kinds = {column: getattr(feature, "feature", feature) for column, feature in features.items()}
+    named = {n: tuple(k.names) for n, k in kinds.items() if isinstance(k, datasets.ClassLabel)}
+    return Source(task, tables, named)
+
+
+def _bundled() -> Source:
+    with resources.as_file(resources.files("fedrot.simulations.data") / "bundled") as folder:
+        files = [folder / f"{BUNDLED}_{split}.parquet" for split in ("train", "test")]
+        return Source(BUNDLED, {file.stem: read_table(file) for file in files})
+
+
+def _digits() -> Source:
+    """Return scikit-learn's 1,797 grey images of handwritten digits, 8 x 8 pixels."""
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    found, images = load_digits(), []
+    for image in found.images:
+        file = io.BytesIO()
+        Image.fromarray(np.rint(image * (255 / 16)).astype(np.uint8)).save(file, "png")
+        images.append(file.getvalue())
+    return Source(DIGITS, {DIGITS: pa.table({"image": images, "label": found.target})})
+
+
+def _images(folder: Path) -> Source:
+    """Return the paths and classes of files ``CLASS/IMAGE``, perhaps below ``train`` and ``test``."""
+    parts, tables, left_out = [folder], {}, []
+    if (folder / "train").is_dir():
+        beside = [folder / name for name in HELD_OUT_FOLDERS]
+        parts = [folder / "train", _first(folder / "train", beside, Path.is_dir)]
+    for part in parts:
+        found, rows = sorted(part.iterdir()), []
+        left_out += [path.name for path in found if path.is_file()]
+        for path in (path for path in found if path.is_dir() and path.name[0] != "."):
+            files = {f: _is_image(f.relative_to(path)) for f in sorted(path.rglob("*")) if f.is_file()}
+            images = [str(file) for file, fits in files.items() if fits]
+            left_out += [file.name for file, fits in files.items() if not fits]
+            if not images:
+                raise DataError(f"{path} has no images; add some, or remove this folder")
+            rows += [(image, path.name) for image in images]
+        if not rows:
+            raise DataError(
+                f"{part} holds neither train.parquet nor images; images lie in a folder for each class, "
+                f"as in {folder.name}/CLASS/IMAGE.png"
+            )
+        kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+        cells = pa.array([{"bytes": None, "path": image} for image, _ in rows], kind)
+        tables[str(part)] = pa.table({"image": cells, "label": [label for _, label in rows]})
+    said = f"{len(left_out)} file(s) of {folder} left out, hidden or no images: {listed(left_out)}."
+    return Source(folder.name, tables, said=said if left_out else "")
+
+
+def _is_image(file: Path) -> bool:
+    hidden = any(name.startswith(".") for name in file.parts)
+    return file.suffix.lower() in IMAGE_SUFFIXES and not hidden

@@ -1,0 +1,93 @@
+"""Small files of data, and experiments that read them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import process_time
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fedrot.simulations.data.labels import DataSet
+
+ROWS = 40
+TEXTS = [f'story "{row}", and\nan end' for row in range(ROWS)]
+FIELDS: dict[str, Any] = {
+    "task": "classification",
+    "data_dir": None,
+    "unseen_data": "",
+    "text_column": None,
+    "label_column": None,
+    "label_kind": "",
+    "train_limit": None,
+    "test_limit": None,
+    "model": None,
+    "max_length": 32,
+}
+
+
+class Chosen(SimpleNamespace):
+    """The fields of an experiment that data need."""
+
+    def model_copy(self, *, update: dict[str, Any]) -> Chosen:
+        return Chosen(**{**vars(self), **update})
+
+
+def chosen(data: object, data_dir: Path | None = None, **fields: Any) -> Any:
+    return Chosen(**{**FIELDS, "data": str(data), "data_dir": data_dir, **fields})
+
+
+def write(path: Path, **columns: Any) -> Path:
+    """Write a table in the format of the suffix, where None is an empty cell, with other libraries."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table(columns), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            lines = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+            lines.writerows([[*columns], *([*row.values()] for row in rows)])
+    return path
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """At most five seconds of work and a GiB."""
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, process_time()
+    yield
+    assert process_time() - start < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20
+
+
+def repeated(labels: list[Any], rows: int = ROWS) -> list[Any]:
+    return [labels[row % len(labels)] for row in range(rows)]
+
+
+def classes(data: DataSet[Any]) -> dict[str, str]:
+    """Return the name of each text's class."""
+    return {
+        text: data.label_names[label]
+        for split in (data.train, data.test)
+        for text, label in zip(split.texts, split.labels, strict=True)
+    }
+
+
+def shared_data() -> Path:
+    default = Path(__file__).parents[3].parent / "shared" / "data"
+    folder = Path(os.environ.get("FEDROT_DATA", default))
+    if not folder.is_dir():
+        pytest.skip("shared/data is not present: set FEDROT_DATA to the folder with glue/ and emotion/")
+    return folder

@@ -195,6 +195,7 @@ def with_adapter(model: Any, adapter: Adapter, task: str, rank: int) -> nn.Modul
             "constraints.txt -e '.[lora]'."
         ) from None
     alpha: Any = adapter.alpha  # PEFT accepts fractions, too.
+    all_linear = adapter.targets == (ALL_LINEAR,)
     config = peft.LoraConfig(
         task_type=PEFT_TASKS[task],
         r=rank,
@@ -202,14 +203,16 @@ def with_adapter(model: Any, adapter: Adapter, task: str, rank: int) -> nn.Modul
         lora_dropout=adapter.dropout,
         use_rslora=adapter.rslora,
         use_dora=adapter.dora,
-        target_modules=ALL_LINEAR if adapter.targets == (ALL_LINEAR,) else list(adapter.targets),
+        target_modules=ALL_LINEAR if all_linear else list(adapter.targets),
+        # PEFT trains these whole; of classifiers of tokens it would adapt them, too.
+        exclude_modules=["classifier", "score"] if all_linear else None,
     )
     try:
         with warnings.catch_warnings():
             # PEFT reads an attribute that transformers has renamed.
             warnings.simplefilter("ignore", FutureWarning)
             return peft.get_peft_model(model, config)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise FedrotError(f"lora: PEFT cannot adapt this {type(model).__name__}: {error}") from error
 
 

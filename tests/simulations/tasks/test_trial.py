@@ -1,0 +1,186 @@
+"""What a model or data cannot do is said before training, with what to change; what passes, runs."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+
+from fedrot.errors import FedrotError
+from fedrot.simulations.models import build_model
+from fedrot.simulations.tasks import training
+from fedrot.simulations.tasks.task import task_of
+from fedrot.simulations.tasks.trial import check_head, check_held_out, check_labels, check_model
+from tests.simulations.tasks.cases import SIZES, VISION, experiment_of, save, task_for
+
+PLACES = 16
+SHORT = {**SIZES, "max_position_embeddings": PLACES}
+_BART: dict[str, Any] = {
+    **{f"{side}_{name}": 1 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")},
+    **{
+        "encoder_ffn_dim": 32,
+        "decoder_ffn_dim": 32,
+        "d_model": 32,
+        "vocab_size": 6000,
+        "pad_token_id": 0,
+    },
+    **{"bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 2, "forced_eos_token_id": None},
+}
+_GPT2 = {"vocab_size": 6000, "n_embd": 32, "n_layer": 1, "n_head": 2, "eos_token_id": 3}
+
+#: Families with learned positions for ``PLACES`` tokens, and without.
+LEARNED: dict[str, Any] = {
+    "bert": transformers.BertConfig(**SHORT),
+    "roberta": transformers.RobertaConfig(
+        **{**SHORT, "max_position_embeddings": PLACES + 2, "pad_token_id": 1}
+    ),
+    "xlm-roberta": transformers.XLMRobertaConfig(**{**SHORT, "max_position_embeddings": PLACES + 1}),
+    "mpnet": transformers.MPNetConfig(
+        **{**SHORT, "max_position_embeddings": PLACES + 2, "pad_token_id": 1}
+    ),
+    "electra": transformers.ElectraConfig(**SHORT),
+    "albert": transformers.AlbertConfig(**SHORT, embedding_size=16),
+    "distilbert": transformers.DistilBertConfig(**SHORT),
+    "gpt2": transformers.GPT2Config(**_GPT2, n_positions=PLACES),
+    "opt": transformers.OPTConfig(
+        **{**SHORT, "ffn_dim": 64, "word_embed_proj_dim": 32, "intermediate_size": 64}
+    ),
+    "bart": transformers.BartConfig(**_BART, max_position_embeddings=PLACES),
+}
+COMPUTED: dict[str, Any] = {
+    "llama": transformers.LlamaConfig(**{**SHORT, "pad_token_id": None}),
+    "deberta": transformers.DebertaV2Config(
+        **SHORT, relative_attention=True, position_biased_input=False
+    ),
+}
+
+
+def tried(model: Path, case: str = "bert", **changes: Any) -> str:
+    """Try a saved model; return the error. If there is none, train a step and evaluate."""
+    settings = {"model": str(model), "architecture": "", "max_length": 64, "train_limit": 120, **changes}
+    try:
+        task = task_of(experiment_of(case, **settings).to_json())
+        check_labels(task)
+        check_head(task)
+        built = build_model(task.experiment, task.data, 0)
+        check_model(task, built)
+    except FedrotError as error:
+        return str(error)
+    assert np.isfinite(training.train(built, task, np.arange(8), 0))
+    assert all(np.isfinite([*training.evaluate(built, task, task.test, np.arange(8)).values()]))
+    return ""
+
+
+@pytest.mark.parametrize("family", LEARNED)
+def test_texts_longer_than_the_table_of_positions_are_refused(family: str, tmp_path: Path) -> None:
+    model = save(tmp_path, LEARNED[family])
+    for length in (64, PLACES + 1):
+        assert f"give --max-length {PLACES}" in tried(model, max_length=length)
+    assert tried(model, max_length=PLACES) == ""
+
+
+@pytest.mark.parametrize(
+    "config", [*COMPUTED.values(), transformers.BertConfig(**{**SIZES, "max_position_embeddings": 128})]
+)
+def test_positions_that_are_computed_or_enough_for_all_texts_pass(config: Any, tmp_path: Path) -> None:
+    assert tried(save(tmp_path, config), max_length=500) == ""
+
+
+def labelled(labels: int) -> Any:
+    return transformers.BertConfig(**SIZES, num_labels=labels)
+
+
+CLASSIFIER, TAGGER = "AutoModelForSequenceClassification", "AutoModelForTokenClassification"
+BARE = "AutoModel"
+WORDS = [transformers.BertConfig(**{**SIZES, "vocab_size": words}) for words in (300, 5999)]
+IMAGES = [
+    transformers.ViTConfig(**VISION, image_size=16, patch_size=4, num_channels=channels)
+    for channels in (1, 3)
+]
+T5 = transformers.T5Config(
+    vocab_size=6000, d_model=32, num_layers=1, num_heads=2, d_ff=64, d_kv=16, eos_token_id=5999
+)
+#: Configuration, class to save, case, and a part of the error; without one the model runs.
+MODELS: dict[str, tuple[Any, str, str, str]] = {
+    "few embeddings": (WORDS[0], BARE, "bert", "embeddings for tokens 0 to 299"),
+    "few embeddings for masks": (WORDS[1], BARE, "mlm bert", "has token 5999"),
+    "three labels": (labelled(3), CLASSIFIER, "bert", "task head of 3 labels, but"),
+    "seven labels": (labelled(7), CLASSIFIER, "bert", ""),
+    "no head": (labelled(7), BARE, "bert", ""),
+    "three tags": (labelled(3), TAGGER, "ner bert", "task head of 3 labels, but"),
+    "five tags": (labelled(5), TAGGER, "ner bert", ""),
+    "encoder": (LEARNED["bert"], BARE, "clm gpt2", "is an encoder"),
+    "roberta": (LEARNED["roberta"], BARE, "clm gpt2", "is an encoder"),
+    "gpt2 and masks": (LEARNED["gpt2"], BARE, "mlm bert", "does not fit task 'mlm'"),
+    "gpt2": (LEARNED["gpt2"], BARE, "clm gpt2", ""),
+    "gpt2 classifies": (LEARNED["gpt2"], BARE, "bert", ""),
+    "bart": (LEARNED["bart"], BARE, "clm gpt2", "it would be random"),
+    "llama": (COMPUTED["llama"], BARE, "clm gpt2", ""),
+    "grey": (IMAGES[0], BARE, "image", ""),
+    "coloured": (IMAGES[1], BARE, "image", ""),
+    "what no check foresees": (T5, BARE, "bert", "a trial step on training rows failed"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_for_tasks(name: str, tmp_path: Path) -> None:
+    config, auto, case, said = MODELS[name]
+    found = tried(save(tmp_path, config, auto), case, max_length=PLACES)
+    assert (said in found, bool(found)) == (True, bool(said)), found
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    model = save(tmp_path, LEARNED["bert"], tokenizer=False)
+    assert "has no tokenizer" in tried(model, max_length=PLACES)
+
+
+#: Kind, labels of training and of held-out rows, and a part of the error.
+LABELS: dict[str, tuple[str, list[Any], list[Any], str]] = {
+    "one class": ("single", [1, 1], [1], "every row is of class 'b'"),
+    "one class of two": ("single", [1, 1], [0], "held-out rows only others"),
+    "others": ("single", [0, 1], [2], "training rows have the classes a, b"),
+    "some": ("single", [0, 1], [2, 1], ""),
+    "one score": ("regression", [0.5, 0.5], [0.5], "every score is 0.5"),
+    "other scores": ("regression", [0.5, 0.5], [1.5], ""),
+    "several": ("multi", [1, 1], [1], ""),
+}
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_labels_that_teach_nothing_are_refused(name: str) -> None:
+    kind, train, test, said = LABELS[name]
+    task = task_for("bert")
+    splits = (SimpleNamespace(labels=np.array(labels)) for labels in (train, test))
+    data: Any = SimpleNamespace(name="mine", kind=kind, label_names=("a", "b", "c"))
+    data.train, data.test = splits
+    if not said:
+        check_labels(replace(task, data=data))
+        return
+    with pytest.raises(FedrotError, match=said):
+        check_labels(replace(task, data=data))
+    check_labels(replace(task_for("mlm bert"), data=data))
+
+
+def test_held_out_rows_are_needed_with_every_seed() -> None:
+    task = task_for("bert", train_limit=60, clients=6, partition="dirichlet:0.1", holdout=0.03)
+    seed_of: dict[bool, int] = {}
+    for seed in itertools.count():
+        seed_of.setdefault(any(len(task.client_rows(seed, client)[1]) for client in range(6)), seed)
+        if len(seed_of) == 2:
+            break
+    enough, lacking = seed_of[True], seed_of[False]
+    for seeds in ((enough, lacking), (lacking, enough), (enough,)):
+        of = replace(task, experiment=task.experiment.model_copy(update={"seeds": seeds}))
+        if lacking not in seeds:
+            check_held_out(of, "guarded")
+            continue
+        with pytest.raises(
+            FedrotError, match=f"'guarded' .* holdout 0.03 gives none with seed {lacking};"
+        ):
+            check_held_out(of, "guarded")

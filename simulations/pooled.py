@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from fedrot._io import read_json, shallow
 from fedrot.errors import FedrotError

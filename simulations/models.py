@@ -37,7 +37,7 @@ def build_model(experiment: Experiment, data: Any, seed: int, rank: int | None =
     """Return the model in float32; parameters that are not pretrained are drawn with ``seed``.
 
     With ``lora``, ``seed`` decides only the adapter: all models have the same base, with its task head.
-    A classifier reads a sentence-transformers model by its own pooling, see ``fedrot.simulations.pooled``.
+    The classifier of a sentence-transformers model reads its pooled tokens, see ``simulations.pooled``.
 
     Args:
         rank: rank of the adapter; None: that of the global adapter.
@@ -73,7 +73,7 @@ def _class(auto_model: str) -> Any:
 
 
 def _pretrained(experiment: Experiment, name: str, settings: Any) -> Any:
-    """Load a pretrained model in float32, whatever its files are in; log new tensors, such as a head's."""
+    """Load a model in float32, whatever its files are in; log new tensors, such as a head's."""
     from fedrot.simulations import pooled
 
     pooling = pooled.pooling_of(name, settings) if experiment.task == "classification" else None
@@ -135,57 +135,35 @@ def pad_id_of(settings: Any) -> int:
 
 def _small_settings(experiment: Experiment, data: Any) -> Any:
     """Return the configuration of a small model from scratch."""
-    import transformers
-
-    width, length, rate = experiment.width, experiment.max_length, experiment.dropout
+    architecture, width, rate = experiment.architecture, experiment.width, experiment.dropout
     sizes = {
         "hidden_size": width,
         "num_hidden_layers": experiment.layers,
         "num_attention_heads": experiment.heads,
     }
-    rates = {"hidden_dropout_prob": rate, "attention_probs_dropout_prob": rate}
-    encoder = {**sizes, **rates, "intermediate_size": 4 * width}
-    match experiment.architecture:
-        case "bert":
-            size = _bundled_ids()["vocab_size"]
-            return transformers.BertConfig(vocab_size=size, max_position_embeddings=length, **encoder)
-        case "distilbert":
-            return transformers.DistilBertConfig(
-                vocab_size=_bundled_ids()["vocab_size"],
-                pad_token_id=_bundled_ids()["pad_token_id"],
-                max_position_embeddings=length,
-                dim=width,
-                n_layers=experiment.layers,
-                n_heads=experiment.heads,
-                hidden_dim=4 * width,
-                **dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout"), rate),
-            )
-        case "gpt2":
-            return transformers.GPT2Config(
-                **_bundled_ids(),
-                n_embd=width,
-                n_layer=experiment.layers,
-                n_head=experiment.heads,
-                n_positions=length,
-                **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), rate),
-                # With untied tables the last norm can be folded, so that the stream can be rotated.
-                tie_word_embeddings=False,
-            )
-        case "llama":
-            return transformers.LlamaConfig(
-                **_bundled_ids(),
-                **sizes,
-                # Three matrices of 8/3 times the width have as many entries as two of 4 times the width.
-                intermediate_size=8 * width // 3,
-                max_position_embeddings=length,
-                attention_dropout=rate,
-            )
-        case "vit":
-            side, channels = data.side, data.channels
-            return transformers.ViTConfig(
-                **encoder, image_size=side, patch_size=patch_of(side), num_channels=channels
-            )
-    raise ValueError(f"no model of architecture '{experiment.architecture}' is known")
+    encoder = {
+        "intermediate_size": 4 * width,
+        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), rate),
+    }
+    if architecture == "vit":
+        own = {"image_size": data.side, "patch_size": patch_of(data.side), "num_channels": data.channels}
+        return _class("AutoConfig").for_model("vit", **sizes, **encoder, **own)
+    of_texts: Mapping[str, dict[str, Any]] = {
+        "bert": encoder,
+        "distilbert": {
+            "hidden_dim": 4 * width,
+            **dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout"), rate),
+        },
+        "gpt2": {
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), rate),
+            # With untied tables the last norm can be folded, so that the stream can be rotated.
+            "tie_word_embeddings": False,
+        },
+        # Three matrices of 8/3 times the width have as many entries as two of 4 times the width.
+        "llama": {"intermediate_size": 8 * width // 3, "attention_dropout": rate},
+    }
+    text = {**_bundled_ids(), "max_position_embeddings": experiment.max_length}
+    return _class("AutoConfig").for_model(architecture, **sizes, **text, **of_texts[architecture])
 
 
 @lru_cache(maxsize=1)
@@ -217,6 +195,7 @@ def with_adapter(model: Any, adapter: Adapter, task: str, rank: int) -> nn.Modul
             "constraints.txt -e '.[lora]'."
         ) from None
     alpha: Any = adapter.alpha  # PEFT accepts fractions, too.
+    all_linear = adapter.targets == (ALL_LINEAR,)
     config = peft.LoraConfig(
         task_type=PEFT_TASKS[task],
         r=rank,
@@ -224,14 +203,16 @@ def with_adapter(model: Any, adapter: Adapter, task: str, rank: int) -> nn.Modul
         lora_dropout=adapter.dropout,
         use_rslora=adapter.rslora,
         use_dora=adapter.dora,
-        target_modules=ALL_LINEAR if adapter.targets == (ALL_LINEAR,) else list(adapter.targets),
+        target_modules=ALL_LINEAR if all_linear else list(adapter.targets),
+        # PEFT trains these whole; of classifiers of tokens it would adapt them, too.
+        exclude_modules=["classifier", "score"] if all_linear else None,
     )
     try:
         with warnings.catch_warnings():
             # PEFT reads an attribute that transformers has renamed.
             warnings.simplefilter("ignore", FutureWarning)
             return peft.get_peft_model(model, config)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise FedrotError(f"lora: PEFT cannot adapt this {type(model).__name__}: {error}") from error
 
 

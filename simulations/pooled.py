@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
-from fedrot._io import read_json
+from fedrot._io import read_json, shallow
 from fedrot.errors import FedrotError
 from fedrot.simulations.packaged import loading, source_of
 
@@ -50,30 +51,34 @@ def pooling_of(model: str, settings: Any) -> Pooling | None:
     """
     with loading(model):
         file = _file(model, "modules.json")
-        if file is None or any("Classification" in name for name in settings.architectures or ()):
+        saved = settings.architectures or ()
+        if file is None or any(name.endswith("ForSequenceClassification") for name in saved):
             return None
-        listed: Any = read_json(file)
         try:
+            listed: Any = json.loads(shallow(file.read_bytes()))
             modules = [(entry["type"].rpartition(".")[2], entry["path"]) for entry in listed]
             own = _file(model, f"{modules[1][1]}/config.json") if len(modules) > 1 else None
-        except (AttributeError, KeyError, TypeError):
-            raise FedrotError(f"'{file}' is no list of modules with types and paths.") from None
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            raise FedrotError(
+                f"'{file}' is damaged: it is no list of modules with types and paths. Save it again."
+            ) from error
         kinds = [kind for kind, _ in modules]
         given = read_json(own) if own else {}
     advice = (
         "Give a model that pools by mean or cls; or copy the folder without modules.json, and it is "
         "classified as transformers does it."
     )
-    if own is None or kinds[:2] != ["Transformer", "Pooling"] or settings.is_encoder_decoder:
-        what = "an encoder with a decoder" if settings.is_encoder_decoder else f"{', '.join(kinds)}"
+    two = getattr(settings, "is_encoder_decoder", False)
+    if own is None or kinds[:2] != ["Transformer", "Pooling"] or two:
+        what = "an encoder and a decoder" if two else f"modules {', '.join(kinds)}"
         raise FedrotError(
             f"'{model}' consists of {what}; a classifier reads a Transformer with Pooling. {advice}"
         )
     switches = (key for key, on in given.items() if key.startswith("pooling_mode_") and on)
     mode = given.get("pooling_mode", [_KEYS.get(key, key) for key in switches])
-    modes = [mode] if isinstance(mode, str) else mode or ["mean"]
+    modes = [*map(str, mode if isinstance(mode, list) else [mode])] or ["mean"]
     if len(modes) > 1 or modes[0] not in POOLINGS:
-        raise FedrotError(f"'{model}' pools its tokens by {' and '.join(map(str, modes))}. {advice}")
+        raise FedrotError(f"'{model}' pools its tokens by {' and '.join(modes)}. {advice}")
     return Pooling(modes[0], tuple(kinds[2:]))
 
 

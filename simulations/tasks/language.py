@@ -54,7 +54,7 @@ class Vocabulary:
         return cls(mask, special, np.setdiff1d(list(vocabulary.values()), special))
 
 
-class _LanguageModelling(Objective):
+class LanguageModelling(Objective):
     """Prediction of tokens; labels of the data set are not used.
 
     The headline metric is the perplexity: ``exp`` of the loss, which is the mean negative log likelihood
@@ -96,11 +96,10 @@ class _LanguageModelling(Objective):
         labels = self.at_prediction(inputs.pop("labels"))
         labelled = labels != IGNORED
         with _output_at(model, labelled):
-            return model(**model_inputs(model, inputs)).logits, labels[labelled]
+            return model(**model_inputs(model, inputs)).logits.cpu(), labels[labelled]
 
 
-@dataclass(frozen=True)
-class MaskedLanguageModelling(_LanguageModelling):
+class MaskedLanguageModelling(LanguageModelling):
     """Prediction of the masked tokens of a row.
 
     The headline metric is the pseudo-perplexity of Verma & Elbayad (2024), equation 11. Training hides
@@ -110,13 +109,11 @@ class MaskedLanguageModelling(_LanguageModelling):
 
     auto_model: ClassVar[str] = "AutoModelForMaskedLM"
     rows_at_once: ClassVar[int] = 64
+    metrics = ("pseudo_perplexity", "accuracy")
 
-    vocabulary: Vocabulary
-    metrics: tuple[str, ...] = ("pseudo_perplexity", "accuracy")
-
-    @classmethod
-    def of(cls, experiment: Experiment, data: Any) -> MaskedLanguageModelling:
-        return cls(Vocabulary.of(tokenizer_for(experiment)))
+    def __init__(self, experiment: Experiment, data: Any) -> None:
+        super().__init__(experiment, data)
+        self.vocabulary = Vocabulary.of(tokenizer_for(experiment))
 
     def usable(self, encoded: EncodedText, rows: np.ndarray) -> np.ndarray:
         """Return the rows with an ordinary token; empty texts and unknown characters have none."""
@@ -150,19 +147,13 @@ class MaskedLanguageModelling(_LanguageModelling):
         return ranks < wanted[:, None]
 
 
-@dataclass(frozen=True)
-class CausalLanguageModelling(_LanguageModelling):
+class CausalLanguageModelling(LanguageModelling):
     """Prediction of each token of a row from those before it; the token that ends a text is included."""
 
     auto_model: ClassVar[str] = "AutoModelForCausalLM"
     #: Every token has logits over the whole vocabulary: 16 rows of a pretrained model need 200 MB.
     rows_at_once: ClassVar[int] = 16
-
-    metrics: tuple[str, ...] = ("perplexity",)
-
-    @classmethod
-    def of(cls, experiment: Experiment, data: Any) -> CausalLanguageModelling:
-        return cls()
+    metrics = ("perplexity",)
 
     def usable(self, encoded: EncodedText, rows: np.ndarray) -> np.ndarray:
         """Return the rows with at least two tokens."""

@@ -23,10 +23,14 @@ class Objective(ABC):
     auto_model: ClassVar[str]
     metrics: tuple[str, ...]
 
+    def __init__(self, experiment: Experiment, data: Any) -> None:
+        """Read what the objective needs; raises ``DataError`` if the model does not fit."""
+        self.data = data
+
     @classmethod
-    @abstractmethod
     def of(cls, experiment: Experiment, data: Any) -> Objective:
-        """Return the objective for a data set; raises ``DataError`` if the model does not fit."""
+        """Return the objective for a data set; default: of this class."""
+        return cls(experiment, data)
 
     @staticmethod  # noqa: B027
     def configure(settings: Any, data: Any) -> None:
@@ -63,6 +67,11 @@ def shortest_first(encoded: Encoded, rows: np.ndarray, size: int) -> Iterator[np
 
 
 def model_inputs(model: torch.nn.Module, batch: Batch) -> Batch:
-    """Return the inputs, without segments for models that have none (DistilBERT, RoBERTa, decoders)."""
+    """Return the inputs on the model's device, without segments for models that have none.
+
+    DistilBERT, RoBERTa and decoders have none.
+    """
     segments = getattr(model.config, "type_vocab_size", 0) >= 2
-    return {name: value for name, value in batch.items() if segments or name != "token_type_ids"}
+    device = next(model.parameters()).device
+    used = (name for name in batch if segments or name != "token_type_ids")
+    return {name: batch[name].to(device) for name in used}

@@ -14,10 +14,13 @@ from fedrot.simulations.config import TaskName
 from fedrot.simulations.data.data_set import DataSet
 from fedrot.simulations.data.encoding import IMAGE, LABELLED_TEXT, TAGGED, TEXT, Encoded
 from fedrot.simulations.data.partition import histogram, key_names, parse_partition, split_clients
-from fedrot.simulations.tasks.classification import Classification, ImageClassification
+from fedrot.simulations.tasks.classification import (
+    Classification,
+    ImageClassification,
+    TokenClassification,
+)
 from fedrot.simulations.tasks.language import CausalLanguageModelling, MaskedLanguageModelling
 from fedrot.simulations.tasks.objective import Objective
-from fedrot.simulations.tasks.tags import TokenClassification
 
 #: Objectives by task. A new task is added here and to ``TASKS`` of the settings.
 OBJECTIVES: Mapping[TaskName, type[Objective]] = {

@@ -1,4 +1,4 @@
-"""Local training and evaluation; the same seed gives the same bits."""
+"""Local training, evaluation and pretraining; the same seed gives the same bits."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import lru_cache
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
+from fedrot.simulations.config import SimulationConfig as Experiment
 from fedrot.simulations.data.encoding import Encoded
+from fedrot.simulations.models import build_model
 from fedrot.simulations.tasks.objective import model_inputs
-from fedrot.simulations.tasks.task import Task
+from fedrot.simulations.tasks.task import Task, task_of
 
 #: Number of batches that are made at once, from shuffled rows sorted by length.
 _BUCKET = 16
@@ -35,8 +38,8 @@ def batches(
 
 
 def step_batches(
-    task: Task, model: torch.nn.Module, rows: np.ndarray, limit: int, size: int, seed: int
-) -> Iterator[dict[str, torch.Tensor]]:
+    task: Task, model: nn.Module, rows: np.ndarray, limit: int, size: int, seed: int
+) -> Iterator[dict[str, Tensor]]:
     """Yield at most ``limit`` random training rows, as training batches of at most ``size`` rows."""
     rng = np.random.default_rng(seed)
     chosen = rng.permutation(task.objective.usable(task.train, rows))[:limit]
@@ -51,33 +54,17 @@ def lent_device() -> torch.device:
 
 
 @contextmanager
-def running_on(device: torch.device, model: torch.nn.Module) -> Iterator[None]:
-    """Run a model on a device. Outputs, and finally the model, are moved back to the CPU."""
-    if device == torch.device("cpu"):
+def running_on(device: torch.device, model: nn.Module) -> Iterator[None]:
+    """Move a model to a device, and finally back to the CPU; see ``model_inputs``."""
+    model.to(device)
+    try:
         yield
-        return
-
-    def there(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        return arguments, {name: _moved(value, device) for name, value in named.items()}
-
-    def back(_: Any, __: Any, output: Any) -> Any:
-        return type(output)(**{name: _moved(value, "cpu") for name, value in output.items()})
-
-    before = model.register_forward_pre_hook(there, with_kwargs=True)
-    with before, model.register_forward_hook(back):
-        model.to(device)
-        try:
-            yield
-        finally:
-            model.to("cpu")
-
-
-def _moved(value: Any, device: torch.device | str) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value
+    finally:
+        model.to("cpu")
 
 
 def train(
-    model: torch.nn.Module,
+    model: nn.Module,
     task: Task,
     rows: np.ndarray,
     seed: int,
@@ -114,7 +101,7 @@ def train(
 
 
 def evaluate(
-    model: torch.nn.Module,
+    model: nn.Module,
     task: Task,
     split: Encoded,
     rows: np.ndarray,
@@ -135,3 +122,25 @@ def evaluate(
     model.eval()
     with running_on(lent_device(), model), model.register_forward_hook(after), torch.inference_mode():
         return task.objective.evaluate(model, split, rows)
+
+
+def load_pretrained(model: nn.Module, experiment: Experiment, seed: int = 0) -> None:
+    """Start ``pretrained``: load the encoder or decoder of a language model, trained on other texts.
+
+    It is trained as ``experiment.pretraining`` says; all but its head is loaded into ``model`` in place.
+    The default ``seed`` gives all runs the same pretrained model.
+
+    Raises:
+        DataError: the texts cannot be used.
+    """
+    model.load_state_dict(_trained(experiment.pretraining.to_json(), seed), strict=False)
+
+
+@lru_cache(maxsize=8)
+def _trained(experiment_json: str, seed: int) -> dict[str, Tensor]:
+    """Return the trained tensors of the encoder or decoder, without those of the head."""
+    task = task_of(experiment_json)
+    model = build_model(task.experiment, task.data, seed)
+    train(model, task, np.arange(len(task.train.labels)), seed)
+    body = f"{model.base_model_prefix}."
+    return {name: tensor for name, tensor in model.state_dict().items() if name.startswith(body)}

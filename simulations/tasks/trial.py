@@ -14,8 +14,11 @@ from fedrot.simulations.data.encoding import EncodedText, tokenizer_for
 from fedrot.simulations.data.sources import DataError
 from fedrot.simulations.models import model_config, pretrained_settings
 from fedrot.simulations.tasks.classification import Classification
-from fedrot.simulations.tasks.language import CausalLanguageModelling, MaskedLanguageModelling
-from fedrot.simulations.tasks.tags import TokenClassification
+from fedrot.simulations.tasks.language import (
+    CausalLanguageModelling,
+    LanguageModelling,
+    MaskedLanguageModelling,
+)
 from fedrot.simulations.tasks.task import Task
 
 #: Names of tables of learned positions in transformers.
@@ -30,18 +33,16 @@ def check_labels(task: Task) -> None:
     if not isinstance(task.objective, Classification) or data.kind == "multi":
         return
     train, test = (np.unique(split.labels) for split in (data.train, data.test))
-    every = np.union1d(train, test)
-    if data.kind == "regression":
-        if len(every) == 1:
-            raise DataError(f"{data.name}: every score is {every[0]:g}, so there is nothing to learn")
-        return
+    every, score = np.union1d(train, test), data.kind == "regression"
     if len(every) == 1:
-        name = data.label_names[int(every[0])]
-        raise DataError(
-            f"{data.name}: every row is of one class, '{name}', so there is nothing to learn; "
-            "check the label column (--label-column)"
+        one = (
+            f"score is {every[0]:g}" if score else f"row is of class '{data.label_names[int(every[0])]}'"
         )
-    if not np.intersect1d(train, test).size:
+        raise DataError(
+            f"{data.name}: every {one}, so there is nothing to learn; check the label column "
+            "(--label-column)"
+        )
+    if not score and not np.intersect1d(train, test).size:
         ours, theirs = (", ".join(data.label_names[i] for i in found[:10]) for found in (train, test))
         raise DataError(
             f"{data.name}: training rows have the classes {ours}, and held-out rows only others "
@@ -51,13 +52,12 @@ def check_labels(task: Task) -> None:
 
 def check_held_out(task: Task, strategy: str) -> None:
     """Raise ``FedrotError`` if a strategy needs clients' held-out rows, and no client has any."""
-    experiment = task.experiment
-    for seed in experiment.seeds:
-        if not any(len(task.client_rows(seed, client)[1]) for client in range(experiment.clients)):
+    holdout, clients = task.experiment.holdout, range(task.experiment.clients)
+    for seed in task.experiment.seeds:
+        if not any(len(task.client_rows(seed, client)[1]) for client in clients):
             raise FedrotError(
-                f"strategy '{strategy}' needs clients' held-out rows, but holdout "
-                f"{experiment.holdout:g} gives none with seed {seed}; use a larger holdout, fewer clients "
-                "or more rows"
+                f"strategy '{strategy}' needs clients' held-out rows, but holdout {holdout:g} gives "
+                f"none with seed {seed}; use a larger holdout, fewer clients or more rows"
             )
 
 
@@ -74,10 +74,9 @@ def check_head(task: Task) -> None:
             f"model '{model}' of type '{saved.model_type}' does not fit task '{task.experiment.task}' "
             f"(there is no {auto_model} of this type); choose another task or model"
         )
-    head = auto_model.removeprefix("AutoModel")
-    labelled = isinstance(task.objective, Classification | TokenClassification)
+    head, language = auto_model.removeprefix("AutoModel"), isinstance(task.objective, LanguageModelling)
     with_head = any(name.endswith(head) for name in saved.architectures or ())
-    if with_head and saved.num_labels != wanted.num_labels and labelled:
+    if with_head and saved.num_labels != wanted.num_labels and not language:
         raise FedrotError(
             f"model '{model}' was saved with a task head of {saved.num_labels} labels, but "
             f"'{task.data.name}' has {wanted.num_labels}; choose data with these labels, or save the "
@@ -91,13 +90,14 @@ def check_model(task: Task, model: nn.Module) -> None:
     The longest rows of each split are used, because some of the model's tables depend on the length.
     The gradient is computed, too, but nothing is trained.
     """
-    name = task.experiment.model or task.experiment.architecture
+    experiment = task.experiment
+    name = experiment.model or experiment.architecture
     texts = [row for one in (task.train, task.test) if isinstance(one, EncodedText) for row in one.ids]
     if texts:
         _check_tables(task, texts, model, name)
     model.eval()
-    if isinstance(task.objective, CausalLanguageModelling) and isinstance(task.train, EncodedText):
-        _check_causal(max(task.train.ids, key=len), model, name)
+    if isinstance(task.objective, CausalLanguageModelling):
+        _check_causal(max(texts, key=len), model, name)
     for split, encoded in (("training", task.train), ("held-out", task.test)):
         rows = task.objective.usable(encoded, np.arange(len(encoded)))
         if not len(rows):
@@ -110,7 +110,7 @@ def check_model(task: Task, model: nn.Module) -> None:
         except Exception as error:  # models raise many unrelated kinds
             said = " ".join(str(error).split())
             raise FedrotError(
-                f"model '{name}' cannot be trained on '{task.data.name}' for task '{task.experiment.task}': "
+                f"model '{name}' cannot be trained on '{task.data.name}' for task '{experiment.task}': "
                 f"a trial step on {split} rows failed ({type(error).__name__}: {said:.300})"
             ) from error
 
@@ -126,9 +126,9 @@ def _check_tables(task: Task, ids: Sequence[np.ndarray], model: Any, name: str) 
             places = module.num_embeddings - first
             if longest > places:
                 raise FedrotError(
-                    f"model '{name}' has positions for {places} tokens, but max_length is "
-                    f"{task.experiment.max_length} and {sum(len(row) > places for row in ids)} texts are "
-                    f"longer, up to {longest}; give --max-length {places}"
+                    f"model '{name}' has positions for {places} tokens, and "
+                    f"{sum(len(row) > places for row in ids)} texts are longer, up to {longest}; give "
+                    f"--max-length {places}"
                 )
     size = model.get_input_embeddings().weight.shape[0]
     largest = max(int(row.max(initial=0)) for row in ids)
@@ -146,8 +146,8 @@ def _check_causal(text: np.ndarray, model: Any, name: str) -> None:
     """Check that the prediction after a text's first token does not depend on the tokens after it."""
     ids = torch.from_numpy(text[:_SEEN])[None]
     with torch.no_grad():
-        whole, alone = (model(input_ids=part).logits[0, 0].float() for part in (ids, ids[:, :1]))
-    rounding = 100 * torch.finfo(model.dtype).eps * float(alone.abs().max())
+        whole, alone = (model(input_ids=part).logits[0, 0] for part in (ids, ids[:, :1]))
+    rounding = 100 * torch.finfo(whole.dtype).eps * float(alone.abs().max())
     if float((whole - alone).abs().max()) > rounding:
         raise FedrotError(
             f"model '{name}' is an encoder: its outputs depend on the tokens that task 'clm' predicts; "

@@ -1,191 +1,186 @@
-"""What a model cannot do is said before training, with the setting to change."""
+"""What a model or data cannot do is said before training, with what to change; what passes, runs."""
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 import transformers
 
-from fedrot.simulations.data.encoding import bundled_tokenizer
-from tests.simulations.commands import contents, invoke
+from fedrot.errors import FedrotError
+from fedrot.simulations.models import build_model
+from fedrot.simulations.tasks import training
+from fedrot.simulations.tasks.task import task_of
+from fedrot.simulations.tasks.trial import check_head, check_held_out, check_labels, check_model
+from tests.simulations.tasks.cases import SIZES, VISION, experiment_of, save, task_for
 
 PLACES = 16
-SIZES: dict[str, Any] = {
-    "vocab_size": 6000,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-}
-VISION = {**SIZES, "image_size": 16, "patch_size": 4}
-del VISION["vocab_size"]
-BART: dict[str, Any] = {
+SHORT = {**SIZES, "max_position_embeddings": PLACES}
+_BART: dict[str, Any] = {
     **{f"{side}_{name}": 1 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")},
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
+    **{
+        "encoder_ffn_dim": 32,
+        "decoder_ffn_dim": 32,
+        "d_model": 32,
+        "vocab_size": 6000,
+        "pad_token_id": 0,
+    },
+    **{"bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 2, "forced_eos_token_id": None},
 }
-GPT2: dict[str, Any] = {"vocab_size": 6000, "n_embd": 32, "n_layer": 1, "n_head": 2, "eos_token_id": 3}
+_GPT2 = {"vocab_size": 6000, "n_embd": 32, "n_layer": 1, "n_head": 2, "eos_token_id": 3}
 
 #: Families with learned positions for ``PLACES`` tokens, and without.
 LEARNED: dict[str, Any] = {
-    "bert": transformers.BertConfig(**SIZES, max_position_embeddings=PLACES),
-    "roberta": transformers.RobertaConfig(**SIZES, max_position_embeddings=PLACES + 2, pad_token_id=1),
-    "xlm-roberta": transformers.XLMRobertaConfig(
-        **SIZES, max_position_embeddings=PLACES + 1, pad_token_id=0
+    "bert": transformers.BertConfig(**SHORT),
+    "roberta": transformers.RobertaConfig(
+        **{**SHORT, "max_position_embeddings": PLACES + 2, "pad_token_id": 1}
     ),
-    "mpnet": transformers.MPNetConfig(**SIZES, max_position_embeddings=PLACES + 2, pad_token_id=1),
-    "electra": transformers.ElectraConfig(**SIZES, max_position_embeddings=PLACES),
-    "albert": transformers.AlbertConfig(**SIZES, embedding_size=16, max_position_embeddings=PLACES),
-    "distilbert": transformers.DistilBertConfig(
-        vocab_size=6000, dim=32, n_layers=1, n_heads=2, hidden_dim=64, max_position_embeddings=PLACES
+    "xlm-roberta": transformers.XLMRobertaConfig(**{**SHORT, "max_position_embeddings": PLACES + 1}),
+    "mpnet": transformers.MPNetConfig(
+        **{**SHORT, "max_position_embeddings": PLACES + 2, "pad_token_id": 1}
     ),
-    "gpt2": transformers.GPT2Config(**GPT2, n_positions=PLACES),
+    "electra": transformers.ElectraConfig(**SHORT),
+    "albert": transformers.AlbertConfig(**SHORT, embedding_size=16),
+    "distilbert": transformers.DistilBertConfig(**SHORT),
+    "gpt2": transformers.GPT2Config(**_GPT2, n_positions=PLACES),
     "opt": transformers.OPTConfig(
-        vocab_size=6000, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, ffn_dim=64,
-        word_embed_proj_dim=32, max_position_embeddings=PLACES, pad_token_id=0,
+        **{**SHORT, "ffn_dim": 64, "word_embed_proj_dim": 32, "intermediate_size": 64}
     ),
-    "bart": transformers.BartConfig(
-        vocab_size=6000, d_model=32, **BART, max_position_embeddings=PLACES, pad_token_id=0,
-        bos_token_id=2, eos_token_id=3, decoder_start_token_id=2, forced_eos_token_id=None,
-    ),
-}  # fmt: skip
+    "bart": transformers.BartConfig(**_BART, max_position_embeddings=PLACES),
+}
 COMPUTED: dict[str, Any] = {
-    "llama": transformers.LlamaConfig(**SIZES, max_position_embeddings=PLACES, pad_token_id=None),
+    "llama": transformers.LlamaConfig(**{**SHORT, "pad_token_id": None}),
     "deberta": transformers.DebertaV2Config(
-        **SIZES, max_position_embeddings=PLACES, relative_attention=True, position_biased_input=False
+        **SHORT, relative_attention=True, position_biased_input=False
     ),
 }
 
 
-def save(folder: Path, config: Any, auto: Any = transformers.AutoModel, tokenizer: bool = True) -> Path:
-    torch.manual_seed(0)
-    auto.from_config(config).save_pretrained(folder)
-    if tokenizer:
-        special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "mask", "cls", "sep", "unk")}
-        transformers.PreTrainedTokenizerFast(
-            tokenizer_object=bundled_tokenizer(), **special
-        ).save_pretrained(folder)
-    return folder
-
-
-def simulate(model: Path, *options: object, dry: bool = True) -> tuple[int, str]:
-    """Try a model out; nothing may be written."""
-    out, before = model.parent / "out", contents(model.parent)
-    small = ("--train-limit", 200, "--test-limit", 50, "--clients", 2, "--seeds", 1, "--arms", "plain")
-    dry_run = ("--dry-run",) if dry else ()
-    found = invoke("simulate", "--out", out, "--model", model, *small, *dry_run, *options)
-    assert contents(model.parent) == before
-    return found
+def tried(model: Path, case: str = "bert", **changes: Any) -> str:
+    """Try a saved model; return the error. If there is none, train a step and evaluate."""
+    settings = {"model": str(model), "architecture": "", "max_length": 64, "train_limit": 120, **changes}
+    try:
+        task = task_of(experiment_of(case, **settings).to_json())
+        check_labels(task)
+        check_head(task)
+        built = build_model(task.experiment, task.data, 0)
+        check_model(task, built)
+    except FedrotError as error:
+        return str(error)
+    assert np.isfinite(training.train(built, task, np.arange(8), 0))
+    assert all(np.isfinite([*training.evaluate(built, task, task.test, np.arange(8)).values()]))
+    return ""
 
 
 @pytest.mark.parametrize("family", LEARNED)
 def test_texts_longer_than_the_table_of_positions_are_refused(family: str, tmp_path: Path) -> None:
-    model = save(tmp_path / family, LEARNED[family])
-    code, output = simulate(model)
-    assert code == 2
-    assert f"has positions for {PLACES} tokens, but max_length is 64 and" in output
-    assert f"give --max-length {PLACES}" in output
-    assert simulate(model, "--max-length", PLACES)[0] == 0
-    code, output = simulate(model, "--max-length", PLACES + 1)
-    assert (code, f"give --max-length {PLACES}" in output) == (2, True), output
-
-
-def test_a_run_without_dry_run_checks_the_same(tmp_path: Path) -> None:
-    code, output = simulate(save(tmp_path / "bert", LEARNED["bert"]), dry=False)
-    assert (code, f"give --max-length {PLACES}" in output) == (2, True), output
-
-
-@pytest.mark.parametrize("family", COMPUTED)
-def test_positions_that_are_computed_have_no_end(family: str, tmp_path: Path) -> None:
-    code, output = simulate(save(tmp_path / family, COMPUTED[family]))
-    assert code == 0, output
-
-
-def test_a_length_that_no_text_reaches_is_fine(tmp_path: Path) -> None:
-    config = transformers.BertConfig(**SIZES, max_position_embeddings=128)
-    code, output = simulate(save(tmp_path / "bert", config), "--max-length", 500)
-    assert code == 0, output
-
-
-@pytest.mark.parametrize("task", ["classification", "mlm"])
-def test_a_tokenizer_larger_than_the_embeddings_is_refused(task: str, tmp_path: Path) -> None:
-    config = transformers.BertConfig(**{**SIZES, "vocab_size": 300})
-    code, output = simulate(save(tmp_path / "bert", config), "--task", task)
-    assert (code, "the model has embeddings for tokens 0 to 299" in output) == (2, True), output
-
-
-@pytest.mark.parametrize(("task", "code"), [("classification", 0), ("mlm", 2)])
-def test_masks_are_any_tokens_of_the_tokenizer(task: str, code: int, tmp_path: Path) -> None:
-    """Letters have the first numbers, and some masked tokens become random ones."""
-    (tmp_path / "data.csv").write_text("text,label\n" + "a b,x\nc d,y\n" * 50)
-    model = save(tmp_path / "bert", transformers.BertConfig(**{**SIZES, "vocab_size": 1000}))
-    found, output = simulate(model, "--task", task, "--data", tmp_path / "data.csv")
-    assert (found, "has token 5999, but the model has embeddings" in output) == (code, code == 2), output
-
-
-def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    model = save(tmp_path / "bert", transformers.BertConfig(**SIZES), tokenizer=False)
-    code, output = simulate(model)
-    assert (code, "has no tokenizer; save its tokenizer.json in the same folder" in output) == (
-        2,
-        True,
-    ), output
-
-
-def test_a_head_of_other_labels_is_refused(tmp_path: Path) -> None:
-    auto = transformers.AutoModelForSequenceClassification
-    config = transformers.BertConfig(**SIZES, num_labels=3)
-    code, output = simulate(save(tmp_path / "three", config, auto))
-    said = "was saved with a task head of 3 labels, but 'goemotions_ekman' has 7"
-    assert (code, said in output) == (2, True), output
-    # A model without a head gets one of its own.
-    code, output = simulate(save(tmp_path / "none", config))
-    assert code == 0, output
-    config = transformers.BertConfig(**SIZES, num_labels=7)
-    code, output = simulate(save(tmp_path / "seven", config, auto))
-    assert code == 0, output
+    model = save(tmp_path, LEARNED[family])
+    for length in (64, PLACES + 1):
+        assert f"give --max-length {PLACES}" in tried(model, max_length=length)
+    assert tried(model, max_length=PLACES) == ""
 
 
 @pytest.mark.parametrize(
-    ("family", "task", "said"),
-    [
-        ("bert", "clm", "is an encoder: its outputs depend on the tokens that task 'clm' predicts"),
-        ("roberta", "clm", "outputs depend on the tokens that task 'clm' predicts"),
-        ("gpt2", "mlm", "of type 'gpt2' does not fit task 'mlm'"),
-        ("gpt2", "clm", ""),
-        ("bart", "clm", "it would be random"),
-        ("llama", "clm", ""),
-        ("gpt2", "classification", ""),
-    ],
+    "config", [*COMPUTED.values(), transformers.BertConfig(**{**SIZES, "max_position_embeddings": 128})]
 )
-def test_a_task_for_other_models_is_refused(family: str, task: str, said: str, tmp_path: Path) -> None:
-    model = save(tmp_path / family, {**LEARNED, **COMPUTED}[family])
-    code, output = simulate(model, "--task", task, "--max-length", PLACES)
-    assert (code, said in output) == (2 if said else 0, True), output
+def test_positions_that_are_computed_or_enough_for_all_texts_pass(config: Any, tmp_path: Path) -> None:
+    assert tried(save(tmp_path, config), max_length=500) == ""
 
 
-@pytest.mark.parametrize(("channels", "code"), [(1, 0), (3, 0), (4, 2)])
-def test_images_have_one_channel_or_three(channels: int, code: int, tmp_path: Path) -> None:
-    config = transformers.ViTConfig(**VISION, num_channels=channels)
-    model = save(tmp_path / "vit", config, tokenizer=False)
-    found, output = simulate(model, "--task", "image")
-    assert (found, "takes images of 4 channels" in output) == (code, code == 2), output
+def labelled(labels: int) -> Any:
+    return transformers.BertConfig(**SIZES, num_labels=labels)
 
 
-def test_what_no_check_foresees_is_found_by_the_trial_step(tmp_path: Path) -> None:
-    config = transformers.T5Config(
-        vocab_size=6000, d_model=32, num_layers=1, num_heads=2, d_ff=64, d_kv=16, eos_token_id=5999
-    )
-    code, output = simulate(save(tmp_path / "t5", config))
-    assert (code, "a trial step on training rows failed" in output) == (2, True), output
+CLASSIFIER, TAGGER = "AutoModelForSequenceClassification", "AutoModelForTokenClassification"
+BARE = "AutoModel"
+WORDS = [transformers.BertConfig(**{**SIZES, "vocab_size": words}) for words in (300, 5999)]
+IMAGES = [
+    transformers.ViTConfig(**VISION, image_size=16, patch_size=4, num_channels=channels)
+    for channels in (1, 3)
+]
+T5 = transformers.T5Config(
+    vocab_size=6000, d_model=32, num_layers=1, num_heads=2, d_ff=64, d_kv=16, eos_token_id=5999
+)
+#: Configuration, class to save, case, and a part of the error; without one the model runs.
+MODELS: dict[str, tuple[Any, str, str, str]] = {
+    "few embeddings": (WORDS[0], BARE, "bert", "embeddings for tokens 0 to 299"),
+    "few embeddings for masks": (WORDS[1], BARE, "mlm bert", "has token 5999"),
+    "three labels": (labelled(3), CLASSIFIER, "bert", "task head of 3 labels, but"),
+    "seven labels": (labelled(7), CLASSIFIER, "bert", ""),
+    "no head": (labelled(7), BARE, "bert", ""),
+    "three tags": (labelled(3), TAGGER, "ner bert", "task head of 3 labels, but"),
+    "five tags": (labelled(5), TAGGER, "ner bert", ""),
+    "encoder": (LEARNED["bert"], BARE, "clm gpt2", "is an encoder"),
+    "roberta": (LEARNED["roberta"], BARE, "clm gpt2", "is an encoder"),
+    "gpt2 and masks": (LEARNED["gpt2"], BARE, "mlm bert", "does not fit task 'mlm'"),
+    "gpt2": (LEARNED["gpt2"], BARE, "clm gpt2", ""),
+    "gpt2 classifies": (LEARNED["gpt2"], BARE, "bert", ""),
+    "bart": (LEARNED["bart"], BARE, "clm gpt2", "it would be random"),
+    "llama": (COMPUTED["llama"], BARE, "clm gpt2", ""),
+    "grey": (IMAGES[0], BARE, "image", ""),
+    "coloured": (IMAGES[1], BARE, "image", ""),
+    "what no check foresees": (T5, BARE, "bert", "a trial step on training rows failed"),
+}
 
 
-def test_arms_that_choose_by_held_out_rows_need_some(tmp_path: Path) -> None:
-    model = save(tmp_path / "bert", LEARNED["bert"])
-    options = ("--max-length", PLACES, "--arms", "aligned:loss", "--train-limit", 8, "--clients", 4)
-    code, output = simulate(model, *options)
-    assert (code, "arm 'aligned:loss' needs clients' held-out rows" in output) == (2, True), output
-    assert simulate(model, *options, "--set", "holdout=0.5")[0] == 0
+@pytest.mark.parametrize("name", MODELS)
+def test_models_for_tasks(name: str, tmp_path: Path) -> None:
+    config, auto, case, said = MODELS[name]
+    found = tried(save(tmp_path, config, auto), case, max_length=PLACES)
+    assert (said in found, bool(found)) == (True, bool(said)), found
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    model = save(tmp_path, LEARNED["bert"], tokenizer=False)
+    assert "has no tokenizer" in tried(model, max_length=PLACES)
+
+
+#: Kind, labels of training and of held-out rows, and a part of the error.
+LABELS: dict[str, tuple[str, list[Any], list[Any], str]] = {
+    "one class": ("single", [1, 1], [1], "every row is of class 'b'"),
+    "one class of two": ("single", [1, 1], [0], "held-out rows only others"),
+    "others": ("single", [0, 1], [2], "training rows have the classes a, b"),
+    "some": ("single", [0, 1], [2, 1], ""),
+    "one score": ("regression", [0.5, 0.5], [0.5], "every score is 0.5"),
+    "other scores": ("regression", [0.5, 0.5], [1.5], ""),
+    "several": ("multi", [1, 1], [1], ""),
+}
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_labels_that_teach_nothing_are_refused(name: str) -> None:
+    kind, train, test, said = LABELS[name]
+    task = task_for("bert")
+    splits = (SimpleNamespace(labels=np.array(labels)) for labels in (train, test))
+    data: Any = SimpleNamespace(name="mine", kind=kind, label_names=("a", "b", "c"))
+    data.train, data.test = splits
+    if not said:
+        check_labels(replace(task, data=data))
+        return
+    with pytest.raises(FedrotError, match=said):
+        check_labels(replace(task, data=data))
+    check_labels(replace(task_for("mlm bert"), data=data))
+
+
+def test_held_out_rows_are_needed_with_every_seed() -> None:
+    task = task_for("bert", train_limit=60, clients=6, partition="dirichlet:0.1", holdout=0.03)
+    seed_of: dict[bool, int] = {}
+    for seed in itertools.count():
+        seed_of.setdefault(any(len(task.client_rows(seed, client)[1]) for client in range(6)), seed)
+        if len(seed_of) == 2:
+            break
+    enough, lacking = seed_of[True], seed_of[False]
+    for seeds in ((enough, lacking), (lacking, enough), (enough,)):
+        of = replace(task, experiment=task.experiment.model_copy(update={"seeds": seeds}))
+        if lacking not in seeds:
+            check_held_out(of, "guarded")
+            continue
+        with pytest.raises(
+            FedrotError, match=f"'guarded' .* holdout 0.03 gives none with seed {lacking};"
+        ):
+            check_held_out(of, "guarded")

@@ -1,0 +1,213 @@
+"""What every task keeps: losses of torch, scores that depend on no batch, the same bits for a seed."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+
+from fedrot.errors import FedrotError
+from fedrot.simulations.config import TASKS
+from fedrot.simulations.data.encoding import IGNORED
+from fedrot.simulations.tasks import training
+from fedrot.simulations.tasks.objective import model_inputs
+from fedrot.simulations.tasks.task import OBJECTIVES, Task
+from fedrot.simulations.tasks.trial import check_labels, check_model
+from tests.simulations.tasks.cases import CASES, experiment_of, model_for, parts, task_for
+
+SINGLE = ("accuracy", "macro_f1", "ece", "calibrated_loss")
+#: The metrics of the cases, the headline metric first.
+METRICS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("bert", "distilbert", "gpt2", "llama", "image"), SINGLE),
+    "multi": ("macro_f1", "micro_f1", "accuracy"),
+    "regression": ("pearson", "spearman"),
+    "domains": ("macro_f1", "unseen_macro_f1", "f1_seen", "f1_other", "f1_unseen"),
+    **dict.fromkeys(("mlm bert", "mlm distilbert"), ("pseudo_perplexity", "accuracy")),
+    **dict.fromkeys(("clm gpt2", "clm llama"), ("perplexity",)),
+    **dict.fromkeys(("ner bert", "ner distilbert"), ("f1", "precision", "recall")),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def task(case: str) -> Task:
+    return task_for(case)
+
+
+def test_every_task_and_architecture_has_a_case() -> None:
+    assert list(OBJECTIVES) == list(TASKS)
+    every = {(task, architecture) for task, own in TASKS.items() for architecture in own.architectures}
+    assert {(e.task, e.architecture) for e in map(experiment_of, CASES)} == every
+    assert set(METRICS) == set(CASES)
+
+
+def oracle(task: Task, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss that torch computes from a model's logits."""
+    if task.data.kind == "regression" and task.experiment.task == "classification":
+        return mse_loss(logits[:, 0], labels)
+    if labels.is_floating_point():
+        known = ~labels.isnan()
+        return binary_cross_entropy_with_logits(logits[known], labels[known])
+    if task.experiment.task == "clm":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
+
+
+def test_the_loss_of_a_step_is_torch_s(task: Task) -> None:
+    model = model_for(task).eval()
+    assert model.config.model_type == task.experiment.architecture
+    rows = np.array([0, 3, 5, 6])
+    batch = task.objective.batch(task.train, rows, np.random.default_rng(0))
+    inputs = model_inputs(model, {name: own for name, own in batch.items() if name != "labels"})
+    expected = oracle(task, model(**inputs).logits, batch["labels"])
+    found = task.objective.loss(model, batch)
+    torch.testing.assert_close(found, expected)
+    found.backward()
+    if "attention_mask" in batch and task.experiment.task in ("mlm", "clm", "ner"):
+        assert (batch["labels"][batch["attention_mask"] == 0] == IGNORED).all()
+
+
+def evaluation_batch(task: Task, row: int) -> Any:
+    fixed: Any = getattr(task.objective, "fixed_batch", None)
+    if fixed:
+        return fixed(task.test, np.array([row]))
+    return task.objective.batch(task.test, np.array([row]), np.random.default_rng(0))
+
+
+def test_an_evaluation_is_the_mean_over_rows_one_by_one(case: str, task: Task) -> None:
+    """Of tokens for models of tokens, of domains with training rows for domains."""
+    model, rows = model_for(task).eval(), np.arange(len(task.test))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    losses, weights = [], []
+    for row in rows:
+        batch = evaluation_batch(task, row)
+        inputs = model_inputs(model, {name: own for name, own in batch.items() if name != "labels"})
+        with torch.no_grad():
+            losses.append(float(oracle(task, model(**inputs).logits, batch["labels"])))
+        labels = batch["labels"][:, 1:] if task.experiment.task == "clm" else batch["labels"]
+        weights.append(1 if labels.is_floating_point() else int((labels != IGNORED).sum()))
+    expected = np.average(losses, weights=weights)
+    if case == "domains":
+        of_row = np.array(task.test.domains)  # type: ignore[attr-defined]
+        expected = np.mean([np.mean(np.array(losses)[of_row == own]) for own in ("seen", "other")])
+        # These paths have other names.
+        assert set(of_row) == {"seen", "other", "unseen"}
+    found = training.evaluate(model, task, task.test, rows)
+    assert tuple(found) == (*task.objective.metrics, "loss") == (*METRICS[case], "loss")
+    assert found["loss"] == pytest.approx(expected, rel=1e-4)
+    if task.experiment.task in ("mlm", "clm"):
+        assert found[METRICS[case][0]] == pytest.approx(math.exp(expected), rel=1e-3)
+    turned = training.evaluate(model, task, task.test, rows[::-1].copy())
+    assert turned == pytest.approx(found, rel=1e-4, abs=1e-6)
+    if task.experiment.task not in ("mlm", "clm", "ner"):
+        tiled = training.evaluate(model, task, task.test, np.tile(rows, 5))
+        assert tiled["loss"] == pytest.approx(found["loss"], rel=1e-4)
+
+
+def test_training_learns_with_the_same_bits_for_a_seed(task: Task) -> None:
+    longer = replace(task, experiment=task.experiment.model_copy(update={"lr": 5e-3}))
+    rows, steps = np.arange(len(task.train)), list[int]()
+    fresh = training.evaluate(model_for(task), task, task.train, rows)
+
+    def trained(seed: int, step: Any = lambda: None) -> tuple[float, dict[str, torch.Tensor], Any]:
+        model = model_for(task)
+        loss = training.train(model, longer, rows, seed, 3, step)
+        assert model.training
+        return loss, dict(parts(model)), training.evaluate(model, task, task.train, rows, step)
+
+    loss, state, found = trained(3)
+    assert found["loss"] < fresh["loss"]
+    again, same, equal = trained(3, lambda: steps.append(torch.is_inference_mode_enabled()))
+    # Calls change nothing: one for each of the steps, then one for each batch.
+    assert (again, equal) == (loss, found)
+    assert all(torch.equal(state[name], same[name]) for name in state)
+    usable = task.objective.usable(task.train, rows)
+    assert steps.count(False) == 3 * math.ceil(len(usable) / 8)
+    assert steps.count(True) == len(steps) - steps.count(False) >= 1
+    assert trained(4)[0] != loss
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_diverged_model_and_no_rows_have_no_scores(task: Task, value: float) -> None:
+    model = model_for(task)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    nothing = np.arange(0)
+    for rows in (np.arange(4), nothing):
+        found = training.evaluate(model, task, task.test, rows)
+        assert tuple(found) == (*task.objective.metrics, "loss")
+        assert all(map(math.isnan, found.values()))
+    before = dict(parts(model_for(task)))
+    untrained = model_for(task)
+    assert math.isnan(training.train(untrained, task, nothing, 0))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in parts(untrained))
+
+
+def test_a_lent_device_trains_the_same_model_and_gives_it_back(
+    task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another name of the CPU stands for a GPU: inputs and outputs take the way of a GPU's."""
+    device, results, moved = torch.device("cpu", 0), list[Any](), list[Any]()
+    to = torch.Tensor.to
+
+    def spy(tensor: torch.Tensor, *where: Any, **options: Any) -> torch.Tensor:
+        moved.extend(where[:1] if tensor.shape[:1] == (8,) else ())
+        return to(tensor, *where, **options)
+
+    for lent in (torch.device("cpu"), device):
+        places = list[Any]()
+        monkeypatch.setattr(training, "lent_device", lambda lent=lent: lent)
+        model = model_for(task)
+        monkeypatch.setattr(model, "to", lambda where, own=places: own.append(where))
+        monkeypatch.setattr(torch.Tensor, "to", spy)
+        loss = training.train(model, task, np.arange(16), seed=1)
+        metrics = training.evaluate(model, task, task.test, np.arange(10))
+        monkeypatch.setattr(torch.Tensor, "to", to)
+        assert places == [lent, "cpu"] * 2
+        results.append((loss, metrics, dict(parts(model))))
+    assert torch.device("cpu") in moved
+    (loss, metrics, state), (other_loss, other_metrics, other_state) = results
+    assert (loss, metrics) == (other_loss, other_metrics)
+    assert all(torch.equal(tensor, other_state[key]) for key, tensor in state.items())
+
+
+def test_a_trial_accepts_what_runs_and_trains_nothing(task: Task) -> None:
+    model = model_for(task)
+    before = dict(parts(model))
+    check_labels(task)
+    check_model(task, model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in parts(model))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("split", "said"), [("train", "training"), ("test", "held-out")])
+def test_data_without_anything_to_predict_are_refused(
+    task: Task, split: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = getattr(task, split)
+    monkeypatch.setattr(
+        task.objective, "usable", lambda encoded, rows: rows[:0] if encoded is kept else rows
+    )
+    with pytest.raises(FedrotError, match=f"no {said} row has anything to predict"):
+        check_model(task, model_for(task))
+
+
+def test_a_copy_of_a_model_is_evaluated_alike(task: Task) -> None:
+    """The hooks of an evaluation are gone after it."""
+    model = model_for(task)
+    found = training.evaluate(model, task, task.test, np.arange(6))
+    assert not model._forward_hooks
+    assert training.evaluate(copy.deepcopy(model), task, task.test, np.arange(6)) == found

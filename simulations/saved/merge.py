@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,9 +15,9 @@ from fedrot.diagnosis import ALIGNED, PLAIN, WHOLE, diagnose
 from fedrot.errors import FedrotError
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
-from fedrot.simulations.saved_models.alike import refuse_unlike
-from fedrot.simulations.saved_models.load import SavedModel, about, load, refuse_filled, writing
-from fedrot.symmetry import WHOLE_MODEL, symmetry_of
+from fedrot.simulations.saved.alike import refuse_unlike
+from fedrot.simulations.saved.load import SavedModel, about, load, refuse_filled, writing
+from fedrot.symmetry import WHOLE_MODEL, Symmetry, symmetry_of
 from fedrot.symmetry.canonical import canonical
 from fedrot.tensors import Tensors, check_finite, widened
 
@@ -29,23 +30,22 @@ _NAMED = {"whole": WHOLE_MODEL, "none": ()}
 #: Texts per batch of activations. A language model's outputs have the width of its vocabulary.
 _BATCH = 64
 
-#: Receives sentences for the user.
-Say = Callable[[str], None]
-
 
 def merge_models(
     names: Sequence[str],
     out: Path | None,
-    say: Say,
     *,
     parts: str | None = None,
     weights: str | None = None,
     allowed: Sequence[str] = (),
-) -> None:
+    data: Mapping[str, Any] | None = None,
+    fit_head: bool = False,
+) -> list[str]:
     """Diagnose saved models, align them to the first, and write their mean.
 
     All models are held in memory. The mean is computed in float32 or float64 and has the dtypes,
-    configuration and tokenizer of the first model.
+    configuration and tokenizer of the first model. Returns sentences for the user. With data, the first
+    one says whether the result is better than the best of the models.
 
     Args:
         names: of two or more models that differ only in the values of tensors, see ``load``.
@@ -53,6 +53,8 @@ def merge_models(
         parts: see ``options_of``; None: what the diagnosis recommends.
         weights: see ``weights_of``.
         allowed: fields of configurations that may differ.
+        data: fields of an experiment that name data on which models are evaluated; None: none.
+        fit_head: whether the task head of the result is fitted to the data's training rows.
 
     Raises:
         FedrotError: bad input; the message names the setting or the model.
@@ -68,15 +70,41 @@ def merge_models(
         refuse_unlike(first, saved, allowed)
         with about(saved.name):
             check_finite(saved.tensors)
-    ours = first.tensors
-    symmetry = symmetry_of(first.config, ours)
-    found = diagnose(ours, [other.tensors for other in others], symmetry)
-    say(f"Diagnosis: {found}")
+    judge = None
+    if data:  # Its modules need seconds for their imports.
+        from fedrot.simulations.saved.judge import Judge
+
+        judge = Judge.of(first, data)
+    symmetry = symmetry_of(first.config, first.tensors)
+    found = diagnose(first.tensors, [other.tensors for other in others], symmetry)
     options = given or options_of(_PARTS[found.choice])
     if set(options.parts) == set(WHOLE_MODEL):
         options = options.movable(symmetry)
     options = options.for_model(symmetry)
-    say(f"Aligned parts: {', '.join(options.parts) or 'none'}.")
+    merged, reports = _average(models, shares, symmetry, options)
+    said = [f"Diagnosis: {found}", f"Aligned parts: {', '.join(options.parts) or 'none'}.", *reports]
+    if judge:
+        plain = _average(models, shares, symmetry, options_of("none"))[0] if options.parts else None
+        merged, verdict = judge.verdict(models, merged, plain, fit_head)
+        said = [*verdict, *said]
+    _refuse_overflow(merged, first)
+    if out is not None:
+        first.model.load_state_dict(merged, strict=False)  # without the names of tied tensors
+        with writing(out) as folder:
+            first.model.save_pretrained(folder)
+            if first.tokenizer is not None:
+                first.tokenizer.save_pretrained(folder)
+    return said
+
+
+def _average(
+    models: Sequence[SavedModel],
+    shares: Sequence[float],
+    symmetry: Symmetry,
+    options: AlignmentOptions,
+) -> tuple[Tensors, list[str]]:
+    """Return the weighted mean of models that are aligned to the first, and a report of each."""
+    first, ours, reports = models[0], models[0].tensors, []
     twins = {name for tied in symmetry.tied for name in tied[1:]}
     if options.rotates:
         symmetry, evidence = symmetry.rotated, None
@@ -90,18 +118,11 @@ def merge_models(
                 alignment = find(saved.tensors, anchor)
                 moved = alignment.apply(moved)
                 if options.parts:
-                    say(f"'{saved.name}': {alignment.report}")
+                    reports.append(f"'{saved.name}': {alignment.report}")
             elif options.canonical:
                 moved = canonical(moved, symmetry)
             mean.add({n: tensor for n, tensor in moved.items() if n not in twins}, weight)
-    merged = mean.result()
-    _refuse_overflow(merged, first)
-    if out is not None:
-        first.model.load_state_dict(merged, strict=False)  # without the names of tied tensors
-        with writing(out) as folder:
-            first.model.save_pretrained(folder)
-            if first.tokenizer is not None:
-                first.tokenizer.save_pretrained(folder)
+    return mean.result(), reports
 
 
 def options_of(parts: str) -> AlignmentOptions:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from tests import families
 from tests.simulations.commands import invoke
-from tests.simulations.saved_models.folders import (
+from tests.simulations.saved.folders import (
     WEIGHTS,
     change,
     configure,

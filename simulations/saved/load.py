@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,6 +46,11 @@ class SavedModel:
         """The tensors by name; those of tied names are the same."""
         return dict(self.model.state_dict())
 
+    @property
+    def labels(self) -> list[str]:
+        """The names of the task head's outputs, in their order."""
+        return [str(name) for _, name in sorted((self.config.to_dict().get("id2label") or {}).items())]
+
     @cached_property
     def tokenizer(self) -> Any | None:
         """The model's tokenizer, or None without its files."""
@@ -68,7 +74,7 @@ class SavedModel:
 
     def build(self) -> Any:
         """Return a float32 model of the class with random weights, in evaluation mode."""
-        return type(self.model)(self.config).float().eval()
+        return type(self.model)(copy.deepcopy(self.config)).float().eval()
 
 
 def load(name: str) -> SavedModel:
@@ -85,7 +91,8 @@ def load(name: str) -> SavedModel:
 
     source = loading_of(name)
     with loading(name):
-        config = transformers.AutoConfig.from_pretrained(**source)
+        stored, _ = transformers.PretrainedConfig.get_config_dict(**source)
+        config = transformers.AutoConfig.from_pretrained(**source, **_labels(stored))
         class_name = (config.architectures or ["AutoModel"])[0]
         model_class = getattr(transformers, class_name, None)
     with about(name):
@@ -102,7 +109,11 @@ def load(name: str) -> SavedModel:
         )
     with loading(name), no_bar_for_files(name):
         model, found = model_class.from_pretrained(
-            **source, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
+            **source,
+            config=config,
+            dtype="auto",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
     left_out = sorted(found["unexpected_keys"])
     shapes = [f"{key} {[*here]}, not {[*there]}" for key, here, there in found["mismatched_keys"]]
@@ -113,6 +124,20 @@ def load(name: str) -> SavedModel:
                 f"{f'; it has {left_out[0]}' if left_out else ''}. {_SAVE_AGAIN}"
             )
     return SavedModel(name, model, tuple(left_out))
+
+
+def _labels(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the labels of a stored configuration in which only ``label2id`` names them; else nothing."""
+    names, given = stored.get("id2label") or {}, stored.get("label2id") or {}
+    found = {int(number): name for name, number in given.items()}
+    unnamed = all(str(name) == f"LABEL_{number}" for number, name in names.items())
+    if not (unnamed and sorted(found) == [*range(len(given))] and len(names) in (0, len(given))):
+        return {}
+    return (
+        {"id2label": found, "label2id": {name: number for number, name in found.items()}}
+        if found
+        else {}
+    )
 
 
 def refuse_filled(out: Path) -> None:

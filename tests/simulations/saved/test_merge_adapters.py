@@ -17,7 +17,7 @@ from fedrot.lora.adapters import LoraSettings, pairs_of
 from tests.fedrot.lora.test_peft import bert, outputs
 from tests.models import State
 from tests.simulations.commands import contents, invoke
-from tests.simulations.saved_models.folders import change, configure
+from tests.simulations.saved.folders import change, configure
 
 LORA: dict[str, Any] = {"task_type": "SEQ_CLS", "lora_alpha": 6, "target_modules": ["query", "value"]}
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

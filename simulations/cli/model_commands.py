@@ -22,39 +22,27 @@ def is_adapter(folder: str) -> bool:
 
 @command(app, "fedrot merge models/a models/b --out models/merged --data own.csv")
 def merge(
-    models: Annotated[
-        list[str],
-        typer.Argument(help="Two or more: folders or hub names; or folders of LoRA adapters."),
-    ],
+    models: Annotated[list[str], typer.Argument(hidden=True)],
     *,
     out: Annotated[Path | None, typer.Option(help="A new or empty folder.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing.")] = False,
     parts: Annotated[
-        str | None, typer.Option(help="whole, none, or as attention+ffn; default: diagnosed.")
+        str | None, typer.Option(help="whole, none, attention+ffn; else: diagnosed.")
     ] = None,
     weights: Annotated[str | None, typer.Option(help="Such as 1,3; default: equal.")] = None,
     allow: Annotated[
         list[str] | None,
-        typer.Option(metavar="FIELD", help="Of configurations, may differ; repeatable."),
+        typer.Option(metavar="FIELD", help="A field that may differ; repeatable."),
     ] = None,
-    data: Annotated[str | None, typer.Option(help="Evaluate on it: a file, folder or hub name.")] = None,
+    data: Annotated[str | None, typer.Option(help="Evaluate on a file, folder or hub name.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of the data.")] = None,
     text_column: Annotated[str | None, typer.Option(help="Text, words or image.")] = None,
     label_column: Annotated[str | None, typer.Option(help="Label or tags.")] = None,
-    fit_head: Annotated[
-        bool, typer.Option("--fit-head", help="Fit the task head to the training rows.")
-    ] = False,
-    method: Annotated[
-        str | None, typer.Option(help="Adapters: exact (of products; default) or mean.")
-    ] = None,
-    rank: Annotated[
-        int | None, typer.Option(min=1, metavar="NUMBER", help="Adapters; default: largest.")
-    ] = None,
+    fit_head: Annotated[bool, typer.Option("--fit-head", help="Fit the task head to the data.")] = False,
+    method: Annotated[str | None, typer.Option(help="Of adapters: exact (products) or mean.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Of adapters; default: the largest.")] = None,
 ) -> None:
-    """Diagnose saved models, align them to the first if that helps, and average them.
-
-    LoRA adapters of one base model are averaged as they are.
-    """
+    """Diagnose, align and average saved MODELS: folders, hub names, LoRA adapters."""
     adapters = any(map(is_adapter, models))
     beside = {"--data-dir": data_dir, "--text-column": text_column, "--label-column": label_column}
     _refuse_idle("with --data", data is not None, {**beside, "--fit-head": fit_head})
@@ -93,7 +81,7 @@ def merge(
 
 def _refuse_idle(where: str, holds: bool, options: dict[str, Any]) -> None:
     """Raise ``FedrotError`` if options are given that have an effect only elsewhere."""
-    given = [name for name, value in options.items() if value not in (None, False)]
+    given = [name for name, value in options.items() if value is not None and value is not False]
     if given and not holds:
         verb, it = ("has", "it") if len(given) == 1 else ("have", "them")
         raise FedrotError(f"{' and '.join(given)} {verb} an effect only {where}. Leave {it} out.")

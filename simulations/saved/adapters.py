@@ -11,7 +11,7 @@ from typing import Any
 from fedrot._io import read_json, write_tensors
 from fedrot.errors import FedrotError
 from fedrot.lora import AdapterOptions, AdapterUpdate, LoraSettings
-from fedrot.lora.adapters import factors, pairs_of
+from fedrot.lora.adapters import check_rank, factors, pairs_of
 from fedrot.simulations.models.packaged import loading
 from fedrot.simulations.saved.alike import refuse_different
 from fedrot.simulations.saved.load import about, refuse_filled, writing
@@ -61,6 +61,8 @@ def merge_adapters(
     method = method or METHODS[0]
     if method not in METHODS:
         raise FedrotError(f"Unknown method '{method}'; choose from {', '.join(METHODS)}.")
+    if rank is not None:
+        check_rank(rank)
     shares = weights_of(weights, len(names))
     if out is not None:
         refuse_filled(out)

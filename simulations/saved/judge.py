@@ -1,4 +1,4 @@
-"""``Judge``: saved models and their mean on held-out rows of a user; a task head fitted to the others."""
+"""``Judge``: saved models and their mean, evaluated on a user's data; task heads fitted to the data."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Judge:
         name = next((task for end, task in _TASK_OF.items() if kind.endswith(end)), None)
         if name is None:
             raise FedrotError(
-                f"'{saved.name}' is a {kind}, which --data cannot evaluate. Give models whose class ends "
-                f"in {', '.join(_TASK_OF)}, or leave --data out."
+                f"'{saved.name}' is a {kind}, which --data cannot evaluate. Give models of classes "
+                f"such as Bert{', Bert'.join([*_TASK_OF][:4])} or LlamaForCausalLM; or leave --data out."
             )
         positions = getattr(config, "max_position_embeddings", 0) or _LENGTH
         labels = _KIND_OF.get(config.problem_type or "", "regression" if len(outputs) == 1 else "")
@@ -127,8 +127,8 @@ class Judge:
             elif self.order and not fit_head:
                 advice = f" Try --fit-head, or use {best} as it is."
         verdict = (
-            f"The merged model is {how} the best single one: {metric} {value:.3f} against {given} on "
-            f"{len(self.task.test)} held-out rows.{advice}"
+            f"The merged model is {how} the best single one by {value - single[best][metric]:+.3f}: "
+            f"{metric} {value:.3f} against {given} on {len(self.task.test)} held-out rows.{advice}"
         )
         lines = [f"{name}: {_shown(scores)}." for name, scores in (single | others).items()]
         return merged, [verdict, *said, *lines, f"merged: {_shown(found)}."]
@@ -219,7 +219,7 @@ def _order(task: Task, saved: SavedModel) -> list[int]:
     if missing or several or len(outputs) != len(saved.labels):
         raise FedrotError(
             f"The data has the classes {', '.join(classes)}; the outputs of '{saved.name}' are "
-            f"{', '.join(saved.labels)}. Give data with these classes, or correct id2label of the models."
+            f"{', '.join(saved.labels)}. Give data with these classes, or correct the models' id2label."
         )
     first = [outputs.index(key) for key in wanted]
     return first + [n for n in numbers if n not in first]

@@ -127,7 +127,7 @@ def load(name: str) -> SavedModel:
 
 
 def _labels(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the labels of a stored configuration in which only ``label2id`` names them; else nothing."""
+    """Return the labels of a stored configuration if ``label2id`` alone names them; else nothing."""
     names, given = stored.get("id2label") or {}, stored.get("label2id") or {}
     found = {int(number): name for name, number in given.items()}
     unnamed = all(str(name) == f"LABEL_{number}" for number, name in names.items())

@@ -87,7 +87,6 @@ def merge_models(
         plain = _average(models, shares, symmetry, options_of("none"))[0] if options.parts else None
         merged, verdict = judge.verdict(models, merged, plain, fit_head)
         said = [*verdict, *said]
-    _refuse_overflow(merged, first)
     if out is not None:
         first.model.load_state_dict(merged, strict=False)  # without the names of tied tensors
         with writing(out) as folder:
@@ -122,7 +121,7 @@ def _average(
             elif options.canonical:
                 moved = canonical(moved, symmetry)
             mean.add({n: tensor for n, tensor in moved.items() if n not in twins}, weight)
-    return mean.result(), reports
+    return _rounded(mean.result(), first), reports
 
 
 def options_of(parts: str) -> AlignmentOptions:
@@ -148,12 +147,13 @@ def weights_of(text: str | None, count: int) -> list[float]:
     return weights
 
 
-def _refuse_overflow(merged: Tensors, first: SavedModel) -> None:
-    """Raise ``FedrotError`` if a merged tensor has values beyond the dtype of the first model's."""
-    for name, tensor in merged.items():
-        dtype = first.tensors[name].dtype
-        if dtype.is_floating_point and not bool(torch.isfinite(tensor.to(dtype)).all()):
+def _rounded(merged: Tensors, first: SavedModel) -> Tensors:
+    """Return a mean in the dtypes of the first model; raises ``FedrotError`` for values beyond them."""
+    found = {name: tensor.to(first.tensors[name].dtype) for name, tensor in merged.items()}
+    for name, tensor in found.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise FedrotError(
-                f"The merged tensor '{name}' has values beyond {dtype}, the dtype of '{first.name}'. "
-                "Save that model in float32, or give a model with wider numbers first."
+                f"The merged tensor '{name}' has values beyond {tensor.dtype}, the dtype of "
+                f"'{first.name}'. Save that model in float32, or give a model with wider numbers first."
             )
+    return found

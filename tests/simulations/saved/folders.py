@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 import fedrot
 from tests import families
-from tests.simulations.commands import invoke
 from tests.models import State, fresh_model, near
+from tests.simulations.commands import invoke
 
 WEIGHTS = "model.safetensors"
 PICKLES = {WEIGHTS: "pytorch_model.bin", "adapter_model.safetensors": "adapter_model.bin"}

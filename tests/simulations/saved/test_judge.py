@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from PIL import Image
 from safetensors.torch import load_file
 
 from tests.simulations.commands import invoke
@@ -73,7 +74,9 @@ def test_a_fitted_head_is_written_if_it_is_better(own: Path, tmp_path: Path) -> 
     a, b = model(tmp_path / "a", 1, 0, 0), model(tmp_path / "b", 0, 1.5, 0)
     line = (a, b, "--data", own, "--label-column", "mood", "--fit-head", "--out")
     said = judged(*line, tmp_path / "out")
-    assert said.startswith("The merged model is better than the best single one by +0.500: accuracy 1.000")
+    assert said.startswith(
+        "The merged model is better than the best single one by +0.500: accuracy 1.000"
+    )
     assert "The task head is fitted to 128 training rows" in said
     assert "merged, before the head was fitted: accuracy 0.300" in said
     before, after = load_file(a / WEIGHTS), load_file(tmp_path / "out" / WEIGHTS)
@@ -107,7 +110,7 @@ def test_outputs_are_those_of_the_data_in_any_order(own: Path, tmp_path: Path) -
 def test_other_tasks(name: str, own: Path, tmp_path: Path) -> None:
     first = model_of(name)
     a, b = saved(first, tmp_path / "a"), saved(scrambled(first), tmp_path / "b")
-    tokenizer(a, mask="[MASK]")
+    tokenizer(a, w37="[MASK]")
     code, said = invoke("merge", a, b, "--data", own, "--dry-run")
     if name == "t5-gated":
         assert (code, "is a T5ForConditionalGeneration, which --data" in said) == (2, True), said
@@ -116,6 +119,32 @@ def test_other_tasks(name: str, own: Path, tmp_path: Path) -> None:
     assert "averaged as they are: " in said
     code, said = invoke("merge", a, b, "--data", own, "--fit-head", "--dry-run")
     assert (code, "--fit-head is for classifiers" in said) == (2, True), said
+
+
+def test_tags_and_images(tmp_path: Path) -> None:
+    """The tag O is the last output; a fitted head of tags counts every word as a row."""
+    tags = tmp_path / "tags.jsonl"
+    rows = [f'{{"tokens": ["w1", "w2", "w{n}"], "ner_tags": ["B-X", "I-X", "O"]}}' for n in range(9, 35)]
+    tags.write_text("\n".join(rows))
+    for place in "ab":
+        config = model_of("bert-classifier").config
+        config.update({"id2label": {0: "B-X", 1: "I-X", 2: "O"}})
+        torch.manual_seed(0)
+        tagger = transformers.BertForTokenClassification(config)
+        torch.nn.init.zeros_(tagger.classifier.weight)
+        tagger.classifier.bias.data = torch.tensor([0.0, 0, 1])
+        tokenizer(saved(tagger, tmp_path / place))
+    said = judged(tmp_path / "a", tmp_path / "b", "--data", tags, "--fit-head", "--dry-run")
+    assert "better than the best single one by +1.000: f1 1.000 against 0.000" in said
+    pictures = tmp_path / "pictures"
+    for name in ("x", "y", "z"):
+        (pictures / name).mkdir(parents=True)
+        for n in range(10):
+            Image.new("RGB", (16, 16), 9 * n).save(pictures / name / f"{n}.png")
+    a = saved(model_of("vit"), tmp_path / "vit")
+    assert "as good as the best single one by +0.000: accuracy 0.333" in judged(
+        a, a, "--data", pictures, "--dry-run"
+    )
 
 
 def test_several_labels_scores_and_weights_without_a_bias(tmp_path: Path) -> None:

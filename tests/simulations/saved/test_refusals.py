@@ -111,7 +111,11 @@ LABELS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None], str]] = 
         fields(id2label=UNNAMED, label2id={"a": 0, "b": 2, "c": 1}),
         "output 1 is 'b' in",
     ),
-    "other names": (BY_ID, fields(id2label={"0": "a", "1": "b", "2": "d"}), "configurations: id2label.2"),
+    "other names": (
+        BY_ID,
+        fields(id2label={"0": "a", "1": "b", "2": "d"}),
+        "id2label.2 is",
+    ),
     "numbers as texts": (BY_ID, fields(label2id={"c": "2", "a": "0", "b": "1"}), ""),
     "two ways": (BY_ID, fields(id2label=UNNAMED, label2id={"a": 0, "b": 1, "c": 2}), ""),
 }

@@ -26,9 +26,8 @@ _HARMLESS = re.compile(
     r"r|rank_pattern|lora_alpha|alpha_pattern|use_rslora|init_lora_weights|(eva|loftq|runtime)_config"
     r"|auto_mapping|inference_mode|peft_version"
 )
-#: Fields that say which modules have factors or are trained as a whole, which names of tensors show.
-_IN_NAMES = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
-_IN_NAMES += ("modules_to_save",)
+#: Fields that say which modules are trained, as the names of tensors do.
+_IN_NAMES = re.compile("(target|exclude)_modules|layers_to_transform|layers_pattern|modules_to_save")
 
 
 def merge_adapters(
@@ -40,21 +39,16 @@ def merge_adapters(
     weights: str | None = None,
     allowed: Sequence[str] = (),
 ) -> list[str]:
-    """Average saved LoRA adapters of one base model, and write the result as an adapter.
+    """Average saved LoRA adapters of one base model, write an adapter, and return sentences about it.
 
     Alphas may differ, and ranks with the method ``exact``. The configuration is that of the first
-    adapter; only the rank may change. Returns sentences for the user.
+    adapter; only the rank may change.
 
     Args:
         names: two or more folders that PEFT's ``save_pretrained`` wrote.
         out, weights, allowed: as in ``merge_models``.
-        method: ``exact`` (mean of the products, truncated to the rank; default) or ``mean`` (of the
-            factors).
+        method: ``exact`` (mean of the products, cut to the rank; default) or ``mean`` (of the factors).
         rank: of the result; None: the largest rank of the adapters.
-
-    Raises:
-        FedrotError: bad input; the message names the setting or the folder.
-        FileExistsError: ``out`` is not an empty folder.
     """
     from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
@@ -64,15 +58,13 @@ def merge_adapters(
     if rank is not None:
         check_rank(rank)
     shares = weights_of(weights, len(names))
-    if out is not None:
-        refuse_filled(out)
+    refuse_filled(out)
     configs, adapters = zip(*map(_load, names), strict=True)
     ranks = []
     for name, config, tensors in zip(names, configs, adapters, strict=True):
-        seen = _IN_NAMES if tensors.keys() == adapters[0].keys() else ()
-        refuse_different(
-            (names[0], _settings(configs[0], seen)), (name, _settings(config, seen)), allowed
-        )
+        same = tensors.keys() == adapters[0].keys()
+        first, other = (_settings(one, same) for one in (configs[0], config))
+        refuse_different((names[0], first), (name, other), allowed)
         with about(name):
             ranks.append({pair.module: len(factors(tensors, pair)[0]) for pair in pairs_of(tensors)})
     differ = any(own != ranks[0] for own in ranks)
@@ -125,13 +117,13 @@ def _load(name: str) -> tuple[Any, Tensors]:
     return config, tensors
 
 
-def _settings(config: Any, left_out: Sequence[str]) -> dict[str, Any]:
+def _settings(config: Any, same_names: bool) -> dict[str, Any]:
     """Return the fields that may change outputs and differ from PEFT's defaults."""
     defaults, found = type(config)().to_dict(), dict[str, Any]()
     for field, value in config.to_dict().items():
         if field == "base_model_name_or_path" and value:  # A folder, or a name on the hub.
             value = (os.path.realpath if os.path.isdir(value) else os.path.normpath)(value)
-        harmless = field in left_out or _HARMLESS.fullmatch(field)
+        harmless = _HARMLESS.fullmatch(field) or (same_names and _IN_NAMES.fullmatch(field))
         absent = value == defaults[field] or not (value or defaults[field])
         if not (harmless or absent or (field, value) == ("revision", "main")):
             found[field] = value

@@ -24,13 +24,17 @@ _HARMLESS = re.compile(
 def refuse_unlike(one: SavedModel, other: SavedModel, allowed: Collection[str] = ()) -> None:
     """Raise ``FedrotError`` if the same tensors could compute different outputs in two models.
 
-    Configurations, the order of classes, tokenizers and the tensors that are tied are compared.
-
-    Args:
-        allowed: fields of configurations that may differ.
+    Configurations without ``allowed`` fields, tokenizers and the tensors that are tied are compared.
     """
-    if "id2label" not in allowed:
-        _refuse_reordered(one, other)
+    labels, others = one.labels, other.labels
+    if labels != others and sorted(labels) == sorted(others) and "id2label" not in allowed:
+        place = next(n for n, name in enumerate(labels) if name != others[n])
+        raise FedrotError(
+            f"The task heads have the same classes in another order: output {place} is "
+            f"{labels[place]!r} in '{one.name}' and {others[place]!r} in '{other.name}'. Bring the rows "
+            "of the last layer and id2label of one model into the order of the other, and save it; if "
+            "only the names are in another order, repeat the command with --allow id2label."
+        )
     refuse_different((one.name, one.config.to_dict()), (other.name, other.config.to_dict()), allowed)
     ours, theirs = (saved.tokenizer and saved.tokenizer.get_vocab() for saved in (one, other))
     if ours and theirs and ours != theirs:
@@ -45,18 +49,6 @@ def refuse_unlike(one: SavedModel, other: SavedModel, allowed: Collection[str] =
         raise FedrotError(
             f"Different tables: {names} are one tensor in only one of '{one.name}' and '{other.name}'. "
             "Save the model without separate tables again, with tie_word_embeddings false."
-        )
-
-
-def _refuse_reordered(one: SavedModel, other: SavedModel) -> None:
-    ours, theirs = one.labels, other.labels
-    if ours != theirs and sorted(ours) == sorted(theirs):
-        place = next(i for i, name in enumerate(ours) if name != theirs[i])
-        raise FedrotError(
-            f"The task heads have the same classes in another order: output {place} is "
-            f"{ours[place]!r} in '{one.name}' and {theirs[place]!r} in '{other.name}'. Bring the rows "
-            "of the last layer and id2label of one model into the order of the other, and save it; if "
-            "only the names are in another order, repeat the command with --allow id2label."
         )
 
 

@@ -36,6 +36,9 @@ _TRAIN, _TEST, _LENGTH = 8000, 2000, 256
 #: Share of training rows on which fitted heads are compared, and rows per batch of features.
 _HELD, _BATCH = 0.2, 64
 
+#: Name of the mean without alignment.
+_PLAIN = "averaged as they are"
+
 Scores = Mapping[str, float]
 
 
@@ -92,7 +95,7 @@ class Judge:
         alignment, if ``merged`` is another one.
         """
         single = {f"'{saved.name}'": self.scores(saved.tensors) for saved in models}
-        others = {"averaged as they are": self.scores(plain)} if plain else {}
+        others = {_PLAIN: self.scores(plain)} if plain else {}
         found, said, best = (
             self.scores(merged),
             list[str](),
@@ -111,8 +114,10 @@ class Judge:
             how = "as good as"
         elif _worth(found) < _worth(single[best]):
             how, advice = "worse than", f" Use {best} as it is."
-            if any(_worth(scores) > _worth(single[best]) for scores in others.values()):
-                advice = " Repeat the command with --parts none, without --fit-head."
+            better = [name for name in others if _worth(others[name]) > _worth(single[best])]
+            if better:
+                unaligned = better[0] == _PLAIN
+                advice = f" Repeat it {'with --parts none' if unaligned else 'without --fit-head'}."
             elif self.order and not fit_head:
                 advice = f" Try --fit-head, or use {best} as it is."
         verdict = (

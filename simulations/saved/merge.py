@@ -41,11 +41,11 @@ def merge_models(
     data: Mapping[str, Any] | None = None,
     fit_head: bool = False,
 ) -> list[str]:
-    """Diagnose saved models, align them to the first, and write their mean.
+    """Diagnose saved models, align them to the first, and write their mean; return sentences about it.
 
     All models are held in memory. The mean is computed in float32 or float64 and has the dtypes,
-    configuration and tokenizer of the first model. Returns sentences for the user. With data, the first
-    one says whether the result is better than the best of the models.
+    configuration and tokenizer of the first model. With data, the first sentence says whether it is
+    better than the best of the models.
 
     Args:
         names: of two or more models that differ only in the values of tensors, see ``load``.
@@ -53,20 +53,14 @@ def merge_models(
         parts: see ``options_of``; None: what the diagnosis recommends.
         weights: see ``weights_of``.
         allowed: fields of configurations that may differ.
-        data: fields of an experiment that name data on which models are evaluated; None: none.
-        fit_head: whether the task head of the result is fitted to the data's training rows.
-
-    Raises:
-        FedrotError: bad input; the message names the setting or the model.
-        FileExistsError: ``out`` is not an empty folder.
+        data: fields of an experiment that name the data.
+        fit_head: whether the task head of the mean is fitted to the data's training rows.
     """
     shares = weights_of(weights, len(names))
     given = None if parts is None else options_of(parts)
-    if out is not None:
-        refuse_filled(out)
-    first, *others = models = [load(name) for name in names]
+    refuse_filled(out)
+    first, *others = models = [load(name, whole=True) for name in names]
     for saved in models:
-        saved.refuse_left_out()
         refuse_unlike(first, saved, allowed)
         with about(saved.name):
             check_finite(saved.tensors)

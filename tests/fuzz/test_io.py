@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.data.read import READERS, read_table
-from fedrot.simulations.saved_models.load import load
+from fedrot.simulations.saved.load import load
 from tests.fuzz.cases import fuzzed, mutated
 from tests.models import fresh_model
 from tests.simulations.data.files import bounded

@@ -22,7 +22,7 @@ from fedrot.simulations.report.tables import result_tables
 from tests.models import fresh_model
 from tests.simulations.commands import invoke
 from tests.simulations.data.files import bounded
-from tests.simulations.saved_models.folders import WEIGHTS, configure, saved
+from tests.simulations.saved.folders import WEIGHTS, configure, saved
 
 HOSTILE = "</script><script>alert(1)</script> & \"q\" 'x' $\\x$ ../../../x | " + 300 * "y"
 

@@ -20,7 +20,7 @@ from fedrot.simulations.cli.app import app, prepare
 from fedrot.simulations.models.packaged import no_bars
 from tests.models import fresh_model
 from tests.simulations.commands import SMALL, options_of
-from tests.simulations.saved_models.folders import WEIGHTS, change, configure, saved, tokenizer
+from tests.simulations.saved.folders import WEIGHTS, change, configure, saved, tokenizer
 
 #: Colour, title of the window, bell, controls of one character, delete, and the other direction.
 POISON = "evil\x1b[31m\x1b]0;x\x07\x9b5m\x7f\u202e\u2066\b"

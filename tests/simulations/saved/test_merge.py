@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import fedrot
 from tests.models import inputs
 from tests.simulations.commands import contents, invoke
-from tests.simulations.saved_models.folders import (
+from tests.simulations.saved.folders import (
     WEIGHTS,
     change,
     loaded,

@@ -1,8 +1,9 @@
-"""``load`` and ``save``: saved models, read and written by transformers."""
+"""``load`` and ``writing``: saved models, read and written by transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,22 +19,13 @@ from fedrot.tensors import Tensors
 #: Files of a tokenizer; one of them is enough.
 _TOKENIZER = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model")
 
-_SAVE_AGAIN = "Load the model with transformers, without wrappers, and save it with save_pretrained."
-
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A model that ``load`` has loaded.
-
-    Attributes:
-        name: the folder, the name on the hub or the packaged name that the user gave.
-        model: a transformers model in evaluation mode, in the dtype of its configuration.
-        left_out: stored tensors that the model's class does not have.
-    """
+    """A transformers model in evaluation mode, and the name by which the user gave it."""
 
     name: str
     model: Any
-    left_out: tuple[str, ...] = ()
 
     @property
     def config(self) -> Any:
@@ -44,6 +36,11 @@ class SavedModel:
     def tensors(self) -> Tensors:
         """The tensors by name; those of tied names are the same."""
         return dict(self.model.state_dict())
+
+    @property
+    def labels(self) -> list[str]:
+        """The names of the task head's outputs, in their order."""
+        return [str(name) for _, name in sorted((self.config.to_dict().get("id2label") or {}).items())]
 
     @cached_property
     def tokenizer(self) -> Any | None:
@@ -58,24 +55,17 @@ class SavedModel:
             found = any(cached_file(place, name, **optional) for name in _TOKENIZER)
             return AutoTokenizer.from_pretrained(**source) if found else None
 
-    def refuse_left_out(self) -> None:
-        """Raise ``FedrotError`` if the files have tensors that the model's class does not have."""
-        if self.left_out:
-            raise FedrotError(
-                f"'{self.name}' has the tensor {self.left_out[0]} ({len(self.left_out)} in all), which "
-                f"a {type(self.model).__name__} does not have. {_SAVE_AGAIN}"
-            )
-
     def build(self) -> Any:
         """Return a float32 model of the class with random weights, in evaluation mode."""
-        return type(self.model)(self.config).float().eval()
+        return type(self.model)(copy.deepcopy(self.config)).float().eval()
 
 
-def load(name: str) -> SavedModel:
-    """Load a model as the class that its configuration names, ``AutoModel`` if it names none.
+def load(name: str, whole: bool = False) -> SavedModel:
+    """Load a model in its own dtype as the class that its configuration names, else ``AutoModel``.
 
     Args:
         name: a folder that ``save_pretrained`` wrote, a name on the hub, or a packaged model.
+        whole: whether tensors are refused that the class does not have.
 
     Raises:
         FedrotError: the model is missing, damaged or quantised, is of a family that is not supported, or
@@ -85,7 +75,8 @@ def load(name: str) -> SavedModel:
 
     source = loading_of(name)
     with loading(name):
-        config = transformers.AutoConfig.from_pretrained(**source)
+        stored, _ = transformers.PretrainedConfig.get_config_dict(**source)
+        config = transformers.AutoConfig.from_pretrained(**source, **_labels(stored))
         class_name = (config.architectures or ["AutoModel"])[0]
         model_class = getattr(transformers, class_name, None)
     with about(name):
@@ -101,24 +92,32 @@ def load(name: str) -> SavedModel:
             "fedrot.check_function and fedrot.align in Python."
         )
     with loading(name), no_bar_for_files(name):
-        model, found = model_class.from_pretrained(
-            **source, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
-        )
-    left_out = sorted(found["unexpected_keys"])
+        how = {"config": config, "dtype": "auto", "ignore_mismatched_sizes": True}
+        model, found = model_class.from_pretrained(**source, **how, output_loading_info=True)
+    more = sorted(found["unexpected_keys"])
     shapes = [f"{key} {[*here]}, not {[*there]}" for key, here, there in found["mismatched_keys"]]
-    for what, keys in (("no tensor", sorted(found["missing_keys"])), ("a tensor", sorted(shapes))):
+    has = f"; it has {more[0]}" if more else ""
+    for what, keys, which in (
+        ("no tensor", sorted(found["missing_keys"]), f"{class_name} needs{has}"),
+        ("a tensor", sorted(shapes), f"{class_name} needs{has}"),
+        ("the tensor", more if whole else [], f"{type(model).__name__} does not have"),
+    ):
         if keys:
             raise FedrotError(
-                f"'{name}' has {what} {keys[0]} ({len(keys)} in all), which a {class_name} needs"
-                f"{f'; it has {left_out[0]}' if left_out else ''}. {_SAVE_AGAIN}"
+                f"'{name}' has {what} {keys[0]} ({len(keys)} in all), which a {which}. Load the model "
+                "with transformers, without wrappers, and save it with save_pretrained."
             )
-    return SavedModel(name, model, tuple(left_out))
+    return SavedModel(name, model)
 
 
-def refuse_filled(out: Path) -> None:
-    """Raise ``FileExistsError`` unless ``out`` is absent or an empty folder."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"'{out}' exists and is not an empty folder. Choose another --out.")
+def _labels(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the labels of a stored configuration if ``label2id`` alone names them; else nothing."""
+    names, given = stored.get("id2label") or {}, stored.get("label2id") or {}
+    found = {int(number): name for name, number in given.items()}
+    unnamed = all(str(name) == f"LABEL_{number}" for number, name in names.items())
+    if not unnamed or len(names) not in (0, len(found)) or {*found} != {*range(len(given))}:
+        return {}
+    return {"id2label": found, "label2id": {name: n for n, name in found.items()}} if found else {}
 
 
 @contextmanager
@@ -130,6 +129,12 @@ def writing(out: Path) -> Iterator[Path]:
     with replacing(out) as folder, no_bars(), as_os_error(folder):
         folder.mkdir()
         yield folder
+
+
+def refuse_filled(out: Path | None) -> None:
+    """Raise ``FileExistsError`` unless ``out`` is None, absent or an empty folder."""
+    if out and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"'{out}' exists and is not an empty folder. Choose another --out.")
 
 
 @contextmanager

@@ -10,60 +10,31 @@ from fedrot.errors import FedrotError
 from fedrot.symmetry.resolve import tied_tensors
 
 if TYPE_CHECKING:
-    from fedrot.simulations.saved_models.load import SavedModel
+    from fedrot.simulations.saved.load import SavedModel
 
-#: Fields on which no output depends. ``id2label`` says what ``label2id`` says.
-_HARMLESS = frozenset(
-    {
-        "_name_or_path",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "cls_token_id",
-        "dtype",
-        "finetuning_task",
-        "gradient_checkpointing",
-        "label2id",
-        "name_or_path",
-        "output_attentions",
-        "output_hidden_states",
-        "pretraining_tp",
-        "problem_type",
-        "return_dict",
-        "sep_token_id",
-        "task_specific_params",
-        "tokenizer_class",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
+#: Names of fields on which no output depends. ``label2id`` says what ``id2label`` says.
+_HARMLESS = re.compile(
+    r"_?name_or_path|(torch_)?dtype|transformers_version|tokenizer_class|(bos|cls|sep)_token_id"
+    r"|label2id|problem_type|finetuning_task|task_specific_params|pretraining_tp|use_cache|return_dict"
+    r"|output_(attentions|hidden_states)|gradient_checkpointing|chunk_size_feed_forward"
+    r"|\w*drop\w*|init(ializer)?_(std|range|factor|cutoff_factor)"
 )
-#: Fields of an adapter that are in its scale, or on which no output depends.
-_OF_ADAPTERS = frozenset(
-    {
-        "alpha_pattern",
-        "auto_mapping",
-        "inference_mode",
-        "init_lora_weights",
-        "lora_alpha",
-        "peft_version",
-        "r",
-        "rank_pattern",
-        "runtime_config",
-        "use_rslora",
-    }
-)
-#: Names of fields for dropout and for random weights.
-_OF_TRAINING = re.compile(r"\w*drop\w*|init(ializer)?_(std|range|factor|cutoff_factor)")
 
 
 def refuse_unlike(one: SavedModel, other: SavedModel, allowed: Collection[str] = ()) -> None:
     """Raise ``FedrotError`` if the same tensors could compute different outputs in two models.
 
-    Configurations, tokenizers and the tensors that are tied are compared.
-
-    Args:
-        allowed: fields of configurations that may differ.
+    Configurations without ``allowed`` fields, tokenizers and the tensors that are tied are compared.
     """
+    labels, others = one.labels, other.labels
+    if labels != others and sorted(labels) == sorted(others) and "id2label" not in allowed:
+        place = next(n for n, name in enumerate(labels) if name != others[n])
+        raise FedrotError(
+            f"The task heads have the same classes in another order: output {place} is "
+            f"{labels[place]!r} in '{one.name}' and {others[place]!r} in '{other.name}'. Bring the rows "
+            "of the last layer and id2label of one model into the order of the other, and save it; if "
+            "only the names are in another order, repeat the command with --allow id2label."
+        )
     refuse_different((one.name, one.config.to_dict()), (other.name, other.config.to_dict()), allowed)
     ours, theirs = (saved.tokenizer and saved.tokenizer.get_vocab() for saved in (one, other))
     if ours and theirs and ours != theirs:
@@ -99,10 +70,10 @@ def refuse_different(
 
 
 def _fields(settings: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield by path the fields, also of nested configurations, that are not harmless and not None."""
+    """Yield by path the fields, also of nested configurations, that are not harmless and not empty."""
     for key, value in settings.items():
         name = str(key)
-        if name in _HARMLESS | _OF_ADAPTERS or _OF_TRAINING.fullmatch(name):
+        if _HARMLESS.fullmatch(name):
             continue
         if isinstance(value, Mapping):
             yield from _fields(value, f"{path}{name}.")

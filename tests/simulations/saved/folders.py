@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -15,8 +16,11 @@ from transformers import PreTrainedTokenizerFast
 import fedrot
 from tests import families
 from tests.models import State, fresh_model, near
+from tests.simulations.commands import invoke
 
 WEIGHTS = "model.safetensors"
+PICKLES = {WEIGHTS: "pytorch_model.bin", "adapter_model.safetensors": "adapter_model.bin"}
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0a1b\nsize 9\n"
 
 
 def state(model: Any) -> State:
@@ -69,6 +73,39 @@ def configure(folder: Path, file: str = "config.json", **changes: Any) -> None:
         inside = isinstance(value, dict) and isinstance(settings.get(name), dict)
         settings[name] = {**settings[name], **value} if inside else value
     (folder / file).write_text(json.dumps(settings))
+
+
+def removed(name: str, folder: Path) -> None:
+    (folder / name).unlink()
+
+
+def written(name: str, text: str, folder: Path) -> None:
+    (folder / name).write_text(text)
+
+
+class _Code:
+    """What a pickle could do."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return self.marker.touch, ()
+
+
+def hostile(file: str, folder: Path) -> None:
+    """Replace the weights by a pickle that runs code."""
+    tensors = load_file(folder / file)
+    torch.save({**tensors, "x": _Code(folder / "ran")}, folder / PICKLES[file])
+    (folder / file).unlink()
+
+
+def refused(words: str, spoilt: Path, *line: object) -> None:
+    """Run a command, which has to fail with these words, name a folder and leave nothing behind."""
+    code, output = invoke(*line)
+    assert (code, words in output, str(spoilt) in output) == (2, True, True), output
+    assert not (spoilt.parent / "out").exists()
+    assert not (spoilt / "ran").exists()
 
 
 def tokenizer(folder: Path, size: int = 40, **renamed: str) -> None:

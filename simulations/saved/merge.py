@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,9 +15,9 @@ from fedrot.diagnosis import ALIGNED, PLAIN, WHOLE, diagnose
 from fedrot.errors import FedrotError
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
-from fedrot.simulations.saved_models.alike import refuse_unlike
-from fedrot.simulations.saved_models.load import SavedModel, about, load, refuse_filled, writing
-from fedrot.symmetry import WHOLE_MODEL, symmetry_of
+from fedrot.simulations.saved.alike import refuse_unlike
+from fedrot.simulations.saved.load import SavedModel, about, load, refuse_filled, writing
+from fedrot.symmetry import WHOLE_MODEL, Symmetry, symmetry_of
 from fedrot.symmetry.canonical import canonical
 from fedrot.tensors import Tensors, check_finite, widened
 
@@ -29,23 +30,22 @@ _NAMED = {"whole": WHOLE_MODEL, "none": ()}
 #: Texts per batch of activations. A language model's outputs have the width of its vocabulary.
 _BATCH = 64
 
-#: Receives sentences for the user.
-Say = Callable[[str], None]
-
 
 def merge_models(
     names: Sequence[str],
     out: Path | None,
-    say: Say,
     *,
     parts: str | None = None,
     weights: str | None = None,
     allowed: Sequence[str] = (),
-) -> None:
-    """Diagnose saved models, align them to the first, and write their mean.
+    data: Mapping[str, Any] | None = None,
+    fit_head: bool = False,
+) -> list[str]:
+    """Diagnose saved models, align them to the first, and write their mean; return sentences about it.
 
     All models are held in memory. The mean is computed in float32 or float64 and has the dtypes,
-    configuration and tokenizer of the first model.
+    configuration and tokenizer of the first model. With data, the first sentence says whether it is
+    better than the best of the models.
 
     Args:
         names: of two or more models that differ only in the values of tensors, see ``load``.
@@ -53,30 +53,51 @@ def merge_models(
         parts: see ``options_of``; None: what the diagnosis recommends.
         weights: see ``weights_of``.
         allowed: fields of configurations that may differ.
-
-    Raises:
-        FedrotError: bad input; the message names the setting or the model.
-        FileExistsError: ``out`` is not an empty folder.
+        data: fields of an experiment that name the data.
+        fit_head: whether the task head of the mean is fitted to the data's training rows.
     """
     shares = weights_of(weights, len(names))
     given = None if parts is None else options_of(parts)
-    if out is not None:
-        refuse_filled(out)
-    first, *others = models = [load(name) for name in names]
+    refuse_filled(out)
+    first, *others = models = [load(name, whole=True) for name in names]
     for saved in models:
-        saved.refuse_left_out()
         refuse_unlike(first, saved, allowed)
         with about(saved.name):
             check_finite(saved.tensors)
-    ours = first.tensors
-    symmetry = symmetry_of(first.config, ours)
-    found = diagnose(ours, [other.tensors for other in others], symmetry)
-    say(f"Diagnosis: {found}")
+    judge = None
+    if data:  # Its modules need seconds for their imports.
+        from fedrot.simulations.saved.judge import Judge
+
+        judge = Judge.of(first, data)
+    symmetry = symmetry_of(first.config, first.tensors)
+    found = diagnose(first.tensors, [other.tensors for other in others], symmetry)
     options = given or options_of(_PARTS[found.choice])
     if set(options.parts) == set(WHOLE_MODEL):
         options = options.movable(symmetry)
     options = options.for_model(symmetry)
-    say(f"Aligned parts: {', '.join(options.parts) or 'none'}.")
+    merged, reports = _average(models, shares, symmetry, options)
+    said = [f"Diagnosis: {found}", f"Aligned parts: {', '.join(options.parts) or 'none'}.", *reports]
+    if judge:
+        plain = _average(models, shares, symmetry, options_of("none"))[0] if options.parts else None
+        merged, verdict = judge.verdict(models, merged, plain, fit_head)
+        said = [*verdict, *said]
+    if out is not None:
+        first.model.load_state_dict(merged, strict=False)  # without the names of tied tensors
+        with writing(out) as folder:
+            first.model.save_pretrained(folder)
+            if first.tokenizer is not None:
+                first.tokenizer.save_pretrained(folder)
+    return said
+
+
+def _average(
+    models: Sequence[SavedModel],
+    shares: Sequence[float],
+    symmetry: Symmetry,
+    options: AlignmentOptions,
+) -> tuple[Tensors, list[str]]:
+    """Return the weighted mean of models that are aligned to the first, and a report of each."""
+    first, ours, reports = models[0], models[0].tensors, []
     twins = {name for tied in symmetry.tied for name in tied[1:]}
     if options.rotates:
         symmetry, evidence = symmetry.rotated, None
@@ -90,18 +111,11 @@ def merge_models(
                 alignment = find(saved.tensors, anchor)
                 moved = alignment.apply(moved)
                 if options.parts:
-                    say(f"'{saved.name}': {alignment.report}")
+                    reports.append(f"'{saved.name}': {alignment.report}")
             elif options.canonical:
                 moved = canonical(moved, symmetry)
             mean.add({n: tensor for n, tensor in moved.items() if n not in twins}, weight)
-    merged = mean.result()
-    _refuse_overflow(merged, first)
-    if out is not None:
-        first.model.load_state_dict(merged, strict=False)  # without the names of tied tensors
-        with writing(out) as folder:
-            first.model.save_pretrained(folder)
-            if first.tokenizer is not None:
-                first.tokenizer.save_pretrained(folder)
+    return _rounded(mean.result(), first), reports
 
 
 def options_of(parts: str) -> AlignmentOptions:
@@ -127,12 +141,13 @@ def weights_of(text: str | None, count: int) -> list[float]:
     return weights
 
 
-def _refuse_overflow(merged: Tensors, first: SavedModel) -> None:
-    """Raise ``FedrotError`` if a merged tensor has values beyond the dtype of the first model's."""
-    for name, tensor in merged.items():
-        dtype = first.tensors[name].dtype
-        if dtype.is_floating_point and not bool(torch.isfinite(tensor.to(dtype)).all()):
+def _rounded(merged: Tensors, first: SavedModel) -> Tensors:
+    """Return a mean in the dtypes of the first model; raises ``FedrotError`` for values beyond them."""
+    found = {name: tensor.to(first.tensors[name].dtype) for name, tensor in merged.items()}
+    for name, tensor in found.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise FedrotError(
-                f"The merged tensor '{name}' has values beyond {dtype}, the dtype of '{first.name}'. "
-                "Save that model in float32, or give a model with wider numbers first."
+                f"The merged tensor '{name}' has values beyond {tensor.dtype}, the dtype of "
+                f"'{first.name}'. Save that model in float32, or give a model with wider numbers first."
             )
+    return found

@@ -7,8 +7,8 @@ from typing import Any
 
 from fedrot.check import TOLERANCE, output_change, suspects
 from fedrot.errors import FedrotError
-from fedrot.simulations.saved_models.load import about, load
-from fedrot.simulations.saved_models.merge import options_of
+from fedrot.simulations.saved.load import about, load
+from fedrot.simulations.saved.merge import options_of
 from fedrot.symmetry import PARTS, symmetry_of
 
 
@@ -36,20 +36,22 @@ def check_model(name: str, parts: str | None = None) -> dict[str, Any]:
         if not symmetry.select(chosen):
             raise FedrotError(f"It has no groups of the parts {', '.join(chosen) or '(none)'}.")
         rotates = "residual" in chosen and symmetry.can_rotate
-        largest, sentence = 0.0, ""
         for one in (symmetry, symmetry.rotated) if rotates else (symmetry,):
             change = output_change(saved.model, saved.config, one, chosen)
             largest = change(lambda group: True)
-            if not largest <= TOLERANCE:
+            sentence = (
+                f"The function is preserved: outputs change by at most {largest:.1e} of their size."
+            )
+            holds = largest <= TOLERANCE
+            if not holds:
                 sentence = f"The outputs change by {largest:.2g} of their size. "
                 sentence += suspects(one, change, chosen)
                 break
-    kept = f"The function is preserved: outputs change by at most {largest:.1e} of their size."
     return {
         "model": name,
         "family": symmetry.family,
         "parts": chosen,
         "change": largest if math.isfinite(largest) else None,
-        "holds": not sentence,
-        "sentence": sentence or kept,
+        "holds": holds,
+        "sentence": sentence,
     }

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 import fedrot
 from fedrot.simulations.cli.app import app
-from fedrot.simulations.saved_models.load import SavedModel
-from fedrot.simulations.saved_models.load import load as original
+from fedrot.simulations.saved.load import SavedModel
+from fedrot.simulations.saved.load import load as original
 from tests.models import EVERY
-from tests.simulations.saved_models.folders import change, configure, model_of, saved, with_state
+from tests.simulations.saved.folders import change, configure, model_of, saved, with_state
 
 
 def check(*arguments: object) -> tuple[int, dict[str, Any]]:
@@ -95,7 +95,7 @@ def test_models_without_the_symmetry(model: Path, monkeypatch: pytest.MonkeyPatc
             found = original(name)
             return SavedModel(name, with_state(cls(found.config), found.tensors).eval())
 
-        monkeypatch.setattr("fedrot.simulations.saved_models.check.load", load)
+        monkeypatch.setattr("fedrot.simulations.saved.check.load", load)
         return check(model)
 
     code, found = loaded_as(_FirstHead)
@@ -120,6 +120,6 @@ def test_a_reader_that_does_not_take_up_the_gain_is_found(
 
     folder = saved(model_of("llama"), tmp_path / "a")
     assert check(folder)[0] == 0
-    monkeypatch.setattr("fedrot.simulations.saved_models.check.symmetry_of", wrong)
+    monkeypatch.setattr("fedrot.simulations.saved.check.symmetry_of", wrong)
     assert check(folder)[0] == 1
     assert check(folder, "--parts", "attention+ffn")[0] == 0

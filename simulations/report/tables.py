@@ -1,4 +1,4 @@
-"""Tables of results for the terminal, Markdown and HTML, and formats of numbers and differences."""
+"""Tables for the terminal, Markdown and HTML, and formats of numbers and differences."""
 
 from __future__ import annotations
 
@@ -8,34 +8,26 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from fedrot.simulations.report.summaries import (
-    BASELINE,
-    Paired,
-    Result,
-    Row,
-    by_setting,
-    described,
-    headline,
-    results,
-)
+from fedrot.simulations.summary import Paired, Standing, Verdict, described
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-#: Largest number of characters in a line of a name; longer names are broken, see ``pieces``.
-WIDEST = 26
-#: Words up to this number of characters are never broken; very long words have pieces of this size.
-SHORT = 10
-#: Largest number of a client's classes on the terminal.
-MOST_CLASSES = 8
-#: Verdicts for which the difference is not shown.
+#: Words up to this number of characters are never broken; longer ones are broken after signs.
+SHORT, WIDEST = 10, 26
+#: Verdicts for which a difference is no number.
 SAME = ("identical", "equal but for rounding")
-EXPLAINED = "Paired by seed. Within noise of x: these seeds can show only a difference above x."
+PAIRED = (
+    "Differences are paired by seed, with 95 % t intervals in brackets. An interval that contains 0 "
+    "decides nothing. One of 40 strategies that change nothing looks better by luck."
+)
+#: What stands where there is no number.
+NONE = "–"
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of at most five columns. Rich prints it, and the Jinja template renders it as HTML.
+    """A table. Rich prints it, and the Jinja template renders it as HTML.
 
     Columns in ``texts`` hold names: they are left-aligned and may be broken. Others are right-aligned.
     """
@@ -47,21 +39,24 @@ class Table:
     caption: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.box import SIMPLE_HEAD
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = RichTable(title=self.title, caption=self.caption or None, title_justify="left")
-        for name in self.header:
-            table.add_column(name, justify="left" if name in self.texts else "right", overflow="fold")
+        table = RichTable(
+            title=self.title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False
+        )
+        for index, name in enumerate(self.header):
+            words = " ".join([name, *(line[index] for line in self.lines)]).split()
+            widest = max(len(piece) for word in words for piece in pieces(word))
+            justify: Literal["left", "right"] = "left" if name in self.texts else "right"
+            table.add_column(name, justify=justify, overflow="fold", min_width=widest)
         for line in self.lines:
             # As Text, brackets in names and intervals are not markup.
-            table.add_row(*(Text(" ".join(map(_broken, cell.split()))) for cell in line))
-        columns = [list(map(str, column.cells)) for column in table.columns]
-        # Each column needs two spaces and a rule, and the table one more rule.
-        widths = _widths(columns, [*self.header], options.max_width - 3 * len(columns) - 1)
-        for column, width in zip(table.columns, widths, strict=True):
-            column.width = width
+            table.add_row(*map(Text, line))
         yield table
+        if self.caption:
+            yield Text(self.caption, style="dim")
 
     def markdown(self) -> str:
         """Return the table as Markdown, with its title above and its caption below."""
@@ -83,92 +78,88 @@ def pieces(word: str) -> list[str]:
     ]
 
 
-def _broken(word: str) -> str:
-    """Break a word into lines of at most ``WIDEST`` characters."""
-    lines = [""]
-    for piece in pieces(word):
-        if len(lines[-1] + piece) > WIDEST:
-            lines.append("")
-        lines[-1] += piece
-    return "\n".join(lines)
+def pipe_table(header: Sequence[str], rows: Iterable[Sequence[str]], texts: Container[str]) -> str:
+    """Return a Markdown table; columns in ``texts`` are left-aligned, others right-aligned."""
+    rule = ["---" if name in texts else "---:" for name in header]
+    escaped = [[_in_markdown(cell) for cell in line] for line in (header, rule, *rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
 
 
-def _widths(columns: Sequence[Sequence[str]], header: Sequence[str], room: int) -> list[int]:
-    """Return widths of columns that fit into ``room``, or wider ones if a word would be cut."""
-    cells = [[name, *column] for name, column in zip(header, columns, strict=True)]
-    widths = [max((len(line) for cell in own for line in cell.splitlines()), default=0) for own in cells]
-    words = [max((len(word) for cell in own for word in cell.split()), default=0) for own in cells]
-    while sum(widths) > room and widths != words:
-        spare = [width if width > word else 0 for width, word in zip(widths, words, strict=True)]
-        widths[spare.index(max(spare))] -= 1
-    return widths
+def _in_markdown(cell: str) -> str:
+    """Return a cell on one line, with HTML and bars escaped."""
+    return " ".join(cell.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").split())
 
 
-def result_tables(rows: Sequence[Row], metrics: Sequence[str] | None = None) -> list[Table]:
-    """Return the results of the final round, one table per setting and metric.
-
-    If ``metrics`` is None, they are the headline metric of the setting and the loss.
-    """
-    found = []
-    for setting, own in by_setting(rows).items():
-        scores = results(own)
-        for metric in headline(own) if metrics is None else metrics:
-            lines = [score for score in scores if score.place.metric == metric]
-            if lines:
-                found.append(_result_table(setting, metric, lines))
-    return found
-
-
-def _result_table(setting: str, metric: str, scores: Sequence[Result]) -> Table:
-    several = len({score.place.start for score in scores}) > 1
-    seeds = max(score.n for score in scores)
-    names = ["start", "arm"] if several else ["arm"]
+def compact_table(found: Verdict, title: str = "") -> Table:
+    """Return a line per strategy: judged metrics, difference from the reference, worst client, bytes."""
+    against = found.reference.name if found.reference else ""
+    metric = found.judged[0]
+    header = ["strategy", *map(spoken, found.judged), f"against {against}", "worst client", "MB"]
     lines = [
         [
-            *([score.place.start] if several else []),
-            score.place.arm,
-            format_score(score) + ("" if score.n == seeds else f" ({score.n} seeds)"),
-            *_difference_cells(score.difference, seeds),
+            own.name,
+            *(number(own.mean(name)) for name in found.judged),
+            NONE if own is found.reference else format_difference(own.against[metric]),
+            number(own.worst),
+            number(own.traffic / 1e6),
         ]
-        for score in scores
+        for own in found.standings
     ]
-    return Table(
-        ": ".join(filter(None, [setting, f"{described(metric)}, final round, {seeds} seed(s)"])),
-        [*names, "mean ± sd", f"difference from {BASELINE} [95 % t interval]", "verdict"],
-        lines,
-        texts=names,
-        caption=EXPLAINED,
+    unused = [i for i, name in enumerate(header) if all(line[i] == NONE for line in lines)]
+    kept = [[cell for i, cell in enumerate(line) if i not in unused] for line in (header, *lines)]
+    caption = (
+        f"Means over {seeds(found.standings)} after the last round. Against {against}: difference of "
+        f"{spoken(metric)}. {PAIRED}"
     )
+    return Table(title, kept[0], kept[1:], texts=header[:1], caption=caption)
 
 
-def _difference_cells(difference: Paired | None, seeds: int) -> list[str]:
-    """Return the difference with its interval, and the verdict, with its number of seeds if needed."""
-    if difference is None:
-        return ["-", "-"]
-    known = not math.isnan(difference.mean) and difference.verdict not in SAME
-    shown = format_interval(difference, sign="+") if known else "-"
-    counted = "" if difference.n in (0, seeds) else f" ({difference.n} seeds)"
-    return [shown, format_verdict(difference) + counted]
+def metric_table(found: Verdict, metric: str) -> Table:
+    """Return a line per strategy: mean and spread of one metric, difference, verdict and p-value."""
+    lines = [
+        [
+            own.name,
+            _spread([*own.values[metric].values()]),
+            *(
+                (NONE, NONE, NONE)
+                if own is found.reference
+                else (
+                    _known(paired),
+                    _verdict(paired),
+                    NONE if math.isnan(paired.p) else f"{paired.p:.2g}",
+                )
+            ),
+        ]
+        for own in found.standings
+        if metric in own.values
+        for paired in [own.against[metric]]
+    ]
+    header = ("strategy", "mean ± sd", "difference", "verdict", "p")
+    return Table(described(metric).replace("_", " "), header, lines, texts=("strategy", "verdict"))
 
 
-def format_score(score: Result) -> str:
-    """Return ``0.694 ± 0.012``, without the spread for one seed."""
-    style = number_style(score.mean, score.sd)
-    return f"{score.mean:{style}}" + ("" if math.isnan(score.sd) else f" ± {score.sd:{style}}")
+def _spread(values: Sequence[float]) -> str:
+    import numpy as np
+
+    mean, sd = float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+    style = number_style(mean, sd)
+    return f"{mean:{style}}" + (f" ± {sd:{style}}" if math.isfinite(sd) else "")
 
 
-def format_verdict(difference: Paired) -> str:
-    """Return ``better``, or ``within noise of 0.034`` with the smallest difference outside noise."""
-    if difference.verdict != "within noise":
-        return difference.verdict
-    return f"within noise of {difference.smallest:{_style(difference)}}"
+def _known(difference: Paired) -> str:
+    known = difference.n and difference.verdict not in SAME and not math.isnan(difference.mean)
+    return format_interval(difference, sign="+") if known else NONE
+
+
+def _verdict(difference: Paired) -> str:
+    """Return a verdict, with the smallest difference that would show: ``within noise of 0.034``."""
+    noise = difference.verdict == "within noise"
+    return difference.verdict + (f" of {difference.smallest:{_style(difference)}}" if noise else "")
 
 
 def format_difference(difference: Paired) -> str:
-    """Return ``+0.095 [+0.061, +0.129] better``, without the interval if there is none."""
-    if difference.n == 0 or difference.verdict in SAME:
-        return difference.verdict
-    return f"{format_interval(difference, sign='+')} {format_verdict(difference)}"
+    """Return ``+0.095 [+0.061, +0.129]``, or the verdict if there is no number."""
+    return difference.verdict if _known(difference) == NONE else _known(difference)
 
 
 def format_interval(value: Paired, sign: Literal["", "+"] = "", interval: bool = True) -> str:
@@ -195,41 +186,29 @@ def number_style(*values: float, decimals: int = 3) -> str:
     return f".{max(0, decimals + 1 - len(str(int(largest))))}f"
 
 
-def pipe_table(header: Sequence[str], rows: Iterable[Sequence[str]], texts: Container[str]) -> str:
-    """Return a Markdown table; columns in ``texts`` are left-aligned, others right-aligned."""
-    rule = ["---" if name in texts else "---:" for name in header]
-    escaped = [[_in_markdown(cell) for cell in line] for line in (header, rule, *rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
+def number(value: float) -> str:
+    """Return a number, or a dash if it is NaN."""
+    return NONE if math.isnan(value) else f"{value:{number_style(value)}}"
 
 
-def _in_markdown(cell: str) -> str:
-    """Return a cell on one line, with HTML and bars escaped."""
-    return " ".join(cell.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").split())
+def spoken(metric: str) -> str:
+    """Return a metric's name in a sentence: ``macro F1``."""
+    return metric.replace("_", " ").replace("f1", "F1")
 
 
-def partition_table(
-    counts: Sequence[Sequence[int]],
-    names: Sequence[str],
-    setting: str,
-    seed: int,
-    most: int | None = MOST_CLASSES,
-) -> Table:
-    """Return the table of rows per client and class; ``counts`` is [clients][classes].
-
-    At most ``most`` classes of a client are listed, the most frequent first; the rest is one sum.
-    """
-    header = ("client", "rows", "rows of each class")
-    lines = [
-        [str(client), str(sum(own)), _counted(own, names, most)] for client, own in enumerate(counts)
-    ]
-    return Table(f"Rows per client: {setting}, seed {seed}", header, lines, texts=header[2:])
+def seeds(standings: Iterable[Standing]) -> str:
+    """Return the number of seeds in words: ``5 seeds``, ``3 to 5 seeds``."""
+    counts = sorted({own.seeds for own in standings})
+    if counts in ([], [1]):
+        return "1 seed" if counts else "no seed"
+    return f"{' to '.join(map(str, sorted({counts[0], counts[-1]})))} seeds"
 
 
-def _counted(counts: Sequence[int], names: Sequence[str], most: int | None) -> str:
-    order = sorted(filter(counts.__getitem__, range(len(counts))), key=lambda index: -counts[index])
-    known = dict(enumerate(names))
-    shown = [f"{known.get(index, 'none')} {counts[index]}" for index in order[:most]]
-    rest = [counts[index] for index in order[len(shown) :]]
-    if rest:
-        shown.append(f"{len(rest)} others {sum(rest)}")
-    return ", ".join(shown)
+def partition_table(counts: Sequence[Sequence[int]], names: Sequence[str], title: str) -> Table:
+    """Return the table of rows per client and class; ``counts`` is [clients][classes]."""
+    lines = []
+    for client, own in enumerate(counts):
+        order = sorted((i for i, count in enumerate(own) if count), key=lambda i: -own[i])
+        classes = (f"{names[i] if i < len(names) else 'no class'} {own[i]}" for i in order)
+        lines.append([str(client), str(sum(own)), ", ".join(classes) if names else NONE])
+    return Table(title, ("client", "rows", "rows of each class"), lines, texts=("rows of each class",))

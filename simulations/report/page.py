@@ -1,17 +1,25 @@
-"""``HtmlPage``: self-contained HTML pages of registered sections."""
+"""``Page``: self-contained HTML pages of registered sections."""
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from fedrot._io import write_text
 from fedrot.simulations.report.tables import Table, pieces
 
 Source = TypeVar("Source")
+Function = Callable[[Source], "Section | None"]
+
+
+class Picture(NamedTuple):
+    """A picture as a data URI (see ``plots.data_uri``), what it shows in words, and its caption."""
+
+    uri: str
+    alt: str
+    caption: str
 
 
 @dataclass(frozen=True)
@@ -19,23 +27,27 @@ class Section:
     """A part of a page. Its fields are shown in this order; a folded section opens on a click.
 
     Attributes:
+        lead: a sentence in large type.
+        code: lines to copy.
         terms: words and their meanings.
-        pictures: addresses of pictures (see ``data_uri``) by caption, which is also the ``alt`` text.
+        beside: pictures stand beside the text on a wide screen.
     """
 
-    title: str
+    title: str = ""
+    lead: str = ""
+    code: str = ""
     text: str = ""
     sentences: Sequence[str] = ()
     terms: Mapping[str, Any] = field(default_factory=dict)
-    code: str = ""
-    pictures: Mapping[str, str] = field(default_factory=dict)
+    pictures: Sequence[Picture] = ()
     tables: Sequence[Table] = ()
     sections: Sequence[Section] = ()
     folded: bool = False
     warning: bool = False
+    beside: bool = False
 
 
-class HtmlPage(Generic[Source]):
+class Page(Generic[Source]):
     """A page with a list of sections, in the order in which they were registered.
 
     A section is a function::
@@ -46,11 +58,9 @@ class HtmlPage(Generic[Source]):
     """
 
     def __init__(self) -> None:
-        self.sections: dict[str, Callable[[Source], Section | None]] = {}
+        self.sections: dict[str, Function[Source]] = {}
 
-    def section(
-        self, function: Callable[[Source], Section | None]
-    ) -> Callable[[Source], Section | None]:
+    def section(self, function: Function[Source]) -> Function[Source]:
         """Register a section."""
         self.sections[function.__name__] = function
         return function
@@ -66,17 +76,10 @@ class HtmlPage(Generic[Source]):
             lstrip_blocks=True,
             undefined=jinja2.StrictUndefined,
         )
-        environment.filters["broken"] = broken
         sections = filter(None, (section(source) for section in self.sections.values()))
         page = environment.get_template("page.html.j2").render(name=name, sections=list(sections))
         write_text(path, page)
         return path
-
-
-def list_of(title: str, sentences: Iterable[str], text: str = "") -> Section | None:
-    """Return a section of sentences; None if there are none."""
-    found = list(sentences)
-    return Section(title, text, found) if found else None
 
 
 def broken(text: str) -> str:
@@ -85,8 +88,3 @@ def broken(text: str) -> str:
 
     mark = Markup("<wbr>")
     return Markup(" ").join(mark.join(pieces(word)) for word in text.split())
-
-
-def data_uri(path: Path) -> str:
-    """Return a PNG file as a data URI."""
-    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode("ascii")

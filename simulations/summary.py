@@ -1,0 +1,329 @@
+"""Results of an experiment over its seeds, differences from the reference, and the recommended strategy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from fedrot.simulations.folder import Run
+
+Row: TypeAlias = Mapping[str, Any]
+
+#: The strategy that others are compared with, where it has results.
+REFERENCE = "fedavg"
+#: The kind of strategies that give a model for clients, and that of one trained on all clients' rows.
+MODEL, JOINED = "fedrot", "joined"
+#: The scope of rows about the global model on the test rows, and the start of that of a client's rows.
+CENTRAL, OF_CLIENT = "central", "client:"
+CONFIDENCE = 0.95
+#: Largest number of seeds that is worth naming.
+MOST_SEEDS = 100
+LOWER_IS_BETTER = frozenset({"loss", "calibrated_loss", "ece", "perplexity", "pseudo_perplexity"})
+#: Units of metrics. Other metrics are shares from 0 to 1.
+UNITS = {
+    "loss": "nats",
+    "calibrated_loss": "nats",
+    "ece": "expected calibration error, 0 to 1",
+    "perplexity": "from 1 up",
+    "pseudo_perplexity": "from 1 up",
+    "matthews": "-1 to 1",
+    "pearson": "-1 to 1",
+    "spearman": "-1 to 1",
+}
+#: Largest difference of metrics between models that differ only by the order of float32 sums.
+ROUNDING = 1e-6
+#: A strategy is cheaper if it sends at most this share of the other's bytes.
+CHEAPER = 0.99
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Ours minus theirs over ``n`` seeds: mean, two-sided 95 % t interval, verdict and p-value.
+
+    The interval is NaN with fewer than two seeds. The verdict is "better" or "worse", "within noise" if
+    the interval contains 0, "identical" if all differences are 0, "equal but for rounding" if none is
+    above ``ROUNDING``, "not finite", "one seed: no interval", "no spread: no interval" if all seeds
+    have the same difference, or "no seed in common". ``p`` is the p-value of the paired t test: 1 if no
+    difference is above ``ROUNDING``, NaN without an interval. ``ours`` and ``theirs`` are the means over
+    these seeds, NaN if unknown.
+    """
+
+    mean: float
+    ci_low: float
+    ci_high: float
+    n: int
+    verdict: str
+    p: float = math.nan
+    ours: float = math.nan
+    theirs: float = math.nan
+
+    @property
+    def smallest(self) -> float:
+        """The smallest mean difference that is outside noise at this spread; NaN without an interval."""
+        return (self.ci_high - self.ci_low) / 2
+
+    @property
+    def seeds_needed(self) -> int | None:
+        """The smallest number of seeds whose interval excludes 0, for this mean and spread.
+
+        None if it is above ``MOST_SEEDS``, or unknown without an interval.
+        """
+        from scipy import stats
+
+        if math.isnan(self.smallest):
+            return None
+        counts = np.arange(2, MOST_SEEDS + 1)
+        sd = self.smallest * math.sqrt(self.n) / _quantile(self.n)
+        enough = stats.t.ppf((1 + CONFIDENCE) / 2, counts - 1) * sd / np.sqrt(counts) < abs(self.mean)
+        return int(counts[enough][0]) if enough.any() else None
+
+
+def paired_difference(differences: Sequence[float], *, lower_is_better: bool = False) -> Paired:
+    """Return the mean of differences, the interval mean ± t(0.975, n - 1) sd / sqrt(n), and verdict."""
+    from scipy import stats
+
+    n = len(differences)
+    if n == 0:
+        return Paired(math.nan, math.nan, math.nan, 0, "no seed in common")
+    if not np.isfinite(differences).all():
+        return Paired(math.nan, math.nan, math.nan, n, "not finite")
+    if not any(differences):
+        return Paired(0.0, 0.0, 0.0, n, "identical", 1.0)
+    mean, half = mean_and_half(differences)
+    if max(map(abs, differences)) <= ROUNDING:
+        return Paired(mean, math.nan, math.nan, n, "equal but for rounding", 1.0)
+    if n == 1:
+        return Paired(mean, math.nan, math.nan, 1, "one seed: no interval")
+    if np.std(differences, ddof=1) <= ROUNDING * abs(mean):
+        return Paired(mean, math.nan, math.nan, n, "no spread: no interval")
+    found = Paired(mean, mean - half, mean + half, n, "within noise")
+    found = replace(found, p=float(stats.ttest_1samp(differences, 0.0).pvalue))
+    if found.ci_low <= 0 <= found.ci_high:
+        return found
+    return replace(found, verdict="better" if (mean < 0) == lower_is_better else "worse")
+
+
+def compare_seeds(ours: Mapping[int, float], theirs: Mapping[int, float], metric: str) -> Paired:
+    """Return the difference ``ours`` minus ``theirs`` over common seeds; values are by seed."""
+    common = [seed for seed in ours if seed in theirs]
+    differences = [ours[seed] - theirs[seed] for seed in common]
+    found = paired_difference(differences, lower_is_better=metric in LOWER_IS_BETTER)
+    if not common:
+        return found
+    means = (float(np.mean([values[seed] for seed in common])) for values in (ours, theirs))
+    return replace(found, ours=next(means), theirs=next(means))
+
+
+def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and half of its 95 % t interval; the half is NaN for one value."""
+    if len(values) < 2:
+        return float(np.mean(values)), math.nan
+    return float(np.mean(values)), _quantile(len(values)) * float(
+        np.std(values, ddof=1) / math.sqrt(len(values))
+    )
+
+
+def _quantile(n: int) -> float:
+    from scipy import stats
+
+    return float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1))
+
+
+def described(metric: str) -> str:
+    """Return a metric's name with unit and direction: ``loss (nats, lower is better)``."""
+    better = "lower" if metric in LOWER_IS_BETTER else "higher"
+    return f"{metric} ({UNITS.get(metric, '0 to 1')}, {better} is better)"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A strategy's results after its last round.
+
+    Attributes:
+        about: the strategy in the configuration: name, kind, ``code`` to copy and what it ``says``.
+        values: metric -> seed -> value of the global model on the test rows.
+        worst: the headline metric of the worst client on its held-out rows, mean over seeds.
+        traffic, requests: bytes of all messages and their number, mean over seeds. NaN if unknown, as ``worst``.
+        against: metric -> difference from the reference.
+    """
+
+    about: Row
+    values: Mapping[str, Mapping[int, float]]
+    worst: float
+    traffic: float
+    requests: float
+    against: Mapping[str, Paired]
+
+    @property
+    def name(self) -> str:
+        """The strategy's name."""
+        return str(self.about["name"])
+
+    @property
+    def kind(self) -> str:
+        """``MODEL``, or the kind of a strategy that gives no model for clients."""
+        return str(self.about.get("kind", JOINED if self.name == JOINED else MODEL))
+
+    @property
+    def seeds(self) -> int:
+        """The number of seeds with results."""
+        return max(map(len, self.values.values()))
+
+    def mean(self, metric: str) -> float:
+        """Return the mean of a metric over seeds; NaN if the strategy lacks it."""
+        return float(np.mean([*self.values.get(metric, {0: math.nan}).values()]))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All strategies of an experiment, and the recommended one.
+
+    Attributes:
+        metrics: central metrics in the order of the rows, the headline metric first, the loss last.
+        standings: strategies with results, in the experiment's order.
+        reference: the strategy that others are compared with.
+        recommended: the strategy to use; the reference if no other one is better beyond noise.
+        tie: the recommended strategy's difference in the ranking metric from the best one, if it is
+            cheaper and within noise of that; and the best one's name. None if it is the best itself.
+        most_frequent: share of the largest class of the clients' rows; NaN without classes.
+    """
+
+    experiment: str
+    metrics: Sequence[str]
+    standings: Sequence[Standing]
+    reference: Standing
+    recommended: Standing
+    tie: tuple[Paired, str] | None
+    most_frequent: float
+
+    @property
+    def judged(self) -> list[str]:
+        """The metrics that decide, see ``judged_of``."""
+        return judged_of(self.metrics)
+
+    def judgement(self, standing: Standing) -> str:
+        """Return ``judgement`` of a strategy's differences from the reference, over judged metrics."""
+        return judgement(standing.against[metric] for metric in self.judged)
+
+    @property
+    def learned(self) -> bool:
+        """Whether a strategy has an accuracy above that of always naming the most frequent class."""
+        known = "macro_f1" in self.judged and not math.isnan(self.most_frequent)
+        return not known or any(own.mean("accuracy") > self.most_frequent for own in self.standings)
+
+
+def judged_of(metrics: Sequence[str]) -> list[str]:
+    """Return the headline metric, macro F1 if there is also an accuracy, and the loss: the last one ranks."""
+    skewed = ["macro_f1"] if {"accuracy", "macro_f1"} <= {*metrics} else []
+    return list(dict.fromkeys([metrics[0], *skewed, *(["loss"] if "loss" in metrics else [])]))
+
+
+def judgement(differences: Iterable[Paired]) -> str:
+    """Return better, worse, mixed (better in a metric, worse in another), same, diverged or undecided."""
+    found = {difference.verdict for difference in differences}
+    if "not finite" in found:
+        return "diverged"
+    if found <= {"identical", "equal but for rounding"}:
+        return "same"
+    decided = found & {"better", "worse"}
+    return "mixed" if len(decided) == 2 else (*decided, "undecided")[0]
+
+
+def experiments_of(run: Run) -> list[str]:
+    """Return the names of a run's experiments, in the order of the configuration."""
+    known = (str(experiment.get("name", "")) for experiment in run.experiments)
+    return list(dict.fromkeys([*known, *(str(row["experiment"]) for row in run.rows)]))
+
+
+def verdict(run: Run, experiment: str) -> Verdict | None:
+    """Return the strategies of an experiment, compared, and the recommended one; None without results.
+
+    The reference is FedAvg, else the first strategy that gives a model, of those with finite values. A
+    strategy is better if one of the judged metrics is better beyond noise, and none is worse. Of those,
+    the one with the best mean of the ranking metric is recommended, or the cheapest one that is within
+    noise of it. Joint training and strategies that give no model are never recommended.
+    """
+    import pandas
+
+    columns = ["strategy", "seed", "round", "scope", "metric", "value"]
+    rows = [row for row in run.rows if row["experiment"] == experiment]
+    frame = pandas.DataFrame(rows, columns=columns).astype({"value": float})
+    frame = frame[frame["round"] == frame.groupby("strategy")["round"].transform("max")]
+    central = frame[frame["scope"] == CENTRAL]
+    if central.empty:
+        return None
+    metrics = sorted(map(str, central["metric"].unique()), key=lambda metric: metric == "loss")
+    described = next((e for e in run.experiments if e.get("name") == experiment), {})
+    strategies = {str(own["name"]): own for own in described.get("strategies", ())}
+    known = set(map(str, central["strategy"]))
+    standings = [
+        _standing(frame[frame["strategy"] == name], {"name": name, **strategies.get(name, {})}, metrics)
+        for name in dict.fromkeys([*strategies, *map(str, central["strategy"])])
+        if name in known
+    ]
+    *_, ranking = judged_of(metrics)
+    finite = [own for own in standings if math.isfinite(own.mean(ranking))] or standings
+    reference = min(finite, key=lambda own: (own.name != REFERENCE, own.kind != MODEL))
+    standings = [replace(own, against=_differences(own, reference, metrics)) for own in standings]
+    reference = next(own for own in standings if own.name == reference.name)
+    recommended, tie = _recommended(standings, reference, judged_of(metrics))
+    most_frequent = _most_frequent(run.partitions.get(experiment, {}))
+    return Verdict(experiment, metrics, standings, reference, recommended, tie, most_frequent)
+
+
+def _standing(frame: DataFrame, about: Row, metrics: Sequence[str]) -> Standing:
+    """Return a strategy's results, not yet compared; ``frame`` has its rows of the last round."""
+
+    def by_seed(scope: str, metric: str) -> dict[int, float]:
+        own = frame[(frame["scope"] == scope) & (frame["metric"] == metric)]
+        return {int(seed): float(value) for seed, value in zip(own["seed"], own["value"], strict=True)}
+
+    def messages(metric: str) -> float:
+        return float(np.mean([*by_seed("messages", metric).values()] or [math.nan]))
+
+    values = {metric: found for metric in metrics if (found := by_seed(CENTRAL, metric))}
+    clients = frame[frame["scope"].str.startswith(OF_CLIENT) & (frame["metric"] == metrics[0])]
+    worst = clients.groupby("seed")["value"].agg("max" if metrics[0] in LOWER_IS_BETTER else "min")
+    traffic = messages("bytes-sent") + messages("bytes-received")
+    return Standing(about, values, float(worst.mean()), traffic, messages("requests"), {})
+
+
+def _differences(ours: Standing, theirs: Standing, metrics: Sequence[str]) -> dict[str, Paired]:
+    return {m: compare_seeds(ours.values.get(m, {}), theirs.values.get(m, {}), m) for m in metrics}
+
+
+def _recommended(
+    standings: Sequence[Standing], reference: Standing, judged: Sequence[str]
+) -> tuple[Standing, tuple[Paired, str] | None]:
+    """Return the recommended strategy and its tie, see ``Verdict``."""
+    models = [own for own in standings if own.kind == MODEL]
+    better = [own for own in models if judgement(own.against[m] for m in judged) == "better"]
+    sign = 1 if judged[-1] in LOWER_IS_BETTER else -1
+    best = min(better, key=lambda own: sign * own.against[judged[-1]].mean, default=reference)
+    ties = {}
+    for own in better:
+        differences = _differences(own, best, judged)
+        if judgement(differences.values()) in ("same", "undecided"):
+            ties[own.name] = differences[judged[-1]]
+    cheaper = [own for own in better if own.name in ties and own.traffic < CHEAPER * best.traffic]
+    if not cheaper:
+        return best, None
+    cheapest = min(cheaper, key=lambda own: own.traffic)
+    return cheapest, (ties[cheapest.name], best.name)
+
+
+def _most_frequent(partition: Mapping[str, Any]) -> float:
+    """Return the share of the largest class, mean over seeds; NaN without two classes."""
+    shares = []
+    for seed in partition.get("seeds", {}).values():
+        classes = np.sum(seed["counts"], axis=0)[: len(partition.get("label_names", ()))]
+        if len(classes) > 1 and classes.sum():
+            shares.append(classes.max() / classes.sum())
+    return float(np.mean(shares)) if shares else math.nan

@@ -1,10 +1,10 @@
-"""Results of an experiment over its seeds, differences from the reference, and the recommended strategy."""
+"""Results of an experiment over its seeds, their differences, and the recommended strategy."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -39,6 +39,8 @@ UNITS = {
 }
 #: Largest difference of metrics between models that differ only by the order of float32 sums.
 ROUNDING = 1e-6
+#: A model has learned if its accuracy or macro F1 exceeds that of naming one class by more than this.
+LEARNED = 0.02
 #: A strategy is cheaper if it sends at most this share of the other's bytes.
 CHEAPER = 0.99
 
@@ -144,27 +146,25 @@ def described(metric: str) -> str:
 
 @dataclass(frozen=True)
 class Standing:
-    """A strategy's results after its last round.
+    """A strategy's results after its last round, compared with the reference.
 
     Attributes:
-        about: the strategy in the configuration: name, kind, ``code`` to copy and what it ``says``.
+        about: the strategy in the configuration: its kind, ``code`` to copy, and what it ``says``.
         values: metric -> seed -> value of the global model on the test rows.
         worst: the headline metric of the worst client on its held-out rows, mean over seeds.
-        traffic, requests: bytes of all messages and their number, mean over seeds. NaN if unknown, as ``worst``.
+        traffic, requests: bytes of all messages and their number, mean over seeds. NaN if unknown.
         against: metric -> difference from the reference.
+        judgement: of the differences in the judged metrics, see ``judgement``.
     """
 
+    name: str
     about: Row
     values: Mapping[str, Mapping[int, float]]
     worst: float
     traffic: float
     requests: float
-    against: Mapping[str, Paired]
-
-    @property
-    def name(self) -> str:
-        """The strategy's name."""
-        return str(self.about["name"])
+    against: Mapping[str, Paired] = field(default_factory=dict)
+    judgement: str = ""
 
     @property
     def kind(self) -> str:
@@ -180,6 +180,13 @@ class Standing:
         """Return the mean of a metric over seeds; NaN if the strategy lacks it."""
         return float(np.mean([*self.values.get(metric, {0: math.nan}).values()]))
 
+    def compared(self, other: Standing, judged: Sequence[str]) -> Standing:
+        """Return these results compared with another strategy's."""
+        against = {m: compare_seeds(own, other.values.get(m, {}), m) for m, own in self.values.items()}
+        none = paired_difference([])
+        verdict = judgement(against.get(metric, none) for metric in judged)
+        return replace(self, against=dict.fromkeys(judged, none) | against, judgement=verdict)
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -187,46 +194,29 @@ class Verdict:
 
     Attributes:
         metrics: central metrics in the order of the rows, the headline metric first, the loss last.
+        judged: the metrics that decide: the headline metric, macro F1 beside accuracy, the loss. The
+            last one ranks.
         standings: strategies with results, in the experiment's order.
         reference: the strategy that others are compared with.
         recommended: the strategy to use; the reference if no other one is better beyond noise.
-        tie: the recommended strategy's difference in the ranking metric from the best one, if it is
-            cheaper and within noise of that; and the best one's name. None if it is the best itself.
+        best: the best strategy. The recommended one is another if that is cheaper, and within noise.
         most_frequent: share of the largest class of the clients' rows; NaN without classes.
+        learned: whether a strategy has learned more than to name the most frequent class.
     """
 
     experiment: str
     metrics: Sequence[str]
+    judged: Sequence[str]
     standings: Sequence[Standing]
     reference: Standing
     recommended: Standing
-    tie: tuple[Paired, str] | None
+    best: Standing
     most_frequent: float
-
-    @property
-    def judged(self) -> list[str]:
-        """The metrics that decide, see ``judged_of``."""
-        return judged_of(self.metrics)
-
-    def judgement(self, standing: Standing) -> str:
-        """Return ``judgement`` of a strategy's differences from the reference, over judged metrics."""
-        return judgement(standing.against[metric] for metric in self.judged)
-
-    @property
-    def learned(self) -> bool:
-        """Whether a strategy has an accuracy above that of always naming the most frequent class."""
-        known = "macro_f1" in self.judged and not math.isnan(self.most_frequent)
-        return not known or any(own.mean("accuracy") > self.most_frequent for own in self.standings)
-
-
-def judged_of(metrics: Sequence[str]) -> list[str]:
-    """Return the headline metric, macro F1 if there is also an accuracy, and the loss: the last one ranks."""
-    skewed = ["macro_f1"] if {"accuracy", "macro_f1"} <= {*metrics} else []
-    return list(dict.fromkeys([metrics[0], *skewed, *(["loss"] if "loss" in metrics else [])]))
+    learned: bool
 
 
 def judgement(differences: Iterable[Paired]) -> str:
-    """Return better, worse, mixed (better in a metric, worse in another), same, diverged or undecided."""
+    """Return better, worse, mixed (both, by metric), same, diverged or undecided."""
     found = {difference.verdict for difference in differences}
     if "not finite" in found:
         return "diverged"
@@ -236,10 +226,11 @@ def judgement(differences: Iterable[Paired]) -> str:
     return "mixed" if len(decided) == 2 else (*decided, "undecided")[0]
 
 
-def experiments_of(run: Run) -> list[str]:
-    """Return the names of a run's experiments, in the order of the configuration."""
+def verdicts_of(run: Run) -> list[Verdict]:
+    """Return the verdicts of all experiments with results, in the order of the configuration."""
     known = (str(experiment.get("name", "")) for experiment in run.experiments)
-    return list(dict.fromkeys([*known, *(str(row["experiment"]) for row in run.rows)]))
+    names = dict.fromkeys([*known, *(str(row["experiment"]) for row in run.rows)])
+    return [found for name in names if (found := verdict(run, name)) is not None]
 
 
 def verdict(run: Run, experiment: str) -> Verdict | None:
@@ -260,25 +251,31 @@ def verdict(run: Run, experiment: str) -> Verdict | None:
     if central.empty:
         return None
     metrics = sorted(map(str, central["metric"].unique()), key=lambda metric: metric == "loss")
+    skewed = ["macro_f1"] if "accuracy" in metrics else []
+    judged = [m for m in dict.fromkeys([metrics[0], *skewed, metrics[-1]]) if m in metrics]
     described = next((e for e in run.experiments if e.get("name") == experiment), {})
-    strategies = {str(own["name"]): own for own in described.get("strategies", ())}
-    known = set(map(str, central["strategy"]))
+    about = {str(own["name"]): own for own in described.get("strategies", ())}
+    known = dict.fromkeys(map(str, central["strategy"]))
     standings = [
-        _standing(frame[frame["strategy"] == name], {"name": name, **strategies.get(name, {})}, metrics)
-        for name in dict.fromkeys([*strategies, *map(str, central["strategy"])])
+        _standing(name, about.get(name, {}), frame[frame["strategy"] == name], metrics)
+        for name in dict.fromkeys([*about, *known])
         if name in known
     ]
-    *_, ranking = judged_of(metrics)
-    finite = [own for own in standings if math.isfinite(own.mean(ranking))] or standings
-    reference = min(finite, key=lambda own: (own.name != REFERENCE, own.kind != MODEL))
-    standings = [replace(own, against=_differences(own, reference, metrics)) for own in standings]
-    reference = next(own for own in standings if own.name == reference.name)
-    recommended, tie = _recommended(standings, reference, judged_of(metrics))
-    most_frequent = _most_frequent(run.partitions.get(experiment, {}))
-    return Verdict(experiment, metrics, standings, reference, recommended, tie, most_frequent)
+    finite = [own for own in standings if math.isfinite(own.mean(judged[-1]))] or standings
+    first = min(finite, key=lambda own: (own.name != REFERENCE, own.kind != MODEL))
+    standings = [own.compared(first, judged) for own in standings]
+    reference = next(own for own in standings if own.name == first.name)
+    better = [own for own in standings if own.kind == MODEL and own.judgement == "better"]
+    sign = 1 if judged[-1] in LOWER_IS_BETTER else -1
+    best = min(better, key=lambda own: sign * own.against[judged[-1]].mean, default=reference)
+    cheaper = [own for own in better if own.traffic < CHEAPER * best.traffic]
+    ties = [own for own in cheaper if own.compared(best, judged).judgement in ("same", "undecided")]
+    recommended = min(ties, key=lambda own: own.traffic, default=best)
+    share, learned = _learned(run.partitions.get(experiment, {}), standings)
+    return Verdict(experiment, metrics, judged, standings, reference, recommended, best, share, learned)
 
 
-def _standing(frame: DataFrame, about: Row, metrics: Sequence[str]) -> Standing:
+def _standing(name: str, about: Row, frame: DataFrame, metrics: Sequence[str]) -> Standing:
     """Return a strategy's results, not yet compared; ``frame`` has its rows of the last round."""
 
     def by_seed(scope: str, metric: str) -> dict[int, float]:
@@ -292,38 +289,17 @@ def _standing(frame: DataFrame, about: Row, metrics: Sequence[str]) -> Standing:
     clients = frame[frame["scope"].str.startswith(OF_CLIENT) & (frame["metric"] == metrics[0])]
     worst = clients.groupby("seed")["value"].agg("max" if metrics[0] in LOWER_IS_BETTER else "min")
     traffic = messages("bytes-sent") + messages("bytes-received")
-    return Standing(about, values, float(worst.mean()), traffic, messages("requests"), {})
+    return Standing(name, about, values, float(worst.mean()), traffic, messages("requests"))
 
 
-def _differences(ours: Standing, theirs: Standing, metrics: Sequence[str]) -> dict[str, Paired]:
-    return {m: compare_seeds(ours.values.get(m, {}), theirs.values.get(m, {}), m) for m in metrics}
-
-
-def _recommended(
-    standings: Sequence[Standing], reference: Standing, judged: Sequence[str]
-) -> tuple[Standing, tuple[Paired, str] | None]:
-    """Return the recommended strategy and its tie, see ``Verdict``."""
-    models = [own for own in standings if own.kind == MODEL]
-    better = [own for own in models if judgement(own.against[m] for m in judged) == "better"]
-    sign = 1 if judged[-1] in LOWER_IS_BETTER else -1
-    best = min(better, key=lambda own: sign * own.against[judged[-1]].mean, default=reference)
-    ties = {}
-    for own in better:
-        differences = _differences(own, best, judged)
-        if judgement(differences.values()) in ("same", "undecided"):
-            ties[own.name] = differences[judged[-1]]
-    cheaper = [own for own in better if own.name in ties and own.traffic < CHEAPER * best.traffic]
-    if not cheaper:
-        return best, None
-    cheapest = min(cheaper, key=lambda own: own.traffic)
-    return cheapest, (ties[cheapest.name], best.name)
-
-
-def _most_frequent(partition: Mapping[str, Any]) -> float:
-    """Return the share of the largest class, mean over seeds; NaN without two classes."""
-    shares = []
-    for seed in partition.get("seeds", {}).values():
-        classes = np.sum(seed["counts"], axis=0)[: len(partition.get("label_names", ()))]
-        if len(classes) > 1 and classes.sum():
-            shares.append(classes.max() / classes.sum())
-    return float(np.mean(shares)) if shares else math.nan
+def _learned(partition: Mapping[str, Any], standings: Sequence[Standing]) -> tuple[float, bool]:
+    """Return the share of the largest class, and whether a strategy knows more than to name it."""
+    names, seeds = partition.get("label_names", ()), partition.get("seeds", {}).values()
+    counts = sum(np.sum(seed["counts"], axis=0) for seed in seeds)
+    if len(names) < 2 or not np.sum(counts):
+        return math.nan, True
+    share = float(np.max(counts[: len(names)]) / np.sum(counts))
+    # Always naming this class has a macro F1 of 2 share / (1 + share) / classes.
+    bars = {"accuracy": share, "macro_f1": 2 * share / (1 + share) / len(names)}
+    above = (own.mean(metric) <= bar + LEARNED for own in standings for metric, bar in bars.items())
+    return share, not all(above)

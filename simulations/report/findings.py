@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from fedrot.report import shares_by
 from fedrot.simulations.report.tables import format_difference, number, number_style, seeds, spoken
-from fedrot.simulations.summary import JOINED, MODEL, MOST_SEEDS, Row, Standing, Verdict, compare_seeds
+from fedrot.simulations.summary import JOINED, MODEL, MOST_SEEDS, Row, Standing, Verdict
 from fedrot.symmetry import NO_LAYER
 
 #: Below this share of the squared distance, a removed distance counts as no effect.
@@ -26,139 +26,100 @@ JUDGED = {
 
 def lead(found: Verdict) -> str:
     """Return the verdict in one sentence: what to use, and what it gains."""
-    ours = found.recommended
+    ours, others = found.recommended, [own for own in found.standings if own is not found.reference]
     if not found.learned:
-        best = max(own.mean("accuracy") for own in found.standings)
-        return (
-            f"Nothing was learned: the best accuracy is {number(best)}, and always naming the most "
-            f"frequent class gives {number(found.most_frequent)}."
-        )
+        best = number(max(own.mean("accuracy") for own in found.standings))
+        naming = f"always naming the most frequent class gives {number(found.most_frequent)}"
+        return f"Nothing was learned: the best accuracy is {best}, and {naming}."
     if ours is not found.reference:
-        return f"Use {ours.name}: {_gain(found, _gained(found)[0])}."
-    if len(found.standings) == 1:
+        return f"Use {ours.name}: {_gains(found)[0]}."
+    if not others:
         return f"Only {ours.name} has results: there is nothing to compare it with."
-    if ours.seeds == 1:
-        return "Undecided: one seed gives no interval. Run at least three."
+    if not any(paired.n > 1 for own in others for paired in own.against.values()):
+        return "Undecided: one seed in common gives no interval. Run at least three seeds."
     return f"Keep {ours.name}: nothing is better beyond noise with {seeds(found.standings)}."
 
 
 def sentences(found: Verdict) -> list[str]:
-    """Return the sentences below ``lead``: gains, noise, worst client, messages, all other strategies."""
-    ours, theirs = found.recommended, found.reference
-    if ours is theirs:
-        said = [_means(ours, found.judged)]
-    else:
-        first, *others = _gained(found)
-        said = ["; ".join(_gain(found, metric) for metric in others)]
-    said += [_noise(found), _worst(found), _messages(found), _tie(found)]
+    """Return the sentences below ``lead``: gains, noise, worst client, messages, other strategies."""
+    ours, theirs, alone = found.recommended, found.reference, found.recommended is found.reference
+    said = [_means(ours, found) if alone else "; ".join(_gains(found)[1:]), _noise(found)]
+    if not math.isnan(ours.worst):
+        worst = number(ours.worst) + ("" if alone else f", {theirs.name} {number(theirs.worst)}")
+        said.append(f"worst client, on its own held-out rows: {spoken(found.judged[0])} {worst}")
+    if not math.isnan(ours.traffic):
+        sent = f"all messages of the run: {number(ours.traffic / 1e6)} MB, {ours.requests:.0f} requests"
+        times = f" ({ours.traffic / theirs.traffic:.3g} times)" if theirs.traffic else ""
+        other = f"; {theirs.name} {number(theirs.traffic / 1e6)} MB{times}, {theirs.requests:.0f}"
+        said.append(sent + ("" if alone else other))
+    if ours is not found.best:
+        tie = format_difference(ours.compared(found.best, found.judged).against[found.judged[-1]])
+        within = f"within noise of {found.best.name} ({spoken(found.judged[-1])} {tie})"
+        said.append(f"{ours.name} is {within}, and sends less")
     others = [own for own in found.standings if own not in (ours, theirs)]
     for judged, words in JUDGED.items():
-        names = [
-            _other(own, found) for own in others if own.kind == MODEL and found.judgement(own) == judged
-        ]
+        names = [_other(o, found) for o in others if o.kind == MODEL and o.judgement == judged]
         said.append(f"{words.format(theirs.name)}: {'; '.join(names)}" if names else "")
     for own in others:
         if own.kind != MODEL:
             bound = (
                 "all rows in one place, an upper bound" if own.kind == JOINED else "no model for clients"
             )
-            said.append(f"{own.name} ({bound}): {_means(own, found.judged)}")
+            said.append(f"{own.name} ({bound}): {_means(own, found)}")
     return [f"{one[:1].upper()}{one[1:]}." for one in (*said, _calibrated(found)) if one]
 
 
-def _gained(found: Verdict) -> list[str]:
-    """Return the judged metrics, those in which the recommended strategy is better first."""
-    against = found.recommended.against
-    return sorted(found.judged, key=lambda metric: against[metric].verdict != "better")
-
-
-def _gain(found: Verdict, metric: str) -> str:
-    """Return ``accuracy 0.612, fedavg 0.534 (+0.078 [+0.061, +0.095])``."""
-    paired = found.recommended.against[metric]
-    style = number_style(paired.ours, paired.theirs)
-    values = f"{paired.ours:{style}}, {found.reference.name} {paired.theirs:{style}}"
-    return f"{spoken(metric)} {values} ({format_difference(paired)})"
+def _gains(found: Verdict) -> list[str]:
+    """Return ``accuracy 0.612, fedavg 0.534 (+0.078 [+0.061, +0.095])`` per metric, better ones first."""
+    against, said = found.recommended.against, []
+    for metric in sorted(found.judged, key=lambda m: against[m].verdict != "better"):
+        paired = against[metric]
+        style = number_style(paired.ours, paired.theirs)
+        values = f"{paired.ours:{style}}, {found.reference.name} {paired.theirs:{style}}"
+        said.append(f"{spoken(metric)} {values} ({format_difference(paired)})")
+    return said
 
 
 def _other(own: Standing, found: Verdict) -> str:
-    """Return a strategy with its clearest difference, and the seeds that would decide it."""
-    judged = found.judgement(own)
-    if judged in ("same", "diverged"):
+    """Return a strategy with its clear differences, or the number of seeds that would decide it."""
+    if own.judgement in ("same", "diverged"):
         return own.name
-    metrics = [m for m in found.judged if own.against[m].verdict in ("better", "worse")]
-    shown = ", ".join(
-        f"{spoken(m)} {format_difference(own.against[m])}" for m in metrics or found.judged[:1]
-    )
-    pairs = [pair for m in found.judged if not math.isnan((pair := own.against[m]).smallest)]
-    if judged != "undecided" or not pairs:
-        return f"{own.name}, {shown}"
-    needed = min(pair.seeds_needed or math.inf for pair in pairs)
-    count = f"about {needed}" if needed <= MOST_SEEDS else f"more than {MOST_SEEDS}"
-    return f"{own.name}, {shown}, {count} seeds would decide it"
+    clear = [m for m in found.judged if own.against[m].verdict in ("better", "worse")]
+    shown = [f"{spoken(m)} {format_difference(own.against[m])}" for m in clear or found.judged[:1]]
+    pairs = [own.against[m] for m in found.judged if not math.isnan(own.against[m].smallest)]
+    if own.judgement == "undecided" and pairs:
+        needed = min(paired.seeds_needed or math.inf for paired in pairs)
+        count = f"about {needed}" if needed <= MOST_SEEDS else f"more than {MOST_SEEDS}"
+        shown.append(f"{count} seeds would decide it")
+    return ", ".join([own.name, *shown])
 
 
-def _means(own: Standing, metrics: Sequence[str]) -> str:
-    return ", ".join(f"{spoken(metric)} {number(own.mean(metric))}" for metric in metrics)
+def _means(own: Standing, found: Verdict) -> str:
+    return ", ".join(f"{spoken(metric)} {number(own.mean(metric))}" for metric in found.judged)
 
 
 def _noise(found: Verdict) -> str:
     """Return the smallest difference that these seeds can show."""
     ours, metric = found.recommended, found.judged[0]
-    compared = [own for own in found.standings if own.kind == MODEL and own is not found.reference]
-    compared = [ours] if ours is not found.reference else compared
-    halves = [s for own in compared if not math.isnan(s := own.against[metric].smallest)]
-    if not halves:
-        return ""
-    between = " to ".join(dict.fromkeys(map(number, (min(halves), max(halves)))))
-    of = seeds(found.standings)
-    return f"{of}: a difference of {spoken(metric)} shows from {between} on (95 % intervals in brackets)"
-
-
-def _beside(ours: str, found: Verdict, theirs: str) -> str:
-    """Return a figure of the recommended strategy, and that of the reference."""
-    return ours if found.recommended is found.reference else f"{ours}, {found.reference.name} {theirs}"
-
-
-def _worst(found: Verdict) -> str:
-    ours, theirs = found.recommended.worst, found.reference.worst
-    if math.isnan(ours):
-        return ""
-    values = _beside(number(ours), found, number(theirs))
-    return f"worst client, on its own held-out rows: {spoken(found.judged[0])} {values}"
-
-
-def _messages(found: Verdict) -> str:
-    ours, theirs = found.recommended, found.reference
-    if math.isnan(ours.traffic):
-        return ""
-    size = _beside(f"{number(ours.traffic / 1e6)} MB", found, f"{number(theirs.traffic / 1e6)} MB")
-    more = ours is not theirs and theirs.traffic > 0
-    times = f" ({ours.traffic / theirs.traffic:.2g} times)" if more else ""
-    asked = _beside(f"{ours.requests:.0f} requests", found, f"{theirs.requests:.0f}")
-    return f"all messages of the run: {size}{times}; {asked}"
-
-
-def _tie(found: Verdict) -> str:
-    if found.tie is None:
-        return ""
-    paired, best = found.tie
-    within = f"within noise of {best} ({spoken(found.judged[-1])} {format_difference(paired)})"
-    return f"{found.recommended.name} is {within}, and sends less"
+    compared = (
+        [own for own in found.standings if own.kind == MODEL] if ours is found.reference else [ours]
+    )
+    halves = [number(s) for s in sorted(own.against[metric].smallest for own in compared) if s > 0]
+    between = " to ".join(dict.fromkeys([*halves[:1], *halves[-1:]]))
+    of = f"with {seeds(found.standings)}, a difference of {spoken(metric)}"
+    return f"{of} shows from {between} on; brackets are 95 % intervals" if between else ""
 
 
 def _calibrated(found: Verdict) -> str:
     """Return a sentence if another strategy has the lowest loss after calibration."""
-    metric = "calibrated_loss"
-    known = [own for own in found.standings if own.kind == MODEL and {metric, "loss"} <= {*own.values}]
-    ranked = [min(known, key=lambda own: own.mean(m), default=None) for m in (metric, "loss")]
-    first, plain = ranked
-    if first is plain or first is None or plain is None:
+    metric, models = "calibrated_loss", [own for own in found.standings if own.kind == MODEL]
+    known = [own for own in models if {metric, "loss"} <= {*own.values}]
+    if not known:
         return ""
-    paired = compare_seeds(first.values[metric], plain.values[metric], metric)
-    return (
-        f"{plain.name} has the lowest loss; after calibration (logits divided by one number) "
-        f"{first.name} has: {format_difference(paired)}"
-    )
+    first, plain = (min(known, key=lambda own: own.mean(m)) for m in (metric, "loss"))
+    against = format_difference(first.compared(plain, [metric]).against[metric])
+    after = f"after calibration (logits divided by one number) {first.name} has: {against}"
+    return "" if first is plain else f"{plain.name} has the lowest loss; {after}"
 
 
 def idle_layers(alignment: Iterable[Row]) -> list[str]:
@@ -166,14 +127,13 @@ def idle_layers(alignment: Iterable[Row]) -> list[str]:
     idle: dict[str, list[str]] = {}
     found = shares_by(alignment, lambda row: (row["strategy"], row["part"], row["layer"]))
     for (strategy, part, layer), share in sorted(found.items(), key=lambda item: item[0][2]):
-        known = share.chance_share is not None
-        if share.ratio <= 1 if known else share.share < NEGLIGIBLE:
-            what = (
-                "found no more than chance" if known else "removed less than 1 % of the squared distance"
-            )
+        chance = share.chance_share
+        if share.ratio <= 1 if chance is not None else share.share < NEGLIGIBLE:
+            what = "removed less than 1 % of the squared distance"
+            what = what if chance is None else "found no more than chance"
             place, name = ("the whole model", "") if layer == NO_LAYER else ("layer", f"{layer} ")
-            chance = f", chance {100 * share.chance_share:.2g} %" if known else ""
-            said = f"{name}({100 * share.share:.2g} %{chance})"
+            beside = "" if chance is None else f", chance {100 * chance:.2g} %"
+            said = f"{name}({100 * share.share:.2g} %{beside})"
             idle.setdefault(f"{strategy} {what} by {part} in {place}", []).append(said)
     return [f"{of} {', '.join(layers)}." for of, layers in idle.items()]
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from fedrot._io import write_text
-from fedrot.simulations.report.tables import Table, pieces
+from fedrot.simulations.report.tables import Table
 
 Source = TypeVar("Source")
-Function = Callable[[Source], "Section | None"]
 
 
 class Picture(NamedTuple):
@@ -26,11 +25,8 @@ class Picture(NamedTuple):
 class Section:
     """A part of a page. Its fields are shown in this order; a folded section opens on a click.
 
-    Attributes:
-        lead: a sentence in large type.
-        code: lines to copy.
-        terms: words and their meanings.
-        beside: pictures stand beside the text on a wide screen.
+    ``lead`` is a sentence in large type, ``code`` lines to copy, ``terms`` words and their meanings.
+    ``beside`` puts pictures beside the text on a wide screen.
     """
 
     title: str = ""
@@ -58,9 +54,11 @@ class Page(Generic[Source]):
     """
 
     def __init__(self) -> None:
-        self.sections: dict[str, Function[Source]] = {}
+        self.sections: dict[str, Callable[[Source], Section | None]] = {}
 
-    def section(self, function: Function[Source]) -> Function[Source]:
+    def section(
+        self, function: Callable[[Source], Section | None]
+    ) -> Callable[[Source], Section | None]:
         """Register a section."""
         self.sections[function.__name__] = function
         return function
@@ -71,20 +69,10 @@ class Page(Generic[Source]):
 
         environment = jinja2.Environment(
             loader=jinja2.PackageLoader("fedrot.simulations.report"),
-            autoescape=True,
-            trim_blocks=True,
-            lstrip_blocks=True,
+            **{"autoescape": True, "trim_blocks": True, "lstrip_blocks": True},
             undefined=jinja2.StrictUndefined,
         )
-        sections = filter(None, (section(source) for section in self.sections.values()))
-        page = environment.get_template("page.html.j2").render(name=name, sections=list(sections))
-        write_text(path, page)
+        sections = [section(source) for section in self.sections.values()]
+        page = environment.get_template("page.html.j2")
+        write_text(path, page.render(name=name, sections=[own for own in sections if own is not None]))
         return path
-
-
-def broken(text: str) -> str:
-    """Return a text as HTML with ``<wbr>`` at the places where long words may be broken."""
-    from markupsafe import Markup
-
-    mark = Markup("<wbr>")
-    return Markup(" ").join(mark.join(pieces(word)) for word in text.split())

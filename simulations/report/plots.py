@@ -1,4 +1,4 @@
-"""Pictures of differences, of metrics by round, and of the clients' classes; functions of all pictures."""
+"""Pictures of differences, of metrics by round and of the clients' classes; parts of all pictures."""
 
 from __future__ import annotations
 
@@ -7,21 +7,12 @@ import io
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fedrot.simulations.report.tables import number, spoken
-from fedrot.simulations.summary import (
-    CENTRAL,
-    LOWER_IS_BETTER,
-    UNITS,
-    Row,
-    Standing,
-    Verdict,
-    mean_and_half,
-)
+from fedrot.simulations.summary import CENTRAL, LOWER_IS_BETTER, UNITS, Row, Verdict, mean_and_half
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,10 +27,10 @@ MARKERS, LINES = "osD^vPX*", ("-", "--", "-.", ":")
 LOGARITHMIC = frozenset({"perplexity", "pseudo_perplexity"})
 #: Largest number of characters of a name in a picture.
 LONGEST = 32
-#: Width in inches of a picture that can be read on a phone, and height of a line of names in it.
-NARROW, LINE = 4.4, 0.3
-#: Grids with more cells than this have no numbers, and more classes than this are added up.
-MOST_NUMBERS, MOST_CLASSES = 150, 24
+#: Width in inches of a picture that can be read on a phone.
+NARROW = 4.4
+#: Grids with more cells have no numbers; an axis of a grid has at most so many names.
+MOST_NUMBERS, MOST_NAMES = 150, 40
 
 
 def differences_plot(found: Verdict) -> Figure:
@@ -50,51 +41,40 @@ def differences_plot(found: Verdict) -> Figure:
     panels: dict[str, list[str]] = {}
     for metric in found.judged:
         panels.setdefault(UNITS.get(metric, ""), []).append(metric)
-    height = LINE * len(found.standings) + 0.75
-    figure, axes = new_figure(len(panels), height=height)
+    figure, axes = new_figure(len(panels), height=0.32 * len(found.standings) + 0.9)
     for ax, metrics in zip(axes, panels.values(), strict=True):
         _differences(ax, found, metrics)
     return figure
 
 
 def _differences(ax: Axes, found: Verdict, metrics: Sequence[str]) -> None:
-    name = found.reference.name if found.reference else ""
-    for place, own in enumerate(found.standings):
-        for index, metric in enumerate(metrics):
-            height = place + (index - (len(metrics) - 1) / 2) * 0.36
-            _dot(ax, own, metric, index, height, own is found.reference)
+    for index, metric in enumerate(metrics):
+        paired = [own.against[metric] for own in found.standings]
+        ours = [own is found.reference for own in found.standings]
+        means = [0.0 if own else pair.mean for own, pair in zip(ours, paired, strict=True)]
+        halves = [math.nan if own else pair.smallest for own, pair in zip(ours, paired, strict=True)]
+        places = np.arange(len(means)) + (index - (len(metrics) - 1) / 2) * 0.36
+        look: dict[str, Any] = {
+            "color": PALETTE[index],
+            "mfc": "white" if index else PALETTE[0],
+            "ms": 6,
+        }
+        ax.errorbar(means, places, xerr=halves, fmt=MARKERS[index], label=spoken(metric), **look)
     ax.axvline(0, color="0.55", lw=1)
-    for place in range(1, len(found.standings)):
-        ax.axhline(place - 0.5, color="0.9", lw=0.8)
-    labels = [f"{as_label(s.name)}  {number(s.mean(metrics[0]))}" for s in found.standings]
-    ax.set_yticks(range(len(labels)), labels)
+    ax.set_yticks(
+        range(len(found.standings)),
+        [f"{as_label(own.name)}   {number(own.mean(metrics[0]))}" for own in found.standings],
+    )
     for label, own in zip(ax.get_yticklabels(), found.standings, strict=True):
         label.set_fontweight("bold" if own is found.recommended else "normal")
-    ax.set_ylim(len(labels) - 0.4, -0.6)
-    ax.margins(x=0.08)
+    ax.set_ylim(len(found.standings) - 0.4, -0.6)
     side = "left" if metrics[0] in LOWER_IS_BETTER else "right"
     names = " and ".join(map(spoken, metrics))
-    ax.set_xlabel(as_label(f"{names}: difference from {name}", 70) + f"\n({side} is better)")
+    ax.set_xlabel(f"{names}: difference\nfrom {as_label(found.reference.name)} ({side} is better)")
     if len(metrics) > 1:
-        marks = [ax.plot([], [], MARKERS[i], **_look(i))[0] for i in range(len(metrics))]
-        ax.legend(marks, list(map(spoken, metrics)), loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
+    ax.locator_params(axis="x", nbins=5)
     ax.grid(axis="x", color="0.9", lw=0.8)
-    ax.grid(visible=False, axis="y")
-    ax.tick_params(axis="y", length=0)
-
-
-def _dot(ax: Axes, own: Standing, metric: str, index: int, height: float, reference: bool) -> None:
-    """Draw a difference; the interval is left out if it is unknown, and all of it if it is not finite."""
-    paired = own.against[metric]
-    value = 0.0 if reference else paired.mean
-    if math.isfinite(value):
-        if math.isfinite(paired.smallest) and not reference:
-            ax.plot([paired.ci_low, paired.ci_high], [height] * 2, "-", color=PALETTE[index], lw=1.6)
-        ax.plot([value], [height], MARKERS[index], **_look(index))
-
-
-def _look(index: int) -> dict[str, Any]:
-    return {"color": PALETTE[index], "ms": 5.5, "mfc": "white" if index % 2 else PALETTE[index]}
 
 
 def curves_plot(rows: Iterable[Row], metric: str, strategies: Sequence[str]) -> Figure:
@@ -103,71 +83,53 @@ def curves_plot(rows: Iterable[Row], metric: str, strategies: Sequence[str]) -> 
     The place of a strategy in ``strategies`` decides its look. One with a single round is a level line.
     The axis follows the means: an interval may leave the frame.
     """
-    series: dict[str, dict[int, list[float]]] = {}
+    series: dict[str, dict[int, list[float]]] = {name: {} for name in strategies}
     for row in rows:
         if row["scope"] == CENTRAL and row["metric"] == metric:
             by_round = series.setdefault(str(row["strategy"]), {})
             by_round.setdefault(int(row["round"]), []).append(float(row["value"]))
     figure, (ax,) = new_figure(height=2.7)
-    looks = dict(
-        zip(strategies, zip(cycle(PALETTE), cycle(MARKERS), _lines(), strict=False), strict=False)
-    )
-    means: list[float] = []
-    for name in filter(series.__contains__, strategies):
-        colour, marker, line = looks[name]
-        rounds = sorted(series[name])
-        mean, half = np.array([mean_and_half(series[name][r]) for r in rounds]).T
-        means += mean[np.isfinite(mean)].tolist()
+    drawn = np.array([])
+    for index, (name, by_round) in enumerate(series.items()):
+        # Strategies with one colour and marker differ in their lines.
+        colour, marker = PALETTE[index % len(PALETTE)], MARKERS[index % len(MARKERS)]
+        look: dict[str, Any] = {
+            "color": colour,
+            "ls": LINES[(index + index // len(PALETTE)) % len(LINES)],
+        }
+        rounds = sorted(by_round)
+        mean, half = np.array([mean_and_half(by_round[r]) for r in rounds]).reshape(-1, 2).T
+        drawn = np.concatenate([drawn, mean[np.isfinite(mean)]])
         if len(rounds) == 1:
-            ax.axhline(mean[0], ls=line, color=colour, lw=1)
-        style: dict[str, Any] = {"ls": line, "marker": marker, "color": colour, "ms": 4.5, "lw": 1.6}
-        ax.plot(rounds, mean, label=as_label(name), markevery=max(1, len(rounds) // 12), **style)
+            ax.axhline(mean[0], lw=1, **look)
+        every = math.ceil((len(rounds) + 1) / 12)
+        ax.plot(rounds, mean, label=as_label(name), marker=marker, ms=4.5, markevery=every, **look)
         ax.fill_between(rounds, mean - half, mean + half, color=colour, alpha=0.13, lw=0)
-    if metric in LOGARITHMIC and any(value > 0 for value in means):
+    if metric in LOGARITHMIC and (drawn > 0).any():
         ax.set_yscale("log")
-    elif means and max(means) > min(means):
-        room = 0.3 * (max(means) - min(means))
-        ax.set_ylim(min(means) - room, max(means) + room)
-    ax.set_xlabel("round")
-    ax.set_ylabel(spoken(metric))
-    ax.xaxis.get_major_locator().set_params(integer=True)
-    below: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (-0.12, -0.2)}
-    ax.legend(ncols=2, handlelength=3.2, **below)
+    elif np.ptp(drawn) if len(drawn) else 0:
+        room = 0.3 * np.ptp(drawn)
+        ax.set_ylim(drawn.min() - room, drawn.max() + room)
+    ax.set(xlabel="round", ylabel=spoken(metric))
+    ax.locator_params(axis="x", integer=True)
+    figure.legend(loc="outside lower left", ncols=2, frameon=False, handlelength=3.2)
     return figure
 
 
-def _lines() -> Iterable[str]:
-    """Yield line styles; those of strategies with the same colour and marker differ."""
-    for turn in range(len(LINES) ** 2):
-        for index in range(len(PALETTE)):
-            yield LINES[(index + turn) % len(LINES)]
-
-
 def clients_plot(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Figure:
-    """Draw the rows of every client (column) and class (line); ``counts`` is [clients][classes].
+    """Draw the rows of every class (line) and client (column); ``counts`` is [clients][classes].
 
-    Rows of no class have no name. Rare classes are added up above ``MOST_CLASSES``.
+    Rows of no class have no name.
     """
     table = np.asarray(counts).T
-    labels = [
-        names[i] if i < len(names) else "no class" if len(names) else "rows" for i in range(len(table))
-    ]
-    if len(table) > MOST_CLASSES:
-        order = np.argsort(-table.sum(1), kind="stable")
-        rest = order[MOST_CLASSES - 1 :]
-        table = np.vstack([table[order[: MOST_CLASSES - 1]], table[rest].sum(0)])
-        labels = [labels[i] for i in order[: MOST_CLASSES - 1]] + [f"{len(rest)} others"]
-    figure, (ax,) = new_figure(height=min(LINE, 6 / len(table)) * len(table) + 0.8)
+    lines = [names[i] if i < len(names) else "no class" if names else "rows" for i in range(len(table))]
+    figure, (ax,) = new_figure(height=min(0.3 * len(table), 7) + 0.8)
     image = ax.imshow(table, "Blues", aspect="auto", interpolation="nearest", vmin=0)
+    several = len(counts) > 10
+    clients = [str(n) if several else f"{n}\n({sum(own)})" for n, own in enumerate(counts)]
+    name_cells(ax, lines, clients, "client" if several else "client (all its rows)")
     if table.size <= MOST_NUMBERS:
         write_numbers(ax, table, image.to_rgba(table))
-    ax.set_yticks(range(len(labels)), list(map(as_label, labels)))
-    several = len(counts) <= 12
-    clients = [f"{n}\n({sum(own)})" if several else str(n) for n, own in enumerate(counts)]
-    every = math.ceil(len(clients) / 12)
-    ax.set_xticks(range(0, len(clients), every), clients[::every])
-    ax.set_xlabel("client" + (" (all its rows)" if several else ""))
-    plain_grid(ax)
     return figure
 
 
@@ -178,57 +140,56 @@ def rounds_plot(series: Mapping[str, Mapping[int, float]]) -> Figure:
         rounds = sorted(values)
         marker = "o" if len(rounds) <= 30 else ""
         ax.plot(rounds, [values[r] for r in rounds], marker=marker, ms=3, lw=1.4, color=PALETTE[0])
-        ax.set_title(as_label(name), loc="left")
-        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.set_title(as_label(name), loc="left", fontsize="medium")
+        ax.locator_params(axis="x", integer=True)
     return figure
 
 
-def write_numbers(ax: Axes, numbers: np.ndarray, colours: np.ndarray, style: str = ".0f") -> None:
-    """Write numbers into the cells of a grid, black on light cells and white on dark ones."""
-    for (line, column), value in np.ndenumerate(np.ma.masked_invalid(numbers)):
-        if value is not np.ma.masked and value == value:
-            light = float(colours[line, column][:3] @ (0.299, 0.587, 0.114)) > 0.55
-            shown = f"{value:{style}}".replace("-0", "0")
-            place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
-            ax.text(column, line, shown, color="black" if light else "white", **place)
-
-
-def plain_grid(ax: Axes) -> None:
-    """Remove ticks, frame and lines of a picture of cells."""
+def name_cells(ax: Axes, lines: Sequence[str], columns: Sequence[str], below: str) -> None:
+    """Name the lines and columns of a picture of cells, at most ``MOST_NAMES`` of each."""
+    for axis, names, most in ((ax.yaxis, lines, MOST_NAMES), (ax.xaxis, columns, MOST_NAMES // 3)):
+        every = math.ceil(len(names) / most)
+        axis.set_ticks(range(0, len(names), every), list(map(as_label, names[::every])))
+    ax.set_xlabel(below)
     ax.tick_params(length=0)
     ax.grid(visible=False)
     ax.spines[:].set_visible(False)
 
 
+def write_numbers(ax: Axes, numbers: np.ndarray, colours: np.ndarray) -> None:
+    """Write numbers into cells, black on light ones and white on dark ones; NaN is left out."""
+    for (line, column), value in np.ndenumerate(numbers):
+        if not math.isnan(value):
+            light = float(colours[line, column][:3] @ (0.299, 0.587, 0.114)) > 0.55
+            place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
+            ax.text(column, line, f"{value:.0f}", color="black" if light else "white", **place)
+
+
 def new_figure(rows: int = 1, *, width: float = NARROW, height: float = 3.0) -> tuple[Figure, list[Any]]:
     """Return a figure and its panels, one below the other; ``height`` is that of a panel, in inches."""
     # pyplot is not used: it chooses a display and keeps global state.
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height * rows), layout="constrained")
-    FigureCanvasSVG(figure)
     axes = list(figure.subplots(rows, squeeze=False).flat)
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(axis="y", color="0.9", lw=0.8)
-        ax.set_axisbelow(True)
     return figure, axes
 
 
-def as_label(name: str, longest: int = LONGEST) -> str:
+def as_label(name: str) -> str:
     """Return a name as text for matplotlib: truncated, and with escaped dollars, which mark formulas."""
-    cut = name if len(name) <= longest else f"{name[: longest - 1]}…"
-    return "".join(c if c.isprintable() else " " for c in cut).replace("$", r"\$")
+    cut = name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in cut).replace("$", r"\$")
 
 
 def data_uri(figure: Figure) -> str:
     """Return a figure as an SVG data URI; text stays text, which a browser has glyphs for."""
     import matplotlib
 
-    style = {"svg.fonttype": "none", "svg.hashsalt": "fedrot", "legend.frameon": False, "font.size": 10}
     written = io.BytesIO()
-    with matplotlib.rc_context(style), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")
-        figure.savefig(written, format="svg", dpi=200, bbox_inches="tight", metadata={"Date": None})
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fedrot"}):
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            figure.savefig(written, format="svg", dpi=200, metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(written.getvalue()).decode("ascii")

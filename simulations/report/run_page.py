@@ -1,4 +1,4 @@
-"""The page ``report.html`` of a run folder, the run's tables as Markdown, and its results on a terminal."""
+"""The page ``report.html`` of a run folder, its tables as Markdown, and its results on a terminal."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from fedrot._io import refuse_links
 from fedrot.simulations.folder import Run, read_run
 from fedrot.simulations.report import findings, plots
-from fedrot.simulations.report.heat_map import caption, heat_map
+from fedrot.simulations.report.heat_map import alignment_pictures
 from fedrot.simulations.report.page import Page, Picture, Section
 from fedrot.simulations.report.tables import compact_table, metric_table, partition_table, seeds, spoken
-from fedrot.simulations.summary import Row, Verdict, described, experiments_of, verdict
+from fedrot.simulations.summary import Row, Verdict, described, verdicts_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,24 +32,35 @@ class Results:
     run: Run
     verdicts: Sequence[Verdict]
 
-    @classmethod
-    def of(cls, run: Run) -> Results:
-        """Judge every experiment of a run."""
-        found = (verdict(run, name) for name in experiments_of(run))
-        return cls(run, [one for one in found if one is not None])
 
-    def each(self, title: str, show: Callable[[str], Section | None]) -> Section | None:
-        """Return a section with a part per experiment, which has its name if there are several."""
-        names = experiments_of(self.run)
-        shown = {name: own for name in names if (own := show(name)) is not None}
-        if len(names) == 1 and shown:
-            return replace(shown[names[0]], title=title)
-        parts = [replace(own, title=name) for name, own in shown.items()]
-        return Section(title, sections=parts) if parts else None
+#: The page of a run. Sections that plug-ins register come last.
+PAGE: Page[Results] = Page()
+#: A section about one experiment: its verdict, and the run with the rows of this experiment only.
+OfExperiment = Callable[[Verdict, Run], Section | None]
 
-    def verdict_of(self, experiment: str) -> Verdict | None:
-        """Return the verdict of an experiment; None without results."""
-        return next((found for found in self.verdicts if found.experiment == experiment), None)
+
+def each(title: str) -> Callable[[OfExperiment], OfExperiment]:
+    """Register a section with a part per experiment, which has its name if there are several."""
+
+    def register(show: OfExperiment) -> OfExperiment:
+        def section(of: Results) -> Section | None:
+            parts = []
+            for found in of.verdicts:
+                rows, aligned = (
+                    [row for row in own if row["experiment"] == found.experiment]
+                    for own in (of.run.rows, of.run.alignment)
+                )
+                part = show(found, replace(of.run, rows=rows, alignment=aligned))
+                parts += [replace(part, title=found.experiment)] if part else []
+            if len(of.verdicts) == len(parts) == 1:
+                return replace(parts[0], title=title)
+            return Section(title, sections=parts) if parts else None
+
+        section.__name__ = show.__name__
+        PAGE.section(section)
+        return show
+
+    return register
 
 
 def write_report(path: Path) -> Path:
@@ -60,200 +71,138 @@ def write_report(path: Path) -> Path:
     if not path.is_dir():
         raise FileNotFoundError(f"there is no run folder {path}; check the path")
     refuse_links(path)
-    return PAGE.write(path / "report.html", path.resolve().name, Results.of(read_run(path)))
+    run = read_run(path)
+    return PAGE.write(path / "report.html", path.resolve().name, Results(run, verdicts_of(run)))
 
 
 def markdown_report(path: Path) -> str:
     """Return the tables of a run folder as Markdown: results, and tables of plug-ins."""
     run = read_run(path)
     tables = [
-        replace(table, title=f"{found.experiment}: {table.title}").markdown()
-        for found in Results.of(run).verdicts
-        for table in [compact_table(found, "results"), *(metric_table(found, m) for m in found.metrics)]
+        replace(table, title=": ".join(filter(None, [found.experiment, table.title]))).markdown()
+        for found in verdicts_of(run)
+        for table in [compact_table(found), *(metric_table(found, metric) for metric in found.metrics)]
     ]
     return "\n".join(
-        filter(None, [*tables, *(table(run.rows, run.experiments) for table in MARKDOWN_TABLES)])
+        filter(None, [*tables, *(own(run.rows, run.experiments) for own in MARKDOWN_TABLES)])
     )
 
 
 def print_results(run: Run, console: Console) -> None:
     """Print a line per experiment, then for each the line to copy, sentences and a table."""
-    from rich.markup import escape
-
-    verdicts = Results.of(run).verdicts
+    verdicts = verdicts_of(run)
     for found in verdicts:
-        console.print(f"[bold]{escape(found.experiment)}: {escape(findings.lead(found))}[/bold]")
+        console.print(f"{found.experiment}: {findings.lead(found)}", style="bold", markup=False)
     for found in verdicts:
-        console.print()
-        if len(verdicts) > 1:
-            console.print(f"[bold]{escape(found.experiment)}[/bold]")
-        if found.learned:
-            console.print(f"  {found.recommended.about.get('code', '')}", markup=False)
-        for sentence in findings.sentences(found):
-            console.print(f"- {sentence}", markup=False, highlight=False)
-        console.print(compact_table(found))
-
-
-PAGE: Page[Results] = Page()
+        title = found.experiment if len(verdicts) > 1 else ""
+        code = found.recommended.about.get("code", "") if found.learned else ""
+        said = [f"- {sentence}" for sentence in findings.sentences(found)]
+        text = "\n".join(filter(None, [title, f"  {code}" if code else "", *said]))
+        console.print(f"\n{text}", markup=False, highlight=False)
+        console.print(replace(compact_table(found), caption=""))
 
 
 @PAGE.section
 def incomplete(of: Results) -> Section | None:
     """What has no results yet; None for a complete run."""
-    text = "What follows is about the finished part. These have no results yet:"
-    return (
-        Section("This run is incomplete.", text=text, sentences=of.run.missing, warning=True)
-        if of.run.missing
-        else None
+    text = "What follows is about the finished part." if of.verdicts else "There are no results yet."
+    sentences = [f"No results yet: {title}" for title in of.run.missing]
+    missing = sentences or not of.verdicts
+    return Section("Incomplete", text=text, sentences=sentences, warning=True) if missing else None
+
+
+@each("What to use")
+def verdict(found: Verdict, run: Run) -> Section:
+    """The verdict, with the line to copy and the differences of all strategies."""
+    table = compact_table(found)
+    alt = "; ".join(f"{line[0]}: {', '.join(line[1:])}" for line in table.lines)
+    caption = (
+        f"Differences from {found.reference.name}, with 95 % intervals over {seeds(found.standings)}. "
+        "An interval that crosses the line decides nothing. Beside each name: its mean."
     )
-
-
-@PAGE.section
-def verdicts(of: Results) -> Section | None:
-    """The verdict of every experiment, with the line to copy and the differences of all strategies."""
-    return of.each("What to use", lambda name: _verdict(of.verdict_of(name)))
-
-
-def _verdict(found: Verdict | None) -> Section | None:
-    if found is None:
-        return Section(lead="There are no results yet.")
-    pictures = []
-    if len(found.standings) > 1:
-        table = compact_table(found)
-        alt = "; ".join(f"{line[0]}: {', '.join(line[1:])}" for line in table.lines)
-        text = f"Difference from {found.reference.name}, with the 95 % interval over {seeds(found.standings)}."
-        text += " An interval that crosses the line decides nothing. Beside a name: its mean."
-        pictures = [Picture(plots.data_uri(plots.differences_plot(found)), alt, text)]
+    drawn = [Picture(plots.data_uri(plots.differences_plot(found)), alt, caption)]
     code = str(found.recommended.about.get("code", "")) if found.learned else ""
+    pictures = drawn if len(found.standings) > 1 else []
     said = findings.sentences(found)
-    return Section("", findings.lead(found), code, "", said, pictures=pictures, beside=True)
+    return Section("", findings.lead(found), code, sentences=said, pictures=pictures, beside=True)
 
 
 @PAGE.section
 def strategies(of: Results) -> Section | None:
     """What every strategy does."""
-    said = {own.name: own.about.get("says") for found in of.verdicts for own in found.standings}
-    said = {name: text for name, text in said.items() if text}
+    every = [own for found in of.verdicts for own in found.standings]
+    said = {own.name: own.about["says"] for own in every if own.about.get("says")}
     return Section("The strategies", terms=said) if said else None
 
 
-@PAGE.section
-def clients(of: Results) -> Section | None:
+@each("What the clients have")
+def clients(found: Verdict, run: Run) -> Section | None:
     """The rows of every client and class, of the first seed."""
-
-    def show(name: str) -> Section | None:
-        partition = of.run.partitions.get(name, {})
-        for seed, own in partition.get("seeds", {}).items():
-            text = f"Training rows of each client and class, seed {seed}; held-out rows of clients are among them."
-            alt = "; ".join(f"client {n}: {sum(counts)} rows" for n, counts in enumerate(own["counts"]))
-            figure = plots.clients_plot(own["counts"], partition.get("label_names", []))
-            return Section(pictures=[Picture(plots.data_uri(figure), alt, text)])
-        return None
-
-    return of.each("What the clients have", show)
+    partition = run.partitions.get(found.experiment, {})
+    for seed, own in partition.get("seeds", {}).items():
+        alt = "; ".join(f"client {n}: {sum(counts)} rows" for n, counts in enumerate(own["counts"]))
+        figure = plots.clients_plot(own["counts"], partition.get("label_names", []))
+        text = f"Rows of each class (line) and client (column), held-out rows among them; seed {seed}."
+        return Section(pictures=[Picture(plots.data_uri(figure), alt, text)])
+    return None
 
 
-@PAGE.section
-def curves(of: Results) -> Section | None:
+@each("Round by round")
+def curves(found: Verdict, run: Run) -> Section | None:
     """The judged metrics by round."""
-
-    def show(name: str) -> Section | None:
-        found = of.verdict_of(name)
-        rows = [row for row in of.run.rows if row["experiment"] == name]
-        if found is None or max(row["round"] for row in rows) < 2:
-            return None
-        names = [own.name for own in found.standings]
-        pictures = []
-        for metric in found.judged:
-            ends = ", ".join(f"{own.name} {own.mean(metric):.3g}" for own in found.standings)
-            text = f"{described(metric)} of the global model on test rows".replace("_", " ")
-            text += f"; shaded: 95 % interval over {seeds(found.standings)}, cut at the frame."
-            drawn = plots.data_uri(plots.curves_plot(rows, metric, names))
-            pictures.append(Picture(drawn, f"{spoken(metric)} after the last round: {ends}", text))
-        return Section(pictures=pictures)
-
-    return of.each("Round by round", show)
+    if max(row["round"] for row in run.rows) < 2:
+        return None
+    pictures = []
+    for metric in found.judged:
+        ends = (f"{own.name} {own.mean(metric):.3g}" for own in found.standings)
+        text = f"{described(metric)} of the global model on test rows; shaded: 95 % interval over "
+        drawn = plots.data_uri(
+            plots.curves_plot(run.rows, metric, [own.name for own in found.standings])
+        )
+        alt = f"{spoken(metric)} after the last round: {', '.join(ends)}"
+        pictures.append(
+            Picture(drawn, alt, f"{spoken(text)}{seeds(found.standings)}, cut at the frame.")
+        )
+    return Section(pictures=pictures)
 
 
-@PAGE.section
-def alignment(of: Results) -> Section | None:
+@each("What alignment found, by layer and round")
+def alignment(found: Verdict, run: Run) -> Section | None:
     """The heat map of every strategy that aligns."""
-
-    def show(name: str) -> Section | None:
-        rows = [row for row in of.run.alignment if row["experiment"] == name and "before" in row]
-        pictures = alignment_pictures(rows)
-        return Section(pictures=pictures) if pictures else None
-
-    return of.each("What alignment found, by layer and round", show)
+    pictures = alignment_pictures([row for row in run.alignment if "before" in row])
+    return Section(pictures=pictures) if pictures else None
 
 
-def alignment_pictures(rows: Sequence[Row]) -> list[Picture]:
-    """Return a heat map per strategy of rows of alignment; the caption stands below the last one."""
-    by_strategy: dict[str, list[Row]] = {}
-    for row in rows:
-        by_strategy.setdefault(str(row.get("strategy", "")), []).append(row)
-    return [
-        Picture(
-            plots.data_uri(heat_map(own)),
-            f"Heat map {name}: share of the distance that alignment found, by part, layer and round",
-            ": ".join(filter(None, [name, caption(own)])),
-        )
-        for name, own in by_strategy.items()
-    ]
-
-
-@PAGE.section
-def tables(of: Results) -> Section | None:
+@each("Results in numbers")
+def tables(found: Verdict, run: Run) -> Section:
     """All strategies after the last round; every metric is folded."""
-
-    def show(name: str) -> Section | None:
-        found = of.verdict_of(name)
-        if found is None:
-            return None
-        every = [metric_table(found, metric) for metric in found.metrics]
-        return Section(
-            tables=[compact_table(found)], sections=[Section("Every metric", tables=every, folded=True)]
-        )
-
-    return of.each("Results in numbers", show)
+    every = [metric_table(found, metric) for metric in found.metrics]
+    folded = Section("Every metric", tables=every, folded=True)
+    return Section(tables=[compact_table(found)], sections=[folded])
 
 
-@PAGE.section
-def hurt(of: Results) -> Section | None:
+@each("What changed nothing, and lost replies")
+def nothing(found: Verdict, run: Run) -> Section | None:
     """Dropped replies, failed clients, and layers in which alignment had no effect."""
-
-    def show(name: str) -> Section | None:
-        rows, aligned = (
-            [row for row in own if row["experiment"] == name] for own in (of.run.rows, of.run.alignment)
-        )
-        lost, idle = findings.lost_replies(rows, aligned), findings.idle_layers(aligned)
-        folded = [Section("Layers without effect", sentences=idle, folded=True)] if idle else []
-        return Section(sentences=lost, sections=folded) if lost or idle else None
-
-    return of.each("What changed nothing, and lost replies", show)
+    lost, idle = findings.lost_replies(run.rows, run.alignment), findings.idle_layers(run.alignment)
+    folded = [Section("Layers without effect", sentences=idle, folded=True)] if idle else []
+    return Section(sentences=lost, sections=folded) if lost or idle else None
 
 
 @PAGE.section
 def repeat(of: Results) -> Section | None:
-    """Partitions, configurations, versions and the commands."""
-    run = of.run
-    below = [
-        Section(f"Configuration of {own['name']}", terms=_in_use(own), folded=True)
-        for own in run.experiments
-    ]
+    """The commands, partitions, configurations and versions."""
+    run, below = of.run, []
+    for own in run.experiments:
+        names = ", ".join(str(strategy["name"]) for strategy in own.get("strategies", ()))
+        used = {k: v for k, v in {**own, "strategies": names}.items() if v not in (None, "")}
+        below.append(Section(f"Configuration of {own.get('name', 'this run')}", terms=used, folded=True))
     for name, own in run.partitions.items():
         shown = [
             partition_table(seed["counts"], own.get("label_names", []), f"Seed {number}")
             for number, seed in own.get("seeds", {}).items()
         ]
         below.append(Section(f"Rows of the clients, {name}", tables=shown, folded=True))
-    if run.versions:
-        below.append(Section("Versions", terms=run.versions, folded=True))
+    below.append(Section("Versions", terms=run.versions, folded=True))
     text = "" if run.commands else "The command was not recorded."
     return Section("To repeat", code="\n".join(run.commands), text=text, sections=below)
-
-
-def _in_use(experiment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a configuration that are not empty; strategies by their names."""
-    names = ", ".join(str(own["name"]) for own in experiment.get("strategies", ()))
-    return {k: v for k, v in {**experiment, "strategies": names}.items() if v not in (None, "")}

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from fedrot.diagnosis import ALIGNED, PLAIN, WHOLE, diagnosis_of
 from fedrot.simulations.folder import read_rows
+from fedrot.simulations.report.heat_map import alignment_pictures
 from fedrot.simulations.report.page import Page, Picture, Section
 from fedrot.simulations.report.plots import data_uri, rounds_plot
-from fedrot.simulations.report.run_page import alignment_pictures
 from fedrot.simulations.report.tables import Table, number_style
 from fedrot.simulations.summary import Row
 from fedrot.strategies.reporting.verdict import ends

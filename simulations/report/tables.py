@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from statistics import stdev
+from typing import TYPE_CHECKING, Any, Literal
 
 from fedrot.simulations.summary import Paired, Standing, Verdict, described
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-#: Words up to this number of characters are never broken; longer ones are broken after signs.
-SHORT, WIDEST = 10, 26
+#: Words up to this number of characters are never broken.
+WIDEST = 26
 #: Verdicts for which a difference is no number.
 SAME = ("identical", "equal but for rounding")
 PAIRED = (
@@ -22,7 +22,7 @@ PAIRED = (
     "decides nothing. One of 40 strategies that change nothing looks better by luck."
 )
 #: What stands where there is no number.
-NONE = "–"
+NONE = "-"
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,15 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = RichTable(
-            title=self.title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False
-        )
+        about: Any = {"title": self.title or None, "title_justify": "left", "box": SIMPLE_HEAD}
+        table = RichTable(**about, pad_edge=False, padding=(0, 1, 0, 0))
         for index, name in enumerate(self.header):
             words = " ".join([name, *(line[index] for line in self.lines)]).split()
-            widest = max(len(piece) for word in words for piece in pieces(word))
-            justify: Literal["left", "right"] = "left" if name in self.texts else "right"
-            table.add_column(name, justify=justify, overflow="fold", min_width=widest)
+            text, widest = name in self.texts, max(map(len, words))
+            whole = not text and any(len(line[index]) > len(name) for line in self.lines)
+            justify: Literal["left", "right"] = "left" if text else "right"
+            width = min(widest, WIDEST)
+            table.add_column(name, justify=justify, overflow="fold", min_width=width, no_wrap=whole)
         for line in self.lines:
             # As Text, brackets in names and intervals are not markup.
             table.add_row(*map(Text, line))
@@ -65,19 +66,6 @@ class Table:
         return title + table + (f"\n{_in_markdown(self.caption)}\n" if self.caption else "")
 
 
-def pieces(word: str) -> list[str]:
-    """Split a long word after signs, and parts above ``WIDEST`` into ``SHORT`` characters each."""
-    if len(word) <= SHORT:
-        return [word]
-    names = re.findall(r"[^+@/,_-]*[+@/,_-]|[^+@/,_-]+", word)
-    sizes = [len(name) if len(name) <= WIDEST else SHORT for name in names]
-    return [
-        name[place : place + size]
-        for name, size in zip(names, sizes, strict=True)
-        for place in range(0, len(name), size)
-    ]
-
-
 def pipe_table(header: Sequence[str], rows: Iterable[Sequence[str]], texts: Container[str]) -> str:
     """Return a Markdown table; columns in ``texts`` are left-aligned, others right-aligned."""
     rule = ["---" if name in texts else "---:" for name in header]
@@ -90,92 +78,72 @@ def _in_markdown(cell: str) -> str:
     return " ".join(cell.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").split())
 
 
-def compact_table(found: Verdict, title: str = "") -> Table:
-    """Return a line per strategy: judged metrics, difference from the reference, worst client, bytes."""
-    against = found.reference.name if found.reference else ""
-    metric = found.judged[0]
-    header = ["strategy", *map(spoken, found.judged), f"against {against}", "worst client", "MB"]
+def compact_table(found: Verdict) -> Table:
+    """Return a line per strategy: judged metrics, difference from the reference, worst client, bytes.
+
+    Columns without a number are left out.
+    """
+    against, metric = found.reference.name, found.judged[0]
+    header = ("strategy", *map(spoken, found.judged), f"against {against}", "worst client", "MB")
     lines = [
-        [
+        (
             own.name,
             *(number(own.mean(name)) for name in found.judged),
             NONE if own is found.reference else format_difference(own.against[metric]),
             number(own.worst),
             number(own.traffic / 1e6),
-        ]
+        )
         for own in found.standings
     ]
-    unused = [i for i, name in enumerate(header) if all(line[i] == NONE for line in lines)]
-    kept = [[cell for i, cell in enumerate(line) if i not in unused] for line in (header, *lines)]
+    columns = [column for column in zip(header, *lines, strict=True) if {*column[1:]} != {NONE}]
+    header, *lines = zip(*columns, strict=True)
     caption = (
-        f"Means over {seeds(found.standings)} after the last round. Against {against}: difference of "
-        f"{spoken(metric)}. {PAIRED}"
+        f"Means over {seeds(found.standings)} after the last round. Against {against}: {spoken(metric)}."
     )
-    return Table(title, kept[0], kept[1:], texts=header[:1], caption=caption)
+    return Table("", header, lines, texts=header[:1], caption=f"{caption} {PAIRED}")
 
 
 def metric_table(found: Verdict, metric: str) -> Table:
-    """Return a line per strategy: mean and spread of one metric, difference, verdict and p-value."""
-    lines = [
-        [
-            own.name,
-            _spread([*own.values[metric].values()]),
-            *(
-                (NONE, NONE, NONE)
-                if own is found.reference
-                else (
-                    _known(paired),
-                    _verdict(paired),
-                    NONE if math.isnan(paired.p) else f"{paired.p:.2g}",
-                )
-            ),
-        ]
-        for own in found.standings
-        if metric in own.values
-        for paired in [own.against[metric]]
-    ]
-    header = ("strategy", "mean ± sd", "difference", "verdict", "p")
-    return Table(described(metric).replace("_", " "), header, lines, texts=("strategy", "verdict"))
+    """Return a line per strategy: mean and spread of one metric, difference and p-value."""
+    lines = []
+    for own in found.standings:
+        values, paired = [*own.values.get(metric, {}).values()], own.against.get(metric)
+        if paired is not None and values:
+            sd = stdev(values) if len(values) > 1 else math.nan
+            style = number_style(own.mean(metric), sd)
+            spread = "" if math.isnan(sd) else f" ± {sd:{style}}"
+            compared = (format_difference(paired), "" if math.isnan(paired.p) else f"{paired.p:.2g}")
+            compared = ("", "") if own is found.reference else compared
+            lines.append((own.name, f"{own.mean(metric):{style}}{spread}", *compared))
+    header = ("strategy", "mean ± sd", f"against {found.reference.name}", "p")
+    return Table(described(metric), header, lines, texts=header[:1])
 
 
-def _spread(values: Sequence[float]) -> str:
-    import numpy as np
-
-    mean, sd = float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
-    style = number_style(mean, sd)
-    return f"{mean:{style}}" + (f" ± {sd:{style}}" if math.isfinite(sd) else "")
-
-
-def _known(difference: Paired) -> str:
-    known = difference.n and difference.verdict not in SAME and not math.isnan(difference.mean)
-    return format_interval(difference, sign="+") if known else NONE
-
-
-def _verdict(difference: Paired) -> str:
-    """Return a verdict, with the smallest difference that would show: ``within noise of 0.034``."""
-    noise = difference.verdict == "within noise"
-    return difference.verdict + (f" of {difference.smallest:{_style(difference)}}" if noise else "")
+def partition_table(counts: Sequence[Sequence[int]], names: Sequence[str], title: str) -> Table:
+    """Return the table of rows per client and class; ``counts`` is [clients][classes]."""
+    lines = []
+    for client, own in enumerate(counts):
+        order = sorted((i for i, count in enumerate(own) if count), key=lambda i: -own[i])
+        classes = (f"{names[i] if i < len(names) else 'no class'} {own[i]}" for i in order)
+        lines.append((str(client), str(sum(own)), ", ".join(classes) if names else NONE))
+    return Table(title, ("client", "rows", "rows of each class"), lines, texts=("rows of each class",))
 
 
 def format_difference(difference: Paired) -> str:
     """Return ``+0.095 [+0.061, +0.129]``, or the verdict if there is no number."""
-    return difference.verdict if _known(difference) == NONE else _known(difference)
+    known = difference.n and difference.verdict not in SAME and not math.isnan(difference.mean)
+    return format_interval(difference, sign="+") if known else difference.verdict
 
 
 def format_interval(value: Paired, sign: Literal["", "+"] = "", interval: bool = True) -> str:
     """Return ``0.412 [0.301, 0.523]``, without the interval if it is NaN or not wanted."""
     bounds = (value.ci_low, value.ci_high) if interval and not math.isnan(value.ci_low) else ()
-    style = sign + _style(value, interval)
+    clear = bool(bounds) and value.ci_low * value.ci_high > 0
+    # An interval that excludes 0 is not shown as [+0.000, +0.000].
+    more = 2 if clear and min(map(abs, bounds)) < 0.0005 else 0
+    style = sign + number_style(value.mean, *bounds, decimals=3 + more)
     shown = ", ".join(f"{bound:{style}}" for bound in bounds)
     return f"{value.mean:{style}}" + (f" [{shown}]" if bounds else "")
-
-
-def _style(value: Paired, interval: bool = True) -> str:
-    bounds = (value.ci_low, value.ci_high) if interval and not math.isnan(value.ci_low) else ()
-    clear = [abs(bound) for bound in bounds if value.ci_low * value.ci_high > 0]
-    # An interval that excludes 0 is not shown as [+0.000, +0.000].
-    more = 2 if clear and min(clear) < 0.0005 else 0
-    return number_style(value.mean, *bounds, decimals=3 + more)
 
 
 def number_style(*values: float, decimals: int = 3) -> str:
@@ -198,17 +166,6 @@ def spoken(metric: str) -> str:
 
 def seeds(standings: Iterable[Standing]) -> str:
     """Return the number of seeds in words: ``5 seeds``, ``3 to 5 seeds``."""
-    counts = sorted({own.seeds for own in standings})
-    if counts in ([], [1]):
-        return "1 seed" if counts else "no seed"
-    return f"{' to '.join(map(str, sorted({counts[0], counts[-1]})))} seeds"
-
-
-def partition_table(counts: Sequence[Sequence[int]], names: Sequence[str], title: str) -> Table:
-    """Return the table of rows per client and class; ``counts`` is [clients][classes]."""
-    lines = []
-    for client, own in enumerate(counts):
-        order = sorted((i for i, count in enumerate(own) if count), key=lambda i: -own[i])
-        classes = (f"{names[i] if i < len(names) else 'no class'} {own[i]}" for i in order)
-        lines.append([str(client), str(sum(own)), ", ".join(classes) if names else NONE])
-    return Table(title, ("client", "rows", "rows of each class"), lines, texts=("rows of each class",))
+    counts = [own.seeds for own in standings]
+    least, most = min(counts), max(counts)
+    return f"{most if least == most else f'{least} to {most}'} seed{'s' if most > 1 else ''}"

@@ -22,7 +22,6 @@ REFERENCE = "fedavg"
 MODEL, JOINED = "fedrot", "joined"
 #: The scope of rows about the global model on the test rows, and the start of that of a client's rows.
 CENTRAL, OF_CLIENT = "central", "client:"
-CONFIDENCE = 0.95
 #: Largest number of seeds that is worth naming.
 MOST_SEEDS = 100
 LOWER_IS_BETTER = frozenset({"loss", "calibrated_loss", "ece", "perplexity", "pseudo_perplexity"})
@@ -82,9 +81,9 @@ class Paired:
         if math.isnan(self.smallest):
             return None
         counts = np.arange(2, MOST_SEEDS + 1)
-        sd = self.smallest * math.sqrt(self.n) / _quantile(self.n)
-        enough = stats.t.ppf((1 + CONFIDENCE) / 2, counts - 1) * sd / np.sqrt(counts) < abs(self.mean)
-        return int(counts[enough][0]) if enough.any() else None
+        ours, theirs = (stats.t.ppf(0.975, n - 1) / np.sqrt(n) for n in (self.n, counts))
+        enough = counts[theirs / ours * self.smallest < abs(self.mean)]
+        return int(enough[0]) if len(enough) else None
 
 
 def paired_difference(differences: Sequence[float], *, lower_is_better: bool = False) -> Paired:
@@ -98,18 +97,19 @@ def paired_difference(differences: Sequence[float], *, lower_is_better: bool = F
         return Paired(math.nan, math.nan, math.nan, n, "not finite")
     if not any(differences):
         return Paired(0.0, 0.0, 0.0, n, "identical", 1.0)
-    mean, half = mean_and_half(differences)
+    mean = float(np.mean(differences))
     if max(map(abs, differences)) <= ROUNDING:
         return Paired(mean, math.nan, math.nan, n, "equal but for rounding", 1.0)
     if n == 1:
         return Paired(mean, math.nan, math.nan, 1, "one seed: no interval")
     if np.std(differences, ddof=1) <= ROUNDING * abs(mean):
         return Paired(mean, math.nan, math.nan, n, "no spread: no interval")
-    found = Paired(mean, mean - half, mean + half, n, "within noise")
-    found = replace(found, p=float(stats.ttest_1samp(differences, 0.0).pvalue))
-    if found.ci_low <= 0 <= found.ci_high:
-        return found
-    return replace(found, verdict="better" if (mean < 0) == lower_is_better else "worse")
+    test = stats.ttest_1samp(differences, 0.0)
+    low, high = map(float, test.confidence_interval(0.95))
+    verdict = "better" if (mean < 0) == lower_is_better else "worse"
+    return Paired(
+        mean, low, high, n, "within noise" if low <= 0 <= high else verdict, float(test.pvalue)
+    )
 
 
 def compare_seeds(ours: Mapping[int, float], theirs: Mapping[int, float], metric: str) -> Paired:
@@ -121,21 +121,6 @@ def compare_seeds(ours: Mapping[int, float], theirs: Mapping[int, float], metric
         return found
     means = (float(np.mean([values[seed] for seed in common])) for values in (ours, theirs))
     return replace(found, ours=next(means), theirs=next(means))
-
-
-def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and half of its 95 % t interval; the half is NaN for one value."""
-    if len(values) < 2:
-        return float(np.mean(values)), math.nan
-    return float(np.mean(values)), _quantile(len(values)) * float(
-        np.std(values, ddof=1) / math.sqrt(len(values))
-    )
-
-
-def _quantile(n: int) -> float:
-    from scipy import stats
-
-    return float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1))
 
 
 def described(metric: str) -> str:

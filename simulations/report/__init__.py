@@ -1,1 +1,1 @@
-"""Reports: the page of a run folder and of a strategy's rows, tables as Markdown, results on a terminal."""
+"""Reports: pages of run folders and of a strategy's rows, tables as Markdown, results on a terminal."""

@@ -1,18 +1,12 @@
-"""Findings in sentences: the verdict of an experiment, layers without effect, and lost replies."""
+"""Findings in sentences: the verdict of an experiment."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable
 
-from fedrot.report import shares_by
 from fedrot.simulations.report.tables import format_difference, number, number_style, seeds, spoken
-from fedrot.simulations.summary import JOINED, MODEL, MOST_SEEDS, Row, Standing, Verdict
-from fedrot.symmetry import NO_LAYER
+from fedrot.simulations.summary import JOINED, MODEL, MOST_SEEDS, Standing, Verdict
 
-#: Below this share of the squared distance, a removed distance counts as no effect.
-NEGLIGIBLE = 0.01
 #: What is said of the strategies of each judgement; the reference is named in it.
 JUDGED = {
     "better": "Also better than {}",
@@ -70,7 +64,7 @@ def sentences(found: Verdict) -> list[str]:
 
 
 def _gains(found: Verdict) -> list[str]:
-    """Return ``accuracy 0.612, fedavg 0.534 (+0.078 [+0.061, +0.095])`` per metric, better ones first."""
+    """Return ``accuracy 0.612, fedavg 0.534 (+0.078 [+0.061, 0.095])`` by metric, better ones first."""
     against, said = found.recommended.against, []
     for metric in sorted(found.judged, key=lambda m: against[m].verdict != "better"):
         paired = against[metric]
@@ -120,34 +114,3 @@ def _calibrated(found: Verdict) -> str:
     against = format_difference(first.compared(plain, [metric]).against[metric])
     after = f"after calibration (logits divided by one number) {first.name} has: {against}"
     return "" if first is plain else f"{plain.name} has the lowest loss; {after}"
-
-
-def idle_layers(alignment: Iterable[Row]) -> list[str]:
-    """Return sentences about layers without effect: no more than chance, or almost no distance."""
-    idle: dict[str, list[str]] = {}
-    found = shares_by(alignment, lambda row: (row["strategy"], row["part"], row["layer"]))
-    for (strategy, part, layer), share in sorted(found.items(), key=lambda item: item[0][2]):
-        chance = share.chance_share
-        if share.ratio <= 1 if chance is not None else share.share < NEGLIGIBLE:
-            what = "removed less than 1 % of the squared distance"
-            what = what if chance is None else "found no more than chance"
-            place, name = ("the whole model", "") if layer == NO_LAYER else ("layer", f"{layer} ")
-            beside = "" if chance is None else f", chance {100 * chance:.2g} %"
-            said = f"{name}({100 * share.share:.2g} %{beside})"
-            idle.setdefault(f"{strategy} {what} by {part} in {place}", []).append(said)
-    return [f"{of} {', '.join(layers)}." for of, layers in idle.items()]
-
-
-def lost_replies(rows: Iterable[Row], alignment: Iterable[Row]) -> list[str]:
-    """Return sentences about dropped replies and failed clients, over all rounds and seeds."""
-    reasons = Counter(
-        (str(row["strategy"]), str(row["dropped"])) for row in alignment if "dropped" in row
-    )
-    failed: Counter[str] = Counter()
-    for row in rows:
-        if row["metric"] == "fedrot-replies-failed":
-            failed[str(row["strategy"])] += int(row["value"])
-    return [
-        *(f"{name} dropped {count} reply(s): {reason}" for (name, reason), count in reasons.items()),
-        *(f"{name} got no answer {count} time(s): failed clients." for name, count in (+failed).items()),
-    ]

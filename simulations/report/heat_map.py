@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,37 +18,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class Scale(NamedTuple):
-    """Colours of cells from ``low`` to ``high``, the same in every picture, and the colour below."""
-
-    name: str
-    colours: tuple[str, ...]
-    low: float
-    high: float
-    under: str
-    caption: str
-
-
-#: Scale of cells for which the share of chance is known.
-RATIO = Scale(
-    "found / chance",
-    *(("#00224e", "#7d7c78", "#fee838"), 1, 4, "0.82"),
-    "Colours: this share divided by what they remove from noise alone (chance), from 1 to 4 and more; "
-    "grey: no more than chance, or less than 0.5 %.",
-)
-#: Scale of other cells.
-SHARE = Scale(
-    "removed",
-    *(("#E6E2F0", "#6A51A3", "#3F007D"), 0, 0.5, "#D55E00"),
-    "Purple: chance is not known; the colours are the share removed, from 0 to 0.5; orange: the distance "
-    "of this part grew, that of others shrank.",
-)
 CAPTION = (
-    "Numbers: share (%) of the squared distance between clients that the best rotations and orders of "
-    "weights remove, over clients and seeds."
+    "Numbers and colours: share (%) of the squared distance between clients that the best rotations and "
+    "orders of weights remove, over clients and seeds. Grey: no more than they remove from noise alone "
+    "(chance), or less than 0.5 %. Orange: this part's distance grew, that of others shrank."
 )
 #: Shares with a smaller absolute value are shown as 0.
-NOTHING = 0.005
+NOTHING = 0.5
 
 
 def alignment_pictures(rows: Iterable[Row]) -> list[Picture]:
@@ -58,51 +34,42 @@ def alignment_pictures(rows: Iterable[Row]) -> list[Picture]:
         found.setdefault(str(row.get("strategy", "")), []).append(row)
     alt = "Share of the distance that alignment found, by part, layer and round"
     return [
-        Picture(plots.data_uri(figure), f"{alt} {name}", ": ".join(filter(None, [name, caption])))
+        Picture(plots.data_uri(heat_map(own)), f"{alt} {name}", ": ".join(filter(None, [name, CAPTION])))
         for name, own in found.items()
-        for figure, caption in [heat_map(own)]
     ]
 
 
-def heat_map(rows: Iterable[Row]) -> tuple[Figure, str]:
+def heat_map(rows: Iterable[Row]) -> Figure:
     """Draw the share of the squared distance found: a line per part and layer, a column per round.
 
-    Distances are summed over clients, seeds and groups before they are divided. The rows are of one
-    strategy, with ``round``, ``part``, ``layer``, ``before``, ``after``, ``moved``, ``found`` and
-    optionally ``chance``. Returns the figure and its caption.
+    Distances are summed over clients, seeds and groups before they are divided. Colours have the same
+    meaning in every picture. The rows are of one strategy, with ``round``, ``part``, ``layer``,
+    ``before``, ``after``, ``moved``, ``found`` and optionally ``chance``.
     """
+    from matplotlib.colors import LinearSegmentedColormap
+
     cells = shares_by(rows, lambda row: (str(row["part"]), int(row["layer"]), int(row["round"])))
     parts = list(dict.fromkeys(part for part, _, _ in cells))
     lines = sorted({key[:2] for key in cells}, key=lambda line: (parts.index(line[0]), line[1]))
     columns = sorted({number for _, _, number in cells})
-    found, ratio, removed = np.full((3, len(lines), len(columns)), math.nan)
+    shares, beyond = np.full((2, len(lines), len(columns)), math.nan)
     for (part, layer, number), own in cells.items():
         place = lines.index((part, layer)), columns.index(number)
-        found[place] = own.share if abs(own.share) >= NOTHING else 0.0
-        if own.chance is None:
-            removed[place] = found[place]
-        else:
-            ratio[place] = min(own.ratio, RATIO.high) if found[place] else 0.0
+        shares[place] = 100 * own.share if 100 * abs(own.share) >= NOTHING else 0.0
+        chance = own.chance is not None and own.ratio <= 1
+        beyond[place] = math.nan if chance or not shares[place] else shares[place]
     width = min(plots.NARROW, 2.6 + 0.42 * len(columns))
     figure, (ax,) = plots.new_figure(width=width, height=min(0.25 * len(lines), 10) + 0.8)
-    used = [(scale, own) for scale, own in ((RATIO, ratio), (SHARE, removed)) if not np.isnan(own).all()]
-    for scale, values in used:
-        _draw(ax, scale, values, found)
+    colours = LinearSegmentedColormap.from_list("share", ("#E6E2F0", "#6A51A3", "#3F007D"))
+    colours = colours.with_extremes(bad="0.85", under="#D55E00")
+    image = ax.imshow(beyond, colours, aspect="auto", interpolation="nearest", vmin=0, vmax=50)
+    drawn = image.to_rgba(np.ma.masked_invalid(beyond))
+    # Cells without a row are white.
+    ax.imshow(np.where(np.isnan(shares), 1.0, math.nan), "binary_r", aspect="auto", vmin=0, vmax=1)
+    if shares.size <= plots.MOST_NUMBERS:
+        plots.write_numbers(ax, shares, drawn)
+    bar = figure.colorbar(image, ax=ax, extend="both", label="share (%)", pad=0.03)
+    bar.outline.set_visible(False)
     names = [part if layer == NO_LAYER else f"{part}, layer {layer}" for part, layer in lines]
     plots.name_cells(ax, names, list(map(str, columns)), "round")
-    return figure, " ".join([CAPTION, *(scale.caption for scale, _ in used)])
-
-
-def _draw(ax: Any, scale: Scale, values: np.ndarray, found: np.ndarray) -> None:
-    """Draw the cells of a scale with its bar, and the shares found as numbers."""
-    from matplotlib.colors import LinearSegmentedColormap
-
-    colours = LinearSegmentedColormap.from_list(scale.name, scale.colours)
-    colours = colours.with_extremes(bad=(1, 1, 1, 0), under=scale.under)
-    limits: dict[str, Any] = {"vmin": scale.low, "vmax": scale.high}
-    image = ax.imshow(values, colours, aspect="auto", interpolation="nearest", **limits)
-    if values.size <= plots.MOST_NUMBERS:
-        numbers = np.where(np.isnan(values), math.nan, np.round(100 * found) + 0.0)
-        plots.write_numbers(ax, numbers, image.to_rgba(np.ma.masked_invalid(values)))
-    bar = ax.figure.colorbar(image, ax=ax, extend="both", label=scale.name, pad=0.03)
-    bar.outline.set_visible(False)
+    return figure

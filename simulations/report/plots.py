@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedrot.simulations.report.tables import number, spoken
-from fedrot.simulations.summary import CENTRAL, LOWER_IS_BETTER, UNITS, Row, Verdict, mean_and_half
+from fedrot.simulations.summary import CENTRAL, LOWER_IS_BETTER, UNITS, Row, Verdict, paired_difference
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,7 +78,7 @@ def _differences(ax: Axes, found: Verdict, metrics: Sequence[str]) -> None:
 
 
 def curves_plot(rows: Iterable[Row], metric: str, strategies: Sequence[str]) -> Figure:
-    """Draw a metric of the global model by round: a line per strategy with its 95 % t interval over seeds.
+    """Draw a metric of the global model by round: a line per strategy, with 95 % t intervals over seeds.
 
     The place of a strategy in ``strategies`` decides its look. One with a single round is a level line.
     The axis follows the means: an interval may leave the frame.
@@ -98,7 +98,8 @@ def curves_plot(rows: Iterable[Row], metric: str, strategies: Sequence[str]) -> 
             "ls": LINES[(index + index // len(PALETTE)) % len(LINES)],
         }
         rounds = sorted(by_round)
-        mean, half = np.array([mean_and_half(by_round[r]) for r in rounds]).reshape(-1, 2).T
+        found = [paired_difference(by_round[r]) for r in rounds]
+        mean, half = np.array([(own.mean, own.smallest) for own in found]).reshape(-1, 2).T
         drawn = np.concatenate([drawn, mean[np.isfinite(mean)]])
         if len(rounds) == 1:
             ax.axhline(mean[0], lw=1, **look)
@@ -189,7 +190,8 @@ def data_uri(figure: Figure) -> str:
     import matplotlib
 
     written = io.BytesIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fedrot"}):
-        with warnings.catch_warnings(action="ignore", category=UserWarning):
-            figure.savefig(written, format="svg", dpi=200, metadata={"Date": None})
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "fedrot"}
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")
+        figure.savefig(written, format="svg", dpi=200, metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(written.getvalue()).decode("ascii")

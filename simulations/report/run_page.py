@@ -12,7 +12,7 @@ from fedrot.simulations.folder import Run, read_run
 from fedrot.simulations.report import findings, plots
 from fedrot.simulations.report.heat_map import alignment_pictures
 from fedrot.simulations.report.page import Page, Picture, Section
-from fedrot.simulations.report.tables import compact_table, metric_table, partition_table, seeds, spoken
+from fedrot.simulations.report.tables import compact_table, lost_table, metric_table, seeds, spoken
 from fedrot.simulations.summary import Row, Verdict, described, verdicts_of
 
 if TYPE_CHECKING:
@@ -137,14 +137,15 @@ def strategies(of: Results) -> Section | None:
 
 @each("What the clients have")
 def clients(found: Verdict, run: Run) -> Section | None:
-    """The rows of every client and class, of the first seed."""
-    partition = run.partitions.get(found.experiment, {})
+    """The rows of every client and class; seeds after the first are folded."""
+    partition, pictures = run.partitions.get(found.experiment, {}), []
     for seed, own in partition.get("seeds", {}).items():
         alt = "; ".join(f"client {n}: {sum(counts)} rows" for n, counts in enumerate(own["counts"]))
         figure = plots.clients_plot(own["counts"], partition.get("label_names", []))
         text = f"Rows of each class (line) and client (column), held-out rows among them; seed {seed}."
-        return Section(pictures=[Picture(plots.data_uri(figure), alt, text)])
-    return None
+        pictures.append(Picture(plots.data_uri(figure), alt, text))
+    others = [Section("Other seeds", pictures=pictures[1:], folded=True)] if pictures[1:] else []
+    return Section(pictures=pictures[:1], sections=others) if pictures else None
 
 
 @each("Round by round")
@@ -181,28 +182,21 @@ def tables(found: Verdict, run: Run) -> Section:
     return Section(tables=[compact_table(found)], sections=[folded])
 
 
-@each("What changed nothing, and lost replies")
-def nothing(found: Verdict, run: Run) -> Section | None:
-    """Dropped replies, failed clients, and layers in which alignment had no effect."""
-    lost, idle = findings.lost_replies(run.rows, run.alignment), findings.idle_layers(run.alignment)
-    folded = [Section("Layers without effect", sentences=idle, folded=True)] if idle else []
-    return Section(sentences=lost, sections=folded) if lost or idle else None
+@each("Lost replies")
+def lost(found: Verdict, run: Run) -> Section | None:
+    """Dropped replies and failed clients."""
+    tables = lost_table(run.alignment)
+    return Section(tables=tables) if tables else None
 
 
 @PAGE.section
 def repeat(of: Results) -> Section | None:
-    """The commands, partitions, configurations and versions."""
-    run, below = of.run, []
-    for own in run.experiments:
+    """The commands, configurations and versions."""
+    below = []
+    for own in of.run.experiments:
         names = ", ".join(str(strategy["name"]) for strategy in own.get("strategies", ()))
         used = {k: v for k, v in {**own, "strategies": names}.items() if v not in (None, "")}
         below.append(Section(f"Configuration of {own.get('name', 'this run')}", terms=used, folded=True))
-    for name, own in run.partitions.items():
-        shown = [
-            partition_table(seed["counts"], own.get("label_names", []), f"Seed {number}")
-            for number, seed in own.get("seeds", {}).items()
-        ]
-        below.append(Section(f"Rows of the clients, {name}", tables=shown, folded=True))
-    below.append(Section("Versions", terms=run.versions, folded=True))
-    text = "" if run.commands else "The command was not recorded."
-    return Section("To repeat", code="\n".join(run.commands), text=text, sections=below)
+    below.append(Section("Versions", terms=of.run.versions, folded=True))
+    text = "" if of.run.commands else "The command was not recorded."
+    return Section("To repeat", code="\n".join(of.run.commands), text=text, sections=below)

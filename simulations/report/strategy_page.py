@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from fedrot.diagnosis import ALIGNED, PLAIN, WHOLE, diagnosis_of
@@ -12,7 +11,7 @@ from fedrot.simulations.folder import read_rows
 from fedrot.simulations.report.heat_map import alignment_pictures
 from fedrot.simulations.report.page import Page, Picture, Section
 from fedrot.simulations.report.plots import data_uri, rounds_plot
-from fedrot.simulations.report.tables import Table, number_style
+from fedrot.simulations.report.tables import lost_table, number
 from fedrot.simulations.summary import Row
 from fedrot.strategies.reporting.verdict import ends
 
@@ -31,12 +30,8 @@ _WORDS = {
 }
 
 
-@dataclass(frozen=True)
-class StrategyResults:
-    """Rows about replies, and rows of metrics by round and stage."""
-
-    rows: Sequence[Row]
-    stages: Sequence[Row]
+#: The page of the rows of a strategy: about replies, and, with a ``stage``, metrics.
+PAGE: Page[Sequence[Row]] = Page()
 
 
 def write_strategy_report(file: Path, out: Path | None = None) -> Path:
@@ -50,12 +45,10 @@ def write_strategy_report(file: Path, out: Path | None = None) -> Path:
         ValueError: the file was not written by a strategy.
         OSError: the file cannot be read, or the page cannot be written.
     """
-    every = read_rows(file)
-    if not every or not all(map(_is_row, every)):
+    rows = read_rows(file)
+    if not rows or not all(map(_is_row, rows)):
         raise ValueError(f"'{file}' is no file of Reporting(rows=...): JSON lines, each with 'round'.")
-    stages = [row for row in every if "stage" in row]
-    results = StrategyResults([row for row in every if "stage" not in row], stages)
-    return PAGE.write(out or file.with_suffix(".html"), file.stem, results)
+    return PAGE.write(out or file.with_suffix(".html"), file.stem, rows)
 
 
 def _is_row(row: Row) -> bool:
@@ -64,113 +57,84 @@ def _is_row(row: Row) -> bool:
     return "round" in row and ("metrics" in row) == ("stage" in row) and whole
 
 
-PAGE: Page[StrategyResults] = Page()
-
-
 @PAGE.section
-def verdict(of: StrategyResults) -> Section:
+def verdict(rows: Sequence[Row]) -> Section:
     """Results of alignment in the first and the last round, and changes of the scores."""
     aligned: dict[int, list[Row]] = {}
-    for row in of.rows:
+    for row in rows:
         if "before" in row:
             aligned.setdefault(int(row["round"]), []).append(row)
-    moved = sum(any(row["moved"] for row in rows) for rows in aligned.values())
-    rounds = len({row["round"] for row in (*of.rows, *of.stages)})
+    moved = sum(any(row["moved"] for row in own) for own in aligned.values())
     found = f"alignment moved groups in {moved} of {len(aligned)}" if aligned else "none was aligned"
-    told = {int(row["round"]): str(row["said"]) for row in of.rows if "said" in row}
+    told = {int(row["round"]): str(row["said"]) for row in rows if "said" in row}
     said = [
         *(f"Round {n}: {_FOUND[diagnosis_of(aligned[n]).choice]}." for n in ends(aligned)),
         *(f"Round {n}: {told[n]}." for n in ends(told)),
-        *_changes(of.stages),
+        *_changes(_series(rows)),
     ]
-    return Section(
-        "What happened", text=f"{rounds} rounds reported; {found}.", sentences=said, terms=_WORDS
-    )
+    text = f"{len({row['round'] for row in rows})} rounds reported; {found}."
+    return Section("What happened", text=text, sentences=said, terms=_WORDS)
 
 
-def _changes(stages: Iterable[Row]) -> list[str]:
+def _changes(series: Mapping[str, Mapping[int, float]]) -> list[str]:
     """Return sentences about the guard's comparisons and the change of each score over the run."""
-    series = _series(stages)
     aligned, plain = (series.get(f"train/fedrot-guard-{name}", {}) for name in ("aligned", "plain"))
-    said = [
-        f"Round {n}: the guard measured {aligned[n]:{style}} for the aligned mean and {plain[n]:{style}} "
-        "for the plain mean."
-        for n in ends(aligned)
-        for style in [number_style(aligned[n], plain[n])]
-    ]
+    guarded = "Round {}: the guard measured {} for the aligned mean and {} for the plain mean."
+    said = [guarded.format(n, number(aligned[n]), number(plain[n])) for n in ends(aligned)]
     for name, values in series.items():
         stage, _, metric = name.partition("/")
         if stage in SCORING and not metric.startswith("fedrot-") and len(values) > 1:
-            first, last = ends(values)
-            style = number_style(values[first], values[last])
-            change = f"{values[first]:{style}} in round {first} → {values[last]:{style}} in round {last}"
+            change = " → ".join(f"{number(values[n])} in round {n}" for n in ends(values))
             said.append(f"{metric} ({SCORING[stage]}): {change}.")
     return said
 
 
 @PAGE.section
-def removed(of: StrategyResults) -> Section:
+def removed(rows: Sequence[Row]) -> Section:
     """The heat map of the alignment."""
-    aligned = [row for row in of.rows if "before" in row]
-    text = "" if aligned else "No aligned replies are reported."
-    pictures = alignment_pictures(aligned)
+    pictures = alignment_pictures(row for row in rows if "before" in row)
+    text = "" if pictures else "No aligned replies are reported."
     return Section("What alignment found, by layer and round", text=text, pictures=pictures)
 
 
 @PAGE.section
-def lost(of: StrategyResults) -> Section:
+def lost(rows: Sequence[Row]) -> Section:
     """Lost replies by client and reason, the most frequent first."""
-    found: dict[tuple[str, str, str], list[int]] = {}
-    for row in of.rows:
-        for what in [key for key in ("dropped", "failed") if key in row]:
-            found.setdefault((str(row["client"]), what, str(row[what])), []).append(row["round"])
-    if not found:
-        return Section("Lost replies", text="None.")
-    lines = [
-        [client, what, str(len(rounds)), " to ".join(map(str, ends(rounds))), reason]
-        for (client, what, reason), rounds in found.items()
-    ]
-    lines.sort(key=lambda line: (-int(line[2]), int(line[0])))
-    header = ("client", "what", "times", "rounds", "reason")
-    return Section("Lost replies", tables=[Table("", header, lines, texts=("client", "what", "reason"))])
+    tables = lost_table(rows)
+    return Section("Lost replies", text="" if tables else "None.", tables=tables)
 
 
 @PAGE.section
-def failed(of: StrategyResults) -> Section | None:
+def failed(rows: Sequence[Row]) -> Section | None:
     """Rounds without a new model."""
-    rounds = [f"Round {row['round']}: {row['lost']}" for row in of.rows if "lost" in row]
+    rounds = [f"Round {row['round']}: {row['lost']}" for row in rows if "lost" in row]
     return Section("Rounds without a new model", sentences=rounds) if rounds else None
 
 
 @PAGE.section
-def metrics(of: StrategyResults) -> Section | None:
+def metrics(rows: Sequence[Row]) -> Section | None:
     """Curves of the metrics that change, and values of constant metrics."""
-    series, rounds = _series(of.stages), {int(row["round"]) for row in of.stages}
-    same = {
-        name: own for name, own in series.items() if len({*own.values()}) == 1 and own.keys() == rounds
-    }
-    changing = {name: own for name, own in series.items() if name not in same}
+    series, rounds = _series(rows), {int(row["round"]) for row in rows if "stage" in row}
+    constant = [n for n, own in series.items() if len({*own.values()}) == 1 and own.keys() == rounds]
+    changing = {name: own for name, own in series.items() if name not in constant}
     if not changing:
         return None
-    constant = ", ".join(f"{name} = {next(iter(own.values())):g}" for name, own in same.items())
-    text = f"The same in all rounds: {constant}." if constant else ""
+    same = ", ".join(f"{name} = {series[name][min(rounds)]:g}" for name in constant)
     alt = "; ".join(
         f"{name}: {own[min(own)]:.3g} to {own[max(own)]:.3g}" for name, own in changing.items()
     )
     drawn = Picture(data_uri(rounds_plot(changing)), alt, "A panel per metric, by round.")
+    text = f"The same in all rounds: {same}." if same else ""
     return Section("Metrics by round", text=text, pictures=[drawn])
 
 
-def _series(stages: Iterable[Row]) -> dict[str, dict[int, float]]:
-    """Return the metrics by name and round; a list becomes one metric per entry."""
+def _series(rows: Iterable[Row]) -> dict[str, dict[int, float]]:
+    """Return the metrics by name and round; a list becomes one metric per entry, null NaN."""
     series: dict[str, dict[int, float]] = {}
-    for row in stages:
-        for name, value in row["metrics"].items():
-            full = f"{row['stage']}/{name}"
+    for row in rows:
+        for name, value in row.get("metrics", {}).items():
             several = isinstance(value, list)
-            numbers = {f"{full}/{i}": v for i, v in enumerate(value)} if several else {full: value}
-            for own, number in numbers.items():
-                series.setdefault(own, {})[int(row["round"])] = (
-                    math.nan if number is None else float(number)
-                )
+            for place, one in enumerate(value if several else [value]):
+                full = f"{row['stage']}/{name}" + (f"/{place}" if several else "")
+                series.setdefault(full, {})[int(row["round"])] = math.nan if one is None else float(one)
     return series

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from statistics import stdev
 from typing import TYPE_CHECKING, Any, Literal
 
-from fedrot.simulations.summary import Paired, Standing, Verdict, described
+from fedrot.simulations.summary import Paired, Row, Standing, Verdict, described
+from fedrot.strategies.reporting.verdict import ends
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -119,14 +120,23 @@ def metric_table(found: Verdict, metric: str) -> Table:
     return Table(described(metric), header, lines, texts=header[:1])
 
 
-def partition_table(counts: Sequence[Sequence[int]], names: Sequence[str], title: str) -> Table:
-    """Return the table of rows per client and class; ``counts`` is [clients][classes]."""
-    lines = []
-    for client, own in enumerate(counts):
-        order = sorted((i for i, count in enumerate(own) if count), key=lambda i: -own[i])
-        classes = (f"{names[i] if i < len(names) else 'no class'} {own[i]}" for i in order)
-        lines.append((str(client), str(sum(own)), ", ".join(classes) if names else NONE))
-    return Table(title, ("client", "rows", "rows of each class"), lines, texts=("rows of each class",))
+def lost_table(rows: Iterable[Row]) -> list[Table]:
+    """Return lost replies by strategy (if the rows have one), client and reason, most frequent first.
+
+    There is no table without lost replies.
+    """
+    found: dict[tuple[str, ...], list[int]] = {}
+    for row in rows:
+        for what in {"dropped", "failed"} & row.keys():
+            key = (*([row["strategy"]] if "strategy" in row else []), row["client"], what, row[what])
+            found.setdefault(tuple(map(str, key)), []).append(row["round"])
+    lines = [
+        (*key[:-1], str(len(rounds)), " to ".join(map(str, ends(rounds))), key[-1])
+        for key, rounds in sorted(found.items(), key=lambda item: -len(item[1]))
+    ]
+    header = ("strategy", "client", "what", "times", "rounds", "reason")
+    shown = header[-len(lines[0]) :] if lines else ()
+    return [Table("", shown, lines, texts={*header} - {"times", "rounds"})] if lines else []
 
 
 def format_difference(difference: Paired) -> str:

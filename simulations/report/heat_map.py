@@ -32,11 +32,8 @@ def alignment_pictures(rows: Iterable[Row]) -> list[Picture]:
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(str(row.get("strategy", "")), []).append(row)
-    alt = "Share of the distance that alignment found, by part, layer and round"
-    return [
-        Picture(plots.data_uri(heat_map(own)), f"{alt} {name}", ": ".join(filter(None, [name, CAPTION])))
-        for name, own in found.items()
-    ]
+    alt = "Shares of the distance that alignment found, by part, layer and round"
+    return [Picture(plots.data_uri(heat_map(own)), f"{alt} {name}", name) for name, own in found.items()]
 
 
 def heat_map(rows: Iterable[Row]) -> Figure:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from fedrot._io import write_text
 from fedrot.simulations.report.tables import Table
 
 Source = TypeVar("Source")
+OfSource: TypeAlias = "Callable[[Source], Section | None]"
 
 
 class Picture(NamedTuple):
@@ -54,11 +55,9 @@ class Page(Generic[Source]):
     """
 
     def __init__(self) -> None:
-        self.sections: dict[str, Callable[[Source], Section | None]] = {}
+        self.sections: dict[str, OfSource[Source]] = {}
 
-    def section(
-        self, function: Callable[[Source], Section | None]
-    ) -> Callable[[Source], Section | None]:
+    def section(self, function: OfSource[Source]) -> OfSource[Source]:
         """Register a section."""
         self.sections[function.__name__] = function
         return function

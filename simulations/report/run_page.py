@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fedrot._io import refuse_links
 from fedrot.simulations.folder import Run, read_run
 from fedrot.simulations.report import findings, plots
-from fedrot.simulations.report.heat_map import alignment_pictures
+from fedrot.simulations.report.heat_map import CAPTION, alignment_pictures
 from fedrot.simulations.report.page import Page, Picture, Section
 from fedrot.simulations.report.tables import compact_table, lost_table, metric_table, seeds, spoken
 from fedrot.simulations.summary import Row, Verdict, described, verdicts_of
@@ -39,7 +39,7 @@ PAGE: Page[Results] = Page()
 OfExperiment = Callable[[Verdict, Run], Section | None]
 
 
-def each(title: str) -> Callable[[OfExperiment], OfExperiment]:
+def each(title: str, text: str = "") -> Callable[[OfExperiment], OfExperiment]:
     """Register a section with a part per experiment, which has its name if there are several."""
 
     def register(show: OfExperiment) -> OfExperiment:
@@ -53,8 +53,8 @@ def each(title: str) -> Callable[[OfExperiment], OfExperiment]:
                 part = show(found, replace(of.run, rows=rows, alignment=aligned))
                 parts += [replace(part, title=found.experiment)] if part else []
             if len(of.verdicts) == len(parts) == 1:
-                return replace(parts[0], title=title)
-            return Section(title, sections=parts) if parts else None
+                return replace(parts[0], title=title, text=text)
+            return Section(title, text=text, sections=parts) if parts else None
 
         section.__name__ = show.__name__
         PAGE.section(section)
@@ -99,7 +99,7 @@ def print_results(run: Run, console: Console) -> None:
         said = [f"- {sentence}" for sentence in findings.sentences(found)]
         text = "\n".join(filter(None, [title, f"  {code}" if code else "", *said]))
         console.print(f"\n{text}", markup=False, highlight=False)
-        console.print(replace(compact_table(found), caption=""))
+        console.print(compact_table(found))
 
 
 @PAGE.section
@@ -111,15 +111,16 @@ def incomplete(of: Results) -> Section | None:
     return Section("Incomplete", text=text, sentences=sentences, warning=True) if missing else None
 
 
-@each("What to use")
+@each(
+    "What to use",
+    "Differences are paired by seed, with 95 % intervals. One that crosses the line decides nothing. Of "
+    "40 strategies that change nothing, one looks better by luck.",
+)
 def verdict(found: Verdict, run: Run) -> Section:
     """The verdict, with the line to copy and the differences of all strategies."""
     table = compact_table(found)
     alt = "; ".join(f"{line[0]}: {', '.join(line[1:])}" for line in table.lines)
-    caption = (
-        f"Differences from {found.reference.name}, with 95 % intervals over {seeds(found.standings)}. "
-        "An interval that crosses the line decides nothing. Beside each name: its mean."
-    )
+    caption = f"Beside each name: its mean over {seeds(found.standings)}."
     drawn = [Picture(plots.data_uri(plots.differences_plot(found)), alt, caption)]
     code = str(found.recommended.about.get("code", "")) if found.learned else ""
     pictures = drawn if len(found.standings) > 1 else []
@@ -135,20 +136,22 @@ def strategies(of: Results) -> Section | None:
     return Section("The strategies", terms=said) if said else None
 
 
-@each("What the clients have")
+@each("What the clients have", "Rows of each class (line) and client (column), also those held out.")
 def clients(found: Verdict, run: Run) -> Section | None:
     """The rows of every client and class; seeds after the first are folded."""
     partition, pictures = run.partitions.get(found.experiment, {}), []
     for seed, own in partition.get("seeds", {}).items():
         alt = "; ".join(f"client {n}: {sum(counts)} rows" for n, counts in enumerate(own["counts"]))
         figure = plots.clients_plot(own["counts"], partition.get("label_names", []))
-        text = f"Rows of each class (line) and client (column), held-out rows among them; seed {seed}."
-        pictures.append(Picture(plots.data_uri(figure), alt, text))
+        pictures.append(Picture(plots.data_uri(figure), alt, f"Seed {seed}"))
     others = [Section("Other seeds", pictures=pictures[1:], folded=True)] if pictures[1:] else []
     return Section(pictures=pictures[:1], sections=others) if pictures else None
 
 
-@each("Round by round")
+@each(
+    "Round by round",
+    "The global model on the test rows: mean over seeds; shaded: its 95 % interval, cut at the frame.",
+)
 def curves(found: Verdict, run: Run) -> Section | None:
     """The judged metrics by round."""
     if max(row["round"] for row in run.rows) < 2:
@@ -156,25 +159,22 @@ def curves(found: Verdict, run: Run) -> Section | None:
     pictures = []
     for metric in found.judged:
         ends = (f"{own.name} {own.mean(metric):.3g}" for own in found.standings)
-        text = f"{described(metric)} of the global model on test rows; shaded: 95 % interval over "
-        drawn = plots.data_uri(
-            plots.curves_plot(run.rows, metric, [own.name for own in found.standings])
-        )
+        names = [own.name for own in found.standings]
+        drawn = plots.data_uri(plots.curves_plot(run.rows, metric, names))
         alt = f"{spoken(metric)} after the last round: {', '.join(ends)}"
-        pictures.append(
-            Picture(drawn, alt, f"{spoken(text)}{seeds(found.standings)}, cut at the frame.")
-        )
+        caption = f"{described(metric)}, {seeds(found.standings)}"
+        pictures.append(Picture(drawn, alt, spoken(caption)))
     return Section(pictures=pictures)
 
 
-@each("What alignment found, by layer and round")
+@each("What alignment found, by layer and round", CAPTION)
 def alignment(found: Verdict, run: Run) -> Section | None:
     """The heat map of every strategy that aligns."""
     pictures = alignment_pictures([row for row in run.alignment if "before" in row])
     return Section(pictures=pictures) if pictures else None
 
 
-@each("Results in numbers")
+@each("Results in numbers", "After the last round, means over seeds.")
 def tables(found: Verdict, run: Run) -> Section:
     """All strategies after the last round; every metric is folded."""
     every = [metric_table(found, metric) for metric in found.metrics]

@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 WIDEST = 26
 #: Verdicts for which a difference is no number.
 SAME = ("identical", "equal but for rounding")
-PAIRED = (
-    "Differences are paired by seed, with 95 % t intervals in brackets. An interval that contains 0 "
-    "decides nothing. One of 40 strategies that change nothing looks better by luck."
-)
 #: What stands where there is no number.
 NONE = "-"
 
@@ -98,10 +94,7 @@ def compact_table(found: Verdict) -> Table:
     ]
     columns = [column for column in zip(header, *lines, strict=True) if {*column[1:]} != {NONE}]
     header, *lines = zip(*columns, strict=True)
-    caption = (
-        f"Means over {seeds(found.standings)} after the last round. Against {against}: {spoken(metric)}."
-    )
-    return Table("", header, lines, texts=header[:1], caption=f"{caption} {PAIRED}")
+    return Table("", header, lines, texts=header[:1])
 
 
 def metric_table(found: Verdict, metric: str) -> Table:

@@ -236,10 +236,10 @@ def verdict(run: Run, experiment: str) -> Verdict | None:
     if central.empty:
         return None
     metrics = sorted(map(str, central["metric"].unique()), key=lambda metric: metric == "loss")
-    skewed = ["macro_f1"] if "accuracy" in metrics else []
-    judged = [m for m in dict.fromkeys([metrics[0], *skewed, metrics[-1]]) if m in metrics]
-    described = next((e for e in run.experiments if e.get("name") == experiment), {})
-    about = {str(own["name"]): own for own in described.get("strategies", ())}
+    beside = "macro_f1" if "accuracy" in metrics else "loss"
+    judged = [metric for metric in dict.fromkeys([metrics[0], beside, "loss"]) if metric in metrics]
+    own = [e for e in run.experiments if e.get("name") == experiment]
+    about = {str(strategy["name"]): strategy for e in own for strategy in e.get("strategies", ())}
     known = dict.fromkeys(map(str, central["strategy"]))
     standings = [
         _standing(name, about.get(name, {}), frame[frame["strategy"] == name], metrics)
@@ -286,5 +286,5 @@ def _learned(partition: Mapping[str, Any], standings: Sequence[Standing]) -> tup
     share = float(np.max(counts[: len(names)]) / np.sum(counts))
     # Always naming this class has a macro F1 of 2 share / (1 + share) / classes.
     bars = {"accuracy": share, "macro_f1": 2 * share / (1 + share) / len(names)}
-    above = (own.mean(metric) <= bar + LEARNED for own in standings for metric, bar in bars.items())
-    return share, not all(above)
+    below = (own.mean(metric) <= bar + LEARNED for own in standings for metric, bar in bars.items())
+    return share, not all(below)

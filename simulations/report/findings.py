@@ -37,19 +37,21 @@ def lead(found: Verdict) -> str:
 def sentences(found: Verdict) -> list[str]:
     """Return the sentences below ``lead``: gains, noise, worst client, messages, other strategies."""
     ours, theirs, alone = found.recommended, found.reference, found.recommended is found.reference
-    said = [_means(ours, found) if alone else "; ".join(_gains(found)[1:]), _noise(found)]
+    also = _gains(found)[1:]
+    gains = f"Also {'; '.join(also)}" if also else ""
+    said = [f"Means: {_means(ours, found)}" if alone else gains, _noise(found)]
     if not math.isnan(ours.worst):
         worst = number(ours.worst) + ("" if alone else f", {theirs.name} {number(theirs.worst)}")
-        said.append(f"worst client, on its own held-out rows: {spoken(found.judged[0])} {worst}")
+        said.append(f"Worst client, on its own held-out rows: {spoken(found.judged[0])} {worst}")
     if not math.isnan(ours.traffic):
-        sent = f"all messages of the run: {number(ours.traffic / 1e6)} MB, {ours.requests:.0f} requests"
+        sent = f"All messages of the run: {number(ours.traffic / 1e6)} MB, {ours.requests:.0f} requests"
         times = f" ({ours.traffic / theirs.traffic:.3g} times)" if theirs.traffic else ""
         other = f"; {theirs.name} {number(theirs.traffic / 1e6)} MB{times}, {theirs.requests:.0f}"
         said.append(sent + ("" if alone else other))
     if ours is not found.best:
         tie = format_difference(ours.compared(found.best, found.judged).against[found.judged[-1]])
-        within = f"within noise of {found.best.name} ({spoken(found.judged[-1])} {tie})"
-        said.append(f"{ours.name} is {within}, and sends less")
+        within = f"{ours.name} is within noise of {found.best.name} ({spoken(found.judged[-1])} {tie})"
+        said.append(f"Cheaper: {within}, and sends less")
     others = [own for own in found.standings if own not in (ours, theirs)]
     for judged, words in JUDGED.items():
         names = [_other(o, found) for o in others if o.kind == MODEL and o.judgement == judged]
@@ -59,8 +61,8 @@ def sentences(found: Verdict) -> list[str]:
             bound = (
                 "all rows in one place, an upper bound" if own.kind == JOINED else "no model for clients"
             )
-            said.append(f"{own.name} ({bound}): {_means(own, found)}")
-    return [f"{one[:1].upper()}{one[1:]}." for one in (*said, _calibrated(found)) if one]
+            said.append(f"For comparison {own.name} ({bound}): {_means(own, found)}")
+    return [f"{one}." for one in (*said, _calibrated(found)) if one]
 
 
 def _gains(found: Verdict) -> list[str]:
@@ -100,7 +102,7 @@ def _noise(found: Verdict) -> str:
     )
     halves = [number(s) for s in sorted(own.against[metric].smallest for own in compared) if s > 0]
     between = " to ".join(dict.fromkeys([*halves[:1], *halves[-1:]]))
-    of = f"with {seeds(found.standings)}, a difference of {spoken(metric)}"
+    of = f"With {seeds(found.standings)}, a difference of {spoken(metric)}"
     return f"{of} shows from {between} on; brackets are 95 % intervals" if between else ""
 
 
@@ -112,5 +114,5 @@ def _calibrated(found: Verdict) -> str:
         return ""
     first, plain = (min(known, key=lambda own: own.mean(m)) for m in (metric, "loss"))
     against = format_difference(first.compared(plain, [metric]).against[metric])
-    after = f"after calibration (logits divided by one number) {first.name} has: {against}"
-    return "" if first is plain else f"{plain.name} has the lowest loss; {after}"
+    after = f"After calibration (logits divided by one number): {first.name}, {against}"
+    return "" if first is plain else f"Lowest loss: {plain.name}. {after}"

@@ -57,8 +57,8 @@ def heat_map(rows: Iterable[Row]) -> Figure:
         beyond[place] = math.nan if chance or not shares[place] else shares[place]
     width = min(plots.NARROW, 2.6 + 0.42 * len(columns))
     figure, (ax,) = plots.new_figure(width=width, height=min(0.25 * len(lines), 10) + 0.8)
-    colours = LinearSegmentedColormap.from_list("share", ("#E6E2F0", "#6A51A3", "#3F007D"))
-    colours = colours.with_extremes(bad="0.85", under="#D55E00")
+    purple = LinearSegmentedColormap.from_list("share", ("#E6E2F0", "#6A51A3", "#3F007D"))
+    colours = purple.with_extremes(bad="0.85", under="#D55E00")
     image = ax.imshow(beyond, colours, aspect="auto", interpolation="nearest", vmin=0, vmax=50)
     drawn = image.to_rgba(np.ma.masked_invalid(beyond))
     # Cells without a row are white.

@@ -68,7 +68,9 @@ class Page(Generic[Source]):
 
         environment = jinja2.Environment(
             loader=jinja2.PackageLoader("fedrot.simulations.report"),
-            **{"autoescape": True, "trim_blocks": True, "lstrip_blocks": True},
+            autoescape=True,
+            trim_blocks=True,
+            lstrip_blocks=True,
             undefined=jinja2.StrictUndefined,
         )
         sections = [section(source) for section in self.sections.values()]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import stdev
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
 
 from fedrot.simulations.summary import Paired, Row, Standing, Verdict, described
 from fedrot.strategies.reporting.verdict import ends
@@ -40,8 +41,8 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        about: Any = {"title": self.title or None, "title_justify": "left", "box": SIMPLE_HEAD}
-        table = RichTable(**about, pad_edge=False, padding=(0, 1, 0, 0))
+        table = RichTable(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
+        table.title = Text(self.title) if self.title else None
         for index, name in enumerate(self.header):
             words = " ".join([name, *(line[index] for line in self.lines)]).split()
             text, widest = name in self.texts, max(map(len, words))
@@ -103,7 +104,7 @@ def metric_table(found: Verdict, metric: str) -> Table:
     for own in found.standings:
         values, paired = [*own.values.get(metric, {}).values()], own.against.get(metric)
         if paired is not None and values:
-            sd = stdev(values) if len(values) > 1 else math.nan
+            sd = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
             style = number_style(own.mean(metric), sd)
             spread = "" if math.isnan(sd) else f" ± {sd:{style}}"
             compared = (format_difference(paired), "" if math.isnan(paired.p) else f"{paired.p:.2g}")

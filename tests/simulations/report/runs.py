@@ -33,7 +33,8 @@ def levels(strategy: str, values: Mapping[str, Sequence[float]], **more: Any) ->
 
 def strategy(name: str, **more: Any) -> dict[str, Any]:
     """Return a strategy as it stands in a configuration."""
-    return {"name": name, "kind": "fedrot", "code": f"FedRot({name})", "says": f"It is {name}.", **more}
+    kind = "joined" if name == "joined" else "fedrot"
+    return {"name": name, "kind": kind, "code": f"FedRot({name})", "says": f"It is {name}.", **more}
 
 
 def run_of(rows: list[dict[str, Any]], strategies: Sequence[Mapping[str, Any]] = (), **more: Any) -> Run:
@@ -70,7 +71,7 @@ def rows_of(experiment: str, gains: Mapping[str, float], rounds: int = 3) -> lis
 
 
 def write_folder(folder: Path, experiments: Mapping[str, Mapping[str, float]], **files: Any) -> Path:
-    """Write a run folder of experiments with strategies and their gains; ``files`` replace JSON files."""
+    """Write a run folder of experiments with strategies and their gains; ``files`` are other JSON files."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cells").mkdir(exist_ok=True)
     names = ["anger", "<disgust>", "fear", "joy", "sadness", "surprise"]
@@ -98,7 +99,18 @@ def write_folder(folder: Path, experiments: Mapping[str, Mapping[str, float]], *
             for layer in (0, 1)
             for part, share in shares.items()
         ]
-        dropped = {"experiment": name, "strategy": "aligned", "round": 1, "client": 3, "dropped": "NaN in 'w'"}
-        cell = {"title": name, "rows": rows_of(name, gains), "alignment": [*alignment, dropped], "log": ""}
+        dropped = {
+            "experiment": name,
+            "strategy": "aligned",
+            "round": 1,
+            "client": 3,
+            "dropped": "NaN in 'w'",
+        }
+        cell = {
+            "title": name,
+            "rows": rows_of(name, gains),
+            "alignment": [*alignment, dropped],
+            "log": "",
+        }
         (folder / "cells" / f"{number}.json").write_text(json.dumps(cell))
     return folder

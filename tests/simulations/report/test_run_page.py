@@ -137,7 +137,7 @@ def test_the_verdict_comes_first_and_the_page_is_self_contained(run: Path) -> No
         page.index(words) for words in ("Use fit_head", "<pre><code>FedRot(fit_head)", "<img", "<table")
     ]
     assert places == sorted(places)
-    assert len(outline.links) == 8
+    assert len(outline.links) == 7
     assert all(link.startswith("data:image/svg+xml;base64,") for link in outline.links)
     assert not re.search(r"https?://|<script|@import|url\(", page)
     assert "a &lt;b&gt;.csv" in page

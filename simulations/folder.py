@@ -9,7 +9,7 @@ import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -87,14 +87,14 @@ class Run:
         missing: titles of what has no rows yet.
     """
 
-    path: Path
-    commands: list[str]
-    experiments: list[dict[str, Any]]
-    versions: dict[str, str]
-    partitions: dict[str, Any]
-    rows: list[dict[str, Any]]
-    alignment: list[dict[str, Any]]
-    missing: list[str]
+    path: Path = Path()
+    commands: list[str] = field(default_factory=list)
+    experiments: list[dict[str, Any]] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    partitions: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    alignment: list[dict[str, Any]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
 
 
 def read_run(path: Path) -> Run:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedrot.simulations.report.html_page import Section
-from fedrot.simulations.report.run_page import MARKDOWN_TABLES, PAGE, RunResults
-from fedrot.simulations.report.summaries import Row
+from fedrot.simulations.report.page import Section
+from fedrot.simulations.report.run_page import MARKDOWN_TABLES, PAGE, Results
+from fedrot.simulations.summary import Row
 from reproductions.report.subsets import TEXT, subset_table
 
 
-def _subsets(rows: Sequence[Row], settings: Sequence[Mapping[str, Any]]) -> str:
-    table = subset_table(rows, settings)
+def _subsets(rows: Sequence[Row], experiments: Sequence[Mapping[str, Any]]) -> str:
+    table = subset_table(rows, experiments)
     return table.markdown() if table is not None else ""
 
 
@@ -20,7 +20,7 @@ MARKDOWN_TABLES.append(_subsets)
 
 
 @PAGE.section
-def subsets(run: RunResults) -> Section | None:
+def subsets(of: Results) -> Section | None:
     """Merged subsets of clients with domains of their own."""
-    table = subset_table(run.rows, run.settings)
-    return Section("Subsets of clients", TEXT, tables=table.blocks()) if table else None
+    table = subset_table(of.run.rows, of.run.experiments)
+    return Section("Subsets of clients", text=TEXT, tables=table.blocks()) if table else None

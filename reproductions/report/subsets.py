@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from fedrot.simulations.data.domains import UNSEEN, metric_of
-from fedrot.simulations.federation.run_folder import CENTRAL
-from fedrot.simulations.report.summaries import Row
 from fedrot.simulations.report.tables import Table, pipe_table
+from fedrot.simulations.summary import CENTRAL, Row
 
-HEADER = ("setting", "start", "arm", "merged", "subsets", "own F1", "against own", "unseen F1", "grown")
-TEXTS = HEADER[:3]
+HEADER = ("experiment", "strategy", "merged", "subsets", "own F1", "against own", "unseen F1", "grown")
+TEXTS = HEADER[:2]
+#: Fields in which strategies for different subsets differ.
+OF_SUBSET = frozenset({"name", "clients", "code", "says"})
 TEXT = (
     "Macro F1 (0 to 1, higher is better) of merged models, means over subsets and ± over seeds: on the "
     "domains of the merged clients; its relative change against each domain's own client; on domains "
@@ -26,23 +28,16 @@ TEXT = (
 class _Place(NamedTuple):
     """A line of the table."""
 
-    setting: str
-    start: str
-    arm: str
+    experiment: str
+    strategy: str
     size: int
-
-
-class _Cell(NamedTuple):
-    setting: str
-    start: str
-    seed: int
 
 
 @dataclass(frozen=True)
 class SubsetTable:
     """Merged subsets of clients with domains of their own, after the last round; means over seeds ± sd.
 
-    ``lines`` have, by arm and number of merged clients: how many subsets; the mean macro F1 on the
+    ``lines`` have, by strategy and number of merged clients: how many subsets; the mean macro F1 on the
     subset's own domains; the mean relative change against each domain's own client alone (Jin et al.
     2023, Figure 3); the mean macro F1 on unseen domains (Table 7); and that of the subset with the
     clients that are best there by themselves (Figure 6).
@@ -55,56 +50,62 @@ class SubsetTable:
         return pipe_table(HEADER, self.lines, TEXTS)
 
     def blocks(self) -> list[Table]:
-        """Return a table per setting, start and arm, for pages."""
+        """Return a table per experiment and strategy, for pages."""
         found: dict[tuple[str, ...], list[list[str]]] = {}
         for line in self.lines:
-            found.setdefault(tuple(line[:3]), []).append([f"{line[3]} ({line[4]} subsets)", *line[5:]])
-        header = ("merged", *HEADER[5:])
+            found.setdefault(tuple(line[:2]), []).append([f"{line[2]} ({line[3]} subsets)", *line[4:]])
+        header = ("merged", *HEADER[4:])
         return [Table(", ".join(place), header, own, header[:1]) for place, own in found.items()]
 
 
-def subset_table(rows: Sequence[Row], settings: Sequence[Mapping[str, Any]]) -> SubsetTable | None:
-    """Return the table of subsets; None if no setting merges subsets of clients with domains."""
-    domains = {setting["setting"]: own for setting in settings if (own := _domains(setting))}
-    merged, alone = _scores([row for row in rows if row["setting"] in domains])
+def subset_table(rows: Sequence[Row], experiments: Sequence[Mapping[str, Any]]) -> SubsetTable | None:
+    """Return the table of subsets; None if no experiment merges subsets of clients with domains."""
     found: dict[_Place, dict[int, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
-    for (cell, arm), metrics in merged.items():
-        base, sharp, named = arm.partition("#")
-        own = domains[cell.setting]
-        clients = tuple(map(int, named.split("+"))) if sharp else tuple(range(len(own)))
-        if alone[cell].keys() >= set(clients):  # others are not finished
-            place = _Place(cell.setting, cell.start, base, len(clients))
-            found[place][cell.seed].append(_line(clients, own, metrics, alone[cell]))
+    for experiment in experiments:
+        name, domains = str(experiment["name"]), _domains(experiment)
+        merged, alone = _scores([row for row in rows if row["experiment"] == name] if domains else [])
+        labels: dict[str, str] = {}
+        for strategy in experiment.get("strategies", ()):
+            method = json.dumps(
+                {k: v for k, v in strategy.items() if k not in OF_SUBSET}, sort_keys=True
+            )
+            label = labels.setdefault(method, str(strategy["name"]))
+            clients = tuple(strategy.get("clients") or range(len(domains)))
+            for seed, metrics in merged[str(strategy["name"])].items():
+                if alone[seed].keys() >= set(clients):  # others are not finished
+                    place = _Place(name, label, len(clients))
+                    found[place][seed].append(_line(clients, domains, metrics, alone[seed]))
     lines = [
-        [*place[:3], f"{place.size}", f"{max(map(len, by_seed.values()))}", *_shown(by_seed)]
+        [*place[:2], f"{place.size}", f"{max(map(len, by_seed.values()))}", *_shown(by_seed)]
         for place, by_seed in sorted(found.items())
     ]
     return SubsetTable(lines) if lines else None
 
 
-def _domains(setting: Mapping[str, Any]) -> list[str]:
+def _domains(experiment: Mapping[str, Any]) -> list[str]:
     """Return the domain of every client; none if clients are not merged once, by domain and subset."""
-    names = sorted(name.strip() for name in str(setting.get("data")).split(","))
-    each = setting.get("partition") == "column:domain" and setting.get("clients") == len(names) > 1
-    subsets = setting.get("rounds") == 1 and any("#" in arm for arm in setting.get("arms", ()))
-    return names if each and subsets else []
+    names = sorted(name.strip() for name in str(experiment.get("data")).split(","))
+    each = experiment.get("partition") == "column:domain" and experiment.get("clients") == len(names) > 1
+    subsets = any(strategy.get("clients") for strategy in experiment.get("strategies", ()))
+    return names if each and subsets and experiment.get("rounds") == 1 else []
+
+
+_Metrics: TypeAlias = dict[str, float]
 
 
 def _scores(
     rows: Sequence[Row],
-) -> tuple[dict[tuple[_Cell, str], dict[str, float]], dict[_Cell, dict[int, dict[str, float]]]]:
-    """Return the metrics of merged models, by cell and arm, and of clients alone, after the round."""
-    merged: dict[tuple[_Cell, str], dict[str, float]] = defaultdict(dict)
-    alone: dict[_Cell, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+) -> tuple[dict[str, dict[int, _Metrics]], dict[int, dict[int, _Metrics]]]:
+    """Return metrics after the round: strategy -> seed -> of merged models, seed -> client -> alone."""
+    merged: dict[str, dict[int, _Metrics]] = defaultdict(lambda: defaultdict(dict))
+    alone: dict[int, dict[int, _Metrics]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
-        if int(row["round"]) != 1:
-            continue
-        cell = _Cell(str(row["setting"]), str(row["start"]), int(row["seed"]))
+        seed, metric, value = int(row["seed"]), str(row["metric"]), float(row["value"])
         scope, _, client = str(row["scope"]).partition(":")
-        if scope == CENTRAL:
-            merged[cell, str(row["arm"])][str(row["metric"])] = float(row["value"])
-        elif scope == "alone":
-            alone[cell][int(client)][str(row["metric"])] = float(row["value"])
+        if int(row["round"]) == 1 and scope == CENTRAL:
+            merged[str(row["strategy"])][seed][metric] = value
+        elif int(row["round"]) == 1 and scope == "alone":
+            alone[seed][int(client)][metric] = value
     return merged, alone
 
 

@@ -1,17 +1,18 @@
-"""Plots of partitions and of metrics by round, and common functions of plots."""
+"""Pictures of differences, of metrics by round and of the clients' classes; parts of all pictures."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import base64
+import io
+import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedrot._io import replacing
-from fedrot.simulations.federation.run_folder import CENTRAL
-from fedrot.simulations.report.summaries import Row
+from fedrot.simulations.report.tables import number, spoken
+from fedrot.simulations.summary import CENTRAL, LOWER_IS_BETTER, UNITS, Row, Verdict, paired_difference
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,179 +22,176 @@ if TYPE_CHECKING:
 PALETTE = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#F0E442",
 )  # fmt: skip
-MARKERS = "osD^vPX*"
-# The perplexity of untrained models is a thousand times that of trained models.
+MARKERS, LINES = "osD^vPX*", ("-", "--", "-.", ":")
+#: Perplexities of untrained models are a thousand times those of trained models.
 LOGARITHMIC = frozenset({"perplexity", "pseudo_perplexity"})
 #: Largest number of characters of a name in a picture.
-LONGEST = 80
+LONGEST = 32
 #: Width in inches of a picture that can be read on a phone.
-NARROW = 5.0
-LINES = ("-", "--", "-.", ":")
-
-#: Start -> arm -> round -> seed -> value.
-Series: TypeAlias = dict[str, dict[str, dict[int, dict[int, float]]]]
+NARROW = 4.4
+#: Grids with more cells have no numbers; an axis of a grid has at most so many names.
+MOST_NUMBERS, MOST_NAMES = 150, 40
 
 
-def partition_plot(path: Path, counts: Sequence[Sequence[int]], names: Sequence[str]) -> Path:
-    """Draw stacked bars of the rows per client and class (``names``); ``counts`` [clients][classes]."""
-    table = np.asarray(counts)
-    clients = np.arange(len(table))
-    figure, axes = new_figure(1, 1, width=max(6.0, min(12.0, 3.5 + 0.45 * len(table))))
-    ax = axes[0][0]
-    base = np.zeros(len(table))
-    for index, column in enumerate(table.T):
-        name = names[index] if index < len(names) else "none"
-        colour = _colour(index, table.shape[1])
-        ax.bar(
-            clients, column, 0.75, base, label=as_label(name), color=colour, edgecolor="white", lw=0.4
-        )
-        base += column
-    if len(table) <= 20:
-        ax.set_xticks(clients, [str(client) for client in clients])
-    ax.set_xlabel("client")
-    ax.set_ylabel("rows")
-    handles, labels = ax.get_legend_handles_labels()
-    ax.legend(handles[::-1], labels[::-1], frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    return save_figure(figure, path)
+def differences_plot(found: Verdict) -> Figure:
+    """Draw the judged metrics of all strategies as differences from the reference, with 95 % intervals.
 
-
-def metric_plot(path: Path, rows: Iterable[Row], metric: str, arms: Sequence[str]) -> Path:
-    """Draw the central ``metric`` by round: a line per arm (mean, band ± sd), a panel per start.
-
-    With a single round, each arm has a point for the mean and a bar per seed. The rows are of one
-    setting; ``arms`` are all its arms, whose order decides their colours.
+    There is a panel per unit. Beside a strategy's name is the mean of the panel's first metric.
     """
-    series: Series = {}
+    panels: dict[str, list[str]] = {}
+    for metric in found.judged:
+        panels.setdefault(UNITS.get(metric, ""), []).append(metric)
+    figure, axes = new_figure(len(panels), height=0.32 * len(found.standings) + 0.9)
+    for ax, metrics in zip(axes, panels.values(), strict=True):
+        _differences(ax, found, metrics)
+    return figure
+
+
+def _differences(ax: Axes, found: Verdict, metrics: Sequence[str]) -> None:
+    for index, metric in enumerate(metrics):
+        paired = [own.against[metric] for own in found.standings]
+        ours = [own is found.reference for own in found.standings]
+        means = [0.0 if own else pair.mean for own, pair in zip(ours, paired, strict=True)]
+        halves = [math.nan if own else pair.smallest for own, pair in zip(ours, paired, strict=True)]
+        places = np.arange(len(means)) + (index - (len(metrics) - 1) / 2) * 0.36
+        look: dict[str, Any] = {
+            "color": PALETTE[index],
+            "mfc": "white" if index else PALETTE[0],
+            "ms": 6,
+        }
+        ax.errorbar(means, places, xerr=halves, fmt=MARKERS[index], label=spoken(metric), **look)
+    ax.axvline(0, color="0.55", lw=1)
+    ax.set_yticks(
+        range(len(found.standings)),
+        [f"{as_label(own.name)}   {number(own.mean(metrics[0]))}" for own in found.standings],
+    )
+    for label, own in zip(ax.get_yticklabels(), found.standings, strict=True):
+        label.set_fontweight("bold" if own is found.recommended else "normal")
+    ax.set_ylim(len(found.standings) - 0.4, -0.6)
+    side = "left" if metrics[0] in LOWER_IS_BETTER else "right"
+    names = " and ".join(map(spoken, metrics))
+    ax.set_xlabel(f"{names}: difference\nfrom {as_label(found.reference.name)} ({side} is better)")
+    if len(metrics) > 1:
+        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
+    ax.locator_params(axis="x", nbins=5)
+    ax.grid(axis="x", color="0.9", lw=0.8)
+
+
+def curves_plot(rows: Iterable[Row], metric: str, strategies: Sequence[str]) -> Figure:
+    """Draw a metric of the global model by round: a line per strategy, with 95 % t intervals over seeds.
+
+    The place of a strategy in ``strategies`` decides its look. One with a single round is a level line.
+    The axis follows the means: an interval may leave the frame.
+    """
+    series: dict[str, dict[int, list[float]]] = {name: {} for name in strategies}
     for row in rows:
         if row["scope"] == CENTRAL and row["metric"] == metric:
-            by_arm = series.setdefault(str(row["start"]), {})
-            by_round = by_arm.setdefault(str(row["arm"]), defaultdict(dict))
-            by_round[int(row["round"])][int(row["seed"])] = float(row["value"])
-    rounds = {r for by_arm in series.values() for by_round in by_arm.values() for r in by_round}
-    if max(rounds) <= 1:
-        return _points(path, series, max(rounds), metric, arms)
-    figure, axes = new_figure(len(series), 1, width=NARROW, sharey=True)
-    for ax, (start, by_arm) in zip(axes.flat, series.items(), strict=True):
-        for arm, by_round in by_arm.items():
-            _band(ax, by_round, arm, arms.index(arm))
-        ax.set_title(as_label(f"start: {start}"), loc="left")
-        ax.set_xlabel("round")
-        _whole_numbers(ax)
-    for ax in axes.flat:
-        name_metric(ax, metric)
-    shared_legend(figure, axes.flat)
-    return save_figure(figure, path)
+            by_round = series.setdefault(str(row["strategy"]), {})
+            by_round.setdefault(int(row["round"]), []).append(float(row["value"]))
+    figure, (ax,) = new_figure(height=2.7)
+    drawn = np.array([])
+    for index, (name, by_round) in enumerate(series.items()):
+        # Strategies with one colour and marker differ in their lines.
+        colour, marker = PALETTE[index % len(PALETTE)], MARKERS[index % len(MARKERS)]
+        look: dict[str, Any] = {
+            "color": colour,
+            "ls": LINES[(index + index // len(PALETTE)) % len(LINES)],
+        }
+        rounds = sorted(by_round)
+        found = [paired_difference(by_round[r]) for r in rounds]
+        mean, half = np.array([(own.mean, own.smallest) for own in found]).reshape(-1, 2).T
+        drawn = np.concatenate([drawn, mean[np.isfinite(mean)]])
+        if len(rounds) == 1:
+            ax.axhline(mean[0], lw=1, **look)
+        every = math.ceil((len(rounds) + 1) / 12)
+        ax.plot(rounds, mean, label=as_label(name), marker=marker, ms=4.5, markevery=every, **look)
+        ax.fill_between(rounds, mean - half, mean + half, color=colour, alpha=0.13, lw=0)
+    if metric in LOGARITHMIC and (drawn > 0).any():
+        ax.set_yscale("log")
+    elif np.ptp(drawn) if len(drawn) else 0:
+        room = 0.3 * np.ptp(drawn)
+        ax.set_ylim(drawn.min() - room, drawn.max() + room)
+    ax.set(xlabel="round", ylabel=spoken(metric))
+    ax.locator_params(axis="x", integer=True)
+    figure.legend(loc="outside lower left", ncols=2, frameon=False, handlelength=3.2)
+    return figure
 
 
-def rounds_plot(path: Path, series: Mapping[str, Mapping[int, float]]) -> Path:
+def clients_plot(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Figure:
+    """Draw the rows of every class (line) and client (column); ``counts`` is [clients][classes].
+
+    Rows of no class have no name.
+    """
+    table = np.asarray(counts).T
+    lines = [names[i] if i < len(names) else "no class" if names else "rows" for i in range(len(table))]
+    figure, (ax,) = new_figure(height=min(0.3 * len(table), 7) + 0.8)
+    image = ax.imshow(table, "Blues", aspect="auto", interpolation="nearest", vmin=0)
+    several = len(counts) > 10
+    clients = [str(n) if several else f"{n}\n({sum(own)})" for n, own in enumerate(counts)]
+    name_cells(ax, lines, clients, "client" if several else "client (all its rows)")
+    if table.size <= MOST_NUMBERS:
+        write_numbers(ax, table, image.to_rgba(table))
+    return figure
+
+
+def rounds_plot(series: Mapping[str, Mapping[int, float]]) -> Figure:
     """Draw a small panel per metric with its values by round; ``series`` is metric -> round -> value."""
-    across = min(3, len(series))
-    down = -(-len(series) // across)
-    figure, axes = new_figure(down, across, width=4.0 * across, height=2.0)
-    for ax in axes.flat[len(series) :]:
-        ax.set_axis_off()
-    for ax, (name, values) in zip(axes.flat, series.items(), strict=False):
+    figure, axes = new_figure(len(series), height=1.5)
+    for ax, (name, values) in zip(axes, series.items(), strict=True):
         rounds = sorted(values)
         marker = "o" if len(rounds) <= 30 else ""
         ax.plot(rounds, [values[r] for r in rounds], marker=marker, ms=3, lw=1.4, color=PALETTE[0])
-        ax.set_title(as_label(name), loc="left", fontsize="small")
-        ax.tick_params(labelsize="small")
-        _whole_numbers(ax)
-    return save_figure(figure, path)
+        ax.set_title(as_label(name), loc="left", fontsize="medium")
+        ax.locator_params(axis="x", integer=True)
+    return figure
 
 
-def _points(path: Path, series: Series, final: int, metric: str, arms: Sequence[str]) -> Path:
-    height = 1.2 + 0.28 * len(arms)
-    figure, axes = new_figure(len(series), 1, width=NARROW, height=height, sharey=True)
-    for ax, (start, by_arm) in zip(axes.flat, series.items(), strict=True):
-        for arm, by_round in by_arm.items():
-            values = list(by_round.get(final, {}).values())
-            place = [-arms.index(arm)] * len(values)
-            ax.plot(values, place, "|", color="0.6", ms=9)
-            if values:
-                ax.plot(np.mean(values), place[0], "o", color=PALETTE[0], ms=6)
-        ax.set_yticks([-index for index in range(len(arms))], list(map(as_label, arms)))
-        ax.set_title(as_label(f"start: {start}"), loc="left")
-        ax.set_xlabel(
-            f"{as_label(metric.replace('_', ' '))} after round {final} (bars: seeds, dot: mean)"
-        )
-        ax.grid(axis="x", color="0.9", lw=0.8)
-    return save_figure(figure, path)
+def name_cells(ax: Axes, lines: Sequence[str], columns: Sequence[str], below: str) -> None:
+    """Name the lines and columns of a picture of cells, at most ``MOST_NAMES`` of each."""
+    for axis, names, most in ((ax.yaxis, lines, MOST_NAMES), (ax.xaxis, columns, MOST_NAMES // 3)):
+        every = math.ceil(len(names) / most)
+        axis.set_ticks(range(0, len(names), every), list(map(as_label, names[::every])))
+    ax.set_xlabel(below)
+    ax.tick_params(length=0)
+    ax.grid(visible=False)
+    ax.spines[:].set_visible(False)
 
 
-def _band(ax: Axes, by_round: dict[int, dict[int, float]], arm: str, index: int) -> None:
-    rounds = sorted(by_round)
-    values = [list(by_round[r].values()) for r in rounds]
-    mean = np.array([np.mean(v) for v in values])
-    sd = np.array([np.std(v, ddof=1) if len(v) > 1 else 0.0 for v in values])
-    colour = _colour(index, len(PALETTE))
-    # Arms with one colour and marker differ in their lines.
-    marker, line = MARKERS[index % len(MARKERS)], LINES[(index + index // len(PALETTE)) % len(LINES)]
-    ax.plot(rounds, mean, line, marker=marker, color=colour, label=as_label(arm), ms=4, lw=1.6)
-    ax.fill_between(rounds, mean - sd, mean + sd, color=colour, alpha=0.15, lw=0)
+def write_numbers(ax: Axes, numbers: np.ndarray, colours: np.ndarray) -> None:
+    """Write numbers into cells, black on light ones and white on dark ones; NaN is left out."""
+    for (line, column), value in np.ndenumerate(numbers):
+        if not math.isnan(value):
+            light = float(colours[line, column][:3] @ (0.299, 0.587, 0.114)) > 0.55
+            place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
+            ax.text(column, line, f"{value:.0f}", color="black" if light else "white", **place)
 
 
-def _colour(index: int, of: int) -> Any:
-    import matplotlib
-
-    if of <= len(PALETTE):
-        return PALETTE[index % len(PALETTE)]
-    return matplotlib.colormaps["cividis"](index / max(1, of - 1))
-
-
-def new_figure(
-    rows: int, columns: int, *, width: float | None = None, height: float = 3.4, sharey: bool = False
-) -> tuple[Figure, Any]:
-    """Return a figure and its panels ``[rows][columns]``; ``height`` is that of a row, in inches."""
+def new_figure(rows: int = 1, *, width: float = NARROW, height: float = 3.0) -> tuple[Figure, list[Any]]:
+    """Return a figure and its panels, one below the other; ``height`` is that of a panel, in inches."""
     # pyplot is not used: it chooses a display and keeps global state.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width or 1.2 + 3.8 * max(columns, 1.3), height * rows), dpi=120)
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, columns, squeeze=False, sharey=sharey)
-    for ax in axes.flat:
+    figure = Figure(figsize=(width, height * rows), layout="constrained")
+    axes = list(figure.subplots(rows, squeeze=False).flat)
+    for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(axis="y", color="0.9", lw=0.8)
-        ax.set_axisbelow(True)
     return figure, axes
 
 
 def as_label(name: str) -> str:
     """Return a name as text for matplotlib: truncated, and with escaped dollars, which mark formulas."""
     cut = name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
-    return "".join(c if c.isprintable() else " " for c in cut).replace("$", r"\$")
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in cut).replace("$", r"\$")
 
 
-def name_metric(ax: Axes, metric: str) -> None:
-    """Label the vertical axis with a metric; metrics in ``LOGARITHMIC`` have a logarithmic axis."""
-    ax.set_ylabel(as_label(metric.replace("_", " ")))
-    # Models that have diverged have no finite value to draw.
-    if metric in LOGARITHMIC and any(
-        (np.asarray(line.get_ydata(), float) > 0).any() for line in ax.lines
-    ):
-        ax.set_yscale("log")
+def data_uri(figure: Figure) -> str:
+    """Return a figure as an SVG data URI; text stays text, which a browser has glyphs for."""
+    import matplotlib
 
-
-def _whole_numbers(ax: Axes) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def shared_legend(figure: Figure, axes: Iterable[Axes]) -> None:
-    """Draw one legend for all panels, below the figure."""
-    entries: dict[str, Any] = {}
-    for ax in axes:
-        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            entries.setdefault(label, handle)
-    place: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, 0)}
-    figure.legend(entries.values(), entries, ncols=min(4, len(entries)), frameon=False, **place)
-
-
-def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a figure as a PNG file, which is replaced at once; return its path."""
-    figure.tight_layout()
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format="png", bbox_inches="tight", facecolor="white")
-    return path
+    written = io.BytesIO()
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "fedrot"}
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")
+        figure.savefig(written, format="svg", dpi=200, metadata={"Date": None})
+    return "data:image/svg+xml;base64," + base64.b64encode(written.getvalue()).decode("ascii")

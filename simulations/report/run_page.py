@@ -1,289 +1,202 @@
-"""The page ``report.html`` of a run folder, complete or not, and the run's tables as Markdown."""
+"""The page ``report.html`` of a run folder, its tables as Markdown, and its results on a terminal."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from fedrot._io import refuse_links
+from fedrot.simulations.folder import Run, read_run
+from fedrot.simulations.report import findings, plots
+from fedrot.simulations.report.heat_map import CAPTION, alignment_pictures
+from fedrot.simulations.report.page import Page, Picture, Section
+from fedrot.simulations.report.tables import compact_table, lost_table, metric_table, seeds, spoken
+from fedrot.simulations.summary import Row, Verdict, described, verdicts_of
 
-from fedrot._io import read_json, refuse_links
-from fedrot.errors import FedrotError
-from fedrot.simulations.config import OF_PRETRAINING, OF_SMALL_MODEL
-from fedrot.simulations.federation.run_folder import CENTRAL, ROWS, read_alignment, read_results
-from fedrot.simulations.report import heat_map, plots
-from fedrot.simulations.report.findings import sentences
-from fedrot.simulations.report.html_page import HtmlPage, Section, data_uri
-from fedrot.simulations.report.summaries import (
-    BASELINE,
-    Result,
-    Row,
-    by_setting,
-    described,
-    headline,
-    metrics_in,
-    results,
-    setting_of,
-)
-from fedrot.simulations.report.tables import partition_table, result_tables
+if TYPE_CHECKING:
+    from rich.console import Console
 
-
-class _Setting(BaseModel):
-    setting: str
-    starts: list[str]
-    arms: list[str]
-    seeds: list[int]
-    rounds: int
-    data: str = ""
-    model: str | None = None
-
-
-class _Config(BaseModel):
-    command: str | None = None
-    settings: list[_Setting] = []
-
-
-class _Seed(BaseModel):
-    counts: list[list[int]]
-
-
-class _Partition(BaseModel):
-    label_names: list[str] = []
-    seeds: dict[str, _Seed] = {}
-
-
-#: The JSON files of a run folder, with the types of the fields that the page uses.
-OBJECTS: Mapping[str, TypeAdapter[Any]] = {
-    "config.json": TypeAdapter(_Config),
-    "versions.json": TypeAdapter(dict[str, str]),
-    "partition.json": TypeAdapter(dict[str, _Partition]),
-    "status.json": TypeAdapter(dict[str, bool]),
-}
-
-
-@dataclass(frozen=True)
-class RunResults:
-    """The contents of a run folder: rows, JSON files by name (empty if unreadable), and results."""
-
-    folder: Path
-    rows: Sequence[Row]
-    alignment: Sequence[Row]
-    objects: dict[str, dict[str, Any]]
-    results: Sequence[Result]
-
-    @property
-    def settings(self) -> Sequence[Mapping[str, Any]]:
-        """The configurations of the settings."""
-        return self.objects["config.json"].get("settings", [])
-
-
-def write_report(run_dir: Path) -> Path:
-    """Draw the plots of a run folder and write its ``report.html``; return the page's path.
-
-    Missing files and unfinished lines are left out, and the page lists reasons why the run is
-    incomplete. The page embeds its plots. Raises ``FileNotFoundError`` if there is no folder.
-    """
-    if not run_dir.is_dir():
-        raise FileNotFoundError(f"there is no run folder {run_dir}; check the path")
-    refuse_links(run_dir)
-    rows = read_results(run_dir) if (run_dir / ROWS).is_file() else []
-    alignment = read_alignment(run_dir)
-    objects = {name: _object(run_dir / name) for name in OBJECTS}
-    run = RunResults(run_dir, rows, alignment, objects, results(rows))
-    return PAGE.write(run_dir / "report.html", run_dir.resolve().name, run)
-
-
-#: Function of the rows and the settings of a run that returns a Markdown table, or an empty text.
+#: Function of the rows and the experiments of a run that returns a Markdown table, or an empty text.
 MarkdownTable = Callable[[Sequence[Row], Sequence[Mapping[str, Any]]], str]
 
 #: Tables of plug-ins, placed after the results.
 MARKDOWN_TABLES: list[MarkdownTable] = []
 
 
-def markdown_report(run_dir: Path) -> str:
+@dataclass(frozen=True)
+class Results:
+    """A run, and the verdicts of its experiments that have results."""
+
+    run: Run
+    verdicts: Sequence[Verdict]
+
+
+#: The page of a run. Sections that plug-ins register come last.
+PAGE: Page[Results] = Page()
+#: A section about one experiment: its verdict, and the run with the rows of this experiment only.
+OfExperiment = Callable[[Verdict, Run], Section | None]
+
+
+def each(title: str, text: str = "") -> Callable[[OfExperiment], OfExperiment]:
+    """Register a section with a part per experiment, which has its name if there are several."""
+
+    def register(show: OfExperiment) -> OfExperiment:
+        def section(of: Results) -> Section | None:
+            parts = []
+            for found in of.verdicts:
+                rows, aligned = (
+                    [row for row in own if row["experiment"] == found.experiment]
+                    for own in (of.run.rows, of.run.alignment)
+                )
+                part = show(found, replace(of.run, rows=rows, alignment=aligned))
+                parts += [replace(part, title=found.experiment)] if part else []
+            if len(of.verdicts) == len(parts) == 1:
+                return replace(parts[0], title=title, text=text)
+            return Section(title, text=text, sections=parts) if parts else None
+
+        section.__name__ = show.__name__
+        PAGE.section(section)
+        return show
+
+    return register
+
+
+def write_report(path: Path) -> Path:
+    """Write the ``report.html`` of a run folder, complete or not; return the page's path.
+
+    Raises ``FileNotFoundError`` if there is no folder.
+    """
+    if not path.is_dir():
+        raise FileNotFoundError(f"there is no run folder {path}; check the path")
+    refuse_links(path)
+    run = read_run(path)
+    return PAGE.write(path / "report.html", path.resolve().name, Results(run, verdicts_of(run)))
+
+
+def markdown_report(path: Path) -> str:
     """Return the tables of a run folder as Markdown: results, and tables of plug-ins."""
-    rows, settings = read_results(run_dir), _object(run_dir / "config.json").get("settings", [])
+    run = read_run(path)
     tables = [
-        *(table.markdown() for table in result_tables(rows)),
-        *(table(rows, settings) for table in MARKDOWN_TABLES),
+        replace(table, title=": ".join(filter(None, [found.experiment, table.title]))).markdown()
+        for found in verdicts_of(run)
+        for table in [compact_table(found), *(metric_table(found, metric) for metric in found.metrics)]
     ]
-    return "\n".join(filter(None, tables))
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if it is missing, unreadable or of wrong types."""
-    try:
-        found = read_json(path)
-        OBJECTS[path.name].validate_python(found)
-    except (OSError, FedrotError, ValidationError):
-        return {}
-    return found
-
-
-PAGE: HtmlPage[RunResults] = HtmlPage()
-
-
-@PAGE.section
-def verdict(run: RunResults) -> Section | None:
-    """Date, data and models, sentences about the effect of alignment, and explanations of words."""
-    if not run.rows:
-        return None
-    date = run.objects["versions.json"].get("date", "")
-    about = [date, *(f"{name}: {', '.join(found)}" for name, found in _described(run.settings).items())]
-    used = {str(row[key]) for row in run.rows for key in ("start", "arm")}
-    words = {word: meaning for word, meaning in sentences.WORDS.items() if word in used}
-    text = " · ".join(filter(None, about))
-    said = sentences.verdicts(run.rows)
-    return Section("What helped?" if said else "What was run", text, said, words)
-
-
-@PAGE.section
-def incomplete(run: RunResults) -> Section | None:
-    """Reasons why the run is incomplete; None for a complete run."""
-    files = {**{name: run.objects[name] for name in OBJECTS if name != "status.json"}, ROWS: run.rows}
-    reasons = [f"{name} is missing or unreadable" for name, found in files.items() if not found]
-    complete = run.objects["status.json"].get("complete")
-    if not complete:
-        reasons.append("the run has not finished: it was interrupted, it failed, or it is still running")
-    done = {
-        (setting_of(row), row["start"], row["arm"], row["seed"], row["round"])
-        for row in run.rows
-        if row["scope"] == CENTRAL
-    }
-    for setting in run.settings:
-        cells = [
-            (setting["setting"], start, arm, seed, setting["rounds"])
-            for start in setting["starts"]
-            for arm in setting["arms"]
-            for seed in setting["seeds"]
-        ]
-        missing = [cell for cell in cells if cell not in done]
-        if missing:
-            arms = ", ".join(dict.fromkeys(arm for _, _, arm, _, _ in missing))
-            asked = ": the last command finished without asking for them" if complete else ""
-            reasons.append(
-                f"setting {setting['setting']}: {len(missing)} of {len(cells)} runs (start, arm, seed) "
-                f"have no final round yet{asked} (arms {arms})"
-            )
-    return Section("This run is incomplete.", sentences=reasons, warning=True) if reasons else None
-
-
-@PAGE.section
-def scores(run: RunResults) -> Section:
-    """Means over seeds at the final round, and paired differences from the baseline, by setting."""
-    if not run.results:
-        return Section("Results", "There are no results yet.")
-    below = []
-    for setting, own in by_setting(run.rows).items():
-        tables = {metric: result_tables(own, [metric]) for metric in metrics_in(own)}
-        first = [table for metric in headline(own) for table in tables.pop(metric)]
-        others = [*chain(*tables.values())]
-        more = [Section("Other metrics", tables=others, folded=True)] if others else []
-        below.append(Section(setting or "All arms", tables=first, sections=more))
-    return Section("Results", "Held-out split, final round.", sections=below)
-
-
-@PAGE.section
-def findings(run: RunResults) -> Section:
-    """Arms without a gain, idle layers, dropped replies and failed clients."""
-    found = [
-        *sentences.doubts(run.results),
-        *sentences.dropped(run.alignment),
-        *sentences.failed(run.rows),
-    ]
-    idle = sentences.idle_layers(run.alignment)
-    folded = [Section("Layers without effect", sentences=idle, folded=True)] if idle else []
-    compared = any(result.difference for result in run.results)
-    text = "" if found or idle else "No such case among the results with intervals."
-    if not compared:
-        text = f"There is no comparison with {BASELINE} yet."
-    return Section("What changed nothing, hurt or stayed within noise", text, found, sections=folded)
-
-
-@PAGE.section
-def settings(run: RunResults) -> Section:
-    """Pictures and partitions of every setting."""
-    (run.folder / "plots").mkdir(exist_ok=True)
-    rows, alignment = by_setting(run.rows), by_setting(run.alignment)
-    partition = run.objects["partition.json"]
-    below, stems = [], set[str]()
-    for setting in dict.fromkeys([*partition, *rows]):
-        described = {"label_names": [], "seeds": {}, **partition.get(setting, {})}
-        names, seeds = described["label_names"], described["seeds"]
-        name = file_name(setting) or "run"
-        name += f"-{len(stems)}" if name in stems else ""
-        stems.add(name)
-        stem = str(run.folder / "plots" / name)
-        drawn = _result_pictures(stem, rows.get(setting, []), alignment.get(setting, []))
-        for seed, first in list(seeds.items())[:1]:
-            caption = f"rows per client and class, with held-out rows of the clients, seed {seed}"
-            drawn[caption] = plots.partition_plot(Path(f"{stem}-partition.png"), first["counts"], names)
-        tables = [
-            partition_table(own["counts"], names, setting, seed, most=None)
-            for seed, own in seeds.items()
-        ]
-        folded = [Section("Partition of every seed", tables=tables, folded=True)] if tables else []
-        pictures = {caption: data_uri(path) for caption, path in drawn.items()}
-        below.append(Section(setting or "All arms", pictures=pictures, sections=folded))
-    return Section("Pictures", sections=below)
-
-
-@PAGE.section
-def repeat(run: RunResults) -> Section:
-    """Command, configurations and versions."""
-    command = run.objects["config.json"].get("command")
-    below = [
-        Section(
-            f"Configuration of {setting['setting'] or 'this run'}", terms=in_use(setting), folded=True
-        )
-        for setting in run.settings
-    ]
-    versions = run.objects["versions.json"]
-    if versions:
-        below.append(Section("Versions", terms=versions, folded=True))
-    text = "" if command else "The command was not recorded."
-    return Section("To repeat", text, code=command or "", sections=below)
-
-
-def in_use(setting: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a configuration that have an effect and are not empty."""
-    unused = {name for name, value in setting.items() if value in (None, "")}
-    unused |= set(OF_SMALL_MODEL if setting.get("model") else ())
-    unused |= set(OF_PRETRAINING if "pretrained" not in setting["starts"] else ())
-    unused |= {"server_lr"} if setting.get("server") == "mean" else set()
-    return {name: value for name, value in setting.items() if name not in unused}
-
-
-def file_name(name: str) -> str:
-    """Return a name as part of a file name: at most 60 letters, digits, ``_`` and ``-``."""
-    return re.sub(r"[^a-zA-Z0-9_]+", "-", name)[:60]
-
-
-def _described(settings: Sequence[Row]) -> dict[str, list[str]]:
-    """Return the names of the settings' data and models, without repetitions."""
-    data = dict.fromkeys(str(setting.get("data", "")) for setting in settings)
-    models = dict.fromkeys(
-        Path(setting["model"]).name if setting.get("model") else str(setting.get("architecture", ""))
-        for setting in settings
+    return "\n".join(
+        filter(None, [*tables, *(own(run.rows, run.experiments) for own in MARKDOWN_TABLES)])
     )
-    found = {"data": data, "model": models}
-    return {name: shown for name, values in found.items() if (shown := list(filter(None, values)))}
 
 
-def _result_pictures(stem: str, rows: Sequence[Row], alignment: Sequence[Row]) -> dict[str, Path]:
-    """Draw the metrics and the heat map of a setting; return paths by caption."""
-    arms = list(dict.fromkeys(str(row["arm"]) for row in rows))
-    drawn = {}
-    for metric in headline(rows):
-        caption = f"{described(metric)} on the held-out split by round; band: ± sd over seeds"
-        drawn[caption] = plots.metric_plot(Path(f"{stem}-{file_name(metric)}.png"), rows, metric, arms)
-    aligned = [row for row in alignment if "before" in row]
-    if aligned:
-        drawn[heat_map.caption(aligned)] = heat_map.alignment_plot(
-            Path(f"{stem}-alignment.png"), aligned
-        )
-    return drawn
+def print_results(run: Run, console: Console) -> None:
+    """Print a line per experiment, then for each the line to copy, sentences and a table."""
+    verdicts = verdicts_of(run)
+    for found in verdicts:
+        console.print(f"{found.experiment}: {findings.lead(found)}", style="bold", markup=False)
+    for found in verdicts:
+        title = found.experiment if len(verdicts) > 1 else ""
+        code = found.recommended.about.get("code", "") if found.learned else ""
+        said = [f"- {sentence}" for sentence in findings.sentences(found)]
+        text = "\n".join(filter(None, [title, f"  {code}" if code else "", *said]))
+        console.print(f"\n{text}", markup=False, highlight=False)
+        console.print(compact_table(found))
+
+
+@PAGE.section
+def incomplete(of: Results) -> Section | None:
+    """What has no results yet; None for a complete run."""
+    text = "What follows is about the finished part." if of.verdicts else "There are no results yet."
+    sentences = [f"No results yet: {title}" for title in of.run.missing]
+    missing = sentences or not of.verdicts
+    return Section("Incomplete", text=text, sentences=sentences, warning=True) if missing else None
+
+
+@each(
+    "What to use",
+    "Differences are paired by seed, with 95 % intervals. One that crosses the line decides nothing. Of "
+    "40 strategies that change nothing, one looks better by luck.",
+)
+def verdict(found: Verdict, run: Run) -> Section:
+    """The verdict, with the line to copy and the differences of all strategies."""
+    table = compact_table(found)
+    alt = "; ".join(f"{line[0]}: {', '.join(line[1:])}" for line in table.lines)
+    caption = f"Beside each name: its mean over {seeds(found.standings)}."
+    drawn = [Picture(plots.data_uri(plots.differences_plot(found)), alt, caption)]
+    code = str(found.recommended.about.get("code", "")) if found.learned else ""
+    pictures = drawn if len(found.standings) > 1 else []
+    said = findings.sentences(found)
+    return Section("", findings.lead(found), code, sentences=said, pictures=pictures, beside=True)
+
+
+@PAGE.section
+def strategies(of: Results) -> Section | None:
+    """What every strategy does."""
+    every = [own for found in of.verdicts for own in found.standings]
+    said = {own.name: own.about["says"] for own in every if own.about.get("says")}
+    return Section("The strategies", terms=said) if said else None
+
+
+@each("What the clients have", "Rows of each class (line) and client (column), also those held out.")
+def clients(found: Verdict, run: Run) -> Section | None:
+    """The rows of every client and class; seeds after the first are folded."""
+    partition, pictures = run.partitions.get(found.experiment, {}), []
+    for seed, own in partition.get("seeds", {}).items():
+        alt = "; ".join(f"client {n}: {sum(counts)} rows" for n, counts in enumerate(own["counts"]))
+        figure = plots.clients_plot(own["counts"], partition.get("label_names", []))
+        pictures.append(Picture(plots.data_uri(figure), alt, f"Seed {seed}"))
+    others = [Section("Other seeds", pictures=pictures[1:], folded=True)] if pictures[1:] else []
+    return Section(pictures=pictures[:1], sections=others) if pictures else None
+
+
+@each(
+    "Round by round",
+    "The global model on the test rows: mean over seeds; shaded: its 95 % interval, cut at the frame.",
+)
+def curves(found: Verdict, run: Run) -> Section | None:
+    """The judged metrics by round."""
+    if max(row["round"] for row in run.rows) < 2:
+        return None
+    pictures = []
+    for metric in found.judged:
+        ends = (f"{own.name} {own.mean(metric):.3g}" for own in found.standings)
+        names = [own.name for own in found.standings]
+        drawn = plots.data_uri(plots.curves_plot(run.rows, metric, names))
+        alt = f"{spoken(metric)} after the last round: {', '.join(ends)}"
+        caption = f"{described(metric)}, {seeds(found.standings)}"
+        pictures.append(Picture(drawn, alt, spoken(caption)))
+    return Section(pictures=pictures)
+
+
+@each("What alignment found, by layer and round", CAPTION)
+def alignment(found: Verdict, run: Run) -> Section | None:
+    """The heat map of every strategy that aligns."""
+    pictures = alignment_pictures([row for row in run.alignment if "before" in row])
+    return Section(pictures=pictures) if pictures else None
+
+
+@each("Results in numbers", "After the last round, means over seeds.")
+def tables(found: Verdict, run: Run) -> Section:
+    """All strategies after the last round; every metric is folded."""
+    every = [metric_table(found, metric) for metric in found.metrics]
+    folded = Section("Every metric", tables=every, folded=True)
+    return Section(tables=[compact_table(found)], sections=[folded])
+
+
+@each("Lost replies")
+def lost(found: Verdict, run: Run) -> Section | None:
+    """Dropped replies and failed clients."""
+    tables = lost_table(run.alignment)
+    return Section(tables=tables) if tables else None
+
+
+@PAGE.section
+def repeat(of: Results) -> Section | None:
+    """The commands, configurations and versions."""
+    below = []
+    for own in of.run.experiments:
+        names = ", ".join(str(strategy["name"]) for strategy in own.get("strategies", ()))
+        used = {k: v for k, v in {**own, "strategies": names}.items() if v not in (None, "")}
+        below.append(Section(f"Configuration of {own.get('name', 'this run')}", terms=used, folded=True))
+    below.append(Section("Versions", terms=of.run.versions, folded=True))
+    text = "" if of.run.commands else "The command was not recorded."
+    return Section("To repeat", code="\n".join(of.run.commands), text=text, sections=below)

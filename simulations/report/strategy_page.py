@@ -3,60 +3,20 @@
 from __future__ import annotations
 
 import math
-import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from fedrot.diagnosis import ALIGNED, PLAIN, WHOLE, diagnosis_of
-from fedrot.simulations.federation.run_folder import read_rows
-from fedrot.simulations.report import heat_map
-from fedrot.simulations.report.html_page import HtmlPage, Section, data_uri, list_of
-from fedrot.simulations.report.plots import rounds_plot
-from fedrot.simulations.report.summaries import Row
-from fedrot.simulations.report.tables import Table, number_style
+from fedrot.simulations.folder import read_rows
+from fedrot.simulations.report.heat_map import CAPTION, alignment_pictures
+from fedrot.simulations.report.page import Page, Picture, Section
+from fedrot.simulations.report.plots import data_uri, rounds_plot
+from fedrot.simulations.report.tables import lost_table, number
+from fedrot.simulations.summary import Row
 from fedrot.strategies.reporting.verdict import ends
 
 #: Stages of a round in which its model is evaluated, in words.
 SCORING = {"server": "at the server", "evaluate": "at the clients"}
-
-
-@dataclass(frozen=True)
-class StrategyResults:
-    """Rows about replies, and rows of metrics by round and stage."""
-
-    rows: Sequence[Row]
-    stages: Sequence[Row]
-
-
-def write_strategy_report(report: Path, out: Path | None = None) -> Path:
-    """Write the page of the rows of ``FedRot`` or ``Aligned``; return the page's path.
-
-    Args:
-        report: JSON lines that the strategy wrote, ``Reporting(rows=...)``.
-        out: the page; None: the path of ``report`` with the suffix ``.html``.
-
-    Raises:
-        ValueError: the file was not written by a strategy.
-        OSError: the file cannot be read, or the page cannot be written.
-    """
-    every = read_rows(report.parent, report.name)
-    if not every or not all(map(_is_row, every)):
-        raise ValueError(f"'{report}' is no file of Reporting(rows=...): JSON lines, each with 'round'.")
-    stages = [row for row in every if "stage" in row]
-    results = StrategyResults([row for row in every if "stage" not in row], stages)
-    return PAGE.write(out or report.with_suffix(".html"), report.stem, results)
-
-
-def _is_row(row: Row) -> bool:
-    """Return whether a row has the fields of a strategy's rows."""
-    whole = "before" not in row or {"after", "found", "moved", "part", "layer", "client"} <= row.keys()
-    return "round" in row and ("metrics" in row) == ("stage" in row) and whole
-
-
-PAGE: HtmlPage[StrategyResults] = HtmlPage()
-
 #: Results of a round's diagnosis, in words.
 _FOUND = {
     PLAIN: "alignment found nothing beyond chance",
@@ -70,122 +30,111 @@ _WORDS = {
 }
 
 
+#: The page of the rows of a strategy: about replies, and, with a ``stage``, metrics.
+PAGE: Page[Sequence[Row]] = Page()
+
+
+def write_strategy_report(file: Path, out: Path | None = None) -> Path:
+    """Write the page of the rows of ``FedRot`` or ``Aligned``; return the page's path.
+
+    Args:
+        file: JSON lines that the strategy wrote, ``Reporting(rows=...)``.
+        out: the page; None: the path of ``file`` with the suffix ``.html``.
+
+    Raises:
+        ValueError: the file was not written by a strategy.
+        OSError: the file cannot be read, or the page cannot be written.
+    """
+    rows = read_rows(file)
+    if not rows or not all(map(_is_row, rows)):
+        raise ValueError(f"'{file}' is no file of Reporting(rows=...): JSON lines, each with 'round'.")
+    return PAGE.write(out or file.with_suffix(".html"), file.stem, rows)
+
+
+def _is_row(row: Row) -> bool:
+    """Return whether a row has the fields of a strategy's rows."""
+    whole = "before" not in row or {"after", "found", "moved", "part", "layer", "client"} <= row.keys()
+    return "round" in row and ("metrics" in row) == ("stage" in row) and whole
+
+
 @PAGE.section
-def verdict(of: StrategyResults) -> Section:
+def verdict(rows: Sequence[Row]) -> Section:
     """Results of alignment in the first and the last round, and changes of the scores."""
     aligned: dict[int, list[Row]] = {}
-    for row in of.rows:
+    for row in rows:
         if "before" in row:
             aligned.setdefault(int(row["round"]), []).append(row)
-    said = []
-    if aligned:
-        moved = sum(any(row["moved"] for row in rows) for rows in aligned.values())
-        said.append(f"Alignment moved groups in {moved} of {len(aligned)} rounds.")
-    said += [f"Round {n}: {_FOUND[diagnosis_of(aligned[n]).choice]}." for n in ends(aligned)]
-    told = {int(row["round"]): str(row["said"]) for row in of.rows if "said" in row}
-    said += [f"Round {n}: {told[n]}." for n in ends(told)]
-    rounds = len({row["round"] for row in of.rows})
-    said += _changes(of.stages)
-    return Section("What happened", f"{rounds} rounds reported.", said, _WORDS)
-
-
-def _guarded(aligned: Mapping[int, float], plain: Mapping[int, float]) -> list[str]:
-    """Return sentences about both means in the guard's first and last comparison."""
-    return [
-        f"Round {n}: the guard measured {aligned[n]:{style}} for the aligned mean and "
-        f"{plain[n]:{style}} for the plain mean."
-        for n in ends(aligned)
-        for style in [number_style(aligned[n], plain[n])]
+    moved = sum(any(row["moved"] for row in own) for own in aligned.values())
+    found = f"alignment moved groups in {moved} of {len(aligned)}" if aligned else "none was aligned"
+    told = {int(row["round"]): str(row["said"]) for row in rows if "said" in row}
+    said = [
+        *(f"Round {n}: {_FOUND[diagnosis_of(aligned[n]).choice]}." for n in ends(aligned)),
+        *(f"Round {n}: {told[n]}." for n in ends(told)),
+        *_changes(_series(rows)),
     ]
+    text = f"{len({row['round'] for row in rows})} rounds reported; {found}."
+    return Section("What happened", text=text, sentences=said, terms=_WORDS)
 
 
-def _changes(stages: Iterable[Row]) -> list[str]:
+def _changes(series: Mapping[str, Mapping[int, float]]) -> list[str]:
     """Return sentences about the guard's comparisons and the change of each score over the run."""
-    series = _series(stages)
-    said = _guarded(*(series.get(f"train/fedrot-guard-{name}", {}) for name in ("aligned", "plain")))
+    aligned, plain = (series.get(f"train/fedrot-guard-{name}", {}) for name in ("aligned", "plain"))
+    guarded = "Round {}: the guard measured {} for the aligned mean and {} for the plain mean."
+    said = [guarded.format(n, number(aligned[n]), number(plain[n])) for n in ends(aligned)]
     for name, values in series.items():
         stage, _, metric = name.partition("/")
         if stage in SCORING and not metric.startswith("fedrot-") and len(values) > 1:
-            first, last = min(values), max(values)
-            style = number_style(values[first], values[last])
-            change = f"{values[first]:{style}} in round {first} → {values[last]:{style}} in round {last}"
+            change = " → ".join(f"{number(values[n])} in round {n}" for n in ends(values))
             said.append(f"{metric} ({SCORING[stage]}): {change}.")
     return said
 
 
 @PAGE.section
-def removed(of: StrategyResults) -> Section:
+def removed(rows: Sequence[Row]) -> Section:
     """The heat map of the alignment."""
-    title = "What alignment found, by layer and round"
-    aligned = [row for row in of.rows if "before" in row]
-    if not aligned:
-        return Section(title, "No aligned replies are reported.")
-    return Section(title, pictures={heat_map.caption(aligned): _drawn(heat_map.alignment_plot, aligned)})
+    pictures = alignment_pictures(row for row in rows if "before" in row)
+    text = CAPTION if pictures else "No aligned replies are reported."
+    return Section("What alignment found, by layer and round", text=text, pictures=pictures)
 
 
 @PAGE.section
-def lost(of: StrategyResults) -> Section:
+def lost(rows: Sequence[Row]) -> Section:
     """Lost replies by client and reason, the most frequent first."""
-    found: dict[tuple[str, str, str], list[int]] = {}
-    for row in of.rows:
-        for what in [key for key in ("dropped", "failed") if key in row]:
-            found.setdefault((str(row["client"]), what, str(row[what])), []).append(row["round"])
-    if not found:
-        return Section("Lost replies", "None.")
-    lines = [
-        [
-            client,
-            what,
-            str(len(rounds)),
-            " to ".join(map(str, sorted({min(rounds), max(rounds)}))),
-            reason,
-        ]
-        for (client, what, reason), rounds in found.items()
-    ]
-    lines.sort(key=lambda line: (-int(line[2]), int(line[0])))
-    header = ("client", "what", "times", "rounds", "reason")
-    return Section("Lost replies", tables=[Table("", header, lines, texts=("client", "what", "reason"))])
+    tables = lost_table(rows)
+    return Section("Lost replies", text="" if tables else "None.", tables=tables)
 
 
 @PAGE.section
-def failed(of: StrategyResults) -> Section | None:
+def failed(rows: Sequence[Row]) -> Section | None:
     """Rounds without a new model."""
-    rounds = [f"Round {row['round']}: {row['lost']}" for row in of.rows if "lost" in row]
-    return list_of("Rounds without a new model", rounds)
+    rounds = [f"Round {row['round']}: {row['lost']}" for row in rows if "lost" in row]
+    return Section("Rounds without a new model", sentences=rounds) if rounds else None
 
 
 @PAGE.section
-def metrics(of: StrategyResults) -> Section | None:
+def metrics(rows: Sequence[Row]) -> Section | None:
     """Curves of the metrics that change, and values of constant metrics."""
-    series = _series(of.stages)
-    rounds = {int(row["round"]) for row in of.stages}
-    alike = {
-        name: s for name, s in series.items() if len(set(s.values())) == 1 and len(s) == len(rounds)
-    }
-    same = {name: next(iter(s.values())) for name, s in alike.items()}
-    changing = {name: s for name, s in series.items() if name not in same}
+    series, rounds = _series(rows), {int(row["round"]) for row in rows if "stage" in row}
+    constant = [n for n, own in series.items() if len({*own.values()}) == 1 and own.keys() == rounds]
+    changing = {name: own for name, own in series.items() if name not in constant}
     if not changing:
         return None
-    constant = ", ".join(f"{name} = {value:g}" for name, value in same.items())
-    text = f"The same in all rounds: {constant}." if constant else ""
-    drawn = {"Metrics by round, a panel each": _drawn(rounds_plot, changing)}
-    return Section("Metrics by round", text, pictures=drawn)
+    same = ", ".join(f"{name} = {series[name][min(rounds)]:g}" for name in constant)
+    alt = "; ".join(
+        f"{name}: {own[min(own)]:.3g} to {own[max(own)]:.3g}" for name, own in changing.items()
+    )
+    drawn = Picture(data_uri(rounds_plot(changing)), alt, "A panel per metric, by round.")
+    text = f"The same in all rounds: {same}." if same else ""
+    return Section("Metrics by round", text=text, pictures=[drawn])
 
 
-def _series(stages: Iterable[Row]) -> dict[str, dict[int, float]]:
-    """Return the metrics by name and round; a list becomes one metric per entry."""
+def _series(rows: Iterable[Row]) -> dict[str, dict[int, float]]:
+    """Return the metrics by name and round; a list becomes one metric per entry, null NaN."""
     series: dict[str, dict[int, float]] = {}
-    for row in stages:
-        for name, value in row["metrics"].items():
-            full = f"{row['stage']}/{name}"
+    for row in rows:
+        for name, value in row.get("metrics", {}).items():
             several = isinstance(value, list)
-            numbers = {f"{full}/{i}": v for i, v in enumerate(value)} if several else {full: value}
-            for own, number in numbers.items():
-                number = math.nan if number is None else float(number)
-                series.setdefault(own, {})[int(row["round"])] = number
+            for place, one in enumerate(value if several else [value]):
+                full = f"{row['stage']}/{name}" + (f"/{place}" if several else "")
+                series.setdefault(full, {})[int(row["round"])] = math.nan if one is None else float(one)
     return series
-
-
-def _drawn(plot: Callable[[Path, Any], Path], values: Any) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        return data_uri(plot(Path(folder) / "plot.png", values))

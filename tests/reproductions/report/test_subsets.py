@@ -8,48 +8,54 @@ import pytest
 
 from reproductions.report.subsets import HEADER, subset_table
 
-SETTING = {
-    "setting": "s",
+EXPERIMENT = {
+    "name": "s",
     "partition": "column:domain",
     "clients": 3,
     "rounds": 1,
     "data": "talk, books,news",
-    "arms": ["plain", "plain#0+1", "plain#0+2", "plain#1+2"],
+    "strategies": [
+        {"name": "plain", "aggregation": "mean", "code": "FedRot()"},
+        *(
+            {"name": f"on {a}{b}", "aggregation": "mean", "clients": [a, b]}
+            for a, b in ((0, 1), (0, 2), (1, 2))
+        ),
+    ],
 }
 #: F1 on (books, news, talk), the clients' order, and on unseen domains.
 ALONE = {0: (0.8, 0.1, 0.1, 0.2), 1: (0.1, 0.5, 0.1, 0.4), 2: (0.1, 0.1, 0.4, 0.3)}
 MERGED = {
     "plain": (0.4, 0.4, 0.4, 0.35),
-    "plain#0+1": (0.6, 0.5, 0.0, 0.30),
-    "plain#0+2": (0.4, 0.0, 0.2, 0.10),
-    "plain#1+2": (0.0, 0.4, 0.4, 0.45),
+    "on 01": (0.6, 0.5, 0.0, 0.30),
+    "on 02": (0.4, 0.0, 0.2, 0.10),
+    "on 12": (0.0, 0.4, 0.4, 0.45),
 }
 NAMES = ("f1_books", "f1_news", "f1_talk", "unseen_macro_f1")
 
 
 def rows(seed: int, shift: float = 0.0) -> list[dict[str, Any]]:
-    common = {"setting": "s", "start": "same", "seed": seed}
+    common = {"experiment": "s", "seed": seed}
     found = [
         {
             **common,
             "round": number,
-            "arm": arm,
+            "strategy": strategy,
             "scope": "central",
             "metric": name,
             "value": value + shift,
         }
         for number in (0, 1)
-        for arm, values in MERGED.items()
+        for strategy, values in MERGED.items()
         for name, value in zip(NAMES, values, strict=True)
     ]
     for client, values in ALONE.items():
-        of_client = {**common, "round": 1, "arm": "plain", "scope": f"alone:{client}"}
+        of_client = {**common, "round": 1, "strategy": "plain", "scope": f"alone:{client}"}
         found += [{**of_client, "metric": n, "value": v} for n, v in zip(NAMES, values, strict=True)]
     return found
 
 
 def test_pairs_and_all_clients_by_hand() -> None:
-    table = subset_table(rows(0), [SETTING])
+    table = subset_table(rows(0), [EXPERIMENT])
     assert table is not None
     pairs, whole = (dict(zip(HEADER, line, strict=True)) for line in table.lines)
     assert (pairs["merged"], pairs["subsets"], whole["merged"], whole["subsets"]) == ("2", "3", "3", "1")
@@ -64,7 +70,7 @@ def test_pairs_and_all_clients_by_hand() -> None:
 
 
 def test_the_spread_is_over_seeds() -> None:
-    table = subset_table([*rows(0), *rows(1, shift=0.1)], [SETTING])
+    table = subset_table([*rows(0), *rows(1, shift=0.1)], [EXPERIMENT])
     assert table is not None
     pairs, whole = (dict(zip(HEADER, line, strict=True)) for line in table.lines)
     assert whole["own F1"] == "0.450 ± 0.071"
@@ -73,15 +79,15 @@ def test_the_spread_is_over_seeds() -> None:
 
 
 def test_runs_without_subsets_of_domains_have_no_table() -> None:
-    assert subset_table(rows(0), [{**SETTING, "arms": ["plain"]}]) is None
-    assert subset_table(rows(0), [{**SETTING, "partition": "iid"}]) is None
-    assert subset_table(rows(0), [{**SETTING, "clients": 2}]) is None
-    assert subset_table(rows(0), [{**SETTING, "rounds": 2}]) is None
+    assert subset_table(rows(0), [{**EXPERIMENT, "strategies": [{"name": "plain"}]}]) is None
+    assert subset_table(rows(0), [{**EXPERIMENT, "partition": "iid"}]) is None
+    assert subset_table(rows(0), [{**EXPERIMENT, "clients": 2}]) is None
+    assert subset_table(rows(0), [{**EXPERIMENT, "rounds": 2}]) is None
 
 
 def test_unfinished_cells_and_missing_scores_are_left_out() -> None:
-    joined = [{**row, "arm": "joined"} for row in rows(0) if row["scope"] == "central"]
-    assert subset_table(joined, [SETTING]) is None
-    table = subset_table([row for row in rows(0) if row["metric"] != "f1_talk"], [SETTING])
+    joined = [{**row, "strategy": "joined"} for row in rows(0) if row["scope"] == "central"]
+    assert subset_table(joined, [EXPERIMENT]) is None
+    table = subset_table([row for row in rows(0) if row["metric"] != "f1_talk"], [EXPERIMENT])
     assert table is not None
-    assert table.lines[1][5] == "-"
+    assert table.lines[1][4] == "-"

@@ -1,170 +1,194 @@
-"""What plots draw: bars, lines and bands against numbers computed by hand."""
+"""What pictures draw: dots, lines, bands and cells against numbers computed by hand."""
 
 from __future__ import annotations
 
+import base64
 import math
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
+from matplotlib.colors import to_rgb
 
 from fedrot.simulations.report import plots
-
-Draw = Callable[..., Figure]
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> Draw:
-    """Return a function that draws a plot and returns its figure."""
-    figures: list[Figure] = []
-
-    def keep(figure: Figure, path: Path) -> Path:
-        figures.append(figure)
-        return path
-
-    def draw(plot: Callable[..., Path], *arguments: Any) -> Figure:
-        assert plot(Path("unused.png"), *arguments) == Path("unused.png")
-        return figures.pop()
-
-    monkeypatch.setattr(plots, "save_figure", keep)
-    return draw
+from fedrot.simulations.report.heat_map import heat_map
+from fedrot.simulations.summary import verdict
+from tests.simulations.report.runs import HOSTILE, group, levels, row, run_of
 
 
-def row(
-    value: float, server_round: int, seed: int = 0, arm: str = "plain", **more: Any
-) -> dict[str, Any]:
-    about = {"start": "same", "arm": arm, "seed": seed, "round": server_round}
-    return {**about, "scope": "central", "metric": "accuracy", "value": value, **more}
+def words(labels: list[Any]) -> list[str]:
+    return [label.get_text() for label in labels]
 
 
-#: Of the last round: mean 0.5, sd (n - 1) 0.1; the median is 0.45.
-LAST = (0.45, 0.65, 0.45, 0.45)
-ROWS = [
-    *(row(value, 2, seed) for seed, value in enumerate(LAST)),
-    row(0.1, 0),
-    row(0.2, 1),
-    row(0.4, 1, seed=1),
-    row(0.9, 0, arm="aligned"),
-    row(0.8, 2, arm="aligned"),
-    row(99, 2, scope="client:0"),
-    row(99, 3, metric="loss"),
-    row(0.3, 1, start="scrambled"),
-]
-ARMS = ["aligned", "plain"]
-
-
-def test_bars_of_classes_stand_on_each_other(drawn: Draw) -> None:
-    counts = [[1, 2, 4], [8, 16, 32]]
-    (ax,) = drawn(plots.partition_plot, counts, ["sad", "glad"]).axes
-    bars = [[(bar.get_y(), bar.get_height()) for bar in group] for group in ax.containers]
-    assert bars == [[(0, 1), (0, 8)], [(1, 2), (8, 16)], [(3, 4), (24, 32)]]
-    legend = ax.get_legend()
-    assert legend is not None
-    # The last class is on top. Rows of no class have no name.
-    assert [text.get_text() for text in legend.get_texts()] == ["none", "glad", "sad"]
-    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["0", "1"]
-    assert len({group[0].get_facecolor() for group in ax.containers}) == 3
-    many = drawn(plots.partition_plot, [[1] * 12] * 25, [f"c{i}" for i in range(12)]).axes[0]
-    assert len({group[0].get_facecolor() for group in many.containers}) == 12
-    assert len(many.get_xticklabels()) < 25
-
-
-def test_lines_are_means_over_seeds_with_a_band_of_their_spread(drawn: Draw) -> None:
-    figure = drawn(plots.metric_plot, ROWS, "accuracy", ARMS)
-    same, scrambled = figure.axes
-    assert [ax.get_title(loc="left") for ax in (same, scrambled)] == ["start: same", "start: scrambled"]
-    lines = {str(line.get_label()): line for line in same.lines}
-    assert lines.keys() == {"plain", "aligned"}
-    np.testing.assert_allclose(np.transpose(lines["plain"].get_data()), [(0, 0.1), (1, 0.3), (2, 0.5)])
-    np.testing.assert_allclose(np.transpose(lines["aligned"].get_data()), [(0, 0.9), (2, 0.8)])
-    band = next(
-        b
-        for b in same.collections
-        if to_hex(b.get_facecolor()) == to_hex(lines["plain"].get_color())  # type: ignore[arg-type]
+def test_differences_have_a_dot_and_an_interval_per_metric_and_a_panel_per_unit() -> None:
+    values = {"accuracy": [0.5, 0.6], "macro_f1": [0.3, 0.4], "loss": [2.0, 2.2]}
+    gains = {"accuracy": [0.6, 0.8], "macro_f1": [0.3, 0.4], "loss": [1.0, math.nan]}
+    found = verdict(run_of([*levels("fedavg", values), *levels("b", gains)]), "main")
+    assert found is not None
+    shares, loss = plots.differences_plot(found).axes
+    accuracy, f1 = shares.containers
+    np.testing.assert_allclose(np.asarray(accuracy.lines[0].get_xdata(), float), [0, 0.15])
+    np.testing.assert_allclose(np.asarray(f1.lines[0].get_xdata(), float), [0, 0])
+    ((low, high),) = (segment[:, 0] for segment in accuracy.lines[2][0].get_segments()[1:])
+    assert (low, high) == pytest.approx((0.15 - 0.63531, 0.15 + 0.63531), abs=1e-4)
+    assert accuracy.lines[0].get_marker() != f1.lines[0].get_marker()
+    assert words(shares.get_yticklabels()) == ["fedavg   0.550", "b   0.700"]
+    assert [label.get_fontweight() for label in shares.get_yticklabels()] == ["bold", "normal"]
+    assert ("right is better" in shares.get_xlabel(), "left is better" in loss.get_xlabel()) == (
+        True,
+        True,
     )
-    corners = band.get_paths()[0].vertices
-    spread = math.sqrt(2 * 0.1**2)
-    for place, low, high in ((0, 0.1, 0.1), (1, 0.3 - spread, 0.3 + spread), (2, 0.4, 0.6)):
-        heights = corners[corners[:, 0] == place][:, 1]
-        assert (heights.min(), heights.max()) == pytest.approx((low, high))
-    # The colour is that of the arm's place among all arms, in every picture.
-    assert [lines[arm].get_color() for arm in ARMS] == list(plots.PALETTE[:2])
-    assert scrambled.lines[0].get_color() == plots.PALETTE[1]
-    assert same.get_ylabel() == "accuracy"
-    assert same.get_xlabel() == "round"
-    assert all(float(place).is_integer() for place in same.get_xticks())
-    # One legend names every arm once.
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["plain", "aligned"]
+    assert np.isnan(np.asarray(loss.containers[0].lines[0].get_xdata(), float)).tolist() == [False, True]
 
 
-def test_one_round_is_a_point_per_arm_with_its_seeds_beside(drawn: Draw) -> None:
-    rows = [{**r, "round": r["round"] - 1} for r in ROWS if r["round"] and r["start"] == "same"]
-    (ax,) = drawn(plots.metric_plot, rows, "accuracy", ARMS).axes
-    marks = {
-        (line.get_marker(), y): np.asarray(line.get_xdata()).tolist()
-        for line in ax.lines
-        for y in {float(y) for y in np.asarray(line.get_ydata())}
+def test_lines_are_means_over_seeds_with_a_band_of_the_interval() -> None:
+    rows = [
+        *(row("fedavg", seed, value, round=2) for seed, value in enumerate((0.45, 0.65, 0.45, 0.45))),
+        row("fedavg", 0, 0.1, round=0),
+        row("aligned", 0, 0.9, round=0),
+        row("aligned", 0, 0.8, round=2),
+        row("head_only", 0, 0.7),
+        row("fedavg", 0, 99, round=2, scope="client:0"),
+        row("fedavg", 0, 99, round=3, metric="loss"),
+    ]
+    (ax,) = plots.curves_plot(rows, "accuracy", ["aligned", "fedavg", "head_only"]).axes
+    lines = {
+        str(line.get_label()): line for line in ax.lines if not str(line.get_label()).startswith("_")
     }
-    assert marks == {
-        ("|", 0): [0.8],
-        ("o", 0): [0.8],
-        ("|", -1): list(LAST),
-        ("o", -1): [pytest.approx(0.5)],
-    }
-    assert [tick.get_text() for tick in ax.get_yticklabels()] == ARMS
-    assert ax.get_xlabel() == "accuracy after round 1 (bars: seeds, dot: mean)"
+    np.testing.assert_allclose(np.transpose(lines["fedavg"].get_data()), [(0, 0.1), (2, 0.5)])
+    assert np.transpose(lines["aligned"].get_data()).tolist() == [[0, 0.9], [2, 0.8]]
+    # Of four seeds: sd 0.1, t(0.975, 3) = 3.182446.
+    corners = ax.collections[1].get_paths()[0].vertices
+    heights = corners[corners[:, 0] == 2][:, 1]
+    half = 3.182446 * 0.1 / 2
+    assert (heights.min(), heights.max()) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-6)
+    # One round is a level line.
+    level = [line for line in ax.lines if str(line.get_label()).startswith("_")]
+    assert [[*line.get_ydata()] for line in level] == [[0.7, 0.7]]
+    assert ax.get_ylim() == pytest.approx((0.1 - 0.24, 0.9 + 0.24))
+    assert all(float(place).is_integer() for place in ax.get_xticks())
 
 
-def test_an_arm_that_has_not_ended_has_no_point(drawn: Draw) -> None:
-    rows = [row(0.4, 0), row(0.5, 1), row(0.3, 0, arm="aligned")]
-    (ax,) = drawn(plots.metric_plot, rows, "accuracy", ARMS).axes
-    marks = [np.asarray(line.get_xdata()).tolist() for line in ax.lines]
-    assert [mark for mark in marks if mark] == [[0.5], [0.5]]
-
-
-def test_no_two_of_many_arms_look_alike(drawn: Draw) -> None:
-    arms = [f"arm {number}" for number in range(20)]
-    rows = [row(0.5, number, arm=arm) for arm in arms for number in (1, 2)]
-    (ax,) = drawn(plots.metric_plot, rows, "accuracy", arms).axes
-    looks = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in ax.lines}
-    assert len(looks) == len(arms)
-    assert len({look[:2] for look in looks}) == len({look[0] for look in looks}) == 8
+def test_no_two_of_many_strategies_look_alike_without_colour_or_with_it() -> None:
+    names = [f"s{number}" for number in range(20)]
+    rows = [row(name, 0, 0.5, round=number) for name in names for number in (1, 2)]
+    (ax,) = plots.curves_plot(rows, "accuracy", names).axes
+    looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in ax.lines]
+    assert len(set(looks)) == len(names)
+    assert len({look[1:] for look in looks[:8]}) == 8
 
 
 @pytest.mark.parametrize(
     ("metric", "values", "scale"),
     [
         ("perplexity", (900.0, 30.0, 3.0), "log"),
-        ("pseudo_perplexity", (900.0, 30.0, 3.0), "log"),
         ("perplexity", (math.nan,) * 3, "linear"),
         ("accuracy", (0.1, 0.2, 0.3), "linear"),
+        ("accuracy", (0.2, 0.2, 0.2), "linear"),
     ],
 )
 def test_perplexities_have_a_logarithmic_axis(
-    metric: str, values: tuple[float, ...], scale: str, drawn: Draw
+    metric: str, values: tuple[float, ...], scale: str
 ) -> None:
-    rows = [row(value, number, metric=metric) for number, value in enumerate(values)]
-    (ax,) = drawn(plots.metric_plot, rows, metric, ["plain"]).axes
+    rows = [row("fedavg", 0, value, metric=metric, round=n) for n, value in enumerate(values)]
+    (ax,) = plots.curves_plot(rows, metric, ["fedavg"]).axes
     assert ax.get_yscale() == scale
-    assert ax.get_ylabel() == metric.replace("_", " ")
 
 
-def test_metrics_of_a_strategy_have_a_panel_each_by_ascending_rounds(drawn: Draw) -> None:
-    series = {"loss": {3: 0.3, 1: 0.1, 2: 0.2}, "rate": {1: 5.0}, "c": {1: 1.0}, "d": {1: 2.0}}
-    axes = drawn(plots.rounds_plot, series).axes
-    shown = [ax for ax in axes if ax.axison]
-    assert [ax.get_title(loc="left") for ax in shown] == list(series)
-    assert np.transpose(shown[0].lines[0].get_data()).tolist() == [[1, 0.1], [2, 0.2], [3, 0.3]]
-    assert (len(axes), len(shown)) == (6, 4)
+def test_classes_by_client() -> None:
+    (ax,) = plots.clients_plot([[1, 2, 4], [8, 16, 32]], ["sad", "glad"]).axes
+    assert np.asarray(ax.images[0].get_array()).tolist() == [[1, 8], [2, 16], [4, 32]]
+    assert words(ax.get_yticklabels()) == ["sad", "glad", "no class"]
+    assert words(ax.get_xticklabels()) == ["0\n(7)", "1\n(56)"]
+    assert words(list(ax.texts)) == ["1", "8", "2", "16", "4", "32"]
+    (large,) = plots.clients_plot([[1] * 77] * 100, [f"class {n}" for n in range(77)]).axes
+    assert not large.texts
+    assert max(len(large.get_yticks()), 3 * len(large.get_xticks())) <= plots.MOST_NAMES + 2
+    (rows,) = plots.clients_plot([[5], [6]], []).axes
+    assert words(rows.get_yticklabels()) == ["rows"]
+
+
+def test_metrics_of_a_strategy_have_a_panel_each_by_ascending_rounds() -> None:
+    series = {"loss": {3: 0.3, 1: 0.1, 2: 0.2}, "rate": {1: 5.0}}
+    axes = plots.rounds_plot(series).axes
+    assert [ax.get_title(loc="left") for ax in axes] == list(series)
+    assert np.transpose(axes[0].lines[0].get_data()).tolist() == [[1, 0.1], [2, 0.2], [3, 0.3]]
+
+
+def test_the_heat_map_has_a_line_per_part_and_layer_and_a_column_per_round() -> None:
+    rows = [
+        group(1, "residual", -1, -0.02),
+        *(group(r, "attention", layer, 0.4 / r + 0.1 * layer) for layer in (1, 0) for r in (1, 2, 3)),
+        # Twice the distance counts twice: (0.5 * 2 + 0.2 * 4) / 6 = 0.3.
+        group(2, "ffn", 0, 0.5),
+        group(2, "ffn", 0, 0.2, client=1, before=4.0, after=3.2),
+        # No more than chance; and a share that is too small to name.
+        group(3, "ffn", 0, 0.05, chance=0.1),
+        group(1, "ffn", 0, 0.004),
+        {"round": 2, "client": 1, "dropped": "NaN"},
+    ]
+    ax, bar = heat_map(rows).axes
+    assert words(ax.get_yticklabels()) == [
+        *("residual", "attention, layer 0", "attention, layer 1"),
+        "ffn, layer 0",
+    ]
+    assert words(ax.get_xticklabels()) == ["1", "2", "3"]
+    cells, empty = (np.ma.filled(image.get_array(), math.nan) for image in ax.images)
+    nan = math.nan
+    expected = [[-2, nan, nan], [40, 20, 40 / 3], [50, 30, 10 + 40 / 3], [nan, 30, nan]]
+    np.testing.assert_allclose(cells, expected, atol=1e-9)
+    # Empty cells are white, and others without a colour are grey.
+    np.testing.assert_array_equal(np.isfinite(empty), [[False, True, True], *[[False] * 3] * 3])
+    colours = ax.images[0].to_rgba(ax.images[0].get_array())
+    assert colours[0, 0, 0] > colours[0, 0, 2]
+    assert len({*colours[3, 2][:3]}) == 1
+    assert words(list(ax.texts)) == ["-2", "40", "20", "13", "50", "30", "23", "0", "30", "5"]
+    assert (ax.images[0].get_clim(), bar.get_ylabel()) == ((0, 50), "share (%)")
+
+
+def test_numbers_are_light_on_dark_cells_and_dark_on_light_ones() -> None:
+    rows = [group(number, "ffn", 0, share) for number, share in enumerate((-0.2, 0.01, 0.25, 0.5), 1)]
+    ax = heat_map(rows).axes[0]
+    cells = ax.images[0].to_rgba(ax.images[0].get_array())[0][:, :3]
+    inks = np.array([to_rgb(text.get_color()) for text in ax.texts])
+
+    def luminance(colours: np.ndarray) -> np.ndarray:
+        """That of WCAG 2, from 0 of black to 1 of white."""
+        linear = np.where(colours <= 0.04045, colours / 12.92, ((colours + 0.055) / 1.055) ** 2.4)
+        return linear @ (0.2126, 0.7152, 0.0722)
+
+    both = np.sort([luminance(cells), luminance(inks)], axis=0)
+    assert ((both[1] + 0.05) / (both[0] + 0.05) > 3).all(), "as WCAG 2 wants of large text"
+    assert set(luminance(inks).round(3)) == {0, 1}
+
+
+def test_large_reports_stay_readable() -> None:
+    rows = [
+        group(r, part, layer, 0.01 * layer)
+        for r in range(1, 101)
+        for layer in range(48)
+        for part in ("attention", "ffn")
+    ]
+    figure = heat_map(rows)
+    width, height = figure.get_size_inches()
+    assert (width <= plots.NARROW, height < 12) == (True, True)
+    assert not figure.axes[0].texts
+    assert len(figure.axes[0].get_yticks()) <= plots.MOST_NAMES
 
 
 def test_names_are_text_and_not_too_long() -> None:
-    assert plots.as_label("cost $x$ of a_b") == r"cost \$x\$ of a_b"
-    assert plots.as_label("a\nb\tc") == "a b c"
-    assert plots.as_label("x" * 80) == "x" * 80
-    assert plots.as_label("x" * 81) == "x" * 79 + "…"
+    assert plots.as_label("cost $x$ of a_b\0") == r"cost \$x\$ of a_b "
+    assert plots.as_label("x" * 32) == "x" * 32
+    assert plots.as_label("x" * 33) == "x" * 31 + "…"
+
+
+def test_a_picture_is_a_file_that_repeats_with_text_in_any_script() -> None:
+    def drawn() -> str:
+        return plots.data_uri(plots.clients_plot([[1, 2]], ["喜び", HOSTILE]))
+
+    head, _, data = drawn().partition(",")
+    assert head == "data:image/svg+xml;base64"
+    text = base64.b64decode(data).decode()
+    assert "喜び" in text
+    assert "<script" not in text
+    assert drawn() == drawn()

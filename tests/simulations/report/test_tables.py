@@ -1,30 +1,32 @@
-"""Tables of results as text."""
+"""Tables and numbers as text."""
 
 from __future__ import annotations
 
 import math
 from io import StringIO
-from typing import Any
 
 import pytest
 from rich.console import Console
 
-from fedrot.simulations.report.summaries import Paired, paired_difference
 from fedrot.simulations.report.tables import (
     Table,
+    compact_table,
     format_difference,
     format_interval,
+    lost_table,
+    metric_table,
+    number,
     number_style,
-    partition_table,
-    pieces,
     pipe_table,
-    result_tables,
 )
+from fedrot.simulations.summary import Paired, paired_difference, verdict
+from tests.simulations.report.runs import HOSTILE, levels, run_of
 
 
-def row(arm: str, seed: int, value: float, **more: Any) -> dict[str, Any]:
-    about = {"setting": "one", "start": "same", "arm": arm, "seed": seed, "round": 1}
-    return {**about, "scope": "central", "metric": "accuracy", "value": value, **more}
+def printed(table: Table, width: int) -> list[str]:
+    text = StringIO()
+    Console(file=text, width=width).print(table)
+    return text.getvalue().splitlines()
 
 
 def test_cells_of_markdown_are_text_in_one_line() -> None:
@@ -35,9 +37,6 @@ def test_cells_of_markdown_are_text_in_one_line() -> None:
         "| a\\|b | &lt;b> &amp; c |",
         "| two lines | 2 |",
     ]
-
-
-def test_title_and_caption_of_markdown_are_there_unless_they_are_empty() -> None:
     table = "| n |\n| ---: |\n| 1 |\n"
     assert Table("", ["n"], [["1"]]).markdown() == table
     assert Table("a|b <c>", ["n"], [["1"]], caption="of\n<d>").markdown() == (
@@ -55,7 +54,7 @@ def test_title_and_caption_of_markdown_are_there_unless_they_are_empty() -> None
         (Paired(0.3, 0.0001, 0.6, 3, "better"), True, "0.30000 [0.00010, 0.60000]"),
         (Paired(0.3, 0.0001, 0.6, 3, "better"), False, "0.300"),
         (Paired(-0.3, -0.6, -0.0001, 3, "worse"), True, "-0.30000 [-0.60000, -0.00010]"),
-        (Paired(math.nan, math.nan, math.nan, 2, "not finite"), True, "nan"),
+        (Paired(0.1, -0.0001, 0.2, 3, "within noise"), True, "0.100 [-0.000, 0.200]"),
     ],
 )
 def test_an_interval_stands_behind_its_mean(value: Paired, interval: bool, shown: str) -> None:
@@ -66,94 +65,80 @@ def test_a_difference_without_a_number_is_its_verdict() -> None:
     assert format_difference(paired_difference([])) == "no seed in common"
     assert format_difference(paired_difference([0.0, 0.0])) == "identical"
     assert format_difference(paired_difference([1e-9, 2e-9])) == "equal but for rounding"
-    assert number_style() == number_style(math.nan) == number_style(-0.5, math.inf) == ".3f"
-    assert number_style(-31.25) == ".2f"
+    assert format_difference(paired_difference([math.nan])) == "not finite"
+    assert format_difference(paired_difference([0.1])) == "+0.100"
 
 
-def test_differences_without_a_number_have_a_dash_and_no_setting_no_name() -> None:
-    rows = [row("plain", seed, 0.5, setting="") for seed in (0, 1)]
-    rows += [row("apart", seed, 0.5, setting="") for seed in (5, 6)]
-    rows += [row("lost", seed, math.nan, setting="") for seed in (0, 1)]
-    assert result_tables(rows, ["absent"]) == []
-    (table,) = result_tables(rows)
-    assert table.title == "accuracy (0 to 1, higher is better), final round, 2 seed(s)"
-    assert [line[2:] for line in table.lines[1:]] == [["-", "no seed in common"], ["-", "not finite"]]
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.7, "0.700"),
+        (-31.25, "-31.25"),
+        (312.34, "312.3"),
+        (6012.3, "6012"),
+        (999_999.4, "999999"),
+        (2.5e6, "2.5e+06"),
+        (math.nan, "-"),
+        (math.inf, "inf"),
+    ],
+)
+def test_large_numbers_have_fewer_decimals(value: float, shown: str) -> None:
+    assert number(value) == shown
+    assert number_style() == number_style(-0.5, math.inf) == ".3f"
 
 
-def test_names_are_on_the_left_and_numbers_on_the_right() -> None:
-    table = Table("t", ["name", "n"], [["a", "1"], ["bcd", "22222"]], ["name"], "below")
-    lines = printed(table, 80)
-    assert "│ a    │     1 │" in lines
-    assert (lines[0].strip(), lines[-1].strip()) == ("t", "below")
-    assert pipe_table(["name", "n"], [], ("n",)).splitlines()[1] == "| ---: | --- |"
-
-
-def test_a_table_has_its_largest_number_of_seeds_and_lines_say_if_theirs_is_smaller() -> None:
-    rows = [row("plain", seed, 0.5, metric=m) for seed in range(4) for m in ("accuracy", "loss")]
-    # Of one arm a metric lacks the last seed, which was interrupted.
-    rows += [row("ffn", seed, 0.5 + seed / 10) for seed in range(3)]
-    rows += [row("ffn", seed, 0.5, metric="loss") for seed in range(2)]
-    accuracy, loss = result_tables(rows)
-    assert accuracy.title == "one: accuracy (0 to 1, higher is better), final round, 4 seed(s)"
-    assert accuracy.lines[1][1] == "0.600 ± 0.100 (3 seeds)"
-    assert loss.lines == [
-        ["plain", "0.500 ± 0.000", "-", "-"],
-        ["ffn", "0.500 ± 0.000 (2 seeds)", "-", "identical (2 seeds)"],
-    ]
-
-
-def test_no_difference_stands_beside_the_smallest_that_would_have_shown() -> None:
-    rows = [row("plain", seed, 0.5) for seed in range(3)]
-    rows += [row("ffn", seed, 0.5 + change) for seed, change in enumerate((0.1, -0.11, 0.12))]
-    (table,) = result_tables(rows)
-    # Mean 0.0367, sd 0.1274; t(0.975, 2) = 4.302653: half of the interval is 0.3165.
-    assert table.lines[1][2:] == ["+0.037 [-0.280, +0.353]", "within noise of 0.317"]
-    assert "these seeds can show only a difference above x" in table.caption
-
-
-def printed(table: Table, width: int) -> list[str]:
-    text = StringIO()
-    Console(file=text, width=width).print(table)
-    return text.getvalue().splitlines()
-
-
-def test_a_table_fits_into_80_columns_and_cuts_no_word() -> None:
-    rows = [
-        row(arm, seed, 0.5 + change * seed, start=start)
-        for start in ("same", "scrambled")
-        for arm, change in (("plain", 0.0), ("attention+ffn@running*1.25", 0.1))
-        for seed in range(3)
-    ]
-    (table,) = result_tables(rows)
-    assert len(table.header) == 5
-    lines = printed(table, 80)
+def test_the_terminal_breaks_headers_before_it_breaks_intervals() -> None:
+    header = ["strategy", "accuracy", "macro F1", "loss", "against fedavg", "worst client", "MB"]
+    line = ["fit_head", "0.670", "0.620", "0.995", "+0.050 [+0.048, +0.052]", "0.530", "220.5"]
+    lines = printed(Table("t", header, [line], header[:1]), 80)
+    assert all(any(cell in own for own in lines) for cell in line)
     assert max(map(len, lines)) <= 80
-    words = {word for line in lines[1:-1] for word in line.replace("│", " ").replace("┃", " ").split()}
-    assert {"scrambled", "attention+ffn@running*1.25", "[-0.148,", "+0.348]"} <= words
-    assert any("attention+ffn@running*1.25" in line for line in printed(table, 140))
+    hostile = printed(Table("[bold]", ["n", "v"], [[HOSTILE, "1"]], ["n"]), 80)
+    assert "".join("".join(own.split()[:-1] or own.split()) for own in hostile).count("y") > 200
+    assert "[bold]" in "".join(hostile)
 
 
-def test_names_are_broken_after_signs_and_only_then_within_words() -> None:
-    assert pieces("attention+ffn@running/regmean") == ["attention+", "ffn@", "running/", "regmean"]
-    assert pieces("[+0.061,") == ["[+0.061,"]
-    assert pieces("abcd+efghi") == ["abcd+efghi"]
-    assert pieces("abcde+fghij") == ["abcde+", "fghij"]
-    assert pieces("x" * 26) == ["x" * 26]
-    assert pieces("y" * 27) == ["y" * 10, "y" * 10, "y" * 7]
-    hostile = Table("[red]", ["name"], [["[bold]" + "y" * 300]], ["name"])
-    assert max(map(len, printed(hostile, 80))) <= 80
-    assert "[bold]" in "".join(printed(hostile, 80))
+SKEWED = {"accuracy": [0.5, 0.6], "macro_f1": [0.2, 0.3], "loss": [1.0, 1.2]}
+RIVAL = {"accuracy": [0.6, 0.8], "macro_f1": [0.2, 0.3], "loss": [1.0, math.nan]}
 
 
-def test_classes_of_a_client_come_by_their_rows_and_the_last_ones_together() -> None:
-    names = [f"c{number}" for number in range(10)]
-    counts = [[5, 90, 1, 80, 70, 60, 2, 50, 40, 30, 20], [0, 0, 0, 1, 2, 0, 0, 0, 0, 0, 3]]
-    table = partition_table(counts, names, "mine", 3)
-    assert table.title == "Rows per client: mine, seed 3"
-    # Rows of no class have no name.
-    assert table.lines == [
-        ["0", "448", "c1 90, c3 80, c4 70, c5 60, c7 50, c8 40, c9 30, none 20, 3 others 8"],
-        ["1", "6", "none 3, c4 2, c3 1"],
+def test_every_strategy_has_a_line_and_unknown_columns_are_left_out() -> None:
+    found = verdict(run_of([*levels("fedavg", SKEWED), *levels("b", RIVAL)]), "main")
+    assert found is not None
+    table = compact_table(found)
+    assert tuple(table.header) == ("strategy", "accuracy", "macro F1", "loss", "against fedavg")
+    # Differences 0.1 and 0.2: half of the interval is 12.7062 * 0.0707107 / sqrt(2).
+    assert [*map(tuple, table.lines)] == [
+        ("fedavg", "0.550", "0.250", "1.100", "-"),
+        ("b", "0.700", "0.250", "-", "+0.150 [-0.485, +0.785]"),
     ]
-    every = partition_table(counts, names, "mine", 3, most=None)
-    assert every.lines[0][2].endswith("none 20, c0 5, c6 2, c2 1")
+    accuracy = metric_table(found, "accuracy")
+    assert accuracy.title == "accuracy (0 to 1, higher is better)"
+    assert accuracy.lines == [
+        ("fedavg", "0.550 ± 0.071", "", ""),
+        ("b", "0.700 ± 0.141", "+0.150 [-0.485, +0.785]", "0.2"),
+    ]
+    assert metric_table(found, "macro_f1").lines[1] == ("b", "0.250 ± 0.071", "identical", "1")
+    assert metric_table(found, "loss").lines[1][2:] == ("not finite", "")
+    assert metric_table(found, "absent").lines == []
+
+
+def test_lost_replies_come_by_their_number() -> None:
+    rows = [
+        *({"round": n, "client": 12, "dropped": "NaN"} for n in (4, 2)),
+        *({"round": n, "client": 10, "failed": "no answer"} for n in (3, 1, 2)),
+        {"round": 1, "client": 9, "dropped": "NaN"},
+        *({"round": n, "client": 3, "dropped": "NaN"} for n in (5, 5)),
+        {"round": 1, "lost": "nobody"},
+    ]
+    (table,) = lost_table(rows)
+    assert table.header == ("client", "what", "times", "rounds", "reason")
+    assert table.lines == [
+        ("10", "failed", "3", "1 to 3", "no answer"),
+        ("12", "dropped", "2", "2 to 4", "NaN"),
+        ("3", "dropped", "2", "5", "NaN"),
+        ("9", "dropped", "1", "1", "NaN"),
+    ]
+    (named,) = lost_table([{**row, "strategy": "aligned"} for row in rows])
+    assert (named.header[0], named.lines[0][:2]) == ("strategy", ("aligned", "10"))
+    assert lost_table(rows[-1:]) == []

@@ -1,1 +1,0 @@
-"""Findings of a run: sentences, and shares that alignment found compared with chance."""

@@ -19,7 +19,7 @@ from fedrot.lora import adapter_tensors, load_adapter
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.client_app import app
 from fedrot.simulations.federation.local_grid import LocalGrid, local_clients
-from fedrot.simulations.models.build import build_model
+from fedrot.simulations.models import build_model
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.strategies import FedRotLoRA, fit_task_head

@@ -33,7 +33,7 @@ from fedrot.simulations.federation.arms import (
     evaluate_held_out,
     with_state,
 )
-from fedrot.simulations.models.federated import LOADERS, tensors_of
+from fedrot.simulations.models import LOADERS, tensors_of
 from fedrot.simulations.report.findings.sentences import WORDS
 from fedrot.simulations.tasks.task import Task
 from fedrot.strategies import FedRot

@@ -27,7 +27,6 @@ from fedrot.simulations.models import (
     pretrained_settings,
     tensors_of,
 )
-from fedrot.simulations.report.tables import partition_table
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.strategy import Strategy
 from fedrot.simulations.tasks import training
@@ -36,8 +35,8 @@ from fedrot.simulations.tasks.trial import check_head, check_held_out, check_lab
 from fedrot.strategies.sums.choice import FEW
 from fedrot.symmetry import check_family, symmetry_of
 
-#: Cost of evaluating a row, in rows of training.
-EVALUATED = 1 / 3
+#: Largest number of a client's classes that are listed.
+MOST_CLASSES = 8
 
 
 def check(experiments: Sequence[Experiment]) -> None:
@@ -104,8 +103,13 @@ def print_data(experiments: Sequence[Experiment], console: Console, *, brief: bo
         if brief and len(experiments) > 1:
             rows = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
             say_once(f"{len(sizes)} clients have {rows} rows each (seed {seed}; --dry-run shows more).")
-        else:
-            console.print(partition_table(counts, names, experiment.name, seed))
+            continue
+        for client, own in enumerate(counts):
+            order = sorted((k for k in range(len(own)) if own[k]), key=lambda k: -own[k])  # noqa: B023
+            shown = [f"{names[k]} {own[k]}" for k in order[:MOST_CLASSES]]
+            rest = order[MOST_CLASSES:]
+            shown += [f"{len(rest)} others {sum(own[k] for k in rest)}"] if rest else []
+            say_once(f"Client {client}: {sum(own)} rows, {', '.join(shown)}.")
 
 
 def _remarks(
@@ -160,7 +164,7 @@ def costs_of(cells: Sequence[Cell], partitions: Mapping[str, Any]) -> dict[str, 
         test = len(task_of(experiment.to_json()).test)
         passes = (rounds + 1 if strategy.fit_head else bool(strategy.fits)) * rows
         evaluated = (rounds + 1) * test + rounds * experiment.holdout * rows + passes
-        found[cell.name] = rows * share * (first + later) + EVALUATED * evaluated
+        found[cell.name] = rows * share * (first + later) + training.EVALUATED * evaluated
         trained |= {key, same} if not joined else set()
     return found
 

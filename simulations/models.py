@@ -15,15 +15,10 @@ from torch import Tensor, nn
 from fedrot.errors import FedrotError
 from fedrot.lora import adapter_tensors, load_adapter
 from fedrot.simulations.packaged import loading, loading_of, no_bar_for_files
+from fedrot.simulations.settings import TASKS
 
 if TYPE_CHECKING:
-    from fedrot.simulations.adapter import Adapter
-    from fedrot.simulations.config import SimulationConfig as Experiment
-
-#: PEFT's name for all linear layers except the task head.
-ALL_LINEAR = "all-linear"
-#: PEFT's task types; they decide which layers are trained besides the adapter, such as the task head.
-PEFT_TASKS = {"classification": "SEQ_CLS", "ner": "TOKEN_CLS", "clm": "CAUSAL_LM"}
+    from fedrot.simulations.settings import Experiment
 
 
 def model_config(experiment: Experiment, data: Any) -> Any:
@@ -46,16 +41,16 @@ def build_model(experiment: Experiment, data: Any, seed: int, rank: int | None =
         FedrotError: the model cannot be loaded, lacks a tensor other than a head's or pooler's, is
             quantised, or cannot have the adapter.
     """
-    adapter = experiment.adapter
-    torch.manual_seed(0 if adapter else seed)
+    torch.manual_seed(0 if experiment.lora else seed)
     settings = model_config(experiment, data)
     if experiment.model is None:
         return _class(_objective(experiment).auto_model).from_config(settings)
     model = _pretrained(experiment, experiment.model, settings)
-    if adapter is None:
+    if not experiment.lora:
         return model
     torch.manual_seed(seed)
-    return with_adapter(model, adapter, experiment.task, rank or adapter.rank)
+    given = {**experiment.lora, "r": rank or max(experiment.ranks)}
+    return with_adapter(model, given, TASKS[experiment.task].peft)
 
 
 def _objective(experiment: Experiment) -> Any:
@@ -168,7 +163,7 @@ def _small_settings(experiment: Experiment, data: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def _bundled_ids() -> dict[str, Any]:
-    from fedrot.simulations.data.encoding import bundled_tokenizer
+    from fedrot.simulations.data.encode import bundled_tokenizer
 
     vocabulary = bundled_tokenizer().get_vocab()
     tokens = {"pad_token_id": "[PAD]", "bos_token_id": "[CLS]", "eos_token_id": "[SEP]"}
@@ -181,11 +176,16 @@ def patch_of(side: int) -> int:
     return next(patch for patch in range(math.isqrt(side), 0, -1) if side % patch == 0)
 
 
-def with_adapter(model: Any, adapter: Adapter, task: str, rank: int) -> nn.Module:
+def with_adapter(model: Any, given: Mapping[str, Any], task_type: str) -> nn.Module:
     """Return a transformers model with a LoRA adapter; PEFT freezes the base model.
 
+    Args:
+        given: arguments of PEFT's ``LoraConfig``.
+        task_type: PEFT's task type.
+
     Raises:
-        FedrotError: PEFT is not installed, or cannot adapt the model, such as without these modules.
+        FedrotError: PEFT is not installed, has no such argument, or cannot adapt the model, such as
+            without these modules.
     """
     try:
         import peft
@@ -194,26 +194,17 @@ def with_adapter(model: Any, adapter: Adapter, task: str, rank: int) -> nn.Modul
             "lora needs PEFT. Install fedrot's extra 'lora': in a checkout, pip install -c "
             "constraints.txt -e '.[lora]'."
         ) from None
-    alpha: Any = adapter.alpha  # PEFT accepts fractions, too.
-    all_linear = adapter.targets == (ALL_LINEAR,)
-    config = peft.LoraConfig(
-        task_type=PEFT_TASKS[task],
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=adapter.dropout,
-        use_rslora=adapter.rslora,
-        use_dora=adapter.dora,
-        target_modules=ALL_LINEAR if all_linear else list(adapter.targets),
-        # PEFT trains these whole; of classifiers of tokens it would adapt them, too.
-        exclude_modules=["classifier", "score"] if all_linear else None,
-    )
+    # PEFT leaves the heads of language models out, but not those of taggers.
+    heads = ["classifier", "score"] if given.get("target_modules") == "all-linear" else None
     try:
+        config = peft.LoraConfig(**{"task_type": task_type, "exclude_modules": heads, **given})
         with warnings.catch_warnings():
             # PEFT reads an attribute that transformers has renamed.
             warnings.simplefilter("ignore", FutureWarning)
             return peft.get_peft_model(model, config)
     except (TypeError, ValueError) as error:
-        raise FedrotError(f"lora: PEFT cannot adapt this {type(model).__name__}: {error}") from error
+        said = str(error).removeprefix("LoraConfig.__init__() ")
+        raise FedrotError(f"lora: PEFT cannot adapt this {type(model).__name__}: {said}") from error
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

@@ -28,8 +28,8 @@ from fedrot.simulations.engine import Ended, Job, Machine, Tell, check_gpus, run
 from fedrot.simulations.federation.cells import Cell, cells_of, partitions_of, run_cell
 from fedrot.simulations.federation.client_app import app
 from fedrot.simulations.federation.grids import OrderedGrid, local_clients
-from fedrot.simulations.folder import RunFolder, only_writer
-from fedrot.simulations.report import print_results
+from fedrot.simulations.folder import RunFolder, only_writer, read_run
+from fedrot.simulations.report.run_page import print_results, write_report
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks import training
 from fedrot.strategies.flower_compat import outside_of_the_engine
@@ -95,13 +95,20 @@ def simulate(
         finally:
             shutil.rmtree(out / TRAININGS, ignore_errors=True)
             folder.write_rows()
-            if any(map(folder.has, cells)):
-                print_results(out, console)
+            present(out, console)
     if run.failed:
         raise RuntimeError(
             f"{run.failed} of {len(missing)} parts failed; the tracebacks are in {out / FAILURES}. "
             "Repeat the command to try them again."
         )
+
+
+def present(out: Path, console: Console) -> None:
+    """Print the results of a run folder, and write its page."""
+    found = read_run(out)
+    if found.rows:
+        print_results(found, console)
+    console.print(f"Report: {write_report(out)}", highlight=False)
 
 
 class _Run:

@@ -15,10 +15,10 @@ from fedrot._io import read_json, write_json, write_text
 from fedrot.errors import FedrotError
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.run_folder import ROWS, read_rows, versions
-from fedrot.simulations.folder_lock import only_writer
+from fedrot.simulations.folder import only_writer
 from fedrot.simulations.grids import read_grid
 from fedrot.simulations.jobs import Job, Machine, check_failures, noted_failure, run_jobs
-from fedrot.simulations.models.build import build_model
+from fedrot.simulations.models import build_model
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.pretraining import load_pretrained
 from fedrot.simulations.tasks.task import Task, task_of

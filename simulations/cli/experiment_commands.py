@@ -161,7 +161,9 @@ def report(
     ] = None,
 ) -> None:
     """Write the page of a run folder, complete or not, or of the rows that a strategy wrote."""
-    from fedrot.simulations.report import markdown_report, print_results, write_strategy_report
+    from fedrot.simulations.report.run_page import markdown_report
+    from fedrot.simulations.report.strategy_page import write_strategy_report
+    from fedrot.simulations.simulate import present
 
     of_file = run_or_file.is_file()
     idle = {"--markdown": of_file and markdown, "--out": run_or_file.is_dir() and out}
@@ -171,6 +173,6 @@ def report(
     if of_file:
         say(f"Report: {write_strategy_report(run_or_file, out)}")
         return
-    print_results(run_or_file, console)
+    present(run_or_file, console)
     if markdown is not None:
         write_text(markdown, markdown_report(run_or_file))

@@ -11,8 +11,7 @@ import typer
 from rich.markup import escape
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.cli.commands import FAILED, command, complain_in_red, console, say
-from fedrot.simulations.cli.root import app
+from fedrot.simulations.cli.commands import FAILED, app, command, complain_in_red, console, say
 
 
 def is_adapter(folder: str) -> bool:

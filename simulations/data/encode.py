@@ -20,8 +20,8 @@ from fedrot.simulations.data.images import ImageData, Pixels, load_images, resiz
 from fedrot.simulations.data.labels import DataSet
 from fedrot.simulations.data.read import DataError
 from fedrot.simulations.data.texts import TagData, TagSplit, TextSplit, load_tags, load_texts
-from fedrot.simulations.models.architectures import pad_id_of, pretrained_settings, settings_of
-from fedrot.simulations.models.packaged import loading, loading_of, source_of
+from fedrot.simulations.models import pad_id_of, pretrained_settings, settings_of
+from fedrot.simulations.packaged import loading, loading_of, source_of
 
 if TYPE_CHECKING:
     from fedrot.simulations.settings import Experiment

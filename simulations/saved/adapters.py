@@ -12,7 +12,7 @@ from fedrot._io import read_json, write_tensors
 from fedrot.errors import FedrotError
 from fedrot.lora import AdapterOptions, AdapterUpdate, LoraSettings
 from fedrot.lora.adapters import check_rank, factors, pairs_of
-from fedrot.simulations.models.packaged import loading
+from fedrot.simulations.packaged import loading
 from fedrot.simulations.saved.alike import refuse_different
 from fedrot.simulations.saved.load import about, refuse_filled, writing
 from fedrot.simulations.saved.merge import weights_of

@@ -13,8 +13,8 @@ import torch
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.head import collect_classes, fit_heads, head_of, with_head
 from fedrot.problems import REGRESSION, SEVERAL, SINGLE
-from fedrot.simulations.config import TASKS, SimulationConfig
 from fedrot.simulations.saved.load import SavedModel
+from fedrot.simulations.settings import TASKS, Experiment
 from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.simulations.tasks.training import evaluate, step_batches
 from fedrot.strategies.sums.choice import SHRINKAGES
@@ -75,7 +75,7 @@ class Judge:
             "train_limit": _TRAIN,
             "test_limit": _TEST,
         }
-        task, model = task_of(SimulationConfig.model_validate(settings).to_json()), saved.build()
+        task, model = task_of(Experiment.model_validate(settings).to_json()), saved.build()
         order = [] if name in ("mlm", "clm") else _order(task, saved)
         if name == "ner":
             tags: Any = [*task.data.tags, *(outputs[place] for place in order[len(task.data.tags) :])]

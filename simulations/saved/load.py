@@ -12,7 +12,7 @@ from typing import Any
 
 from fedrot._io import as_os_error, replacing
 from fedrot.errors import FedrotError
-from fedrot.simulations.models.packaged import loading, loading_of, no_bar_for_files, no_bars
+from fedrot.simulations.packaged import loading, loading_of, no_bar_for_files, no_bars
 from fedrot.symmetry import check_family
 from fedrot.tensors import Tensors
 

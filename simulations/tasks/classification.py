@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
-from fedrot.simulations.config import SimulationConfig as Experiment
-from fedrot.simulations.data.data_set import DataSet
 from fedrot.simulations.data.domains import SEEN, UNSEEN, DomainData, metric_of
-from fedrot.simulations.data.encoding import IGNORED, Batch, Encoded, EncodedTags
+from fedrot.simulations.data.encode import IGNORED, Batch, Encoded, EncodedTags
+from fedrot.simulations.data.labels import DataSet
 from fedrot.simulations.data.texts import TagData
 from fedrot.simulations.models import pad_id_of
+from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks.objective import Objective, model_inputs, shortest_first
 from fedrot.simulations.tasks.scores import CALIBRATION, entity_scores, evaluate_predictions
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
-from fedrot.simulations.config import SimulationConfig as Experiment
-from fedrot.simulations.data.encoding import IGNORED, Batch, EncodedText, tokenizer_for
-from fedrot.simulations.data.sources import DataError
+from fedrot.simulations.data.encode import IGNORED, Batch, EncodedText, tokenizer_for
+from fedrot.simulations.data.read import DataError
+from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks.objective import Objective, model_inputs, shortest_first
 
 if TYPE_CHECKING:

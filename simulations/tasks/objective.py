@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from fedrot.simulations.config import SimulationConfig as Experiment
-from fedrot.simulations.data.encoding import Batch, Encoded
+from fedrot.simulations.data.encode import Batch, Encoded
+from fedrot.simulations.settings import Experiment
 
 
 class Objective(ABC):

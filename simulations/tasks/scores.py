@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import log_softmax, softmax
 
-from fedrot.simulations.data.data_set import Kind
+from fedrot.simulations.data.labels import Kind
 from fedrot.temperature import TEMPERATURES
 
 Array: TypeAlias = npt.NDArray[Any]

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from fedrot.simulations.config import SimulationConfig as Experiment
-from fedrot.simulations.config import TaskName
-from fedrot.simulations.data.data_set import DataSet
-from fedrot.simulations.data.encoding import IMAGE, LABELLED_TEXT, TAGGED, TEXT, Encoded
+from fedrot.simulations.data.encode import Encoded, read_encoded
+from fedrot.simulations.data.labels import DataSet
 from fedrot.simulations.data.partition import histogram, key_names, parse_partition, split_clients
+from fedrot.simulations.settings import Experiment, TaskName
 from fedrot.simulations.tasks.classification import (
     Classification,
     ImageClassification,
@@ -70,12 +69,6 @@ def task_of(experiment_json: str) -> Task:
     experiment = Experiment.model_validate_json(experiment_json)
     data, train, test = read_encoded(experiment)
     return Task(experiment, data, OBJECTIVES[experiment.task].of(experiment, data), train, test)
-
-
-def read_encoded(experiment: Experiment) -> tuple[DataSet[Any], Any, Any]:
-    """Return the data set of an experiment, and its splits encoded for the model."""
-    readers = {"classification": LABELLED_TEXT, "mlm": TEXT, "clm": TEXT, "ner": TAGGED, "image": IMAGE}
-    return readers[experiment.task].read(experiment)
 
 
 @lru_cache(maxsize=16)

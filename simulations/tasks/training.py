@@ -1,26 +1,29 @@
-"""Local training, evaluation and pretraining; the same seed gives the same bits."""
+"""Local training and evaluation; the same seed gives the same bits."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedrot.simulations.config import SimulationConfig as Experiment
-from fedrot.simulations.data.encoding import Encoded
-from fedrot.simulations.models import build_model
+from fedrot.simulations.data.encode import Encoded
 from fedrot.simulations.tasks.objective import model_inputs
-from fedrot.simulations.tasks.task import Task, task_of
+from fedrot.simulations.tasks.task import Task
 
 #: Number of batches that are made at once, from shuffled rows sorted by length.
 _BUCKET = 16
+#: Cost of evaluating a row, in rows of training.
+EVALUATED = 1 / 3
+
+
+def on_rows(cost: float) -> None:
+    """Take note of trained or evaluated rows; whoever shows the progress replaces this function."""
 
 
 def batches(
@@ -69,13 +72,13 @@ def train(
     rows: np.ndarray,
     seed: int,
     epochs: float | None = None,
-    step: Callable[[], object] = lambda: None,
+    lr: float | None = None,
 ) -> float:
-    """Train in place with AdamW on rows of the training split, for ``epochs`` or ``local_epochs``.
+    """Train in place with AdamW on rows of the training split; by default as the experiment says.
 
     Training runs on the GPU that Ray has assigned to this process, if any. Half an epoch is half of the
     batches, rounded up, chosen by the seed. Returns the mean loss over the last epoch's steps; NaN if no
-    row has anything to predict. ``step`` is called after each step.
+    row has anything to predict.
     """
     experiment, objective = task.experiment, task.objective
     rows = objective.usable(task.train, rows)
@@ -86,7 +89,7 @@ def train(
         torch.manual_seed(seed)
         rng, masks = np.random.default_rng(seed), np.random.default_rng([seed, 1])
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        options = {"lr": experiment.lr, "weight_decay": experiment.weight_decay}
+        options = {"lr": lr or experiment.lr, "weight_decay": experiment.weight_decay}
         optimizer = torch.optim.AdamW(trained, **options, fused=True)
         model.train()
         endless = (batches(task.train, rows, experiment.batch_size, rng) for _ in itertools.count())
@@ -96,51 +99,24 @@ def train(
             loss.backward()
             optimizer.step()
             losses.append(float(loss.detach()))
-            step()
+            on_rows(len(batch))
     return float(np.mean(losses[-an_epoch:])) if losses else float("nan")
 
 
-def evaluate(
-    model: nn.Module,
-    task: Task,
-    split: Encoded,
-    rows: np.ndarray,
-    step: Callable[[], object] = lambda: None,
-) -> dict[str, float]:
+def evaluate(model: nn.Module, task: Task, split: Encoded, rows: np.ndarray) -> dict[str, float]:
     """Return the task's metrics, the headline metric first, and the ``loss`` on rows of a split.
 
     All values are NaN if no row has anything to predict, or if the loss is not finite. ``split`` is
-    ``task.train`` or ``task.test``, and ``rows`` are int64 ``[n]``. ``step`` is called after each batch.
+    ``task.train`` or ``task.test``, and ``rows`` are int64 ``[n]``.
     """
     rows = task.objective.usable(split, rows)
     if not len(rows):
         return task.objective.diverged()
 
-    def after(*_: object) -> None:
-        step()
+    def count(_: object, __: object, inputs: Mapping[str, Tensor], ___: object) -> None:
+        on_rows(EVALUATED * len(next(iter(inputs.values()))))
 
     model.eval()
-    with running_on(lent_device(), model), model.register_forward_hook(after), torch.inference_mode():
+    counted = model.register_forward_hook(count, with_kwargs=True)
+    with running_on(lent_device(), model), counted, torch.inference_mode():
         return task.objective.evaluate(model, split, rows)
-
-
-def load_pretrained(model: nn.Module, experiment: Experiment, seed: int = 0) -> None:
-    """Start ``pretrained``: load the encoder or decoder of a language model, trained on other texts.
-
-    It is trained as ``experiment.pretraining`` says; all but its head is loaded into ``model`` in place.
-    The default ``seed`` gives all runs the same pretrained model.
-
-    Raises:
-        DataError: the texts cannot be used.
-    """
-    model.load_state_dict(_trained(experiment.pretraining.to_json(), seed), strict=False)
-
-
-@lru_cache(maxsize=8)
-def _trained(experiment_json: str, seed: int) -> dict[str, Tensor]:
-    """Return the trained tensors of the encoder or decoder, without those of the head."""
-    task = task_of(experiment_json)
-    model = build_model(task.experiment, task.data, seed)
-    train(model, task, np.arange(len(task.train.labels)), seed)
-    body = f"{model.base_model_prefix}."
-    return {name: tensor for name, tensor in model.state_dict().items() if name.startswith(body)}

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.data.encoding import EncodedText, tokenizer_for
-from fedrot.simulations.data.sources import DataError
+from fedrot.simulations.data.encode import EncodedText, tokenizer_for
+from fedrot.simulations.data.read import DataError
 from fedrot.simulations.models import model_config, pretrained_settings
 from fedrot.simulations.tasks.classification import Classification
 from fedrot.simulations.tasks.language import (
@@ -50,14 +50,14 @@ def check_labels(task: Task) -> None:
         )
 
 
-def check_held_out(task: Task, strategy: str) -> None:
-    """Raise ``FedrotError`` if a strategy needs clients' held-out rows, and no client has any."""
-    holdout, clients = task.experiment.holdout, range(task.experiment.clients)
+def check_held_out(task: Task, clients: Sequence[int] = ()) -> None:
+    """Raise ``FedrotError`` if these clients, all by default, hold out no row."""
     for seed in task.experiment.seeds:
-        if not any(len(task.client_rows(seed, client)[1]) for client in clients):
+        chosen = clients or range(task.experiment.clients)
+        if not any(len(task.client_rows(seed, client)[1]) for client in chosen):
             raise FedrotError(
-                f"strategy '{strategy}' needs clients' held-out rows, but holdout {holdout:g} gives "
-                f"none with seed {seed}; use a larger holdout, fewer clients or more rows"
+                f"it needs clients' held-out rows, but holdout {task.experiment.holdout:g} gives none with "
+                f"seed {seed}; use a larger holdout, fewer clients or more rows"
             )
 
 

@@ -14,7 +14,7 @@ from fedrot.simulations.arm import Arm
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.client_app import FACTORS
 from fedrot.simulations.federation.run_folder import read_rows
-from fedrot.simulations.models.build import build_model
+from fedrot.simulations.models import build_model
 from fedrot.simulations.tasks.task import task_of
 from reproductions.lora_clients import TRAIN
 from tests.simulations.federation import test_adapters as of_adapters

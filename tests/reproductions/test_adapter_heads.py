@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.data.encoding import bundled_tokenizer
+from fedrot.simulations.data.encode import bundled_tokenizer
 from fedrot.strategies.flower_compat import outside_of_the_engine
 from reproductions import adapter_heads as heads
 

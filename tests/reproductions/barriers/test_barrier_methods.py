@@ -18,7 +18,7 @@ from fedrot import FedrotError, canonical, random_equivalent, symmetry_of
 from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.arms import with_state
 from fedrot.simulations.federation.run_folder import read_rows
-from fedrot.simulations.models.build import build_model
+from fedrot.simulations.models import build_model
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.symmetry import WHOLE_MODEL

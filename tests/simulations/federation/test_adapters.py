@@ -22,12 +22,12 @@ from fedrot.lora import (
 )
 from fedrot.simulations.adapter import Adapter, default_arms
 from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.data.encoding import bundled_tokenizer
+from fedrot.simulations.data.encode import bundled_tokenizer
 from fedrot.simulations.federation import arms
 from fedrot.simulations.federation.arm_strategies import ArmRun, strategy_of
 from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.federation.store import CellRows
-from fedrot.simulations.models.build import build_model
+from fedrot.simulations.models import build_model
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import task_of
 from tests.simulations.commands import options_of

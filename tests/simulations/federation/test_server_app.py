@@ -13,7 +13,7 @@ from fedrot.errors import FedrotError
 from fedrot.simulations.federation import client_app, experiment, server_app
 from fedrot.simulations.federation.local_grid import local_clients
 from fedrot.simulations.federation.run_folder import read_alignment, read_rows
-from fedrot.simulations.folder_lock import only_writer
+from fedrot.simulations.folder import only_writer
 from fedrot.strategies.flower_compat import outside_of_the_engine
 from tests.simulations.commands import options_of
 from tests.simulations.in_process import simulated

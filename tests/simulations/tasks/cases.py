@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from fedrot.simulations.config import SimulationConfig as Experiment
-from fedrot.simulations.data.encoding import bundled_tokenizer
+from fedrot.simulations.data.encode import bundled_tokenizer
 from fedrot.simulations.models import build_model
 from fedrot.simulations.tasks.task import Task, task_of
 

@@ -14,7 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.config import TASKS
-from fedrot.simulations.data.encoding import IGNORED
+from fedrot.simulations.data.encode import IGNORED
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.objective import model_inputs
 from fedrot.simulations.tasks.task import OBJECTIVES, Task

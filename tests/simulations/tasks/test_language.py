@@ -13,8 +13,8 @@ import torch
 from tokenizers import Tokenizer, models
 
 from fedrot import random_equivalent, symmetry_of
-from fedrot.simulations.data.encoding import IGNORED, EncodedText, bundled_tokenizer
-from fedrot.simulations.data.sources import DataError
+from fedrot.simulations.data.encode import IGNORED, EncodedText, bundled_tokenizer
+from fedrot.simulations.data.read import DataError
 from fedrot.simulations.models import model_config
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.language import Vocabulary

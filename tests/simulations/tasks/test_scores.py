@@ -14,7 +14,7 @@ from scipy import stats
 from sklearn import metrics as sk
 from torch.nn import functional
 
-from fedrot.simulations.data.data_set import METRICS_OF_KIND
+from fedrot.simulations.data.labels import METRICS_OF_KIND
 from fedrot.simulations.tasks.scores import CALIBRATION, entity_scores, evaluate_predictions
 from fedrot.temperature import TEMPERATURES
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -56,8 +55,10 @@ def check(experiments: Sequence[Experiment]) -> None:
         model = build_model(experiment, task.data, seed=0)
         check_model(task, model)
         for strategy in experiment.strategies:
-            with _naming(strategy):
+            try:
                 _check_strategy(task, strategy, model)
+            except (TypeError, ValueError) as error:
+                raise FedrotError(f"strategy '{strategy.name}': {error}") from error
 
 
 def _check_strategy(task: Task, strategy: Strategy, model: Any) -> None:
@@ -74,15 +75,6 @@ def _check_strategy(task: Task, strategy: Strategy, model: Any) -> None:
         if options is not None:
             symmetry = symmetry_of(model_config(experiment, task.data), model.state_dict())
             options.layer_indices(symmetry.layers)
-
-
-@contextmanager
-def _naming(strategy: Strategy) -> Iterator[None]:
-    """Add a strategy's name to the errors about it."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise FedrotError(f"strategy '{strategy.name}': {error}") from error
 
 
 def print_data(experiments: Sequence[Experiment], console: Console, *, brief: bool) -> None:
@@ -105,10 +97,10 @@ def print_data(experiments: Sequence[Experiment], console: Console, *, brief: bo
             say_once(f"{len(sizes)} clients have {rows} rows each (seed {seed}; --dry-run shows more).")
             continue
         for client, own in enumerate(counts):
-            order = sorted((k for k in range(len(own)) if own[k]), key=lambda k: -own[k])  # noqa: B023
-            shown = [f"{names[k]} {own[k]}" for k in order[:MOST_CLASSES]]
-            rest = order[MOST_CLASSES:]
-            shown += [f"{len(rest)} others {sum(own[k] for k in rest)}"] if rest else []
+            most = sorted(zip(own, names, strict=False), reverse=True)
+            shown = [f"{name} {number}" for number, name in most[:MOST_CLASSES] if number]
+            rest = [number for number, _ in most[MOST_CLASSES:] if number]
+            shown += [f"{len(rest)} others {sum(rest)}"] if rest else []
             say_once(f"Client {client}: {sum(own)} rows, {', '.join(shown)}.")
 
 
@@ -124,16 +116,15 @@ def _remarks(
     if experiment.task in ("classification", "image") and task.data.kind == "single":
         largest = int(np.bincount(labels).argmax())
         share = float(np.mean(task.data.test.labels == largest))
-        name = task.data.label_names[largest]
-        yield f"Always '{name}' would have accuracy {share:.3f}."
+        yield f"Always '{names[largest]}' would have accuracy {share:.3f}."
     held = sum(map(sum, counts))
     if held < len(labels):
         present = set(partition_keys(labels).tolist())
         totals = [sum(of_class) for of_class in zip(*counts, strict=True)]
         absent = [name for key, name in enumerate(names) if key in present and not totals[key]]
         yield (
-            f"Partition {experiment.partition} leaves out {len(labels) - held} of {len(labels)} training "
-            f"rows: no client has the classes {', '.join(absent)} (seed {seed})."
+            f"Partition {experiment.partition} leaves out {len(labels) - held} of {len(labels)} rows: "
+            f"no client has the classes {', '.join(absent)} (seed {seed})."
         )
     choosing = [strategy.name for strategy in experiment.strategies if strategy.chooses]
     rows = sum(len(task.client_rows(seed, client)[1]) for client in range(experiment.clients))
@@ -163,7 +154,7 @@ def costs_of(cells: Sequence[Cell], partitions: Mapping[str, Any]) -> dict[str, 
         share = strategy.fraction_train or experiment.fraction_train
         test = len(task_of(experiment.to_json()).test)
         passes = (rounds + 1 if strategy.fit_head else bool(strategy.fits)) * rows
-        evaluated = (rounds + 1) * test + rounds * experiment.holdout * rows + passes
+        evaluated = (rounds + 1) * test + experiment.holdout * rows + passes
         found[cell.name] = rows * share * (first + later) + training.EVALUATED * evaluated
         trained |= {key, same} if not joined else set()
     return found
@@ -176,9 +167,8 @@ def estimate(cells: Sequence[Cell], costs: Mapping[str, float], machine: Machine
     for json in dict.fromkeys(cell.experiment.to_json() for cell in cells):
         task = task_of(json)
         model = build_model(task.experiment, task.data, seed=0)
-        rows = task.objective.usable(task.train, np.arange(len(task.train)))[
-            : task.experiment.batch_size
-        ]
+        usable = task.objective.usable(task.train, np.arange(len(task.train)))
+        rows = usable[: task.experiment.batch_size]
         for _ in range(2):  # the first one allocates memory
             start = perf_counter()
             training.train(model, task, rows, seed=0, epochs=1.0)

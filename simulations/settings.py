@@ -185,8 +185,8 @@ class Experiment(BaseModel):
         size = self.width // self.heads
         if self.width % self.heads or (self.architecture == "llama" and size % 2):
             yield (
-                f"width {self.width} and {self.heads} heads do not go together; heads have a whole width, "
-                "for llama an even one"
+                f"width {self.width} and {self.heads} heads do not go together: a head has a whole "
+                "width, for llama an even one"
             )
         if self.start == "different" and min(shares) < 1:
             yield (

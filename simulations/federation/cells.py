@@ -6,13 +6,12 @@ import copy
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from logging import INFO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.common import log
 from torch import nn
 
@@ -66,13 +65,14 @@ class CellRun:
     """The run of a cell; its results are added to ``rows`` and ``alignment``.
 
     ``initial`` has the metrics of the initial model, which cells of one seed share. It is empty before
-    the first evaluation. ``grid`` has the clients that take part, and ``job`` is what they are told.
+    the first evaluation. ``grid`` has the clients that take part (None while the cell is only checked),
+    and ``job`` is what they are told.
     """
 
     task: Task
     seed: int
     strategy: Strategy
-    grid: OrderedGrid | None = None
+    grid: Any = None
     job: Mapping[str, Any] = field(default_factory=dict)
     initial: dict[str, float] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -84,12 +84,6 @@ class CellRun:
         experiment = self.task.experiment.name
         return {"experiment": experiment, "strategy": self.strategy.name, "seed": self.seed}
 
-    @property
-    def clients(self) -> OrderedGrid:
-        """The grid of the clients that take part."""
-        assert self.grid is not None, "a cell that is only checked has no clients"
-        return self.grid
-
     def model(self) -> nn.Module:
         """Return the initial model of the seed."""
         return build_model(self.task.experiment, self.task.data, self.seed)
@@ -99,26 +93,31 @@ class CellRun:
         own = {**self.labels, "round": server_round, "scope": scope}
         self.rows.extend({**own, "metric": name, "value": value} for name, value in metrics.items())
 
-    def finish_round(self, server_round: int, metrics: Mapping[str, float]) -> MetricRecord:
-        """Add the global model's metrics and what messages cost so far; log the progress."""
-        self.record("central", server_round, metrics)
-        self.record("messages", server_round, self.clients.counted)
-        log(INFO, "%s: round %d of %d", self.strategy.name, server_round, self.task.experiment.rounds)
-        return MetricRecord(dict(metrics))
+    def finish_round(self, server_round: int, model: nn.Module) -> dict[str, float]:
+        """Evaluate a round's global model, add the metrics and what messages cost; return the metrics.
 
-    def evaluate(self, model: nn.Module, server_round: int) -> dict[str, float]:
-        """Return the metrics of a global model on the test rows."""
-        if server_round > 0 or self.strategy.fits:
-            return evaluate_tests(self.task, model)
-        if not self.initial:
-            self.initial.update(evaluate_tests(self.task, model))
-        return self.initial
+        After the last round the model is evaluated on each client's held-out rows, too.
+        """
+        task, rounds = self.task, self.task.experiment.rounds
+        shared = server_round == 0 and not self.strategy.fits
+        metrics = self.initial if shared and self.initial else evaluate_tests(task, model)
+        if shared:
+            self.initial.update(metrics)
+        self.record("central", server_round, metrics)
+        self.record("messages", server_round, self.grid.counted)
+        for client in range(task.experiment.clients) if server_round == rounds else ():
+            held_out = task.client_rows(self.seed, client)[1]
+            if len(held_out):
+                own = training.evaluate(model, task, task.train, held_out)
+                self.record(f"client:{client}", server_round, own)
+        log(INFO, "%s: round %d of %d", self.strategy.name, server_round, rounds)
+        return dict(metrics)
 
     def with_fitted_head(self, server_round: int, arrays: ArrayRecord, model: Any) -> ArrayRecord:
         """Return a model with the better of two task heads, and add rows about the choice."""
         described = model.peft_config["default"] if self.task.experiment.lora else model.config
         config = ConfigRecord({**self.job, "server-round": server_round})
-        found = fit_task_head(self.clients, arrays, described, config=config)
+        found = fit_task_head(self.grid, arrays, described, config=config)
         losses = dict(zip(("as-it-was", "calibrated", "fitted"), found.losses, strict=True))
         chosen = {"kept": float(found.fitted), "temperature": found.temperature, "rows": found.rows}
         self.record("head", server_round, {**losses, **chosen})
@@ -196,11 +195,10 @@ def run_federated(cell: CellRun, scratch: Path, build: Callable[..., Any] | None
     job = {**cell.job, "loads": strategy.loads}
     try:
         result = strategy.start(
-            cell.clients,
+            cell.grid,
             ArrayRecord(tensors_of(model)),
             num_rounds=experiment.rounds,
-            train_config=ConfigRecord({**job}),
-            evaluate_config=ConfigRecord({**job}),
+            train_config=ConfigRecord(job),
             evaluate_fn=strategy.evaluate_centrally,
         )
     finally:
@@ -229,13 +227,8 @@ def _run_head_only(cell: CellRun, scratch: Path) -> None:
     model = cell.model()
     arrays = cell.with_fitted_head(0, ArrayRecord(tensors_of(model)), model)
     load_tensors(model, arrays.to_torch_state_dict())
-    metrics = evaluate_tests(cell.task, model)
-    for client in range(cell.task.experiment.clients):
-        held_out = cell.task.client_rows(cell.seed, client)[1]
-        own = training.evaluate(model, cell.task, cell.task.train, held_out)
-        cell.record(f"client:{client}", cell.task.experiment.rounds, own)
     for server_round in range(cell.task.experiment.rounds + 1):
-        cell.finish_round(server_round, metrics)
+        cell.finish_round(server_round, model)
 
 
 def run_joined(cell: CellRun, scratch: Path, share: float = 1.0) -> None:
@@ -246,12 +239,12 @@ def run_joined(cell: CellRun, scratch: Path, share: float = 1.0) -> None:
             rows, stream = np.sort(_rows_of(cell, held_out=False)), cell.seed * 1_000 + server_round
             epochs = share * experiment.epochs(server_round)
             training.train(model, cell.task, rows, stream, epochs, cell.job["lr"])
-        cell.finish_round(server_round, cell.evaluate(model, server_round))
+        cell.finish_round(server_round, model)
 
 
 #: How a kind of strategy runs. Plug-ins add theirs, and what refuses wrong ones to ``strategy.KINDS``.
 RUNS: dict[str, Callable[[CellRun, Path], None]] = {
-    "fedrot": partial(run_federated),
+    "fedrot": run_federated,
     "head_only": _run_head_only,
     "joined": run_joined,
 }

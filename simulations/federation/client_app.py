@@ -178,17 +178,6 @@ def train(message: Message, context: Context) -> Message:
     return Message(RecordDict({**content, **_content(context, metrics)}), reply_to=message)
 
 
-@app.evaluate()
-def evaluate(message: Message, context: Context) -> Message:
-    """Evaluate the global model on the client's held-out rows."""
-    job = ClientJob.read(message, context)
-    (arrays,) = message.content.array_records.values()
-    held_out = job.rows(held_out=True)
-    metrics = training.evaluate(job.loaded(arrays), job.task, job.task.train, held_out)
-    content = _content(context, {"num-examples": len(held_out), **metrics})
-    return Message(content, reply_to=message)
-
-
 def _content(context: Context, metrics: Mapping[str, float] | None = None) -> RecordDict:
     """Return a reply's records: the client's id, and its metrics."""
     content = RecordDict({} if metrics is None else {"metrics": MetricRecord({**metrics})})

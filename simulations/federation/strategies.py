@@ -44,13 +44,11 @@ class CellStrategy(ReplyStrategy):
             server=replace(Server(**strategy.server), deterministic=True),
             reporting=Reporting(report),
             fraction_train=strategy.fraction_train or experiment.fraction_train,
-            fraction_evaluate=1.0 if experiment.holdout else 0.0,
+            fraction_evaluate=0.0,
             min_train_nodes=1,
-            min_evaluate_nodes=1 if experiment.holdout else 0,
             min_available_nodes=len(strategy.clients) or experiment.clients,
             weighted_by_key=strategy.weighted_by_key,
             train_metrics_aggr_fn=self._after_training,
-            evaluate_metrics_aggr_fn=self._after_evaluation,
             **kwargs,
         )
         self.cell, self.network = cell, model
@@ -71,22 +69,17 @@ class CellStrategy(ReplyStrategy):
         if strategy.fit_at_end and server_round == experiment.rounds:
             arrays = self.cell.with_fitted_head(server_round, arrays, self.network)
         load_tensors(self.network, arrays.to_torch_state_dict(), self.loads)
-        metrics = self.cell.evaluate(self.network, server_round)
-        return self.cell.finish_round(server_round, metrics)
+        return MetricRecord({**self.cell.finish_round(server_round, self.network)})
 
     def _after_training(self, contents: list[RecordDict], key: str) -> MetricRecord:
         self.trained_rounds.add(self.current_round)
-        for client, metrics in _client_metrics(contents):
+        replies = {own_id(content): content for content in contents}
+        for client in sorted(replies):  # They arrive in any order.
+            (metrics,) = replies[client].metric_records.values()
             alone = {k.removeprefix(ALONE): v for k, v in metrics.items() if k.startswith(ALONE)}
             self.cell.record(f"alone:{client}", self.current_round, alone)
             own = {k: v for k, v in metrics.items() if k == "train-loss" or k.startswith("seconds-")}
             self.cell.record(f"client:{client}", self.current_round, own)
-        return MetricRecord()
-
-    def _after_evaluation(self, contents: list[RecordDict], key: str) -> MetricRecord:
-        for client, metrics in _client_metrics(contents):
-            if metrics.pop("num-examples") > 0:
-                self.cell.record(f"client:{client}", self.current_round, metrics)
         return MetricRecord()
 
 
@@ -135,7 +128,7 @@ def aggregation_of(cell: CellRun, shell: nn.Module) -> Callable[[], Aggregator]:
         return -evaluate_at_clients(cell, with_state(shell, tensors))["loss"]
 
     config: Any = shell.config
-    given = cell.strategy.aggregation_arguments or {"name": "mean"}
+    given = cell.strategy.aggregation_arguments
     name = given.pop("name")
     return aggregation_named(
         name,
@@ -157,14 +150,3 @@ def strategy_of(cell: CellRun, model: nn.Module, report: Path) -> CellStrategy:
     options, fit_head = AdapterOptions(**cell.strategy.adapters), cell.strategy.fit_head
     settings = network.peft_config["default"]
     return FedRotLoRACell(cell, model, report, settings, options, fit_head=fit_head)
-
-
-def _client_metrics(contents: list[RecordDict]) -> list[tuple[int, dict[str, Any]]]:
-    """Return the id and metrics of every client, ordered by id; replies arrive in any order."""
-    found = []
-    for content in contents:
-        (metrics,) = content.metric_records.values()
-        client = own_id(content)
-        assert client is not None, "replies of the ClientApp have a client id"
-        found.append((client, dict(metrics)))
-    return sorted(found, key=lambda pair: pair[0])

@@ -56,8 +56,8 @@ def check_held_out(task: Task, clients: Sequence[int] = ()) -> None:
         chosen = clients or range(task.experiment.clients)
         if not any(len(task.client_rows(seed, client)[1]) for client in chosen):
             raise FedrotError(
-                f"it needs clients' held-out rows, but holdout {task.experiment.holdout:g} gives none with "
-                f"seed {seed}; use a larger holdout, fewer clients or more rows"
+                f"it needs clients' held-out rows, but holdout {task.experiment.holdout:g} gives none "
+                f"with seed {seed}; use a larger holdout, fewer clients or more rows"
             )
 
 

@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -88,7 +88,7 @@ def run_jobs(
             attempt(job, partial(hear, job))
         return
     waiting = deque(jobs)
-    with _on_ray(machine) if on_ray else _in_processes(machine.places(len(jobs))) as engine:
+    with closing(_Tasks(machine) if on_ray else _Processes(machine.places(len(jobs)))) as engine:
         while waiting or engine.running:
             while waiting and len(engine.running) < engine.places():
                 engine.start(waiting.popleft())
@@ -149,21 +149,11 @@ class _Processes:
                 del self.running[pipe]
             yield job, said
 
-    def stop(self) -> None:
-        for process in self._processes.values():
-            process.kill()
+    def close(self) -> None:
         for pipe, process in self._processes.items():
+            process.kill()
             process.join()
             pipe.close()
-
-
-@contextmanager
-def _in_processes(count: int) -> Iterator[Any]:
-    engine = _Processes(count)
-    try:
-        yield engine
-    finally:
-        engine.stop()
 
 
 def _serve(pipe: Connection) -> None:
@@ -191,13 +181,22 @@ def _without_ctrl_c() -> Iterator[None]:
 
 
 class _Tasks:
-    """Jobs as tasks of Ray, which stream what they say."""
+    """Jobs as tasks of a Ray cluster, or of Ray on this machine, which stream what they say."""
 
-    def __init__(self, gpus: float) -> None:
+    def __init__(self, machine: Machine) -> None:
         import ray
 
+        ours = signal.getsignal(signal.SIGTERM)
+        if machine.ray:
+            _join_cluster(machine.ray)
+        else:
+            # Without "local", Ray connects to a cluster that already runs on this machine.
+            ray.init("local", num_cpus=machine.workers, include_dashboard=False, log_to_driver=False)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, ours)  # Ray's own handler exits.
         self._ray, self.running = ray, dict[Any, Job]()
-        self._task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0, num_returns="streaming")(_said)
+        options = {"num_gpus": machine.gpus, "max_retries": 0, "num_returns": "streaming"}
+        self._task = ray.remote(num_cpus=1, **options)(_said)
 
     def places(self) -> int:
         # At most one job per core is submitted, so that jobs start in the order of the list.
@@ -218,6 +217,9 @@ class _Tasks:
                 del self.running[stream]
             yield job, said
 
+    def close(self) -> None:
+        self._ray.shutdown()
+
 
 def _said(job: Job) -> Iterator[Any]:
     """Run a job in a thread, and yield what it says."""
@@ -228,40 +230,23 @@ def _said(job: Job) -> Iterator[Any]:
     yield last
 
 
-@contextmanager
-def _on_ray(machine: Machine) -> Iterator[Any]:
-    """Run jobs as tasks of a Ray cluster, or of Ray on this machine."""
+def _join_cluster(address: str) -> None:
+    """Connect to a Ray cluster; raises ``FedrotError`` if there is none."""
     import ray
 
-    ours = signal.getsignal(signal.SIGTERM)
-    if machine.ray:
-        try:
-            _check_reachable(machine.ray)
-            plugins = os.environ.get(PLUGINS)
-            # Nodes of a running cluster do not inherit this process's environment.
-            told = {"env_vars": {PLUGINS: plugins}} if plugins else None
-            ray.init(address=machine.ray, log_to_driver=False, runtime_env=told)
-        except (OSError, ValueError) as error:
-            raise FedrotError(
-                f"There is no Ray cluster at '{machine.ray}': {error} Start one with 'ray start "
-                "--head', or leave ray out to use this machine."
-            ) from error
-    else:
-        # Without "local", Ray connects to a cluster that already runs on this machine.
-        ray.init("local", num_cpus=machine.workers, include_dashboard=False, log_to_driver=False)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, ours)  # Ray's own handler exits.
-    try:
-        yield _Tasks(machine.gpus)
-    finally:
-        ray.shutdown()
-
-
-def _check_reachable(address: str) -> None:
-    """Raise ``OSError`` if no connection to ``host:port`` is possible; Ray would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdecimal():
-        socket.create_connection((host, int(port)), timeout=10).close()
+    plugins = os.environ.get(PLUGINS)
+    # Nodes of a running cluster do not inherit this process's environment.
+    told = {"env_vars": {PLUGINS: plugins}} if plugins else None
+    try:
+        if host and port.isdecimal():  # Ray would try for minutes.
+            socket.create_connection((host, int(port)), timeout=10).close()
+        ray.init(address=address, log_to_driver=False, runtime_env=told)
+    except (OSError, ValueError) as error:
+        raise FedrotError(
+            f"There is no Ray cluster at '{address}': {error} Start one with 'ray start --head', or "
+            "leave ray out to use this machine."
+        ) from error
 
 
 def check_gpus(gpus: float) -> None:
@@ -269,10 +254,8 @@ def check_gpus(gpus: float) -> None:
     import torch
 
     found = torch.cuda.device_count()
-    if not (0 <= gpus <= 1 or (gpus > 1 and gpus % 1 == 0)):
-        raise FedrotError(f"gpus is {gpus:g}; give a fraction such as 0.5, or a whole number.")
-    if gpus > found:
+    if not 0 <= gpus <= found or (gpus > 1 and gpus % 1):
         raise FedrotError(
-            f"gpus is {gpus:g} for each job, but PyTorch finds {found or 'no'} GPU(s) on this "
-            f"machine; {'give at most ' + str(found) if found else 'leave gpus out'}."
+            f"gpus is {gpus:g} for each job: give a fraction such as 0.5, or a whole number, of the "
+            f"{found} GPUs that PyTorch finds on this machine; without a GPU leave gpus out."
         )

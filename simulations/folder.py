@@ -45,8 +45,9 @@ _TYPES: Mapping[str, Any] = {
 def _checked(rows: list[dict[str, Any]], file: Path, *needed: str) -> list[dict[str, Any]]:
     """Return rows with NaN for null values; raises ``FedrotError`` if fedrot did not write them."""
     for number, row in enumerate(rows, 1):
-        wrong = [name for name in needed if name not in row] if isinstance(row, dict) else ["row"]
-        wrong += [n for n, kind in _TYPES.items() if n in row and not isinstance(row[n], kind)]
+        known = row if isinstance(row, dict) else {}
+        wrong = [name for name in needed if name not in known] if row is known else ["row"]
+        wrong += [n for n, kind in _TYPES.items() if n in known and not isinstance(known[n], kind)]
         if wrong:
             raise FedrotError(
                 f"'{file}' has rows that fedrot did not write: {wrong[0]} is missing or wrong in row "

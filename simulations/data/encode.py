@@ -209,7 +209,8 @@ def read_encoded(experiment: Experiment) -> tuple[DataSet[Any], Any, Any]:
     """Return the data of an experiment, and its training and held-out rows encoded for its model."""
     if experiment.task == "image":
         images = load_images(experiment, **_image_size(experiment.model))
-        return images, *_encoded_images(images, experiment.model)
+        train, test = _encoded_images(images, experiment.model)
+        return images, train, test
     data: DataSet[Any]
     if experiment.task == "ner":
         data = load_tags(experiment)

@@ -158,22 +158,21 @@ def labelled(source: Source, columns: tuple[str, ...], experiment: Experiment) -
             f"{source.task}: label column {listed(columns)} has {holds}; label_kind multi needs a "
             "boolean column per label and none that is called label, regression one column of numbers"
         )
-    kinds = [table.schema.field(name).type for table in source.tables.values() for name in columns]
-    scores = asked == "regression" or (not asked and any(map(_has_fractions, kinds[:1])))
+    kinds = [plain(table[name]).type for table in source.tables.values() for name in columns[:1]]
+    scores = bool(kinds) and (asked == "regression" or (not asked and _has_fractions(kinds[0])))
     read = _flags if several else _scores if scores else _texts
     parts = [_rows(where, table, columns, read) for where, table in source.tables.items()]
     if len(parts) == 1 and "split" in parts[0].table.column_names:
         parts = _by_column(parts[0])
     labels = [part.labels for part in parts]
     kind: Kind = "regression" if scores else "single"
-    names, said = ("score",), ""
-    if not columns:
-        names = ("all",)
-    elif several:
+    names: tuple[str, ...] = ("score",) if scores else ("all",)
+    said = ""
+    if several:
         kind, names, labels, said = _several(source.task, columns, labels, asked)
     elif scores:
         said = _range(np.concatenate(labels), asked)
-    else:
+    elif columns:
         names, labels, said = _classes(source, columns[0], parts)
     parts = [replace(part, labels=values) for part, values in zip(parts, labels, strict=True)]
     if len(parts) == 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -45,11 +44,8 @@ _ROWS = r"\t[^\n]*\n"
 _OTHER_FILES = {
     b"\x1f\x8b": "compressed by gzip: unpack it",
     b"PK\3\4": "an Excel workbook or a zip archive: export it as CSV, or unpack it",
-    b"\xd0\xcf\x11\xe0": "an old Excel workbook: export it as CSV",
     b"ARROW1": "an Arrow (Feather) file: save it as Parquet",
     b"<!": "a web page: download the file itself",
-    b"\xff\xfe": "in UTF-16: save it in UTF-8",
-    b"\xfe\xff": "in UTF-16: save it in UTF-8",
 }
 
 
@@ -124,19 +120,12 @@ def _csv(path: Path, delimiter: str = ",") -> pa.Table:
     return table.slice(1).rename_columns([column[0].as_py() or "" for column in table.columns])
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"an object has a name twice among {listed(name for name, _ in pairs)}")
-    return found
-
-
 def _json(path: Path) -> pa.Table:
     """Read objects, or a list of objects. Columns with larger integers than int64 are texts."""
     # Not pyarrow's reader: it makes dates of texts, and floats of large integers.
     text, rows, end = shallow(path.read_bytes()).decode("utf-8-sig"), [], 0
     while start := re.compile(r"\S").search(text, end):
-        row, end = json.JSONDecoder(object_pairs_hook=_object).raw_decode(text, start.start())
+        row, end = _OBJECTS.raw_decode(text, start.start())
         rows.append(row)
     rows = rows[0] if len(rows) == 1 and isinstance(rows[0], list) else rows
     if not all(isinstance(row, dict) for row in rows):
@@ -157,6 +146,16 @@ def _array(name: str, values: list[Any]) -> pa.Array:
         return pa.array(values)
     except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"the column '{name}' has values of several types: {error}") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"an object has a name twice among {listed(name for name, _ in pairs)}")
+    return found
+
+
+_OBJECTS = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def _plain_text(path: Path) -> pa.Table:
@@ -188,11 +187,11 @@ def read_table(path: Path) -> pa.Table:
         refuse_pointer(path)
         with path.open("rb") as file:
             head = file.readline(2**16)
-        other = [said for start, said in _OTHER_FILES.items() if head.lower().startswith(start.lower())]
+        other = next((said for start, said in _OTHER_FILES.items() if head.startswith(start)), "")
         if head.startswith(b"PAR1"):
             read = _parquet
         elif other or (b"\0" in head and read is not _parquet):
-            raise ValueError(f"it is {other[0] if other else 'no text, or in UTF-16: save it in UTF-8'}")
+            raise ValueError(f"it is {other or 'no text, or in UTF-16: save it in UTF-8'}")
         return _usable(read(path))
     except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(
@@ -388,15 +387,12 @@ def _bundled() -> Source:
 
 
 def _digits() -> Source:
-    """Return scikit-learn's 1,797 grey images of handwritten digits, 8 x 8 pixels."""
-    from PIL import Image
+    """Return scikit-learn's 1,797 grey images of handwritten digits, 8 x 8 pixels, as PGM files."""
     from sklearn.datasets import load_digits
 
-    found, images = load_digits(), []
-    for image in found.images:
-        file = io.BytesIO()
-        Image.fromarray(np.rint(image * (255 / 16)).astype(np.uint8)).save(file, "png")
-        images.append(file.getvalue())
+    found = load_digits()
+    pixels = np.rint(found.images * (255 / 16)).astype(np.uint8)
+    images = [b"P5 8 8 255 " + image.tobytes() for image in pixels]
     return Source(DIGITS, {DIGITS: pa.table({"image": images, "label": found.target})})
 
 

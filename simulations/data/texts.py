@@ -122,14 +122,15 @@ def load_tags(experiment: Experiment) -> TagData:
         raise DataError(f"{data.name}: every tag is '{OUTSIDE}', no entity; choose other data")
     names = (OUTSIDE, *(f"{prefix}-{type_}" for type_ in types for prefix in "BI"))
     number = {tag: index for index, tag in enumerate(names)}
-    splits = []
+    splits: list[TagSplit] = []
     for rows, (words, tags) in zip(parts, tagged, strict=True):
         numbers = [np.array([number[tag] for tag in row], dtype=np.int64) for row in tags]
         labels = np.zeros((len(words), len(types)), dtype=np.float32)
         for row, found in enumerate(numbers):
             labels[row, (found[found > 0] - 1) // 2] = 1  # type t has the tags 2t + 1 and 2t + 2
         splits.append(TagSplit(labels, rows.columns(tokens, column), words, numbers))
-    return TagData(data.name, "multi", tuple(types), TAG_METRICS, *splits, names, note=data.note)
+    train, test = splits
+    return TagData(data.name, "multi", tuple(types), TAG_METRICS, train, test, names, note=data.note)
 
 
 def _tagged(

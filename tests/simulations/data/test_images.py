@@ -61,10 +61,16 @@ FLAT = np.full((2, 2), 0.5, dtype=np.float32)
 #: A file, and the pixels of its grey or coloured image.
 SEEN: dict[str, tuple[bytes, Any]] = {
     **{
-        f"turned {form}": (encoded(LEFT, form, exif=UPSIDE, **options), np.repeat([[255]] * 4 + [[0]] * 4, 4, axis=1))
+        f"turned {form}": (
+            encoded(LEFT, form, exif=UPSIDE, **options),
+            np.repeat([[255]] * 4 + [[0]] * 4, 4, axis=1),
+        )
         for form, options in (("png", {}), ("tiff", {}), ("jpeg", {"quality": 100}))
     },
-    **{f"16 bits {form}": (encoded(Image.fromarray(RAMP), form), EIGHT) for form in ("png", "tiff", "ppm")},
+    **{
+        f"16 bits {form}": (encoded(Image.fromarray(RAMP), form), EIGHT)
+        for form in ("png", "tiff", "ppm")
+    },
     "16 bits, dark": (encoded(Image.fromarray(RAMP // 256), "ppm"), np.zeros((4, 4))),
     "32 bits": (encoded(Image.fromarray(RAMP.astype(np.int32) * 999), "tiff"), EIGHT),
     "32 bits, small": (encoded(Image.fromarray(EIGHT.astype(np.int32) - 9), "tiff"), EIGHT),
@@ -72,23 +78,40 @@ SEEN: dict[str, tuple[bytes, Any]] = {
     "no numbers": (encoded(Image.fromarray(ODD), "tiff"), [[0, 255], [0, 255]]),
     "one value": (encoded(Image.fromarray(FLAT), "tiff"), np.zeros((2, 2))),
     "nothing but no numbers": (encoded(Image.fromarray(FLAT * np.nan), "tiff"), np.zeros((2, 2))),
-    "drawn in alpha": (encoded(Image.fromarray(HALF)), np.repeat([[0, 0, 255, 255]], 4, axis=0).T[..., None].repeat(3, 2)),
-    "grey in alpha": (encoded(Image.fromarray(HALF[..., 2:], "LA")), np.repeat([[0, 0, 255, 255]], 4, axis=0).T),
+    "drawn in alpha": (
+        encoded(Image.fromarray(HALF)),
+        np.repeat([[0, 0, 255, 255]], 4, axis=0).T[..., None].repeat(3, 2),
+    ),
+    "grey in alpha": (
+        encoded(Image.fromarray(HALF[..., 2:], "LA")),
+        np.repeat([[0, 0, 255, 255]], 4, axis=0).T,
+    ),
     "half transparent": (encoded(Image.new("RGBA", (1, 1), (255, 0, 0, 51))), [[[255, 204, 204]]]),
     "grey that is transparent": (encoded(Image.new("L", (2, 1), 9), transparency=9), [[255, 255]]),
-    "a colour that is transparent": (encoded(Image.new("RGB", (1, 1), "red"), transparency=(255, 0, 0)), [[[255] * 3]]),
+    "a colour that is transparent": (
+        encoded(Image.new("RGB", (1, 1), "red"), transparency=(255, 0, 0)),
+        [[[255] * 3]],
+    ),
     "a palette": (encoded(DRAWN), np.full((4, 4, 3), [0, 255, 0])),
     "a transparent palette": (encoded(DRAWN, transparency=1), np.full((4, 4, 3), 255)),
     "a transparent GIF": (encoded(DRAWN, "gif", transparency=1), np.full((4, 4, 3), 255)),
-    "a damaged EXIF": (encoded(LEFT, "jpeg", exif=b"Exif\0\0", quality=100), np.repeat([[255] * 4 + [0] * 4], 4, axis=0)),
+    "a damaged EXIF": (
+        encoded(LEFT, "jpeg", exif=b"Exif\0\0", quality=100),
+        np.repeat([[255] * 4 + [0] * 4], 4, axis=0),
+    ),
     "black and white": (png(1, (2, 1), "1"), [[255, 255]]),
     "print": (encoded(Image.new("CMYK", (1, 1), (0, 255, 255, 0)), "tiff"), [[[255, 0, 0]]]),
     "LAB": (encoded(Image.new("LAB", (1, 1), (0, 128, 128)), "tiff"), [[[0, 0, 0]]]),
     "film": (
-        encoded(Image.new("RGB", (1, 1), "red"), "tiff", save_all=True, append_images=[Image.new("RGB", (1, 1))]),
+        encoded(
+            Image.new("RGB", (1, 1), "red"),
+            "tiff",
+            save_all=True,
+            append_images=[Image.new("RGB", (1, 1))],
+        ),
         [[[255, 0, 0]]],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SEEN)

@@ -90,8 +90,10 @@ def test_labels(case: Case, suffix: str, tmp_path: Path) -> None:
     data = load_texts(chosen(path, **options))
     if expected == "regression":
         assert (data.kind, data.metrics, data.train.labels.dtype) == (
-            "regression", ("pearson", "spearman"), np.float32,
-        )  # fmt: skip
+            "regression",
+            ("pearson", "spearman"),
+            np.float32,
+        )
         read = {t: v for s in (data.train, data.test) for t, v in zip(s.texts, s.labels, strict=True)}
         assert read == dict(zip(TEXTS, map(float, rows), strict=True))
         return
@@ -263,10 +265,30 @@ TRUE, FALSE = [True, False], [False, True]
 #: Columns of training rows, of held-out rows, options, and kind with training labels, or an error.
 SEVERAL: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], Any]] = {
     "exactly one": ({"x": TRUE, "y": FALSE}, {"x": TRUE, "y": FALSE}, {}, ("single", [0, 1])),
-    "two in training rows": ({"x": TRUE, "y": TRUE}, {"x": TRUE, "y": FALSE}, {}, ("multi", [[1, 1], [0, 0]])),
-    "two in test rows": ({"x": TRUE, "y": FALSE}, {"x": TRUE, "y": TRUE}, {}, ("multi", [[1, 0], [0, 1]])),
-    "asked for": ({"x": TRUE, "y": FALSE}, {"x": TRUE, "y": FALSE}, {"label_kind": "multi"}, ("multi", [[1, 0], [0, 1]])),
-    "none, one asked for": ({"x": TRUE, "y": TRUE}, {"x": TRUE, "y": TRUE}, SINGLE, "needs one in each row"),
+    "two in training rows": (
+        {"x": TRUE, "y": TRUE},
+        {"x": TRUE, "y": FALSE},
+        {},
+        ("multi", [[1, 1], [0, 0]]),
+    ),
+    "two in test rows": (
+        {"x": TRUE, "y": FALSE},
+        {"x": TRUE, "y": TRUE},
+        {},
+        ("multi", [[1, 0], [0, 1]]),
+    ),
+    "asked for": (
+        {"x": TRUE, "y": FALSE},
+        {"x": TRUE, "y": FALSE},
+        {"label_kind": "multi"},
+        ("multi", [[1, 0], [0, 1]]),
+    ),
+    "none, one asked for": (
+        {"x": TRUE, "y": TRUE},
+        {"x": TRUE, "y": TRUE},
+        SINGLE,
+        "needs one in each row",
+    ),
     "scores asked for": ({"x": TRUE, "y": FALSE}, {"x": TRUE, "y": FALSE}, SCORES, "no scores"),
     "texts and numbers": (
         {"x": ["1", "0"], "y": ["True", "false"], "z": [1, 0], "n": ["a", "1"], "w": [[1], [0]]},
@@ -274,9 +296,14 @@ SEVERAL: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], Any]] =
         {"label_kind": "multi"},
         ("multi", [[1, 1, 1], [0, 0, 0]]),
     ),
-    "an empty cell": ({"x": [True, None], "y": TRUE}, {"x": TRUE, "y": TRUE}, {}, r"'x' has no value in 1 .*row\(s\) 2,"),
+    "an empty cell": (
+        {"x": [True, None], "y": TRUE},
+        {"x": TRUE, "y": TRUE},
+        {},
+        r"'x' has no value in 1 .*row\(s\) 2,",
+    ),
     "one column": ({"x": TRUE}, {"x": TRUE}, {}, "no label column 'label' or .*; columns are x;"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SEVERAL)

@@ -78,7 +78,7 @@ def test_columns_have_usual_names_in_the_order_of_preference() -> None:
     tables = {"here": pa.table({"text": ["a"], "review": ["b"]}), "there": pa.table({"review": ["c"]})}
     assert Source("it", tables).column(TEXT, None) == "review"
     with pytest.raises(
-        DataError, match="here and there: no text column 'text'; columns are review; .* --text"
+        DataError, match=r"here and there: no text column 'text'; columns are review; .* --text"
     ):
         Source("it", tables).column(TEXT, " text ")
 
@@ -120,19 +120,39 @@ def test_pairs_have_usual_names(first: str, second: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("columns", "options", "message"),
     [
-        ({"text": TEXTS, "label": MOODS}, {"text_column": "body"}, "no text column 'body'; columns are text, label"),
+        (
+            {"text": TEXTS, "label": MOODS},
+            {"text_column": "body"},
+            "no text column 'body'; columns are text, label",
+        ),
         ({"text": TEXTS, "label": MOODS}, {"label_column": "mood"}, "no label column 'mood'"),
-        ({"text": TEXTS, "label": MOODS}, {"text_column": "text,label,text"}, "3 columns; give one or two"),
+        (
+            {"text": TEXTS, "label": MOODS},
+            {"text_column": "text,label,text"},
+            "3 columns; give one or two",
+        ),
         ({"body": TEXTS, "label": MOODS}, {}, "no text column 'text' or .* are body, label;"),
-        ({"text": TEXTS, "mood": MOODS}, {}, "no label column 'label' or .* are text, mood; .* label_kind multi"),
-        ({"text": [*TEXTS[:-1], None], "label": MOODS}, {}, r"mine.parquet: text column 'text' has no value.*row\(s\) 40,"),
+        (
+            {"text": TEXTS, "mood": MOODS},
+            {},
+            "no label column 'label' or .* are text, mood; .* label_kind multi",
+        ),
+        (
+            {"text": [*TEXTS[:-1], None], "label": MOODS},
+            {},
+            r"mine.parquet: text column 'text' has no value.*row\(s\) 40,",
+        ),
         ({"text": ["", *TEXTS[1:]], "label": MOODS}, {}, r"no value in 1 of 40 rows: row\(s\) 1,"),
         ({"text": [0.5, float("nan")], "label": ["a", "b"]}, {}, r"row\(s\) 2,"),
-        ({"text": [[text] for text in TEXTS], "label": MOODS}, {}, "holds list.*; give one text per row"),
+        (
+            {"text": [[text] for text in TEXTS], "label": MOODS},
+            {},
+            "holds list.*; give one text per row",
+        ),
         ({"text": [{"a": text} for text in TEXTS], "label": MOODS}, {}, "give one text per row"),
         ({"text": [b"text"] * 40, "label": MOODS}, {}, "give one text per row"),
     ],
-)  # fmt: skip
+)
 def test_wrong_columns_are_named(columns: Any, options: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         load_texts(chosen(write(tmp_path / "mine.parquet", **columns), **options))

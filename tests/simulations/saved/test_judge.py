@@ -103,7 +103,7 @@ def test_outputs_are_those_of_the_data_in_any_order(own: Path, tmp_path: Path) -
     configure(b, id2label={"0": "x"})
     configure(a, id2label={"0": "x"})
     code, said = invoke("merge", *line, "--dry-run")
-    assert (code, "classes a, b, c; the outputs of" in said) == (2, True), said
+    assert (code, "the 3 classes a, b, c; the 3 outputs of" in said) == (2, True), said
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert-mlm-untied", "t5-gated"])

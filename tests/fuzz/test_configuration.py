@@ -19,7 +19,7 @@ from fedrot.simulations import config as configuration
 from fedrot.simulations.arm import Arm
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import BAD_INPUT
-from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.settings import Experiment
 from fedrot.simulations.federation import grid_run, server_app
 from reproductions.barriers.grid import read_cells
 from tests.fuzz.cases import EDGES, fuzzed, misspelt
@@ -36,7 +36,7 @@ APP = re.search(
     re.S,
 )
 assert APP is not None
-FIELDS = sorted({*SimulationConfig.model_fields, "local-epochs", "x", "rows"})
+FIELDS = sorted({*Experiment.model_fields, "local-epochs", "x", "rows"})
 ARMS = ("plain", "aligned@running~probe", "heads+ffn@global/regmean", "plain/ensemble", "whole~weights")
 WORDS = (
     *configuration.TASKS,
@@ -76,8 +76,8 @@ def only_read() -> Iterator[None]:
         yield
 
 
-def valid(config: SimulationConfig) -> None:
-    assert SimulationConfig.model_validate_json(config.to_json()) == config
+def valid(config: Experiment) -> None:
+    assert Experiment.model_validate_json(config.to_json()) == config
     assert len(config.cells()) == len(config.seeds) * len(config.starts) * len(config.arms)
 
 
@@ -114,7 +114,7 @@ def documents(draw: st.DrawFn, end: str = "") -> str:
 @fuzzed(3, settings=st.dictionaries(st.sampled_from(FIELDS), anything, max_size=4))
 def test_settings_are_a_configuration_or_refused(settings: dict[str, Any]) -> bool:
     try:
-        found = SimulationConfig.from_flat(settings)
+        found = Experiment.from_flat(settings)
     except ValueError:
         return False
     valid(found)

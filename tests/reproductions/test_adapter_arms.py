@@ -11,7 +11,7 @@ import pytest
 import reproductions.plugins  # noqa: F401
 from fedrot.lora import AdapterOptions, adapter_tensors
 from fedrot.simulations.arm import Arm
-from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.settings import Experiment
 from fedrot.simulations.federation.client_app import FACTORS
 from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.models import build_model
@@ -115,7 +115,7 @@ def test_an_arm_does_not_depend_on_those_before(run: Callable[..., Path], all_ar
 def test_what_does_not_go_with_adapters_is_refused(changes: dict[str, Any], said: str) -> None:
     settings = {**SMALL, "model": "some/model", "lora": LORA, **changes}
     with pytest.raises(ValueError, match=said):
-        SimulationConfig.from_flat(settings)
+        Experiment.from_flat(settings)
 
 
 def test_arms_of_our_methods_are_not_rivals() -> None:

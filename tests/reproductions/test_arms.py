@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import reproductions.plugins  # noqa: F401
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.arm import TOGETHER, Arm, known_aggregations
-from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.settings import Experiment
 from fedrot.simulations.federation.arms import aggregation_of, with_state
 from fedrot.simulations.models import build_model
 from fedrot.simulations.tasks import training
@@ -31,7 +31,7 @@ RUNNING = AlignmentOptions.anchor
 
 @pytest.fixture(scope="module")
 def task() -> Task:
-    return task_of(SimulationConfig(**SMALL).to_json())
+    return task_of(Experiment(**SMALL).to_json())
 
 
 @pytest.fixture
@@ -56,9 +56,9 @@ def test_the_grammar_of_arms_that_merge(name: str) -> None:
     arm = Arm.parse(name)
     found = (arm.align, arm.parts, arm.anchor, arm.evidence, arm.aggregation, arm.other_basis)
     assert found == MERGING[name]
-    config = SimulationConfig.from_flat({"arms": f"plain, {name}"})
+    config = Experiment.from_flat({"arms": f"plain, {name}"})
     assert config.cells()[1][2] == arm
-    assert SimulationConfig.model_validate_json(config.to_json()) == config
+    assert Experiment.model_validate_json(config.to_json()) == config
 
 
 def test_every_aggregation_has_a_short_name(task: Task, shell: nn.Module) -> None:
@@ -87,19 +87,19 @@ def test_arms_that_are_none_are_refused_with_their_name(name: str) -> None:
 
 def test_ensembles_of_subsets_and_images() -> None:
     assert Arm.parse("ensemble#0+1").clients == (0, 1)
-    SimulationConfig(task="image", arms=("plain", "ensemble"))
-    assert not SimulationConfig(arms=("ensemble",)).moves
+    Experiment(task="image", arms=("plain", "ensemble"))
+    assert not Experiment(arms=("ensemble",)).moves
 
 
 def test_ensembles_soups_and_joined_training_have_their_conditions() -> None:
     for arm in ("ensemble", "plain/ensemble-probabilities"):
         with pytest.raises(ValueError, match="for task 'classification' or 'image', not for 'mlm'"):
-            SimulationConfig(task="mlm", arms=("plain", arm))
+            Experiment(task="mlm", arms=("plain", arm))
     for arm in ("greedy", "aligned/greedy"):
         with pytest.raises(ValueError, match="holdout must not be 0"):
-            SimulationConfig(holdout=0, arms=("plain", arm))
-    SimulationConfig(task="mlm", arms=("joined", "greedy", "aligned/regmean"))
-    SimulationConfig(holdout=0, arms=("joined", "ensemble", "aligned/fisher"))
+            Experiment(holdout=0, arms=("plain", arm))
+    Experiment(task="mlm", arms=("joined", "greedy", "aligned/regmean"))
+    Experiment(holdout=0, arms=("joined", "ensemble", "aligned/fisher"))
 
 
 class Says(nn.Module):

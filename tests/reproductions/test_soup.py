@@ -18,7 +18,7 @@ from torch import Tensor
 import fedrot
 from fedrot.aggregation import Mean, aggregation_named, aggregations
 from fedrot.errors import FedrotError
-from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.settings import Experiment
 from fedrot.simulations.federation.runner import check
 from fedrot.strategies import FedRot, Reporting
 from reproductions.soup import GreedySoup
@@ -252,6 +252,6 @@ def test_a_greedy_soup_of_aligned_updates(tmp_path: Path) -> None:
 
 
 def test_a_soup_needs_held_out_rows_of_the_clients() -> None:
-    config = SimulationConfig(**SMALL, arms=("plain", "greedy"), holdout=0.005)
+    config = Experiment(**SMALL, arms=("plain", "greedy"), holdout=0.005)
     with pytest.raises(FedrotError, match="arm 'greedy' needs clients' held-out rows"):
         check([config])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.settings import Experiment
 from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.federation.store import CellRows, RunFolder, cells_of
 from fedrot.simulations.report.plots import LONGEST, as_label, rounds_plot
@@ -95,7 +95,7 @@ SETTINGS = {
 
 
 def hostile_run(path: Path) -> Path:
-    config = SimulationConfig(setting=HOSTILE, arms=("plain",), seeds=(0, 1), rounds=1)
+    config = Experiment(setting=HOSTILE, arms=("plain",), seeds=(0, 1), rounds=1)
     store = RunFolder(path, [config], f"fedrot {HOSTILE}")
     counted = {"sizes": [3], "counts": [[1, 2]]}
     store.partitions({HOSTILE: {"label_names": [HOSTILE, "b"], "seeds": {"0": counted}}})
@@ -197,7 +197,7 @@ def test_a_folder_with_the_config_of_a_model_is_left_alone(tmp_path: Path) -> No
     with pytest.raises(
         FileExistsError, match=r"has a config.json of another kind, for example of a model"
     ):
-        RunFolder(tmp_path, [SimulationConfig()], "one")
+        RunFolder(tmp_path, [Experiment()], "one")
     assert config.read_text() == '{"model_type": "bert"}'
 
 

@@ -15,7 +15,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fedrot import FedrotError, canonical, random_equivalent, symmetry_of
-from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.settings import Experiment
 from fedrot.simulations.federation.arms import with_state
 from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.models import build_model
@@ -40,7 +40,7 @@ measure = partial(line_module.measure, points=3, cell="c", pair="0-1")
 
 @pytest.fixture(scope="module", params=["classification", "mlm"])
 def task(request: pytest.FixtureRequest) -> Task:
-    return task_of(SimulationConfig(task=request.param, **SMALL).to_json())
+    return task_of(Experiment(task=request.param, **SMALL).to_json())
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_whole_model_methods_undo_a_random_equivalent(task: Task, model: torch.n
 
 
 def test_methods_that_rotate_the_stream_undo_a_rotation_of_it() -> None:
-    task = task_of(SimulationConfig(task="clm", architecture="gpt2", **SMALL).to_json())
+    task = task_of(Experiment(task="clm", architecture="gpt2", **SMALL).to_json())
     model = build_model(task.config, task.data, seed=0)
     symmetry, batches = symmetry_of(model.config, model.state_dict()), training_batches(task, model, 64)
     folded = canonical(model.state_dict(), symmetry)

@@ -19,7 +19,7 @@ from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import Command
 from fedrot.simulations.cli.commands import examples as examples_of
 from fedrot.simulations.cli.experiment_commands import MORE_SETTINGS, PANELS
-from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.settings import Experiment
 from fedrot.simulations.grids import read_grid
 from tests.models import fresh_model
 from tests.simulations.commands import invoke
@@ -111,15 +111,15 @@ def test_help_ends_with_examples_that_work(name: str, monkeypatch: pytest.Monkey
         assert (program, command) == ("fedrot", name or command)
         context = COMMANDS[command].make_context(command, arguments)
         if command == "simulate":
-            settings = {k: v for k, v in context.params.items() if k in SimulationConfig.model_fields}
-            SimulationConfig.from_flat(settings)
+            settings = {k: v for k, v in context.params.items() if k in Experiment.model_fields}
+            Experiment.from_flat(settings)
         if context.params.get("grid"):  # a bundled one
             assert read_grid(Path(context.params["grid"]), "setting")
 
 
 def test_every_setting_is_in_one_panel_of_the_help_or_among_the_others() -> None:
     listed = [*MORE_SETTINGS, *(name for names in PANELS.values() for name in names)]
-    assert sorted(listed) == sorted(SimulationConfig.model_fields.keys() - {"setting"})
+    assert sorted(listed) == sorted(Experiment.model_fields.keys() - {"setting"})
     printed = invoke("simulate", "--help")[1]
     assert f"One of {', '.join(MORE_SETTINGS)}." in printed.replace(" │ │ ", " ")
     assert [panel for panel in PANELS if f"─ {panel} ─" in printed] == [*PANELS]

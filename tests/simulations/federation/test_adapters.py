@@ -20,8 +20,8 @@ from fedrot.lora import (
     average_adapters,
     load_adapter,
 )
-from fedrot.simulations.adapter import Adapter, default_arms
-from fedrot.simulations.config import SimulationConfig
+from fedrot.simulations.settings import Adapter, default_arms
+from fedrot.simulations.settings import Experiment
 from fedrot.simulations.data.encode import bundled_tokenizer
 from fedrot.simulations.federation import arms
 from fedrot.simulations.federation.arm_strategies import ArmRun, strategy_of
@@ -56,7 +56,7 @@ ARMS = (
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved encoder with its tokenizer."""
     folder = tmp_path_factory.mktemp("pretrained")
-    config = SimulationConfig(layers=1, width=16, heads=2, max_length=16)
+    config = Experiment(layers=1, width=16, heads=2, max_length=16)
     build_model(config, task_of(config.to_json()).data, 0).save_pretrained(folder)  # type: ignore[operator]
     PreTrainedTokenizerFast(tokenizer_object=bundled_tokenizer()).save_pretrained(folder)
     return folder
@@ -91,8 +91,8 @@ def values(path: Path, metric: str, scope: str) -> dict[tuple[str, int], float]:
     return {(row["arm"], row["round"]): row["value"] for row in found}
 
 
-def config_of(path: Path, pretrained: Path, **changes: Any) -> SimulationConfig:
-    return SimulationConfig.from_flat({**SMALL, "model": str(pretrained), "lora": LORA, **changes})
+def config_of(path: Path, pretrained: Path, **changes: Any) -> Experiment:
+    return Experiment.from_flat({**SMALL, "model": str(pretrained), "lora": LORA, **changes})
 
 
 def test_plain_is_the_mean_of_the_factors(all_arms: Path, pretrained: Path) -> None:
@@ -275,13 +275,13 @@ def test_joined_steps_are_those_of_one_client(pretrained: Path, monkeypatch: pyt
 def test_what_does_not_go_with_adapters_is_refused(changes: dict[str, Any], said: str) -> None:
     settings = {**SMALL, "model": "some/model", "lora": LORA, **changes}
     with pytest.raises(ValueError, match=said.replace("(", r"\(").replace("+", r"\+")):
-        SimulationConfig.from_flat(settings)
+        Experiment.from_flat(settings)
 
 
 def test_arms_of_adapters_unless_they_are_named() -> None:
     given = {name: value for name, value in SMALL.items() if name != "arms"}
     one, several = (
-        SimulationConfig.from_flat({**given, "model": "some/model", "lora": f"r={ranks},targets=q"})
+        Experiment.from_flat({**given, "model": "some/model", "lora": f"r={ranks},targets=q"})
         for ranks in ("4", "2+4")
     )
     assert one.arms == ("plain", "lora-exact")
@@ -292,7 +292,7 @@ def test_joined_training_goes_with_clients_of_several_ranks() -> None:
     """It trains one adapter, of the largest rank."""
     named = ("lora-exact", "joined", "joined-steps")
     settings = {**SMALL, "model": "some/model", "lora": "r=2+4,targets=q", "arms": ",".join(named)}
-    assert SimulationConfig.from_flat(settings).arms == named
+    assert Experiment.from_flat(settings).arms == named
 
 
 def test_modules_that_are_not_there_are_named(pretrained: Path) -> None:
@@ -304,7 +304,7 @@ def test_modules_that_are_not_there_are_named(pretrained: Path) -> None:
 def test_equal_ranks_in_turns_are_one_rank() -> None:
     assert default_arms("r=8+8,targets=query") == default_arms("r=8,targets=query")
     assert "plain" in default_arms("r=8+8,targets=query")
-    config = SimulationConfig.from_flat(
+    config = Experiment.from_flat(
         {**SMALL, "model": "some/model", "lora": "r=8+8,targets=query", "arms": "plain,lora-mean"}
     )
     assert config.adapter == Adapter(ranks=(8, 8), targets=("query",))
@@ -313,7 +313,7 @@ def test_equal_ranks_in_turns_are_one_rank() -> None:
 @pytest.mark.parametrize("task", ["classification", "ner", "clm"])
 def test_tasks_of_adapters(task: str) -> None:
     settings = {**SMALL, "task": task, "data": "mine", "model": "some/model", "lora": LORA}
-    assert SimulationConfig.from_flat(settings).arms == ("plain", "lora-exact")
+    assert Experiment.from_flat(settings).arms == ("plain", "lora-exact")
 
 
 def test_an_adapter_is_read_from_its_text() -> None:

@@ -19,8 +19,8 @@ from fedrot.simulations import config as configuration
 from fedrot.simulations.arm import Arm
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import BAD_INPUT
-from fedrot.simulations.settings import Experiment
 from fedrot.simulations.federation import grid_run, server_app
+from fedrot.simulations.settings import Experiment
 from reproductions.barriers.grid import read_cells
 from tests.fuzz.cases import EDGES, fuzzed, misspelt
 

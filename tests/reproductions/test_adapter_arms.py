@@ -11,10 +11,10 @@ import pytest
 import reproductions.plugins  # noqa: F401
 from fedrot.lora import AdapterOptions, adapter_tensors
 from fedrot.simulations.arm import Arm
-from fedrot.simulations.settings import Experiment
 from fedrot.simulations.federation.client_app import FACTORS
 from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.models import build_model
+from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks.task import task_of
 from reproductions.lora_clients import TRAIN
 from tests.simulations.federation import test_adapters as of_adapters

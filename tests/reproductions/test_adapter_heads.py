@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from fedrot.simulations.settings import Experiment
 from fedrot.simulations.data.encode import bundled_tokenizer
+from fedrot.simulations.settings import Experiment
 from fedrot.strategies.flower_compat import outside_of_the_engine
 from reproductions import adapter_heads as heads
 

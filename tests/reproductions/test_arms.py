@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import reproductions.plugins  # noqa: F401
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.arm import TOGETHER, Arm, known_aggregations
-from fedrot.simulations.settings import Experiment
 from fedrot.simulations.federation.arms import aggregation_of, with_state
 from fedrot.simulations.models import build_model
+from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.symmetry import DEFAULT_PARTS

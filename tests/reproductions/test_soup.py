@@ -18,8 +18,8 @@ from torch import Tensor
 import fedrot
 from fedrot.aggregation import Mean, aggregation_named, aggregations
 from fedrot.errors import FedrotError
-from fedrot.simulations.settings import Experiment
 from fedrot.simulations.federation.runner import check
+from fedrot.simulations.settings import Experiment
 from fedrot.strategies import FedRot, Reporting
 from reproductions.soup import GreedySoup
 from tests.fedrot.oracles import Array

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from fedrot.simulations.settings import Experiment
 from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.federation.store import CellRows, RunFolder, cells_of
 from fedrot.simulations.report.plots import LONGEST, as_label, rounds_plot
 from fedrot.simulations.report.run_page import write_report
 from fedrot.simulations.report.tables import result_tables
+from fedrot.simulations.settings import Experiment
 from tests.models import fresh_model
 from tests.simulations.commands import invoke
 from tests.simulations.data.files import bounded

@@ -21,7 +21,6 @@ from transformers.utils import logging as bars
 from fedrot.errors import FedrotError
 from fedrot.lora import adapter_tensors
 from fedrot.simulations import models, packaged
-from fedrot.simulations.settings import TASKS
 from fedrot.simulations.data.encode import bundled_tokenizer
 from fedrot.simulations.models import build_model, pad_id_of, patch_of, settings_of
 from fedrot.simulations.packaged import (
@@ -32,6 +31,7 @@ from fedrot.simulations.packaged import (
     no_bars,
     source_of,
 )
+from fedrot.simulations.settings import TASKS
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import task_of
 from fedrot.simulations.tasks.trial import check_model
@@ -110,7 +110,7 @@ def test_patches_divide_an_image_into_about_as_many_as_they_have_pixels() -> Non
 
 LLAMA = transformers.LlamaConfig(**SIZES, num_key_value_heads=1)
 BERT = transformers.BertConfig(**SIZES)
-LORA = {"lora": "r=2+3,targets=all-linear,alpha=6"}
+LORA = {"lora": {"r": [2, 3], "target_modules": "all-linear", "lora_alpha": 6}}
 #: Configuration, class, case and changes of models that are saved in 16 bits.
 SAVED: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
     "bert": (BERT, "AutoModel", "bert", {}),
@@ -206,15 +206,16 @@ def test_a_new_task_head_is_said_once(pretrained: Path, monkeypatch: pytest.Monk
 
 def test_an_adapter_is_as_it_was_asked_for_on_one_base(pretrained: Path) -> None:
     """The task head, which the pretrained model lacks, is drawn alike for all seeds."""
-    lora = {"lora": "r=2+4,targets=query+value,alpha=6,dropout=0.25,rslora=1,dora=1"}
-    found = built(pretrained, **lora).peft_config["default"]
+    switches = {"use_rslora": True, "use_dora": True, "lora_dropout": 0.25}
+    lora = {"r": [2, 4], "target_modules": ["query", "value"], "lora_alpha": 6, **switches}
+    found = built(pretrained, lora=lora).peft_config["default"]
     names = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "task_type")
     assert [getattr(found, name) for name in names] == [4, 6, 0.25, True, True, "SEQ_CLS"]
     assert found.target_modules == {"query", "value"}
-    plain = {"lora": "r=3,targets=all-linear"}
+    plain = {"lora": {"r": 3, "target_modules": "all-linear"}}
     model = built(pretrained, **plain)
     config = model.peft_config["default"]
-    assert [getattr(config, name) for name in names[:-1]] == [3, 16, 0, False, False]
+    assert [getattr(config, name) for name in names[:-1]] == [3, 8, 0, False, False]
     one, same, other = (
         dict(parts(m)) for m in (model, built(pretrained, **plain), built(pretrained, seed=4, **plain))
     )
@@ -237,22 +238,24 @@ def test_an_adapter_is_as_it_was_asked_for_on_one_base(pretrained: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("lora", "prepare", "said"),
+    ("module", "prepare", "said"),
     [
-        ("r=2,targets=query", lambda m: m.setitem(sys.modules, "peft", None), "lora needs PEFT"),
-        ("r=2,targets=c_attn", lambda m: None, "PEFT cannot adapt this BertForSequenceClassification"),
+        ("query", lambda m: m.setitem(sys.modules, "peft", None), "lora needs PEFT"),
+        ("c_attn", lambda m: None, "PEFT cannot adapt this BertForSequenceClassification"),
     ],
 )
 def test_an_adapter_that_cannot_be_is_refused(
     pretrained: Path,
-    lora: str,
+    module: str,
     prepare: Callable[[Any], None],
     said: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prepare(monkeypatch)
     with pytest.raises(FedrotError, match=said):
-        built(pretrained, lora=lora)
+        built(pretrained, lora={"r": 2, "target_modules": [module]})
+    with pytest.raises(FedrotError, match=r"unexpected keyword argument 'targets'|lora needs PEFT"):
+        built(pretrained, lora={"r": 2, "targets": [module]})
 
 
 def test_tensors_to_exchange_are_copies_and_have_a_size() -> None:

@@ -151,8 +151,12 @@ def test_the_pooling_is_that_of_the_folder(pooling: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("lora", ["", "r=2,targets=all-linear", "r=2+3,targets=query"])
-def test_a_pooled_model_is_trained_as_others(lora: str, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "lora", [{}, {"r": 2, "target_modules": "all-linear"}, {"r": [2, 3], "target_modules": ["query"]}]
+)
+def test_a_pooled_model_is_trained_as_others(
+    lora: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
     task = task_with(pooled(tmp_path, dtype=dtype), lora=lora)
     model, same, other = (built(task, seed) for seed in (0, 0, 1))
     assert {own.dtype for own in model.parameters()} == {torch.float32}

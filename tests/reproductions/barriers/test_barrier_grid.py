@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.settings import Experiment
 from fedrot.simulations.federation.run_folder import read_rows
+from fedrot.simulations.settings import Experiment
 from reproductions.barriers.grid import Cell, read_cells, run_grid, shared_rows
 from reproductions.barriers.line import lines_of
 from reproductions.barriers.methods import METHODS, MatchingMethod
@@ -194,9 +194,7 @@ def test_models_share_the_rows_they_should(sharing: Any, common: int, each: int)
 
 def test_where_the_data_lies_does_not_count_as_another_setting() -> None:
     cells = [
-        Cell(
-            config=Experiment(data_dir=where), sharing="same", pairs=((0, 1),), methods=("whole",)
-        )
+        Cell(config=Experiment(data_dir=where), sharing="same", pairs=((0, 1),), methods=("whole",))
         for where in (None, Path("elsewhere"))
     ]
     assert cells[0].settings == cells[1].settings

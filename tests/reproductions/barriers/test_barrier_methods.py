@@ -15,10 +15,10 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fedrot import FedrotError, canonical, random_equivalent, symmetry_of
-from fedrot.simulations.settings import Experiment
 from fedrot.simulations.federation.arms import with_state
 from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.models import build_model
+from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.symmetry import WHOLE_MODEL

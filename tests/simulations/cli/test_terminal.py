@@ -19,8 +19,8 @@ from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import Command
 from fedrot.simulations.cli.commands import examples as examples_of
 from fedrot.simulations.cli.experiment_commands import MORE_SETTINGS, PANELS
-from fedrot.simulations.settings import Experiment
 from fedrot.simulations.grids import read_grid
+from fedrot.simulations.settings import Experiment
 from tests.models import fresh_model
 from tests.simulations.commands import invoke
 

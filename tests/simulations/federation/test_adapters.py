@@ -20,14 +20,13 @@ from fedrot.lora import (
     average_adapters,
     load_adapter,
 )
-from fedrot.simulations.settings import Adapter, default_arms
-from fedrot.simulations.settings import Experiment
 from fedrot.simulations.data.encode import bundled_tokenizer
 from fedrot.simulations.federation import arms
 from fedrot.simulations.federation.arm_strategies import ArmRun, strategy_of
 from fedrot.simulations.federation.run_folder import read_rows
 from fedrot.simulations.federation.store import CellRows
 from fedrot.simulations.models import build_model
+from fedrot.simulations.settings import Adapter, Experiment, default_arms
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import task_of
 from tests.simulations.commands import options_of

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedrot.simulations.folder import Run
+from fedrot.simulations.folder import Run, file_name, title_of
 
 HOSTILE = "</script><script>alert(1)</script> & \"q\" 'x' $\\x$ ../../../x | " + 300 * "y"
 CODE = "FedRot(model.config, fit_head=True)"
@@ -81,7 +82,10 @@ def write_folder(folder: Path, experiments: Mapping[str, Mapping[str, float]], *
         "config": {
             "commands": ["fedrot simulate --data 'a <b>.csv' --out runs/a"],
             "experiments": [
-                {"name": name, "model": None, "rounds": 3, "strategies": [*map(strategy, gains)]}
+                {
+                    **{"name": name, "model": None, "rounds": 3, "seeds": [*SEEDS]},
+                    "strategies": [*map(strategy, gains)],
+                }
                 for name, gains in experiments.items()
             ],
         },
@@ -91,7 +95,7 @@ def write_folder(folder: Path, experiments: Mapping[str, Mapping[str, float]], *
     }
     for name, value in written.items():
         (folder / f"{name}.json").write_text(json.dumps(value))
-    for number, (name, gains) in enumerate(experiments.items()):
+    for name, gains in experiments.items():
         shares = {"attention": 0.3, "ffn": 0.02}
         alignment = [
             {**group(r, part, layer, share * (layer + 1) / r, chance=0.1), "experiment": name}
@@ -99,18 +103,13 @@ def write_folder(folder: Path, experiments: Mapping[str, Mapping[str, float]], *
             for layer in (0, 1)
             for part, share in shares.items()
         ]
-        dropped = {
-            "experiment": name,
-            "strategy": "aligned",
-            "round": 1,
-            "client": 3,
-            "dropped": "NaN in 'w'",
-        }
-        cell = {
-            "title": name,
-            "rows": rows_of(name, gains),
-            "alignment": [*alignment, dropped],
-            "log": "",
-        }
-        (folder / "cells" / f"{number}.json").write_text(json.dumps(cell))
+        lost = {"round": 1, "client": 3, "dropped": "NaN in 'w'"}
+        alignment.append({"experiment": name, "strategy": "aligned", **lost})
+        rows = rows_of(name, gains)
+        for own, seed in itertools.product(gains, SEEDS):
+            title = title_of(name, seed, own)
+            mine = [r for r in rows if (r["strategy"], r["seed"]) == (own, seed)]
+            first = (own, seed) == (next(iter(gains)), 0)
+            cell = {"title": title, "rows": mine, "alignment": alignment if first else [], "log": ""}
+            (folder / "cells" / f"{file_name(title)}.json").write_text(json.dumps(cell))
     return folder

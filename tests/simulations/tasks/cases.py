@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import torch
 import transformers
 
-from fedrot.simulations.settings import Experiment
 from fedrot.simulations.data.encode import bundled_tokenizer
 from fedrot.simulations.models import build_model
+from fedrot.simulations.settings import OF_SMALL_MODEL, Experiment
 from fedrot.simulations.tasks.task import Task, task_of
 
 torch.set_num_threads(1)
@@ -84,6 +84,8 @@ CASES: dict[str, dict[str, Any]] = {
 def experiment_of(case: str, **changes: Any) -> Experiment:
     """Return the experiment of a case; limits are for data sets that are not files of ``FILES``."""
     given = {**SMALL, **CASES[case], **changes}
+    if given.get("model"):
+        given = {key: value for key, value in given.items() if key not in OF_SMALL_MODEL}
     if "data" in CASES[case]:
         given |= {"data_dir": data_dir(), "train_limit": None, "test_limit": None}
     return Experiment(**given)

@@ -13,8 +13,8 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.settings import TASKS
 from fedrot.simulations.data.encode import IGNORED
+from fedrot.simulations.settings import TASKS
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.objective import model_inputs
 from fedrot.simulations.tasks.task import OBJECTIVES, Task
@@ -116,26 +116,31 @@ def test_an_evaluation_is_the_mean_over_rows_one_by_one(case: str, task: Task) -
         assert tiled["loss"] == pytest.approx(found["loss"], rel=1e-4)
 
 
-def test_training_learns_with_the_same_bits_for_a_seed(task: Task) -> None:
+def test_training_learns_with_the_same_bits_for_a_seed(
+    task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
     longer = replace(task, experiment=task.experiment.model_copy(update={"lr": 5e-3}))
-    rows, steps = np.arange(len(task.train)), list[int]()
+    rows, noted = np.arange(len(task.train)), dict[bool, list[float]]({True: [], False: []})
     fresh = training.evaluate(model_for(task), task, task.train, rows)
 
-    def trained(seed: int, step: Any = lambda: None) -> tuple[float, dict[str, torch.Tensor], Any]:
+    def trained(seed: int) -> tuple[float, dict[str, torch.Tensor], Any]:
         model = model_for(task)
-        loss = training.train(model, longer, rows, seed, 3, step)
+        loss = training.train(model, longer, rows, seed, 3)
         assert model.training
-        return loss, dict(parts(model)), training.evaluate(model, task, task.train, rows, step)
+        return loss, dict(parts(model)), training.evaluate(model, task, task.train, rows)
 
     loss, state, found = trained(3)
     assert found["loss"] < fresh["loss"]
-    again, same, equal = trained(3, lambda: steps.append(torch.is_inference_mode_enabled()))
-    # Calls change nothing: one for each of the steps, then one for each batch.
+    note = lambda cost: noted[torch.is_inference_mode_enabled()].append(cost)  # noqa: E731
+    monkeypatch.setattr(training, "on_rows", note)
+    again, same, equal = trained(3)
+    # Notes change nothing: of the rows of each step, then of a part of those of each batch.
     assert (again, equal) == (loss, found)
     assert all(torch.equal(state[name], same[name]) for name in state)
     usable = task.objective.usable(task.train, rows)
-    assert steps.count(False) == 3 * math.ceil(len(usable) / 8)
-    assert steps.count(True) == len(steps) - steps.count(False) >= 1
+    assert len(noted[False]) == 3 * math.ceil(len(usable) / 8)
+    assert sum(noted[False]) == 3 * len(usable)
+    assert sum(noted[True]) == pytest.approx(training.EVALUATED * len(usable))
     assert trained(4)[0] != loss
 
 

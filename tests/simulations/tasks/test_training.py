@@ -1,4 +1,4 @@
-"""Local training: what an epoch sees, which random numbers decide it, and pretraining."""
+"""Local training: what an epoch sees, which random numbers decide it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedrot.simulations.models import build_model
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.classification import Classification
 from fedrot.simulations.tasks.objective import model_inputs
-from fedrot.simulations.tasks.task import Task, task_of
-from tests.simulations.tasks.cases import experiment_of, model_for, parts, task_for
+from fedrot.simulations.tasks.task import Task
+from tests.simulations.tasks.cases import model_for, task_for
 
 Seen = Callable[..., list[list[int]]]
 
@@ -216,33 +215,3 @@ def test_a_client_trains_on_none_of_its_held_out_rows() -> None:
             assert held not in (sorted(own.tolist())[: len(held)], [])
             held_by_seed.add((client, tuple(held)))
     assert len(held_by_seed) == 6
-
-
-@pytest.mark.parametrize(
-    ("case", "body", "language"),
-    [
-        ("bert", "bert.", "mlm"),
-        ("distilbert", "distilbert.", "mlm"),
-        ("gpt2", "transformer.", "clm"),
-        ("clm llama", "model.", "clm"),
-    ],
-)
-def test_a_pretrained_start_is_the_body_of_a_language_model(case: str, body: str, language: str) -> None:
-    start = {"starts": ("pretrained",), "pretrain_data": "goemotions_ekman", "pretrain_limit": 80}
-    experiment = experiment_of(case, **start)
-    task = task_of(experiment.to_json())
-    model = build_model(experiment, task.data, 3)
-    before = dict(parts(model))
-    training.load_pretrained(model, experiment)
-    after, learned = dict(parts(model)), experiment.pretraining
-    assert (learned.task, learned.train_limit, learned.width) == (language, 80, 16)
-    trained = task_of(learned.to_json())
-    by_hand = build_model(learned, trained.data, 0)
-    training.train(by_hand, trained, np.arange(80), 0)
-    known = by_hand.state_dict()
-    for name, tensor in after.items():
-        taken = name.startswith(body) and name in known
-        assert torch.equal(tensor, known[name] if taken else before[name])
-    assert any(not torch.equal(after[name], before[name]) for name in after)
-    # The language model's head stays behind, and so does the pooler that it does not have.
-    assert {name for name in after if not (name.startswith(body) and name in known)}

@@ -178,9 +178,7 @@ def test_held_out_rows_are_needed_with_every_seed() -> None:
     for seeds in ((enough, lacking), (lacking, enough), (enough,)):
         of = replace(task, experiment=task.experiment.model_copy(update={"seeds": seeds}))
         if lacking not in seeds:
-            check_held_out(of, "guarded")
+            check_held_out(of)
             continue
-        with pytest.raises(
-            FedrotError, match=f"'guarded' .* holdout 0.03 gives none with seed {lacking};"
-        ):
-            check_held_out(of, "guarded")
+        with pytest.raises(FedrotError, match=f"holdout 0.03 gives none with seed {lacking};"):
+            check_held_out(of)

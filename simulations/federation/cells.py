@@ -105,7 +105,8 @@ class CellRun:
             self.initial.update(metrics)
         self.record("central", server_round, metrics)
         self.record("messages", server_round, self.grid.counted)
-        for client in range(task.experiment.clients) if server_round == rounds else ():
+        clients = self.strategy.clients or range(task.experiment.clients)
+        for client in clients if server_round == rounds else ():
             held_out = task.client_rows(self.seed, client)[1]
             if len(held_out):
                 own = training.evaluate(model, task, task.train, held_out)

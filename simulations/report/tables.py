@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from fedrot.simulations.summary import Paired, Row, Standing, Verdict, described
-from fedrot.strategies.reporting.verdict import ends
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -34,7 +33,6 @@ class Table:
     header: Sequence[str]
     lines: Sequence[Sequence[str]]
     texts: Container[str] = ()
-    caption: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.box import SIMPLE_HEAD
@@ -54,14 +52,11 @@ class Table:
             # As Text, brackets in names and intervals are not markup.
             table.add_row(*map(Text, line))
         yield table
-        if self.caption:
-            yield Text(self.caption, style="dim")
 
     def markdown(self) -> str:
-        """Return the table as Markdown, with its title above and its caption below."""
-        table = pipe_table(self.header, self.lines, self.texts)
+        """Return the table as Markdown, with its title above."""
         title = f"**{_in_markdown(self.title)}**\n\n" if self.title else ""
-        return title + table + (f"\n{_in_markdown(self.caption)}\n" if self.caption else "")
+        return title + pipe_table(self.header, self.lines, self.texts)
 
 
 def pipe_table(header: Sequence[str], rows: Iterable[Sequence[str]], texts: Container[str]) -> str:
@@ -125,7 +120,7 @@ def lost_table(rows: Iterable[Row]) -> list[Table]:
             key = (*([row["strategy"]] if "strategy" in row else []), row["client"], what, row[what])
             found.setdefault(tuple(map(str, key)), []).append(row["round"])
     lines = [
-        (*key[:-1], str(len(rounds)), " to ".join(map(str, ends(rounds))), key[-1])
+        (*key[:-1], str(len(rounds)), " to ".join(map(str, sorted({min(rounds), max(rounds)}))), key[-1])
         for key, rounds in sorted(found.items(), key=lambda item: -len(item[1]))
     ]
     header = ("strategy", "client", "what", "times", "rounds", "reason")

@@ -71,7 +71,7 @@ def rows_of(experiment: str, gains: Mapping[str, float], rounds: int = 3) -> lis
 
 
 def write_folder(folder: Path, experiments: Mapping[str, Mapping[str, float]], **files: Any) -> Path:
-    """Write a run folder of experiments with strategies and their gains; ``files`` are other JSON files."""
+    """Write a run of experiments with strategies and their gains; ``files`` are other JSON files."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cells").mkdir(exist_ok=True)
     names = ["anger", "<disgust>", "fear", "joy", "sadness", "surprise"]

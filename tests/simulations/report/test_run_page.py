@@ -225,7 +225,7 @@ def test_markdown_has_all_tables_and_those_of_plug_ins(
 
 def test_a_page_shows_its_sections_in_their_order(tmp_path: Path) -> None:
     page: Page[str] = Page()
-    table = Table("T & t", ["name", "n"], [["a<b", "0.5"]], ["name"], "below")
+    table = Table("T & t", ["name", "n"], [["a<b", "0.5"]], ["name"])
 
     def show(function: Callable[[str], Section | None]) -> None:
         page.section(function)
@@ -257,7 +257,6 @@ def test_a_page_shows_its_sections_in_their_order(tmp_path: Path) -> None:
         "<caption>T &amp; t</caption>",
         '<th scope="col">name</th><th scope="col" class="number">n</th>',
         '<td data-name="name">a&lt;b</td><td data-name="n" class="number">0.5</td>',
-        '<p class="soft">below</p>',
         "<details><summary>Inner</summary>",
         '<section class="warning"><h2>Last</h2>',
     ]

@@ -49,7 +49,7 @@ SAYS = {
         [
             "4 rounds reported; alignment moved groups in 2 of 3.",
             "Round 1: the clients are in different coordinates.\n",
-            "Round 3: replies were in another basis, and were matched as whole models.\nRound 1: verdict",
+            "Round 3: replies were in another basis, and were matched as whole models.\nRound 1: ver",
             "Round 4: verdict 4.\nRound 2: the guard measured 0.250 for the aligned mean and 0.125 for",
             "Round 4: the guard measured 0.500 for the aligned mean and 0.250 for the plain mean.",
             "per_class/1 (at the clients): 0.250 in round 1 → 0.750 in round 3.",

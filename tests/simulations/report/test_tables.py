@@ -39,9 +39,7 @@ def test_cells_of_markdown_are_text_in_one_line() -> None:
     ]
     table = "| n |\n| ---: |\n| 1 |\n"
     assert Table("", ["n"], [["1"]]).markdown() == table
-    assert Table("a|b <c>", ["n"], [["1"]], caption="of\n<d>").markdown() == (
-        f"**a\\|b &lt;c>**\n\n{table}\nof &lt;d>\n"
-    )
+    assert Table("a|b <c>", ["n"], [["1"]]).markdown() == f"**a\\|b &lt;c>**\n\n{table}"
 
 
 @pytest.mark.parametrize(

@@ -58,15 +58,14 @@ def sentences(found: Verdict) -> list[str]:
         said.append(f"{words.format(theirs.name)}: {'; '.join(names)}" if names else "")
     for own in others:
         if own.kind != MODEL:
-            bound = (
-                "all rows in one place, an upper bound" if own.kind == JOINED else "no model for clients"
-            )
+            joined = own.kind == JOINED
+            bound = "all rows in one place, an upper bound" if joined else "no model for clients"
             said.append(f"For comparison {own.name} ({bound}): {_means(own, found)}")
     return [f"{one}." for one in (*said, _calibrated(found)) if one]
 
 
 def _gains(found: Verdict) -> list[str]:
-    """Return ``accuracy 0.612, fedavg 0.534 (+0.078 [+0.061, 0.095])`` by metric, better ones first."""
+    """Return ``accuracy 0.6, fedavg 0.5 (+0.1 [+0.0, +0.2])`` by metric, better ones first."""
     against, said = found.recommended.against, []
     for metric in sorted(found.judged, key=lambda m: against[m].verdict != "better"):
         paired = against[metric]
@@ -97,11 +96,10 @@ def _means(own: Standing, found: Verdict) -> str:
 def _noise(found: Verdict) -> str:
     """Return the smallest difference that these seeds can show."""
     ours, metric = found.recommended, found.judged[0]
-    compared = (
-        [own for own in found.standings if own.kind == MODEL] if ours is found.reference else [ours]
-    )
-    halves = [number(s) for s in sorted(own.against[metric].smallest for own in compared) if s > 0]
-    between = " to ".join(dict.fromkeys([*halves[:1], *halves[-1:]]))
+    models = [own for own in found.standings if own.kind == MODEL]
+    compared = models if ours is found.reference else [ours]
+    halves = sorted(half for own in compared if (half := own.against[metric].smallest) > 0)
+    between = " to ".join(dict.fromkeys(map(number, [*halves[:1], *halves[-1:]])))
     of = f"With {seeds(found.standings)}, a difference of {spoken(metric)}"
     return f"{of} shows from {between} on; brackets are 95 % intervals" if between else ""
 

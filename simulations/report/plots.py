@@ -87,7 +87,8 @@ def curves_plot(rows: Iterable[Row], metric: str, strategies: Sequence[str]) -> 
     for row in rows:
         if row["scope"] == CENTRAL and row["metric"] == metric:
             by_round = series.setdefault(str(row["strategy"]), {})
-            by_round.setdefault(int(row["round"]), []).append(float(row["value"]))
+            value = math.nan if row["value"] is None else float(row["value"])
+            by_round.setdefault(int(row["round"]), []).append(value)
     figure, (ax,) = new_figure(height=2.7)
     drawn = np.array([])
     for index, (name, by_round) in enumerate(series.items()):

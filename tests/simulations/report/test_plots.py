@@ -48,6 +48,7 @@ def test_lines_are_means_over_seeds_with_a_band_of_the_interval() -> None:
         row("aligned", 0, 0.9, round=0),
         row("aligned", 0, 0.8, round=2),
         row("head_only", 0, 0.7),
+        row("aligned", 0, None, round=1),
         row("fedavg", 0, 99, round=2, scope="client:0"),
         row("fedavg", 0, 99, round=3, metric="loss"),
     ]
@@ -56,7 +57,8 @@ def test_lines_are_means_over_seeds_with_a_band_of_the_interval() -> None:
         str(line.get_label()): line for line in ax.lines if not str(line.get_label()).startswith("_")
     }
     np.testing.assert_allclose(np.transpose(lines["fedavg"].get_data()), [(0, 0.1), (2, 0.5)])
-    assert np.transpose(lines["aligned"].get_data()).tolist() == [[0, 0.9], [2, 0.8]]
+    aligned = np.transpose(lines["aligned"].get_data())
+    np.testing.assert_array_equal(aligned, [[0, 0.9], [1, math.nan], [2, 0.8]])
     # Of four seeds: sd 0.1, t(0.975, 3) = 3.182446.
     corners = ax.collections[1].get_paths()[0].vertices
     heights = corners[corners[:, 0] == 2][:, 1]

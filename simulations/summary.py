@@ -18,8 +18,8 @@ Row: TypeAlias = Mapping[str, Any]
 
 #: The strategy that others are compared with, where it has results.
 REFERENCE = "fedavg"
-#: The kind of strategies that give a model for clients, and that of one trained on all clients' rows.
-MODEL, JOINED = "fedrot", "joined"
+#: The kinds of strategies that give a model for clients, and that of one trained on all clients' rows.
+MODEL, HEAD_ONLY, JOINED = "fedrot", "head_only", "joined"
 #: The scope of rows about the global model on the test rows, and the start of that of a client's rows.
 CENTRAL, OF_CLIENT = "central", "client:"
 #: Largest number of seeds that is worth naming.
@@ -154,7 +154,8 @@ class Standing:
     @property
     def kind(self) -> str:
         """``MODEL``, or the kind of a strategy that gives no model for clients."""
-        return str(self.about.get("kind", JOINED if self.name == JOINED else MODEL))
+        kind = str(self.about.get("kind", JOINED if self.name == JOINED else MODEL))
+        return MODEL if kind == HEAD_ONLY else kind
 
     @property
     def seeds(self) -> int:

@@ -39,7 +39,8 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = RichTable(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
+        table = RichTable(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+        table.title_justify = "left"
         table.title = Text(self.title) if self.title else None
         for index, name in enumerate(self.header):
             words = " ".join([name, *(line[index] for line in self.lines)]).split()

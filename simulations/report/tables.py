@@ -43,12 +43,12 @@ class Table:
         table.title_justify = "left"
         table.title = Text(self.title) if self.title else None
         for index, name in enumerate(self.header):
-            words = " ".join([name, *(line[index] for line in self.lines)]).split()
-            text, widest = name in self.texts, max(map(len, words))
-            whole = not text and any(len(line[index]) > len(name) for line in self.lines)
-            justify: Literal["left", "right"] = "left" if text else "right"
-            width = min(widest, WIDEST)
-            table.add_column(name, justify=justify, overflow="fold", min_width=width, no_wrap=whole)
+            cells = [line[index] for line in self.lines]
+            if name in self.texts:
+                widest = max(map(len, " ".join([name, *cells]).split()))
+                table.add_column(name, overflow="fold", min_width=min(widest, WIDEST))
+            else:  # only its name is broken
+                table.add_column(name, justify="right", width=max(map(len, [*name.split(), *cells])))
         for line in self.lines:
             # As Text, brackets in names and intervals are not markup.
             table.add_row(*map(Text, line))

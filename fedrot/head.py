@@ -70,7 +70,7 @@ class ClassSums:
                 raise UpdateError(f"Of the sums of features by class, the '{name}' {why}.")
         # The second moments inside the classes are a Gram matrix. Constant units leave rounding errors.
         squares = self.gram.diagonal()
-        within = self.within() + torch.diag(ROUNDING * squares / self.rows)
+        within = self.within() + torch.diag(ROUNDING * (squares + ROUNDING * squares.sum()) / self.rows)
         if why := self._kind.check(self.counts, self.sums, squares, within):
             raise UpdateError(why)
         if problem := kind_named(GRAMS[1]).check(within, (classes, size)):

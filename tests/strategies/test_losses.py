@@ -93,7 +93,7 @@ def test_a_huge_loss_of_the_servers_model_counts_against_it() -> None:
 
 def drawn(seed: int, rows: int) -> ClassSums:
     generator = torch.Generator().manual_seed(seed)
-    features = torch.randn(rows, 5, generator=generator, dtype=torch.float64)
+    features = torch.randn(rows, 5, generator=generator).double() * torch.tensor([1, 1, 1, 1, 1e-32])
     one_hot = torch.nn.functional.one_hot(torch.arange(rows) % 3, 3).double()
     return ClassSums(one_hot.sum(0), one_hot.mT @ features, features.mT @ features)
 

@@ -124,11 +124,10 @@ class PooledForSequenceClassification(PreTrainedModel):
     ) -> SequenceClassifierOutput:
         """Return ``logits`` ``[rows, labels]``, and the ``loss`` if there are ``labels``.
 
-        ``others`` are inputs of the encoder, such as ``token_type_ids``; None is left out.
+        ``others`` are inputs of the encoder, such as ``token_type_ids``.
         """
         given = {"input_ids": input_ids, "attention_mask": attention_mask, **others, "return_dict": True}
-        inputs = {name: value for name, value in given.items() if value is not None}
-        tokens = self.base_model(**inputs).last_hidden_state
+        tokens = self.base_model(**given).last_hidden_state
         features = tokens[:, 0]
         if self.mode == "mean":
             mask = torch.ones(tokens.shape[:2]) if attention_mask is None else attention_mask

@@ -164,38 +164,39 @@ def test_a_diverged_model_and_no_rows_have_no_scores(task: Task, value: float) -
 def test_a_lent_device_trains_the_same_model_and_gives_it_back(
     task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another name of the CPU stands for a GPU: inputs and outputs take the way of a GPU's."""
-    device, results, moved = torch.device("cpu", 0), list[Any](), list[Any]()
-    to = torch.Tensor.to
-
-    def spy(tensor: torch.Tensor, *where: Any, **options: Any) -> torch.Tensor:
-        moved.extend(where[:1] if tensor.shape[:1] == (8,) else ())
-        return to(tensor, *where, **options)
-
+    """Another name of the CPU stands for a GPU."""
+    device, results = torch.device("cpu", 0), list[Any]()
     for lent in (torch.device("cpu"), device):
         places = list[Any]()
         monkeypatch.setattr(training, "lent_device", lambda lent=lent: lent)
         model = model_for(task)
         monkeypatch.setattr(model, "to", lambda where, own=places: own.append(where))
-        monkeypatch.setattr(torch.Tensor, "to", spy)
         loss = training.train(model, task, np.arange(16), seed=1)
         metrics = training.evaluate(model, task, task.test, np.arange(10))
-        monkeypatch.setattr(torch.Tensor, "to", to)
         assert places == [lent, "cpu"] * 2
         results.append((loss, metrics, dict(parts(model))))
-    assert torch.device("cpu") in moved
     (loss, metrics, state), (other_loss, other_metrics, other_state) = results
     assert (loss, metrics) == (other_loss, other_metrics)
     assert all(torch.equal(tensor, other_state[key]) for key, tensor in state.items())
 
 
-def test_a_trial_accepts_what_runs_and_trains_nothing(task: Task) -> None:
-    model = model_for(task)
+def test_a_trial_runs_the_longest_rows_and_trains_nothing(
+    task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch, lengths = model_for(task), task.objective.batch, list[int]()
+
+    def recorded(encoded: Any, rows: np.ndarray, rng: Any) -> Any:
+        lengths.append(int(encoded.lengths(rows).max()))
+        return batch(encoded, rows, rng)
+
+    monkeypatch.setattr(task.objective, "batch", recorded)
     before = dict(parts(model))
     check_labels(task)
     check_model(task, model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in parts(model))
     assert all(parameter.grad is None for parameter in model.parameters())
+    splits = (task.train, task.test)
+    assert lengths == [int(one.lengths(np.arange(len(one))).max()) for one in splits]
 
 
 @pytest.mark.parametrize(("split", "said"), [("train", "training"), ("test", "held-out")])

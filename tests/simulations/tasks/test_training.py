@@ -63,10 +63,11 @@ def test_an_epoch_sees_every_row_once_and_a_part_is_its_first_steps(task: Task, 
     for epochs, steps in ((0.01, 1), (0.25, 3), (0.5, 5), (1.0, 9), (1.5, 14)):
         assert seen(epochs, 0) == two[:steps]
     assert seen(0.5, 1) != two[:5]
-    # 1.1 times 10 is more than 11 in floating-point numbers.
-    tens = changed(task, batch_size=7)
-    for epochs, steps in ((1.0, 10), (1.1, 11), (0.7, 7), (1.11, 12)):
-        assert len(seen(epochs, 0, tens)) == steps
+    # 0.28 times 25 is more than 7 in floating-point numbers.
+    counted = list[None]()
+    pairs = changed(task, batch_size=2)
+    training.train(model_for(task), pairs, np.arange(50), 0, 0.28, lambda: counted.append(None))
+    assert len(counted) == 7
     # Without epochs, those of the experiment.
     assert seen(None, 3, changed(task, local_epochs=0.5)) == seen(0.5, 3)
 
@@ -128,6 +129,8 @@ def test_random_numbers_are_those_of_the_seed_alone(
         torch.manual_seed(noise)
         training.train(model, task, np.arange(24), seed)
     assert drawn[:3] == drawn[3:6]
+    if of == "masks":
+        assert drawn[0] == np.random.default_rng([4, 1]).random()
     assert len(set(drawn)) == 6
 
 
@@ -180,10 +183,12 @@ def test_step_batches_are_random_rows_each_once_and_no_more_than_asked_for(
 
 @pytest.mark.parametrize(("types", "kept"), [(0, False), (1, False), (2, True), (3, True)])
 def test_models_with_two_kinds_of_segments_read_them(types: int, kept: bool) -> None:
-    model: Any = torch.nn.Linear(1, 1)
+    model: Any = torch.nn.Linear(1, 1, device="meta")
     model.config = SimpleNamespace(type_vocab_size=types)
     batch = {"input_ids": torch.zeros(1), "token_type_ids": torch.ones(1)}
-    assert ("token_type_ids" in model_inputs(model, batch)) == kept
+    found = model_inputs(model, batch)
+    assert ("token_type_ids" in found) == kept
+    assert {value.device.type for value in found.values()} == {"meta"}
 
 
 @pytest.mark.parametrize(("lent", "kind"), [(["0"], "cuda"), ([], "cpu"), (None, "cpu")])
@@ -210,6 +215,8 @@ def test_a_client_trains_on_none_of_its_held_out_rows() -> None:
             trained, held = (rows.tolist() for rows in task.client_rows(seed, client))
             assert sorted([*trained, *held]) == sorted(own.tolist())
             assert len(held) == math.floor(0.3 * len(own))
+            drawn = np.random.default_rng([seed, client]).permutation(own)
+            assert held == sorted(drawn[: len(held)].tolist())
             # In order, and not the first or the last of the client's rows.
             assert (trained, held) == (sorted(trained), sorted(held))
             assert held not in (sorted(own.tolist())[: len(held)], [])

@@ -188,6 +188,10 @@ def _reordered(out: Any, order: list[int]) -> Any:
     return out
 
 
+def _some(names: list[str]) -> str:
+    return ", ".join(names if len(names) < 10 else [*names[:9], "and others"])
+
+
 def _order(task: Task, saved: SavedModel) -> list[int]:
     """Return a model's outputs, those of the data's classes first and in their order.
 
@@ -197,14 +201,16 @@ def _order(task: Task, saved: SavedModel) -> list[int]:
     classes = [str(name) for name in getattr(data, "tags", data.label_names)]
     wanted, count = [name.strip().casefold() for name in classes], len(outputs)
     several = data.kind == "multi" and task.config.task != "ner"
+    alike = len({*wanted}) < len(wanted)
     if outputs == [f"label_{n}" for n in range(count)] and not {*wanted} <= {*outputs}:
         outputs = wanted if len(wanted) == count else [str(n) for n in range(count)]
     if data.kind == "regression" and count == 1:
         outputs = wanted
-    if any(outputs.count(name) != 1 for name in wanted) or (several and len(wanted) != count):
+    if alike or any(outputs.count(n) != 1 for n in wanted) or (several and len(wanted) != count):
         raise FedrotError(
-            f"The data has the classes {', '.join(classes)}; the outputs of '{saved.name}' are "
-            f"{', '.join(saved.labels)}. Give data with these classes, or correct the models' id2label."
+            f"The data has the {len(classes)} classes {_some(classes)}; the {count} outputs of "
+            f"'{saved.name}' are {_some(saved.labels)}. Give data with these classes, or correct the "
+            "models' id2label."
         )
     first = [outputs.index(name) for name in wanted]
     return first + [n for n in range(count) if n not in first]

@@ -17,7 +17,7 @@ from fedrot.lora.adapters import LoraSettings, pairs_of
 from tests.fedrot.lora.test_peft import bert, outputs
 from tests.models import State
 from tests.simulations.commands import contents, invoke
-from tests.simulations.saved.folders import LFS, change, configure, hostile, refused, removed, written
+from tests.simulations.saved.folders import change, configure, hostile, refused, removed, written
 
 LORA: dict[str, Any] = {"task_type": "SEQ_CLS", "lora_alpha": 6, "target_modules": ["query", "value"]}
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -195,8 +195,6 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no configuration": (partial(removed, CONFIG), f"has no {CONFIG}"),
     "no weights": (partial(removed, WEIGHTS), f"has no {WEIGHTS}"),
     "no JSON": (partial(written, CONFIG, "{"), f"{CONFIG}' is damaged"),
-    "no safetensors": (partial(written, WEIGHTS, "hello"), "cannot be loaded"),
-    "git-lfs": (partial(written, WEIGHTS, LFS), "git-lfs"),
     "code": (partial(hostile, WEIGHTS), "cannot be loaded"),
     "no partner": (partial(change, function=no_b, file=WEIGHTS), "has no partner"),
     "sharded": (partial(change, function=flat, file=WEIGHTS), "like weights of sharded training"),

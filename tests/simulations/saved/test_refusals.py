@@ -256,15 +256,3 @@ def test_custom_code_is_never_run(tmp_path: Path) -> None:
     configure(folder, auto_map={"AutoConfig": "custom.Config", "AutoModel": "custom.Model"})
     assert invoke("check", folder)[0] == 0
     assert not (tmp_path / "ran").exists()
-
-
-def test_configurations_are_those_that_transformers_reads(tmp_path: Path) -> None:
-    """A field that a file leaves out has its default; old names of fields are translated."""
-    a, b = pair("llama", tmp_path)
-    settings = json.loads((b / "config.json").read_text())
-    del settings["rope_parameters"]
-    (b / "config.json").write_text(json.dumps(settings))
-    assert invoke(*line(a, b))[0] == 0
-    shutil.rmtree(tmp_path / "out")
-    configure(b, rope_theta=5e5)
-    refused("rope_parameters.rope_theta", b, *line(a, b))

@@ -78,8 +78,9 @@ class Judge:
         task, model = task_of(SimulationConfig.model_validate(settings).to_json()), saved.build()
         order = [] if name in ("mlm", "clm") else _order(task, saved)
         if name == "ner":
-            tags: Any = [*task.data.tags, *(outputs[place] for place in order[len(task.data.tags) :])]
-            task = replace(task, objective=replace(task.objective, tags=tuple(tags)))
+            read: Any = task
+            tags = *read.data.tags, *(outputs[place] for place in order[len(read.data.tags) :])
+            task = replace(task, objective=replace(read.objective, tags=tags))
         if order:
             model.register_forward_hook(lambda _, given, out: _reordered(out, order))
         if getattr(model.config, "pad_token_id", None) is None:
@@ -154,7 +155,7 @@ class Judge:
         weight = tensors[f"{head}.weight"].double()
         own = weight, tensors.get(f"{head}.bias", torch.zeros(len(weight))).double()
         parts = [torch.cat([old[None, self.order], fits]) for old, fits in zip(own, new, strict=True)]
-        heads = Heads(*parts, torch.full((1 + len(SHRINKAGES),), -1))
+        heads = Heads(parts[0], parts[1], torch.full((1 + len(SHRINKAGES),), -1))
         compared = compare_losses([self.model], self._batches(held), head, [heads], problem)
         losses = compared.losses / compared.rows
         best = 1 + int(losses[1:].amin(1).argmin())

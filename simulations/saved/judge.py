@@ -78,9 +78,9 @@ class Judge:
         task, model = task_of(Experiment.model_validate(settings).to_json()), saved.build()
         order = [] if name in ("mlm", "clm") else _order(task, saved)
         if name == "ner":
-            tags: Any = [*task.data.tags, *(outputs[place] for place in order[len(task.data.tags) :])]
-            named = replace(task.data, tags=tuple(tags))
-            task = replace(task, data=named, objective=type(task.objective)(task.experiment, named))
+            read: Any = task
+            tags = *read.data.tags, *(outputs[place] for place in order[len(read.data.tags) :])
+            task = replace(task, objective=replace(read.objective, tags=tags))
         if order:
             model.register_forward_hook(lambda _, given, out: _reordered(out, order))
         if getattr(model.config, "pad_token_id", None) is None:
@@ -143,7 +143,7 @@ class Judge:
             raise FedrotError("--fit-head is for classifiers and regressions. Leave it out.")
         self.model.load_state_dict(tensors, strict=False)
         head, rows = head_of(self.model.config, tensors), len(self.task.train)
-        kind = "single" if self.task.experiment.task == "ner" else self.task.data.kind
+        kind = "single" if self.task.config.task == "ner" else self.task.data.kind
         problem = next(name for name, known in _KIND_OF.items() if known == kind)
         held, kept = np.split(np.random.default_rng(0).permutation(rows), [math.ceil(_HELD * rows)])
         stays = "The task head stays as it is"
@@ -155,7 +155,7 @@ class Judge:
         weight = tensors[f"{head}.weight"].double()
         own = weight, tensors.get(f"{head}.bias", torch.zeros(len(weight))).double()
         parts = [torch.cat([old[None, self.order], fits]) for old, fits in zip(own, new, strict=True)]
-        heads = Heads(*parts, torch.full((1 + len(SHRINKAGES),), -1))
+        heads = Heads(parts[0], parts[1], torch.full((1 + len(SHRINKAGES),), -1))
         compared = compare_losses([self.model], self._batches(held), head, [heads], problem)
         losses = compared.losses / compared.rows
         best = 1 + int(losses[1:].amin(1).argmin())
@@ -189,6 +189,10 @@ def _reordered(out: Any, order: list[int]) -> Any:
     return out
 
 
+def _some(names: list[str]) -> str:
+    return ", ".join(names if len(names) < 10 else [*names[:9], "and others"])
+
+
 def _order(task: Task, saved: SavedModel) -> list[int]:
     """Return a model's outputs, those of the data's classes first and in their order.
 
@@ -197,19 +201,17 @@ def _order(task: Task, saved: SavedModel) -> list[int]:
     data, outputs = task.data, [name.strip().casefold() for name in saved.labels]
     classes = [str(name) for name in getattr(data, "tags", data.label_names)]
     wanted, count = [name.strip().casefold() for name in classes], len(outputs)
-    several = data.kind == "multi" and task.experiment.task != "ner"
+    several = data.kind == "multi" and task.config.task != "ner"
     alike = len({*wanted}) < len(wanted)
     if outputs == [f"label_{n}" for n in range(count)] and not {*wanted} <= {*outputs}:
         outputs = wanted if len(wanted) == count else [str(n) for n in range(count)]
     if data.kind == "regression" and count == 1:
         outputs = wanted
     if alike or any(outputs.count(n) != 1 for n in wanted) or (several and len(wanted) != count):
-        ours, theirs = (
-            ", ".join(names[:9] + ["..."][: len(names) - 9]) for names in (saved.labels, classes)
-        )
         raise FedrotError(
-            f"The data has the {len(classes)} classes {theirs}; the {count} outputs of '{saved.name}' "
-            f"are {ours}. Give data with these classes, or correct the models' id2label."
+            f"The data has the {len(classes)} classes {_some(classes)}; the {count} outputs of "
+            f"'{saved.name}' are {_some(saved.labels)}. Give data with these classes, or correct the "
+            "models' id2label."
         )
     first = [outputs.index(name) for name in wanted]
     return first + [n for n in range(count) if n not in first]

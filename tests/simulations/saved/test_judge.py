@@ -40,9 +40,9 @@ def own(tmp_path: Path) -> Path:
     return file
 
 
-def model(folder: Path, *biases: float, name: str = "bert-classifier", **settings: Any) -> Path:
+def model(folder: Path, *biases: float, **settings: Any) -> Path:
     """A classifier that answers every text with the class of the largest bias."""
-    saved(model_of(name), folder)
+    saved(model_of("bert-classifier"), folder)
     tokenizer(folder)
     head = {"classifier.weight": torch.zeros(3, 32), "classifier.bias": torch.tensor(biases)}
     change(folder, lambda tensors: {**tensors, **head})
@@ -91,7 +91,7 @@ def test_a_fitted_head_is_written_if_it_is_better(own: Path, tmp_path: Path) -> 
 
 def test_outputs_are_those_of_the_data_in_any_order(own: Path, tmp_path: Path) -> None:
     """Also a fitted head is written in the order of the model's outputs, not of the data's classes."""
-    labels = {"id2label": {"0": "C", "1": "a", "2": "b"}}
+    labels: dict[str, Any] = {"id2label": {"0": "C", "1": "a", "2": "b"}}
     a, b = model(tmp_path / "a", 0, 1, 0, **labels), model(tmp_path / "b", 1.5, 0, 0, **labels)
     line = (a, b, "--data", own, "--label-column", "mood")
     assert "accuracy 0.200 against 0.500" in judged(*line, "--dry-run")
@@ -154,11 +154,11 @@ def test_several_labels_scores_and_weights_without_a_bias(tmp_path: Path) -> Non
     rows = [f"{text},{n % 5 < 2},{n % 5 > 0},{n % 7 < 3}" for n, text in enumerate(texts)]
     many.write_text("text,x,y,z\n" + "\n".join(rows))
     scores.write_text("text,label\n" + "\n".join(f"{t},{n % 5 + 0.5}" for n, t in enumerate(texts)))
-    several = {"id2label": {"0": "z", "1": "y", "2": "x"}, "problem_type": "multi_label_classification"}
-    for data, changes in ((many, several), (scores, {"id2label": {"0": "score"}})):
+    several = {"id2label": {0: "z", 1: "y", 2: "x"}, "problem_type": "multi_label_classification"}
+    for data, changes in ((many, several), (scores, {"id2label": {0: "score"}})):
         for place in ("a", "b"):
             config = model_of("gpt2-classifier").config
-            config.update({**changes, "id2label": {int(n): x for n, x in changes["id2label"].items()}})
+            config.update(changes)
             torch.manual_seed(0)
             saved(transformers.GPT2ForSequenceClassification(config), tmp_path / place)
             tokenizer(tmp_path / place)

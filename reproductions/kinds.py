@@ -1,108 +1,80 @@
-"""Arms of published tables: ensembles, rivals' adapters, and adapters that are rotated."""
+"""Kinds of strategies: ensembles, rivals' adapters, rotated adapters, and fewer joined steps."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedYogi
 from torch import nn
 
-import reproductions.soup  # noqa: F401
-from fedrot.simulations.arm import (
-    ADAPTER_OPTIONS,
-    OF_ADAPTERS,
-    READERS,
-    TOGETHER,
-    Arm,
-    Together,
-    pairs,
-)
-from fedrot.simulations.config import TASKS, SimulationConfig
-from fedrot.simulations.federation.arm_strategies import (
-    AdapterCell,
-    ArmRun,
-    CellStrategy,
-    adapter_strategy,
-)
-from fedrot.simulations.federation.arms import (
-    aggregation_of,
-    evaluate_held_out,
+from fedrot.options import AlignmentOptions
+from fedrot.simulations.federation.cells import (
+    RUNS,
+    CellRun,
+    evaluate_tests,
+    run_federated,
+    run_joined,
     with_state,
 )
-from fedrot.simulations.models import LOADERS, tensors_of
-from fedrot.simulations.report.findings.sentences import WORDS
-from fedrot.simulations.tasks.task import Task
+from fedrot.simulations.federation.strategies import CellStrategy
+from fedrot.simulations.models import LOADERS, model_config, tensors_of
+from fedrot.simulations.settings import TASKS, Experiment
+from fedrot.simulations.strategy import KINDS, Strategy
+from fedrot.simulations.summary import BOUNDS
 from fedrot.strategies import FedRot
 from fedrot.strategies.round.update import Moved
-from fedrot.tensors import Tensors
 from reproductions.adapter_symmetry import ADAPTERS, adapter_symmetry
 from reproductions.ensemble import Ensemble
 from reproductions.lora_clients import load_first, load_folded
 from reproductions.lora_rivals import RivalOptions
 from reproductions.lora_strategies import RivalLoRA
 
-#: Arms whose clients' models answer together, by the mean of their logits or of their probabilities.
-ENSEMBLES = ("ensemble", "ensemble-probabilities")
-#: Options of arms of adapters, with what reads their values; see ``RivalOptions``.
-RIVAL_OPTIONS: Mapping[str, Callable[[str], Any]] = {
-    "gauge": str,
-    "strength": float,
-    "by": str,
-    "limit": int,
-    "residual": str,
-    "schedule": str,
-}
-
-#: Methods of ``AdapterOptions``, whose arms are fedrot's unless they have options of rivals.
-OURS = ("mean", "exact", "regmean")
-
-_OF_ADAPTERS = re.compile(rf"{OF_ADAPTERS}(?P<method>[a-z-]*)(\((?P<options>[^)]*)\))?")
+#: Fields of a strategy that these kinds read; others are FedRot's.
+OF_ALL = {"name", "kind", "learning_rate", "fraction_train", "weighted_by_key", "clients", "options"}
 
 
-# Updates that are evaluated together
+class EnsembleCell(CellStrategy, FedRot):
+    """FedAvg for one cell, whose clients' models answer together by the options of ``Ensemble``."""
+
+    def __init__(self, cell: CellRun, model: nn.Module, report: Path) -> None:
+        settings = model_config(cell.task.experiment, cell.task.data)
+        super().__init__(cell, model, report, settings.to_dict(), alignment=None)
+        self._models: list[nn.Module] = []
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        self._models = []
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def on_update(self, moved: Moved) -> None:
+        """Keep a client's model."""
+        super().on_update(moved)
+        self._models.append(with_state(self.network, moved.tensors))
+
+    def evaluate_centrally(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        """Evaluate the clients' models of the round together."""
+        if not self._models:
+            return super().evaluate_centrally(server_round, arrays)
+        model = Ensemble(self._models, **self.cell.strategy.options)
+        return self.cell.finish_round(server_round, evaluate_tests(self.cell.task, model))
 
 
-def evaluate_ensemble(
-    task: Task, arm: Arm, shell: nn.Module, states: Iterable[Tensors]
-) -> dict[str, float]:
-    """Return the metrics of the ensemble of the clients' models on the held-out split."""
-    models = [with_state(shell, state) for state in states]
-    return evaluate_held_out(task, Ensemble(models, arm.aggregation == "ensemble-probabilities"))
-
-
-def _ensemble(task: Task, arm: Arm, shell: nn.Module, updates: Sequence[Moved]) -> dict[str, float]:
-    return evaluate_ensemble(task, arm, shell, (update.tensors for update in updates))
-
-
-def _no_ensemble(arm: Arm, config: SimulationConfig | None) -> str:
-    if arm.align:
-        return f"an ensemble needs no alignment; use '{arm.aggregation}'"
-    if config is None or TASKS[config.task].classifies:
-        return ""
-    able = " or ".join(f"'{task}'" for task, traits in TASKS.items() if traits.classifies)
-    return f"ensembles are for task {able}, not for '{config.task}'"
-
-
-TOGETHER |= dict.fromkeys(ENSEMBLES, Together(_ensemble, refused=_no_ensemble))
-WORDS["ensemble"] = "the clients' models answer together; there is no merged model"
-
-
-# Adapters
-
-
-class RivalCell(AdapterCell, RivalLoRA):
+class RivalCell(CellStrategy, RivalLoRA):
     """Mixin for a cell of a rival's adapters."""
 
-    def __init__(self, cell: ArmRun, *args: Any, **kwargs: Any) -> None:
-        super().__init__(cell, *args, **kwargs)
-        self.loads = "fold" if self.adapters.folds else "first" if self.adapters.method == "pad" else ""
+    def __init__(self, cell: CellRun, model: Any, report: Path) -> None:
+        adapters, _, rate = _of_rival(cell.strategy)
+        super().__init__(cell, model, report, model.peft_config["default"], adapters, **rate)
+        self.loads = "fold" if adapters.folds else "first" if adapters.method == "pad" else ""
 
 
-class RivalStrategy(RivalCell, FedAvg):
+class RivalAvg(RivalCell, FedAvg):
     """``FedAvg`` of a rival's adapters for one cell."""
 
 
@@ -114,78 +86,93 @@ class RivalYogi(RivalCell, FedYogi):
     """``FedYogi`` of a rival's adapters for one cell."""
 
 
-class AdaptersStrategy(CellStrategy, FedRot):
-    """``FedRot`` of adapters for one cell."""
-
-    def __init__(self, cell: ArmRun, model: nn.Module, report: Path) -> None:
-        arm = cell.arm
-        super().__init__(
-            cell,
-            model,
-            report,
-            adapter_symmetry(tensors_of(model)),
-            aggregation=aggregation_of(arm, cell.task, cell.seed, model),
-            alignment=arm.options,
-        )
+#: The strategy of a rival's adapters, by its option ``optimizer``.
+OPTIMIZERS: dict[str, type[RivalCell]] = {"": RivalAvg, "adam": RivalAdam, "yogi": RivalYogi}
 
 
-#: The strategy of a rival's adapters by ``SimulationConfig.server``.
-OF_RIVALS = {"mean": RivalStrategy, "adam": RivalAdam, "yogi": RivalYogi}
+class AdaptersCell(CellStrategy, FedRot):
+    """``FedRot`` of adapters for one cell, by options of ``AlignmentOptions`` other than ``parts``."""
+
+    def __init__(self, cell: CellRun, model: nn.Module, report: Path) -> None:
+        options = AlignmentOptions(parts=(ADAPTERS,), **cell.strategy.options)
+        super().__init__(cell, model, report, adapter_symmetry(tensors_of(model)), alignment=options)
 
 
-class RivalArm(Arm):
-    """``lora-METHOD(OPTIONS)`` of ``RivalOptions``, ``lora-rotate(strength=0.4;by=alternate)``."""
-
-    strategy: ClassVar = staticmethod(partial(adapter_strategy, OF_RIVALS))
-
-    @property
-    def rival(self) -> RivalOptions:
-        """The options."""
-        assert isinstance(self.adapters, RivalOptions)
-        return self.adapters
-
-    @property
-    def any_server(self) -> bool:
-        """Whether a server's optimiser can take the average: no residual for the base weights."""
-        return not self.rival.folds
+def _of_rival(strategy: Strategy) -> tuple[RivalOptions, str, dict[str, float]]:
+    """Return a rival's options, the name of its optimiser, and arguments of the optimiser."""
+    given = dict(strategy.options)
+    optimizer, rate = given.pop("optimizer", ""), {k: given.pop(k) for k in ("eta",) if k in given}
+    return RivalOptions(**given), optimizer, rate
 
 
-class AdaptersArm(Arm):
-    """``adapters@ANCHOR*CHANCE``: ``FedRot`` rotates factors, where there is evidence for it."""
-
-    strategy: ClassVar = AdaptersStrategy
-
-    @property
-    def of_adapters(self) -> bool:
-        """Whether the arm is for adapters alone."""
-        return True
-
-    @property
-    def any_server(self) -> bool:
-        """Whether a server's optimiser can take the average."""
-        return False
+def _rival(cell: CellRun, model: nn.Module, report: Path) -> RivalCell:
+    return OPTIMIZERS[_of_rival(cell.strategy)[1]](cell, model, report)
 
 
-def read_adapters(text: str) -> Arm | None:
-    """Return an arm of adapters that fedrot does not know, None for other names."""
-    if re.fullmatch(rf"{ADAPTERS}([@~*:/].*)?", text):
-        return AdaptersArm.of_grammar(text)
-    found = _OF_ADAPTERS.fullmatch(text)
-    if found is None:
-        return None
-    try:
-        given = pairs(found["options"] or "")
-        if given.keys() <= ADAPTER_OPTIONS.keys() and found["method"] in OURS:
-            return None
-        unknown = [key for key in given if key not in RIVAL_OPTIONS]
-        if unknown:
-            raise ValueError(f"unknown option '{unknown[0]}'; one of {', '.join(RIVAL_OPTIONS)}")
-        options = {key: RIVAL_OPTIONS[key](value) for key, value in given.items()}
-        adapters = RivalOptions(found["method"], **options)
-    except ValueError as error:
-        raise ValueError(f"arm '{text}': {error}") from error
-    return RivalArm(name=text, align=False, adapters=adapters)
+# What refuses a strategy of a kind
 
 
-READERS.append(read_adapters)
+def _check(strategy: Strategy, experiment: Experiment, of_adapters: bool | None = None) -> None:
+    """Refuse what the kind does not read, and experiments with or without adapters."""
+    for name, usual in Strategy.model_fields.items():
+        if name not in OF_ALL and getattr(strategy, name) != usual.default:
+            raise ValueError(f"kind '{strategy.kind}' does not read {name}; leave it out")
+    if of_adapters is not None and of_adapters != bool(experiment.lora):
+        what = "adapters; give lora" if of_adapters else "whole models; leave out lora"
+        raise ValueError(f"kind '{strategy.kind}' is for {what}")
+
+
+def _check_ensemble(strategy: Strategy, experiment: Experiment) -> None:
+    _check(strategy, experiment, of_adapters=False)
+    if strategy.options.keys() - {"probabilities"}:
+        raise ValueError(f"options of an ensemble are {strategy.options}; give probabilities or none")
+    if not TASKS[experiment.task].classifies:
+        able = " or ".join(f"'{task}'" for task, traits in TASKS.items() if traits.classifies)
+        raise ValueError(f"ensembles are for task {able}, not for '{experiment.task}'")
+
+
+def _check_adapters(strategy: Strategy, experiment: Experiment) -> None:
+    _check(strategy, experiment, of_adapters=True)
+    if len(set(experiment.ranks)) > 1:
+        raise ValueError("factors of different ranks cannot be rotated")
+    AlignmentOptions(parts=(ADAPTERS,), **strategy.options)
+
+
+def _check_rival(strategy: Strategy, experiment: Experiment) -> None:
+    _check(strategy, experiment, of_adapters=True)
+    adapters, optimizer, rate = _of_rival(strategy)
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"unknown optimizer '{optimizer}'; one of adam, yogi, or none")
+    if optimizer and adapters.folds:
+        raise ValueError(f"residual='fold' does not go with optimizer '{optimizer}'")
+    if rate and not optimizer:
+        raise ValueError("eta is an optimizer's; give optimizer, or leave it out")
+    if len(set(experiment.ranks)) > 1 and not adapters.kind.any_rank:
+        raise ValueError(f"factors of different ranks have no mean (method '{adapters.method}')")
+    if experiment.lora.get("use_dora") and not adapters.kind.of_dora:
+        raise ValueError(f"method '{adapters.method}' is not for adapters with use_dora")
+
+
+def _run_joined_steps(cell: CellRun, scratch: Path) -> None:
+    """Train one model on all clients' rows, for as many steps as one client."""
+    clients = cell.strategy.clients or range(cell.task.experiment.clients)
+    run_joined(cell, scratch, share=1 / len(clients))
+
+
+KINDS |= {
+    "ensemble": _check_ensemble,
+    "rival": _check_rival,
+    ADAPTERS: _check_adapters,
+    "joined-steps": _check,
+}
+RUNS |= {
+    "ensemble": partial(run_federated, build=EnsembleCell),
+    "rival": partial(run_federated, build=_rival),
+    ADAPTERS: partial(run_federated, build=AdaptersCell),
+    "joined-steps": _run_joined_steps,
+}
+BOUNDS |= {
+    "ensemble": "the clients' models answer together; there is no merged model",
+    "joined-steps": "all rows in one place, for as many steps as one client",
+}
 LOADERS |= {"first": load_first, "fold": load_folded}

@@ -80,7 +80,8 @@ class Judge:
         if name == "ner":
             read: Any = task
             tags = *read.data.tags, *(outputs[place] for place in order[len(read.data.tags) :])
-            task = replace(task, objective=replace(read.objective, tags=tags))
+            data = replace(read.data, tags=tags)
+            task = replace(task, data=data, objective=type(read.objective)(task.experiment, data))
         if order:
             model.register_forward_hook(lambda _, given, out: _reordered(out, order))
         if getattr(model.config, "pad_token_id", None) is None:
@@ -143,7 +144,7 @@ class Judge:
             raise FedrotError("--fit-head is for classifiers and regressions. Leave it out.")
         self.model.load_state_dict(tensors, strict=False)
         head, rows = head_of(self.model.config, tensors), len(self.task.train)
-        kind = "single" if self.task.config.task == "ner" else self.task.data.kind
+        kind = "single" if self.task.experiment.task == "ner" else self.task.data.kind
         problem = next(name for name, known in _KIND_OF.items() if known == kind)
         held, kept = np.split(np.random.default_rng(0).permutation(rows), [math.ceil(_HELD * rows)])
         stays = "The task head stays as it is"
@@ -201,7 +202,7 @@ def _order(task: Task, saved: SavedModel) -> list[int]:
     data, outputs = task.data, [name.strip().casefold() for name in saved.labels]
     classes = [str(name) for name in getattr(data, "tags", data.label_names)]
     wanted, count = [name.strip().casefold() for name in classes], len(outputs)
-    several = data.kind == "multi" and task.config.task != "ner"
+    several = data.kind == "multi" and task.experiment.task != "ner"
     alike = len({*wanted}) < len(wanted)
     if outputs == [f"label_{n}" for n in range(count)] and not {*wanted} <= {*outputs}:
         outputs = wanted if len(wanted) == count else [str(n) for n in range(count)]

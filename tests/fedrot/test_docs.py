@@ -16,7 +16,9 @@ from flwr.app import Context, Message, RecordDict
 
 from fedrot.aggregation import aggregations, registry
 from fedrot.collect.statistics import STATISTIC_KINDS
-from fedrot.simulations.federation.local_grid import local_clients
+from fedrot.simulations import strategy
+from fedrot.simulations.federation import cells
+from fedrot.simulations.federation.grids import local_clients
 from fedrot.strategies.wire.arrays import wire_bytes
 from fedrot.strategies.wire.records import read_statistics
 from tests.strategies.fakes import FakeGrid, reply, tensors_of
@@ -63,7 +65,15 @@ def test_the_python_of_every_page_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(strategy, "KINDS", dict(strategy.KINDS))
+    monkeypatch.setattr(cells, "RUNS", dict(cells.RUNS))
     _executed(page, len(_code(page)))
+
+
+def test_the_page_about_comparisons_lists_the_named_strategies() -> None:
+    text = (DOCS / "how-to/compare.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)` \| (.*) \|$", text, flags=re.MULTILINE)
+    assert listed == [(name, own["says"]) for name, own in strategy.NAMED.items()]
 
 
 def test_the_notebook_about_own_models_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,8 +80,8 @@ class Judge:
         if name == "ner":
             read: Any = task
             tags = *read.data.tags, *(outputs[place] for place in order[len(read.data.tags) :])
-            data = replace(read.data, tags=tags)
-            task = replace(task, data=data, objective=type(read.objective)(task.experiment, data))
+            named = replace(read.data, tags=tags)
+            task = replace(task, data=named, objective=type(read.objective)(task.experiment, named))
         if order:
             model.register_forward_hook(lambda _, given, out: _reordered(out, order))
         if getattr(model.config, "pad_token_id", None) is None:

@@ -21,7 +21,7 @@ from transformers.utils import logging as bars
 from fedrot.errors import FedrotError
 from fedrot.lora import adapter_tensors
 from fedrot.simulations import models, packaged
-from fedrot.simulations.config import TASKS
+from fedrot.simulations.settings import TASKS
 from fedrot.simulations.data.encode import bundled_tokenizer
 from fedrot.simulations.models import build_model, pad_id_of, patch_of, settings_of
 from fedrot.simulations.packaged import (

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import torch
 import transformers
 
-from fedrot.simulations.config import SimulationConfig as Experiment
+from fedrot.simulations.settings import Experiment
 from fedrot.simulations.data.encode import bundled_tokenizer
 from fedrot.simulations.models import build_model
 from fedrot.simulations.tasks.task import Task, task_of

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.config import TASKS
+from fedrot.simulations.settings import TASKS
 from fedrot.simulations.data.encode import IGNORED
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.objective import model_inputs

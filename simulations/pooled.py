@@ -111,7 +111,7 @@ class PooledForSequenceClassification(PreTrainedModel):
         setattr(self, self.base_model_prefix, encoder)
         rates = (getattr(self.config, name, None) for name in _DROPOUTS)
         self.dropout = nn.Dropout(next((rate for rate in rates if rate is not None), 0.0))
-        self.classifier = nn.Linear(self.config.hidden_size, self.config.num_labels)
+        self.classifier = nn.Linear(self.config.hidden_size, int(self.config.num_labels or 0))
         nn.init.normal_(self.classifier.weight, std=getattr(self.config, "initializer_range", 0.02))
         nn.init.zeros_(self.classifier.bias)
 

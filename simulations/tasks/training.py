@@ -89,8 +89,8 @@ def train(
         torch.manual_seed(seed)
         rng, masks = np.random.default_rng(seed), np.random.default_rng([seed, 1])
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        options = {"lr": lr or experiment.lr, "weight_decay": experiment.weight_decay}
-        optimizer = torch.optim.AdamW(trained, **options, fused=True)
+        rate, decay = lr or experiment.lr, experiment.weight_decay
+        optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=decay, fused=True)
         model.train()
         endless = (batches(task.train, rows, experiment.batch_size, rng) for _ in itertools.count())
         for batch in itertools.islice(itertools.chain.from_iterable(endless), steps):

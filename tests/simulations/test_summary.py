@@ -229,7 +229,8 @@ def test_a_gain_in_one_metric_and_a_loss_in_another_is_no_recommendation() -> No
         (["a", "fedavg"], {}, "fedavg"),
         (["a", "b"], {}, "a"),
         (["joined", "a"], {}, "a"),
-        (["x", "a"], {"x": "ensemble"}, "a"),
+        (["x", "a"], {"x": "joined"}, "a"),
+        (["x", "a"], {"x": "head_only"}, "x"),
         (["nan", "a"], {}, "a"),
     ],
 )

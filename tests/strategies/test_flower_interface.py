@@ -30,8 +30,7 @@ from flwr.serverapp.strategy import (
 )
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.federation.local_grid import LocalGrid
-from fedrot.simulations.federation.ordered_grid import OrderedGrid
+from fedrot.simulations.federation.grids import LocalGrid, OrderedGrid
 from fedrot.strategies import Aligned, AlignedLoRA, Checkpointing, FedRot, FedRotLoRA, Server
 from fedrot.strategies.flower_compat import outside_of_the_engine
 from fedrot.strategies.lazy_grid import LazyGrid

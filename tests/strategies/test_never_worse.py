@@ -10,7 +10,7 @@ import torch
 
 import fedrot
 from fedrot.aggregation import Mean
-from fedrot.simulations.federation.run_folder import read_rows
+from fedrot.simulations.folder import read_rows
 from fedrot.strategies import FedRot, Reporting, Server
 from tests.strategies.fakes import arrays_of, broadcast, reply
 from tests.strategies.test_fedrot import CONFIG, model, updates
@@ -44,7 +44,7 @@ def test_without_evidence_the_model_is_the_plain_mean_to_the_last_bit(
     plain = [mean.result() for mean in means]
     found = {name: torch.from_numpy(array) for name, array in arrays_of(result).items()}
     assert any(all(torch.equal(found[name], mean[name]) for name in found) for mean in plain)
-    rows = [row for row in read_rows(tmp_path, "alignment.jsonl") if "stage" not in row]
+    rows = [row for row in read_rows(tmp_path / "alignment.jsonl") if "stage" not in row]
     assert len(rows) == 3 * 6
     for row in rows:
         assert not row["moved"]
@@ -63,7 +63,7 @@ def test_one_turned_client_is_brought_back_and_the_others_stay(tmp_path: Path) -
     )
     moved = {
         (row["client"], row["group"])
-        for row in read_rows(tmp_path, "alignment.jsonl")
+        for row in read_rows(tmp_path / "alignment.jsonl")
         if row.get("moved")
     }
     assert moved == {(2, group.name) for group in symmetry.groups if group.part in ("attention", "ffn")}

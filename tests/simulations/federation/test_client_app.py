@@ -165,15 +165,6 @@ def test_a_copy_with_other_tensors_leaves_the_model_as_it_is(shell: nn.Module, r
     assert all(torch.equal(other.state_dict()[name], tensor + 1) for name, tensor in received.items())
 
 
-def test_a_model_is_evaluated_on_the_rows_that_a_client_holds_out(task: Task, received: State) -> None:
-    held_out = task.client_rows(0, 1)[1]
-    content = answered(received, 1, kind="evaluate")
-    model = build_model(task.experiment, task.data, seed=5)
-    model.load_state_dict(received)
-    expected = training.evaluate(model, task, task.train, held_out)
-    assert metrics_of(content) == pytest.approx({"num-examples": len(held_out), **expected})
-
-
 # Statistics
 
 

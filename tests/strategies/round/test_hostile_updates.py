@@ -17,7 +17,7 @@ import fedrot
 from fedrot.errors import SymmetryError
 from fedrot.matching import descent
 from fedrot.matching.problem import Match, Problem
-from fedrot.simulations.federation.run_folder import read_rows
+from fedrot.simulations.folder import read_rows
 from fedrot.strategies import Aligned, FedRot, OtherBasis
 from fedrot.strategies.settings import Reporting
 from fedrot.symmetry import Group
@@ -65,7 +65,7 @@ def test_a_hostile_update_ends_no_round_and_pushes_no_honest_client_out(
         assert arrays is not None
         for name, array in arrays_of(arrays).items():
             assert torch.isfinite(torch.from_numpy(array)).all(), (kind, name)
-        rows = read_rows(tmp_path, f"{kind}.jsonl")
+        rows = read_rows(tmp_path / f"{kind}.jsonl")
         assert {row["client"] for row in rows if "dropped" in row} <= {place}, kind
 
 

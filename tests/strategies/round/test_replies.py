@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Mean, RegMean
-from fedrot.simulations.federation.run_folder import read_rows
+from fedrot.simulations.folder import read_rows
 from fedrot.strategies import FedRot, statistics_record, to_arrays
 from fedrot.strategies.settings import Reporting
 from fedrot.strategies.wire.arrays import encode
@@ -192,7 +192,7 @@ def played(
         replies += [GOOD_CLIENT(asked[twice]), with_metadata(_src_node_id=5)(asked[twice])]
     arrays, metrics = strategy.aggregate_train(1, replies)
     assert arrays is not None
-    rows = read_rows(folder, path.name)
+    rows = read_rows(path)
     return (
         arrays,
         dict(metrics or {}),

@@ -71,7 +71,8 @@ def _check_strategy(task: Task, strategy: Strategy, model: Any) -> None:
     if strategy.fits and not experiment.lora:
         head_of(model.config, model.state_dict())
     if strategy.kind == "fedrot":
-        options = strategy_of(CellRun(task, 0, strategy), model, Path("rows.jsonl")).alignment
+        built = strategy_of(CellRun(task, 0, strategy), model, Path("rows.jsonl"))
+        options = getattr(built, "alignment", None)  # adapters have none
         if options is not None:
             symmetry = symmetry_of(model_config(experiment, task.data), model.state_dict())
             options.layer_indices(symmetry.layers)

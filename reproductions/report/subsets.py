@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from fedrot.simulations.data.domains import UNSEEN, metric_of
+from fedrot.simulations.data.texts import UNSEEN, metric_of
 from fedrot.simulations.report.tables import Table, pipe_table
 from fedrot.simulations.summary import CENTRAL, Row
 

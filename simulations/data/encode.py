@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from tokenizers import Encoding, Tokenizer
 
-from fedrot.simulations.data.domains import DOMAIN, load_domains
-from fedrot.simulations.data.images import ImageData, Pixels, load_images, resized
-from fedrot.simulations.data.labels import DataSet
-from fedrot.simulations.data.read import DataError
-from fedrot.simulations.data.texts import TagData, TagSplit, TextSplit, load_tags, load_texts
+from fedrot.simulations.data.images import Pixels, load_images, resized
+from fedrot.simulations.data.labels import DataSet, Split
+from fedrot.simulations.data.read import refuse
+from fedrot.simulations.data.texts import DOMAIN, load_domains, load_tags, load_texts
 from fedrot.simulations.models import pad_id_of, pretrained_settings, settings_of
 from fedrot.simulations.packaged import loading, loading_of, source_of
 
@@ -45,9 +44,9 @@ class Encoded(ABC):
     def __len__(self) -> int:
         return len(self.labels)
 
-    @abstractmethod
     def lengths(self, rows: np.ndarray) -> np.ndarray:
         """Return the lengths of the rows, int64; batches are made of rows with similar lengths."""
+        return np.zeros(len(rows), dtype=np.int64)
 
     @abstractmethod
     def batch(self, rows: np.ndarray) -> Batch:
@@ -72,10 +71,10 @@ class EncodedText(Encoded):
 
     def batch(self, rows: np.ndarray) -> Batch:
         """Return the given rows padded to their longest."""
-        mask = [np.ones_like(self.ids[row]) for row in rows]
+        ids = [self.ids[row] for row in rows]
         return {
-            "input_ids": padded([self.ids[row] for row in rows], self.pad_id),
-            "attention_mask": padded(mask, 0),
+            "input_ids": padded(ids, self.pad_id),
+            "attention_mask": padded([*map(np.ones_like, ids)], 0),
             "token_type_ids": padded([self.segments[row] for row in rows], 0),
         }
 
@@ -109,17 +108,12 @@ class EncodedImages(Encoded):
 
     pixels: Sequence[Pixels]
     side: int
-    mean: tuple[float, ...]
-    deviation: tuple[float, ...]
-
-    def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Return 0 for all rows, because images have one size."""
-        return np.zeros(len(rows), dtype=np.int64)
+    mean: Sequence[float]
+    deviation: Sequence[float]
 
     def batch(self, rows: np.ndarray) -> Batch:
         images = np.stack([resized(self.pixels[row], self.side, self.side) for row in rows])
-        mean, deviation = (np.array(v, dtype=np.float32) for v in (self.mean, self.deviation))
-        values = (images / np.float32(255) - mean) / deviation
+        values = (images / np.float32(255) - np.float32(self.mean)) / np.float32(self.deviation)
         return {"pixel_values": torch.from_numpy(values.transpose(0, 3, 1, 2).copy())}
 
 
@@ -151,46 +145,39 @@ def tokenizer_for(experiment: Experiment) -> Tokenizer:
     with loading(experiment.model):
         found = AutoTokenizer.from_pretrained(**loading_of(experiment.model))
         if set(found.get_vocab()) <= set(found.all_special_tokens):  # transformers makes an empty one
-            raise DataError(
-                f"model '{experiment.model}' has no tokenizer; save tokenizer.json in the same folder"
-            )
+            where = f"model '{experiment.model}'"
+            refuse(where, "has no tokenizer", "save tokenizer.json in the same folder")
         return found.backend_tokenizer
 
 
-def encode_texts(split: TextSplit, tokenizer: Tokenizer, max_length: int, pad_id: int) -> EncodedText:
+def encode_texts(split: Split, tokenizer: Tokenizer, max_length: int, pad_id: int) -> EncodedText:
     """Tokenise a split, truncated to ``max_length`` tokens."""
-    most = max_length * (PER_TOKEN if split.pairs is None else PER_TOKEN_OF_PAIR)
-    both = [[text[:most] for text in texts] for texts in (split.texts, split.pairs) if texts is not None]
-    texts: Any = both[0] if split.pairs is None else list(zip(*both, strict=True))
+    most = max_length * (PER_TOKEN if split.second is None else PER_TOKEN_OF_PAIR)
+    texts: Any = [text[:most] for text in split.inputs]
+    if split.second is not None:
+        texts = [*zip(texts, (text[:most] for text in split.second), strict=True)]
     encodings = _cut(tokenizer, max_length).encode_batch(texts)
     domains = tuple(map(str, split.columns.get(DOMAIN, ())))
     return EncodedText(split.labels, *_numbers(encodings), pad_id, domains=domains)
 
 
-def encode_tags(split: TagSplit, tokenizer: Tokenizer, max_length: int, pad_id: int) -> EncodedTags:
+def encode_tags(split: Split, tokenizer: Tokenizer, max_length: int, pad_id: int) -> EncodedTags:
     """Tokenise tagged words, truncated to ``max_length`` tokens; see ``EncodedTags`` for the tags."""
-    tokenizer = _cut(tokenizer, max_length)
+    tokenizer, most = _cut(tokenizer, max_length), PER_TOKEN * max_length
     before: Any = tokenizer.pre_tokenizer
     if hasattr(before, "add_prefix_space"):  # in byte-level vocabularies, words start with a space
         before.add_prefix_space = True
         tokenizer.pre_tokenizer = before
-    most = PER_TOKEN * max_length
-    rows = [[word[:most] for word in row[:most]] for row in split.words]
+    rows = [[word[:most] for word in row[:most]] for row in split.inputs]
     encodings = tokenizer.encode_batch(rows, is_pretokenized=True)
     tags, places = [], []
-    for encoding, words in zip(encodings, split.tags, strict=True):
-        begins = first_pieces(encoding.word_ids)
-        of_row = np.full(len(encoding.ids), IGNORED, dtype=np.int64)
-        of_row[list(begins)] = words[list(begins.values())]
-        tags.append(of_row)
-        places.append(np.array(list(begins.values()), dtype=np.int64))
-    return EncodedTags(split.labels, *_numbers(encodings), pad_id, tags, places, split.tags)
-
-
-def first_pieces(word_ids: Sequence[int | None]) -> dict[int, int]:
-    """Return the number of each word by the index of its first token; special tokens have no word."""
-    steps = enumerate(zip(word_ids, (None, *word_ids), strict=False))
-    return {token: word for token, (word, last) in steps if word is not None and word != last}
+    for encoding, of_words in zip(encodings, split.second or (), strict=True):
+        words = np.array([-1 if word is None else word for word in encoding.word_ids], dtype=np.int64)
+        first = (words >= 0) & (np.diff(words, prepend=-1) != 0)
+        tags.append(np.full(len(words), IGNORED, dtype=np.int64))
+        places.append(words[first])
+        tags[-1][first] = of_words[words[first]]
+    return EncodedTags(split.labels, *_numbers(encodings), pad_id, tags, places, split.second or ())
 
 
 def _cut(tokenizer: Tokenizer, max_length: int) -> Tokenizer:
@@ -205,55 +192,37 @@ def _numbers(encodings: Sequence[Encoding]) -> tuple[list[np.ndarray], list[np.n
     return ids, [np.asarray(e.type_ids, dtype=np.int64) for e in encodings]
 
 
-def read_encoded(experiment: Experiment) -> tuple[DataSet[Any], Any, Any]:
+def read_encoded(experiment: Experiment) -> tuple[DataSet, Any, Any]:
     """Return the data of an experiment, and its training and held-out rows encoded for its model."""
     if experiment.task == "image":
-        images = load_images(experiment, **_image_size(experiment.model))
-        train, test = _encoded_images(images, experiment.model)
-        return images, train, test
-    data: DataSet[Any]
-    if experiment.task == "ner":
-        data = load_tags(experiment)
-    elif experiment.task == "classification":
-        data = load_domains(experiment)
-    else:
-        data = load_texts(experiment, labels_optional=True)
-    encode: Any = encode_tags if isinstance(data, TagData) else encode_texts
+        return _encoded_images(experiment)
+    load = {"classification": load_domains, "ner": load_tags}.get(experiment.task, load_texts)
+    data = load(experiment)
+    encode: Any = encode_tags if data.tags else encode_texts
     how = tokenizer_for(experiment), experiment.max_length, pad_id_of(settings_of(experiment, data))
     return data, encode(data.train, *how), encode(data.test, *how)
 
 
-def _image_size(model: str | None) -> dict[str, int]:
-    """Return ``side`` (in pixels) and ``channels`` of a pretrained model's inputs."""
-    if model is None:
-        return {}
-    settings = pretrained_settings(model)
-    side, channels = getattr(settings, "image_size", None), getattr(settings, "num_channels", 3)
-    sides = list(dict.fromkeys(side)) if isinstance(side, list | tuple) else [side]
-    if len(sides) != 1 or not isinstance(sides[0], int):
-        raise DataError(
-            f"model '{model}' of type '{settings.model_type}' does not take square images "
-            f"(image_size is {side}); choose a vision transformer, or another task"
-        )
-    if channels not in (1, 3):
-        raise DataError(
-            f"model '{model}' takes images of {channels} channels; choose a model for 1 (grey) or 3 "
-            "(colours)"
-        )
-    return {"side": sides[0], "channels": channels}
-
-
-def _encoded_images(data: ImageData, model: str | None) -> list[EncodedImages]:
-    """Standardise images by the mean and the deviation of the model's processor, by default one half."""
+def _encoded_images(experiment: Experiment) -> tuple[DataSet, EncodedImages, EncodedImages]:
+    """Load images for a model's size; standardise them by its processor's numbers, or by one half."""
     found: Mapping[str, Any] = {}
-    if model is not None:
+    side = channels = None
+    if (model := experiment.model) is not None:
         from transformers.image_processing_base import ImageProcessingMixin
 
+        settings = pretrained_settings(model)
+        side, channels = getattr(settings, "image_size", None), getattr(settings, "num_channels", 3)
+        if isinstance(side, list | tuple) and len(set(side)) == 1:
+            side = side[0]
+        if not isinstance(side, int) or channels not in (1, 3):
+            what = f"takes no square images of 1 or 3 channels (image_size {side}, {channels} channels)"
+            refuse(f"model '{model}'", what, "choose a vision transformer, or another task")
         with suppress(OSError):  # saved without a processor
             # Not the processor itself, which needs torchvision.
             found, _ = ImageProcessingMixin.get_image_processor_dict(source_of(model))
-    mean, deviation = (
-        tuple((found.get(name) or _HALF)[: data.channels]) for name in ("image_mean", "image_std")
+    data = load_images(experiment, side, channels)
+    of_pixels = [(found.get(name) or _HALF)[: data.channels] for name in ("image_mean", "image_std")]
+    train, test = (
+        EncodedImages(s.labels, s.inputs, data.side, *of_pixels) for s in (data.train, data.test)
     )
-    splits = (data.train, data.test)
-    return [EncodedImages(s.labels, s.pixels, data.side, mean, deviation) for s in splits]
+    return data, train, test

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,7 +16,7 @@ import pyarrow.types as types
 from PIL import Image, ImageOps
 
 from fedrot.simulations.data.labels import DataSet, Rows, Split, label_columns, labelled
-from fedrot.simulations.data.read import Content, DataError, find
+from fedrot.simulations.data.read import Content, find, is_bytes, refuse
 
 if TYPE_CHECKING:
     from fedrot.simulations.settings import Experiment
@@ -28,7 +28,7 @@ LARGEST_SIDE = 64
 
 def _is_image(kind: pa.DataType) -> bool:
     parts = {kind.field(i).name for i in range(kind.num_fields)} if types.is_struct(kind) else set()
-    return types.is_binary(kind) or types.is_large_binary(kind) or {"bytes", "path"} <= parts
+    return is_bytes(kind) or {"bytes", "path"} <= parts
 
 
 IMAGE = Content(
@@ -36,24 +36,7 @@ IMAGE = Content(
 )
 
 
-@dataclass(frozen=True)
-class ImageSplit(Split):
-    """Rows of images, uint8 ``[height, width, channels]``; no side is above the data set's ``side``."""
-
-    pixels: Sequence[Pixels]
-
-
-@dataclass(frozen=True)
-class ImageData(DataSet[ImageSplit]):
-    """A data set of images; inputs of models are squares with sides of ``side`` pixels."""
-
-    side: int
-    channels: int
-
-
-def load_images(
-    experiment: Experiment, *, side: int | None = None, channels: int | None = None
-) -> ImageData:
+def load_images(experiment: Experiment, side: int | None = None, channels: int | None = None) -> DataSet:
     """Load the images of an experiment, see ``read.find``: a folder of classes, or a table.
 
     A table has a column of image files (bytes, or the hub's bytes and path).
@@ -67,18 +50,12 @@ def load_images(
     """
     source = find(experiment.data, experiment.data_dir)
     column = source.column(IMAGE, experiment.text_column)
-    columns = label_columns(source, experiment)
-    data = labelled(source, columns, experiment)
-    parts = (data.train, data.test)
-    pixels = [_pixels(rows, column, side or LARGEST_SIDE) for rows in parts]
-    every = [image for images in pixels for image in images]
+    read = partial(_pixels, column=column, bound=side or LARGEST_SIDE)
+    data = labelled(source, experiment, label_columns(source, experiment), [column], read)
+    every = [*data.train.inputs, *data.test.inputs]
     channels = channels or (1 if all(image.ndim == 2 for image in every) else 3)
-    train, test = (
-        ImageSplit(r.labels, r.columns(column, *columns), [_with_channels(i, channels) for i in images])
-        for r, images in zip(parts, pixels, strict=True)
-    )
-    changed: dict[str, Any] = {"train": train, "test": test, "side": side or side_of(every)}
-    return ImageData(**{**vars(data), **changed, "channels": channels})
+    train, test = (_with_channels(split, channels) for split in (data.train, data.test))
+    return replace(data, train=train, test=test, side=side or side_of(every), channels=channels)
 
 
 def side_of(images: Sequence[Pixels]) -> int:
@@ -105,19 +82,15 @@ def _on_white(image: Image.Image, mode: str) -> Image.Image:
     return image.convert(mode)
 
 
-def _sixteen_bits(image: Image.Image) -> Pixels:
-    return (np.asarray(image) >> 8).astype(np.uint8)
-
-
 def _own_range(image: Image.Image) -> Pixels:
-    """Scale from the smallest to the largest finite value; integers of PGM and PNG have 16 bits."""
-    if image.format in ("PPM", "PNG"):
-        return _sixteen_bits(image)
-    values = np.asarray(image, dtype=np.float64)
-    finite = values[np.isfinite(values)]
+    """Scale 16 bits, and other numbers from the smallest to the largest finite value."""
+    values = np.asarray(image)
+    if image.mode.startswith("I;") or (image.mode == "I" and image.format in ("PPM", "PNG")):
+        return (values >> 8).astype(np.uint8)
+    finite = values[np.isfinite(values)].astype(np.float64)
     low, high = (finite.min(), finite.max()) if finite.size else (0, 0)
-    scaled = (np.nan_to_num(values, nan=low, posinf=high, neginf=low) - low) / ((high - low) or 1)
-    return np.rint(255 * scaled).astype(np.uint8)
+    known = np.nan_to_num(values.astype(np.float64), nan=low, posinf=high, neginf=low)
+    return np.rint(255 * ((known - low) / ((high - low) or 1))).astype(np.uint8)
 
 
 #: Functions that return 8 bits, grey ``[h, w]`` or colours ``[h, w, 3]``, by the mode of Pillow.
@@ -125,42 +98,41 @@ RULES: Mapping[str, Callable[[Image.Image], Image.Image | Pixels]] = {
     **dict.fromkeys(("1", "L", "LA", "La"), partial(_on_white, mode="L")),
     **dict.fromkeys(("P", "PA", "RGB", "RGBA", "RGBa", "RGBX"), partial(_on_white, mode="RGB")),
     **dict.fromkeys(("CMYK", "YCbCr", "HSV", "LAB"), partial(_on_white, mode="RGB")),
-    **dict.fromkeys(("I;16", "I;16L", "I;16B", "I;16N"), _sixteen_bits),
-    **dict.fromkeys(("I", "F"), _own_range),
+    **dict.fromkeys(("I;16", "I;16L", "I;16B", "I;16N", "I", "F"), _own_range),
 }
 
 
-def _pixels(rows: Rows, column: str, bound: int) -> list[Pixels]:
+def _pixels(rows: Rows, column: str, bound: int) -> list[list[Pixels]]:
+    """Return uint8 ``[height, width]`` (grey) or ``[height, width, 3]``; no side is above ``bound``."""
     batches = rows.table.select([column]).to_batches(max_chunksize=256)
     cells = (cell for batch in batches for cell in batch.column(0).to_pylist())
-    numbered = zip(rows.numbers, cells, strict=True)
-    return [_decoded(cell, bound, f"{rows.where}, row {number}") for number, cell in numbered]
+    found = []
+    for number, cell in zip(rows.numbers, cells, strict=True):
+        content, path = (cell, None) if isinstance(cell, bytes) else (cell["bytes"], cell["path"])
+        try:
+            pixels = _seen(path if content is None else io.BytesIO(content))
+        except Exception as error:  # Pillow raises many unrelated kinds
+            where = path if path and content is None else f"{rows.where}, row {number}"
+            refuse(where, f"cannot be read as an image ({error})", "remove it or replace it")
+        height, width = pixels.shape[:2]
+        found.append(resized(pixels, min(height, bound), min(width, bound)))
+    return [found]
 
 
-def _decoded(cell: bytes | Mapping[str, Any], bound: int, where: str) -> Pixels:
-    """Return uint8 ``[height, width]`` (grey) or ``[height, width, 3]``; no side is above ``bound``."""
-    parts: Mapping[str, Any] = {"bytes": cell} if isinstance(cell, bytes) else cell
-    content, path = parts.get("bytes"), parts.get("path")
-    if content is None and path is None:
-        raise DataError(f"{where} has no image; remove that row")
-    try:
-        with Image.open(str(path) if content is None else io.BytesIO(content)) as image:
-            if image.mode not in RULES:
-                raise ValueError(f"there is no rule for its mode {image.mode}: save it as RGB")
-            image.load()
-            with suppress(Exception):  # damaged EXIF is no reason to refuse a picture
-                ImageOps.exif_transpose(image, in_place=True)
-            pixels = np.asarray(RULES[image.mode](image), dtype=np.uint8)
-    except Exception as error:  # Pillow raises many unrelated kinds
-        raise DataError(
-            f"{path if content is None else where} cannot be read as an image ({error}); remove it or "
-            "replace it"
-        ) from error
-    height, width = pixels.shape[:2]
-    return resized(pixels, min(height, bound), min(width, bound))
+def _seen(file: Any) -> Pixels:
+    if file is None:
+        raise ValueError("it is empty")
+    with Image.open(file) as image:
+        if image.mode not in RULES:
+            raise ValueError(f"there is no rule for its mode {image.mode}: save it as RGB")
+        image.load()
+        with suppress(Exception):  # damaged EXIF is no reason to refuse a picture
+            ImageOps.exif_transpose(image, in_place=True)
+        return np.asarray(RULES[image.mode](image), dtype=np.uint8)
 
 
-def _with_channels(image: Pixels, channels: int) -> Pixels:
-    """Return ``[height, width, channels]``; grey is repeated, or colours are converted to grey."""
-    converted = Image.fromarray(image).convert("L" if channels == 1 else "RGB")
-    return np.asarray(converted, dtype=np.uint8).reshape(*image.shape[:2], channels)
+def _with_channels(split: Split, channels: int) -> Split:
+    """Return images ``[height, width, channels]``; grey is repeated, colours are converted to grey."""
+    mode = "L" if channels == 1 else "RGB"
+    converted = [np.asarray(Image.fromarray(image).convert(mode)) for image in split.inputs]
+    return replace(split, inputs=[image.reshape(*image.shape[:2], channels) for image in converted])

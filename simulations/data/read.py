@@ -7,9 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -44,13 +43,21 @@ _ROWS = r"\t[^\n]*\n"
 _OTHER_FILES = {
     b"\x1f\x8b": "compressed by gzip: unpack it",
     b"PK\3\4": "an Excel workbook or a zip archive: export it as CSV, or unpack it",
+    b"\xd0\xcf\x11\xe0": "an old Excel workbook: export it as CSV",
     b"ARROW1": "an Arrow (Feather) file: save it as Parquet",
     b"<!": "a web page: download the file itself",
+    b"\xff\xfe": "in UTF-16: save it in UTF-8",
+    b"\xfe\xff": "in UTF-16: save it in UTF-8",
 }
 
 
 class DataError(FedrotError):
     """A data set is unknown or unreadable, or lacks a column, a split or values."""
+
+
+def refuse(where: object, what: str, advice: str) -> NoReturn:
+    """Raise ``DataError``: where, what is wrong, and what to do."""
+    raise DataError(f"{where} {what}; {advice}")
 
 
 def listed(values: Iterable[object]) -> str:
@@ -120,34 +127,6 @@ def _csv(path: Path, delimiter: str = ",") -> pa.Table:
     return table.slice(1).rename_columns([column[0].as_py() or "" for column in table.columns])
 
 
-def _json(path: Path) -> pa.Table:
-    """Read objects, or a list of objects. Columns with larger integers than int64 are texts."""
-    # Not pyarrow's reader: it makes dates of texts, and floats of large integers.
-    text, rows, end = shallow(path.read_bytes()).decode("utf-8-sig"), [], 0
-    while start := re.compile(r"\S").search(text, end):
-        row, end = _OBJECTS.raw_decode(text, start.start())
-        rows.append(row)
-    rows = rows[0] if len(rows) == 1 and isinstance(rows[0], list) else rows
-    if not all(isinstance(row, dict) for row in rows):
-        raise ValueError("it has items that are not objects")
-    if len(rows) == 1 and all(isinstance(value, dict | list) for value in rows[0].values()):
-        raise ValueError("it is one object of columns: DataFrame.to_json needs orient='records'")
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    _bound("columns", len(names), MOST_COLUMNS)
-    _bound("cells", len(names) * len(rows), MOST_CELLS)
-    return pa.table({name: _array(name, [row.get(name) for row in rows]) for name in names})
-
-
-def _array(name: str, values: list[Any]) -> pa.Array:
-    there = [value for value in values if value is not None]
-    if all(type(value) is int for value in there) and max(map(abs, there), default=0) >= 2**63:
-        values = [value if value is None else str(value) for value in values]
-    try:
-        return pa.array(values)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise ValueError(f"the column '{name}' has values of several types: {error}") from error
-
-
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -155,7 +134,30 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-_OBJECTS = json.JSONDecoder(object_pairs_hook=_object)
+def _json(path: Path) -> pa.Table:
+    """Read objects, or a list of objects. Columns with larger integers than int64 are texts."""
+    # Not pyarrow's reader: it makes dates of texts, and floats of large integers.
+    text, rows, end = shallow(path.read_bytes()).decode("utf-8-sig"), [], 0
+    while start := re.compile(r"\S").search(text, end):
+        row, end = json.JSONDecoder(object_pairs_hook=_object).raw_decode(text, start.start())
+        rows.append(row)
+    rows = rows[0] if len(rows) == 1 and isinstance(rows[0], list) else rows
+    if not all(isinstance(row, dict) for row in rows):
+        raise ValueError("it has items that are not objects")
+    if len(rows) == 1 and all(isinstance(value, dict | list) for value in rows[0].values()):
+        raise ValueError("it is one object of columns: DataFrame.to_json needs orient='records'")
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    _bound("cells", len(names) * len(rows), MOST_CELLS)
+    return pa.table({name: _array(name, [row.get(name) for row in rows]) for name in names})
+
+
+def _array(name: str, values: list[Any]) -> pa.Array:
+    try:
+        return pa.array(values)
+    except (ValueError, TypeError, OverflowError) as error:
+        if not {*map(type, values)} <= {int, type(None)}:
+            raise ValueError(f"the column '{name}' has values of several types: {error}") from error
+    return pa.array([value if value is None else str(value) for value in values])
 
 
 def _plain_text(path: Path) -> pa.Table:
@@ -187,16 +189,16 @@ def read_table(path: Path) -> pa.Table:
         refuse_pointer(path)
         with path.open("rb") as file:
             head = file.readline(2**16)
-        other = next((said for start, said in _OTHER_FILES.items() if head.startswith(start)), "")
+        other = [said for start, said in _OTHER_FILES.items() if head.startswith(start)]
         if head.startswith(b"PAR1"):
             read = _parquet
         elif other or (b"\0" in head and read is not _parquet):
-            raise ValueError(f"it is {other or 'no text, or in UTF-16: save it in UTF-8'}")
+            raise ValueError(f"it is {[*other, 'no text, or in UTF-16: save it in UTF-8'][0]}")
         return _usable(read(path))
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise DataError(
-            f"{path} cannot be read as {format_name} ({error}); save it again, or choose another file"
-        ) from error
+        refuse(
+            path, f"cannot be read as {format_name} ({error})", "save it again, or choose another file"
+        )
 
 
 def _usable(table: pa.Table) -> pa.Table:
@@ -254,17 +256,15 @@ class Source:
         Raises ``DataError`` without such a column, or if values are missing or of a wrong type.
         """
         names = content.known if wanted is None else [wanted.strip()]
-        found = next((name for name in names if name in self.columns), None)
-        if found is None:
-            raise DataError(
-                f"{' and '.join(self.tables)}: no {content.name} column "
-                f"{' or '.join(map(repr, names))}; columns are {listed(self.columns)}; choose one with "
-                f"{content.option}"
-            )
+        found = next((name for name in names if name in self.columns), "")
+        if not found:
+            lacking = f"no {content.name} column {' or '.join(map(repr, names))}"
+            what = f"{lacking}; columns are {listed(self.columns)}"
+            refuse(f"{' and '.join(self.tables)}:", what, f"choose one with {content.option}")
         for origin, table in self.tables.items():
             kind, where = table.schema.field(found).type, f"{origin}: {content.name} column {found!r}"
             if not content.fits(kind):
-                raise DataError(f"{where} holds {kind}; give {content.wanted}")
+                refuse(where, f"holds {kind}", f"give {content.wanted}")
             refuse_rows(where, "no value", _missing(table[found]))
         return found
 
@@ -272,29 +272,30 @@ class Source:
 def _missing(values: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
     """Return which rows are null, NaN, blank, or a list with a null, ``[rows]``."""
     missing: npt.NDArray[np.bool_] = values.is_null(nan_is_null=True).to_numpy().copy()
-    if types.is_list(values.type) or types.is_large_list(values.type):
+    if is_list(values.type):
         holes = pc.list_parent_indices(values).filter(pc.list_flatten(values).is_null())
         missing[holes.to_numpy()] = True
-    values = plain(values)
-    if types.is_string(values.type):
+    if types.is_dictionary(values.type):
+        values = values.cast(values.type.value_type)
+    if types.is_string(values.type) or types.is_large_string(values.type):
         missing |= pc.equal(pc.utf8_trim_whitespace(values), "").fill_null(False).to_numpy()
     return missing
+
+
+def is_list(kind: pa.DataType) -> bool:
+    return types.is_list(kind) or types.is_large_list(kind)
+
+
+def is_bytes(kind: pa.DataType) -> bool:
+    return types.is_binary(kind) or types.is_large_binary(kind)
 
 
 def refuse_rows(where: str, what: str, wrong: npt.NDArray[np.bool_]) -> None:
     """Raise ``DataError`` with the numbers of the wrong rows, if there are any."""
     if wrong.any():
-        rows = listed(np.flatnonzero(wrong) + 1)
-        raise DataError(
-            f"{where} has {what} in {wrong.sum()} of {len(wrong)} rows: row(s) {rows}, counted from 1; "
-            "correct or delete these rows"
-        )
-
-
-def plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return a column with categories as their values, and large strings as strings."""
-    kind = column.type.value_type if types.is_dictionary(column.type) else column.type
-    return column.cast(pa.string() if types.is_large_string(kind) else kind)
+        rows = f"row(s) {listed(np.flatnonzero(wrong) + 1)}, counted from 1"
+        what = f"has {what} in {wrong.sum()} of {len(wrong)} rows: {rows}"
+        refuse(where, what, "correct or delete these rows")
 
 
 def find(name: str, data_dir: Path | None) -> Source:
@@ -305,32 +306,28 @@ def find(name: str, data_dir: Path | None) -> Source:
     hub are ``owner/name`` and ``owner/name:configuration``. Raises ``DataError``.
     """
     if data_dir is not None and not data_dir.is_dir():
-        raise DataError(f"data folder {data_dir} does not exist; check its path")
+        refuse(f"data folder {data_dir}", "does not exist", "check its path")
     roots = [data_dir / folder for folder in FOLDERS] if data_dir else []
-    bundled = {BUNDLED: _bundled, DIGITS: _digits}
-    places = [root / name for root in roots] + ([] if name in bundled else [Path(name)])
+    bundled = {BUNDLED: [Path(__file__).with_name("bundled") / BUNDLED], DIGITS: []}
+    places = [*(root / name for root in roots), *bundled.get(name, [Path(name)])]
     for place in places:
-        if (source := _at(place)) is not None:
+        if source := _at(place):
             return source
-    if name in bundled:
-        return bundled[name]()
-    if Path(name).suffix.lower() in READERS:
-        where = f", nor below {data_dir}" if data_dir else ""
-        raise DataError(f"there is no file {name}{where}; check its path")
+    if name == DIGITS:
+        return _digits()
     if there := next((place for place in places if place.exists()), None):
-        raise DataError(f"{there} has no known format; save it as one of {', '.join(READERS)}")
-    names = {*bundled, *(path.parent.name for root in roots for path in root.glob("*/train.parquet"))}
-    names |= {path.stem.removesuffix("_train") for root in roots for path in root.glob("*.parquet")}
+        refuse(there, "has no known format", f"save it as one of {', '.join(READERS)}")
+    names = sorted({*bundled, *(path.name for root in roots for path in root.glob("*"))})
     where = f"bundled or in {data_dir}" if data_dir else "bundled; give --data-dir for more"
-    unknown = f"data set {name!r} is not available. Available: {', '.join(sorted(names))} ({where})"
-    if "/" not in name or Path(name).is_absolute():
-        raise DataError(f"{unknown}; names of the hub are owner/name")
+    unknown = f"is not available. Available: {', '.join(names)} ({where})"
+    if "/" not in name or Path(name).is_absolute() or Path(name).suffix.lower() in READERS:
+        refuse(f"data set {name!r}", unknown, "check the path; names of the hub are owner/name")
     import datasets
 
     path, _, configuration = name.partition(":")
     load = partial(datasets.load_dataset, path, configuration or None)
     task = (configuration or path).split("/")[-1]
-    return _loaded(name, task, load, f"{unknown}; the hub failed (offline, or no such data set)")
+    return _loaded(name, task, load, f"{unknown}; the hub failed")
 
 
 def _at(place: Path) -> Source | None:
@@ -348,16 +345,15 @@ def _at(place: Path) -> Source | None:
         import datasets
 
         load = partial(datasets.load_from_disk, str(place))
-        return _loaded(str(place), place.name, load, f"{place} cannot be read as saved by 'datasets'")
+        return _loaded(str(place), place.name, load, "cannot be read as saved by 'datasets'")
     return _images(place) if place.is_dir() else None
 
 
 def _first(train: Path, beside: list[Path], there: Callable[[Path], bool]) -> Path:
-    found = next(filter(there, beside), None)
-    if found is None:
-        wanted = ", ".join(path.name for path in beside)
-        raise DataError(f"{train} has no held-out split next to it; add one of {wanted}")
-    return found
+    for path in filter(there, beside):
+        return path
+    wanted = ", ".join(path.name for path in beside)
+    refuse(train, "has no held-out split next to it", f"add one of {wanted}")
 
 
 def _loaded(name: str, task: str, load: Callable[[], Any], failed: str) -> Source:
@@ -373,17 +369,12 @@ def _loaded(name: str, task: str, load: Callable[[], Any], failed: str) -> Sourc
         features = splits["train"].features
         tables = {f"{name} ({s})": _usable(splits[s].with_format("arrow")[:]) for s in chosen}
     except Exception as error:  # the hub's client raises many unrelated kinds
-        raise DataError(f"{failed}: {type(error).__name__}: {error}") from error
+        advice = "check the name, the files and the connection"
+        refuse(f"data set {name!r}", f"{failed} ({type(error).__name__}: {error})", advice)
     # A column of tags is a list of classes.
     kinds = {column: getattr(feature, "feature", feature) for column, feature in features.items()}
     named = {n: tuple(k.names) for n, k in kinds.items() if isinstance(k, datasets.ClassLabel)}
     return Source(task, tables, named)
-
-
-def _bundled() -> Source:
-    with resources.as_file(resources.files("fedrot.simulations.data") / "bundled") as folder:
-        files = [folder / f"{BUNDLED}_{split}.parquet" for split in ("train", "test")]
-        return Source(BUNDLED, {file.stem: read_table(file) for file in files})
 
 
 def _digits() -> Source:
@@ -392,8 +383,8 @@ def _digits() -> Source:
 
     found = load_digits()
     pixels = np.rint(found.images * (255 / 16)).astype(np.uint8)
-    images = [b"P5 8 8 255 " + image.tobytes() for image in pixels]
-    return Source(DIGITS, {DIGITS: pa.table({"image": images, "label": found.target})})
+    files = [b"P5 8 8 255\n" + image.tobytes() for image in pixels]
+    return Source(DIGITS, {DIGITS: pa.table({"image": files, "label": found.target})})
 
 
 def _images(folder: Path) -> Source:
@@ -403,23 +394,24 @@ def _images(folder: Path) -> Source:
         beside = [folder / name for name in HELD_OUT_FOLDERS]
         parts = [folder / "train", _first(folder / "train", beside, Path.is_dir)]
     for part in parts:
-        found, rows = sorted(part.iterdir()), []
-        left_out += [path.name for path in found if path.is_file()]
-        for path in (path for path in found if path.is_dir() and path.name[0] != "."):
-            files = {f: _is_image(f.relative_to(path)) for f in sorted(path.rglob("*")) if f.is_file()}
-            images = [str(file) for file, fits in files.items() if fits]
-            left_out += [file.name for file, fits in files.items() if not fits]
-            if not images:
-                raise DataError(f"{path} has no images; add some, or remove this folder")
-            rows += [(image, path.name) for image in images]
-        if not rows:
-            raise DataError(
-                f"{part} holds neither train.parquet nor images; images lie in a folder for each class, "
-                f"as in {folder.name}/CLASS/IMAGE.png"
+        beside = sorted(part.iterdir())
+        classes = [path for path in beside if path.is_dir() and path.name[0] != "."]
+        files = [(f, place) for place in classes for f in sorted(place.rglob("*")) if f.is_file()]
+        rows = [(str(f), place.name) for f, place in files if _is_image(f.relative_to(place))]
+        images, labels = map(list, zip(*rows, strict=True)) if rows else ([], [])
+        lacking = next((place for place in classes if place.name not in labels), part)
+        if lacking != part or not classes:
+            where = f"{folder.name}/CLASS/IMAGE.png"
+            refuse(
+                lacking,
+                "has no images, nor train.parquet",
+                f"images lie in a folder for each class, as in {where}",
             )
+        left_out += [path.name for path in beside if path.is_file()]
+        left_out += [f.name for f, place in files if not _is_image(f.relative_to(place))]
         kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-        cells = pa.array([{"bytes": None, "path": image} for image, _ in rows], kind)
-        tables[str(part)] = pa.table({"image": cells, "label": [label for _, label in rows]})
+        cells = pa.array([{"bytes": None, "path": image} for image in images], kind)
+        tables[str(part)] = pa.table({"image": cells, "label": labels})
     said = f"{len(left_out)} file(s) of {folder} left out, hidden or no images: {listed(left_out)}."
     return Source(folder.name, tables, said=said if left_out else "")
 

@@ -1,18 +1,19 @@
-"""Data sets of texts, of pairs of texts, and of tagged words for named-entity recognition."""
+"""Data sets of texts and their pairs, of tagged words, and of texts of several domains."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
 import pyarrow.types as types
 
 from fedrot.simulations.data.labels import DataSet, Rows, Split, clean, label_columns, labelled
-from fedrot.simulations.data.read import Content, DataError, Source, find
+from fedrot.simulations.data.read import Content, find, is_bytes, is_list, listed, refuse
 
 if TYPE_CHECKING:
     from fedrot.simulations.settings import Experiment
@@ -23,135 +24,139 @@ PAIR_COLUMNS = (
     ("premise", "hypothesis"),
     ("question", "sentence"),
 )
-METRICS_OF_TASK: Mapping[str, tuple[str, ...]] = {
-    "cola": ("matthews", "accuracy", "macro_f1"),
-    **dict.fromkeys(("mrpc", "qqp"), ("accuracy", "macro_f1", "f1")),
-}
 TAG_METRICS = ("f1", "precision", "recall")
-#: The tag of words outside of all entities; its number is 0.
-OUTSIDE = "O"
-Tags: TypeAlias = npt.NDArray[np.int64]
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return types.is_list(kind) or types.is_large_list(kind)
-
-
+#: The tag of words outside of all entities, whose number is 0; all tags.
+OUTSIDE, _BIO = "O", re.compile("O|[BI]-.+", re.DOTALL)
+#: The column with the name of a row's domain.
+DOMAIN = "domain"
+#: The metrics over all domains with training rows, and over those without.
+SEEN, UNSEEN = "macro_f1", "unseen_macro_f1"
 TEXT = Content(
     "text",
     ("text", "sentence", "content", "review", "comment", "tweet", "utterance"),
     "--text-column (two, separated by a comma, for pairs)",
     "one text per row",
-    lambda kind: not (types.is_nested(kind) or types.is_binary(kind) or types.is_large_binary(kind)),
+    lambda kind: not (types.is_nested(kind) or is_bytes(kind)),
 )
-WORDS = Content("word", ("tokens", "words"), "--text-column", "a list for each row", _is_list)
-TAGS = Content("tag", ("ner_tags", "tags"), "--label-column", "a list for each row", _is_list)
+WORDS = Content("word", ("tokens", "words"), "--text-column", "a list for each row", is_list)
+TAGS = Content("tag", ("ner_tags", "tags"), "--label-column", "a list for each row", is_list)
 
 
-@dataclass(frozen=True)
-class TextSplit(Split):
-    """Rows of texts; ``pairs`` has the second text of each pair, or is None."""
-
-    texts: tuple[str, ...]
-    pairs: tuple[str, ...] | None
-
-
-TextData: TypeAlias = DataSet[TextSplit]
-
-
-def load_texts(experiment: Experiment, *, labels_optional: bool = False) -> TextData:
-    """Load the texts of an experiment, see ``read.find``; raises ``DataError``.
-
-    If labels are optional, all rows of a data set without labels are of one class.
-    """
+def load_texts(experiment: Experiment) -> DataSet:
+    """Load the texts, or pairs of texts, of an experiment, see ``read.find``; raises ``DataError``."""
     source = find(experiment.data, experiment.data_dir)
-    texts = _text_columns(source, experiment.text_column)
-    columns = label_columns(source, experiment, optional=labels_optional)
-    data = labelled(source, columns, experiment)
-    train, test = (_text_split(rows, texts, columns) for rows in (data.train, data.test))
-    changed: dict[str, Any] = {"train": train, "test": test}
-    if data.kind == "single" and source.task in METRICS_OF_TASK:
-        changed["metrics"] = METRICS_OF_TASK[source.task]
-    if labels_optional:
-        changed["said"] = source.said  # language models do not use the labels
-    return TextData(**{**vars(data), **changed})
-
-
-def _text_columns(source: Source, wanted: str | None) -> list[str]:
-    names = [name.strip() for name in (wanted or "").split(",")]
-    if len(names) > 2:
-        raise DataError(f"--text-column has {len(names)} columns; give one or two")
     pair = next((pair for pair in PAIR_COLUMNS if set(pair) <= set(source.columns)), (None,))
-    return [source.column(TEXT, name) for name in (pair if wanted is None else names)]
+    wanted = experiment.text_column.split(",") if experiment.text_column else pair
+    if len(wanted) > 2:
+        refuse("--text-column", f"has {len(wanted)} columns", "give one or two")
+    texts = [source.column(TEXT, name) for name in wanted]
+
+    def read(rows: Rows) -> list[tuple[str, ...]]:
+        return [tuple(map(str, rows.table[column].to_pylist())) for column in texts]
+
+    return labelled(source, experiment, label_columns(source, experiment), texts, read)
 
 
-def _text_split(rows: Rows, texts: Sequence[str], labels: Sequence[str]) -> TextSplit:
-    first, *second = (tuple(map(str, rows.table[column].to_pylist())) for column in texts)
-    return TextSplit(rows.labels, rows.columns(*texts, *labels), first, second[0] if second else None)
-
-
-@dataclass(frozen=True)
-class TagSplit(Split):
-    """Rows of words. ``tags`` are int64 numbers of ``TagData.tags``; labels are entity types."""
-
-    words: Sequence[tuple[str, ...]]
-    tags: Sequence[Tags]
-
-
-@dataclass(frozen=True)
-class TagData(DataSet[TagSplit]):
-    """A data set of tagged words; ``tags`` are ``O``, and ``B-TYPE`` and ``I-TYPE`` of every type."""
-
-    tags: tuple[str, ...]
-
-
-def load_tags(experiment: Experiment) -> TagData:
+def load_tags(experiment: Experiment) -> DataSet:
     """Load the tagged words of an experiment, see ``read.find``.
 
     Tags are BIO strings, or numbers for which the hub has names. Labels are the entity types in a row
     (multi-label). Raises ``DataError``, also if tags are not BIO, or if a row has too few or too many.
     """
     source = find(experiment.data, experiment.data_dir)
-    tokens = source.column(WORDS, experiment.text_column)
-    column = source.column(TAGS, experiment.label_column)
-    data = labelled(source, (), experiment)
-    parts = (data.train, data.test)
-    tagged = [_tagged(rows, tokens, column, source.class_names.get(column)) for rows in parts]
-    types = sorted({tag[2:] for _, tags in tagged for row in tags for tag in row if tag != OUTSIDE})
-    if not types:
-        raise DataError(f"{data.name}: every tag is '{OUTSIDE}', no entity; choose other data")
-    names = (OUTSIDE, *(f"{prefix}-{type_}" for type_ in types for prefix in "BI"))
-    number = {tag: index for index, tag in enumerate(names)}
-    splits: list[TagSplit] = []
-    for rows, (words, tags) in zip(parts, tagged, strict=True):
-        numbers = [np.array([number[tag] for tag in row], dtype=np.int64) for row in tags]
-        labels = np.zeros((len(words), len(types)), dtype=np.float32)
-        for row, found in enumerate(numbers):
-            labels[row, (found[found > 0] - 1) // 2] = 1  # type t has the tags 2t + 1 and 2t + 2
-        splits.append(TagSplit(labels, rows.columns(tokens, column), words, numbers))
-    train, test = splits
-    return TagData(data.name, "multi", tuple(types), TAG_METRICS, train, test, names, note=data.note)
+    columns = source.column(WORDS, experiment.text_column), source.column(TAGS, experiment.label_column)
+    read = partial(_tagged, columns=columns, names=source.class_names.get(columns[1]))
+    data = labelled(source, experiment, (), columns, read)
+    splits = (data.train, data.test)
+    entities = sorted({t[2:] for split in splits for tags in split.second for t in tags if t != OUTSIDE})
+    if not entities:
+        refuse(f"{data.name}: every tag", f"is '{OUTSIDE}', no entity", "choose other data")
+    tags = (OUTSIDE, *(f"{prefix}-{entity}" for entity in entities for prefix in "BI"))
+    train, test = (_numbered(split, tags) for split in splits)
+    named = replace(data, kind="multi", label_names=tuple(entities), metrics=TAG_METRICS, tags=tags)
+    return replace(named, train=train, test=test)
 
 
 def _tagged(
-    rows: Rows, tokens: str, column: str, names: Sequence[str] | None
+    rows: Rows, columns: tuple[str, str], names: Sequence[str] | None
 ) -> tuple[list[tuple[str, ...]], list[list[str]]]:
     """Return the words and the tags of each row; raises ``DataError`` if a tag is not BIO."""
-    words = [tuple(map(str, row)) for row in rows.table[tokens].to_pylist()]
-    tags = rows.table[column].to_pylist()
-    if names is not None:
-        tags = [[names[tag] if isinstance(tag, int) else tag for tag in row] for row in tags]
-    tags = [[clean(tag) for tag in row] for row in tags]
+    words, tags = (rows.table[column].to_pylist() for column in columns)
+    tags = [[clean(names[t] if names and isinstance(t, int) else t) for t in row] for row in tags]
     for number, ours, theirs in zip(rows.numbers, words, tags, strict=True):
+        where = f"{rows.where}, row {number}:"
         if len(ours) != len(theirs):
-            raise DataError(
-                f"{rows.where}, row {number}: {len(ours)} words in {tokens!r} and {len(theirs)} tags in "
-                f"{column!r}; each word needs one tag"
-            )
-        wrong = [tag for tag in theirs if tag != OUTSIDE and not (tag[:2] in ("B-", "I-") and tag[2:])]
-        if wrong:
-            raise DataError(
-                f"{rows.where}, row {number}: tag {wrong[0]!r} in column {column!r} is not BIO; tags "
-                f"are '{OUTSIDE}', 'B-TYPE' at the first word of an entity, and 'I-TYPE' at the others"
-            )
-    return words, tags
+            what = f"{len(ours)} words in {columns[0]!r} and {len(theirs)} tags in {columns[1]!r}"
+            refuse(where, what, "each word needs one tag")
+        for wrong in (tag for tag in theirs if not _BIO.fullmatch(tag)):
+            advice = f"'{OUTSIDE}', 'B-TYPE' at the first word of an entity, 'I-TYPE' at the others"
+            refuse(where, f"tag {wrong!r} in column {columns[1]!r} is not BIO", f"tags are {advice}")
+    return [tuple(map(str, row)) for row in words], tags
+
+
+def _numbered(split: Split, tags: Sequence[str]) -> Split:
+    number = {tag: index for index, tag in enumerate(tags)}
+    numbers = [np.array([number[tag] for tag in row], dtype=np.int64) for row in split.second]
+    labels = np.zeros((len(numbers), len(tags) // 2), dtype=np.float32)
+    for row, found in zip(labels, numbers, strict=True):
+        row[(found[found > 0] - 1) // 2] = 1  # type t has the tags 2t + 1 and 2t + 2
+    return replace(split, labels=labels, second=numbers)
+
+
+def load_domains(experiment: Experiment) -> DataSet:
+    """Load texts; several names in ``data``, or ``unseen_data``, are the domains of one multi-label task.
+
+    The labels of the task are the labels of all sets in ``data``; equal names are one label. Labels that
+    a domain lacks are NaN in its rows. Limits are per domain. Of unseen domains, the test rows and the
+    labels of the task are kept.
+
+    Raises:
+        DataError: as ``load_texts``; also if two data sets have the same name, if one has scores, pairs or
+            classes without names, or if an unseen domain has none of the labels.
+    """
+    named = [
+        [name.strip() for name in names.split(",") if name.strip()]
+        for names in (experiment.data, experiment.unseen_data)
+    ]
+    domains, every = tuple(named[0]), [*named[0], *named[1]]
+    loaded = {n: load_texts(experiment.model_copy(update={"data": n})) for n in dict.fromkeys(every)}
+    if len(every) == 1:
+        return loaded[every[0]]
+    if len(set(map(metric_of, every))) < len(every):
+        refuse(
+            "two data sets", f"have the same name among {listed(every)}", "rename one or leave it out"
+        )
+    labels = tuple(dict.fromkeys(label for name in domains for label in loaded[name].label_names))
+    for name, data in loaded.items():
+        numbers = all(label.removeprefix("-").isdigit() for label in data.label_names)
+        if data.kind == "regression" or data.train.second or (data.kind == "single" and numbers):
+            what = "has scores, pairs of texts, or numbers for classes"
+            refuse(f"'{name}'", what, "domains need classes with names, of single texts")
+        if not set(data.label_names) & set(labels):
+            has = f"it has {listed(data.label_names)}"
+            refuse(f"'{name}'", f"has none of the labels {listed(labels)}", has)
+    metrics = (SEEN, *([UNSEEN] if named[1] else []), *map(metric_of, every))
+    train = _united({name: (loaded[name], loaded[name].train) for name in domains}, labels)
+    test = _united({name: (data, data.test) for name, data in loaded.items()}, labels)
+    note, said = (
+        " ".join(filter(None, (vars(d)[n] for d in loaded.values()))) for n in ("note", "said")
+    )
+    return DataSet(",".join(domains), "multi", labels, metrics, train, test, note, said, domains=domains)
+
+
+def metric_of(domain: str) -> str:
+    """Return the metric's name for the macro F1 of one domain."""
+    return f"f1_{Path(domain).stem}"
+
+
+def _united(parts: Mapping[str, tuple[DataSet, Split]], labels: Sequence[str]) -> Split:
+    domains = [name for name, (_, split) in parts.items() for _ in range(len(split))]
+    found, end = np.full((len(domains), len(labels)), np.nan, dtype=np.float32), 0
+    for data, split in parts.values():
+        rows, end = slice(end, end + len(split)), end + len(split)
+        own = split.labels if data.kind == "multi" else np.eye(len(data.label_names))[split.labels]
+        for place, label in enumerate(data.label_names):
+            if label in labels:
+                found[rows, labels.index(label)] = own[:, place]
+    texts = tuple(text for _, split in parts.values() for text in split.inputs)
+    return Split(found, {DOMAIN: domains}, texts)

@@ -200,7 +200,7 @@ def _order(task: Task, saved: SavedModel) -> list[int]:
     Outputs are found by name, and unnamed ones (``LABEL_0``) by number. Raises ``FedrotError``.
     """
     data, outputs = task.data, [name.strip().casefold() for name in saved.labels]
-    classes = [str(name) for name in getattr(data, "tags", data.label_names)]
+    classes = [str(name) for name in data.tags or data.label_names]
     wanted, count = [name.strip().casefold() for name in classes], len(outputs)
     several = data.kind == "multi" and task.experiment.task != "ner"
     alike = len({*wanted}) < len(wanted)

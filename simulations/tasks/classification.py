@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
-from fedrot.simulations.data.domains import SEEN, UNSEEN, DomainData, metric_of
 from fedrot.simulations.data.encode import IGNORED, Batch, Encoded, EncodedTags
 from fedrot.simulations.data.labels import DataSet
-from fedrot.simulations.data.texts import TagData
+from fedrot.simulations.data.texts import SEEN, UNSEEN, metric_of
 from fedrot.simulations.models import pad_id_of
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks.objective import Objective, model_inputs, shortest_first
@@ -29,18 +28,18 @@ class Classification(Objective):
 
     auto_model: ClassVar[str] = "AutoModelForSequenceClassification"
 
-    def __init__(self, experiment: Experiment, data: DataSet[Any]) -> None:
+    def __init__(self, experiment: Experiment, data: DataSet) -> None:
         super().__init__(experiment, data)
         self.kind = data.kind
         self.metrics = data.metrics + (CALIBRATION if data.kind == "single" else ())
 
     @classmethod
-    def of(cls, experiment: Experiment, data: DataSet[Any]) -> Objective:
-        kind = DomainClassification if isinstance(data, DomainData) else cls
+    def of(cls, experiment: Experiment, data: DataSet) -> Objective:
+        kind = DomainClassification if data.domains else cls
         return kind(experiment, data)
 
     @staticmethod
-    def configure(settings: Any, data: DataSet[Any]) -> None:
+    def configure(settings: Any, data: DataSet) -> None:
         settings.num_labels = 1 if data.kind == "regression" else len(data.label_names)
         settings.problem_type = _PROBLEMS[data.kind]
         if getattr(settings, "pad_token_id", None) is None:
@@ -104,12 +103,12 @@ class TokenClassification(Objective):
 
     auto_model: ClassVar[str] = "AutoModelForTokenClassification"
 
-    def __init__(self, experiment: Experiment, data: TagData) -> None:
+    def __init__(self, experiment: Experiment, data: DataSet) -> None:
         super().__init__(experiment, data)
         self.metrics = data.metrics
 
     @staticmethod
-    def configure(settings: Any, data: TagData) -> None:
+    def configure(settings: Any, data: DataSet) -> None:
         settings.id2label = dict(enumerate(data.tags))
         settings.label2id = {tag: number for number, tag in enumerate(data.tags)}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -36,7 +35,7 @@ class Task:
     """The encoded data of one experiment, and the objective of training on it."""
 
     experiment: Experiment
-    data: DataSet[Any]
+    data: DataSet
     objective: Objective
     train: Encoded
     test: Encoded

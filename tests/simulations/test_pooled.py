@@ -124,7 +124,7 @@ def test_features_are_sentence_transformers_own(version: str, tmp_path: Path) ->
     task = task_with(model, max_length=200)
     rows = np.arange(12)
     features = features_of(built(task), task.test.batch(rows))
-    texts = [task.data.test.texts[row] for row in rows]
+    texts = [task.data.test.inputs[row] for row in rows]
     expected = theirs.encode(texts, convert_to_tensor=True)
     torch.testing.assert_close(functional.normalize(features), expected, atol=1e-5, rtol=0)
     assert (features.norm(dim=1) - 1).abs().min() > 0.1

@@ -76,12 +76,12 @@ def repeated(labels: list[Any], rows: int = ROWS) -> list[Any]:
     return [labels[row % len(labels)] for row in range(rows)]
 
 
-def classes(data: DataSet[Any]) -> dict[str, str]:
+def classes(data: DataSet) -> dict[str, str]:
     """Return the name of each text's class."""
     return {
         text: data.label_names[label]
         for split in (data.train, data.test)
-        for text, label in zip(split.texts, split.labels, strict=True)
+        for text, label in zip(split.inputs, split.labels, strict=True)
     }
 
 

@@ -43,7 +43,7 @@ def seen(tmp_path: Path, *files: bytes, **options: Any) -> np.ndarray[Any, Any]:
     path = write(tmp_path / "seen.parquet", image=rows, label=(["a", "b"] * len(rows))[: len(rows)])
     data = load_images(chosen(path), **options)
     number = [*data.train.columns["number"]].index(0) if "number" in data.train.columns else 0
-    return data.train.pixels[number]
+    return data.train.inputs[number]
 
 
 RAMP = np.linspace(0, 65535, 16).astype(np.uint16).reshape(4, 4)
@@ -147,8 +147,8 @@ def test_digits_are_always_divided_alike() -> None:
     assert (len(data.train) + len(data.test), len(data.test)) == (1797, pytest.approx(1797 / 5, abs=5))
     assert (data.side, data.channels, data.kind, data.metrics[0]) == (8, 1, "single", "accuracy")
     assert min(np.bincount(data.test.labels)) >= 34, "one in five of every class"
-    assert np.array_equal(data.train.pixels[7], again.train.pixels[7])
-    both = np.stack([*data.train.pixels, *data.test.pixels])
+    assert np.array_equal(data.train.inputs[7], again.train.inputs[7])
+    both = np.stack([*data.train.inputs, *data.test.inputs])
     assert (both.shape, both.min(), both.max()) == ((1797, 8, 8, 1), 0, 255)
     assert len(np.unique(both.reshape(1797, -1), axis=0)) == 1797, "no image is in both splits"
 
@@ -180,7 +180,7 @@ def test_a_folder_of_classes_is_divided_and_other_files_are_named(tmp_path: Path
     assert np.bincount(data.test.labels).tolist() == [2, 2]
     assert all(
         pixels[0, 0, 0] == 0
-        for pixels, dog in zip(data.train.pixels, data.train.labels, strict=True)
+        for pixels, dog in zip(data.train.inputs, data.train.labels, strict=True)
         if dog
     )
     assert data.said.startswith(f"5 file(s) of {photos} left out, hidden or no images: readme.md, ")
@@ -213,7 +213,7 @@ def test_folders_without_images_are_refused(tmp_path: Path, monkeypatch: pytest.
         ("alone", "no held-out split next to it; add one of test, validation"),
         ("few", "3 rows, too few to hold one in 5"),
         ("broken", r"a/3.png cannot be read as an image"),
-        ("nope", r"'nope' is not available. Available: digits"),
+        ("nope", r"'nope' is not available. Available: alone, broken, digits"),
     ):
         with pytest.raises(DataError, match=message):
             load_images(chosen(name, tmp_path))
@@ -241,7 +241,7 @@ def test_a_table_of_images(kind: str, tmp_path: Path) -> None:
     data = load_images(chosen("mine", tmp_path))
     assert (data.label_names, [*data.train.columns]) == (("no", "yes"), ["img", "label_name"])
     assert (data.train.labels.tolist(), data.test.labels.tolist()) == ([0, 1], [0, 1])
-    assert [int(pixels[0, 0, 0]) for pixels in data.test.pixels] == [2, 3]
+    assert [int(pixels[0, 0, 0]) for pixels in data.test.inputs] == [2, 3]
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_a_table_of_images(kind: str, tmp_path: Path) -> None:
         (
             {"image": [{"bytes": png(1), "path": None}, {"bytes": None, "path": None}]},
             {},
-            "row 2 has no image",
+            r"row 2 cannot be read as an image \(it is empty",
         ),
         ({"image": [png(1)] * 2}, {"label_column": "kind"}, "no label column 'kind'"),
         ({"image": [png(1)] * 2, "label": ["a", None]}, {}, r"label column 'label' has no value"),
@@ -291,7 +291,7 @@ def test_one_coloured_image_in_any_split_makes_three_channels(coloured: int, tmp
     )
     data = load_images(chosen("mine", tmp_path))
     assert data.channels == 3
-    assert [*data.train.pixels, *data.test.pixels][coloured][0, 0].tolist() == [9, 0, 200]
+    assert [*data.train.inputs, *data.test.inputs][coloured][0, 0].tolist() == [9, 0, 200]
 
 
 def test_sizes_and_colours_are_brought_together(tmp_path: Path) -> None:
@@ -299,11 +299,11 @@ def test_sizes_and_colours_are_brought_together(tmp_path: Path) -> None:
     write(tmp_path / "mine.parquet", image=files, label=[0, 1], split=["train", "test"])
     data = load_images(chosen("mine", tmp_path))
     assert (data.side, data.channels) == (64, 3)
-    assert (data.train.pixels[0].shape, data.test.pixels[0].shape) == ((10, 30, 3), (64, 64, 3))
+    assert (data.train.inputs[0].shape, data.test.inputs[0].shape) == ((10, 30, 3), (64, 64, 3))
     grey = load_images(chosen("mine", tmp_path), side=16, channels=1)
-    assert (grey.side, grey.test.pixels[0].shape) == (16, (16, 16, 1))
+    assert (grey.side, grey.test.inputs[0].shape) == (16, (16, 16, 1))
     # Red has 0.299 of the brightness.
-    assert grey.test.pixels[0][0, 0].tolist() == [60]
+    assert grey.test.inputs[0][0, 0].tolist() == [60]
 
 
 @pytest.mark.parametrize(("largest", "side"), [(5, 5), (8, 8), (9, 12), (12, 12), (13, 16), (30, 32)])
@@ -327,9 +327,9 @@ MODELS: dict[str, tuple[dict[str, Any], str, Any]] = {
         '{"image_mean": null}',
         (12, 1),
     ),
-    "no squares": ({"image_size": [12, 16]}, "", "type 'mine' does not take square images"),
-    "no images": ({}, "", "does not take square images"),
-    "four channels": ({"image_size": 12, "num_channels": 4}, "", "takes images of 4 channels"),
+    "no squares": ({"image_size": [12, 16]}, "", r"no square images .*size \[12, 16\]"),
+    "no images": ({}, "", "no square images .*size None"),
+    "four channels": ({"image_size": 12, "num_channels": 4}, "", "of 1 or 3 channels .* 4 channels"),
 }
 
 
@@ -356,7 +356,7 @@ def test_a_pretrained_model_reads_its_own_size(
     for split, rows in zip((data.train, data.test), both, strict=True):
         values = rows.batch(np.array([3]))["pixel_values"]
         assert (values.shape, values.dtype) == ((1, data.channels, 12, 12), torch.float32)
-        grey = resized(split.pixels[3], 12, 12)[..., 0] / 255
+        grey = resized(split.inputs[3], 12, 12)[..., 0] / 255
         for channel in range(data.channels):
             wanted = (grey - mean[channel]) / deviation[channel]
             np.testing.assert_allclose(values[0, channel].numpy(), wanted, atol=1e-6)
@@ -368,5 +368,5 @@ def test_images_of_an_experiment_without_a_model() -> None:
     )
     assert (len(train), len(test), train.lengths(np.arange(3)).tolist()) == (20, 10, [0, 0, 0])
     values = train.batch(np.array([4, 2]))["pixel_values"]
-    np.testing.assert_allclose(values[1, 0].numpy(), data.train.pixels[2][..., 0] / 127.5 - 1, atol=1e-6)
+    np.testing.assert_allclose(values[1, 0].numpy(), data.train.inputs[2][..., 0] / 127.5 - 1, atol=1e-6)
     assert train.targets(np.array([4, 2])).tolist() == data.train.labels[[4, 2]].tolist()

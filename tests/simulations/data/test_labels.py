@@ -43,7 +43,7 @@ EVERYWHERE: dict[str, Case] = {
     "words as scores": (["1", "2", "no"], SCORES, r"'no'.* in 13 of 40 rows: row\(s\) 3, 6,"),
     "underlines as scores": (["1", "1_0"], SCORES, r"'1_0'"),
     "scores beyond float32": (["1", "1e39"], SCORES, r"row\(s\) 2, 4,"),
-    "one column as several": (["yes", "no"], {"label_kind": "multi"}, "one label for a row"),
+    "one column as several": (["yes", "no"], {"label_kind": "multi"}, "of the kind single and not multi"),
     "nothing": (["a", None, "b"], {}, r"no value in 13 of 40 rows: row\(s\) 2, 5,.* delete these rows"),
     "nothing among numbers": ([1, 0, None], {}, r"no value in 13 .*row\(s\) 3, 6,"),
     "spaces alone": (["a", " \t"], {}, r"row\(s\) 2, 4,"),
@@ -90,11 +90,9 @@ def test_labels(case: Case, suffix: str, tmp_path: Path) -> None:
     data = load_texts(chosen(path, **options))
     if expected == "regression":
         assert (data.kind, data.metrics, data.train.labels.dtype) == (
-            "regression",
-            ("pearson", "spearman"),
-            np.float32,
-        )
-        read = {t: v for s in (data.train, data.test) for t, v in zip(s.texts, s.labels, strict=True)}
+            "regression", ("pearson", "spearman"), np.float32,
+        )  # fmt: skip
+        read = {t: v for s in (data.train, data.test) for t, v in zip(s.inputs, s.labels, strict=True)}
         assert read == dict(zip(TEXTS, map(float, rows), strict=True))
         return
     assert (data.kind, data.label_names) == ("single", expected)
@@ -185,7 +183,7 @@ def read(
         Source(task, {"train": train, "test": test}, names or {}),
         chosen("it", **fields),
     )
-    return labelled(source, label_columns(source, experiment), experiment)
+    return labelled(source, experiment, label_columns(source, experiment), [], lambda _: [[]])
 
 
 @pytest.mark.parametrize(
@@ -265,45 +263,20 @@ TRUE, FALSE = [True, False], [False, True]
 #: Columns of training rows, of held-out rows, options, and kind with training labels, or an error.
 SEVERAL: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], Any]] = {
     "exactly one": ({"x": TRUE, "y": FALSE}, {"x": TRUE, "y": FALSE}, {}, ("single", [0, 1])),
-    "two in training rows": (
-        {"x": TRUE, "y": TRUE},
-        {"x": TRUE, "y": FALSE},
-        {},
-        ("multi", [[1, 1], [0, 0]]),
-    ),
-    "two in test rows": (
-        {"x": TRUE, "y": FALSE},
-        {"x": TRUE, "y": TRUE},
-        {},
-        ("multi", [[1, 0], [0, 1]]),
-    ),
-    "asked for": (
-        {"x": TRUE, "y": FALSE},
-        {"x": TRUE, "y": FALSE},
-        {"label_kind": "multi"},
-        ("multi", [[1, 0], [0, 1]]),
-    ),
-    "none, one asked for": (
-        {"x": TRUE, "y": TRUE},
-        {"x": TRUE, "y": TRUE},
-        SINGLE,
-        "needs one in each row",
-    ),
-    "scores asked for": ({"x": TRUE, "y": FALSE}, {"x": TRUE, "y": FALSE}, SCORES, "no scores"),
+    "two in training rows": ({"x": TRUE, "y": TRUE}, {"x": TRUE, "y": FALSE}, {}, ("multi", [[1, 1], [0, 0]])),
+    "two in test rows": ({"x": TRUE, "y": FALSE}, {"x": TRUE, "y": TRUE}, {}, ("multi", [[1, 0], [0, 1]])),
+    "asked for": ({"x": TRUE, "y": FALSE}, {"x": TRUE, "y": FALSE}, {"label_kind": "multi"}, ("multi", [[1, 0], [0, 1]])),
+    "none, one asked for": ({"x": TRUE, "y": TRUE}, {"x": TRUE, "y": TRUE}, SINGLE, "kind multi and not single; single needs one"),
+    "scores asked for": ({"x": TRUE, "y": FALSE}, {"x": TRUE, "y": FALSE}, SCORES, "kind single and not regression"),
     "texts and numbers": (
         {"x": ["1", "0"], "y": ["True", "false"], "z": [1, 0], "n": ["a", "1"], "w": [[1], [0]]},
         {"x": ["1", "0"], "y": ["True", "false"], "z": [1, 0], "n": ["a", "1"], "w": [[1], [0]]},
         {"label_kind": "multi"},
         ("multi", [[1, 1, 1], [0, 0, 0]]),
     ),
-    "an empty cell": (
-        {"x": [True, None], "y": TRUE},
-        {"x": TRUE, "y": TRUE},
-        {},
-        r"'x' has no value in 1 .*row\(s\) 2,",
-    ),
+    "an empty cell": ({"x": [True, None], "y": TRUE}, {"x": TRUE, "y": TRUE}, {}, r"'x' has no value in 1 .*row\(s\) 2,"),
     "one column": ({"x": TRUE}, {"x": TRUE}, {}, "no label column 'label' or .*; columns are x;"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SEVERAL)
@@ -331,8 +304,8 @@ def test_a_file_is_divided_by_class_and_always_alike(tmp_path: Path) -> None:
         assert np.bincount(data.test.labels).tolist() == [6, 2]
         assert f"{path} has no splits: of 40 rows 8 are held out, one in 5 of each class" in data.note
         assert classes(data) == dict(zip(TEXTS, uneven, strict=True))
-        found[data.test.texts, data.train.texts] = suffix
-        assert [TEXTS[int(n)] for n in data.test.columns["number"]] == [*data.test.texts]  # type: ignore[call-overload]
+        found[data.test.inputs, data.train.inputs] = suffix
+        assert [TEXTS[int(n)] for n in data.test.columns["number"]] == [*data.test.inputs]  # type: ignore[call-overload]
     assert len(found) == 1
 
 
@@ -359,7 +332,7 @@ def test_a_column_split_of_any_type_divides_a_file(kind: pa.DataType, tmp_path: 
         wanted = [
             text for text, name in zip(TEXTS, repeated(names), strict=True) if name.strip() == test
         ]
-        assert (len(data.train), [*data.test.texts], data.note) == (20, wanted, "")
+        assert (len(data.train), [*data.test.inputs], data.note) == (20, wanted, "")
 
 
 @pytest.mark.parametrize(
@@ -382,7 +355,7 @@ def test_a_limit_takes_the_same_rows_and_changes_no_classes(tmp_path: Path) -> N
     path = write(tmp_path / "mine.csv", text=TEXTS, label=repeated([3, 5, 9, 12]))
     whole, part, more = (load_texts(chosen(path, train_limit=n, test_limit=n)) for n in (None, 2, 4))
     assert part.label_names == whole.label_names == ("3", "5", "9", "12")
-    assert (part.train.texts, part.test.texts) == (more.train.texts[:2], more.test.texts[:2])
+    assert (part.train.inputs, part.test.inputs) == (more.train.inputs[:2], more.test.inputs[:2])
     assert (len(part.train), len(part.test)) == (2, 2)
     assert classes(part).items() <= classes(whole).items()
     assert len(load_texts(chosen(path, train_limit=10**6)).train) == len(whole.train)

@@ -64,29 +64,13 @@ REFUSED: dict[str, tuple[str, str | bytes, str]] = {
     "a long row": ("a.csv", "a,b\n1,2\n1,2,3\n", "CSV .*Row #3: Expected 2 columns, got 3.*; save it"),
     "a short row": ("a.csv", "text,label\na,1\nb\n", "Row #3: Expected 2 columns, got 1"),
     "an open quotation": ("a.tsv", 'text\tlabel\n"a\tx\nb"\ty\n', "quotation mark is not closed"),
-    "an open quotation at the end": (
-        "a.csv",
-        "text,label\n" + ROWS + '"a,x\n' + ROWS,
-        "quotation mark is not closed|got 1",
-    ),
-    "the last mark is missing": (
-        "a.csv",
-        "text,label\n" + ROWS + 'a,"x\n' + ROWS,
-        "quotation mark is not closed",
-    ),
+    "an open quotation at the end": ("a.csv", "text,label\n" + ROWS + '"a,x\n' + ROWS, "quotation mark is not closed|got 1"),
+    "the last mark is missing": ("a.csv", "text,label\n" + ROWS + 'a,"x\n' + ROWS, "quotation mark is not closed"),
     "empty": ("a.csv", "", "Empty CSV file"),
-    "equal names but for spaces": (
-        "a.csv",
-        "text,label,label \na,1,2\n",
-        "two columns have equal names",
-    ),
+    "equal names but for spaces": ("a.csv", "text,label,label \na,1,2\n", "two columns have equal names"),
     "a line too many": ("a.csv", "text,label\n", "a.csv has 0 rows, too few"),
     "numbers in a list": ("a.json", "[1, 2]", "items that are not objects"),
-    "half an object": (
-        "a.jsonl",
-        '{"text": "a"}\n{half',
-        "a.jsonl cannot be read as JSON lines.*line 2 column 2",
-    ),
+    "half an object": ("a.jsonl", '{"text": "a"}\n{half', "a.jsonl cannot be read as JSON lines.*line 2 column 2"),
     "two types": ("a.jsonl", '{"text": "a"}\n{"text": 1}\n', "'text' has values of several types"),
     "a name twice": ("a.jsonl", '{"text": "a", "text": "b"}\n', "a name twice among text, text"),
     "a lone surrogate": ("a.jsonl", '{"text": "\\ud800"}\n', "'text' has values"),
@@ -100,21 +84,15 @@ REFUSED: dict[str, tuple[str, str | bytes, str]] = {
     "objects": ("a.json", "[" + '{"a":' * 300_000, "a.json .* nested more than 200"),
     "marks": ("a.jsonl", '"\\' * 300_000, "a.jsonl cannot be read as JSON lines"),
     "names": ("a.json", json.dumps([dict.fromkeys(map(str, range(50_000)), 1)]), "it has 50000 columns"),
-    "sparse objects": (
-        "a.jsonl",
-        "".join(f'{{"c{i % 9999}":1}}\n' for i in range(50_000)),
-        "499950000 cells",
-    ),
+    "sparse objects": ("a.jsonl", "".join(f'{{"c{i % 9999}":1}}\n' for i in range(50_000)), "499950000 cells"),
     "columns": ("a.csv", ",".join(map(str, range(50_000))) + "\n", "it has 50000 columns"),
     "equal columns": ("a.csv", (",".join(f"c{i}" for i in range(9000)) + "\n") * 3, "c9 and 8990 more"),
     "cells": ("a.parquet", parquet(**{str(i): pa.nulls(1 << 22) for i in range(65)}), "272629760 cells"),
     "one text for all rows": ("a.parquet", parquet(text=REPEATED), "it has 20971520000 bytes"),
     "one text in a list": (
-        "a.parquet",
-        parquet(text=pa.ListArray.from_arrays([0, 20_000], REPEATED)),
-        "20971520000 bytes",
+        "a.parquet", parquet(text=pa.ListArray.from_arrays([0, 20_000], REPEATED)), "20971520000 bytes",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -145,14 +123,12 @@ READ: dict[str, tuple[str, str | bytes]] = {
     "lines": ("a.jsonl", FRAME.to_json(orient="records", lines=True)),
     "lines of another name": ("a.json", FRAME.to_json(orient="records", lines=True)),
     "one large cell": (
-        "a.json",
-        json.dumps([{"text": "x" * (1 << 22), "label": "y"}, *FRAME.to_dict("records")[1:]]),
+        "a.json", json.dumps([{"text": "x" * (1 << 22), "label": "y"}, *FRAME.to_dict("records")[1:]]),
     ),
     "a column that is late": (
-        "a.jsonl",
-        FRAME.to_json(orient="records", lines=True)[:-3] + '","site":"here"}\n',
+        "a.jsonl", FRAME.to_json(orient="records", lines=True)[:-3] + '","site":"here"}\n',
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", READ)
@@ -230,8 +206,8 @@ def test_brackets_in_texts_are_no_levels() -> None:
 def test_paragraphs_of_plain_text_are_rows(tmp_path: Path) -> None:
     speeches = [f"FIRST:\nSpeech {i}." for i in range(20)]
     (tmp_path / "play.txt").write_text("\n\n  \n".join(speeches) + "\n\n")
-    data = load_texts(chosen(tmp_path / "play.txt"), labels_optional=True)
-    assert sorted((*data.train.texts, *data.test.texts)) == sorted(speeches)
+    data = load_texts(chosen(tmp_path / "play.txt", task="mlm"))
+    assert sorted((*data.train.inputs, *data.test.inputs)) == sorted(speeches)
     assert (len(data.test), data.label_names, set(data.train.labels), data.said) == (
         4,
         ("all",),
@@ -249,32 +225,21 @@ PLACES: dict[str, tuple[list[str], str, list[str]]] = {
     "a folder of files": (["emotion/mine.csv"], "mine.csv", ["emotion/mine.csv"]),
     "a folder of splits": (
         ["mine/train.parquet", "mine/test.parquet", "mine/validation.parquet"],
-        "mine",
-        ["mine/train.parquet", "mine/validation.parquet"],
+        "mine", ["mine/train.parquet", "mine/validation.parquet"],
     ),
     "two splits for tests": (
         ["glue/mine/train.parquet", "glue/mine/test.parquet", "glue/mine/validation_matched.parquet"],
-        "mine",
-        ["glue/mine/train.parquet", "glue/mine/validation_matched.parquet"],
+        "mine", ["glue/mine/train.parquet", "glue/mine/validation_matched.parquet"],
     ),
     "splits beside each other": (
         ["embedded/mine_train.parquet", "embedded/mine_test.parquet"],
-        "mine",
-        ["embedded/mine_train.parquet", "embedded/mine_test.parquet"],
+        "mine", ["embedded/mine_train.parquet", "embedded/mine_test.parquet"],
     ),
     "splits as text": (["mine/train.csv", "mine/test.csv"], "mine", ["mine/train.csv", "mine/test.csv"]),
-    "a part of a path": (
-        ["glue/mine/train.jsonl", "glue/mine/test.jsonl"],
-        "glue/mine",
-        ["glue/mine/train.jsonl", "glue/mine/test.jsonl"],
-    ),
-    "before the bundled data": (
-        ["goemotions_ekman.parquet"],
-        "goemotions_ekman",
-        ["goemotions_ekman.parquet"],
-    ),
+    "a part of a path": (["glue/mine/train.jsonl", "glue/mine/test.jsonl"], "glue/mine", ["glue/mine/train.jsonl", "glue/mine/test.jsonl"]),
+    "before the bundled data": (["goemotions_ekman.parquet"], "goemotions_ekman", ["goemotions_ekman.parquet"]),
     "words with tags": (["ner/mine.parquet"], "mine", ["ner/mine.parquet"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -312,33 +277,16 @@ def test_bundled_data_are_found_before_a_folder_of_their_name_here(
 @pytest.mark.parametrize(
     ("files", "name", "message"),
     [
-        ([], "nowhere.csv", r"there is no file nowhere.csv, nor below \S+; check its path"),
-        (
-            ["mine.csv.gz"],
-            "mine.csv.gz",
-            r"mine.csv.gz has no known format.* .parquet, .csv, .tsv, .jsonl, .json, .txt",
-        ),
-        (
-            ["mine/train.parquet"],
-            "mine",
-            "add one of validation.parquet, validation_matched.parquet, test",
-        ),
+        ([], "nowhere.csv", "'nowhere.csv' is not available"),
+        (["mine.csv.gz"], "mine.csv.gz", r"mine.csv.gz has no known format.* .parquet, .csv, .tsv, .jsonl, .json, .txt"),
+        (["mine/train.parquet"], "mine", "add one of validation.parquet, validation_matched.parquet, test"),
         (["mine_train.parquet"], "mine", "add one of mine_validation.parquet"),
-        (["mine/note.txt"], "mine", "mine holds neither train.parquet nor images"),
-        (
-            [
-                "both_train.parquet",
-                "whole.parquet",
-                "parts/train.parquet",
-                "emotion/other.parquet",
-                "away/test.parquet",
-            ],
-            "nope",
-            "Available: both, digits, goemotions_ekman, other, parts, whole .*hub are owner/name",
-        ),
+        (["mine/note.txt"], "mine", "mine has no images, nor train.parquet"),
+        (["both_train.parquet", "whole.parquet", "parts/train.parquet", "emotion/other.parquet", "away/test.parquet"],
+         "nope", "Available: away, both_train.parquet, digits, emotion, goemotions_ekman, other.parquet, parts, whole.parquet .*names of the hub are owner/name"),
         (["there"], "/no/such/data", "'/no/such/data' is not available"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_found_is_told_without_a_network(
     files: list[str], name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,7 +296,7 @@ def test_what_is_not_found_is_told_without_a_network(
         (tmp_path / file).write_bytes(parquet(text=["a"]))
     with pytest.raises(DataError, match=message):
         find(name, tmp_path)
-    with pytest.raises(DataError, match=r"data folder .* does not exist"):
+    with pytest.raises(DataError, match="data folder .* does not exist"):
         find(name, tmp_path / "missing")
 
 
@@ -395,7 +343,7 @@ def test_data_sets_of_the_hub_and_saved_ones(
     assert ((len(data.train), len(data.test)), data.label_names) == (expected, ("bad", "good"))
     assert data.metrics[0] == "matthews"
     assert asked == ([] if saved else [("owner/glue", "cola")])
-    assert {*data.train.texts} <= set(TEXTS)
+    assert {*data.train.inputs} <= set(TEXTS)
 
 
 def test_a_damaged_saved_data_set_and_a_hub_that_fails_are_named(
@@ -403,7 +351,7 @@ def test_a_damaged_saved_data_set_and_a_hub_that_fails_are_named(
 ) -> None:
     hub_rows("a", "b").save_to_disk(tmp_path / "saved")
     next((tmp_path / "saved").glob("*.arrow")).write_bytes(b"x" * 99)
-    with pytest.raises(DataError, match="saved cannot be read as saved by 'datasets': Arrow"):
+    with pytest.raises(DataError, match=r"saved' cannot be read as saved by 'datasets' \(Arrow"):
         load_texts(chosen(tmp_path / "saved"))
 
     def fail(*_: object) -> None:
@@ -411,7 +359,7 @@ def test_a_damaged_saved_data_set_and_a_hub_that_fails_are_named(
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(
-        DataError, match=r"'owner/name' is not available.*\(offline, .*ConnectionError: no route"
+        DataError, match=r"'owner/name' is not available.*hub failed \(ConnectionError: no route"
     ):
         load_texts(chosen("owner/name"))
 
@@ -428,4 +376,4 @@ def test_numbers_of_a_hub_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
         datasets, "load_dataset", lambda *_: datasets.DatasetDict(train=split, test=split)
     )
     data = load_tags(chosen("owner/entities"))
-    assert (data.tags, data.train.tags[0].tolist()) == (tuple(names), [1, 0])
+    assert (data.tags, data.train.second[0].tolist()) == (tuple(names), [1, 0])

@@ -19,11 +19,10 @@ from fedrot.simulations.data.encode import (
     bundled_tokenizer,
     encode_tags,
     encode_texts,
-    first_pieces,
 )
-from fedrot.simulations.data.labels import label_columns
+from fedrot.simulations.data.labels import Split, label_columns
 from fedrot.simulations.data.read import DataError, Source
-from fedrot.simulations.data.texts import TEXT, TagSplit, TextSplit, load_tags, load_texts
+from fedrot.simulations.data.texts import TEXT, load_tags, load_texts
 from tests.simulations.data.files import TEXTS, bounded, chosen, repeated, shared_data, write
 from tests.simulations.data.wordpiece import SPECIAL_TOKENS, train_wordpiece
 
@@ -57,7 +56,7 @@ def test_every_shared_corpus_loads(
     data = load_texts(chosen(name, shared_data()))
     assert (data.kind, data.metrics[0], len(data.label_names)) == (kind, metrics, classes)
     assert (len(data.train), len(data.test)) == (train, test)
-    assert (data.train.pairs is not None) == pairs
+    assert (data.train.second is not None) == pairs
     assert data.train.labels.shape == ((train, classes) if kind == "multi" else (train,))
     assert data.train.labels.dtype == (np.int64 if kind == "single" else np.float32)
     assert all(len(values) == train for values in data.train.columns.values())
@@ -97,7 +96,7 @@ def test_columns_are_chosen(suffix: str, tmp_path: Path) -> None:
     # The chosen labels divide a file.
     assert "one in 5 of each class" in data.note
     pair = load_texts(chosen(path, text_column="other, body", label_column="mood"))
-    assert pair.train.pairs == data.train.texts
+    assert pair.train.second == data.train.inputs
     assert [*pair.train.columns] == ["label"]
 
 
@@ -113,8 +112,8 @@ def test_columns_are_chosen(suffix: str, tmp_path: Path) -> None:
 def test_pairs_have_usual_names(first: str, second: str, tmp_path: Path) -> None:
     columns = {second: [text[::-1] for text in TEXTS], first: TEXTS, "label": MOODS}
     data = load_texts(chosen(write(tmp_path / "pairs.csv", **columns)))
-    assert data.train.pairs == tuple(text[::-1] for text in data.train.texts)
-    assert ({*data.train.texts, *data.test.texts}, data.train.columns) == ({*TEXTS}, {})
+    assert data.train.second == tuple(text[::-1] for text in data.train.inputs)
+    assert ({*data.train.inputs, *data.test.inputs}, data.train.columns) == ({*TEXTS}, {})
 
 
 @pytest.mark.parametrize(
@@ -180,11 +179,11 @@ def test_metrics_of_known_tasks_are_for_classes(tmp_path: Path) -> None:
 
 def test_labels_that_are_optional_are_read_and_not_spoken_of(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.csv", text=TEXTS, label=MOODS)
-    data = load_texts(chosen(path), labels_optional=True)
+    data = load_texts(chosen(path, task="mlm"))
     assert (data.label_names, data.said) == (("glad", "sad"), "")
     assert load_texts(chosen(path)).said == "Labels: 2 classes in the column 'label': glad, sad."
     path = write(tmp_path / "alone.csv", text=["NA", "null", *TEXTS])
-    assert load_texts(chosen(path), labels_optional=True).label_names == ("all",)
+    assert load_texts(chosen(path, task="mlm")).label_names == ("all",)
 
 
 TAGS = ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
@@ -204,8 +203,8 @@ def test_tags_become_numbers_and_rows_are_labelled_by_what_occurs(kind: Any, tmp
     data = load_tags(chosen("mine", tmp_path))
     assert (data.tags, data.label_names, data.kind) == (TAGS, ("LOC", "PER"), "multi")
     assert data.metrics == ("f1", "precision", "recall")
-    assert (data.train.words, data.test.words) == ([tuple(row) for row in WORDS[:2]], [()])
-    assert [tags.tolist() for tags in data.train.tags] == [[3, 4, 0], [0, 1]]
+    assert (data.train.inputs, data.test.inputs) == ([tuple(row) for row in WORDS[:2]], [()])
+    assert [tags.tolist() for tags in data.train.second] == [[3, 4, 0], [0, 1]]
     assert (data.train.labels.tolist(), data.test.labels.tolist()) == ([[0, 1], [1, 0]], [[0, 0]])
     assert (data.train.columns, data.note) == ({"site": ["x", "y"]}, "")
     renamed = pq.read_table(tmp_path / "ner" / "mine.parquet").rename_columns(
@@ -213,7 +212,7 @@ def test_tags_become_numbers_and_rows_are_labelled_by_what_occurs(kind: Any, tmp
     )
     pq.write_table(renamed, tmp_path / "ner" / "mine.parquet")
     again = load_tags(chosen("mine", tmp_path, text_column="parts", label_column="marks"))
-    assert again.train.words == data.train.words
+    assert again.train.inputs == data.train.inputs
 
 
 def test_tags_are_trimmed_and_composed_and_rows_divided(tmp_path: Path) -> None:
@@ -278,7 +277,7 @@ def test_the_bundled_tokenizer_is_a_bert_tokenizer() -> None:
     pair = tokenizer.encode("So HAPPY!", "thanks")
     assert pair.tokens == ["[CLS]", "so", "happy", "!", "[SEP]", "thanks", "[SEP]"]
     assert pair.type_ids == [0, 0, 0, 0, 0, 1, 1]
-    texts = load_texts(chosen("goemotions_ekman")).test.texts
+    texts = load_texts(chosen("goemotions_ekman")).test.inputs
     ids = [i for encoding in tokenizer.encode_batch(list(texts)) for i in encoding.ids]
     assert ids.count(1) / len(ids) < 0.001
     assert bundled_tokenizer() is tokenizer
@@ -297,7 +296,7 @@ def test_texts_are_cut_and_padded_to_the_longest_of_a_batch_alone() -> None:
     tokenizer = copy.deepcopy(bundled_tokenizer())
     tokenizer.enable_padding(length=32)
     tokenizer.enable_truncation(3)
-    split = TextSplit(np.array([1, 0]), {"domain": [7, 8]}, ("so happy", "so " * 50), None)
+    split = Split(np.array([1, 0]), {"domain": [7, 8]}, ("so happy", "so " * 50), None)
     encoded = encode_texts(split, tokenizer, 8, pad_id=9)
     assert encoded.lengths(np.array([1, 0, 1])).tolist() == [8, 4, 8]
     assert (encoded.domains, len(encoded)) == (("7", "8"), 2)
@@ -307,7 +306,7 @@ def test_texts_are_cut_and_padded_to_the_longest_of_a_batch_alone() -> None:
     assert batch["attention_mask"].tolist() == [[1] * 4 + [0] * 4, [1] * 8]
     assert encoded.batch(np.array([0]))["input_ids"].shape == (1, 4)
     assert encoded.targets(np.array([1, 0])).tolist() == [0, 1]
-    pairs = encode_texts(TextSplit(np.zeros(1), {}, ("so " * 9,), ("happy",)), tokenizer, 8, 9)
+    pairs = encode_texts(Split(np.zeros(1), {}, ("so " * 9,), ("happy",)), tokenizer, 8, 9)
     assert pairs.batch(np.array([0]))["token_type_ids"].tolist() == [[0] * 6 + [1] * 2]
     # The tokenizers are as they were.
     assert len(tokenizer.encode("so").ids) == 32
@@ -319,18 +318,18 @@ def test_long_texts_are_cut_before_they_are_tokenised(pairs: bool) -> None:
     texts = ("word " * (5 << 20),)
     with bounded():
         encoded = encode_texts(
-            TextSplit(np.zeros(1), {}, texts, texts if pairs else None), bundled_tokenizer(), 9, 0
+            Split(np.zeros(1), {}, texts, texts if pairs else None), bundled_tokenizer(), 9, 0
         )
     assert len(encoded.ids[0]) == 9
     texts = tuple(word * 1000 for word in ("some words ", "averylongword", " " * 9 + "x"))
-    found = encode_texts(TextSplit(np.zeros(3), {}, texts, None), bundled_tokenizer(), 5, 0).ids
+    found = encode_texts(Split(np.zeros(3), {}, texts, None), bundled_tokenizer(), 5, 0).ids
     whole = [bundled_tokenizer().encode(text).ids for text in texts]
     assert [[*ids[:-1]] for ids in found] == [ids[: min(5, len(ids)) - 1] for ids in whole]
 
 
-def tagged(text: str, tags: str) -> TagSplit:
+def tagged(text: str, tags: str) -> Split:
     numbers = np.array([TAGS.index(tag) for tag in tags.split()], dtype=np.int64)
-    return TagSplit(np.zeros((1, 2)), {}, [tuple(text.split())], [numbers])
+    return Split(np.zeros((1, 2)), {}, [tuple(text.split())], [numbers])
 
 
 def test_only_the_first_piece_of_a_word_bears_its_tag() -> None:
@@ -346,7 +345,6 @@ def test_only_the_first_piece_of_a_word_bears_its_tag() -> None:
     assert encoded.places[0].tolist() == [0, 1, 3]
     assert (at[0], pieces[at[1]][0]) == (1, "w")
     assert not any(pieces[i].startswith("##") for i in at)
-    assert first_pieces([None, 0, 0, 1, 3, 3, None]) == {1: 0, 3: 1, 4: 3}
 
 
 def test_words_beyond_the_cut_have_no_place() -> None:

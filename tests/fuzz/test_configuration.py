@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +15,13 @@ from flwr.app import Context, RecordDict
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-import reproductions.arms  # noqa: F401
-from fedrot.simulations import config as configuration
-from fedrot.simulations.arm import Arm
+import reproductions.kinds  # noqa: F401
+from fedrot.simulations import simulate as running
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import BAD_INPUT
-from fedrot.simulations.federation import grid_run, server_app
-from fedrot.simulations.settings import Experiment
+from fedrot.simulations.federation import server_app
+from fedrot.simulations.settings import TASKS, Experiment
+from fedrot.simulations.strategy import NAMED
 from reproductions.barriers.grid import read_cells
 from tests.fuzz.cases import EDGES, fuzzed, misspelt
 
@@ -37,14 +38,13 @@ APP = re.search(
 )
 assert APP is not None
 FIELDS = sorted({*Experiment.model_fields, "local-epochs", "x", "rows"})
-ARMS = ("plain", "aligned@running~probe", "heads+ffn@global/regmean", "plain/ensemble", "whole~weights")
 WORDS = (
-    *configuration.TASKS,
-    *ARMS,
+    *TASKS,
+    *NAMED,
     "iid",
     "dirichlet:0.5",
     "same",
-    "different,scrambled",
+    "scrambled",
     "bert",
     "llama",
 )
@@ -69,19 +69,19 @@ literals = st.sampled_from(TOML.split())
 def only_read() -> Iterator[None]:
     """Let commands read what they would run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grid_run, "simulate", lambda *args, **kwargs: None)
+        patch.setattr(running, "simulate", lambda *args, **kwargs: None)
         patch.setattr(server_app, "only_writer", lambda *args: nullcontext())
-        patch.setattr(server_app, "RunFolder", lambda *args: None)
-        patch.setattr(server_app, "_fill", lambda *args: None)
+        patch.setattr(server_app, "check", lambda *args: None)
+        patch.setattr(server_app, "partitions_of", lambda *args: None)
+        patch.setattr(server_app, "cells_of", lambda *args: [])
+        patch.setattr(server_app, "OrderedGrid", lambda *args: None)
+        patch.setattr(server_app, "RunFolder", lambda *args: SimpleNamespace(write_rows=lambda: None))
         yield
 
 
 def valid(config: Experiment) -> None:
     assert Experiment.model_validate_json(config.to_json()) == config
-    assert len(config.cells()) == len(config.seeds) * len(config.starts) * len(config.arms)
-
-
-arms = st.sampled_from(ARMS)
+    assert all(isinstance(strategy.code(config), str) for strategy in config.strategies)
 
 
 @st.composite
@@ -121,18 +121,8 @@ def test_settings_are_a_configuration_or_refused(settings: dict[str, Any]) -> bo
     return True
 
 
-@fuzzed(2, text=arms | arms.flatmap(misspelt) | st.text(max_size=8))
-def test_an_arm_is_read_or_refused(text: str) -> bool:
-    try:
-        found = Arm.parse(text)
-    except ValueError:
-        return False
-    assert found.name == text
-    return True
-
-
 @fuzzed(3, text=documents())
-def test_a_grid_is_simulated_or_refused_in_one_line(text: str) -> bool:
+def test_a_file_is_simulated_or_refused_in_one_line(text: str) -> bool:
     with TemporaryDirectory() as folder:
         path = Path(folder, "grid.toml")
         path.write_text(text, "utf-8")
@@ -152,7 +142,7 @@ def test_a_grid_of_barriers_is_read_or_refused(text: str) -> bool:
         except ValueError:
             return False
     for cell in found:
-        valid(cell.config)
+        valid(cell.experiment)
     return True
 
 

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from fedrot.simulations.federation.run_folder import read_rows
-from fedrot.simulations.federation.store import CellRows, RunFolder, cells_of
-from fedrot.simulations.report.plots import LONGEST, as_label, rounds_plot
-from fedrot.simulations.report.run_page import write_report
-from fedrot.simulations.report.tables import result_tables
+from fedrot.simulations.federation.cells import cells_of
+from fedrot.simulations.folder import RunFolder
+from fedrot.simulations.report.plots import LONGEST, as_label, data_uri, rounds_plot
+from fedrot.simulations.report.run_page import markdown_report, write_report
 from fedrot.simulations.settings import Experiment
 from tests.models import fresh_model
 from tests.simulations.commands import invoke
@@ -85,36 +84,22 @@ def test_a_file_is_refused(name: str, content: Any, said: str, tmp_path: Path) -
     assert not out.exists()
 
 
-SETTINGS = {
-    "setting": HOSTILE,
-    "starts": ["same"],
-    "arms": ["plain", HOSTILE],
-    "seeds": [0, 1],
-    "rounds": 1,
-}
-
-
 def hostile_run(path: Path) -> Path:
-    config = Experiment(setting=HOSTILE, arms=("plain",), seeds=(0, 1), rounds=1)
-    store = RunFolder(path, [config], f"fedrot {HOSTILE}")
-    counted = {"sizes": [3], "counts": [[1, 2]]}
-    store.partitions({HOSTILE: {"label_names": [HOSTILE, "b"], "seeds": {"0": counted}}})
-    for cell in cells_of([config]):
-        found = CellRows()
-        for arm in ("plain", HOSTILE):
-            about = {"setting": HOSTILE, "arm": arm, "start": "same", "seed": cell.seed, "round": 1}
-            for metric in (HOSTILE, "loss"):
-                value = 0.5 + cell.seed
-                found.row({**about, "scope": "central", "metric": metric, "value": value})
-            shares = {"part": HOSTILE, "layer": 0, "before": 2.0, "after": 1.0, "client": 0}
-            shares |= {"found": 1.0, "moved": 1}
-            found.alignment({**about, **shares, "group": HOSTILE})
-            found.alignment({**about, "client": 0, "dropped": HOSTILE})
-        store.add(cell, found)
-    store.close(complete=True)
-    written = json.loads((path / "config.json").read_text())
-    written["settings"] = [{**SETTINGS, "data": HOSTILE, "model": HOSTILE}]
-    (path / "config.json").write_text(json.dumps(written))
+    experiment = Experiment.from_flat(
+        {"name": HOSTILE, "strategies": [{"name": HOSTILE[:80]}, "fedavg"], "seeds": 2, "rounds": 1}
+    )
+    seeds = {"0": {"sizes": [3], "counts": [[1, 2]]}}
+    partitions = {HOSTILE: {"label_names": [HOSTILE, "b"], "seeds": seeds}}
+    folder = RunFolder(path, [experiment], f"fedrot {HOSTILE}", partitions)
+    for cell in cells_of([experiment]):
+        about = {"experiment": HOSTILE, "strategy": cell.strategy.name, "seed": cell.seed, "round": 1}
+        rows = [
+            {**about, "scope": "central", "metric": metric, "value": 0.5 + cell.seed}
+            for metric in (HOSTILE, "loss")
+        ]
+        shares = {"part": HOSTILE, "layer": 0, "before": 2.0, "after": 1.0, "client": 0}
+        shares |= {"found": 1.0, "moved": 1, "group": HOSTILE}
+        folder.add(cell, rows, [{**about, **shares}, {**about, "client": 0, "dropped": HOSTILE}])
     return path
 
 
@@ -139,66 +124,17 @@ def test_names_are_text_in_the_page_and_no_paths_or_formulas_in_its_pictures(tmp
     assert not {name for name in tags.found if name.startswith("on")} | tags.found & {"q", "x"}
     written = {path.relative_to(tmp_path).parts[:4] for path in tmp_path.rglob("*") if path.is_file()}
     assert written == {("a", "b", "c", "run")}
-    for table in result_tables(read_rows(run)):
-        markdown = table.markdown()
-        assert "<script>" not in markdown
-        lines = [line for line in markdown.splitlines() if line.startswith("|")]
-        assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
+    tables = markdown_report(run)
+    assert "<script>" not in tables
+    for table in tables.split("\n\n"):
+        lines = [line for line in table.splitlines() if line.startswith("|")]
+        assert len({line.replace("\\|", "").count("|") for line in lines}) <= 1
 
 
-def test_labels_of_pictures_are_cut_and_take_dollars_as_dollars(tmp_path: Path) -> None:
+def test_labels_of_pictures_are_cut_and_take_dollars_as_dollars() -> None:
     assert len(as_label(HOSTILE).replace("\\$", "$")) == LONGEST
     assert as_label("a\0b\n$") == "a b \\$"
-    rounds_plot(tmp_path / "plot.png", {HOSTILE: {1: 0.5}})
-
-
-ROW = {"setting": "a", "arm": "plain", "start": "same", "seed": 0, "round": 1, "scope": "central"}
-
-
-@pytest.mark.parametrize(
-    ("file", "line"),
-    [
-        ("rows.jsonl", "[]"),
-        ("rows.jsonl", '{"a": 1}'),
-        ("rows.jsonl", json.dumps({**ROW, "metric": "loss", "value": "x"})),
-        ("rows.jsonl", json.dumps({**ROW, "metric": "loss", "value": 1, "round": None})),
-        ("rows.jsonl", json.dumps({**ROW, "metric": "loss", "value": 1, "arm": ["x"]})),
-        ("alignment.jsonl", '{"before": 1}'),
-        ("alignment.jsonl", '{"before": "x"}'),
-    ],
-)
-def test_rows_of_other_types_are_named(file: str, line: str, tmp_path: Path) -> None:
-    run = hostile_run(tmp_path / "run")
-    (run / file).write_text(line + "\n")
-    code, output = invoke("report", run)
-    assert code == 2
-    assert "has rows that fedrot did not write" in output
-
-
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("config.json", '{"settings": [3]}'),
-        ("config.json", '{"settings": [{"setting": "x"}]}'),
-        ("versions.json", '{"date": [1]}'),
-        ("partition.json", '{"a": 3}'),
-        ("partition.json", '{"a": {"seeds": {"0": {"counts": 3}}}}'),
-    ],
-)
-def test_a_file_of_another_kind_is_called_unreadable(file: str, content: str, tmp_path: Path) -> None:
-    run = hostile_run(tmp_path / "run")
-    (run / file).write_text(content)
-    assert f"{file} is missing or unreadable" in write_report(run).read_text(encoding="utf-8")
-
-
-def test_a_folder_with_the_config_of_a_model_is_left_alone(tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    config.write_text('{"model_type": "bert"}')
-    with pytest.raises(
-        FileExistsError, match=r"has a config.json of another kind, for example of a model"
-    ):
-        RunFolder(tmp_path, [Experiment()], "one")
-    assert config.read_text() == '{"model_type": "bert"}'
+    assert data_uri(rounds_plot({HOSTILE: {1: 0.5}})).startswith("data:image/svg+xml")
 
 
 def test_sigterm_interrupts_as_ctrl_c_does() -> None:

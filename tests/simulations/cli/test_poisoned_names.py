@@ -19,19 +19,22 @@ from typer.testing import CliRunner
 from fedrot.simulations.cli.app import app, prepare
 from fedrot.simulations.packaged import no_bars
 from tests.models import fresh_model
-from tests.simulations.commands import SMALL, options_of
+from tests.simulations.commands import SMALL, settings
 from tests.simulations.saved.folders import WEIGHTS, change, configure, saved, tokenizer
 
 #: Colour, title of the window, bell, controls of one character, delete, and the other direction.
 POISON = "evil\x1b[31m\x1b]0;x\x07\x9b5m\x7f\u202e\u2066\b"
 STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-DATA, DRY = "simulate --dry-run --data", "simulate --dry-run"
+DATA, DRY = "simulate --set holdout=0.3 --dry-run --data", "simulate --set holdout=0.3 --dry-run"
 GRID, TAGS = (
-    "[base]\ntrain_limit = 60\n[[setting]]\nsetting = ",
+    "[base]\ntrain_limit = 60\n[[experiment]]\nname = ",
     json.dumps({"tokens": ["a"], "ner_tags": [POISON]}) * 20,
 )
 INDEX = json.dumps({"metadata": {}, "weight_map": {"a": f"{POISON}.safetensors"}})
-RUN = [*options_of({**SMALL, "clients": 2, "seeds": 1, "rounds": 1, "arms": "plain"}), "--workers 1"]
+RUN = [
+    *settings({**SMALL, "clients": 2, "seeds": 1, "rounds": 1, "strategies": "fedavg"}),
+    "--workers 1",
+]
 
 
 def table(header: str, row: str) -> str:
@@ -45,9 +48,9 @@ FILES: dict[str, tuple[str, str, str]] = {
     "split": ("a.csv", table("split,text", f"{POISON},b"), f"{DRY} --task mlm --data"),
     "file": (f"{POISON}.csv", table("text,label", "a,b"), DATA),
     "tag": ("a.jsonl", TAGS, f"{DRY} --task ner --data"),
-    "setting": ("a.toml", GRID + json.dumps(POISON), DRY),
+    "experiment": ("a.toml", f"[[experiment]]\nname = {json.dumps(POISON)}\n" * 2, DRY),
     "partition": ("a.toml", f"{GRID}'a'\npartition = {json.dumps(POISON)}", DRY),
-    "arm": ("a.toml", f"{GRID}'a'\narms = [{json.dumps(POISON)}]", DRY),
+    "strategy": ("a.toml", f"{GRID}'a'\nstrategies = [{json.dumps(POISON)}]", DRY),
     "table": ("a.toml", f"{GRID}'a'\n[{json.dumps(POISON)}]", DRY),
     "run": (f"{POISON}.csv", table("text,label", f"a,{POISON}"), f"simulate {' '.join(RUN)} --data"),
     "metric": (

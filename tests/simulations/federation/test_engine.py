@@ -21,7 +21,8 @@ from tests.simulations.commands import invoke, simulated, values
 
 SCRIPTS = Path(sys.executable).parent
 SETTINGS = {
-    **{"train-limit": 480, "test-limit": 200, "clients": 2, "width": 32, "heads": 2, "max-length": 32},
+    **{"train-limit": 480, "test-limit": 200, "clients": 2, "max-length": 32},
+    **{"layers": 1, "width": 32, "heads": 2},
     **{"seeds": "1", "rounds": 2, "lr": 5e-3, "local-epochs": 2, "partition": "dirichlet:1"},
     **{"start": "scrambled", "strategies": "fedavg,aligned,fit_head"},
 }

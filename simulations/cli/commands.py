@@ -18,6 +18,7 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 from rich.segment import Segment
+from typer.core import TyperCommand
 
 import fedrot
 from fedrot.errors import safe
@@ -81,6 +82,13 @@ def _options(
     """Which average of your clients' models helps? Averages of transformers, compared."""
 
 
+class _Command(TyperCommand):
+    """A command with help in plain text; Typer escapes brackets as if it were markup."""
+
+    def get_help(self, ctx: click.Context) -> str:
+        return super().get_help(ctx).replace("\\[", "[")
+
+
 def command(app: typer.Typer, *lines: str, name: str | None = None) -> Callable[[Function], Function]:
     """Register a function as a command of ``app``, ``guarded`` against expected errors.
 
@@ -95,7 +103,7 @@ def command(app: typer.Typer, *lines: str, name: str | None = None) -> Callable[
             values = {name: _at_home(value) for name, value in values.items()}
             guarded(partial(function, **values), as_json=bool(values.get("as_json")))
 
-        app.command(name, epilog=examples(*lines))(run)
+        app.command(name, cls=_Command, epilog=examples(*lines))(run)
         return run
 
     return register

@@ -35,15 +35,8 @@ def _completed(incomplete: str) -> list[str]:
     return [name for name in bundled_files() if name.startswith(incomplete)]
 
 
-FileArgument = Annotated[
-    Path | None,
-    typer.Argument(
-        help=f"A TOML file of experiments, or a bundled one: {', '.join(bundled_files())}. Options "
-        "replace its values.",
-        autocompletion=_completed,
-        show_default=False,
-    ),
-]
+# Arguments are hidden, and docstrings describe them: some versions of click drop their help.
+FileArgument = Annotated[Path | None, typer.Argument(hidden=True, autocompletion=_completed)]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, run nothing.")]
 Workers = Annotated[
     int | None, typer.Option(min=1, help="Processes; default: one per core.", show_default=False)
@@ -85,7 +78,8 @@ def simulate(
 ) -> None:
     """Which average helps on your data? Trains clients, and compares strategies.
 
-    Without FILE: one experiment from the options. Repeat the command to go on after an interrupt.
+    FILE is a TOML file of experiments, or a bundled one, such as demo; options replace its values.
+    Without it: one experiment from the options. Repeat the command to go on after an interrupt.
     """
     need(*SIMULATION)
     given = {name: value for name, value in locals().items() if name in Experiment.model_fields}
@@ -133,9 +127,9 @@ def experiments_of(file: Path | None, given: Mapping[str, Any], *, quick: bool) 
 
 @command(app, "fedrot flower-app my-app", name="flower-app")
 def flower_app(
-    folder: Annotated[Path, typer.Argument(help="A new folder for the app's pyproject.toml.")],
+    folder: Annotated[Path, typer.Argument(hidden=True)],
 ) -> None:
-    """Write a Flower app that runs a comparison in your own federation, with flwr run."""
+    """Write a Flower app to a new FOLDER; it runs a comparison in your own federation, with flwr run."""
     source = resources.files("fedrot.simulations") / "flower_app" / "pyproject.toml"
     if folder.exists():
         raise FileExistsError(f"'{folder}' exists already. Choose a new folder.")
@@ -152,7 +146,7 @@ def flower_app(
     "fedrot report alignment.jsonl --out alignment.html",
 )
 def report(
-    run_or_file: Annotated[Path, typer.Argument(help="A run folder, or a strategy's file of rows.")],
+    run_or_file: Annotated[Path, typer.Argument(hidden=True)],
     out: Annotated[
         Path | None, typer.Option(help="For a file: the page; default: its name with .html.")
     ] = None,

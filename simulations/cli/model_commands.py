@@ -88,14 +88,16 @@ def _refuse_idle(where: str, holds: bool, options: dict[str, Any]) -> None:
 
 @command(app, "fedrot check models/a", "fedrot check models/a --parts attention+ffn")
 def check(
-    model: Annotated[str, typer.Argument(help="Folder of a saved model, or a hub name.")],
+    model: Annotated[str, typer.Argument(hidden=True)],
     parts: Annotated[
         str | None,
         typer.Option(help="Parts such as attention+ffn, or whole; default: all that can move."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Move a model by random elements of its symmetry group, and check that its outputs stay the same.
+    """Move a MODEL by random elements of its symmetry group, and check that its outputs stay the same.
+
+    MODEL is the folder of a saved model, or a hub name.
 
     The exit code is 0 if they do, 1 if they do not, and 2 if the model cannot be checked.
     """

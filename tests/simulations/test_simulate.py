@@ -1,4 +1,4 @@
-"""Whole runs: side by side, stopped and repeated, failing, estimated, told while they run."""
+"""Whole runs: stopped and repeated, on two engines, failing, estimated, told while they run."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ import torch
 import transformers
 from rich.console import Console
 
+from fedrot.errors import FedrotError
 from fedrot.simulations import simulate as runs
-from fedrot.simulations.checks import costs_of, estimate, in_words, print_data
+from fedrot.simulations.checks import check, costs_of, estimate, in_words, print_data
 from fedrot.simulations.engine import Ended, Job, Machine
-from fedrot.simulations.experiment_files import read_experiments
-from fedrot.simulations.federation import cells
-from fedrot.simulations.federation.cells import cells_of, partitions_of
+from fedrot.simulations.federation.cells import RUNS, cells_of, partitions_of
 from fedrot.simulations.folder import RunFolder, read_run
 from fedrot.simulations.report import run_page
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.task import task_of
-from tests.simulations.commands import SMALL, contents, invoke, settings, simulated
+from fedrot.simulations.tasks.task import Task, task_of
+from tests.simulations.commands import SMALL, invoke, settings, simulated
 from tests.simulations.tasks.cases import SIZES, save
 
 FILE = """
@@ -55,8 +54,8 @@ name = "two"
 partition = "dirichlet:1"
 start = "different"
 """
-#: A job is an experiment and a seed; a cell is a strategy of it.
-CELLS, PER_JOB = 12, 3
+#: Experiments, seeds and strategies.
+CELLS = 2 * 2 * 3
 
 
 @pytest.fixture(autouse=True)
@@ -137,15 +136,6 @@ def test_a_run_says_what_it_does_and_keeps_all_of_it(whole: Path) -> None:
     assert "aligned: round 2 of 2" in cell["log"]
 
 
-def test_jobs_side_by_side_give_the_rows_of_one_after_the_other(
-    file: Path, tmp_path: Path, whole: Path
-) -> None:
-    code, printed = invoke("simulate", file, "--workers", 2, "--out", tmp_path / "run")
-    assert code == 0, printed
-    assert "in 2 processes with" in printed
-    complete(tmp_path / "run", whole)
-
-
 def test_options_give_the_rows_of_a_file_and_what_is_finished_is_not_run_again(
     tmp_path: Path, whole: Path
 ) -> None:
@@ -172,16 +162,6 @@ def test_options_give_the_rows_of_a_file_and_what_is_finished_is_not_run_again(
     code, said = invoke("simulate", "--out", out, *settings({**values, "lr": 0.5}))
     assert (code, "another lr (0.001). Choose another --out or name." in said) == (2, True), said
     assert files(out) == after
-
-
-def test_nodes_of_a_cluster_share_the_jobs_and_give_the_same_rows(
-    file: Path, tmp_path: Path, two_nodes: str, whole: Path
-) -> None:
-    options = ("--set", f"ray={two_nodes}", "--out", tmp_path / "run")
-    code, printed = invoke("simulate", file, *options)
-    assert (code, "[12 of 12]" in printed) == (0, True), printed
-    assert "of one core's time in 4 jobs" in printed
-    complete(tmp_path / "run", whole)
 
 
 # Interruptions
@@ -302,7 +282,7 @@ def test_a_part_that_fails_is_shown_and_tried_again(
         raise ValueError("no room for the joined model")
 
     with monkeypatch.context() as patch:
-        patch.setitem(cells.RUNS, "joined", broken)
+        patch.setitem(RUNS, "joined", broken)
         code, printed = invoke("simulate", file, "--workers", 1, "--out", out)
     assert (code, "4 of 12 parts failed" in printed) == (1, True), printed
     assert printed.count("FAILED, see ") == 4
@@ -375,21 +355,18 @@ def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
 
 
 def test_the_longest_job_is_first_and_parts_that_share_trainings_are_one_job(tmp_path: Path) -> None:
-    short = of(strategies="fedavg,aligned", seeds=2)
-    listed = [of(name="b", rounds=9, strategies="fedavg"), of(name="c", strategies="joined"), short]
+    listed = [of(strategies="fedavg,aligned", seeds=2), of(name="b", rounds=9, strategies="fedavg")]
+    listed.append(of(name="c", strategies="joined"))  # clients train as in the first one
     folder = RunFolder(tmp_path, listed, "test", partitions_of(listed))
-    every = cells_of(listed)
-    costs = costs_of(every, partitions_of(listed))
-    jobs = runs._Run(folder, every, costs, Console(file=io.StringIO()))._jobs()
-    names = [[(c.experiment.name, c.seed, c.strategy.name) for c in own] for own in jobs.values()]
-    assert names[0] == [("b", 0, "fedavg")]
-    # Another name and other strategies: the clients' trainings are the same.
-    shared = [("c", 0, "joined"), ("a", 0, "fedavg"), ("a", 0, "aligned")]
-    assert sorted(map(sorted, names[1:])) == sorted(
-        [sorted(shared), sorted([("a", 1, "fedavg"), ("a", 1, "aligned")])]
-    )
-    sums = [sum(costs[cell.name] for cell in own) for own in jobs.values()]
-    assert sums == sorted(sums, reverse=True)
+    cells, costs = cells_of(listed), costs_of(cells_of(listed), partitions_of(listed))
+    jobs = runs._Run(folder, cells, costs, Console(file=io.StringIO()))._jobs()
+    names = [[f"{c.experiment.name}{c.seed} {c.strategy.name}" for c in own] for own in jobs.values()]
+    assert names == [
+        ["b0 fedavg"],
+        ["a0 fedavg", "a0 aligned", "c0 joined"],
+        ["a1 fedavg", "a1 aligned"],
+    ]
+    assert [job.arguments[0] for job in jobs] == [*jobs.values()]
 
 
 def test_progress_is_told_inside_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,12 +451,9 @@ def test_costs_are_of_trainings_that_are_not_shared() -> None:
     assert cost["joined"] == pytest.approx(cost["slow"], rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.2, "1 s"), (50, "50 s"), (170, "3 min"), (4800, "80 min"), (6000, "1 h 40 min")],
-)
-def test_durations_in_words(seconds: float, words: str) -> None:
-    assert in_words(seconds) == words
+def test_durations_in_words() -> None:
+    found = [in_words(seconds) for seconds in (0.2, 50, 170, 4800, 6000)]
+    assert found == ["1 s", "50 s", "3 min", "80 min", "1 h 40 min"]
 
 
 def said(*experiments: Experiment, brief: bool = True) -> str:
@@ -503,75 +477,63 @@ def test_what_is_said_of_the_data() -> None:
     assert f"leaves out {60 - sum(sizes)} of 60 rows: no client has the classes " in said(partition)
     assert "(seed 3)" in said(partition)
     assert "leaves out" not in said(experiment)
-
-
-def test_few_held_out_rows_are_told_where_a_strategy_chooses_by_them() -> None:
+    # Few rows to choose by, and clients one by one or in brief.
     few = "by which fit_head, guarded choose: the choice may be noise. --set holdout=0.3 gives more."
-    assert "Clients hold out 40 rows in all (seed 0), " + few in said(
-        of(train_limit=80, holdout=0.5, strategies="fedavg,fit_head,guarded")
-    )
-    assert "hold out" not in said(of(train_limit=80, holdout=0.5, strategies="fedavg,aligned"))
-    assert "hold out" not in said(of(train_limit=400, holdout=0.5, strategies="fit_head"))
-
-
-def test_clients_are_listed_unless_several_experiments_are_told_in_brief() -> None:
-    one, other = of(), of(name="b", train_limit=16, partition="dirichlet:1")
-    for listed, brief in (([one], True), ([one, other], False)):
-        assert said(*listed, brief=brief).count("\nClient 0: ") == len(listed)
-    assert "Client 0" not in said(one, other)
-    assert re.search(r"2 clients have \d+ to \d+ rows each", said(one, other))
+    chosen = {"holdout": 0.5, "strategies": "fedavg,fit_head,guarded"}
+    assert "Clients hold out 40 rows in all (seed 0), " + few in said(of(train_limit=80, **chosen))
+    assert "hold out" not in said(of(train_limit=400, **chosen))
+    assert "hold out" not in said(of(strategies="fedavg,aligned"))
+    assert said(experiment, partition, brief=False).count("\nClient 0: ") == 2
+    assert "Client 0" not in said(experiment, partition)
+    assert re.search(r"2 clients have \d+ to \d+ rows each", said(experiment, partition))
 
 
 # Refusals before anything runs
 
 
 @pytest.mark.parametrize(
-    ("values", "code", "words"),
+    ("table", "words"),
     [
-        ({"strategies": "fit_head", "train_limit": 16}, 2, "strategy 'fit_head'"),
-        ({"partition": "pathological:9"}, 2, "pathological"),
-        ({"data": "none.csv"}, 2, "none.csv"),
-        ({"model": "none", "strategies": "fedavg"}, 2, "none"),
-        ({"gpus": 64}, 2, "leave gpus out"),
-        ({"ray": "127.0.0.1:1"}, 2, "There is no Ray cluster at '127.0.0.1:1'"),
+        ({"guard": "perplexity"}, "unknown metric 'perplexity'; one of accuracy"),
+        ({"alignment": {"layers": [1]}}, "Layer 1 is not in the model, which has 1"),
+        ({"alignment": {"colour": "red"}}, "colour"),
+        ({"server": {"colour": "red"}}, "colour"),
+        # Of four clients, 1 and 3 have too few rows to hold one out.
+        ({"fit_head": True, "clients": [1, 3]}, "needs clients' held-out rows"),
     ],
 )
-def test_what_cannot_run_is_refused(
-    values: dict[str, Any], code: int, words: str, tmp_path: Path
-) -> None:
-    given = settings({**SMALL, "clients": 4, "seeds": 1, "holdout": 0.2, **values})
-    found, printed = invoke("simulate", "--out", tmp_path / "run", *given)
-    assert (found, words in printed) == (code, True), printed
-    assert not [*(tmp_path / "run").glob("cells/*")]
+def test_a_strategy_that_cannot_run_is_refused(table: dict[str, Any], words: str) -> None:
+    experiment = of(
+        strategies=[{"name": "mine", **table}], clients=4, partition="dirichlet:0.1", holdout=0.1
+    )
+    with pytest.raises(FedrotError, match=r"^strategy 'mine': ") as caught:
+        check([of(strategies="fedavg"), experiment])
+    assert words in str(caught.value)
+
+
+def test_the_partition_of_every_seed_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    clients = Task.clients
+    seeds: list[int] = []
+    monkeypatch.setattr(Task, "clients", lambda self, seed: seeds.append(seed) or clients(self, seed))
+    check([of(strategies="fedavg", seeds="3,7")])
+    assert {3, 7} <= {*seeds}
 
 
 @pytest.mark.parametrize(
-    ("table", "words"),
+    ("values", "words"),
     [
-        ({"guard": "perplexity"}, "strategy 'mine': unknown metric 'perplexity'; one of accuracy"),
-        ({"alignment": {"layers": [1]}}, "strategy 'mine': Layer 1 is not in the model, which has 1"),
-        ({"alignment": {"colour": "red"}}, "strategy 'mine': "),
-        ({"server": {"colour": "red"}}, "strategy 'mine': "),
-        ({"fit_head": True, "clients": [1, 3]}, "strategy 'mine': "),
+        ({"data": "none.csv"}, "none.csv"),
+        ({"gpus": 64}, "leave gpus out"),
+        ({"ray": "127.0.0.1:1"}, "There is no Ray cluster at '127.0.0.1:1'"),
     ],
 )
-def test_a_strategy_that_cannot_run_is_refused(
-    table: dict[str, Any], words: str, tmp_path: Path
+def test_a_run_that_cannot_begin_leaves_no_results(
+    values: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    lines = [f"{key} = {_toml(value)}" for key, value in table.items()]
-    path = tmp_path / "a.toml"
-    path.write_text("\n".join(["[[experiment]]", "[[strategy]]", "name = 'mine'", *lines]))
-    assert read_experiments(path)
-    # Of four clients, 1 and 3 have too few rows to hold one out.
-    values = {**SMALL, "train_limit": 60, "partition": "dirichlet:0.1", "holdout": 0.1, "seeds": 1}
-    code, printed = invoke("simulate", path, "--dry-run", "--out", tmp_path / "o", *settings(values))
+    given = settings({**SMALL, "seeds": 1, "strategies": "fedavg", **values})
+    code, printed = invoke("simulate", "--out", tmp_path / "run", *given)
     assert (code, words in printed) == (2, True), printed
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(one)}" for key, one in value.items()) + "}"
-    return json.dumps(value)
+    assert not [*tmp_path.rglob("cells/*")]
 
 
 # Saved models and adapters
@@ -616,4 +578,3 @@ def test_a_model_of_another_precision_runs_as_the_dry_run_says(
     assert all(0 < value < 3 for value in first)
     losses = [row["value"] for row in run.rows if row["metric"] == "train-loss"]
     assert min(losses) < max(losses)
-    assert contents(tmp_path / "run")

@@ -136,7 +136,7 @@ class Experiment(BaseModel):
     def _completed(cls, values: Any) -> Any:
         """Fill in what depends on other fields: data, architecture, strategies and the name."""
         given = {**{name: field.default for name, field in cls.model_fields.items()}, **values}
-        if not isinstance(given["task"], str) or given["task"] not in TASKS:
+        if given["task"] not in [*TASKS]:  # also a list is compared
             return values
         traits = TASKS[given["task"]]
         own = "" if given["model"] else traits.architectures[0]

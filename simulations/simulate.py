@@ -66,7 +66,8 @@ def simulate(
     """
     if not machine.ray:
         check_gpus(machine.gpus)
-    check(experiments)
+    with _logged():
+        check(experiments)
     print_data(experiments, console, brief=not dry_run)
     cells, partitions = cells_of(experiments), partitions_of(experiments)
     costs = costs_of(cells, partitions)

@@ -83,11 +83,10 @@ def _options(
 
 
 class _Command(TyperCommand):
-    """A command whose help has brackets as they are; Typer escapes them, which only Rich reverts."""
+    """A command with help in plain text; Typer escapes brackets as if it were markup."""
 
-    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        super().format_help(ctx, formatter)
-        formatter.buffer[:] = [part.replace("\\[", "[") for part in formatter.buffer]
+    def get_help(self, ctx: click.Context) -> str:
+        return super().get_help(ctx).replace("\\[", "[")
 
 
 def command(app: typer.Typer, *lines: str, name: str | None = None) -> Callable[[Function], Function]:

@@ -35,10 +35,8 @@ def _completed(incomplete: str) -> list[str]:
     return [name for name in bundled_files() if name.startswith(incomplete)]
 
 
-FileArgument = Annotated[
-    Path | None,
-    typer.Argument(hidden=True, autocompletion=_completed, show_default=False),
-]
+# Arguments are hidden, and docstrings describe them: some versions of click drop their help.
+FileArgument = Annotated[Path | None, typer.Argument(hidden=True, autocompletion=_completed)]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, run nothing.")]
 Workers = Annotated[
     int | None, typer.Option(min=1, help="Processes; default: one per core.", show_default=False)
@@ -80,8 +78,8 @@ def simulate(
 ) -> None:
     """Which average helps on your data? Trains clients, and compares strategies.
 
-    FILE: a TOML file of experiments, or a bundled one (demo); options replace its values. Repeat the
-    command to go on after an interrupt.
+    FILE is a TOML file of experiments, or a bundled one, such as demo; options replace its values.
+    Without it: one experiment from the options. Repeat the command to go on after an interrupt.
     """
     need(*SIMULATION)
     given = {name: value for name, value in locals().items() if name in Experiment.model_fields}

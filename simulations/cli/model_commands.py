@@ -95,7 +95,9 @@ def check(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Move a saved MODEL, a folder or a hub name, in its symmetries, and check that its outputs stay.
+    """Move a MODEL by random elements of its symmetry group, and check that its outputs stay the same.
+
+    MODEL is the folder of a saved model, or a hub name.
 
     The exit code is 0 if they do, 1 if they do not, and 2 if the model cannot be checked.
     """

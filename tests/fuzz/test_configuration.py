@@ -15,13 +15,13 @@ from flwr.app import Context, RecordDict
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-import reproductions.kinds  # noqa: F401
-from fedrot.simulations import simulate as running
+from fedrot.simulations import settings as configuration
+from fedrot.simulations import simulate
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import BAD_INPUT
 from fedrot.simulations.federation import server_app
-from fedrot.simulations.settings import TASKS, Experiment
-from fedrot.simulations.strategy import NAMED
+from fedrot.simulations.settings import Experiment
+from fedrot.simulations.strategy import NAMED, Strategy
 from reproductions.barriers.grid import read_cells
 from tests.fuzz.cases import EDGES, fuzzed, misspelt
 
@@ -38,15 +38,10 @@ APP = re.search(
 )
 assert APP is not None
 FIELDS = sorted({*Experiment.model_fields, "local-epochs", "x", "rows"})
+KEYS = sorted({*Strategy.model_fields, "checkpoints", "parts"})
 WORDS = (
-    *TASKS,
-    *NAMED,
-    "iid",
-    "dirichlet:0.5",
-    "same",
-    "scrambled",
-    "bert",
-    "llama",
+    *(*configuration.TASKS, *NAMED, "iid", "dirichlet:0.5", "same", "different,scrambled", "bert"),
+    *("llama", "loss", "head_only", "regmean"),
 )
 scalars = (
     st.none()
@@ -61,7 +56,8 @@ scalars = (
 anything = (
     scalars | st.lists(scalars, max_size=3) | st.dictionaries(st.text(max_size=3), scalars, max_size=2)
 )
-TOML = """"" 0 -1 1e400 nan true '' "iid" [] [1,1] {} {a=1} 99999999999 [[0,0]] [1,[2]] {same=[[0,1]]}"""
+TOML = """"" 0 -1 1e400 nan true '' "iid" [] [1,1] {} {a=1} 99999999999 [[0,0]] [1,[2]] {same=[[0,1]]}
+[{name="a"}] ["fedavg","aligned"] {r=2} {parts=["ffn"]}"""
 literals = st.sampled_from(TOML.split())
 
 
@@ -69,19 +65,20 @@ literals = st.sampled_from(TOML.split())
 def only_read() -> Iterator[None]:
     """Let commands read what they would run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "simulate", lambda *args, **kwargs: None)
-        patch.setattr(server_app, "only_writer", lambda *args: nullcontext())
-        patch.setattr(server_app, "check", lambda *args: None)
-        patch.setattr(server_app, "partitions_of", lambda *args: None)
+        patch.setattr(simulate, "simulate", lambda *args, **kwargs: None)
+        for name in ("check", "only_writer", "OrderedGrid"):
+            patch.setattr(server_app, name, lambda *args: nullcontext())
+        folder = SimpleNamespace(write_rows=lambda: None)
+        patch.setattr(server_app, "RunFolder", lambda *args: folder)
+        patch.setattr(server_app, "partitions_of", lambda *args: {})
         patch.setattr(server_app, "cells_of", lambda *args: [])
-        patch.setattr(server_app, "OrderedGrid", lambda *args: None)
-        patch.setattr(server_app, "RunFolder", lambda *args: SimpleNamespace(write_rows=lambda: None))
         yield
 
 
-def valid(config: Experiment) -> None:
-    assert Experiment.model_validate_json(config.to_json()) == config
-    assert all(isinstance(strategy.code(config), str) for strategy in config.strategies)
+def valid(experiment: Experiment) -> None:
+    assert Experiment.model_validate_json(experiment.to_json()) == experiment
+    assert experiment.seeds
+    assert all(isinstance(strategy.code(experiment), str) for strategy in experiment.strategies)
 
 
 @st.composite
@@ -112,9 +109,19 @@ def documents(draw: st.DrawFn, end: str = "") -> str:
 
 
 @fuzzed(3, settings=st.dictionaries(st.sampled_from(FIELDS), anything, max_size=4))
-def test_settings_are_a_configuration_or_refused(settings: dict[str, Any]) -> bool:
+def test_settings_are_an_experiment_or_refused(settings: dict[str, Any]) -> bool:
     try:
         found = Experiment.from_flat(settings)
+    except ValueError:
+        return False
+    valid(found)
+    return True
+
+
+@fuzzed(2, table=st.dictionaries(st.sampled_from(KEYS), anything, max_size=3))
+def test_a_strategy_is_read_or_refused(table: dict[str, Any]) -> bool:
+    try:
+        found = Experiment.from_flat({"strategies": [{"name": "a", **table}]})
     except ValueError:
         return False
     valid(found)
@@ -124,7 +131,7 @@ def test_settings_are_a_configuration_or_refused(settings: dict[str, Any]) -> bo
 @fuzzed(3, text=documents())
 def test_a_file_is_simulated_or_refused_in_one_line(text: str) -> bool:
     with TemporaryDirectory() as folder:
-        path = Path(folder, "grid.toml")
+        path = Path(folder, "a.toml")
         path.write_text(text, "utf-8")
         result = CliRunner().invoke(app, ["simulate", str(path), "--out", f"{folder}/run"])
     assert result.exit_code in (0, BAD_INPUT), result.exception
@@ -133,9 +140,9 @@ def test_a_file_is_simulated_or_refused_in_one_line(text: str) -> bool:
 
 
 @fuzzed(3, text=documents("barriers.toml"))
-def test_a_grid_of_barriers_is_read_or_refused(text: str) -> bool:
+def test_a_file_of_barriers_is_read_or_refused(text: str) -> bool:
     with TemporaryDirectory() as folder:
-        path = Path(folder, "grid.toml")
+        path = Path(folder, "a.toml")
         path.write_text(text, "utf-8")
         try:
             found = read_cells(path)

@@ -22,13 +22,12 @@ HEAVY = {
     *("numpy", "pyarrow", "pandas", "safetensors", "huggingface_hub", "peft", "sklearn", "jinja2"),
 }
 
-
 #: Mistakes in the values of options, and in a setting.
 MISTAKES = (
-    *("--task wrong", "--set start=wrong", "--set lr=-1", "--set lr=much", "--seeds 3-1"),
-    *("--partition wrong", "--set wrong=1", "--set width=0", "--width 5", "--strategies wrong"),
-    *("--model minilm --set width=8", "--set width=10", "--set architecture=vit", "mine.toml"),
-    *("--set label_kind=single --task mlm", "--set lora=r=8", "--set lr", "--set lr=1 --set lr=1"),
+    *("--task wrong", "--rounds -1", "--rounds much", "--seeds 3-1", "--partition wrong", "--wrong 1"),
+    *("--set wrong=1", "--set width=0", "--set start=wrong", "--model minilm --set width=8"),
+    *("--set width=10", "--set architecture=vit", "--task mlm --set label_kind=single", "a.toml"),
+    *("--strategies wrong", "--set lora=r"),
 )
 
 
@@ -67,7 +66,7 @@ def test_help_and_unknown_options_import_nothing_heavy() -> None:
 
 
 def test_mistakes_in_settings_import_nothing_heavy_but_numpy(tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text("[[experiment]]\nwrong = 1\n")
+    (tmp_path / "a.toml").write_text("[[experiment]]\nwrong = 1\n")
     lines = [f"simulate --out run {mistake}" for mistake in MISTAKES]
     codes, outputs, modules = results_of(*lines, cwd=tmp_path)
     assert codes == [2] * len(lines), outputs

@@ -25,16 +25,12 @@ from tests.simulations.saved.folders import WEIGHTS, change, configure, saved, t
 #: Colour, title of the window, bell, controls of one character, delete, and the other direction.
 POISON = "evil\x1b[31m\x1b]0;x\x07\x9b5m\x7f\u202e\u2066\b"
 STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-DATA, DRY = "simulate --set holdout=0.3 --dry-run --data", "simulate --set holdout=0.3 --dry-run"
-GRID, TAGS = (
-    "[base]\ntrain_limit = 60\n[[experiment]]\nname = ",
-    json.dumps({"tokens": ["a"], "ner_tags": [POISON]}) * 20,
-)
+DRY = "simulate --dry-run"
+DATA = f"{DRY} --strategies fedavg --data"
+EXPERIMENT = "[[experiment]]\nname = "
+TAGS = (json.dumps({"tokens": ["a"], "ner_tags": [POISON]}) + "\n") * 20
 INDEX = json.dumps({"metadata": {}, "weight_map": {"a": f"{POISON}.safetensors"}})
-RUN = [
-    *settings({**SMALL, "clients": 2, "seeds": 1, "rounds": 1, "strategies": "fedavg"}),
-    "--workers 1",
-]
+RUN = {**SMALL, "clients": 2, "seeds": 1, "rounds": 1, "strategies": "fedavg"}
 
 
 def table(header: str, row: str) -> str:
@@ -48,11 +44,20 @@ FILES: dict[str, tuple[str, str, str]] = {
     "split": ("a.csv", table("split,text", f"{POISON},b"), f"{DRY} --task mlm --data"),
     "file": (f"{POISON}.csv", table("text,label", "a,b"), DATA),
     "tag": ("a.jsonl", TAGS, f"{DRY} --task ner --data"),
-    "experiment": ("a.toml", f"[[experiment]]\nname = {json.dumps(POISON)}\n" * 2, DRY),
-    "partition": ("a.toml", f"{GRID}'a'\npartition = {json.dumps(POISON)}", DRY),
-    "strategy": ("a.toml", f"{GRID}'a'\nstrategies = [{json.dumps(POISON)}]", DRY),
-    "table": ("a.toml", f"{GRID}'a'\n[{json.dumps(POISON)}]", DRY),
-    "run": (f"{POISON}.csv", table("text,label", f"a,{POISON}"), f"simulate {' '.join(RUN)} --data"),
+    "experiment": ("a.toml", (EXPERIMENT + json.dumps(POISON) + "\n") * 2, DRY),
+    "partition": ("a.toml", f"{EXPERIMENT}'a'\npartition = {json.dumps(POISON)}", DRY),
+    "strategy": ("a.toml", f"{EXPERIMENT}'a'\nstrategies = [{json.dumps(POISON)}]", DRY),
+    "strategy of its own": (
+        "a.toml",
+        f"{EXPERIMENT}'a'\n[[strategy]]\nname = {json.dumps(POISON)}\nguard = 'x'",
+        DRY,
+    ),
+    "table": ("a.toml", f"{EXPERIMENT}'a'\n[{json.dumps(POISON)}]", DRY),
+    "run": (
+        f"{POISON}.csv",
+        table("text,label", f"a,{POISON}"),
+        f"simulate {' '.join(settings(RUN))} --workers 1 --data",
+    ),
     "metric": (
         f"{POISON}.jsonl",
         json.dumps({"round": 1, "stage": "train", "metrics": {POISON: 1.0}}) + "\n",
@@ -79,7 +84,10 @@ def images(folder: Path) -> list[str]:
         place.mkdir(parents=True)
         for i in range(10):
             Image.new("L", (8, 8), i).save(place / f"{i}.png")
-    return [*DRY.split(), "--task", "image", "--clients", "2", "--data", str(folder / "images")]
+    return [
+        *f"{DRY} --task image --clients 2 --strategies fedavg --data".split(),
+        str(folder / "images"),
+    ]
 
 
 def adapters(folder: Path) -> list[str]:

@@ -204,17 +204,11 @@ def test_what_is_the_same_in_two_strategies_is_trained_once_if_they_share_files(
     assert played.evaluated.count(TEST) == 1 + 2 * 2 + (2 if shared else 4)
 
 
-def test_a_strategy_has_a_learning_rate_of_its_own(play: Play) -> None:
-    slow = {"name": "slow", "alignment": False, "learning_rate": 0.125}
-    pooled = {"name": "pooled", "kind": "joined", "learning_rate": 0.25}
-    played = play(strategies=["fedavg", slow, pooled], lr=0.5)
-    assert [t.lr for t in played.trained] == [0.5] * 4 + [0.125] * 4 + [0.25] * 2
-
-
 def test_joined_trains_one_model_on_the_rows_of_all_clients(play: Play) -> None:
-    played = play(strategies="joined", seeds=[1], first_epochs=5, local_epochs=2)
+    table = {"name": "mine", "kind": "joined", "learning_rate": 0.25}
+    played = play(strategies=[table], seeds=[1], first_epochs=5, local_epochs=2)
     rows = tuple(sorted(row for client in played.clients(seed=1) for row in client))
-    assert [(t.rows, t.epochs) for t in played.trained] == [(rows, 5), (rows, 2)]
+    assert [(t.rows, t.epochs, t.lr) for t in played.trained] == [(rows, 5, 0.25), (rows, 2, 0.25)]
     assert len({t.seed for t in played.trained}) == 2
     assert {row["scope"] for row in played.rows} <= {"central", "messages", "client:0", "client:1"}
     assert not any(played.values("requests").values())
@@ -311,15 +305,6 @@ def test_what_is_recorded(play: Play) -> None:
     assert len(places) == len({*places}) > 0
     assert not any("stage" in row for row in played.alignment)
     assert {row["experiment"] for row in played.alignment} == {played.experiment.name}
-
-
-def test_all_strategies_of_a_seed_start_from_one_model(play: Play) -> None:
-    played = play(strategies="fedavg,joined", seeds=[0, 1])
-    drawn = played.values("macro_f1", scope="central", round=0)
-    zero, one = ([v for place, v in drawn.items() if place[2] == seed] for seed in (0, 1))
-    assert zero == [zero[0]] * 2
-    assert one == [one[0]] * 2
-    assert zero[0] != one[0]
 
 
 def test_who_takes_part_is_the_same_in_every_strategy_and_not_in_every_round(play: Play) -> None:
@@ -441,26 +426,17 @@ def test_clients_are_told_what_the_strategy_needs(
     assert [{name: config[name] for name in expected} for config in heard] == [expected] * 2
 
 
-def test_an_aggregation_has_the_arguments_of_its_table() -> None:
+def test_arguments_of_a_table_reach_the_aggregation_and_the_server() -> None:
     table = {"name": "mine", "aggregation": {"name": "regmean", "alpha": 0.25}}
-    experiment = of(strategies=[table, "regmean", "fisher", "fedavg"])
+    experiment = of(strategies=[{**table, "server": {"min_replies": 2}}, "regmean", "fisher", "fedavg"])
     task = task_of(experiment.to_json())
     shell = build_model(experiment, task.data, seed=0)
     runs = [cells.CellRun(task, 0, strategy) for strategy in experiment.strategies]
-    builds = [aggregation_of(run, shell) for run in runs]
-    found: list[Any] = [build() for build in builds]
+    found: list[Any] = [aggregation_of(run, shell)() for run in runs]
     assert [type(one).__name__ for one in found] == ["RegMean", "RegMean", "Fisher", "Mean"]
     assert (found[0].alpha, found[1].alpha) == (0.25, 0.9)
-    assert builds[0]() is not found[0]
-
-
-def test_the_servers_options_reach_the_strategy() -> None:
-    experiment = of(strategies=[{"name": "mine", "server": {"min_replies": 2}}])
-    task = task_of(experiment.to_json())
-    run = cells.CellRun(task, 0, experiment.strategies[0])
-    strategy: Any = strategy_of(run, build_model(experiment, task.data, seed=0), Path("unused"))
-    assert strategy.server.min_replies == 2
-    assert strategy.server.deterministic
+    strategy: Any = strategy_of(runs[0], shell, Path("unused"))
+    assert (strategy.server.min_replies, strategy.server.deterministic) == (2, True)
 
 
 # Fitted heads

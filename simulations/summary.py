@@ -18,8 +18,8 @@ Row: TypeAlias = Mapping[str, Any]
 
 #: The strategy that others are compared with, where it has results.
 REFERENCE = "fedavg"
-#: The kind of strategies that give a model for clients, and that of one trained on all clients' rows.
-MODEL, JOINED = "fedrot", "joined"
+#: Kinds of strategies that give no model of a federation, and what they give. Plug-ins add theirs.
+BOUNDS = {"joined": "all rows in one place, an upper bound"}
 #: The scope of rows about the global model on the test rows, and the start of that of a client's rows.
 CENTRAL, OF_CLIENT = "central", "client:"
 #: Largest number of seeds that is worth naming.
@@ -152,9 +152,9 @@ class Standing:
     judgement: str = ""
 
     @property
-    def kind(self) -> str:
-        """``MODEL``, or the kind of a strategy that gives no model for clients."""
-        return str(self.about.get("kind", JOINED if self.name == JOINED else MODEL))
+    def bound(self) -> str:
+        """What a strategy gives that gives no model of a federation; empty for others."""
+        return BOUNDS.get(str(self.about.get("kind", self.name)), "")
 
     @property
     def seeds(self) -> int:
@@ -247,10 +247,10 @@ def verdict(run: Run, experiment: str) -> Verdict | None:
         if name in known
     ]
     finite = [own for own in standings if math.isfinite(own.mean(judged[-1]))] or standings
-    first = min(finite, key=lambda own: (own.name != REFERENCE, own.kind != MODEL))
+    first = min(finite, key=lambda own: (own.name != REFERENCE, bool(own.bound)))
     standings = [own.compared(first, judged) for own in standings]
     reference = next(own for own in standings if own.name == first.name)
-    better = [own for own in standings if own.kind == MODEL and own.judgement == "better"]
+    better = [own for own in standings if not own.bound and own.judgement == "better"]
     sign = 1 if judged[-1] in LOWER_IS_BETTER else -1
     best = min(better, key=lambda own: sign * own.against[judged[-1]].mean, default=reference)
     cheaper = [own for own in better if own.traffic < CHEAPER * best.traffic]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from fedrot.simulations.report.tables import format_difference, number, number_style, seeds, spoken
-from fedrot.simulations.summary import JOINED, MODEL, MOST_SEEDS, Standing, Verdict
+from fedrot.simulations.summary import MOST_SEEDS, Standing, Verdict
 
 #: What is said of the strategies of each judgement; the reference is named in it.
 JUDGED = {
@@ -54,14 +54,11 @@ def sentences(found: Verdict) -> list[str]:
         said.append(f"Cheaper: {within}, and sends less")
     others = [own for own in found.standings if own not in (ours, theirs)]
     for judged, words in JUDGED.items():
-        names = [_other(o, found) for o in others if o.kind == MODEL and o.judgement == judged]
+        names = [_other(o, found) for o in others if not o.bound and o.judgement == judged]
         said.append(f"{words.format(theirs.name)}: {'; '.join(names)}" if names else "")
     for own in others:
-        if own.kind != MODEL:
-            bound = (
-                "all rows in one place, an upper bound" if own.kind == JOINED else "no model for clients"
-            )
-            said.append(f"For comparison {own.name} ({bound}): {_means(own, found)}")
+        if own.bound:
+            said.append(f"For comparison {own.name} ({own.bound}): {_means(own, found)}")
     return [f"{one}." for one in (*said, _calibrated(found)) if one]
 
 
@@ -97,9 +94,7 @@ def _means(own: Standing, found: Verdict) -> str:
 def _noise(found: Verdict) -> str:
     """Return the smallest difference that these seeds can show."""
     ours, metric = found.recommended, found.judged[0]
-    compared = (
-        [own for own in found.standings if own.kind == MODEL] if ours is found.reference else [ours]
-    )
+    compared = [own for own in found.standings if not own.bound] if ours is found.reference else [ours]
     halves = [number(s) for s in sorted(own.against[metric].smallest for own in compared) if s > 0]
     between = " to ".join(dict.fromkeys([*halves[:1], *halves[-1:]]))
     of = f"With {seeds(found.standings)}, a difference of {spoken(metric)}"
@@ -108,7 +103,7 @@ def _noise(found: Verdict) -> str:
 
 def _calibrated(found: Verdict) -> str:
     """Return a sentence if another strategy has the lowest loss after calibration."""
-    metric, models = "calibrated_loss", [own for own in found.standings if own.kind == MODEL]
+    metric, models = "calibrated_loss", [own for own in found.standings if not own.bound]
     known = [own for own in models if {metric, "loss"} <= {*own.values}]
     if not known:
         return ""

@@ -70,7 +70,8 @@ def _check_strategy(task: Task, strategy: Strategy, model: Any) -> None:
     if strategy.fits and not experiment.lora:
         head_of(model.config, model.state_dict())
     if strategy.kind == "fedrot":
-        options = strategy_of(CellRun(task, 0, strategy), model, Path("rows.jsonl")).alignment
+        built: Any = strategy_of(CellRun(task, 0, strategy), model, Path("rows.jsonl"))
+        options = None if experiment.lora else built.alignment
         if options is not None:
             symmetry = symmetry_of(model_config(experiment, task.data), model.state_dict())
             options.layer_indices(symmetry.layers)
@@ -105,7 +106,7 @@ def print_data(experiments: Sequence[Experiment], console: Console, *, brief: bo
             say_once(f"{len(sizes)} clients have {rows} rows each (seed {seed}; --dry-run shows more).")
             continue
         for client, own in enumerate(counts):
-            order = sorted((k for k in range(len(own)) if own[k]), key=lambda k: -own[k])  # noqa: B023
+            order = sorted((k for k in range(len(own)) if own[k]), key=lambda k: -own[k])
             shown = [f"{names[k]} {own[k]}" for k in order[:MOST_CLASSES]]
             rest = order[MOST_CLASSES:]
             shown += [f"{len(rest)} others {sum(own[k] for k in rest)}"] if rest else []

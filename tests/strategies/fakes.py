@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import FedAvg
 from flwr.supercore.task_identity import TaskIdentity
 from torch import Tensor
 
-from fedrot.simulations.federation.local_grid import LocalGrid
+from fedrot.simulations.federation.grids import LocalGrid
 from tests.models import State
 
 TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1

@@ -6,7 +6,7 @@ that on the test rows of its classes. There DistilBERT has AG News, 10 clients a
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ import typer
 from flwr.app import ArrayRecord, ConfigRecord
 
 from fedrot.lora import adapter_tensors, load_adapter
-from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.federation.client_app import app
-from fedrot.simulations.federation.local_grid import LocalGrid, local_clients
+from fedrot.simulations.federation.grids import LocalGrid, local_clients
 from fedrot.simulations.models import build_model
+from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.strategies import FedRotLoRA, fit_task_head
@@ -31,41 +31,50 @@ from fedrot.strategies.flower_compat import outside_of_the_engine
 ARMS = {"fedavg": 3e-3, "fedavg+fit": 1e-3, "fit": 1e-3, "fit_head": 1e-3}
 
 
-def federation(config: SimulationConfig, seed: int) -> tuple[LocalGrid, ConfigRecord]:
+def federation(experiment: Experiment, seed: int) -> tuple[LocalGrid, ConfigRecord]:
     """Return the harness's clients, and what every request tells them."""
-    told = {"simulation": config.to_json(), "seed": seed, "start": "same", "cache": "", "align": ""}
-    told |= {"server-round": 0, "last-round": 0, "chance": 0.0, "batches": 0, "loads": ""}
-    return local_clients(app, config.clients), ConfigRecord(told)
+    told: dict[str, Any] = {"experiment": experiment.to_json(), "seed": seed, "lr": experiment.lr}
+    told |= {
+        "cache": "",
+        "align": "",
+        "server-round": 0,
+        "last-round": 0,
+        "chance": 0.0,
+        "batches": 0,
+        "loads": "",
+    }
+    return local_clients(app, experiment.clients), ConfigRecord(told)
 
 
-@cache
-def trained(config: SimulationConfig, seed: int, rounds: int, fits: bool) -> tuple[Any, ArrayRecord]:
+def trained(experiment: Experiment, seed: int, rounds: int, fits: bool) -> tuple[Any, ArrayRecord]:
     """Return the initial model, and its adapter after the rounds."""
-    model: Any = build_model(config, task_of(config.to_json()).data, seed)
+    model: Any = build_model(experiment, task_of(experiment.to_json()).data, seed)
     arrays = ArrayRecord(adapter_tensors(model))
     if rounds:
         strategy = FedRotLoRA(model.peft_config["default"], fit_head=fits, fraction_evaluate=0.0)
-        grid, told = federation(config, seed)
+        grid, told = federation(experiment, seed)
         arrays = strategy.start(grid, arrays, num_rounds=rounds, train_config=told).arrays
     return model, arrays
 
 
-def measured(config: SimulationConfig, arm: str, seed: int) -> dict[str, Any]:
+def measured(experiment: Experiment, arm: str, seed: int) -> dict[str, Any]:
     """Return the row of one arm."""
-    model, arrays = trained(config, seed, 0 if arm == "fit" else config.rounds, arm == "fit_head")
+    model, arrays = trained(
+        experiment, seed, 0 if arm == "fit" else experiment.rounds, arm == "fit_head"
+    )
     if arm in ("fit", "fedavg+fit"):
-        grid, told = federation(config, seed)
+        grid, told = federation(experiment, seed)
         arrays = fit_task_head(grid, arrays, model.peft_config["default"], config=told).arrays
     load_adapter(model, arrays.to_torch_state_dict())
-    setting = {"data": config.data, "partition": config.partition, "count": config.clients}
-    setting |= {"arm": arm, "rate": config.lr, "seed": seed}
-    return setting | scores(model, task_of(config.to_json()), seed)
+    setting = {"data": experiment.data, "partition": experiment.partition, "count": experiment.clients}
+    setting |= {"arm": arm, "rate": experiment.lr, "seed": seed}
+    return setting | scores(model, task_of(experiment.to_json()), seed)
 
 
 def scores(model: Any, task: Task, seed: int) -> dict[str, float]:
     """Return test scores, mean and least accuracy of clients, and the loss on their held-out rows."""
     evaluate, labels = partial(training.evaluate, model, task), task.data.test.labels
-    parts = [task.client_rows(seed, client) for client in range(task.config.clients)]
+    parts = [task.client_rows(seed, client) for client in range(task.experiment.clients)]
     held_out = evaluate(task.train, np.concatenate([held for _, held in parts]))
     found = evaluate(task.test, np.arange(len(labels)))
     places = [np.flatnonzero(np.isin(labels, task.data.train.labels[rows])) for rows, _ in parts]
@@ -85,11 +94,12 @@ def main(
     seed: int = 11,
 ) -> None:
     """Append a row of each arm to the CSV file OUT."""
-    fixed = {"lora": "r=8,targets=query+value,alpha=16,dropout=0.1", "holdout": 0.25, "batch_size": 16}
+    lora = {"r": 8, "target_modules": ["query", "value"], "lora_alpha": 16, "lora_dropout": 0.1}
+    fixed: dict[str, Any] = {"lora": lora, "holdout": 0.25, "batch_size": 16}
     fixed |= {"train_limit": 800, "test_limit": 1000, "rounds": 5, "data": data, "data_dir": data_dir}
     fixed |= {"model": model, "partition": partition, "clients": clients}
     for arm, rate in ARMS.items():
-        row = measured(SimulationConfig.model_validate({**fixed, "lr": rate}), arm, seed)
+        row = measured(Experiment.model_validate({**fixed, "lr": rate}), arm, seed)
         pd.DataFrame([row]).round(4).to_csv(out, mode="a", header=not out.exists(), index=False)
 
 

@@ -8,23 +8,16 @@ from typing import Annotated
 import typer
 
 from fedrot.simulations.cli.commands import command, command_line, console, say
-from fedrot.simulations.cli.experiment_commands import (
-    DryRun,
-    Gpus,
-    GridData,
-    Quick,
-    RayAddress,
-    Workers,
-    configs_of,
-)
-from fedrot.simulations.grids import bundled_grids
-from fedrot.simulations.jobs import Machine
+from fedrot.simulations.cli.experiment_commands import DryRun, Workers, experiments_of
+from fedrot.simulations.engine import Machine
+from fedrot.simulations.experiment_files import bundled_files
+from fedrot.simulations.settings import Experiment
 
 app = typer.Typer()
 
 
 def _completed(incomplete: str) -> list[str]:
-    known = {**bundled_grids("setting"), **bundled_grids("task")}
+    known = {**bundled_files(), **bundled_files("task")}
     return [name for name in known if name.startswith(incomplete)]
 
 
@@ -34,38 +27,41 @@ def _completed(incomplete: str) -> list[str]:
     "python -m reproductions barriers --data-dir data --out runs/barriers --quick",
 )
 def repeat(
-    grid: Annotated[
+    file: Annotated[
         Path,
         typer.Argument(
-            help="Name of a page's grid, or a TOML file of [[setting]] or, of barriers, [[task]].",
+            help="Name of a page's file, or a TOML file of [[experiment]] or, of barriers, [[task]].",
             autocompletion=_completed,
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for results; what it holds is not done again.")],
-    data_dir: GridData = None,
+    out: Annotated[Path, typer.Option(help="Folder for results; what it has is not run again.")],
+    data_dir: Annotated[
+        Path | None, typer.Option(help=Experiment.model_fields["data_dir"].description)
+    ] = None,
     workers: Workers = None,
-    ray: RayAddress = "",
-    gpus: Gpus = 0.0,
-    quick: Quick = False,
+    ray: Annotated[str, typer.Option(help="Address of a Ray cluster.")] = "",
+    gpus: Annotated[float, typer.Option(help="GPUs per job.")] = 0.0,
+    quick: Annotated[bool, typer.Option("--quick", help="The small variant of minutes.")] = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Repeat a page of docs/results: a grid of federations, or one of loss barriers."""
-    of_barriers = str(grid) in bundled_grids("task") or (
-        grid.is_file() and "\n[[task]]" in f"\n{grid.read_text('utf-8', errors='replace')}"
+    """Repeat a page of docs/results: experiments, or loss barriers."""
+    of_barriers = str(file) in bundled_files("task") or (
+        file.is_file() and "\n[[task]]" in f"\n{file.read_text('utf-8', errors='replace')}"
     )
     if not of_barriers:
-        from fedrot.simulations.federation.grid_run import simulate
+        from fedrot.simulations.simulate import simulate
 
-        configs = configs_of(grid, quick=quick, data_dir=data_dir, model=None)
-        simulate(configs, out, command_line(), console, Machine(workers, ray, gpus), dry_run=dry_run)
+        given = {} if data_dir is None else {"data_dir": data_dir}
+        found, machine = experiments_of(file, given, quick=quick), Machine(workers, ray, gpus)
+        simulate(found, out, command_line(), console, machine, dry_run=dry_run)
         return
     for name, value in {"ray": ray, "gpus": gpus, "dry-run": dry_run}.items():
         if value:
-            raise ValueError(f"--{name} has an effect only on grids of settings. Leave it out.")
+            raise ValueError(f"--{name} has an effect only on experiments. Leave it out.")
     from reproductions.barriers.grid import read_cells, run_grid
     from reproductions.barriers.summary import tables
 
-    cells = read_cells(grid, data_dir, quick=quick)
+    cells = read_cells(file, data_dir, quick=quick)
     try:
         lines = run_grid(cells, out, command_line(), say, workers)
     except KeyboardInterrupt:

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-import reproductions.arms
+import reproductions.kinds
 import reproductions.optimal_transport
 import reproductions.report.sections  # noqa: F401
-from fedrot.simulations.grids import FOLDERS
+from fedrot.simulations.experiment_files import FOLDERS
 
 FOLDERS.append(Path(__file__).parent / "grids")

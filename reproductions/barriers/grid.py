@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,14 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from fedrot._io import read_json, write_json, write_text
 from fedrot.errors import FedrotError
-from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.federation.run_folder import ROWS, read_rows, versions
-from fedrot.simulations.folder import only_writer
-from fedrot.simulations.grids import read_grid
-from fedrot.simulations.jobs import Job, Machine, check_failures, noted_failure, run_jobs
+from fedrot.simulations.engine import Ended, Job, Machine, Tell, run_jobs
+from fedrot.simulations.experiment_files import read_experiments
+from fedrot.simulations.folder import only_writer, read_rows, versions
 from fedrot.simulations.models import build_model
+from fedrot.simulations.settings import Experiment
+from fedrot.simulations.simulate import FAILURES
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.pretraining import load_pretrained
 from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.symmetry import symmetry_of
 from reproductions.barriers.line import BarrierLine, lines_of, measure, training_batches, write_rows
@@ -38,11 +38,10 @@ SHARING: Mapping[Sharing, tuple[int, tuple[int, ...], tuple[int, ...]]] = {
 
 
 class Cell(BaseModel):
-    """Pairs of models of one configuration that share their training data in one way.
+    """Pairs of models of one experiment that share their training data in one way.
 
     Attributes:
-        config: model, data and training; its fields about clients, arms and rounds are ignored. With
-            start ``pretrained`` each model is pretrained from its own seed.
+        experiment: model, data and training; fields about clients, strategies and rounds are ignored.
         pairs: seeds of the two models. A seed decides the initialisation and the batches of its model;
             both seeds together decide how the rows are divided.
         points: positions on the line.
@@ -52,7 +51,7 @@ class Cell(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    config: SimulationConfig
+    experiment: Experiment
     sharing: Sharing
     pairs: tuple[tuple[int, int], ...]
     points: Annotated[int, Field(ge=3)] = 21
@@ -85,12 +84,12 @@ class Cell(BaseModel):
     @property
     def name(self) -> str:
         """The cell's name in rows, tables and files."""
-        return f"{re.sub(r'[^a-zA-Z0-9_]+', '-', self.config.setting)}-{self.sharing}"
+        return f"{re.sub(r'[^a-zA-Z0-9_]+', '-', self.experiment.name)}-{self.sharing}"
 
     @property
     def settings(self) -> dict[str, Any]:
         """All settings that a pair's results depend on, without the seeds."""
-        return self.model_dump(mode="json", exclude={"pairs": True, "config": {"data_dir"}})
+        return self.model_dump(mode="json", exclude={"pairs": True, "experiment": {"data_dir"}})
 
     def file(self, out: Path, seeds: tuple[int, int]) -> Path:
         """Return the file of a pair's lines in the folder of a grid."""
@@ -100,27 +99,27 @@ class Cell(BaseModel):
 def read_cells(path: Path, data_dir: Path | None = None, *, quick: bool = False) -> tuple[Cell, ...]:
     """Read the cells of a TOML file of ``[base]`` and one ``[[task]]`` per data set.
 
-    A task has the fields of ``SimulationConfig``, ``points``, ``rows``, ``methods`` and ``pairs``, a
-    table from sharing to pairs of seeds. ``base`` has the fields that tasks share; see ``read_grid``.
+    A task has the fields of ``Experiment``, ``points``, ``rows``, ``methods`` and ``pairs``, a table
+    from sharing to pairs of seeds. ``base`` has the fields that tasks share; see ``read_experiments``.
     ``ValueError`` if the file is no TOML, or describes no task or an impossible one.
     """
     given = {"data_dir": data_dir} if data_dir else {}
-    tasks = read_grid(path, "task", quick=quick)
+    tasks = read_experiments(path, quick=quick, entries="task")
     cells = tuple(cell for task in tasks for cell in _cells({**task, **given}))
     # Names of files are the same in capitals on some systems.
     if not cells or len({cell.name.casefold() for cell in cells}) != len(cells):
-        raise FedrotError(f"'{path}' needs at least one [[task]], each with a setting of its own.")
+        raise FedrotError(f"'{path}' needs at least one [[task]], each with a name of its own.")
     return cells
 
 
 def _cells(task: dict[str, Any]) -> Iterator[Cell]:
     pairs = task.pop("pairs", {})
     if not isinstance(pairs, dict) or not pairs:
-        raise FedrotError(f"Task '{task.get('setting', task.get('data'))}' of the grid has no pairs.")
+        raise FedrotError(f"Task '{task.get('name', task.get('data'))}' of the grid has no pairs.")
     own = {name: task.pop(name) for name in ("points", "rows", "methods") if name in task}
-    config = SimulationConfig.from_flat(task)
+    experiment = Experiment.from_flat(task)
     for sharing, seeds in pairs.items():
-        yield Cell(config=config, sharing=sharing, pairs=seeds, **own)
+        yield Cell(experiment=experiment, sharing=sharing, pairs=seeds, **own)
 
 
 def shared_rows(count: int, sharing: Sharing, seeds: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
@@ -162,23 +161,34 @@ def run_grid(
             for seeds in cell.pairs
             if not cell.file(out, seeds).exists()
         ]
-        failed = 0
+        shutil.rmtree(out / FAILURES, ignore_errors=True)
+        failed: list[Job] = []
+
+        def hear(job: Job, said: str | Ended) -> None:
+            if isinstance(said, str):
+                report(f"{job.name}: {said}")
+            elif said.failure:
+                failed.append(job)
+                (file := out / FAILURES / f"{job.name}.txt").parent.mkdir(exist_ok=True)
+                write_text(file, said.failure)
+                report(f"{job.name}: FAILED, see {file}: {said.failure.splitlines()[-1]}")
+
         try:
-            for number, (job, outcome) in enumerate(run_jobs(jobs, Machine(workers)), start=1):
-                said = noted_failure(out, job.name, job.name, outcome.failure)
-                failed += bool(said)
-                found = ", ".join(f"{line.method} {line.barrier:.3g}" for line in outcome.parts)
-                report(f"[{number} of {len(jobs)}] {job.name}: {said or f'barriers {found}'}")
+            run_jobs(jobs, Machine(workers), hear, lambda: None)
         finally:
             lines = _summarised(out)
-    check_failures(failed, len(jobs), "pairs", out)
+    if failed:
+        raise RuntimeError(
+            f"{len(failed)} of {len(jobs)} pairs failed; the tracebacks are in {out / FAILURES}. Repeat "
+            "the command to try them again."
+        )
     return lines
 
 
-def run_pair(cell: Cell, seeds: tuple[int, int], out: Path) -> list[BarrierLine]:
-    """Train the two models of a pair, and measure and write the line of every method."""
+def run_pair(cell: Cell, seeds: tuple[int, int], out: Path, tell: Tell) -> None:
+    """Train the two models of a pair, measure and write the line of every method, and tell barriers."""
     torch.set_num_threads(1)
-    task = task_of(cell.config.to_json())
+    task = task_of(cell.experiment.to_json())
     parts = shared_rows(len(task.train), cell.sharing, seeds)
     anchor, client = (trained(task, seed, rows) for seed, rows in zip(seeds, parts, strict=True))
     symmetry = symmetry_of(anchor.config, anchor.state_dict())
@@ -189,14 +199,12 @@ def run_pair(cell: Cell, seeds: tuple[int, int], out: Path) -> list[BarrierLine]
         for method in cell.methods
     ]
     write_rows(cell.file(out, seeds), lines)
-    return lines
+    tell(f"barriers {', '.join(f'{line.method} {line.barrier:.3g}' for line in lines)}")
 
 
 def trained(task: Task, seed: int, rows: np.ndarray) -> Any:
     """Return a model of one seed, trained on these rows."""
-    model = build_model(task.config, task.data, seed)
-    if "pretrained" in task.config.starts:
-        load_pretrained(model, task.config, seed)
+    model = build_model(task.experiment, task.data, seed)
     training.train(model, task, rows, seed)
     return model.eval()
 
@@ -205,7 +213,7 @@ def _record(cells: Sequence[Cell], out: Path, command: str) -> None:
     """Write configuration and versions; refuse to mix results of different settings."""
     path = out / "config.json"
     held = read_json(path) if path.exists() else {}
-    if "cells" not in held and (held or (out / ROWS).is_file()):
+    if held and "cells" not in held:
         raise FileExistsError(f"The folder '{out}' holds a run of another kind; choose another --out.")
     known = held.get("cells", {})
     for cell in cells:
@@ -221,9 +229,9 @@ def _record(cells: Sequence[Cell], out: Path, command: str) -> None:
 def _summarised(out: Path) -> list[BarrierLine]:
     """Write ``rows.jsonl``, ``summary.md``, and return all lines of the folder."""
     files = sorted((out / "lines").glob("[!.]*.jsonl"))
-    lines = lines_of(row for file in files for row in read_rows(out, f"lines/{file.name}"))
+    lines = lines_of(row for file in files for row in read_rows(file))
     places = {name: place for place, name in enumerate(read_json(out / "config.json")["cells"])}
     lines.sort(key=lambda line: places[line.cell])
-    write_rows(out / ROWS, lines)
+    write_rows(out / "rows.jsonl", lines)
     write_text(out / "summary.md", "\n".join(table.markdown() for table in tables(lines)))
     return lines

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from fedrot.simulations.config import SimulationConfig
 from fedrot.simulations.data.encode import bundled_tokenizer
+from fedrot.simulations.settings import Experiment
 from fedrot.strategies.flower_compat import outside_of_the_engine
 from reproductions import adapter_heads as heads
 
@@ -22,7 +22,7 @@ def test_every_arm_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     words = rows.label.map({0: "happy", 1: "angry", 2: "sad"})
     rows["text"] = [f"{word} " * 3 + "you " * (place % 5) for place, word in enumerate(words)]
     rows.to_parquet(tmp_path / "words.parquet")
-    small = SimulationConfig(data="words", data_dir=tmp_path, layers=1, width=16, heads=2)
+    small = Experiment(data="words", data_dir=tmp_path, layers=1, width=16, heads=2)
     model: Any = heads.build_model(small, heads.task_of(small.to_json()).data, 0)
     model.save_pretrained(tmp_path / "model")
     PreTrainedTokenizerFast(tokenizer_object=bundled_tokenizer()).save_pretrained(tmp_path / "model")

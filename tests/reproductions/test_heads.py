@@ -22,7 +22,7 @@ from transformers import BertConfig, BertModel
 from typer.testing import CliRunner
 
 from fedrot.head import fit_heads
-from fedrot.simulations.models import packaged
+from fedrot.simulations import packaged
 from fedrot.strategies.sums.choice import SHRINKAGES
 from reproductions.heads import __main__, cell, closed
 from reproductions.heads.arms import ARMS, Arm

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.federation.run_folder import read_rows
+from fedrot.simulations.folder import read_rows
+from fedrot.simulations.settings import Experiment
 from reproductions.barriers.grid import Cell, read_cells, run_grid, shared_rows
 from reproductions.barriers.line import lines_of
 from reproductions.barriers.methods import METHODS, MatchingMethod
@@ -34,13 +34,13 @@ max_length = 32
 local_epochs = 1
 
 [[task]]
-setting = "labels"
+name = "labels"
 [task.pairs]
 same = [[0, 1]]
 thirds = [[0, 1]]
 
 [[task]]
-setting = "tokens"
+name = "tokens"
 task = "mlm"
 [task.pairs]
 disjoint = [[0, 1], [2, 3]]
@@ -70,7 +70,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 
 def test_the_rows_of_the_grid_are_complete(finished: Path) -> None:
-    rows = read_rows(finished)
+    rows = read_rows(finished / "rows.jsonl")
     pairs = [("labels-same", "0-1"), ("labels-thirds", "0-1")]
     pairs += [("tokens-disjoint", "0-1"), ("tokens-disjoint", "2-3")]
     expected = [
@@ -91,13 +91,16 @@ def test_the_rows_of_the_grid_are_complete(finished: Path) -> None:
         assert all(math.isfinite(row[name]) for name in names[3:])
         assert row["after"] == row["before"] if row["method"] == "vanilla" else row["seconds"] > 0
     config = json.loads((finished / "config.json").read_text())
-    assert config["cells"]["tokens-disjoint"]["config"]["width"] == 32
+    assert config["cells"]["tokens-disjoint"]["experiment"]["width"] == 32
     assert json.loads((finished / "versions.json").read_text())["torch"]
     assert (finished / "summary.md").read_text().count("whole+data (") == 3
 
 
 def test_matching_keeps_the_ends_and_comes_closer(finished: Path) -> None:
-    lines = {(line.cell, line.pair, line.method): line for line in lines_of(read_rows(finished))}
+    lines = {
+        (line.cell, line.pair, line.method): line
+        for line in lines_of(read_rows(finished / "rows.jsonl"))
+    }
     for (cell, pair, method), line in lines.items():
         vanilla = lines[cell, pair, "vanilla"]
         for end in (0, -1):
@@ -108,13 +111,13 @@ def test_matching_keeps_the_ends_and_comes_closer(finished: Path) -> None:
 
 def test_what_is_missing_is_done_again_with_the_same_result(run: Path, grid_file: Path) -> None:
     """One pair is gone, and an interrupted write left its temporary file."""
-    before, files = read_rows(run), contents(run)
+    before, files = read_rows(run / "rows.jsonl"), contents(run)
     (run / "lines/labels-same.0-1.jsonl").unlink()
     (run / "lines/.labels-same.0-1.jsonl.1").write_text('{"half')
     code, output = invoke(grid_file, "--out", run, "--workers", 1)
     assert code == 0, output
-    assert "1 of 1" in output
-    after = read_rows(run)
+    assert output.count("barriers vanilla") == 1
+    after = read_rows(run / "rows.jsonl")
     assert [{**row, "seconds": 0} for row in after] == [{**row, "seconds": 0} for row in before]
     kept = "lines/tokens-disjoint.0-1.jsonl"
     assert contents(run)[kept] == files[kept]
@@ -132,8 +135,9 @@ def test_a_failing_pair_leaves_what_was_done(
     path.write_text(GRID.replace('task = "mlm"', 'task = "mlm"\nmethods = ["failing"]'))
     code, output = invoke(path, "--out", out, "--workers", 1)
     assert code == 1
+    assert "FAILED" in output
     assert "out of luck" in output
-    assert {row["cell"] for row in read_rows(out)} == {"labels-same", "labels-thirds"}
+    assert {row["cell"] for row in read_rows(out / "rows.jsonl")} == {"labels-same", "labels-thirds"}
     assert (out / "summary.md").exists()
     failures = list((out / "failures").iterdir())
     assert len(failures) == 2
@@ -156,7 +160,7 @@ def test_a_failing_pair_leaves_what_was_done(
         ("disjoint = [[0, 1], [2, 3]]", "", "has no pairs"),
         ('"vanilla", ', '"magic", ', "unknown method 'magic'"),
         ('["vanilla", "whole", "whole+data"]', "[]", "no method"),
-        (GRID[GRID.index("[[task]]") :], "", "has no [[setting]]"),
+        (GRID[GRID.index("[[task]]") :], "", "has no experiments"),
     ],
 )
 def test_an_impossible_grid_is_refused(
@@ -176,7 +180,7 @@ def test_options_of_federations_have_no_effect_here(
     option: tuple[object, ...], grid_file: Path, tmp_path: Path
 ) -> None:
     code, output = invoke(grid_file, "--out", tmp_path / "run", *option)
-    assert (code, "only on grids of settings" in output) == (2, True)
+    assert (code, "only on experiments" in output) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -194,29 +198,23 @@ def test_models_share_the_rows_they_should(sharing: Any, common: int, each: int)
 
 def test_where_the_data_lies_does_not_count_as_another_setting() -> None:
     cells = [
-        Cell(
-            config=SimulationConfig(data_dir=where), sharing="same", pairs=((0, 1),), methods=("whole",)
-        )
+        Cell(experiment=Experiment(data_dir=where), sharing="same", pairs=((0, 1),), methods=("whole",))
         for where in (None, Path("elsewhere"))
     ]
     assert cells[0].settings == cells[1].settings
 
 
 def test_a_run_of_another_kind_is_not_touched(grid_file: Path, tmp_path: Path) -> None:
-    files = {"rows.jsonl": '{"arm": "plain"}\n', "config.json": '{"command": "", "settings": []}'}
-    for name, text in files.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / name).write_text(text)
-        with pytest.raises(FileExistsError, match="holds a run of another kind"):
-            run_grid(read_cells(grid_file), folder, "command", print)
-        assert (folder / name).read_text() == text
-        assert {file.name for file in folder.iterdir()} <= {name, ".lock"}
+    (tmp_path / "config.json").write_text('{"commands": [], "experiments": []}')
+    before = contents(tmp_path)
+    with pytest.raises(FileExistsError, match="holds a run of another kind"):
+        run_grid(read_cells(grid_file), tmp_path, "command", print)
+    assert contents(tmp_path) == before
 
 
 def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
     (path := tmp_path / "grid.toml").write_text(
         GRID.replace('"tokens"', '"Labels"').replace("disjoint", "same")
     )
-    with pytest.raises(FedrotError, match="each with a setting of its own"):
+    with pytest.raises(FedrotError, match="each with a name of its own"):
         read_cells(path)

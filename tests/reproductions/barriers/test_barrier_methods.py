@@ -15,10 +15,10 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fedrot import FedrotError, canonical, random_equivalent, symmetry_of
-from fedrot.simulations.config import SimulationConfig
-from fedrot.simulations.federation.arms import with_state
-from fedrot.simulations.federation.run_folder import read_rows
+from fedrot.simulations.federation.cells import with_state
+from fedrot.simulations.folder import read_rows
 from fedrot.simulations.models import build_model
+from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.symmetry import WHOLE_MODEL
@@ -40,12 +40,12 @@ measure = partial(line_module.measure, points=3, cell="c", pair="0-1")
 
 @pytest.fixture(scope="module", params=["classification", "mlm"])
 def task(request: pytest.FixtureRequest) -> Task:
-    return task_of(SimulationConfig(task=request.param, **SMALL).to_json())
+    return task_of(Experiment(task=request.param, **SMALL).to_json())
 
 
 @pytest.fixture(scope="module")
 def model(task: Task) -> torch.nn.Module:
-    return build_model(task.config, task.data, seed=0)
+    return build_model(task.experiment, task.data, seed=0)
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def test_batches_for_methods_are_those_of_training(task: Task, model: torch.nn.M
     assert sum(len(batch["input_ids"]) for batch in batches) == 100
     assert all("labels" in batch for batch in batches)
     masked = sum(int((batch["input_ids"] == 4).sum()) for batch in batches)
-    assert (masked > 0) == (task.config.task == "mlm")
+    assert (masked > 0) == (task.experiment.task == "mlm")
     again = training_batches(task, model, 100)
     assert all(torch.equal(x["input_ids"], y["input_ids"]) for x, y in zip(batches, again, strict=True))
 
@@ -81,7 +81,7 @@ def test_every_method_hides_labels_and_changes_neither_model(
         return original(anchor, client, batches, *args, **kwargs)
 
     monkeypatch.setattr(methods, "collect_activations", spy)
-    client = build_model(task.config, task.data, seed=1)
+    client = build_model(task.experiment, task.data, seed=1)
     before = [copy.deepcopy(m.state_dict()) for m in (model, client)]
     symmetry, batches = symmetry_of(model.config, model.state_dict()), training_batches(task, model, 64)
     for method in METHODS.values():
@@ -108,8 +108,8 @@ def test_whole_model_methods_undo_a_random_equivalent(task: Task, model: torch.n
 
 
 def test_methods_that_rotate_the_stream_undo_a_rotation_of_it() -> None:
-    task = task_of(SimulationConfig(task="clm", architecture="gpt2", **SMALL).to_json())
-    model = build_model(task.config, task.data, seed=0)
+    task = task_of(Experiment(task="clm", architecture="gpt2", **SMALL).to_json())
+    model = build_model(task.experiment, task.data, seed=0)
     symmetry, batches = symmetry_of(model.config, model.state_dict()), training_batches(task, model, 64)
     folded = canonical(model.state_dict(), symmetry)
     client = with_state(model, random_equivalent(folded, symmetry.rotated, 3, WHOLE_MODEL))
@@ -133,7 +133,7 @@ def test_models_that_cannot_be_rotated_are_refused(task: Task, model: torch.nn.M
 def test_a_method_may_refine_the_client(
     task: Task, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = build_model(task.config, task.data, seed=1)
+    client = build_model(task.experiment, task.data, seed=1)
     symmetry, batches = symmetry_of(model.config, model.state_dict()), training_batches(task, model, 64)
     moved = match(METHODS["whole"], model, client, symmetry, batches)
 
@@ -149,7 +149,7 @@ def test_a_method_may_refine_the_client(
 
 
 def test_the_anchor_is_where_the_line_begins(task: Task, model: torch.nn.Module) -> None:
-    client = build_model(task.config, task.data, seed=1)
+    client = build_model(task.experiment, task.data, seed=1)
     symmetry = symmetry_of(model.config, model.state_dict())
     found = measure("vanilla", model, client, symmetry, task, [])
     assert found.positions == (0, 0.5, 1)
@@ -233,7 +233,7 @@ def test_a_share_needs_a_vanilla_barrier() -> None:
 def test_diverged_models_stay_in_rows_and_tables(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [line("0-1", "vanilla", 0.1, math.nan, 0.1)])
     assert "NaN" not in (tmp_path / "rows.jsonl").read_text()
-    (again,) = lines_of(read_rows(tmp_path))
+    (again,) = lines_of(read_rows(tmp_path / "rows.jsonl"))
     assert math.isnan(again.metrics[1]["loss"])
     (table,) = tables([again])
     assert table.lines[0] == ["vanilla (1)", "-", "-", "-", "0.900, 0.900"]

@@ -1,0 +1,172 @@
+"""Kinds of strategies: ensembles, rivals' adapters, rotated adapters, and fewer joined steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAdam, FedAvg
+from torch import nn
+
+from fedrot.options import AlignmentOptions
+from fedrot.simulations.federation.cells import (
+    RUNS,
+    CellRun,
+    evaluate_tests,
+    run_federated,
+    run_joined,
+    with_state,
+)
+from fedrot.simulations.federation.strategies import CellStrategy
+from fedrot.simulations.models import LOADERS, model_config, tensors_of
+from fedrot.simulations.settings import TASKS, Experiment
+from fedrot.simulations.strategy import KINDS, Strategy
+from fedrot.simulations.summary import BOUNDS
+from fedrot.strategies import FedRot
+from fedrot.strategies.round.update import Moved
+from reproductions.adapter_symmetry import ADAPTERS, adapter_symmetry
+from reproductions.ensemble import Ensemble
+from reproductions.lora_clients import load_first, load_folded
+from reproductions.lora_rivals import RivalOptions
+from reproductions.lora_strategies import RivalLoRA
+
+#: Fields of a strategy that these kinds read; others are FedRot's.
+OF_ALL = {"name", "kind", "learning_rate", "fraction_train", "weighted_by_key", "clients", "options"}
+
+
+class EnsembleCell(CellStrategy, FedRot):
+    """FedAvg for one cell, whose clients' models answer together by the options of ``Ensemble``."""
+
+    def __init__(self, cell: CellRun, model: nn.Module, report: Path) -> None:
+        settings = model_config(cell.task.experiment, cell.task.data)
+        super().__init__(cell, model, report, settings.to_dict(), alignment=None)
+        self._models: list[nn.Module] = []
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        self._models = []
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def on_update(self, moved: Moved) -> None:
+        """Keep a client's model."""
+        super().on_update(moved)
+        self._models.append(with_state(self.network, moved.tensors))
+
+    def evaluate_centrally(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        """Evaluate the clients' models of the round together."""
+        if not self._models:
+            return super().evaluate_centrally(server_round, arrays)
+        model = Ensemble(self._models, **self.cell.strategy.options)
+        return self.cell.finish_round(server_round, evaluate_tests(self.cell.task, model))
+
+
+class RivalCell(CellStrategy, RivalLoRA):
+    """Mixin for a cell of a rival's adapters."""
+
+    def __init__(self, cell: CellRun, model: Any, report: Path) -> None:
+        adapters, _, rate = _of_rival(cell.strategy)
+        super().__init__(cell, model, report, model.peft_config["default"], adapters, **rate)
+        self.loads = "fold" if adapters.folds else "first" if adapters.method == "pad" else ""
+
+
+class RivalAvg(RivalCell, FedAvg):
+    """``FedAvg`` of a rival's adapters for one cell."""
+
+
+class RivalAdam(RivalCell, FedAdam):
+    """``FedAdam`` of a rival's adapters for one cell."""
+
+
+#: The strategy of a rival's adapters, by its option ``optimizer``.
+OPTIMIZERS: dict[str, type[RivalCell]] = {"": RivalAvg, "adam": RivalAdam}
+
+
+class AdaptersCell(CellStrategy, FedRot):
+    """``FedRot`` of adapters for one cell, by options of ``AlignmentOptions`` other than ``parts``."""
+
+    def __init__(self, cell: CellRun, model: nn.Module, report: Path) -> None:
+        options = AlignmentOptions(parts=(ADAPTERS,), **cell.strategy.options)
+        super().__init__(cell, model, report, adapter_symmetry(tensors_of(model)), alignment=options)
+
+
+def _of_rival(strategy: Strategy) -> tuple[RivalOptions, str, dict[str, float]]:
+    """Return a rival's options, the name of its optimiser, and arguments of the optimiser."""
+    given = dict(strategy.options)
+    optimizer, rate = given.pop("optimizer", ""), {k: given.pop(k) for k in ("eta",) if k in given}
+    return RivalOptions(**given), optimizer, rate
+
+
+def _rival(cell: CellRun, model: nn.Module, report: Path) -> RivalCell:
+    return OPTIMIZERS[_of_rival(cell.strategy)[1]](cell, model, report)
+
+
+# What refuses a strategy of a kind
+
+
+def _check(strategy: Strategy, experiment: Experiment, of_adapters: bool | None = None) -> None:
+    """Refuse what the kind does not read, and experiments with or without adapters."""
+    for name, usual in Strategy.model_fields.items():
+        if name not in OF_ALL and getattr(strategy, name) != usual.default:
+            raise ValueError(f"kind '{strategy.kind}' does not read {name}; leave it out")
+    if of_adapters is not None and of_adapters != bool(experiment.lora):
+        what = "adapters; give lora" if of_adapters else "whole models; leave out lora"
+        raise ValueError(f"kind '{strategy.kind}' is for {what}")
+
+
+def _check_ensemble(strategy: Strategy, experiment: Experiment) -> None:
+    _check(strategy, experiment, of_adapters=False)
+    if strategy.options.keys() - {"probabilities"}:
+        raise ValueError(f"options of an ensemble are {strategy.options}; give probabilities or none")
+    if not TASKS[experiment.task].classifies:
+        able = " or ".join(f"'{task}'" for task, traits in TASKS.items() if traits.classifies)
+        raise ValueError(f"ensembles are for task {able}, not for '{experiment.task}'")
+
+
+def _check_adapters(strategy: Strategy, experiment: Experiment) -> None:
+    _check(strategy, experiment, of_adapters=True)
+    if len(set(experiment.ranks)) > 1:
+        raise ValueError("factors of different ranks cannot be rotated")
+    AlignmentOptions(parts=(ADAPTERS,), **strategy.options)
+
+
+def _check_rival(strategy: Strategy, experiment: Experiment) -> None:
+    _check(strategy, experiment, of_adapters=True)
+    adapters, optimizer, rate = _of_rival(strategy)
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"unknown optimizer '{optimizer}'; give adam, or leave it out")
+    if optimizer and adapters.folds:
+        raise ValueError(f"residual='fold' does not go with optimizer '{optimizer}'")
+    if rate and not optimizer:
+        raise ValueError("eta is an optimizer's; give optimizer, or leave it out")
+    if len(set(experiment.ranks)) > 1 and not adapters.kind.any_rank:
+        raise ValueError(f"factors of different ranks have no mean (method '{adapters.method}')")
+
+
+def _run_joined_steps(cell: CellRun, scratch: Path) -> None:
+    """Train one model on all clients' rows, for as many steps as one client."""
+    clients = cell.strategy.clients or range(cell.task.experiment.clients)
+    run_joined(cell, scratch, share=1 / len(clients))
+
+
+KINDS |= {
+    "ensemble": _check_ensemble,
+    "rival": _check_rival,
+    ADAPTERS: _check_adapters,
+    "joined-steps": _check,
+}
+RUNS |= {
+    "ensemble": partial(run_federated, build=EnsembleCell),
+    "rival": partial(run_federated, build=_rival),
+    ADAPTERS: partial(run_federated, build=AdaptersCell),
+    "joined-steps": _run_joined_steps,
+}
+BOUNDS |= {
+    "ensemble": "the clients' models answer together; there is no merged model",
+    "joined-steps": "all rows in one place, for as many steps as one client",
+}
+LOADERS |= {"first": load_first, "fold": load_folded}

@@ -1,0 +1,333 @@
+"""Kinds of strategies that plug-ins add: ensembles, rivals' adapters, rotated adapters, fewer steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+import reproductions.plugins  # noqa: F401
+from fedrot.lora import adapter_tensors
+from fedrot.simulations.data.encode import bundled_tokenizer
+from fedrot.simulations.federation.cells import (
+    RUNS,
+    CellRun,
+    cells_of,
+    evaluate_tests,
+    run_cell,
+    with_state,
+)
+from fedrot.simulations.federation.client_app import app
+from fedrot.simulations.federation.grids import OrderedGrid, local_clients
+from fedrot.simulations.models import build_model
+from fedrot.simulations.settings import Experiment
+from fedrot.simulations.strategy import KINDS
+from fedrot.simulations.tasks.task import Task, task_of
+from fedrot.strategies.flower_compat import outside_of_the_engine
+from reproductions.ensemble import Ensemble
+
+SMALL: dict[str, Any] = {"train_limit": 64, "test_limit": 20, "max_length": 16, "clients": 2, "seeds": 1}
+SMALL |= {"layers": 1, "width": 16, "heads": 2, "lr": 0.01}
+LORA = {"r": 3, "target_modules": ["query", "value"], "lora_alpha": 6}
+OF_LORA = {"layers": 2, "width": 128, "heads": 4, "holdout": 0.0, "rounds": 2, "local_epochs": 2}
+
+
+def rival(name: str, **options: Any) -> dict[str, Any]:
+    return {"name": name, "kind": "rival", "options": options}
+
+
+def experiment_of(*strategies: Any, **changes: Any) -> Experiment:
+    return Experiment.from_flat({**SMALL, "strategies": [*strategies], **changes})
+
+
+def run(experiment: Experiment, scratch: Path) -> dict[str, CellRun]:
+    """Run the cells of an experiment in this process; return them by strategy."""
+    found, initial = {}, dict[str, float]()
+    with outside_of_the_engine():
+        for cell in cells_of([experiment]):
+            grid = OrderedGrid(local_clients(app, experiment.clients), experiment.clients)
+            ran, error = run_cell(cell, grid, scratch, initial, shared_cache=True)
+            if error is not None:
+                raise error
+            found[cell.strategy.name] = ran
+    return found
+
+
+def value(cell: CellRun, metric: str, scope: str, server_round: int) -> float:
+    (row,) = (
+        r for r in cell.rows if (r["metric"], r["scope"], r["round"]) == (metric, scope, server_round)
+    )
+    return float(row["value"])
+
+
+def errors(cell: CellRun) -> list[float]:
+    return [value(cell, "fedrot-adapter-error", "round", number) for number in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def task() -> Task:
+    return task_of(experiment_of("fedavg").to_json())
+
+
+@pytest.fixture
+def shell(task: Task) -> nn.Module:
+    return build_model(task.experiment, task.data, seed=0)
+
+
+# What is refused
+
+
+def test_every_kind_is_checked_and_run() -> None:
+    assert KINDS.keys() == RUNS.keys()
+
+
+REFUSED: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
+    ({"kind": "ensemble", "guard": "loss"}, {}, "does not read guard"),
+    ({"kind": "ensemble", "alignment": {"chance": 0}}, {}, "does not read alignment"),
+    ({"kind": "ensemble", "options": {"mean": True}}, {}, "give probabilities or none"),
+    ({"kind": "ensemble"}, {"task": "mlm"}, "for task 'classification' or 'image', not for 'mlm'"),
+    ({"kind": "ensemble"}, {"lora": LORA}, "for whole models; leave out lora"),
+    ({"kind": "joined-steps", "fit_at_end": True}, {}, "does not read fit_at_end"),
+    ({"kind": "adapters"}, {}, "is for adapters; give lora"),
+    ({"kind": "adapters"}, {"lora": {**LORA, "r": [2, 4]}}, "different ranks cannot be rotated"),
+    ({"kind": "adapters", "options": {"chance": -1}}, {"lora": LORA}, "chance is -1"),
+    (rival("x"), {}, "is for adapters; give lora"),
+    (rival("x", method="pads"), {"lora": LORA}, "Unknown method 'pads'"),
+    (rival("x", method="regmean"), {"lora": LORA}, "takes no options of rivals"),
+    (rival("x", ridge=1), {"lora": LORA}, "ridge"),
+    (rival("x", optimizer="sgd"), {"lora": LORA}, "unknown optimizer 'sgd'"),
+    (rival("x", eta=0.1), {"lora": LORA}, "give optimizer"),
+    (rival("x", residual="fold", optimizer="adam"), {"lora": LORA}, "does not go with optimizer 'adam'"),
+    (rival("x", method="rotate"), {"lora": {**LORA, "r": [2, 4]}}, "different ranks have no mean"),
+)
+
+
+@pytest.mark.parametrize(("strategy", "changes", "said"), REFUSED)
+def test_what_does_not_go_together_is_refused(
+    strategy: dict[str, Any], changes: dict[str, Any], said: str
+) -> None:
+    given = {"strategies": [{"name": "x", **strategy}], **changes}
+    given |= {"model": "some/model"} if "lora" in changes else {}
+    with pytest.raises(ValueError, match=said):
+        Experiment.from_flat(given)
+
+
+def test_kinds_of_plug_ins_have_no_code_and_move_nothing() -> None:
+    experiment = experiment_of(
+        {"name": "together", "kind": "ensemble"}, {"name": "j", "kind": "joined-steps"}
+    )
+    assert [strategy.code(experiment) for strategy in experiment.strategies] == ["", ""]
+    assert not experiment.moves
+
+
+# Ensembles
+
+
+class Says(nn.Module):
+    """A model that always gives the same logits."""
+
+    def __init__(self, problem: str, *rows: tuple[float, ...]) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(problem_type=problem)
+        self.rows = torch.tensor(rows)
+
+    def forward(self, **inputs: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.rows)
+
+
+def together(problem: str, *rows: tuple[float, ...], probabilities: bool) -> list[float]:
+    models = [Says(problem, row) for row in rows]
+    found: list[float] = Ensemble(models, probabilities)(input_ids=torch.zeros(1, 2)).logits[0].tolist()
+    return found
+
+
+def logs(*values: float) -> list[float]:
+    return [math.log(value) for value in values]
+
+
+def test_an_ensemble_of_single_labels() -> None:
+    """Probabilities (1/4, 3/4) and (9/10, 1/10)."""
+    rows = (0.0, math.log(3)), (math.log(9), 0.0)
+    problem = "single_label_classification"
+    assert together(problem, *rows, probabilities=False) == pytest.approx(logs(3, math.sqrt(3)))
+    found = together(problem, *rows, probabilities=True)
+    assert found == pytest.approx(logs(0.575, 0.425))
+    assert sum(map(math.exp, found)) == pytest.approx(1)
+
+
+def test_an_ensemble_of_several_labels() -> None:
+    """Probabilities (1/2, 3/4) and (9/10, 1/2)."""
+    rows = (0.0, math.log(3)), (math.log(9), 0.0)
+    problem = "multi_label_classification"
+    assert together(problem, *rows, probabilities=False) == pytest.approx(logs(3, math.sqrt(3)))
+    assert together(problem, *rows, probabilities=True) == pytest.approx(logs(7 / 3, 5 / 3))
+
+
+@pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification"])
+def test_certain_models_stay_finite(problem: str) -> None:
+    found = together(problem, (200.0, -200.0), (300.0, -300.0), probabilities=True)
+    assert all(map(math.isfinite, found))
+    assert found[0] > 10 + found[1]
+
+
+@pytest.mark.parametrize("probabilities", [True, False])
+def test_an_ensemble_of_scores_is_their_mean(probabilities: bool) -> None:
+    assert together("regression", (1.0,), (4.0,), probabilities=probabilities) == [2.5]
+
+
+def test_an_ensemble_answers_row_by_row() -> None:
+    problem = "single_label_classification"
+    models = [Says(problem, (0.0, 2.0), (4.0, 0.0)), Says(problem, (2.0, 0.0), (0.0, 2.0))]
+    assert Ensemble(models)(x=torch.zeros(2)).logits.tolist() == [[1.0, 1.0], [2.0, 1.0]]
+
+
+@pytest.mark.parametrize("probabilities", [True, False])
+def test_copies_of_one_model_say_what_it_says(probabilities: bool, task: Task, shell: nn.Module) -> None:
+    state = dict(build_model(task.experiment, task.data, seed=3).state_dict())
+    alone = evaluate_tests(task, with_state(shell, state))
+    for count in (1, 3):
+        models = [with_state(shell, state) for _ in range(count)]
+        assert evaluate_tests(task, Ensemble(models, probabilities)) == pytest.approx(alone, abs=1e-6)
+
+
+def test_the_ensemble_of_a_task_averages_its_models(task: Task, shell: nn.Module) -> None:
+    states = [dict(build_model(task.experiment, task.data, seed=s).state_dict()) for s in (1, 2)]
+    inputs = task.test.batch(np.arange(5))
+    with torch.inference_mode():
+        each = [with_state(shell, state).eval()(**inputs).logits for state in states]
+        model = Ensemble([with_state(shell, state) for state in states], True).eval()
+        found = model(**inputs).logits.softmax(-1)
+    expected = (each[0].softmax(-1) + each[1].softmax(-1)) / 2
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("clients", [(), (1,)])
+def test_the_clients_models_of_a_round_answer_together(tmp_path: Path, clients: tuple[int, ...]) -> None:
+    together = {"name": "together", "kind": "ensemble", "clients": clients}
+    experiment = experiment_of("fedavg", together, rounds=1)
+    found = run(experiment, tmp_path)
+    alone = [value(found["fedavg"], "loss", f"alone:{client}", 1) for client in range(2)]
+    loss = value(found["together"], "loss", "central", 1)
+    if clients:
+        assert loss == pytest.approx(alone[1], abs=1e-6)
+    else:
+        # The loss of averaged logits is below the mean of the losses (it is convex), and not FedAvg's.
+        assert loss < np.mean(alone)
+        assert abs(loss - value(found["fedavg"], "loss", "central", 1)) > 1e-5
+    assert value(found["together"], "loss", "central", 0) == value(found["fedavg"], "loss", "central", 0)
+
+
+def test_joined_steps_are_those_of_one_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedrot.simulations.tasks import training
+
+    asked: list[tuple[int, float]] = []
+
+    def train(model: Any, of: Task, rows: Any, seed: int, epochs: float, lr: float) -> float:
+        asked.append((len(rows), epochs))
+        return 0.0
+
+    monkeypatch.setattr(training, "train", train)
+    run(experiment_of("joined", {"name": "steps", "kind": "joined-steps"}, rounds=1), tmp_path)
+    (rows, epochs), (same, fewer) = asked
+    assert (rows, fewer) == (same, epochs / 2)
+
+
+# Adapters
+
+
+STRATEGIES: tuple[Any, ...] = (
+    "fedavg",
+    {"name": "previous", "adapters": {"method": "exact", "gauge": "previous"}},
+    rival("mean"),
+    rival("folded", residual="fold"),
+    rival("frozen", schedule="freeze-a"),
+    rival("stacked", method="stack", residual="fold"),
+    rival("adam", optimizer="adam", eta=0.01),
+    {"name": "rotated", "kind": "adapters", "options": {"anchor": "global", "chance": 0}},
+)
+RIVALS = ("mean", "folded", "frozen", "stacked", "adam")
+
+
+@pytest.fixture(scope="module")
+def of_lora(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Experiment]:
+    """Return experiments of a saved encoder with its tokenizer."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    small = experiment_of("fedavg")
+    model: Any = build_model(small, task_of(small.to_json()).data, 0)
+    model.save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=bundled_tokenizer()).save_pretrained(folder)
+    return lambda *names, **changes: experiment_of(
+        *names, **{**OF_LORA, "model": str(folder), "lora": LORA, **changes}
+    )
+
+
+@pytest.fixture(scope="module")
+def ran(
+    of_lora: Callable[..., Experiment], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, CellRun]:
+    return run(of_lora(*STRATEGIES), tmp_path_factory.mktemp("run"))
+
+
+def test_errors_of_the_averages_are_recorded(ran: dict[str, CellRun]) -> None:
+    for name in ("folded", "stacked"):
+        assert errors(ran[name]) == [0, 0]
+    assert max(errors(ran["frozen"])) < 1e-5
+    assert min(errors(ran["fedavg"])) > 0.001
+    assert errors(ran["mean"]) == pytest.approx(errors(ran["fedavg"]), rel=1e-4)
+    # Of the same updates no factors have a smaller one; later rounds start from different adapters.
+    assert errors(ran["previous"])[0] < errors(ran["fedavg"])[0]
+
+
+def test_rivals_are_different_averages(ran: dict[str, CellRun]) -> None:
+    loss = {name: value(ran[name], "loss", "central", 2) for name in ("fedavg", *RIVALS, "rotated")}
+    assert loss.pop("mean") == pytest.approx(loss["fedavg"], abs=1e-5)
+    assert len({*loss.values()}) == len(loss)
+    assert max(loss.values()) < 3
+    assert abs(loss["rotated"] - loss["fedavg"]) < 0.1
+
+
+def test_factors_are_rotated_as_fedrot_does(ran: dict[str, CellRun]) -> None:
+    # Two clients, two modules; without a test against chance.
+    assert value(ran["rotated"], "fedrot-groups-moved", "round", 1) == 4
+
+
+def test_residuals_travel_to_the_clients(ran: dict[str, CellRun]) -> None:
+    task = task_of(ran["fedavg"].task.experiment.to_json())
+    tensors = adapter_tensors(build_model(task.experiment, task.data, 0))
+    own = sum(len(array.data) for array in ArrayRecord(tensors).values())
+    residual = len(ArrayRecord({"of a module": torch.zeros(16, 16)})["of a module"].data)
+    for name in RIVALS:
+        sent, received = (
+            value(ran[name], f"bytes-{way}", "messages", 2) for way in ("sent", "received")
+        )
+        # Two clients; residuals of two modules, of the first round.
+        fold = 2 * 2 * residual if name in ("folded", "stacked") else 0
+        assert received == 2 * 2 * own
+        assert sent == received + fold
+
+
+def test_a_strategy_does_not_depend_on_those_before(
+    of_lora: Callable[..., Experiment], ran: dict[str, CellRun], tmp_path: Path
+) -> None:
+    """A residual has changed the base weights of a client's model before."""
+    (alone,) = run(of_lora(STRATEGIES[4]), tmp_path).values()
+    for server_round in range(3):
+        after = value(ran["frozen"], "loss", "central", server_round)
+        assert value(alone, "loss", "central", server_round) == after
+
+
+def test_clients_of_several_ranks(of_lora: Callable[..., Experiment], tmp_path: Path) -> None:
+    ranks = {**LORA, "r": [2, 4], "target_modules": ["query"]}
+    found = run(of_lora("exact", rival("padded", method="pad"), lora=ranks), tmp_path)
+    exact, padded = (value(found[name], "loss", "central", 2) for name in ("exact", "padded"))
+    assert exact != padded
+    assert max(exact, padded) < 3

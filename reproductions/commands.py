@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, combinations
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from fedrot.simulations.cli.commands import command, command_line, console, say
-from fedrot.simulations.cli.experiment_commands import DryRun, Workers
+from fedrot.simulations.cli.experiment_commands import DryRun, Workers, experiments_of
 from fedrot.simulations.engine import Machine
-from fedrot.simulations.experiment_files import bundled_files, read_experiments
+from fedrot.simulations.experiment_files import bundled_files
 from fedrot.simulations.settings import Experiment
 
 app = typer.Typer()
-
-#: Sizes of the subsets of clients for which a strategy stands, by its ``clients`` in a file.
-SUBSETS = {"pairs": lambda count: (2,), "subsets": lambda count: range(2, count)}
 
 
 def _completed(incomplete: str) -> list[str]:
@@ -56,7 +51,8 @@ def repeat(
     if not of_barriers:
         from fedrot.simulations.simulate import simulate
 
-        found, machine = experiments_of(file, data_dir, quick=quick), Machine(workers, ray, gpus)
+        given = {} if data_dir is None else {"data_dir": data_dir}
+        found, machine = experiments_of(file, given, quick=quick), Machine(workers, ray, gpus)
         simulate(found, out, command_line(), console, machine, dry_run=dry_run)
         return
     for name, value in {"ray": ray, "gpus": gpus, "dry-run": dry_run}.items():
@@ -74,25 +70,3 @@ def repeat(
     for table in tables(lines):
         console.print(table)
     console.print(f"Summary: {out / 'summary.md'}")
-
-
-def experiments_of(file: Path, data_dir: Path | None = None, *, quick: bool = False) -> list[Experiment]:
-    """Return the experiments of a file; a strategy may have ``clients = "pairs"`` or ``"subsets"``."""
-    tables = read_experiments(file, quick=quick)
-    for table in tables:
-        clients = table.get("clients", Experiment.model_fields["clients"].default)
-        if isinstance(table["strategies"], list):
-            table["strategies"] = [*_expanded(table["strategies"], clients)]
-    return [Experiment.from_flat({**table, "data_dir": data_dir}) for table in tables]
-
-
-def _expanded(strategies: Iterable[Any], clients: int) -> Iterator[Any]:
-    """Yield strategies, those of all pairs or subsets of clients as one each."""
-    for strategy in strategies:
-        each = strategy.get("clients") if isinstance(strategy, Mapping) else None
-        sizes = SUBSETS[each](clients) if isinstance(each, str) and each in SUBSETS else ()
-        subsets = chain.from_iterable(combinations(range(clients), size) for size in sizes)
-        names = ((own, f"{strategy['name']} {'+'.join(map(str, own))}") for own in subsets)
-        yield from ({**strategy, "clients": own, "name": name} for own, name in names)
-        if not sizes:
-            yield strategy

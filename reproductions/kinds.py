@@ -9,7 +9,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAdam, FedAvg, FedYogi
+from flwr.serverapp.strategy import FedAdam, FedAvg
 from torch import nn
 
 from fedrot.options import AlignmentOptions
@@ -82,12 +82,8 @@ class RivalAdam(RivalCell, FedAdam):
     """``FedAdam`` of a rival's adapters for one cell."""
 
 
-class RivalYogi(RivalCell, FedYogi):
-    """``FedYogi`` of a rival's adapters for one cell."""
-
-
 #: The strategy of a rival's adapters, by its option ``optimizer``.
-OPTIMIZERS: dict[str, type[RivalCell]] = {"": RivalAvg, "adam": RivalAdam, "yogi": RivalYogi}
+OPTIMIZERS: dict[str, type[RivalCell]] = {"": RivalAvg, "adam": RivalAdam}
 
 
 class AdaptersCell(CellStrategy, FedRot):
@@ -142,15 +138,13 @@ def _check_rival(strategy: Strategy, experiment: Experiment) -> None:
     _check(strategy, experiment, of_adapters=True)
     adapters, optimizer, rate = _of_rival(strategy)
     if optimizer not in OPTIMIZERS:
-        raise ValueError(f"unknown optimizer '{optimizer}'; one of adam, yogi, or none")
+        raise ValueError(f"unknown optimizer '{optimizer}'; give adam, or leave it out")
     if optimizer and adapters.folds:
         raise ValueError(f"residual='fold' does not go with optimizer '{optimizer}'")
     if rate and not optimizer:
         raise ValueError("eta is an optimizer's; give optimizer, or leave it out")
     if len(set(experiment.ranks)) > 1 and not adapters.kind.any_rank:
         raise ValueError(f"factors of different ranks have no mean (method '{adapters.method}')")
-    if experiment.lora.get("use_dora") and not adapters.kind.of_dora:
-        raise ValueError(f"method '{adapters.method}' is not for adapters with use_dora")
 
 
 def _run_joined_steps(cell: CellRun, scratch: Path) -> None:

@@ -1,4 +1,4 @@
-"""Learned matching beyond rotations: ``GL(d_h)`` in heads, soft permutations, several models at once.
+"""Learned matching beyond rotations: ``GL(d_h)`` in heads, and soft permutations.
 
 Every head gets a matrix ``exp(X)``, with ``X`` skew for rotations and unconstrained for ``GL(d_h)``, and
 so does a residual stream that is rotated. Every permutation gets a matrix of scores: the best assignment
@@ -9,10 +9,9 @@ is applied, and the gradient is that of Sinkhorn iterations (a straight-through 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -155,83 +154,6 @@ def learn_alignment(
     seconds = time.perf_counter() - begin
     moves = compact([*start.moves, *found])
     return Learned(alignment_of(moves, update, anchor, symmetry, seconds), losses, seconds)
-
-
-@dataclass(frozen=True)
-class CommonBasis:
-    """Learned alignments, one per model, the loss at every step's point, and the wall time."""
-
-    alignments: tuple[Alignment, ...]
-    losses: tuple[float, ...]
-    seconds: float
-
-
-def learn_together(
-    loss: Loss,
-    batches: Iterable[Tensors],
-    models: Sequence[Tensors],
-    symmetry: Symmetry,
-    options: LearningOptions | None = None,
-    concentration: float = 1.0,
-) -> CommonBasis:
-    """Learn rotations of several models at once that minimise the loss of their averages.
-
-    Every step takes the loss of a random convex combination of all models, whose weights are drawn from
-    a Dirichlet distribution. All models move. (Of two models, both ends do.)
-
-    Args:
-        loss: a differentiable loss, such as ``loss_of(model)``.
-        batches: labelled batches, repeated if there are fewer than ``steps``.
-        models: tensors in coordinates that are near each other already, from ``fedrot.align``; canonical
-            ones if the symmetry rotates the residual stream.
-        symmetry: of the models, ``symmetry.rotated`` for canonical ones.
-        options: ``parts``, ``steps`` and ``lr`` are read. The default learns the residual stream, where
-            it is rotated, and the heads, in 200 steps of 1e-3.
-        concentration: of the Dirichlet distribution; a large one gives the mean in every step.
-
-    Returns:
-        One alignment per model, of which the first is the anchor in the reports.
-
-    Raises:
-        FedrotError: there are fewer than two models, there are no batches, or the loss is not finite.
-    """
-    begin = time.perf_counter()
-    options = options or LearningOptions(("residual", "attention"), steps=200, lr=1e-3)
-    if len(models) < 2 or not concentration > 0:
-        raise FedrotError(
-            f"There are {len(models)} models, and the concentration is {concentration}; two models are "
-            "needed at least, and a positive concentration."
-        )
-    fixed = [{name: tensor.detach() for name, tensor in model.items()} for model in models]
-    groups = [group for group in symmetry.select(options.parts) if is_continuous(group.kind)]
-    learned = [[(group, initial(group.kind)) for group in groups] for _ in models]
-    optimizer = torch.optim.Adam([p for own in learned for _, p in own], lr=options.lr)
-    drawn = np.random.default_rng(0)
-
-    def value(batch: Tensors) -> Tensor:
-        weights = drawn.dirichlet([concentration] * len(models)).tolist()
-        moved = [_moved_by(model, own, options) for model, own in zip(fixed, learned, strict=True)]
-        return loss(_combined(moved, weights), batch)
-
-    losses = descend(value, batches, optimizer, options.steps)
-    seconds = time.perf_counter() - begin
-    with torch.no_grad():
-        found = [[Move(group, _element(group, p)) for group, p in own] for own in learned]
-    alignments = (
-        alignment_of(moves, model, fixed[0], symmetry, seconds)
-        for moves, model in zip(found, fixed, strict=True)
-    )
-    return CommonBasis(tuple(alignments), losses, seconds)
-
-
-def _combined(models: Sequence[Tensors], weights: Sequence[float]) -> dict[str, Tensor]:
-    """Return a convex combination; integers are those of the first model."""
-    found = dict(models[0])
-    for name, first in found.items():
-        if first.is_floating_point():
-            stacked = [weight * model[name] for weight, model in zip(weights, models, strict=True)]
-            found[name] = torch.stack(stacked).sum(0)
-    return found
 
 
 def _moved_by(

@@ -158,7 +158,7 @@ class Experiment(BaseModel):
         for strategy in self.strategies:
             try:
                 strategy.check(self)
-            except ValueError as error:
+            except (TypeError, ValueError) as error:
                 raise ValueError(f"strategy '{strategy.name}': {error}") from error
         return self
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import reproductions.plugins
+from fedrot.simulations.cli.experiment_commands import experiments_of
 from fedrot.simulations.experiment_files import bundled_files
 from reproductions.barriers.grid import read_cells
-from reproductions.commands import experiments_of
 
 OURS = {file.stem for file in (Path(reproductions.plugins.__file__).parent / "grids").iterdir()}
 
@@ -20,7 +20,7 @@ def test_all_files_are_bundled() -> None:
 
 @pytest.mark.parametrize("name", sorted(OURS & {*bundled_files()}))
 def test_experiments_of_files_are_possible_and_small_ones_train_on_few_rows(name: str) -> None:
-    whole, quick = (experiments_of(Path(name), quick=small) for small in (False, True))
+    whole, quick = (experiments_of(Path(name), {}, quick=small) for small in (False, True))
     assert [one.name for one in quick] == [one.name for one in whole]
     for one, small in zip(whole, quick, strict=True):
         assert len(small.seeds) <= 2
@@ -38,7 +38,9 @@ def test_every_bundled_file_of_barriers_has_a_quick_variant(name: str) -> None:
 
 
 def test_pairs_and_subsets_of_clients_are_strategies_of_their_own() -> None:
-    (subsets,) = (one for one in experiments_of(Path("domains")) if one.name == "subsets")
+    (subsets,) = (
+        one for one in experiments_of(Path("domains"), {}, quick=False) if one.name == "subsets"
+    )
     found = {strategy.name: strategy.clients for strategy in subsets.strategies}
     assert found["fisher of 1+3"] == (1, 3)
     assert found["fedavg of 0+1+2+4"] == (0, 1, 2, 4)

@@ -169,6 +169,7 @@ TABLE: dict[str, Any] = {"name": "mine"}
         ({"strategies": [{**TABLE, "aggregation": {"alpha": 1}}]}, "one of mean"),
         ({"strategies": [{**TABLE, "batches": 3}]}, "leave out batches"),
         ({"strategies": [{**TABLE, "adapters": {"method": "exact"}}]}, "give lora"),
+        ({**OF_LORA, "strategies": [{**TABLE, "adapters": {"ridge": 1}}]}, "argument 'ridge'"),
         ({"strategies": [{**TABLE, "clients": [4]}]}, "there are 4"),
         ({"strategies": [{**TABLE, "learning_rate": 0}]}, "greater than 0"),
         ({"strategies": [{"kind": "joined"}]}, "name"),

@@ -177,7 +177,7 @@ def read_table(path: Path) -> pa.Table:
 
 
 def _usable(table: pa.Table) -> pa.Table:
-    """Return the columns with a name, trimmed, without views (of Polars), of which no rows can be taken."""
+    """Return the columns with a name, trimmed, without views, of which pyarrow can take no rows."""
     _bound("columns", table.num_columns, MOST_COLUMNS)
     views = {"string_view": pa.string(), "binary_view": pa.binary()}
     kinds = [getattr(kind, "storage_type", kind) for kind in table.schema.types]
@@ -204,7 +204,7 @@ class Source:
     """Tables of a data set.
 
     Attributes:
-        task: the last part of the name, such as ``cola``; known tasks have class names and metrics.
+        task: the last part of the name, such as ``cola``; known tasks have metrics of their own.
         tables: training and held-out rows, or one table of all rows, by origin.
         class_names: the hub's names for the classes of integer columns, by column.
         said: a sentence about files that were left out.

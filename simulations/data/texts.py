@@ -104,15 +104,13 @@ def _numbered(split: Split, tags: Sequence[str]) -> Split:
 
 
 def load_domains(experiment: Experiment) -> DataSet:
-    """Load texts; several names in ``data``, or ``unseen_data``, are the domains of one multi-label task.
+    """Load texts; several names in ``data``, or ``unseen_data``, are the domains of one task.
 
-    The labels of the task are the labels of all sets in ``data``; equal names are one label. Labels that
-    a domain lacks are NaN in its rows. Limits are per domain. Of unseen domains, the test rows and the
-    labels of the task are kept.
-
-    Raises:
-        DataError: as ``load_texts``; also if two data sets have the same name, if one has scores, pairs or
-            classes without names, or if an unseen domain has none of the labels.
+    The labels of the task, of which a row may have several, are those of all sets in ``data``; equal
+    names are one label. Labels that a domain lacks are NaN in its rows. Limits are per domain. Of unseen
+    domains, the test rows and the labels of the task are kept. Raises ``DataError``, also if two data
+    sets have the same name, if one has scores, pairs or classes without names, or if an unseen one has
+    none of the labels.
     """
     named = [
         [name.strip() for name in names.split(",") if name.strip()]

@@ -197,7 +197,8 @@ def labelled(
     metrics = (METRICS_OF_TASK if kind == "single" else {}).get(source.task, METRICS_OF_KIND[kind])
     spoken = said if experiment.task in ("classification", "image") else ""
     said = " ".join(filter(None, (source.said, spoken)))
-    return DataSet(experiment.data, kind, names, metrics, *splits, note, said)
+    train, test = splits
+    return DataSet(experiment.data, kind, names, metrics, train, test, note, said)
 
 
 def _read(where: str, table: pa.Table, columns: Sequence[str], scores: bool) -> Values:

@@ -113,7 +113,8 @@ class EncodedImages(Encoded):
 
     def batch(self, rows: np.ndarray) -> Batch:
         images = np.stack([resized(self.pixels[row], self.side, self.side) for row in rows])
-        values = (images / np.float32(255) - np.float32(self.mean)) / np.float32(self.deviation)
+        mean, deviation = (np.array(v, dtype=np.float32) for v in (self.mean, self.deviation))
+        values = (images / np.float32(255) - mean) / deviation
         return {"pixel_values": torch.from_numpy(values.transpose(0, 3, 1, 2).copy())}
 
 

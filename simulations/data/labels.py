@@ -32,14 +32,6 @@ METRICS_OF_TASK: Mapping[str, tuple[str, ...]] = {
     "cola": ("matthews", "accuracy", "macro_f1"),
     **dict.fromkeys(("mrpc", "qqp"), ("accuracy", "macro_f1", "f1")),
 }
-CLASS_NAMES: Mapping[str, tuple[str, ...]] = {
-    "cola": ("unacceptable", "acceptable"),
-    "sst2": ("negative", "positive"),
-    "mrpc": ("not equivalent", "equivalent"),
-    "qqp": ("not duplicate", "duplicate"),
-    **dict.fromkeys(("rte", "qnli"), ("entailment", "not entailment")),
-    "mnli": ("entailment", "neutral", "contradiction"),
-}
 #: Largest number of classes. A column with more values does not hold classes.
 MOST_CLASSES = 100_000
 #: Without splits, one in this number of rows is held out. Seeds of this division and of limits.
@@ -132,21 +124,21 @@ def label_columns(source: Source, experiment: Experiment) -> tuple[str, ...]:
     Without any, return ``()`` for language models, else raise ``DataError``.
     """
     wanted, multi = experiment.label_column, experiment.label_kind == "multi"
+
+    def boolean(column: pa.ChunkedArray) -> bool:
+        if not multi or types.is_nested(column.type):
+            return types.is_boolean(column.type)
+        found = {str(value).lower() for value in column.unique().to_pylist()}
+        return found <= {"0", "1", "false", "true", "none"}
+
     if wanted is None and not set(LABEL.known) & set(source.columns):
-        booleans = [name for name in source.columns if _are_flags(source, name, multi)]
+        tables = source.tables.values()
+        booleans = [name for name in source.columns if all(boolean(table[name]) for table in tables)]
         if len(booleans) >= 2:
             return tuple(source.column(LABEL, name) for name in booleans)
         if experiment.task in ("mlm", "clm"):
             return ()
     return (source.column(LABEL, wanted),)
-
-
-def _are_flags(source: Source, name: str, multi: bool) -> bool:
-    columns = [table[name] for table in source.tables.values()]
-    if not multi or any(types.is_nested(column.type) for column in columns):
-        return all(types.is_boolean(column.type) for column in columns)
-    found = {str(value).lower() for column in columns for value in column.unique().to_pylist()}
-    return found <= {"0", "1", "false", "true", "none"}
 
 
 def labelled(
@@ -155,7 +147,7 @@ def labelled(
     columns: Sequence[str],
     inputs: Sequence[str],
     read: Callable[[Rows], Sequence[Sequence[Any]]],
-) -> DataSet[Split]:
+) -> DataSet:
     """Read the labels of complete columns, divide the rows, and read their inputs.
 
     Without label columns, all rows are of one class. A single table is divided by its column ``split``.
@@ -165,7 +157,8 @@ def labelled(
     """
     asked, several = experiment.label_kind, len(columns) > 1
     first = next(iter(source.tables.values()))
-    fractions = len(columns) == 1 and _has_fractions(first.schema.field(columns[0]).type)
+    types_ = [first.schema.field(name).type for name in columns]
+    fractions = any(types.is_floating(t) or (types.is_decimal(t) and t.scale > 0) for t in types_)
     scores = not several and (asked == "regression" or (not asked and fractions))
     parts = [
         Rows(where, table, np.arange(len(table)) + 1, _read(where, table, columns, scores))
@@ -173,13 +166,13 @@ def labelled(
     ]
     if len(parts) == 1 and "split" in first.column_names:
         parts = _by_column(parts[0])
-    labels, kind = np.concatenate([rows.labels for rows in parts]), "single"
+    labels = np.concatenate([rows.labels for rows in parts])
+    kind: Kind = "single"
     names, number = tuple(columns), "exactly one"
     if scores:
         kind, names = "regression", ("score",)
-        said = (
-            f"Labels: scores from {min(labels, default=0):g} to {max(labels, default=0):g} (regression)."
-        )
+        low, high = min(labels, default=0), max(labels, default=0)
+        said = f"Labels: scores from {low:g} to {high:g} (regression)."
         if not asked and (labels == np.rint(labels)).all():
             said += " All are whole numbers: if they are classes, give label_kind single."
     elif several:
@@ -204,11 +197,8 @@ def labelled(
     metrics = (METRICS_OF_TASK if kind == "single" else {}).get(source.task, METRICS_OF_KIND[kind])
     spoken = said if experiment.task in ("classification", "image") else ""
     said = " ".join(filter(None, (source.said, spoken)))
-    return DataSet(experiment.data, kind, names, metrics, *splits, note, said)
-
-
-def _has_fractions(kind: pa.DataType) -> bool:
-    return types.is_floating(kind) or (types.is_decimal(kind) and kind.scale > 0)
+    train, test = splits
+    return DataSet(experiment.data, kind, names, metrics, train, test, note, said)
 
 
 def _read(where: str, table: pa.Table, columns: Sequence[str], scores: bool) -> Values:
@@ -227,8 +217,7 @@ def _read(where: str, table: pa.Table, columns: Sequence[str], scores: bool) -> 
         return numbers
     named = {cell: _name(cell) for cell in set(cells)}
     texts = np.array([named[cell] for cell in cells], dtype=object)
-    fractions = "numbers that are not whole, so scores (label_kind regression),"
-    refuse_rows(where, fractions if _has_fractions(column.type) else "no text in UTF-8", texts == "")
+    refuse_rows(where, "no class (a text in UTF-8, or a whole number)", texts == "")
     return texts
 
 
@@ -267,13 +256,13 @@ def _classes(source: Source, column: str, parts: list[Rows]) -> tuple[tuple[str,
     # Texts such as 00012 or 1.10 are no numbers.
     whole = all(map(_INTEGER.fullmatch, found))
     names = values = sorted(found, key=int if whole else None)
-    declared = source.class_names.get(column) or CLASS_NAMES.get(source.task) or ()
-    numbers = [*map(str, range(len(declared)))]
-    for rows in parts if column in source.class_names else ():
+    declared = source.class_names.get(column, ())
+    numbers = {str(number): name for number, name in enumerate(declared)}
+    for rows in parts if declared else ():
         what = f"labels without a name in the column {column!r}, such as -1,"
         refuse_rows(rows.where, what, np.array([label not in numbers for label in rows.labels], bool))
-    if found <= {*numbers}:
-        values, names = numbers, [*declared]
+    if declared:
+        values, names = [*numbers], [*declared]
     elif whole and all("label_name" in rows.table.column_names for rows in parts):
         given = [name for rows in parts for name in rows.table["label_name"].to_pylist()]
         every = [label for rows in parts for label in rows.labels]
@@ -296,7 +285,9 @@ def _classes(source: Source, column: str, parts: list[Rows]) -> tuple[tuple[str,
 
 def _by_column(rows: Rows) -> list[Rows]:
     where = f"the 'split' column of {rows.where}"
-    splits = np.array([clean(value or "") for value in rows.table["split"].to_pylist()])
+    splits = np.array(
+        ["" if value is None else clean(value) for value in rows.table["split"].to_pylist()]
+    )
     refuse_rows(where, "no value", splits == "")
     held_out = next((split for split in ("test", "validation") if split in splits), "")
     if "train" not in splits or not held_out:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,22 +23,26 @@ from fedrot.errors import FedrotError
 from fedrot.simulations.data import BUNDLED, DIGITS
 
 #: Held-out rows beside ``train``, the first that there is: the test labels of GLUE are hidden.
-HELD_OUT, HELD_OUT_FOLDERS = (
-    ("validation", "validation_matched", "test"),
-    ("test", "validation", "val", "valid"),
-)
-#: Folders below a data folder.
+HELD_OUT = ("validation", "validation_matched", "test")
+#: The same of folders of images, and folders below a data folder.
+HELD_OUT_FOLDERS = ("test", "validation", "val", "valid")
 FOLDERS = (".", "glue", "emotion", "embedded", "ner", "images")
-IMAGE_SUFFIXES = frozenset(
-    (".bmp", ".gif", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+IMAGE_SUFFIXES = (
+    ".bmp",
+    ".gif",
+    ".jpeg",
+    ".jpg",
+    ".pbm",
+    ".pgm",
+    ".png",
+    ".ppm",
+    ".tif",
+    ".tiff",
+    ".webp",
 )
-#: Largest numbers of columns and of cells, and of bytes of a decoded Parquet file or 20 times its size.
+#: Largest numbers of columns, of cells, and of bytes of a decoded Parquet file or 20 times its size.
 MOST_COLUMNS, MOST_CELLS, LARGEST, RATIO = 10_000, 2**28, 10 * 2**28, 20
-#: Number of rows or names that a message lists, and of characters of each.
-_WRITTEN_OUT, _LONGEST = 10, 80
 _DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "vertical bars", ",": "commas"}
-#: Several rows in a cell of a file with tabs.
-_ROWS = r"\t[^\n]*\n"
 #: First bytes of other files, and what to do.
 _OTHER_FILES = {
     b"\x1f\x8b": "compressed by gzip: unpack it",
@@ -46,8 +50,7 @@ _OTHER_FILES = {
     b"\xd0\xcf\x11\xe0": "an old Excel workbook: export it as CSV",
     b"ARROW1": "an Arrow (Feather) file: save it as Parquet",
     b"<!": "a web page: download the file itself",
-    b"\xff\xfe": "in UTF-16: save it in UTF-8",
-    b"\xfe\xff": "in UTF-16: save it in UTF-8",
+    **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "in UTF-16: save it in UTF-8"),
 }
 
 
@@ -61,77 +64,51 @@ def refuse(where: object, what: str, advice: str) -> NoReturn:
 
 
 def listed(values: Iterable[object]) -> str:
-    """Return values separated by commas; of many values, only the first ones and their number."""
+    """Return the first ten values, of 80 characters, separated by commas, and the number of others."""
     found = [*values]
-    more = f" and {len(found) - _WRITTEN_OUT} more" if len(found) > _WRITTEN_OUT else ""
-    return ", ".join(f"{value!s:.{_LONGEST}}" for value in found[:_WRITTEN_OUT]) + more
+    more = f" and {len(found) - 10} more" if len(found) > 10 else ""
+    return ", ".join(f"{value!s:.80}" for value in found[:10]) + more
 
 
 def _bound(what: str, number: int, most: int) -> None:
     if number > most:
-        raise pa.ArrowInvalid(f"it has {number} {what}, above {most}: leave some out")
+        raise ValueError(f"it has {number} {what}, above {most}: leave some out")
 
 
 def _parquet(path: Path) -> pa.Table:
-    """Read a file that is small when decoded, too: a text may stand for many rows, and is read once."""
-    file, most = pq.ParquetFile(path), max(LARGEST, RATIO * path.stat().st_size)
-    about = file.metadata  # its columns are left alone: pyarrow ends the process if one is damaged
+    about = pq.ParquetFile(path).metadata  # not its columns: pyarrow ends the process if one is damaged
     groups = [about.row_group(group) for group in range(about.num_row_groups)]
+    most = max(LARGEST, RATIO * path.stat().st_size)
     _bound("cells", sum(group.num_rows for group in groups) * about.num_columns, MOST_CELLS)
     _bound("bytes", sum(group.total_byte_size for group in groups), most)
-    paths = [file.schema.column(place).path for place in range(about.num_columns)]
-    try:
-        table = pq.read_table(path, read_dictionary=paths)
-    except (OSError, pa.ArrowException):  # texts that are parts of others, or above 2 GiB
-        table = pq.read_table(path)
-    _bound("bytes", sum(_decoded_size(part) for column in table.columns for part in column.chunks), most)
-    return table.cast(_common(file.schema_arrow))
-
-
-def _decoded_size(values: pa.Array) -> int:
-    """Return the number of bytes of values; those of a dictionary count once for each row."""
-    if types.is_dictionary(values.type) and not types.is_primitive(values.type.value_type):
-        return pc.sum(pc.binary_length(values.dictionary).take(values.indices)).as_py() or 0
-    if types.is_nested(values.type):
-        found = values.flatten()  # of structs, several
-        return sum(map(_decoded_size, found if isinstance(found, list) else [found]))
-    return int(values.nbytes)
+    return pq.read_table(path)
 
 
 def _csv(path: Path, delimiter: str = ",") -> pa.Table:
     """Read every cell as a text; empty cells are missing. Excel's first line ``sep=,`` is left out."""
-    with path.open("rb") as file:
-        head = file.readline().decode("utf-8-sig", "replace").strip("\r\n").lower()
-    found = next((name for mark, name in _DELIMITERS.items() if mark in head), None)
+    content = path.read_bytes()
+    head = content[: content.find(b"\n")].decode("utf-8-sig", "replace").strip("\r").lower()
+    found = next((name for mark, name in _DELIMITERS.items() if mark in head), "")
     if found and delimiter not in head:
         wanted = _DELIMITERS[delimiter]
-        raise pa.ArrowInvalid(f"its columns are separated by {found}; separate them by {wanted}")
+        raise ValueError(f"its columns are separated by {found}; separate them by {wanted}")
     texts = {f"f{place}": pa.string() for place in range(MOST_COLUMNS)}
-    table = pa_csv.read_csv(
-        path,
-        pa_csv.ReadOptions(
-            autogenerate_column_names=True,
-            skip_rows=int(head == f"sep={delimiter}"),
-            block_size=min(max(path.stat().st_size, 2**20), 2**31 - 1),  # the longest row
-            use_threads=False,  # for the number of a wrong row
-        ),
-        pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-        pa_csv.ConvertOptions(column_types=texts, null_values=[""], strings_can_be_null=True),
+    read = pa_csv.ReadOptions(
+        autogenerate_column_names=True,
+        skip_rows=int(head == f"sep={delimiter}"),
+        block_size=min(max(len(content), 2**20), 2**31 - 1),  # the longest row
+        use_threads=False,  # for the number of a wrong row
     )
+    parse = pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    cells = pa_csv.ConvertOptions(column_types=texts, null_values=[""], strings_can_be_null=True)
+    table = pa_csv.read_csv(path, read, parse, cells)
     _bound("columns", table.num_columns, MOST_COLUMNS)
-    odd = path.read_bytes().count(b'"') % 2
     for column in table.columns:
-        ends = odd and "\n" in (column[-1].as_py() or "")
-        if ends or (delimiter == "\t" and pc.any(pc.match_substring_regex(column, _ROWS)).as_py()):
-            raise pa.ArrowInvalid("a quotation mark is not closed: a cell goes over several rows")
+        ends = content.count(b'"') % 2 and "\n" in (column[-1].as_py() or "")
+        rows = delimiter == "\t" and pc.any(pc.match_substring_regex(column, r"\t[^\n]*\n")).as_py()
+        if ends or rows:
+            raise ValueError("a quotation mark is not closed: a cell goes over several rows")
     return table.slice(1).rename_columns([column[0].as_py() or "" for column in table.columns])
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"an object has a name twice among {listed(name for name, _ in pairs)}")
-    return found
 
 
 def _json(path: Path) -> pa.Table:
@@ -139,25 +116,24 @@ def _json(path: Path) -> pa.Table:
     # Not pyarrow's reader: it makes dates of texts, and floats of large integers.
     text, rows, end = shallow(path.read_bytes()).decode("utf-8-sig"), [], 0
     while start := re.compile(r"\S").search(text, end):
-        row, end = json.JSONDecoder(object_pairs_hook=_object).raw_decode(text, start.start())
+        row, end = json.JSONDecoder().raw_decode(text, start.start())
         rows.append(row)
     rows = rows[0] if len(rows) == 1 and isinstance(rows[0], list) else rows
     if not all(isinstance(row, dict) for row in rows):
         raise ValueError("it has items that are not objects")
     if len(rows) == 1 and all(isinstance(value, dict | list) for value in rows[0].values()):
         raise ValueError("it is one object of columns: DataFrame.to_json needs orient='records'")
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    _bound("cells", len(names) * len(rows), MOST_CELLS)
-    return pa.table({name: _array(name, [row.get(name) for row in rows]) for name in names})
-
-
-def _array(name: str, values: list[Any]) -> pa.Array:
-    try:
-        return pa.array(values)
-    except (ValueError, TypeError, OverflowError) as error:
-        if not {*map(type, values)} <= {int, type(None)}:
-            raise ValueError(f"the column '{name}' has values of several types: {error}") from error
-    return pa.array([value if value is None else str(value) for value in values])
+    columns = dict.fromkeys(name for row in rows for name in row)
+    _bound("cells", len(columns) * len(rows), MOST_CELLS)
+    for name in columns:
+        values = [row.get(name) for row in rows]
+        try:
+            columns[name] = pa.array(values)
+        except (ValueError, TypeError, OverflowError) as error:
+            if not {*map(type, values)} <= {int, type(None)}:
+                raise ValueError(f"the column '{name}' has values of several types: {error}") from error
+            columns[name] = pa.array([value if value is None else str(value) for value in values])
+    return pa.table(columns)
 
 
 def _plain_text(path: Path) -> pa.Table:
@@ -196,26 +172,21 @@ def read_table(path: Path) -> pa.Table:
             raise ValueError(f"it is {[*other, 'no text, or in UTF-16: save it in UTF-8'][0]}")
         return _usable(read(path))
     except (OSError, ValueError, pa.ArrowException) as error:
-        refuse(
-            path, f"cannot be read as {format_name} ({error})", "save it again, or choose another file"
-        )
+        what = f"cannot be read as {format_name} ({error})"
+        refuse(path, what, "save it again, or choose another file")
 
 
 def _usable(table: pa.Table) -> pa.Table:
-    """Return a table with named columns alone; spaces around their names are removed."""
+    """Return the columns with a name, trimmed, without views, of which pyarrow can take no rows."""
     _bound("columns", table.num_columns, MOST_COLUMNS)
-    names = [name.strip() for name in table.column_names]
-    table = table.rename_columns(names).select([place for place, name in enumerate(names) if name])
-    if len(set(table.column_names)) < table.num_columns:
-        raise pa.ArrowInvalid(f"two columns have equal names among {listed(table.column_names)}")
-    return table.cast(_common(table.schema))
-
-
-def _common(schema: pa.Schema) -> pa.Schema:
-    """Return a schema without views, as Polars writes them, of which pyarrow can take no rows."""
     views = {"string_view": pa.string(), "binary_view": pa.binary()}
-    kinds = [(f.name, getattr(f.type, "storage_type", f.type)) for f in schema]
-    return pa.schema([(name, views.get(str(kind), kind)) for name, kind in kinds])
+    kinds = [getattr(kind, "storage_type", kind) for kind in table.schema.types]
+    fields = [(n.strip(), views.get(str(k), k)) for n, k in zip(table.column_names, kinds, strict=True)]
+    table = table.rename_columns([name for name, _ in fields]).cast(pa.schema(fields))
+    table = table.select([place for place, (name, _) in enumerate(fields) if name])
+    if len(set(table.column_names)) < table.num_columns:
+        raise ValueError(f"two columns have equal names among {listed(table.column_names)}")
+    return table
 
 
 class Content(NamedTuple):
@@ -233,7 +204,7 @@ class Source:
     """Tables of a data set.
 
     Attributes:
-        task: the last part of the name, such as ``cola``; known tasks have class names and metrics.
+        task: the last part of the name, such as ``cola``; known tasks have metrics of their own.
         tables: training and held-out rows, or one table of all rows, by origin.
         class_names: the hub's names for the classes of integer columns, by column.
         said: a sentence about files that were left out.
@@ -258,9 +229,9 @@ class Source:
         names = content.known if wanted is None else [wanted.strip()]
         found = next((name for name in names if name in self.columns), "")
         if not found:
-            lacking = f"no {content.name} column {' or '.join(map(repr, names))}"
-            what = f"{lacking}; columns are {listed(self.columns)}"
-            refuse(f"{' and '.join(self.tables)}:", what, f"choose one with {content.option}")
+            where = f"{' and '.join(self.tables)}: no {content.name} column"
+            what = f"{' or '.join(map(repr, names))}; columns are {listed(self.columns)}"
+            refuse(where, what, f"choose one with {content.option}")
         for origin, table in self.tables.items():
             kind, where = table.schema.field(found).type, f"{origin}: {content.name} column {found!r}"
             if not content.fits(kind):
@@ -322,12 +293,11 @@ def find(name: str, data_dir: Path | None) -> Source:
     unknown = f"is not available. Available: {', '.join(names)} ({where})"
     if "/" not in name or Path(name).is_absolute() or Path(name).suffix.lower() in READERS:
         refuse(f"data set {name!r}", unknown, "check the path; names of the hub are owner/name")
-    import datasets
+    from datasets import load_dataset
 
     path, _, configuration = name.partition(":")
-    load = partial(datasets.load_dataset, path, configuration or None)
-    task = (configuration or path).split("/")[-1]
-    return _loaded(name, task, load, f"{unknown}; the hub failed")
+    load = partial(load_dataset, path, configuration or None)
+    return _loaded(name, (configuration or path).split("/")[-1], load, f"{unknown}; the hub failed")
 
 
 def _at(place: Path) -> Source | None:
@@ -338,22 +308,21 @@ def _at(place: Path) -> Source | None:
         for train in (place / f"train{suffix}", Path(f"{place}_train{suffix}")):
             if train.is_file():
                 prefix = train.stem.removesuffix("train")
-                beside = [train.with_name(f"{prefix}{split}{suffix}") for split in HELD_OUT]
-                held_out = _first(train, beside, Path.is_file)
-                return Source(place.name, {str(file): read_table(file) for file in (train, held_out)})
+                files = [train, _held_out(train, [f"{prefix}{split}{suffix}" for split in HELD_OUT])]
+                return Source(place.name, {str(file): read_table(file) for file in files})
     if any((place / name).is_file() for name in ("dataset_dict.json", "state.json")):
-        import datasets
+        from datasets import load_from_disk
 
-        load = partial(datasets.load_from_disk, str(place))
+        load = partial(load_from_disk, str(place))
         return _loaded(str(place), place.name, load, "cannot be read as saved by 'datasets'")
     return _images(place) if place.is_dir() else None
 
 
-def _first(train: Path, beside: list[Path], there: Callable[[Path], bool]) -> Path:
-    for path in filter(there, beside):
-        return path
-    wanted = ", ".join(path.name for path in beside)
-    refuse(train, "has no held-out split next to it", f"add one of {wanted}")
+def _held_out(train: Path, names: Sequence[str]) -> Path:
+    found = next((name for name in names if (train.parent / name).exists()), "")
+    if not found:
+        refuse(train, "has no held-out split next to it", f"add one of {', '.join(names)}")
+    return train.parent / found
 
 
 def _loaded(name: str, task: str, load: Callable[[], Any], failed: str) -> Source:
@@ -389,29 +358,21 @@ def _digits() -> Source:
 
 def _images(folder: Path) -> Source:
     """Return the paths and classes of files ``CLASS/IMAGE``, perhaps below ``train`` and ``test``."""
-    parts, tables, left_out = [folder], {}, []
-    if (folder / "train").is_dir():
-        beside = [folder / name for name in HELD_OUT_FOLDERS]
-        parts = [folder / "train", _first(folder / "train", beside, Path.is_dir)]
-    for part in parts:
-        beside = sorted(part.iterdir())
+    train, tables, left_out = folder / "train", {}, []
+    for part in [train, _held_out(train, HELD_OUT_FOLDERS)] if train.is_dir() else [folder]:
+        beside, rows = sorted(part.iterdir()), []
         classes = [path for path in beside if path.is_dir() and path.name[0] != "."]
-        files = [(f, place) for place in classes for f in sorted(place.rglob("*")) if f.is_file()]
-        rows = [(str(f), place.name) for f, place in files if _is_image(f.relative_to(place))]
-        images, labels = map(list, zip(*rows, strict=True)) if rows else ([], [])
-        lacking = next((place for place in classes if place.name not in labels), part)
-        if lacking != part or not classes:
-            where = f"{folder.name}/CLASS/IMAGE.png"
-            refuse(
-                lacking,
-                "has no images, nor train.parquet",
-                f"images lie in a folder for each class, as in {where}",
-            )
         left_out += [path.name for path in beside if path.is_file()]
-        left_out += [f.name for f, place in files if not _is_image(f.relative_to(place))]
+        for place in classes or [part]:
+            files = [file for file in sorted(place.rglob("*")) if file.is_file()]
+            images = [file for file in files if classes and _is_image(file.relative_to(place))]
+            left_out += [file.name for file in files if not _is_image(file.relative_to(place))]
+            if not images:
+                advice = f"images lie in a folder for each class, as in {folder.name}/CLASS/IMAGE.png"
+                refuse(place, "has no images, nor train.parquet", advice)
+            rows += [{"image": {"bytes": None, "path": str(f)}, "label": place.name} for f in images]
         kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-        cells = pa.array([{"bytes": None, "path": image} for image in images], kind)
-        tables[str(part)] = pa.table({"image": cells, "label": labels})
+        tables[str(part)] = pa.Table.from_pylist(rows, pa.schema({"image": kind, "label": pa.string()}))
     said = f"{len(left_out)} file(s) of {folder} left out, hidden or no images: {listed(left_out)}."
     return Source(folder.name, tables, said=said if left_out else "")
 

@@ -67,14 +67,14 @@ def load_tags(experiment: Experiment) -> DataSet:
     columns = source.column(WORDS, experiment.text_column), source.column(TAGS, experiment.label_column)
     read = partial(_tagged, columns=columns, names=source.class_names.get(columns[1]))
     data = labelled(source, experiment, (), columns, read)
-    splits = (data.train, data.test)
-    entities = sorted({t[2:] for split in splits for tags in split.second for t in tags if t != OUTSIDE})
+    every = [*(data.train.second or ()), *(data.test.second or ())]
+    entities = sorted({tag[2:] for tags in every for tag in tags if tag != OUTSIDE})
     if not entities:
         refuse(f"{data.name}: every tag", f"is '{OUTSIDE}', no entity", "choose other data")
     tags = (OUTSIDE, *(f"{prefix}-{entity}" for entity in entities for prefix in "BI"))
-    train, test = (_numbered(split, tags) for split in splits)
-    named = replace(data, kind="multi", label_names=tuple(entities), metrics=TAG_METRICS, tags=tags)
-    return replace(named, train=train, test=test)
+    train, test = (_numbered(split, tags) for split in (data.train, data.test))
+    names = tuple(entities)
+    return DataSet(data.name, "multi", names, TAG_METRICS, train, test, data.note, tags=tags)
 
 
 def _tagged(
@@ -96,7 +96,7 @@ def _tagged(
 
 def _numbered(split: Split, tags: Sequence[str]) -> Split:
     number = {tag: index for index, tag in enumerate(tags)}
-    numbers = [np.array([number[tag] for tag in row], dtype=np.int64) for row in split.second]
+    numbers = [np.array([number[tag] for tag in row], dtype=np.int64) for row in split.second or ()]
     labels = np.zeros((len(numbers), len(tags) // 2), dtype=np.float32)
     for row, found in zip(labels, numbers, strict=True):
         row[(found[found > 0] - 1) // 2] = 1  # type t has the tags 2t + 1 and 2t + 2
@@ -104,15 +104,13 @@ def _numbered(split: Split, tags: Sequence[str]) -> Split:
 
 
 def load_domains(experiment: Experiment) -> DataSet:
-    """Load texts; several names in ``data`` or ``unseen_data`` are domains of one multi-label task.
+    """Load texts; several names in ``data``, or ``unseen_data``, are the domains of one task.
 
-    The labels of the task are the labels of all sets in ``data``; equal names are one label. Labels that
-    a domain lacks are NaN in its rows. Limits are per domain. Of unseen domains, the test rows and the
-    labels of the task are kept.
-
-    Raises:
-        DataError: as ``load_texts``; also if two data sets have the same name, if one has scores, pairs
-            or classes without names, or if an unseen domain has none of the labels.
+    The labels of the task, of which a row may have several, are those of all sets in ``data``; equal
+    names are one label. Labels that a domain lacks are NaN in its rows. Limits are per domain. Of unseen
+    domains, the test rows and the labels of the task are kept. Raises ``DataError``, also if two data
+    sets have the same name, if one has scores, pairs or classes without names, or if an unseen one has
+    none of the labels.
     """
     named = [
         [name.strip() for name in names.split(",") if name.strip()]
@@ -123,9 +121,7 @@ def load_domains(experiment: Experiment) -> DataSet:
     if len(every) == 1:
         return loaded[every[0]]
     if len(set(map(metric_of, every))) < len(every):
-        refuse(
-            "two data sets", f"have the same name among {listed(every)}", "rename one or leave it out"
-        )
+        refuse("two data sets", f"have the same name among {listed(every)}", "rename one of them")
     labels = tuple(dict.fromkeys(label for name in domains for label in loaded[name].label_names))
     for name, data in loaded.items():
         numbers = all(label.removeprefix("-").isdigit() for label in data.label_names)
@@ -138,9 +134,8 @@ def load_domains(experiment: Experiment) -> DataSet:
     metrics = (SEEN, *([UNSEEN] if named[1] else []), *map(metric_of, every))
     train = _united({name: (loaded[name], loaded[name].train) for name in domains}, labels)
     test = _united({name: (data, data.test) for name, data in loaded.items()}, labels)
-    note, said = (
-        " ".join(filter(None, (vars(d)[n] for d in loaded.values()))) for n in ("note", "said")
-    )
+    note = " ".join(data.note for data in loaded.values() if data.note)
+    said = " ".join(data.said for data in loaded.values() if data.said)
     return DataSet(",".join(domains), "multi", labels, metrics, train, test, note, said, domains=domains)
 
 

@@ -58,7 +58,7 @@ TYPED_ONLY: dict[str, Case] = {
     "scores": ([0.5, 1.5], {}, "regression"),
     "whole scores": ([1.0, 0.0], {}, "regression"),
     "whole scores as classes": ([10.0, 9.0, -1.0], SINGLE, ("-1", "9", "10")),
-    "scores as classes": ([0.5, 1.0], SINGLE, r"not whole.* row\(s\) 1, 3,"),
+    "scores as classes": ([0.5, 1.0], SINGLE, r"or a whole number.* row\(s\) 1, 3,"),
     "booleans": ([True, False], {}, ("False", "True")),
     "not a number": ([0.5, float("nan")], {}, r"no value in 20 of 40 rows: row\(s\) 2, 4,"),
     "not finite": ([0.5, float("inf")], {}, r"row\(s\) 2, 4,"),
@@ -115,7 +115,7 @@ TYPES = {
     "views": (pa.array(["b", "a"], pa.string_view()), ("a", "b")),
     "days": (pa.array([2, 1], pa.date32()), ("1970-01-02", "1970-01-03")),
     "half precision": (pa.array([0.5, 1.5], pa.float16()), "regression"),
-    "bytes of no text": (pa.array([b"neg", b"\xff"]), r"no text in UTF-8 in 20 .*row\(s\) 2, 4,"),
+    "bytes of no text": (pa.array([b"neg", b"\xff"]), r"no class .*UTF-8.* in 20 .*row\(s\) 2, 4,"),
     "nothing at all": (pa.nulls(2), "no value in 40 of 40 rows"),
 }
 
@@ -210,14 +210,8 @@ def test_declared_classes_stay_though_they_do_not_occur() -> None:
         few = pa.table({"label": values})
         found = read(few, few, names={"label": ("a", "b", "c", "d")})
         assert (found.label_names, found.train.labels.tolist()) == (("a", "b", "c", "d"), [0, 2])
-        found = read(few, few, "mnli")
-        assert (found.label_names[1], found.train.labels.tolist()) == ("neutral", [0, 2])
-    # Names that do not fit are those of another data set.
-    for values in ([0, 7], [-1, 1], ["00", "01"], [False, True]):
-        table = pa.table({"label": values})
-        assert read(table, table, "mnli").label_names == tuple(map(str, values))
     other = pa.table({"label": [0, 7], "label_name": ["x", "cafe\u0301 "]})
-    assert read(other, other, "mnli").label_names == ("x", "caf\u00e9")
+    assert read(other, other).label_names == ("x", "caf\u00e9")
     # A name in the training rows goes before another one in held-out rows.
     train = pa.table({"label": [0, 1], "label_name": ["cold", "warm"]})
     test = pa.table({"label": [0, 2], "label_name": ["kalt", "hot"]})

@@ -54,12 +54,11 @@ def _differences(ax: Axes, found: Verdict, metrics: Sequence[str]) -> None:
         means = [0.0 if own else pair.mean for own, pair in zip(ours, paired, strict=True)]
         halves = [math.nan if own else pair.smallest for own, pair in zip(ours, paired, strict=True)]
         places = np.arange(len(means)) + (index - (len(metrics) - 1) / 2) * 0.36
-        look: dict[str, Any] = {
-            "color": PALETTE[index],
-            "mfc": "white" if index else PALETTE[0],
-            "ms": 6,
-        }
-        ax.errorbar(means, places, xerr=halves, fmt=MARKERS[index], label=spoken(metric), **look)
+        filled = "white" if index else PALETTE[0]
+        look: dict[str, Any] = {"color": PALETTE[index], "mfc": filled, "ms": 6}
+        ax.errorbar(
+            means, places, xerr=halves, fmt=MARKERS[index], label=as_label(spoken(metric)), **look
+        )
     ax.axvline(0, color="0.55", lw=1)
     ax.set_yticks(
         range(len(found.standings)),
@@ -69,7 +68,7 @@ def _differences(ax: Axes, found: Verdict, metrics: Sequence[str]) -> None:
         label.set_fontweight("bold" if own is found.recommended else "normal")
     ax.set_ylim(len(found.standings) - 0.4, -0.6)
     side = "left" if metrics[0] in LOWER_IS_BETTER else "right"
-    names = " and ".join(map(spoken, metrics))
+    names = " and ".join(as_label(spoken(metric)) for metric in metrics)
     ax.set_xlabel(f"{names}: difference\nfrom {as_label(found.reference.name)} ({side} is better)")
     if len(metrics) > 1:
         ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
@@ -112,7 +111,7 @@ def curves_plot(rows: Iterable[Row], metric: str, strategies: Sequence[str]) -> 
     elif np.ptp(drawn) if len(drawn) else 0:
         room = 0.3 * np.ptp(drawn)
         ax.set_ylim(drawn.min() - room, drawn.max() + room)
-    ax.set(xlabel="round", ylabel=spoken(metric))
+    ax.set(xlabel="round", ylabel=as_label(spoken(metric)))
     ax.locator_params(axis="x", integer=True)
     figure.legend(loc="outside lower left", ncols=2, frameon=False, handlelength=3.2)
     return figure
@@ -149,9 +148,10 @@ def rounds_plot(series: Mapping[str, Mapping[int, float]]) -> Figure:
 
 def name_cells(ax: Axes, lines: Sequence[str], columns: Sequence[str], below: str) -> None:
     """Name the lines and columns of a picture of cells, at most ``MOST_NAMES`` of each."""
+    lines = [*map(as_label, lines)]
     for axis, names, most in ((ax.yaxis, lines, MOST_NAMES), (ax.xaxis, columns, MOST_NAMES // 3)):
         every = math.ceil(len(names) / most)
-        axis.set_ticks(range(0, len(names), every), list(map(as_label, names[::every])))
+        axis.set_ticks(range(0, len(names), every), names[::every])
     ax.set_xlabel(below)
     ax.tick_params(length=0)
     ax.grid(visible=False)
@@ -183,7 +183,7 @@ def new_figure(rows: int = 1, *, width: float = NARROW, height: float = 3.0) -> 
 def as_label(name: str) -> str:
     """Return a name as text for matplotlib: truncated, and with escaped dollars, which mark formulas."""
     cut = name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
-    return "".join(c if c.isprintable() or c == "\n" else " " for c in cut).replace("$", r"\$")
+    return "".join(c if c.isprintable() else " " for c in cut).replace("$", r"\$")
 
 
 def data_uri(figure: Figure) -> str:

@@ -43,7 +43,11 @@ EVERYWHERE: dict[str, Case] = {
     "words as scores": (["1", "2", "no"], SCORES, r"'no'.* in 13 of 40 rows: row\(s\) 3, 6,"),
     "underlines as scores": (["1", "1_0"], SCORES, r"'1_0'"),
     "scores beyond float32": (["1", "1e39"], SCORES, r"row\(s\) 2, 4,"),
-    "one column as several": (["yes", "no"], {"label_kind": "multi"}, "of the kind single and not multi"),
+    "one column as several": (
+        ["yes", "no"],
+        {"label_kind": "multi"},
+        "of the kind single and not multi",
+    ),
     "nothing": (["a", None, "b"], {}, r"no value in 13 of 40 rows: row\(s\) 2, 5,.* delete these rows"),
     "nothing among numbers": ([1, 0, None], {}, r"no value in 13 .*row\(s\) 3, 6,"),
     "spaces alone": (["a", " \t"], {}, r"row\(s\) 2, 4,"),
@@ -90,8 +94,10 @@ def test_labels(case: Case, suffix: str, tmp_path: Path) -> None:
     data = load_texts(chosen(path, **options))
     if expected == "regression":
         assert (data.kind, data.metrics, data.train.labels.dtype) == (
-            "regression", ("pearson", "spearman"), np.float32,
-        )  # fmt: skip
+            "regression",
+            ("pearson", "spearman"),
+            np.float32,
+        )
         read = {t: v for s in (data.train, data.test) for t, v in zip(s.inputs, s.labels, strict=True)}
         assert read == dict(zip(TEXTS, map(float, rows), strict=True))
         return
@@ -257,20 +263,50 @@ TRUE, FALSE = [True, False], [False, True]
 #: Columns of training rows, of held-out rows, options, and kind with training labels, or an error.
 SEVERAL: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], Any]] = {
     "exactly one": ({"x": TRUE, "y": FALSE}, {"x": TRUE, "y": FALSE}, {}, ("single", [0, 1])),
-    "two in training rows": ({"x": TRUE, "y": TRUE}, {"x": TRUE, "y": FALSE}, {}, ("multi", [[1, 1], [0, 0]])),
-    "two in test rows": ({"x": TRUE, "y": FALSE}, {"x": TRUE, "y": TRUE}, {}, ("multi", [[1, 0], [0, 1]])),
-    "asked for": ({"x": TRUE, "y": FALSE}, {"x": TRUE, "y": FALSE}, {"label_kind": "multi"}, ("multi", [[1, 0], [0, 1]])),
-    "none, one asked for": ({"x": TRUE, "y": TRUE}, {"x": TRUE, "y": TRUE}, SINGLE, "kind multi and not single; single needs one"),
-    "scores asked for": ({"x": TRUE, "y": FALSE}, {"x": TRUE, "y": FALSE}, SCORES, "kind single and not regression"),
+    "two in training rows": (
+        {"x": TRUE, "y": TRUE},
+        {"x": TRUE, "y": FALSE},
+        {},
+        ("multi", [[1, 1], [0, 0]]),
+    ),
+    "two in test rows": (
+        {"x": TRUE, "y": FALSE},
+        {"x": TRUE, "y": TRUE},
+        {},
+        ("multi", [[1, 0], [0, 1]]),
+    ),
+    "asked for": (
+        {"x": TRUE, "y": FALSE},
+        {"x": TRUE, "y": FALSE},
+        {"label_kind": "multi"},
+        ("multi", [[1, 0], [0, 1]]),
+    ),
+    "none, one asked for": (
+        {"x": TRUE, "y": TRUE},
+        {"x": TRUE, "y": TRUE},
+        SINGLE,
+        "kind multi and not single; single needs one",
+    ),
+    "scores asked for": (
+        {"x": TRUE, "y": FALSE},
+        {"x": TRUE, "y": FALSE},
+        SCORES,
+        "kind single and not regression",
+    ),
     "texts and numbers": (
         {"x": ["1", "0"], "y": ["True", "false"], "z": [1, 0], "n": ["a", "1"], "w": [[1], [0]]},
         {"x": ["1", "0"], "y": ["True", "false"], "z": [1, 0], "n": ["a", "1"], "w": [[1], [0]]},
         {"label_kind": "multi"},
         ("multi", [[1, 1, 1], [0, 0, 0]]),
     ),
-    "an empty cell": ({"x": [True, None], "y": TRUE}, {"x": TRUE, "y": TRUE}, {}, r"'x' has no value in 1 .*row\(s\) 2,"),
+    "an empty cell": (
+        {"x": [True, None], "y": TRUE},
+        {"x": TRUE, "y": TRUE},
+        {},
+        r"'x' has no value in 1 .*row\(s\) 2,",
+    ),
     "one column": ({"x": TRUE}, {"x": TRUE}, {}, "no label column 'label' or .*; columns are x;"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SEVERAL)

@@ -63,13 +63,29 @@ REFUSED: dict[str, tuple[str, str | bytes, str]] = {
     "a long row": ("a.csv", "a,b\n1,2\n1,2,3\n", "CSV .*Row #3: Expected 2 columns, got 3.*; save it"),
     "a short row": ("a.csv", "text,label\na,1\nb\n", "Row #3: Expected 2 columns, got 1"),
     "an open quotation": ("a.tsv", 'text\tlabel\n"a\tx\nb"\ty\n', "quotation mark is not closed"),
-    "an open quotation at the end": ("a.csv", "text,label\n" + ROWS + '"a,x\n' + ROWS, "quotation mark is not closed|got 1"),
-    "the last mark is missing": ("a.csv", "text,label\n" + ROWS + 'a,"x\n' + ROWS, "quotation mark is not closed"),
+    "an open quotation at the end": (
+        "a.csv",
+        "text,label\n" + ROWS + '"a,x\n' + ROWS,
+        "quotation mark is not closed|got 1",
+    ),
+    "the last mark is missing": (
+        "a.csv",
+        "text,label\n" + ROWS + 'a,"x\n' + ROWS,
+        "quotation mark is not closed",
+    ),
     "empty": ("a.csv", "", "Empty CSV file"),
-    "equal names but for spaces": ("a.csv", "text,label,label \na,1,2\n", "two columns have equal names"),
+    "equal names but for spaces": (
+        "a.csv",
+        "text,label,label \na,1,2\n",
+        "two columns have equal names",
+    ),
     "a line too many": ("a.csv", "text,label\n", "a.csv has 0 rows, too few"),
     "numbers in a list": ("a.json", "[1, 2]", "items that are not objects"),
-    "half an object": ("a.jsonl", '{"text": "a"}\n{half', "a.jsonl cannot be read as JSON lines.*line 2 column 2"),
+    "half an object": (
+        "a.jsonl",
+        '{"text": "a"}\n{half',
+        "a.jsonl cannot be read as JSON lines.*line 2 column 2",
+    ),
     "two types": ("a.jsonl", '{"text": "a"}\n{"text": 1}\n', "'text' has values of several types"),
     "a lone surrogate": ("a.jsonl", '{"text": "\\ud800"}\n', "'text' has values"),
     "no Parquet": ("a.parquet", "text", "a.parquet cannot be read as Parquet"),
@@ -82,11 +98,15 @@ REFUSED: dict[str, tuple[str, str | bytes, str]] = {
     "objects": ("a.json", "[" + '{"a":' * 300_000, "a.json .* nested more than 200"),
     "marks": ("a.jsonl", '"\\' * 300_000, "a.jsonl cannot be read as JSON lines"),
     "names": ("a.json", json.dumps([dict.fromkeys(map(str, range(50_000)), 1)]), "it has 50000 columns"),
-    "sparse objects": ("a.jsonl", "".join(f'{{"c{i % 9999}":1}}\n' for i in range(50_000)), "499950000 cells"),
+    "sparse objects": (
+        "a.jsonl",
+        "".join(f'{{"c{i % 9999}":1}}\n' for i in range(50_000)),
+        "499950000 cells",
+    ),
     "columns": ("a.csv", ",".join(map(str, range(50_000))) + "\n", "it has 50000 columns"),
     "equal columns": ("a.csv", (",".join(f"c{i}" for i in range(9000)) + "\n") * 3, "c9 and 8990 more"),
     "cells": ("a.parquet", parquet(**{str(i): pa.nulls(1 << 22) for i in range(65)}), "272629760 cells"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -117,12 +137,14 @@ READ: dict[str, tuple[str, str | bytes]] = {
     "lines": ("a.jsonl", FRAME.to_json(orient="records", lines=True)),
     "lines of another name": ("a.json", FRAME.to_json(orient="records", lines=True)),
     "one large cell": (
-        "a.json", json.dumps([{"text": "x" * (1 << 22), "label": "y"}, *FRAME.to_dict("records")[1:]]),
+        "a.json",
+        json.dumps([{"text": "x" * (1 << 22), "label": "y"}, *FRAME.to_dict("records")[1:]]),
     ),
     "a column that is late": (
-        "a.jsonl", FRAME.to_json(orient="records", lines=True)[:-3] + '","site":"here"}\n',
+        "a.jsonl",
+        FRAME.to_json(orient="records", lines=True)[:-3] + '","site":"here"}\n',
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", READ)
@@ -219,21 +241,32 @@ PLACES: dict[str, tuple[list[str], str, list[str]]] = {
     "a folder of files": (["emotion/mine.csv"], "mine.csv", ["emotion/mine.csv"]),
     "a folder of splits": (
         ["mine/train.parquet", "mine/test.parquet", "mine/validation.parquet"],
-        "mine", ["mine/train.parquet", "mine/validation.parquet"],
+        "mine",
+        ["mine/train.parquet", "mine/validation.parquet"],
     ),
     "two splits for tests": (
         ["glue/mine/train.parquet", "glue/mine/test.parquet", "glue/mine/validation_matched.parquet"],
-        "mine", ["glue/mine/train.parquet", "glue/mine/validation_matched.parquet"],
+        "mine",
+        ["glue/mine/train.parquet", "glue/mine/validation_matched.parquet"],
     ),
     "splits beside each other": (
         ["embedded/mine_train.parquet", "embedded/mine_test.parquet"],
-        "mine", ["embedded/mine_train.parquet", "embedded/mine_test.parquet"],
+        "mine",
+        ["embedded/mine_train.parquet", "embedded/mine_test.parquet"],
     ),
     "splits as text": (["mine/train.csv", "mine/test.csv"], "mine", ["mine/train.csv", "mine/test.csv"]),
-    "a part of a path": (["glue/mine/train.jsonl", "glue/mine/test.jsonl"], "glue/mine", ["glue/mine/train.jsonl", "glue/mine/test.jsonl"]),
-    "before the bundled data": (["goemotions_ekman.parquet"], "goemotions_ekman", ["goemotions_ekman.parquet"]),
+    "a part of a path": (
+        ["glue/mine/train.jsonl", "glue/mine/test.jsonl"],
+        "glue/mine",
+        ["glue/mine/train.jsonl", "glue/mine/test.jsonl"],
+    ),
+    "before the bundled data": (
+        ["goemotions_ekman.parquet"],
+        "goemotions_ekman",
+        ["goemotions_ekman.parquet"],
+    ),
     "words with tags": (["ner/mine.parquet"], "mine", ["ner/mine.parquet"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -272,15 +305,33 @@ def test_bundled_data_are_found_before_a_folder_of_their_name_here(
     ("files", "name", "message"),
     [
         ([], "nowhere.csv", "'nowhere.csv' is not available"),
-        (["mine.csv.gz"], "mine.csv.gz", r"mine.csv.gz has no known format.* .parquet, .csv, .tsv, .jsonl, .json, .txt"),
-        (["mine/train.parquet"], "mine", "add one of validation.parquet, validation_matched.parquet, test"),
+        (
+            ["mine.csv.gz"],
+            "mine.csv.gz",
+            r"mine.csv.gz has no known format.* .parquet, .csv, .tsv, .jsonl, .json, .txt",
+        ),
+        (
+            ["mine/train.parquet"],
+            "mine",
+            "add one of validation.parquet, validation_matched.parquet, test",
+        ),
         (["mine_train.parquet"], "mine", "add one of mine_validation.parquet"),
         (["mine/note.txt"], "mine", "mine has no images, nor train.parquet"),
-        (["both_train.parquet", "whole.parquet", "parts/train.parquet", "emotion/other.parquet", "away/test.parquet"],
-         "nope", "Available: away, both_train.parquet, digits, emotion, goemotions_ekman, other.parquet, parts, whole.parquet .*names of the hub are owner/name"),
+        (
+            [
+                "both_train.parquet",
+                "whole.parquet",
+                "parts/train.parquet",
+                "emotion/other.parquet",
+                "away/test.parquet",
+            ],
+            "nope",
+            "Available: away, both_train.parquet, digits, emotion, goemotions_ekman, other.parquet, "
+            "parts, whole.parquet .*names of the hub are owner/name",
+        ),
         (["there"], "/no/such/data", "'/no/such/data' is not available"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_found_is_told_without_a_network(
     files: list[str], name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,7 +341,7 @@ def test_what_is_not_found_is_told_without_a_network(
         (tmp_path / file).write_bytes(parquet(text=["a"]))
     with pytest.raises(DataError, match=message):
         find(name, tmp_path)
-    with pytest.raises(DataError, match="data folder .* does not exist"):
+    with pytest.raises(DataError, match=r"data folder .* does not exist"):
         find(name, tmp_path / "missing")
 
 

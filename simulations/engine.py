@@ -186,6 +186,7 @@ class _Tasks:
     def __init__(self, machine: Machine) -> None:
         import ray
 
+        library: Any = ray  # its types know no streams
         ours = signal.getsignal(signal.SIGTERM)
         if machine.ray:
             _join_cluster(machine.ray)
@@ -194,9 +195,9 @@ class _Tasks:
             ray.init("local", num_cpus=machine.workers, include_dashboard=False, log_to_driver=False)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, ours)  # Ray's own handler exits.
-        self._ray, self.running = ray, dict[Any, Job]()
+        self._ray, self.running = library, dict[Any, Job]()
         options = {"num_gpus": machine.gpus, "max_retries": 0, "num_returns": "streaming"}
-        self._task = ray.remote(num_cpus=1, **options)(_said)
+        self._task = library.remote(num_cpus=1, **options)(_said)
 
     def places(self) -> int:
         # At most one job per core is submitted, so that jobs start in the order of the list.

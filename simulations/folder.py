@@ -122,9 +122,9 @@ def read_run(path: Path) -> Run:
     files = {title: path / "cells" / f"{file_name(title)}.json" for title in titles}
     found = [_read_cell(file) for file in files.values() if file.is_file()]
     rows, alignment = ([row for one in found for row in one[key]] for key in ("rows", "alignment"))
-    others = (_object(path / name) for name in ("versions.json", "partition.json"))
+    held, partition = (_object(path / name) for name in ("versions.json", "partition.json"))
     missing = [title for title, file in files.items() if not file.is_file()]
-    return Run(path, commands, experiments, *others, rows, alignment, missing)
+    return Run(path, commands, experiments, held, partition, rows, alignment, missing)
 
 
 def title_of(experiment: str, seed: int, strategy: str) -> str:

@@ -73,13 +73,13 @@ class CellStrategy(ReplyStrategy):
 
     def _after_training(self, contents: list[RecordDict], key: str) -> MetricRecord:
         self.trained_rounds.add(self.current_round)
-        replies = {own_id(content): content for content in contents}
+        replies = {own: content for content in contents if (own := own_id(content)) is not None}
         for client in sorted(replies):  # They arrive in any order.
             (metrics,) = replies[client].metric_records.values()
             alone = {k.removeprefix(ALONE): v for k, v in metrics.items() if k.startswith(ALONE)}
             self.cell.record(f"alone:{client}", self.current_round, alone)
-            own = {k: v for k, v in metrics.items() if k == "train-loss" or k.startswith("seconds-")}
-            self.cell.record(f"client:{client}", self.current_round, own)
+            more = {k: v for k, v in metrics.items() if k == "train-loss" or k.startswith("seconds-")}
+            self.cell.record(f"client:{client}", self.current_round, more)
         return MetricRecord()
 
 

@@ -22,7 +22,7 @@ _BUCKET = 16
 EVALUATED = 1 / 3
 
 
-def on_rows(cost: float) -> None:
+def on_rows(rows: float) -> None:
     """Take note of trained or evaluated rows; whoever shows the progress replaces this function."""
 
 

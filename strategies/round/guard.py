@@ -136,7 +136,8 @@ class Comparison:
             raise FedrotError("guard needs evaluate_fn: call this strategy's start with evaluate_fn.")
         found = {name: self._evaluate(number, mean) for name, mean in means.items()}
         values = {name: self._value(number, metrics) for name, metrics in found.items()}
-        best = max(values, key=lambda name: self._goodness(values[name]))
+        sign = 1 if self.guard.higher_is_better else -1
+        best = max(values, key=lambda name: (not math.isnan(values[name]), sign * values[name]))
         if self.guard.evaluate is None:
             self._known = number, means[best], found[best]
         figures = {f"fedrot-guard-{name}": value for name, value in values.items()}
@@ -157,11 +158,6 @@ class Comparison:
                 "in every round, or name another metric."
             )
         return float(value)
-
-    def _goodness(self, value: float) -> float:
-        if math.isnan(value):
-            return -math.inf
-        return value if self.guard.higher_is_better else -value
 
 
 def comparison_of(

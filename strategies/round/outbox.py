@@ -63,7 +63,7 @@ def as_sent(tensors: dict[str, Tensor], sent: ArrayRecord) -> ArrayRecord:
     tied = {
         name
         for name, array in sent.items()
-        if array.stype == TIED and _equal(tensors[name], tensors[array.data.decode()])
+        if array.stype == TIED and same_bits(tensors[name].cpu(), tensors[array.data.decode()].cpu())
     }
     arrays = ArrayRecord()
     for name, array in sent.items():
@@ -120,7 +120,3 @@ def of_mean(arrays: ArrayRecord, weighted_by_key: str) -> Message:
 
 def _floating(array: Array) -> bool:
     return array.dtype.startswith(("float", "bfloat"))
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and same_bits(one.cpu(), other.cpu())

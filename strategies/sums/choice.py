@@ -243,9 +243,8 @@ class Exchange:
     ) -> list[Candidate]:
         """Return a body with heads of all shrinkages that are fitted without the sums of some groups.
 
-        Outputs that only these groups have shown keep the weights of the heads ``like``, so that a
-        client with classes of its own is not left out together with them. With the ``priors`` of all
-        sums, the heads differ in what the groups' sums say about the classes of others.
+        Labels that only these groups have shown keep the weights of the heads ``like``. With the
+        ``priors`` of all sums, the heads differ in what the groups' sums say about others' classes.
         """
         total = total_without(left_out, groups)
         biased = head_names(self._clients.head)[1] in body.tensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedrot.errors import UpdateError
 from fedrot.head import ClassSums
-from fedrot.problems import REGRESSION
+from fedrot.problems import REGRESSION, SINGLE
 from fedrot.strategies.sums.losses import capped
 
 #: Groups of clients, each of which can be left out. Memory does not grow with the number of clients.
@@ -23,6 +23,9 @@ LONGEST = 10.0
 
 #: The sums of groups of clients, by the number of the group.
 Groups = Mapping[int, ClassSums]
+
+#: Fewer rows of a class, in all groups that are not left out, do not tell its mean.
+SCARCE = 10
 
 #: Sums are kept as multiples of these units, 40 bits apart, and are at most ``_LARGEST``.
 _UNITS = tuple(2.0**power for power in (80, 40, 0, -40, -80, -120))
@@ -61,7 +64,9 @@ class Totals:
             raise UpdateError(
                 f"The sums are over {sums.rows:g} rows, announced were {self._rows[node]}."
             )
-        left = torch.cat([sums.counts, sums.sums.flatten(), _triangle(sums.gram)])
+        left = torch.cat(
+            [sums.counts, sums.sums.flatten(), sums.gram[torch.triu_indices(*sums.gram.shape).unbind()]]
+        )
         if float(left.abs().max()) > _LARGEST:
             raise UpdateError(f"The sums of features have values above {_LARGEST:g}.")
         if self._largest is not None:
@@ -93,19 +98,22 @@ class Totals:
         return replace(self._like, counts=counts, sums=sums.reshape(classes, inputs), gram=gram)
 
 
-def total_without(left_out: Iterable[int], groups: Groups) -> ClassSums:
-    """Return the sums over all groups but some.
+def total_without(left_out: Sequence[int], groups: Groups) -> ClassSums:
+    """Return the sums over all groups but some, with all rows of the classes that only these tell.
 
-    Raises:
-        UpdateError: no other group is left, or their sums contradict each other.
+    Others have fewer than ``SCARCE`` rows of such a class, which may be an honest client's own. Each of
+    its rows counts as its mean. Raises ``UpdateError`` if no other group is left, or sums contradict.
     """
-    kept = [sums for group, sums in groups.items() if group not in set(left_out)]
+    kept = [sums for group, sums in groups.items() if group not in left_out]
     if not kept:
         raise UpdateError("No other client has sent sums.")
     total = {name: sum(getattr(one, name) for one in kept) for name in ("counts", "sums", "gram")}
-    return replace(kept[0], **total)
-
-
-def _triangle(gram: Tensor) -> Tensor:
-    """Return the entries of a symmetric matrix on and above its diagonal, row by row."""
-    return gram[torch.triu_indices(*gram.shape).unbind()]
+    found, others = replace(kept[0], **total), [groups[group] for group in left_out]
+    own = (found.counts < SCARCE).double() * (found.problem == SINGLE)
+    counts = own * sum((one.counts for one in others), torch.zeros(()))
+    if not bool(counts.any()):
+        return found
+    sums = own.unsqueeze(1) * sum(one.sums for one in others)
+    means = sums / torch.where(counts > 0, counts, 1.0).unsqueeze(1)
+    gram = means.mT @ sums + counts.sum() * found.within()
+    return found + replace(found, counts=counts, sums=sums, gram=gram)

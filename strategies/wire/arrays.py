@@ -154,9 +154,9 @@ def _header(name: str, array: Array) -> tuple[np.dtype[Any], tuple[int, ...], bo
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two CPU tensors of one shape and dtype have equal bits, also NaN and -0."""
+    """Return whether two CPU tensors of one shape have one dtype and equal bits, also NaN and -0."""
     a, b = (tensor.contiguous().view(_BITS[tensor.element_size()]) for tensor in (one, other))
-    return torch.equal(a, b)
+    return one.dtype == other.dtype and torch.equal(a, b)
 
 
 class _Unlocked:

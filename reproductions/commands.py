@@ -8,30 +8,28 @@ from typing import Annotated
 import typer
 
 from fedrot.simulations.cli.commands import command, command_line, console, say
-from fedrot.simulations.cli.experiment_commands import DryRun, Workers, experiments_of
+from fedrot.simulations.cli.experiment_commands import DryRun, Workers
 from fedrot.simulations.engine import Machine
-from fedrot.simulations.experiment_files import bundled_files
+from fedrot.simulations.experiment_files import read_experiments
 from fedrot.simulations.settings import Experiment
 
 app = typer.Typer()
 
 
-def _completed(incomplete: str) -> list[str]:
-    known = {**bundled_files(), **bundled_files("task")}
-    return [name for name in known if name.startswith(incomplete)]
+#: The files of pages.
+GRIDS = Path(__file__).parent / "grids"
 
 
 @command(
     app,
     "python -m reproductions one-shot --data-dir data --out runs/one-shot",
-    "python -m reproductions barriers --data-dir data --out runs/barriers --quick",
+    "python -m reproductions barriers --data-dir data --out runs/barriers",
 )
 def repeat(
     file: Annotated[
         Path,
         typer.Argument(
             help="Name of a page's file, or a TOML file of [[experiment]] or, of barriers, [[task]].",
-            autocompletion=_completed,
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for results; what it has is not run again.")],
@@ -41,18 +39,15 @@ def repeat(
     workers: Workers = None,
     ray: Annotated[str, typer.Option(help="Address of a Ray cluster.")] = "",
     gpus: Annotated[float, typer.Option(help="GPUs per job.")] = 0.0,
-    quick: Annotated[bool, typer.Option("--quick", help="The small variant of minutes.")] = False,
     dry_run: DryRun = False,
 ) -> None:
     """Repeat a page of docs/results: experiments, or loss barriers."""
-    of_barriers = str(file) in bundled_files("task") or (
-        file.is_file() and "\n[[task]]" in f"\n{file.read_text('utf-8', errors='replace')}"
-    )
-    if not of_barriers:
+    file = file if file.suffix else GRIDS / f"{file}.toml"
+    if "\n[[task]]" not in file.read_text("utf-8"):
         from fedrot.simulations.simulate import simulate
 
         given = {} if data_dir is None else {"data_dir": data_dir}
-        found, machine = experiments_of(file, given, quick=quick), Machine(workers, ray, gpus)
+        found, machine = read_experiments(file, given), Machine(workers, ray, gpus)
         simulate(found, out, command_line(), console, machine, dry_run=dry_run)
         return
     for name, value in {"ray": ray, "gpus": gpus, "dry-run": dry_run}.items():
@@ -61,7 +56,7 @@ def repeat(
     from reproductions.barriers.grid import read_cells, run_grid
     from reproductions.barriers.summary import tables
 
-    cells = read_cells(file, data_dir, quick=quick)
+    cells = read_cells(file, data_dir)
     try:
         lines = run_grid(cells, out, command_line(), say, workers)
     except KeyboardInterrupt:

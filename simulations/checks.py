@@ -15,7 +15,6 @@ from rich.console import Console
 
 from fedrot.errors import FedrotError
 from fedrot.head import head_of
-from fedrot.simulations.data.partition import partition_keys
 from fedrot.simulations.engine import Machine
 from fedrot.simulations.federation.cells import Cell, CellRun
 from fedrot.simulations.federation.strategies import strategy_of
@@ -80,34 +79,26 @@ def _check_strategy(task: Task, strategy: Strategy, model: Any) -> None:
 
 def print_data(experiments: Sequence[Experiment], console: Console, *, brief: bool) -> None:
     """Print each experiment's rows, classes and clients with the first seed; in brief, no table."""
-    said = set[str]()
-
-    def say_once(sentence: str) -> None:
-        if sentence not in said:
-            console.print(sentence, highlight=False)
-        said.add(sentence)
-
+    sentences: list[str] = []
     for experiment in experiments:
         task, seed = task_of(experiment.to_json()), experiment.seeds[0]
         names, sizes, counts = task.partition(seed)
-        for sentence in (task.data.note, task.data.said, *_remarks(task, seed, names, counts)):
-            if sentence:
-                say_once(sentence)
+        sentences += [task.data.note, task.data.said, *_remarks(task, seed, names, sum(sizes))]
         if brief and len(experiments) > 1:
             rows = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
-            say_once(f"{len(sizes)} clients have {rows} rows each (seed {seed}; --dry-run shows more).")
+            sentences += [f"{len(sizes)} clients have {rows} rows each (seed {seed}; --dry-run: more)."]
             continue
         for client, own in enumerate(counts):
             most = sorted(zip(own, names, strict=False), reverse=True)
             shown = [f"{name} {number}" for number, name in most[:MOST_CLASSES] if number]
             rest = [number for number, _ in most[MOST_CLASSES:] if number]
             shown += [f"{len(rest)} others {sum(rest)}"] if rest else []
-            say_once(f"Client {client}: {sum(own)} rows, {', '.join(shown)}.")
+            sentences += [f"Client {client}: {sum(own)} rows, {', '.join(shown)}."]
+    for sentence in filter(None, dict.fromkeys(sentences)):
+        console.print(sentence, highlight=False)
 
 
-def _remarks(
-    task: Task, seed: int, names: Sequence[str], counts: Sequence[Sequence[int]]
-) -> Iterator[str]:
+def _remarks(task: Task, seed: int, names: Sequence[str], divided: int) -> Iterator[str]:
     """Yield sentences about rows, the largest class, rows that no client has, few held-out rows."""
     experiment, labels = task.experiment, task.data.train.labels
     yield (
@@ -118,15 +109,9 @@ def _remarks(
         largest = int(np.bincount(labels).argmax())
         share = float(np.mean(task.data.test.labels == largest))
         yield f"Always '{names[largest]}' would have accuracy {share:.3f}."
-    held = sum(map(sum, counts))
-    if held < len(labels):
-        present = set(partition_keys(labels).tolist())
-        totals = [sum(of_class) for of_class in zip(*counts, strict=True)]
-        absent = [name for key, name in enumerate(names) if key in present and not totals[key]]
-        yield (
-            f"Partition {experiment.partition} leaves out {len(labels) - held} of {len(labels)} rows: "
-            f"no client has the classes {', '.join(absent)} (seed {seed})."
-        )
+    if divided < len(labels):
+        lost = len(labels) - divided
+        yield f"Partition {experiment.partition} leaves out {lost} of {len(labels)} rows (seed {seed})."
     choosing = [strategy.name for strategy in experiment.strategies if strategy.chooses]
     rows = sum(len(task.client_rows(seed, client)[1]) for client in range(experiment.clients))
     if choosing and rows < FEW:

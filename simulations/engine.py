@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -80,7 +80,7 @@ def run_jobs(
         tick: called about every ``PAUSE`` seconds.
 
     Raises:
-        FedrotError: there is no Ray cluster at the machine's address.
+        FedrotError: there is no Ray cluster at the machine's address, or it has too few GPUs.
     """
     on_ray = bool(machine.ray or machine.gpus)
     if not on_ray and machine.places(len(jobs)) <= 1:
@@ -128,8 +128,12 @@ class _Processes:
     def _begun(self) -> Connection:
         ours, theirs = self._spawn.Pipe()
         process = self._spawn.Process(target=_serve, args=(theirs,), daemon=True)
-        with _without_ctrl_c():
+        # Processes inherit that Ctrl-C is ignored: this one ends them.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
             process.start()
+        finally:
+            signal.signal(signal.SIGINT, before)
         theirs.close()  # Else this end would not see that the process has ended.
         self._processes[ours] = process
         return ours
@@ -167,19 +171,6 @@ def _serve(pipe: Connection) -> None:
             attempt(pipe.recv(), pipe.send)
 
 
-@contextmanager
-def _without_ctrl_c() -> Iterator[None]:
-    """Block SIGINT, so that processes started here inherit the mask and ignore Ctrl-C."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 class _Tasks:
     """Jobs as tasks of a Ray cluster, or of Ray on this machine, which stream what they say."""
 
@@ -196,6 +187,10 @@ class _Tasks:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, ours)  # Ray's own handler exits.
         self._ray, self.running = library, dict[Any, Job]()
+        there = ray.cluster_resources().get("GPU", 0)
+        if machine.gpus > there:
+            self.close()
+            raise FedrotError(f"gpus is {machine.gpus:g} for each job, and there are {there:g} GPUs.")
         options = {"num_gpus": machine.gpus, "max_retries": 0, "num_returns": "streaming"}
         self._task = library.remote(num_cpus=1, **options)(_said)
 
@@ -248,15 +243,3 @@ def _join_cluster(address: str) -> None:
             f"There is no Ray cluster at '{address}': {error} Start one with 'ray start --head', or "
             "leave ray out to use this machine."
         ) from error
-
-
-def check_gpus(gpus: float) -> None:
-    """Raise ``FedrotError`` if this machine cannot give each job so many GPUs."""
-    import torch
-
-    found = torch.cuda.device_count()
-    if not 0 <= gpus <= found or (gpus > 1 and gpus % 1):
-        raise FedrotError(
-            f"gpus is {gpus:g} for each job: give a fraction such as 0.5, or a whole number, of the "
-            f"{found} GPUs that PyTorch finds on this machine; without a GPU leave gpus out."
-        )

@@ -1,80 +1,67 @@
-"""Files of experiments: TOML files, given by path or bundled under ``experiments/``."""
+"""``read_experiments``: TOML files of experiments, given by path or bundled under ``experiments/``."""
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 from fedrot.errors import FedrotError
-
-#: Folders of bundled files. Plug-ins add theirs.
-FOLDERS: list[Traversable] = [resources.files("fedrot.simulations") / "experiments"]
+from fedrot.simulations.settings import Experiment
 
 
-def bundled_files(entries: str = "experiment") -> dict[str, str]:
-    """Return the text of each bundled file of ``[[entries]]`` tables, by name."""
-    files = sorted((file for folder in FOLDERS for file in folder.iterdir()), key=lambda file: file.name)
-    texts = {Path(file.name).stem: file.read_text("utf-8") for file in files}
-    return {name: text for name, text in texts.items() if f"\n[[{entries}]]" in text}
+def read_experiments(path: Path, given: Mapping[str, Any]) -> list[Experiment]:
+    """Return the experiments of a file, with the given values in place of its own.
 
-
-def read_experiments(
-    path: Path, *, quick: bool = False, entries: str = "experiment"
-) -> list[dict[str, Any]]:
-    """Return the fields of a file's experiments.
-
-    ``[base]`` has the values that all ``[[experiment]]`` tables share. ``[quick]`` is the small variant:
-    its values replace those of all. ``strategies`` may name tables ``[[strategy]]``; without this key,
-    an experiment has ``fedavg`` and all such tables, if there are any.
+    ``[base]`` has the values that all ``[[experiment]]`` tables share. ``strategies`` may name tables
+    ``[[strategy]]``; without this key, an experiment has ``fedavg`` and all such tables, if there are
+    any.
 
     Args:
         path: path of a TOML file, or the name of a bundled file, such as ``demo``.
-        quick: return the small variant.
-        entries: the name of the tables.
 
     Raises:
         OSError: the file cannot be read.
-        FedrotError: there is no such bundled file, no valid TOML or tables, or no small variant.
+        ValueError: there is no such bundled file, no valid TOML, or a wrong table or value.
     """
     try:
-        described = tomllib.loads(_text(path, entries))
-    except (ValueError, RecursionError) as error:
+        described = tomllib.loads(_text(path))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FedrotError(f"'{path}' is no TOML: {error}") from error
-    base, small = (described.pop(name, {}) for name in ("base", "quick"))
-    found, own = (described.pop(name, []) for name in (entries, "strategy"))
-    whole = all(isinstance(listed, list) for listed in (found, own))
-    if not found or not whole or not all(isinstance(t, dict) for t in (base, small, *found, *own)):
+    base, found, own = (described.pop(n, {}) for n in ("base", "experiment", "strategy"))
+    tables = [base, *found, *own]
+    if described or not found or not all(isinstance(table, dict) for table in tables):
         raise FedrotError(
-            f"'{path}' has no experiments; write a table [[{entries}]] for each, and [base] for all"
+            f"'{path}' needs a table [[experiment]] for each experiment, and may have [base], with the "
+            f"values of all, and [[strategy]]; {', '.join(described) or 'something'} else is wrong."
         )
-    if described:
-        raise FedrotError(
-            f"'{path}' has an unknown table '{min(described)}'; tables are base, quick, strategy and "
-            f"{entries}."
-        )
-    if quick and not small:
-        raise FedrotError(f"'{path}' has no small variant; write one as the table [quick].")
     known = {str(table.get("name", "")): table for table in own}
-    if len(known) < len(own) or "" in known:
-        raise FedrotError(f"'{path}': every [[strategy]] needs a name of its own.")
-    tables = [{**base, **entry, **(small if quick else {})} for entry in found]
-    for table in tables:
-        chosen = table.get("strategies", ["fedavg", *known] if known else [])
-        if entries == "experiment" and isinstance(chosen, list):
-            table["strategies"] = [known.get(s, s) if isinstance(s, str) else s for s in chosen]
-    return tables
+    experiments = []
+    for table in found:
+        fields = {**base, **table, **given}
+        chosen = fields.get("strategies", ["fedavg", *known] if known else [])
+        if isinstance(chosen, str):
+            chosen = [name.strip() for name in chosen.split(",")]
+        if isinstance(chosen, list):
+            fields["strategies"] = [known.get(s, s) if isinstance(s, str) else s for s in chosen]
+        experiments.append(Experiment.from_flat(fields))
+    names = [experiment.name for experiment in experiments]
+    if len(set(names)) < len(names) or len(known) < len(own):
+        said = ", ".join([*names, *known])
+        raise FedrotError(f"'{path}': each [[experiment]] and [[strategy]] needs its own name: {said}.")
+    return experiments
 
 
-def _text(path: Path, entries: str) -> str:
+def _text(path: Path) -> str:
     if path.is_file() or path.suffix or path.parent.name:
         return path.read_text("utf-8")
-    bundled = bundled_files(entries)
+    folder = resources.files("fedrot.simulations") / "experiments"
+    bundled = {Path(file.name).stem: file for file in folder.iterdir()}
     if str(path) not in bundled:
         raise FedrotError(
             f"There is no bundled file '{path}'. Give the path of a TOML file, or one of "
-            f"{', '.join(bundled)}."
+            f"{', '.join(sorted(bundled))}."
         )
-    return bundled[str(path)]
+    return bundled[str(path)].read_text("utf-8")

@@ -7,8 +7,8 @@ import json
 import math
 import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from fedrot._io import NO_LOCKS, json_line, read_json, refuse_links, replacing, write_json, write_text
+from fedrot._io import json_line, read_json, refuse_links, replacing, write_json, write_text
 from fedrot.errors import FedrotError
 from fedrot.simulations.strategy import NAMED
 
@@ -29,6 +29,8 @@ _PACKAGES = (
     *("fedrot", "torch", "numpy", "scipy", "flwr", "ray", "flwr-datasets"),
     *("transformers", "tokenizers", "datasets", "scikit-learn"),
 )
+#: The keys of ``config.json``; their values are those of ``Run``.
+_CONFIG = ("commands", "versions", "experiments", "partitions")
 FIELDS = ("experiment", "strategy", "seed", "round", "scope", "metric", "value")
 #: Fields of an experiment that a later command may change: more seeds and strategies, moved data.
 _FREE = ("seeds", "strategies", "data_dir")
@@ -36,38 +38,26 @@ _FREE = ("seeds", "strategies", "data_dir")
 _TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("experiment", "strategy", "scope", "metric", "part"), str),
     **dict.fromkeys(("seed", "round", "layer", "client"), int),
-    **dict.fromkeys(
-        ("value", "before", "after", "found", "chance", "moved", "of"), (int, float, type(None))
-    ),
+    **dict.fromkeys(("value", "before", "after", "found", "moved", "of"), (int, float, type(None))),
 }
 
 
 def _checked(rows: list[dict[str, Any]], file: Path, *needed: str) -> list[dict[str, Any]]:
     """Return rows with NaN for null values; raises ``FedrotError`` if fedrot did not write them."""
-    for number, row in enumerate(rows, 1):
-        known = row if isinstance(row, dict) else {}
-        wrong = [name for name in needed if name not in known] if row is known else ["row"]
-        wrong += [n for n, kind in _TYPES.items() if n in known and not isinstance(known[n], kind)]
-        if wrong:
-            raise FedrotError(
-                f"'{file}' has rows that fedrot did not write: {wrong[0]} is missing or wrong in row "
-                f"{number}, {row!r:.60}."
-            )
+    for row in rows:
+        right = isinstance(row, dict) and row.keys() >= {*needed}
+        if not right or not all(isinstance(row[n], kind) for n, kind in _TYPES.items() if n in row):
+            raise FedrotError(f"'{file}' has a row that fedrot did not write: {row!r:.100}.")
     return [{**row, "value": math.nan} if row.get("value", 0) is None else row for row in rows]
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
     """Read the rows that a strategy wrote, JSON lines; those after an unreadable line are left out.
 
-    Raises:
-        OSError: the file cannot be read.
-        FedrotError: the file is damaged, or a field has an unexpected type.
+    Raises ``OSError`` if the file cannot be read, ``ValueError`` if fedrot did not write it.
     """
     rows = []
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise FedrotError(f"'{file}' is damaged: it is not UTF-8 text ({error}).") from error
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     with suppress(json.JSONDecodeError, RecursionError):
         for line in lines:
             rows.append(json.loads(line))
@@ -90,8 +80,8 @@ class Run:
 
     path: Path = Path()
     commands: list[str] = field(default_factory=list)
-    experiments: list[dict[str, Any]] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
+    experiments: list[dict[str, Any]] = field(default_factory=list)
     partitions: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     alignment: list[dict[str, Any]] = field(default_factory=list)
@@ -105,26 +95,33 @@ def read_run(path: Path) -> Run:
         FileNotFoundError: there is no such folder, or it is no run folder.
         FedrotError: a file is damaged, or a link leads out of the folder.
     """
-    if not (path / "config.json").is_file():
+    file = path / "config.json"
+    if not file.is_file():
         raise FileNotFoundError(f"'{path}' is not a run folder: it has no config.json.")
     refuse_links(path)
-    config = read_json(path / "config.json")
+    config, rows, alignment, missing = read_json(file), [], [], []
     try:
-        experiments, commands = config["experiments"], [*map(str, config["commands"])]
         titles = [
             title_of(experiment["name"], seed, strategy["name"])
-            for experiment in experiments
+            for experiment in config["experiments"]
             for seed in experiment["seeds"]
             for strategy in experiment["strategies"]
         ]
-    except (KeyError, TypeError) as error:
-        raise FedrotError(f"'{path / 'config.json'}' is not that of a run: {error!r:.300}") from error
-    files = {title: path / "cells" / f"{file_name(title)}.json" for title in titles}
-    found = [_read_cell(file) for file in files.values() if file.is_file()]
-    rows, alignment = ([row for one in found for row in one[key]] for key in ("rows", "alignment"))
-    held, partition = (_object(path / name) for name in ("versions.json", "partition.json"))
-    missing = [title for title, file in files.items() if not file.is_file()]
-    return Run(path, commands, experiments, held, partition, rows, alignment, missing)
+        known = {name: type(getattr(Run(), name))(config[name]) for name in _CONFIG}
+    except (KeyError, TypeError, ValueError) as error:
+        raise FedrotError(f"'{file}' is not that of a run: {error!r:.300}") from error
+    for title in titles:
+        cell = path / "cells" / f"{file_name(title)}.json"
+        if not cell.is_file():
+            missing.append(title)
+            continue
+        found = read_json(cell)
+        if not all(isinstance(found.get(key), list) for key in ("rows", "alignment")):
+            raise FedrotError(f"'{cell}' is damaged: it has no rows. Delete it to run that part again.")
+        rows += _checked(found["rows"], cell, *FIELDS)
+        alignment += _checked(found["alignment"], cell, "strategy")
+    _checked([r for r in alignment if "before" in r], path, "part", "layer", "after", "found", "moved")
+    return Run(path, **known, rows=rows, alignment=alignment, missing=missing)
 
 
 def title_of(experiment: str, seed: int, strategy: str) -> str:
@@ -138,24 +135,11 @@ def file_name(title: str) -> str:
     return re.sub(r"[^a-zA-Z0-9]+", "-", title).strip("-")[:100] + f".{digest}"
 
 
-def _object(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}
-
-
-def _read_cell(file: Path) -> dict[str, Any]:
-    found = read_json(file)
-    if not all(isinstance(found.get(key), list) for key in ("rows", "alignment")):
-        raise FedrotError(f"'{file}' is damaged: it has no rows. Delete it to run that part again.")
-    moved = [row for row in _checked(found["alignment"], file, "strategy") if "before" in row]
-    _checked(moved, file, "part", "layer", "after", "found", "moved")
-    return {**found, "rows": _checked(found["rows"], file, *FIELDS)}
-
-
 class RunFolder:
     """The folder of a run: a file under ``cells/`` for each experiment, seed and strategy.
 
-    It also has ``config.json``, ``versions.json``, ``partition.json`` and, after a command,
-    ``rows.csv``. Later commands may add experiments, seeds and strategies.
+    It also has ``config.json`` and, after a command, ``rows.csv``. Later commands may add experiments,
+    seeds and strategies.
 
     Raises:
         FileExistsError: the folder has something else.
@@ -165,24 +149,22 @@ class RunFolder:
     def __init__(
         self, path: Path, experiments: Sequence[Experiment], command: str, partitions: Mapping[str, Any]
     ) -> None:
-        self.path = path
-        config, held = (_object(path / name) for name in ("config.json", "partition.json"))
-        if config and "experiments" not in config:
+        self.path, file = path, path / "config.json"
+        config = read_json(file) if file.is_file() else dict.fromkeys(_CONFIG, ())
+        if not {*_CONFIG} <= config.keys():
             raise FileExistsError(
                 f"The folder '{path}' has a config.json of another kind, for example of a model, which "
                 "results would overwrite. Choose another --out."
             )
-        before = {own["name"]: own for own in config.get("experiments", [])}
+        before, held = {own["name"]: own for own in config["experiments"]}, dict(config["partitions"])
         united = [self._united(before.pop(own.name, None), _told(own)) for own in experiments]
         for name, own in partitions.items():
             held[name] = self._joined(name, held.get(name, own), own)
         (path / "cells").mkdir(parents=True, exist_ok=True)
-        commands = [*dict.fromkeys([*config.get("commands", []), command])]
-        write_json(
-            path / "config.json", {"commands": commands, "experiments": [*united, *before.values()]}
-        )
-        write_json(path / "partition.json", held)
-        write_json(path / "versions.json", versions())
+        commands = [*dict.fromkeys([*config["commands"], command])]
+        both = [*united, *before.values()]
+        contents = (commands, versions(), both, held)
+        write_json(file, dict(zip(_CONFIG, contents, strict=True)))
 
     def has(self, cell: Cell) -> bool:
         """Return whether the folder has a cell's rows."""
@@ -194,6 +176,13 @@ class RunFolder:
         """Write a finished cell's rows, alignment report and Flower's log."""
         found = {"title": cell.title, "rows": rows, "alignment": alignment, "log": log}
         write_text(self._file(cell), json_line(found))
+        self._file(cell).with_suffix(".txt").unlink(missing_ok=True)
+
+    def fail(self, cell: Cell, failure: str) -> Path:
+        """Write the traceback of a failed cell, and return its file."""
+        file = self._file(cell).with_suffix(".txt")
+        write_text(file, f"{cell.title}\n\n{failure}")
+        return file
 
     def write_rows(self) -> None:
         """Write the rows of all results to ``rows.csv``."""
@@ -241,34 +230,19 @@ def _told(experiment: Experiment) -> dict[str, Any]:
     return fields
 
 
-@contextmanager
-def only_writer(folder: Path) -> Iterator[None]:
-    """Make a folder if needed, and lock it against other writing processes.
+def only_writer(folder: Path) -> AbstractContextManager[object]:
+    """Make a folder if needed, and lock it against other writing processes; the process holds the lock.
 
-    The lock ends with the process. On file systems without locks, the folder is not locked.
-
-    Raises:
-        FedrotError: another process holds the lock, or a link in the folder leads out of it.
+    Raises ``FedrotError`` if another process holds it, or a link in the folder leads out of it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     refuse_links(folder)
-    path = folder / ".lock"
-    lock = FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)
     try:
-        lock.acquire()
+        return FileLock(folder / ".lock", timeout=0, thread_local=False).acquire()
     except Timeout as error:
         raise FedrotError(
             f"Another run is writing to '{folder}'. Wait until it ends, or choose another folder."
         ) from error
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            path.unlink()
-        lock.release()
 
 
 def versions() -> dict[str, str]:

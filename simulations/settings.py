@@ -109,14 +109,6 @@ class Experiment(BaseModel):
     lr: float = Field(1e-3, gt=0, description="AdamW's learning rate.")
     weight_decay: float = Field(0.01, ge=0, description="AdamW's weight decay.")
 
-    @field_validator("partition")
-    @classmethod
-    def _known_partition(cls, value: str) -> str:
-        from fedrot.simulations.data.partition import parse_partition
-
-        parse_partition(value)
-        return value
-
     @field_validator("seeds", mode="before")
     @classmethod
     def _counted(cls, value: Any) -> Any:
@@ -182,12 +174,6 @@ class Experiment(BaseModel):
         if self.model is None and self.architecture not in traits.architectures:
             able = " or ".join(traits.architectures)
             yield f"architecture '{self.architecture}' is not for '{self.task}'; choose {able}"
-        size = self.width // self.heads
-        if self.width % self.heads or (self.architecture == "llama" and size % 2):
-            yield (
-                f"width {self.width} and {self.heads} heads do not go together: a head has a whole "
-                "width, for llama an even one"
-            )
         if self.start == "different" and min(shares) < 1:
             yield (
                 "start 'different' needs fraction_train 1: a client that joins in a later round starts "

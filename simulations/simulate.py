@@ -22,9 +22,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from fedrot._io import write_text
 from fedrot.simulations.checks import check, costs_of, estimate, in_words, print_data
-from fedrot.simulations.engine import Ended, Job, Machine, Tell, check_gpus, run_jobs
+from fedrot.simulations.engine import Ended, Job, Machine, Tell, run_jobs
 from fedrot.simulations.federation.cells import Cell, cells_of, partitions_of, run_cell
 from fedrot.simulations.federation.client_app import app
 from fedrot.simulations.federation.grids import OrderedGrid, local_clients
@@ -34,8 +33,8 @@ from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks import training
 from fedrot.strategies.flower_compat import outside_of_the_engine
 
-#: Folders in a run folder: shared trainings of running jobs, and tracebacks.
-TRAININGS, FAILURES = "trainings", "failures"
+#: Folder of shared trainings of running jobs, in a run folder.
+TRAININGS = "trainings"
 #: Seconds between two lines about the progress, where there is no terminal.
 SILENCE = 30.0
 #: Seconds between two reports of a job about its progress.
@@ -61,11 +60,9 @@ def simulate(
         FileExistsError, FedrotError: the folder has other contents, see ``RunFolder``, or another run
             writes to it; data, partition or model cannot be used; the machine has too few GPUs; or there
             is no cluster.
-        RuntimeError: a part failed; the tracebacks are in ``failures/``, and the others are finished.
+        RuntimeError: a part failed; their tracebacks are in ``cells/``, and the others are finished.
         KeyboardInterrupt: the user stopped the run; what is finished is in the folder.
     """
-    if not machine.ray:
-        check_gpus(machine.gpus)
     with _logged():
         check(experiments)
     print_data(experiments, console, brief=not dry_run)
@@ -99,7 +96,7 @@ def simulate(
             present(out, console)
     if run.failed:
         raise RuntimeError(
-            f"{run.failed} of {len(missing)} parts failed; the tracebacks are in {out / FAILURES}. "
+            f"{run.failed} of {len(missing)} parts failed; the tracebacks are in {out / 'cells'}. "
             "Repeat the command to try them again."
         )
 
@@ -173,7 +170,6 @@ class _Run:
             self._fail(cell, failure)
             return
         self.folder.add(cell, rows, alignment, log)
-        (self.folder.path / FAILURES / f"{name}.txt").unlink(missing_ok=True)
         last = {
             row["metric"]: math.nan if row["value"] is None else row["value"]
             for row in rows
@@ -184,9 +180,7 @@ class _Run:
 
     def _fail(self, cell: Cell, failure: str) -> None:
         self.failed += 1
-        file = self.folder.path / FAILURES / f"{cell.name}.txt"
-        file.parent.mkdir(exist_ok=True)
-        write_text(file, f"{cell.title}\n\n{failure}")
+        file = self.folder.fail(cell, failure)
         self._tell(cell, f"FAILED, see {file}: {failure.strip().splitlines()[-1]}")
 
     def _tell(self, cell: Cell, said: str) -> None:

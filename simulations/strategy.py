@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 if TYPE_CHECKING:
     from fedrot.aggregation.registry import AggregationEntry
@@ -53,17 +52,6 @@ class Strategy(BaseModel):
     )
     clients: tuple[int, ...] = Field((), description="The clients that take part; default: all.")
     options: dict[str, Any] = Field({}, description="Of a plug-in's kind.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, given: Any) -> Any:
-        unknown = sorted(given.keys() - cls.model_fields) if isinstance(given, dict) else []
-        if unknown:
-            raise ValueError(
-                f"'{unknown[0]}' is no key of a strategy; keys are {', '.join(cls.model_fields)}. Other "
-                "arguments of FedRot are set by the harness"
-            )
-        return given
 
     @property
     def fits(self) -> bool:
@@ -198,10 +186,8 @@ NAMED: dict[str, dict[str, Any]] = tomllib.loads(
 def named(name: str, of_adapters: object = False) -> Strategy:
     """Return a named strategy; raises ``ValueError``."""
     if name not in NAMED:
-        near = get_close_matches(name, NAMED, 1)
-        advice = f"; did you mean '{near[0]}'? Named" if near else ". Named"
         raise ValueError(
-            f"unknown strategy '{name}'{advice} ones are {', '.join(NAMED)}; write any other as a table "
+            f"unknown strategy '{name}'; named ones are {', '.join(NAMED)}; write any other as a table "
             "[[strategy]] of a TOML file"
         )
     left_out = {"says", *(("alignment", "other_basis") if of_adapters else ())}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,11 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from fedrot._io import read_json, write_json, write_text
 from fedrot.errors import FedrotError
 from fedrot.simulations.engine import Ended, Job, Machine, Tell, run_jobs
-from fedrot.simulations.experiment_files import read_experiments
 from fedrot.simulations.folder import only_writer, read_rows, versions
 from fedrot.simulations.models import build_model
 from fedrot.simulations.settings import Experiment
-from fedrot.simulations.simulate import FAILURES
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.symmetry import symmetry_of
@@ -27,6 +26,8 @@ from reproductions.barriers.line import BarrierLine, lines_of, measure, training
 from reproductions.barriers.methods import METHODS
 from reproductions.barriers.summary import tables
 
+#: Folder of tracebacks.
+FAILURES = "failures"
 Sharing = Literal["same", "thirds", "disjoint"]
 
 #: The number of pieces of the training rows, and the pieces that each of the two models sees.
@@ -96,16 +97,20 @@ class Cell(BaseModel):
         return out / "lines" / f"{self.name}.{seeds[0]}-{seeds[1]}.jsonl"
 
 
-def read_cells(path: Path, data_dir: Path | None = None, *, quick: bool = False) -> tuple[Cell, ...]:
+def read_cells(path: Path, data_dir: Path | None = None) -> tuple[Cell, ...]:
     """Read the cells of a TOML file of ``[base]`` and one ``[[task]]`` per data set.
 
     A task has the fields of ``Experiment``, ``points``, ``rows``, ``methods`` and ``pairs``, a table
-    from sharing to pairs of seeds. ``base`` has the fields that tasks share; see ``read_experiments``.
+    from sharing to pairs of seeds. ``base`` has the fields that tasks share.
     ``ValueError`` if the file is no TOML, or describes no task or an impossible one.
     """
     given = {"data_dir": data_dir} if data_dir else {}
-    tasks = read_experiments(path, quick=quick, entries="task")
-    cells = tuple(cell for task in tasks for cell in _cells({**task, **given}))
+    try:
+        described = tomllib.loads(path.read_text("utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise FedrotError(f"'{path}' is no TOML: {error}") from error
+    base, tasks = described.get("base", {}), described.get("task", [])
+    cells = tuple(cell for task in tasks for cell in _cells({**base, **task, **given}))
     # Names of files are the same in capitals on some systems.
     if not cells or len({cell.name.casefold() for cell in cells}) != len(cells):
         raise FedrotError(f"'{path}' needs at least one [[task]], each with a name of its own.")

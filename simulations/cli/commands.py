@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any
 
 import click
@@ -41,14 +37,6 @@ PROGRAM = ["fedrot"]
 
 #: Exit codes: 0 done, 1 the run failed, 2 bad input, 130 interrupted.
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
-
-#: What to do about errors of the operating system, by error number.
-_ADVICE = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free some space, or choose another place."),
-    errno.EROFS: "Choose another place.",
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "Change its permissions, or choose another place."),
-    errno.ENAMETOOLONG: "Choose a shorter name.",
-}
 
 Function = Callable[..., None]
 
@@ -100,22 +88,12 @@ def command(app: typer.Typer, *lines: str, name: str | None = None) -> Callable[
     def register(function: Function) -> Function:
         @wraps(function)
         def run(**values: Any) -> None:
-            values = {name: _at_home(value) for name, value in values.items()}
             guarded(partial(function, **values), as_json=bool(values.get("as_json")))
 
         app.command(name, cls=_Command, epilog=examples(*lines))(run)
         return run
 
     return register
-
-
-def _at_home(value: Any) -> Any:
-    """Expand a leading ``~/``, which shells do not expand in ``--out=~/runs``."""
-    if isinstance(value, list):
-        return [_at_home(item) for item in value]
-    if isinstance(value, (str, Path)) and str(value).startswith("~/"):
-        return type(value)(os.path.expanduser(value))
-    return value
 
 
 def guarded(run: Callable[[], None], *, as_json: bool = False) -> None:
@@ -143,19 +121,11 @@ def guarded(run: Callable[[], None], *, as_json: bool = False) -> None:
         raise typer.Exit(BAD_INPUT if isinstance(error, OSError | ValueError) else FAILED) from None
 
 
-def need(*modules: str) -> None:
-    """Raise ``ModuleNotFoundError`` if one of these modules is not installed."""
-    missing = [name for name in modules if find_spec(name) is None]
-    if missing:
-        raise ModuleNotFoundError(f"This command needs {', '.join(missing)}. {INSTALL}")
-
-
 def _in_words(error: Exception) -> str:
-    """Return an error's message; for the operating system's errors: file, reason and what to do."""
+    """Return an error's message; for errors of the operating system: file and reason."""
     if not isinstance(error, OSError) or error.filename is None:
         return str(error)
-    advice = _ADVICE.get(error.errno or 0, "")
-    return f"'{error.filename}': {error.strerror}. {advice}".rstrip()
+    return f"'{error.filename}': {error.strerror}."
 
 
 def say(message: str) -> None:

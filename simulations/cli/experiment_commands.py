@@ -10,33 +10,19 @@ from typing import Annotated, Any
 import typer
 
 from fedrot._io import replacing, write_text
-from fedrot.simulations.cli.commands import app, command, command_line, console, need, say
-from fedrot.simulations.experiment_files import bundled_files, read_experiments
+from fedrot.simulations.cli.commands import app, command, command_line, console, say
+from fedrot.simulations.experiment_files import read_experiments
 from fedrot.simulations.settings import Experiment
 
-#: Modules of the extra ``simulation`` that a run needs: a missing one is named before the run.
-SIMULATION = (
-    *("flwr", "flwr_datasets", "datasets", "transformers", "tokenizers", "pyarrow", "sklearn", "PIL"),
-    *("nervaluate", "pandas", "matplotlib", "jinja2", "ray"),
-)
-#: Names of ``--set`` that are no fields of an experiment, with what reads their values.
-ON_MACHINE: Mapping[str, Any] = {
-    "ray": str,
-    "gpus": float,
-    "quick": lambda value: value.lower() in ("1", "true", "yes"),
-}
+#: Names of ``--set`` that are no fields of an experiment, with the types of their values.
+ON_MACHINE: Mapping[str, Any] = {"ray": str, "gpus": float}
 
 
 def _option(name: str) -> Any:
     return typer.Option(help=Experiment.model_fields[name].description, show_default=False)
 
 
-def _completed(incomplete: str) -> list[str]:
-    return [name for name in bundled_files() if name.startswith(incomplete)]
-
-
 # Arguments are hidden, and docstrings describe them: some versions of click drop their help.
-FileArgument = Annotated[Path | None, typer.Argument(hidden=True, autocompletion=_completed)]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, run nothing.")]
 Workers = Annotated[
     int | None, typer.Option(min=1, help="Processes; default: one per core.", show_default=False)
@@ -58,7 +44,7 @@ Settings = Annotated[
     "fedrot simulate demo --seeds 1 --out runs/demo",
 )
 def simulate(
-    file: FileArgument = None,
+    file: Annotated[Path | None, typer.Argument(hidden=True)] = None,
     *,
     out: Annotated[Path, typer.Option(help="Folder for results; what it has is not run again.")],
     data: Annotated[str | None, _option("data")] = None,
@@ -81,10 +67,9 @@ def simulate(
     FILE is a TOML file of experiments, or a bundled one, such as demo; options replace its values.
     Without it: one experiment from the options. Repeat the command to go on after an interrupt.
     """
-    need(*SIMULATION)
     given = {name: value for name, value in locals().items() if name in Experiment.model_fields}
     given, on_machine = _with_settings({n: v for n, v in given.items() if v is not None}, settings or ())
-    experiments = experiments_of(file, given, quick=on_machine.pop("quick", False))
+    experiments = read_experiments(file, given) if file else [Experiment.from_flat(given)]
     # After the settings have been checked: these modules import torch and transformers.
     from fedrot.simulations.engine import Machine
     from fedrot.simulations.simulate import simulate as run
@@ -110,19 +95,6 @@ def _with_settings(
         else:
             found[name] = value
     return found, on_machine
-
-
-def experiments_of(file: Path | None, given: Mapping[str, Any], *, quick: bool) -> list[Experiment]:
-    """Return the experiments of a file with the given values in place of its own; without, one."""
-    if file is None:
-        if quick:
-            raise ValueError("quick is for a file with a table [quick]; leave it out")
-        return [Experiment.from_flat(given)]
-    found = [Experiment.from_flat({**fields, **given}) for fields in read_experiments(file, quick=quick)]
-    names = [experiment.name for experiment in found]
-    if len(set(names)) < len(names):
-        raise ValueError(f"two experiments have the same name among {', '.join(names)}; name them")
-    return found
 
 
 @command(app, "fedrot flower-app my-app", name="flower-app")

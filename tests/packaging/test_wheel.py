@@ -116,7 +116,7 @@ def test_a_bundled_file_and_the_flower_app_come_with_the_wheel(wheel: Path, tmp_
         archive.extractall(tmp_path / "site")
     code = (
         "from fedrot.simulations.cli.app import app\n"
-        "for line in ('simulate demo --set quick=yes --out run --dry-run', 'flower-app app'):\n"
+        "for line in ('simulate demo --seeds 1 --out run --dry-run', 'flower-app app'):\n"
         "    app(line.split(), standalone_mode=False)\n"
     )
     result = subprocess.run(

@@ -14,7 +14,7 @@ import ray
 
 import fedrot
 from fedrot.simulations import engine
-from fedrot.simulations.engine import Ended, Job, Machine, Tell, check_gpus, run_jobs
+from fedrot.simulations.engine import Ended, Job, Machine, Tell, run_jobs
 from fedrot.simulations.plugins import PLUGINS, load_plugins
 
 
@@ -199,12 +199,7 @@ def test_jobs_of_this_machine_do_not_go_to_a_cluster_on_it(two_nodes: str) -> No
     assert [said[0] for said in found.values()] == [None, None]
 
 
-@pytest.mark.parametrize(("found", "gpus"), [(0, 0.5), (1, -0.5), (2, 3.0), (2, 1.5)])
-def test_gpus_that_cannot_be_lent_are_refused(
-    found: int, gpus: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: found)
-    check_gpus(0.0)
-    check_gpus(float(found))
-    with pytest.raises(fedrot.FedrotError, match=f"the {found} GPUs"):
-        check_gpus(gpus)
+def test_gpus_that_are_not_there_are_refused(two_nodes: str) -> None:
+    with pytest.raises(fedrot.FedrotError, match=r"gpus is 1\.5 for each job, and there are 0 GPUs"):
+        heard([Job("a", halves, (2,))], Machine(ray=two_nodes, gpus=1.5))
+    assert not ray.is_initialized()

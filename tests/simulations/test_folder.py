@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import subprocess
@@ -11,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import filelock
 import pandas
 import pytest
 
@@ -104,14 +102,16 @@ def replaced(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
         ("config.json", "{}", "is not that of a run"),
         ("config.json", '{"commands": [], "experiments": [3]}', "is not that of a run"),
         ("config.json", "[", "damaged"),
-        ("versions.json", "[]", "damaged"),
-        ("partition.json", "x", "damaged"),
         ("cell", "", "damaged"),
         ("cell", "{}", "Delete it to run that part again"),
-        ("cell", '{"rows": [{}], "alignment": []}', "experiment is missing or wrong in row 1"),
-        ("cell", '{"rows": [3], "alignment": []}', "row is missing or wrong"),
-        ("cell", '{"rows": [], "alignment": [{"before": 1}]}', "strategy is missing or wrong"),
-        ("cell", '{"rows": [], "alignment": [{"strategy": "a", "before": "x"}]}', "before is missing"),
+        ("cell", '{"rows": [{}], "alignment": []}', "row that fedrot did not write: {}"),
+        ("cell", '{"rows": [3], "alignment": []}', "row that fedrot did not write: 3"),
+        ("cell", '{"rows": [], "alignment": [{"before": 1}]}', "row that fedrot did not write"),
+        (
+            "cell",
+            '{"rows": [], "alignment": [{"strategy": "a", "before": "x"}]}',
+            "row that fedrot did not write",
+        ),
     ],
 )
 def test_damaged_files_are_named(tmp_path: Path, name: str, text: str, said: str) -> None:
@@ -162,15 +162,16 @@ def test_a_folder_of_something_else_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "count"), [("", 0), ('{"round": 1}\n{"round": 2}\n', 2), ('{"round": 1}\n{"rou', 1)]
+    ("text", "count"),
+    [("", 0), ('{"round": 1}\n{"round": 2}\n', 2), ('{"round": 1}\n{"rou', 1), ("\xff", 0)],
 )
 def test_rows_end_where_a_line_is_unfinished(tmp_path: Path, text: str, count: int) -> None:
     file = tmp_path / "rows.jsonl"
-    file.write_text(text)
+    file.write_text(text, "latin-1")
     assert len(read_rows(file)) == count
 
 
-@pytest.mark.parametrize("data", [b"\xff\xfe", b'{"round": "one"}\n', b"3\n", b'{"layer": 0.5}\n'])
+@pytest.mark.parametrize("data", [b'{"round": "one"}\n', b"3\n", b'{"layer": 0.5}\n'])
 def test_rows_that_no_strategy_wrote_are_named(tmp_path: Path, data: bytes) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_bytes(data)
@@ -196,7 +197,6 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -
     first.communicate()
     with only_writer(tmp_path):
         pass
-    assert not (tmp_path / ".lock").exists()
 
 
 def test_a_link_out_of_a_folder_is_refused(tmp_path: Path) -> None:
@@ -210,21 +210,4 @@ def test_a_link_out_of_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(outside)
     (outside / "own").symlink_to(outside)
     with only_writer(tmp_path / "link"):
-        pass
-
-
-def test_a_file_system_without_locks_is_written_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(number: int) -> Callable[..., None]:
-        def acquire(*_: object, **__: object) -> None:
-            raise OSError(number, "no")
-
-        return acquire
-
-    monkeypatch.setattr(filelock.FileLock, "acquire", fail(errno.ENOLCK))
-    with only_writer(tmp_path):
-        pass
-    monkeypatch.setattr(filelock.FileLock, "acquire", fail(errno.EIO))
-    with pytest.raises(OSError, match="no"), only_writer(tmp_path):
         pass

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterable
-from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 
 from fedrot.simulations import INSTALL
-from fedrot.simulations.cli.experiment_commands import SIMULATION
-from tests.simulations.cli.test_terminal import COMMANDS, ROOT
+from tests.simulations.cli.test_terminal import COMMANDS
 
 HEAVY = {
     *("torch", "scipy", "transformers", "flwr", "datasets", "flwr_datasets", "matplotlib", "ray"),
@@ -24,9 +20,9 @@ HEAVY = {
 
 #: Mistakes in the values of options, and in a setting.
 MISTAKES = (
-    *("--task wrong", "--rounds -1", "--rounds much", "--seeds 3-1", "--partition wrong", "--wrong 1"),
+    *("--task wrong", "--rounds -1", "--rounds much", "--seeds 3-1", "--wrong 1"),
     *("--set wrong=1", "--set width=0", "--set start=wrong", "--model minilm --set width=8"),
-    *("--set width=10", "--set architecture=vit", "--task mlm --set label_kind=single", "a.toml"),
+    *("--set architecture=vit", "--task mlm --set label_kind=single", "a.toml"),
     *("--strategies wrong", "--set lora=r"),
 )
 
@@ -73,20 +69,10 @@ def test_mistakes_in_settings_import_nothing_heavy_but_numpy(tmp_path: Path) -> 
     assert modules & HEAVY <= {"numpy"}
 
 
-def test_help_needs_the_extra_flower_alone_and_a_run_names_the_other() -> None:
-    lacking = [name for name in SIMULATION if name != "flwr"]
-    codes, outputs, _ = results_of(*HELPS, "simulate --out run", lacking=lacking)
+def test_a_run_without_a_package_names_it() -> None:
+    codes, outputs, _ = results_of(*HELPS, "simulate --out run", lacking=["transformers"])
     assert codes == [0] * len(HELPS) + [2], outputs
-    assert outputs[-1] == f"Error: This command needs {', '.join(lacking)}. {INSTALL}"
-
-
-def test_every_package_of_the_extra_is_needed_by_a_run() -> None:
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        extras = tomllib.load(file)["project"]["optional-dependencies"]
-    # Of fedrot[flower] and flwr[simulation], a run needs flwr and ray.
-    names = {re.split("[<>=[]", one)[0] for one in extras["simulation"]} - {"fedrot"} | {"ray"}
-    found = packages_distributions()
-    assert names == {found[module][0].lower() for module in SIMULATION}
+    assert outputs[-1] == f"Error: This command needs transformers. {INSTALL}"
 
 
 def test_fedrot_itself_imports_nothing_until_a_name_is_used() -> None:

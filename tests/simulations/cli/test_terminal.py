@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from fedrot.simulations.cli import app as entry
 from fedrot.simulations.cli.app import app
-from fedrot.simulations.cli.experiment_commands import experiments_of
+from fedrot.simulations.experiment_files import read_experiments
 from fedrot.simulations.settings import Experiment
 from tests.models import fresh_model
 from tests.simulations.commands import invoke
@@ -62,7 +62,7 @@ def test_help_ends_with_examples_that_work(name: str, monkeypatch: pytest.Monkey
         if command == "simulate":
             fields = {k: v for k, v in given.items() if k in Experiment.model_fields and v is not None}
             file = given["file"] and Path(given["file"])
-            assert experiments_of(file, fields, quick=False)
+            assert read_experiments(file, fields) if file else Experiment.from_flat(fields)
 
 
 @pytest.mark.parametrize("name", ["[/x]", "[red]x"])
@@ -90,18 +90,3 @@ def test_the_package_can_be_run_as_a_module_and_says_its_version(
         runpy.run_module("fedrot", run_name="__main__")
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"fedrot {project_version()}\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "completed"),
-    [("fedrot simu", {"simulate"}), ("fedrot simulate dem", {"demo"})],
-)
-def test_the_shell_completes_commands_and_bundled_files(
-    words: str, completed: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = {"_FEDROT_COMPLETE": "complete_bash", "COMP_WORDS": words}
-    asked["COMP_CWORD"] = str(len(words.split()) - 1)
-    for name, value in asked.items():
-        monkeypatch.setenv(name, value)
-    result = CliRunner().invoke(app, [], prog_name="fedrot", complete_var="_FEDROT_COMPLETE")
-    assert set(result.stdout.split()) == completed

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedrot.head import ClassSums
 from fedrot.strategies.sums import losses as module
 from fedrot.strategies.sums.losses import LEAST_RANGE, MOST, Ballot, capped, centre
-from fedrot.strategies.sums.totals import Totals, total_without
+from fedrot.strategies.sums.totals import SCARCE, Totals, total_without
 from fedrot.temperature import ONE, TEMPERATURES, LossSums
 
 #: Numbers of rows and values of up to 16 clients.
@@ -123,3 +123,24 @@ def test_totals_are_the_sums_of_capped_rows_in_any_order(order: list[int], scale
 
 def test_the_example_runs() -> None:
     assert doctest.testmod(module) == (0, 1)
+
+
+@pytest.mark.parametrize("kept", [0, 9, 10])
+def test_classes_that_only_left_out_groups_tell_keep_all_their_rows(kept: int) -> None:
+    """A client with a class of its own is left out with what it says of others' classes alone."""
+    generator = torch.Generator().manual_seed(kept)
+
+    def sums(*labels: int) -> ClassSums:
+        features = torch.randn(len(labels), 5, generator=generator, dtype=torch.float64) + 3
+        one_hot = torch.nn.functional.one_hot(torch.tensor(labels), 3).double()
+        return ClassSums(one_hot.sum(0), one_hot.mT @ features, features.mT @ features)
+
+    ours, theirs = sums(*[0, 1] * 20, *[2] * kept), sums(*[0] * 30, *[2] * 40)
+    found = total_without([7], {4: ours, 7: theirs})
+    told = kept < SCARCE
+    assert found.counts.tolist() == [20, 20, kept + 40 * told]
+    means = (ours.sums + theirs.sums * told)[2] / max(found.counts[2], 1)
+    torch.testing.assert_close(found.means()[2], means)
+    torch.testing.assert_close(found.means()[:2], ours.means()[:2])
+    if kept != SCARCE - 1:  # With two means of the class, their distance adds to the covariance.
+        torch.testing.assert_close(found.within(), ours.within())

@@ -30,8 +30,8 @@ _OLD = 24 * 3600
 
 
 def hash_of(tensors: Tensors, head: str) -> str:
-    """Return the SHA-256 of a body: of names, dtypes, shapes and bits; of the head without bits."""
-    found = hashlib.sha256()
+    """Return the BLAKE2b of a body: of names, dtypes, shapes and bits; of the head without bits."""
+    found = hashlib.blake2b(digest_size=32)
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         if name not in head_names(head):
@@ -98,11 +98,12 @@ class Shelf:
     def read(self, key: str, between: Iterable[str] = ()) -> Mapping[str, Tensor] | None:
         """Return a body, from its file or from the two bodies that it is ``half_way`` between."""
         found = self._file(key)
+        if found is not None:
+            return found
         halves = [half for half in map(self._file, between) if half is not None]
-        if found is None and len(halves) == 2:
-            found = half_way(*halves)
-            return self.keep(key, found) if hash_of(found, self._head) == key else None
-        return found
+        if len(halves) < 2 or hash_of(found := half_way(*halves), self._head) != key:
+            return None
+        return self.keep(key, found)
 
     def keep(self, key: str, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Write a body, unless it is there, and return it; a full disk is a warning."""

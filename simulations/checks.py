@@ -139,7 +139,7 @@ def costs_of(cells: Sequence[Cell], partitions: Mapping[str, Any]) -> dict[str, 
         later = 0.0 if same in trained else sum(map(experiment.epochs, range(2, rounds + 1)))
         share = strategy.fraction_train or experiment.fraction_train
         test = len(task_of(experiment.to_json()).test)
-        passes = (rounds + 1 if strategy.fit_head else bool(strategy.fits)) * rows
+        passes = (2 * rounds + 1 if strategy.fit_head else bool(strategy.fits)) * rows
         evaluated = (rounds + 1) * test + experiment.holdout * rows + passes
         found[cell.name] = rows * share * (first + later) + training.EVALUATED * evaluated
         trained |= {key, same} if not joined else set()

@@ -46,14 +46,12 @@ CHEAPER = 0.99
 
 @dataclass(frozen=True)
 class Paired:
-    """Ours minus theirs over ``n`` seeds: mean, two-sided 95 % t interval, verdict and p-value.
+    """Ours minus theirs over ``n`` seeds: mean, two-sided 95 % t interval and verdict.
 
     The interval is NaN with fewer than two seeds. The verdict is "better" or "worse", "within noise" if
-    the interval contains 0, "identical" if all differences are 0, "equal but for rounding" if none is
-    above ``ROUNDING``, "not finite", "one seed: no interval", "no spread: no interval" if all seeds
-    have the same difference, or "no seed in common". ``p`` is the p-value of the paired t test: 1 if no
-    difference is above ``ROUNDING``, NaN without an interval. ``ours`` and ``theirs`` are the means over
-    these seeds, NaN if unknown.
+    the interval contains 0, "same" if no difference is above ``ROUNDING``, "not finite", "no interval"
+    with one seed or if all seeds have the same difference, or "no seed in common". ``ours`` and
+    ``theirs`` are the means over these seeds, NaN if unknown.
     """
 
     mean: float
@@ -61,7 +59,6 @@ class Paired:
     ci_high: float
     n: int
     verdict: str
-    p: float = math.nan
     ours: float = math.nan
     theirs: float = math.nan
 
@@ -95,21 +92,14 @@ def paired_difference(differences: Sequence[float], *, lower_is_better: bool = F
         return Paired(math.nan, math.nan, math.nan, 0, "no seed in common")
     if not np.isfinite(differences).all():
         return Paired(math.nan, math.nan, math.nan, n, "not finite")
-    if not any(differences):
-        return Paired(0.0, 0.0, 0.0, n, "identical", 1.0)
     mean = float(np.mean(differences))
     if max(map(abs, differences)) <= ROUNDING:
-        return Paired(mean, math.nan, math.nan, n, "equal but for rounding", 1.0)
-    if n == 1:
-        return Paired(mean, math.nan, math.nan, 1, "one seed: no interval")
-    if np.std(differences, ddof=1) <= ROUNDING * abs(mean):
-        return Paired(mean, math.nan, math.nan, n, "no spread: no interval")
-    test = stats.ttest_1samp(differences, 0.0)
-    low, high = map(float, test.confidence_interval(0.95))
+        return Paired(mean, math.nan, math.nan, n, "same")
+    if n == 1 or np.std(differences, ddof=1) <= ROUNDING * abs(mean):
+        return Paired(mean, math.nan, math.nan, n, "no interval")
+    low, high = map(float, stats.ttest_1samp(differences, 0.0).confidence_interval(0.95))
     verdict = "better" if (mean < 0) == lower_is_better else "worse"
-    return Paired(
-        mean, low, high, n, "within noise" if low <= 0 <= high else verdict, float(test.pvalue)
-    )
+    return Paired(mean, low, high, n, "within noise" if low <= 0 <= high else verdict)
 
 
 def compare_seeds(ours: Mapping[int, float], theirs: Mapping[int, float], metric: str) -> Paired:
@@ -205,7 +195,7 @@ def judgement(differences: Iterable[Paired]) -> str:
     found = {difference.verdict for difference in differences}
     if "not finite" in found:
         return "diverged"
-    if found <= {"identical", "equal but for rounding"}:
+    if found <= {"same"}:
         return "same"
     decided = found & {"better", "worse"}
     return "mixed" if len(decided) == 2 else (*decided, "undecided")[0]

@@ -11,7 +11,7 @@ from fedrot.simulations.summary import MOST_SEEDS, Standing, Verdict
 JUDGED = {
     "better": "Also better than {}",
     "undecided": "Undecided against {}",
-    "same": "Exactly as {}, or but for rounding",
+    "same": "As {}, but for rounding",
     "mixed": "Better than {} in one metric and worse in another",
     "worse": "Worse than {}",
     "diverged": "With values that are not finite, as {} or it diverged",
@@ -59,7 +59,7 @@ def sentences(found: Verdict) -> list[str]:
     for own in others:
         if own.bound:
             said.append(f"For comparison {own.name} ({own.bound}): {_means(own, found)}")
-    return [f"{one}." for one in (*said, _calibrated(found)) if one]
+    return [f"{one}." for one in said if one]
 
 
 def _gains(found: Verdict) -> list[str]:
@@ -100,15 +100,3 @@ def _noise(found: Verdict) -> str:
     between = " to ".join(dict.fromkeys(map(number, [*halves[:1], *halves[-1:]])))
     of = f"With {seeds(found.standings)}, a difference of {spoken(metric)}"
     return f"{of} shows from {between} on; brackets are 95 % intervals" if between else ""
-
-
-def _calibrated(found: Verdict) -> str:
-    """Return a sentence if another strategy has the lowest loss after calibration."""
-    metric, models = "calibrated_loss", [own for own in found.standings if not own.bound]
-    known = [own for own in models if {metric, "loss"} <= {*own.values}]
-    if not known:
-        return ""
-    first, plain = (min(known, key=lambda own: own.mean(m)) for m in (metric, "loss"))
-    against = format_difference(first.compared(plain, [metric]).against[metric])
-    after = f"After calibration (logits divided by one number): {first.name}, {against}"
-    return "" if first is plain else f"Lowest loss: {plain.name}. {after}"

@@ -22,6 +22,26 @@ class Picture(NamedTuple):
     caption: str
 
 
+class Cell(NamedTuple):
+    """A coloured cell: its text, the strength of its colour from 0 to 1, and what it is.
+
+    It is ``found``, no more than ``chance`` (grey), or ``grew`` (another colour).
+    """
+
+    text: str
+    strength: float = 0.0
+    kind: str = "found"
+
+
+class Grid(NamedTuple):
+    """A table of coloured cells by line; ``below`` says what the columns are."""
+
+    title: str
+    below: str
+    columns: Sequence[str]
+    lines: Mapping[str, Sequence[Cell]]
+
+
 @dataclass(frozen=True)
 class Section:
     """A part of a page. Its fields are shown in this order; a folded section opens on a click.
@@ -37,6 +57,7 @@ class Section:
     sentences: Sequence[str] = ()
     terms: Mapping[str, Any] = field(default_factory=dict)
     pictures: Sequence[Picture] = ()
+    grids: Sequence[Grid] = ()
     tables: Sequence[Table] = ()
     sections: Sequence[Section] = ()
     folded: bool = False

@@ -1,4 +1,4 @@
-"""Pictures of differences, of metrics by round and of the clients' classes; parts of all pictures."""
+"""Pictures of differences, and of metrics by round."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ LOGARITHMIC = frozenset({"perplexity", "pseudo_perplexity"})
 LONGEST = 32
 #: Width in inches of a picture that can be read on a phone.
 NARROW = 4.4
-#: Grids with more cells have no numbers; an axis of a grid has at most so many names.
-MOST_NUMBERS, MOST_NAMES = 150, 40
 
 
 def differences_plot(found: Verdict) -> Figure:
@@ -117,23 +115,6 @@ def curves_plot(rows: Iterable[Row], metric: str, strategies: Sequence[str]) -> 
     return figure
 
 
-def clients_plot(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Figure:
-    """Draw the rows of every class (line) and client (column); ``counts`` is [clients][classes].
-
-    Rows of no class have no name.
-    """
-    table = np.asarray(counts).T
-    lines = [names[i] if i < len(names) else "no class" if names else "rows" for i in range(len(table))]
-    figure, (ax,) = new_figure(height=min(0.3 * len(table), 7) + 0.8)
-    image = ax.imshow(table, "Blues", aspect="auto", interpolation="nearest", vmin=0)
-    several = len(counts) > 10
-    clients = [str(n) if several else f"{n}\n({sum(own)})" for n, own in enumerate(counts)]
-    name_cells(ax, lines, clients, "client" if several else "client (all its rows)")
-    if table.size <= MOST_NUMBERS:
-        write_numbers(ax, table, image.to_rgba(table))
-    return figure
-
-
 def rounds_plot(series: Mapping[str, Mapping[int, float]]) -> Figure:
     """Draw a small panel per metric with its values by round; ``series`` is metric -> round -> value."""
     figure, axes = new_figure(len(series), height=1.5)
@@ -146,33 +127,12 @@ def rounds_plot(series: Mapping[str, Mapping[int, float]]) -> Figure:
     return figure
 
 
-def name_cells(ax: Axes, lines: Sequence[str], columns: Sequence[str], below: str) -> None:
-    """Name the lines and columns of a picture of cells, at most ``MOST_NAMES`` of each."""
-    lines = [*map(as_label, lines)]
-    for axis, names, most in ((ax.yaxis, lines, MOST_NAMES), (ax.xaxis, columns, MOST_NAMES // 3)):
-        every = math.ceil(len(names) / most)
-        axis.set_ticks(range(0, len(names), every), names[::every])
-    ax.set_xlabel(below)
-    ax.tick_params(length=0)
-    ax.grid(visible=False)
-    ax.spines[:].set_visible(False)
-
-
-def write_numbers(ax: Axes, numbers: np.ndarray, colours: np.ndarray) -> None:
-    """Write numbers into cells, black on light ones and white on dark ones; NaN is left out."""
-    for (line, column), value in np.ndenumerate(numbers):
-        if not math.isnan(value):
-            light = float(colours[line, column][:3] @ (0.299, 0.587, 0.114)) > 0.55
-            place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
-            ax.text(column, line, f"{value:.0f}", color="black" if light else "white", **place)
-
-
-def new_figure(rows: int = 1, *, width: float = NARROW, height: float = 3.0) -> tuple[Figure, list[Any]]:
+def new_figure(rows: int = 1, *, height: float) -> tuple[Figure, list[Any]]:
     """Return a figure and its panels, one below the other; ``height`` is that of a panel, in inches."""
     # pyplot is not used: it chooses a display and keeps global state.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height * rows), layout="constrained")
+    figure = Figure(figsize=(NARROW, height * rows), layout="constrained")
     axes = list(figure.subplots(rows, squeeze=False).flat)
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)

@@ -1,28 +1,22 @@
-"""The page ``report.html`` of a run folder, its tables as Markdown, and its results on a terminal."""
+"""The page ``report.html`` of a run folder, and its results on a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fedrot._io import refuse_links
 from fedrot.simulations.folder import Run, read_run
 from fedrot.simulations.report import findings, plots
-from fedrot.simulations.report.heat_map import CAPTION, alignment_pictures
-from fedrot.simulations.report.page import Page, Picture, Section
+from fedrot.simulations.report.heat_map import CAPTION, heat_maps
+from fedrot.simulations.report.page import Cell, Grid, Page, Picture, Section
 from fedrot.simulations.report.tables import compact_table, lost_table, metric_table, seeds, spoken
-from fedrot.simulations.summary import Row, Verdict, described, verdicts_of
+from fedrot.simulations.summary import Verdict, described, verdicts_of
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-#: Function of the rows and the experiments of a run that returns a Markdown table, or an empty text.
-MarkdownTable = Callable[[Sequence[Row], Sequence[Mapping[str, Any]]], str]
-
-#: Tables of plug-ins, placed after the results.
-MARKDOWN_TABLES: list[MarkdownTable] = []
 
 
 @dataclass(frozen=True)
@@ -75,31 +69,19 @@ def write_report(path: Path) -> Path:
     return PAGE.write(path / "report.html", path.resolve().name, Results(run, verdicts_of(run)))
 
 
-def markdown_report(path: Path) -> str:
-    """Return the tables of a run folder as Markdown: results, and tables of plug-ins."""
-    run = read_run(path)
-    tables = [
-        replace(table, title=": ".join(filter(None, [found.experiment, table.title]))).markdown()
-        for found in verdicts_of(run)
-        for table in [compact_table(found), *(metric_table(found, metric) for metric in found.metrics)]
-    ]
-    return "\n".join(
-        filter(None, [*tables, *(own(run.rows, run.experiments) for own in MARKDOWN_TABLES)])
-    )
-
-
 def print_results(run: Run, console: Console) -> None:
-    """Print a line per experiment, then for each the line to copy, sentences and a table."""
-    verdicts = verdicts_of(run)
-    for found in verdicts:
-        console.print(f"{found.experiment}: {findings.lead(found)}", style="bold", markup=False)
-    for found in verdicts:
-        title = found.experiment if len(verdicts) > 1 else ""
-        code = found.recommended.about.get("code", "") if found.learned else ""
-        said = [f"- {sentence}" for sentence in findings.sentences(found)]
-        text = "\n".join(filter(None, [title, f"  {code}" if code else "", *said]))
-        console.print(f"\n{text}", markup=False, highlight=False)
+    """Print the verdict of each experiment, the line to copy, sentences and a table."""
+    for found in verdicts_of(run):
+        lead = f"\n{found.experiment}: {findings.lead(found)}"
+        console.print(lead, style="bold", markup=False, highlight=False)
+        said = [f"  {code}"] if (code := _code(found)) else []
+        said += [f"- {sentence}" for sentence in findings.sentences(found)]
+        console.print("\n".join(said), markup=False, highlight=False)
         console.print(compact_table(found))
+
+
+def _code(found: Verdict) -> str:
+    return str(found.recommended.about.get("code", "")) if found.learned else ""
 
 
 @PAGE.section
@@ -122,9 +104,8 @@ def verdict(found: Verdict, run: Run) -> Section:
     alt = "; ".join(f"{line[0]}: {', '.join(line[1:])}" for line in table.lines)
     caption = f"Beside each name: its mean over {seeds(found.standings)}."
     drawn = [Picture(plots.data_uri(plots.differences_plot(found)), alt, caption)]
-    code = str(found.recommended.about.get("code", "")) if found.learned else ""
     pictures = drawn if len(found.standings) > 1 else []
-    said = findings.sentences(found)
+    said, code = findings.sentences(found), _code(found)
     return Section("", findings.lead(found), code, sentences=said, pictures=pictures, beside=True)
 
 
@@ -139,13 +120,20 @@ def strategies(of: Results) -> Section | None:
 @each("What the clients have", "Rows of each class (line) and client (column), also those held out.")
 def clients(found: Verdict, run: Run) -> Section | None:
     """The rows of every client and class; seeds after the first are folded."""
-    partition, pictures = run.partitions.get(found.experiment, {}), []
+    partition, grids = run.partitions.get(found.experiment, {}), []
+    names = partition.get("label_names", [])
     for seed, own in partition.get("seeds", {}).items():
-        alt = "; ".join(f"client {n}: {sum(counts)} rows" for n, counts in enumerate(own["counts"]))
-        figure = plots.clients_plot(own["counts"], partition.get("label_names", []))
-        pictures.append(Picture(plots.data_uri(figure), alt, f"Seed {seed}"))
-    others = [Section("Other seeds", pictures=pictures[1:], folded=True)] if pictures[1:] else []
-    return Section(pictures=pictures[:1], sections=others) if pictures else None
+        counts, columns = own["counts"], [f"{n} ({sum(c)})" for n, c in enumerate(own["counts"])]
+        most = max(1, *map(max, counts))
+        lines = {
+            names[place] if place < len(names) else "no class" if names else "rows": [
+                Cell(str(client[place]), client[place] / most) for client in counts
+            ]
+            for place in range(len(counts[0]))
+        }
+        grids.append(Grid(f"Seed {seed}", "client (its rows)", columns, lines))
+    others = [Section("Other seeds", grids=grids[1:], folded=True)] if grids[1:] else []
+    return Section(grids=grids[:1], sections=others) if grids else None
 
 
 @each(
@@ -170,8 +158,8 @@ def curves(found: Verdict, run: Run) -> Section | None:
 @each("What alignment found, by layer and round", CAPTION)
 def alignment(found: Verdict, run: Run) -> Section | None:
     """The heat map of every strategy that aligns."""
-    pictures = alignment_pictures([row for row in run.alignment if "before" in row])
-    return Section(pictures=pictures) if pictures else None
+    grids = heat_maps(row for row in run.alignment if "before" in row)
+    return Section(grids=grids) if grids else None
 
 
 @each("Results in numbers", "After the last round, means over seeds.")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedrot.diagnosis import ALIGNED, PLAIN, WHOLE, diagnosis_of
 from fedrot.simulations.folder import read_rows
-from fedrot.simulations.report.heat_map import CAPTION, alignment_pictures
+from fedrot.simulations.report.heat_map import CAPTION, heat_maps
 from fedrot.simulations.report.page import Page, Picture, Section
 from fedrot.simulations.report.plots import data_uri, rounds_plot
 from fedrot.simulations.report.tables import lost_table, number
@@ -92,9 +92,9 @@ def _changes(series: Mapping[str, Mapping[int, float]]) -> list[str]:
 @PAGE.section
 def removed(rows: Sequence[Row]) -> Section:
     """The heat map of the alignment."""
-    pictures = alignment_pictures(row for row in rows if "before" in row)
-    text = CAPTION if pictures else "No aligned replies are reported."
-    return Section("What alignment found, by layer and round", text=text, pictures=pictures)
+    grids = heat_maps(row for row in rows if "before" in row)
+    text = CAPTION if grids else "No aligned replies are reported."
+    return Section("What alignment found, by layer and round", text=text, grids=grids)
 
 
 @PAGE.section

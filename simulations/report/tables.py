@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 #: Words up to this number of characters are never broken.
 WIDEST = 26
-#: Verdicts for which a difference is no number.
-SAME = ("identical", "equal but for rounding")
 #: What stands where there is no number.
 NONE = "-"
 
@@ -53,11 +51,6 @@ class Table:
             # As Text, brackets in names and intervals are not markup.
             table.add_row(*map(Text, line))
         yield table
-
-    def markdown(self) -> str:
-        """Return the table as Markdown, with its title above."""
-        title = f"**{_in_markdown(self.title)}**\n\n" if self.title else ""
-        return title + pipe_table(self.header, self.lines, self.texts)
 
 
 def pipe_table(header: Sequence[str], rows: Iterable[Sequence[str]], texts: Container[str]) -> str:
@@ -95,7 +88,7 @@ def compact_table(found: Verdict) -> Table:
 
 
 def metric_table(found: Verdict, metric: str) -> Table:
-    """Return a line per strategy: mean and spread of one metric, difference and p-value."""
+    """Return a line per strategy: mean and spread of one metric, and difference."""
     lines = []
     for own in found.standings:
         values, paired = [*own.values.get(metric, {}).values()], own.against.get(metric)
@@ -103,10 +96,9 @@ def metric_table(found: Verdict, metric: str) -> Table:
             sd = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
             style = number_style(own.mean(metric), sd)
             spread = "" if math.isnan(sd) else f" ± {sd:{style}}"
-            compared = (format_difference(paired), "" if math.isnan(paired.p) else f"{paired.p:.2g}")
-            compared = ("", "") if own is found.reference else compared
-            lines.append((own.name, f"{own.mean(metric):{style}}{spread}", *compared))
-    header = ("strategy", "mean ± sd", f"against {found.reference.name}", "p")
+            compared = NONE if own is found.reference else format_difference(paired)
+            lines.append((own.name, f"{own.mean(metric):{style}}{spread}", compared))
+    header = ("strategy", "mean ± sd", f"against {found.reference.name}")
     return Table(described(metric), header, lines, texts=header[:1])
 
 
@@ -131,7 +123,7 @@ def lost_table(rows: Iterable[Row]) -> list[Table]:
 
 def format_difference(difference: Paired) -> str:
     """Return ``+0.095 [+0.061, +0.129]``, or the verdict if there is no number."""
-    known = difference.n and difference.verdict not in SAME and not math.isnan(difference.mean)
+    known = difference.n and difference.verdict != "same" and not math.isnan(difference.mean)
     return format_interval(difference, sign="+") if known else difference.verdict
 
 
@@ -141,7 +133,7 @@ def format_interval(value: Paired, sign: Literal["", "+"] = "", interval: bool =
     clear = bool(bounds) and value.ci_low * value.ci_high > 0
     # An interval that excludes 0 is not shown as [+0.000, +0.000].
     more = 2 if clear and min(map(abs, bounds)) < 0.0005 else 0
-    style = sign + number_style(value.mean, *bounds, decimals=3 + more)
+    style = f"{sign}z" + number_style(value.mean, *bounds, decimals=3 + more)
     shown = ", ".join(f"{bound:{style}}" for bound in bounds)
     return f"{value.mean:{style}}" + (f" [{shown}]" if bounds else "")
 
@@ -156,7 +148,7 @@ def number_style(*values: float, decimals: int = 3) -> str:
 
 def number(value: float) -> str:
     """Return a number, or a dash if it is NaN."""
-    return NONE if math.isnan(value) else f"{value:{number_style(value)}}"
+    return NONE if math.isnan(value) else f"{value:z{number_style(value)}}"
 
 
 def spoken(metric: str) -> str:

@@ -63,14 +63,13 @@ def other(name: str, gain: float, fall: float, **more: Any) -> list[dict[str, An
 @given(
     st.lists(st.floats(-1, 1, allow_subnormal=False).map(lambda x: round(x, 3)), min_size=2, max_size=9)
 )
-def test_the_interval_and_the_p_value_are_those_of_scipy(values: list[float]) -> None:
+def test_the_interval_is_that_of_scipy(values: list[float]) -> None:
     found = paired_difference(values)
-    if math.isnan(found.smallest) or found.verdict == "identical":
+    if math.isnan(found.smallest):
         assert np.ptp(values) < 1e-5
         return
-    test = stats.ttest_1samp(values, 0.0)
     low, high = stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values))
-    assert (found.ci_low, found.ci_high, found.p) == pytest.approx((low, high, test.pvalue))
+    assert (found.ci_low, found.ci_high) == pytest.approx((low, high))
     assert (found.verdict == "within noise") == (low <= 0 <= high)
     needed = found.seeds_needed
     # Of n seeds with this mean and spread, the interval excludes 0; of one less, it does not.
@@ -85,8 +84,6 @@ def test_the_interval_by_hand() -> None:
     half = 4.302653 * 0.01 / math.sqrt(3)
     assert (found.mean, found.smallest) == pytest.approx((0.03, half), abs=1e-7)
     assert (found.n, found.verdict, found.ours) == (3, "better", pytest.approx(0.55))
-    # With two degrees of freedom, p = 1 - t / sqrt(t^2 + 2); t^2 is 0.03^2 / (0.01^2 / 3) = 27.
-    assert found.p == pytest.approx(1 - math.sqrt(27 / 29))
     assert found.theirs == pytest.approx(0.52)
 
 
@@ -98,13 +95,13 @@ def test_the_interval_by_hand() -> None:
         ([-0.1, -0.11, -0.12], True, "better"),
         ([-0.1, -0.11, -0.12], False, "worse"),
         ([0.1, -0.11, 0.12], False, "within noise"),
-        ([0.0, 0.0, 0.0], False, "identical"),
-        ([2e-8, 2.1e-8, 2.2e-8], True, "equal but for rounding"),
+        ([0.0, 0.0, 0.0], False, "same"),
+        ([2e-8, 2.1e-8, 2.2e-8], True, "same"),
         ([2e-6, 2.1e-6, 2.2e-6], True, "worse"),
-        ([0.0], False, "identical"),
-        ([-2e-8], False, "equal but for rounding"),
-        ([0.1], False, "one seed: no interval"),
-        ([0.1, 0.1, 0.1], False, "no spread: no interval"),
+        ([0.0], False, "same"),
+        ([-2e-8], False, "same"),
+        ([0.1], False, "no interval"),
+        ([0.1, 0.1, 0.1], False, "no interval"),
         ([0.0, math.nan], False, "not finite"),
         ([math.inf, 1.0], True, "not finite"),
         ([], True, "no seed in common"),
@@ -115,9 +112,9 @@ def test_differences_have_a_direction(
 ) -> None:
     found = paired_difference(differences, lower_is_better=lower_is_better)
     assert (found.verdict, found.n) == (verdict, len(differences))
-    known = verdict in ("better", "worse", "within noise", "identical")
+    known = verdict in ("better", "worse", "within noise")
     assert math.isnan(found.smallest) is not known
-    if verdict in ("one seed: no interval", "no spread: no interval"):
+    if verdict == "no interval":
         assert (found.mean, found.seeds_needed) == (pytest.approx(0.1), None)
 
 
@@ -141,9 +138,9 @@ def test_a_metric_is_described_by_unit_and_direction(metric: str, unit: str) -> 
         (["better", "within noise"], "better"),
         (["within noise", "worse"], "worse"),
         (["better", "worse"], "mixed"),
-        (["identical", "equal but for rounding"], "same"),
-        (["identical", "within noise"], "undecided"),
-        (["one seed: no interval"], "undecided"),
+        (["same", "same"], "same"),
+        (["same", "within noise"], "undecided"),
+        (["no interval"], "undecided"),
         (["better", "not finite"], "diverged"),
     ],
 )
@@ -284,19 +281,6 @@ def test_naming_the_most_frequent_class_is_no_learning(
     assert judged(levels("fedavg", values)).learned
     one = {"main": {"label_names": [], "seeds": {"0": {"counts": [[4], [2]]}}}}
     assert judged(levels("fedavg", values), partitions=one).learned
-
-
-def test_another_order_after_calibration_is_said() -> None:
-    rows = [
-        *FEDAVG,
-        *other("aligned", 0.1, 0.2),
-        *levels("fedavg", {"calibrated_loss": [0.5, 0.6, 0.7]}),
-    ]
-    assert not any("calibration" in said for said in sentences(judged(rows)))
-    rows += levels("aligned", {"calibrated_loss": [0.7, 0.81, 0.9]})
-    (said,) = (said for said in sentences(judged(rows)) if "calibration" in said)
-    assert said.startswith("Lowest loss: aligned. After calibration")
-    assert "fedavg, -0.203" in said
 
 
 def test_experiments_come_in_the_order_of_the_configuration() -> None:

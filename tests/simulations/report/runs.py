@@ -88,9 +88,9 @@ def write_folder(folder: Path, experiments: Mapping[str, Mapping[str, float]], *
                 }
                 for name, gains in experiments.items()
             ],
+            "versions": {"date": "2026-01-31", "torch": "2.9.0"},
+            "partitions": {name: {"label_names": names, "seeds": seeds} for name in experiments},
         },
-        "versions": {"date": "2026-01-31", "torch": "2.9.0"},
-        "partition": {name: {"label_names": names, "seeds": seeds} for name in experiments},
         **files,
     }
     for name, value in written.items():

@@ -1,4 +1,4 @@
-"""The page in a browser: nothing scrolls sideways, on a phone and on a desk, light and dark."""
+"""The page in a browser: only heat maps scroll sideways, on a phone and on a desk, light and dark."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCHEMES = {"dark": 0, "light": 1}
 #: Opens what is folded; notes what is wider than the window, and pictures without a text.
 MEASURE = """<script>
 document.querySelectorAll("details").forEach(one => one.open = true);
-const wide = [...document.querySelectorAll("body *")].filter(one =>
+const wide = [...document.querySelectorAll("body *:not(.wide, .wide *)")].filter(one =>
   one.getBoundingClientRect().right > innerWidth + 0.5 || one.scrollWidth > one.clientWidth + 1 &&
   getComputedStyle(one).overflowX !== "visible");
 const measured = {

@@ -1,4 +1,4 @@
-"""What pictures draw: dots, lines, bands and cells against numbers computed by hand."""
+"""What pictures and heat maps show, against numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_rgb
 
 from fedrot.simulations.report import plots
-from fedrot.simulations.report.heat_map import heat_map
+from fedrot.simulations.report.heat_map import heat_maps
+from fedrot.simulations.report.page import Cell
 from fedrot.simulations.summary import verdict
 from tests.simulations.report.runs import HOSTILE, group, levels, row, run_of
 
@@ -97,19 +97,6 @@ def test_perplexities_have_a_logarithmic_axis(
     assert ax.get_yscale() == scale
 
 
-def test_classes_by_client() -> None:
-    (ax,) = plots.clients_plot([[1, 2, 4], [8, 16, 32]], ["sad", "glad"]).axes
-    assert np.asarray(ax.images[0].get_array()).tolist() == [[1, 8], [2, 16], [4, 32]]
-    assert words(ax.get_yticklabels()) == ["sad", "glad", "no class"]
-    assert words(ax.get_xticklabels()) == ["0\n(7)", "1\n(56)"]
-    assert words(list(ax.texts)) == ["1", "8", "2", "16", "4", "32"]
-    (large,) = plots.clients_plot([[1] * 77] * 100, [f"class {n}" for n in range(77)]).axes
-    assert not large.texts
-    assert max(len(large.get_yticks()), 3 * len(large.get_xticks())) <= plots.MOST_NAMES + 2
-    (rows,) = plots.clients_plot([[5], [6]], []).axes
-    assert words(rows.get_yticklabels()) == ["rows"]
-
-
 def test_metrics_of_a_strategy_have_a_panel_each_by_ascending_rounds() -> None:
     series = {"loss": {3: 0.3, 1: 0.1, 2: 0.2}, "rate": {1: 5.0}}
     axes = plots.rounds_plot(series).axes
@@ -127,49 +114,20 @@ def test_the_heat_map_has_a_line_per_part_and_layer_and_a_column_per_round() -> 
         # No more than chance; and a share that is too small to name.
         group(3, "ffn", 0, 0.05, chance=0.1),
         group(1, "ffn", 0, 0.004),
-        {"round": 2, "client": 1, "dropped": "NaN"},
+        group(1, "ffn", 0, 0.9, strategy="other"),
     ]
-    ax, bar = heat_map(rows).axes
-    assert words(ax.get_yticklabels()) == [
-        *("residual", "attention, layer 0", "attention, layer 1"),
-        "ffn, layer 0",
-    ]
-    assert words(ax.get_xticklabels()) == ["1", "2", "3"]
-    cells, empty = (np.ma.filled(image.get_array(), math.nan) for image in ax.images)
-    nan = math.nan
-    expected = [[-2, nan, nan], [40, 20, 40 / 3], [50, 30, 10 + 40 / 3], [nan, 30, nan]]
-    np.testing.assert_allclose(cells, expected, atol=1e-9)
-    # Empty cells are white, and others without a colour are grey.
-    np.testing.assert_array_equal(np.isfinite(empty), [[False, True, True], *[[False] * 3] * 3])
-    colours = ax.images[0].to_rgba(ax.images[0].get_array())
-    assert colours[0, 0, 0] > colours[0, 0, 2]
-    assert len({*colours[3, 2][:3]}) == 1
-    assert words(list(ax.texts)) == ["-2", "40", "20", "13", "50", "30", "23", "0", "30", "5"]
-    assert (ax.images[0].get_clim(), bar.get_ylabel()) == ((0, 50), "share (%)")
-
-
-def test_numbers_are_light_on_dark_cells_and_dark_on_light_ones() -> None:
-    rows = [group(number, "ffn", 0, share) for number, share in enumerate((-0.2, 0.01, 0.25, 0.5), 1)]
-    ax = heat_map(rows).axes[0]
-    cells = ax.images[0].to_rgba(ax.images[0].get_array())[0][:, :3]
-    inks = np.array([to_rgb(text.get_color()) for text in ax.texts])
-
-    def luminance(colours: np.ndarray) -> np.ndarray:
-        """That of WCAG 2, from 0 of black to 1 of white."""
-        linear = np.where(colours <= 0.04045, colours / 12.92, ((colours + 0.055) / 1.055) ** 2.4)
-        return linear @ (0.2126, 0.7152, 0.0722)
-
-    both = np.sort([luminance(cells), luminance(inks)], axis=0)
-    assert ((both[1] + 0.05) / (both[0] + 0.05) > 3).all(), "as WCAG 2 wants of large text"
-    assert set(luminance(inks).round(3)) == {0, 1}
-
-
-def test_large_reports_stay_readable() -> None:
-    rows = [group(r, "ffn", layer, 0.01 * layer) for r in range(1, 101) for layer in range(96)]
-    figure = heat_map(rows)
-    width, height = figure.get_size_inches()
-    assert (width <= plots.NARROW, height < 12, [*figure.axes[0].texts]) == (True, True, [])
-    assert len(figure.axes[0].get_yticks()) <= plots.MOST_NAMES
+    ours, other = heat_maps(rows)
+    assert (ours.title, ours.below, ours.columns) == ("aligned", "round", ["1", "2", "3"])
+    assert {name: [cell.text for cell in cells] for name, cells in ours.lines.items()} == {
+        "residual": ["-2", "", ""],
+        "attention, layer 0": ["40", "20", "13"],
+        "attention, layer 1": ["50", "30", "23"],
+        "ffn, layer 0": ["0", "30", "5"],
+    }
+    assert [cell.kind for cell in ours.lines["ffn, layer 0"]] == ["chance", "found", "chance"]
+    assert ours.lines["residual"][0].kind == "grew"
+    assert [cell.strength for cell in ours.lines["attention, layer 0"]][:2] == pytest.approx([0.8, 0.4])
+    assert other.lines == {"ffn, layer 0": [Cell("90", 1.0)]}
 
 
 def test_names_are_text_and_not_too_long() -> None:
@@ -180,7 +138,7 @@ def test_names_are_text_and_not_too_long() -> None:
 
 def test_a_picture_is_a_file_that_repeats_with_text_in_any_script() -> None:
     def drawn() -> str:
-        return plots.data_uri(plots.clients_plot([[1, 2]], ["喜び", HOSTILE]))
+        return plots.data_uri(plots.rounds_plot({"喜び": {1: 0.5}, HOSTILE: {1: 0.2}}))
 
     head, _, data = drawn().partition(",")
     assert head == "data:image/svg+xml;base64"

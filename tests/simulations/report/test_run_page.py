@@ -1,4 +1,4 @@
-"""The page of complete, partial and hostile run folders, its Markdown, and results on a terminal."""
+"""The page of complete, partial and hostile run folders, and results on a terminal."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ import pytest
 from rich.console import Console
 
 from fedrot.simulations.folder import read_run
-from fedrot.simulations.report import run_page
-from fedrot.simulations.report.page import Page, Picture, Section
+from fedrot.simulations.report.page import Cell, Page, Picture, Section
 from fedrot.simulations.report.run_page import (
     PAGE,
     Results,
-    markdown_report,
     print_results,
     write_report,
 )
-from fedrot.simulations.report.tables import Table
+from fedrot.simulations.report.tables import Table, pipe_table
 from fedrot.simulations.summary import verdicts_of
 from tests.simulations.report.runs import HOSTILE, write_folder
 
@@ -83,7 +81,12 @@ def text_of(section: Section | None) -> str:
     words = [section.title, section.lead, section.code, section.text, *section.sentences]
     words += [f"{word} {meaning}" for word, meaning in section.terms.items()]
     words += [f"{picture.alt} {picture.caption}" for picture in section.pictures]
-    words += [table.markdown() for table in section.tables]
+    words += [
+        f"{grid.title} {name} {[c.text for c in cells]}"
+        for grid in section.grids
+        for name, cells in [*grid.lines.items(), (grid.below, map(Cell, grid.columns))]
+    ]
+    words += [f"{t.title}\n{pipe_table(t.header, t.lines, t.texts)}" for t in section.tables]
     return "\n".join([*words, *map(text_of, section.sections)])
 
 
@@ -96,13 +99,16 @@ SAYS: dict[str, tuple[int, list[str]]] = {
         ["Use fit_head: accuracy 0.670, fedavg 0.620", "FedRot(fit_head)", "fit_head: 0.670"],
     ),
     "strategies": (0, ["fit_head It is fit_head.", "joined It is joined."]),
-    "clients": (2, ["client 1: 203 rows", "Seed 0", "Seed 1", "Other seeds"]),
+    "clients": (0, ["Seed 0 joy ['15', '120',", "'1 (203)'", "Seed 1", "Other seeds"]),
     "curves": (
         3,
         ["accuracy after the last round: fedavg 0.62", "loss (nats, lower is better), 5 seeds"],
     ),
-    "alignment": (1, ["aligned", "Grey: no more than they remove from noise"]),
-    "tables": (0, ["| fit_head | 0.670 | 0.620 | 0.995 | +0.050 [", "Every metric", "**ece (expected"]),
+    "alignment": (
+        0,
+        ["aligned attention, layer 1 ['60', '30', '20']", "Grey: no more than they remove from noise"],
+    ),
+    "tables": (0, ["| fit_head | 0.670 | 0.620 | 0.995 | +0.050 [", "Every metric", "ece (expected"]),
     "lost": (0, ["| aligned | 3 | dropped | 1 | 1 | NaN in 'w' |"]),
     "repeat": (0, ["fedrot simulate --data 'a <b>.csv'", "Configuration of main", "torch 2.9.0"]),
 }
@@ -136,7 +142,7 @@ def test_the_verdict_comes_first_and_the_page_is_self_contained(run: Path) -> No
         page.index(words) for words in ("Use fit_head", "<pre><code>FedRot(fit_head)", "<img", "<table")
     ]
     assert places == sorted(places)
-    assert len(outline.links) == 7
+    assert len(outline.links) == 4
     assert all(link.startswith("data:image/svg+xml;base64,") for link in outline.links)
     assert not re.search(r"https?://|<script|@import|url\(", page)
     assert "a &lt;b&gt;.csv" in page
@@ -187,7 +193,6 @@ def test_names_are_text_and_no_markup(tmp_path: Path) -> None:
     assert not {name for name in outline.tags if name.startswith("on")} | outline.tags & {"q", "x"}
     assert outline.silent == 0
     assert {path.parts[len(tmp_path.parts)] for path in tmp_path.rglob("*")} == {"a"}
-    assert "<script>" not in markdown_report(run)
     assert HOSTILE[:20] in printed(run)
 
 
@@ -199,27 +204,11 @@ def printed(run: Path, width: int = 100) -> str:
 
 def test_the_terminal_has_the_verdict_the_line_to_copy_and_all_strategies(runs: dict[str, Path]) -> None:
     lines = printed(runs["one"]).splitlines()
-    assert lines[0].startswith("main: Use fit_head: accuracy 0.670, fedavg 0.620 (+0.050")
+    assert lines[1].startswith("main: Use fit_head: accuracy 0.670, fedavg 0.620 (+0.050")
     assert "  FedRot(fit_head)" in lines
     assert all(any(line.lstrip().startswith(name) for line in lines) for name in GAINS)
-    two = printed(runs["two"]).splitlines()
-    assert [line.split(":")[0] for line in two[:2]] == ["skewed", "apart"]
-    assert (two.count("skewed"), two.count("apart")) == (1, 1)
-
-
-def test_markdown_has_all_tables_and_those_of_plug_ins(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tables: list[run_page.MarkdownTable] = [
-        lambda rows, experiments: f"{len(rows)} rows of {experiments[0]['name']}\n",
-        lambda rows, experiments: "",
-    ]
-    monkeypatch.setattr(run_page, "MARKDOWN_TABLES", tables)
-    found = markdown_report(run)
-    titles = ("**main**", *(f"**main: {name} (" for name in ("accuracy", "macro_f1", "ece", "loss")))
-    places = [found.index(text) for text in (*titles, " rows of main")]
-    assert places == sorted(places)
-    assert "\n\n\n" not in found
+    two = printed(runs["two"])
+    assert 0 < two.index("skewed: Use") < two.index("apart: Keep")
 
 
 def test_a_page_shows_its_sections_in_their_order(tmp_path: Path) -> None:

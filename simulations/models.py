@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedrot.errors import FedrotError
 from fedrot.lora import adapter_tensors, load_adapter
-from fedrot.simulations.packaged import loading, loading_of, no_bar_for_files
+from fedrot.simulations.packaged import loading, source_of
 from fedrot.simulations.settings import TASKS
 
 if TYPE_CHECKING:
@@ -54,11 +54,9 @@ def build_model(experiment: Experiment, data: Any, seed: int, rank: int | None =
 
 
 def _objective(experiment: Experiment) -> Any:
-    from fedrot.simulations.tasks.task import (
-        OBJECTIVES,
-    )  # which reads data with these models' tokenizers
+    from fedrot.simulations.tasks import task  # which reads data with these models' tokenizers
 
-    return OBJECTIVES[experiment.task]
+    return task.OBJECTIVES[experiment.task]
 
 
 def _class(auto_model: str) -> Any:
@@ -73,9 +71,9 @@ def _pretrained(experiment: Experiment, name: str, settings: Any) -> Any:
 
     pooling = pooled.pooling_of(name, settings) if experiment.task == "classification" else None
     auto_model = "AutoModel" if pooling else _objective(experiment).auto_model
-    with loading(name), no_bar_for_files(name):
+    with loading(name):
         model, found = _class(auto_model).from_pretrained(
-            **loading_of(name), config=settings, dtype=torch.float32, output_loading_info=True
+            source_of(name), config=settings, dtype=torch.float32, output_loading_info=True
         )
     new = set(found["missing_keys"])
     # A model saved for another task may have no pooler.
@@ -118,7 +116,7 @@ def settings_of(experiment: Experiment, data: Any) -> Any:
 def pretrained_settings(model: str) -> Any:
     """Return the transformers configuration of a pretrained model, by its folder or name."""
     with loading(model):
-        return _class("AutoConfig").from_pretrained(**loading_of(model))
+        return _class("AutoConfig").from_pretrained(source_of(model))
 
 
 def pad_id_of(settings: Any) -> int:

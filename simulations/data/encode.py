@@ -20,7 +20,7 @@ from fedrot.simulations.data.labels import DataSet, Split
 from fedrot.simulations.data.read import refuse
 from fedrot.simulations.data.texts import DOMAIN, load_domains, load_tags, load_texts
 from fedrot.simulations.models import pad_id_of, pretrained_settings, settings_of
-from fedrot.simulations.packaged import loading, loading_of, source_of
+from fedrot.simulations.packaged import loading, source_of
 
 if TYPE_CHECKING:
     from fedrot.simulations.settings import Experiment
@@ -144,7 +144,7 @@ def tokenizer_for(experiment: Experiment) -> Tokenizer:
     from transformers import AutoTokenizer
 
     with loading(experiment.model):
-        found = AutoTokenizer.from_pretrained(**loading_of(experiment.model))
+        found = AutoTokenizer.from_pretrained(source_of(experiment.model))
         if set(found.get_vocab()) <= set(found.all_special_tokens):  # transformers makes an empty one
             where = f"model '{experiment.model}'"
             refuse(where, "has no tokenizer", "save tokenizer.json in the same folder")

@@ -12,7 +12,7 @@ from typing import Any
 
 from fedrot._io import as_os_error, replacing
 from fedrot.errors import FedrotError
-from fedrot.simulations.packaged import loading, loading_of, no_bar_for_files, no_bars
+from fedrot.simulations.packaged import loading, source_of
 from fedrot.symmetry import check_family
 from fedrot.tensors import Tensors
 
@@ -48,12 +48,11 @@ class SavedModel:
         from transformers import AutoTokenizer
         from transformers.utils.hub import cached_file
 
-        source = loading_of(self.name)
-        place = source["pretrained_model_name_or_path"]
+        source = source_of(self.name)
         with loading(self.name):
             optional = {"_raise_exceptions_for_missing_entries": False}
-            found = any(cached_file(place, name, **optional) for name in _TOKENIZER)
-            return AutoTokenizer.from_pretrained(**source) if found else None
+            found = any(cached_file(source, name, **optional) for name in _TOKENIZER)
+            return AutoTokenizer.from_pretrained(source) if found else None
 
     def build(self) -> Any:
         """Return a float32 model of the class with random weights, in evaluation mode."""
@@ -73,10 +72,10 @@ def load(name: str, whole: bool = False) -> SavedModel:
     """
     import transformers
 
-    source = loading_of(name)
+    source = source_of(name)
     with loading(name):
-        stored, _ = transformers.PretrainedConfig.get_config_dict(**source)
-        config = transformers.AutoConfig.from_pretrained(**source, **_labels(stored))
+        stored, _ = transformers.PretrainedConfig.get_config_dict(source)
+        config = transformers.AutoConfig.from_pretrained(source, **_labels(stored))
         class_name = (config.architectures or ["AutoModel"])[0]
         model_class = getattr(transformers, class_name, None)
     with about(name):
@@ -91,9 +90,9 @@ def load(name: str, whole: bool = False) -> SavedModel:
             f"'{name}' is a {class_name}, which transformers does not have. For your own class use "
             "fedrot.check_function and fedrot.align in Python."
         )
-    with loading(name), no_bar_for_files(name):
+    with loading(name):
         how = {"config": config, "dtype": "auto", "ignore_mismatched_sizes": True}
-        model, found = model_class.from_pretrained(**source, **how, output_loading_info=True)
+        model, found = model_class.from_pretrained(source, **how, output_loading_info=True)
     more = sorted(found["unexpected_keys"])
     shapes = [f"{key} {[*here]}, not {[*there]}" for key, here, there in found["mismatched_keys"]]
     has = f"; it has {more[0]}" if more else ""
@@ -126,7 +125,7 @@ def writing(out: Path) -> Iterator[Path]:
     refuse_filled(out)
     out = out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(out) as folder, no_bars(), as_os_error(folder):
+    with replacing(out) as folder, as_os_error(folder):
         folder.mkdir()
         yield folder
 

@@ -41,18 +41,11 @@ def evaluate_predictions(
     A correlation that is not defined (constant predictions) is 0. All scores are NaN if an output is not
     finite, because the model has diverged.
 
-    Raises:
-        ValueError: there are no rows, or shapes do not fit.
-        KeyError: a metric is not one of ``kind``.
+    Raises ``KeyError`` if a metric is not one of ``kind``.
     """
     outputs = np.asarray(outputs, dtype=np.float64)
     if kind == "regression" and outputs.shape[1:] == (1,):
         outputs = outputs[:, 0]
-    expected = labels.shape if kind != "single" else (len(labels), outputs.shape[-1])
-    if outputs.shape != expected or not len(labels):
-        raise ValueError(
-            f"{kind} outputs of shape {outputs.shape} do not fit labels of shape {labels.shape}"
-        )
     functions = {metric: _SCORES[kind][metric] for metric in metrics}
     if not np.isfinite(outputs).all():
         return dict.fromkeys((*metrics, "loss"), math.nan)

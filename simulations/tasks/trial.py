@@ -21,8 +21,6 @@ from fedrot.simulations.tasks.language import (
 )
 from fedrot.simulations.tasks.task import Task
 
-#: Names of tables of learned positions in transformers.
-_POSITIONS = ("position_embeddings", "wpe", "embed_positions")
 #: Number of tokens in the check for causal attention.
 _SEEN = 4
 
@@ -57,7 +55,7 @@ def check_held_out(task: Task, clients: Sequence[int] = ()) -> None:
         if not any(len(task.client_rows(seed, client)[1]) for client in chosen):
             raise FedrotError(
                 f"it needs clients' held-out rows, but holdout {task.experiment.holdout:g} gives none "
-                f"with seed {seed}; use a larger holdout, fewer clients or more rows"
+                f"with seed {seed}; use a larger holdout, fewer clients, more rows or other --strategies"
             )
 
 
@@ -94,7 +92,7 @@ def check_model(task: Task, model: nn.Module) -> None:
     name = experiment.model or experiment.architecture
     texts = [row for one in (task.train, task.test) if isinstance(one, EncodedText) for row in one.ids]
     if texts:
-        _check_tables(task, texts, model, name)
+        _check_embeddings(task, texts, model, name)
     model.eval()
     if isinstance(task.objective, CausalLanguageModelling):
         _check_causal(max(texts, key=len), model, name)
@@ -111,28 +109,16 @@ def check_model(task: Task, model: nn.Module) -> None:
             said = " ".join(str(error).split())
             raise FedrotError(
                 f"model '{name}' cannot be trained on '{task.data.name}' for task '{experiment.task}': "
-                f"a trial step on {split} rows failed ({type(error).__name__}: {said:.300})"
+                f"a trial step on {split} rows failed ({type(error).__name__}: {said:.300}); if texts "
+                f"of {max(map(len, texts), default=0)} tokens are too long, --set max_length=N cuts them"
             ) from error
 
 
-def _check_tables(task: Task, ids: Sequence[np.ndarray], model: Any, name: str) -> None:
-    """Check that the model's tables are large enough for the lengths and the tokens of the texts."""
-    longest = max(map(len, ids))
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and path.rpartition(".")[2] in _POSITIONS:
-            # RoBERTa's positions start after the padding token, BART's and OPT's after an offset.
-            first = getattr(module, "offset", 0)
-            first = first if module.padding_idx is None else module.padding_idx + 1
-            places = module.num_embeddings - first
-            if longest > places:
-                raise FedrotError(
-                    f"model '{name}' has positions for {places} tokens, and "
-                    f"{sum(len(row) > places for row in ids)} texts are longer, up to {longest}; give "
-                    f"--max-length {places}"
-                )
+def _check_embeddings(task: Task, ids: Sequence[np.ndarray], model: Any, name: str) -> None:
+    """Check that the model has an embedding for each token of the texts and of random masks."""
     size = model.get_input_embeddings().weight.shape[0]
     largest = max(int(row.max(initial=0)) for row in ids)
-    if isinstance(task.objective, MaskedLanguageModelling):  # some masks are random tokens
+    if isinstance(task.objective, MaskedLanguageModelling):
         largest = max(largest, *tokenizer_for(task.experiment).get_vocab().values())
     if largest >= size:
         raise FedrotError(

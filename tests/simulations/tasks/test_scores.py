@@ -110,20 +110,6 @@ def test_outputs_that_are_not_finite_have_no_scores(kind: Any, value: float) -> 
     assert all(map(math.isnan, found.values()))
 
 
-@pytest.mark.parametrize("kind", METRICS_OF_KIND)
-def test_what_does_not_fit_is_refused(kind: Any) -> None:
-    outputs, labels = drawn(kind, 0, 6, 3)
-    wide = np.ones((6, 2)) if kind == "regression" else outputs
-    bad = [(outputs[:5], labels), (outputs[:0], labels[:0])]
-    bad += [(wide, labels)] if kind == "regression" else []
-    bad += [(outputs[:, :2], labels)] if kind == "multi" else []
-    for ours, theirs in bad:
-        with pytest.raises(ValueError, match="do not fit"):
-            evaluate_predictions(kind, METRICS_OF_KIND[kind], ours, theirs)
-    with pytest.raises(KeyError, match="best"):
-        evaluate_predictions(kind, ("best",), outputs, labels)
-
-
 TAGS = ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
 
 

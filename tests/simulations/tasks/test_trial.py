@@ -81,7 +81,7 @@ def tried(model: Path, case: str = "bert", **changes: Any) -> str:
 def test_texts_longer_than_the_table_of_positions_are_refused(family: str, tmp_path: Path) -> None:
     model = save(tmp_path, LEARNED[family])
     for length in (64, PLACES + 1):
-        assert f"give --max-length {PLACES}" in tried(model, max_length=length)
+        assert "tokens are too long, --set max_length=N" in tried(model, max_length=length)
     assert tried(model, max_length=PLACES) == ""
 
 

@@ -16,7 +16,6 @@ from fedrot.options import AlignmentOptions
 from fedrot.simulations.federation.cells import (
     RUNS,
     CellRun,
-    evaluate_tests,
     run_federated,
     run_joined,
     with_state,
@@ -62,7 +61,7 @@ class EnsembleCell(CellStrategy, FedRot):
         if not self._models:
             return super().evaluate_centrally(server_round, arrays)
         model = Ensemble(self._models, **self.cell.strategy.options)
-        return self.cell.finish_round(server_round, evaluate_tests(self.cell.task, model))
+        return MetricRecord({**self.cell.finish_round(server_round, model)})
 
 
 class RivalCell(CellStrategy, RivalLoRA):

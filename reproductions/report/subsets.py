@@ -63,9 +63,16 @@ def subset_table(rows: Sequence[Row], experiments: Sequence[Mapping[str, Any]]) 
     found: dict[_Place, dict[int, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
     for experiment in experiments:
         name, domains = str(experiment["name"]), _domains(experiment)
-        merged, alone = _scores([row for row in rows if row["experiment"] == name] if domains else [])
+        merged = _scores([row for row in rows if row["experiment"] == name] if domains else [])
         labels: dict[str, str] = {}
-        for strategy in experiment.get("strategies", ()):
+        strategies = experiment.get("strategies", ())
+        # The model of a client alone is the average over this client.
+        single = [own for own in strategies if len(own.get("clients") or ()) == 1]
+        alone: dict[int, dict[int, _Metrics]] = defaultdict(dict)
+        for strategy in single:
+            for seed, metrics in merged[str(strategy["name"])].items():
+                alone[seed][int(strategy["clients"][0])] = metrics
+        for strategy in (own for own in strategies if own not in single):
             method = json.dumps(
                 {k: v for k, v in strategy.items() if k not in OF_SUBSET}, sort_keys=True
             )
@@ -93,20 +100,14 @@ def _domains(experiment: Mapping[str, Any]) -> list[str]:
 _Metrics: TypeAlias = dict[str, float]
 
 
-def _scores(
-    rows: Sequence[Row],
-) -> tuple[dict[str, dict[int, _Metrics]], dict[int, dict[int, _Metrics]]]:
-    """Return metrics after the round: strategy -> seed -> of merged models, seed -> client -> alone."""
+def _scores(rows: Sequence[Row]) -> dict[str, dict[int, _Metrics]]:
+    """Return the metrics of merged models after the round: strategy -> seed -> metrics."""
     merged: dict[str, dict[int, _Metrics]] = defaultdict(lambda: defaultdict(dict))
-    alone: dict[int, dict[int, _Metrics]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
-        seed, metric, value = int(row["seed"]), str(row["metric"]), float(row["value"])
-        scope, _, client = str(row["scope"]).partition(":")
-        if int(row["round"]) == 1 and scope == CENTRAL:
+        if int(row["round"]) == 1 and row["scope"] == CENTRAL:
+            seed, metric, value = int(row["seed"]), str(row["metric"]), float(row["value"])
             merged[str(row["strategy"])][seed][metric] = value
-        elif int(row["round"]) == 1 and scope == "alone":
-            alone[seed][int(client)][metric] = value
-    return merged, alone
+    return merged
 
 
 def _line(

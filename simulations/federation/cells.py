@@ -169,7 +169,6 @@ def run_cell(
         "experiment": experiment.to_json(),
         "seed": cell.seed,
         "lr": strategy.learning_rate or experiment.lr,
-        "last-round": experiment.rounds,
         "cache": str(scratch) if shared_cache else "",
         "align": "+".join(options.parts) if options else "",
         "chance": options.chance if options else 0.0,

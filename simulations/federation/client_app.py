@@ -34,8 +34,6 @@ from fedrot.strategies.round.inbox import CLIENT_KEY, CLIENT_RECORD
 from fedrot.strategies.wire.records import STATISTICS, statistics_record, wanted_statistics
 from fedrot.symmetry import Symmetry, symmetry_of
 
-#: Prefix of the metrics of a client's own model, before averaging, on the test rows.
-ALONE = "alone-"
 #: Size in bytes above which a cache folder takes no results of later rounds.
 KEPT_BYTES = 2**30
 #: Rows per batch when a task head is fitted, and for statistics (Jin et al. 2023, section 5.1).
@@ -53,7 +51,7 @@ app = ClientApp()
 class ClientJob:
     """One message of the server to one client.
 
-    ``told`` has the experiment as JSON, ``seed``, ``lr``, ``server-round``, ``last-round``, ``cache``
+    ``told`` has the experiment as JSON, ``seed``, ``lr``, ``server-round``, ``cache``
     (folder of results that strategies share; empty for none), ``align`` (parts that are aligned at the
     client) with their ``chance``, ``batches`` (for statistics; 0: the limit of their kind) and ``loads``
     (how an adapter is loaded, see ``LOADERS``); a plug-in's strategy may add ``fedrot-train``, see
@@ -201,12 +199,9 @@ def _trained(job: ClientJob, arrays: ArrayRecord) -> Result:
         loss = training.train(model, task, job.rows(), job.stream, epochs, told["lr"])
         metrics = {"num-examples": len(job.rows()), "train-loss": loss}
         metrics["seconds-training"] = perf_counter() - start
-        if told["server-round"] == told["last-round"]:
-            alone = training.evaluate(model, task, task.test, np.arange(len(task.test)))
-            metrics |= {f"{ALONE}{name}": value for name, value in alone.items()}
         return tensors_of(model), metrics
 
-    how = [told["lr"], job.stream, told["last-round"], job.own_start, factors, told["loads"]]
+    how = [told["lr"], job.stream, job.own_start, factors, told["loads"]]
     return _cached(job, [task.experiment.training, *how], arrays, compute)
 
 

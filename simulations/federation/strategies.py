@@ -17,7 +17,6 @@ from fedrot.aggregation import Aggregator, aggregation_named
 from fedrot.lora import AdapterOptions
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.federation.cells import CellRun, evaluate_at_clients, with_state
-from fedrot.simulations.federation.client_app import ALONE
 from fedrot.simulations.models import load_tensors, model_config
 from fedrot.strategies import FedRot, FedRotLoRA, Guard, OtherBasis, Reporting, Server
 from fedrot.strategies.base import ReplyStrategy
@@ -76,8 +75,6 @@ class CellStrategy(ReplyStrategy):
         replies = {own: content for content in contents if (own := own_id(content)) is not None}
         for client in sorted(replies):  # They arrive in any order.
             (metrics,) = replies[client].metric_records.values()
-            alone = {k.removeprefix(ALONE): v for k, v in metrics.items() if k.startswith(ALONE)}
-            self.cell.record(f"alone:{client}", self.current_round, alone)
             more = {k: v for k, v in metrics.items() if k == "train-loss" or k.startswith("seconds-")}
             self.cell.record(f"client:{client}", self.current_round, more)
         return MetricRecord()

@@ -213,9 +213,10 @@ def test_the_ensemble_of_a_task_averages_its_models(task: Task, shell: nn.Module
 @pytest.mark.parametrize("clients", [(), (1,)])
 def test_the_clients_models_of_a_round_answer_together(tmp_path: Path, clients: tuple[int, ...]) -> None:
     together = {"name": "together", "kind": "ensemble", "clients": clients}
-    experiment = experiment_of("fedavg", together, rounds=1)
+    one = [{"name": f"of {c}", "alignment": False, "clients": [c]} for c in range(2)]
+    experiment = experiment_of("fedavg", together, *one, rounds=1)
     found = run(experiment, tmp_path)
-    alone = [value(found["fedavg"], "loss", f"alone:{client}", 1) for client in range(2)]
+    alone = [value(found[f"of {client}"], "loss", "central", 1) for client in range(2)]
     loss = value(found["together"], "loss", "central", 1)
     if clients:
         assert loss == pytest.approx(alone[1], abs=1e-6)

@@ -20,6 +20,7 @@ EXPERIMENT = {
             {"name": f"on {a}{b}", "aggregation": "mean", "clients": [a, b]}
             for a, b in ((0, 1), (0, 2), (1, 2))
         ),
+        *({"name": f"of {client}", "clients": [client]} for client in range(3)),
     ],
 }
 #: F1 on (books, news, talk), the clients' order, and on unseen domains.
@@ -49,7 +50,7 @@ def rows(seed: int, shift: float = 0.0) -> list[dict[str, Any]]:
         for name, value in zip(NAMES, values, strict=True)
     ]
     for client, values in ALONE.items():
-        of_client = {**common, "round": 1, "strategy": "plain", "scope": f"alone:{client}"}
+        of_client = {**common, "round": 1, "strategy": f"of {client}", "scope": "central"}
         found += [{**of_client, "metric": n, "value": v} for n, v in zip(NAMES, values, strict=True)]
     return found
 

@@ -200,8 +200,8 @@ def test_what_is_the_same_in_two_strategies_is_trained_once_if_they_share_files(
 ) -> None:
     played = play(strategies="fedavg,aligned", shared=shared)
     assert len(played.trained) == (4 if shared else 8)
-    # The initial model once, each round's in both strategies, and clients alone in the last round.
-    assert played.evaluated.count(TEST) == 1 + 2 * 2 + (2 if shared else 4)
+    # The initial model once, and each round's in both strategies.
+    assert played.evaluated.count(TEST) == 1 + 2 * 2
 
 
 def test_joined_trains_one_model_on_the_rows_of_all_clients(play: Play) -> None:
@@ -221,8 +221,8 @@ def test_models_are_evaluated_on_what_they_were_not_trained_on(play: Play) -> No
     played = play()
     held = [("train", rows) for rows in played.clients(held_out=True)]
     assert all({*rows}.isdisjoint(own) for (_, rows), own in zip(held, played.clients(), strict=True))
-    # The initial model and that of each round; in the last one clients alone, and held-out rows, too.
-    expected = [[TEST], [TEST], [TEST] * 2, [TEST], held]
+    # The initial model and that of each round; in the last one held-out rows, too.
+    expected = [[TEST], [TEST], [TEST], held]
     found = iter(played.evaluated)
     for those in expected:
         assert sorted(itertools.islice(found, len(those))) == sorted(those)
@@ -234,7 +234,7 @@ def test_a_guard_chooses_by_held_out_rows_that_no_table_reports(play: Play) -> N
     played = play(strategies=[guarded], start="scrambled")
     held = tuple(row for client in played.clients(held_out=True) for row in client)
     assert played.evaluated.count(("train", held)) == 2 * 2  # two means per round
-    assert played.evaluated.count(TEST) == 3 + 2
+    assert played.evaluated.count(TEST) == 3
     # The head's bias, which this accuracy is, does not move: of equal means the plain one is kept.
     assert [*played.values("fedrot-guard-kept-aligned", scope="round").values()] == [0, 0]
 
@@ -255,7 +255,7 @@ def test_a_strategy_of_some_clients_asks_no_others_and_chooses_by_their_rows(pla
     played = play(nodes=listening, strategies=[some], **fields)
     assert asked == {0, 2}
     scopes = {row["scope"] for row in played.rows} - {"central", "messages", "round"}
-    assert scopes == {"client:0", "client:2", "alone:0", "alone:2"}
+    assert scopes == {"client:0", "client:2"}
     held = played.clients(held_out=True)
     assert ("train", held[0] + held[2]) in played.evaluated
 
@@ -275,7 +275,7 @@ def test_what_is_recorded(play: Play) -> None:
     played = play(strategies="fedavg,aligned", start="scrambled")
     sizes, found = [len(rows) for rows in played.clients()], played.values
     assert {row["scope"] for row in played.rows} == {
-        *("central", "messages", "round", "client:0", "client:1", "alone:0", "alone:1")
+        *("central", "messages", "round", "client:0", "client:1")
     }
     assert all(row.keys() == {*FIELDS} for row in played.rows)
     start = found("accuracy", strategy="fedavg")["fedavg", "central", 0, 0]
@@ -286,10 +286,6 @@ def test_what_is_recorded(play: Play) -> None:
         assert found("seconds-training", scope=name).keys() == found("train-loss", scope=name).keys()
         mine = found("accuracy", strategy="fedavg", scope=name)
         assert [*mine.values()] == pytest.approx([start + 2 * mean(sizes)])
-        # Alone: the client's own model before averaging, in the last round.
-        alone = found("accuracy", strategy="fedavg", scope=f"alone:{client}")
-        assert [place[3] for place in alone] == [2]
-        assert [*alone.values()] == pytest.approx([start + mean(sizes) + size / 100])
     one = [row["metric"] for row in played.rows if row["scope"] == "central" and row["round"] == 0]
     assert one == ["accuracy", "macro_f1", "loss"] * 2
     # Clients are asked once in a round, and answer with a model. What was sent counts up.
@@ -421,7 +417,7 @@ def test_clients_are_told_what_the_strategy_needs(
 
     own = strategy if isinstance(strategy, str) else {"name": "mine", **strategy}
     played = play(nodes=listening, strategies=[own], rounds=1)
-    known = {"seed": 0, "last-round": 1, "server-round": 1, "experiment": played.experiment.to_json()}
+    known = {"seed": 0, "server-round": 1, "experiment": played.experiment.to_json()}
     expected = {**known, "align": "", "chance": 0.0, "batches": 0, "lr": 1e-3, "loads": "", **told}
     assert [{name: config[name] for name in expected} for config in heard] == [expected] * 2
 

@@ -60,7 +60,7 @@ def answered(
     assert fakes.TaskIdentity.run_id == 1  # or Flower refuses to make messages
     fields = told.pop("fields", {})
     job = {
-        **{"experiment": of(**fields).to_json(), "seed": 0, "lr": 1e-3, "last-round": 9, "cache": ""},
+        **{"experiment": of(**fields).to_json(), "seed": 0, "lr": 1e-3, "cache": ""},
         **{"server-round": 1, "align": "", "chance": 0.0, "batches": 0, "loads": ""},
         **{name.replace("_", "-"): value for name, value in told.items()},
     }
@@ -264,7 +264,6 @@ def test_clients_that_align_first_send_the_unscrambled_update_and_its_fisher(
 DECIDES: dict[str, dict[str, Any]] = {
     "seed": {"seed": 1},
     "client": {"client": 1},
-    "the last round": {"last_round": 1},
     "an own start": {"fields": {"start": "different"}},
     "learning rate": {"lr": 0.5},
     "epochs of the first round": {"fields": {"first_epochs": 3.0}},
@@ -285,7 +284,7 @@ def test_strategies_share_a_training_only_if_nothing_that_decides_it_differs(
     )
 
     def ask_for(change: Mapping[str, Any]) -> float:
-        told = {"cache": str(tmp_path), "client": 0, "last_round": 2, **change}
+        told = {"cache": str(tmp_path), "client": 0, **change}
         weight = received["classifier.weight"] * told.pop("model", 1.0)
         return number_in(ask({**received, "classifier.weight": weight}, told.pop("client"), **told))
 
@@ -341,17 +340,10 @@ def test_later_rounds_share_trainings_while_the_folder_is_small(
 def test_the_metrics_of_a_shared_training_are_its_own(
     task: Task, received: State, tmp_path: Path, trainings: list[float]
 ) -> None:
-    def metrics(last_round: int) -> dict[str, Any]:
-        return metrics_of(answered(received, cache=str(tmp_path), last_round=last_round))
-
-    first = metrics(1)
-    assert metrics(1) == first
+    first, again = (metrics_of(answered(received, cache=str(tmp_path))) for _ in range(2))
+    assert again == first
     assert first["train-loss"] == trainings[0]
     assert first["seconds-training"] > 0
-    # Only in the last round clients are evaluated alone.
-    alone = {name.removeprefix("alone-") for name in first if name.startswith("alone-")}
-    assert alone == task.objective.diverged().keys()
-    assert not any(name.startswith("alone-") for name in metrics(2))
 
 
 # Rows and labels that a client lacks

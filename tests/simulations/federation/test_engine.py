@@ -98,7 +98,7 @@ def test_the_run_folder_tells_the_whole_story(run: Path) -> None:
     assert found.experiments[0]["partition"] == "dirichlet:1"
     assert found.versions.keys() >= {"fedrot", "flwr", "torch", "python"}
     assert {row["scope"] for row in found.rows} == {
-        *("central", "client:0", "client:1", "alone:0", "alone:1", "messages", "round")
+        *("central", "client:0", "client:1", "messages", "round")
     }
     assert {row["strategy"] for row in found.alignment} >= {"aligned"}
     code, printed = invoke("report", run)

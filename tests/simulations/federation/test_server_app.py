@@ -61,7 +61,7 @@ def test_a_folder_is_continued_piece_by_piece(tmp_path: Path, monkeypatch: pytes
     # The rows are those of fedrot simulate, which goes on in the same folder.
     given = {name.replace("-", "_"): value for name, value in SETTINGS.items()}
     simulated(tmp_path / "again", given)
-    for scope in ("central", "client:1", "alone:0", "round", "messages"):
+    for scope in ("central", "client:1", "round", "messages"):
         assert values(out, scope) == values(tmp_path / "again", scope)
     assert read_run(out).alignment == read_run(tmp_path / "again").alignment
     assert "6 of 6 results are there already" in simulated(out, given)

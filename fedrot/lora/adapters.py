@@ -97,7 +97,7 @@ class LoraSettings:
         kind = str(getattr(given, "value", given or "LORA"))
         if kind != "LORA":
             raise FedrotError(f"The adapter is of kind {kind}; only LORA adapters can be averaged.")
-        if not isinstance(found, Mapping) or "lora_alpha" not in found:
+        if not isinstance(found, Mapping) or not {"lora_alpha", "peft_type", "r"} & found.keys():
             raise FedrotError(
                 f"A {type(config).__name__} is no configuration of a LoRA adapter. Give the LoraConfig "
                 'of the model, peft_model.peft_config["default"], or the content of adapter_config.json.'
@@ -116,7 +116,9 @@ class LoraSettings:
                 "fedrot has no method for this. Take another initialisation, or Flower's FedAvg."
             )
         changed = "" if start in _STARTS else str(start)
-        return cls(float(found["lora_alpha"]), patterns, bool(found.get("use_rslora")), changed)
+        alpha = found.get("lora_alpha")
+        alpha = cls.alpha if alpha is None else float(alpha)
+        return cls(alpha, patterns, bool(found.get("use_rslora")), changed)
 
     def scale(self, module: str, rank: int) -> float:
         """Return the factor of ``B A`` in a module of this name and rank."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ _HARMLESS = re.compile(
 
 
 def merge_models(
-    names: Sequence[str],
+    names: list[str],
     out: Path | None,
     weights: list[float],
     allowed: list[str],

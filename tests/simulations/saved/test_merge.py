@@ -71,26 +71,14 @@ def test_a_scrambled_copy_gives_the_original_back(name: str, tmp_path: Path) -> 
 def test_the_average_is_the_one_that_the_diagnosis_names(tmp_path: Path) -> None:
     model = model_of("bert-classifier")
     a, b = saved(model, tmp_path / "a"), saved(near(model, scale=1e-3), tmp_path / "b")
-    assert "Aligned parts: none." in merge(a, b, "--out", tmp_path / "out")
-    ours, theirs = (load_file(folder / WEIGHTS) for folder in (a, b))
-    assert close(load_file(tmp_path / "out" / WEIGHTS), {n: (ours[n] + theirs[n]) / 2 for n in ours})
+    assert "Aligned parts: none." in merge(a, b, "--weights", "1, 3", "--out", tmp_path / "out")
+    ours, theirs, found = (load_file(folder / WEIGHTS) for folder in (a, b, tmp_path / "out"))
+    assert close(found, {n: ours[n] / 4 + 3 * theirs[n] / 4 for n in ours}, atol=1e-6)
     far = saved(model_of("bert-classifier", 1), tmp_path / "far")
     output = merge(a, far, "--dry-run")
     assert "come from another basis" in output
     assert "Aligned parts: residual, output, heads, attention, ffn." in output
     assert f"'{far}': squared distance to the anchor" in output
-
-
-def test_the_mean_is_weighted_and_that_of_aligned_models(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
-    first = model_of("bert-classifier")
-    ours, theirs = (loaded(folder, first).state_dict() for folder in pair)
-    symmetry = fedrot.symmetry_of(first.config, ours)
-    moved = fedrot.align(theirs, ours, symmetry, fedrot.AlignmentOptions(("attention",))).apply(theirs)
-    merge(*pair, "--parts", "attention", "--weights", "1, 3", "--out", tmp_path / "out")
-    expected = {name: ours[name] / 4 + 3 * moved[name] / 4 for name in ours}
-    assert close(load_file(tmp_path / "out" / WEIGHTS), expected, atol=1e-6)
 
 
 def test_shards_and_pickles_are_read_and_the_rest_is_as_in_the_first_model(tmp_path: Path) -> None:
@@ -102,6 +90,7 @@ def test_shards_and_pickles_are_read_and_the_rest_is_as_in_the_first_model(tmp_p
     torch.save(theirs, b / "pytorch_model.bin")
     (b / WEIGHTS).unlink()
     tokenizer(a, size=60)
+    (tmp_path / "out").mkdir()  # an empty folder is filled
     merge(a, b, "--out", tmp_path / "out")
     found = load_file(tmp_path / "out" / WEIGHTS)
     assert all(torch.equal(t, ((ours[n].float() + theirs[n]) / 2).bfloat16()) for n, t in found.items())
@@ -124,15 +113,11 @@ def test_nothing_is_left_of_a_dry_run_or_when_it_fails(
     }
     if stage in broken:
         monkeypatch.setattr(*broken[stage], fail)
-    before, line = contents(tmp_path), ("merge", *pair, "--out", tmp_path / "out")
-    code, output = invoke(*line, *([] if stage in broken else ["--dry-run"]))
+    before, dry = contents(tmp_path), [] if stage in broken else ["--dry-run"]
+    code, output = invoke("merge", *pair, "--out", tmp_path / "out", *dry)
     assert (code, "out of luck" in output) == ((2, True) if stage in broken else (0, False)), output
     assert contents(tmp_path) == before
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
-    monkeypatch.undo()
-    (tmp_path / "out").mkdir()  # an empty folder is filled
-    merge(*line[1:])
-    loaded(tmp_path / "out", model_of("bert-classifier"))
 
 
 def test_values_beyond_the_dtype_are_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def merge(
     """Diagnose, align and average saved MODELS: folders, hub names, LoRA adapters."""
     adapters = any((Path(model) / "adapter_config.json").is_file() for model in models)
     columns = {"text_column": text_column, "label_column": label_column}
-    given = {"--parts": parts, "--data": data} if adapters else {"--rank": rank}
+    given: dict[str, object] = {"--parts": parts, "--data": data} if adapters else {"--rank": rank}
     given |= {} if data else {**columns, "--fit-head": fit_head}
     if idle := [name for name, value in given.items() if value]:
         raise FedrotError(
@@ -88,18 +88,19 @@ def check(
     from fedrot.simulations.saved.merge import options_of
     from fedrot.symmetry import PARTS, symmetry_of
 
-    with console.status(escape(f"Checking {model}")), about(model):
+    with console.status(escape(f"Checking {model}")):
         saved = load(model)
-        config, symmetry = saved.model.config, symmetry_of(saved.model.config, saved.tensors)
-        movable = {group.part for group in symmetry.groups}
-        chosen = options_of(parts).parts if parts else tuple(p for p in PARTS if p in movable)
-        if not symmetry.select(chosen):
-            raise FedrotError(f"It has no groups of the parts {', '.join(chosen) or '(none)'}.")
-        rotates = "residual" in chosen and symmetry.can_rotate
-        try:
-            for one in (symmetry, symmetry.rotated) if rotates else (symmetry,):
-                change = check_function(saved.model, config, one, chosen)
-        except SymmetryError as error:
-            complain_in_red(str(error))
-            raise typer.Exit(FAILED) from None
+        with about(model):
+            config, symmetry = saved.model.config, symmetry_of(saved.model.config, saved.tensors)
+            movable = {group.part for group in symmetry.groups}
+            chosen = options_of(parts).parts if parts else tuple(p for p in PARTS if p in movable)
+            if not symmetry.select(chosen):
+                raise FedrotError(f"It has no groups of the parts {', '.join(chosen) or '(none)'}.")
+            rotates = "residual" in chosen and symmetry.can_rotate
+            try:
+                for one in (symmetry, symmetry.rotated) if rotates else (symmetry,):
+                    change = check_function(saved.model, config, one, chosen)
+            except SymmetryError as error:
+                complain_in_red(str(error))
+                raise typer.Exit(FAILED) from None
     say(f"The function is preserved: outputs change by at most {change:.1e} of their size.")

@@ -43,9 +43,8 @@ def prepared(saved: SavedModel, data: Mapping[str, Any]) -> tuple[Task, Any, lis
         raise FedrotError(f"'{saved.name}' is a {kind}, which --data cannot evaluate. Leave it out.")
     kinds = {problem: kind for kind, problem in PROBLEMS.items()} if TASKS[names[0]].classifies else {}
     usual = "regression" if kinds and len(outputs) == 1 else ""
-    positions = getattr(config, "max_position_embeddings", 0) or _LENGTH
-    length = min(_LENGTH, positions - 2)  # RoBERTa leaves two positions out.
-    limits = {"train_limit": _TRAIN, "test_limit": _TEST, "max_length": length}
+    positions = getattr(config, "max_position_embeddings", 0) or _LENGTH  # RoBERTa leaves two out.
+    limits = {"train_limit": _TRAIN, "test_limit": _TEST, "max_length": min(_LENGTH, positions - 2)}
     given = {**data, "task": names[0], "model": saved.name, **limits}
     given["label_kind"] = kinds.get(config.problem_type, usual)
     task = task_of(Experiment.model_validate(given).to_json())

@@ -87,9 +87,9 @@ def load(name: str, whole: bool = False) -> SavedModel:
     wrong |= {*found["unexpected_keys"]} if whole else set()
     if wrong:
         raise FedrotError(
-            f"'{name}' is no whole {class_name}: {len(wrong)} tensors such as {min(wrong)} are missing, "
-            "left over or of another shape. Load the model with transformers, without wrappers, and "
-            "save it with save_pretrained."
+            f"'{name}' is no whole {class_name}: {len(wrong)} tensors are missing, left over or of "
+            f"another shape, see {min(found['unexpected_keys'] or wrong)}. Load the model with "
+            "transformers, without wrappers, and save it with save_pretrained."
         )
     return SavedModel(name, model)
 

@@ -134,10 +134,9 @@ def _refuse_unlike(one: SavedModel, other: SavedModel, allowed: Collection[str])
             "head and its id2label; if only names are in another order, give --allow id2label."
         )
     configs = [saved.model.config.to_dict() for saved in (one, other)]
-    if one.tokenizer and other.tokenizer:
-        for config, saved in zip(configs, (one, other), strict=True):
-            vocabulary = saved.tokenizer.get_vocab().items()
-            config["tokenizer"] = {number: token for token, number in vocabulary}
+    tokenizers: list[Any] = [saved.tokenizer for saved in (one, other)]
+    for config, own in zip(configs, tokenizers, strict=True) if all(tokenizers) else ():
+        config["tokenizer"] = {number: token for token, number in own.get_vocab().items()}
     refuse_different((one.name, configs[0]), (other.name, configs[1]), allowed)
 
 

@@ -31,7 +31,6 @@ def test_task_heads_are_checked_as_they_are_saved(name: str, tmp_path: Path) -> 
 
 
 def test_a_packaged_model_and_one_with_more_tensors_and_code_are_sound(model: Path) -> None:
-    """The code is never run."""
     assert invoke("check", "minilm")[0] == 0
     (model / "custom.py").write_text(f"open({str(model / 'ran')!r}, 'w')\n")
     configure(model, auto_map={"AutoConfig": "custom.Config", "AutoModel": "custom.Model"})
@@ -39,7 +38,7 @@ def test_a_packaged_model_and_one_with_more_tensors_and_code_are_sound(model: Pa
     assert invoke("check", model)[0] == 0
     configure(model, architectures=None)
     assert invoke("check", model, "--parts", "attention+ffn")[0] == 0
-    assert not (model / "ran").exists()
+    assert not (model / "ran").exists()  # the code
 
 
 def test_parts(tmp_path: Path) -> None:

@@ -93,15 +93,14 @@ class LoraSettings:
         if isinstance(config, cls):
             return config
         found = config.to_dict() if hasattr(config, "to_dict") else config
-        given = found.get("peft_type") if isinstance(found, Mapping) else None
-        kind = str(getattr(given, "value", given or "LORA"))
-        if kind != "LORA":
-            raise FedrotError(f"The adapter is of kind {kind}; only LORA adapters can be averaged.")
-        if not isinstance(found, Mapping) or "lora_alpha" not in found:
+        if not isinstance(found, Mapping) or not {"lora_alpha", "peft_type", "r"} & found.keys():
             raise FedrotError(
                 f"A {type(config).__name__} is no configuration of a LoRA adapter. Give the LoraConfig "
                 'of the model, peft_model.peft_config["default"], or the content of adapter_config.json.'
             )
+        kind = str(getattr(given := found.get("peft_type"), "value", given or "LORA"))
+        if kind != "LORA":
+            raise FedrotError(f"The adapter is of kind {kind}; only LORA adapters can be averaged.")
         for name, what in _NO_PRODUCT.items():
             if found.get(name):
                 raise FedrotError(
@@ -116,7 +115,8 @@ class LoraSettings:
                 "fedrot has no method for this. Take another initialisation, or Flower's FedAvg."
             )
         changed = "" if start in _STARTS else str(start)
-        return cls(float(found["lora_alpha"]), patterns, bool(found.get("use_rslora")), changed)
+        alpha, rooted = found.get("lora_alpha"), bool(found.get("use_rslora"))
+        return cls(cls.alpha if alpha is None else float(alpha), patterns, rooted, changed)
 
     def scale(self, module: str, rank: int) -> float:
         """Return the factor of ``B A`` in a module of this name and rank."""

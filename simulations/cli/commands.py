@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -88,7 +87,7 @@ def command(app: typer.Typer, *lines: str, name: str | None = None) -> Callable[
     def register(function: Function) -> Function:
         @wraps(function)
         def run(**values: Any) -> None:
-            guarded(partial(function, **values), as_json=bool(values.get("as_json")))
+            guarded(partial(function, **values))
 
         app.command(name, cls=_Command, epilog=examples(*lines))(run)
         return run
@@ -96,9 +95,8 @@ def command(app: typer.Typer, *lines: str, name: str | None = None) -> Callable[
     return register
 
 
-def guarded(run: Callable[[], None], *, as_json: bool = False) -> None:
+def guarded(run: Callable[[], None]) -> None:
     """Run a command. An expected error becomes one line on the terminal and an exit code."""
-    complain = complain_in_json if as_json else complain_in_red
     try:
         run()
     except (typer.Exit, click.ClickException):
@@ -109,15 +107,15 @@ def guarded(run: Callable[[], None], *, as_json: bool = False) -> None:
         name = error.name or ""
         if name.startswith("fedrot."):
             raise
-        complain(f"Error: This command needs {name}. {INSTALL}" if name else f"Error: {error}")
+        complain_in_red(f"Error: This command needs {name}. {INSTALL}" if name else f"Error: {error}")
         raise typer.Exit(BAD_INPUT) from None
     except ValidationError as error:
         for problem in error.errors():
             where = ".".join(map(str, problem["loc"])) or "the settings"
-            complain(f"Error in {where}: {problem['msg'].removeprefix('Value error, ')}")
+            complain_in_red(f"Error in {where}: {problem['msg'].removeprefix('Value error, ')}")
         raise typer.Exit(BAD_INPUT) from None
     except (OSError, ValueError, RuntimeError) as error:
-        complain(f"Error: {_in_words(error)}")
+        complain_in_red(f"Error: {_in_words(error)}")
         raise typer.Exit(BAD_INPUT if isinstance(error, OSError | ValueError) else FAILED) from None
 
 
@@ -135,10 +133,6 @@ def say(message: str) -> None:
 
 def complain_in_red(message: str) -> None:
     console.print(message, style="red", highlight=False)
-
-
-def complain_in_json(message: str) -> None:
-    typer.echo(json.dumps({"error": message}))
 
 
 def command_line() -> str:

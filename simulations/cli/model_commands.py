@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 
-from fedrot.errors import FedrotError
+from fedrot.errors import FedrotError, SymmetryError
 from fedrot.simulations.cli.commands import FAILED, app, command, complain_in_red, console, say
-
-
-def is_adapter(folder: str) -> bool:
-    """Return whether a folder has a LoRA adapter that PEFT saved."""
-    return (Path(folder) / "adapter_config.json").is_file()
 
 
 @command(app, "fedrot merge models/a models/b --out models/merged --data own.csv")
@@ -25,75 +18,64 @@ def merge(
     *,
     out: Annotated[Path | None, typer.Option(help="A new or empty folder.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing.")] = False,
-    parts: Annotated[
-        str | None, typer.Option(help="whole, none, attention+ffn; else: diagnosed.")
-    ] = None,
+    parts: Annotated[str | None, typer.Option(help="whole, none, attention+ffn or diagnosed.")] = None,
     weights: Annotated[str | None, typer.Option(help="Such as 1,3; default: equal.")] = None,
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FIELD", help="A field that may differ; repeatable."),
-    ] = None,
+    allow: Annotated[list[str] | None, typer.Option(help="A field that may differ; repeatable.")] = None,
     data: Annotated[str | None, typer.Option(help="Evaluate on a file, folder or hub name.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data.")] = None,
     text_column: Annotated[str | None, typer.Option(help="Text, words or image.")] = None,
     label_column: Annotated[str | None, typer.Option(help="Label or tags.")] = None,
     fit_head: Annotated[bool, typer.Option("--fit-head", help="Fit the task head to the data.")] = False,
-    method: Annotated[str | None, typer.Option(help="Of adapters: exact (products) or mean.")] = None,
-    rank: Annotated[int | None, typer.Option(help="Of adapters; default: the largest.")] = None,
+    rank: Annotated[int | None, typer.Option(min=1, help="Of adapters; default: the largest.")] = None,
 ) -> None:
     """Diagnose, align and average saved MODELS: folders, hub names, LoRA adapters."""
-    adapters = any(map(is_adapter, models))
-    beside = {"--data-dir": data_dir, "--text-column": text_column, "--label-column": label_column}
-    _refuse_idle("with --data", data is not None, {**beside, "--fit-head": fit_head})
-    _refuse_idle("on LoRA adapters", adapters, {"--method": method, "--rank": rank})
-    _refuse_idle("on models, not on LoRA adapters", not adapters, {"--parts": parts, "--data": data})
+    adapters = any((Path(model) / "adapter_config.json").is_file() for model in models)
+    columns = {"text_column": text_column, "label_column": label_column}
+    given: dict[str, object] = {"--parts": parts, "--data": data} if adapters else {"--rank": rank}
+    given |= {} if data else {**columns, "--fit-head": fit_head}
+    if idle := [name for name, value in given.items() if value]:
+        raise FedrotError(
+            f"Here, {' and '.join(idle)} would have no effect: --rank is for LoRA adapters, --parts and "
+            "--data are for models, and --fit-head and columns need --data. Leave it out."
+        )
     if out is None and not dry_run:
         raise ValueError("The result needs a path: give --out, or --dry-run.")
-    target, allowed = None if dry_run else out, allow or ()
+    target = None if dry_run else out
+    if target and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"'{out}' exists and is not an empty folder. Choose another --out.")
+    shares, allowed = _weights(weights, len(models)), allow or []
     with console.status(escape(f"Merging {len(models)} models")):
         if adapters:
             from fedrot.simulations.saved.adapters import merge_adapters
 
-            said = merge_adapters(
-                models, target, method=method, rank=rank, weights=weights, allowed=allowed
-            )
+            said = merge_adapters(models, target, shares, allowed, rank)
         else:
             from fedrot.simulations.saved.merge import merge_models
 
-            fields = {
-                "data": data,
-                **{key[2:].replace("-", "_"): value for key, value in beside.items()},
-            }
-            said = merge_models(
-                models,
-                target,
-                parts=parts,
-                weights=weights,
-                allowed=allowed,
-                data=fields if data else None,
-                fit_head=fit_head,
-            )
+            fields = {"data": data, **columns} if data else {}
+            said = merge_models(models, target, shares, allowed, parts, fields, fit_head)
     for sentence in said:
         say(sentence)
     say(f"Written: {out}" if target else "Dry run: nothing was written.")
 
 
-def _refuse_idle(where: str, holds: bool, options: dict[str, Any]) -> None:
-    """Raise ``FedrotError`` if options are given that have an effect only elsewhere."""
-    given = [name for name, value in options.items() if value is not None and value is not False]
-    if given and not holds:
-        verb, it = ("has", "it") if len(given) == 1 else ("have", "them")
-        raise FedrotError(f"{' and '.join(given)} {verb} an effect only {where}. Leave {it} out.")
+def _weights(text: str | None, count: int) -> list[float]:
+    """Read one weight per model, by default 1."""
+    try:
+        weights = [float(number) for number in text.split(",")] if text else [1.0] * count
+    except ValueError:
+        weights = []
+    if count < 2 or len(weights) != count or not all(0 < weight < float("inf") for weight in weights):
+        raise FedrotError(
+            f"The weights of {count} models are {text}. Give two or more models and, separated by "
+            "commas, a positive weight for each."
+        )
+    return weights
 
 
 @command(app, "fedrot check models/a", "fedrot check models/a --parts attention+ffn")
 def check(
     model: Annotated[str, typer.Argument(hidden=True)],
-    parts: Annotated[
-        str | None,
-        typer.Option(help="Parts such as attention+ffn, or whole; default: all that can move."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    parts: Annotated[str | None, typer.Option(help="attention+ffn, whole; default: all.")] = None,
 ) -> None:
     """Move a MODEL by random elements of its symmetry group, and check that its outputs stay the same.
 
@@ -101,13 +83,24 @@ def check(
 
     The exit code is 0 if they do, 1 if they do not, and 2 if the model cannot be checked.
     """
-    from fedrot.simulations.saved.check import check_model
+    from fedrot.check import check_function
+    from fedrot.simulations.saved.load import about, load
+    from fedrot.simulations.saved.merge import options_of
+    from fedrot.symmetry import PARTS, symmetry_of
 
-    with nullcontext() if as_json else console.status(escape(f"Checking {model}")):
-        found = check_model(model, parts)
-    if as_json:
-        typer.echo(json.dumps(found))
-    else:
-        (say if found["holds"] else complain_in_red)(found["sentence"])
-    if not found["holds"]:
-        raise typer.Exit(FAILED)
+    with console.status(escape(f"Checking {model}")):
+        saved = load(model)
+        with about(model):
+            config, symmetry = saved.model.config, symmetry_of(saved.model.config, saved.tensors)
+            movable = {group.part for group in symmetry.groups}
+            chosen = options_of(parts).parts if parts else tuple(p for p in PARTS if p in movable)
+            if not symmetry.select(chosen):
+                raise FedrotError(f"It has no groups of the parts {', '.join(chosen) or '(none)'}.")
+            rotates = "residual" in chosen and symmetry.can_rotate
+            try:
+                for one in (symmetry, symmetry.rotated) if rotates else (symmetry,):
+                    change = check_function(saved.model, config, one, chosen)
+            except SymmetryError as error:
+                complain_in_red(str(error))
+                raise typer.Exit(FAILED) from None
+    say(f"The function is preserved: outputs change by at most {change:.1e} of their size.")

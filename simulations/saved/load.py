@@ -16,9 +16,6 @@ from fedrot.simulations.packaged import loading, source_of
 from fedrot.symmetry import check_family
 from fedrot.tensors import Tensors
 
-#: Files of a tokenizer; one of them is enough.
-_TOKENIZER = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model")
-
 
 @dataclass(frozen=True)
 class SavedModel:
@@ -28,11 +25,6 @@ class SavedModel:
     model: Any
 
     @property
-    def config(self) -> Any:
-        """The configuration of transformers."""
-        return self.model.config
-
-    @property
     def tensors(self) -> Tensors:
         """The tensors by name; those of tied names are the same."""
         return dict(self.model.state_dict())
@@ -40,7 +32,7 @@ class SavedModel:
     @property
     def labels(self) -> list[str]:
         """The names of the task head's outputs, in their order."""
-        return [str(name) for _, name in sorted((self.config.to_dict().get("id2label") or {}).items())]
+        return [str(name) for _, name in sorted(self.model.config.id2label.items())]
 
     @cached_property
     def tokenizer(self) -> Any | None:
@@ -48,15 +40,15 @@ class SavedModel:
         from transformers import AutoTokenizer
         from transformers.utils.hub import cached_file
 
-        source = source_of(self.name)
+        source, optional = source_of(self.name), {"_raise_exceptions_for_missing_entries": False}
         with loading(self.name):
-            optional = {"_raise_exceptions_for_missing_entries": False}
-            found = any(cached_file(source, name, **optional) for name in _TOKENIZER)
+            files = "tokenizer.json", "tokenizer_config.json", "vocab.txt"
+            found = any(cached_file(source, file, **optional) for file in files)
             return AutoTokenizer.from_pretrained(source) if found else None
 
     def build(self) -> Any:
         """Return a float32 model of the class with random weights, in evaluation mode."""
-        return type(self.model)(copy.deepcopy(self.config)).float().eval()
+        return type(self.model)(copy.deepcopy(self.model.config)).float().eval()
 
 
 def load(name: str, whole: bool = False) -> SavedModel:
@@ -80,32 +72,24 @@ def load(name: str, whole: bool = False) -> SavedModel:
         model_class = getattr(transformers, class_name, None)
     with about(name):
         check_family(config.to_dict())
-    if getattr(config, "quantization_config", None):
+    quantised = bool(getattr(config, "quantization_config", None))
+    if quantised or model_class is None:
+        what = "quantised" if quantised else f"a {class_name}, which transformers does not have"
         raise FedrotError(
-            f"'{name}' is quantised: its weights cannot be moved. Give the model before quantisation, "
-            "or dequantize() it with transformers and save it."
-        )
-    if model_class is None:
-        raise FedrotError(
-            f"'{name}' is a {class_name}, which transformers does not have. For your own class use "
-            "fedrot.check_function and fedrot.align in Python."
+            f"'{name}' is {what}: its weights cannot be moved. dequantize() it with transformers and "
+            "save it; for a class of your own use fedrot.check_function and fedrot.align in Python."
         )
     with loading(name):
         how = {"config": config, "dtype": "auto", "ignore_mismatched_sizes": True}
         model, found = model_class.from_pretrained(source, **how, output_loading_info=True)
-    more = sorted(found["unexpected_keys"])
-    shapes = [f"{key} {[*here]}, not {[*there]}" for key, here, there in found["mismatched_keys"]]
-    has = f"; it has {more[0]}" if more else ""
-    for what, keys, which in (
-        ("no tensor", sorted(found["missing_keys"]), f"{class_name} needs{has}"),
-        ("a tensor", sorted(shapes), f"{class_name} needs{has}"),
-        ("the tensor", more if whole else [], f"{type(model).__name__} does not have"),
-    ):
-        if keys:
-            raise FedrotError(
-                f"'{name}' has {what} {keys[0]} ({len(keys)} in all), which a {which}. Load the model "
-                "with transformers, without wrappers, and save it with save_pretrained."
-            )
+    wrong = {*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}
+    wrong |= {*found["unexpected_keys"]} if whole else set()
+    if wrong:
+        raise FedrotError(
+            f"'{name}' is no whole {class_name}: {len(wrong)} tensors are missing, left over or of "
+            f"another shape, see {min(found['unexpected_keys'] or wrong)}. Load the model with "
+            "transformers, without wrappers, and save it with save_pretrained."
+        )
     return SavedModel(name, model)
 
 
@@ -114,26 +98,19 @@ def _labels(stored: Mapping[str, Any]) -> dict[str, Any]:
     names, given = stored.get("id2label") or {}, stored.get("label2id") or {}
     found = {int(number): name for name, number in given.items()}
     unnamed = all(str(name) == f"LABEL_{number}" for number, name in names.items())
-    if not unnamed or len(names) not in (0, len(found)) or {*found} != {*range(len(given))}:
+    if not found or not unnamed or {*found} != {*range(len(names) or len(found))}:
         return {}
-    return {"id2label": found, "label2id": {name: n for n, name in found.items()}} if found else {}
+    return {"id2label": found, "label2id": {name: number for number, name in found.items()}}
 
 
 @contextmanager
 def writing(out: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes ``out``, a new or empty folder, if the block succeeds."""
-    refuse_filled(out)
     out = out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as folder, as_os_error(folder):
         folder.mkdir()
         yield folder
-
-
-def refuse_filled(out: Path | None) -> None:
-    """Raise ``FileExistsError`` unless ``out`` is None, absent or an empty folder."""
-    if out and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"'{out}' exists and is not an empty folder. Choose another --out.")
 
 
 @contextmanager

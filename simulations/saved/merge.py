@@ -1,12 +1,11 @@
-"""``merge_models``: saved models diagnosed, aligned to the first, and averaged."""
+"""``merge_models``: saved models compared, diagnosed, aligned to the first, and averaged."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from fedrot.aggregation import Mean
 from fedrot.anchors import finder
@@ -15,31 +14,36 @@ from fedrot.diagnosis import ALIGNED, PLAIN, WHOLE, diagnose
 from fedrot.errors import FedrotError
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
-from fedrot.simulations.saved.alike import refuse_unlike
-from fedrot.simulations.saved.load import SavedModel, about, load, refuse_filled, writing
-from fedrot.symmetry import WHOLE_MODEL, Symmetry, symmetry_of
+from fedrot.simulations.saved.load import SavedModel, about, load, writing
+from fedrot.symmetry import DEFAULT_PARTS, WHOLE_MODEL, Symmetry, symmetry_of
 from fedrot.symmetry.canonical import canonical
+from fedrot.symmetry.resolve import tied_tensors
 from fedrot.tensors import Tensors, check_finite, widened
 
-#: The value of ``--parts`` for each choice of a diagnosis.
-_PARTS = {PLAIN: "none", ALIGNED: "attention+ffn", WHOLE: "whole"}
+#: Values of ``--parts`` beside names of parts; choices of a diagnosis among them.
+_NAMED = {"none": (), PLAIN: (), ALIGNED: DEFAULT_PARTS, WHOLE: WHOLE_MODEL}
 
-#: Values of ``--parts`` beside names of parts.
-_NAMED = {"whole": WHOLE_MODEL, "none": ()}
-
-#: Texts per batch of activations. A language model's outputs have the width of its vocabulary.
-_BATCH = 64
+#: Names of fields on which no output depends. ``label2id`` says what ``id2label`` says.
+_HARMLESS = re.compile(
+    r"_?name_or_path|(torch_)?dtype|transformers_version|tokenizer_class|(bos|cls|sep)_token_id"
+    r"|label2id|problem_type|finetuning_task|task_specific_params|pretraining_tp|use_cache|return_dict"
+    r"|output_(attentions|hidden_states)|gradient_checkpointing|chunk_size_feed_forward"
+    r"|\w*drop\w*|init(ializer)?_(std|range|factor|cutoff_factor)"
+    # Of adapters: what is in the scale of their products or in the names of their tensors.
+    r"|r|rank_pattern|lora_alpha|alpha_pattern|use_rslora|init_lora_weights|(eva|loftq|runtime)_config"
+    r"|auto_mapping|inference_mode|peft_version|(target|exclude)_modules|layers_to_transform"
+    r"|layers_pattern|modules_to_save"
+)
 
 
 def merge_models(
-    names: Sequence[str],
+    names: list[str],
     out: Path | None,
-    *,
-    parts: str | None = None,
-    weights: str | None = None,
-    allowed: Sequence[str] = (),
-    data: Mapping[str, Any] | None = None,
-    fit_head: bool = False,
+    weights: list[float],
+    allowed: list[str],
+    parts: str | None,
+    data: Mapping[str, Any],
+    fit_head: bool,
 ) -> list[str]:
     """Diagnose saved models, align them to the first, and write their mean; return sentences about it.
 
@@ -50,36 +54,31 @@ def merge_models(
     Args:
         names: of two or more models that differ only in the values of tensors, see ``load``.
         out: a new or empty folder; None: nothing is written.
-        parts: see ``options_of``; None: what the diagnosis recommends.
-        weights: see ``weights_of``.
+        weights: one for each model.
         allowed: fields of configurations that may differ.
-        data: fields of an experiment that name the data.
+        parts: see ``options_of``; None: what the diagnosis recommends.
+        data: fields of an experiment that name the data; empty: the models are not evaluated.
         fit_head: whether the task head of the mean is fitted to the data's training rows.
     """
-    shares = weights_of(weights, len(names))
-    given = None if parts is None else options_of(parts)
-    refuse_filled(out)
     first, *others = models = [load(name, whole=True) for name in names]
     for saved in models:
-        refuse_unlike(first, saved, allowed)
+        _refuse_unlike(first, saved, allowed)
         with about(saved.name):
             check_finite(saved.tensors)
-    judge = None
     if data:  # Its modules need seconds for their imports.
-        from fedrot.simulations.saved.judge import Judge
+        from fedrot.simulations.saved import judge
 
-        judge = Judge.of(first, data)
-    symmetry = symmetry_of(first.config, first.tensors)
+        judged = judge.prepared(first, data)
+    symmetry = symmetry_of(first.model.config, first.tensors)
     found = diagnose(first.tensors, [other.tensors for other in others], symmetry)
-    options = given or options_of(_PARTS[found.choice])
+    options = options_of(parts or found.choice)
     if set(options.parts) == set(WHOLE_MODEL):
         options = options.movable(symmetry)
     options = options.for_model(symmetry)
-    merged, reports = _average(models, shares, symmetry, options)
+    merged, reports = _average(models, weights, symmetry, options)
     said = [f"Diagnosis: {found}", f"Aligned parts: {', '.join(options.parts) or 'none'}.", *reports]
-    if judge:
-        plain = _average(models, shares, symmetry, options_of("none"))[0] if options.parts else None
-        merged, verdict = judge.verdict(models, merged, plain, fit_head)
+    if data:
+        merged, verdict = judge.verdict(judged, models, merged, fit_head)
         said = [*verdict, *said]
     if out is not None:
         first.model.load_state_dict(merged, strict=False)  # without the names of tied tensors
@@ -91,21 +90,18 @@ def merge_models(
 
 
 def _average(
-    models: Sequence[SavedModel],
-    shares: Sequence[float],
-    symmetry: Symmetry,
-    options: AlignmentOptions,
+    models: list[SavedModel], weights: list[float], symmetry: Symmetry, options: AlignmentOptions
 ) -> tuple[Tensors, list[str]]:
     """Return the weighted mean of models that are aligned to the first, and a report of each."""
     first, ours, reports = models[0], models[0].tensors, []
-    twins = {name for tied in symmetry.tied for name in tied[1:]}
-    if options.rotates:
-        symmetry, evidence = symmetry.rotated, None
-    else:
-        evidence = probing(first.build, first.config.to_dict(), symmetry, batch_size=_BATCH)
+    config = first.model.config.to_dict()
+    # Small batches: a language model's outputs have the width of its vocabulary.
+    evidence = None if options.rotates else probing(first.build, config, symmetry, batch_size=64)
+    symmetry = symmetry.rotated if options.rotates else symmetry
     find, anchor, mean = finder(ours, symmetry, options, evidence=evidence), Anchor(ours), Mean()
-    for saved, weight in zip(models, shares, strict=True):
+    for saved, weight in zip(models, weights, strict=True):
         moved = widened(saved.tensors)
+        twins = {name for tied in tied_tensors(saved.tensors) for name in tied[1:]}
         with about(saved.name):
             if saved is not first:
                 alignment = find(saved.tensors, anchor)
@@ -114,40 +110,55 @@ def _average(
                     reports.append(f"'{saved.name}': {alignment.report}")
             elif options.canonical:
                 moved = canonical(moved, symmetry)
+            # It refuses tables that are tied in one model only.
             mean.add({n: tensor for n, tensor in moved.items() if n not in twins}, weight)
-    return _rounded(mean.result(), first), reports
+    merged = {name: tensor.to(ours[name].dtype) for name, tensor in mean.result().items()}
+    with about(f"the mean in the dtypes of {first.name} (save that in float32)"):
+        check_finite(merged)
+    return merged, reports
 
 
 def options_of(parts: str) -> AlignmentOptions:
     """Return options for parts joined by ``+``, ``whole`` or ``none``; raises ``FedrotError``."""
-    try:
-        return AlignmentOptions(_NAMED.get(parts, parts.split("+")))
-    except FedrotError as error:
-        raise FedrotError(f"{error} Join parts by '+', or give {' or '.join(_NAMED)}.") from error
+    return AlignmentOptions(_NAMED.get(parts, parts.split("+")))
 
 
-def weights_of(text: str | None, count: int) -> list[float]:
-    """Read one weight per model; None: equal weights. Raises ``FedrotError``."""
-    if count < 2:
-        raise FedrotError(f"{count} model is given; at least two are needed for a merge.")
-    try:
-        weights = [float(number) for number in text.split(",")] if text else [1.0] * count
-    except ValueError as error:
-        raise FedrotError(f"The weights are '{text}'; give numbers separated by commas.") from error
-    if len(weights) != count or not all(0 < weight < float("inf") for weight in weights):
+def _refuse_unlike(one: SavedModel, other: SavedModel, allowed: Collection[str]) -> None:
+    """Raise ``FedrotError`` if configurations or tokenizers differ in a field that is not allowed."""
+    labels, others = one.labels, other.labels
+    if labels != others and sorted(labels) == sorted(others) and "id2label" not in allowed:
+        place = next(n for n, name in enumerate(labels) if name != others[n])
         raise FedrotError(
-            f"The weights are {text} for {count} models; each model needs one, positive and finite."
+            f"The task heads have the same classes in another order: output {place} is "
+            f"{labels[place]!r} in '{one.name}' and {others[place]!r} in '{other.name}'. Reorder one "
+            "head and its id2label; if only names are in another order, give --allow id2label."
         )
-    return weights
+    configs = [saved.model.config.to_dict() for saved in (one, other)]
+    tokenizers: list[Any] = [saved.tokenizer for saved in (one, other)]
+    for config, own in zip(configs, tokenizers, strict=True) if all(tokenizers) else ():
+        config["tokenizer"] = {number: token for token, number in own.get_vocab().items()}
+    refuse_different((one.name, configs[0]), (other.name, configs[1]), allowed)
 
 
-def _rounded(merged: Tensors, first: SavedModel) -> Tensors:
-    """Return a mean in the dtypes of the first model; raises ``FedrotError`` for values beyond them."""
-    found = {name: tensor.to(first.tensors[name].dtype) for name, tensor in merged.items()}
-    for name, tensor in found.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+def refuse_different(one: tuple[str, Any], other: tuple[str, Any], allowed: Collection[str]) -> None:
+    """Raise ``FedrotError`` if two named configurations differ in a field that is not harmless."""
+    ours, theirs = (dict(_fields(settings)) for _, settings in (one, other))
+    for field in dict.fromkeys((*ours, *theirs)):
+        here, there = ours.get(field), theirs.get(field)
+        if here != there and not {field, field.partition(".")[0]} & {*allowed}:
             raise FedrotError(
-                f"The merged tensor '{name}' has values beyond {tensor.dtype}, the dtype of "
-                f"'{first.name}'. Save that model in float32, or give a model with wider numbers first."
+                f"Different configurations: {field} is {here!r} in '{one[0]}' and {there!r} in "
+                f"'{other[0]}', and may change what the same weights compute. If it does not, repeat "
+                f"the command with --allow {field}."
             )
-    return found
+
+
+def _fields(settings: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield by path the fields, also of nested configurations, that are not harmless and not empty."""
+    for key, value in settings.items():
+        if _HARMLESS.fullmatch(str(key)):
+            continue
+        if isinstance(value, Mapping):
+            yield from _fields(value, f"{path}{key}.")
+        elif value is not None and value != []:
+            yield f"{path}{key}", value

@@ -16,7 +16,7 @@ from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks.objective import Objective, model_inputs, shortest_first
 from fedrot.simulations.tasks.scores import CALIBRATION, entity_scores, evaluate_predictions
 
-_PROBLEMS = {
+PROBLEMS = {
     "single": "single_label_classification",
     "multi": "multi_label_classification",
     "regression": "regression",
@@ -41,7 +41,7 @@ class Classification(Objective):
     @staticmethod
     def configure(settings: Any, data: DataSet) -> None:
         settings.num_labels = 1 if data.kind == "regression" else len(data.label_names)
-        settings.problem_type = _PROBLEMS[data.kind]
+        settings.problem_type = PROBLEMS[data.kind]
         if getattr(settings, "pad_token_id", None) is None:
             # Decoders classify with the last token that is not padding.
             settings.pad_token_id = pad_id_of(settings)

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from fedrot.simulations.cli.app import app, prepare
-from fedrot.simulations.packaged import no_bars
+from fedrot.simulations.packaged import loading
 from tests.models import fresh_model
 from tests.simulations.commands import SMALL, settings
 from tests.simulations.saved.folders import WEIGHTS, change, configure, saved, tokenizer
@@ -119,7 +119,7 @@ def test_a_name_steers_no_terminal(
     elif name in FOLDERS:
         lines = [[*FOLDERS[name](tmp_path), *out]]
     else:
-        with no_bars():
+        with loading(tmp_path):  # without progress bars
             a, b = (saved(fresh_model("bert-classifier").float(), tmp_path / name) for name in "ab")
         tokenizer(a)
         b = MODELS[name](b) or b

@@ -15,16 +15,12 @@ from transformers import PreTrainedTokenizerFast
 
 import fedrot
 from tests import families
-from tests.models import State, fresh_model, near
+from tests import models as made
+from tests.models import State
 from tests.simulations.commands import invoke
 
 WEIGHTS = "model.safetensors"
 PICKLES = {WEIGHTS: "pytorch_model.bin", "adapter_model.safetensors": "adapter_model.bin"}
-LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0a1b\nsize 9\n"
-
-
-def state(model: Any) -> State:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 def with_state(model: Any, tensors: State) -> Any:
@@ -33,9 +29,10 @@ def with_state(model: Any, tensors: State) -> Any:
     return other
 
 
-def neighbour(model: Any, scale: float = 0.1) -> Any:
+def near(model: Any, scale: float = 0.1) -> Any:
     """The model after a little training, tied tensors still tied."""
-    return with_state(model, {**state(model), **near(dict(model.named_parameters()), scale, 1)})
+    trained = made.near(dict(model.named_parameters()), scale, 1)
+    return with_state(model, {**model.state_dict(), **trained})
 
 
 def scrambled(model: Any, parts: tuple[str, ...] = ("attention", "ffn")) -> Any:
@@ -46,19 +43,12 @@ def scrambled(model: Any, parts: tuple[str, ...] = ("attention", "ffn")) -> Any:
 def model_of(name: str, seed: int = 0) -> Any:
     if name in families.MEMBERS:
         return families.model_of(name, families.state_of(name, seed)).float()
-    return fresh_model(name, seed=seed).float()
+    return made.fresh_model(name, seed=seed).float()
 
 
 def saved(model: Any, folder: Path, **options: Any) -> Path:
     model.save_pretrained(folder, **options)
     return folder
-
-
-def loaded(folder: Path, like: Any) -> Any:
-    """Load with the model's class; nothing may be missing or left over."""
-    model, found = type(like).from_pretrained(folder, output_loading_info=True)
-    assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    return model.eval()
 
 
 def change(folder: Path, function: Callable[[State], State], file: str = WEIGHTS) -> None:
@@ -75,22 +65,11 @@ def configure(folder: Path, file: str = "config.json", **changes: Any) -> None:
     (folder / file).write_text(json.dumps(settings))
 
 
-def removed(name: str, folder: Path) -> None:
-    (folder / name).unlink()
-
-
-def written(name: str, text: str, folder: Path) -> None:
-    (folder / name).write_text(text)
-
-
-class _Code:
-    """What a pickle could do."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
+class _Code(str):
+    """What a pickle could do: it creates a file of this name."""
 
     def __reduce__(self) -> Any:
-        return self.marker.touch, ()
+        return Path.touch, (Path(self),)
 
 
 def hostile(file: str, folder: Path) -> None:

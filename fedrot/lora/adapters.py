@@ -84,7 +84,7 @@ class LoraSettings:
 
     @classmethod
     def of(cls, config: Any) -> LoraSettings:
-        """Read a ``LoraConfig``, or a dictionary as in ``adapter_config.json``.
+        """Read a ``LoraConfig``, or a dictionary as in ``adapter_config.json``; alpha is 8 by default.
 
         Raises:
             FedrotError: ``config`` is neither of them, is of another kind of adapter, or its alpha is
@@ -116,8 +116,7 @@ class LoraSettings:
                 "fedrot has no method for this. Take another initialisation, or Flower's FedAvg."
             )
         changed = "" if start in _STARTS else str(start)
-        alpha = found.get("lora_alpha")
-        alpha = cls.alpha if alpha is None else float(alpha)
+        alpha = cls.alpha if found.get("lora_alpha") is None else float(found["lora_alpha"])
         return cls(alpha, patterns, bool(found.get("use_rslora")), changed)
 
     def scale(self, module: str, rank: int) -> float:

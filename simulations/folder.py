@@ -7,8 +7,8 @@ import json
 import math
 import platform
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -230,19 +230,26 @@ def _told(experiment: Experiment) -> dict[str, Any]:
     return fields
 
 
-def only_writer(folder: Path) -> AbstractContextManager[object]:
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
     """Make a folder if needed, and lock it against other writing processes; the process holds the lock.
 
     Raises ``FedrotError`` if another process holds it, or a link in the folder leads out of it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     refuse_links(folder)
+    lock = FileLock(folder / ".lock", timeout=0)
     try:
-        return FileLock(folder / ".lock", timeout=0, thread_local=False).acquire()
+        lock.acquire()
     except Timeout as error:
         raise FedrotError(
             f"Another run is writing to '{folder}'. Wait until it ends, or choose another folder."
         ) from error
+    try:
+        yield
+    finally:
+        (folder / ".lock").unlink(missing_ok=True)
+        lock.release()
 
 
 def versions() -> dict[str, str]:

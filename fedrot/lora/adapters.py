@@ -84,7 +84,7 @@ class LoraSettings:
 
     @classmethod
     def of(cls, config: Any) -> LoraSettings:
-        """Read a ``LoraConfig``, or a dictionary as in ``adapter_config.json``.
+        """Read a ``LoraConfig``, or a dictionary as in ``adapter_config.json``; alpha is 8 by default.
 
         Raises:
             FedrotError: ``config`` is neither of them, is of another kind of adapter, or its alpha is

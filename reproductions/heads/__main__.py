@@ -34,14 +34,14 @@ def run(
     """
     from transformers import BertModel
 
-    from fedrot.simulations.packaged import no_bars, source_of
+    from fedrot.simulations.packaged import loading, source_of
     from reproductions.heads.cell import load
     from reproductions.heads.federation import Federation
     from reproductions.heads.rounds import play
 
     model = Path(source_of("minilm"))
     cell = load(data, skew, seed, data_dir, model / "tokenizer.json")
-    with no_bars():
+    with loading(source_of("minilm")):
         bert = BertModel.from_pretrained(model)
     federation = Federation(cell, bert.half().float(), layers, pooling)
     place = {"data": data, "skew": skew, "seed": seed, "pooling": pooling, "layers": layers}

@@ -98,7 +98,7 @@ def complete(folder: Path, whole: Path) -> None:
     assert lasting(folder) == lasting(whole)
     assert read_run(folder).alignment == read_run(whole).alignment
     assert read_run(folder).missing == []
-    names = {path.name for path in folder.iterdir()} - {"plots", "printed.txt", ".lock"}
+    names = {path.name for path in folder.iterdir()} - {"printed.txt"}
     assert names == {*("cells", "config.json", "rows.csv", "report.html")}
     assert not [*folder.glob("cells/*.txt")]
 

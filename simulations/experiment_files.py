@@ -33,9 +33,10 @@ def read_experiments(path: Path, given: Mapping[str, Any]) -> list[Experiment]:
     base, found, own = (described.pop(n, {}) for n in ("base", "experiment", "strategy"))
     tables = [base, *found, *own]
     if described or not found or not all(isinstance(table, dict) for table in tables):
+        other = f", but no '{min(described)}'" if described else ""
         raise FedrotError(
-            f"'{path}' needs a table [[experiment]] for each experiment, and may have [base], with the "
-            f"values of all, and [[strategy]]; {', '.join(described) or 'something'} else is wrong."
+            f"'{path}' needs a table [[experiment]] for each experiment; it may have [base], with the "
+            f"values of all, and [[strategy]]{other}."
         )
     known = {str(table.get("name", "")): table for table in own}
     experiments = []

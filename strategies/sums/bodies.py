@@ -101,9 +101,9 @@ class Shelf:
         if found is not None:
             return found
         halves = [half for half in map(self._file, between) if half is not None]
-        if len(halves) < 2 or hash_of(found := half_way(*halves), self._head) != key:
+        if len(halves) < 2 or hash_of(mean := half_way(*halves), self._head) != key:
             return None
-        return self.keep(key, found)
+        return self.keep(key, mean)
 
     def keep(self, key: str, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Write a body, unless it is there, and return it; a full disk is a warning."""

@@ -332,7 +332,7 @@ def test_every_bundled_file_has_experiments(name: str) -> None:
     [
         ("[base", "is no TOML"),
         ("[base]\nlr = 1", "needs a table [[experiment]]"),
-        ("[[experiment]]\n[matrix]\nlr = [1]", "matrix else is wrong"),
+        ("[[experiment]]\n[matrix]\nlr = [1]", "but no 'matrix'"),
         ("experiment = [3]", "needs a table [[experiment]]"),
         ("[experiment]\nlr = 1", "needs a table [[experiment]]"),
         ("[[experiment]]\nname = 'a'\n[[experiment]]\nname = 'a'", "its own name"),

@@ -160,7 +160,7 @@ def test_a_failing_pair_leaves_what_was_done(
         ("disjoint = [[0, 1], [2, 3]]", "", "has no pairs"),
         ('"vanilla", ', '"magic", ', "unknown method 'magic'"),
         ('["vanilla", "whole", "whole+data"]', "[]", "no method"),
-        (GRID[GRID.index("[[task]]") :], "", "has no experiments"),
+        (GRID[GRID.index("[[task]]") :], "", "needs a table [[experiment]]"),
     ],
 )
 def test_an_impossible_grid_is_refused(

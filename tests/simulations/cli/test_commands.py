@@ -127,7 +127,7 @@ def test_a_wrong_setting_is_named(
         (FILE.replace('"b"', '"a"'), "needs its own name: a, a"),
         (FILE.replace('"ffn only"]', '"fnn"]'), "unknown strategy 'fnn'"),
         (FILE.replace("parts", "part"), ""),
-        (FILE + "[other]\n", "other else is wrong"),
+        (FILE + "[other]\n", "but no 'other'"),
         ("[base]\n", "needs a table [[experiment]]"),
         ("a", "is no TOML"),
     ],

@@ -6,7 +6,7 @@ import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -156,9 +156,9 @@ def estimate(cells: Sequence[Cell], costs: Mapping[str, float], machine: Machine
         usable = task.objective.usable(task.train, np.arange(len(task.train)))
         rows = usable[: task.experiment.batch_size]
         for _ in range(2):  # the first one allocates memory
-            start = perf_counter()
+            start = process_time()
             training.train(model, task, rows, seed=0, epochs=1.0)
-            took = perf_counter() - start
+            took = process_time() - start
         own = (cell for cell in cells if cell.experiment.to_json() == json)
         seconds += took / max(len(rows), 1) * sum(costs[cell.name] for cell in own)
         copies = task.experiment.clients + 3

@@ -361,7 +361,7 @@ def _images(folder: Path) -> Source:
     train, tables, left_out = folder / "train", {}, []
     for part in [train, _held_out(train, HELD_OUT_FOLDERS)] if train.is_dir() else [folder]:
         beside, rows = sorted(part.iterdir()), []
-        classes = [path for path in beside if path.is_dir() and path.name[0] != "."]
+        classes = [p for p in beside if p.is_dir() and not p.name.startswith((".", "__MACOSX"))]
         left_out += [path.name for path in beside if path.is_file()]
         for place in classes or [part]:
             files = [file for file in sorted(place.rglob("*")) if file.is_file()]

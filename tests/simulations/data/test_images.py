@@ -171,6 +171,7 @@ def test_a_folder_of_classes_is_divided_and_other_files_are_named(tmp_path: Path
         "dog/.cache/1.png",
         "None/2.heic",
         ".git/a.png",
+        "__MACOSX/a.png",
     ):
         (photos / left_out).parent.mkdir(exist_ok=True)
         (photos / left_out).write_bytes(b"no image")
@@ -185,8 +186,7 @@ def test_a_folder_of_classes_is_divided_and_other_files_are_named(tmp_path: Path
     )
     assert data.said.startswith(f"5 file(s) of {photos} left out, hidden or no images: readme.md, ")
     assert all(name in data.said for name in ("notes.txt", "._1.png", "1.png", "2.heic"))
-    by_path = load_images(chosen(photos))
-    assert by_path.train.labels.tolist() == data.train.labels.tolist()
+    assert load_images(chosen(photos)).train.labels.tolist() == data.train.labels.tolist()
     (tmp_path / "linked").mkdir()
     for name in ("dog", "None"):
         (tmp_path / "linked" / name).symlink_to(photos / name)

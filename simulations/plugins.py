@@ -1,4 +1,4 @@
-"""``load_plugins``: modules that add anchors, aggregations, arms, grids or sections of reports."""
+"""``load_plugins``: modules that add anchors, aggregations, kinds of strategies or report sections."""
 
 from __future__ import annotations
 

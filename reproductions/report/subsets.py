@@ -40,7 +40,7 @@ class SubsetTable:
     ``lines`` have, by strategy and number of merged clients: how many subsets; the mean macro F1 on the
     subset's own domains; the mean relative change against each domain's own client alone (Jin et al.
     2023, Figure 3); the mean macro F1 on unseen domains (Table 7); and that of the subset with the
-    clients that are best there by themselves (Figure 6).
+    clients that are best there by themselves (Figure 6). Strategies of one client are the clients alone.
     """
 
     lines: list[list[str]]
@@ -63,7 +63,12 @@ def subset_table(rows: Sequence[Row], experiments: Sequence[Mapping[str, Any]]) 
     found: dict[_Place, dict[int, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
     for experiment in experiments:
         name, domains = str(experiment["name"]), _domains(experiment)
-        merged, alone = _scores([row for row in rows if row["experiment"] == name] if domains else [])
+        merged = _scores([row for row in rows if row["experiment"] == name] if domains else [])
+        alone: dict[int, dict[int, _Metrics]] = defaultdict(dict)
+        for strategy in experiment.get("strategies", ()):
+            for seed, metrics in merged[str(strategy["name"])].items():
+                if len(strategy.get("clients", ())) == 1:
+                    alone[seed][int(strategy["clients"][0])] = metrics
         labels: dict[str, str] = {}
         for strategy in experiment.get("strategies", ()):
             method = json.dumps(
@@ -72,7 +77,7 @@ def subset_table(rows: Sequence[Row], experiments: Sequence[Mapping[str, Any]]) 
             label = labels.setdefault(method, str(strategy["name"]))
             clients = tuple(strategy.get("clients") or range(len(domains)))
             for seed, metrics in merged[str(strategy["name"])].items():
-                if alone[seed].keys() >= set(clients):  # others are not finished
+                if len(clients) > 1 and alone[seed].keys() >= set(clients):  # others are not finished
                     place = _Place(name, label, len(clients))
                     found[place][seed].append(_line(clients, domains, metrics, alone[seed]))
     lines = [
@@ -93,20 +98,13 @@ def _domains(experiment: Mapping[str, Any]) -> list[str]:
 _Metrics: TypeAlias = dict[str, float]
 
 
-def _scores(
-    rows: Sequence[Row],
-) -> tuple[dict[str, dict[int, _Metrics]], dict[int, dict[int, _Metrics]]]:
-    """Return metrics after the round: strategy -> seed -> of merged models, seed -> client -> alone."""
+def _scores(rows: Sequence[Row]) -> dict[str, dict[int, _Metrics]]:
+    """Return the metrics of the models after the round: strategy -> seed -> metric."""
     merged: dict[str, dict[int, _Metrics]] = defaultdict(lambda: defaultdict(dict))
-    alone: dict[int, dict[int, _Metrics]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
-        seed, metric, value = int(row["seed"]), str(row["metric"]), float(row["value"])
-        scope, _, client = str(row["scope"]).partition(":")
-        if int(row["round"]) == 1 and scope == CENTRAL:
-            merged[str(row["strategy"])][seed][metric] = value
-        elif int(row["round"]) == 1 and scope == "alone":
-            alone[seed][int(client)][metric] = value
-    return merged, alone
+        if int(row["round"]) == 1 and row["scope"] == CENTRAL:
+            merged[str(row["strategy"])][int(row["seed"])][str(row["metric"])] = float(row["value"])
+    return merged
 
 
 def _line(

@@ -15,7 +15,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fedrot import FedrotError, canonical, random_equivalent, symmetry_of
-from fedrot.simulations.federation.cells import with_state
+from reproductions.ensemble import with_state
 from fedrot.simulations.folder import read_rows
 from fedrot.simulations.models import build_model
 from fedrot.simulations.settings import Experiment

@@ -111,8 +111,6 @@ class Strategy(BaseModel):
         if self.entry is None:
             known = ", ".join(entry.name for entry in aggregations({"symmetry", "score"}))
             raise ValueError(f"unknown aggregation {self.aggregation!r}; its name is one of {known}")
-        if self.alignment is not False and not self.entry.follows_rotations:
-            raise ValueError(f"aggregation '{self.entry.name}' cannot be aligned; alignment = false")
         if self.batches and not self.entry.needs:
             raise ValueError(f"aggregation '{self.entry.name}' needs no statistics; leave out batches")
         idle = ("alignment", "other_basis", "aggregation", "guard") if experiment.lora else ("adapters",)

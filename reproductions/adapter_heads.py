@@ -34,15 +34,7 @@ ARMS = {"fedavg": 3e-3, "fedavg+fit": 1e-3, "fit": 1e-3, "fit_head": 1e-3}
 def federation(experiment: Experiment, seed: int) -> tuple[LocalGrid, ConfigRecord]:
     """Return the harness's clients, and what every request tells them."""
     told: dict[str, Any] = {"experiment": experiment.to_json(), "seed": seed, "lr": experiment.lr}
-    told |= {
-        "cache": "",
-        "align": "",
-        "server-round": 0,
-        "last-round": 0,
-        "chance": 0.0,
-        "batches": 0,
-        "loads": "",
-    }
+    told |= {"cache": "", "server-round": 0, "batches": 0, "loads": ""}
     return local_clients(app, experiment.clients), ConfigRecord(told)
 
 

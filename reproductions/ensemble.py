@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from fedrot.simulations.models import load_tensors
+from fedrot.tensors import Tensors
 
 
 class Ensemble(nn.Module):
@@ -32,3 +36,10 @@ class Ensemble(nn.Module):
         if self.config.problem_type == "multi_label_classification":
             return SimpleNamespace(logits=logits.sigmoid().mean(0).logit(eps=1e-7))
         return SimpleNamespace(logits=logits.log_softmax(-1).logsumexp(0) - np.log(len(logits)))
+
+
+def with_state(shell: nn.Module, state: Tensors) -> nn.Module:
+    """Return a copy of a model with other tensors."""
+    model = copy.deepcopy(shell)
+    load_tensors(model, state)
+    return model

@@ -1,34 +1,30 @@
-"""Kinds of strategies: ensembles, rivals' adapters, rotated adapters, and fewer joined steps."""
+"""Kinds of strategies: ensembles, rivals' adapters, rotated adapters, and one model on all rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAdam, FedAvg
 from torch import nn
 
+from fedrot.lora import load_adapter, train_only
 from fedrot.options import AlignmentOptions
-from fedrot.simulations.federation.cells import (
-    RUNS,
-    CellRun,
-    run_federated,
-    run_joined,
-    with_state,
-)
-from fedrot.simulations.federation.strategies import CellStrategy
+from fedrot.simulations.federation.cells import RUNS, CellRun, CellStrategy, run_federated
 from fedrot.simulations.models import LOADERS, model_config, tensors_of
 from fedrot.simulations.settings import TASKS, Experiment
-from fedrot.simulations.strategy import KINDS, Strategy
+from fedrot.simulations.strategy import KINDS, NAMED, Strategy
 from fedrot.simulations.summary import BOUNDS
+from fedrot.simulations.tasks import training
 from fedrot.strategies import FedRot
 from fedrot.strategies.round.update import Moved
+from fedrot.tensors import Tensors
 from reproductions.adapter_symmetry import ADAPTERS, adapter_symmetry
-from reproductions.ensemble import Ensemble
+from reproductions.ensemble import Ensemble, with_state
 from reproductions.lora_clients import load_first, load_folded
 from reproductions.lora_rivals import RivalOptions
 from reproductions.lora_strategies import RivalLoRA
@@ -40,9 +36,9 @@ OF_ALL = {"name", "kind", "learning_rate", "fraction_train", "weighted_by_key", 
 class EnsembleCell(CellStrategy, FedRot):
     """FedAvg for one cell, whose clients' models answer together by the options of ``Ensemble``."""
 
-    def __init__(self, cell: CellRun, model: nn.Module, report: Path) -> None:
-        settings = model_config(cell.task.experiment, cell.task.data)
-        super().__init__(cell, model, report, settings.to_dict(), alignment=None)
+    def __init__(self, cell: CellRun, model: nn.Module) -> None:
+        settings = model_config(cell.experiment, cell.task.data)
+        super().__init__(cell, model, settings.to_dict(), alignment=None)
         self._models: list[nn.Module] = []
 
     def configure_train(
@@ -67,10 +63,18 @@ class EnsembleCell(CellStrategy, FedRot):
 class RivalCell(CellStrategy, RivalLoRA):
     """Mixin for a cell of a rival's adapters."""
 
-    def __init__(self, cell: CellRun, model: Any, report: Path) -> None:
+    def __init__(self, cell: CellRun, model: Any) -> None:
         adapters, _, rate = _of_rival(cell.strategy)
-        super().__init__(cell, model, report, model.peft_config["default"], adapters, **rate)
-        self.loads = "fold" if adapters.folds else "first" if adapters.method == "pad" else ""
+        super().__init__(cell, model, model.peft_config["default"], adapters, **rate)
+        self._how = "fold" if adapters.folds else "first" if adapters.method == "pad" else "all"
+        self.loads = f"{self._how} both"
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Tell the clients which factors they train."""
+        config["loads"] = f"{self._how} {self.adapters.trained(server_round)}"
+        return super().configure_train(server_round, arrays, config, grid)
 
 
 class RivalAvg(RivalCell, FedAvg):
@@ -88,9 +92,9 @@ OPTIMIZERS: dict[str, type[RivalCell]] = {"": RivalAvg, "adam": RivalAdam}
 class AdaptersCell(CellStrategy, FedRot):
     """``FedRot`` of adapters for one cell, by options of ``AlignmentOptions`` other than ``parts``."""
 
-    def __init__(self, cell: CellRun, model: nn.Module, report: Path) -> None:
+    def __init__(self, cell: CellRun, model: nn.Module) -> None:
         options = AlignmentOptions(parts=(ADAPTERS,), **cell.strategy.options)
-        super().__init__(cell, model, report, adapter_symmetry(tensors_of(model)), alignment=options)
+        super().__init__(cell, model, adapter_symmetry(tensors_of(model)), alignment=options)
 
 
 def _of_rival(strategy: Strategy) -> tuple[RivalOptions, str, dict[str, float]]:
@@ -100,8 +104,14 @@ def _of_rival(strategy: Strategy) -> tuple[RivalOptions, str, dict[str, float]]:
     return RivalOptions(**given), optimizer, rate
 
 
-def _rival(cell: CellRun, model: nn.Module, report: Path) -> RivalCell:
-    return OPTIMIZERS[_of_rival(cell.strategy)[1]](cell, model, report)
+def _rival(cell: CellRun, model: nn.Module) -> RivalCell:
+    return OPTIMIZERS[_of_rival(cell.strategy)[1]](cell, model)
+
+
+def _load(load: Any, factors: str, model: Any, tensors: Tensors) -> None:
+    """Load an adapter of which a client trains these factors."""
+    load(model, tensors)
+    train_only(model, factors)
 
 
 # What refuses a strategy of a kind
@@ -146,26 +156,39 @@ def _check_rival(strategy: Strategy, experiment: Experiment) -> None:
         raise ValueError(f"factors of different ranks have no mean (method '{adapters.method}')")
 
 
-def _run_joined_steps(cell: CellRun, scratch: Path) -> None:
-    """Train one model on all clients' rows, for as many steps as one client."""
-    clients = cell.strategy.clients or range(cell.task.experiment.clients)
-    run_joined(cell, scratch, share=1 / len(clients))
+def run_joined(cell: CellRun, fewer: bool = False) -> None:
+    """Train one model on all clients' rows, with ``fewer`` for as many steps as one client."""
+    model, experiment, clients = cell.model(), cell.experiment, cell.client_rows(held_out=False)
+    rows, share = np.sort(np.concatenate([*clients.values()])), 1 / len(clients) if fewer else 1.0
+    cell.finish_round(0, model)
+    for server_round in range(1, experiment.rounds + 1):
+        stream, epochs = cell.seed * 1_000 + server_round, share * experiment.epochs(server_round)
+        training.train(model, cell.task, rows, stream, epochs, cell.job["lr"])
+        cell.finish_round(server_round, model)
 
 
+NAMED["joined"] = {"kind": "joined", "says": "One model, trained on the rows of all clients."}
 KINDS |= {
+    "joined": _check,
     "ensemble": _check_ensemble,
     "rival": _check_rival,
     ADAPTERS: _check_adapters,
     "joined-steps": _check,
 }
 RUNS |= {
+    "joined": run_joined,
     "ensemble": partial(run_federated, build=EnsembleCell),
     "rival": partial(run_federated, build=_rival),
     ADAPTERS: partial(run_federated, build=AdaptersCell),
-    "joined-steps": _run_joined_steps,
+    "joined-steps": partial(run_joined, fewer=True),
 }
 BOUNDS |= {
+    "joined": "all rows in one place, an upper bound",
     "ensemble": "the clients' models answer together; there is no merged model",
     "joined-steps": "all rows in one place, for as many steps as one client",
 }
-LOADERS |= {"first": load_first, "fold": load_folded}
+LOADERS |= {
+    f"{how} {factors}": partial(_load, load, factors)
+    for how, load in (("all", load_adapter), ("first", load_first), ("fold", load_folded))
+    for factors in ("A", "B", "both")
+}

@@ -136,6 +136,10 @@ class RivalOptions(AdapterOptions):
             return None
         return "A" if self.schedule == "freeze-a" or server_round % 2 else "B"
 
+    def trained(self, server_round: int) -> str:
+        """Return the factors that clients train in a round: A, B or both."""
+        return {None: "both", "A": "B", "B": "A"}[self.frozen(server_round)]
+
     def rotates_by(self, server_round: int) -> Factor | None:
         """Return the factor that alone decides the rotations of a round, None for both."""
         if self.by == "both":

@@ -57,7 +57,7 @@ class RivalLoRA(AlignedLoRA):
                 f"'{tables[0]}' is 0 at the start, as PEFT draws adapters of embeddings: with "
                 "schedule='freeze-a' it would stay so. Adapt no embeddings, or take 'alternate'."
             )
-        config[TRAIN] = {None: "both", "A": "B", "B": "A"}[self.adapters.frozen(server_round)]
+        config[TRAIN] = self.adapters.trained(server_round)
         if self.adapters.folds:
             config[FOLDS] = True
         return super().configure_train(server_round, arrays, config, grid)

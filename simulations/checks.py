@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from time import process_time
 from typing import Any
 
@@ -16,8 +15,7 @@ from rich.console import Console
 from fedrot.errors import FedrotError
 from fedrot.head import head_of
 from fedrot.simulations.engine import Machine
-from fedrot.simulations.federation.cells import Cell, CellRun
-from fedrot.simulations.federation.strategies import strategy_of
+from fedrot.simulations.federation.cells import Cell, CellRun, strategy_of
 from fedrot.simulations.models import (
     build_model,
     model_config,
@@ -70,7 +68,7 @@ def _check_strategy(task: Task, strategy: Strategy, model: Any) -> None:
     if strategy.fits and not experiment.lora:
         head_of(model.config, model.state_dict())
     if strategy.kind == "fedrot":
-        built = strategy_of(CellRun(task, 0, strategy), model, Path("rows.jsonl"))
+        built = strategy_of(CellRun(experiment, 0, strategy), model)
         options = getattr(built, "alignment", None)  # adapters have none
         if options is not None:
             symmetry = symmetry_of(model_config(experiment, task.data), model.state_dict())
@@ -134,15 +132,14 @@ def costs_of(cells: Sequence[Cell], partitions: Mapping[str, Any]) -> dict[str, 
         rounds = experiment.rounds if strategy.kind != "head_only" else 0
         key = cell.trains_first, strategy.learning_rate
         same = key, strategy.model_copy(update={"name": "", "fit_at_end": False}).model_dump_json()
-        joined = strategy.kind == "joined"
-        first = 0.0 if not rounds or (key in trained and not joined) else experiment.epochs(1)
+        first = 0.0 if not rounds or key in trained else experiment.epochs(1)
         later = 0.0 if same in trained else sum(map(experiment.epochs, range(2, rounds + 1)))
         share = strategy.fraction_train or experiment.fraction_train
         test = len(task_of(experiment.to_json()).test)
         passes = (2 * rounds + 1 if strategy.fit_head else bool(strategy.fits)) * rows
         evaluated = (rounds + 1) * test + experiment.holdout * rows + passes
         found[cell.name] = rows * share * (first + later) + training.EVALUATED * evaluated
-        trained |= {key, same} if not joined else set()
+        trained |= {key, same}
     return found
 
 

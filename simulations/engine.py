@@ -56,11 +56,13 @@ class Machine:
         workers: jobs at a time on this machine; None: one per core; 1: jobs run in this process.
         ray: address of a Ray cluster, all of whose cores are used; empty for this machine.
         gpus: GPUs per job: a fraction of one, or a whole number. Ray assigns them, also on this machine.
+        grid: an ``OrderedGrid`` of the clients, for one worker; None: clients in the jobs' processes.
     """
 
     workers: int | None = None
     ray: str = ""
     gpus: float = 0.0
+    grid: Any = None
 
     def places(self, jobs: int) -> int:
         """Return how many of ``jobs`` run at the same time on this machine."""

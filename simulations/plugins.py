@@ -1,4 +1,4 @@
-"""``load_plugins``: modules that add anchors, aggregations, kinds of strategies or report sections."""
+"""``load_plugins``: modules that add anchors, aggregations, strategies or sections of reports."""
 
 from __future__ import annotations
 

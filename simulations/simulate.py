@@ -130,7 +130,7 @@ class _Run:
             trainings = self.folder.path / TRAININGS
             shutil.rmtree(trainings, ignore_errors=True)  # Left by a process that was killed.
             trainings.mkdir()
-            jobs = self._jobs()
+            jobs = self._jobs(machine.grid)
             self._of_job = {}
 
             def hear(job: Job, said: Any) -> None:
@@ -147,7 +147,7 @@ class _Run:
 
             run_jobs([*jobs], machine, hear, self._show)
 
-    def _jobs(self) -> dict[Job, list[Cell]]:
+    def _jobs(self, grid: Any) -> dict[Job, list[Cell]]:
         """Return the jobs, the longest first; one job for cells that share their first trainings."""
         groups = defaultdict[object, list[Cell]](list)
         for cell in self._untried.values():
@@ -157,7 +157,7 @@ class _Run:
         found = {}
         for cells in longest:
             costs = [self._costs[cell.name] for cell in cells]
-            found[Job(cells[0].name, run_job, (cells, costs, scratch))] = cells
+            found[Job(cells[0].name, run_job, (cells, costs, scratch, grid))] = cells
         return found
 
     def _finished(
@@ -203,8 +203,10 @@ class _Run:
             self._said = perf_counter()
 
 
-def run_job(cells: Sequence[Cell], costs: Sequence[float], trainings: Path, tell: Tell) -> None:
-    """Run cells that share the trainings of their clients, with all clients in this process.
+def run_job(
+    cells: Sequence[Cell], costs: Sequence[float], trainings: Path, grid: Any, tell: Tell
+) -> None:
+    """Run cells that share the trainings of their clients: those of a grid; None: in this process.
 
     Say the progress, ``("progress", text, cost done in this cell)``, and for each cell ``("cell", name,
     rows, alignment, log, traceback)``. Trainings are kept in ``trainings`` if this machine has it.
@@ -216,24 +218,28 @@ def run_job(cells: Sequence[Cell], costs: Sequence[float], trainings: Path, tell
     gc.freeze()
     with ExitStack() as stack:
         log = stack.enter_context(_logged())
-        stack.enter_context(outside_of_the_engine())
         folder = trainings if trainings.is_dir() else None
         scratch = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="fedrot-", dir=folder, ignore_cleanup_errors=True)
         )
         # Clients keep models for the next request here, and not among the user's caches.
         stack.enter_context(patch.dict(os.environ, {"XDG_CACHE_HOME": scratch}))
-        grid = OrderedGrid(local_clients(app, first.clients), first.clients)
-        initial: dict[str, float] = {}
+        if grid is None:
+            stack.enter_context(outside_of_the_engine())
+            grid = OrderedGrid(local_clients(app, first.clients), first.clients)
         for cell, cost in zip(cells, costs, strict=True):
-            with _counting(tell, cell, cost):
-                run, error = run_cell(cell, grid, Path(scratch), initial, shared_cache=True)
+            found: tuple[list[Any], list[Any]] = ([], [])
+            failure = ""
+            try:
+                with _counting(tell, cell, cost):
+                    run = run_cell(cell, grid, Path(scratch))
+                found = run.rows, run.alignment
+            except Exception:
+                failure = f"{log.getvalue()}\n{traceback.format_exc()}"
             shutil.rmtree(Path(scratch) / "fedrot-bodies", ignore_errors=True)
-            failure = "".join(traceback.format_exception(error)) if error else ""
-            tell(("cell", cell.name, run.rows, run.alignment, log.getvalue(), failure))
+            tell(("cell", cell.name, *found, log.getvalue(), failure))
             log.seek(0)
             log.truncate()
-            del run, error
             gc.collect()  # A strategy refers to itself, and holds models and updates.
 
 

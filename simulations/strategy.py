@@ -27,8 +27,7 @@ class Strategy(BaseModel):
     name: str = Field(min_length=1, max_length=80, description="Its name in tables and rows.")
     kind: str = Field(
         "fedrot",
-        description="fedrot; head_only (nobody trains, the task head is fitted); joined (one model is "
-        "trained on the rows of all clients, an upper bound); or a kind of a plug-in.",
+        description="fedrot; head_only (nobody trains, the task head is fitted); or a plug-in's kind.",
     )
     learning_rate: float | None = Field(None, gt=0, description="Of the clients; default: lr.")
     fit_at_end: bool = Field(False, description="Fit the task head once, after the last round.")
@@ -85,12 +84,6 @@ class Strategy(BaseModel):
 
         given = self.alignment if isinstance(self.alignment, dict) else {}
         return AlignmentOptions(**given) if self.alignment is not False else None
-
-    @property
-    def aligns_at_clients(self) -> bool:
-        """Whether clients align before they compute statistics, which cannot be rotated later."""
-        entry = self.entry
-        return self.alignment is not False and entry is not None and not entry.follows_rotations
 
     def check(self, experiment: Experiment) -> None:
         """Raise ``ValueError`` if the strategy does not go with an experiment.
@@ -174,7 +167,6 @@ def _of_adapters(strategy: Strategy, experiment: Experiment) -> None:
 KINDS: dict[str, Callable[[Strategy, Experiment], None]] = {
     "fedrot": _of_adapters,
     "head_only": lambda strategy, experiment: None,
-    "joined": lambda strategy, experiment: None,
 }
 
 #: The strategies that ``--strategies`` knows: their fields, and a sentence ``says``.

@@ -19,7 +19,7 @@ Row: TypeAlias = Mapping[str, Any]
 #: The strategy that others are compared with, where it has results.
 REFERENCE = "fedavg"
 #: Kinds of strategies that give no model of a federation, and what they give. Plug-ins add theirs.
-BOUNDS = {"joined": "all rows in one place, an upper bound"}
+BOUNDS: dict[str, str] = {}
 #: The scope of rows about the global model on the test rows, and the start of that of a client's rows.
 CENTRAL, OF_CLIENT = "central", "client:"
 #: Largest number of seeds that is worth naming.

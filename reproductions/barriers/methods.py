@@ -16,10 +16,10 @@ from fedrot.collect.activations import Activations, Moments, collect_activations
 from fedrot.collect.random_inputs import random_inputs
 from fedrot.learning import loss_of
 from fedrot.options import AlignmentOptions
-from fedrot.simulations.federation.cells import with_state
 from fedrot.symmetry import WHOLE_MODEL, Symmetry
 from fedrot.symmetry.canonical import canonical, check_rotates
 from reproductions.barriers.invalid_controls import ignore_heads
+from reproductions.ensemble import with_state
 from reproductions.learning import LearningOptions, learn_alignment
 
 State = dict[str, Tensor]

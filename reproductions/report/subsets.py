@@ -40,7 +40,7 @@ class SubsetTable:
     ``lines`` have, by strategy and number of merged clients: how many subsets; the mean macro F1 on the
     subset's own domains; the mean relative change against each domain's own client alone (Jin et al.
     2023, Figure 3); the mean macro F1 on unseen domains (Table 7); and that of the subset with the
-    clients that are best there by themselves (Figure 6).
+    clients that are best there by themselves (Figure 6). Strategies of one client are the clients alone.
     """
 
     lines: list[list[str]]
@@ -64,22 +64,20 @@ def subset_table(rows: Sequence[Row], experiments: Sequence[Mapping[str, Any]]) 
     for experiment in experiments:
         name, domains = str(experiment["name"]), _domains(experiment)
         merged = _scores([row for row in rows if row["experiment"] == name] if domains else [])
-        labels: dict[str, str] = {}
-        strategies = experiment.get("strategies", ())
-        # The model of a client alone is the average over this client.
-        single = [own for own in strategies if len(own.get("clients") or ()) == 1]
         alone: dict[int, dict[int, _Metrics]] = defaultdict(dict)
-        for strategy in single:
+        for strategy in experiment.get("strategies", ()):
             for seed, metrics in merged[str(strategy["name"])].items():
-                alone[seed][int(strategy["clients"][0])] = metrics
-        for strategy in (own for own in strategies if own not in single):
+                if len(strategy.get("clients", ())) == 1:
+                    alone[seed][int(strategy["clients"][0])] = metrics
+        labels: dict[str, str] = {}
+        for strategy in experiment.get("strategies", ()):
             method = json.dumps(
                 {k: v for k, v in strategy.items() if k not in OF_SUBSET}, sort_keys=True
             )
             label = labels.setdefault(method, str(strategy["name"]))
             clients = tuple(strategy.get("clients") or range(len(domains)))
             for seed, metrics in merged[str(strategy["name"])].items():
-                if alone[seed].keys() >= set(clients):  # others are not finished
+                if len(clients) > 1 and alone[seed].keys() >= set(clients):  # others are not finished
                     place = _Place(name, label, len(clients))
                     found[place][seed].append(_line(clients, domains, metrics, alone[seed]))
     lines = [
@@ -101,12 +99,11 @@ _Metrics: TypeAlias = dict[str, float]
 
 
 def _scores(rows: Sequence[Row]) -> dict[str, dict[int, _Metrics]]:
-    """Return the metrics of merged models after the round: strategy -> seed -> metrics."""
+    """Return the metrics of the models after the round: strategy -> seed -> metric."""
     merged: dict[str, dict[int, _Metrics]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         if int(row["round"]) == 1 and row["scope"] == CENTRAL:
-            seed, metric, value = int(row["seed"]), str(row["metric"]), float(row["value"])
-            merged[str(row["strategy"])][seed][metric] = value
+            merged[str(row["strategy"])][int(row["seed"])][str(row["metric"])] = float(row["value"])
     return merged
 
 

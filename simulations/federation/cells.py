@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-import copy
-import json
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from logging import INFO
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord
-from flwr.common import log
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
 from torch import nn
 
+from fedrot.aggregation import aggregation_named
+from fedrot.lora import AdapterOptions
+from fedrot.options import AlignmentOptions
 from fedrot.simulations.federation.grids import OrderedGrid
-from fedrot.simulations.folder import file_name, title_of
-from fedrot.simulations.models import build_model, load_tensors, tensors_of
+from fedrot.simulations.folder import file_name, read_rows, title_of
+from fedrot.simulations.models import build_model, load_tensors, model_config, tensors_of
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.strategy import Strategy
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
-from fedrot.strategies import fit_task_head
+from fedrot.strategies import FedRot, FedRotLoRA, Guard, OtherBasis, Reporting, Server, fit_task_head
+from fedrot.strategies.base import ReplyStrategy
+from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
+from fedrot.strategies.round.inbox import CLIENT_KEY, CLIENT_RECORD
+from fedrot.symmetry import symmetry_of
 from fedrot.tensors import Tensors
 
 
@@ -61,203 +67,240 @@ def cells_of(experiments: Iterable[Experiment]) -> list[Cell]:
 
 
 @dataclass(frozen=True)
-class CellRun:
+class CellRun(Cell):
     """The run of a cell; its results are added to ``rows`` and ``alignment``.
 
-    ``initial`` has the metrics of the initial model, which cells of one seed share. It is empty before
-    the first evaluation. ``grid`` has the clients that take part (None while the cell is only checked),
-    and ``job`` is what they are told.
+    ``grid`` has the clients that take part (None while the cell is only checked). Files go to the folder
+    ``scratch``, through which clients on this machine share trainings.
     """
 
-    task: Task
-    seed: int
-    strategy: Strategy
     grid: Any = None
-    job: Mapping[str, Any] = field(default_factory=dict)
-    initial: dict[str, float] = field(default_factory=dict)
+    scratch: Path = Path()
     rows: list[dict[str, Any]] = field(default_factory=list)
     alignment: list[dict[str, Any]] = field(default_factory=list)
 
     @property
+    def task(self) -> Task:
+        """The experiment's data and objective."""
+        return task_of(self.experiment.to_json())
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """What clients are told: ``batches`` for statistics, ``loads`` see ``models.LOADERS``."""
+        return {
+            "experiment": self.experiment.to_json(),
+            "seed": self.seed,
+            "lr": self.strategy.learning_rate or self.experiment.lr,
+            "cache": str(self.scratch),
+            "batches": self.strategy.batches,
+            "loads": "",
+            "server-round": 0,
+        }
+
+    @property
     def labels(self) -> dict[str, Any]:
         """The columns that all rows of the cell share."""
-        experiment = self.task.experiment.name
-        return {"experiment": experiment, "strategy": self.strategy.name, "seed": self.seed}
+        return {"experiment": self.experiment.name, "strategy": self.strategy.name, "seed": self.seed}
 
     def model(self) -> nn.Module:
         """Return the initial model of the seed."""
-        return build_model(self.task.experiment, self.task.data, self.seed)
+        return build_model(self.experiment, self.task.data, self.seed)
 
     def record(self, scope: str, server_round: int, metrics: Mapping[str, Any]) -> None:
         """Add one row per metric."""
         own = {**self.labels, "round": server_round, "scope": scope}
         self.rows.extend({**own, "metric": name, "value": value} for name, value in metrics.items())
 
+    def client_rows(self, held_out: bool = True) -> dict[int, np.ndarray]:
+        """Return the rows that each client of the strategy holds out, or its training rows."""
+        clients = self.strategy.clients or range(self.experiment.clients)
+        return {client: self.task.client_rows(self.seed, client)[held_out] for client in clients}
+
     def finish_round(self, server_round: int, model: nn.Module) -> dict[str, float]:
         """Evaluate a round's global model, add the metrics and what messages cost; return the metrics.
 
         After the last round the model is evaluated on each client's held-out rows, too.
         """
-        task, rounds = self.task, self.task.experiment.rounds
-        shared = server_round == 0 and not self.strategy.fits
-        metrics = self.initial if shared and self.initial else evaluate_tests(task, model)
-        if shared:
-            self.initial.update(metrics)
+        task = self.task
+        metrics = training.evaluate(model, task, task.test, np.arange(len(task.test)))
         self.record("central", server_round, metrics)
         self.record("messages", server_round, self.grid.counted)
-        clients = self.strategy.clients or range(task.experiment.clients)
-        for client in clients if server_round == rounds else ():
-            held_out = task.client_rows(self.seed, client)[1]
-            if len(held_out):
-                own = training.evaluate(model, task, task.train, held_out)
-                self.record(f"client:{client}", server_round, own)
-        log(INFO, "%s: round %d of %d", self.strategy.name, server_round, rounds)
-        return dict(metrics)
+        if server_round == self.experiment.rounds:
+            for client, rows in self.client_rows().items():
+                if len(rows):
+                    own = training.evaluate(model, task, task.train, rows)
+                    self.record(f"client:{client}", server_round, own)
+        return metrics
 
     def with_fitted_head(self, server_round: int, arrays: ArrayRecord, model: Any) -> ArrayRecord:
-        """Return a model with the better of two task heads, and add rows about the choice."""
-        described = model.peft_config["default"] if self.task.experiment.lora else model.config
+        """Return a model with the better of two task heads: its own, or the fitted one."""
+        described = model.peft_config["default"] if self.experiment.lora else model.config
         config = ConfigRecord({**self.job, "server-round": server_round})
-        found = fit_task_head(self.grid, arrays, described, config=config)
-        losses = dict(zip(("as-it-was", "calibrated", "fitted"), found.losses, strict=True))
-        chosen = {"kept": float(found.fitted), "temperature": found.temperature, "rows": found.rows}
-        self.record("head", server_round, {**losses, **chosen})
-        return found.arrays
+        return fit_task_head(self.grid, arrays, described, config=config).arrays
 
 
-def evaluate_tests(task: Task, model: nn.Module) -> dict[str, float]:
-    """Return the metrics of a model on the test rows."""
-    return training.evaluate(model, task, task.test, np.arange(len(task.test.labels)))
+class CellStrategy(ReplyStrategy):
+    """Mixin for the strategy of a cell: samples the same clients in every strategy, and adds rows.
 
-
-def evaluate_at_clients(cell: CellRun, model: nn.Module) -> dict[str, float]:
-    """Return the metrics of a model on the held-out training rows of a cell's clients.
-
-    Scores and guards use these. Tables report the test rows, which choose no model.
+    ``network`` is a model to load tensors into, ``report`` the file of the alignment report.
     """
-    return training.evaluate(model, cell.task, cell.task.train, _rows_of(cell, held_out=True))
+
+    trusts_ids = True
+    #: How adapters are loaded; see ``models.LOADERS``.
+    loads = ""
+
+    def __init__(self, cell: CellRun, model: Any, *args: Any, **kwargs: Any) -> None:
+        experiment, strategy = cell.experiment, cell.strategy
+        self.cell, self.network, self.report = cell, model, cell.scratch / "alignment.jsonl"
+        self.current_round, self.trained_round = 0, 0
+        super().__init__(
+            *args,
+            server=replace(Server(**strategy.server), deterministic=True),
+            reporting=Reporting(self.report),
+            fraction_train=strategy.fraction_train or experiment.fraction_train,
+            fraction_evaluate=0.0,
+            min_train_nodes=1,
+            min_available_nodes=len(strategy.clients) or experiment.clients,
+            weighted_by_key=strategy.weighted_by_key,
+            train_metrics_aggr_fn=self._after_training,
+            **kwargs,
+        )
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        self.current_round = server_round
+        # Flower samples clients with the global random generator.
+        random.seed(f"{self.cell.seed}:{server_round}")
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def evaluate_centrally(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        """Evaluate a round's global model, in the last round with the head that it ends with."""
+        if self.trained_round != server_round:
+            raise RuntimeError(
+                f"No client returned a usable update in round {server_round} of {self.cell.title}. "
+                "Flower's log says which clients failed, and why replies were dropped."
+            )
+        if self.cell.strategy.fit_at_end and server_round == self.cell.experiment.rounds:
+            arrays = self.cell.with_fitted_head(server_round, arrays, self.network)
+        load_tensors(self.network, arrays.to_torch_state_dict(), self.loads)
+        return MetricRecord({**self.cell.finish_round(server_round, self.network)})
+
+    def _after_training(self, contents: list[RecordDict], key: str) -> MetricRecord:
+        """Add the clients' losses, in the order of the clients: replies arrive in any order."""
+        self.trained_round = self.current_round
+        losses = {}
+        for content in contents:
+            client = content.config_records[CLIENT_RECORD][CLIENT_KEY]
+            losses[client] = content.metric_records["metrics"]["train-loss"]
+        for client in sorted(losses):
+            self.cell.record(f"client:{client}", self.current_round, {"train-loss": losses[client]})
+        return MetricRecord()
 
 
-def with_state(shell: nn.Module, state: Tensors) -> nn.Module:
-    """Return a copy of a model with other tensors."""
-    model = copy.deepcopy(shell)
-    load_tensors(model, state)
-    return model
+class FedRotCell(CellStrategy, FedRot):
+    """``FedRot`` for one cell. All strategies use fedrot's mean: if none moves, all have equal bits."""
+
+    def __init__(self, cell: CellRun, model: Any) -> None:
+        strategy, options = cell.strategy, cell.strategy.options_of_alignment
+        given = strategy.aggregation_arguments
+        name = given.pop("name")
+        aggregation = aggregation_named(
+            name,
+            score=lambda: lambda tensors: -self.held_out(tensors)["loss"],
+            symmetry=lambda: symmetry_of(model.config, model.state_dict()),
+            **{key: partial(lambda value: value, value) for key, value in given.items()},
+        )
+
+        def evaluate(server_round: int, arrays: ArrayRecord) -> Any:
+            return self.held_out(arrays.to_torch_state_dict())
+
+        super().__init__(
+            cell,
+            model,
+            model_config(cell.experiment, cell.task.data).to_dict(),
+            aggregation=aggregation,
+            alignment=options,
+            other_basis=_other_basis(cell) if options is not None else None,
+            guard=Guard(strategy.guard, evaluate=evaluate) if strategy.guard else None,
+            fit_head=strategy.fit_head,
+        )
+
+    def held_out(self, tensors: Tensors) -> Any:
+        """Return the metrics of tensors on the clients' held-out rows, which no table reports."""
+        load_tensors(self.network, tensors)
+        task, rows = self.cell.task, np.concatenate([*self.cell.client_rows().values()])
+        return MetricRecord({**training.evaluate(self.network, task, task.train, rows)})
 
 
-def _rows_of(cell: CellRun, held_out: bool) -> np.ndarray:
-    clients = cell.strategy.clients or range(cell.task.experiment.clients)
-    return np.concatenate([cell.task.client_rows(cell.seed, client)[held_out] for client in clients])
+def _other_basis(cell: CellRun) -> OtherBasis | None:
+    given = cell.strategy.other_basis
+    if given is False:
+        return None
+    fields = dict(given) if isinstance(given, dict) else {}
+    build = cell.model if fields.pop("model", True) else None
+    options = fields.pop("options", None)
+    own = OTHER_BASIS_OPTIONS if options is None else AlignmentOptions(**options)
+    return OtherBasis(model=build, options=own, **fields)
 
 
-def run_cell(
-    cell: Cell, grid: OrderedGrid, scratch: Path, initial: dict[str, float], *, shared_cache: bool
-) -> tuple[CellRun, Exception | None]:
-    """Run a cell; return its run, and its exception, None if it has none.
-
-    Among other reasons, a cell fails if no update of a round was accepted.
-
-    Args:
-        grid: the grid of the experiment's clients.
-        scratch: a folder for temporary files.
-        initial: the metrics of the initial model, which cells of one experiment and seed share.
-        shared_cache: clients keep their trainings for other cells in ``scratch``, which they can access.
-    """
-    experiment, strategy = cell.experiment, cell.strategy
-    options = strategy.options_of_alignment if strategy.aligns_at_clients else None
-    job = {
-        "experiment": experiment.to_json(),
-        "seed": cell.seed,
-        "lr": strategy.learning_rate or experiment.lr,
-        "cache": str(scratch) if shared_cache else "",
-        "align": "+".join(options.parts) if options else "",
-        "chance": options.chance if options else 0.0,
-        "batches": strategy.batches,
-        "loads": "",
-        "server-round": 0,
-    }
-    task, own = task_of(experiment.to_json()), grid.of(strategy.clients)
-    run = CellRun(task, cell.seed, strategy, own, job, initial)
-    try:
-        RUNS[strategy.kind](run, scratch)
-    except Exception as error:
-        return run, error
-    return run, None
+class FedRotLoRACell(CellStrategy, FedRotLoRA):
+    """``FedRotLoRA`` for one cell."""
 
 
-def run_federated(cell: CellRun, scratch: Path, build: Callable[..., Any] | None = None) -> None:
+def strategy_of(cell: CellRun, model: Any) -> CellStrategy:
+    """Return the strategy of a cell, with a model to load tensors into."""
+    if not cell.experiment.lora:
+        return FedRotCell(cell, model)
+    options, settings = AdapterOptions(**cell.strategy.adapters), model.peft_config["default"]
+    return FedRotLoRACell(cell, model, settings, options, fit_head=cell.strategy.fit_head)
+
+
+def run_cell(cell: Cell, grid: OrderedGrid, scratch: Path) -> CellRun:
+    """Run a cell with its clients of a grid; it fails if no update of a round was accepted."""
+    run = CellRun(cell.experiment, cell.seed, cell.strategy, grid.of(cell.strategy.clients), scratch)
+    RUNS[cell.strategy.kind](run)
+    return run
+
+
+def run_federated(cell: CellRun, build: Callable[..., Any] | None = None) -> None:
     """Run a cell in Flower's strategy loop; ``build`` returns its strategy."""
-    from fedrot.simulations.federation.strategies import strategy_of
-
-    experiment, model = cell.task.experiment, cell.model()
-    report = scratch / "alignment.jsonl"
-    strategy = (build or strategy_of)(cell, model, report)
-    job = {**cell.job, "loads": strategy.loads}
-    try:
-        result = strategy.start(
-            cell.grid,
-            ArrayRecord(tensors_of(model)),
-            num_rounds=experiment.rounds,
-            train_config=ConfigRecord(job),
-            evaluate_fn=strategy.evaluate_centrally,
-        )
-    finally:
-        reasons = _move_report(report, cell)
-    lost = sorted(set(range(1, experiment.rounds + 1)) - strategy.trained_rounds)
-    if lost:
-        raise RuntimeError(
-            f"No client returned a usable update in round {lost[0]} of strategy '{cell.strategy.name}', "
-            f"seed {cell.seed}. Dropped: {reasons or 'none'}; failed clients are in Flower's log."
-        )
+    model = cell.model()
+    strategy = (build or strategy_of)(cell, model)
+    strategy.report.unlink(missing_ok=True)
+    result = strategy.start(
+        cell.grid,
+        ArrayRecord(tensors_of(model)),
+        num_rounds=cell.experiment.rounds,
+        train_config=ConfigRecord({**cell.job, "loads": strategy.loads}),
+        evaluate_fn=strategy.evaluate_centrally,
+    )
     for server_round, metrics in result.train_metrics_clientapp.items():
         cell.record("round", server_round, dict(metrics))
+    rows = read_rows(strategy.report) if strategy.report.exists() else []
+    cell.alignment.extend({**cell.labels, **row} for row in rows if "stage" not in row)
 
 
-def _move_report(report: Path, cell: CellRun) -> list[str]:
-    """Move a cell's alignment report to its run, and return why replies were dropped."""
-    rows = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
-    rows = [row for row in rows if "stage" not in row]
-    report.unlink(missing_ok=True)
-    cell.alignment.extend({**cell.labels, **row} for row in rows)
-    return sorted({row["dropped"] for row in rows if "dropped" in row})
-
-
-def _run_head_only(cell: CellRun, scratch: Path) -> None:
+def _run_head_only(cell: CellRun) -> None:
     """Fit the head of the first model, which stays the model of all rounds."""
     model = cell.model()
     arrays = cell.with_fitted_head(0, ArrayRecord(tensors_of(model)), model)
     load_tensors(model, arrays.to_torch_state_dict())
-    for server_round in range(cell.task.experiment.rounds + 1):
-        cell.finish_round(server_round, model)
-
-
-def run_joined(cell: CellRun, scratch: Path, share: float = 1.0) -> None:
-    """Train one model on all clients' training rows, ``share`` of the epochs of a round."""
-    model, experiment = cell.model(), cell.task.experiment
-    for server_round in range(experiment.rounds + 1):
-        if server_round > 0:
-            rows, stream = np.sort(_rows_of(cell, held_out=False)), cell.seed * 1_000 + server_round
-            epochs = share * experiment.epochs(server_round)
-            training.train(model, cell.task, rows, stream, epochs, cell.job["lr"])
+    for server_round in range(cell.experiment.rounds + 1):
         cell.finish_round(server_round, model)
 
 
 #: How a kind of strategy runs. Plug-ins add theirs, and what refuses wrong ones to ``strategy.KINDS``.
-RUNS: dict[str, Callable[[CellRun, Path], None]] = {
-    "fedrot": run_federated,
-    "head_only": _run_head_only,
-    "joined": run_joined,
-}
+RUNS: dict[str, Callable[[CellRun], None]] = {"fedrot": run_federated, "head_only": _run_head_only}
 
 
 def partitions_of(experiments: Sequence[Experiment]) -> dict[str, Any]:
     """Return the names of classes, and sizes and counts of all clients, by experiment and seed."""
     found: dict[str, Any] = {}
     for experiment in experiments:
-        task = task_of(experiment.to_json())
-        seeds = {}
+        seeds = found.setdefault(experiment.name, {"seeds": {}})["seeds"]
         for seed in experiment.seeds:
-            names, sizes, counts = task.partition(seed)
+            names, sizes, counts = task_of(experiment.to_json()).partition(seed)
+            found[experiment.name]["label_names"] = list(names)
             seeds[str(seed)] = {"sizes": sizes, "counts": counts}
-        found[experiment.name] = {"label_names": list(names), "seeds": seeds}
     return found

@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import copy
-import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from logging import INFO
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
-import torch
 from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedrot.strategies.lazy_grid import LazyGrid
-from fedrot.strategies.round.inbox import client_id
-
-#: Returns the answer to a message, or None for no answer.
-Node = Callable[[Message], Message | None]
-
-#: Seconds between two requests for replies; Flower's default of seconds is too long for short rounds.
-PAUSE = 0.02
+from fedrot.strategies.round.inbox import CLIENT_KEY, client_id
 
 
 class LocalGrid(Grid):
-    """A grid whose nodes are functions, ``nodes`` by node id.
+    """A grid whose nodes are functions, by node id, of a message; None is no answer.
 
     A node computes its answer when it is fetched.
     """
 
-    def __init__(self, nodes: Mapping[int, Node]) -> None:
+    run: Any = None  # All messages are of one run.
+
+    def __init__(self, nodes: Mapping[int, Callable[[Message], Message | None]]) -> None:
         self.nodes = dict(nodes)
         self._sent: dict[str, Message] = {}
 
@@ -50,15 +43,11 @@ class LocalGrid(Grid):
             self._sent[ids[-1]] = message
         return ids
 
-    def pull_messages(  # type: ignore[override]  # As in Flower 1.43, and for older ones.
-        self,
-        reply_to_message_ids: Iterable[str] | None = None,
-        *,
-        message_ids: Iterable[str] | None = None,
-    ) -> list[Message]:
-        ids = message_ids if reply_to_message_ids is None else reply_to_message_ids
+    def pull_messages(self, *args: Any, **kwargs: Any) -> list[Message]:
+        """Return the answers to messages, by their ids: Flower renames the only argument."""
+        (ids,) = (*args, *kwargs.values())
         answers = []
-        for message_id in list(self._sent if ids is None else ids):
+        for message_id in ids:
             message = self._sent.get(message_id)
             answer = message and self.nodes[message.metadata.dst_node_id](message)
             if answer is not None:
@@ -75,44 +64,17 @@ class LocalGrid(Grid):
         return Message(*args, **kwargs)
 
     def set_run(self, run: Any) -> None:
-        """Do nothing: all messages are of one run."""
-
-    @property
-    def run(self) -> Any:
-        """None: all messages are of one run."""
-        return None
+        """Do nothing: there is one run."""
 
 
 def local_clients(app: ClientApp, count: int) -> LocalGrid:
     """Return a grid of ``count`` nodes with one app and the partition ids 0 to ``count - 1``."""
-
-    def node(partition: int) -> Node:
-        config: dict[str, Any] = {"partition-id": partition, "num-partitions": count}
-        context = Context(1, partition, config, RecordDict(), {})
-
-        def answer(message: Message) -> Message:
-            with _own_random_numbers():
-                return app(message, context)
-
-        return answer
-
-    return LocalGrid({partition: node(partition) for partition in range(count)})
-
-
-@contextmanager
-def _own_random_numbers() -> Iterator[None]:
-    """Restore the random generators' states afterwards, as if the client had its own process."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+    contexts = (Context(1, own, {CLIENT_KEY: own}, RecordDict(), {}) for own in range(count))
+    return LocalGrid({one.node_id: partial(app, context=one) for one in contexts})
 
 
 class OrderedGrid(LazyGrid):
-    """A grid of ``nodes`` nodes, ordered by partition id; it counts messages and their bytes.
+    """A grid of ``count`` nodes, ordered by partition id; it counts messages and their bytes.
 
     Node ids are random. Without this order, two runs with one seed would sample different clients.
 
@@ -120,29 +82,25 @@ class OrderedGrid(LazyGrid):
         counted: the number of requests, and the bytes of the arrays of requests and of replies.
 
     Raises:
-        RuntimeError: the nodes do not have the partition ids 0 to ``nodes - 1``.
+        RuntimeError: the nodes do not have the partition ids 0 to ``count - 1``.
     """
 
-    def __init__(self, grid: Grid, nodes: int) -> None:
+    def __init__(self, grid: Grid, count: int) -> None:
         super().__init__(grid)
         self.counted = Counter[str]()
-        while len(found := list(grid.get_node_ids())) < nodes:
-            log(INFO, "Waiting for nodes: %d of %d are connected.", len(found), nodes)
+        while len(found := list(grid.get_node_ids())) < count:
+            log(INFO, "Waiting for nodes: %d of %d are connected.", len(found), count)
             time.sleep(1.0)
-        self._nodes, query = found, MessageType.QUERY
-        answers = self.send_and_receive(
-            Message(RecordDict(), dst_node_id=node, message_type=query) for node in found
-        )
-        own = {m.metadata.src_node_id: client_id(m) for m in answers if m.has_content()}
-        if sorted(own.values()) != list(range(nodes)):
+        kind = MessageType.QUERY
+        asked = [Message(RecordDict(), dst_node_id=node, message_type=kind) for node in found]
+        answers = [reply for reply in self.send_and_receive(asked) if reply.has_content()]
+        own = {client_id(reply): reply.metadata.src_node_id for reply in answers}
+        if [*range(count)] != sorted(own) or len(found) > count:
             raise RuntimeError(
-                f"The {len(self._nodes)} nodes have the partition ids {sorted(own.values())}, but the "
-                f"experiment has {nodes} clients. Start one node per partition id 0 to {nodes - 1}."
+                f"The {len(found)} nodes have the partition ids {sorted(map(client_id, answers))}, but "
+                f"the experiment has {count} clients. Start one node per partition id from 0 on."
             )
-        self._nodes.sort(key=own.__getitem__)
-
-    def pause(self, seconds: float) -> None:
-        time.sleep(min(seconds, PAUSE))
+        self._nodes = [own[client] for client in range(count)]
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self._nodes)

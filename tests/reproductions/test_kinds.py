@@ -18,22 +18,16 @@ from transformers import PreTrainedTokenizerFast
 import reproductions.plugins  # noqa: F401
 from fedrot.lora import adapter_tensors
 from fedrot.simulations.data.encode import bundled_tokenizer
-from fedrot.simulations.federation.cells import (
-    RUNS,
-    CellRun,
-    cells_of,
-    evaluate_tests,
-    run_cell,
-    with_state,
-)
+from fedrot.simulations.federation.cells import RUNS, CellRun, cells_of, run_cell
 from fedrot.simulations.federation.client_app import app
 from fedrot.simulations.federation.grids import OrderedGrid, local_clients
 from fedrot.simulations.models import build_model
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.strategy import KINDS
+from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.strategies.flower_compat import outside_of_the_engine
-from reproductions.ensemble import Ensemble
+from reproductions.ensemble import Ensemble, with_state
 
 SMALL: dict[str, Any] = {"train_limit": 64, "test_limit": 20, "max_length": 16, "clients": 2, "seeds": 1}
 SMALL |= {"layers": 1, "width": 16, "heads": 2, "lr": 0.01}
@@ -51,14 +45,11 @@ def experiment_of(*strategies: Any, **changes: Any) -> Experiment:
 
 def run(experiment: Experiment, scratch: Path) -> dict[str, CellRun]:
     """Run the cells of an experiment in this process; return them by strategy."""
-    found, initial = {}, dict[str, float]()
+    found = {}
     with outside_of_the_engine():
         for cell in cells_of([experiment]):
             grid = OrderedGrid(local_clients(app, experiment.clients), experiment.clients)
-            ran, error = run_cell(cell, grid, scratch, initial, shared_cache=True)
-            if error is not None:
-                raise error
-            found[cell.strategy.name] = ran
+            found[cell.strategy.name] = run_cell(cell, grid, scratch)
     return found
 
 
@@ -81,6 +72,10 @@ def task() -> Task:
 @pytest.fixture
 def shell(task: Task) -> nn.Module:
     return build_model(task.experiment, task.data, seed=0)
+
+
+def scores_of(task: Task, model: Any) -> dict[str, float]:
+    return training.evaluate(model, task, task.test, np.arange(len(task.test)))
 
 
 # What is refused
@@ -193,10 +188,10 @@ def test_an_ensemble_answers_row_by_row() -> None:
 @pytest.mark.parametrize("probabilities", [True, False])
 def test_copies_of_one_model_say_what_it_says(probabilities: bool, task: Task, shell: nn.Module) -> None:
     state = dict(build_model(task.experiment, task.data, seed=3).state_dict())
-    alone = evaluate_tests(task, with_state(shell, state))
+    alone = scores_of(task, with_state(shell, state))
     for count in (1, 3):
         models = [with_state(shell, state) for _ in range(count)]
-        assert evaluate_tests(task, Ensemble(models, probabilities)) == pytest.approx(alone, abs=1e-6)
+        assert scores_of(task, Ensemble(models, probabilities)) == pytest.approx(alone, abs=1e-6)
 
 
 def test_the_ensemble_of_a_task_averages_its_models(task: Task, shell: nn.Module) -> None:
@@ -213,10 +208,10 @@ def test_the_ensemble_of_a_task_averages_its_models(task: Task, shell: nn.Module
 @pytest.mark.parametrize("clients", [(), (1,)])
 def test_the_clients_models_of_a_round_answer_together(tmp_path: Path, clients: tuple[int, ...]) -> None:
     together = {"name": "together", "kind": "ensemble", "clients": clients}
-    one = [{"name": f"of {c}", "alignment": False, "clients": [c]} for c in range(2)]
-    experiment = experiment_of("fedavg", together, *one, rounds=1)
+    ones = [{"name": str(client), "alignment": False, "clients": [client]} for client in range(2)]
+    experiment = experiment_of("fedavg", together, *ones, rounds=1)
     found = run(experiment, tmp_path)
-    alone = [value(found[f"of {client}"], "loss", "central", 1) for client in range(2)]
+    alone = [value(found[one], "loss", "central", 1) for one in "01"]
     loss = value(found["together"], "loss", "central", 1)
     if clients:
         assert loss == pytest.approx(alone[1], abs=1e-6)
@@ -228,8 +223,6 @@ def test_the_clients_models_of_a_round_answer_together(tmp_path: Path, clients: 
 
 
 def test_joined_steps_are_those_of_one_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedrot.simulations.tasks import training
-
     asked: list[tuple[int, float]] = []
 
     def train(model: Any, of: Task, rows: Any, seed: int, epochs: float, lr: float) -> float:

@@ -20,7 +20,7 @@ EXPERIMENT = {
             {"name": f"on {a}{b}", "aggregation": "mean", "clients": [a, b]}
             for a, b in ((0, 1), (0, 2), (1, 2))
         ),
-        *({"name": f"of {client}", "clients": [client]} for client in range(3)),
+        *({"name": f"on {client}", "aggregation": "mean", "clients": [client]} for client in range(3)),
     ],
 }
 #: F1 on (books, news, talk), the clients' order, and on unseen domains.
@@ -36,7 +36,7 @@ NAMES = ("f1_books", "f1_news", "f1_talk", "unseen_macro_f1")
 
 def rows(seed: int, shift: float = 0.0) -> list[dict[str, Any]]:
     common = {"experiment": "s", "seed": seed}
-    found = [
+    return [
         {
             **common,
             "round": number,
@@ -46,13 +46,9 @@ def rows(seed: int, shift: float = 0.0) -> list[dict[str, Any]]:
             "value": value + shift,
         }
         for number in (0, 1)
-        for strategy, values in MERGED.items()
+        for strategy, values in [*MERGED.items(), *((f"on {one}", own) for one, own in ALONE.items())]
         for name, value in zip(NAMES, values, strict=True)
     ]
-    for client, values in ALONE.items():
-        of_client = {**common, "round": 1, "strategy": f"of {client}", "scope": "central"}
-        found += [{**of_client, "metric": n, "value": v} for n, v in zip(NAMES, values, strict=True)]
-    return found
 
 
 def test_pairs_and_all_clients_by_hand() -> None:

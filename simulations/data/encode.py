@@ -9,11 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Encoding, Tokenizer
+from torch.nn.utils.rnn import pad_sequence
 
 from fedrot.simulations.data.images import Pixels, load_images, resized
 from fedrot.simulations.data.labels import DataSet, Split
@@ -21,18 +22,11 @@ from fedrot.simulations.data.read import refuse
 from fedrot.simulations.data.texts import DOMAIN, load_domains, load_tags, load_texts
 from fedrot.simulations.models import pad_id_of, pretrained_settings, settings_of
 from fedrot.simulations.packaged import loading, loading_of, source_of
+from fedrot.simulations.settings import Experiment
 
-if TYPE_CHECKING:
-    from fedrot.simulations.settings import Experiment
-
-#: Characters that are read for each token of a text, and words of a row; of a pair of texts. Only a text
-#: with longer tokens on average loses some. The time for a pair is the product of both lengths.
-PER_TOKEN, PER_TOKEN_OF_PAIR = 1000, 32
 #: Label of tokens that are not predicted.
 IGNORED = -100
 Batch = dict[str, torch.Tensor]
-#: Mean and standard deviation of pixel values in [0, 1], for models without a processor.
-_HALF = (0.5,)
 
 
 @dataclass(frozen=True)
@@ -120,10 +114,7 @@ class EncodedImages(Encoded):
 
 def padded(rows: Sequence[np.ndarray], value: int) -> torch.Tensor:
     """Return rows of numbers as int64 ``[rows, longest row]``, padded with ``value`` at the end."""
-    filled = np.full((len(rows), max(map(len, rows))), value, dtype=np.int64)
-    for line, row in zip(filled, rows, strict=True):
-        line[: len(row)] = row
-    return torch.from_numpy(filled)
+    return pad_sequence([*map(torch.from_numpy, rows)], batch_first=True, padding_value=value)
 
 
 @lru_cache(maxsize=1)
@@ -153,10 +144,9 @@ def tokenizer_for(experiment: Experiment) -> Tokenizer:
 
 def encode_texts(split: Split, tokenizer: Tokenizer, max_length: int, pad_id: int) -> EncodedText:
     """Tokenise a split, truncated to ``max_length`` tokens."""
-    most = max_length * (PER_TOKEN if split.second is None else PER_TOKEN_OF_PAIR)
-    texts: Any = [text[:most] for text in split.inputs]
+    texts: Any = [*split.inputs]
     if split.second is not None:
-        texts = [*zip(texts, (text[:most] for text in split.second), strict=True)]
+        texts = [*zip(texts, split.second, strict=True)]
     encodings = _cut(tokenizer, max_length).encode_batch(texts)
     domains = tuple(map(str, split.columns.get(DOMAIN, ())))
     return EncodedText(split.labels, *_numbers(encodings), pad_id, domains=domains)
@@ -164,13 +154,12 @@ def encode_texts(split: Split, tokenizer: Tokenizer, max_length: int, pad_id: in
 
 def encode_tags(split: Split, tokenizer: Tokenizer, max_length: int, pad_id: int) -> EncodedTags:
     """Tokenise tagged words, truncated to ``max_length`` tokens; see ``EncodedTags`` for the tags."""
-    tokenizer, most = _cut(tokenizer, max_length), PER_TOKEN * max_length
+    tokenizer = _cut(tokenizer, max_length)
     before: Any = tokenizer.pre_tokenizer
     if hasattr(before, "add_prefix_space"):  # in byte-level vocabularies, words start with a space
         before.add_prefix_space = True
         tokenizer.pre_tokenizer = before
-    rows = [[word[:most] for word in row[:most]] for row in split.inputs]
-    encodings = tokenizer.encode_batch(rows, is_pretokenized=True)
+    encodings = tokenizer.encode_batch([*split.inputs], is_pretokenized=True)
     tags, places = [], []
     for encoding, of_words in zip(encodings, split.second or (), strict=True):
         words = np.array([-1 if word is None else word for word in encoding.word_ids], dtype=np.int64)
@@ -213,16 +202,16 @@ def _encoded_images(experiment: Experiment) -> tuple[DataSet, EncodedImages, Enc
 
         settings = pretrained_settings(model)
         side, channels = getattr(settings, "image_size", None), getattr(settings, "num_channels", 3)
-        if isinstance(side, list | tuple) and len(set(side)) == 1:
-            side = side[0]
-        if not isinstance(side, int) or channels not in (1, 3):
-            what = f"takes no square images of 1 or 3 channels (image_size {side}, {channels} channels)"
+        sides = {*side} if isinstance(side, list | tuple) else {side}
+        side = sides.pop()
+        if sides or not isinstance(side, int) or channels not in (1, 3):
+            what = "takes no square images of 1 or 3 channels (image_size, num_channels)"
             refuse(f"model '{model}'", what, "choose a vision transformer, or another task")
         with suppress(OSError):  # saved without a processor
             # Not the processor itself, which needs torchvision.
             found, _ = ImageProcessingMixin.get_image_processor_dict(source_of(model))
     data = load_images(experiment, side, channels)
-    of_pixels = [(found.get(name) or _HALF)[: data.channels] for name in ("image_mean", "image_std")]
+    of_pixels = [(found.get(key) or (0.5,))[: data.channels] for key in ("image_mean", "image_std")]
     train, test = (
         EncodedImages(s.labels, s.inputs, data.side, *of_pixels) for s in (data.train, data.test)
     )

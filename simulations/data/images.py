@@ -7,32 +7,27 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.types as types
 from PIL import Image, ImageOps
 
 from fedrot.simulations.data.labels import DataSet, Rows, Split, label_columns, labelled
 from fedrot.simulations.data.read import Content, find, is_bytes, refuse
-
-if TYPE_CHECKING:
-    from fedrot.simulations.settings import Experiment
+from fedrot.simulations.settings import Experiment
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 #: Largest side of a small model's images, in pixels; larger images are scaled down.
 LARGEST_SIDE = 64
 
 
-def _is_image(kind: pa.DataType) -> bool:
-    parts = {kind.field(i).name for i in range(kind.num_fields)} if types.is_struct(kind) else set()
-    return is_bytes(kind) or {"bytes", "path"} <= parts
-
-
 IMAGE = Content(
-    "image", ("image", "img"), "--text-column", "whole image files (PNG, JPEG) as bytes", _is_image
+    "image",
+    ("image", "img"),
+    "--text-column",
+    "whole image files (PNG, JPEG) as bytes",
+    lambda kind: is_bytes(kind) or {"bytes", "path"} <= {field.name for field in kind.fields},
 )
 
 
@@ -104,11 +99,11 @@ RULES: Mapping[str, Callable[[Image.Image], Image.Image | Pixels]] = {
 
 def _pixels(rows: Rows, column: str, bound: int) -> list[list[Pixels]]:
     """Return uint8 ``[height, width]`` (grey) or ``[height, width, 3]``; no side is above ``bound``."""
-    batches = rows.table.select([column]).to_batches(max_chunksize=256)
-    cells = (cell for batch in batches for cell in batch.column(0).to_pylist())
     found = []
-    for number, cell in zip(rows.numbers, cells, strict=True):
-        content, path = (cell, None) if isinstance(cell, bytes) else (cell["bytes"], cell["path"])
+    for number, value in zip(rows.numbers, rows.table[column], strict=True):
+        content, path = value.as_py(), None
+        if isinstance(content, dict):
+            content, path = content["bytes"], content["path"]
         try:
             pixels = _seen(path if content is None else io.BytesIO(content))
         except Exception as error:  # Pillow raises many unrelated kinds

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 import pyarrow as pa
 import pyarrow.types as types
 
 from fedrot.simulations.data.read import Content, Source, listed, refuse, refuse_rows
-
-if TYPE_CHECKING:
-    from fedrot.simulations.settings import Experiment
+from fedrot.simulations.settings import Experiment
 
 Kind: TypeAlias = Literal["single", "multi", "regression"]
 METRICS_OF_KIND: Mapping[Kind, tuple[str, ...]] = {
@@ -32,8 +30,6 @@ METRICS_OF_TASK: Mapping[str, tuple[str, ...]] = {
     "cola": ("matthews", "accuracy", "macro_f1"),
     **dict.fromkeys(("mrpc", "qqp"), ("accuracy", "macro_f1", "f1")),
 }
-#: Largest number of classes. A column with more values does not hold classes.
-MOST_CLASSES = 100_000
 #: Without splits, one in this number of rows is held out. Seeds of this division and of limits.
 HELD_OUT_SHARE, SPLIT_SEED, LIMIT_SEED = 5, 0, 0
 #: Numbers as Python writes them; variation selectors and other letters without a shape.
@@ -107,9 +103,8 @@ class Rows(NamedTuple):
     numbers: npt.NDArray[np.int64]
     labels: Values
 
-    def only(self, kept: npt.NDArray[np.bool_]) -> Rows:
-        table = self.table.filter(pa.array(kept))
-        return Rows(self.where, table, self.numbers[kept], self.labels[kept])
+    def take(self, rows: npt.NDArray[np.int64]) -> Rows:
+        return Rows(self.where, self.table.take(rows), self.numbers[rows], self.labels[rows])
 
 
 def clean(text: object) -> str:
@@ -123,22 +118,21 @@ def label_columns(source: Source, experiment: Experiment) -> tuple[str, ...]:
     With ``label_kind="multi"``, columns of 0 and 1, or of the texts true and false, are boolean, too.
     Without any, return ``()`` for language models, else raise ``DataError``.
     """
-    wanted, multi = experiment.label_column, experiment.label_kind == "multi"
 
     def boolean(column: pa.ChunkedArray) -> bool:
-        if not multi or types.is_nested(column.type):
+        if experiment.label_kind != "multi" or types.is_nested(column.type):
             return types.is_boolean(column.type)
         found = {str(value).lower() for value in column.unique().to_pylist()}
         return found <= {"0", "1", "false", "true", "none"}
 
-    if wanted is None and not set(LABEL.known) & set(source.columns):
+    if experiment.label_column is None and not set(LABEL.known) & set(source.columns):
         tables = source.tables.values()
         booleans = [name for name in source.columns if all(boolean(table[name]) for table in tables)]
         if len(booleans) >= 2:
             return tuple(source.column(LABEL, name) for name in booleans)
         if experiment.task in ("mlm", "clm"):
             return ()
-    return (source.column(LABEL, wanted),)
+    return (source.column(LABEL, experiment.label_column),)
 
 
 def labelled(
@@ -168,17 +162,16 @@ def labelled(
         parts = _by_column(parts[0])
     labels = np.concatenate([rows.labels for rows in parts])
     kind: Kind = "single"
-    names, number = tuple(columns), "exactly one"
+    names = tuple(columns)
     if scores:
         kind, names = "regression", ("score",)
         low, high = min(labels, default=0), max(labels, default=0)
-        said = f"Labels: scores from {low:g} to {high:g} (regression)."
-        if not asked and (labels == np.rint(labels)).all():
-            said += " All are whole numbers: if they are classes, give label_kind single."
+        said = f"Labels: scores from {low:g} to {high:g} (label_kind single makes classes of them)."
     elif several:
         if asked == "multi" or (labels.sum(axis=1) != 1).any():
-            kind, number = "multi", "any number"
+            kind = "multi"
         labels = labels.argmax(axis=1) if kind == "single" else labels.astype(np.float32)
+        number = "exactly one" if kind == "single" else "any number"
         said = f"Labels: {number} of {len(names)} in each row, in the columns {listed(names)}."
     else:
         names, labels, said = _classes(source, listed(columns), parts)
@@ -206,11 +199,12 @@ def _read(where: str, table: pa.Table, columns: Sequence[str], scores: bool) -> 
     if len(columns) > 1:
         cells = [[str(cell).lower() in ("1", "true") for cell in table[c].to_pylist()] for c in columns]
         return np.array(cells, dtype=bool).T
-    column = table[columns[0]] if columns else pa.array(["all"] * len(table))
-    where, cells = f"{where}: label column {listed(map(repr, columns))}", column.to_pylist()
+    cells = table[columns[0]].to_pylist() if columns else ["all"] * len(table)
+    where = f"{where}: label column {listed(map(repr, columns))}"
     if scores:
         with np.errstate(over="ignore"):
-            numbers = np.array([*map(_number, cells)], dtype=np.float64).astype(np.float32)
+            read = pd.to_numeric(pd.Series(cells, dtype=object), errors="coerce")
+            numbers = read.to_numpy(np.float32)
         wrong = ~np.isfinite(numbers)
         example = cells[int(wrong.argmax())] if wrong.any() else ""
         refuse_rows(where, f"no number of float32, such as {example!r},", wrong)
@@ -219,13 +213,6 @@ def _read(where: str, table: pa.Table, columns: Sequence[str], scores: bool) -> 
     texts = np.array([named[cell] for cell in cells], dtype=object)
     refuse_rows(where, "no class (a text in UTF-8, or a whole number)", texts == "")
     return texts
-
-
-def _number(cell: Any) -> float:
-    try:
-        return math.nan if "_" in str(cell) else float(cell)
-    except (TypeError, ValueError, OverflowError):
-        return math.nan
 
 
 def _name(value: Any) -> str:
@@ -247,53 +234,40 @@ def _seen(text: str) -> str:
 
 def _classes(source: Source, column: str, parts: list[Rows]) -> tuple[tuple[str, ...], Values, str]:
     """Return the names of classes, the classes of the rows, and sentences about them."""
-    known = [set(rows.labels) for rows in parts]
-    found = set().union(*known)
-    if len(found) > MOST_CLASSES:
-        what = f"has {len(found)} classes, above the maximum of {MOST_CLASSES}"
-        where = f"{source.task}: label column {column!r}"
-        refuse(where, what, "choose another column, or label_kind regression")
+    every = [label for rows in parts for label in rows.labels]
     # Texts such as 00012 or 1.10 are no numbers.
-    whole = all(map(_INTEGER.fullmatch, found))
-    names = values = sorted(found, key=int if whole else None)
-    declared = source.class_names.get(column, ())
-    numbers = {str(number): name for number, name in enumerate(declared)}
-    for rows in parts if declared else ():
-        what = f"labels without a name in the column {column!r}, such as -1,"
-        refuse_rows(rows.where, what, np.array([label not in numbers for label in rows.labels], bool))
-    if declared:
-        values, names = [*numbers], [*declared]
+    whole = all(map(_INTEGER.fullmatch, set(every)))
+    values = sorted(set(every), key=int if whole else None)
+    names = {value: value for value in values}
+    if declared := source.class_names.get(column, ()):
+        names = {str(number): name for number, name in enumerate(declared)}
+        for rows in parts:
+            what = f"labels without a name in the column {column!r}, such as -1,"
+            refuse_rows(rows.where, what, [label not in names for label in rows.labels])
     elif whole and all("label_name" in rows.table.column_names for rows in parts):
-        given = [name for rows in parts for name in rows.table["label_name"].to_pylist()]
-        every = [label for rows in parts for label in rows.labels]
-        name_of = dict(zip(reversed(every), reversed(given), strict=True))  # training rows come first
-        names = [clean(name_of[value]) for value in values]
-    number = {value: index for index, value in enumerate(values)}
-    classes = f"{len(values)} class{'' if len(values) == 1 else 'es'}"
-    said = [f"Labels: {classes} in the column {column!r}: {listed(names)}."]
-    if whole and names == values:
-        said.append("If these numbers are scores, give label_kind regression.")
-    for _, alike in groupby(sorted(names, key=_seen), _seen):
+        given = [clean(name) for rows in parts for name in rows.table["label_name"].to_pylist()]
+        first = dict(zip(reversed(every), reversed(given), strict=True))  # training rows come first
+        names = {value: first[value] for value in values}
+    said = f"Labels: {len(names)} classes in the column {column!r}: {listed(names.values())}."
+    if whole and values == [*names.values()]:
+        said += " If these numbers are scores, give label_kind regression."
+    for _, alike in groupby(sorted(names.values(), key=_seen), _seen):
         if len(same := [*map(repr, alike)]) > 1:
-            said.append(f"The classes {listed(same)} differ only in case, spaces or unseen characters.")
-    unseen = [names[number[value]] for value in values if value in known[-1] - known[0]]
-    if unseen:
-        said.append(f"Only held-out rows have {listed(unseen)}: clients have no such training rows.")
-    labels = np.array([number[label] for rows in parts for label in rows.labels], dtype=np.int64)
-    return tuple(names), labels, " ".join(said)
+            said += f" The classes {listed(same)} differ only in case, spaces or unseen characters."
+    number = {value: index for index, value in enumerate(names)}
+    return tuple(names.values()), np.array([number[label] for label in every], dtype=np.int64), said
 
 
 def _by_column(rows: Rows) -> list[Rows]:
+    cells = rows.table["split"].to_pylist()
+    splits = np.array(["" if cell is None else clean(cell) for cell in cells])
     where = f"the 'split' column of {rows.where}"
-    splits = np.array(
-        ["" if value is None else clean(value) for value in rows.table["split"].to_pylist()]
-    )
     refuse_rows(where, "no value", splits == "")
     held_out = next((split for split in ("test", "validation") if split in splits), "")
     if "train" not in splits or not held_out:
         what = f"has {listed(sorted(set(splits)))}"
         refuse(where, what, "it needs 'train' and 'test' or 'validation'")
-    return [rows.only(splits == split) for split in ("train", held_out)]
+    return [rows.take(np.flatnonzero(splits == split)) for split in ("train", held_out)]
 
 
 def _drawn(rows: Rows, by_class: bool) -> tuple[list[Rows], str]:
@@ -312,7 +286,7 @@ def _drawn(rows: Rows, by_class: bool) -> tuple[list[Rows], str]:
         refuse(rows.where, what, "give a training and a test split, or more rows")
     how = f"{held_out.sum()} are held out, {share}, drawn with seed {SPLIT_SEED}"
     note = f"{rows.where} has no splits: of {size} rows {how}."
-    return [rows.only(~held_out), rows.only(held_out)], note
+    return [rows.take(np.flatnonzero(mask)) for mask in (~held_out, held_out)], note
 
 
 def _limited(rows: Rows, limit: int | None) -> Rows:
@@ -321,5 +295,4 @@ def _limited(rows: Rows, limit: int | None) -> Rows:
         refuse(rows.where, "has no rows", "check the file or choose another data set")
     if limit is None or limit >= size:
         return rows
-    first = np.random.default_rng(LIMIT_SEED).permutation(size)[:limit]
-    return Rows(rows.where, rows.table.take(first), rows.numbers[first], rows.labels[first])
+    return rows.take(np.random.default_rng(LIMIT_SEED).permutation(size)[:limit])

@@ -90,7 +90,7 @@ def print_data(experiments: Sequence[Experiment], console: Console, *, brief: bo
     for experiment in experiments:
         task, seed = task_of(experiment.to_json()), experiment.seeds[0]
         names, sizes, counts = task.partition(seed)
-        for sentence in (task.data.note, task.data.said, *_remarks(task, seed, names, counts)):
+        for sentence in (task.data.said, *_remarks(task, seed, names, counts)):
             if sentence:
                 say_once(sentence)
         if brief and len(experiments) > 1:
@@ -120,7 +120,7 @@ def _remarks(
         yield f"Always '{names[largest]}' would have accuracy {share:.3f}."
     held = sum(map(sum, counts))
     if held < len(labels):
-        present = set(partition_keys(labels).tolist())
+        present = set(partition_keys(labels)[0].tolist())
         totals = [sum(of_class) for of_class in zip(*counts, strict=True)]
         absent = [name for key, name in enumerate(names) if key in present and not totals[key]]
         yield (

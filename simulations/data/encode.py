@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import copy
+import io
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from importlib import resources
 from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Encoding, Tokenizer
+from PIL import Image, ImageOps
+from tokenizers import Tokenizer
 from torch.nn.utils.rnn import pad_sequence
 
-from fedrot.simulations.data.images import Pixels, load_images, resized
-from fedrot.simulations.data.labels import DataSet, Split
-from fedrot.simulations.data.read import refuse
+from fedrot.simulations.data.labels import DataSet, Rows, Split, label_columns, labelled
+from fedrot.simulations.data.read import Content, find, refuse
 from fedrot.simulations.data.texts import DOMAIN, load_domains, load_tags, load_texts
 from fedrot.simulations.models import pad_id_of, pretrained_settings, settings_of
 from fedrot.simulations.packaged import loading, loading_of, source_of
@@ -26,6 +27,9 @@ from fedrot.simulations.settings import Experiment
 
 #: Label of tokens that are not predicted.
 IGNORED = -100
+#: Largest side of a small model's images, in pixels; larger images are scaled down.
+LARGEST_SIDE = 64
+IMAGE = Content("image file", ("image", "img"), lambda kind: "binary" in str(kind))
 Batch = dict[str, torch.Tensor]
 
 
@@ -53,12 +57,22 @@ class Encoded(ABC):
 
 @dataclass(frozen=True)
 class EncodedText(Encoded):
-    """Token ids and segment ids of each row, and its domain if there are several domains."""
+    """Token ids and segment ids of each row.
+
+    Attributes:
+        domains: if there are several domains, those of the rows.
+        tags: of tagged words by row, the tag of each token; only the first of a word is not ``IGNORED``.
+        places: by row, the numbers of the words that are not cut off.
+        words: by row, the tags of all words.
+    """
 
     ids: Sequence[np.ndarray]
     segments: Sequence[np.ndarray]
     pad_id: int
-    domains: Sequence[str] = field(default=(), kw_only=True)
+    domains: Sequence[str] = ()
+    tags: Sequence[np.ndarray] = ()
+    places: Sequence[np.ndarray] = ()
+    words: Sequence[np.ndarray] = ()
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
         return np.array([len(self.ids[row]) for row in rows])
@@ -72,23 +86,8 @@ class EncodedText(Encoded):
             "token_type_ids": padded([self.segments[row] for row in rows], 0),
         }
 
-
-@dataclass(frozen=True)
-class EncodedTags(EncodedText):
-    """Token ids of tagged words. The first token of a word has its tag, all others ``IGNORED``.
-
-    Attributes:
-        tags: by row, the tag of each token.
-        places: by row, the numbers of the words that are not cut off.
-        words: by row, the tags of all words.
-    """
-
-    tags: Sequence[np.ndarray]
-    places: Sequence[np.ndarray]
-    words: Sequence[np.ndarray]
-
     def targets(self, rows: np.ndarray) -> torch.Tensor:
-        return padded([self.tags[row] for row in rows], IGNORED)
+        return padded([self.tags[row] for row in rows], IGNORED) if self.tags else super().targets(rows)
 
 
 @dataclass(frozen=True)
@@ -96,19 +95,17 @@ class EncodedImages(Encoded):
     """Images as standardised ``pixel_values``, float32 ``[rows, channels, side, side]``.
 
     Attributes:
-        pixels: uint8 ``[height, width, channels]`` of each image.
+        pixels: uint8 ``[rows, side, side, channels]``.
         mean, deviation: mean and standard deviation of each channel, for values in [0, 1].
     """
 
-    pixels: Sequence[Pixels]
-    side: int
+    pixels: Any
     mean: Sequence[float]
     deviation: Sequence[float]
 
     def batch(self, rows: np.ndarray) -> Batch:
-        images = np.stack([resized(self.pixels[row], self.side, self.side) for row in rows])
         mean, deviation = (np.array(v, dtype=np.float32) for v in (self.mean, self.deviation))
-        values = (images / np.float32(255) - mean) / deviation
+        values = (self.pixels[rows] / np.float32(255) - mean) / deviation
         return {"pixel_values": torch.from_numpy(values.transpose(0, 3, 1, 2).copy())}
 
 
@@ -142,44 +139,32 @@ def tokenizer_for(experiment: Experiment) -> Tokenizer:
         return found.backend_tokenizer
 
 
-def encode_texts(split: Split, tokenizer: Tokenizer, max_length: int, pad_id: int) -> EncodedText:
-    """Tokenise a split, truncated to ``max_length`` tokens."""
-    texts: Any = [*split.inputs]
-    if split.second is not None:
-        texts = [*zip(texts, split.second, strict=True)]
-    encodings = _cut(tokenizer, max_length).encode_batch(texts)
-    domains = tuple(map(str, split.columns.get(DOMAIN, ())))
-    return EncodedText(split.labels, *_numbers(encodings), pad_id, domains=domains)
-
-
-def encode_tags(split: Split, tokenizer: Tokenizer, max_length: int, pad_id: int) -> EncodedTags:
-    """Tokenise tagged words, truncated to ``max_length`` tokens; see ``EncodedTags`` for the tags."""
-    tokenizer = _cut(tokenizer, max_length)
+def encode(
+    split: Split, tokenizer: Tokenizer, max_length: int, pad_id: int, tagged: bool
+) -> EncodedText:
+    """Tokenise texts or tagged words, truncated to ``max_length`` tokens; see ``EncodedText``."""
+    tokenizer = copy.deepcopy(tokenizer)  # the bundled tokenizer is shared in the process
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(max_length)
     before: Any = tokenizer.pre_tokenizer
-    if hasattr(before, "add_prefix_space"):  # in byte-level vocabularies, words start with a space
+    if tagged and hasattr(before, "add_prefix_space"):  # in byte-level vocabularies, words start so
         before.add_prefix_space = True
         tokenizer.pre_tokenizer = before
-    encodings = tokenizer.encode_batch([*split.inputs], is_pretokenized=True)
+    second, rows = split.second or (), [*split.inputs]
+    texts: Any = [*zip(rows, second, strict=True)] if second and not tagged else rows
+    encodings = tokenizer.encode_batch(texts, is_pretokenized=tagged)
+    ids, segments = (
+        [np.asarray(getattr(e, name), dtype=np.int64) for e in encodings] for name in ("ids", "type_ids")
+    )
     tags, places = [], []
-    for encoding, of_words in zip(encodings, split.second or (), strict=True):
+    for encoding, of_words in zip(encodings, second, strict=True) if tagged else ():
         words = np.array([-1 if word is None else word for word in encoding.word_ids], dtype=np.int64)
         first = (words >= 0) & (np.diff(words, prepend=-1) != 0)
         tags.append(np.full(len(words), IGNORED, dtype=np.int64))
         places.append(words[first])
         tags[-1][first] = of_words[words[first]]
-    return EncodedTags(split.labels, *_numbers(encodings), pad_id, tags, places, split.second or ())
-
-
-def _cut(tokenizer: Tokenizer, max_length: int) -> Tokenizer:
-    tokenizer = copy.deepcopy(tokenizer)  # the bundled tokenizer is shared in the process
-    tokenizer.no_padding()
-    tokenizer.enable_truncation(max_length)
-    return tokenizer
-
-
-def _numbers(encodings: Sequence[Encoding]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    ids = [np.asarray(e.ids, dtype=np.int64) for e in encodings]
-    return ids, [np.asarray(e.type_ids, dtype=np.int64) for e in encodings]
+    domains = tuple(map(str, split.columns.get(DOMAIN, ())))
+    return EncodedText(split.labels, ids, segments, pad_id, domains, tags, places, second)
 
 
 def read_encoded(experiment: Experiment) -> tuple[DataSet, Any, Any]:
@@ -188,8 +173,8 @@ def read_encoded(experiment: Experiment) -> tuple[DataSet, Any, Any]:
         return _encoded_images(experiment)
     load = {"classification": load_domains, "ner": load_tags}.get(experiment.task, load_texts)
     data = load(experiment)
-    encode: Any = encode_tags if data.tags else encode_texts
-    how = tokenizer_for(experiment), experiment.max_length, pad_id_of(settings_of(experiment, data))
+    pad_id = pad_id_of(settings_of(experiment, data))
+    how = tokenizer_for(experiment), experiment.max_length, pad_id, bool(data.tags)
     return data, encode(data.train, *how), encode(data.test, *how)
 
 
@@ -212,7 +197,86 @@ def _encoded_images(experiment: Experiment) -> tuple[DataSet, EncodedImages, Enc
             found, _ = ImageProcessingMixin.get_image_processor_dict(source_of(model))
     data = load_images(experiment, side, channels)
     of_pixels = [(found.get(key) or (0.5,))[: data.channels] for key in ("image_mean", "image_std")]
-    train, test = (
-        EncodedImages(s.labels, s.inputs, data.side, *of_pixels) for s in (data.train, data.test)
-    )
+    train, test = (EncodedImages(s.labels, s.inputs, *of_pixels) for s in (data.train, data.test))
     return data, train, test
+
+
+def load_images(experiment: Experiment, side: int | None = None, channels: int | None = None) -> DataSet:
+    """Load the images of an experiment, see ``read.find``, as uint8 ``[rows, side, side, channels]``.
+
+    A table has a column of image files (bytes, or the hub's bytes and path).
+
+    Args:
+        side: side of the model's square inputs, in pixels; default: of the largest image, at most 64; above
+            8 it is a multiple of 4, since patches cannot divide a prime number.
+        channels: 1 or 3; default: 1 if every image is grey, else 3.
+
+    Raises:
+        DataError: as for texts; also if a file is no image, or has a mode that Pillow cannot convert.
+    """
+    source = find(experiment.data, experiment.data_dir)
+    column = source.column(IMAGE, experiment.text_column)
+    read = partial(_images, column=column, bound=side or LARGEST_SIDE)
+    data = labelled(source, experiment, label_columns(source, experiment), [column], read)
+    every = [*data.train.inputs, *data.test.inputs]
+    channels = channels or (1 if all(image.mode == "L" for image in every) else 3)
+    largest = max(max(image.size) for image in every)
+    side = side or (largest if largest <= 8 else -(-largest // 4) * 4)
+    splits = []
+    for split in (data.train, data.test):
+        images = [
+            _resized(image.convert("L" if channels == 1 else "RGB"), side, side)
+            for image in split.inputs
+        ]
+        splits.append(replace(split, inputs=np.stack(images).reshape(-1, side, side, channels)))
+    return replace(data, train=splits[0], test=splits[1], side=side, channels=channels)
+
+
+def _resized(image: Image.Image, width: int, height: int) -> Image.Image:
+    return image.resize((width, height), Image.Resampling.BILINEAR)
+
+
+def _images(rows: Rows, column: str, bound: int) -> list[list[Image.Image]]:
+    """Return grey (mode L) or coloured (RGB) images, of which no side is above ``bound``."""
+    found = []
+    for number, value in zip(rows.numbers, rows.table[column], strict=True):
+        content, path = value.as_py(), None
+        if isinstance(content, dict):
+            content, path = content.get("bytes"), content.get("path")
+        try:
+            image = _seen(path if content is None else io.BytesIO(content))
+        except Exception as error:  # Pillow raises many unrelated kinds
+            where = path if path and content is None else f"{rows.where}, row {number}"
+            refuse(where, f"cannot be read as an image ({error})", "remove it or replace it")
+        found.append(_resized(image, min(image.width, bound), min(image.height, bound)))
+    return [found]
+
+
+def _seen(file: Any) -> Image.Image:
+    if file is None:
+        raise ValueError("it is empty")
+    with Image.open(file) as image:
+        image.load()
+        with suppress(Exception):  # damaged EXIF is no reason to refuse a picture
+            ImageOps.exif_transpose(image, in_place=True)
+        return _own_range(image) if image.mode[0] in "IF" else _on_white(image)
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    mode = "L" if image.mode in ("1", "L", "LA", "La") else "RGB"
+    if image.has_transparency_data:
+        shown = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), shown)
+    return image.convert(mode)
+
+
+def _own_range(image: Image.Image) -> Image.Image:
+    """Scale 16 bits, and other numbers from the smallest to the largest finite value."""
+    values = np.asarray(image)
+    if image.mode.startswith("I;") or (image.mode == "I" and image.format in ("PPM", "PNG")):
+        return Image.fromarray((values >> 8).astype(np.uint8))
+    finite = values[np.isfinite(values)].astype(np.float64)
+    low, high = (finite.min(), finite.max()) if finite.size else (0, 0)
+    known = np.nan_to_num(values.astype(np.float64), nan=low, posinf=high, neginf=low)
+    scaled = np.rint(255 * ((known - low) / ((high - low) or 1)))
+    return Image.fromarray(scaled.astype(np.uint8))

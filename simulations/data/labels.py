@@ -25,23 +25,12 @@ METRICS_OF_KIND: Mapping[Kind, tuple[str, ...]] = {
     "multi": ("macro_f1", "micro_f1", "accuracy"),
     "regression": ("pearson", "spearman"),
 }
-#: Metrics of the classes of known tasks.
-METRICS_OF_TASK: Mapping[str, tuple[str, ...]] = {
-    "cola": ("matthews", "accuracy", "macro_f1"),
-    **dict.fromkeys(("mrpc", "qqp"), ("accuracy", "macro_f1", "f1")),
-}
 #: Without splits, one in this number of rows is held out. Seeds of this division and of limits.
 HELD_OUT_SHARE, SPLIT_SEED, LIMIT_SEED = 5, 0, 0
 #: Numbers as Python writes them; variation selectors and other letters without a shape.
 _INTEGER = re.compile("0|-?[1-9][0-9]{0,999}")
 _SHAPELESS = re.compile("[\ufe00-\ufe0f\u034f\u115f\u1160\u3164\uffa0]")
-LABEL = Content(
-    "label",
-    ("label", "labels", "target", "class"),
-    "--label-column, or columns of 0 and 1 with label_kind multi",
-    "texts, integers or scores, or one boolean column per label",
-    lambda kind: not types.is_nested(kind),
-)
+LABEL = Content("label", ("label", "labels", "target", "class"), lambda kind: not types.is_nested(kind))
 Values: TypeAlias = npt.NDArray[Any]
 
 
@@ -74,8 +63,7 @@ class DataSet:
         label_names: one name per class (``("score",)`` in regression).
         metrics: names for ``evaluate_predictions``, the headline metric first.
         test: the held-out split: validation for GLUE tasks, test for the emotion corpora.
-        note: how the rows were divided, if there were no splits.
-        said: how the labels were read, and which files were left out.
+        said: how labels were read and rows divided, and which files were left out.
         tags: of tagged words, ``O``, and ``B-TYPE`` and ``I-TYPE`` of every type.
         domains: of texts of several domains, those with training rows.
         side, channels: of images, the side of a model's inputs in pixels, and 1 or 3.
@@ -87,7 +75,6 @@ class DataSet:
     metrics: tuple[str, ...]
     train: Split
     test: Split
-    note: str = ""
     said: str = ""
     tags: tuple[str, ...] = ()
     domains: tuple[str, ...] = ()
@@ -161,24 +148,17 @@ def labelled(
     if len(parts) == 1 and "split" in first.column_names:
         parts = _by_column(parts[0])
     labels = np.concatenate([rows.labels for rows in parts])
-    kind: Kind = "single"
-    names = tuple(columns)
-    if scores:
-        kind, names = "regression", ("score",)
-        low, high = min(labels, default=0), max(labels, default=0)
-        said = f"Labels: scores from {low:g} to {high:g} (label_kind single makes classes of them)."
-    elif several:
+    kind: Kind = "regression" if scores else "single"
+    names, alike = ("score",) if scores else tuple(columns), ""
+    if several:
         if asked == "multi" or (labels.sum(axis=1) != 1).any():
             kind = "multi"
         labels = labels.argmax(axis=1) if kind == "single" else labels.astype(np.float32)
-        number = "exactly one" if kind == "single" else "any number"
-        said = f"Labels: {number} of {len(names)} in each row, in the columns {listed(names)}."
-    else:
-        names, labels, said = _classes(source, listed(columns), parts)
+    elif not scores:
+        names, labels, alike = _classes(source, listed(columns), parts)
     if columns and asked and asked != kind:
         advice = "single needs one class in each row, multi a column of 0 and 1 for each label"
-        where = f"{source.task}: label column {listed(columns)}"
-        refuse(where, f"holds labels of the kind {kind} and not {asked}", advice)
+        refuse(f"label column {listed(columns)}", f"holds labels of the kind {kind}, no {asked}", advice)
     ends = np.cumsum([len(rows.labels) for rows in parts])
     parts = [r._replace(labels=own) for r, own in zip(parts, np.split(labels, ends), strict=False)]
     parts, note = (parts, "") if len(parts) > 1 else _drawn(parts[0], kind == "single" and not several)
@@ -187,11 +167,10 @@ def labelled(
     for rows in map(_limited, parts, limits):
         others = [name for name in rows.table.column_names if name not in used]
         splits.append(Split(rows.labels, rows.table.select(others).to_pydict(), *read(rows)))
-    metrics = (METRICS_OF_TASK if kind == "single" else {}).get(source.task, METRICS_OF_KIND[kind])
+    said = f"Labels: {kind}, {listed(names)} (--set label_kind: single, multi or regression).{alike}"
     spoken = said if experiment.task in ("classification", "image") else ""
-    said = " ".join(filter(None, (source.said, spoken)))
-    train, test = splits
-    return DataSet(experiment.data, kind, names, metrics, train, test, note, said)
+    said = " ".join(filter(None, (source.said, note, spoken)))
+    return DataSet(experiment.data, kind, names, METRICS_OF_KIND[kind], *splits, said)
 
 
 def _read(where: str, table: pa.Table, columns: Sequence[str], scores: bool) -> Values:
@@ -233,7 +212,7 @@ def _seen(text: str) -> str:
 
 
 def _classes(source: Source, column: str, parts: list[Rows]) -> tuple[tuple[str, ...], Values, str]:
-    """Return the names of classes, the classes of the rows, and sentences about them."""
+    """Return the names of classes, the classes of the rows, and what looks alike."""
     every = [label for rows in parts for label in rows.labels]
     # Texts such as 00012 or 1.10 are no numbers.
     whole = all(map(_INTEGER.fullmatch, set(every)))
@@ -248,9 +227,7 @@ def _classes(source: Source, column: str, parts: list[Rows]) -> tuple[tuple[str,
         given = [clean(name) for rows in parts for name in rows.table["label_name"].to_pylist()]
         first = dict(zip(reversed(every), reversed(given), strict=True))  # training rows come first
         names = {value: first[value] for value in values}
-    said = f"Labels: {len(names)} classes in the column {column!r}: {listed(names.values())}."
-    if whole and values == [*names.values()]:
-        said += " If these numbers are scores, give label_kind regression."
+    said = ""
     for _, alike in groupby(sorted(names.values(), key=_seen), _seen):
         if len(same := [*map(repr, alike)]) > 1:
             said += f" The classes {listed(same)} differ only in case, spaces or unseen characters."

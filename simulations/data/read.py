@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pyarrow.types as types
 
 from fedrot._io import refuse_pointer, shallow
 from fedrot.errors import FedrotError
@@ -23,13 +22,6 @@ from fedrot.simulations.data import BUNDLED, DIGITS
 #: Held-out rows beside ``train``, the first that there is: the test labels of GLUE are hidden.
 HELD_OUT = ("validation", "validation_matched", "val", "valid", "test")
 _IMAGE = re.compile(r"\.(bmp|gif|jpe?g|p[bgnp]m|png|tiff?|webp)", re.IGNORECASE)
-#: First bytes of other files.
-_OTHER_FILES = {
-    b"\x1f\x8b": "compressed by gzip",
-    b"PK\3\4": "an Excel workbook or a zip archive",
-    b"\xd0\xcf\x11\xe0": "an old Excel workbook",
-    b"ARROW1": "an Arrow (Feather) file",
-}
 
 
 class DataError(FedrotError):
@@ -71,7 +63,7 @@ def _csv(path: Path, delimiters: str = ",;\t|") -> pa.Table:
 
 
 def _json(path: Path) -> pa.Table:
-    """Read objects, or a list of objects. Columns with larger integers than int64 are texts."""
+    """Read objects, or a list of objects."""
     # Not pyarrow's reader: it makes dates of texts, and floats of large integers.
     text, rows, end = shallow(path.read_bytes()).decode("utf-8-sig"), [], 0
     while start := re.compile(r"\S").search(text, end):
@@ -81,14 +73,8 @@ def _json(path: Path) -> pa.Table:
     of_columns = len(rows) == 1 and all(isinstance(v, dict | list) for v in dict(rows[0]).values())
     if of_columns or not all(isinstance(row, dict) for row in rows):
         raise ValueError("it needs an object for each row: DataFrame.to_json with orient='records'")
-    columns = dict.fromkeys(name for row in rows for name in row)
-    for name in columns:
-        values = [row.get(name) for row in rows]
-        whole = {*map(type, values)} <= {int, type(None)}
-        if whole and any((value or 0).bit_length() > 63 for value in values):
-            values = [value if value is None else str(value) for value in values]
-        columns[name] = pa.array(values)
-    return pa.table(columns)
+    names = dict.fromkeys(name for row in rows for name in row)
+    return pa.table({name: [row.get(name) for row in rows] for name in names})
 
 
 def _plain_text(path: Path) -> pa.Table:
@@ -119,12 +105,12 @@ def read_table(path: Path) -> pa.Table:
         refuse_pointer(path)
         with path.open("rb") as file:
             head = file.readline(2**16)
-        if other := next((said for start, said in _OTHER_FILES.items() if head.startswith(start)), ""):
-            raise ValueError(f"it is {other}")
         if head.startswith(b"PAR1"):
             read = pq.read_table
         elif b"\0" in head and read is not pq.read_table:
-            raise ValueError("it is no text in UTF-8")
+            raise ValueError(
+                "it is no text in UTF-8: a gzip or zip file, an Excel workbook, Arrow, UTF-16?"
+            )
         return _usable(read(path))
     except (OSError, ValueError, OverflowError, csv.Error, pa.ArrowException) as error:
         advice = "save or export it as Parquet, or as CSV or JSON in UTF-8, not compressed"
@@ -132,24 +118,19 @@ def read_table(path: Path) -> pa.Table:
 
 
 def _usable(table: pa.Table) -> pa.Table:
-    """Return the columns with a name, trimmed, without views, of which pyarrow can take no rows."""
-    views = {"string_view": pa.string(), "binary_view": pa.binary()}
-    kinds = [getattr(kind, "storage_type", kind) for kind in table.schema.types]
-    fields = [(n.strip(), views.get(str(k), k)) for n, k in zip(table.column_names, kinds, strict=True)]
-    table = table.rename_columns([name for name, _ in fields]).cast(pa.schema(fields))
-    table = table.select([place for place, (name, _) in enumerate(fields) if name])
+    """Return the columns with a name, trimmed; raises an error of pyarrow if it can take no rows."""
+    names = [name.strip() for name in table.column_names]
+    table = table.rename_columns(names).select([place for place, name in enumerate(names) if name])
     if len(set(table.column_names)) < table.num_columns:
         raise ValueError(f"two columns have equal names among {listed(table.column_names)}")
-    return table
+    return table.take(pa.array(range(len(table))))
 
 
 class Content(NamedTuple):
-    """A kind of column: its name, usual names, the option that chooses it, and its values in words."""
+    """A kind of column: its name, usual names, and whether a type fits."""
 
     name: str
     known: tuple[str, ...]
-    option: str
-    wanted: str
     fits: Callable[[pa.DataType], bool]
 
 
@@ -158,13 +139,11 @@ class Source:
     """Tables of a data set.
 
     Attributes:
-        task: the last part of the name, such as ``cola``; known tasks have metrics of their own.
         tables: training and held-out rows, or one table of all rows, by origin.
         class_names: the hub's names for the classes of integer columns, by column.
         said: a sentence about files that were left out.
     """
 
-    task: str
     tables: Mapping[str, pa.Table]
     class_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     said: str = ""
@@ -185,11 +164,11 @@ class Source:
         if not found:
             where = f"{' and '.join(self.tables)}: no {content.name} column"
             what = f"{' or '.join(map(repr, names))}; columns are {listed(self.columns)}"
-            refuse(where, what, f"choose one with {content.option}")
+            refuse(where, what, "choose one with --text-column or --label-column")
         for origin, table in self.tables.items():
             kind, where = table.schema.field(found).type, f"{origin}: {content.name} column {found!r}"
             if not content.fits(kind):
-                refuse(where, f"holds {kind}", f"give {content.wanted}")
+                refuse(where, f"holds {kind}, no {content.name}s", "choose another column")
             refuse_rows(where, "no value", [_missing(cell.as_py()) for cell in table[found]])
         return found
 
@@ -199,14 +178,6 @@ def _missing(value: Any) -> bool:
     if isinstance(value, str | list):
         return not value.strip() if isinstance(value, str) else None in value
     return value is None or value != value
-
-
-def is_list(kind: pa.DataType) -> bool:
-    return types.is_list(kind) or types.is_large_list(kind)
-
-
-def is_bytes(kind: pa.DataType) -> bool:
-    return types.is_binary(kind) or types.is_large_binary(kind)
 
 
 def refuse_rows(where: str, what: str, wrong: Sequence[bool]) -> None:
@@ -243,22 +214,22 @@ def find(name: str, data_dir: Path | None) -> Source:
 
     path, _, configuration = name.partition(":")
     load = partial(load_dataset, path, configuration or None)
-    return _loaded(name, (configuration or path).split("/")[-1], load, f"{unknown}; the hub failed")
+    return _loaded(name, load, f"{unknown}; the hub failed")
 
 
 def _at(place: Path) -> Source | None:
     for file in (place, Path(f"{place}.parquet")):
         if file.is_file() and file.suffix.lower() in READERS:
-            return Source(file.stem, {str(file): read_table(file)})
+            return Source({str(file): read_table(file)})
     for train in (place / f"train{suffix}" for suffix in READERS):
         if train.is_file():
             files = train, _held_out(train)
-            return Source(place.name, {str(file): read_table(file) for file in files})
+            return Source({str(file): read_table(file) for file in files})
     if any((place / name).is_file() for name in ("dataset_dict.json", "state.json")):
         from datasets import load_from_disk
 
         load = partial(load_from_disk, str(place))
-        return _loaded(str(place), place.name, load, "cannot be read as saved by 'datasets'")
+        return _loaded(str(place), load, "cannot be read as saved by 'datasets'")
     return _images(place) if place.is_dir() else None
 
 
@@ -269,7 +240,7 @@ def _held_out(train: Path) -> Path:
     refuse(train, "has no held-out split next to it", f"add one of {', '.join(names)}")
 
 
-def _loaded(name: str, task: str, load: Callable[[], Any], failed: str) -> Source:
+def _loaded(name: str, load: Callable[[], Any], failed: str) -> Source:
     """Return the training and held-out rows, or all rows, of a data set of ``datasets``."""
     import datasets
 
@@ -287,7 +258,7 @@ def _loaded(name: str, task: str, load: Callable[[], Any], failed: str) -> Sourc
     # A column of tags is a list of classes.
     kinds = {column: getattr(feature, "feature", feature) for column, feature in features.items()}
     named = {n: tuple(k.names) for n, k in kinds.items() if isinstance(k, datasets.ClassLabel)}
-    return Source(task, tables, named)
+    return Source(tables, named)
 
 
 def _digits() -> Source:
@@ -297,7 +268,7 @@ def _digits() -> Source:
     found = load_digits()
     pixels = np.rint(found.images * (255 / 16)).astype(np.uint8)
     files = [b"P5 8 8 255\n" + image.tobytes() for image in pixels]
-    return Source(DIGITS, {DIGITS: pa.table({"image": files, "label": found.target})})
+    return Source({DIGITS: pa.table({"image": files, "label": found.target})})
 
 
 def _images(folder: Path) -> Source:
@@ -320,4 +291,4 @@ def _images(folder: Path) -> Source:
         kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
         tables[str(part)] = pa.Table.from_pylist(rows, pa.schema({"image": kind, "label": pa.string()}))
     said = f"{len(left_out)} file(s) of {folder} left out, hidden or no images: {listed(left_out)}."
-    return Source(folder.name, tables, said=said if left_out else "")
+    return Source(tables, said=said if left_out else "")

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedrot.simulations.data.encode import Encoded, read_encoded
 from fedrot.simulations.data.labels import DataSet
-from fedrot.simulations.data.partition import histogram, key_names, parse_partition, split_clients
+from fedrot.simulations.data.partition import histogram, parse_partition, partition_keys, split_clients
 from fedrot.simulations.settings import Experiment, TaskName
 from fedrot.simulations.tasks.classification import (
     Classification,
@@ -47,8 +47,8 @@ class Task:
     def partition(self, seed: int) -> tuple[Sequence[str], list[int], list[list[int]]]:
         """Return names of the classes, row counts by client, and row counts by client and class."""
         labels, parts = self.data.train.labels, self.clients(seed)
-        names = key_names(labels, self.data.label_names)
-        counts = histogram(labels, parts, len(names)).tolist()
+        keys, names = partition_keys(labels, self.data.label_names)
+        counts = histogram(keys, parts, len(names)).tolist()
         return names, [len(part) for part in parts], counts
 
     def client_rows(self, seed: int, client: int) -> tuple[np.ndarray, np.ndarray]:

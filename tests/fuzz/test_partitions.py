@@ -12,8 +12,8 @@ from fedrot.simulations.data.partition import (
     Partition,
     PartitionError,
     histogram,
-    key_names,
     parse_partition,
+    partition_keys,
     split_clients,
 )
 from tests.fuzz.cases import fuzzed, misspelt
@@ -72,6 +72,7 @@ def test_every_row_has_one_client_or_the_error_says_why(
     assert together[-1] < len(split)
     if partition.kind != "pathological":
         assert len(together) == len(split)
-    names = key_names(split, [f"c{i}" for i in range(split.shape[1] if split.ndim == 2 else 12)])
-    assert histogram(split, parts, len(names)).sum() == len(together)
+    classes = split.shape[1] if split.ndim == 2 else 12
+    keys, names = partition_keys(split, [f"c{i}" for i in range(classes)])
+    assert histogram(keys, parts, len(names)).sum() == len(together)
     return True

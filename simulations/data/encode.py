@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,8 @@ from fedrot.simulations.settings import Experiment
 #: Label of tokens that are not predicted.
 IGNORED = -100
 #: Largest side of a small model's images, in pixels; larger images are scaled down.
-LARGEST_SIDE = 64
-IMAGE = Content("image file", ("image", "img"), lambda kind: "binary" in str(kind))
+LARGEST_SIDE, BILINEAR = 64, Image.Resampling.BILINEAR
+IMAGE: Content = ("image file", ("image", "img"), lambda kind: "binary" in str(kind))
 Batch = dict[str, torch.Tensor]
 
 
@@ -121,8 +121,7 @@ def bundled_tokenizer() -> Tokenizer:
     Texts become ``[CLS] A [SEP]``, pairs ``[CLS] A [SEP] B [SEP]`` with type ids 0 and 1. The object is
     shared: copy it before enabling padding or truncation. See ``tests/simulations/data/wordpiece.py``.
     """
-    source = resources.files("fedrot.simulations.data") / "bundled" / "tokenizer.json"
-    return Tokenizer.from_str(source.read_text(encoding="utf-8"))
+    return Tokenizer.from_file(str(Path(__file__).with_name("bundled") / "tokenizer.json"))
 
 
 def tokenizer_for(experiment: Experiment) -> Tokenizer:
@@ -134,8 +133,7 @@ def tokenizer_for(experiment: Experiment) -> Tokenizer:
     with loading(experiment.model):
         found = AutoTokenizer.from_pretrained(**loading_of(experiment.model))
         if set(found.get_vocab()) <= set(found.all_special_tokens):  # transformers makes an empty one
-            where = f"model '{experiment.model}'"
-            refuse(where, "has no tokenizer", "save tokenizer.json in the same folder")
+            refuse(f"model '{experiment.model}'", "has no tokenizer", "save tokenizer.json beside it")
         return found.backend_tokenizer
 
 
@@ -153,9 +151,8 @@ def encode(
     second, rows = split.second or (), [*split.inputs]
     texts: Any = [*zip(rows, second, strict=True)] if second and not tagged else rows
     encodings = tokenizer.encode_batch(texts, is_pretokenized=tagged)
-    ids, segments = (
-        [np.asarray(getattr(e, name), dtype=np.int64) for e in encodings] for name in ("ids", "type_ids")
-    )
+    ids = [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
+    segments = [np.asarray(encoding.type_ids, dtype=np.int64) for encoding in encodings]
     tags, places = [], []
     for encoding, of_words in zip(encodings, second, strict=True) if tagged else ():
         words = np.array([-1 if word is None else word for word in encoding.word_ids], dtype=np.int64)
@@ -179,7 +176,11 @@ def read_encoded(experiment: Experiment) -> tuple[DataSet, Any, Any]:
 
 
 def _encoded_images(experiment: Experiment) -> tuple[DataSet, EncodedImages, EncodedImages]:
-    """Load images for a model's size; standardise them by its processor's numbers, or by one half."""
+    """Load images for a model's size; standardise them by its processor's numbers, or by one half.
+
+    Without a model, their side is that of the largest image, at most ``LARGEST_SIDE``; above 8 it is a
+    multiple of 4, since patches cannot divide a prime number. There is one channel if all are grey.
+    """
     found: Mapping[str, Any] = {}
     side = channels = None
     if (model := experiment.model) is not None:
@@ -187,33 +188,12 @@ def _encoded_images(experiment: Experiment) -> tuple[DataSet, EncodedImages, Enc
 
         settings = pretrained_settings(model)
         side, channels = getattr(settings, "image_size", None), getattr(settings, "num_channels", 3)
-        sides = {*side} if isinstance(side, list | tuple) else {side}
-        side = sides.pop()
-        if sides or not isinstance(side, int) or channels not in (1, 3):
-            what = "takes no square images of 1 or 3 channels (image_size, num_channels)"
+        if not isinstance(side, int) or channels not in (1, 3):
+            what = f"takes no square images of 1 or 3 channels (image_size {side}, {channels} channels)"
             refuse(f"model '{model}'", what, "choose a vision transformer, or another task")
         with suppress(OSError):  # saved without a processor
             # Not the processor itself, which needs torchvision.
             found, _ = ImageProcessingMixin.get_image_processor_dict(source_of(model))
-    data = load_images(experiment, side, channels)
-    of_pixels = [(found.get(key) or (0.5,))[: data.channels] for key in ("image_mean", "image_std")]
-    train, test = (EncodedImages(s.labels, s.inputs, *of_pixels) for s in (data.train, data.test))
-    return data, train, test
-
-
-def load_images(experiment: Experiment, side: int | None = None, channels: int | None = None) -> DataSet:
-    """Load the images of an experiment, see ``read.find``, as uint8 ``[rows, side, side, channels]``.
-
-    A table has a column of image files (bytes, or the hub's bytes and path).
-
-    Args:
-        side: side of the model's square inputs, in pixels; default: of the largest image, at most 64; above
-            8 it is a multiple of 4, since patches cannot divide a prime number.
-        channels: 1 or 3; default: 1 if every image is grey, else 3.
-
-    Raises:
-        DataError: as for texts; also if a file is no image, or has a mode that Pillow cannot convert.
-    """
     source = find(experiment.data, experiment.data_dir)
     column = source.column(IMAGE, experiment.text_column)
     read = partial(_images, column=column, bound=side or LARGEST_SIDE)
@@ -222,18 +202,14 @@ def load_images(experiment: Experiment, side: int | None = None, channels: int |
     channels = channels or (1 if all(image.mode == "L" for image in every) else 3)
     largest = max(max(image.size) for image in every)
     side = side or (largest if largest <= 8 else -(-largest // 4) * 4)
+    of_pixels = [(found.get(key) or (0.5,))[:channels] for key in ("image_mean", "image_std")]
     splits = []
     for split in (data.train, data.test):
-        images = [
-            _resized(image.convert("L" if channels == 1 else "RGB"), side, side)
-            for image in split.inputs
-        ]
-        splits.append(replace(split, inputs=np.stack(images).reshape(-1, side, side, channels)))
-    return replace(data, train=splits[0], test=splits[1], side=side, channels=channels)
-
-
-def _resized(image: Image.Image, width: int, height: int) -> Image.Image:
-    return image.resize((width, height), Image.Resampling.BILINEAR)
+        images = [image.convert("L" if channels == 1 else "RGB") for image in split.inputs]
+        pixels = np.stack([image.resize((side, side), BILINEAR) for image in images])
+        pixels = pixels.reshape(-1, side, side, channels)
+        splits.append(EncodedImages(split.labels, pixels, *of_pixels))
+    return replace(data, side=side, channels=channels), splits[0], splits[1]
 
 
 def _images(rows: Rows, column: str, bound: int) -> list[list[Image.Image]]:
@@ -244,22 +220,16 @@ def _images(rows: Rows, column: str, bound: int) -> list[list[Image.Image]]:
         if isinstance(content, dict):
             content, path = content.get("bytes"), content.get("path")
         try:
-            image = _seen(path if content is None else io.BytesIO(content))
+            with Image.open(path if content is None else io.BytesIO(content)) as image:
+                image.load()
+                with suppress(Exception):  # damaged EXIF is no reason to refuse a picture
+                    ImageOps.exif_transpose(image, in_place=True)
+                seen = _own_range(image) if image.mode[0] in "IF" else _on_white(image)
         except Exception as error:  # Pillow raises many unrelated kinds
             where = path if path and content is None else f"{rows.where}, row {number}"
             refuse(where, f"cannot be read as an image ({error})", "remove it or replace it")
-        found.append(_resized(image, min(image.width, bound), min(image.height, bound)))
+        found.append(seen.resize((min(seen.width, bound), min(seen.height, bound)), BILINEAR))
     return [found]
-
-
-def _seen(file: Any) -> Image.Image:
-    if file is None:
-        raise ValueError("it is empty")
-    with Image.open(file) as image:
-        image.load()
-        with suppress(Exception):  # damaged EXIF is no reason to refuse a picture
-            ImageOps.exif_transpose(image, in_place=True)
-        return _own_range(image) if image.mode[0] in "IF" else _on_white(image)
 
 
 def _on_white(image: Image.Image) -> Image.Image:

@@ -11,7 +11,6 @@ from itertools import groupby
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 import pyarrow.types as types
@@ -30,8 +29,11 @@ HELD_OUT_SHARE, SPLIT_SEED, LIMIT_SEED = 5, 0, 0
 #: Numbers as Python writes them; variation selectors and other letters without a shape.
 _INTEGER = re.compile("0|-?[1-9][0-9]{0,999}")
 _SHAPELESS = re.compile("[\ufe00-\ufe0f\u034f\u115f\u1160\u3164\uffa0]")
-LABEL = Content("label", ("label", "labels", "target", "class"), lambda kind: not types.is_nested(kind))
-Values: TypeAlias = npt.NDArray[Any]
+LABEL: Content = (
+    "label",
+    ("label", "labels", "target", "class"),
+    lambda kind: not types.is_nested(kind),
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Split:
         second: the second texts of pairs, or the tags of words (int64, numbers of ``DataSet.tags``).
     """
 
-    labels: Values
+    labels: np.ndarray
     columns: Mapping[str, Sequence[object]]
     inputs: Sequence[Any]
     second: Sequence[Any] | None = None
@@ -87,10 +89,10 @@ class Rows(NamedTuple):
 
     where: str
     table: pa.Table
-    numbers: npt.NDArray[np.int64]
-    labels: Values
+    numbers: np.ndarray
+    labels: np.ndarray
 
-    def take(self, rows: npt.NDArray[np.int64]) -> Rows:
+    def take(self, rows: np.ndarray) -> Rows:
         return Rows(self.where, self.table.take(rows), self.numbers[rows], self.labels[rows])
 
 
@@ -112,7 +114,7 @@ def label_columns(source: Source, experiment: Experiment) -> tuple[str, ...]:
         found = {str(value).lower() for value in column.unique().to_pylist()}
         return found <= {"0", "1", "false", "true", "none"}
 
-    if experiment.label_column is None and not set(LABEL.known) & set(source.columns):
+    if experiment.label_column is None and not set(LABEL[1]) & set(source.columns):
         tables = source.tables.values()
         booleans = [name for name in source.columns if all(boolean(table[name]) for table in tables)]
         if len(booleans) >= 2:
@@ -164,7 +166,11 @@ def labelled(
     parts, note = (parts, "") if len(parts) > 1 else _drawn(parts[0], kind == "single" and not several)
     limits, used = (experiment.train_limit, experiment.test_limit), {*columns, *inputs, "split"}
     splits = []
-    for rows in map(_limited, parts, limits):
+    for rows, limit in zip(parts, limits, strict=True):
+        if not (size := len(rows.labels)):
+            refuse(rows.where, "has no rows", "check the file or choose another data set")
+        if limit is not None and limit < size:
+            rows = rows.take(np.random.default_rng(LIMIT_SEED).permutation(size)[:limit])
         others = [name for name in rows.table.column_names if name not in used]
         splits.append(Split(rows.labels, rows.table.select(others).to_pydict(), *read(rows)))
     said = f"Labels: {kind}, {listed(names)} (--set label_kind: single, multi or regression).{alike}"
@@ -173,7 +179,7 @@ def labelled(
     return DataSet(experiment.data, kind, names, METRICS_OF_KIND[kind], *splits, said)
 
 
-def _read(where: str, table: pa.Table, columns: Sequence[str], scores: bool) -> Values:
+def _read(where: str, table: pa.Table, columns: Sequence[str], scores: bool) -> np.ndarray:
     """Return scores, booleans of several columns ``[rows, columns]``, or the names of classes."""
     if len(columns) > 1:
         cells = [[str(cell).lower() in ("1", "true") for cell in table[c].to_pylist()] for c in columns]
@@ -184,9 +190,7 @@ def _read(where: str, table: pa.Table, columns: Sequence[str], scores: bool) -> 
         with np.errstate(over="ignore"):
             read = pd.to_numeric(pd.Series(cells, dtype=object), errors="coerce")
             numbers = read.to_numpy(np.float32)
-        wrong = ~np.isfinite(numbers)
-        example = cells[int(wrong.argmax())] if wrong.any() else ""
-        refuse_rows(where, f"no number of float32, such as {example!r},", wrong)
+        refuse_rows(where, "no number of float32", ~np.isfinite(numbers))
         return numbers
     named = {cell: _name(cell) for cell in set(cells)}
     texts = np.array([named[cell] for cell in cells], dtype=object)
@@ -211,7 +215,7 @@ def _seen(text: str) -> str:
     return _SHAPELESS.sub("", clean("".join(seen).casefold()))
 
 
-def _classes(source: Source, column: str, parts: list[Rows]) -> tuple[tuple[str, ...], Values, str]:
+def _classes(source: Source, column: str, parts: list[Rows]) -> tuple[tuple[str, ...], np.ndarray, str]:
     """Return the names of classes, the classes of the rows, and what looks alike."""
     every = [label for rows in parts for label in rows.labels]
     # Texts such as 00012 or 1.10 are no numbers.
@@ -236,14 +240,12 @@ def _classes(source: Source, column: str, parts: list[Rows]) -> tuple[tuple[str,
 
 
 def _by_column(rows: Rows) -> list[Rows]:
-    cells = rows.table["split"].to_pylist()
-    splits = np.array(["" if cell is None else clean(cell) for cell in cells])
-    where = f"the 'split' column of {rows.where}"
-    refuse_rows(where, "no value", splits == "")
+    splits = np.array([clean(cell) for cell in rows.table["split"].to_pylist()])
     held_out = next((split for split in ("test", "validation") if split in splits), "")
-    if "train" not in splits or not held_out:
+    if "train" not in splits or not held_out or {"", "None"} & {*splits}:
         what = f"has {listed(sorted(set(splits)))}"
-        refuse(where, what, "it needs 'train' and 'test' or 'validation'")
+        advice = "it needs 'train' and 'test' or 'validation', and a value in each row"
+        refuse(f"the 'split' column of {rows.where}", what, advice)
     return [rows.take(np.flatnonzero(splits == split)) for split in ("train", held_out)]
 
 
@@ -264,12 +266,3 @@ def _drawn(rows: Rows, by_class: bool) -> tuple[list[Rows], str]:
     how = f"{held_out.sum()} are held out, {share}, drawn with seed {SPLIT_SEED}"
     note = f"{rows.where} has no splits: of {size} rows {how}."
     return [rows.take(np.flatnonzero(mask)) for mask in (~held_out, held_out)], note
-
-
-def _limited(rows: Rows, limit: int | None) -> Rows:
-    size = len(rows.labels)
-    if size == 0:
-        refuse(rows.where, "has no rows", "check the file or choose another data set")
-    if limit is None or limit >= size:
-        return rows
-    return rows.take(np.random.default_rng(LIMIT_SEED).permutation(size)[:limit])

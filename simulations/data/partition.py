@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 import itertools
-import logging
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,53 +18,37 @@ from fedrot.errors import FedrotError
 Rows: TypeAlias = npt.NDArray[np.int64]
 
 KINDS = ("iid", "dirichlet", "pathological", "keyclass", "column")
-SPECS = "iid, dirichlet:ALPHA, pathological:CLASSES, keyclass:SHARE, column:NAME"
+SPECS = "iid, dirichlet:ALPHA, pathological:CLASSES, keyclass:SHARE (above 0, at most 1), column:NAME"
 
 #: Largest range of scores that are rounded to integers. Wider ranges have ``WIDE_BINS`` equal intervals.
 MOST_BINS, WIDE_BINS = 1000, 10
-
-log = logging.getLogger(__name__)
 
 
 class PartitionError(FedrotError):
     """A partition is unknown, impossible for these rows, or leaves a client without rows."""
 
 
-class Partition(NamedTuple):
-    """A kind of partition with its parameter, which is empty for ``iid``."""
-
-    kind: str
-    value: float | int | str = ""
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.value}".removesuffix(":")
-
-
-def parse_partition(spec: str) -> Partition:
-    """Read a partition such as ``dirichlet:0.5``; raises ``PartitionError``."""
+def parse_partition(spec: str) -> tuple[str, Any]:
+    """Read a partition such as ``dirichlet:0.5``: its kind and parameter; raises ``PartitionError``."""
     kind, _, value = spec.strip().partition(":")
     if kind not in KINDS or (kind == "iid") != (value == ""):
         raise PartitionError(f"unknown partition {spec!r}; choose from {SPECS}")
     if kind in ("iid", "column"):
-        return Partition(kind, value)
+        return kind, value
     try:
         number = float(value)
     except ValueError:
-        raise PartitionError(f"partition {spec!r}: {value!r} is not a number; use {SPECS}") from None
-    fits, advice = {
-        "dirichlet": (0 < number < float("inf"), "alpha must be above 0 (0.5 is common)"),
-        "keyclass": (0 < number <= 1, "the share must lie in (0, 1], such as 0.8"),
-        "pathological": (number >= 1 and number % 1 == 0, "give a whole number of classes, at least 1"),
-    }[kind]
-    if not fits:
-        raise PartitionError(f"partition {spec!r}: {advice}")
-    return Partition(kind, int(number) if kind == "pathological" else number)
+        number = math.nan
+    fits = {"keyclass": number <= 1, "pathological": number % 1 == 0}.get(kind, True)
+    if not (0 < number < math.inf and fits):
+        raise PartitionError(f"partition {spec!r}: {value!r} is no such number; choose from {SPECS}")
+    return kind, int(number) if kind == "pathological" else number
 
 
 def split_clients(
     split_labels: npt.NDArray[Any],
     columns: Mapping[str, Sequence[object]],
-    partition: Partition,
+    partition: str,
     clients: int,
     seed: int,
 ) -> list[Rows]:
@@ -91,31 +75,29 @@ def split_clients(
     rows = len(split_labels)
     if not 1 <= clients <= rows:
         raise PartitionError(f"{rows} rows cannot be divided among {clients} clients; give 1 to {rows}")
-    keys, _ = partition_keys(split_labels)
-    if partition.kind == "iid":
+    (kind, value), (keys, _) = parse_partition(partition), partition_keys(split_labels)
+    if kind == "iid":
         parts = np.array_split(np.random.default_rng(seed).permutation(rows), clients)
-    elif partition.kind == "column":
-        parts = _column_rows(str(partition.value), columns, clients)
-    elif partition.kind == "keyclass":
-        parts = _key_class_rows(keys, float(partition.value), clients, seed)
+    elif kind == "column":
+        parts = _column_rows(value, columns, clients)
+    elif kind == "keyclass":
+        parts = _key_class_rows(keys, value, clients, seed)
     else:
-        parts = _flower_rows(partition, keys, clients, seed)
+        parts = _flower_rows(kind, value, keys, clients, seed)
     if not all(map(len, parts)):
         what = f"partition {partition}: of {clients} clients one would have no rows"
         raise PartitionError(f"{what}; use fewer clients, more rows or a less uneven partition")
     return [np.sort(np.asarray(part, dtype=np.int64)) for part in parts]
 
 
-def partition_keys(
-    labels: npt.NDArray[Any], label_names: Sequence[str] = ()
-) -> tuple[Rows, tuple[str, ...]]:
+def partition_keys(labels: npt.NDArray[Any], names: Sequence[str] = ()) -> tuple[Rows, tuple[str, ...]]:
     """Return the class by which each row is divided, int64 ``[n]``, from 0; and the classes' names.
 
     Single label: the label. Multi-label: the first label that is 1, or the number of labels ("none") if
     none is; unknown labels (NaN) are not 1. Regression: the score rounded to an integer, minus the
     smallest one if that is negative; for wide ranges its interval, see ``MOST_BINS``.
     """
-    names = tuple(label_names)
+    names = tuple(names)
     if labels.ndim == 2:
         one = (labels > 0).any(axis=1)
         keys = np.where(one, (labels > 0).argmax(axis=1), labels.shape[1])
@@ -132,24 +114,15 @@ def partition_keys(
     return bins - first, tuple(map(str, range(first, int(bins.max(initial=first)) + 1)))
 
 
-def histogram(keys: Rows, parts: Sequence[Rows], classes: int) -> Rows:
-    """Return the numbers of rows per client and class, int64 ``[clients, classes]``."""
-    return np.stack([np.bincount(keys[part], minlength=classes) for part in parts])
-
-
-def _flower_rows(partition: Partition, keys: Rows, clients: int, seed: int) -> list[Rows]:
+def _flower_rows(kind: str, value: float, keys: Rows, clients: int, seed: int) -> list[Rows]:
     from datasets import Dataset
     from flwr_datasets import partitioner as flower
 
-    chosen: Any
-    if partition.kind == "dirichlet":
-        chosen = flower.DirichletPartitioner(
-            clients, "key", float(partition.value), min_partition_size=1, shuffle=False, seed=seed
-        )
+    how: Any = {"shuffle": False, "seed": seed}
+    if kind == "dirichlet":
+        chosen: Any = flower.DirichletPartitioner(clients, "key", value, min_partition_size=1, **how)
     else:
-        chosen = flower.PathologicalPartitioner(
-            clients, "key", int(partition.value), "first-deterministic", shuffle=False, seed=seed
-        )
+        chosen = flower.PathologicalPartitioner(clients, "key", value, "first-deterministic", **how)
     chosen.dataset = Dataset.from_dict({"row": np.arange(len(keys)), "key": keys})
     try:
         # Flower warns of retried draws and dropped classes, which are part of the definitions. Its
@@ -158,7 +131,7 @@ def _flower_rows(partition: Partition, keys: Rows, clients: int, seed: int) -> l
             warnings.simplefilter("ignore")
             parts = [chosen.load_partition(client) for client in range(clients)]
     except ValueError as error:
-        raise PartitionError(f"partition {partition} among {clients} clients: {error}") from error
+        raise PartitionError(f"partition {kind}:{value} among {clients} clients: {error}") from error
     return [np.asarray(part.with_format("numpy")["row"][:], dtype=np.int64) for part in parts]
 
 
@@ -201,9 +174,6 @@ def _key_class_rows(keys: Rows, fraction: float, clients: int, seed: int) -> lis
         share = round(fraction * len(rows_of[c]))
         wanted = share // len(holders) + (np.arange(len(holders)) < share % len(holders))
         counts[c, holders] = np.minimum(wanted, room[holders])
-        if (wanted > room[holders]).any():
-            what = "keyclass:%s: %d rows of class %s exceed an equal part and were cut to it"
-            log.warning(what, fraction, share, present[c])
     rest = np.array([len(rows) for rows in rows_of]) - counts.sum(axis=1)
     counts += _deal(rest, room - counts.sum(axis=0), own, rng)
     cuts = counts.cumsum(axis=1)[:, :-1]

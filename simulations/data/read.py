@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -70,8 +70,8 @@ def _json(path: Path) -> pa.Table:
         row, end = json.JSONDecoder().raw_decode(text, start.start())
         rows.append(row)
     rows = rows[0] if len(rows) == 1 and isinstance(rows[0], list) else rows
-    of_columns = len(rows) == 1 and all(isinstance(v, dict | list) for v in dict(rows[0]).values())
-    if of_columns or not all(isinstance(row, dict) for row in rows):
+    objects = all(isinstance(row, dict) for row in rows)
+    if not objects or (len(rows) == 1 and all(isinstance(v, dict | list) for v in rows[0].values())):
         raise ValueError("it needs an object for each row: DataFrame.to_json with orient='records'")
     names = dict.fromkeys(name for row in rows for name in row)
     return pa.table({name: [row.get(name) for row in rows] for name in names})
@@ -83,8 +83,7 @@ def _plain_text(path: Path) -> pa.Table:
     return pa.table({"text": pa.array(filter(None, paragraphs), pa.string())})
 
 
-# Not read by ``datasets``: in CSV it makes floats of integers beside an empty cell and renames a second
-# column of the same name; in CSV and JSON it refuses types that change after the first block.
+# Not read by ``datasets``: it makes floats of integers beside an empty cell, and renames columns.
 READERS: Mapping[str, Callable[[Path], pa.Table]] = {
     ".parquet": pq.read_table,
     ".csv": _csv,
@@ -108,9 +107,7 @@ def read_table(path: Path) -> pa.Table:
         if head.startswith(b"PAR1"):
             read = pq.read_table
         elif b"\0" in head and read is not pq.read_table:
-            raise ValueError(
-                "it is no text in UTF-8: a gzip or zip file, an Excel workbook, Arrow, UTF-16?"
-            )
+            raise ValueError("it is no text in UTF-8: a gzip or zip file, a workbook, Arrow, UTF-16?")
         return _usable(read(path))
     except (OSError, ValueError, OverflowError, csv.Error, pa.ArrowException) as error:
         advice = "save or export it as Parquet, or as CSV or JSON in UTF-8, not compressed"
@@ -123,15 +120,12 @@ def _usable(table: pa.Table) -> pa.Table:
     table = table.rename_columns(names).select([place for place, name in enumerate(names) if name])
     if len(set(table.column_names)) < table.num_columns:
         raise ValueError(f"two columns have equal names among {listed(table.column_names)}")
-    return table.take(pa.array(range(len(table))))
+    table.take(pa.array([], pa.int64()))
+    return table
 
 
-class Content(NamedTuple):
-    """A kind of column: its name, usual names, and whether a type fits."""
-
-    name: str
-    known: tuple[str, ...]
-    fits: Callable[[pa.DataType], bool]
+#: A kind of column: its name, usual names, and whether a type fits.
+Content: TypeAlias = tuple[str, tuple[str, ...], Callable[[pa.DataType], bool]]
 
 
 @dataclass(frozen=True)
@@ -159,16 +153,17 @@ class Source:
 
         Raises ``DataError`` without such a column, or if values are missing or of a wrong type.
         """
-        names = content.known if wanted is None else [wanted.strip()]
-        found = next((name for name in names if name in self.columns), "")
+        name, known, fits = content
+        names = known if wanted is None else [wanted.strip()]
+        found = next((column for column in names if column in self.columns), "")
         if not found:
-            where = f"{' and '.join(self.tables)}: no {content.name} column"
-            what = f"{' or '.join(map(repr, names))}; columns are {listed(self.columns)}"
-            refuse(where, what, "choose one with --text-column or --label-column")
+            where = f"{' and '.join(self.tables)}: no {name} column {' or '.join(map(repr, names))}"
+            advice = "choose one with --text-column or --label-column"
+            refuse(where, f"among {listed(self.columns)}", advice)
         for origin, table in self.tables.items():
-            kind, where = table.schema.field(found).type, f"{origin}: {content.name} column {found!r}"
-            if not content.fits(kind):
-                refuse(where, f"holds {kind}, no {content.name}s", "choose another column")
+            kind, where = table.schema.field(found).type, f"{origin}: {name} column {found!r}"
+            if not fits(kind):
+                refuse(where, f"holds {kind}, no {name}s", "choose another column")
             refuse_rows(where, "no value", [_missing(cell.as_py()) for cell in table[found]])
         return found
 
@@ -203,8 +198,12 @@ def find(name: str, data_dir: Path | None) -> Source:
     for place in places:
         if source := _at(place):
             return source
-    if name == DIGITS:
-        return _digits()
+    if name == DIGITS:  # 1,797 grey images of 8 x 8 pixels, here as PGM files of 17 shades
+        from sklearn.datasets import load_digits
+
+        found = load_digits()
+        files = [b"P5 8 8 16\n" + image.astype(np.uint8).tobytes() for image in found.images]
+        return Source({DIGITS: pa.table({"image": files, "label": found.target})})
     names = sorted({*bundled, *(path.name for root in roots for path in root.glob("*"))})
     unknown = f"is not available, or has no known format. Available: {', '.join(names)}"
     if name.count("/") != 1 or Path(name).suffix.lower() in READERS or any(map(Path.exists, places)):
@@ -247,28 +246,16 @@ def _loaded(name: str, load: Callable[[], Any], failed: str) -> Source:
     try:
         found = load()
         splits = found if isinstance(found, dict) else {"train": found}
-        if "train" not in splits:
-            raise ValueError(f"it needs a split 'train' and has {listed(splits)}")
         chosen = ("train", *[split for split in HELD_OUT if split in splits][:1])
         features = splits["train"].features
         tables = {f"{name} ({s})": _usable(splits[s].with_format("arrow")[:]) for s in chosen}
     except Exception as error:  # the hub's client raises many unrelated kinds
-        advice = "check the name, the files and the connection"
+        advice = "check the name, the files, its split 'train' and the connection"
         refuse(f"data set {name!r}", f"{failed} ({type(error).__name__}: {error})", advice)
     # A column of tags is a list of classes.
     kinds = {column: getattr(feature, "feature", feature) for column, feature in features.items()}
     named = {n: tuple(k.names) for n, k in kinds.items() if isinstance(k, datasets.ClassLabel)}
     return Source(tables, named)
-
-
-def _digits() -> Source:
-    """Return scikit-learn's 1,797 grey images of handwritten digits, 8 x 8 pixels, as PGM files."""
-    from sklearn.datasets import load_digits
-
-    found = load_digits()
-    pixels = np.rint(found.images * (255 / 16)).astype(np.uint8)
-    files = [b"P5 8 8 255\n" + image.tobytes() for image in pixels]
-    return Source({DIGITS: pa.table({"image": files, "label": found.target})})
 
 
 def _images(folder: Path) -> Source:
@@ -277,15 +264,15 @@ def _images(folder: Path) -> Source:
     for part in [train, _held_out(train)] if train.is_dir() else [folder]:
         below = sorted(file for place in part.glob("[!.]*") for file in (place, *place.rglob("*")))
         files = {file: file.relative_to(part).parts for file in below if file.is_file()}
-        rows = [
-            {"image": {"bytes": None, "path": str(file)}, "label": parts[0]}
+        images = {
+            file: parts[0]
             for file, parts in files.items()
             if len(parts) > 1 and _IMAGE.fullmatch(file.suffix) and "/." not in "/".join(parts)
-        ]
-        kept = {row["image"]["path"] for row in rows}
-        left_out += [file.name for file in files if str(file) not in kept]
-        empty = {place.name for place in part.glob("[!.]*/")} - {row["label"] for row in rows}
-        if empty or not rows:
+        }
+        rows = [{"image": {"bytes": None, "path": str(f)}, "label": name} for f, name in images.items()]
+        left_out += [file.name for file in files if file not in images]
+        empty = {place.name for place in part.glob("[!.]*/")} - {*images.values()}
+        if empty or not images:
             advice = f"images lie in a folder for each class, as in {folder.name}/CLASS/IMAGE.png"
             refuse(part, f"has no images, nor train.parquet, in {listed(empty or '.')}", advice)
         kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})

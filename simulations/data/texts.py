@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,30 +16,30 @@ from fedrot.simulations.data.read import Content, find, listed, refuse
 from fedrot.simulations.settings import Experiment
 
 PAIRS = ("sentence1,sentence2", "question1,question2", "premise,hypothesis", "question,sentence")
-TAG_METRICS = ("f1", "precision", "recall")
 #: The tag of words outside of all entities, whose number is 0; all tags.
 OUTSIDE, _BIO = "O", re.compile("O|[BI]-.+", re.DOTALL)
 #: The column with the name of a row's domain.
 DOMAIN = "domain"
 #: The metrics over all domains with training rows, and over those without.
 SEEN, UNSEEN = "macro_f1", "unseen_macro_f1"
-TEXT = Content(
+TEXT: Content = (
     "text",
     ("text", "sentence", "content", "review", "comment", "tweet", "utterance"),
     lambda kind: not types.is_nested(kind) and "binary" not in str(kind),
 )
-WORDS = Content("word list", ("tokens", "words"), lambda kind: "list<" in str(kind))
-TAGS = Content("tag list", ("ner_tags", "tags"), WORDS.fits)
+WORDS: Content = ("word list", ("tokens", "words"), lambda kind: "list<" in str(kind)[:11])
+TAGS: Content = ("tag list", ("ner_tags", "tags"), WORDS[2])
 
 
 def load_texts(experiment: Experiment) -> DataSet:
     """Load the texts, or pairs of texts, of an experiment, see ``read.find``; raises ``DataError``."""
     source = find(experiment.data, experiment.data_dir)
-    pair = next((pair for pair in PAIRS if {*pair.split(",")} <= {*source.columns}), "")
-    wanted = (experiment.text_column or pair).split(",")
+    pair = next((pair for pair in PAIRS if {*pair.split(",")} <= {*source.columns}), None)
+    chosen = experiment.text_column or pair
+    wanted: Sequence[str | None] = chosen.split(",") if chosen else [None]
     if len(wanted) > 2:
         refuse("--text-column", f"has {len(wanted)} columns", "give one or two")
-    texts = [source.column(TEXT, name or None) for name in wanted]
+    texts = [source.column(TEXT, name) for name in wanted]
 
     def read(rows: Rows) -> list[tuple[str, ...]]:
         return [tuple(map(str, rows.table[column].to_pylist())) for column in texts]
@@ -56,7 +55,17 @@ def load_tags(experiment: Experiment) -> DataSet:
     """
     source = find(experiment.data, experiment.data_dir)
     columns = source.column(WORDS, experiment.text_column), source.column(TAGS, experiment.label_column)
-    read = partial(_tagged, columns=columns, names=source.class_names.get(columns[1]))
+    names = source.class_names.get(columns[1])
+
+    def read(rows: Rows) -> tuple[Sequence[tuple[str, ...]], Sequence[Sequence[str]]]:
+        words, tags = (rows.table[column].to_pylist() for column in columns)
+        tags = [[clean(names[t] if names and isinstance(t, int) else t) for t in row] for row in tags]
+        for number, ours, theirs in zip(rows.numbers, words, tags, strict=True):
+            if len(ours) != len(theirs) or not all(map(_BIO.fullmatch, theirs)):
+                what = f"has {len(ours)} words in {columns[0]!r}, and in {columns[1]!r} {listed(theirs)}"
+                refuse(f"{rows.where}, row {number}", what, "each word needs a tag: O, B-TYPE or I-TYPE")
+        return [tuple(map(str, row)) for row in words], tags
+
     data = labelled(source, experiment, (), columns, read)
     every = [*(data.train.second or ()), *(data.test.second or ())]
     entities = sorted({tag[2:] for tags in every for tag in tags if tag != OUTSIDE})
@@ -64,21 +73,8 @@ def load_tags(experiment: Experiment) -> DataSet:
         refuse(f"{data.name}: every tag", f"is '{OUTSIDE}', no entity", "choose other data")
     tags = (OUTSIDE, *(f"{prefix}-{entity}" for entity in entities for prefix in "BI"))
     train, test = (_numbered(split, tags) for split in (data.train, data.test))
-    names = tuple(entities)
-    return DataSet(data.name, "multi", names, TAG_METRICS, train, test, data.said, tags=tags)
-
-
-def _tagged(
-    rows: Rows, columns: tuple[str, str], names: Sequence[str] | None
-) -> tuple[list[tuple[str, ...]], list[list[str]]]:
-    """Return the words and the tags of each row; raises ``DataError`` if a tag is not BIO."""
-    words, tags = (rows.table[column].to_pylist() for column in columns)
-    tags = [[clean(names[t] if names and isinstance(t, int) else t) for t in row] for row in tags]
-    for number, ours, theirs in zip(rows.numbers, words, tags, strict=True):
-        if len(ours) != len(theirs) or not all(map(_BIO.fullmatch, theirs)):
-            what = f"has {len(ours)} words in {columns[0]!r}, and in {columns[1]!r} {listed(theirs)}"
-            refuse(f"{rows.where}, row {number}", what, "each word needs a tag: O, B-TYPE or I-TYPE")
-    return [tuple(map(str, row)) for row in words], tags
+    types_, metrics = tuple(entities), ("f1", "precision", "recall")
+    return DataSet(data.name, "multi", types_, metrics, train, test, data.said, tags=tags)
 
 
 def _numbered(split: Split, tags: Sequence[str]) -> Split:

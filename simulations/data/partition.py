@@ -131,7 +131,8 @@ def _flower_rows(kind: str, value: float, keys: Rows, clients: int, seed: int) -
             warnings.simplefilter("ignore")
             parts = [chosen.load_partition(client) for client in range(clients)]
     except ValueError as error:
-        raise PartitionError(f"partition {kind}:{value} among {clients} clients: {error}") from error
+        what = f"partition {kind}:{value} among {clients} clients: {error} Or use fewer clients."
+        raise PartitionError(what) from error
     return [np.asarray(part.with_format("numpy")["row"][:], dtype=np.int64) for part in parts]
 
 

@@ -216,11 +216,11 @@ def _images(rows: Rows, column: str, bound: int) -> list[list[Image.Image]]:
     """Return grey (mode L) or coloured (RGB) images, of which no side is above ``bound``."""
     found = []
     for number, value in zip(rows.numbers, rows.table[column], strict=True):
-        content, path = value.as_py(), None
-        if isinstance(content, dict):
-            content, path = content.get("bytes"), content.get("path")
+        cell: Any = value.as_py()
+        content, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
+        file: Any = path if content is None else io.BytesIO(content)
         try:
-            with Image.open(path if content is None else io.BytesIO(content)) as image:
+            with Image.open(file) as image:
                 image.load()
                 with suppress(Exception):  # damaged EXIF is no reason to refuse a picture
                     ImageOps.exif_transpose(image, in_place=True)

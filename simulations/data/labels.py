@@ -165,7 +165,7 @@ def labelled(
     parts = [r._replace(labels=own) for r, own in zip(parts, np.split(labels, ends), strict=False)]
     parts, note = (parts, "") if len(parts) > 1 else _drawn(parts[0], kind == "single" and not several)
     limits, used = (experiment.train_limit, experiment.test_limit), {*columns, *inputs, "split"}
-    splits = []
+    splits: Any = []
     for rows, limit in zip(parts, limits, strict=True):
         if not (size := len(rows.labels)):
             refuse(rows.where, "has no rows", "check the file or choose another data set")
@@ -182,8 +182,8 @@ def labelled(
 def _read(where: str, table: pa.Table, columns: Sequence[str], scores: bool) -> np.ndarray:
     """Return scores, booleans of several columns ``[rows, columns]``, or the names of classes."""
     if len(columns) > 1:
-        cells = [[str(cell).lower() in ("1", "true") for cell in table[c].to_pylist()] for c in columns]
-        return np.array(cells, dtype=bool).T
+        flags = [[str(cell).lower() in ("1", "true") for cell in table[c].to_pylist()] for c in columns]
+        return np.array(flags, dtype=bool).T
     cells = table[columns[0]].to_pylist() if columns else ["all"] * len(table)
     where = f"{where}: label column {listed(map(repr, columns))}"
     if scores:

@@ -131,8 +131,7 @@ def _flower_rows(kind: str, value: float, keys: Rows, clients: int, seed: int) -
             warnings.simplefilter("ignore")
             parts = [chosen.load_partition(client) for client in range(clients)]
     except ValueError as error:
-        what = f"partition {kind}:{value} among {clients} clients: {error} Or use fewer clients."
-        raise PartitionError(what) from error
+        raise PartitionError(f"{kind}:{value}, {clients} clients: {error} Use fewer clients.") from error
     return [np.asarray(part.with_format("numpy")["row"][:], dtype=np.int64) for part in parts]
 
 

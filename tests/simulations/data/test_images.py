@@ -16,7 +16,7 @@ from PIL import Image
 
 from fedrot.simulations.data import encode
 from fedrot.simulations.data.read import DataError
-from tests.simulations.data.files import chosen, shared_data, write
+from tests.simulations.data.files import chosen, write
 
 
 def load(data: object, data_dir: Path | None = None, **fields: Any) -> Any:
@@ -110,13 +110,6 @@ def test_digits_are_always_divided_alike() -> None:
     both = np.concatenate([train, test])
     assert (both.shape, both.min(), both.max()) == ((1797, 8, 8, 1), 0, 255)
     assert len(np.unique(both.reshape(1797, -1), axis=0)) == 1797, "no image is in both splits"
-
-
-def test_images_of_the_shared_folder() -> None:
-    data, train, test = load("cifar10", shared_data(), train_limit=50, test_limit=20)
-    assert (train.shape, test.shape) == ((50, 32, 32, 3), (20, 32, 32, 3))
-    assert (data.label_names[:3], len(data.label_names)) == (("airplane", "automobile", "bird"), 10)
-    assert "file" in data.train.columns
 
 
 def test_a_folder_of_classes_is_divided_and_other_files_are_named(tmp_path: Path) -> None:
@@ -217,23 +210,6 @@ def test_what_is_no_table_of_images_is_refused(
     path = write(tmp_path / "mine.parquet", **{"label": [0, 1], **columns}, split=["train", "test"])
     with pytest.raises(DataError, match=message):
         load(path, **options)
-
-
-def test_the_row_of_a_broken_image_is_that_of_the_file(tmp_path: Path) -> None:
-    files = [png(1, (1, 1), "L")] * 600
-    files[300] = b"no image"
-    path = write(tmp_path / "mine.parquet", image=files, label=[0, 1] * 300)
-    with pytest.raises(DataError, match=r"mine.parquet, row 301 cannot be read"):
-        load(path)
-
-
-@pytest.mark.parametrize("coloured", [0, 7])
-def test_one_coloured_image_in_any_split_makes_three_channels(coloured: int, tmp_path: Path) -> None:
-    files = [png(9 * i, mode="L") for i in range(8)]
-    files[coloured] = png((9, 0, 200))
-    split = ["train"] * 4 + ["test"] * 4
-    data, *both = load(write(tmp_path / "a.parquet", image=files, label=["a", "b"] * 4, split=split))
-    assert (data.channels, np.concatenate(both)[coloured, 0, 0].tolist()) == (3, [9, 0, 200])
 
 
 @pytest.mark.parametrize(

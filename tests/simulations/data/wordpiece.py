@@ -22,8 +22,7 @@ def train_wordpiece(texts: Iterable[str]) -> Tokenizer:
     alphabet = sorted(ranked[:ALPHABET_SIZE])
     trainer = trainers.WordPieceTrainer(
         vocab_size=VOCABULARY,
-        # The trainer numbers "##x" symbols in hash order and breaks ties between merges by these numbers.
-        # Symbols named up front have fixed numbers.
+        # Others are numbered in hash order, and these numbers break ties between merges.
         special_tokens=[*SPECIAL_TOKENS, *alphabet, *(f"##{symbol}" for symbol in alphabet)],
         initial_alphabet=alphabet,
         limit_alphabet=len(alphabet),

@@ -81,7 +81,7 @@ def print_data(experiments: Sequence[Experiment], console: Console, *, brief: bo
     for experiment in experiments:
         task, seed = task_of(experiment.to_json()), experiment.seeds[0]
         names, sizes, counts = task.partition(seed)
-        sentences += [task.data.note, task.data.said, *_remarks(task, seed, names, sum(sizes))]
+        sentences += [task.data.said, *_remarks(task, seed, names, sum(sizes))]
         if brief and len(experiments) > 1:
             rows = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
             sentences += [f"{len(sizes)} clients have {rows} rows each (seed {seed}; --dry-run: more)."]

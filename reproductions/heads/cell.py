@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedrot.simulations.data.partition import PartitionError, parse_partition, split_clients
+from fedrot.simulations.data.partition import PartitionError, split_clients
 
 Array = npt.NDArray[np.int64]
 
@@ -97,7 +97,7 @@ def _read(path: Path, column: str, splits: list[str]) -> tuple[npt.NDArray[Any],
 
 def divided(labels: Array, skew: float, seed: int) -> Array:
     """Return each row's client, by Dirichlet(skew) or, if 0, in equal parts; every client has rows."""
-    division, client = parse_partition(f"dirichlet:{skew}" if skew else "iid"), np.zeros_like(labels)
+    division, client = f"dirichlet:{skew}" if skew else "iid", np.zeros_like(labels)
     while True:
         try:
             for number, part in enumerate(split_clients(labels, {}, division, CLIENTS, seed)):

@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import copy
+import io
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import lru_cache
-from importlib import resources
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Encoding, Tokenizer
+from PIL import Image, ImageOps
+from tokenizers import Tokenizer
+from torch.nn.utils.rnn import pad_sequence
 
-from fedrot.simulations.data.images import Pixels, load_images, resized
-from fedrot.simulations.data.labels import DataSet, Split
-from fedrot.simulations.data.read import refuse
+from fedrot.simulations.data.labels import DataSet, Rows, Split, label_columns, labelled
+from fedrot.simulations.data.read import Content, find, refuse
 from fedrot.simulations.data.texts import DOMAIN, load_domains, load_tags, load_texts
 from fedrot.simulations.models import pad_id_of, pretrained_settings, settings_of
 from fedrot.simulations.packaged import loading, source_of
+from fedrot.simulations.settings import Experiment
 
-if TYPE_CHECKING:
-    from fedrot.simulations.settings import Experiment
-
-#: Characters that are read for each token of a text, and words of a row; of a pair of texts. Only a text
-#: with longer tokens on average loses some. The time for a pair is the product of both lengths.
-PER_TOKEN, PER_TOKEN_OF_PAIR = 1000, 32
 #: Label of tokens that are not predicted.
 IGNORED = -100
+#: Largest side of a small model's images, in pixels; larger images are scaled down.
+LARGEST_SIDE, BILINEAR = 64, Image.Resampling.BILINEAR
+IMAGE: Content = ("image file", ("image", "img"), lambda kind: "binary" in str(kind))
 Batch = dict[str, torch.Tensor]
-#: Mean and standard deviation of pixel values in [0, 1], for models without a processor.
-_HALF = (0.5,)
 
 
 @dataclass(frozen=True)
@@ -59,12 +57,22 @@ class Encoded(ABC):
 
 @dataclass(frozen=True)
 class EncodedText(Encoded):
-    """Token ids and segment ids of each row, and its domain if there are several domains."""
+    """Token ids and segment ids of each row.
+
+    Attributes:
+        domains: if there are several domains, those of the rows.
+        tags: of tagged words by row, the tag of each token; only the first of a word is not ``IGNORED``.
+        places: by row, the numbers of the words that are not cut off.
+        words: by row, the tags of all words.
+    """
 
     ids: Sequence[np.ndarray]
     segments: Sequence[np.ndarray]
     pad_id: int
-    domains: Sequence[str] = field(default=(), kw_only=True)
+    domains: Sequence[str] = ()
+    tags: Sequence[np.ndarray] = ()
+    places: Sequence[np.ndarray] = ()
+    words: Sequence[np.ndarray] = ()
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
         return np.array([len(self.ids[row]) for row in rows])
@@ -78,23 +86,8 @@ class EncodedText(Encoded):
             "token_type_ids": padded([self.segments[row] for row in rows], 0),
         }
 
-
-@dataclass(frozen=True)
-class EncodedTags(EncodedText):
-    """Token ids of tagged words. The first token of a word has its tag, all others ``IGNORED``.
-
-    Attributes:
-        tags: by row, the tag of each token.
-        places: by row, the numbers of the words that are not cut off.
-        words: by row, the tags of all words.
-    """
-
-    tags: Sequence[np.ndarray]
-    places: Sequence[np.ndarray]
-    words: Sequence[np.ndarray]
-
     def targets(self, rows: np.ndarray) -> torch.Tensor:
-        return padded([self.tags[row] for row in rows], IGNORED)
+        return padded([self.tags[row] for row in rows], IGNORED) if self.tags else super().targets(rows)
 
 
 @dataclass(frozen=True)
@@ -102,28 +95,23 @@ class EncodedImages(Encoded):
     """Images as standardised ``pixel_values``, float32 ``[rows, channels, side, side]``.
 
     Attributes:
-        pixels: uint8 ``[height, width, channels]`` of each image.
+        pixels: uint8 ``[rows, side, side, channels]``.
         mean, deviation: mean and standard deviation of each channel, for values in [0, 1].
     """
 
-    pixels: Sequence[Pixels]
-    side: int
+    pixels: Any
     mean: Sequence[float]
     deviation: Sequence[float]
 
     def batch(self, rows: np.ndarray) -> Batch:
-        images = np.stack([resized(self.pixels[row], self.side, self.side) for row in rows])
         mean, deviation = (np.array(v, dtype=np.float32) for v in (self.mean, self.deviation))
-        values = (images / np.float32(255) - mean) / deviation
+        values = (self.pixels[rows] / np.float32(255) - mean) / deviation
         return {"pixel_values": torch.from_numpy(values.transpose(0, 3, 1, 2).copy())}
 
 
 def padded(rows: Sequence[np.ndarray], value: int) -> torch.Tensor:
     """Return rows of numbers as int64 ``[rows, longest row]``, padded with ``value`` at the end."""
-    filled = np.full((len(rows), max(map(len, rows))), value, dtype=np.int64)
-    for line, row in zip(filled, rows, strict=True):
-        line[: len(row)] = row
-    return torch.from_numpy(filled)
+    return pad_sequence([*map(torch.from_numpy, rows)], batch_first=True, padding_value=value)
 
 
 @lru_cache(maxsize=1)
@@ -133,8 +121,7 @@ def bundled_tokenizer() -> Tokenizer:
     Texts become ``[CLS] A [SEP]``, pairs ``[CLS] A [SEP] B [SEP]`` with type ids 0 and 1. The object is
     shared: copy it before enabling padding or truncation. See ``tests/simulations/data/wordpiece.py``.
     """
-    source = resources.files("fedrot.simulations.data") / "bundled" / "tokenizer.json"
-    return Tokenizer.from_str(source.read_text(encoding="utf-8"))
+    return Tokenizer.from_file(str(Path(__file__).with_name("bundled") / "tokenizer.json"))
 
 
 def tokenizer_for(experiment: Experiment) -> Tokenizer:
@@ -146,51 +133,35 @@ def tokenizer_for(experiment: Experiment) -> Tokenizer:
     with loading(experiment.model):
         found = AutoTokenizer.from_pretrained(source_of(experiment.model))
         if set(found.get_vocab()) <= set(found.all_special_tokens):  # transformers makes an empty one
-            where = f"model '{experiment.model}'"
-            refuse(where, "has no tokenizer", "save tokenizer.json in the same folder")
+            refuse(f"model '{experiment.model}'", "has no tokenizer", "save tokenizer.json beside it")
         return found.backend_tokenizer
 
 
-def encode_texts(split: Split, tokenizer: Tokenizer, max_length: int, pad_id: int) -> EncodedText:
-    """Tokenise a split, truncated to ``max_length`` tokens."""
-    most = max_length * (PER_TOKEN if split.second is None else PER_TOKEN_OF_PAIR)
-    texts: Any = [text[:most] for text in split.inputs]
-    if split.second is not None:
-        texts = [*zip(texts, (text[:most] for text in split.second), strict=True)]
-    encodings = _cut(tokenizer, max_length).encode_batch(texts)
-    domains = tuple(map(str, split.columns.get(DOMAIN, ())))
-    return EncodedText(split.labels, *_numbers(encodings), pad_id, domains=domains)
-
-
-def encode_tags(split: Split, tokenizer: Tokenizer, max_length: int, pad_id: int) -> EncodedTags:
-    """Tokenise tagged words, truncated to ``max_length`` tokens; see ``EncodedTags`` for the tags."""
-    tokenizer, most = _cut(tokenizer, max_length), PER_TOKEN * max_length
+def encode(
+    split: Split, tokenizer: Tokenizer, max_length: int, pad_id: int, tagged: bool
+) -> EncodedText:
+    """Tokenise texts or tagged words, truncated to ``max_length`` tokens; see ``EncodedText``."""
+    tokenizer = copy.deepcopy(tokenizer)  # the bundled tokenizer is shared in the process
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(max_length)
     before: Any = tokenizer.pre_tokenizer
-    if hasattr(before, "add_prefix_space"):  # in byte-level vocabularies, words start with a space
+    if tagged and hasattr(before, "add_prefix_space"):  # in byte-level vocabularies, words start so
         before.add_prefix_space = True
         tokenizer.pre_tokenizer = before
-    rows = [[word[:most] for word in row[:most]] for row in split.inputs]
-    encodings = tokenizer.encode_batch(rows, is_pretokenized=True)
+    second, rows = split.second or (), [*split.inputs]
+    texts: Any = [*zip(rows, second, strict=True)] if second and not tagged else rows
+    encodings = tokenizer.encode_batch(texts, is_pretokenized=tagged)
+    ids = [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
+    segments = [np.asarray(encoding.type_ids, dtype=np.int64) for encoding in encodings]
     tags, places = [], []
-    for encoding, of_words in zip(encodings, split.second or (), strict=True):
+    for encoding, of_words in zip(encodings, second, strict=True) if tagged else ():
         words = np.array([-1 if word is None else word for word in encoding.word_ids], dtype=np.int64)
         first = (words >= 0) & (np.diff(words, prepend=-1) != 0)
         tags.append(np.full(len(words), IGNORED, dtype=np.int64))
         places.append(words[first])
         tags[-1][first] = of_words[words[first]]
-    return EncodedTags(split.labels, *_numbers(encodings), pad_id, tags, places, split.second or ())
-
-
-def _cut(tokenizer: Tokenizer, max_length: int) -> Tokenizer:
-    tokenizer = copy.deepcopy(tokenizer)  # the bundled tokenizer is shared in the process
-    tokenizer.no_padding()
-    tokenizer.enable_truncation(max_length)
-    return tokenizer
-
-
-def _numbers(encodings: Sequence[Encoding]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    ids = [np.asarray(e.ids, dtype=np.int64) for e in encodings]
-    return ids, [np.asarray(e.type_ids, dtype=np.int64) for e in encodings]
+    domains = tuple(map(str, split.columns.get(DOMAIN, ())))
+    return EncodedText(split.labels, ids, segments, pad_id, domains, tags, places, second)
 
 
 def read_encoded(experiment: Experiment) -> tuple[DataSet, Any, Any]:
@@ -199,13 +170,17 @@ def read_encoded(experiment: Experiment) -> tuple[DataSet, Any, Any]:
         return _encoded_images(experiment)
     load = {"classification": load_domains, "ner": load_tags}.get(experiment.task, load_texts)
     data = load(experiment)
-    encode: Any = encode_tags if data.tags else encode_texts
-    how = tokenizer_for(experiment), experiment.max_length, pad_id_of(settings_of(experiment, data))
+    pad_id = pad_id_of(settings_of(experiment, data))
+    how = tokenizer_for(experiment), experiment.max_length, pad_id, bool(data.tags)
     return data, encode(data.train, *how), encode(data.test, *how)
 
 
 def _encoded_images(experiment: Experiment) -> tuple[DataSet, EncodedImages, EncodedImages]:
-    """Load images for a model's size; standardise them by its processor's numbers, or by one half."""
+    """Load images for a model's size; standardise them by its processor's numbers, or by one half.
+
+    Without a model, their side is that of the largest image, at most ``LARGEST_SIDE``; above 8 it is a
+    multiple of 4, since patches cannot divide a prime number. There is one channel if all are grey.
+    """
     found: Mapping[str, Any] = {}
     side = channels = None
     if (model := experiment.model) is not None:
@@ -213,17 +188,65 @@ def _encoded_images(experiment: Experiment) -> tuple[DataSet, EncodedImages, Enc
 
         settings = pretrained_settings(model)
         side, channels = getattr(settings, "image_size", None), getattr(settings, "num_channels", 3)
-        if isinstance(side, list | tuple) and len(set(side)) == 1:
-            side = side[0]
         if not isinstance(side, int) or channels not in (1, 3):
             what = f"takes no square images of 1 or 3 channels (image_size {side}, {channels} channels)"
             refuse(f"model '{model}'", what, "choose a vision transformer, or another task")
         with suppress(OSError):  # saved without a processor
             # Not the processor itself, which needs torchvision.
             found, _ = ImageProcessingMixin.get_image_processor_dict(source_of(model))
-    data = load_images(experiment, side, channels)
-    of_pixels = [(found.get(name) or _HALF)[: data.channels] for name in ("image_mean", "image_std")]
-    train, test = (
-        EncodedImages(s.labels, s.inputs, data.side, *of_pixels) for s in (data.train, data.test)
-    )
-    return data, train, test
+    source = find(experiment.data, experiment.data_dir)
+    column = source.column(IMAGE, experiment.text_column)
+    read = partial(_images, column=column, bound=side or LARGEST_SIDE)
+    data = labelled(source, experiment, label_columns(source, experiment), [column], read)
+    every = [*data.train.inputs, *data.test.inputs]
+    channels = channels or (1 if all(image.mode == "L" for image in every) else 3)
+    largest = max(max(image.size) for image in every)
+    side = side or (largest if largest <= 8 else -(-largest // 4) * 4)
+    of_pixels = [(found.get(key) or (0.5,))[:channels] for key in ("image_mean", "image_std")]
+    splits = []
+    for split in (data.train, data.test):
+        images = [image.convert("L" if channels == 1 else "RGB") for image in split.inputs]
+        pixels = np.stack([image.resize((side, side), BILINEAR) for image in images])
+        pixels = pixels.reshape(-1, side, side, channels)
+        splits.append(EncodedImages(split.labels, pixels, *of_pixels))
+    return replace(data, side=side, channels=channels), splits[0], splits[1]
+
+
+def _images(rows: Rows, column: str, bound: int) -> list[list[Image.Image]]:
+    """Return grey (mode L) or coloured (RGB) images, of which no side is above ``bound``."""
+    found = []
+    for number, value in zip(rows.numbers, rows.table[column], strict=True):
+        cell: Any = value.as_py()
+        content, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
+        file: Any = path if content is None else io.BytesIO(content)
+        try:
+            with Image.open(file) as image:
+                image.load()
+                with suppress(Exception):  # damaged EXIF is no reason to refuse a picture
+                    ImageOps.exif_transpose(image, in_place=True)
+                seen = _own_range(image) if image.mode[0] in "IF" else _on_white(image)
+        except Exception as error:  # Pillow raises many unrelated kinds
+            where = path if path and content is None else f"{rows.where}, row {number}"
+            refuse(where, f"cannot be read as an image ({error})", "remove it or replace it")
+        found.append(seen.resize((min(seen.width, bound), min(seen.height, bound)), BILINEAR))
+    return [found]
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    mode = "L" if image.mode in ("1", "L", "LA", "La") else "RGB"
+    if image.has_transparency_data:
+        shown = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), shown)
+    return image.convert(mode)
+
+
+def _own_range(image: Image.Image) -> Image.Image:
+    """Scale 16 bits, and other numbers from the smallest to the largest finite value."""
+    values = np.asarray(image)
+    if image.mode.startswith("I;") or (image.mode == "I" and image.format in ("PPM", "PNG")):
+        return Image.fromarray((values >> 8).astype(np.uint8))
+    finite = values[np.isfinite(values)].astype(np.float64)
+    low, high = (finite.min(), finite.max()) if finite.size else (0, 0)
+    known = np.nan_to_num(values.astype(np.float64), nan=low, posinf=high, neginf=low)
+    scaled = np.rint(255 * ((known - low) / ((high - low) or 1)))
+    return Image.fromarray(scaled.astype(np.uint8))

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
+import pandas as pd
 import pyarrow as pa
 import pyarrow.types as types
 
 from fedrot.simulations.data.read import Content, Source, listed, refuse, refuse_rows
-
-if TYPE_CHECKING:
-    from fedrot.simulations.settings import Experiment
+from fedrot.simulations.settings import Experiment
 
 Kind: TypeAlias = Literal["single", "multi", "regression"]
 METRICS_OF_KIND: Mapping[Kind, tuple[str, ...]] = {
@@ -27,26 +24,16 @@ METRICS_OF_KIND: Mapping[Kind, tuple[str, ...]] = {
     "multi": ("macro_f1", "micro_f1", "accuracy"),
     "regression": ("pearson", "spearman"),
 }
-#: Metrics of the classes of known tasks.
-METRICS_OF_TASK: Mapping[str, tuple[str, ...]] = {
-    "cola": ("matthews", "accuracy", "macro_f1"),
-    **dict.fromkeys(("mrpc", "qqp"), ("accuracy", "macro_f1", "f1")),
-}
-#: Largest number of classes. A column with more values does not hold classes.
-MOST_CLASSES = 100_000
 #: Without splits, one in this number of rows is held out. Seeds of this division and of limits.
 HELD_OUT_SHARE, SPLIT_SEED, LIMIT_SEED = 5, 0, 0
 #: Numbers as Python writes them; variation selectors and other letters without a shape.
 _INTEGER = re.compile("0|-?[1-9][0-9]{0,999}")
 _SHAPELESS = re.compile("[\ufe00-\ufe0f\u034f\u115f\u1160\u3164\uffa0]")
-LABEL = Content(
+LABEL: Content = (
     "label",
     ("label", "labels", "target", "class"),
-    "--label-column, or columns of 0 and 1 with label_kind multi",
-    "texts, integers or scores, or one boolean column per label",
     lambda kind: not types.is_nested(kind),
 )
-Values: TypeAlias = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -61,7 +48,7 @@ class Split:
         second: the second texts of pairs, or the tags of words (int64, numbers of ``DataSet.tags``).
     """
 
-    labels: Values
+    labels: np.ndarray
     columns: Mapping[str, Sequence[object]]
     inputs: Sequence[Any]
     second: Sequence[Any] | None = None
@@ -78,8 +65,7 @@ class DataSet:
         label_names: one name per class (``("score",)`` in regression).
         metrics: names for ``evaluate_predictions``, the headline metric first.
         test: the held-out split: validation for GLUE tasks, test for the emotion corpora.
-        note: how the rows were divided, if there were no splits.
-        said: how the labels were read, and which files were left out.
+        said: how labels were read and rows divided, and which files were left out.
         tags: of tagged words, ``O``, and ``B-TYPE`` and ``I-TYPE`` of every type.
         domains: of texts of several domains, those with training rows.
         side, channels: of images, the side of a model's inputs in pixels, and 1 or 3.
@@ -91,7 +77,6 @@ class DataSet:
     metrics: tuple[str, ...]
     train: Split
     test: Split
-    note: str = ""
     said: str = ""
     tags: tuple[str, ...] = ()
     domains: tuple[str, ...] = ()
@@ -104,12 +89,11 @@ class Rows(NamedTuple):
 
     where: str
     table: pa.Table
-    numbers: npt.NDArray[np.int64]
-    labels: Values
+    numbers: np.ndarray
+    labels: np.ndarray
 
-    def only(self, kept: npt.NDArray[np.bool_]) -> Rows:
-        table = self.table.filter(pa.array(kept))
-        return Rows(self.where, table, self.numbers[kept], self.labels[kept])
+    def take(self, rows: np.ndarray) -> Rows:
+        return Rows(self.where, self.table.take(rows), self.numbers[rows], self.labels[rows])
 
 
 def clean(text: object) -> str:
@@ -123,22 +107,21 @@ def label_columns(source: Source, experiment: Experiment) -> tuple[str, ...]:
     With ``label_kind="multi"``, columns of 0 and 1, or of the texts true and false, are boolean, too.
     Without any, return ``()`` for language models, else raise ``DataError``.
     """
-    wanted, multi = experiment.label_column, experiment.label_kind == "multi"
 
     def boolean(column: pa.ChunkedArray) -> bool:
-        if not multi or types.is_nested(column.type):
+        if experiment.label_kind != "multi" or types.is_nested(column.type):
             return types.is_boolean(column.type)
         found = {str(value).lower() for value in column.unique().to_pylist()}
         return found <= {"0", "1", "false", "true", "none"}
 
-    if wanted is None and not set(LABEL.known) & set(source.columns):
+    if experiment.label_column is None and not set(LABEL[1]) & set(source.columns):
         tables = source.tables.values()
         booleans = [name for name in source.columns if all(boolean(table[name]) for table in tables)]
         if len(booleans) >= 2:
             return tuple(source.column(LABEL, name) for name in booleans)
         if experiment.task in ("mlm", "clm"):
             return ()
-    return (source.column(LABEL, wanted),)
+    return (source.column(LABEL, experiment.label_column),)
 
 
 def labelled(
@@ -167,65 +150,52 @@ def labelled(
     if len(parts) == 1 and "split" in first.column_names:
         parts = _by_column(parts[0])
     labels = np.concatenate([rows.labels for rows in parts])
-    kind: Kind = "single"
-    names, number = tuple(columns), "exactly one"
-    if scores:
-        kind, names = "regression", ("score",)
-        low, high = min(labels, default=0), max(labels, default=0)
-        said = f"Labels: scores from {low:g} to {high:g} (regression)."
-        if not asked and (labels == np.rint(labels)).all():
-            said += " All are whole numbers: if they are classes, give label_kind single."
-    elif several:
+    kind: Kind = "regression" if scores else "single"
+    names, alike = ("score",) if scores else tuple(columns), ""
+    if several:
         if asked == "multi" or (labels.sum(axis=1) != 1).any():
-            kind, number = "multi", "any number"
+            kind = "multi"
         labels = labels.argmax(axis=1) if kind == "single" else labels.astype(np.float32)
-        said = f"Labels: {number} of {len(names)} in each row, in the columns {listed(names)}."
-    else:
-        names, labels, said = _classes(source, listed(columns), parts)
+    elif not scores:
+        names, labels, alike = _classes(source, listed(columns), parts)
     if columns and asked and asked != kind:
         advice = "single needs one class in each row, multi a column of 0 and 1 for each label"
-        where = f"{source.task}: label column {listed(columns)}"
-        refuse(where, f"holds labels of the kind {kind} and not {asked}", advice)
+        refuse(f"label column {listed(columns)}", f"holds labels of the kind {kind}, no {asked}", advice)
     ends = np.cumsum([len(rows.labels) for rows in parts])
     parts = [r._replace(labels=own) for r, own in zip(parts, np.split(labels, ends), strict=False)]
     parts, note = (parts, "") if len(parts) > 1 else _drawn(parts[0], kind == "single" and not several)
     limits, used = (experiment.train_limit, experiment.test_limit), {*columns, *inputs, "split"}
-    splits = []
-    for rows in map(_limited, parts, limits):
+    splits: Any = []
+    for rows, limit in zip(parts, limits, strict=True):
+        if not (size := len(rows.labels)):
+            refuse(rows.where, "has no rows", "check the file or choose another data set")
+        if limit is not None and limit < size:
+            rows = rows.take(np.random.default_rng(LIMIT_SEED).permutation(size)[:limit])
         others = [name for name in rows.table.column_names if name not in used]
         splits.append(Split(rows.labels, rows.table.select(others).to_pydict(), *read(rows)))
-    metrics = (METRICS_OF_TASK if kind == "single" else {}).get(source.task, METRICS_OF_KIND[kind])
+    said = f"Labels: {kind}, {listed(names)} (--set label_kind: single, multi or regression).{alike}"
     spoken = said if experiment.task in ("classification", "image") else ""
-    said = " ".join(filter(None, (source.said, spoken)))
-    train, test = splits
-    return DataSet(experiment.data, kind, names, metrics, train, test, note, said)
+    said = " ".join(filter(None, (source.said, note, spoken)))
+    return DataSet(experiment.data, kind, names, METRICS_OF_KIND[kind], *splits, said)
 
 
-def _read(where: str, table: pa.Table, columns: Sequence[str], scores: bool) -> Values:
+def _read(where: str, table: pa.Table, columns: Sequence[str], scores: bool) -> np.ndarray:
     """Return scores, booleans of several columns ``[rows, columns]``, or the names of classes."""
     if len(columns) > 1:
-        cells = [[str(cell).lower() in ("1", "true") for cell in table[c].to_pylist()] for c in columns]
-        return np.array(cells, dtype=bool).T
-    column = table[columns[0]] if columns else pa.array(["all"] * len(table))
-    where, cells = f"{where}: label column {listed(map(repr, columns))}", column.to_pylist()
+        flags = [[str(cell).lower() in ("1", "true") for cell in table[c].to_pylist()] for c in columns]
+        return np.array(flags, dtype=bool).T
+    cells = table[columns[0]].to_pylist() if columns else ["all"] * len(table)
+    where = f"{where}: label column {listed(map(repr, columns))}"
     if scores:
         with np.errstate(over="ignore"):
-            numbers = np.array([*map(_number, cells)], dtype=np.float64).astype(np.float32)
-        wrong = ~np.isfinite(numbers)
-        example = cells[int(wrong.argmax())] if wrong.any() else ""
-        refuse_rows(where, f"no number of float32, such as {example!r},", wrong)
+            read = pd.to_numeric(pd.Series(cells, dtype=object), errors="coerce")
+            numbers = read.to_numpy(np.float32)
+        refuse_rows(where, "no number of float32", ~np.isfinite(numbers))
         return numbers
     named = {cell: _name(cell) for cell in set(cells)}
     texts = np.array([named[cell] for cell in cells], dtype=object)
     refuse_rows(where, "no class (a text in UTF-8, or a whole number)", texts == "")
     return texts
-
-
-def _number(cell: Any) -> float:
-    try:
-        return math.nan if "_" in str(cell) else float(cell)
-    except (TypeError, ValueError, OverflowError):
-        return math.nan
 
 
 def _name(value: Any) -> str:
@@ -245,55 +215,38 @@ def _seen(text: str) -> str:
     return _SHAPELESS.sub("", clean("".join(seen).casefold()))
 
 
-def _classes(source: Source, column: str, parts: list[Rows]) -> tuple[tuple[str, ...], Values, str]:
-    """Return the names of classes, the classes of the rows, and sentences about them."""
-    known = [set(rows.labels) for rows in parts]
-    found = set().union(*known)
-    if len(found) > MOST_CLASSES:
-        what = f"has {len(found)} classes, above the maximum of {MOST_CLASSES}"
-        where = f"{source.task}: label column {column!r}"
-        refuse(where, what, "choose another column, or label_kind regression")
+def _classes(source: Source, column: str, parts: list[Rows]) -> tuple[tuple[str, ...], np.ndarray, str]:
+    """Return the names of classes, the classes of the rows, and what looks alike."""
+    every = [label for rows in parts for label in rows.labels]
     # Texts such as 00012 or 1.10 are no numbers.
-    whole = all(map(_INTEGER.fullmatch, found))
-    names = values = sorted(found, key=int if whole else None)
-    declared = source.class_names.get(column, ())
-    numbers = {str(number): name for number, name in enumerate(declared)}
-    for rows in parts if declared else ():
-        what = f"labels without a name in the column {column!r}, such as -1,"
-        refuse_rows(rows.where, what, np.array([label not in numbers for label in rows.labels], bool))
-    if declared:
-        values, names = [*numbers], [*declared]
+    whole = all(map(_INTEGER.fullmatch, set(every)))
+    values = sorted(set(every), key=int if whole else None)
+    names = {value: value for value in values}
+    if declared := source.class_names.get(column, ()):
+        names = {str(number): name for number, name in enumerate(declared)}
+        for rows in parts:
+            what = f"labels without a name in the column {column!r}, such as -1,"
+            refuse_rows(rows.where, what, [label not in names for label in rows.labels])
     elif whole and all("label_name" in rows.table.column_names for rows in parts):
-        given = [name for rows in parts for name in rows.table["label_name"].to_pylist()]
-        every = [label for rows in parts for label in rows.labels]
-        name_of = dict(zip(reversed(every), reversed(given), strict=True))  # training rows come first
-        names = [clean(name_of[value]) for value in values]
-    number = {value: index for index, value in enumerate(values)}
-    classes = f"{len(values)} class{'' if len(values) == 1 else 'es'}"
-    said = [f"Labels: {classes} in the column {column!r}: {listed(names)}."]
-    if whole and names == values:
-        said.append("If these numbers are scores, give label_kind regression.")
-    for _, alike in groupby(sorted(names, key=_seen), _seen):
+        given = [clean(name) for rows in parts for name in rows.table["label_name"].to_pylist()]
+        first = dict(zip(reversed(every), reversed(given), strict=True))  # training rows come first
+        names = {value: first[value] for value in values}
+    said = ""
+    for _, alike in groupby(sorted(names.values(), key=_seen), _seen):
         if len(same := [*map(repr, alike)]) > 1:
-            said.append(f"The classes {listed(same)} differ only in case, spaces or unseen characters.")
-    unseen = [names[number[value]] for value in values if value in known[-1] - known[0]]
-    if unseen:
-        said.append(f"Only held-out rows have {listed(unseen)}: clients have no such training rows.")
-    labels = np.array([number[label] for rows in parts for label in rows.labels], dtype=np.int64)
-    return tuple(names), labels, " ".join(said)
+            said += f" The classes {listed(same)} differ only in case, spaces or unseen characters."
+    number = {value: index for index, value in enumerate(names)}
+    return tuple(names.values()), np.array([number[label] for label in every], dtype=np.int64), said
 
 
 def _by_column(rows: Rows) -> list[Rows]:
-    where = f"the 'split' column of {rows.where}"
-    splits = np.array(
-        ["" if value is None else clean(value) for value in rows.table["split"].to_pylist()]
-    )
-    refuse_rows(where, "no value", splits == "")
+    splits = np.array([clean(cell) for cell in rows.table["split"].to_pylist()])
     held_out = next((split for split in ("test", "validation") if split in splits), "")
-    if "train" not in splits or not held_out:
+    if "train" not in splits or not held_out or {"", "None"} & {*splits}:
         what = f"has {listed(sorted(set(splits)))}"
-        refuse(where, what, "it needs 'train' and 'test' or 'validation'")
-    return [rows.only(splits == split) for split in ("train", held_out)]
+        advice = "it needs 'train' and 'test' or 'validation', and a value in each row"
+        refuse(f"the 'split' column of {rows.where}", what, advice)
+    return [rows.take(np.flatnonzero(splits == split)) for split in ("train", held_out)]
 
 
 def _drawn(rows: Rows, by_class: bool) -> tuple[list[Rows], str]:
@@ -312,14 +265,4 @@ def _drawn(rows: Rows, by_class: bool) -> tuple[list[Rows], str]:
         refuse(rows.where, what, "give a training and a test split, or more rows")
     how = f"{held_out.sum()} are held out, {share}, drawn with seed {SPLIT_SEED}"
     note = f"{rows.where} has no splits: of {size} rows {how}."
-    return [rows.only(~held_out), rows.only(held_out)], note
-
-
-def _limited(rows: Rows, limit: int | None) -> Rows:
-    size = len(rows.labels)
-    if size == 0:
-        refuse(rows.where, "has no rows", "check the file or choose another data set")
-    if limit is None or limit >= size:
-        return rows
-    first = np.random.default_rng(LIMIT_SEED).permutation(size)[:limit]
-    return Rows(rows.where, rows.table.take(first), rows.numbers[first], rows.labels[first])
+    return [rows.take(np.flatnonzero(mask)) for mask in (~held_out, held_out)], note

@@ -4,73 +4,51 @@ from __future__ import annotations
 
 import io
 import itertools
-import logging
+import math
 import warnings
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from fedrot.errors import FedrotError
 
-if TYPE_CHECKING:
-    from flwr_datasets.partitioner import Partitioner
-
 Rows: TypeAlias = npt.NDArray[np.int64]
 
 KINDS = ("iid", "dirichlet", "pathological", "keyclass", "column")
-SPECS = "iid, dirichlet:ALPHA, pathological:CLASSES, keyclass:SHARE, column:NAME"
+SPECS = "iid, dirichlet:ALPHA, pathological:CLASSES, keyclass:SHARE (above 0, at most 1), column:NAME"
 
 #: Largest range of scores that are rounded to integers. Wider ranges have ``WIDE_BINS`` equal intervals.
 MOST_BINS, WIDE_BINS = 1000, 10
-
-log = logging.getLogger(__name__)
 
 
 class PartitionError(FedrotError):
     """A partition is unknown, impossible for these rows, or leaves a client without rows."""
 
 
-@dataclass(frozen=True)
-class Partition:
-    """A kind of partition with its parameter, which is empty for ``iid``."""
-
-    kind: str
-    value: float | int | str = ""
-
-    def __str__(self) -> str:
-        return self.kind if self.value == "" else f"{self.kind}:{self.value}"
-
-
-def parse_partition(spec: str) -> Partition:
-    """Read a partition such as ``dirichlet:0.5``; raises ``PartitionError``."""
+def parse_partition(spec: str) -> tuple[str, Any]:
+    """Read a partition such as ``dirichlet:0.5``: its kind and parameter; raises ``PartitionError``."""
     kind, _, value = spec.strip().partition(":")
     if kind not in KINDS or (kind == "iid") != (value == ""):
         raise PartitionError(f"unknown partition {spec!r}; choose from {SPECS}")
     if kind in ("iid", "column"):
-        return Partition(kind, value)
+        return kind, value
     try:
         number = float(value)
     except ValueError:
-        raise PartitionError(f"partition {spec!r}: {value!r} is not a number; use {SPECS}") from None
-    fits, advice = {
-        "dirichlet": (0 < number < float("inf"), "alpha must be above 0 (0.5 is common)"),
-        "keyclass": (0 < number <= 1, "the share must lie in (0, 1], such as 0.8"),
-        "pathological": (number >= 1 and number % 1 == 0, "give a whole number of classes, at least 1"),
-    }[kind]
-    if not fits:
-        raise PartitionError(f"partition {spec!r}: {advice}")
-    return Partition(kind, int(number) if kind == "pathological" else number)
+        number = math.nan
+    fits = {"keyclass": number <= 1, "pathological": number % 1 == 0}.get(kind, True)
+    if not (0 < number < math.inf and fits):
+        raise PartitionError(f"partition {spec!r}: {value!r} is no such number; choose from {SPECS}")
+    return kind, int(number) if kind == "pathological" else number
 
 
 def split_clients(
     split_labels: npt.NDArray[Any],
     columns: Mapping[str, Sequence[object]],
-    partition: Partition,
+    partition: str,
     clients: int,
     seed: int,
 ) -> list[Rows]:
@@ -95,100 +73,56 @@ def split_clients(
         PartitionError: the rows cannot be divided in this way, or a client would have no rows.
     """
     rows = len(split_labels)
-    if clients < 1:
-        raise PartitionError(f"there are {clients} clients; at least 1 is needed")
-    if rows < clients:
-        raise PartitionError(
-            f"{rows} rows cannot be divided among {clients} clients; use fewer clients or more rows"
-        )
-    keys = partition_keys(split_labels)
-    if partition.kind == "iid":
+    if not 1 <= clients <= rows:
+        raise PartitionError(f"{rows} rows cannot be divided among {clients} clients; give 1 to {rows}")
+    (kind, value), (keys, _) = parse_partition(partition), partition_keys(split_labels)
+    if kind == "iid":
         parts = np.array_split(np.random.default_rng(seed).permutation(rows), clients)
-    elif partition.kind == "column":
-        parts = _column_rows(str(partition.value), columns, clients)
-    elif partition.kind == "keyclass":
-        parts = _key_class_rows(keys, float(partition.value), clients, seed)
+    elif kind == "column":
+        parts = _column_rows(value, columns, clients)
+    elif kind == "keyclass":
+        parts = _key_class_rows(keys, value, clients, seed)
     else:
-        parts = _flower_rows(partition, keys, clients, seed)
-    empty = [client for client, part in enumerate(parts) if not len(part)]
-    if empty:
-        raise PartitionError(
-            f"partition {partition}: client {empty[0]} of {clients} would have no rows; use fewer "
-            "clients, more rows or a less uneven partition"
-        )
+        parts = _flower_rows(kind, value, keys, clients, seed)
+    if not all(map(len, parts)):
+        what = f"partition {partition}: of {clients} clients one would have no rows"
+        raise PartitionError(f"{what}; use fewer clients, more rows or a less uneven partition")
     return [np.sort(np.asarray(part, dtype=np.int64)) for part in parts]
 
 
-def partition_keys(labels: npt.NDArray[Any]) -> Rows:
-    """Return the class by which each row is divided, int64 ``[n]``, from 0.
+def partition_keys(labels: npt.NDArray[Any], names: Sequence[str] = ()) -> tuple[Rows, tuple[str, ...]]:
+    """Return the class by which each row is divided, int64 ``[n]``, from 0; and the classes' names.
 
-    Single label: the label. Multi-label: the first label that is 1, or the number of labels if none is;
-    unknown labels (NaN) are not 1. Regression: the score rounded to an integer, minus the smallest one
-    if that is negative; for wide ranges its interval, see ``MOST_BINS``.
+    Single label: the label. Multi-label: the first label that is 1, or the number of labels ("none") if
+    none is; unknown labels (NaN) are not 1. Regression: the score rounded to an integer, minus the
+    smallest one if that is negative; for wide ranges its interval, see ``MOST_BINS``.
     """
+    names = tuple(names)
     if labels.ndim == 2:
-        labels = labels > 0
-        none = labels.shape[1]
-        return np.where(labels.any(axis=1), labels.argmax(axis=1), none).astype(np.int64)
-    if np.issubdtype(labels.dtype, np.floating):
-        edges = _edges(labels)
-        if edges is not None:
-            return np.searchsorted(edges[1:-1], labels, side="right").astype(np.int64)
-        bins = np.rint(labels).astype(np.int64)
-        return bins - min(0, int(bins.min(initial=0)))
-    return labels.astype(np.int64)
+        one = (labels > 0).any(axis=1)
+        keys = np.where(one, (labels > 0).argmax(axis=1), labels.shape[1])
+        return keys.astype(np.int64), names if one.all() else (*names, "none")
+    if not np.issubdtype(labels.dtype, np.floating):
+        return labels.astype(np.int64), names
+    low, high = float(labels.min(initial=0)), float(labels.max(initial=0))
+    if high - low > MOST_BINS:
+        edges = np.linspace(float(labels.min()), high, WIDE_BINS + 1)
+        names = tuple(f"{a:g} to {b:g}" for a, b in itertools.pairwise(edges))
+        return np.searchsorted(edges[1:-1], labels, side="right").astype(np.int64), names
+    bins = np.rint(labels).astype(np.int64)
+    first = int(bins.min(initial=0))
+    return bins - first, tuple(map(str, range(first, int(bins.max(initial=first)) + 1)))
 
 
-def key_names(labels: npt.NDArray[Any], label_names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of ``histogram``'s columns: classes, with "none" if needed, or score bins."""
-    if labels.ndim == 2:
-        return (*label_names, "none") if not (labels > 0).any(axis=1).all() else tuple(label_names)
-    if np.issubdtype(labels.dtype, np.floating):
-        edges = _edges(labels)
-        if edges is not None:
-            return tuple(f"{a:g} to {b:g}" for a, b in itertools.pairwise(edges))
-        low = min(0, int(np.rint(labels).min(initial=0)))
-        return tuple(str(low + key) for key in range(int(partition_keys(labels).max()) + 1))
-    return tuple(label_names)
-
-
-def _edges(scores: npt.NDArray[Any]) -> npt.NDArray[np.float64] | None:
-    """Return the edges of equal intervals for scores of a wide range; None for other scores."""
-    low, high = float(scores.min(initial=0)), float(scores.max(initial=0))
-    if high - low <= MOST_BINS:
-        return None
-    return np.linspace(float(scores.min()), high, WIDE_BINS + 1)
-
-
-def histogram(labels: npt.NDArray[Any], parts: Sequence[Rows], classes: int) -> Rows:
-    """Return the numbers of rows per client and class, int64 ``[clients, classes]``.
-
-    Columns are those of ``key_names``; there are at least ``classes``.
-    """
-    keys = partition_keys(labels)
-    width = max(classes, int(keys.max(initial=0)) + 1)
-    return np.stack([np.bincount(keys[part], minlength=width) for part in parts]).astype(np.int64)
-
-
-def _flower_rows(partition: Partition, keys: Rows, clients: int, seed: int) -> list[Rows]:
+def _flower_rows(kind: str, value: float, keys: Rows, clients: int, seed: int) -> list[Rows]:
     from datasets import Dataset
     from flwr_datasets import partitioner as flower
 
-    chosen: Partitioner
-    if partition.kind == "dirichlet":
-        chosen = flower.DirichletPartitioner(
-            clients, "key", float(partition.value), min_partition_size=1, shuffle=False, seed=seed
-        )
+    how: Any = {"shuffle": False, "seed": seed}
+    if kind == "dirichlet":
+        chosen: Any = flower.DirichletPartitioner(clients, "key", value, min_partition_size=1, **how)
     else:
-        per_client, present = int(partition.value), len(np.unique(keys))
-        if per_client > present:
-            raise PartitionError(
-                f"partition {partition}: each client needs {per_client} classes, but the training "
-                f"rows have {present}; use pathological:{present} or less"
-            )
-        chosen = flower.PathologicalPartitioner(
-            clients, "key", per_client, "first-deterministic", shuffle=False, seed=seed
-        )
+        chosen = flower.PathologicalPartitioner(clients, "key", value, "first-deterministic", **how)
     chosen.dataset = Dataset.from_dict({"row": np.arange(len(keys)), "key": keys})
     try:
         # Flower warns of retried draws and dropped classes, which are part of the definitions. Its
@@ -197,31 +131,19 @@ def _flower_rows(partition: Partition, keys: Rows, clients: int, seed: int) -> l
             warnings.simplefilter("ignore")
             parts = [chosen.load_partition(client) for client in range(clients)]
     except ValueError as error:
-        raise PartitionError(
-            f"partition {partition} among {clients} clients: a client would have no rows; use "
-            f"fewer clients or a less uneven partition ({error})"
-        ) from error
+        raise PartitionError(f"{kind}:{value}, {clients} clients: {error} Use fewer clients.") from error
     return [np.asarray(part.with_format("numpy")["row"][:], dtype=np.int64) for part in parts]
 
 
 def _column_rows(column: str, columns: Mapping[str, Sequence[object]], clients: int) -> list[Rows]:
-    if column not in columns:
+    values = columns.get(column, ())
+    names, which = np.unique([*map(str, values)], return_inverse=True)
+    if len(names) < clients or None in values:
         raise PartitionError(
-            f"partition column:{column}: there is no such column; columns are "
-            f"{', '.join(columns) or 'none besides text and label'}"
+            f"partition column:{column}: {len(names)} values for {clients} clients, or missing values; "
+            f"use fewer clients, or another column of {', '.join(columns)}"
         )
-    missing = sum(value is None for value in columns[column])
-    if missing:
-        raise PartitionError(f"partition column:{column}: {missing} rows have no value; remove them")
-    rows_of: dict[str, list[int]] = defaultdict(list)
-    for row, value in enumerate(columns[column]):
-        rows_of[str(value)].append(row)
-    if len(rows_of) < clients:
-        raise PartitionError(
-            f"partition column:{column}: {len(rows_of)} values for {clients} clients, so client "
-            f"{len(rows_of)} would have no rows; use at most {len(rows_of)} clients"
-        )
-    parts = [np.array(rows_of[value], dtype=np.int64) for value in sorted(rows_of)]
+    parts = np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which))[:-1])
     if len(parts) == clients:
         return parts
     groups: list[list[Rows]] = [[] for _ in range(clients)]
@@ -252,11 +174,6 @@ def _key_class_rows(keys: Rows, fraction: float, clients: int, seed: int) -> lis
         share = round(fraction * len(rows_of[c]))
         wanted = share // len(holders) + (np.arange(len(holders)) < share % len(holders))
         counts[c, holders] = np.minimum(wanted, room[holders])
-        if (wanted > room[holders]).any():
-            log.warning(
-                "keyclass:%s: %d rows of class %s exceed an equal part and were cut to it",
-                fraction, share, present[c],
-            )  # fmt: skip
     rest = np.array([len(rows) for rows in rows_of]) - counts.sum(axis=1)
     counts += _deal(rest, room - counts.sum(axis=0), own, rng)
     cuts = counts.cumsum(axis=1)[:, :-1]

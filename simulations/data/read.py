@@ -2,56 +2,26 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
-import pyarrow.types as types
 
 from fedrot._io import refuse_pointer, shallow
 from fedrot.errors import FedrotError
 from fedrot.simulations.data import BUNDLED, DIGITS
 
 #: Held-out rows beside ``train``, the first that there is: the test labels of GLUE are hidden.
-HELD_OUT = ("validation", "validation_matched", "test")
-#: The same of folders of images, and folders below a data folder.
-HELD_OUT_FOLDERS = ("test", "validation", "val", "valid")
-FOLDERS = (".", "glue", "emotion", "embedded", "ner", "images")
-IMAGE_SUFFIXES = (
-    ".bmp",
-    ".gif",
-    ".jpeg",
-    ".jpg",
-    ".pbm",
-    ".pgm",
-    ".png",
-    ".ppm",
-    ".tif",
-    ".tiff",
-    ".webp",
-)
-#: Largest numbers of columns, of cells, and of bytes of a decoded Parquet file or 20 times its size.
-MOST_COLUMNS, MOST_CELLS, LARGEST, RATIO = 10_000, 2**28, 10 * 2**28, 20
-_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "vertical bars", ",": "commas"}
-#: First bytes of other files, and what to do.
-_OTHER_FILES = {
-    b"\x1f\x8b": "compressed by gzip: unpack it",
-    b"PK\3\4": "an Excel workbook or a zip archive: export it as CSV, or unpack it",
-    b"\xd0\xcf\x11\xe0": "an old Excel workbook: export it as CSV",
-    b"ARROW1": "an Arrow (Feather) file: save it as Parquet",
-    b"<!": "a web page: download the file itself",
-    **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "in UTF-16: save it in UTF-8"),
-}
+HELD_OUT = ("validation", "validation_matched", "val", "valid", "test")
+_IMAGE = re.compile(r"\.(bmp|gif|jpe?g|p[bgnp]m|png|tiff?|webp)", re.IGNORECASE)
 
 
 class DataError(FedrotError):
@@ -70,70 +40,41 @@ def listed(values: Iterable[object]) -> str:
     return ", ".join(f"{value!s:.80}" for value in found[:10]) + more
 
 
-def _bound(what: str, number: int, most: int) -> None:
-    if number > most:
-        raise ValueError(f"it has {number} {what}, above {most}: leave some out")
+def _csv(path: Path, delimiters: str = ",;\t|") -> pa.Table:
+    """Read every cell as a text, with the first of the delimiters that the first line has.
 
-
-def _parquet(path: Path) -> pa.Table:
-    about = pq.ParquetFile(path).metadata  # not its columns: pyarrow ends the process if one is damaged
-    groups = [about.row_group(group) for group in range(about.num_row_groups)]
-    most = max(LARGEST, RATIO * path.stat().st_size)
-    _bound("cells", sum(group.num_rows for group in groups) * about.num_columns, MOST_CELLS)
-    _bound("bytes", sum(group.total_byte_size for group in groups), most)
-    return pq.read_table(path)
-
-
-def _csv(path: Path, delimiter: str = ",") -> pa.Table:
-    """Read every cell as a text; empty cells are missing. Excel's first line ``sep=,`` is left out."""
-    content = path.read_bytes()
-    head = content[: content.find(b"\n")].decode("utf-8-sig", "replace").strip("\r").lower()
-    found = next((name for mark, name in _DELIMITERS.items() if mark in head), "")
-    if found and delimiter not in head:
-        wanted = _DELIMITERS[delimiter]
-        raise ValueError(f"its columns are separated by {found}; separate them by {wanted}")
-    texts = {f"f{place}": pa.string() for place in range(MOST_COLUMNS)}
-    read = pa_csv.ReadOptions(
-        autogenerate_column_names=True,
-        skip_rows=int(head == f"sep={delimiter}"),
-        block_size=min(max(len(content), 2**20), 2**31 - 1),  # the longest row
-        use_threads=False,  # for the number of a wrong row
-    )
-    parse = pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
-    cells = pa_csv.ConvertOptions(column_types=texts, null_values=[""], strings_can_be_null=True)
-    table = pa_csv.read_csv(path, read, parse, cells)
-    _bound("columns", table.num_columns, MOST_COLUMNS)
-    for column in table.columns:
-        ends = content.count(b'"') % 2 and "\n" in (column[-1].as_py() or "")
-        rows = delimiter == "\t" and pc.any(pc.match_substring_regex(column, r"\t[^\n]*\n")).as_py()
-        if ends or rows:
-            raise ValueError("a quotation mark is not closed: a cell goes over several rows")
-    return table.slice(1).rename_columns([column[0].as_py() or "" for column in table.columns])
+    Empty cells are missing. Excel's first line ``sep=,`` is left out.
+    """
+    csv.field_size_limit(2**31 - 1)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        first = file.readline()
+        mark = next((mark for mark in delimiters if mark in first), ",")
+        if not first.lower().startswith("sep="):
+            file.seek(0)
+        rows = [row for row in csv.reader(file, delimiter=mark, strict=True) if row]
+    for number, row in enumerate(rows, start=1):
+        several = mark == "\t" and any("\t" in cell and "\n" in cell for cell in row)
+        if several or len(row) != len(rows[0]):
+            has = f"row {number} has {len(row)} cells, and the first {len(rows[0])}"
+            raise ValueError(f"{has}; or a quotation mark is not closed")
+    columns = [*zip(*rows, strict=True)]
+    cells = [pa.array([cell or None for cell in column[1:]], pa.string()) for column in columns]
+    return pa.table(cells, [column[0] for column in columns])
 
 
 def _json(path: Path) -> pa.Table:
-    """Read objects, or a list of objects. Columns with larger integers than int64 are texts."""
+    """Read objects, or a list of objects."""
     # Not pyarrow's reader: it makes dates of texts, and floats of large integers.
     text, rows, end = shallow(path.read_bytes()).decode("utf-8-sig"), [], 0
     while start := re.compile(r"\S").search(text, end):
         row, end = json.JSONDecoder().raw_decode(text, start.start())
         rows.append(row)
     rows = rows[0] if len(rows) == 1 and isinstance(rows[0], list) else rows
-    if not all(isinstance(row, dict) for row in rows):
-        raise ValueError("it has items that are not objects")
-    if len(rows) == 1 and all(isinstance(value, dict | list) for value in rows[0].values()):
-        raise ValueError("it is one object of columns: DataFrame.to_json needs orient='records'")
-    columns = dict.fromkeys(name for row in rows for name in row)
-    _bound("cells", len(columns) * len(rows), MOST_CELLS)
-    for name in columns:
-        values = [row.get(name) for row in rows]
-        try:
-            columns[name] = pa.array(values)
-        except (ValueError, TypeError, OverflowError) as error:
-            if not {*map(type, values)} <= {int, type(None)}:
-                raise ValueError(f"the column '{name}' has values of several types: {error}") from error
-            columns[name] = pa.array([value if value is None else str(value) for value in values])
-    return pa.table(columns)
+    objects = all(isinstance(row, dict) for row in rows)
+    if not objects or (len(rows) == 1 and all(isinstance(v, dict | list) for v in rows[0].values())):
+        raise ValueError("it needs an object for each row: DataFrame.to_json with orient='records'")
+    names = dict.fromkeys(name for row in rows for name in row)
+    return pa.table({name: [row.get(name) for row in rows] for name in names})
 
 
 def _plain_text(path: Path) -> pa.Table:
@@ -142,16 +83,14 @@ def _plain_text(path: Path) -> pa.Table:
     return pa.table({"text": pa.array(filter(None, paragraphs), pa.string())})
 
 
-# Not read by ``datasets``: in CSV it makes floats of integers beside an empty cell and renames a second
-# column of the same name; in CSV and JSON it refuses types that change after the first block.
-#: The name and the reader of each file format, by suffix.
-READERS: Mapping[str, tuple[str, Callable[[Path], pa.Table]]] = {
-    ".parquet": ("Parquet", _parquet),
-    ".csv": ("CSV", _csv),
-    ".tsv": ("TSV", partial(_csv, delimiter="\t")),
-    ".jsonl": ("JSON lines", _json),
-    ".json": ("JSON", _json),
-    ".txt": ("plain text", _plain_text),
+# Not read by ``datasets``: it makes floats of integers beside an empty cell, and renames columns.
+READERS: Mapping[str, Callable[[Path], pa.Table]] = {
+    ".parquet": pq.read_table,
+    ".csv": _csv,
+    ".tsv": partial(_csv, delimiters="\t,;|"),
+    ".jsonl": _json,
+    ".json": _json,
+    ".txt": _plain_text,
 }
 
 
@@ -160,43 +99,33 @@ def read_table(path: Path) -> pa.Table:
 
     Cells of CSV and TSV are texts; other formats keep their types. Parquet may have any suffix.
     """
-    format_name, read = READERS[path.suffix.lower()]
+    read = READERS[path.suffix.lower()]
     try:
         refuse_pointer(path)
         with path.open("rb") as file:
             head = file.readline(2**16)
-        other = [said for start, said in _OTHER_FILES.items() if head.startswith(start)]
         if head.startswith(b"PAR1"):
-            read = _parquet
-        elif other or (b"\0" in head and read is not _parquet):
-            raise ValueError(f"it is {[*other, 'no text, or in UTF-16: save it in UTF-8'][0]}")
+            read = pq.read_table
+        elif b"\0" in head and read is not pq.read_table:
+            raise ValueError("it is no text in UTF-8: a gzip or zip file, a workbook, Arrow, UTF-16?")
         return _usable(read(path))
-    except (OSError, ValueError, pa.ArrowException) as error:
-        what = f"cannot be read as {format_name} ({error})"
-        refuse(path, what, "save it again, or choose another file")
+    except (OSError, ValueError, OverflowError, csv.Error, pa.ArrowException) as error:
+        advice = "save or export it as Parquet, or as CSV or JSON in UTF-8, not compressed"
+        refuse(path, f"cannot be read ({error})", advice)
 
 
 def _usable(table: pa.Table) -> pa.Table:
-    """Return the columns with a name, trimmed, without views, of which pyarrow can take no rows."""
-    _bound("columns", table.num_columns, MOST_COLUMNS)
-    views = {"string_view": pa.string(), "binary_view": pa.binary()}
-    kinds = [getattr(kind, "storage_type", kind) for kind in table.schema.types]
-    fields = [(n.strip(), views.get(str(k), k)) for n, k in zip(table.column_names, kinds, strict=True)]
-    table = table.rename_columns([name for name, _ in fields]).cast(pa.schema(fields))
-    table = table.select([place for place, (name, _) in enumerate(fields) if name])
+    """Return the columns with a name, trimmed; raises an error of pyarrow if it can take no rows."""
+    names = [name.strip() for name in table.column_names]
+    table = table.rename_columns(names).select([place for place, name in enumerate(names) if name])
     if len(set(table.column_names)) < table.num_columns:
         raise ValueError(f"two columns have equal names among {listed(table.column_names)}")
+    table.take(pa.array([], pa.int64()))
     return table
 
 
-class Content(NamedTuple):
-    """A kind of column: its name, usual names, the option that chooses it, and its values in words."""
-
-    name: str
-    known: tuple[str, ...]
-    option: str
-    wanted: str
-    fits: Callable[[pa.DataType], bool]
+#: A kind of column: its name, usual names, and whether a type fits.
+Content: TypeAlias = tuple[str, tuple[str, ...], Callable[[pa.DataType], bool]]
 
 
 @dataclass(frozen=True)
@@ -204,13 +133,11 @@ class Source:
     """Tables of a data set.
 
     Attributes:
-        task: the last part of the name, such as ``cola``; known tasks have metrics of their own.
         tables: training and held-out rows, or one table of all rows, by origin.
         class_names: the hub's names for the classes of integer columns, by column.
         said: a sentence about files that were left out.
     """
 
-    task: str
     tables: Mapping[str, pa.Table]
     class_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     said: str = ""
@@ -226,157 +153,130 @@ class Source:
 
         Raises ``DataError`` without such a column, or if values are missing or of a wrong type.
         """
-        names = content.known if wanted is None else [wanted.strip()]
-        found = next((name for name in names if name in self.columns), "")
+        name, known, fits = content
+        names = known if wanted is None else [wanted.strip()]
+        found = next((column for column in names if column in self.columns), "")
         if not found:
-            where = f"{' and '.join(self.tables)}: no {content.name} column"
-            what = f"{' or '.join(map(repr, names))}; columns are {listed(self.columns)}"
-            refuse(where, what, f"choose one with {content.option}")
+            where = f"{' and '.join(self.tables)}: no {name} column {' or '.join(map(repr, names))}"
+            advice = "choose one with --text-column or --label-column"
+            refuse(where, f"among {listed(self.columns)}", advice)
         for origin, table in self.tables.items():
-            kind, where = table.schema.field(found).type, f"{origin}: {content.name} column {found!r}"
-            if not content.fits(kind):
-                refuse(where, f"holds {kind}", f"give {content.wanted}")
-            refuse_rows(where, "no value", _missing(table[found]))
+            kind, where = table.schema.field(found).type, f"{origin}: {name} column {found!r}"
+            if not fits(kind):
+                refuse(where, f"holds {kind}, no {name}s", "choose another column")
+            refuse_rows(where, "no value", [_missing(cell.as_py()) for cell in table[found]])
         return found
 
 
-def _missing(values: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
-    """Return which rows are null, NaN, blank, or a list with a null, ``[rows]``."""
-    missing: npt.NDArray[np.bool_] = values.is_null(nan_is_null=True).to_numpy().copy()
-    if is_list(values.type):
-        holes = pc.list_parent_indices(values).filter(pc.list_flatten(values).is_null())
-        missing[holes.to_numpy()] = True
-    if types.is_dictionary(values.type):
-        values = values.cast(values.type.value_type)
-    if types.is_string(values.type) or types.is_large_string(values.type):
-        missing |= pc.equal(pc.utf8_trim_whitespace(values), "").fill_null(False).to_numpy()
-    return missing
+def _missing(value: Any) -> bool:
+    """Return whether a value is null, NaN, blank, or a list with a null."""
+    if isinstance(value, str | list):
+        return not value.strip() if isinstance(value, str) else None in value
+    return value is None or value != value
 
 
-def is_list(kind: pa.DataType) -> bool:
-    return types.is_list(kind) or types.is_large_list(kind)
-
-
-def is_bytes(kind: pa.DataType) -> bool:
-    return types.is_binary(kind) or types.is_large_binary(kind)
-
-
-def refuse_rows(where: str, what: str, wrong: npt.NDArray[np.bool_]) -> None:
+def refuse_rows(where: str, what: str, wrong: Sequence[bool]) -> None:
     """Raise ``DataError`` with the numbers of the wrong rows, if there are any."""
-    if wrong.any():
+    if any(wrong):
         rows = f"row(s) {listed(np.flatnonzero(wrong) + 1)}, counted from 1"
-        what = f"has {what} in {wrong.sum()} of {len(wrong)} rows: {rows}"
+        what = f"has {what} in {sum(wrong)} of {len(wrong)} rows: {rows}"
         refuse(where, what, "correct or delete these rows")
 
 
 def find(name: str, data_dir: Path | None) -> Source:
-    """Look ``name`` up in ``data_dir`` and its ``FOLDERS``, among the bundled data, here, on the hub.
+    """Look ``name`` up in ``data_dir`` and the folders in it, among the bundled data, here, on the hub.
 
     A name stands for ``NAME``, ``NAME.parquet``, or for a folder: of ``train.parquet`` beside a held-out
-    split (or ``NAME_train.parquet``; in any format), saved by ``datasets``, or of images. Names of the
-    hub are ``owner/name`` and ``owner/name:configuration``. Raises ``DataError``.
+    split (in any format), saved by ``datasets``, or of images. Names of the hub are ``owner/name`` and
+    ``owner/name:configuration``. Raises ``DataError``.
     """
     if data_dir is not None and not data_dir.is_dir():
         refuse(f"data folder {data_dir}", "does not exist", "check its path")
-    roots = [data_dir / folder for folder in FOLDERS] if data_dir else []
+    roots = [data_dir, *sorted(data_dir.glob("*/"))] if data_dir else []
     bundled = {BUNDLED: [Path(__file__).with_name("bundled") / BUNDLED], DIGITS: []}
     places = [*(root / name for root in roots), *bundled.get(name, [Path(name)])]
     for place in places:
         if source := _at(place):
             return source
-    if name == DIGITS:
-        return _digits()
-    if there := next((place for place in places if place.exists()), None):
-        refuse(there, "has no known format", f"save it as one of {', '.join(READERS)}")
+    if name == DIGITS:  # 1,797 grey images of 8 x 8 pixels, here as PGM files of 17 shades
+        from sklearn.datasets import load_digits
+
+        found = load_digits()
+        files = [b"P5 8 8 16\n" + image.astype(np.uint8).tobytes() for image in found.images]
+        return Source({DIGITS: pa.table({"image": files, "label": found.target})})
     names = sorted({*bundled, *(path.name for root in roots for path in root.glob("*"))})
-    where = f"bundled or in {data_dir}" if data_dir else "bundled; give --data-dir for more"
-    unknown = f"is not available. Available: {', '.join(names)} ({where})"
-    if "/" not in name or Path(name).is_absolute() or Path(name).suffix.lower() in READERS:
-        refuse(f"data set {name!r}", unknown, "check the path; names of the hub are owner/name")
+    unknown = f"is not available, or has no known format. Available: {', '.join(names)}"
+    if name.count("/") != 1 or Path(name).suffix.lower() in READERS or any(map(Path.exists, places)):
+        advice = f"check --data-dir, the path and the format, one of {', '.join(READERS)}"
+        refuse(f"data set {name!r}", unknown, f"{advice}; names of the hub are owner/name")
     from datasets import load_dataset
 
     path, _, configuration = name.partition(":")
     load = partial(load_dataset, path, configuration or None)
-    return _loaded(name, (configuration or path).split("/")[-1], load, f"{unknown}; the hub failed")
+    return _loaded(name, load, f"{unknown}; the hub failed")
 
 
 def _at(place: Path) -> Source | None:
     for file in (place, Path(f"{place}.parquet")):
         if file.is_file() and file.suffix.lower() in READERS:
-            return Source(file.stem, {str(file): read_table(file)})
-    for suffix in READERS:
-        for train in (place / f"train{suffix}", Path(f"{place}_train{suffix}")):
-            if train.is_file():
-                prefix = train.stem.removesuffix("train")
-                files = [train, _held_out(train, [f"{prefix}{split}{suffix}" for split in HELD_OUT])]
-                return Source(place.name, {str(file): read_table(file) for file in files})
+            return Source({str(file): read_table(file)})
+    for train in (place / f"train{suffix}" for suffix in READERS):
+        if train.is_file():
+            files = train, _held_out(train)
+            return Source({str(file): read_table(file) for file in files})
     if any((place / name).is_file() for name in ("dataset_dict.json", "state.json")):
         from datasets import load_from_disk
 
         load = partial(load_from_disk, str(place))
-        return _loaded(str(place), place.name, load, "cannot be read as saved by 'datasets'")
+        return _loaded(str(place), load, "cannot be read as saved by 'datasets'")
     return _images(place) if place.is_dir() else None
 
 
-def _held_out(train: Path, names: Sequence[str]) -> Path:
-    found = next((name for name in names if (train.parent / name).exists()), "")
-    if not found:
-        refuse(train, "has no held-out split next to it", f"add one of {', '.join(names)}")
-    return train.parent / found
+def _held_out(train: Path) -> Path:
+    names = [f"{split}{train.suffix}" for split in HELD_OUT]
+    if found := next((name for name in names if (train.parent / name).exists()), ""):
+        return train.parent / found
+    refuse(train, "has no held-out split next to it", f"add one of {', '.join(names)}")
 
 
-def _loaded(name: str, task: str, load: Callable[[], Any], failed: str) -> Source:
+def _loaded(name: str, load: Callable[[], Any], failed: str) -> Source:
     """Return the training and held-out rows, or all rows, of a data set of ``datasets``."""
     import datasets
 
     try:
         found = load()
         splits = found if isinstance(found, dict) else {"train": found}
-        if "train" not in splits:
-            raise ValueError(f"it needs a split 'train' and has {listed(splits)}")
         chosen = ("train", *[split for split in HELD_OUT if split in splits][:1])
         features = splits["train"].features
         tables = {f"{name} ({s})": _usable(splits[s].with_format("arrow")[:]) for s in chosen}
     except Exception as error:  # the hub's client raises many unrelated kinds
-        advice = "check the name, the files and the connection"
+        advice = "check the name, the files, its split 'train' and the connection"
         refuse(f"data set {name!r}", f"{failed} ({type(error).__name__}: {error})", advice)
     # A column of tags is a list of classes.
     kinds = {column: getattr(feature, "feature", feature) for column, feature in features.items()}
     named = {n: tuple(k.names) for n, k in kinds.items() if isinstance(k, datasets.ClassLabel)}
-    return Source(task, tables, named)
-
-
-def _digits() -> Source:
-    """Return scikit-learn's 1,797 grey images of handwritten digits, 8 x 8 pixels, as PGM files."""
-    from sklearn.datasets import load_digits
-
-    found = load_digits()
-    pixels = np.rint(found.images * (255 / 16)).astype(np.uint8)
-    files = [b"P5 8 8 255\n" + image.tobytes() for image in pixels]
-    return Source(DIGITS, {DIGITS: pa.table({"image": files, "label": found.target})})
+    return Source(tables, named)
 
 
 def _images(folder: Path) -> Source:
     """Return the paths and classes of files ``CLASS/IMAGE``, perhaps below ``train`` and ``test``."""
     train, tables, left_out = folder / "train", {}, []
-    for part in [train, _held_out(train, HELD_OUT_FOLDERS)] if train.is_dir() else [folder]:
-        beside, rows = sorted(part.iterdir()), []
-        classes = [p for p in beside if p.is_dir() and not p.name.startswith((".", "__MACOSX"))]
-        left_out += [path.name for path in beside if path.is_file()]
-        for place in classes or [part]:
-            files = [file for file in sorted(place.rglob("*")) if file.is_file()]
-            images = [file for file in files if classes and _is_image(file.relative_to(place))]
-            left_out += [file.name for file in files if not _is_image(file.relative_to(place))]
-            if not images:
-                advice = f"images lie in a folder for each class, as in {folder.name}/CLASS/IMAGE.png"
-                refuse(place, "has no images, nor train.parquet", advice)
-            rows += [{"image": {"bytes": None, "path": str(f)}, "label": place.name} for f in images]
+    for part in [train, _held_out(train)] if train.is_dir() else [folder]:
+        seen = [place for place in part.glob("[!.]*") if place.name != "__MACOSX"]
+        below = sorted(file for place in seen for file in (place, *place.rglob("*")))
+        files = {file: file.relative_to(part).parts for file in below if file.is_file()}
+        images = {
+            file: parts[0]
+            for file, parts in files.items()
+            if len(parts) > 1 and _IMAGE.fullmatch(file.suffix) and "/." not in "/".join(parts)
+        }
+        rows = [{"image": {"bytes": None, "path": str(f)}, "label": name} for f, name in images.items()]
+        left_out += [file.name for file in files if file not in images]
+        empty = {place.name for place in seen if place.is_dir()} - {*images.values()}
+        if empty or not images:
+            advice = f"images lie in a folder for each class, as in {folder.name}/CLASS/IMAGE.png"
+            refuse(part, f"has no images, nor train.parquet, in {listed(empty or '.')}", advice)
         kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
         tables[str(part)] = pa.Table.from_pylist(rows, pa.schema({"image": kind, "label": pa.string()}))
     said = f"{len(left_out)} file(s) of {folder} left out, hidden or no images: {listed(left_out)}."
-    return Source(folder.name, tables, said=said if left_out else "")
-
-
-def _is_image(file: Path) -> bool:
-    hidden = any(name.startswith(".") for name in file.parts)
-    return file.suffix.lower() in IMAGE_SUFFIXES and not hidden
+    return Source(tables, said=said if left_out else "")

@@ -5,48 +5,38 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 import pyarrow.types as types
 
 from fedrot.simulations.data.labels import DataSet, Rows, Split, clean, label_columns, labelled
-from fedrot.simulations.data.read import Content, find, is_bytes, is_list, listed, refuse
+from fedrot.simulations.data.read import Content, find, listed, refuse
+from fedrot.simulations.settings import Experiment
 
-if TYPE_CHECKING:
-    from fedrot.simulations.settings import Experiment
-
-PAIR_COLUMNS = (
-    ("sentence1", "sentence2"),
-    ("question1", "question2"),
-    ("premise", "hypothesis"),
-    ("question", "sentence"),
-)
-TAG_METRICS = ("f1", "precision", "recall")
+PAIRS = ("sentence1,sentence2", "question1,question2", "premise,hypothesis", "question,sentence")
 #: The tag of words outside of all entities, whose number is 0; all tags.
 OUTSIDE, _BIO = "O", re.compile("O|[BI]-.+", re.DOTALL)
 #: The column with the name of a row's domain.
 DOMAIN = "domain"
 #: The metrics over all domains with training rows, and over those without.
 SEEN, UNSEEN = "macro_f1", "unseen_macro_f1"
-TEXT = Content(
+TEXT: Content = (
     "text",
     ("text", "sentence", "content", "review", "comment", "tweet", "utterance"),
-    "--text-column (two, separated by a comma, for pairs)",
-    "one text per row",
-    lambda kind: not (types.is_nested(kind) or is_bytes(kind)),
+    lambda kind: not types.is_nested(kind) and "binary" not in str(kind),
 )
-WORDS = Content("word", ("tokens", "words"), "--text-column", "a list for each row", is_list)
-TAGS = Content("tag", ("ner_tags", "tags"), "--label-column", "a list for each row", is_list)
+WORDS: Content = ("word list", ("tokens", "words"), lambda kind: "list<" in str(kind)[:11])
+TAGS: Content = ("tag list", ("ner_tags", "tags"), WORDS[2])
 
 
 def load_texts(experiment: Experiment) -> DataSet:
     """Load the texts, or pairs of texts, of an experiment, see ``read.find``; raises ``DataError``."""
     source = find(experiment.data, experiment.data_dir)
-    pair = next((pair for pair in PAIR_COLUMNS if set(pair) <= set(source.columns)), (None,))
-    wanted = experiment.text_column.split(",") if experiment.text_column else pair
+    pair = next((pair for pair in PAIRS if {*pair.split(",")} <= {*source.columns}), None)
+    chosen = experiment.text_column or pair
+    wanted: Sequence[str | None] = chosen.split(",") if chosen else [None]
     if len(wanted) > 2:
         refuse("--text-column", f"has {len(wanted)} columns", "give one or two")
     texts = [source.column(TEXT, name) for name in wanted]
@@ -65,7 +55,17 @@ def load_tags(experiment: Experiment) -> DataSet:
     """
     source = find(experiment.data, experiment.data_dir)
     columns = source.column(WORDS, experiment.text_column), source.column(TAGS, experiment.label_column)
-    read = partial(_tagged, columns=columns, names=source.class_names.get(columns[1]))
+    names = source.class_names.get(columns[1])
+
+    def read(rows: Rows) -> tuple[Sequence[tuple[str, ...]], Sequence[Sequence[str]]]:
+        words, tags = (rows.table[column].to_pylist() for column in columns)
+        tags = [[clean(names[t] if names and isinstance(t, int) else t) for t in row] for row in tags]
+        for number, ours, theirs in zip(rows.numbers, words, tags, strict=True):
+            if len(ours) != len(theirs) or not all(map(_BIO.fullmatch, theirs)):
+                what = f"has {len(ours)} words in {columns[0]!r}, and in {columns[1]!r} {listed(theirs)}"
+                refuse(f"{rows.where}, row {number}", what, "each word needs a tag: O, B-TYPE or I-TYPE")
+        return [tuple(map(str, row)) for row in words], tags
+
     data = labelled(source, experiment, (), columns, read)
     every = [*(data.train.second or ()), *(data.test.second or ())]
     entities = sorted({tag[2:] for tags in every for tag in tags if tag != OUTSIDE})
@@ -73,25 +73,8 @@ def load_tags(experiment: Experiment) -> DataSet:
         refuse(f"{data.name}: every tag", f"is '{OUTSIDE}', no entity", "choose other data")
     tags = (OUTSIDE, *(f"{prefix}-{entity}" for entity in entities for prefix in "BI"))
     train, test = (_numbered(split, tags) for split in (data.train, data.test))
-    names = tuple(entities)
-    return DataSet(data.name, "multi", names, TAG_METRICS, train, test, data.note, tags=tags)
-
-
-def _tagged(
-    rows: Rows, columns: tuple[str, str], names: Sequence[str] | None
-) -> tuple[list[tuple[str, ...]], list[list[str]]]:
-    """Return the words and the tags of each row; raises ``DataError`` if a tag is not BIO."""
-    words, tags = (rows.table[column].to_pylist() for column in columns)
-    tags = [[clean(names[t] if names and isinstance(t, int) else t) for t in row] for row in tags]
-    for number, ours, theirs in zip(rows.numbers, words, tags, strict=True):
-        where = f"{rows.where}, row {number}:"
-        if len(ours) != len(theirs):
-            what = f"{len(ours)} words in {columns[0]!r} and {len(theirs)} tags in {columns[1]!r}"
-            refuse(where, what, "each word needs one tag")
-        for wrong in (tag for tag in theirs if not _BIO.fullmatch(tag)):
-            advice = f"'{OUTSIDE}', 'B-TYPE' at the first word of an entity, 'I-TYPE' at the others"
-            refuse(where, f"tag {wrong!r} in column {columns[1]!r} is not BIO", f"tags are {advice}")
-    return [tuple(map(str, row)) for row in words], tags
+    types_, metrics = tuple(entities), ("f1", "precision", "recall")
+    return DataSet(data.name, "multi", types_, metrics, train, test, data.said, tags=tags)
 
 
 def _numbered(split: Split, tags: Sequence[str]) -> Split:
@@ -125,18 +108,15 @@ def load_domains(experiment: Experiment) -> DataSet:
     labels = tuple(dict.fromkeys(label for name in domains for label in loaded[name].label_names))
     for name, data in loaded.items():
         numbers = all(label.removeprefix("-").isdigit() for label in data.label_names)
-        if data.kind == "regression" or data.train.second or (data.kind == "single" and numbers):
-            what = "has scores, pairs of texts, or numbers for classes"
-            refuse(f"'{name}'", what, "domains need classes with names, of single texts")
-        if not set(data.label_names) & set(labels):
-            has = f"it has {listed(data.label_names)}"
-            refuse(f"'{name}'", f"has none of the labels {listed(labels)}", has)
+        several = data.kind == "multi" or not (data.kind == "regression" or numbers)
+        if data.train.second or not several or not {*data.label_names} & {*labels}:
+            what = f"has scores, pairs, numbers for classes, or none of the labels {listed(labels)}"
+            refuse(f"'{name}'", what, "domains need single texts, and classes with common names")
     metrics = (SEEN, *([UNSEEN] if named[1] else []), *map(metric_of, every))
     train = _united({name: (loaded[name], loaded[name].train) for name in domains}, labels)
     test = _united({name: (data, data.test) for name, data in loaded.items()}, labels)
-    note = " ".join(data.note for data in loaded.values() if data.note)
-    said = " ".join(data.said for data in loaded.values() if data.said)
-    return DataSet(",".join(domains), "multi", labels, metrics, train, test, note, said, domains=domains)
+    said = " ".join(filter(None, (data.said for data in loaded.values())))
+    return DataSet(",".join(domains), "multi", labels, metrics, train, test, said, domains=domains)
 
 
 def metric_of(domain: str) -> str:
@@ -146,12 +126,9 @@ def metric_of(domain: str) -> str:
 
 def _united(parts: Mapping[str, tuple[DataSet, Split]], labels: Sequence[str]) -> Split:
     domains = [name for name, (_, split) in parts.items() for _ in range(len(split))]
-    found, end = np.full((len(domains), len(labels)), np.nan, dtype=np.float32), 0
+    tables = []
     for data, split in parts.values():
-        rows, end = slice(end, end + len(split)), end + len(split)
         own = split.labels if data.kind == "multi" else np.eye(len(data.label_names))[split.labels]
-        for place, label in enumerate(data.label_names):
-            if label in labels:
-                found[rows, labels.index(label)] = own[:, place]
+        tables.append(pd.DataFrame(own, columns=[*data.label_names]).reindex(columns=labels))
     texts = tuple(text for _, split in parts.values() for text in split.inputs)
-    return Split(found, {DOMAIN: domains}, texts)
+    return Split(pd.concat(tables).to_numpy(np.float32), {DOMAIN: domains}, texts)

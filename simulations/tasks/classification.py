@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
-from fedrot.simulations.data.encode import IGNORED, Batch, Encoded, EncodedTags
+from fedrot.simulations.data.encode import IGNORED, Batch, Encoded, EncodedText
 from fedrot.simulations.data.labels import DataSet
 from fedrot.simulations.data.texts import SEEN, UNSEEN, metric_of
 from fedrot.simulations.models import pad_id_of
@@ -112,12 +112,12 @@ class TokenClassification(Objective):
         settings.id2label = dict(enumerate(data.tags))
         settings.label2id = {tag: number for number, tag in enumerate(data.tags)}
 
-    def usable(self, encoded: EncodedTags, rows: np.ndarray) -> np.ndarray:
+    def usable(self, encoded: EncodedText, rows: np.ndarray) -> np.ndarray:
         """Return the rows with a tag to predict; empty rows and unknown characters have none."""
         return rows[np.array([len(encoded.places[row]) > 0 for row in rows], dtype=bool)]
 
     def evaluate(
-        self, model: torch.nn.Module, encoded: EncodedTags, rows: np.ndarray
+        self, model: torch.nn.Module, encoded: EncodedText, rows: np.ndarray
     ) -> dict[str, float]:
         surprise = torch.zeros((), dtype=torch.float64)
         words = 0

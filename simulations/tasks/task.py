@@ -10,7 +10,7 @@ import numpy as np
 
 from fedrot.simulations.data.encode import Encoded, read_encoded
 from fedrot.simulations.data.labels import DataSet
-from fedrot.simulations.data.partition import histogram, key_names, parse_partition, split_clients
+from fedrot.simulations.data.partition import partition_keys, split_clients
 from fedrot.simulations.settings import Experiment, TaskName
 from fedrot.simulations.tasks.classification import (
     Classification,
@@ -47,8 +47,8 @@ class Task:
     def partition(self, seed: int) -> tuple[Sequence[str], list[int], list[list[int]]]:
         """Return names of the classes, row counts by client, and row counts by client and class."""
         labels, parts = self.data.train.labels, self.clients(seed)
-        names = key_names(labels, self.data.label_names)
-        counts = histogram(labels, parts, len(names)).tolist()
+        keys, names = partition_keys(labels, self.data.label_names)
+        counts = [np.bincount(keys[part], minlength=len(names)).tolist() for part in parts]
         return names, [len(part) for part in parts], counts
 
     def client_rows(self, seed: int, client: int) -> tuple[np.ndarray, np.ndarray]:
@@ -74,5 +74,5 @@ def task_of(experiment_json: str) -> Task:
 def _clients(experiment_json: str, seed: int) -> list[np.ndarray]:
     task = task_of(experiment_json)
     experiment, train = task.experiment, task.data.train
-    how = parse_partition(experiment.partition)
-    return split_clients(train.labels, train.columns, how, experiment.clients, seed)
+    how = experiment.partition, experiment.clients, seed
+    return split_clients(train.labels, train.columns, *how)

@@ -34,7 +34,7 @@ def build_model(width: int, seed: int = 0) -> nn.Module:
 def load_rows(split: str, share: int = 0, shares: int = 1, limit: int | None = None) -> TensorDataset:
     """Return every ``shares``-th comment of a split as tokens, mask and label."""
     with resources.as_file(BUNDLED) as folder:
-        table = pd.read_parquet(folder / f"goemotions_ekman_{split}.parquet")[share::shares][:limit]
+        table = pd.read_parquet(folder / "goemotions_ekman" / f"{split}.parquet")[share::shares][:limit]
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_file=str(folder / "tokenizer.json"), pad_token="[PAD]", padding_side="right"
         )

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import process_time
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -18,32 +17,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedrot.simulations.data.labels import DataSet
+from fedrot.simulations.settings import Experiment
 
 ROWS = 40
 TEXTS = [f'story "{row}", and\nan end' for row in range(ROWS)]
-FIELDS: dict[str, Any] = {
-    "task": "classification",
-    "data_dir": None,
-    "unseen_data": "",
-    "text_column": None,
-    "label_column": None,
-    "label_kind": "",
-    "train_limit": None,
-    "test_limit": None,
-    "model": None,
-    "max_length": 32,
-}
 
 
-class Chosen(SimpleNamespace):
-    """The fields of an experiment that data need."""
-
-    def model_copy(self, *, update: dict[str, Any]) -> Chosen:
-        return Chosen(**{**vars(self), **update})
-
-
-def chosen(data: object, data_dir: Path | None = None, **fields: Any) -> Any:
-    return Chosen(**{**FIELDS, "data": str(data), "data_dir": data_dir, **fields})
+def chosen(data: object, data_dir: Path | None = None, **fields: Any) -> Experiment:
+    return Experiment.model_validate(
+        {"data": str(data), "data_dir": data_dir, "max_length": 32, **fields}
+    )
 
 
 def write(path: Path, **columns: Any) -> Path:

@@ -135,7 +135,7 @@ TABLE: dict[str, Any] = {"name": "mine"}
         ({"width": 30}, "do not go together"),
         ({"task": "clm", "architecture": "llama", "width": 36, "heads": 4}, "an even one"),
         ({"partition": "dirichlet"}, "unknown partition"),
-        ({"partition": "dirichlet:-1"}, "alpha"),
+        ({"partition": "dirichlet:-1"}, "ALPHA"),
         ({"clients": 0}, "greater than 0"),
         ({"dropout": 1}, "less than 1"),
         ({"holdout": 1}, "less than 1"),

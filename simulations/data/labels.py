@@ -176,7 +176,7 @@ def labelled(
     said = f"Labels: {kind}, {listed(names)} (--set label_kind: single, multi or regression).{alike}"
     spoken = said if experiment.task in ("classification", "image") else ""
     said = " ".join(filter(None, (source.said, note, spoken)))
-    return DataSet(experiment.data, kind, names, METRICS_OF_KIND[kind], *splits, said)
+    return DataSet(experiment.data, kind, names, METRICS_OF_KIND[kind], *splits, said=said)
 
 
 def _read(where: str, table: pa.Table, columns: Sequence[str], scores: bool) -> np.ndarray:

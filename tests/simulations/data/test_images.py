@@ -114,7 +114,7 @@ def test_digits_are_always_divided_alike() -> None:
 
 def test_a_folder_of_classes_is_divided_and_other_files_are_named(tmp_path: Path) -> None:
     photos = folder_of(tmp_path / "photos", dog=10, none=5)
-    (photos / "dog" / "0.png").rename(photos / "dog" / "0.PNG")
+    (photos / "dog" / "0.png").rename(photos / "dog" / "0.TIFF")
     folder_of(photos / "none", below=5)
     others = (
         "readme.md dog/notes.txt dog/._1.png dog/.a/1.png none/2.heic .git/a.png b.png __MACOSX/a.png"

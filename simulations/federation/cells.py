@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from torch import nn
 
@@ -186,13 +186,10 @@ class CellStrategy(ReplyStrategy):
         load_tensors(self.network, arrays.to_torch_state_dict(), self.loads)
         return MetricRecord({**self.cell.finish_round(server_round, self.network)})
 
-    def _after_training(self, contents: list[RecordDict], key: str) -> MetricRecord:
+    def _after_training(self, contents: list[Any], key: str) -> MetricRecord:
         """Add the clients' losses, in the order of the clients: replies arrive in any order."""
         self.trained_round = self.current_round
-        losses = {}
-        for content in contents:
-            client = content.config_records[CLIENT_RECORD][CLIENT_KEY]
-            losses[client] = content.metric_records["metrics"]["train-loss"]
+        losses = {c[CLIENT_RECORD][CLIENT_KEY]: c["metrics"]["train-loss"] for c in contents}
         for client in sorted(losses):
             self.cell.record(f"client:{client}", self.current_round, {"train-loss": losses[client]})
         return MetricRecord()

@@ -15,7 +15,6 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fedrot import FedrotError, canonical, random_equivalent, symmetry_of
-from reproductions.ensemble import with_state
 from fedrot.simulations.folder import read_rows
 from fedrot.simulations.models import build_model
 from fedrot.simulations.settings import Experiment
@@ -33,6 +32,7 @@ from reproductions.barriers.line import (
 )
 from reproductions.barriers.methods import METHODS, match
 from reproductions.barriers.summary import tables
+from reproductions.ensemble import with_state
 from tests.simulations.commands import SMALL
 
 measure = partial(line_module.measure, points=3, cell="c", pair="0-1")

@@ -15,10 +15,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from torch import Tensor, nn
 
 import fedrot
-from fedrot.collect.statistics import STATISTIC_KINDS, StatisticKind
+from fedrot.collect.statistics import STATISTIC_KINDS
 from fedrot.simulations.federation import client_app
-from fedrot.simulations.federation.cells import with_state
-from fedrot.simulations.models import build_model, model_config
+from fedrot.simulations.models import build_model
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
@@ -48,9 +47,10 @@ def received(task: Task) -> State:
     return dict(build_model(task.experiment, task.data, seed=0).state_dict())
 
 
-@pytest.fixture
-def shell(task: Task) -> nn.Module:
-    return build_model(task.experiment, task.data, seed=0)
+def with_state(task: Task, state: Mapping[str, Tensor]) -> nn.Module:
+    model = build_model(task.experiment, task.data, seed=0)
+    model.load_state_dict(dict(state))
+    return model
 
 
 def answered(
@@ -60,8 +60,8 @@ def answered(
     assert fakes.TaskIdentity.run_id == 1  # or Flower refuses to make messages
     fields = told.pop("fields", {})
     job = {
-        **{"experiment": of(**fields).to_json(), "seed": 0, "lr": 1e-3, "last-round": 9, "cache": ""},
-        **{"server-round": 1, "align": "", "chance": 0.0, "batches": 0, "loads": ""},
+        **{"experiment": of(**fields).to_json(), "seed": 0, "lr": 1e-3, "cache": ""},
+        **{"server-round": 1, "batches": 0, "loads": ""},
         **{name.replace("_", "-"): value for name, value in told.items()},
     }
     if "statistics" in job:
@@ -115,8 +115,7 @@ def number_in(update: State) -> float:
 
 
 def test_an_update_is_a_training_of_the_received_model(task: Task, received: State) -> None:
-    model = build_model(task.experiment, task.data, seed=5)
-    model.load_state_dict(received)
+    model = with_state(task, received)
     loss = training.train(model, task, task.client_rows(2, 1)[0], 2_003_001, 1, 0.01)
     content = answered(received, 1, seed=2, server_round=3, lr=0.01)
     found = content.array_records["arrays"].to_torch_state_dict()
@@ -145,15 +144,13 @@ def test_a_client_starts_from_a_model_of_its_own_only_where_it_is_to(
 
 
 @pytest.mark.usefixtures("untrained")
-def test_clients_are_scrambled_in_ways_of_their_own(
-    task: Task, shell: nn.Module, received: State
-) -> None:
+def test_clients_are_scrambled_in_ways_of_their_own(task: Task, received: State) -> None:
     rows, scrambled = np.arange(8), {"fields": {"start": "scrambled"}}
-    expected = training.evaluate(shell, task, task.test, rows)["loss"]
+    expected = training.evaluate(with_state(task, received), task, task.test, rows)["loss"]
     found = [received]
     for client, told in ((0, {}), (1, {}), (0, {"server_round": 2}), (0, {"seed": 1})):
         found.append(ask(received, client, **scrambled, **told))
-        loss = training.evaluate(with_state(shell, found[-1]), task, task.test, rows)["loss"]
+        loss = training.evaluate(with_state(task, found[-1]), task, task.test, rows)["loss"]
         assert loss == pytest.approx(expected, abs=1e-4)
     assert len({tuple(state[UP].flatten().tolist()) for state in found}) == 5
     assert torch.equal(ask(received, 0, **scrambled)[UP], found[1][UP])
@@ -163,9 +160,7 @@ def test_clients_are_scrambled_in_ways_of_their_own(
 
 
 @pytest.mark.usefixtures("untrained")
-def test_statistics_are_of_the_update_on_the_clients_own_rows(
-    task: Task, shell: nn.Module, received: State
-) -> None:
+def test_statistics_are_of_the_update_on_the_clients_own_rows(task: Task, received: State) -> None:
     content = answered(received, 1, statistics="gram,fisher")
     state = content.array_records["arrays"].to_torch_state_dict()
     found = read_statistics(content)
@@ -173,31 +168,12 @@ def test_statistics_are_of_the_update_on_the_clients_own_rows(
     assert all(found["fisher"][name].shape == tensor.shape for name, tensor in state.items())
     rows, _ = task.client_rows(0, 1)
     batches = [{**task.train.batch(rows[[i]])} for i in range(len(rows))]
-    expected = fedrot.collect_gram(with_state(shell, state), batches)
+    expected = fedrot.collect_gram(with_state(task, state), batches)
     for kind in ("gram", "input_mean"):
         assert found[kind].keys() == expected[kind].keys()
         for name, statistic in expected[kind].items():
             torch.testing.assert_close(found[kind][name], statistic, atol=1e-4, rtol=1e-4)
-    assert metrics_of(content)["seconds-statistics"] > 0
     assert read_statistics(answered(received, 1, statistics="")) == {}
-
-
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, Any]]:
-    """Note the name, the number of batches and the limit of everything that is collected."""
-    names: list[tuple[str, int, Any]] = []
-
-    def noting(kind: StatisticKind) -> StatisticKind:
-        def collect(model: Any, batches: Any, **options: Any) -> Any:
-            found = [*batches]
-            names.append((kind.name, len(found), options.get("max_batches", "its own")))
-            assert kind.collect is not None
-            return kind.collect(model, found, **options)
-
-        return replace(kind, collect=collect)
-
-    for name in ("gram", "fisher"):
-        monkeypatch.setitem(STATISTIC_KINDS, name, noting(STATISTIC_KINDS[name]))
-    return names
 
 
 @pytest.mark.usefixtures("untrained")
@@ -205,57 +181,19 @@ def test_statistics_come_from_as_many_batches_as_asked_for(
     task: Task, received: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is asked for replaces the kind's own limit, which is smaller or larger."""
-    seen = counted(monkeypatch)
+    seen, gram = list[tuple[int, Any]](), STATISTIC_KINDS["gram"]
+
+    def collect(model: Any, batches: Any, **options: Any) -> Any:
+        found = [*batches]
+        seen.append((len(found), options.get("max_batches", "its own")))
+        assert gram.collect is not None
+        return gram.collect(model, found, **options)
+
+    monkeypatch.setitem(STATISTIC_KINDS, "gram", replace(gram, collect=collect))
     for limit in (0, 2):
         answered(received, statistics="gram", batches=limit)
     every = math.ceil(len(task.client_rows(0, 0)[0]) / 16)
-    assert seen == [("gram", every, "its own"), ("gram", 2, None)]
-
-
-@pytest.mark.usefixtures("untrained")
-def test_statistics_are_computed_once_for_one_update(
-    received: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen, told = counted(monkeypatch), {"cache": str(tmp_path), "statistics": "gram"}
-    once, again = (read_statistics(answered(received, **told))["gram"] for _ in range(2))
-    assert [name for name, *_ in seen] == ["gram"]
-    assert all(torch.equal(once[name], gram) for name, gram in again.items())
-    # A matrix that several layers share is one tensor, also from the file.
-    assert len({id(gram) for gram in again.values()}) == len({id(gram) for gram in once.values()})
-    seen.clear()
-    # Another client, kind, seed, update, round or limit of batches has statistics of its own.
-    answered(received, 1, **told)
-    answered(received, **{**told, "statistics": "fisher"})
-    answered(received, seed=1, **told)
-    answered(received, fields={"start": "scrambled"}, **told)
-    answered(received, server_round=2, **told)
-    answered(received, batches=1, **told)
-    assert [name for name, *_ in seen] == ["gram", "fisher", *["gram"] * 4]
-
-
-def test_clients_that_align_first_send_the_unscrambled_update_and_its_fisher(
-    task: Task, received: State
-) -> None:
-    scrambled = {"fields": {"start": "scrambled"}, "statistics": "fisher"}
-    first = answered(received, align="attention+ffn", statistics="fisher")
-    again = answered(received, align="attention+ffn", **scrambled)
-    lost = answered(received, **scrambled)
-    update, same, other = (c.array_records["arrays"].to_torch_state_dict() for c in (first, again, lost))
-    fisher, its, theirs = (read_statistics(c)["fisher"] for c in (first, again, lost))
-    for name, tensor in update.items():
-        torch.testing.assert_close(same[name], tensor, atol=1e-4, rtol=0)
-        scale = max(float(fisher[name].max()), 1e-6)
-        torch.testing.assert_close(its[name] / scale, fisher[name] / scale, atol=1e-3, rtol=0)
-    assert float((other[UP] - update[UP]).abs().max()) > 0.01
-    assert float((theirs[UP] - fisher[UP]).abs().max()) > 0
-    symmetry = fedrot.symmetry_of(model_config(task.experiment, task.data), received)
-    trained = ask(received)
-    eager = fedrot.AlignmentOptions(parts=("attention", "ffn"), chance=0)
-    for name, tensor in fedrot.align(trained, received, symmetry, eager).apply(trained).items():
-        torch.testing.assert_close(update[name], tensor, atol=1e-6, rtol=0)
-    # With a chance that nothing exceeds, nothing is moved.
-    still = ask(received, align="attention+ffn", chance=1e9)
-    assert torch.equal(still[UP], trained[UP])
+    assert seen == [(every, "its own"), (2, None)]
 
 
 # Shared trainings
@@ -264,14 +202,12 @@ def test_clients_that_align_first_send_the_unscrambled_update_and_its_fisher(
 DECIDES: dict[str, dict[str, Any]] = {
     "seed": {"seed": 1},
     "client": {"client": 1},
-    "the last round": {"last_round": 1},
     "an own start": {"fields": {"start": "different"}},
     "learning rate": {"lr": 0.5},
     "epochs of the first round": {"fields": {"first_epochs": 3.0}},
     "the round": {"server_round": 2},
     "partition": {"fields": {"partition": "dirichlet:1"}},
     "the model": {"model": 2.0},
-    "a part of an adapter": {"fedrot_train": "b"},
     "how an adapter is loaded": {"loads": "x"},
 }
 
@@ -285,9 +221,9 @@ def test_strategies_share_a_training_only_if_nothing_that_decides_it_differs(
     )
 
     def ask_for(change: Mapping[str, Any]) -> float:
-        told = {"cache": str(tmp_path), "client": 0, "last_round": 2, **change}
-        weight = received["classifier.weight"] * told.pop("model", 1.0)
-        return number_in(ask({**received, "classifier.weight": weight}, told.pop("client"), **told))
+        told = {"cache": str(tmp_path), "client": 0, **change}
+        sent = {**received, "classifier.weight": received["classifier.weight"] * told.pop("model", 1.0)}
+        return number_in(ask(sent, told.pop("client"), **told))
 
     assert ask_for({}) == 1
     assert ask_for(DECIDES[what]) == 2
@@ -300,8 +236,7 @@ def test_strategies_share_a_training_only_if_nothing_that_decides_it_differs(
     "same",
     [
         {"fields": {"start": "scrambled"}},
-        {"fields": {"strategies": "joined", "name": "other", "seeds": "9"}},
-        {"align": "ffn"},
+        {"fields": {"strategies": "aligned", "name": "other", "seeds": "9"}},
         {"batches": 3},
     ],
     ids=str,
@@ -310,7 +245,9 @@ def test_what_does_not_change_a_training_shares_it(
     same: dict[str, Any], received: State, tmp_path: Path, trainings: list[float]
 ) -> None:
     for change in ({}, same):
-        assert number_in(ask(received, cache=str(tmp_path), **change)) == 1
+        content = answered(received, cache=str(tmp_path), **change)
+        update = content.array_records["arrays"].to_torch_state_dict()
+        assert (number_in(update), metrics_of(content)["train-loss"]) == (1, 1)
     assert trainings == [1.0]
 
 
@@ -338,22 +275,6 @@ def test_later_rounds_share_trainings_while_the_folder_is_small(
     assert numbers(1, 1) == [4, 4]
 
 
-def test_the_metrics_of_a_shared_training_are_its_own(
-    task: Task, received: State, tmp_path: Path, trainings: list[float]
-) -> None:
-    def metrics(last_round: int) -> dict[str, Any]:
-        return metrics_of(answered(received, cache=str(tmp_path), last_round=last_round))
-
-    first = metrics(1)
-    assert metrics(1) == first
-    assert first["train-loss"] == trainings[0]
-    assert first["seconds-training"] > 0
-    # Only in the last round clients are evaluated alone.
-    alone = {name.removeprefix("alone-") for name in first if name.startswith("alone-")}
-    assert alone == task.objective.diverged().keys()
-    assert not any(name.startswith("alone-") for name in metrics(2))
-
-
 # Rows and labels that a client lacks
 
 
@@ -369,6 +290,7 @@ def test_outputs_of_labels_that_a_client_does_not_know_stay(tmp_path: Path) -> N
     moved = []
     for client in range(2):
         # Weight decay moves what has no loss, too.
-        head = ask(start, client, fields=fields, lr=0.1)["classifier.weight"]
-        moved.append([not torch.equal(head[k], start["classifier.weight"][k]) for k in range(3)])
-    assert sorted(moved) == [[False, True, True], [True, True, False]]
+        update = ask(start, client, fields=fields, lr=0.1)
+        for name in ("classifier.weight", "classifier.bias"):
+            moved.append([not torch.equal(update[name][k], start[name][k]) for k in range(3)])
+    assert sorted(moved) == [[False, True, True]] * 2 + [[True, True, False]] * 2

@@ -21,10 +21,9 @@ from tests.simulations.commands import invoke, simulated, values
 
 SCRIPTS = Path(sys.executable).parent
 SETTINGS = {
-    **{"train-limit": 480, "test-limit": 200, "clients": 2, "max-length": 32},
-    **{"layers": 1, "width": 32, "heads": 2},
-    **{"seeds": "1", "rounds": 2, "lr": 5e-3, "local-epochs": 2, "partition": "dirichlet:1"},
-    **{"start": "scrambled", "strategies": "fedavg,aligned,fit_head"},
+    **{"train-limit": 480, "test-limit": 200, "clients": 2, "max-length": 32, "layers": 1, "width": 32},
+    **{"heads": 2, "seeds": "1", "rounds": 2, "lr": 5e-3, "local-epochs": 2, "start": "scrambled"},
+    **{"partition": "dirichlet:1", "strategies": "fedavg,aligned,fit_head"},
 }
 
 
@@ -79,7 +78,7 @@ def run(flower_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
         try:
             deadline = time.monotonic() + 300
-            written = out / "rows.csv"  # The last file of a run.
+            written = out / "report.html"  # The last file of a run.
             while not written.exists() and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.5)
         finally:
@@ -88,7 +87,7 @@ def run(flower_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = (folder / "log").read_text()
     assert written.exists(), text
     assert read_run(out).missing == [], text
-    assert "aligned: round 2 of 2" in text
+    assert "· aligned: accuracy" in text
     return out
 
 
@@ -96,13 +95,7 @@ def test_the_run_folder_tells_the_whole_story(run: Path) -> None:
     found = read_run(run)
     assert found.commands == ["flwr run"]
     assert found.experiments[0]["partition"] == "dirichlet:1"
-    assert found.versions.keys() >= {"fedrot", "flwr", "torch", "python"}
-    assert {row["scope"] for row in found.rows} == {
-        *("central", "client:0", "client:1", "alone:0", "alone:1", "messages", "round")
-    }
     assert {row["strategy"] for row in found.alignment} >= {"aligned"}
-    code, printed = invoke("report", run)
-    assert (code, "aligned" in printed) == (0, True), printed
     report = (run / "report.html").read_text()
     assert re.search(r'(src|href)="(?!data:|#)', report) is None
     assert "<svg" in report or 'src="data:image/' in report
@@ -111,8 +104,7 @@ def test_the_run_folder_tells_the_whole_story(run: Path) -> None:
 def test_fedrot_simulate_gives_the_same_rows(run: Path, tmp_path: Path) -> None:
     """What is simulated is what is deployed: the apps' results do not depend on the engine."""
     simulated(tmp_path / "again", {name.replace("-", "_"): value for name, value in SETTINGS.items()})
-    scopes = {row["scope"] for row in read_run(run).rows} - {"messages"}
-    for scope in scopes:
+    for scope in ("central", "client:0", "client:1", "round"):
         assert values(run, scope) == values(tmp_path / "again", scope)
     # Scrambled clients have another plain average.
     assert values(run)["aligned", 0, 2, "loss"] != values(run)["fedavg", 0, 2, "loss"]

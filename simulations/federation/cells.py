@@ -29,7 +29,6 @@ from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
 from fedrot.strategies.round.inbox import CLIENT_KEY, CLIENT_RECORD
 from fedrot.symmetry import symmetry_of
-from fedrot.tensors import Tensors
 
 
 @dataclass(frozen=True)
@@ -204,14 +203,9 @@ class FedRotCell(CellStrategy, FedRot):
         name = given.pop("name")
         aggregation = aggregation_named(
             name,
-            score=lambda: lambda tensors: -self.held_out(tensors)["loss"],
             symmetry=lambda: symmetry_of(model.config, model.state_dict()),
             **{key: partial(lambda value: value, value) for key, value in given.items()},
         )
-
-        def evaluate(server_round: int, arrays: ArrayRecord) -> Any:
-            return self.held_out(arrays.to_torch_state_dict())
-
         super().__init__(
             cell,
             model,
@@ -219,13 +213,13 @@ class FedRotCell(CellStrategy, FedRot):
             aggregation=aggregation,
             alignment=options,
             other_basis=_other_basis(cell) if options is not None else None,
-            guard=Guard(strategy.guard, evaluate=evaluate) if strategy.guard else None,
+            guard=Guard(strategy.guard, evaluate=self.evaluate_mean) if strategy.guard else None,
             fit_head=strategy.fit_head,
         )
 
-    def held_out(self, tensors: Tensors) -> Any:
-        """Return the metrics of tensors on the clients' held-out rows, which no table reports."""
-        load_tensors(self.network, tensors)
+    def evaluate_mean(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        """Evaluate one of the guard's means on the clients' held-out rows, which no table reports."""
+        load_tensors(self.network, arrays.to_torch_state_dict())
         task, rows = self.cell.task, np.concatenate([*self.cell.client_rows().values()])
         return MetricRecord({**training.evaluate(self.network, task, task.train, rows)})
 

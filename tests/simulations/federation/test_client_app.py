@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from torch import Tensor, nn
 
 import fedrot
@@ -53,9 +53,7 @@ def with_state(task: Task, state: Mapping[str, Tensor]) -> nn.Module:
     return model
 
 
-def answered(
-    model: Mapping[str, Tensor], client: int = 0, kind: str = "train", **told: Any
-) -> RecordDict:
+def answered(model: Mapping[str, Tensor], client: int = 0, **told: Any) -> Any:
     """Return what a client answers; ``told`` may have fields of the experiment as ``fields``."""
     assert fakes.TaskIdentity.run_id == 1  # or Flower refuses to make messages
     fields = told.pop("fields", {})
@@ -67,7 +65,7 @@ def answered(
     if "statistics" in job:
         job[STATISTICS] = job.pop("statistics")
     content = RecordDict({"arrays": ArrayRecord(dict(model)), "config": ConfigRecord(job)})
-    message = Message(content, dst_node_id=1, message_type=kind)
+    message = Message(content, dst_node_id=1, message_type="train")
     found = client_app.app(message, Context(1, 1, {"partition-id": client}, RecordDict(), {}))
     assert dict(found.content["client"]) == {"partition-id": client}
     return found.content
@@ -76,12 +74,6 @@ def answered(
 def ask(model: Mapping[str, Tensor], client: int = 0, **told: Any) -> State:
     """Return a client's update."""
     return dict(answered(model, client, **told).array_records["arrays"].to_torch_state_dict())
-
-
-def metrics_of(content: RecordDict) -> dict[str, Any]:
-    (metrics,) = content.metric_records.values()
-    assert isinstance(metrics, MetricRecord)
-    return dict(metrics)
 
 
 @pytest.fixture
@@ -120,8 +112,8 @@ def test_an_update_is_a_training_of_the_received_model(task: Task, received: Sta
     content = answered(received, 1, seed=2, server_round=3, lr=0.01)
     found = content.array_records["arrays"].to_torch_state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
-    assert metrics_of(content)["train-loss"] == loss
-    assert metrics_of(content)["num-examples"] == len(task.client_rows(2, 1)[0])
+    assert content["metrics"]["train-loss"] == loss
+    assert content["metrics"]["num-examples"] == len(task.client_rows(2, 1)[0])
 
 
 @pytest.mark.usefixtures("untrained")
@@ -198,57 +190,46 @@ def test_statistics_come_from_as_many_batches_as_asked_for(
 
 # Shared trainings
 
-#: What decides what a client trains in the first round, or what it reports of it.
-DECIDES: dict[str, dict[str, Any]] = {
-    "seed": {"seed": 1},
-    "client": {"client": 1},
-    "an own start": {"fields": {"start": "different"}},
-    "learning rate": {"lr": 0.5},
-    "epochs of the first round": {"fields": {"first_epochs": 3.0}},
-    "the round": {"server_round": 2},
-    "partition": {"fields": {"partition": "dirichlet:1"}},
-    "the model": {"model": 2.0},
-    "how an adapter is loaded": {"loads": "x"},
+#: What decides what a client trains in the first round, and what does not.
+DECIDES: dict[str, tuple[dict[str, Any], bool]] = {
+    "seed": ({"seed": 1}, True),
+    "client": ({"client": 1}, True),
+    "an own start": ({"fields": {"start": "different"}}, True),
+    "learning rate": ({"lr": 0.5}, True),
+    "epochs of the first round": ({"fields": {"first_epochs": 3.0}}, True),
+    "the round": ({"server_round": 2}, True),
+    "partition": ({"fields": {"partition": "dirichlet:1"}}, True),
+    "the model": ({"weight": 2.0}, True),
+    "how an adapter is loaded": ({"loads": "x"}, True),
+    "scrambled": ({"fields": {"start": "scrambled"}}, False),
+    "names and strategies": ({"fields": {"strategies": "aligned", "name": "x", "seeds": "9"}}, False),
+    "statistics": ({"batches": 3}, False),
 }
 
 
-@pytest.mark.parametrize("what", DECIDES)
+@pytest.mark.parametrize(("change", "differs"), DECIDES.values(), ids=DECIDES)
 def test_strategies_share_a_training_only_if_nothing_that_decides_it_differs(
-    what: str, received: State, tmp_path: Path, trainings: list[float], monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any],
+    differs: bool,
+    received: State,
+    tmp_path: Path,
+    trainings: list[float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
         client_app, "load_tensors", lambda model, state, *_: model.load_state_dict(state)
     )
 
-    def ask_for(change: Mapping[str, Any]) -> float:
-        told = {"cache": str(tmp_path), "client": 0, **change}
-        sent = {**received, "classifier.weight": received["classifier.weight"] * told.pop("model", 1.0)}
-        return number_in(ask(sent, told.pop("client"), **told))
-
-    assert ask_for({}) == 1
-    assert ask_for(DECIDES[what]) == 2
-    # Both are there from now on, each for those who ask the same.
-    assert [ask_for({}), ask_for(DECIDES[what])] == [1, 2]
-    assert trainings == [1.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    "same",
-    [
-        {"fields": {"start": "scrambled"}},
-        {"fields": {"strategies": "aligned", "name": "other", "seeds": "9"}},
-        {"batches": 3},
-    ],
-    ids=str,
-)
-def test_what_does_not_change_a_training_shares_it(
-    same: dict[str, Any], received: State, tmp_path: Path, trainings: list[float]
-) -> None:
-    for change in ({}, same):
-        content = answered(received, cache=str(tmp_path), **change)
+    def ask_for(client: int = 0, weight: float = 1.0, **told: Any) -> tuple[float, Any]:
+        sent = {**received, "classifier.weight": received["classifier.weight"] * weight}
+        content = answered(sent, client, cache=str(tmp_path), **told)
         update = content.array_records["arrays"].to_torch_state_dict()
-        assert (number_in(update), metrics_of(content)["train-loss"]) == (1, 1)
-    assert trainings == [1.0]
+        return number_in(update), content["metrics"]["train-loss"]
+
+    # All are there from the first time on, each for those who ask the same.
+    expected = [(1, 1), (2, 2) if differs else (1, 1)] * 2
+    assert [ask_for(**told) for told in ({}, change, {}, change)] == expected
+    assert len(trainings) == 1 + differs
 
 
 def test_later_rounds_share_trainings_while_the_folder_is_small(

@@ -35,18 +35,15 @@ def flower_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         '[superlink]\ndefault = "local"\n\n[superlink.local]\naddress = ":local:"\n'
     )
     yield home
-    started = [process for process in psutil.process_iter() if _flower_home(process) == str(home)]
+    started = [
+        process
+        for process in psutil.process_iter(["environ"])
+        if (process.info["environ"] or {}).get("FLWR_HOME") == str(home)
+    ]
     # Children first: Ray's agents hide their environment, and outlive a killed parent.
     for process in {child for p in started for child in p.children(recursive=True)} | set(started):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-
-
-def _flower_home(process: psutil.Process) -> str | None:
-    try:
-        return process.environ().get("FLWR_HOME")
-    except psutil.Error:
-        return None
 
 
 @pytest.fixture(scope="module")

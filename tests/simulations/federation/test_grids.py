@@ -68,23 +68,16 @@ def test_nodes_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_messages_are_counted_with_the_bytes_of_their_arrays() -> None:
-    nodes = {7: client(0, 5), 8: client(1, 9), 9: failure}
-    ordered = OrderedGrid(FakeGrid({7: nodes[7], 8: nodes[8]}), 2).of([])
-    ordered.grid.nodes[9] = nodes[9]  # type: ignore[attr-defined]
+    ordered = OrderedGrid(FakeGrid({7: client(0, 5), 8: client(1, 9)}), 2).of([])
+    ordered.grid.nodes[9] = failure  # type: ignore[attr-defined]
     assert not ordered.counted  # questions about partitions are not counted
     sent, record = ArrayRecord({"b": torch.zeros(3, 4)}), ConfigRecord({"long": "x" * 999})
     asked = [to(node, RecordDict({"arrays": sent, "config": record})) for node in (7, 8, 9)]
     assert len([*ordered.send_and_receive(asked[:1])]) == 1
     assert len([*ordered.send_and_receive(asked[1:])]) == 2
-
-    def size(numbers: int, *shape: int) -> int:
-        """Numbers in float32, with NumPy's header."""
-        (array,) = ArrayRecord({"x": torch.ones(*shape)}).values()
-        assert 4 * numbers < len(array.data) <= 4 * numbers + 128
-        return len(array.data)
-
-    expected = {"requests": 3, "bytes-sent": 3 * size(12, 3, 4)}
-    assert ordered.counted == {**expected, "bytes-received": size(5, 5) + size(9, 9)}
+    sizes = [len(ArrayRecord({"x": torch.ones(n)})["x"].data) for n in (5, 9)]
+    expected = {"requests": 3, "bytes-sent": 3 * len(sent["b"].data), "bytes-received": sum(sizes)}
+    assert ordered.counted == expected
     assert not ordered.of([0]).counted
 
 

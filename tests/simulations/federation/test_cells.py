@@ -14,13 +14,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 
-from fedrot.simulations.federation.cells import (
-    CellRun,
-    cells_of,
-    partitions_of,
-    run_cell,
-    strategy_of,
-)
+from fedrot.simulations.federation.cells import CellRun, cells_of, partitions_of, run_cell, strategy_of
 from fedrot.simulations.federation.client_app import app
 from fedrot.simulations.federation.grids import OrderedGrid
 from fedrot.simulations.folder import FIELDS
@@ -82,7 +76,7 @@ def node(partition: int) -> Client:
 
 
 def listening(heard: list[tuple[int, dict[str, Any]]], **changes: Any) -> Callable[[int], Client]:
-    """Nodes that note who is told what, except for their partition; and changes of what they are told."""
+    """Nodes that note who is told what, and are told changes of it."""
 
     def of_client(partition: int) -> Client:
         def answer(message: Message) -> Message | None:
@@ -381,7 +375,7 @@ def test_cells_leave_no_model_behind(tmp_path: Path) -> None:
             logs.append(log)
             held.append(sum(o.numel() for o in gc.get_objects() if isinstance(o, torch.Tensor)))
 
-    run_job(told, [1.0] * len(told), tmp_path / "nowhere", None, tell)
+    run_job(told, [1.0] * len(told), tmp_path / "nowhere", tell)
     # Flower's log of a cell, and of no other.
     assert [log.count("[ROUND 1/1]") for log in logs] == [1] * 6
     model = build_model(experiment, task_of(experiment.to_json()).data, seed=0)

@@ -13,6 +13,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
@@ -147,7 +148,7 @@ class _Run:
 
             run_jobs([*jobs], machine, hear, self._show)
 
-    def _jobs(self, grid: Any) -> dict[Job, list[Cell]]:
+    def _jobs(self, grid: Any = None) -> dict[Job, list[Cell]]:
         """Return the jobs, the longest first; one job for cells that share their first trainings."""
         groups = defaultdict[object, list[Cell]](list)
         for cell in self._untried.values():
@@ -157,7 +158,7 @@ class _Run:
         found = {}
         for cells in longest:
             costs = [self._costs[cell.name] for cell in cells]
-            found[Job(cells[0].name, run_job, (cells, costs, scratch, grid))] = cells
+            found[Job(cells[0].name, partial(run_job, grid=grid), (cells, costs, scratch))] = cells
         return found
 
     def _finished(
@@ -204,7 +205,7 @@ class _Run:
 
 
 def run_job(
-    cells: Sequence[Cell], costs: Sequence[float], trainings: Path, grid: Any, tell: Tell
+    cells: Sequence[Cell], costs: Sequence[float], trainings: Path, tell: Tell, grid: Any = None
 ) -> None:
     """Run cells that share the trainings of their clients: those of a grid; None: in this process.
 

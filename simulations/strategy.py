@@ -60,8 +60,7 @@ class Strategy(BaseModel):
     @property
     def chooses(self) -> bool:
         """Whether held-out rows of the clients choose between models."""
-        scored = self.entry is not None and "score" in self.entry.inputs
-        return bool(self.guard or self.fits or scored)
+        return bool(self.guard or self.fits)
 
     @property
     def aggregation_arguments(self) -> dict[str, Any]:
@@ -75,7 +74,7 @@ class Strategy(BaseModel):
         from fedrot.aggregation import aggregations
 
         name = self.aggregation_arguments.get("name")
-        return next((entry for entry in aggregations({"symmetry", "score"}) if entry.name == name), None)
+        return next((entry for entry in aggregations({"symmetry"}) if entry.name == name), None)
 
     @property
     def options_of_alignment(self) -> AlignmentOptions | None:
@@ -97,7 +96,7 @@ class Strategy(BaseModel):
         if self.kind not in KINDS:
             raise ValueError(f"unknown kind '{self.kind}'; one of {', '.join(KINDS)}")
         if self.entry is None:
-            known = ", ".join(entry.name for entry in aggregations({"symmetry", "score"}))
+            known = ", ".join(entry.name for entry in aggregations({"symmetry"}))
             raise ValueError(f"unknown aggregation {self.aggregation!r}; its name is one of {known}")
         if self.batches and not self.entry.needs:
             raise ValueError(f"aggregation '{self.entry.name}' needs no statistics; leave out batches")

@@ -60,7 +60,7 @@ class AggregationEntry:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Arguments of the constructor that have no default: a symmetry or a score."""
+        """Arguments of the constructor that have no default, such as a symmetry."""
         parameters = inspect.signature(self.build).parameters
         return tuple(name for name, p in parameters.items() if p.default is p.empty)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from torch import nn
 
@@ -29,7 +29,6 @@ from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
 from fedrot.strategies.round.inbox import CLIENT_KEY, CLIENT_RECORD
 from fedrot.symmetry import symmetry_of
-from fedrot.tensors import Tensors
 
 
 @dataclass(frozen=True)
@@ -186,13 +185,10 @@ class CellStrategy(ReplyStrategy):
         load_tensors(self.network, arrays.to_torch_state_dict(), self.loads)
         return MetricRecord({**self.cell.finish_round(server_round, self.network)})
 
-    def _after_training(self, contents: list[RecordDict], key: str) -> MetricRecord:
+    def _after_training(self, contents: list[Any], key: str) -> MetricRecord:
         """Add the clients' losses, in the order of the clients: replies arrive in any order."""
         self.trained_round = self.current_round
-        losses = {}
-        for content in contents:
-            client = content.config_records[CLIENT_RECORD][CLIENT_KEY]
-            losses[client] = content.metric_records["metrics"]["train-loss"]
+        losses = {c[CLIENT_RECORD][CLIENT_KEY]: c["metrics"]["train-loss"] for c in contents}
         for client in sorted(losses):
             self.cell.record(f"client:{client}", self.current_round, {"train-loss": losses[client]})
         return MetricRecord()
@@ -207,14 +203,9 @@ class FedRotCell(CellStrategy, FedRot):
         name = given.pop("name")
         aggregation = aggregation_named(
             name,
-            score=lambda: lambda tensors: -self.held_out(tensors)["loss"],
             symmetry=lambda: symmetry_of(model.config, model.state_dict()),
             **{key: partial(lambda value: value, value) for key, value in given.items()},
         )
-
-        def evaluate(server_round: int, arrays: ArrayRecord) -> Any:
-            return self.held_out(arrays.to_torch_state_dict())
-
         super().__init__(
             cell,
             model,
@@ -222,13 +213,13 @@ class FedRotCell(CellStrategy, FedRot):
             aggregation=aggregation,
             alignment=options,
             other_basis=_other_basis(cell) if options is not None else None,
-            guard=Guard(strategy.guard, evaluate=evaluate) if strategy.guard else None,
+            guard=Guard(strategy.guard, evaluate=self.evaluate_mean) if strategy.guard else None,
             fit_head=strategy.fit_head,
         )
 
-    def held_out(self, tensors: Tensors) -> Any:
-        """Return the metrics of tensors on the clients' held-out rows, which no table reports."""
-        load_tensors(self.network, tensors)
+    def evaluate_mean(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        """Evaluate one of the guard's means on the clients' held-out rows, which no table reports."""
+        load_tensors(self.network, arrays.to_torch_state_dict())
         task, rows = self.cell.task, np.concatenate([*self.cell.client_rows().values()])
         return MetricRecord({**training.evaluate(self.network, task, task.train, rows)})
 

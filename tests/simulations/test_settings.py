@@ -104,7 +104,7 @@ def test_trainings_are_shared_where_nothing_that_decides_them_differs() -> None:
 def test_only_runs_that_move_weights_need_a_supported_family() -> None:
     assert of(strategies="aligned").moves
     assert of(strategies="fedavg", start="scrambled").moves
-    assert not of(strategies="fedavg,joined").moves
+    assert not of(strategies="fedavg,head_only").moves
     assert not of(**OF_LORA).moves
 
 
@@ -169,7 +169,7 @@ TABLE: dict[str, Any] = {"name": "mine"}
         ({**OF_LORA, "strategies": [{**TABLE, "adapters": {"ridge": 1}}]}, "argument 'ridge'"),
         ({"strategies": [{**TABLE, "clients": [4]}]}, "there are 4"),
         ({"strategies": [{**TABLE, "learning_rate": 0}]}, "greater than 0"),
-        ({"strategies": [{"kind": "joined"}]}, "name"),
+        ({"strategies": [{"kind": "head_only"}]}, "name"),
         ({"strategies": "fit_head", "holdout": 0}, "holdout must not be 0"),
         ({"strategies": "guarded", "holdout": 0}, "holdout must not be 0"),
         ({**OF_LORA, "strategies": [{**TABLE, "guard": "loss"}]}, "'guard' is for"),
@@ -209,23 +209,11 @@ def test_every_kind_has_a_way_to_run() -> None:
 
 
 def test_every_aggregation_has_a_strategy() -> None:
-    for entry in aggregations({"symmetry", "score"}):
+    for entry in aggregations({"symmetry"}):
         (strategy,) = of(
             strategies=[{**TABLE, "alignment": False, "aggregation": entry.name}]
         ).strategies
         assert strategy.entry == entry
-        assert strategy.chooses == ("score" in entry.inputs)
-
-
-def test_clients_align_first_for_statistics_that_no_rotation_moves() -> None:
-    fisher, plain, regmean = of(
-        strategies=[
-            {"name": "a", "aggregation": "fisher"},
-            {"name": "b", "aggregation": "fisher", "alignment": False},
-            {"name": "c", "aggregation": "regmean"},
-        ]
-    ).strategies
-    assert [s.aligns_at_clients for s in (fisher, plain, regmean)] == [True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +227,6 @@ def test_clients_align_first_for_statistics_that_no_rotation_moves() -> None:
         ({}, "fisher", 'FedRot(model.config, alignment=None, aggregation="fisher")'),
         ({}, "head_only", "fit_task_head(grid, arrays, model.config)"),
         ({}, "fedavg_head", "FedAvg(); then fit_task_head(grid, result.arrays, model.config)"),
-        ({}, "joined", ""),
         (OF_LORA, "fedavg", "FedAvg()"),
         (OF_LORA, "exact", "FedRotLoRA(peft_config, AdapterOptions(method='exact'))"),
         (OF_LORA, "fit_head", "FedRotLoRA(peft_config, fit_head=True)"),

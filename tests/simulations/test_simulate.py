@@ -44,7 +44,7 @@ max_length = 16
 clients = 2
 rounds = 2
 seeds = [0, 1]
-strategies = ["fedavg", "aligned", "joined"]
+strategies = ["fedavg", "aligned", "head_only"]
 
 [[experiment]]
 name = "one"
@@ -111,7 +111,7 @@ def test_a_run_says_what_it_does_and_keeps_all_of_it(whole: Path) -> None:
     complete(whole, whole)
     assert len(files(whole)) == CELLS
     order = [(row["experiment"], row["seed"], row["strategy"]) for row in run.rows]
-    names = ("fedavg", "aligned", "joined")
+    names = ("fedavg", "aligned", "head_only")
     wanted = [(e, seed, name) for e in ("one", "two") for seed in (0, 1) for name in names]
     assert [*dict.fromkeys(order)] == wanted
     # A line for each part with the metrics of the last round, and before them data and an estimate.
@@ -150,11 +150,11 @@ def test_options_give_the_rows_of_a_file_and_what_is_finished_is_not_run_again(
     values |= {"clients": 2, "rounds": 2}
     simulated(out, {**values, "seeds": 1, "strategies": "fedavg,aligned"})
     before, rows = files(out), lasting(out)
-    printed = simulated(out, {**values, "seeds": 2, "strategies": "fedavg,aligned,joined"})
+    printed = simulated(out, {**values, "seeds": 2, "strategies": "fedavg,aligned,head_only"})
     assert "2 of 6 results are there already." in printed
     after = files(out)
     assert {name: after[name] for name in before} == before
-    assert [row for row in lasting(out) if row["seed"] == 0 and row["strategy"] != "joined"] == rows
+    assert [row for row in lasting(out) if row["seed"] == 0 and row["strategy"] != "head_only"] == rows
     assert lasting(out) == [row for row in lasting(whole) if row["experiment"] == "one"]
     assert len(read_run(out).commands) == 1  # The tests' command line is the same.
     # Other values of a setting are refused, and nothing changes.
@@ -277,17 +277,17 @@ def test_a_part_that_fails_is_shown_and_tried_again(
     out = tmp_path / "run"
 
     def broken(*_: object) -> None:
-        raise ValueError("no room for the joined model")
+        raise ValueError("no room for the head")
 
     with monkeypatch.context() as patch:
-        patch.setitem(RUNS, "joined", broken)
+        patch.setitem(RUNS, "head_only", broken)
         code, printed = invoke("simulate", file, "--workers", 1, "--out", out)
     assert (code, "4 of 12 parts failed" in printed) == (1, True), printed
     assert printed.count("FAILED, see ") == 4
-    assert printed.count("ValueError: no room for the joined model") == 4
+    assert printed.count("ValueError: no room for the head") == 4
     assert "Report: " in printed
     told = sorted(file.read_text() for file in out.glob("cells/*.txt"))
-    assert told[0].startswith("one · seed 0 · joined\n")
+    assert told[0].startswith("one · seed 0 · head_only\n")
     assert "in broken" in told[0]
     assert {row["strategy"] for row in read_run(out).rows} == {"fedavg", "aligned"}
     printed = invoke("simulate", file, "--workers", 1, "--out", out)[1]
@@ -335,17 +335,17 @@ def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
 
     monkeypatch.setattr(runs, "run_jobs", dying)
     shown = io.StringIO()
-    run = run_of(tmp_path, of(strategies="fedavg,aligned,joined"), Console(file=shown, width=200))
+    run = run_of(tmp_path, of(strategies="fedavg,aligned,head_only"), Console(file=shown, width=200))
     run.finish(Machine(1))
-    assert tried == [["fedavg", "aligned", "joined"], ["joined"]]
+    assert tried == [["fedavg", "aligned", "head_only"], ["head_only"]]
     assert run.failed == 1
-    assert {row["strategy"] for row in read_run(tmp_path).rows} == {"fedavg", "joined"}
+    assert {row["strategy"] for row in read_run(tmp_path).rows} == {"fedavg", "head_only"}
     (told,) = tmp_path.glob("cells/*.txt")
     assert told.read_text() == "a · seed 0 · aligned\n\nThe process of the job ended: killed"
     first, second, third = shown.getvalue().splitlines()
     assert first == "[1 of 3] a · seed 0 · fedavg: loss nan"
     assert second.startswith("[2 of 3] a · seed 0 · aligned: FAILED, see ")
-    assert third == "[3 of 3] a · seed 0 · joined: loss 1.000"
+    assert third == "[3 of 3] a · seed 0 · head_only: loss 1.000"
 
 
 # Jobs and progress
@@ -353,14 +353,14 @@ def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
 
 def test_the_longest_job_is_first_and_parts_that_share_trainings_are_one_job(tmp_path: Path) -> None:
     listed = [of(strategies="fedavg,aligned", seeds=2), of(name="b", rounds=9, strategies="fedavg")]
-    listed.append(of(name="c", strategies="joined"))  # clients train as in the first one
+    listed.append(of(name="c", strategies="head_only"))  # clients train as in the first one
     folder = RunFolder(tmp_path, listed, "test", partitions_of(listed))
     cells, costs = cells_of(listed), costs_of(cells_of(listed), partitions_of(listed))
     jobs = runs._Run(folder, cells, costs, Console(file=io.StringIO()))._jobs()
     names = [[f"{c.experiment.name}{c.seed} {c.strategy.name}" for c in own] for own in jobs.values()]
     assert names == [
         ["b0 fedavg"],
-        ["a0 fedavg", "a0 aligned", "c0 joined"],
+        ["a0 fedavg", "a0 aligned", "c0 head_only"],
         ["a1 fedavg", "a1 aligned"],
     ]
     assert [job.arguments[0] for job in jobs] == [*jobs.values()]
@@ -438,14 +438,13 @@ def test_an_estimate_is_near_the_time_that_a_run_takes(tmp_path: Path) -> None:
 
 def test_costs_are_of_trainings_that_are_not_shared() -> None:
     tables = [{"name": "slow", "alignment": False, "learning_rate": 1e-4}]
-    names = ["fedavg", "fedavg_head", "aligned", "head_only", "joined"]
+    names = ["fedavg", "fedavg_head", "aligned", "head_only"]
     experiment = of(strategies=[*names, *tables], rounds=2, train_limit=500)
     found = costs_of(cells_of([experiment]), partitions_of([experiment]))
     cost = {cell.strategy.name: found[cell.name] for cell in cells_of([experiment])}
     assert (
         cost["head_only"] < cost["fedavg_head"] < cost["aligned"] < cost["fedavg"] < 1.5 * cost["slow"]
     )
-    assert cost["joined"] == pytest.approx(cost["slow"], rel=0.1)
 
 
 def test_durations_in_words() -> None:

@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from torch import Tensor, nn
 
 import fedrot
-from fedrot.collect.statistics import STATISTIC_KINDS, StatisticKind
+from fedrot.collect.statistics import STATISTIC_KINDS
 from fedrot.simulations.federation import client_app
-from fedrot.simulations.federation.cells import with_state
-from fedrot.simulations.models import build_model, model_config
+from fedrot.simulations.models import build_model
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
@@ -48,26 +47,25 @@ def received(task: Task) -> State:
     return dict(build_model(task.experiment, task.data, seed=0).state_dict())
 
 
-@pytest.fixture
-def shell(task: Task) -> nn.Module:
-    return build_model(task.experiment, task.data, seed=0)
+def with_state(task: Task, state: Mapping[str, Tensor]) -> nn.Module:
+    model = build_model(task.experiment, task.data, seed=0)
+    model.load_state_dict(dict(state))
+    return model
 
 
-def answered(
-    model: Mapping[str, Tensor], client: int = 0, kind: str = "train", **told: Any
-) -> RecordDict:
+def answered(model: Mapping[str, Tensor], client: int = 0, **told: Any) -> Any:
     """Return what a client answers; ``told`` may have fields of the experiment as ``fields``."""
     assert fakes.TaskIdentity.run_id == 1  # or Flower refuses to make messages
     fields = told.pop("fields", {})
     job = {
         **{"experiment": of(**fields).to_json(), "seed": 0, "lr": 1e-3, "cache": ""},
-        **{"server-round": 1, "align": "", "chance": 0.0, "batches": 0, "loads": ""},
+        **{"server-round": 1, "batches": 0, "loads": ""},
         **{name.replace("_", "-"): value for name, value in told.items()},
     }
     if "statistics" in job:
         job[STATISTICS] = job.pop("statistics")
     content = RecordDict({"arrays": ArrayRecord(dict(model)), "config": ConfigRecord(job)})
-    message = Message(content, dst_node_id=1, message_type=kind)
+    message = Message(content, dst_node_id=1, message_type="train")
     found = client_app.app(message, Context(1, 1, {"partition-id": client}, RecordDict(), {}))
     assert dict(found.content["client"]) == {"partition-id": client}
     return found.content
@@ -76,12 +74,6 @@ def answered(
 def ask(model: Mapping[str, Tensor], client: int = 0, **told: Any) -> State:
     """Return a client's update."""
     return dict(answered(model, client, **told).array_records["arrays"].to_torch_state_dict())
-
-
-def metrics_of(content: RecordDict) -> dict[str, Any]:
-    (metrics,) = content.metric_records.values()
-    assert isinstance(metrics, MetricRecord)
-    return dict(metrics)
 
 
 @pytest.fixture
@@ -115,14 +107,13 @@ def number_in(update: State) -> float:
 
 
 def test_an_update_is_a_training_of_the_received_model(task: Task, received: State) -> None:
-    model = build_model(task.experiment, task.data, seed=5)
-    model.load_state_dict(received)
+    model = with_state(task, received)
     loss = training.train(model, task, task.client_rows(2, 1)[0], 2_003_001, 1, 0.01)
     content = answered(received, 1, seed=2, server_round=3, lr=0.01)
     found = content.array_records["arrays"].to_torch_state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
-    assert metrics_of(content)["train-loss"] == loss
-    assert metrics_of(content)["num-examples"] == len(task.client_rows(2, 1)[0])
+    assert content["metrics"]["train-loss"] == loss
+    assert content["metrics"]["num-examples"] == len(task.client_rows(2, 1)[0])
 
 
 @pytest.mark.usefixtures("untrained")
@@ -145,15 +136,13 @@ def test_a_client_starts_from_a_model_of_its_own_only_where_it_is_to(
 
 
 @pytest.mark.usefixtures("untrained")
-def test_clients_are_scrambled_in_ways_of_their_own(
-    task: Task, shell: nn.Module, received: State
-) -> None:
+def test_clients_are_scrambled_in_ways_of_their_own(task: Task, received: State) -> None:
     rows, scrambled = np.arange(8), {"fields": {"start": "scrambled"}}
-    expected = training.evaluate(shell, task, task.test, rows)["loss"]
+    expected = training.evaluate(with_state(task, received), task, task.test, rows)["loss"]
     found = [received]
     for client, told in ((0, {}), (1, {}), (0, {"server_round": 2}), (0, {"seed": 1})):
         found.append(ask(received, client, **scrambled, **told))
-        loss = training.evaluate(with_state(shell, found[-1]), task, task.test, rows)["loss"]
+        loss = training.evaluate(with_state(task, found[-1]), task, task.test, rows)["loss"]
         assert loss == pytest.approx(expected, abs=1e-4)
     assert len({tuple(state[UP].flatten().tolist()) for state in found}) == 5
     assert torch.equal(ask(received, 0, **scrambled)[UP], found[1][UP])
@@ -163,9 +152,7 @@ def test_clients_are_scrambled_in_ways_of_their_own(
 
 
 @pytest.mark.usefixtures("untrained")
-def test_statistics_are_of_the_update_on_the_clients_own_rows(
-    task: Task, shell: nn.Module, received: State
-) -> None:
+def test_statistics_are_of_the_update_on_the_clients_own_rows(task: Task, received: State) -> None:
     content = answered(received, 1, statistics="gram,fisher")
     state = content.array_records["arrays"].to_torch_state_dict()
     found = read_statistics(content)
@@ -173,31 +160,12 @@ def test_statistics_are_of_the_update_on_the_clients_own_rows(
     assert all(found["fisher"][name].shape == tensor.shape for name, tensor in state.items())
     rows, _ = task.client_rows(0, 1)
     batches = [{**task.train.batch(rows[[i]])} for i in range(len(rows))]
-    expected = fedrot.collect_gram(with_state(shell, state), batches)
+    expected = fedrot.collect_gram(with_state(task, state), batches)
     for kind in ("gram", "input_mean"):
         assert found[kind].keys() == expected[kind].keys()
         for name, statistic in expected[kind].items():
             torch.testing.assert_close(found[kind][name], statistic, atol=1e-4, rtol=1e-4)
-    assert metrics_of(content)["seconds-statistics"] > 0
     assert read_statistics(answered(received, 1, statistics="")) == {}
-
-
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, Any]]:
-    """Note the name, the number of batches and the limit of everything that is collected."""
-    names: list[tuple[str, int, Any]] = []
-
-    def noting(kind: StatisticKind) -> StatisticKind:
-        def collect(model: Any, batches: Any, **options: Any) -> Any:
-            found = [*batches]
-            names.append((kind.name, len(found), options.get("max_batches", "its own")))
-            assert kind.collect is not None
-            return kind.collect(model, found, **options)
-
-        return replace(kind, collect=collect)
-
-    for name in ("gram", "fisher"):
-        monkeypatch.setitem(STATISTIC_KINDS, name, noting(STATISTIC_KINDS[name]))
-    return names
 
 
 @pytest.mark.usefixtures("untrained")
@@ -205,145 +173,80 @@ def test_statistics_come_from_as_many_batches_as_asked_for(
     task: Task, received: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is asked for replaces the kind's own limit, which is smaller or larger."""
-    seen = counted(monkeypatch)
+    seen, gram = list[tuple[int, Any]](), STATISTIC_KINDS["gram"]
+
+    def collect(model: Any, batches: Any, **options: Any) -> Any:
+        found = [*batches]
+        seen.append((len(found), options.get("max_batches", "its own")))
+        assert gram.collect is not None
+        return gram.collect(model, found, **options)
+
+    monkeypatch.setitem(STATISTIC_KINDS, "gram", replace(gram, collect=collect))
     for limit in (0, 2):
         answered(received, statistics="gram", batches=limit)
     every = math.ceil(len(task.client_rows(0, 0)[0]) / 16)
-    assert seen == [("gram", every, "its own"), ("gram", 2, None)]
-
-
-@pytest.mark.usefixtures("untrained")
-def test_statistics_are_computed_once_for_one_update(
-    received: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen, told = counted(monkeypatch), {"cache": str(tmp_path), "statistics": "gram"}
-    once, again = (read_statistics(answered(received, **told))["gram"] for _ in range(2))
-    assert [name for name, *_ in seen] == ["gram"]
-    assert all(torch.equal(once[name], gram) for name, gram in again.items())
-    # A matrix that several layers share is one tensor, also from the file.
-    assert len({id(gram) for gram in again.values()}) == len({id(gram) for gram in once.values()})
-    seen.clear()
-    # Another client, kind, seed, update, round or limit of batches has statistics of its own.
-    answered(received, 1, **told)
-    answered(received, **{**told, "statistics": "fisher"})
-    answered(received, seed=1, **told)
-    answered(received, fields={"start": "scrambled"}, **told)
-    answered(received, server_round=2, **told)
-    answered(received, batches=1, **told)
-    assert [name for name, *_ in seen] == ["gram", "fisher", *["gram"] * 4]
-
-
-def test_clients_that_align_first_send_the_unscrambled_update_and_its_fisher(
-    task: Task, received: State
-) -> None:
-    scrambled = {"fields": {"start": "scrambled"}, "statistics": "fisher"}
-    first = answered(received, align="attention+ffn", statistics="fisher")
-    again = answered(received, align="attention+ffn", **scrambled)
-    lost = answered(received, **scrambled)
-    update, same, other = (c.array_records["arrays"].to_torch_state_dict() for c in (first, again, lost))
-    fisher, its, theirs = (read_statistics(c)["fisher"] for c in (first, again, lost))
-    for name, tensor in update.items():
-        torch.testing.assert_close(same[name], tensor, atol=1e-4, rtol=0)
-        scale = max(float(fisher[name].max()), 1e-6)
-        torch.testing.assert_close(its[name] / scale, fisher[name] / scale, atol=1e-3, rtol=0)
-    assert float((other[UP] - update[UP]).abs().max()) > 0.01
-    assert float((theirs[UP] - fisher[UP]).abs().max()) > 0
-    symmetry = fedrot.symmetry_of(model_config(task.experiment, task.data), received)
-    trained = ask(received)
-    eager = fedrot.AlignmentOptions(parts=("attention", "ffn"), chance=0)
-    for name, tensor in fedrot.align(trained, received, symmetry, eager).apply(trained).items():
-        torch.testing.assert_close(update[name], tensor, atol=1e-6, rtol=0)
-    # With a chance that nothing exceeds, nothing is moved.
-    still = ask(received, align="attention+ffn", chance=1e9)
-    assert torch.equal(still[UP], trained[UP])
+    assert seen == [(every, "its own"), (2, None)]
 
 
 # Shared trainings
 
-#: What decides what a client trains in the first round, or what it reports of it.
-DECIDES: dict[str, dict[str, Any]] = {
-    "seed": {"seed": 1},
-    "client": {"client": 1},
-    "an own start": {"fields": {"start": "different"}},
-    "learning rate": {"lr": 0.5},
-    "epochs of the first round": {"fields": {"first_epochs": 3.0}},
-    "the round": {"server_round": 2},
-    "partition": {"fields": {"partition": "dirichlet:1"}},
-    "the model": {"model": 2.0},
-    "a part of an adapter": {"fedrot_train": "b"},
-    "how an adapter is loaded": {"loads": "x"},
+#: What decides what a client trains in the first round, and what does not.
+DECIDES: dict[str, tuple[dict[str, Any], bool]] = {
+    "seed": ({"seed": 1}, True),
+    "client": ({"client": 1}, True),
+    "an own start": ({"fields": {"start": "different"}}, True),
+    "learning rate": ({"lr": 0.5}, True),
+    "epochs of the first round": ({"fields": {"first_epochs": 3.0}}, True),
+    "the round": ({"server_round": 2}, True),
+    "partition": ({"fields": {"partition": "dirichlet:1"}}, True),
+    "the model": ({"weight": 2.0}, True),
+    "how an adapter is loaded": ({"loads": "x"}, True),
+    "scrambled": ({"fields": {"start": "scrambled"}}, False),
+    "names and strategies": ({"fields": {"strategies": "aligned", "name": "x", "seeds": "9"}}, False),
+    "statistics": ({"batches": 3}, False),
 }
 
 
-@pytest.mark.parametrize("what", DECIDES)
+@pytest.mark.parametrize(("change", "differs"), DECIDES.values(), ids=DECIDES)
 def test_strategies_share_a_training_only_if_nothing_that_decides_it_differs(
-    what: str, received: State, tmp_path: Path, trainings: list[float], monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any],
+    differs: bool,
+    received: State,
+    tmp_path: Path,
+    trainings: list[float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
         client_app, "load_tensors", lambda model, state, *_: model.load_state_dict(state)
     )
 
-    def ask_for(change: Mapping[str, Any]) -> float:
-        told = {"cache": str(tmp_path), "client": 0, **change}
-        weight = received["classifier.weight"] * told.pop("model", 1.0)
-        return number_in(ask({**received, "classifier.weight": weight}, told.pop("client"), **told))
+    def ask_for(client: int = 0, weight: float = 1.0, **told: Any) -> tuple[float, Any]:
+        sent = {**received, "classifier.weight": received["classifier.weight"] * weight}
+        content = answered(sent, client, cache=str(tmp_path), **told)
+        update = content.array_records["arrays"].to_torch_state_dict()
+        return number_in(update), content["metrics"]["train-loss"]
 
-    assert ask_for({}) == 1
-    assert ask_for(DECIDES[what]) == 2
-    # Both are there from now on, each for those who ask the same.
-    assert [ask_for({}), ask_for(DECIDES[what])] == [1, 2]
-    assert trainings == [1.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    "same",
-    [
-        {"fields": {"start": "scrambled"}},
-        {"fields": {"strategies": "joined", "name": "other", "seeds": "9"}},
-        {"align": "ffn"},
-        {"batches": 3},
-    ],
-    ids=str,
-)
-def test_what_does_not_change_a_training_shares_it(
-    same: dict[str, Any], received: State, tmp_path: Path, trainings: list[float]
-) -> None:
-    for change in ({}, same):
-        assert number_in(ask(received, cache=str(tmp_path), **change)) == 1
-    assert trainings == [1.0]
-
-
-def test_clients_elsewhere_share_no_training(
-    received: State, tmp_path: Path, trainings: list[float]
-) -> None:
-    for cache in ("", str(tmp_path / "missing")):
-        for _ in range(2):
-            ask(received, cache=cache)
-    assert len(trainings) == 4
-    assert list(tmp_path.iterdir()) == []
+    # All are there from the first time on, each for those who ask the same.
+    expected = [(1, 1), (2, 2) if differs else (1, 1)] * 2
+    assert [ask_for(**told) for told in ({}, change, {}, change)] == expected
+    assert len(trainings) == 1 + differs
 
 
 def test_later_rounds_share_trainings_while_the_folder_is_small(
     received: State, tmp_path: Path, trainings: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def numbers(client: int, server_round: int) -> list[float]:
-        told = {"cache": str(tmp_path), "server_round": server_round}
+    def numbers(client: int, server_round: int, cache: str = str(tmp_path)) -> list[float]:
+        told = {"cache": cache, "server_round": server_round}
         return [number_in(ask(received, client, **told)) for _ in range(2)]
 
     assert numbers(0, 2) == [1, 1]
+    assert len([*tmp_path.iterdir()]) == 1
     monkeypatch.setattr(client_app, "KEPT_BYTES", 1)
     assert numbers(1, 2) == [2, 3]
     assert numbers(0, 2) == [1, 1]
     assert numbers(1, 1) == [4, 4]
-
-
-def test_the_metrics_of_a_shared_training_are_its_own(
-    task: Task, received: State, tmp_path: Path, trainings: list[float]
-) -> None:
-    first, again = (metrics_of(answered(received, cache=str(tmp_path))) for _ in range(2))
-    assert again == first
-    assert first["train-loss"] == trainings[0]
-    assert first["seconds-training"] > 0
+    # Clients on other machines share none.
+    assert [numbers(0, 1, cache) for cache in ("", "/nowhere")] == [[5, 6], [7, 8]]
 
 
 # Rows and labels that a client lacks
@@ -361,6 +264,7 @@ def test_outputs_of_labels_that_a_client_does_not_know_stay(tmp_path: Path) -> N
     moved = []
     for client in range(2):
         # Weight decay moves what has no loss, too.
-        head = ask(start, client, fields=fields, lr=0.1)["classifier.weight"]
-        moved.append([not torch.equal(head[k], start["classifier.weight"][k]) for k in range(3)])
-    assert sorted(moved) == [[False, True, True], [True, True, False]]
+        update = ask(start, client, fields=fields, lr=0.1)
+        for name in ("classifier.weight", "classifier.bias"):
+            moved.append([not torch.equal(update[name][k], start[name][k]) for k in range(3)])
+    assert sorted(moved) == [[False, True, True]] * 2 + [[True, True, False]] * 2

@@ -15,16 +15,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fedrot.simulations.environment import ENVIRONMENT
 from fedrot.simulations.folder import read_run
 from tests.deployment.federation import free_ports
 from tests.simulations.commands import invoke, simulated, values
 
 SCRIPTS = Path(sys.executable).parent
 SETTINGS = {
-    **{"train-limit": 480, "test-limit": 200, "clients": 2, "max-length": 32},
-    **{"layers": 1, "width": 32, "heads": 2},
-    **{"seeds": "1", "rounds": 2, "lr": 5e-3, "local-epochs": 2, "partition": "dirichlet:1"},
-    **{"start": "scrambled", "strategies": "fedavg,aligned,fit_head"},
+    **{"train-limit": 480, "test-limit": 200, "clients": 2, "max-length": 32, "layers": 1, "width": 32},
+    **{"heads": 2, "seeds": "1", "rounds": 2, "lr": 5e-3, "local-epochs": 2, "start": "scrambled"},
+    **{"partition": "dirichlet:1", "strategies": "fedavg,aligned,fit_head"},
 }
 
 
@@ -36,18 +36,12 @@ def flower_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         '[superlink]\ndefault = "local"\n\n[superlink.local]\naddress = ":local:"\n'
     )
     yield home
-    started = [process for process in psutil.process_iter() if _flower_home(process) == str(home)]
+    every = psutil.process_iter(["environ"])
+    started = [p for p in every if (p.info["environ"] or {}).get("FLWR_HOME") == str(home)]
     # Children first: Ray's agents hide their environment, and outlive a killed parent.
     for process in {child for p in started for child in p.children(recursive=True)} | set(started):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-
-
-def _flower_home(process: psutil.Process) -> str | None:
-    try:
-        return process.environ().get("FLWR_HOME")
-    except psutil.Error:
-        return None
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +52,7 @@ def run(flower_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = {
         **os.environ,
         "FLWR_HOME": str(flower_home),
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        **ENVIRONMENT,
         "HF_HUB_OFFLINE": "1",
         # Other tests start a SuperLink, too.
         "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": ports[0],
@@ -79,7 +71,7 @@ def run(flower_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
         try:
             deadline = time.monotonic() + 300
-            written = out / "rows.csv"  # The last file of a run.
+            written = out / "report.html"  # The last file of a run.
             while not written.exists() and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.5)
         finally:
@@ -88,7 +80,7 @@ def run(flower_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = (folder / "log").read_text()
     assert written.exists(), text
     assert read_run(out).missing == [], text
-    assert "aligned: round 2 of 2" in text
+    assert "· aligned: accuracy" in text
     return out
 
 
@@ -96,23 +88,16 @@ def test_the_run_folder_tells_the_whole_story(run: Path) -> None:
     found = read_run(run)
     assert found.commands == ["flwr run"]
     assert found.experiments[0]["partition"] == "dirichlet:1"
-    assert found.versions.keys() >= {"fedrot", "flwr", "torch", "python"}
-    assert {row["scope"] for row in found.rows} == {
-        *("central", "client:0", "client:1", "messages", "round")
-    }
     assert {row["strategy"] for row in found.alignment} >= {"aligned"}
-    code, printed = invoke("report", run)
-    assert (code, "aligned" in printed) == (0, True), printed
     report = (run / "report.html").read_text()
     assert re.search(r'(src|href)="(?!data:|#)', report) is None
-    assert "<svg" in report or 'src="data:image/' in report
+    assert "<svg" in report
 
 
 def test_fedrot_simulate_gives_the_same_rows(run: Path, tmp_path: Path) -> None:
     """What is simulated is what is deployed: the apps' results do not depend on the engine."""
     simulated(tmp_path / "again", {name.replace("-", "_"): value for name, value in SETTINGS.items()})
-    scopes = {row["scope"] for row in read_run(run).rows} - {"messages"}
-    for scope in scopes:
+    for scope in ("central", "client:0", "client:1", "round"):
         assert values(run, scope) == values(tmp_path / "again", scope)
     # Scrambled clients have another plain average.
     assert values(run)["aligned", 0, 2, "loss"] != values(run)["fedavg", 0, 2, "loss"]

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from fedrot.simulations.folder import Run, file_name, title_of
+from fedrot.simulations.summary import BOUNDS
 
 HOSTILE = "</script><script>alert(1)</script> & \"q\" 'x' $\\x$ ../../../x | " + 300 * "y"
 CODE = "FedRot(model.config, fit_head=True)"
 #: Differences from fedavg by seed, each with a spread.
 WOBBLE = (0.0, 0.002, -0.001, 0.001, -0.002)
 SEEDS = range(5)
+#: As plug-ins do.
+BOUNDS["joined"] = "all rows in one place, an upper bound"
 
 
 def row(strategy: str, seed: int, value: float | None, **more: Any) -> dict[str, Any]:

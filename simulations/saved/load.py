@@ -12,7 +12,7 @@ from typing import Any
 
 from fedrot._io import as_os_error, replacing
 from fedrot.errors import FedrotError
-from fedrot.simulations.packaged import loading, loading_of, no_bar_for_files, no_bars
+from fedrot.simulations.packaged import loading, loading_of, no_bars
 from fedrot.symmetry import check_family
 from fedrot.tensors import Tensors
 
@@ -91,7 +91,7 @@ def load(name: str, whole: bool = False) -> SavedModel:
             f"'{name}' is a {class_name}, which transformers does not have. For your own class use "
             "fedrot.check_function and fedrot.align in Python."
         )
-    with loading(name), no_bar_for_files(name):
+    with loading(name):
         how = {"config": config, "dtype": "auto", "ignore_mismatched_sizes": True}
         model, found = model_class.from_pretrained(**source, **how, output_loading_info=True)
     more = sorted(found["unexpected_keys"])

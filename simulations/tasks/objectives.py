@@ -230,8 +230,8 @@ class MaskedLanguageModelling(LanguageModelling):
             )
         self.mask = masks[0]
         self.special = np.unique([self.mask, *(id_ for id_, token in added.items() if token.special)])
-        known = [id_ for id_ in vocabulary.values() if id_ < settings_of(experiment, data).vocab_size]
-        self.ordinary = np.setdiff1d(known, self.special)
+        self.ordinary = np.setdiff1d([*vocabulary.values()], self.special)
+        self.ordinary = self.ordinary[self.ordinary < settings_of(experiment, data).vocab_size]
 
     def usable(self, encoded: EncodedText, rows: np.ndarray) -> np.ndarray:
         """Return the rows with an ordinary token; empty texts and unknown characters have none."""

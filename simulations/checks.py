@@ -27,7 +27,7 @@ from fedrot.simulations.settings import Experiment
 from fedrot.simulations.strategy import Strategy
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
-from fedrot.simulations.tasks.trial import check_head, check_held_out, check_labels, check_model
+from fedrot.simulations.tasks.training import check_held_out, check_labels, check_model
 from fedrot.strategies.sums.choice import FEW
 from fedrot.symmetry import check_family, symmetry_of
 
@@ -48,7 +48,6 @@ def check(experiments: Sequence[Experiment]) -> None:
         check_labels(task)
         for seed in experiment.seeds:
             task.clients(seed)
-        check_head(task)
         model = build_model(experiment, task.data, seed=0)
         check_model(task, model)
         for strategy in experiment.strategies:

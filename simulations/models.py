@@ -21,10 +21,31 @@ if TYPE_CHECKING:
     from fedrot.simulations.settings import Experiment
 
 
+#: Names of the classes of transformers that build models, by task.
+AUTO_MODELS = {
+    "classification": "AutoModelForSequenceClassification",
+    "mlm": "AutoModelForMaskedLM",
+    "clm": "AutoModelForCausalLM",
+    "ner": "AutoModelForTokenClassification",
+    "image": "AutoModelForImageClassification",
+}
+#: Names of classification problems in transformers, by kind of the labels.
+PROBLEMS = {kind: f"{kind}_label_classification" for kind in ("single", "multi")}
+PROBLEMS["regression"] = "regression"
+
+
 def model_config(experiment: Experiment, data: Any) -> Any:
     """Return the transformers configuration of the model, with the task's head."""
     settings = settings_of(experiment, data)
-    _objective(experiment).configure(settings, data)
+    if data.tags:
+        settings.id2label = dict(enumerate(data.tags))
+        settings.label2id = {tag: number for number, tag in enumerate(data.tags)}
+    elif TASKS[experiment.task].classifies:
+        settings.num_labels = 1 if data.kind == "regression" else len(data.label_names)
+        settings.problem_type = PROBLEMS[data.kind]
+        if getattr(settings, "pad_token_id", None) is None:
+            # Decoders classify with the last token that is not padding.
+            settings.pad_token_id = pad_id_of(settings)
     return settings
 
 
@@ -44,19 +65,13 @@ def build_model(experiment: Experiment, data: Any, seed: int, rank: int | None =
     torch.manual_seed(0 if experiment.lora else seed)
     settings = model_config(experiment, data)
     if experiment.model is None:
-        return _class(_objective(experiment).auto_model).from_config(settings)
-    model = _pretrained(experiment, experiment.model, settings)
+        return _class(AUTO_MODELS[experiment.task]).from_config(settings)
+    model = _pretrained(experiment.model, experiment.task, settings)
     if not experiment.lora:
         return model
     torch.manual_seed(seed)
     given = {**experiment.lora, "r": rank or max(experiment.ranks)}
-    return with_adapter(model, given, TASKS[experiment.task].peft)
-
-
-def _objective(experiment: Experiment) -> Any:
-    from fedrot.simulations.tasks import task  # which reads data with these models' tokenizers
-
-    return task.OBJECTIVES[experiment.task]
+    return _with_adapter(model, given, TASKS[experiment.task].peft)
 
 
 def _class(auto_model: str) -> Any:
@@ -65,36 +80,31 @@ def _class(auto_model: str) -> Any:
     return getattr(transformers, auto_model)
 
 
-def _pretrained(experiment: Experiment, name: str, settings: Any) -> Any:
+def _pretrained(name: str, task: str, settings: Any) -> Any:
     """Load a model in float32, whatever its files are in; log new tensors, such as a head's."""
     from fedrot.simulations import pooled
 
-    pooling = pooled.pooling_of(name, settings) if experiment.task == "classification" else None
-    auto_model = "AutoModel" if pooling else _objective(experiment).auto_model
+    mode = pooled.pooling_of(name, settings) if task == "classification" else ""
     with loading(name):
-        model, found = _class(auto_model).from_pretrained(
+        model, found = _class("AutoModel" if mode else AUTO_MODELS[task]).from_pretrained(
             source_of(name), config=settings, dtype=torch.float32, output_loading_info=True
         )
     new = set(found["missing_keys"])
     # A model saved for another task may have no pooler.
-    prefix = "" if pooling else f"{model.base_model_prefix}."
+    prefix = "" if mode else f"{model.base_model_prefix}."
     body = sorted(n for n in new if n.startswith(prefix) and "pooler." not in n)
     if body:
         raise FedrotError(
             f"'{name}' has no tensor '{body[0]}' ({len(body)} missing in all), which a "
-            f"{type(model).__name__} needs: it would be random. Check that weights and configuration "
-            "belong together, and save the whole model, without wrappers, with save_pretrained."
+            f"{type(model).__name__} needs: it would be random. Save the whole model, without wrappers, "
+            "with save_pretrained."
         )
-    other = next((n for n, own in model.named_parameters() if own.dtype != torch.float32), "")
-    if other:
-        raise FedrotError(
-            f"'{name}' is quantised: '{other}' is {model.get_parameter(other).dtype}, which cannot be "
-            "trained or averaged. Give the model in float32, float16 or bfloat16."
-        )
-    if pooling:
-        model = pooled.PooledForSequenceClassification(model, pooling.mode)
+    if any(own.dtype != torch.float32 for own in model.parameters()):
+        raise FedrotError(f"'{name}' is quantised. Give it in float32, float16 or bfloat16.")
+    if mode:
+        model = pooled.PooledForSequenceClassification(model, mode)
         new = {"classifier.bias", "classifier.weight"}
-        _say(f"'{name}' is classified by {pooling.says}.")
+        _say(f"'{name}' is classified by the {mode} of its tokens, without later modules.")
     if new:
         _say(f"Not in '{name}', therefore random: {', '.join(sorted(new))}")
     return model
@@ -108,9 +118,8 @@ def _say(message: str) -> None:
 
 def settings_of(experiment: Experiment, data: Any) -> Any:
     """Return the transformers configuration of the encoder or decoder, without settings of the task."""
-    if experiment.model is not None:
-        return pretrained_settings(experiment.model)
-    return _small_settings(experiment, data)
+    model = experiment.model
+    return _small_settings(experiment, data) if model is None else pretrained_settings(model)
 
 
 def pretrained_settings(model: str) -> Any:
@@ -128,6 +137,8 @@ def pad_id_of(settings: Any) -> int:
 
 def _small_settings(experiment: Experiment, data: Any) -> Any:
     """Return the configuration of a small model from scratch."""
+    from fedrot.simulations.data.encode import bundled_tokenizer
+
     architecture, width, rate = experiment.architecture, experiment.width, experiment.dropout
     sizes = {
         "hidden_size": width,
@@ -155,18 +166,11 @@ def _small_settings(experiment: Experiment, data: Any) -> Any:
         # Three matrices of 8/3 times the width have as many entries as two of 4 times the width.
         "llama": {"intermediate_size": 8 * width // 3, "attention_dropout": rate},
     }
-    text = {**_bundled_ids(), "max_position_embeddings": experiment.max_length}
-    return _class("AutoConfig").for_model(architecture, **sizes, **text, **of_texts[architecture])
-
-
-@lru_cache(maxsize=1)
-def _bundled_ids() -> dict[str, Any]:
-    from fedrot.simulations.data.encode import bundled_tokenizer
-
     vocabulary = bundled_tokenizer().get_vocab()
     tokens = {"pad_token_id": "[PAD]", "bos_token_id": "[CLS]", "eos_token_id": "[SEP]"}
-    ids = {name: vocabulary[token] for name, token in tokens.items()}
-    return {"vocab_size": len(vocabulary), **ids}
+    text = {name: vocabulary[token] for name, token in tokens.items()}
+    text |= {"vocab_size": len(vocabulary), "max_position_embeddings": experiment.max_length}
+    return _class("AutoConfig").for_model(architecture, **sizes, **text, **of_texts[architecture])
 
 
 def patch_of(side: int) -> int:
@@ -174,35 +178,22 @@ def patch_of(side: int) -> int:
     return next(patch for patch in range(math.isqrt(side), 0, -1) if side % patch == 0)
 
 
-def with_adapter(model: Any, given: Mapping[str, Any], task_type: str) -> nn.Module:
-    """Return a transformers model with a LoRA adapter; PEFT freezes the base model.
-
-    Args:
-        given: arguments of PEFT's ``LoraConfig``.
-        task_type: PEFT's task type.
-
-    Raises:
-        FedrotError: PEFT is not installed, has no such argument, or cannot adapt the model, such as
-            without these modules.
-    """
-    try:
-        import peft
-    except ModuleNotFoundError:
-        raise FedrotError(
-            "lora needs PEFT. Install fedrot's extra 'lora': in a checkout, pip install -c "
-            "constraints.txt -e '.[lora]'."
-        ) from None
+def _with_adapter(model: Any, given: Mapping[str, Any], task_type: str) -> nn.Module:
+    """Return a model with a LoRA adapter of PEFT's ``LoraConfig``; PEFT freezes the base model."""
     # PEFT leaves the heads of language models out, but not those of taggers.
     heads = ["classifier", "score"] if given.get("target_modules") == "all-linear" else None
     try:
+        import peft
+
         config = peft.LoraConfig(**{"task_type": task_type, "exclude_modules": heads, **given})
         with warnings.catch_warnings():
             # PEFT reads an attribute that transformers has renamed.
             warnings.simplefilter("ignore", FutureWarning)
             return peft.get_peft_model(model, config)
+    except ModuleNotFoundError:
+        raise FedrotError("lora needs PEFT; install fedrot's extra 'lora'") from None
     except (TypeError, ValueError) as error:
-        said = str(error).removeprefix("LoraConfig.__init__() ")
-        raise FedrotError(f"lora: PEFT cannot adapt this {type(model).__name__}: {said}") from error
+        raise FedrotError(f"lora: PEFT cannot adapt this {type(model).__name__}: {error}") from error
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from fedrot._io import refuse_pointer
 from fedrot.errors import FedrotError
 
 #: Package and folder of each model that a package holds, by name.
@@ -41,26 +40,22 @@ def loading(model: object) -> Iterator[None]:
 
     logging.disable_progress_bar()
     try:
-        for file in Path(str(model)).glob("*.safetensors"):
-            refuse_pointer(file)
         yield
     except FedrotError:
         raise
     except Exception as error:  # transformers raises many unrelated kinds
-        first, _, rest = str(error).strip().partition("\n")
-        said = f"{first} {rest.strip().partition(chr(10))[0]}" if first.endswith(":") else first
-        if "ignore_mismatched_sizes" in said:
-            raise FedrotError(
-                f"'{model}' cannot be loaded: some tensors have wrong shapes, see the table above. A "
-                "saved task head needs as many classes as the data have: give such data, or the model "
-                "without its head."
-            ) from error
-        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        said = " ".join(str(error).split())
         advice = (
-            "Check that its weights, configuration and tokenizer are whole and belong together."
+            "Check that its files (weights, configuration, tokenizer, modules.json) are whole, no "
+            "pointers of git-lfs, and belong together."
             if Path(source_of(str(model))).exists()
             else "There is no folder of this name; a model of the hub needs a network."
         )
+        if "ignore_mismatched_sizes" in said:
+            advice = (
+                "Some tensors have other shapes than expected. A saved task head needs as many classes "
+                "as the data have: give such data, or the model without its head."
+            )
         raise FedrotError(
-            f"'{model}' cannot be loaded: {kind}{said.removesuffix('.')}. {advice}"
+            f"'{model}' cannot be loaded: {type(error).__name__}: {said:.300}. {advice}"
         ) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +16,16 @@ from fedrot._io import read_json, shallow
 from fedrot.errors import FedrotError
 from fedrot.simulations.packaged import loading, source_of
 
-#: Poolings that a classifier can have, and what they are called in messages.
-POOLINGS = {"mean": "the mean of its tokens", "cls": "its first token"}
+#: Poolings that a classifier can have.
+POOLINGS = ("mean", "cls")
 #: The saved models' keys of these and other poolings, before version 6 of sentence-transformers.
 _KEYS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 #: Where dropout before a classifier is in a configuration.
 _DROPOUTS = ("classifier_dropout", "seq_classif_dropout", "hidden_dropout_prob")
 
 
-@dataclass(frozen=True)
-class Pooling:
-    """A pooling of tokens, a key of ``POOLINGS``, and the names of the modules after it."""
-
-    mode: str
-    after: tuple[str, ...] = ()
-
-    @property
-    def says(self) -> str:
-        """What a classifier reads, for messages."""
-        later = f", before its module {' and '.join(self.after)}" if self.after else ""
-        return f"{POOLINGS[self.mode]}{later}"
-
-
-def pooling_of(model: str, settings: Any) -> Pooling | None:
-    """Return the pooling of a sentence-transformers model; None for others, and with a saved task head.
+def pooling_of(model: str, settings: Any) -> str:
+    """Return a sentence-transformers model's pooling; empty for others, and with a saved task head.
 
     Args:
         model: folder or name of the model.
@@ -49,44 +34,28 @@ def pooling_of(model: str, settings: Any) -> Pooling | None:
     Raises:
         FedrotError: a file is damaged, or the model has no Transformer with a pooling of ``POOLINGS``.
     """
+    source, optional = source_of(model), {"_raise_exceptions_for_missing_entries": False}
+    saved = settings.architectures or ()
     with loading(model):
-        file = _file(model, "modules.json")
-        saved = settings.architectures or ()
+        file = cached_file(source, "modules.json", **optional)
         if file is None or any(name.endswith("ForSequenceClassification") for name in saved):
-            return None
-        try:
-            listed: Any = json.loads(shallow(file.read_bytes()))
-            modules = [(entry["type"].rpartition(".")[2], entry["path"]) for entry in listed]
-            own = _file(model, f"{modules[1][1]}/config.json") if len(modules) > 1 else None
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            raise FedrotError(
-                f"'{file}' is damaged: it is no list of modules with types and paths. Save it again."
-            ) from error
-        kinds = [kind for kind, _ in modules]
-        given = read_json(own) if own else {}
-    advice = (
-        "Give a model that pools by mean or cls; or copy the folder without modules.json, and it is "
-        "classified as transformers does it."
-    )
-    two = getattr(settings, "is_encoder_decoder", False)
-    if own is None or kinds[:2] != ["Transformer", "Pooling"] or two:
-        what = "an encoder and a decoder" if two else f"modules {', '.join(kinds)}"
-        raise FedrotError(
-            f"'{model}' consists of {what}; a classifier reads a Transformer with Pooling. {advice}"
-        )
+            return ""
+        listed: Any = json.loads(shallow(Path(file).read_bytes()))
+        kinds = [entry["type"].rpartition(".")[2] for entry in listed]
+        own = cached_file(source, f"{listed[1]['path']}/config.json", **optional) if kinds[1:] else None
+        given = read_json(Path(own)) if own else {}
     switches = (key for key, on in given.items() if key.startswith("pooling_mode_") and on)
     mode = given.get("pooling_mode", [_KEYS.get(key, key) for key in switches])
     modes = [*map(str, mode if isinstance(mode, list) else [mode])] or ["mean"]
-    if len(modes) > 1 or modes[0] not in POOLINGS:
-        raise FedrotError(f"'{model}' pools its tokens by {' and '.join(modes)}. {advice}")
-    return Pooling(modes[0], tuple(kinds[2:]))
-
-
-def _file(model: str, name: str) -> Path | None:
-    """Return a file of a model in a folder or on the hub; None if the model has no such file."""
-    missing_is_none = {"_raise_exceptions_for_missing_entries": False}
-    found = cached_file(source_of(model), name, **missing_is_none)
-    return Path(found) if found else None
+    plain = kinds[:2] == ["Transformer", "Pooling"] and not settings.is_encoder_decoder
+    if not (own and plain and len(modes) == 1 and modes[0] in POOLINGS):
+        raise FedrotError(
+            f"'{model}' is a {settings.model_type} with modules {', '.join(kinds)} and pooling "
+            f"{' and '.join(modes)}; a classifier reads an encoder that is pooled by mean or cls. Give "
+            "such a model; or copy the folder without modules.json, and it is classified as "
+            "transformers does it."
+        )
+    return modes[0]
 
 
 class PooledForSequenceClassification(PreTrainedModel):
@@ -116,17 +85,13 @@ class PooledForSequenceClassification(PreTrainedModel):
         nn.init.zeros_(self.classifier.bias)
 
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        **others: Any,
+        self, attention_mask: Tensor | None = None, labels: Tensor | None = None, **inputs: Any
     ) -> SequenceClassifierOutput:
         """Return ``logits`` ``[rows, labels]``, and the ``loss`` if there are ``labels``.
 
-        ``others`` are inputs of the encoder, such as ``token_type_ids``.
+        ``inputs`` are those of the encoder, such as ``input_ids`` and ``token_type_ids``.
         """
-        given = {"input_ids": input_ids, "attention_mask": attention_mask, **others, "return_dict": True}
+        given = {"attention_mask": attention_mask, **inputs, "return_dict": True}
         tokens = self.base_model(**given).last_hidden_state
         features = tokens[:, 0]
         if self.mode == "mean":

@@ -14,10 +14,10 @@ from fedrot.errors import FedrotError
 from fedrot.head import collect_classes, fit_heads, head_of, with_head
 from fedrot.problems import SINGLE
 from fedrot.simulations.data.read import listed
-from fedrot.simulations.models import pad_id_of
+from fedrot.simulations.models import PROBLEMS, pad_id_of
 from fedrot.simulations.saved.load import SavedModel
 from fedrot.simulations.settings import TASKS, Experiment
-from fedrot.simulations.tasks.classification import PROBLEMS, TokenClassification
+from fedrot.simulations.tasks.objectives import TokenClassification
 from fedrot.simulations.tasks.task import OBJECTIVES, Task, task_of
 from fedrot.simulations.tasks.training import evaluate, step_batches
 from fedrot.strategies.sums.choice import SHRINKAGES

@@ -12,21 +12,21 @@ from fedrot.simulations.data.encode import Encoded, read_encoded
 from fedrot.simulations.data.labels import DataSet
 from fedrot.simulations.data.partition import partition_keys, split_clients
 from fedrot.simulations.settings import Experiment, TaskName
-from fedrot.simulations.tasks.classification import (
+from fedrot.simulations.tasks.objectives import (
+    CausalLanguageModelling,
     Classification,
-    ImageClassification,
+    MaskedLanguageModelling,
+    Objective,
     TokenClassification,
 )
-from fedrot.simulations.tasks.language import CausalLanguageModelling, MaskedLanguageModelling
-from fedrot.simulations.tasks.objective import Objective
 
-#: Objectives by task. A new task is added here and to ``TASKS`` of the settings.
+#: Objectives by task. A new task is added here, to ``TASKS`` and to ``AUTO_MODELS``.
 OBJECTIVES: Mapping[TaskName, type[Objective]] = {
     "classification": Classification,
     "mlm": MaskedLanguageModelling,
     "clm": CausalLanguageModelling,
     "ner": TokenClassification,
-    "image": ImageClassification,
+    "image": Classification,
 }
 
 
@@ -67,7 +67,7 @@ def task_of(experiment_json: str) -> Task:
     """
     experiment = Experiment.model_validate_json(experiment_json)
     data, train, test = read_encoded(experiment)
-    return Task(experiment, data, OBJECTIVES[experiment.task].of(experiment, data), train, test)
+    return Task(experiment, data, OBJECTIVES[experiment.task](experiment, data), train, test)
 
 
 @lru_cache(maxsize=16)

@@ -1,19 +1,22 @@
-"""Local training and evaluation; the same seed gives the same bits."""
+"""Local training and evaluation, with the same bits for the same seed, and checks before them."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedrot.simulations.data.encode import Encoded
-from fedrot.simulations.tasks.objective import model_inputs
+from fedrot.errors import FedrotError
+from fedrot.simulations.data.encode import Encoded, EncodedText
+from fedrot.simulations.data.read import DataError
+from fedrot.simulations.settings import TASKS
+from fedrot.simulations.tasks.objectives import model_inputs
 from fedrot.simulations.tasks.task import Task
 
 #: Number of batches that are made at once, from shuffled rows sorted by length.
@@ -50,16 +53,11 @@ def step_batches(
         yield model_inputs(model, task.objective.batch(task.train, places, rng))
 
 
-def lent_device() -> torch.device:
-    """Return the GPU that Ray has assigned to this process, or the CPU."""
-    ray = sys.modules.get("ray")
-    return torch.device("cuda" if ray and ray.is_initialized() and ray.get_gpu_ids() else "cpu")
-
-
 @contextmanager
-def running_on(device: torch.device, model: nn.Module) -> Iterator[None]:
-    """Move a model to a device, and finally back to the CPU; see ``model_inputs``."""
-    model.to(device)
+def _on_lent_device(model: nn.Module) -> Iterator[None]:
+    """Move a model to the GPU that Ray has assigned to this process, if any; finally to the CPU."""
+    ray = sys.modules.get("ray")
+    model.to("cuda" if ray and ray.is_initialized() and ray.get_gpu_ids() else "cpu")
     try:
         yield
     finally:
@@ -85,7 +83,7 @@ def train(
     an_epoch = math.ceil(len(rows) / experiment.batch_size)
     steps = math.ceil((epochs or experiment.local_epochs) * an_epoch - 1e-9)
     losses: list[float] = []
-    with running_on(lent_device(), model):
+    with _on_lent_device(model):
         torch.manual_seed(seed)
         rng, masks = np.random.default_rng(seed), np.random.default_rng([seed, 1])
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -118,5 +116,71 @@ def evaluate(model: nn.Module, task: Task, split: Encoded, rows: np.ndarray) -> 
 
     model.eval()
     counted = model.register_forward_hook(count, with_kwargs=True)
-    with running_on(lent_device(), model), counted, torch.inference_mode():
+    with _on_lent_device(model), counted, torch.inference_mode():
         return task.objective.evaluate(model, split, rows)
+
+
+def check_labels(task: Task) -> None:
+    """Raise ``DataError`` if all labels are equal, or training and held-out rows share no class."""
+    data = task.data
+    if not TASKS[task.experiment.task].classifies or data.kind == "multi":
+        return
+    train, test = (np.unique(split.labels) for split in (data.train, data.test))
+    if len(np.union1d(train, test)) == 1:
+        raise DataError(
+            f"{data.name}: all rows have one label, so there is nothing to learn; check the label "
+            "column (--label-column)"
+        )
+    if data.kind == "single" and not np.intersect1d(train, test).size:
+        raise DataError(
+            f"{data.name}: training and held-out rows have no class in common; give both the same labels"
+        )
+
+
+def check_held_out(task: Task, clients: Sequence[int] = ()) -> None:
+    """Raise ``FedrotError`` if these clients, all by default, hold out no row."""
+    for seed in task.experiment.seeds:
+        chosen = clients or range(task.experiment.clients)
+        if not any(len(task.client_rows(seed, client)[1]) for client in chosen):
+            raise FedrotError(
+                f"it needs clients' held-out rows, but holdout {task.experiment.holdout:g} gives none "
+                f"with seed {seed}; use a larger holdout, fewer clients or more rows"
+            )
+
+
+def check_model(task: Task, model: nn.Module) -> None:
+    """Raise ``FedrotError`` if a model cannot compute its loss and gradient on the rows of a task.
+
+    The longest rows of each split are used, and that with the largest token, because the model's tables
+    may be too small for them. The gradient is computed, too, but nothing is trained.
+    """
+    experiment = task.experiment
+    name = experiment.model or experiment.architecture
+    model.eval()
+    for split, encoded in (("training", task.train), ("held-out", task.test)):
+        rows = task.objective.usable(encoded, np.arange(len(encoded)))
+        if not len(rows):
+            raise DataError(f"{task.data.name}: no {split} row has anything to predict")
+        tried = rows[np.argsort(encoded.lengths(rows), kind="stable")[-2:]]
+        if isinstance(encoded, EncodedText):
+            tried = np.append(tried, max(rows, key=lambda row: encoded.ids[row].max()))
+        try:
+            batch = task.objective.batch(encoded, tried, np.random.default_rng(0))
+            task.objective.loss(model, batch).backward()
+            model.zero_grad(set_to_none=True)
+        except Exception as error:  # models raise many unrelated kinds
+            said = " ".join(str(error).split())
+            raise FedrotError(
+                f"model '{name}' cannot be trained on '{task.data.name}' for task '{experiment.task}': "
+                f"a trial step on {split} rows failed ({type(error).__name__}: {said:.300}). Texts may "
+                "be longer than its positions (--max-length), or the tokenizer another model's."
+            ) from error
+    if experiment.task == "clm":
+        ids = torch.from_numpy(encoded.ids[tried[0]][:4])[None]
+        with torch.no_grad():
+            whole, alone = (model(input_ids=part).logits[0, 0] for part in (ids, ids[:, :1]))
+        if float((whole - alone).abs().max()) > 1e-5 * float(alone.abs().max()):
+            raise FedrotError(
+                f"model '{name}' is an encoder: its outputs depend on the tokens that task 'clm' "
+                "predicts; choose a decoder, or task 'mlm'"
+            )

@@ -27,7 +27,7 @@ from fedrot.simulations.packaged import (
 from fedrot.simulations.settings import TASKS
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import task_of
-from fedrot.simulations.tasks.trial import check_model
+from fedrot.simulations.tasks.training import check_model
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from tests.simulations.tasks.cases import SIZES, VISION, experiment_of, model_for, parts, save, task_for
 

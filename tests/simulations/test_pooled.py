@@ -20,10 +20,10 @@ from fedrot.head import collect_classes, fit_head, head_of, with_head
 from fedrot.simulations import models
 from fedrot.simulations.models import build_model, model_config
 from fedrot.simulations.packaged import source_of
-from fedrot.simulations.pooled import PooledForSequenceClassification, pooling_of
+from fedrot.simulations.pooled import PooledForSequenceClassification
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
-from fedrot.simulations.tasks.trial import check_head, check_model
+from fedrot.simulations.tasks.training import check_model
 from tests.simulations.tasks.cases import SIZES, experiment_of, save
 
 #: Encoders by ``model_type``.
@@ -87,7 +87,6 @@ def test_a_pooled_model_has_the_symmetry_of_its_family(kind: str, tmp_path: Path
     symmetry = fedrot.symmetry_of(config, state)
     assert {"attention", "ffn"} <= {group.part for group in symmetry.groups}
     assert fedrot.check_function(model, config, symmetry) < 1e-9
-    check_head(task)
     check_model(task, model)
     head = head_of(config, state)
     assert head == "classifier"
@@ -187,7 +186,7 @@ def test_what_is_read_is_said_with_what_is_left_out(
     said = list[str]()
     monkeypatch.setattr(logging.getLogger("flwr"), "info", said.append)
     built(task_with(pooled(tmp_path)))
-    assert any("mean of its tokens" in message and "Normalize" in message for message in said)
+    assert any("mean of its tokens" in message for message in said)
 
 
 def test_other_tasks_and_saved_classifiers_are_as_ever(tmp_path: Path) -> None:
@@ -202,33 +201,31 @@ DENSE = ("sentence_transformers.models.WordWeights", "2_Weights")
 T5 = transformers.T5Config(vocab_size=6000, d_model=32, num_layers=1, num_heads=2, d_ff=64, d_kv=16)
 #: Pooling, options of ``pooled``, and a part of the error.
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "max": ({"pooling_mode_max_tokens": True}, {}, "pools its tokens by pooling_mode_max_tokens"),
-    "max, version 6": ({"pooling_mode": "max"}, {}, "pools its tokens by max"),
-    "weights": ({"pooling_mode": "weightedmean"}, {}, "by weightedmean"),
+    "max": ({"pooling_mode_max_tokens": True}, {}, "pooling pooling_mode_max_tokens;"),
+    "max, version 6": ({"pooling_mode": "max"}, {}, "pooling max;"),
     "last": ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, {}, "lasttoken"),
-    "both": ({**MEAN, **CLS}, {}, "by mean and cls"),
-    "both, version 6": ({"pooling_mode": ["cls", "max"]}, {}, "by cls and max"),
-    "a number": ({"pooling_mode": 3}, {}, "by 3"),
+    "both": ({**MEAN, **CLS}, {}, "pooling mean and cls;"),
+    "both, version 6": ({"pooling_mode": ["cls", "max"]}, {}, "pooling cls and max;"),
+    "a number": ({"pooling_mode": 3}, {}, "pooling 3;"),
     "a module between": (MEAN, {"modules": (TRANSFORMER, DENSE, POOLING)}, "Transformer, WordWeights"),
     "no transformer": (MEAN, {"modules": (("models.StaticEmbedding", ""),)}, "StaticEmbedding"),
-    "no module": (MEAN, {"modules": ()}, "a classifier reads a Transformer with Pooling"),
-    "a decoder": (MEAN, {"config": T5}, "an encoder and a decoder"),
+    "no module": (MEAN, {"modules": ()}, "modules  and"),
+    "no pooling": (MEAN, {"modules": (TRANSFORMER, (POOLING[0], "2"))}, "pooled by mean or cls"),
+    "a decoder": (MEAN, {"config": T5}, "is a t5"),
     "no object": ([1], {}, "it holds a list"),
+    **{
+        text: (MEAN, {"text": text}, "cannot be loaded")
+        for text in ("{", "[3]", '[{"type": "x"}, {"type": "y"}]', '[{"type": 3, "path": ""}]')
+    },
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_poolings_are_refused_by_name(name: str, tmp_path: Path) -> None:
     pooling, options, said = REFUSED[name]
-    task = task_with(pooled(tmp_path, pooling, **options))
+    folder = pooled(tmp_path, pooling, **options)
+    if "text" in options:
+        (folder / "modules.json").write_text(options["text"])
     with pytest.raises(FedrotError, match=said) as found:
-        built(task)
+        built(task_with(folder))
     assert str(tmp_path) in str(found.value)
-
-
-@pytest.mark.parametrize("modules", ["{", "[3]", '[{"type": "x"}]', "{}", '[{"type": 3, "path": ""}]'])
-def test_damaged_modules_are_named(modules: str, tmp_path: Path) -> None:
-    folder = pooled(tmp_path)
-    (folder / "modules.json").write_text(modules)
-    with pytest.raises(FedrotError, match=r"modules\.json' is damaged|Transformer with Pooling"):
-        pooling_of(str(folder), ENCODERS["bert"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,12 +18,12 @@ from fedrot.errors import FedrotError
 from fedrot.simulations.data.encode import IGNORED
 from fedrot.simulations.settings import TASKS
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.objective import model_inputs
+from fedrot.simulations.tasks.objectives import model_inputs
 from fedrot.simulations.tasks.task import OBJECTIVES, Task
-from fedrot.simulations.tasks.trial import check_labels, check_model
+from fedrot.simulations.tasks.training import check_labels, check_model
 from tests.simulations.tasks.cases import CASES, experiment_of, model_for, parts, task_for
 
-SINGLE = ("accuracy", "macro_f1", "ece", "calibrated_loss")
+SINGLE = ("accuracy", "macro_f1", "calibrated_loss")
 #: The metrics of the cases, the headline metric first.
 METRICS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("bert", "distilbert", "gpt2", "llama", "image"), SINGLE),
@@ -77,13 +79,6 @@ def test_the_loss_of_a_step_is_torch_s(task: Task) -> None:
         assert (batch["labels"][batch["attention_mask"] == 0] == IGNORED).all()
 
 
-def evaluation_batch(task: Task, row: int) -> Any:
-    fixed: Any = getattr(task.objective, "fixed_batch", None)
-    if fixed:
-        return fixed(task.test, np.array([row]))
-    return task.objective.batch(task.test, np.array([row]), np.random.default_rng(0))
-
-
 def test_an_evaluation_is_the_mean_over_rows_one_by_one(case: str, task: Task) -> None:
     """Of tokens for models of tokens, of domains with training rows for domains."""
     model, rows = model_for(task).eval(), np.arange(len(task.test))
@@ -92,7 +87,7 @@ def test_an_evaluation_is_the_mean_over_rows_one_by_one(case: str, task: Task) -
             parameter.mul_(3)
     losses, weights = [], []
     for row in rows:
-        batch = evaluation_batch(task, row)
+        batch = task.objective.batch(task.test, np.array([row]))
         inputs = model_inputs(model, {name: own for name, own in batch.items() if name != "labels"})
         with torch.no_grad():
             losses.append(float(oracle(task, model(**inputs).logits, batch["labels"])))
@@ -164,18 +159,20 @@ def test_a_diverged_model_and_no_rows_have_no_scores(task: Task, value: float) -
 def test_a_lent_device_trains_the_same_model_and_gives_it_back(
     task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another name of the CPU stands for a GPU."""
-    device, results = torch.device("cpu", 0), list[Any]()
-    for lent in (torch.device("cpu"), device):
+    results = list[Any]()
+    for lent, place in (["0"], "cuda"), ([], "cpu"), (None, "cpu"):
         places = list[Any]()
-        monkeypatch.setattr(training, "lent_device", lambda lent=lent: lent)
+        engine = SimpleNamespace(
+            is_initialized=lambda own=lent: own is not None, get_gpu_ids=lambda own=lent: own
+        )
+        monkeypatch.setitem(sys.modules, "ray", engine)
         model = model_for(task)
         monkeypatch.setattr(model, "to", lambda where, own=places: own.append(where))
         loss = training.train(model, task, np.arange(16), seed=1)
         metrics = training.evaluate(model, task, task.test, np.arange(10))
-        assert places == [lent, "cpu"] * 2
+        assert places == [place, "cpu"] * 2
         results.append((loss, metrics, dict(parts(model))))
-    (loss, metrics, state), (other_loss, other_metrics, other_state) = results
+    (loss, metrics, state), (other_loss, other_metrics, other_state), _ = results
     assert (loss, metrics) == (other_loss, other_metrics)
     assert all(torch.equal(tensor, other_state[key]) for key, tensor in state.items())
 

@@ -16,12 +16,12 @@ from fedrot import random_equivalent, symmetry_of
 from fedrot.simulations.data.encode import IGNORED, EncodedText, bundled_tokenizer
 from fedrot.simulations.data.read import DataError
 from fedrot.simulations.models import model_config
-from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.language import Vocabulary
+from fedrot.simulations.tasks import objectives, training
+from fedrot.simulations.tasks.objectives import MaskedLanguageModelling
 from fedrot.simulations.tasks.task import Task
 from tests.simulations.tasks.cases import model_for, task_for
 
-VOCABULARY = Vocabulary.of(bundled_tokenizer())
+VOCABULARY: Any = task_for("mlm bert").objective
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +44,8 @@ def random_ids(rows: int, tokens: int) -> list[np.ndarray]:
 
 def hidden(task: Task, encoded: EncodedText, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens and the labels of a batch of all rows; without a seed of an evaluation."""
-    rows, objective = np.arange(len(encoded)), task.objective
-    fixed: Any = objective.fixed_batch  # type: ignore[attr-defined]
-    batch = (
-        fixed(encoded, rows)
-        if seed is None
-        else objective.batch(encoded, rows, np.random.default_rng(seed))
-    )
+    rng = None if seed is None else np.random.default_rng(seed)
+    batch = task.objective.batch(encoded, np.arange(len(encoded)), rng)
     return batch["input_ids"].numpy(), batch["labels"].numpy()
 
 
@@ -91,10 +86,9 @@ def test_at_least_one_token_is_hidden_and_no_special_one_or_padding(
 
 def test_evaluation_masks_do_not_depend_on_the_batch(task: Task) -> None:
     rows = np.arange(40)
-    fixed: Any = task.objective.fixed_batch  # type: ignore[attr-defined]
 
     def places(batch_rows: np.ndarray) -> dict[int, list[tuple[int, int]]]:
-        batch = fixed(task.test, batch_rows)
+        batch = task.objective.batch(task.test, batch_rows)
         chosen = (batch["labels"] != IGNORED).numpy()
         assert (batch["input_ids"].numpy()[chosen] == VOCABULARY.mask).all()
         return {
@@ -122,9 +116,8 @@ def test_a_scrambled_model_has_the_same_pseudo_perplexity(name: str) -> None:
 
 
 def test_accuracy_is_the_share_of_hidden_tokens_and_a_hopeless_perplexity_infinite(task: Task) -> None:
-    fixed: Any = task.objective.fixed_batch  # type: ignore[attr-defined]
     rows = np.arange(len(task.test))
-    labels = fixed(task.test, rows)["labels"]
+    labels = task.objective.batch(task.test, rows)["labels"]
     tokens = labels[labels != IGNORED]
     common = int(tokens.mode().values)
     for bias, loss in ((20.0, (5, 25)), (1e4, (1e3, 1e5))):
@@ -171,15 +164,17 @@ def test_the_token_that_ends_a_text_is_predicted_where_it_is_that_of_padding_too
 
 
 @pytest.mark.parametrize("mask", ["[MASK]", "<mask>", "<none>"])
-def test_mask_tokens_by_family(mask: str) -> None:
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "<s>": 1, mask: 7}, unk_token="a"))
+def test_mask_tokens_by_family(mask: str, task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "<s>": 1, mask: 7, "b": 6000}, unk_token="a"))
     tokenizer.add_special_tokens(["<s>"])
+    monkeypatch.setattr(objectives, "tokenizer_for", lambda _: tokenizer)
     if mask == "<none>":
         with pytest.raises(DataError, match="no mask token"):
-            Vocabulary.of(tokenizer)
+            MaskedLanguageModelling(task.experiment, task.data)
         return
-    vocabulary = Vocabulary.of(tokenizer)
-    assert (vocabulary.mask, vocabulary.special.tolist()) == (7, [1, 7])
-    assert vocabulary.ordinary.tolist() == [0]
+    found = MaskedLanguageModelling(task.experiment, task.data)
+    assert (found.mask, found.special.tolist()) == (7, [1, 7])
+    # The model has no embedding of token 6000.
+    assert found.ordinary.tolist() == [0]
     assert VOCABULARY.special.tolist() == [0, 1, 2, 3, 4]
     assert VOCABULARY.ordinary.tolist() == list(range(5, bundled_tokenizer().get_vocab_size()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.classification import Classification
-from fedrot.simulations.tasks.objective import model_inputs
+from fedrot.simulations.tasks.objectives import Classification, model_inputs
 from fedrot.simulations.tasks.task import Task
 from tests.simulations.tasks.cases import model_for, task_for
 
@@ -187,17 +185,6 @@ def test_models_with_two_kinds_of_segments_read_them(types: int, kept: bool) -> 
     found = model_inputs(model, batch)
     assert ("token_type_ids" in found) == kept
     assert {value.device.type for value in found.values()} == {"meta"}
-
-
-@pytest.mark.parametrize(("lent", "kind"), [(["0"], "cuda"), ([], "cpu"), (None, "cpu")])
-def test_a_gpu_is_used_where_ray_lends_one(
-    lent: list[str] | None, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = SimpleNamespace(is_initialized=lambda: lent is not None, get_gpu_ids=lambda: lent)
-    monkeypatch.setitem(sys.modules, "ray", engine)
-    assert training.lent_device().type == kind
-    monkeypatch.delitem(sys.modules, "ray")
-    assert training.lent_device().type == "cpu"
 
 
 def test_a_client_trains_on_none_of_its_held_out_rows() -> None:

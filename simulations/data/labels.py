@@ -165,7 +165,7 @@ def labelled(
     parts = [r._replace(labels=own) for r, own in zip(parts, np.split(labels, ends), strict=False)]
     parts, note = (parts, "") if len(parts) > 1 else _drawn(parts[0], kind == "single" and not several)
     limits, used = (experiment.train_limit, experiment.test_limit), {*columns, *inputs, "split"}
-    splits: Any = []
+    splits = []
     for rows, limit in zip(parts, limits, strict=True):
         if not (size := len(rows.labels)):
             refuse(rows.where, "has no rows", "check the file or choose another data set")
@@ -176,7 +176,7 @@ def labelled(
     said = f"Labels: {kind}, {listed(names)} (--set label_kind: single, multi or regression).{alike}"
     spoken = said if experiment.task in ("classification", "image") else ""
     said = " ".join(filter(None, (source.said, note, spoken)))
-    return DataSet(experiment.data, kind, names, METRICS_OF_KIND[kind], *splits, said=said)
+    return DataSet(experiment.data, kind, names, METRICS_OF_KIND[kind], splits[0], splits[1], said)
 
 
 def _read(where: str, table: pa.Table, columns: Sequence[str], scores: bool) -> np.ndarray:

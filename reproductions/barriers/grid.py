@@ -18,6 +18,7 @@ from fedrot.simulations.engine import Ended, Job, Machine, Tell, run_jobs
 from fedrot.simulations.experiment_files import read_experiments
 from fedrot.simulations.folder import only_writer, read_rows, versions
 from fedrot.simulations.models import build_model
+from fedrot.simulations.report.tables import pipe_table
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.simulate import FAILURES
 from fedrot.simulations.tasks import training
@@ -233,5 +234,6 @@ def _summarised(out: Path) -> list[BarrierLine]:
     places = {name: place for place, name in enumerate(read_json(out / "config.json")["cells"])}
     lines.sort(key=lambda line: places[line.cell])
     write_rows(out / "rows.jsonl", lines)
-    write_text(out / "summary.md", "\n".join(table.markdown() for table in tables(lines)))
+    shown = (f"**{t.title}**\n\n{pipe_table(t.header, t.lines, t.texts)}" for t in tables(lines))
+    write_text(out / "summary.md", "\n".join(shown))
     return lines

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedrot._io import replacing, write_text
+from fedrot._io import replacing
 from fedrot.simulations.cli.commands import app, command, command_line, console, need, say
 from fedrot.simulations.experiment_files import bundled_files, read_experiments
 from fedrot.simulations.settings import Experiment
@@ -142,7 +142,7 @@ def flower_app(
 
 @command(
     app,
-    "fedrot report runs/first --markdown results.md",
+    "fedrot report runs/first",
     "fedrot report alignment.jsonl --out alignment.html",
 )
 def report(
@@ -150,23 +150,14 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="For a file: the page; default: its name with .html.")
     ] = None,
-    markdown: Annotated[
-        Path | None, typer.Option(help="For a folder: also write its tables to this file.")
-    ] = None,
 ) -> None:
     """Write the page of a run folder, complete or not, or of the rows that a strategy wrote."""
-    from fedrot.simulations.report.run_page import markdown_report
     from fedrot.simulations.report.strategy_page import write_strategy_report
     from fedrot.simulations.simulate import present
 
-    of_file = run_or_file.is_file()
-    idle = {"--markdown": of_file and markdown, "--out": run_or_file.is_dir() and out}
-    for name in (name for name, given in idle.items() if given):
-        what = "a run folder" if of_file else "a file: the page of a run folder is in the folder"
-        raise ValueError(f"{name} is for {what}. Leave it out.")
-    if of_file:
+    if run_or_file.is_file():
         say(f"Report: {write_strategy_report(run_or_file, out)}")
-        return
-    present(run_or_file, console)
-    if markdown is not None:
-        write_text(markdown, markdown_report(run_or_file))
+    elif out is not None and run_or_file.is_dir():
+        raise ValueError("--out is for a file: the page of a run folder is in the folder. Leave it out.")
+    else:
+        present(run_or_file, console)

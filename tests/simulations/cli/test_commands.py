@@ -239,7 +239,6 @@ def test_options_of_a_report_are_for_a_folder_or_a_file(tmp_path: Path) -> None:
     assert invoke("report", rows, "--out", page) == (0, f"Report: {page}")
     assert page.is_file()
     for options, said in (
-        ((rows, "--markdown", "a.md"), "--markdown is for a run folder. Leave it out."),
         ((tmp_path, "--out", page), "--out is for a file: the page of a run folder is in the folder."),
         ((tmp_path,), "is not a run folder"),
         ((tmp_path / "none",), "is not a run folder"),

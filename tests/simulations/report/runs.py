@@ -39,8 +39,10 @@ def strategy(name: str, **more: Any) -> dict[str, Any]:
 
 
 def run_of(rows: list[dict[str, Any]], strategies: Sequence[Mapping[str, Any]] = (), **more: Any) -> Run:
-    """Return a run of the experiment "main"."""
-    return Run(experiments=[{"name": "main", "strategies": [*strategies]}], rows=rows, **more)
+    """Return a run of the experiment "main", with the given strategies and the others of the rows."""
+    known = [own["name"] for own in strategies]
+    others = [{"name": n} for n in dict.fromkeys(own["strategy"] for own in rows) if n not in known]
+    return Run(experiments=[{"name": "main", "strategies": [*strategies, *others]}], rows=rows, **more)
 
 
 def group(number: int, part: str, layer: int, share: float, **more: Any) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from fedrot.simulations.report import plots
-from fedrot.simulations.report.heat_map import heat_map
-from fedrot.simulations.summary import verdict
+from fedrot.simulations.report.plots import heat_map
+from fedrot.simulations.summary import verdicts_of
 from tests.simulations.report.runs import HOSTILE, group, levels, row, run_of
 
 
@@ -20,25 +20,22 @@ def words(labels: list[Any]) -> list[str]:
     return [label.get_text() for label in labels]
 
 
-def test_differences_have_a_dot_and_an_interval_per_metric_and_a_panel_per_unit() -> None:
+def test_differences_have_a_dot_and_an_interval_per_strategy_and_a_panel_per_metric() -> None:
     values = {"accuracy": [0.5, 0.6], "macro_f1": [0.3, 0.4], "loss": [2.0, 2.2]}
     gains = {"accuracy": [0.6, 0.8], "macro_f1": [0.3, 0.4], "loss": [1.0, math.nan]}
-    found = verdict(run_of([*levels("fedavg", values), *levels("b", gains)]), "main")
-    assert found is not None
-    shares, loss = plots.differences_plot(found).axes
-    accuracy, f1 = shares.containers
-    np.testing.assert_allclose(np.asarray(accuracy.lines[0].get_xdata(), float), [0, 0.15])
-    np.testing.assert_allclose(np.asarray(f1.lines[0].get_xdata(), float), [0, 0])
-    ((low, high),) = (segment[:, 0] for segment in accuracy.lines[2][0].get_segments()[1:])
+    run = run_of([*levels("fedavg", values), *levels("b", gains)])
+    (found,) = verdicts_of(run)
+    panels = plots.differences_plot(found).axes
+    dots = [np.asarray(ax.containers[0].lines[0].get_xdata(), float) for ax in panels]
+    np.testing.assert_allclose(dots, [[0, 0.15], [0, 0], [0, math.nan]])
+    ((low, high),) = (own[:, 0] for own in panels[0].containers[0].lines[2][0].get_segments()[1:])
     assert (low, high) == pytest.approx((0.15 - 0.63531, 0.15 + 0.63531), abs=1e-4)
-    assert accuracy.lines[0].get_marker() != f1.lines[0].get_marker()
-    assert words(shares.get_yticklabels()) == ["fedavg   0.550", "b   0.700"]
-    assert [label.get_fontweight() for label in shares.get_yticklabels()] == ["bold", "normal"]
-    assert ("right is better" in shares.get_xlabel(), "left is better" in loss.get_xlabel()) == (
-        True,
-        True,
-    )
-    assert np.isnan(np.asarray(loss.containers[0].lines[0].get_xdata(), float)).tolist() == [False, True]
+    labels = [ax.get_yticklabels() for ax in panels]
+    assert words(labels[0]) == ["fedavg   0.550", "b   0.700"]
+    assert words(labels[2]) == ["fedavg   2.100", "b   -"]
+    assert [label.get_fontweight() for label in labels[0]] == ["bold", "normal"]
+    sides = [ax.get_xlabel().split("(")[1].split()[0] for ax in panels]
+    assert sides == ["right", "right", "left"]
 
 
 def test_lines_are_means_over_seeds_with_a_band_of_the_interval() -> None:
@@ -48,7 +45,7 @@ def test_lines_are_means_over_seeds_with_a_band_of_the_interval() -> None:
         row("aligned", 0, 0.9, round=0),
         row("aligned", 0, 0.8, round=2),
         row("head_only", 0, 0.7),
-        row("aligned", 0, None, round=1),
+        row("aligned", 0, math.nan, round=1),
         row("fedavg", 0, 99, round=2, scope="client:0"),
         row("fedavg", 0, 99, round=3, metric="loss"),
     ]
@@ -103,15 +100,12 @@ def test_classes_by_client() -> None:
     assert words(ax.get_yticklabels()) == ["sad", "glad", "no class"]
     assert words(ax.get_xticklabels()) == ["0\n(7)", "1\n(56)"]
     assert words(list(ax.texts)) == ["1", "8", "2", "16", "4", "32"]
-    (large,) = plots.clients_plot([[1] * 77] * 100, [f"class {n}" for n in range(77)]).axes
-    assert not large.texts
-    assert max(len(large.get_yticks()), 3 * len(large.get_xticks())) <= plots.MOST_NAMES + 2
     (rows,) = plots.clients_plot([[5], [6]], []).axes
     assert words(rows.get_yticklabels()) == ["rows"]
 
 
-def test_metrics_of_a_strategy_have_a_panel_each_by_ascending_rounds() -> None:
-    series = {"loss": {3: 0.3, 1: 0.1, 2: 0.2}, "rate": {1: 5.0}}
+def test_metrics_of_a_strategy_have_a_panel_each() -> None:
+    series = {"train/loss": [(1, 0.1), (2, 0.2), (3, 0.3)], "server/accuracy": [(2, 1.0)]}
     axes = plots.rounds_plot(series).axes
     assert [ax.get_title(loc="left") for ax in axes] == list(series)
     assert np.transpose(axes[0].lines[0].get_data()).tolist() == [[1, 0.1], [2, 0.2], [3, 0.3]]
@@ -166,10 +160,11 @@ def test_numbers_are_light_on_dark_cells_and_dark_on_light_ones() -> None:
 
 def test_large_reports_stay_readable() -> None:
     rows = [group(r, "ffn", layer, 0.01 * layer) for r in range(1, 101) for layer in range(96)]
-    figure = heat_map(rows)
-    width, height = figure.get_size_inches()
-    assert (width <= plots.NARROW, height < 12, [*figure.axes[0].texts]) == (True, True, [])
-    assert len(figure.axes[0].get_yticks()) <= plots.MOST_NAMES
+    for figure in (heat_map(rows), plots.clients_plot([[1] * 77] * 100, [f"c{n}" for n in range(77)])):
+        width, height = figure.get_size_inches()
+        ax = figure.axes[0]
+        assert (width <= plots.NARROW, height < 12, [*ax.texts]) == (True, True, [])
+        assert max(len(ax.get_yticks()), 3 * len(ax.get_xticks())) <= plots.MOST_NAMES + 2
 
 
 def test_names_are_text_and_not_too_long() -> None:

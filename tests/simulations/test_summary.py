@@ -36,22 +36,19 @@ def told(rows: list[dict[str, Any]]) -> str:
     return "\n".join([lead(judged(rows)), *sentences(judged(rows))])
 
 
-def of(name: str, accuracy: Sequence[float], loss: Sequence[float], **more: Any) -> list[dict[str, Any]]:
+def of(name: str, accuracy: Any, loss: Any, size: float = 1e6) -> list[dict[str, Any]]:
     """Return rows of accuracy, loss, and bytes of messages."""
-    size = more.pop("size", 1e6)
     messages = {"bytes-sent": [size] * 3, "bytes-received": [size] * 3, "requests": [4.0] * 3}
-    return [
-        *levels(name, {"accuracy": accuracy, "loss": loss}, **more),
-        *levels(name, messages, scope="messages"),
-    ]
+    scores = levels(name, {"accuracy": accuracy, "loss": loss})
+    return scores + levels(name, messages, scope="messages")
 
 
 FEDAVG = of("fedavg", BASE, [1.0, 1.1, 1.2])
 
 
-def other(name: str, gain: float, fall: float, **more: Any) -> list[dict[str, Any]]:
+def other(name: str, gain: float, fall: float) -> list[dict[str, Any]]:
     """Return rows of a strategy with a higher accuracy and a lower loss than FedAvg's."""
-    return of(name, raised(gain), [1.0 - fall, 1.101 - fall, 1.199 - fall], **more)
+    return of(name, raised(gain), [1.0 - fall, 1.101 - fall, 1.199 - fall])
 
 
 @given(
@@ -67,10 +64,8 @@ def test_intervals_and_seeds_are_those_of_scipy(values: list[float]) -> None:
     assert (found.mean - found.smallest, found.mean + found.smallest) == pytest.approx((low, high))
     decided = "better" if found.mean > 0 else "worse"
     assert found.verdict == ("within noise" if low <= 0 <= high else decided)
-    assert (
-        paired_difference(values, lower_is_better=True).verdict
-        == {**{"better": "worse", "worse": "better", "within noise": "within noise"}}[found.verdict]
-    )
+    turned = paired_difference([-value for value in values], lower_is_better=True)
+    assert turned.verdict == found.verdict
     # Of n seeds with this mean and spread, the interval excludes 0; of one less, it does not.
     spread = np.std(values, ddof=1)
     halves = {n: stats.t.ppf(0.975, n - 1) * spread / math.sqrt(n) for n in range(2, MOST_SEEDS + 1)}
@@ -81,14 +76,14 @@ def test_intervals_and_seeds_are_those_of_scipy(values: list[float]) -> None:
 @pytest.mark.parametrize(
     ("differences", "verdict", "mean"),
     [
-        ([], "no interval", math.nan),
-        ([0.1], "no interval", 0.1),
+        *(([], "no interval", math.nan), ([0.1], "no interval", 0.1)),
         ([0.1, 0.1, 0.1 + 1e-9], "no interval", 0.1),
-        ([0.0, 0.0], "same", 0.0),
-        ([1e-6, -1e-6], "same", 0.0),
-        ([1e-6, -2e-6], "within noise", -5e-7),
-        ([0.1, math.nan], "not finite", math.nan),
-        ([math.inf], "not finite", math.nan),
+        *(
+            ([0.0, 0.0], "same", 0.0),
+            ([1e-6, -1e-6], "same", 0.0),
+            ([-2e-6, 1e-6], "within noise", -5e-7),
+        ),
+        *(([0.1, math.nan], "not finite", math.nan), ([math.inf], "not finite", math.nan)),
     ],
 )
 def test_differences_without_an_interval(differences: list[float], verdict: str, mean: float) -> None:
@@ -128,27 +123,22 @@ def test_metrics_are_judged_together(accuracy: Any, f1: Any, loss: Any, expected
     values = zip(names, (accuracy, f1, loss), strict=True)
     rows += levels("b", {name: raised(0, own) for name, own in values})
     assert judged(rows).standings[1].judgement == expected
+    assert judged(rows).recommended.name == ("b" if expected == "better" else "fedavg")
     # Where a metric is the same in all seeds, no number of seeds decides it.
-    assert ("seeds would decide" in told(rows)) == (
-        expected == "undecided" and NONE not in (accuracy, f1)
-    )
+    assert ("seeds would decide" in told(rows)) == (accuracy == f1 == AROUND == loss)
 
 
-def test_of_better_strategies_the_lowest_loss_is_recommended_and_never_an_upper_bound(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_lowest_loss_is_recommended_but_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BOUNDS, "ensemble", "no model for clients")
     rows = [*FEDAVG, *other("aligned", 0.1, 0.2), *other("fit_head", 0.05, 0.4)]
     rows += [*other("joined", 0.3, 0.8), *other("ensemble", 0.2, 0.7), *other("worse", -0.1, -0.3)]
     about = [strategy("fit_head"), strategy("fedavg"), strategy("ensemble", kind="ensemble")]
     found = judged(rows, *about)
     assert [own.name for own in found.standings][:3] == ["fit_head", "fedavg", "ensemble"]
-    assert (found.recommended.name, found.reference.name) == ("fit_head", "fedavg")
     assert found.best is found.recommended
     assert found.code == "FedRot(fit_head)"
     assert lead(found) == "Use fit_head: accuracy 0.571, fedavg 0.520 (+0.051 [+0.049, +0.053])."
     said = " ".join(sentences(found))
-    assert all(own.name in f"{lead(found)} {said}" for own in found.standings)
     assert "Also better than fedavg: aligned, accuracy +0.101" in said
     assert "Worse than fedavg: worse, accuracy -0.099" in said
     assert "For comparison joined (all rows in one place, an upper bound): accuracy 0.821" in said
@@ -156,27 +146,17 @@ def test_of_better_strategies_the_lowest_loss_is_recommended_and_never_an_upper_
 
 
 def test_without_a_decided_difference_the_reference_stays_and_seeds_are_counted() -> None:
-    found = judged([*FEDAVG, *of("aligned", raised(0, WIDE), [0.9, 1.2, 1.15])])
-    assert (found.recommended.name, found.standings[1].judgement) == ("fedavg", "undecided")
-    assert lead(found) == "Keep fedavg: nothing is better beyond noise with 3 seeds."
-    said = " ".join(sentences(found))
+    rows = [*FEDAVG, *of("aligned", raised(0, WIDE), [0.9, 1.2, 1.15])]
+    assert told(rows).startswith("Keep fedavg: nothing is better beyond noise with 3 seeds.")
     # Differences of accuracy 0.03, -0.03, 0.01: mean 0.00333, half of the interval 0.0759.
-    assert "With 3 seeds, a difference of accuracy shows from 0.076 on" in said
-    assert "aligned, accuracy +0.003 [-0.073, +0.079], more than 100 seeds would decide it" in said
-    rows = [
-        *FEDAVG,
-        *of("aligned", raised(0.02, WIDE), [0.9, 1.2, 1.15]),
-        *levels("b", {"accuracy": [1]}),
-    ]
+    assert "With 3 seeds, a difference of accuracy shows from 0.076 on" in told(rows)
+    assert "aligned, accuracy +0.003 [-0.073, +0.079], more than 100 seeds would decide" in told(rows)
+    rows = [*FEDAVG, *of("aligned", raised(0.02, WIDE), [0.9, 1.2, 1.15]), row("b", 0, 1.0)]
     needed = judged(rows).standings[1].against["accuracy"].seeds_needed
     assert f"about {needed:.0f} seeds" in told(rows)
     assert "with 1 to 3 seeds" in told(rows)
-
-
-def test_without_a_rival_or_seeds_nothing_is_decided() -> None:
-    rows = [own for own in [*FEDAVG, *other("aligned", 0.1, 0.2)] if own["seed"] == 0]
-    assert judged(rows).recommended.name == "fedavg"
-    assert told(rows).startswith("Undecided: one seed")
+    one = [own for own in [*FEDAVG, *other("aligned", 0.1, 0.2)] if own["seed"] == 0]
+    assert told(one).startswith("Undecided: one seed")
     assert "there is nothing to compare it with" in told(FEDAVG)
 
 
@@ -200,28 +180,20 @@ def test_macro_f1_beside_accuracy_can_decide() -> None:
     assert told(rows).startswith("Use fit_head: macro F1 0.699, fedavg 0.520 (+0.179")
 
 
-def test_a_gain_in_one_metric_and_a_loss_in_another_is_no_recommendation() -> None:
-    rows = [*FEDAVG, *other("aligned", -0.1, 0.2)]
-    assert judged(rows).recommended.name == "fedavg"
-    assert "Better than fedavg in one metric and worse in another: aligned, accuracy -0.0" in told(rows)
-
-
 @pytest.mark.parametrize(
-    ("names", "kinds", "expected"),
+    ("names", "kind", "expected"),
     [
-        (["a", "fedavg"], {}, "fedavg"),
-        (["a", "b"], {}, "a"),
-        (["joined", "a"], {}, "a"),
-        (["x", "a"], {"x": "joined"}, "a"),
-        (["x", "a"], {"x": "head_only"}, "x"),
-        (["nan", "a"], {}, "a"),
+        *(
+            (["a", "fedavg"], "fedrot", "fedavg"),
+            (["a", "b"], "fedrot", "a"),
+            (["joined", "a"], "", "a"),
+        ),
+        *((["x", "a"], "joined", "a"), (["x", "a"], "head_only", "x"), (["nan", "a"], "fedrot", "a")),
     ],
 )
-def test_without_fedavg_the_first_strategy_is_the_reference(
-    names: list[str], kinds: dict[str, str], expected: str
-) -> None:
+def test_without_fedavg_the_first_is_the_reference(names: list[str], kind: str, expected: str) -> None:
     rows = [own for name in names for own in of(name, BASE, [math.nan if name == "nan" else 1.0] * 3)]
-    about = [strategy(name, kind=kind) for name, kind in kinds.items()]
+    about = [strategy(names[0], kind=kind)] if kind else []
     assert judged(rows, *about).reference.name == expected
 
 
@@ -242,9 +214,8 @@ def test_the_worst_client_is_the_mean_over_seeds_of_the_lowest() -> None:
         for client, value in enumerate(own)
         for more in ({}, {"round": 0}, {"metric": "train-loss"})
     ]
-    found = judged([*FEDAVG, *rows])
-    assert found.recommended.worst == pytest.approx(0.15)
-    assert any("accuracy 0.150" in said for said in sentences(found) if said.startswith("Worst client"))
+    assert judged([*FEDAVG, *rows]).recommended.worst == pytest.approx(0.15)
+    assert "Worst client, on its own held-out rows: accuracy 0.150" in told([*FEDAVG, *rows])
     perplexity = [{**own, "metric": own["metric"].replace("accuracy", "perplexity")} for own in rows]
     levelled = levels("fedavg", {"perplexity": BASE})
     assert judged([*levelled, *perplexity]).recommended.worst == pytest.approx(0.9)
@@ -254,9 +225,7 @@ def test_the_worst_client_is_the_mean_over_seeds_of_the_lowest() -> None:
     ("accuracy", "macro_f1", "learned"),
     [(0.605, 0.26, False), (0.63, 0.26, True), (0.605, 0.35, True), (0.3, 0.1, False)],
 )
-def test_naming_the_most_frequent_class_is_no_learning(
-    accuracy: float, macro_f1: float, learned: bool
-) -> None:
+def test_naming_one_class_is_no_learning(accuracy: float, macro_f1: float, learned: bool) -> None:
     """Of three classes, the first has a share of 0.6, and by itself a macro F1 of 0.75 / 3."""
     seeds = {str(n): {"counts": [[4, 3, 1], [2, 0, 0]]} for n in (0, 1)}
     partitions = {"main": {"label_names": ["a", "b", "c"], "seeds": seeds}}

@@ -11,8 +11,13 @@ import pytest
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.report.strategy_page import write_strategy_report
+from fedrot.strategies import FedRot
+from fedrot.strategies.settings import Reporting
+from tests.models import near
 from tests.simulations.report.runs import group
 from tests.simulations.report.test_run_page import Outline, has_in_order
+from tests.strategies.classifier import SYMMETRY, state
+from tests.strategies.fakes import ArrayRecord, FakeGrid, reply
 
 BEYOND = {"found": 1.0, "chance": 0.1, "moved": 4}
 METRICS = [
@@ -31,12 +36,9 @@ ROWS: list[dict[str, Any]] = [
     *({"round": n, "said": f"verdict {n}"} for n in (1, 2, 4)),
     *({"round": n, "client": 7, "dropped": "<NaN> in 'a'"} for n in (1, 3)),
     {"round": 2, "client": 3, "failed": "No answer before the timeout."},
-    {"round": 2, "lost": "0 good replies, 1 needed."},
-    {"round": 2, "tensor": "w", "note": "a note"},
+    *({"round": 2, "lost": "0 good replies, 1 needed."}, {"round": 2, "tensor": "w", "note": "a note"}),
     *METRICS,
 ]
-for own in ROWS:
-    own.pop("strategy", None)
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -46,9 +48,8 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def test_the_page_stands_beside_its_file(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "report.jsonl", ROWS)
-    path = write_strategy_report(file)
-    page = path.read_text(encoding="utf-8")
-    assert path == tmp_path / "report.html"
+    page = write_strategy_report(file).read_text(encoding="utf-8")
+    assert page == (tmp_path / "report.html").read_text(encoding="utf-8")
     parts = [
         *("fedrot: report", "4 rounds reported; alignment moved groups in 2 of 3."),
         "Round 1: the clients are in different coordinates.",
@@ -62,12 +63,11 @@ def test_the_page_stands_beside_its_file(tmp_path: Path) -> None:
     ]
     has_in_order(page, parts)
     assert len(Outline(page).links) == 2
-    assert "verdict 2" not in page
-    assert "seconds: 1.000 in" not in page
+    assert ("verdict 2" in page, "seconds: 1.000 in" in page) == (False, False)
     with file.open("a") as unfinished:
         unfinished.write('{"round": 4, "cli')
     other = write_strategy_report(file, tmp_path / "other.html")
-    assert other.read_text(encoding="utf-8") == page.replace("fedrot: other", "fedrot: report")
+    assert other.read_text(encoding="utf-8") == page
 
 
 def test_without_alignment_and_losses_the_page_says_so(tmp_path: Path) -> None:
@@ -80,13 +80,8 @@ def test_without_alignment_and_losses_the_page_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        "",
-        "no json\n",
-        '{"client": 1}\n',
-        "[1, 2]\n",
-        '{"round": 1, "stage": "train"}\n',
-        '{"round": 1, "metrics": {}}\n',
-        '{"round": 1, "before": 1}\n',
+        *("", "no json\n", '{"client": 1}\n', "[1, 2]\n", '{"round": 1, "stage": "train"}\n'),
+        *('{"round": 1, "metrics": {}}\n', '{"round": 1, "before": 1}\n'),
     ],
 )
 def test_another_file_is_refused(content: str, tmp_path: Path) -> None:
@@ -98,26 +93,16 @@ def test_another_file_is_refused(content: str, tmp_path: Path) -> None:
 
 def test_what_a_strategy_writes_can_be_shown(tmp_path: Path) -> None:
     """The rows of a real run of two rounds, one client of which sends NaN."""
-    from fedrot.strategies import FedRot
-    from fedrot.strategies.settings import Reporting
-    from tests.models import near
-    from tests.strategies.classifier import SYMMETRY, state
-    from tests.strategies.fakes import ArrayRecord, FakeGrid, Message, reply
 
     def client(index: int) -> Any:
-        def train(message: Message) -> Message:
-            factor = math.nan if index == 2 else 1.0
-            update = {n: t * factor for n, t in near(state(), 0.05, index).items()}
-            return reply(message, update, 10, index, loss=0.5)
-
-        return train
+        update = near(state(), 0.05, index)
+        sent = update if index < 2 else {name: tensor * math.nan for name, tensor in update.items()}
+        return lambda message: reply(message, sent, 10, index, loss=0.5)
 
     rows = Reporting(tmp_path / "report.jsonl")
     strategy = FedRot(SYMMETRY, fraction_evaluate=0.0, reporting=rows)
     strategy.start(FakeGrid({100 + i: client(i) for i in range(3)}), ArrayRecord(state()), 2)
     page = write_strategy_report(tmp_path / "report.jsonl").read_text()
-    assert len(Outline(page).links) == 2
+    words = ["moved groups in 0 of 2", "Round 2: alignment found nothing beyond chance.", "loss = 0.500"]
+    has_in_order(page, words)
     assert page.count("holds NaN or Inf") == 1
-    assert "train/loss = 0.500" in page
-    assert "alignment moved groups in 0 of 2" in page
-    assert "Round 2: alignment found nothing beyond chance." in page

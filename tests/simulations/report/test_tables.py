@@ -15,10 +15,9 @@ from fedrot.simulations.report.tables import (
     lost_table,
     number,
     pipe_table,
-    results_table,
 )
-from fedrot.simulations.summary import Paired, paired_difference, verdicts_of
-from tests.simulations.report.runs import HOSTILE, levels, run_of
+from fedrot.simulations.summary import Paired, paired_difference
+from tests.simulations.report.runs import HOSTILE
 
 
 def test_cells_of_markdown_are_text_in_one_line() -> None:
@@ -34,17 +33,9 @@ def test_cells_of_markdown_are_text_in_one_line() -> None:
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
-        (0.7, "0.700"),
-        (-31.25, "-31.250"),
-        (0.00123, "0.001"),
-        (-0.000123, "-0.000123"),
-        (-4e-7, "0.000"),
-        (-0.0, "0.000"),
-        (312.34, "312"),
-        (6012.3, "6012"),
-        (2.5e6, "2.5e+06"),
-        (math.nan, "-"),
-        (math.inf, "inf"),
+        *((0.7, "0.700"), (-31.25, "-31.250"), (0.00123, "0.001"), (-0.000123, "-0.000123")),
+        *((-4e-7, "0.000"), (-0.0, "0.000"), (312.34, "312"), (6012.3, "6012"), (2.5e6, "2.5e+06")),
+        *((math.nan, "-"), (math.inf, "inf")),
     ],
 )
 def test_numbers_never_look_like_zero_unless_they_are(value: float, shown: str) -> None:
@@ -75,19 +66,6 @@ def test_the_terminal_breaks_headers_before_it_breaks_intervals() -> None:
     assert "[bold]" in "".join(hostile)
 
 
-def test_every_strategy_has_a_line_and_unknown_columns_are_left_out() -> None:
-    values = {"accuracy": [0.5, 0.6], "loss": [1.0, 1.2]}
-    rival = {"accuracy": [0.6, 0.8], "loss": [1.0, math.nan]}
-    (found,) = verdicts_of(run_of([*levels("fedavg", values), *levels("b", rival)]))
-    table = results_table(found, found.judged)
-    assert tuple(table.header) == ("strategy", "accuracy", "loss", "accuracy against fedavg")
-    # Differences 0.1 and 0.2: half of the interval is 12.7062 * 0.0707107 / sqrt(2).
-    assert table.lines == [
-        ("fedavg", "0.550", "1.100", "-"),
-        ("b", "0.700", "-", "+0.150 [-0.485, +0.785]"),
-    ]
-
-
 def test_lost_replies_come_by_their_number() -> None:
     rows = [
         *({"round": n, "client": 12, "dropped": "NaN"} for n in (4, 2)),
@@ -95,15 +73,14 @@ def test_lost_replies_come_by_their_number() -> None:
         {"round": 1, "client": 9, "dropped": "NaN"},
         {"round": 1, "lost": "nobody"},
     ]
-    table = lost_table(rows)
+    table, named = lost_table(rows), lost_table({**row, "strategy": "aligned"} for row in rows)
     assert table is not None
+    assert named is not None
     assert tuple(table.header) == ("client", "what", "times", "rounds", "reason")
     assert table.lines == [
         ("10", "failed", "3", "1 to 3", "no answer"),
         ("12", "dropped", "2", "2 to 4", "NaN"),
         ("9", "dropped", "1", "1", "NaN"),
     ]
-    named = lost_table({**row, "strategy": "aligned"} for row in rows)
-    assert named is not None
     assert named.lines[0][:2] == ("aligned", "10")
     assert lost_table(rows[-1:]) is None

@@ -67,10 +67,9 @@ def test_intervals_and_seeds_are_those_of_scipy(values: list[float]) -> None:
     turned = paired_difference([-value for value in values], lower_is_better=True)
     assert turned.verdict == found.verdict
     # Of n seeds with this mean and spread, the interval excludes 0; of one less, it does not.
-    spread = np.std(values, ddof=1)
-    halves = {n: stats.t.ppf(0.975, n - 1) * spread / math.sqrt(n) for n in range(2, MOST_SEEDS + 1)}
-    enough = (n for n, half in halves.items() if half < abs(found.mean))
-    assert found.seeds_needed == next(enough, math.inf)
+    counts = np.arange(2, MOST_SEEDS + 1)
+    halves = stats.t.ppf(0.975, counts - 1) * np.std(values, ddof=1) / np.sqrt(counts)
+    assert found.seeds_needed == min(counts[halves < abs(found.mean)], default=math.inf)
 
 
 @pytest.mark.parametrize(

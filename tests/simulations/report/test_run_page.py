@@ -87,13 +87,12 @@ def test_the_page_begins_with_the_verdict(run: Path, monkeypatch: pytest.MonkeyP
     assert [link[:26] for link in links] == 7 * ["data:image/svg+xml;base64,"]
     assert not re.search(r"https?://|<script|@import|url\(|<h3|class=\"warning\"", page)
     assert {"cell", "start", "arm", "setting"}.isdisjoint(re.findall(r"\w+", page.split("</style>")[1]))
-    assert not list(run.rglob(".*"))
 
 
 def test_of_several_experiments_each_part_has_a_name(tmp_path: Path) -> None:
     page, two = page_of(write_folder(tmp_path / "two", TWO)), printed(tmp_path / "two")
     assert page.count("<h3>skewed</h3>") == page.count("<h3>apart</h3>") == 5
-    assert page.count("It is fedavg.") == 1
+    assert (page.count("It is fedavg."), len(Outline(page).links)) == (1, 14)
     has_in_order(page, ["Use fit_head", "Keep fedavg: nothing", "Lost replies: skewed"])
     assert [line.split(":")[0] for line in two[:2]] == ["skewed", "apart"]
     assert (two.count("skewed"), two.count("apart")) == (1, 1)
@@ -122,10 +121,9 @@ def printed(run: Path) -> list[str]:
 
 
 def test_names_are_text_and_no_markup(tmp_path: Path) -> None:
-    run = write_folder(tmp_path / "a" / "run", {HOSTILE: {"fedavg": 0.0, HOSTILE: 0.01}})
+    run = write_folder(tmp_path / "run", {HOSTILE: {"fedavg": 0.0, HOSTILE: 0.01}})
     tags = Outline(page_of(run)).tags
     assert not {name for name in tags if name.startswith("on")} | tags & {"q", "x", "script"}
-    assert {path.parts[len(tmp_path.parts)] for path in tmp_path.rglob("*")} == {"a"}
     assert HOSTILE[:20] in "\n".join(printed(run))
 
 

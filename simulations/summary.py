@@ -126,7 +126,8 @@ class Standing:
 
     def _difference(self, other: Standing, metric: str) -> Paired:
         ours, theirs = (own.values.reindex(columns=[metric])[metric] for own in (self, other))
-        common = ours.index.intersection(theirs.index if metric in other.values else [])
+        known = metric in self.values and metric in other.values
+        common = ours.index.intersection(theirs.index if known else [])
         ours, theirs = ours[common], theirs[common]
         found = paired_difference([*ours - theirs], lower_is_better=metric in LOWER_IS_BETTER)
         return replace(found, ours=float(ours.mean()), theirs=float(theirs.mean()))

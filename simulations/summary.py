@@ -25,17 +25,6 @@ CENTRAL, OF_CLIENT = "central", "client:"
 #: Largest number of seeds that is worth naming.
 MOST_SEEDS = 100
 LOWER_IS_BETTER = frozenset({"loss", "calibrated_loss", "ece", "perplexity", "pseudo_perplexity"})
-#: Units of metrics. Other metrics are shares from 0 to 1.
-UNITS = {
-    "loss": "nats",
-    "calibrated_loss": "nats",
-    "ece": "expected calibration error, 0 to 1",
-    "perplexity": "from 1 up",
-    "pseudo_perplexity": "from 1 up",
-    "matthews": "-1 to 1",
-    "pearson": "-1 to 1",
-    "spearman": "-1 to 1",
-}
 #: Largest difference of metrics between models that differ only by the order of float32 sums.
 ROUNDING = 1e-6
 #: A model has learned if its accuracy or macro F1 exceeds that of naming one class by more than this.
@@ -46,95 +35,68 @@ CHEAPER = 0.99
 
 @dataclass(frozen=True)
 class Paired:
-    """Ours minus theirs over ``n`` seeds: mean, two-sided 95 % t interval and verdict.
+    """Ours minus theirs over ``n`` seeds: mean and verdict.
 
-    The interval is NaN with fewer than two seeds. The verdict is "better" or "worse", "within noise" if
-    the interval contains 0, "same" if no difference is above ``ROUNDING``, "not finite", "no interval"
-    with one seed or if all seeds have the same difference, or "no seed in common". ``ours`` and
-    ``theirs`` are the means over these seeds, NaN if unknown.
+    ``smallest`` is half of the two-sided 95 % t interval: the smallest mean difference that is outside
+    noise at this spread. The verdict is "better" or "worse", "within noise" if the interval contains 0,
+    "same" if no difference is above ``ROUNDING``, "not finite", or "no interval" (``smallest`` is NaN)
+    with fewer than two seeds or without a spread. ``ours`` and ``theirs`` are means over these seeds.
     """
 
     mean: float
-    ci_low: float
-    ci_high: float
+    smallest: float
     n: int
     verdict: str
     ours: float = math.nan
     theirs: float = math.nan
 
     @property
-    def smallest(self) -> float:
-        """The smallest mean difference that is outside noise at this spread; NaN without an interval."""
-        return (self.ci_high - self.ci_low) / 2
-
-    @property
-    def seeds_needed(self) -> int | None:
+    def seeds_needed(self) -> float:
         """The smallest number of seeds whose interval excludes 0, for this mean and spread.
 
-        None if it is above ``MOST_SEEDS``, or unknown without an interval.
+        Infinite above ``MOST_SEEDS``.
         """
         from scipy import stats
 
-        if math.isnan(self.smallest):
-            return None
         counts = np.arange(2, MOST_SEEDS + 1)
         ours, theirs = (stats.t.ppf(0.975, n - 1) / np.sqrt(n) for n in (self.n, counts))
         enough = counts[theirs / ours * self.smallest < abs(self.mean)]
-        return int(enough[0]) if len(enough) else None
+        return float(min(enough, default=math.inf))
 
 
 def paired_difference(differences: Sequence[float], *, lower_is_better: bool = False) -> Paired:
-    """Return the mean of differences, the interval mean ± t(0.975, n - 1) sd / sqrt(n), and verdict."""
+    """Return the mean of differences, t(0.975, n - 1) sd / sqrt(n), and the verdict."""
     from scipy import stats
 
-    n = len(differences)
-    if n == 0:
-        return Paired(math.nan, math.nan, math.nan, 0, "no seed in common")
+    n, mean = len(differences), float(np.mean(differences)) if len(differences) else math.nan
     if not np.isfinite(differences).all():
-        return Paired(math.nan, math.nan, math.nan, n, "not finite")
-    mean = float(np.mean(differences))
-    if max(map(abs, differences)) <= ROUNDING:
-        return Paired(mean, math.nan, math.nan, n, "same")
-    if n == 1 or np.std(differences, ddof=1) <= ROUNDING * abs(mean):
-        return Paired(mean, math.nan, math.nan, n, "no interval")
-    low, high = map(float, stats.ttest_1samp(differences, 0.0).confidence_interval(0.95))
-    verdict = "better" if (mean < 0) == lower_is_better else "worse"
-    return Paired(mean, low, high, n, "within noise" if low <= 0 <= high else verdict)
+        return Paired(math.nan, math.nan, n, "not finite")
+    if n and max(map(abs, differences)) <= ROUNDING:
+        return Paired(mean, math.nan, n, "same")
+    sd = float(np.std(differences, ddof=1)) if n > 1 else 0.0
+    if n < 2 or sd <= ROUNDING * abs(mean):
+        return Paired(mean, math.nan, n, "no interval")
+    half = float(stats.t.ppf(0.975, n - 1)) * sd / math.sqrt(n)
+    outside = "better" if (mean < 0) == lower_is_better else "worse"
+    return Paired(mean, half, n, "within noise" if abs(mean) <= half else outside)
 
 
-def compare_seeds(ours: Mapping[int, float], theirs: Mapping[int, float], metric: str) -> Paired:
-    """Return the difference ``ours`` minus ``theirs`` over common seeds; values are by seed."""
-    common = [seed for seed in ours if seed in theirs]
-    differences = [ours[seed] - theirs[seed] for seed in common]
-    found = paired_difference(differences, lower_is_better=metric in LOWER_IS_BETTER)
-    if not common:
-        return found
-    means = (float(np.mean([values[seed] for seed in common])) for values in (ours, theirs))
-    return replace(found, ours=next(means), theirs=next(means))
-
-
-def described(metric: str) -> str:
-    """Return a metric's name with unit and direction: ``loss (nats, lower is better)``."""
-    better = "lower" if metric in LOWER_IS_BETTER else "higher"
-    return f"{metric} ({UNITS.get(metric, '0 to 1')}, {better} is better)"
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Standing:
     """A strategy's results after its last round, compared with the reference.
 
     Attributes:
         about: the strategy in the configuration: its kind, ``code`` to copy, and what it ``says``.
-        values: metric -> seed -> value of the global model on the test rows.
+        values: metrics of the global model on the test rows, [seeds, metrics].
         worst: the headline metric of the worst client on its held-out rows, mean over seeds.
         traffic, requests: bytes of all messages and their number, mean over seeds. NaN if unknown.
         against: metric -> difference from the reference.
-        judgement: of the differences in the judged metrics, see ``judgement``.
+        judgement: better, worse, mixed (both, by metric), same, diverged or undecided.
     """
 
     name: str
     about: Row
-    values: Mapping[str, Mapping[int, float]]
+    values: DataFrame
     worst: float
     traffic: float
     requests: float
@@ -147,20 +109,39 @@ class Standing:
         return BOUNDS.get(str(self.about.get("kind", self.name)), "")
 
     @property
-    def seeds(self) -> int:
-        """The number of seeds with results."""
-        return max(map(len, self.values.values()))
+    def seeds_needed(self) -> float:
+        """The number of seeds that would decide a metric; NaN without intervals, or if one is same."""
+        pairs = [pair for pair in self.against.values() if not math.isnan(pair.smallest)]
+        same = any(pair.verdict == "same" for pair in self.against.values())
+        return math.nan if same else min((pair.seeds_needed for pair in pairs), default=math.nan)
 
     def mean(self, metric: str) -> float:
         """Return the mean of a metric over seeds; NaN if the strategy lacks it."""
-        return float(np.mean([*self.values.get(metric, {0: math.nan}).values()]))
+        return float(self.values[metric].mean(skipna=False)) if metric in self.values else math.nan
 
-    def compared(self, other: Standing, judged: Sequence[str]) -> Standing:
-        """Return these results compared with another strategy's."""
-        against = {m: compare_seeds(own, other.values.get(m, {}), m) for m, own in self.values.items()}
-        none = paired_difference([])
-        verdict = judgement(against.get(metric, none) for metric in judged)
-        return replace(self, against=dict.fromkeys(judged, none) | against, judgement=verdict)
+    def compared(self, other: Standing, metrics: Iterable[str]) -> Standing:
+        """Return these results compared with another strategy's, and judged by some metrics."""
+        against = {metric: self._difference(other, metric) for metric in metrics}
+        return replace(self, against=against, judgement=judgement(p.verdict for p in against.values()))
+
+    def _difference(self, other: Standing, metric: str) -> Paired:
+        ours, theirs = (own.values.reindex(columns=[metric])[metric] for own in (self, other))
+        known = metric in self.values and metric in other.values
+        common = ours.index.intersection(theirs.index if known else [])
+        ours, theirs = ours[common], theirs[common]
+        found = paired_difference([*ours - theirs], lower_is_better=metric in LOWER_IS_BETTER)
+        return replace(found, ours=float(ours.mean()), theirs=float(theirs.mean()))
+
+
+def judgement(verdicts: Iterable[str]) -> str:
+    """Return the judgement of a strategy by the verdicts of its metrics, see ``Standing``."""
+    found = set(verdicts)
+    if "not finite" in found:
+        return "diverged"
+    if found == {"same"}:
+        return "same"
+    decided = found & {"better", "worse"}
+    return "mixed" if len(decided) == 2 else (*decided, "undecided")[0]
 
 
 @dataclass(frozen=True)
@@ -189,26 +170,25 @@ class Verdict:
     most_frequent: float
     learned: bool
 
+    @property
+    def code(self) -> str:
+        """The line of code of the recommended strategy; empty if nothing was learned."""
+        return str(self.recommended.about.get("code", "")) if self.learned else ""
 
-def judgement(differences: Iterable[Paired]) -> str:
-    """Return better, worse, mixed (both, by metric), same, diverged or undecided."""
-    found = {difference.verdict for difference in differences}
-    if "not finite" in found:
-        return "diverged"
-    if found <= {"same"}:
-        return "same"
-    decided = found & {"better", "worse"}
-    return "mixed" if len(decided) == 2 else (*decided, "undecided")[0]
+    @property
+    def seeds(self) -> str:
+        """The number of seeds in words: ``5 seeds``, ``3 to 5 seeds``."""
+        counts = sorted({len(own.values) for own in self.standings})
+        return f"{' to '.join(map(str, counts[:1] + counts[1:][-1:]))} seed{'s' * (counts[-1] > 1)}"
 
 
 def verdicts_of(run: Run) -> list[Verdict]:
     """Return the verdicts of all experiments with results, in the order of the configuration."""
-    known = (str(experiment.get("name", "")) for experiment in run.experiments)
-    names = dict.fromkeys([*known, *(str(row["experiment"]) for row in run.rows)])
-    return [found for name in names if (found := verdict(run, name)) is not None]
+    found = (verdict(run, experiment) for experiment in run.experiments)
+    return [own for own in found if own is not None]
 
 
-def verdict(run: Run, experiment: str) -> Verdict | None:
+def verdict(run: Run, experiment: Row) -> Verdict | None:
     """Return the strategies of an experiment, compared, and the recommended one; None without results.
 
     The reference is FedAvg, else the first strategy that gives a model, of those with finite values. A
@@ -219,22 +199,20 @@ def verdict(run: Run, experiment: str) -> Verdict | None:
     import pandas
 
     columns = ["strategy", "seed", "round", "scope", "metric", "value"]
-    rows = [row for row in run.rows if row["experiment"] == experiment]
+    rows = [row for row in run.rows if row["experiment"] == experiment["name"]]
     frame = pandas.DataFrame(rows, columns=columns).astype({"value": float})
     frame = frame[frame["round"] == frame.groupby("strategy")["round"].transform("max")]
+    frame = frame.drop_duplicates(["strategy", "seed", "scope", "metric"], keep="last")
     central = frame[frame["scope"] == CENTRAL]
     if central.empty:
         return None
     metrics = sorted(map(str, central["metric"].unique()), key=lambda metric: metric == "loss")
     beside = "macro_f1" if "accuracy" in metrics else "loss"
     judged = [metric for metric in dict.fromkeys([metrics[0], beside, "loss"]) if metric in metrics]
-    own = [e for e in run.experiments if e.get("name") == experiment]
-    about = {str(strategy["name"]): strategy for e in own for strategy in e.get("strategies", ())}
-    known = dict.fromkeys(map(str, central["strategy"]))
     standings = [
-        _standing(name, about.get(name, {}), frame[frame["strategy"] == name], metrics)
-        for name in dict.fromkeys([*about, *known])
-        if name in known
+        _standing(own, frame[frame["strategy"] == own["name"]], metrics[0])
+        for own in experiment["strategies"]
+        if own["name"] in {*central["strategy"]}
     ]
     finite = [own for own in standings if math.isfinite(own.mean(judged[-1]))] or standings
     first = min(finite, key=lambda own: (own.name != REFERENCE, bool(own.bound)))
@@ -246,28 +224,22 @@ def verdict(run: Run, experiment: str) -> Verdict | None:
     cheaper = [own for own in better if own.traffic < CHEAPER * best.traffic]
     ties = [own for own in cheaper if own.compared(best, judged).judgement in ("same", "undecided")]
     recommended = min(ties, key=lambda own: own.traffic, default=best)
-    share, learned = _learned(run.partitions.get(experiment, {}), standings)
-    return Verdict(experiment, metrics, judged, standings, reference, recommended, best, share, learned)
+    learned = _learned(run.partitions.get(experiment["name"], {}), standings)
+    name = str(experiment["name"])
+    return Verdict(name, metrics, judged, standings, reference, recommended, best, *learned)
 
 
-def _standing(name: str, about: Row, frame: DataFrame, metrics: Sequence[str]) -> Standing:
+def _standing(about: Row, frame: DataFrame, headline: str) -> Standing:
     """Return a strategy's results, not yet compared; ``frame`` has its rows of the last round."""
-
-    def by_seed(scope: str, metric: str) -> dict[int, float]:
-        own = frame[(frame["scope"] == scope) & (frame["metric"] == metric)]
-        return {int(seed): float(value) for seed, value in zip(own["seed"], own["value"], strict=True)}
-
-    def messages(metric: str) -> float:
-        return float(np.mean([*by_seed("messages", metric).values()] or [math.nan]))
-
-    values = {metric: found for metric in metrics if (found := by_seed(CENTRAL, metric))}
-    clients = frame[frame["scope"].str.startswith(OF_CLIENT) & (frame["metric"] == metrics[0])]
-    worst = clients.groupby("seed")["value"].agg("max" if metrics[0] in LOWER_IS_BETTER else "min")
-    traffic = messages("bytes-sent") + messages("bytes-received")
-    return Standing(name, about, values, float(worst.mean()), traffic, messages("requests"))
+    values = frame[frame["scope"] == CENTRAL].pivot(index="seed", columns="metric", values="value")
+    clients = frame[frame["scope"].str.startswith(OF_CLIENT) & (frame["metric"] == headline)]
+    worst = clients.groupby("seed")["value"].agg("max" if headline in LOWER_IS_BETTER else "min")
+    means = frame[frame["scope"] == "messages"].groupby("metric")["value"].mean()
+    sent, received, requests = means.reindex(["bytes-sent", "bytes-received", "requests"])
+    return Standing(str(about["name"]), about, values, worst.mean(), sent + received, requests)
 
 
-def _learned(partition: Mapping[str, Any], standings: Sequence[Standing]) -> tuple[float, bool]:
+def _learned(partition: Row, standings: Sequence[Standing]) -> tuple[float, bool]:
     """Return the share of the largest class, and whether a strategy knows more than to name it."""
     names, seeds = partition.get("label_names", ()), partition.get("seeds", {}).values()
     counts = sum(np.sum(seed["counts"], axis=0) for seed in seeds)

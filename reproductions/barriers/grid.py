@@ -239,6 +239,6 @@ def _summarised(out: Path) -> list[BarrierLine]:
     places = {name: place for place, name in enumerate(read_json(out / "config.json")["cells"])}
     lines.sort(key=lambda line: places[line.cell])
     write_rows(out / "rows.jsonl", lines)
-    found = (f"**{t.title}**\n\n{pipe_table(t.header, t.lines, t.texts)}" for t in tables(lines))
-    write_text(out / "summary.md", "\n".join(found))
+    shown = (f"**{t.title}**\n\n{pipe_table(t.header, t.lines, t.texts)}" for t in tables(lines))
+    write_text(out / "summary.md", "\n".join(shown))
     return lines

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
-from fedrot.simulations.report.tables import Table, format_interval
+from fedrot.simulations.report.tables import Table, format_interval, number
 from fedrot.simulations.summary import paired_difference
 from reproductions.barriers.line import BarrierLine
 from reproductions.barriers.methods import METHODS, VANILLA
@@ -34,7 +34,7 @@ def _cells(method: str, methods: Mapping[str, Mapping[str, BarrierLine]]) -> lis
 
     def over(value: Callable[[BarrierLine], float], interval: bool = True) -> str:
         found = paired_difference([value(line) for line in pairs.values()])
-        return format_interval(found, interval=interval) if math.isfinite(found.mean) else "-"
+        return format_interval(found) if interval else number(found.mean)
 
     def headline(line: BarrierLine, place: int) -> float:
         return next(iter(line.metrics[place].values()))

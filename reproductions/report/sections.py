@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from fedrot.simulations.folder import Run
 from fedrot.simulations.report.page import Section
-from fedrot.simulations.report.run_page import PAGE, Results
+from fedrot.simulations.report.run_page import SECTIONS
 from reproductions.report.subsets import TEXT, subset_table
 
 
-@PAGE.section
-def subsets(of: Results) -> Section | None:
+def subsets(run: Run) -> Section | None:
     """Merged subsets of clients with domains of their own."""
-    table = subset_table(of.run.rows, of.run.experiments)
-    return Section("Subsets of clients", text=TEXT, tables=table.blocks()) if table else None
+    table = subset_table(run.rows, run.experiments)
+    return Section("Subsets of clients", TEXT, table.blocks()) if table else None
+
+
+SECTIONS.append(subsets)

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from fedrot.simulations.data.texts import UNSEEN, metric_of
-from fedrot.simulations.report.tables import Table, pipe_table
+from fedrot.simulations.report.tables import Table
 from fedrot.simulations.summary import CENTRAL, Row
 
 HEADER = ("experiment", "strategy", "merged", "subsets", "own F1", "against own", "unseen F1", "grown")
-TEXTS = HEADER[:2]
 #: Fields in which strategies for different subsets differ.
 OF_SUBSET = frozenset({"name", "clients", "code", "says"})
 TEXT = (
@@ -44,10 +43,6 @@ class SubsetTable:
     """
 
     lines: list[list[str]]
-
-    def markdown(self) -> str:
-        """Return the table as Markdown."""
-        return pipe_table(HEADER, self.lines, TEXTS)
 
     def blocks(self) -> list[Table]:
         """Return a table per experiment and strategy, for pages."""

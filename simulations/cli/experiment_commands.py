@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from fedrot._io import replacing
-from fedrot.simulations.cli.commands import app, command, command_line, console, say
-from fedrot.simulations.experiment_files import read_experiments
+from fedrot.simulations.cli.commands import app, command, command_line, console, need, say
+from fedrot.simulations.experiment_files import bundled_files, read_experiments
 from fedrot.simulations.settings import Experiment
 
 #: Names of ``--set`` that are no fields of an experiment, with the types of their values.
@@ -112,7 +112,11 @@ def flower_app(
     say(f"Flower app: {folder}")
 
 
-@command(app, "fedrot report runs/first", "fedrot report alignment.jsonl --out alignment.html")
+@command(
+    app,
+    "fedrot report runs/first",
+    "fedrot report alignment.jsonl --out alignment.html",
+)
 def report(
     run_or_file: Annotated[Path, typer.Argument(hidden=True)],
     out: Annotated[
@@ -125,7 +129,7 @@ def report(
 
     if run_or_file.is_file():
         say(f"Report: {write_strategy_report(run_or_file, out)}")
-    elif out is not None:
+    elif out is not None and run_or_file.is_dir():
         raise ValueError("--out is for a file: the page of a run folder is in the folder. Leave it out.")
     else:
         present(run_or_file, console)

@@ -1,1 +1,1 @@
-"""Reports: pages of run folders and of a strategy's rows, tables as Markdown, results on a terminal."""
+"""Reports: pages of run folders and of a strategy's rows, and results on a terminal."""

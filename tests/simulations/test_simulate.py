@@ -58,10 +58,15 @@ start = "different"
 CELLS = 2 * 2 * 3
 
 
+def _bare_page(path: Path, *_: Any, **__: Any) -> Path:
+    """Write a page without pictures, which take longer than these runs."""
+    path.write_text("page")
+    return path
+
+
 @pytest.fixture(autouse=True)
 def _without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages of this process have no sections, which take longer than these runs."""
-    monkeypatch.setattr(run_page.PAGE, "sections", {})
+    monkeypatch.setattr(run_page, "write_page", _bare_page)
 
 
 @pytest.fixture
@@ -77,7 +82,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "two.toml").write_text(FILE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_page.PAGE, "sections", {})
+        patch.setattr(run_page, "write_page", _bare_page)
         printed = invoke("simulate", folder / "two.toml", "--workers", 1, "--out", folder / "run")[1]
     (folder / "run" / "printed.txt").write_text(printed)
     return folder / "run"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ from fedrot.simulations.folder import Run, file_name, title_of
 from fedrot.simulations.summary import BOUNDS
 
 HOSTILE = "</script><script>alert(1)</script> & \"q\" 'x' $\\x$ ../../../x | " + 300 * "y"
-CODE = "FedRot(model.config, fit_head=True)"
 #: Differences from fedavg by seed, each with a spread.
 WOBBLE = (0.0, 0.002, -0.001, 0.001, -0.002)
 SEEDS = range(5)
@@ -28,11 +26,8 @@ def row(strategy: str, seed: int, value: float | None, **more: Any) -> dict[str,
 
 def levels(strategy: str, values: Mapping[str, Sequence[float]], **more: Any) -> list[dict[str, Any]]:
     """Return rows of metrics with a value per seed."""
-    return [
-        row(strategy, seed, value, metric=metric, **more)
-        for metric, own in values.items()
-        for seed, value in enumerate(own)
-    ]
+    pairs = [(metric, *pair) for metric, own in values.items() for pair in enumerate(own)]
+    return [row(strategy, seed, value, metric=metric, **more) for metric, seed, value in pairs]
 
 
 def strategy(name: str, **more: Any) -> dict[str, Any]:
@@ -42,8 +37,10 @@ def strategy(name: str, **more: Any) -> dict[str, Any]:
 
 
 def run_of(rows: list[dict[str, Any]], strategies: Sequence[Mapping[str, Any]] = (), **more: Any) -> Run:
-    """Return a run of the experiment "main"."""
-    return Run(experiments=[{"name": "main", "strategies": [*strategies]}], rows=rows, **more)
+    """Return a run of the experiment "main", with the given strategies and the others of the rows."""
+    known = [own["name"] for own in strategies]
+    others = [{"name": n} for n in dict.fromkeys(own["strategy"] for own in rows) if n not in known]
+    return Run(experiments=[{"name": "main", "strategies": [*strategies, *others]}], rows=rows, **more)
 
 
 def group(number: int, part: str, layer: int, share: float, **more: Any) -> dict[str, Any]:
@@ -53,66 +50,56 @@ def group(number: int, part: str, layer: int, share: float, **more: Any) -> dict
     return {**about, **found, "before": 2.0, "after": 2.0 * (1 - share), **more}
 
 
-def rows_of(experiment: str, gains: Mapping[str, float], rounds: int = 3) -> list[dict[str, Any]]:
-    """Return rows of strategies whose final accuracy is 0.6 and a gain."""
+def rows_of(experiment: str, name: str, gain: float, seed: int) -> list[dict[str, Any]]:
+    """Return rows of a strategy whose accuracy after three rounds is 0.6 and a gain."""
     found = []
-    for name, gain in gains.items():
-        for seed in SEEDS:
-            for number in range(rounds + 1):
-                about = {"experiment": experiment, "round": number}
-                shift = (gain + (name != "fedavg") * WOBBLE[(seed + len(name)) % 5]) * number / rounds
-                accuracy = 0.3 + 0.3 * number / rounds + 0.01 * seed + shift
-                f1 = accuracy - 0.1 + shift
-                values = {"accuracy": accuracy, "macro_f1": f1, "ece": 0.1, "loss": 2 - 1.5 * accuracy}
-                found += [row(name, seed, v, metric=m, **about) for m, v in values.items()]
-                for client in range(8):
-                    own = {"scope": f"client:{client}", **about}
-                    found.append(row(name, seed, accuracy - 0.02 * client, **own))
-                for metric, value in (("bytes-sent", 4e7), ("bytes-received", 3e7), ("requests", 16)):
-                    own = {"scope": "messages", "metric": metric, **about}
-                    found.append(row(name, seed, value * number * (1 + gain), **own))
+    for number in range(4):
+        about = {"experiment": experiment, "round": number}
+        shift = (gain + (name != "fedavg") * WOBBLE[(seed + len(name)) % 5]) * number / 3
+        accuracy = 0.3 + 0.1 * number + 0.01 * seed + shift
+        f1 = accuracy - 0.1 + shift
+        values = {"accuracy": accuracy, "macro_f1": f1, "ece": 0.1, "loss": 2 - 1.5 * accuracy}
+        found += [row(name, seed, value, metric=metric, **about) for metric, value in values.items()]
+        clients = {f"client:{client}": accuracy - 0.02 * client for client in range(8)}
+        found += [row(name, seed, value, scope=scope, **about) for scope, value in clients.items()]
+        sent = {"bytes-sent": 4e7, "bytes-received": 3e7, "requests": 16}
+        about |= {"scope": "messages"}
+        found += [row(name, seed, v * number * (1 + gain), metric=m, **about) for m, v in sent.items()]
     return found
 
 
-def write_folder(folder: Path, experiments: Mapping[str, Mapping[str, float]], **files: Any) -> Path:
-    """Write a run of experiments with strategies and their gains; ``files`` are other JSON files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "cells").mkdir(exist_ok=True)
+def write_folder(folder: Path, experiments: Mapping[str, Mapping[str, float]]) -> Path:
+    """Write a run of experiments with strategies and their gains."""
+    (folder / "cells").mkdir(parents=True)
     names = ["anger", "<disgust>", "fear", "joy", "sadness", "surprise"]
     counts = [[40, 3, 8, 120, 22, 9 + n * n] if n % 2 else [5 * n, 0, 30, 15, n, 80] for n in range(8)]
     seeds = {str(s): {"sizes": [sum(c) for c in counts], "counts": counts} for s in (0, 1)}
+    about = {"model": None, "rounds": 3, "seeds": [*SEEDS]}
+    configured = [
+        {"name": name, **about, "strategies": [*map(strategy, gains)]}
+        for name, gains in experiments.items()
+    ]
     written: dict[str, Any] = {
-        "config": {
-            "commands": ["fedrot simulate --data 'a <b>.csv' --out runs/a"],
-            "experiments": [
-                {
-                    **{"name": name, "model": None, "rounds": 3, "seeds": [*SEEDS]},
-                    "strategies": [*map(strategy, gains)],
-                }
-                for name, gains in experiments.items()
-            ],
-            "versions": {"date": "2026-01-31", "torch": "2.9.0"},
-            "partitions": {name: {"label_names": names, "seeds": seeds} for name in experiments},
-        },
-        **files,
+        "config": {"commands": ["fedrot simulate --data 'a <b>.csv'"], "experiments": configured},
+        "versions": {"date": "2026-01-31", "torch": "2.9.0"},
+        "partition": {name: {"label_names": names, "seeds": seeds} for name in experiments},
     }
-    for name, value in written.items():
-        (folder / f"{name}.json").write_text(json.dumps(value))
+    alignment = [
+        group(number, part, layer, share * (layer + 1) / number, chance=0.1)
+        for number in (1, 2, 3)
+        for layer in (0, 1)
+        for part, share in (("attention", 0.3), ("ffn", 0.02))
+    ]
+    alignment.append({"strategy": "aligned", "round": 1, "client": 3, "dropped": "NaN in 'w'"})
     for name, gains in experiments.items():
-        shares = {"attention": 0.3, "ffn": 0.02}
-        alignment = [
-            {**group(r, part, layer, share * (layer + 1) / r, chance=0.1), "experiment": name}
-            for r in (1, 2, 3)
-            for layer in (0, 1)
-            for part, share in shares.items()
-        ]
-        lost = {"round": 1, "client": 3, "dropped": "NaN in 'w'"}
-        alignment.append({"experiment": name, "strategy": "aligned", **lost})
-        rows = rows_of(name, gains)
-        for own, seed in itertools.product(gains, SEEDS):
-            title = title_of(name, seed, own)
-            mine = [r for r in rows if (r["strategy"], r["seed"]) == (own, seed)]
-            first = (own, seed) == (next(iter(gains)), 0)
-            cell = {"title": title, "rows": mine, "alignment": alignment if first else [], "log": ""}
-            (folder / "cells" / f"{file_name(title)}.json").write_text(json.dumps(cell))
+        for seed in SEEDS:
+            for own, gain in gains.items():
+                title = title_of(name, seed, own)
+                moved = [
+                    {**one, "experiment": name} for one in alignment if own == "fedavg" and seed == 0
+                ]
+                cell = {"title": title, "rows": rows_of(name, own, gain, seed), "alignment": moved}
+                written[f"cells/{file_name(title)}"] = cell
+    for file, value in written.items():
+        (folder / f"{file}.json").write_text(json.dumps(value))
     return folder

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from fedrot.simulations.report import plots
-from fedrot.simulations.report.heat_map import heat_maps
-from fedrot.simulations.report.page import Cell
-from fedrot.simulations.summary import verdict
+from fedrot.simulations.summary import verdicts_of
 from tests.simulations.report.runs import HOSTILE, group, levels, row, run_of
 
 
@@ -20,25 +18,22 @@ def words(labels: list[Any]) -> list[str]:
     return [label.get_text() for label in labels]
 
 
-def test_differences_have_a_dot_and_an_interval_per_metric_and_a_panel_per_unit() -> None:
+def test_differences_have_a_dot_and_an_interval_per_strategy_and_a_panel_per_metric() -> None:
     values = {"accuracy": [0.5, 0.6], "macro_f1": [0.3, 0.4], "loss": [2.0, 2.2]}
     gains = {"accuracy": [0.6, 0.8], "macro_f1": [0.3, 0.4], "loss": [1.0, math.nan]}
-    found = verdict(run_of([*levels("fedavg", values), *levels("b", gains)]), "main")
-    assert found is not None
-    shares, loss = plots.differences_plot(found).axes
-    accuracy, f1 = shares.containers
-    np.testing.assert_allclose(np.asarray(accuracy.lines[0].get_xdata(), float), [0, 0.15])
-    np.testing.assert_allclose(np.asarray(f1.lines[0].get_xdata(), float), [0, 0])
-    ((low, high),) = (segment[:, 0] for segment in accuracy.lines[2][0].get_segments()[1:])
+    run = run_of([*levels("fedavg", values), *levels("b", gains)])
+    (found,) = verdicts_of(run)
+    panels = plots.differences_plot(found).axes
+    dots = [np.asarray(ax.containers[0].lines[0].get_xdata(), float) for ax in panels]
+    np.testing.assert_allclose(dots, [[0, 0.15], [0, 0], [0, math.nan]])
+    ((low, high),) = (own[:, 0] for own in panels[0].containers[0].lines[2][0].get_segments()[1:])
     assert (low, high) == pytest.approx((0.15 - 0.63531, 0.15 + 0.63531), abs=1e-4)
-    assert accuracy.lines[0].get_marker() != f1.lines[0].get_marker()
-    assert words(shares.get_yticklabels()) == ["fedavg   0.550", "b   0.700"]
-    assert [label.get_fontweight() for label in shares.get_yticklabels()] == ["bold", "normal"]
-    assert ("right is better" in shares.get_xlabel(), "left is better" in loss.get_xlabel()) == (
-        True,
-        True,
-    )
-    assert np.isnan(np.asarray(loss.containers[0].lines[0].get_xdata(), float)).tolist() == [False, True]
+    labels = [ax.get_yticklabels() for ax in panels]
+    assert words(labels[0]) == ["fedavg   0.550", "b   0.700"]
+    assert words(labels[2]) == ["fedavg   2.100", "b   -"]
+    assert [label.get_fontweight() for label in labels[0]] == ["bold", "normal"]
+    sides = [ax.get_xlabel().split("(")[1].split()[0] for ax in panels]
+    assert sides == ["right", "right", "left"]
 
 
 def test_lines_are_means_over_seeds_with_a_band_of_the_interval() -> None:
@@ -48,14 +43,13 @@ def test_lines_are_means_over_seeds_with_a_band_of_the_interval() -> None:
         row("aligned", 0, 0.9, round=0),
         row("aligned", 0, 0.8, round=2),
         row("head_only", 0, 0.7),
-        row("aligned", 0, None, round=1),
+        row("aligned", 0, math.nan, round=1),
         row("fedavg", 0, 99, round=2, scope="client:0"),
         row("fedavg", 0, 99, round=3, metric="loss"),
     ]
     (ax,) = plots.curves_plot(rows, "accuracy", ["aligned", "fedavg", "head_only"]).axes
-    lines = {
-        str(line.get_label()): line for line in ax.lines if not str(line.get_label()).startswith("_")
-    }
+    *drawn, level = sorted(ax.lines, key=lambda line: str(line.get_label()).startswith("_"))
+    lines = {str(line.get_label()): line for line in drawn}
     np.testing.assert_allclose(np.transpose(lines["fedavg"].get_data()), [(0, 0.1), (2, 0.5)])
     aligned = np.transpose(lines["aligned"].get_data())
     np.testing.assert_array_equal(aligned, [[0, 0.9], [1, math.nan], [2, 0.8]])
@@ -64,9 +58,7 @@ def test_lines_are_means_over_seeds_with_a_band_of_the_interval() -> None:
     heights = corners[corners[:, 0] == 2][:, 1]
     half = 3.182446 * 0.1 / 2
     assert (heights.min(), heights.max()) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-6)
-    # One round is a level line.
-    level = [line for line in ax.lines if str(line.get_label()).startswith("_")]
-    assert [[*line.get_ydata()] for line in level] == [[0.7, 0.7]]
+    assert [*level.get_ydata()] == [0.7, 0.7], "one round is a level line"
     assert ax.get_ylim() == pytest.approx((0.1 - 0.24, 0.9 + 0.24))
     assert all(float(place).is_integer() for place in ax.get_xticks())
 
@@ -80,25 +72,24 @@ def test_no_two_of_many_strategies_look_alike_without_colour_or_with_it() -> Non
     assert len({look[1:] for look in looks[:8]}) == 8
 
 
-@pytest.mark.parametrize(
-    ("metric", "values", "scale"),
-    [
-        ("perplexity", (900.0, 30.0, 3.0), "log"),
-        ("perplexity", (math.nan,) * 3, "linear"),
-        ("accuracy", (0.1, 0.2, 0.3), "linear"),
-        ("accuracy", (0.2, 0.2, 0.2), "linear"),
-    ],
-)
-def test_perplexities_have_a_logarithmic_axis(
-    metric: str, values: tuple[float, ...], scale: str
-) -> None:
-    rows = [row("fedavg", 0, value, metric=metric, round=n) for n, value in enumerate(values)]
-    (ax,) = plots.curves_plot(rows, metric, ["fedavg"]).axes
-    assert ax.get_yscale() == scale
+@pytest.mark.parametrize(("values", "scale"), [((900.0, 3.0), "log"), ((math.nan,) * 2, "linear")])
+def test_perplexities_have_a_logarithmic_axis(values: tuple[float, ...], scale: str) -> None:
+    rows = levels("fedavg", {"perplexity": values})
+    assert plots.curves_plot(rows, "perplexity", ["fedavg"]).axes[0].get_yscale() == scale
 
 
-def test_metrics_of_a_strategy_have_a_panel_each_by_ascending_rounds() -> None:
-    series = {"loss": {3: 0.3, 1: 0.1, 2: 0.2}, "rate": {1: 5.0}}
+def test_classes_by_client() -> None:
+    (ax,) = plots.clients_plot([[1, 2, 4], [8, 16, 32]], ["sad", "glad"]).axes
+    assert np.asarray(ax.images[0].get_array()).tolist() == [[1, 8], [2, 16], [4, 32]]
+    assert words(ax.get_yticklabels()) == ["sad", "glad", "no class"]
+    assert words(ax.get_xticklabels()) == ["0\n(7)", "1\n(56)"]
+    assert words(list(ax.texts)) == ["1", "8", "2", "16", "4", "32"]
+    (rows,) = plots.clients_plot([[5], [6]], []).axes
+    assert words(rows.get_yticklabels()) == ["rows"]
+
+
+def test_metrics_of_a_strategy_have_a_panel_each() -> None:
+    series = {"train/loss": [(1, 0.1), (2, 0.2), (3, 0.3)], "server/accuracy": [(2, 1.0)]}
     axes = plots.rounds_plot(series).axes
     assert [ax.get_title(loc="left") for ax in axes] == list(series)
     assert np.transpose(axes[0].lines[0].get_data()).tolist() == [[1, 0.1], [2, 0.2], [3, 0.3]]
@@ -109,40 +100,42 @@ def test_the_heat_map_has_a_line_per_part_and_layer_and_a_column_per_round() -> 
         group(1, "residual", -1, -0.02),
         *(group(r, "attention", layer, 0.4 / r + 0.1 * layer) for layer in (1, 0) for r in (1, 2, 3)),
         # Twice the distance counts twice: (0.5 * 2 + 0.2 * 4) / 6 = 0.3.
-        group(2, "ffn", 0, 0.5),
-        group(2, "ffn", 0, 0.2, client=1, before=4.0, after=3.2),
+        *(group(2, "ffn", 0, 0.5), group(2, "ffn", 0, 0.2, client=1, before=4.0, after=3.2)),
         # No more than chance; and a share that is too small to name.
-        group(3, "ffn", 0, 0.05, chance=0.1),
-        group(1, "ffn", 0, 0.004),
-        group(1, "ffn", 0, 0.9, strategy="other"),
+        *(group(3, "ffn", 0, 0.05, chance=0.1), group(1, "ffn", 0, 0.004)),
+        {"round": 2, "client": 1, "dropped": "NaN"},
     ]
-    ours, other = heat_maps(rows)
-    assert (ours.title, ours.below, ours.columns) == ("aligned", "round", ["1", "2", "3"])
-    assert {name: [cell.text for cell in cells] for name, cells in ours.lines.items()} == {
-        "residual": ["-2", "", ""],
-        "attention, layer 0": ["40", "20", "13"],
-        "attention, layer 1": ["50", "30", "23"],
-        "ffn, layer 0": ["0", "30", "5"],
-    }
-    assert [cell.kind for cell in ours.lines["ffn, layer 0"]] == ["chance", "found", "chance"]
-    assert ours.lines["residual"][0].kind == "grew"
-    assert [cell.strength for cell in ours.lines["attention, layer 0"]][:2] == pytest.approx([0.8, 0.4])
-    assert other.lines == {"ffn, layer 0": [Cell("90", 1.0)]}
+    ax, bar = plots.heat_map(rows).axes
+    names = ["residual", "attention, layer 0", "attention, layer 1", "ffn, layer 0"]
+    assert words(ax.get_yticklabels()) == names
+    assert words(ax.get_xticklabels()) == ["1", "2", "3"]
+    cells, empty = (np.ma.filled(image.get_array(), math.nan) for image in ax.images)
+    nan = math.nan
+    expected = [[-2, nan, nan], [40, 20, 40 / 3], [50, 30, 10 + 40 / 3], [nan, 30, nan]]
+    np.testing.assert_allclose(cells, expected, atol=1e-9)
+    # Empty cells are white, and others without a colour are grey.
+    np.testing.assert_array_equal(np.isfinite(empty), [[False, True, True], *[[False] * 3] * 3])
+    colours = ax.images[0].to_rgba(ax.images[0].get_array())
+    assert colours[0, 0, 0] > colours[0, 0, 2]
+    assert len({*colours[3, 2][:3]}) == 1
+    assert words(list(ax.texts)) == ["-2", "40", "20", "13", "50", "30", "23", "0", "30", "5"]
+    inks = {text.get_text(): text.get_color() for text in ax.texts}
+    assert (inks["50"], inks["13"], inks["5"]) == ("white", "black", "black")
+    assert (ax.images[0].get_clim(), bar.get_ylabel()) == ((0, 50), "share (%)")
 
 
-def test_names_are_text_and_not_too_long() -> None:
-    assert plots.as_label("cost $x$ of a_b\0") == r"cost \$x\$ of a_b "
-    assert plots.as_label("x" * 32) == "x" * 32
-    assert plots.as_label("x" * 33) == "x" * 31 + "…"
+def test_large_reports_stay_readable() -> None:
+    rows = [group(r, "ffn", layer, 0.01 * layer) for r in range(1, 101) for layer in range(96)]
+    classes = plots.clients_plot([[1] * 77] * 100, [f"c{n}" for n in range(77)])
+    for figure in (plots.heat_map(rows), classes):
+        (width, height), ax = figure.get_size_inches(), figure.axes[0]
+        assert (width <= plots.NARROW, height < 12, [*ax.texts]) == (True, True, [])
+        assert max(len(ax.get_yticks()), 3 * len(ax.get_xticks())) <= plots.MOST_NAMES + 2
 
 
 def test_a_picture_is_a_file_that_repeats_with_text_in_any_script() -> None:
-    def drawn() -> str:
-        return plots.data_uri(plots.rounds_plot({"喜び": {1: 0.5}, HOSTILE: {1: 0.2}}))
-
-    head, _, data = drawn().partition(",")
-    assert head == "data:image/svg+xml;base64"
+    drawn = [plots.data_uri(plots.clients_plot([[1, 2]], ["喜び", HOSTILE])) for _ in range(2)]
+    head, _, data = drawn[0].partition(",")
     text = base64.b64decode(data).decode()
-    assert "喜び" in text
-    assert "<script" not in text
-    assert drawn() == drawn()
+    assert (head, drawn[1]) == ("data:image/svg+xml;base64", drawn[0])
+    assert ("喜び" in text, "<script" in text) == (True, False)

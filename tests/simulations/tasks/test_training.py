@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.objectives import Classification
-from fedrot.simulations.tasks.objectives import model_inputs
+from fedrot.simulations.tasks.objectives import Classification, model_inputs
 from fedrot.simulations.tasks.task import Task
 from tests.simulations.tasks.cases import model_for, task_for
 

@@ -19,7 +19,6 @@ from fedrot.simulations.federation.cells import Cell, CellRun, strategy_of
 from fedrot.simulations.models import (
     build_model,
     model_config,
-    number_of_bytes,
     pretrained_settings,
     tensors_of,
 )
@@ -158,7 +157,7 @@ def estimate(cells: Sequence[Cell], costs: Mapping[str, float], machine: Machine
         own = (cell for cell in cells if cell.experiment.to_json() == json)
         seconds += took / max(len(rows), 1) * sum(costs[cell.name] for cell in own)
         copies = task.experiment.clients + 3
-        largest = max(largest, copies * number_of_bytes(tensors_of(model)))
+        largest = max(largest, copies * sum(own.nbytes for own in tensors_of(model).values()))
     torch.set_num_threads(threads)
     scale = 1 if sys.platform == "darwin" else 1024
     held = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale + largest) / 1e9

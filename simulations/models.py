@@ -116,12 +116,6 @@ def _say(message: str) -> None:
     logging.getLogger("flwr").info(message)
 
 
-def settings_of(experiment: Experiment, data: Any) -> Any:
-    """Return the transformers configuration of the encoder or decoder, without settings of the task."""
-    model = experiment.model
-    return _small_settings(experiment, data) if model is None else pretrained_settings(model)
-
-
 def pretrained_settings(model: str) -> Any:
     """Return the transformers configuration of a pretrained model, by its folder or name."""
     with loading(model):
@@ -135,8 +129,10 @@ def pad_id_of(settings: Any) -> int:
     return int(token[0] if isinstance(token, list) else token)
 
 
-def _small_settings(experiment: Experiment, data: Any) -> Any:
-    """Return the configuration of a small model from scratch."""
+def settings_of(experiment: Experiment, data: Any) -> Any:
+    """Return the transformers configuration of the encoder or decoder, without settings of the task."""
+    if experiment.model is not None:
+        return pretrained_settings(experiment.model)
     from fedrot.simulations.data.encode import bundled_tokenizer
 
     architecture, width, rate = experiment.architecture, experiment.width, experiment.dropout
@@ -150,7 +146,9 @@ def _small_settings(experiment: Experiment, data: Any) -> Any:
         **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), rate),
     }
     if architecture == "vit":
-        own = {"image_size": data.side, "patch_size": patch_of(data.side), "num_channels": data.channels}
+        # The largest divisor of a side up to its square root: 2 for 8, 4 for 28 and 32, 8 for 64.
+        patch = next(own for own in range(math.isqrt(data.side), 0, -1) if data.side % own == 0)
+        own = {"image_size": data.side, "patch_size": patch, "num_channels": data.channels}
         return _class("AutoConfig").for_model("vit", **sizes, **encoder, **own)
     of_texts: Mapping[str, dict[str, Any]] = {
         "bert": encoder,
@@ -171,11 +169,6 @@ def _small_settings(experiment: Experiment, data: Any) -> Any:
     text = {name: vocabulary[token] for name, token in tokens.items()}
     text |= {"vocab_size": len(vocabulary), "max_position_embeddings": experiment.max_length}
     return _class("AutoConfig").for_model(architecture, **sizes, **text, **of_texts[architecture])
-
-
-def patch_of(side: int) -> int:
-    """Return the largest divisor of a side up to its square root: 2 for 8, 4 for 28 and 32, 8 for 64."""
-    return next(patch for patch in range(math.isqrt(side), 0, -1) if side % patch == 0)
 
 
 def _with_adapter(model: Any, given: Mapping[str, Any], task_type: str) -> nn.Module:
@@ -213,8 +206,3 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], how: str = "")
         LOADERS[how](model, tensors)
     else:
         model.load_state_dict(dict(tensors))
-
-
-def number_of_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Return the size of tensors in bytes."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -16,23 +16,14 @@ from fedrot._io import read_json, shallow
 from fedrot.errors import FedrotError
 from fedrot.simulations.packaged import loading, source_of
 
-#: Poolings that a classifier can have.
-POOLINGS = ("mean", "cls")
 #: The saved models' keys of these and other poolings, before version 6 of sentence-transformers.
 _KEYS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
-#: Where dropout before a classifier is in a configuration.
-_DROPOUTS = ("classifier_dropout", "seq_classif_dropout", "hidden_dropout_prob")
 
 
 def pooling_of(model: str, settings: Any) -> str:
     """Return a sentence-transformers model's pooling; empty for others, and with a saved task head.
 
-    Args:
-        model: folder or name of the model.
-        settings: its transformers configuration.
-
-    Raises:
-        FedrotError: a file is damaged, or the model has no Transformer with a pooling of ``POOLINGS``.
+    Raises ``FedrotError`` if a file is damaged, or the model is pooled in another way than mean or cls.
     """
     source, optional = source_of(model), {"_raise_exceptions_for_missing_entries": False}
     saved = settings.architectures or ()
@@ -48,7 +39,7 @@ def pooling_of(model: str, settings: Any) -> str:
     mode = given.get("pooling_mode", [_KEYS.get(key, key) for key in switches])
     modes = [*map(str, mode if isinstance(mode, list) else [mode])] or ["mean"]
     plain = kinds[:2] == ["Transformer", "Pooling"] and not settings.is_encoder_decoder
-    if not (own and plain and len(modes) == 1 and modes[0] in POOLINGS):
+    if not (own and plain and len(modes) == 1 and modes[0] in ("mean", "cls")):
         raise FedrotError(
             f"'{model}' is a {settings.model_type} with modules {', '.join(kinds)} and pooling "
             f"{' and '.join(modes)}; a classifier reads an encoder that is pooled by mean or cls. Give "
@@ -64,9 +55,7 @@ class PooledForSequenceClassification(PreTrainedModel):
     Tensors have the names of the family's own classifiers, so that ``fedrot.symmetry_of`` and
     ``fedrot.head_of`` know them. Features are not normalised.
 
-    Args:
-        encoder: a model of transformers; it becomes a part of the classifier.
-        mode: a key of ``POOLINGS``.
+    ``mode`` is ``mean`` or ``cls``. The encoder becomes a part of the classifier.
     """
 
     # The encoder has its implementation of attention, which its configuration keeps.
@@ -78,7 +67,8 @@ class PooledForSequenceClassification(PreTrainedModel):
         if hasattr(encoder, "pooler"):
             encoder.pooler = None
         setattr(self, self.base_model_prefix, encoder)
-        rates = (getattr(self.config, name, None) for name in _DROPOUTS)
+        names = ("classifier_dropout", "seq_classif_dropout", "hidden_dropout_prob")
+        rates = (getattr(self.config, name, None) for name in names)
         self.dropout = nn.Dropout(next((rate for rate in rates if rate is not None), 0.0))
         self.classifier = nn.Linear(self.config.hidden_size, int(self.config.num_labels or 0))
         nn.init.normal_(self.classifier.weight, std=getattr(self.config, "initializer_range", 0.02))

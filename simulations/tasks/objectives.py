@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from fedrot.simulations.data.encode import IGNORED, Batch, Encoded, EncodedText,
 from fedrot.simulations.data.read import DataError
 from fedrot.simulations.data.texts import SEEN, UNSEEN, metric_of
 from fedrot.simulations.models import settings_of
-from fedrot.simulations.settings import Experiment
+from fedrot.simulations.settings import Experiment, TaskName
 from fedrot.simulations.tasks.scores import entity_scores, evaluate_predictions
 
 #: Share of a row's ordinary tokens that is predicted; at least one token is.
@@ -278,3 +278,13 @@ class CausalLanguageModelling(LanguageModelling):
         batch = encoded.batch(rows)
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
         return {**batch, "labels": labels}
+
+
+#: Objectives by task. A new task is added here, to ``TASKS`` and to ``AUTO_MODELS``.
+OBJECTIVES: Mapping[TaskName, type[Objective]] = {
+    "classification": Classification,
+    "mlm": MaskedLanguageModelling,
+    "clm": CausalLanguageModelling,
+    "ner": TokenClassification,
+    "image": Classification,
+}

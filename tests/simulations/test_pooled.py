@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -99,17 +98,6 @@ def test_a_pooled_model_has_the_symmetry_of_its_family(kind: str, tmp_path: Path
     assert after["accuracy"] > before["accuracy"]
 
 
-def test_alignment_finds_a_moved_copy(tmp_path: Path) -> None:
-    task = task_with(pooled(tmp_path))
-    state = built(task).state_dict()
-    symmetry = fedrot.symmetry_of(model_config(task.experiment, task.data), state)
-    moved = fedrot.random_equivalent(state, symmetry, seed=1)
-    far = max(float((moved[name] - state[name]).abs().max()) for name in state)
-    aligned = fedrot.align(moved, state, symmetry).apply(moved)
-    assert far > 0.01
-    assert all(torch.allclose(aligned[name], state[name], atol=1e-4) for name in state)
-
-
 @pytest.mark.parametrize("version", ["as packaged", "saved again"])
 def test_features_are_sentence_transformers_own(version: str, tmp_path: Path) -> None:
     """Theirs are normalised. Version 6 writes another configuration than that of the package."""
@@ -177,16 +165,6 @@ def test_a_pooled_model_is_trained_as_others(
     if not lora:
         found = [training.evaluate(one, task, task.test, np.arange(9)) for one in (model, twin)]
         assert found[0] == found[1]
-
-
-def test_what_is_read_is_said_with_what_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    models._say.cache_clear()
-    said = list[str]()
-    monkeypatch.setattr(logging.getLogger("flwr"), "info", said.append)
-    built(task_with(pooled(tmp_path)))
-    assert any("mean of its tokens" in message for message in said)
 
 
 def test_other_tasks_and_saved_classifiers_are_as_ever(tmp_path: Path) -> None:

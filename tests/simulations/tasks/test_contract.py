@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
 from dataclasses import replace
@@ -206,11 +205,3 @@ def test_data_without_anything_to_predict_are_refused(
     )
     with pytest.raises(FedrotError, match=f"no {said} row has anything to predict"):
         check_model(task, model_for(task))
-
-
-def test_a_copy_of_a_model_is_evaluated_alike(task: Task) -> None:
-    """The hooks of an evaluation are gone after it."""
-    model = model_for(task)
-    found = training.evaluate(model, task, task.test, np.arange(6))
-    assert not model._forward_hooks
-    assert training.evaluate(copy.deepcopy(model), task, task.test, np.arange(6)) == found

@@ -147,14 +147,6 @@ def test_batches_have_each_row_once_and_similar_lengths(seed: int, rows: int, si
     assert all(map(np.array_equal, found, again))
 
 
-def test_batches_come_in_any_order(task: Task) -> None:
-    found = list(training.batches(task.train, np.arange(64), 4, np.random.default_rng(0)))
-    means = [float(task.train.lengths(batch).mean()) for batch in found]
-    assert sorted(means) not in (means, means[::-1])
-    other = training.batches(task.train, np.arange(64), 4, np.random.default_rng(1))
-    assert {frozenset(batch) for batch in found} != {frozenset(batch) for batch in other}
-
-
 def test_step_batches_are_random_rows_each_once_and_no_more_than_asked_for(
     task: Task, seen: Seen
 ) -> None:

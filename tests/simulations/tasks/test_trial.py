@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,42 +23,24 @@ PLACES = 16
 SHORT = {**SIZES, "max_position_embeddings": PLACES}
 _BART: dict[str, Any] = {
     **{f"{side}_{name}": 1 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")},
-    **{
-        "encoder_ffn_dim": 32,
-        "decoder_ffn_dim": 32,
-        "d_model": 32,
-        "vocab_size": 6000,
-        "pad_token_id": 0,
-    },
-    **{"bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 2, "forced_eos_token_id": None},
+    **{"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "d_model": 32, "forced_eos_token_id": None},
+    **{"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 2},
 }
 _GPT2 = {"vocab_size": 6000, "n_embd": 32, "n_layer": 1, "n_head": 2, "eos_token_id": 3}
+_ROBERTA = {**SIZES, "max_position_embeddings": PLACES + 2, "pad_token_id": 1}
 
-#: Families with learned positions for ``PLACES`` tokens, and without.
+#: Families with learned positions for ``PLACES`` tokens.
 LEARNED: dict[str, Any] = {
     "bert": transformers.BertConfig(**SHORT),
-    "roberta": transformers.RobertaConfig(
-        **{**SHORT, "max_position_embeddings": PLACES + 2, "pad_token_id": 1}
-    ),
-    "xlm-roberta": transformers.XLMRobertaConfig(**{**SHORT, "max_position_embeddings": PLACES + 1}),
-    "mpnet": transformers.MPNetConfig(
-        **{**SHORT, "max_position_embeddings": PLACES + 2, "pad_token_id": 1}
-    ),
-    "electra": transformers.ElectraConfig(**SHORT),
+    "roberta": transformers.RobertaConfig(**_ROBERTA),
+    "mpnet": transformers.MPNetConfig(**_ROBERTA),
     "albert": transformers.AlbertConfig(**SHORT, embedding_size=16),
     "distilbert": transformers.DistilBertConfig(**SHORT),
     "gpt2": transformers.GPT2Config(**_GPT2, n_positions=PLACES),
-    "opt": transformers.OPTConfig(
-        **{**SHORT, "ffn_dim": 64, "word_embed_proj_dim": 32, "intermediate_size": 64}
-    ),
-    "bart": transformers.BartConfig(**_BART, max_position_embeddings=PLACES),
+    "opt": transformers.OPTConfig(**SHORT, ffn_dim=64, word_embed_proj_dim=32),
+    "bart": transformers.BartConfig(**_BART, vocab_size=6000, max_position_embeddings=PLACES),
 }
-COMPUTED: dict[str, Any] = {
-    "llama": transformers.LlamaConfig(**{**SHORT, "pad_token_id": None}),
-    "deberta": transformers.DebertaV2Config(
-        **SHORT, relative_attention=True, position_biased_input=False
-    ),
-}
+LLAMA = transformers.LlamaConfig(**{**SHORT, "pad_token_id": None})
 
 
 def tried(model: Path, case: str = "bert", **changes: Any) -> str:
@@ -80,15 +62,8 @@ def tried(model: Path, case: str = "bert", **changes: Any) -> str:
 def test_texts_longer_than_the_table_of_positions_are_refused(family: str, tmp_path: Path) -> None:
     model = save(tmp_path, LEARNED[family])
     for length in (64, PLACES + 1):
-        assert "tokens are too long, --set max_length=N" in tried(model, max_length=length)
+        assert "(--max-length)" in tried(model, max_length=length)
     assert tried(model, max_length=PLACES) == ""
-
-
-@pytest.mark.parametrize(
-    "config", [*COMPUTED.values(), transformers.BertConfig(**{**SIZES, "max_position_embeddings": 128})]
-)
-def test_positions_that_are_computed_or_enough_for_all_texts_pass(config: Any, tmp_path: Path) -> None:
-    assert tried(save(tmp_path, config), max_length=500) == ""
 
 
 def labelled(labels: int) -> Any:
@@ -107,20 +82,20 @@ T5 = transformers.T5Config(
 )
 #: Configuration, class to save, case, and a part of the error; without one the model runs.
 MODELS: dict[str, tuple[Any, str, str, str]] = {
-    "few embeddings": (WORDS[0], BARE, "bert", "embeddings for tokens 0 to 299"),
-    "few embeddings for masks": (WORDS[1], BARE, "mlm bert", "has token 5999"),
-    "three labels": (labelled(3), CLASSIFIER, "bert", "task head of 3 labels, but"),
+    "few embeddings": (WORDS[0], BARE, "bert", "a trial step on training rows failed"),
+    "few embeddings for masks": (WORDS[1], BARE, "mlm bert", ""),
+    "three labels": (labelled(3), CLASSIFIER, "bert", "as many classes as the data have"),
     "seven labels": (labelled(7), CLASSIFIER, "bert", ""),
     "no head": (labelled(7), BARE, "bert", ""),
-    "three tags": (labelled(3), TAGGER, "ner bert", "task head of 3 labels, but"),
+    "three tags": (labelled(3), TAGGER, "ner bert", "as many classes as the data have"),
     "five tags": (labelled(5), TAGGER, "ner bert", ""),
     "encoder": (LEARNED["bert"], BARE, "clm gpt2", "is an encoder"),
     "roberta": (LEARNED["roberta"], BARE, "clm gpt2", "is an encoder"),
-    "gpt2 and masks": (LEARNED["gpt2"], BARE, "mlm bert", "does not fit task 'mlm'"),
+    "gpt2 and masks": (LEARNED["gpt2"], BARE, "mlm bert", "AutoModelForMaskedLM"),
     "gpt2": (LEARNED["gpt2"], BARE, "clm gpt2", ""),
     "gpt2 classifies": (LEARNED["gpt2"], BARE, "bert", ""),
     "bart": (LEARNED["bart"], BARE, "clm gpt2", "it would be random"),
-    "llama": (COMPUTED["llama"], BARE, "clm gpt2", ""),
+    "llama, positions are computed": (LLAMA, BARE, "clm gpt2", ""),
     "grey": (IMAGES[0], BARE, "image", ""),
     "coloured": (IMAGES[1], BARE, "image", ""),
     "what no check foresees": (T5, BARE, "bert", "a trial step on training rows failed"),
@@ -141,11 +116,10 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 #: Kind, labels of training and of held-out rows, and a part of the error.
 LABELS: dict[str, tuple[str, list[Any], list[Any], str]] = {
-    "one class": ("single", [1, 1], [1], "every row is of class 'b'"),
-    "one class of two": ("single", [1, 1], [0], "held-out rows only others"),
-    "others": ("single", [0, 1], [2], "training rows have the classes a, b"),
+    "one class": ("single", [1, 1], [1], "nothing to learn"),
+    "one class of two": ("single", [1, 1], [0], "no class in common"),
     "some": ("single", [0, 1], [2, 1], ""),
-    "one score": ("regression", [0.5, 0.5], [0.5], "every score is 0.5"),
+    "one score": ("regression", [0.5, 0.5], [0.5], "nothing to learn"),
     "other scores": ("regression", [0.5, 0.5], [1.5], ""),
     "several": ("multi", [1, 1], [1], ""),
 }
@@ -154,30 +128,19 @@ LABELS: dict[str, tuple[str, list[Any], list[Any], str]] = {
 @pytest.mark.parametrize("name", LABELS)
 def test_labels_that_teach_nothing_are_refused(name: str) -> None:
     kind, train, test, said = LABELS[name]
-    task = task_for("bert")
     splits = (SimpleNamespace(labels=np.array(labels)) for labels in (train, test))
-    data: Any = SimpleNamespace(name="mine", kind=kind, label_names=("a", "b", "c"))
-    data.train, data.test = splits
-    if not said:
-        check_labels(replace(task, data=data))
-        return
-    with pytest.raises(FedrotError, match=said):
-        check_labels(replace(task, data=data))
+    data: Any = SimpleNamespace(**dict(zip(("train", "test"), splits, strict=True)), name="a", kind=kind)
+    with pytest.raises(FedrotError, match=said) if said else nullcontext():
+        check_labels(replace(task_for("bert"), data=data))
     check_labels(replace(task_for("mlm bert"), data=data))
 
 
 def test_held_out_rows_are_needed_with_every_seed() -> None:
     task = task_for("bert", train_limit=60, clients=6, partition="dirichlet:0.1", holdout=0.03)
-    seed_of: dict[bool, int] = {}
-    for seed in itertools.count():
-        seed_of.setdefault(any(len(task.client_rows(seed, client)[1]) for client in range(6)), seed)
-        if len(seed_of) == 2:
-            break
-    enough, lacking = seed_of[True], seed_of[False]
+    some = [any(len(task.client_rows(seed, client)[1]) for client in range(6)) for seed in range(40)]
+    enough, lacking = some.index(True), some.index(False)
     for seeds in ((enough, lacking), (lacking, enough), (enough,)):
         of = replace(task, experiment=task.experiment.model_copy(update={"seeds": seeds}))
-        if lacking not in seeds:
-            check_held_out(of)
-            continue
-        with pytest.raises(FedrotError, match=f"holdout 0.03 gives none with seed {lacking};"):
+        said = pytest.raises(FedrotError, match=f"holdout 0.03 gives none with seed {lacking};")
+        with said if lacking in seeds else nullcontext():
             check_held_out(of)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,13 +63,9 @@ literals = st.sampled_from(TOML.split())
 def only_read() -> Iterator[None]:
     """Let commands read what they would run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(simulate, "simulate", lambda *args, **kwargs: None)
-        for name in ("check", "only_writer", "OrderedGrid"):
-            patch.setattr(server_app, name, lambda *args: nullcontext())
-        folder = SimpleNamespace(write_rows=lambda: None)
-        patch.setattr(server_app, "RunFolder", lambda *args: folder)
-        patch.setattr(server_app, "partitions_of", lambda *args: {})
-        patch.setattr(server_app, "cells_of", lambda *args: [])
+        for module in (simulate, server_app):
+            patch.setattr(module, "simulate", lambda *args, **kwargs: None)
+        patch.setattr(server_app, "OrderedGrid", lambda *args: None)
         yield
 
 

@@ -137,7 +137,7 @@ def test_a_run_says_what_it_does_and_keeps_all_of_it(whole: Path) -> None:
         :1
     ]
     assert cell["title"].endswith("seed 1 · aligned")
-    assert "aligned: round 2 of 2" in cell["log"]
+    assert "[ROUND 2/2]" in cell["log"]
 
 
 def test_options_give_the_rows_of_a_file_and_what_is_finished_is_not_run_again(

@@ -196,7 +196,7 @@ def test_models_are_evaluated_on_what_they_were_not_trained_on(play: Play) -> No
 def test_a_guard_chooses_by_held_out_rows_that_no_table_reports(play: Play) -> None:
     guarded = {"name": "guarded", "alignment": {"chance": 0.0}, "guard": "accuracy"}
     played = play(strategies=[guarded], start="scrambled")
-    held = tuple(row for client in played.clients(held_out=True) for row in client)
+    held = tuple(itertools.chain(*played.clients(held_out=True)))
     assert played.evaluated.count(("train", held)) == 2 * 2  # two means per round
     assert played.evaluated.count(TEST) == 3
     # The head's bias, which this accuracy is, does not move: of equal means the plain one is kept.
@@ -336,7 +336,6 @@ IMAGES: dict[str, Any] = {
 
 
 def test_heads_are_fitted_at_the_end_at_the_start_or_in_rounds(tmp_path: Path) -> None:
-    """With real trainings of clients."""
     experiment = Experiment.from_flat(IMAGES)
     played = run_all(experiment, tmp_path, node, Played(experiment))
     plain, head, only, rounds = (

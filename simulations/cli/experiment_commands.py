@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from fedrot._io import replacing
-from fedrot.simulations.cli.commands import app, command, command_line, console, need, say
-from fedrot.simulations.experiment_files import bundled_files, read_experiments
+from fedrot.simulations.cli.commands import app, command, command_line, console, say
+from fedrot.simulations.experiment_files import read_experiments
 from fedrot.simulations.settings import Experiment
 
 #: Names of ``--set`` that are no fields of an experiment, with the types of their values.

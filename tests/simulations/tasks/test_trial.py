@@ -136,11 +136,11 @@ def test_labels_that_teach_nothing_are_refused(name: str) -> None:
 
 
 def test_held_out_rows_are_needed_with_every_seed() -> None:
-    task = task_for("bert", train_limit=60, clients=6, partition="dirichlet:0.1", holdout=0.03)
-    some = [any(len(task.client_rows(seed, client)[1]) for client in range(6)) for seed in range(40)]
+    task = task_for("bert", train_limit=60, clients=6, partition="dirichlet:0.1", holdout=0.05)
+    some = [any(len(task.client_rows(seed, client)[1]) for client in range(6)) for seed in range(60)]
     enough, lacking = some.index(True), some.index(False)
     for seeds in ((enough, lacking), (lacking, enough), (enough,)):
         of = replace(task, experiment=task.experiment.model_copy(update={"seeds": seeds}))
-        said = pytest.raises(FedrotError, match=f"holdout 0.03 gives none with seed {lacking};")
+        said = pytest.raises(FedrotError, match=f"holdout 0.05 gives none with seed {lacking};")
         with said if lacking in seeds else nullcontext():
             check_held_out(of)

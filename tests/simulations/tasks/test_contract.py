@@ -22,7 +22,7 @@ from fedrot.simulations.tasks.task import OBJECTIVES, Task
 from fedrot.simulations.tasks.training import check_labels, check_model
 from tests.simulations.tasks.cases import CASES, experiment_of, model_for, parts, task_for
 
-SINGLE = ("accuracy", "macro_f1", "calibrated_loss")
+SINGLE = ("accuracy", "macro_f1", "ece", "calibrated_loss")
 #: The metrics of the cases, the headline metric first.
 METRICS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("bert", "distilbert", "gpt2", "llama", "image"), SINGLE),

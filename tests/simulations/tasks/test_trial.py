@@ -116,10 +116,10 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 #: Kind, labels of training and of held-out rows, and a part of the error.
 LABELS: dict[str, tuple[str, list[Any], list[Any], str]] = {
-    "one class": ("single", [1, 1], [1], "nothing to learn"),
-    "one class of two": ("single", [1, 1], [0], "no class in common"),
+    "one class": ("single", [1, 1], [1], "all rows have one label"),
+    "one class of two": ("single", [1, 1], [0], "share no class"),
     "some": ("single", [0, 1], [2, 1], ""),
-    "one score": ("regression", [0.5, 0.5], [0.5], "nothing to learn"),
+    "one score": ("regression", [0.5, 0.5], [0.5], "all rows have one label"),
     "other scores": ("regression", [0.5, 0.5], [1.5], ""),
     "several": ("multi", [1, 1], [1], ""),
 }

@@ -170,7 +170,7 @@ def check_model(task: Task, model: nn.Module) -> None:
                 "be longer than its positions (--max-length), or the tokenizer another model's."
             ) from error
     if experiment.task == "clm":
-        ids = torch.from_numpy(encoded.ids[tried[0]][:4])[None]
+        ids = encoded.batch(tried[:1])["input_ids"][:, :4]
         with torch.no_grad():
             whole, alone = (model(input_ids=part).logits[0, 0] for part in (ids, ids[:, :1]))
         if float((whole - alone).abs().max()) > 1e-5 * float(alone.abs().max()):

@@ -54,7 +54,6 @@ class PooledForSequenceClassification(PreTrainedModel):
 
     Tensors have the names of the family's own classifiers, so that ``fedrot.symmetry_of`` and
     ``fedrot.head_of`` know them. Features are not normalised.
-
     ``mode`` is ``mean`` or ``cls``. The encoder becomes a part of the classifier.
     """
 

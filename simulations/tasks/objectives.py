@@ -91,7 +91,7 @@ class Classification(Objective):
 
     def __init__(self, experiment: Experiment, data: Any) -> None:
         super().__init__(experiment, data)
-        more = ("calibrated_loss",) if data.kind == "single" else ()
+        more = ("ece", "calibrated_loss") if data.kind == "single" else ()
         self.metrics = (*data.metrics, *more)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.special import log_softmax
+from scipy.special import log_softmax, softmax
 
 from fedrot.simulations.data.labels import Kind
 from fedrot.temperature import TEMPERATURES
@@ -22,9 +22,9 @@ def evaluate_predictions(
             over rows and classes (``multi``), or mean squared error (``regression``).
         metrics: ``accuracy`` (of whole rows if multi-label), ``macro_f1``, ``micro_f1``, ``f1``
             (of class 1), ``matthews``; ``pearson``, ``spearman`` for regression. Macro F1 averages
-            over the classes that occur in labels or predictions. For ``single`` also
-            ``calibrated_loss``, the loss at the temperature of ``fedrot.temperature.TEMPERATURES`` that
-            is best on these same rows.
+            over the classes that occur in labels or predictions. For ``single`` also ``ece``, the
+            expected calibration error with 15 bins of equal width (Guo et al. 2017, equation 3), and
+            ``calibrated_loss``, the loss at that of ``TEMPERATURES`` that is best on these same rows.
         outputs: logits ``[n, classes]`` (a multi-label class is predicted if its logit is above 0), or
             predictions ``[n]`` or ``[n, 1]`` for regression.
         labels: int64 ``[n]``, 0/1 ``[n, classes]`` or scores ``[n]``.
@@ -53,6 +53,7 @@ def evaluate_predictions(
         "matthews": lambda: matthews_corrcoef(labels, predicted),
         "pearson": lambda: _correlation(labels, outputs),
         "spearman": lambda: _correlation(rankdata(labels), rankdata(outputs)),
+        "ece": lambda: _calibration_error(labels, outputs),
         "calibrated_loss": lambda: min(_loss(kind, labels, outputs / own) for own in TEMPERATURES),
         "loss": lambda: _loss(kind, labels, outputs),
     }
@@ -84,6 +85,13 @@ def _loss(kind: Kind, labels: np.ndarray, outputs: np.ndarray) -> float:
     if kind == "multi":
         return float((np.logaddexp(0.0, outputs) - labels * outputs).mean())
     return float(-log_softmax(outputs, axis=1)[np.arange(len(labels)), labels].mean())
+
+
+def _calibration_error(labels: np.ndarray, logits: np.ndarray) -> float:
+    probabilities = softmax(logits, axis=1)
+    confidence, hits = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
+    bins = np.minimum((confidence * 15).astype(int), 14)
+    return float(np.abs(np.bincount(bins, weights=hits - confidence)).sum() / len(labels))
 
 
 def _correlation(labels: np.ndarray, predictions: np.ndarray) -> float:

@@ -74,9 +74,8 @@ def train(
 ) -> float:
     """Train in place with AdamW on rows of the training split; by default as the experiment says.
 
-    Training runs on the GPU that Ray has assigned to this process, if any. Half an epoch is half of the
-    batches, rounded up, chosen by the seed. Returns the mean loss over the last epoch's steps; NaN if no
-    row has anything to predict.
+    Half an epoch is half of the batches, rounded up, chosen by the seed. Returns the mean loss over the
+    last epoch's steps; NaN if no row has anything to predict.
     """
     experiment, objective = task.experiment, task.objective
     rows = objective.usable(task.train, rows)
@@ -127,14 +126,9 @@ def check_labels(task: Task) -> None:
         return
     train, test = (np.unique(split.labels) for split in (data.train, data.test))
     if len(np.union1d(train, test)) == 1:
-        raise DataError(
-            f"{data.name}: all rows have one label, so there is nothing to learn; check the label "
-            "column (--label-column)"
-        )
+        raise DataError(f"{data.name}: all rows have one label; check the label column (--label-column)")
     if data.kind == "single" and not np.intersect1d(train, test).size:
-        raise DataError(
-            f"{data.name}: training and held-out rows have no class in common; give both the same labels"
-        )
+        raise DataError(f"{data.name}: training and held-out rows share no class; give both the same")
 
 
 def check_held_out(task: Task, clients: Sequence[int] = ()) -> None:
@@ -176,7 +170,7 @@ def check_model(task: Task, model: nn.Module) -> None:
                 "be longer than its positions (--max-length), or the tokenizer another model's."
             ) from error
     if experiment.task == "clm":
-        ids = torch.from_numpy(encoded.ids[tried[0]][:4])[None]
+        ids = encoded.batch(tried[:1])["input_ids"][:, :4]
         with torch.no_grad():
             whole, alone = (model(input_ids=part).logits[0, 0] for part in (ids, ids[:, :1]))
         if float((whole - alone).abs().max()) > 1e-5 * float(alone.abs().max()):

@@ -22,7 +22,7 @@ from fedrot.simulations.tasks.task import OBJECTIVES, Task
 from fedrot.simulations.tasks.training import check_labels, check_model
 from tests.simulations.tasks.cases import CASES, experiment_of, model_for, parts, task_for
 
-SINGLE = ("accuracy", "macro_f1", "calibrated_loss")
+SINGLE = ("accuracy", "macro_f1", "ece", "calibrated_loss")
 #: The metrics of the cases, the headline metric first.
 METRICS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("bert", "distilbert", "gpt2", "llama", "image"), SINGLE),
@@ -179,10 +179,10 @@ def test_a_lent_device_trains_the_same_model_and_gives_it_back(
 def test_a_trial_runs_the_longest_rows_and_trains_nothing(
     task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, batch, lengths = model_for(task), task.objective.batch, list[int]()
+    model, batch, tried = model_for(task), task.objective.batch, list[Any]()
 
     def recorded(encoded: Any, rows: np.ndarray, rng: Any) -> Any:
-        lengths.append(int(encoded.lengths(rows).max()))
+        tried.append((encoded, rows))
         return batch(encoded, rows, rng)
 
     monkeypatch.setattr(task.objective, "batch", recorded)
@@ -191,17 +191,21 @@ def test_a_trial_runs_the_longest_rows_and_trains_nothing(
     check_model(task, model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in parts(model))
     assert all(parameter.grad is None for parameter in model.parameters())
-    splits = (task.train, task.test)
-    assert lengths == [int(one.lengths(np.arange(len(one))).max()) for one in splits]
+    for (encoded, rows), split in zip(tried, (task.train, task.test), strict=True):
+        every = task.objective.usable(split, np.arange(len(split)))
+        assert encoded is split
+        assert split.lengths(rows).max() == split.lengths(every).max()
+        ids = getattr(split, "ids", [np.zeros(1)] * len(split))
+        assert max(ids[row].max() for row in rows) == max(ids[row].max() for row in every)
 
 
 @pytest.mark.parametrize(("split", "said"), [("train", "training"), ("test", "held-out")])
 def test_data_without_anything_to_predict_are_refused(
-    task: Task, split: str, said: str, monkeypatch: pytest.MonkeyPatch
+    split: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    task = task_for("clm gpt2")
     kept = getattr(task, split)
-    monkeypatch.setattr(
-        task.objective, "usable", lambda encoded, rows: rows[:0] if encoded is kept else rows
-    )
+    usable = lambda encoded, rows: rows[:0] if encoded is kept else rows  # noqa: E731
+    monkeypatch.setattr(task.objective, "usable", usable)
     with pytest.raises(FedrotError, match=f"no {said} row has anything to predict"):
         check_model(task, model_for(task))

@@ -42,7 +42,7 @@ def drawn(kind: str, seed: int, rows: int, classes: int) -> tuple[np.ndarray, np
 )
 def test_classes(seed: int, rows: int, classes: int, kind: Any) -> None:
     logits, labels = drawn(kind, seed, rows, classes)
-    more = ("matthews", "calibrated_loss") if kind == "single" else ()
+    more = ("matthews", "ece", "calibrated_loss") if kind == "single" else ()
     found = evaluate_predictions(kind, (*OF_CLASSES, *more), logits, labels)
     ours, truth = torch.from_numpy(logits), torch.from_numpy(labels)
     predicted = logits.argmax(1) if more else (logits > 0).astype(int)
@@ -55,6 +55,10 @@ def test_classes(seed: int, rows: int, classes: int, kind: Any) -> None:
         assert found["loss"] == pytest.approx(float(functional.cross_entropy(ours, truth)))
         best = min(float(functional.cross_entropy(ours / t, truth)) for t in TEMPERATURES)
         assert found["calibrated_loss"] == pytest.approx(best)
+        sure = ours.softmax(1).max(1).values.numpy()
+        bins = np.minimum((sure * 15).astype(int), 14)
+        gaps = [((predicted == labels) - sure)[bins == own].sum() for own in range(15)]
+        assert found["ece"] == pytest.approx(np.abs(gaps).sum() / rows, abs=1e-6)
     else:
         assert found["accuracy"] == pytest.approx((predicted == labels).all(1).mean())
         # torch rounds to the labels' float32 otherwise

@@ -116,10 +116,10 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 #: Kind, labels of training and of held-out rows, and a part of the error.
 LABELS: dict[str, tuple[str, list[Any], list[Any], str]] = {
-    "one class": ("single", [1, 1], [1], "nothing to learn"),
-    "one class of two": ("single", [1, 1], [0], "no class in common"),
+    "one class": ("single", [1, 1], [1], "all rows have one label"),
+    "one class of two": ("single", [1, 1], [0], "share no class"),
     "some": ("single", [0, 1], [2, 1], ""),
-    "one score": ("regression", [0.5, 0.5], [0.5], "nothing to learn"),
+    "one score": ("regression", [0.5, 0.5], [0.5], "all rows have one label"),
     "other scores": ("regression", [0.5, 0.5], [1.5], ""),
     "several": ("multi", [1, 1], [1], ""),
 }
@@ -136,11 +136,11 @@ def test_labels_that_teach_nothing_are_refused(name: str) -> None:
 
 
 def test_held_out_rows_are_needed_with_every_seed() -> None:
-    task = task_for("bert", train_limit=60, clients=6, partition="dirichlet:0.1", holdout=0.03)
-    some = [any(len(task.client_rows(seed, client)[1]) for client in range(6)) for seed in range(40)]
+    task = task_for("bert", train_limit=60, clients=6, partition="dirichlet:0.1", holdout=0.05)
+    some = [any(len(task.client_rows(seed, client)[1]) for client in range(6)) for seed in range(60)]
     enough, lacking = some.index(True), some.index(False)
     for seeds in ((enough, lacking), (lacking, enough), (enough,)):
         of = replace(task, experiment=task.experiment.model_copy(update={"seeds": seeds}))
-        said = pytest.raises(FedrotError, match=f"holdout 0.03 gives none with seed {lacking};")
+        said = pytest.raises(FedrotError, match=f"holdout 0.05 gives none with seed {lacking};")
         with said if lacking in seeds else nullcontext():
             check_held_out(of)

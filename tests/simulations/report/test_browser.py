@@ -29,7 +29,7 @@ const measured = {
   width: innerWidth, all: document.documentElement.scrollWidth,
   wide: wide.map(one => one.outerHTML.slice(0, 80)),
   dark: matchMedia("(prefers-color-scheme: dark)").matches,
-  page: getComputedStyle(document.body).backgroundColor, tables: document.querySelector("table") !== null,
+  page: getComputedStyle(document.body).backgroundColor, tables: !!document.querySelector("table"),
   silent: [...document.images].filter(one => !one.alt).length};
 parent.document.body.setAttribute("data-measured", JSON.stringify(measured));
 </script></body>"""

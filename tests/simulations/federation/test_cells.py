@@ -358,9 +358,6 @@ def test_heads_are_fitted_at_the_end_at_the_start_or_in_rounds(tmp_path: Path) -
     assert rounds["client:0", 1, "train-loss"] != plain["client:0", 1, "train-loss"]
 
 
-# Memory
-
-
 def test_cells_leave_no_model_behind(tmp_path: Path) -> None:
     """A long run would run out of memory."""
     experiment = of(rounds=1, strategies="fedavg,aligned,regmean")

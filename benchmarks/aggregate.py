@@ -38,7 +38,7 @@ from rich.table import Table
 from torch import Tensor
 
 from fedrot.options import AlignmentOptions
-from fedrot.simulations.federation.local_grid import LocalGrid
+from fedrot.simulations.federation.grids import LocalGrid
 from fedrot.strategies import FedRot, to_arrays
 from fedrot.strategies.wire.arrays import encode
 

@@ -19,7 +19,7 @@ import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
 from fedrot.head import ClassSums
-from fedrot.simulations.federation.local_grid import LocalGrid
+from fedrot.simulations.federation.grids import LocalGrid
 from fedrot.strategies import fit_task_head, to_arrays
 from fedrot.strategies.flower_compat import outside_of_the_engine
 from fedrot.strategies.sums.requests import COUNT, HEADS, LOSSES, ROWS, STEP, SUM, SUMS

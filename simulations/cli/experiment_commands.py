@@ -112,11 +112,7 @@ def flower_app(
     say(f"Flower app: {folder}")
 
 
-@command(
-    app,
-    "fedrot report runs/first",
-    "fedrot report alignment.jsonl --out alignment.html",
-)
+@command(app, "fedrot report runs/first", "fedrot report alignment.jsonl --out alignment.html")
 def report(
     run_or_file: Annotated[Path, typer.Argument(hidden=True)],
     out: Annotated[
@@ -129,7 +125,7 @@ def report(
 
     if run_or_file.is_file():
         say(f"Report: {write_strategy_report(run_or_file, out)}")
-    elif out is not None and run_or_file.is_dir():
+    elif out is not None:
         raise ValueError("--out is for a file: the page of a run folder is in the folder. Leave it out.")
     else:
         present(run_or_file, console)

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedrot.simulations.data.encode import Encoded, read_encoded
 from fedrot.simulations.data.labels import DataSet
-from fedrot.simulations.data.partition import split_clients
+from fedrot.simulations.data.partition import partition_keys, split_clients
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks.objectives import OBJECTIVES, Objective
 

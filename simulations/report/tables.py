@@ -1,13 +1,15 @@
-"""Tables for the terminal and for pages, and numbers and differences as text."""
+"""Tables and grids of cells, and numbers and differences as text."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
+from fedrot.report import shares_by
 from fedrot.simulations.summary import Paired, Row, Verdict
+from fedrot.symmetry import NO_LAYER
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 WIDEST = 26
 #: What stands where there is no number.
 NONE = "-"
+#: Shares found by alignment that are shown as 0, and those from which on the colour is full.
+NOTHING, FULL = 0.005, 0.5
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,50 @@ def _table(header: Sequence[str], lines: Iterable[Sequence[str]], texts: Contain
     columns = [own for own in zip(header, *lines, strict=True) if {*own[1:]} != {NONE}]
     header, *lines = zip(*columns, strict=True)
     return Table("", header, lines, texts)
+
+
+class Cell(NamedTuple):
+    """A cell of a grid: its text, the strength of its colour from 0 to 1, and its CSS class."""
+
+    text: str
+    strength: float
+    kind: str = ""
+
+
+#: The names of columns; and the names of lines with their cells, empty ones are None.
+Grid: TypeAlias = tuple[Sequence[object], Mapping[str, Sequence[Cell | None]]]
+
+
+def clients_grid(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Grid:
+    """Return the rows of each class (line) and client (column); ``counts`` is [clients][classes]."""
+    most, lines = max(1, *map(max, counts)), [*names]
+    lines += ["no class" if names else "rows"] * (len(counts[0]) - len(names))
+    cells = ([Cell(str(n), n / most) for n in own] for own in zip(*counts, strict=True))
+    columns = [f"{client} ({sum(own)})" for client, own in enumerate(counts)]
+    return columns, dict(zip(lines, cells, strict=True))
+
+
+def heat_map(rows: Iterable[Row]) -> Grid:
+    """Return the share of the squared distance found by part and layer (line) and round (column).
+
+    Distances are summed over clients, seeds and groups before they are divided. A share of no more than
+    chance is of the kind ``chance``, a negative one ``grew``. The rows are of one strategy, with
+    ``round``, ``part``, ``layer``, ``before``, ``after``, ``moved``, ``found`` and perhaps ``chance``.
+    """
+    found, cells = shares_by(rows, lambda r: (str(r["part"]), int(r["layer"]), int(r["round"]))), {}
+    for place, own in found.items():
+        share = own.share if abs(own.share) >= NOTHING else 0.0
+        chance = not share or (own.chance is not None and own.ratio <= 1)
+        kind = "chance" if chance else "grew" if share < 0 else "found"
+        cells[place] = Cell(f"{100 * share:.0f}", min(abs(share) / FULL, 1.0), kind)
+    parts, rounds = [*dict.fromkeys(part for part, _, _ in found)], sorted({n for _, _, n in found})
+    lines = sorted({place[:2] for place in found}, key=lambda line: (parts.index(line[0]), line[1]))
+    return rounds, {
+        part if layer == NO_LAYER else f"{part}, layer {layer}": [
+            cells.get((part, layer, number)) for number in rounds
+        ]
+        for part, layer in lines
+    }
 
 
 def format_difference(difference: Paired) -> str:

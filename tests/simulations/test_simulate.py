@@ -26,7 +26,6 @@ from fedrot.simulations.checks import check, costs_of, estimate, in_words, print
 from fedrot.simulations.engine import Ended, Job, Machine
 from fedrot.simulations.federation.cells import RUNS, cells_of, partitions_of
 from fedrot.simulations.folder import RunFolder, read_run
-from fedrot.simulations.report import run_page
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
@@ -66,7 +65,7 @@ def _bare_page(path: Path, *_: Any, **__: Any) -> Path:
 
 @pytest.fixture(autouse=True)
 def _without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_page, "write_page", _bare_page)
+    monkeypatch.setattr(pages, "write_page", _bare_page)
 
 
 @pytest.fixture
@@ -82,7 +81,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "two.toml").write_text(FILE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_page, "write_page", _bare_page)
+        patch.setattr(pages, "write_page", _bare_page)
         printed = invoke("simulate", folder / "two.toml", "--workers", 1, "--out", folder / "run")[1]
     (folder / "run" / "printed.txt").write_text(printed)
     return folder / "run"

@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import (
 
 from fedrot.errors import FedrotError
 from fedrot.lora import AdapterOptions, AdapterUpdate, average_adapters, fitted
-from fedrot.simulations.report.strategy_page import write_strategy_report
+from fedrot.simulations.report.pages import write_strategy_report
 from fedrot.strategies import FedRotLoRA
 from fedrot.strategies.lora import ERROR, ERROR_OF_FACTORS, LOST, AdapterMean, AlignedLoRA
 from fedrot.strategies.settings import Checkpointing, Reporting, Server

@@ -79,11 +79,13 @@ def write_folder(folder: Path, experiments: Mapping[str, Mapping[str, float]]) -
         {"name": name, **about, "strategies": [*map(strategy, gains)]}
         for name, gains in experiments.items()
     ]
-    written: dict[str, Any] = {
-        "config": {"commands": ["fedrot simulate --data 'a <b>.csv'"], "experiments": configured},
+    config = {
+        "commands": ["fedrot simulate --data 'a <b>.csv'"],
+        "experiments": configured,
         "versions": {"date": "2026-01-31", "torch": "2.9.0"},
-        "partition": {name: {"label_names": names, "seeds": seeds} for name in experiments},
+        "partitions": {name: {"label_names": names, "seeds": seeds} for name in experiments},
     }
+    written: dict[str, Any] = {"config": config}
     alignment = [
         group(number, part, layer, share * (layer + 1) / number, chance=0.1)
         for number in (1, 2, 3)

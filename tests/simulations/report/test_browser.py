@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from fedrot.simulations.report.run_page import write_report
-from fedrot.simulations.report.strategy_page import write_strategy_report
+from fedrot.simulations.report.pages import write_report, write_strategy_report
 from tests.simulations.report.runs import HOSTILE, group, write_folder
 from tests.simulations.report.test_strategy_page import write_lines
 

@@ -1,4 +1,4 @@
-"""What pictures and heat maps show, against numbers computed by hand."""
+"""What pictures show, against numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from fedrot.simulations.report import plots
 from fedrot.simulations.summary import verdicts_of
-from tests.simulations.report.runs import HOSTILE, group, levels, row, run_of
+from tests.simulations.report.runs import HOSTILE, levels, row, run_of
 
 
 def words(labels: list[Any]) -> list[str]:
@@ -78,16 +78,6 @@ def test_perplexities_have_a_logarithmic_axis(values: tuple[float, ...], scale: 
     assert plots.curves_plot(rows, "perplexity", ["fedavg"]).axes[0].get_yscale() == scale
 
 
-def test_classes_by_client() -> None:
-    (ax,) = plots.clients_plot([[1, 2, 4], [8, 16, 32]], ["sad", "glad"]).axes
-    assert np.asarray(ax.images[0].get_array()).tolist() == [[1, 8], [2, 16], [4, 32]]
-    assert words(ax.get_yticklabels()) == ["sad", "glad", "no class"]
-    assert words(ax.get_xticklabels()) == ["0\n(7)", "1\n(56)"]
-    assert words(list(ax.texts)) == ["1", "8", "2", "16", "4", "32"]
-    (rows,) = plots.clients_plot([[5], [6]], []).axes
-    assert words(rows.get_yticklabels()) == ["rows"]
-
-
 def test_metrics_of_a_strategy_have_a_panel_each() -> None:
     series = {"train/loss": [(1, 0.1), (2, 0.2), (3, 0.3)], "server/accuracy": [(2, 1.0)]}
     axes = plots.rounds_plot(series).axes
@@ -95,46 +85,9 @@ def test_metrics_of_a_strategy_have_a_panel_each() -> None:
     assert np.transpose(axes[0].lines[0].get_data()).tolist() == [[1, 0.1], [2, 0.2], [3, 0.3]]
 
 
-def test_the_heat_map_has_a_line_per_part_and_layer_and_a_column_per_round() -> None:
-    rows = [
-        group(1, "residual", -1, -0.02),
-        *(group(r, "attention", layer, 0.4 / r + 0.1 * layer) for layer in (1, 0) for r in (1, 2, 3)),
-        # Twice the distance counts twice: (0.5 * 2 + 0.2 * 4) / 6 = 0.3.
-        *(group(2, "ffn", 0, 0.5), group(2, "ffn", 0, 0.2, client=1, before=4.0, after=3.2)),
-        # No more than chance; and a share that is too small to name.
-        *(group(3, "ffn", 0, 0.05, chance=0.1), group(1, "ffn", 0, 0.004)),
-        {"round": 2, "client": 1, "dropped": "NaN"},
-    ]
-    ax, bar = plots.heat_map(rows).axes
-    names = ["residual", "attention, layer 0", "attention, layer 1", "ffn, layer 0"]
-    assert words(ax.get_yticklabels()) == names
-    assert words(ax.get_xticklabels()) == ["1", "2", "3"]
-    cells, empty = (np.ma.filled(image.get_array(), math.nan) for image in ax.images)
-    nan = math.nan
-    expected = [[-2, nan, nan], [40, 20, 40 / 3], [50, 30, 10 + 40 / 3], [nan, 30, nan]]
-    np.testing.assert_allclose(cells, expected, atol=1e-9)
-    # Empty cells are white, and others without a colour are grey.
-    np.testing.assert_array_equal(np.isfinite(empty), [[False, True, True], *[[False] * 3] * 3])
-    colours = ax.images[0].to_rgba(ax.images[0].get_array())
-    assert colours[0, 0, 0] > colours[0, 0, 2]
-    assert len({*colours[3, 2][:3]}) == 1
-    assert words(list(ax.texts)) == ["-2", "40", "20", "13", "50", "30", "23", "0", "30", "5"]
-    inks = {text.get_text(): text.get_color() for text in ax.texts}
-    assert (inks["50"], inks["13"], inks["5"]) == ("white", "black", "black")
-    assert (ax.images[0].get_clim(), bar.get_ylabel()) == ((0, 50), "share (%)")
-
-
-def test_large_reports_stay_readable() -> None:
-    rows = [group(r, "ffn", layer, 0.01 * layer) for r in range(1, 101) for layer in range(96)]
-    classes = plots.clients_plot([[1] * 77] * 100, [f"c{n}" for n in range(77)])
-    for figure in (plots.heat_map(rows), classes):
-        (width, height), ax = figure.get_size_inches(), figure.axes[0]
-        assert (width <= plots.NARROW, height < 12, [*ax.texts]) == (True, True, [])
-        assert max(len(ax.get_yticks()), 3 * len(ax.get_xticks())) <= plots.MOST_NAMES + 2
-
-
 def test_a_picture_is_a_file_that_repeats_with_text_in_any_script() -> None:
-    drawn = [plots.data_uri(plots.clients_plot([[1, 2]], ["喜び", HOSTILE])) for _ in range(2)]
+    series = {"喜び": [(1, 0.1)], HOSTILE: [(1, 0.1)]}
+    drawn = [plots.data_uri(plots.rounds_plot(series)) for _ in range(2)]
     head, _, data = drawn[0].partition(",")
     text = base64.b64decode(data).decode()
     assert (head, drawn[1]) == ("data:image/svg+xml;base64", drawn[0])

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.report.strategy_page import write_strategy_report
+from fedrot.simulations.report.pages import write_strategy_report
 from fedrot.strategies import FedRot
 from fedrot.strategies.settings import Reporting
 from tests.models import near
 from tests.simulations.report.runs import group
-from tests.simulations.report.test_run_page import Outline, has_in_order
+from tests.simulations.report.test_pages import Outline, has_in_order
 from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import ArrayRecord, FakeGrid, reply
 
@@ -57,12 +57,12 @@ def test_the_page_stands_beside_its_file(tmp_path: Path) -> None:
         *("Round 1: verdict 1.", "Round 4: verdict 4."),
         "evaluate/per_class/1: 0.250 in round 1 → 0.750 in round 3.",
         "server/accuracy: 0.100 in round 1 → 0.300 in round 3.",
-        *("Shares of the distance that alignment found", ">7<", ">1 to 3<", "<NaN> in 'a'<", ">failed<"),
+        *(">attention, layer 0</th>", ">residual</th>", ">7<", ">1 to 3<", "<NaN> in 'a'<", ">failed<"),
         *("Round 2: 0 good replies, 1 needed.", "train/rate = 0.100, train/per_class/0 = 0.500"),
         *("train/loss: 1.000 to 0.333", "train/per_class/1: 1.000 to 3.000"),
     ]
     has_in_order(page, parts)
-    assert len(Outline(page).links) == 2
+    assert len(Outline(page).links) == 1
     assert ("verdict 2" in page, "seconds: 1.000 in" in page) == (False, False)
     with file.open("a") as unfinished:
         unfinished.write('{"round": 4, "cli')

@@ -1,4 +1,4 @@
-"""Tables and numbers as text."""
+"""Tables, grids and numbers as text."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import pytest
 from rich.console import Console
 
 from fedrot.simulations.report.tables import (
+    Cell,
     Table,
+    clients_grid,
     format_difference,
     format_interval,
+    heat_map,
     lost_table,
     number,
     pipe_table,
 )
 from fedrot.simulations.summary import Paired, paired_difference
-from tests.simulations.report.runs import HOSTILE
+from tests.simulations.report.runs import HOSTILE, group
 
 
 def test_cells_of_markdown_are_text_in_one_line() -> None:
@@ -84,3 +87,41 @@ def test_lost_replies_come_by_their_number() -> None:
     ]
     assert named.lines[0][:2] == ("aligned", "10")
     assert lost_table(rows[-1:]) is None
+
+
+def test_classes_by_client() -> None:
+    columns, lines = clients_grid([[1, 2, 4], [8, 16, 32]], ["sad", "glad"])
+    assert columns == ["0 (7)", "1 (56)"]
+    assert {name: [*map(tuple, cells)] for name, cells in lines.items()} == {
+        "sad": [("1", 1 / 32, ""), ("8", 0.25, "")],
+        "glad": [("2", 2 / 32, ""), ("16", 0.5, "")],
+        "no class": [("4", 0.125, ""), ("32", 1.0, "")],
+    }
+    assert clients_grid([[5], [6]], [])[1].keys() == {"rows"}
+    assert clients_grid([[0], [0]], ["a"])[1]["a"][0] == ("0", 0.0, "")
+
+
+def test_the_heat_map_has_a_line_per_part_and_layer_and_a_column_per_round() -> None:
+    rows = [
+        group(1, "residual", -1, -0.02),
+        *(group(r, "attention", layer, 0.4 / r + 0.1 * layer) for layer in (1, 0) for r in (1, 2, 3)),
+        # Twice the distance counts twice: (0.5 * 2 + 0.2 * 4) / 6 = 0.3.
+        *(group(2, "ffn", 0, 0.5), group(2, "ffn", 0, 0.2, client=1, before=4.0, after=3.2)),
+        # No more than chance; and a share that is too small to name.
+        *(group(3, "ffn", 0, 0.05, chance=0.1), group(1, "ffn", 0, 0.004)),
+        {"round": 2, "client": 1, "dropped": "NaN"},
+    ]
+    columns, lines = heat_map(rows)
+    assert columns == [1, 2, 3]
+    texts = {name: [cell and cell.text for cell in cells] for name, cells in lines.items()}
+    assert [*texts.items()] == [
+        ("residual", ["-2", None, None]),
+        ("attention, layer 0", ["40", "20", "13"]),
+        ("attention, layer 1", ["50", "30", "23"]),
+        ("ffn, layer 0", ["0", "30", "5"]),
+    ]
+    assert lines["residual"][0] == Cell("-2", pytest.approx(0.04), "grew")
+    kinds = [cell.kind for cell in lines["ffn, layer 0"] if cell]
+    assert kinds == ["chance", "found", "chance"]
+    strengths = [cell.strength for cell in lines["attention, layer 1"] if cell]
+    assert strengths == pytest.approx([1.0, 0.6, 0.7 / 3 * 2], abs=0.01)

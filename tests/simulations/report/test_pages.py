@@ -14,9 +14,8 @@ import pytest
 from rich.console import Console
 
 from fedrot.simulations.folder import read_run
-from fedrot.simulations.report import run_page
-from fedrot.simulations.report.page import Section
-from fedrot.simulations.report.run_page import print_results, write_report
+from fedrot.simulations.report import pages
+from fedrot.simulations.report.pages import Section, print_results, write_report
 from fedrot.simulations.report.tables import Table
 from tests.simulations.report.runs import HOSTILE, write_folder
 
@@ -68,14 +67,26 @@ def has_in_order(page: str, words: Sequence[str]) -> None:
 
 def test_the_page_begins_with_the_verdict(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = Section("More", "of a plug-in", [Table("T & t", ["n", "v"], [["a", "0.5"]], ["n"])])
-    monkeypatch.setattr(run_page, "SECTIONS", [lambda run: None, lambda run: more])
+    monkeypatch.setattr(pages, "SECTIONS", [lambda run: None, lambda run: more])
     page = page_of(run)
     parts = [
         *("fedrot: run", "Use fit_head: accuracy 0.670, fedavg 0.620", "<code>FedRot(fit_head)<"),
         *("<li>Also macro F1 0.620", "fit_head: 0.670, 0.620, 0.995,", "mean over 5 seeds"),
-        *("<dt>fit_head</dt><dd>It is fit_head.<", "client 1: 203 rows", "Seed 0", "Other seeds"),
+        *(
+            "<dt>fit_head</dt><dd>It is fit_head.<",
+            "Seed 0",
+            ">client (its rows)<",
+            ">1 (203)<",
+            ">anger</th>",
+            ">40</td>",
+            "Other seeds",
+        ),
         *("Seed 1", "accuracy after the last round: fedavg 0.620", "accuracy (higher is better), 5"),
         *("loss (lower is better), 5 seeds", "Grey: no more than they remove from noise", "aligned"),
+        *(
+            '>attention, layer 0</th> <td class="found" style="--strength: 0.60">30</td>',
+            ">ffn, layer 1<",
+        ),
         *('>ece</th> <th scope="col" class="number">loss', 'fedavg" class="number">-<', ">fit_head<"),
         *('"accuracy" class="number">0.670<', '"ece" class="number">0.100<', "+0.050 [+0.048, +0.052]"),
         *("Lost replies", "NaN in 'w'", "fedrot simulate --data 'a <b>.csv'", "Configuration of main"),
@@ -84,7 +95,7 @@ def test_the_page_begins_with_the_verdict(run: Path, monkeypatch: pytest.MonkeyP
     ]
     has_in_order(page, parts)
     links = Outline(page).links
-    assert [link[:26] for link in links] == 7 * ["data:image/svg+xml;base64,"]
+    assert [link[:26] for link in links] == 4 * ["data:image/svg+xml;base64,"]
     assert not re.search(r"https?://|<script|@import|url\(|<h3|class=\"warning\"", page)
     assert {"cell", "start", "arm", "setting"}.isdisjoint(re.findall(r"\w+", page.split("</style>")[1]))
 
@@ -92,7 +103,7 @@ def test_the_page_begins_with_the_verdict(run: Path, monkeypatch: pytest.MonkeyP
 def test_of_several_experiments_each_part_has_a_name(tmp_path: Path) -> None:
     page, two = page_of(write_folder(tmp_path / "two", TWO)), printed(tmp_path / "two")
     assert page.count("<h3>skewed</h3>") == page.count("<h3>apart</h3>") == 5
-    assert (page.count("It is fedavg."), len(Outline(page).links)) == (1, 14)
+    assert (page.count("It is fedavg."), len(Outline(page).links)) == (1, 8)
     has_in_order(page, ["Use fit_head", "Keep fedavg: nothing", "Lost replies: skewed"])
     assert [line.split(":")[0] for line in two[:2]] == ["skewed", "apart"]
     assert (two.count("skewed"), two.count("apart")) == (1, 1)

@@ -1,15 +1,19 @@
-"""The HTML page of a strategy's rows file."""
+"""Pages of run folders and of a strategy's rows, from templates; and results on a terminal."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from rich.console import Console
+
+from fedrot._io import write_text
 from fedrot.diagnosis import ALIGNED, PLAIN, WHOLE, diagnosis_of
-from fedrot.simulations.folder import read_rows
-from fedrot.simulations.report.page import write_page
-from fedrot.simulations.summary import Row
+from fedrot.simulations.folder import Run, read_rows, read_run
+from fedrot.simulations.report import findings, plots, tables
+from fedrot.simulations.summary import LOWER_IS_BETTER, Row, verdicts_of
 from fedrot.strategies.reporting.verdict import ends
 
 #: Results of a round's diagnosis, in words.
@@ -18,6 +22,50 @@ _FOUND = {
     ALIGNED: "the clients are in different coordinates",
     WHOLE: "replies were in another basis, and were matched as whole models",
 }
+
+
+class Section(NamedTuple):
+    """A section of a plug-in at the end of a run's page."""
+
+    title: str
+    text: str
+    tables: Sequence[tables.Table] = ()
+
+
+#: Sections of plug-ins at the end of the page: functions of a run, None leaves the section out.
+SECTIONS: list[Callable[[Run], Section | None]] = []
+
+
+def write_report(path: Path) -> Path:
+    """Write the ``report.html`` of a run folder, complete or not; return the page's path.
+
+    Raises the errors of ``read_run``.
+    """
+    run = read_run(path)
+    verdicts = verdicts_of(run)
+    strategies = [own for found in verdicts for own in found.standings]
+    return write_page(
+        path / "report.html",
+        "run.html.j2",
+        name=path.resolve().name,
+        run=run,
+        verdicts=verdicts,
+        says={own.name: own.about["says"] for own in strategies if own.about.get("says")},
+        more=[section for show in SECTIONS if (section := show(run)) is not None],
+    )
+
+
+def print_results(run: Run, console: Console) -> None:
+    """Print a line per experiment, then for each the line to copy, sentences and a table."""
+    verdicts = verdicts_of(run)
+    for found in verdicts:
+        console.print(f"{found.experiment}: {findings.lead(found)}", style="bold", markup=False)
+    for found in verdicts:
+        title = found.experiment if len(verdicts) > 1 else ""
+        said = [f"- {sentence}" for sentence in findings.sentences(found)]
+        text = "\n".join(filter(None, [title, f"  {found.code}" if found.code else "", *said]))
+        console.print(f"\n{text}", markup=False, highlight=False)
+        console.print(tables.results_table(found, found.judged))
 
 
 def write_strategy_report(file: Path, out: Path | None = None) -> Path:
@@ -71,3 +119,21 @@ def _series(rows: Iterable[Row]) -> dict[str, dict[int, float]]:
                 full = f"{row['stage']}/{name}" + (f"/{place}" if several else "")
                 series.setdefault(full, {})[row["round"]] = math.nan if one is None else float(one)
     return series
+
+
+def write_page(path: Path, template: str, **values: Any) -> Path:
+    """Render a template into a file, which is replaced at once; return its path."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("fedrot.simulations.report"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {"number": tables.number, "spoken": tables.spoken}
+    environment.globals |= {"findings": findings, "plots": plots, "tables": tables}
+    environment.globals["lower_is_better"] = LOWER_IS_BETTER
+    write_text(path, environment.get_template(template).render(values))
+    return path

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from tests.models import fresh_model
 from tests.simulations.commands import invoke
 from tests.simulations.data.files import bounded
+from tests.simulations.report.runs import write_folder
 from tests.simulations.saved.folders import WEIGHTS, configure, saved
 
 
@@ -21,7 +24,7 @@ def safetensors(header: object, data: bytes = b"", length: int | None = None) ->
 
 
 #: A parser that recurses ends the process at so many brackets.
-DEEP = "[" * 300_000
+DEEP, MILLION = "[" * 300_000, 10**6
 HALF = json.dumps({"metadata": {}, "weight_map": {"classifier.bias": "\ud800.bin"}})
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 INDEX, PARTS = f"{WEIGHTS}.index.json", "pytorch_model.bin.index.json"
@@ -30,7 +33,7 @@ FILES: list[tuple[str, str | bytes | dict[str, Any], str]] = [
     ("a.toml", b"\xff\xfe", "is no TOML"),
     ("a.toml", f"a = {DEEP}", "is no TOML"),
     (CONFIG, {"hidden_size": "x"}, "cannot be loaded"),
-    *((name, text, "") for name in (CONFIG, TOKENIZER) for text in ("[]", "3", "", "{", DEEP)),
+    *((name, text, "cannot be") for name in (CONFIG, TOKENIZER) for text in ("[]", "3", "", "{", DEEP)),
     *((name, text, "cannot be loaded") for name in (INDEX, PARTS) for text in (DEEP, HALF)),
     (WEIGHTS, safetensors(DEEP.encode()), "cannot be loaded"),
     (WEIGHTS, safetensors(b"{}", length=8 << 30), "cannot be loaded"),
@@ -39,6 +42,7 @@ FILES: list[tuple[str, str | bytes | dict[str, Any], str]] = [
         safetensors({"a": {"dtype": "F32", "shape": [1 << 31], "data_offsets": [0, 8 << 30]}}),
         "",
     ),
+    (WEIGHTS, safetensors(b" " * (1 << 24)), "cannot be loaded"),
     (WEIGHTS, "", "cannot be loaded"),
 ]
 
@@ -54,9 +58,44 @@ def test_a_file_is_refused(name: str, content: Any, said: str, tmp_path: Path) -
     if name in (INDEX, PARTS):
         (b / WEIGHTS).unlink()
     lines: list[tuple[object, ...]] = [("merge", a, b, "--out", out), ("check", b)]
+    if name[0] == "a":
+        lines = [("simulate", *["--data"][name == "a.toml" :], file, "--dry-run", "--out", out)]
     for line in lines[: 1 if name == TOKENIZER else 2]:
         with bounded():
             code, output = invoke(*line)
         assert (code, said in output, len(output) < 1000) == (2, True, True), output
         assert str(b) in output.replace(" ", ""), output
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", '{"experiments": [3], "commands": []}'),
+        ("config.json", DEEP),
+        ("cells/a.json", '{"rows": [{}], "alignment": []}'),
+        ("cells/a.json", '{"rows": [[]], "alignment": [{"before": "x"}]}'),
+    ],
+)
+def test_a_damaged_run_is_named_or_shown_without_what_is_damaged(
+    file: str, content: str, tmp_path: Path
+) -> None:
+    run = write_folder(tmp_path / "run", {"one": {"fedavg": 0.0, "aligned": 0.1}})
+    path = next((run / "cells").iterdir()) if file.startswith("cells") else run / file
+    path.write_text(content)
+    with bounded():
+        code, output = invoke("report", run)
+    assert code in (0, 2), output
+    assert code == 0 or path.name in output.replace(" ", ""), output
+    assert "Traceback" not in output
+
+
+def test_sigterm_interrupts_as_ctrl_c_does() -> None:
+    code = (
+        "import os, signal\n"
+        "from fedrot.simulations.cli import app\n"
+        "app.app = lambda: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "try:\n    app.main()\nexcept KeyboardInterrupt:\n    print('interrupted')"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "interrupted\n"

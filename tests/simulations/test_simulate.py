@@ -26,6 +26,7 @@ from fedrot.simulations.checks import check, costs_of, estimate, in_words, print
 from fedrot.simulations.engine import Ended, Job, Machine
 from fedrot.simulations.federation.cells import RUNS, cells_of, partitions_of
 from fedrot.simulations.folder import RunFolder, read_run
+from fedrot.simulations.report import pages
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of

@@ -42,7 +42,7 @@ def test_a_folder_is_continued_as_by_simulate(tmp_path: Path, monkeypatch: pytes
         patch.setitem(RUNS, "head_only", broken)
         with pytest.raises(RuntimeError, match="1 of 6 parts failed"):
             play(out)
-    (failure,) = (out / "failures").iterdir()
+    (failure,) = (out / "cells").glob("*.txt")
     assert "no room for the head" in failure.read_text()
     before = {file: file.stat().st_mtime_ns for file in (out / "cells").glob("*.json")}
     assert (len(before), len(read_run(out).missing)) == (5, 1)

@@ -7,7 +7,7 @@ import json
 import math
 import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import date
@@ -19,21 +19,17 @@ from filelock import FileLock, Timeout
 
 from fedrot._io import json_line, read_json, refuse_links, replacing, write_json, write_text
 from fedrot.errors import FedrotError
-from fedrot.simulations.strategy import NAMED
 
 if TYPE_CHECKING:
     from fedrot.simulations.federation.cells import Cell
-    from fedrot.simulations.settings import Experiment
 
 _PACKAGES = (
     *("fedrot", "torch", "numpy", "scipy", "flwr", "ray", "flwr-datasets"),
     *("transformers", "tokenizers", "datasets", "scikit-learn"),
 )
 #: The keys of ``config.json`` and the types of their values, which are those of ``Run``.
-_CONFIG = {"commands": list, "versions": dict, "experiments": list, "partitions": dict}
+_CONFIG = {"commands": list, "versions": dict, "experiments": dict}
 FIELDS = ("experiment", "strategy", "seed", "round", "scope", "metric", "value")
-#: Fields of an experiment that a later command may change: more seeds and strategies, moved data.
-_FREE = ("seeds", "strategies", "data_dir")
 #: The types of the fields of rows that readers use.
 _TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("experiment", "strategy", "scope", "metric", "part"), str),
@@ -70,9 +66,8 @@ class Run:
 
     Attributes:
         commands: the commands that wrote it.
-        experiments: the experiments' fields; each strategy has its ``code`` and ``says``, too.
         versions: date, and versions of packages.
-        partitions: ``label_names``, and by seed ``sizes`` and ``counts`` of the clients, by experiment.
+        experiments: by name, see ``checks.Checked.described``.
         rows: dictionaries with ``FIELDS``.
         alignment: rows of alignment reports.
         missing: titles of what has no rows yet.
@@ -81,8 +76,7 @@ class Run:
     path: Path = Path()
     commands: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
-    experiments: list[dict[str, Any]] = field(default_factory=list)
-    partitions: dict[str, Any] = field(default_factory=dict)
+    experiments: dict[str, dict[str, Any]] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     alignment: list[dict[str, Any]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -102,13 +96,13 @@ def read_run(path: Path) -> Run:
     config, rows, alignment, missing = read_json(file), [], [], []
     try:
         titles = [
-            title_of(experiment["name"], seed, strategy["name"])
-            for experiment in config["experiments"]
+            title_of(name, seed, strategy)
+            for name, experiment in config["experiments"].items()
             for seed in experiment["seeds"]
             for strategy in experiment["strategies"]
         ]
         known: Any = {name: kind(config[name]) for name, kind in _CONFIG.items()}
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FedrotError(f"'{file}' is not that of a run: {error!r:.300}") from error
     for title in titles:
         cell = path / "cells" / f"{file_name(title)}.json"
@@ -124,7 +118,7 @@ def read_run(path: Path) -> Run:
     return Run(path, **known, rows=rows, alignment=alignment, missing=missing)
 
 
-def title_of(experiment: str, seed: int, strategy: str) -> str:
+def title_of(experiment: str, seed: object, strategy: str) -> str:
     """Return the title, for people, of an experiment with one seed and strategy."""
     return f"{experiment} · seed {seed} · {strategy}"
 
@@ -146,24 +140,21 @@ class RunFolder:
         FedrotError: the folder has an experiment of the same name with other values or rows.
     """
 
-    def __init__(
-        self, path: Path, experiments: Sequence[Experiment], command: str, partitions: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, path: Path, experiments: Mapping[str, Any], command: str) -> None:
+        """Open a folder for experiments by name, see ``checks.Checked.described``."""
         self.path, file = path, path / "config.json"
-        config = read_json(file) if file.is_file() else dict.fromkeys(_CONFIG, ())
+        config = read_json(file) if file.is_file() else {name: kind() for name, kind in _CONFIG.items()}
         if not {*_CONFIG} <= config.keys():
             raise FileExistsError(
                 f"The folder '{path}' has a config.json of another kind, for example of a model, which "
                 "results would overwrite. Choose another --out."
             )
-        before, held = {own["name"]: own for own in config["experiments"]}, dict(config["partitions"])
-        united = [self._united(before.pop(own.name, None), _told(own)) for own in experiments]
-        for name, own in partitions.items():
-            held[name] = self._joined(name, held.get(name, own), own)
+        held = config["experiments"]
+        united = {name: self._united(held.get(name, own), own) for name, own in experiments.items()}
         (path / "cells").mkdir(parents=True, exist_ok=True)
         commands = [*dict.fromkeys([*config["commands"], command])]
-        told = {"commands": commands, "versions": versions(), "partitions": held}
-        write_json(file, {**told, "experiments": [*united, *before.values()]})
+        told = {"commands": commands, "versions": versions(), "experiments": {**held, **united}}
+        write_json(file, told)
 
     def has(self, cell: Cell) -> bool:
         """Return whether the folder has a cell's rows."""
@@ -193,40 +184,24 @@ class RunFolder:
     def _file(self, cell: Cell) -> Path:
         return self.path / "cells" / f"{cell.name}.json"
 
-    def _united(self, other: dict[str, Any] | None, own: dict[str, Any]) -> dict[str, Any]:
+    def _united(self, held: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         """Return an experiment with the folder's seeds and strategies, too."""
-        if other is None:
-            return own
-        ours, theirs = ({s["name"]: s for s in one["strategies"]} for one in (own, other))
-        changed = [key for key in own if key not in _FREE and other.get(key) != own[key]]
-        changed += [f"strategy '{name}'" for name in ours if theirs.get(name, ours[name]) != ours[name]]
-        if changed:
-            raise FedrotError(
-                f"The folder '{self.path}' has the experiment '{own['name']}' with another {changed[0]} "
-                f"({other.get(changed[0], 'see config.json')!r:.80}). Choose another --out or name."
-            )
-        seeds = [*dict.fromkeys([*other["seeds"], *own["seeds"]])]
-        return {**own, "seeds": seeds, "strategies": [*{**theirs, **ours}.values()]}
-
-    def _joined(self, name: str, held: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return an experiment's partitions of the folder with the given ones."""
-        before = held["seeds"]
-        other = [seed for seed, rows in own["seeds"].items() if before.get(seed, rows) != rows]
-        if other:
-            raise FedrotError(
-                f"The folder '{self.path}' has the experiment '{name}' with other rows for seed "
-                f"{other[0]}: the data have changed. Choose another --out."
-            )
-        return {**own, "seeds": {**before, **own["seeds"]}}
-
-
-def _told(experiment: Experiment) -> dict[str, Any]:
-    """Return an experiment's fields; each strategy has its code and a sentence about it, too."""
-    fields = experiment.model_dump(mode="json")
-    for strategy, told in zip(experiment.strategies, fields["strategies"], strict=True):
-        says = NAMED.get(strategy.name, {}).get("says", "")
-        told |= {"code": strategy.code(experiment), "says": says}
-    return fields
+        united = dict(own)
+        for key, value in own.items():
+            before = held.get(key)
+            if key in ("seeds", "strategies"):
+                united[key] = {**before, **value}
+                value, before = united[key], {**value, **before}
+            if value != before and key != "data_dir":  # data may be moved
+                other = {
+                    "seeds": "other rows of a client: the data have changed",
+                    "strategies": "another strategy of the same name",
+                }
+                raise FedrotError(
+                    f"The folder '{self.path}' has the experiment '{own['name']}' with "
+                    f"{other.get(key, f'another {key} ({before!r:.80})')}. Choose another --out or name."
+                )
+        return united
 
 
 @contextmanager

@@ -23,9 +23,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from fedrot.simulations.checks import check, costs_of, estimate, in_words, print_data
+from fedrot.simulations.checks import checked, costs_of, estimate, in_words
 from fedrot.simulations.engine import Ended, Job, Machine, Tell, run_jobs
-from fedrot.simulations.federation.cells import Cell, cells_of, partitions_of, run_cell
+from fedrot.simulations.federation.cells import Cell, cells_of, run_cell
 from fedrot.simulations.federation.client_app import app
 from fedrot.simulations.federation.grids import OrderedGrid, local_clients
 from fedrot.simulations.folder import RunFolder, only_writer, read_run
@@ -54,8 +54,7 @@ def simulate(
     """Run what the folder ``out`` does not have yet.
 
     Args:
-        dry_run: only check the input, print the clients' rows and the estimate; nothing is run or
-            written.
+        dry_run: only check the input, and print what is known before a run; nothing is written.
 
     Raises:
         FileExistsError, FedrotError: the folder has other contents, see ``RunFolder``, or another run
@@ -65,21 +64,22 @@ def simulate(
         KeyboardInterrupt: the user stopped the run; what is finished is in the folder.
     """
     with _logged():
-        check(experiments)
-    print_data(experiments, console, brief=not dry_run)
-    cells, partitions = cells_of(experiments), partitions_of(experiments)
-    costs = costs_of(cells, partitions)
+        known = {experiment.name: checked(experiment) for experiment in experiments}
+    for sentence in dict.fromkeys(sentence for own in known.values() for sentence in own.said):
+        console.print(sentence, highlight=False)
+    cells = cells_of(experiments)
+    costs = costs_of(cells, known)
     if dry_run:
-        console.print(estimate(cells, costs, machine), highlight=False)
+        console.print(estimate(cells, costs, known, machine), highlight=False)
         console.print("Dry run: nothing was run or written.")
         return
     with only_writer(out):
-        folder = RunFolder(out, experiments, command, partitions)
+        folder = RunFolder(out, {name: own.described for name, own in known.items()}, command)
         missing = [cell for cell in cells if not folder.has(cell)]
         if len(missing) < len(cells):
             console.print(f"{len(cells) - len(missing)} of {len(cells)} results are there already.")
         if missing:
-            console.print(estimate(missing, costs, machine), highlight=False)
+            console.print(estimate(missing, costs, known, machine), highlight=False)
         run = _Run(folder, missing, costs, console)
         try:
             with run.progress:

@@ -184,11 +184,11 @@ class Verdict:
 
 def verdicts_of(run: Run) -> list[Verdict]:
     """Return the verdicts of all experiments with results, in the order of the configuration."""
-    found = (verdict(run, experiment) for experiment in run.experiments)
+    found = (verdict(run, name) for name in run.experiments)
     return [own for own in found if own is not None]
 
 
-def verdict(run: Run, experiment: Row) -> Verdict | None:
+def verdict(run: Run, name: str) -> Verdict | None:
     """Return the strategies of an experiment, compared, and the recommended one; None without results.
 
     The reference is FedAvg, else the first strategy that gives a model, of those with finite values. A
@@ -199,7 +199,7 @@ def verdict(run: Run, experiment: Row) -> Verdict | None:
     import pandas
 
     columns = ["strategy", "seed", "round", "scope", "metric", "value"]
-    rows = [row for row in run.rows if row["experiment"] == experiment["name"]]
+    rows = [row for row in run.rows if row["experiment"] == name]
     frame = pandas.DataFrame(rows, columns=columns).astype({"value": float})
     frame = frame[frame["round"] == frame.groupby("strategy")["round"].transform("max")]
     frame = frame.drop_duplicates(["strategy", "seed", "scope", "metric"], keep="last")
@@ -211,7 +211,7 @@ def verdict(run: Run, experiment: Row) -> Verdict | None:
     judged = [metric for metric in dict.fromkeys([metrics[0], beside, "loss"]) if metric in metrics]
     standings = [
         _standing(own, frame[frame["strategy"] == own["name"]], metrics[0])
-        for own in experiment["strategies"]
+        for own in run.experiments[name]["strategies"].values()
         if own["name"] in {*central["strategy"]}
     ]
     finite = [own for own in standings if math.isfinite(own.mean(judged[-1]))] or standings
@@ -224,8 +224,7 @@ def verdict(run: Run, experiment: Row) -> Verdict | None:
     cheaper = [own for own in better if own.traffic < CHEAPER * best.traffic]
     ties = [own for own in cheaper if own.compared(best, judged).judgement in ("same", "undecided")]
     recommended = min(ties, key=lambda own: own.traffic, default=best)
-    learned = _learned(run.partitions.get(experiment["name"], {}), standings)
-    name = str(experiment["name"])
+    learned = _learned(run.experiments[name], standings)
     return Verdict(name, metrics, judged, standings, reference, recommended, best, *learned)
 
 
@@ -239,10 +238,10 @@ def _standing(about: Row, frame: DataFrame, headline: str) -> Standing:
     return Standing(str(about["name"]), about, values, worst.mean(), sent + received, requests)
 
 
-def _learned(partition: Row, standings: Sequence[Standing]) -> tuple[float, bool]:
+def _learned(experiment: Row, standings: Sequence[Standing]) -> tuple[float, bool]:
     """Return the share of the largest class, and whether a strategy knows more than to name it."""
-    names, seeds = partition.get("label_names", ()), partition.get("seeds", {}).values()
-    counts = sum(np.sum(seed["counts"], axis=0) for seed in seeds)
+    names, seeds = experiment["label_names"], experiment["seeds"].values()
+    counts = sum(np.sum(counts, axis=0) for counts in seeds)
     if len(names) < 2 or not np.sum(counts):
         return math.nan, True
     share = float(np.max(counts[: len(names)]) / np.sum(counts))

@@ -53,19 +53,21 @@ class SubsetTable:
         return [Table(", ".join(place), header, own, header[:1]) for place, own in found.items()]
 
 
-def subset_table(rows: Sequence[Row], experiments: Sequence[Mapping[str, Any]]) -> SubsetTable | None:
+def subset_table(
+    rows: Sequence[Row], experiments: Mapping[str, Mapping[str, Any]]
+) -> SubsetTable | None:
     """Return the table of subsets; None if no experiment merges subsets of clients with domains."""
     found: dict[_Place, dict[int, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
-    for experiment in experiments:
-        name, domains = str(experiment["name"]), _domains(experiment)
+    for name, experiment in experiments.items():
+        domains, strategies = _domains(experiment), experiment["strategies"].values()
         merged = _scores([row for row in rows if row["experiment"] == name] if domains else [])
         alone: dict[int, dict[int, _Metrics]] = defaultdict(dict)
-        for strategy in experiment.get("strategies", ()):
+        for strategy in strategies:
             for seed, metrics in merged[str(strategy["name"])].items():
                 if len(strategy.get("clients", ())) == 1:
                     alone[seed][int(strategy["clients"][0])] = metrics
         labels: dict[str, str] = {}
-        for strategy in experiment.get("strategies", ()):
+        for strategy in strategies:
             method = json.dumps(
                 {k: v for k, v in strategy.items() if k not in OF_SUBSET}, sort_keys=True
             )
@@ -86,7 +88,7 @@ def _domains(experiment: Mapping[str, Any]) -> list[str]:
     """Return the domain of every client; none if clients are not merged once, by domain and subset."""
     names = sorted(name.strip() for name in str(experiment.get("data")).split(","))
     each = experiment.get("partition") == "column:domain" and experiment.get("clients") == len(names) > 1
-    subsets = any(strategy.get("clients") for strategy in experiment.get("strategies", ()))
+    subsets = any(strategy.get("clients") for strategy in experiment["strategies"].values())
     return names if each and subsets and experiment.get("rounds") == 1 else []
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -283,15 +283,3 @@ def _run_head_only(cell: CellRun) -> None:
 
 #: How a kind of strategy runs. Plug-ins add theirs, and what refuses wrong ones to ``strategy.KINDS``.
 RUNS: dict[str, Callable[[CellRun], None]] = {"fedrot": run_federated, "head_only": _run_head_only}
-
-
-def partitions_of(experiments: Sequence[Experiment]) -> dict[str, Any]:
-    """Return the names of classes, and sizes and counts of all clients, by experiment and seed."""
-    found: dict[str, Any] = {}
-    for experiment in experiments:
-        seeds = found.setdefault(experiment.name, {"seeds": {}})["seeds"]
-        for seed in experiment.seeds:
-            names, sizes, counts = task_of(experiment.to_json()).partition(seed)
-            found[experiment.name]["label_names"] = list(names)
-            seeds[str(seed)] = {"sizes": sizes, "counts": counts}
-    return found

@@ -29,12 +29,11 @@ class Task:
         """Return the numbers of each client's rows in the training split."""
         return _clients(self.experiment.to_json(), seed)
 
-    def partition(self, seed: int) -> tuple[Sequence[str], list[int], list[list[int]]]:
-        """Return names of the classes, row counts by client, and row counts by client and class."""
+    def partition(self, seed: int) -> tuple[Sequence[str], list[list[int]]]:
+        """Return names of the classes, and row counts by client and class."""
         labels, parts = self.data.train.labels, self.clients(seed)
         keys, names = partition_keys(labels, self.data.label_names)
-        counts = [np.bincount(keys[part], minlength=len(names)).tolist() for part in parts]
-        return names, [len(part) for part in parts], counts
+        return names, [np.bincount(keys[part], minlength=len(names)).tolist() for part in parts]
 
     def client_rows(self, seed: int, client: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of a client's training rows and of its held-out rows."""

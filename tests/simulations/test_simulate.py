@@ -22,9 +22,9 @@ from rich.console import Console
 
 from fedrot.errors import FedrotError
 from fedrot.simulations import simulate as runs
-from fedrot.simulations.checks import check, costs_of, estimate, in_words, print_data
+from fedrot.simulations.checks import checked, costs_of, estimate, in_words
 from fedrot.simulations.engine import Ended, Job, Machine
-from fedrot.simulations.federation.cells import RUNS, cells_of, partitions_of
+from fedrot.simulations.federation.cells import RUNS, Cell, cells_of
 from fedrot.simulations.folder import RunFolder, read_run
 from fedrot.simulations.report import pages
 from fedrot.simulations.settings import Experiment
@@ -304,14 +304,16 @@ def of(**fields: Any) -> Experiment:
 
 
 def run_of(folder: Path, experiment: Experiment, console: Console) -> runs._Run:
-    partitions = partitions_of([experiment])
+    known = {experiment.name: checked(experiment)}
+    held = RunFolder(folder, {experiment.name: known[experiment.name].described}, "test")
     listed = cells_of([experiment])
-    return runs._Run(
-        RunFolder(folder, [experiment], "test", partitions),
-        listed,
-        costs_of(listed, partitions),
-        console,
-    )
+    return runs._Run(held, listed, costs_of(listed, known), console)
+
+
+def costs(*experiments: Experiment) -> tuple[list[Cell], dict[str, float]]:
+    """Return all cells and their costs."""
+    cells = cells_of(experiments)
+    return cells, costs_of(cells, {one.name: checked(one) for one in experiments})
 
 
 def row_of(cell: Any, value: float | None) -> dict[str, Any]:
@@ -357,9 +359,8 @@ def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
 def test_the_longest_job_is_first_and_parts_that_share_trainings_are_one_job(tmp_path: Path) -> None:
     listed = [of(strategies="fedavg,aligned", seeds=2), of(name="b", rounds=9, strategies="fedavg")]
     listed.append(of(name="c", strategies="head_only"))  # clients train as in the first one
-    folder = RunFolder(tmp_path, listed, "test", partitions_of(listed))
-    cells, costs = cells_of(listed), costs_of(cells_of(listed), partitions_of(listed))
-    jobs = runs._Run(folder, cells, costs, Console(file=io.StringIO()))._jobs()
+    folder = RunFolder(tmp_path, {}, "test")
+    jobs = runs._Run(folder, *costs(*listed), Console(file=io.StringIO()))._jobs()
     names = [[f"{c.experiment.name}{c.seed} {c.strategy.name}" for c in own] for own in jobs.values()]
     assert names == [
         ["b0 fedavg"],
@@ -372,8 +373,8 @@ def test_the_longest_job_is_first_and_parts_that_share_trainings_are_one_job(tmp
 def test_progress_is_told_inside_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "_BEAT", 0.0)
     experiment = of(strategies="fedavg", rounds=2)
-    (cell,) = cells_of([experiment])
-    (cost,) = costs_of([cell], partitions_of([experiment])).values()
+    (cell,), found = costs(experiment)
+    (cost,) = found.values()
     heard: list[Any] = []
     before = training.on_rows
     runs.run_job([cell], [cost], tmp_path, heard.append)
@@ -423,19 +424,18 @@ def test_a_dry_run_writes_nothing_and_prints_what_it_would_take(file: Path, tmp_
         r"about \d+ s in \d process(es)? with \d\.\d GB each \(from one timed step\)", printed
     )
     assert printed.endswith("Dry run: nothing was run or written.")
-    assert re.search(r"Client 1: 60 rows, \w+ \d+, ", printed)
+    assert "clients with 60 rows each (seed 0)" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["two.toml"]
 
 
 def test_an_estimate_is_near_the_time_that_a_run_takes(tmp_path: Path) -> None:
     """Against the processor time of the run, since others may use the machine, too."""
     experiment = of(train_limit=900, test_limit=200, rounds=3, strategies="fedavg,aligned", width=64)
-    listed = cells_of([experiment])
-    costs = costs_of(listed, partitions_of([experiment]))
-    said = estimate(listed, costs, Machine(1))
+    listed, found = costs(experiment)
+    said = estimate(listed, found, {"a": checked(experiment)}, Machine(1))
     (number,) = re.findall(r"takes about (\d+) s", said)
     began = time.process_time()
-    runs.run_job(listed, [costs[cell.name] for cell in listed], tmp_path, lambda said: None)
+    runs.run_job(listed, [found[cell.name] for cell in listed], tmp_path, lambda said: None)
     assert 1 / 4 < float(number) / (time.process_time() - began) < 4
 
 
@@ -443,8 +443,8 @@ def test_costs_are_of_trainings_that_are_not_shared() -> None:
     tables = [{"name": "slow", "alignment": False, "learning_rate": 1e-4}]
     names = ["fedavg", "fedavg_head", "aligned", "head_only"]
     experiment = of(strategies=[*names, *tables], rounds=2, train_limit=500)
-    found = costs_of(cells_of([experiment]), partitions_of([experiment]))
-    cost = {cell.strategy.name: found[cell.name] for cell in cells_of([experiment])}
+    cells, found = costs(experiment)
+    cost = {cell.strategy.name: found[cell.name] for cell in cells}
     assert (
         cost["head_only"] < cost["fedavg_head"] < cost["aligned"] < cost["fedavg"] < 1.5 * cost["slow"]
     )
@@ -455,10 +455,8 @@ def test_durations_in_words() -> None:
     assert found == ["1 s", "50 s", "3 min", "80 min", "1 h 40 min"]
 
 
-def said(*experiments: Experiment, brief: bool = True) -> str:
-    text = io.StringIO()
-    print_data(experiments, Console(file=text, width=1000), brief=brief)
-    return text.getvalue()
+def said(experiment: Experiment) -> str:
+    return "\n".join(checked(experiment).said)
 
 
 def test_what_is_said_of_the_data() -> None:
@@ -468,22 +466,22 @@ def test_what_is_said_of_the_data() -> None:
     largest = max(data.label_names, key=names.count)
     share = test.count(largest) / len(test)
     assert f"Always '{largest}' would have accuracy {share:.3f}." in said(experiment)
-    assert "80 training rows and 20 test rows, 7 classes, 2 clients." in said(experiment)
+    assert "80 training rows and 20 test rows, 7 classes, 2 clients with 40 rows each (seed 0)." in said(
+        experiment
+    )
     assert "Always" not in said(of(task="mlm", train_limit=80))
     # Rows that no client has.
     partition = of(partition="pathological:2", seeds="3,4")
-    sizes = task_of(partition.to_json()).partition(3)[1]
+    sizes = [*map(sum, task_of(partition.to_json()).partition(3)[1])]
+    assert f"with {min(sizes)} to {max(sizes)} rows each (seed 3)" in said(partition)
     assert f"leaves out {60 - sum(sizes)} of 60 rows (seed 3)." in said(partition)
     assert "leaves out" not in said(experiment)
-    # Few rows to choose by, and clients one by one or in brief.
+    # Few rows to choose by.
     few = "by which fit_head, guarded choose: the choice may be noise. --set holdout=0.3 gives more."
     chosen = {"holdout": 0.5, "strategies": "fedavg,fit_head,guarded"}
     assert "Clients hold out 40 rows in all (seed 0), " + few in said(of(train_limit=80, **chosen))
     assert "hold out" not in said(of(train_limit=400, **chosen))
     assert "hold out" not in said(of(strategies="fedavg,aligned"))
-    assert said(experiment, partition, brief=False).count("\nClient 0: ") == 2
-    assert "Client 0" not in said(experiment, partition)
-    assert re.search(r"2 clients have \d+ to \d+ rows each", said(experiment, partition))
 
 
 # Refusals before anything runs
@@ -505,16 +503,25 @@ def test_a_strategy_that_cannot_run_is_refused(table: dict[str, Any], words: str
         strategies=[{"name": "mine", **table}], clients=4, partition="dirichlet:0.1", holdout=0.1
     )
     with pytest.raises(FedrotError, match=r"^strategy 'mine': ") as caught:
-        check([of(strategies="fedavg"), experiment])
+        checked(experiment)
     assert words in str(caught.value)
 
 
-def test_the_partition_of_every_seed_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_partition_of_every_seed_is_tried_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     clients = Task.clients
     seeds: list[int] = []
     monkeypatch.setattr(Task, "clients", lambda self, seed: seeds.append(seed) or clients(self, seed))
-    check([of(strategies="fedavg", seeds="3,7")])
+    experiment = of(strategies="fedavg,aligned", seeds="3,7", partition="pathological:2")
+    told = checked(experiment).described
     assert {3, 7} <= {*seeds}
+    task = task_of(experiment.to_json())
+    assert told["label_names"] == list(task.data.label_names)
+    for seed, counts in told["seeds"].items():
+        labels = [task.data.train.labels[rows] for rows in clients(task, int(seed))]
+        assert [[(own == k).sum() for k in range(7)] for own in labels] == counts
+    codes = [strategy["code"] for strategy in told["strategies"].values()]
+    assert codes == ["FedAvg()", "FedRot(model.config)"]
+    assert all(strategy["says"] for strategy in told["strategies"].values())
 
 
 @pytest.mark.parametrize(

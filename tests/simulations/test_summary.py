@@ -228,21 +228,20 @@ def test_the_worst_client_is_the_mean_over_seeds_of_the_lowest() -> None:
 )
 def test_naming_one_class_is_no_learning(accuracy: float, macro_f1: float, learned: bool) -> None:
     """Of three classes, the first has a share of 0.6, and by itself a macro F1 of 0.75 / 3."""
-    seeds = {str(n): {"counts": [[4, 3, 1], [2, 0, 0]]} for n in (0, 1)}
-    partitions = {"main": {"label_names": ["a", "b", "c"], "seeds": seeds}}
+    seeds = {str(n): [[4, 3, 1], [2, 0, 0]] for n in (0, 1)}
+    about = {"label_names": ["a", "b", "c"], "seeds": seeds}
     values = {"accuracy": [accuracy] * 2, "macro_f1": [macro_f1] * 2}
-    found = judged(levels("fedavg", values), strategy("fedavg"), partitions=partitions)
+    found = judged(levels("fedavg", values), strategy("fedavg"), **about)
     assert (found.most_frequent, found.learned) == (pytest.approx(0.6), learned)
     assert lead(found).startswith("Nothing was learned") is not learned
     assert bool(found.code) is learned
     assert judged(levels("fedavg", values)).learned
-    one = {"main": {"label_names": [], "seeds": {"0": {"counts": [[4], [2]]}}}}
-    assert judged(levels("fedavg", values), partitions=one).learned
+    assert judged(levels("fedavg", values), label_names=[], seeds={"0": [[4], [2]]}).learned
 
 
 def test_experiments_come_in_the_order_of_the_configuration() -> None:
     rows = [row("fedavg", 0, 0.5, experiment=name) for name in ("c", "a")]
     rows.append(row("fedavg", 0, 0.5, experiment="b", scope="client:0"))
     run = run_of(rows)
-    run = replace(run, experiments=[{**run.experiments[0], "name": name} for name in "abc"])
+    run = replace(run, experiments=dict.fromkeys("abc", run.experiments["main"]))
     assert [found.experiment for found in verdicts_of(run)] == ["a", "c"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 
-from fedrot.simulations.federation.cells import CellRun, cells_of, partitions_of, run_cell, strategy_of
+from fedrot.simulations.federation.cells import CellRun, cells_of, run_cell, strategy_of
 from fedrot.simulations.federation.client_app import app
 from fedrot.simulations.federation.grids import OrderedGrid
 from fedrot.simulations.folder import FIELDS
@@ -274,17 +274,6 @@ def test_who_takes_part_is_the_same_in_every_strategy_and_not_in_every_round(pla
     assert pairs[:3] != pairs[3:]
     # All are scored after the last round, whoever trained.
     assert len(played.values("accuracy", strategy="fedavg", scope="client:3")) == 2
-
-
-def test_partitions_are_told_by_seed() -> None:
-    experiment = of(seeds=[0, 4], partition="pathological:2")
-    found = partitions_of([experiment])[experiment.name]
-    task = task_of(experiment.to_json())
-    assert found["label_names"] == list(task.data.label_names)
-    for seed in (0, 4):
-        own = found["seeds"][str(seed)]
-        assert own["sizes"] == [len(rows) for rows in task.clients(seed)]
-        assert [sum(counts) for counts in own["counts"]] == own["sizes"]
 
 
 # Failures

@@ -38,9 +38,10 @@ def strategy(name: str, **more: Any) -> dict[str, Any]:
 
 def run_of(rows: list[dict[str, Any]], strategies: Sequence[Mapping[str, Any]] = (), **more: Any) -> Run:
     """Return a run of the experiment "main", with the given strategies and the others of the rows."""
-    known = [own["name"] for own in strategies]
-    others = [{"name": n} for n in dict.fromkeys(own["strategy"] for own in rows) if n not in known]
-    return Run(experiments=[{"name": "main", "strategies": [*strategies, *others]}], rows=rows, **more)
+    known = {own["name"]: own for own in strategies}
+    known |= {own["strategy"]: {"name": own["strategy"]} for own in rows if own["strategy"] not in known}
+    about = {"name": "main", "strategies": known, "label_names": [], "seeds": {}, **more}
+    return Run(experiments={"main": about}, rows=rows)
 
 
 def group(number: int, part: str, layer: int, share: float, **more: Any) -> dict[str, Any]:
@@ -73,17 +74,15 @@ def write_folder(folder: Path, experiments: Mapping[str, Mapping[str, float]]) -
     (folder / "cells").mkdir(parents=True)
     names = ["anger", "<disgust>", "fear", "joy", "sadness", "surprise"]
     counts = [[40, 3, 8, 120, 22, 9 + n * n] if n % 2 else [5 * n, 0, 30, 15, n, 80] for n in range(8)]
-    seeds = {str(s): {"sizes": [sum(c) for c in counts], "counts": counts} for s in (0, 1)}
-    about = {"model": None, "rounds": 3, "seeds": [*SEEDS]}
-    configured = [
-        {"name": name, **about, "strategies": [*map(strategy, gains)]}
+    about = {"model": None, "rounds": 3, "label_names": names, "seeds": {str(s): counts for s in SEEDS}}
+    configured = {
+        name: {"name": name, **about, "strategies": {own: strategy(own) for own in gains}}
         for name, gains in experiments.items()
-    ]
+    }
     config = {
         "commands": ["fedrot simulate --data 'a <b>.csv'"],
         "experiments": configured,
         "versions": {"date": "2026-01-31", "torch": "2.9.0"},
-        "partitions": {name: {"label_names": names, "seeds": seeds} for name in experiments},
     }
     written: dict[str, Any] = {"config": config}
     alignment = [

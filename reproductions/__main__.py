@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fedrot.simulations.plugins import PLUGINS
+from fedrot.simulations.environment import PLUGINS
 
 ROOT = str(Path(__file__).parents[1])
 PROGRAM = ["python", "-m", "reproductions"]

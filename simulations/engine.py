@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.plugins import PLUGINS
+from fedrot.simulations.environment import PLUGINS
 
 #: Seconds between two looks at running jobs.
 PAUSE = 0.5

@@ -14,7 +14,7 @@ from transformers.utils.hub import cached_file
 
 from fedrot._io import read_json, shallow
 from fedrot.errors import FedrotError
-from fedrot.simulations.packaged import loading, source_of
+from fedrot.simulations.models import loading, source_of
 
 #: The saved models' keys of these and other poolings, before version 6 of sentence-transformers.
 _KEYS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}

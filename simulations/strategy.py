@@ -90,7 +90,7 @@ class Strategy(BaseModel):
         Arguments of ``FedRot`` are checked by ``FedRot``, which is built before anything is run.
         """
         from fedrot.aggregation import aggregations
-        from fedrot.simulations.plugins import load_plugins
+        from fedrot.simulations.environment import load_plugins
 
         load_plugins()
         if self.kind not in KINDS:

@@ -8,8 +8,7 @@ import signal
 from fedrot.errors import safe
 from fedrot.simulations.cli import experiment_commands, model_commands  # noqa: F401  # register commands
 from fedrot.simulations.cli.commands import app
-from fedrot.simulations.environment import prepare_environment
-from fedrot.simulations.plugins import load_plugins
+from fedrot.simulations.environment import load_plugins, prepare_environment
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from fedrot._io import read_json, write_tensors
 from fedrot.errors import FedrotError
 from fedrot.lora import AdapterOptions, AdapterUpdate, LoraSettings
 from fedrot.lora.adapters import factors, pairs_of
-from fedrot.simulations.packaged import loading
+from fedrot.simulations.models import loading
 from fedrot.simulations.saved.load import about, writing
 from fedrot.simulations.saved.merge import refuse_different
 from fedrot.tensors import Tensors

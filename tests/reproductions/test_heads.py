@@ -22,7 +22,7 @@ from transformers import BertConfig, BertModel
 from typer.testing import CliRunner
 
 from fedrot.head import fit_heads
-from fedrot.simulations import packaged
+from fedrot.simulations import models
 from fedrot.strategies.sums.choice import SHRINKAGES
 from reproductions.heads import __main__, cell, closed
 from reproductions.heads.arms import ARMS, Arm
@@ -196,7 +196,7 @@ def test_a_cell_divides_all_rows_and_knows_its_worst_client(skew: float) -> None
 def test_a_cell_is_repeated_and_its_rows_are_a_table(tmp_path: Path, monkeypatch: Any) -> None:
     Tokenizer(WordLevel({f"w{n}": n for n in range(40)}, "w0")).save(str(tmp_path / "tokenizer.json"))
     BERT.save_pretrained(tmp_path)
-    monkeypatch.setattr(packaged, "source_of", lambda _: str(tmp_path))
+    monkeypatch.setattr(models, "source_of", lambda _: str(tmp_path))
     monkeypatch.setattr(cell, "ROWS", 160)
     number = np.random.default_rng(0).integers(1, 40, 600)
     table = pd.DataFrame({f"label {c}": number % 3 == c for c in range(3)})

@@ -15,7 +15,7 @@ import ray
 import fedrot
 from fedrot.simulations import engine
 from fedrot.simulations.engine import Ended, Job, Machine, Tell, run_jobs
-from fedrot.simulations.plugins import PLUGINS, load_plugins
+from fedrot.simulations.environment import PLUGINS, load_plugins
 
 
 def halves(number: int, tell: Tell) -> None:

@@ -16,10 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from fedrot.errors import FedrotError
 from fedrot.lora import adapter_tensors
-from fedrot.simulations import models, packaged
+from fedrot.simulations import models
 from fedrot.simulations.data.encode import bundled_tokenizer
-from fedrot.simulations.models import build_model, pad_id_of, settings_of
-from fedrot.simulations.packaged import loading, source_of
+from fedrot.simulations.models import build_model, loading, pad_id_of, settings_of, source_of
 from fedrot.simulations.settings import TASKS
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import task_of
@@ -222,7 +221,7 @@ def test_a_packaged_model_is_the_folder_in_its_package(
     files = {file.name for file in Path(source_of("minilm")).iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files
     assert source_of("google/bert") == "google/bert"
-    monkeypatch.setitem(packaged.PACKAGED, "minilm", ("no_such_package", ""))
+    monkeypatch.setitem(models.PACKAGED, "minilm", ("no_such_package", ""))
     with pytest.raises(FedrotError, match="Model 'minilm' needs fedrot's extra 'minilm'"):
         source_of("minilm")
     monkeypatch.chdir(tmp_path)

@@ -16,8 +16,7 @@ import fedrot
 from fedrot.errors import FedrotError
 from fedrot.head import collect_classes, fit_head, head_of, with_head
 from fedrot.simulations import models
-from fedrot.simulations.models import build_model, model_config
-from fedrot.simulations.packaged import source_of
+from fedrot.simulations.models import build_model, model_config, source_of
 from fedrot.simulations.pooled import PooledForSequenceClassification
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of

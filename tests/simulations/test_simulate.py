@@ -129,7 +129,7 @@ def test_a_run_says_what_it_does_and_keeps_all_of_it(whole: Path) -> None:
     }
     assert {tuple(place): value for _, *place, value in lines} == last
     assert re.search(r"This takes about \d+ s in 1 process with \d+\.\d GB", printed)
-    assert printed.count("120 training rows and 20 test rows, 7 classes, 2 clients.") == 1
+    assert printed.count("120 training rows and 20 test rows, 7 classes, 2 clients with") == 1
     assert re.search(r"Always '\w+' would have accuracy 0\.\d{3}\.", printed)
     assert printed.count("2 clients have 60 rows each (seed 0; --dry-run: more).") == 1
     assert f"Report: {whole / 'report.html'}" in printed

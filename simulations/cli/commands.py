@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial, wraps
 from typing import Annotated, Any
 
 import click
@@ -70,53 +69,39 @@ def _options(
 
 
 class _Command(TyperCommand):
-    """A command with help in plain text; Typer escapes brackets as if it were markup."""
+    """A command whose expected errors are one line and an exit code, and whose help is plain text."""
 
     def get_help(self, ctx: click.Context) -> str:
+        # Typer escapes brackets as if they were markup.
         return super().get_help(ctx).replace("\\[", "[")
 
-
-def command(app: typer.Typer, *lines: str, name: str | None = None) -> Callable[[Function], Function]:
-    """Register a function as a command of ``app``, ``guarded`` against expected errors.
-
-    Args:
-        lines: example command lines, shown at the end of the help.
-        name: the command's name; default: the function's name.
-    """
-
-    def register(function: Function) -> Function:
-        @wraps(function)
-        def run(**values: Any) -> None:
-            guarded(partial(function, **values))
-
-        app.command(name, cls=_Command, epilog=examples(*lines))(run)
-        return run
-
-    return register
-
-
-def guarded(run: Callable[[], None]) -> None:
-    """Run a command. An expected error becomes one line on the terminal and an exit code."""
-    try:
-        run()
-    except (typer.Exit, click.ClickException):
-        raise
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
-    except ModuleNotFoundError as error:
-        name = error.name or ""
-        if name.startswith("fedrot."):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, click.ClickException):
             raise
-        complain_in_red(f"Error: This command needs {name}. {INSTALL}" if name else f"Error: {error}")
-        raise typer.Exit(BAD_INPUT) from None
-    except ValidationError as error:
-        for problem in error.errors():
-            where = ".".join(map(str, problem["loc"])) or "the settings"
-            complain_in_red(f"Error in {where}: {problem['msg'].removeprefix('Value error, ')}")
-        raise typer.Exit(BAD_INPUT) from None
-    except (OSError, ValueError, RuntimeError) as error:
-        complain_in_red(f"Error: {_in_words(error)}")
-        raise typer.Exit(BAD_INPUT if isinstance(error, OSError | ValueError) else FAILED) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+        except ModuleNotFoundError as error:
+            name = error.name or ""
+            if name.startswith("fedrot."):
+                raise
+            said = f"This command needs {name}. {INSTALL}" if name else str(error)
+            complain_in_red(f"Error: {said}")
+            raise typer.Exit(BAD_INPUT) from None
+        except ValidationError as error:
+            for problem in error.errors():
+                where = ".".join(map(str, problem["loc"])) or "the settings"
+                complain_in_red(f"Error in {where}: {problem['msg'].removeprefix('Value error, ')}")
+            raise typer.Exit(BAD_INPUT) from None
+        except (OSError, ValueError, RuntimeError) as error:
+            complain_in_red(f"Error: {_in_words(error)}")
+            raise typer.Exit(FAILED if isinstance(error, RuntimeError) else BAD_INPUT) from None
+
+
+def command(app: typer.Typer, *lines: str) -> Callable[[Function], Function]:
+    """Register a function as a command of ``app``; its help ends with these example command lines."""
+    return app.command(cls=_Command, epilog=examples(*lines))
 
 
 def _in_words(error: Exception) -> str:

@@ -97,7 +97,7 @@ def _with_settings(
     return found, on_machine
 
 
-@command(app, "fedrot flower-app my-app", name="flower-app")
+@command(app, "fedrot flower-app my-app")
 def flower_app(
     folder: Annotated[Path, typer.Argument(hidden=True)],
 ) -> None:

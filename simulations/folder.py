@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +23,6 @@ from fedrot.errors import FedrotError
 if TYPE_CHECKING:
     from fedrot.simulations.federation.cells import Cell
 
-_PACKAGES = (
-    *("fedrot", "torch", "numpy", "scipy", "flwr", "ray", "flwr-datasets"),
-    *("transformers", "tokenizers", "datasets", "scikit-learn"),
-)
 #: The keys of ``config.json`` and the types of their values, which are those of ``Run``.
 _CONFIG = {"commands": list, "versions": dict, "experiments": dict}
 FIELDS = ("experiment", "strategy", "seed", "round", "scope", "metric", "value")
@@ -66,7 +62,7 @@ class Run:
 
     Attributes:
         commands: the commands that wrote it.
-        versions: date, and versions of packages.
+        versions: the date, and versions of Python and packages.
         experiments: by name, see ``checks.Checked.described``.
         rows: dictionaries with ``FIELDS``.
         alignment: rows of alignment reports.
@@ -227,9 +223,6 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 
 def versions() -> dict[str, str]:
-    """Return the date, and the versions of Python and of the packages that results depend on."""
-    found = {"date": date.today().isoformat(), "python": platform.python_version()}
-    for name in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+    """Return the date, and the versions of Python and of all installed packages."""
+    packages = sorted((own.name, own.version) for own in distributions() if own.name)
+    return {"date": date.today().isoformat(), "python": platform.python_version(), **dict(packages)}

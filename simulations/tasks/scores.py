@@ -20,11 +20,11 @@ def evaluate_predictions(
     Args:
         kind: decides the loss, in float64: mean cross-entropy (``single``), mean binary cross-entropy
             over rows and classes (``multi``), or mean squared error (``regression``).
-        metrics: ``accuracy`` (of whole rows if multi-label), ``macro_f1``, ``micro_f1``, ``f1``
-            (of class 1), ``matthews``; ``pearson``, ``spearman`` for regression. Macro F1 averages
-            over the classes that occur in labels or predictions. For ``single`` also ``ece``, the
-            expected calibration error with 15 bins of equal width (Guo et al. 2017, equation 3), and
-            ``calibrated_loss``, the loss at that of ``TEMPERATURES`` that is best on these same rows.
+        metrics: ``accuracy`` (of whole rows if multi-label), ``macro_f1`` over the classes that occur
+            in labels or predictions, ``micro_f1``; ``pearson``, ``spearman`` for regression. For
+            ``single`` also ``ece``, the expected calibration error with 15 bins of equal width (Guo et
+            al. 2017, equation 3), and ``calibrated_loss``, the loss at that of ``TEMPERATURES`` that is
+            best on these same rows.
         outputs: logits ``[n, classes]`` (a multi-label class is predicted if its logit is above 0), or
             predictions ``[n]`` or ``[n, 1]`` for regression.
         labels: int64 ``[n]``, 0/1 ``[n, classes]`` or scores ``[n]``.
@@ -33,7 +33,7 @@ def evaluate_predictions(
     finite, because the model has diverged. Raises ``ValueError`` if shapes do not fit.
     """
     from scipy.stats import rankdata
-    from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+    from sklearn.metrics import accuracy_score, f1_score
 
     outputs = np.asarray(outputs, dtype=np.float64)
     if kind == "regression":
@@ -49,8 +49,6 @@ def evaluate_predictions(
         "accuracy": lambda: accuracy_score(labels, predicted),
         "macro_f1": lambda: f1("macro"),
         "micro_f1": lambda: f1("micro"),
-        "f1": lambda: f1("binary"),
-        "matthews": lambda: matthews_corrcoef(labels, predicted),
         "pearson": lambda: _correlation(labels, outputs),
         "spearman": lambda: _correlation(rankdata(labels), rankdata(outputs)),
         "ece": lambda: _calibration_error(labels, outputs),

@@ -38,7 +38,6 @@ def repeat(
     ] = None,
     workers: Workers = None,
     ray: Annotated[str, typer.Option(help="Address of a Ray cluster.")] = "",
-    gpus: Annotated[float, typer.Option(help="GPUs per job.")] = 0.0,
     dry_run: DryRun = False,
 ) -> None:
     """Repeat a page of docs/results: experiments, or loss barriers."""
@@ -47,10 +46,10 @@ def repeat(
         from fedrot.simulations.simulate import simulate
 
         given = {} if data_dir is None else {"data_dir": data_dir}
-        found, machine = read_experiments(file, given), Machine(workers, ray, gpus)
+        found, machine = read_experiments(file, given), Machine(workers, ray)
         simulate(found, out, command_line(), console, machine, dry_run=dry_run)
         return
-    for name, value in {"ray": ray, "gpus": gpus, "dry-run": dry_run}.items():
+    for name, value in {"ray": ray, "dry-run": dry_run}.items():
         if value:
             raise ValueError(f"--{name} has an effect only on experiments. Leave it out.")
     from reproductions.barriers.grid import read_cells, run_grid

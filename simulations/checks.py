@@ -162,7 +162,7 @@ def estimate(
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale + max(own.memory for own in found)
     memory = f"{held / 1e9:.1f} GB"
     jobs = len({cell.trains_first for cell in cells})
-    if machine.ray or machine.gpus:
+    if machine.ray:
         return f"About {in_words(seconds)} of one core's time in {jobs} jobs with {memory} each."
     places = machine.places(jobs)
     # A job is not divided.

@@ -55,13 +55,11 @@ class Machine:
     Attributes:
         workers: jobs at a time on this machine; None: one per core; 1: jobs run in this process.
         ray: address of a Ray cluster, all of whose cores are used; empty for this machine.
-        gpus: GPUs per job: a fraction of one, or a whole number. Ray assigns them, also on this machine.
         grid: an ``OrderedGrid`` of the clients, for one worker; None: clients in the jobs' processes.
     """
 
     workers: int | None = None
     ray: str = ""
-    gpus: float = 0.0
     grid: Any = None
 
     def places(self, jobs: int) -> int:
@@ -82,15 +80,15 @@ def run_jobs(
         tick: called about every ``PAUSE`` seconds.
 
     Raises:
-        FedrotError: there is no Ray cluster at the machine's address, or it has too few GPUs.
+        FedrotError: there is no Ray cluster at the machine's address.
     """
-    on_ray = bool(machine.ray or machine.gpus)
-    if not on_ray and machine.places(len(jobs)) <= 1:
+    count = machine.places(len(jobs))
+    if not machine.ray and count <= 1:
         for job in jobs:
             attempt(job, partial(hear, job))
         return
     waiting = deque(jobs)
-    with closing(_Tasks(machine) if on_ray else _Processes(machine.places(len(jobs)))) as engine:
+    with closing(_Tasks(machine.ray) if machine.ray else _Processes(count)) as engine:
         while waiting or engine.running:
             while waiting and len(engine.running) < engine.places():
                 engine.start(waiting.popleft())
@@ -174,27 +172,19 @@ def _serve(pipe: Connection) -> None:
 
 
 class _Tasks:
-    """Jobs as tasks of a Ray cluster, or of Ray on this machine, which stream what they say."""
+    """Jobs as tasks of a Ray cluster, which stream what they say."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, address: str) -> None:
         import ray
 
         library: Any = ray  # its types know no streams
         ours = signal.getsignal(signal.SIGTERM)
-        if machine.ray:
-            _join_cluster(machine.ray)
-        else:
-            # Without "local", Ray connects to a cluster that already runs on this machine.
-            ray.init("local", num_cpus=machine.workers, include_dashboard=False, log_to_driver=False)
+        _join_cluster(address)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, ours)  # Ray's own handler exits.
         self._ray, self.running = library, dict[Any, Job]()
-        there = ray.cluster_resources().get("GPU", 0)
-        if machine.gpus > there:
-            self.close()
-            raise FedrotError(f"gpus is {machine.gpus:g} for each job, and there are {there:g} GPUs.")
-        options = {"num_gpus": machine.gpus, "max_retries": 0, "num_returns": "streaming"}
-        self._task = library.remote(num_cpus=1, **options)(_said)
+        options = {"num_cpus": 1, "max_retries": 0, "num_returns": "streaming"}
+        self._task = library.remote(**options)(_said)
 
     def places(self) -> int:
         # At most one job per core is submitted, so that jobs start in the order of the list.

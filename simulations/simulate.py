@@ -58,8 +58,7 @@ def simulate(
 
     Raises:
         FileExistsError, FedrotError: the folder has other contents, see ``RunFolder``, or another run
-            writes to it; data, partition or model cannot be used; the machine has too few GPUs; or there
-            is no cluster.
+            writes to it; data, partition or model cannot be used; or there is no cluster.
         RuntimeError: a part failed; their tracebacks are in ``cells/``, and the others are finished.
         KeyboardInterrupt: the user stopped the run; what is finished is in the folder.
     """

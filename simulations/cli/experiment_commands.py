@@ -14,8 +14,8 @@ from fedrot.simulations.cli.commands import app, command, command_line, console,
 from fedrot.simulations.experiment_files import read_experiments
 from fedrot.simulations.settings import Experiment
 
-#: Names of ``--set`` that are no fields of an experiment, with the types of their values.
-ON_MACHINE: Mapping[str, Any] = {"ray": str, "gpus": float}
+#: The name of ``--set`` for the address of a Ray cluster.
+RAY = "ray"
 
 
 def _option(name: str) -> Any:
@@ -68,33 +68,28 @@ def simulate(
     Without it: one experiment from the options. Repeat the command to go on after an interrupt.
     """
     given = {name: value for name, value in locals().items() if name in Experiment.model_fields}
-    given, on_machine = _with_settings({n: v for n, v in given.items() if v is not None}, settings or ())
+    given = _with_settings({n: v for n, v in given.items() if v is not None}, settings or ())
+    machine = workers, given.pop(RAY, "")
     experiments = read_experiments(file, given) if file else [Experiment.from_flat(given)]
     # After the settings have been checked: these modules import torch and transformers.
     from fedrot.simulations.engine import Machine
     from fedrot.simulations.simulate import simulate as run
 
-    run(experiments, out, command_line(), console, Machine(workers, **on_machine), dry_run=dry_run)
+    run(experiments, out, command_line(), console, Machine(*machine), dry_run=dry_run)
 
 
-def _with_settings(
-    given: Mapping[str, Any], settings: Iterable[str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields of ``--set`` with the given ones, and those about the machine."""
-    found, on_machine = dict(given), dict[str, Any]()
+def _with_settings(given: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
+    """Return the given fields with those of ``--set``."""
+    found, known = dict(given), [*Experiment.model_fields, RAY]
     for entry in settings:
         name, is_set, value = (part.strip() for part in entry.partition("="))
         name = name.replace("-", "_")
-        if not is_set or (name not in Experiment.model_fields and name not in ON_MACHINE):
-            known = ", ".join([*Experiment.model_fields, *ON_MACHINE])
-            raise ValueError(f"--set {entry}: give NAME=VALUE; names are {known}")
-        if name in found or name in on_machine:
+        if not is_set or name not in known:
+            raise ValueError(f"--set {entry}: give NAME=VALUE; names are {', '.join(known)}")
+        if name in found:
             raise ValueError(f"--set {entry}: '{name}' is given twice")
-        if name in ON_MACHINE:
-            on_machine[name] = ON_MACHINE[name](value)
-        else:
-            found[name] = value
-    return found, on_machine
+        found[name] = value
+    return found
 
 
 @command(app, "fedrot flower-app my-app")

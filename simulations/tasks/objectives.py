@@ -70,14 +70,12 @@ def shortest_first(encoded: Encoded, rows: np.ndarray, size: int) -> Iterator[np
 
 
 def model_inputs(model: nn.Module, batch: Batch) -> Batch:
-    """Return the inputs on the model's device, without segments for models that have none.
+    """Return the inputs, without segments for models that have none.
 
     DistilBERT, RoBERTa and decoders have none.
     """
     segments = getattr(model.config, "type_vocab_size", 0) >= 2
-    device = next(model.parameters()).device
-    used = (name for name in batch if segments or name != "token_type_ids")
-    return {name: batch[name].to(device) for name in used}
+    return {name: rows for name, rows in batch.items() if segments or name != "token_type_ids"}
 
 
 class Classification(Objective):
@@ -98,14 +96,14 @@ class Classification(Objective):
         if not self.data.domains:
             return super().loss(model, batch)
         inputs = {name: value for name, value in batch.items() if name != "labels"}
-        logits, labels = model(**model_inputs(model, inputs)).logits.cpu(), batch["labels"]
+        logits, labels = model(**model_inputs(model, inputs)).logits, batch["labels"]
         known = ~labels.isnan()
         return binary_cross_entropy_with_logits(logits[known], labels[known])
 
     def evaluate(self, model: nn.Module, encoded: Any, rows: np.ndarray) -> dict[str, float]:
         order = list(shortest_first(encoded, rows, 128))
         batches = (model_inputs(model, encoded.batch(rows[places])) for places in order)
-        outputs = [model(**batch).logits.cpu().float().numpy() for batch in batches]
+        outputs = [model(**batch).logits.float().numpy() for batch in batches]
         logits = np.concatenate(outputs)[np.argsort(np.concatenate(order))]
         labels = encoded.labels[rows]
         if not self.data.domains:
@@ -152,7 +150,7 @@ class TokenClassification(Objective):
         guesses = [np.zeros_like(encoded.words[row]) for row in rows]
         for places in shortest_first(encoded, rows, 64):
             inputs, targets = encoded.batch(rows[places]), encoded.targets(rows[places])
-            logits = model(**model_inputs(model, inputs)).logits.cpu().double()
+            logits = model(**model_inputs(model, inputs)).logits.double()
             tagged = targets != IGNORED
             surprise += cross_entropy(logits[tagged], targets[tagged], reduction="sum")
             words += int(tagged.sum())
@@ -201,7 +199,7 @@ class LanguageModelling(Objective):
         # The output layer, most of a small model's work, is applied only there.
         output = model.get_output_embeddings()
         with output.register_forward_pre_hook(lambda _, states: (states[0][labelled],)):
-            return model(**model_inputs(model, inputs)).logits.cpu(), labels[labelled]
+            return model(**model_inputs(model, inputs)).logits, labels[labelled]
 
 
 class MaskedLanguageModelling(LanguageModelling):

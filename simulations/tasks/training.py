@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -53,17 +51,6 @@ def step_batches(
         yield model_inputs(model, task.objective.batch(task.train, places, rng))
 
 
-@contextmanager
-def _on_lent_device(model: nn.Module) -> Iterator[None]:
-    """Move a model to the GPU that Ray has assigned to this process, if any; finally to the CPU."""
-    ray = sys.modules.get("ray")
-    model.to("cuda" if ray and ray.is_initialized() and ray.get_gpu_ids() else "cpu")
-    try:
-        yield
-    finally:
-        model.to("cpu")
-
-
 def train(
     model: nn.Module,
     task: Task,
@@ -82,21 +69,20 @@ def train(
     an_epoch = math.ceil(len(rows) / experiment.batch_size)
     steps = math.ceil((epochs or experiment.local_epochs) * an_epoch - 1e-9)
     losses: list[float] = []
-    with _on_lent_device(model):
-        torch.manual_seed(seed)
-        rng, masks = np.random.default_rng(seed), np.random.default_rng([seed, 1])
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        rate, decay = lr or experiment.lr, experiment.weight_decay
-        optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=decay, fused=True)
-        model.train()
-        endless = (batches(task.train, rows, experiment.batch_size, rng) for _ in itertools.count())
-        for batch in itertools.islice(itertools.chain.from_iterable(endless), steps):
-            loss = objective.loss(model, objective.batch(task.train, batch, masks))
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
-            on_rows(len(batch))
+    torch.manual_seed(seed)
+    rng, masks = np.random.default_rng(seed), np.random.default_rng([seed, 1])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rate, decay = lr or experiment.lr, experiment.weight_decay
+    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=decay, fused=True)
+    model.train()
+    endless = (batches(task.train, rows, experiment.batch_size, rng) for _ in itertools.count())
+    for batch in itertools.islice(itertools.chain.from_iterable(endless), steps):
+        loss = objective.loss(model, objective.batch(task.train, batch, masks))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        on_rows(len(batch))
     return float(np.mean(losses[-an_epoch:])) if losses else float("nan")
 
 
@@ -115,7 +101,7 @@ def evaluate(model: nn.Module, task: Task, split: Encoded, rows: np.ndarray) -> 
 
     model.eval()
     counted = model.register_forward_hook(count, with_kwargs=True)
-    with _on_lent_device(model), counted, torch.inference_mode():
+    with counted, torch.inference_mode():
         return task.objective.evaluate(model, split, rows)
 
 

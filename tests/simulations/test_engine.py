@@ -193,14 +193,3 @@ def test_a_process_that_dies_on_a_cluster_ends_its_job_alone(two_nodes: str, tmp
     assert found["dead"][-1].died
     assert found["2"] == [1, 1, Ended()]
     assert (tmp_path / "deaths").read_text() == "died\n"
-
-
-def test_jobs_of_this_machine_do_not_go_to_a_cluster_on_it(two_nodes: str) -> None:
-    found = heard([Job(name, told, ("RAY_NODE_ID",)) for name in "ab"], TWO)
-    assert [said[0] for said in found.values()] == [None, None]
-
-
-def test_gpus_that_are_not_there_are_refused(two_nodes: str) -> None:
-    with pytest.raises(fedrot.FedrotError, match=r"gpus is 1\.5 for each job, and there are 0 GPUs"):
-        heard([Job("a", halves, (2,))], Machine(ray=two_nodes, gpus=1.5))
-    assert not ray.is_initialized()

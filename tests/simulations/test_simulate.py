@@ -528,7 +528,6 @@ def test_the_partition_of_every_seed_is_tried_and_told(monkeypatch: pytest.Monke
     ("values", "words"),
     [
         ({"data": "none.csv"}, "none.csv"),
-        ({"gpus": 64}, "gpus is 64 for each job, and there are 0 GPUs"),
         ({"ray": "127.0.0.1:1"}, "There is no Ray cluster at '127.0.0.1:1'"),
     ],
 )

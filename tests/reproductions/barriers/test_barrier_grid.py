@@ -175,7 +175,7 @@ def test_an_impossible_grid_is_refused(
     assert contents(run) == there
 
 
-@pytest.mark.parametrize("option", [("--gpus", 1), ("--ray", "here"), ("--dry-run",)])
+@pytest.mark.parametrize("option", [("--ray", "here"), ("--dry-run",)])
 def test_options_of_federations_have_no_effect_here(
     option: tuple[object, ...], grid_file: Path, tmp_path: Path
 ) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -153,27 +151,6 @@ def test_a_diverged_model_and_no_rows_have_no_scores(task: Task, value: float) -
     untrained = model_for(task)
     assert math.isnan(training.train(untrained, task, nothing, 0))
     assert all(torch.equal(tensor, before[name]) for name, tensor in parts(untrained))
-
-
-def test_a_lent_device_trains_the_same_model_and_gives_it_back(
-    task: Task, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    results = list[Any]()
-    for lent, place in (["0"], "cuda"), ([], "cpu"), (None, "cpu"):
-        places = list[Any]()
-        engine = SimpleNamespace(
-            is_initialized=lambda own=lent: own is not None, get_gpu_ids=lambda own=lent: own
-        )
-        monkeypatch.setitem(sys.modules, "ray", engine)
-        model = model_for(task)
-        monkeypatch.setattr(model, "to", lambda where, own=places: own.append(where))
-        loss = training.train(model, task, np.arange(16), seed=1)
-        metrics = training.evaluate(model, task, task.test, np.arange(10))
-        assert places == [place, "cpu"] * 2
-        results.append((loss, metrics, dict(parts(model))))
-    (loss, metrics, state), (other_loss, other_metrics, other_state), _ = results
-    assert (loss, metrics) == (other_loss, other_metrics)
-    assert all(torch.equal(tensor, other_state[key]) for key, tensor in state.items())
 
 
 def test_a_trial_runs_the_longest_rows_and_trains_nothing(

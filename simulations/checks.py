@@ -142,12 +142,12 @@ def costs_of(cells: Sequence[Cell], experiments: Mapping[str, Checked]) -> dict[
         rounds = experiment.rounds if strategy.kind != "head_only" else 0
         key = cell.trains_first, strategy.learning_rate
         same = key, strategy.model_copy(update={"name": "", "fit_at_end": False}).model_dump_json()
-        first = 0.0 if not rounds or key in trained else experiment.epochs(1)
-        later = 0.0 if same in trained else sum(map(experiment.epochs, range(2, rounds + 1)))
+        epochs = [experiment.epochs(number) for number in range(1, rounds + 1)]
+        shared = rounds if same in trained else int(key in trained)
         share = strategy.fraction_train or experiment.fraction_train
         passes = (2 * rounds + 1 if strategy.fit_head else bool(strategy.fits)) * rows
         evaluated = (rounds + 1) * known.test_rows + experiment.holdout * rows + passes
-        found[cell.name] = rows * share * (first + later) + training.EVALUATED * evaluated
+        found[cell.name] = rows * share * sum(epochs[shared:]) + training.EVALUATED * evaluated
         trained |= {key, same}
     return found
 

@@ -130,35 +130,32 @@ class _Run:
             trainings = self.folder.path / TRAININGS
             shutil.rmtree(trainings, ignore_errors=True)  # Left by a process that was killed.
             trainings.mkdir()
-            jobs = self._jobs(machine.grid)
-            self._of_job = {}
+            run_jobs(self._jobs(machine.grid), machine, self._hear, self._show)
 
-            def hear(job: Job, said: Any) -> None:
-                if isinstance(said, Ended):
-                    left = [cell for cell in jobs[job] if cell.name in self._untried]  # noqa: B023
-                    for cell in left[: 1 if said.died else None]:
-                        self._fail(cell, said.failure)
-                    self._of_job.pop(job, None)
-                elif said[0] == "progress":
-                    self._of_job[job] = said[1:]
-                else:
-                    self._finished(*said[1:])
-                self._show()
+    def _hear(self, job: Job, said: Any) -> None:
+        if isinstance(said, Ended):
+            left = [cell for cell in job.arguments[0] if cell.name in self._untried]
+            for cell in left[: 1 if said.died else None]:
+                self._fail(cell, said.failure)
+            self._of_job.pop(job, None)
+        elif said[0] == "progress":
+            self._of_job[job] = said[1:]
+        else:
+            self._finished(*said[1:])
+        self._show()
 
-            run_jobs([*jobs], machine, hear, self._show)
-
-    def _jobs(self, grid: Any = None) -> dict[Job, list[Cell]]:
+    def _jobs(self, grid: Any = None) -> list[Job]:
         """Return the jobs, the longest first; one job for cells that share their first trainings."""
         groups = defaultdict[object, list[Cell]](list)
         for cell in self._untried.values():
             groups[cell.trains_first].append(cell)
         longest = sorted(groups.values(), key=lambda own: -sum(self._costs[cell.name] for cell in own))
         scratch = self.folder.path.absolute() / TRAININGS
-        found = {}
-        for cells in longest:
-            costs = [self._costs[cell.name] for cell in cells]
-            found[Job(cells[0].name, partial(run_job, grid=grid), (cells, costs, scratch))] = cells
-        return found
+        work = partial(run_job, grid=grid)
+        return [
+            Job(cells[0].name, work, (cells, [self._costs[cell.name] for cell in cells], scratch))
+            for cells in longest
+        ]
 
     def _finished(
         self, name: str, rows: list[Any], alignment: list[Any], log: str, failure: str

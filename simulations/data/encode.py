@@ -61,8 +61,6 @@ class EncodedText(Encoded):
     Attributes:
         domains: if there are several domains, those of the rows.
         tags: of tagged words by row, the tag of each token; only the first of a word is not ``IGNORED``.
-        places: by row, the numbers of the words that are not cut off.
-        words: by row, the tags of all words.
     """
 
     ids: Sequence[np.ndarray]
@@ -70,8 +68,6 @@ class EncodedText(Encoded):
     pad_id: int
     domains: Sequence[str] = ()
     tags: Sequence[np.ndarray] = ()
-    places: Sequence[np.ndarray] = ()
-    words: Sequence[np.ndarray] = ()
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
         return np.array([len(self.ids[row]) for row in rows])
@@ -152,15 +148,14 @@ def encode(
     encodings = tokenizer.encode_batch(texts, is_pretokenized=tagged)
     ids = [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
     segments = [np.asarray(encoding.type_ids, dtype=np.int64) for encoding in encodings]
-    tags, places = [], []
+    tags = []
     for encoding, of_words in zip(encodings, second, strict=True) if tagged else ():
         words = np.array([-1 if word is None else word for word in encoding.word_ids], dtype=np.int64)
         first = (words >= 0) & (np.diff(words, prepend=-1) != 0)
         tags.append(np.full(len(words), IGNORED, dtype=np.int64))
-        places.append(words[first])
         tags[-1][first] = of_words[words[first]]
     domains = tuple(map(str, split.columns.get(DOMAIN, ())))
-    return EncodedText(split.labels, ids, segments, pad_id, domains, tags, places, second)
+    return EncodedText(split.labels, ids, segments, pad_id, domains, tags)
 
 
 def read_encoded(experiment: Experiment) -> tuple[DataSet, Any, Any]:

@@ -132,8 +132,7 @@ class Classification(Objective):
 class TokenClassification(Objective):
     """Prediction of the tag of every word at its first token.
 
-    The headline metric is the F1 of ``entity_scores``. Words beyond the maximum length are predicted as
-    ``O``. The loss is the mean over the words within it.
+    The headline metric is the F1 of ``entity_scores``. Words beyond the maximum length are left out.
     """
 
     def __init__(self, experiment: Experiment, data: Any) -> None:
@@ -142,24 +141,22 @@ class TokenClassification(Objective):
 
     def usable(self, encoded: Any, rows: np.ndarray) -> np.ndarray:
         """Return the rows with a tag to predict; empty rows and unknown characters have none."""
-        return rows[np.array([len(encoded.places[row]) > 0 for row in rows], dtype=bool)]
+        return rows[np.array([(encoded.tags[row] != IGNORED).any() for row in rows], dtype=bool)]
 
     def evaluate(self, model: nn.Module, encoded: Any, rows: np.ndarray) -> dict[str, float]:
         surprise = torch.zeros((), dtype=torch.float64)
-        words = 0
-        guesses = [np.zeros_like(encoded.words[row]) for row in rows]
+        truth, guesses = list[np.ndarray](), list[np.ndarray]()
         for places in shortest_first(encoded, rows, 64):
             inputs, targets = encoded.batch(rows[places]), encoded.targets(rows[places])
             logits = model(**model_inputs(model, inputs)).logits.double()
             tagged = targets != IGNORED
             surprise += cross_entropy(logits[tagged], targets[tagged], reduction="sum")
-            words += int(tagged.sum())
-            for place, seen, found in zip(places, tagged, logits.argmax(dim=-1), strict=True):
-                guesses[place][encoded.places[rows[place]]] = found[seen].numpy()
-        loss = surprise / words
+            for own, seen, found in zip(targets, tagged, logits.argmax(dim=-1), strict=True):
+                truth.append(own[seen].numpy())
+                guesses.append(found[seen].numpy())
+        loss = surprise / sum(map(len, truth))
         if not torch.isfinite(loss):
             return self.diverged()
-        truth = [encoded.words[row] for row in rows]
         return {**entity_scores(truth, guesses, self.data.tags), "loss": float(loss)}
 
 

@@ -222,14 +222,13 @@ def test_only_the_first_piece_of_a_word_bears_its_tag() -> None:
     pieces = [tokenizer.id_to_token(i) for i in encoded.ids[0]]
     assert (pieces[0], pieces[-1], len(pieces) > 7) == ("[CLS]", "[SEP]", True)
     at = [i for i, tag in enumerate(encoded.tags[0]) if tag != IGNORED]
-    assert (encoded.tags[0][at].tolist(), encoded.places[0].tolist()) == ([3, 0, 1], [0, 1, 3])
+    assert encoded.tags[0][at].tolist() == [3, 0, 1]
     assert (at[0], pieces[at[1]][0]) == (1, "w")
     assert not any(pieces[i].startswith("##") for i in at)
 
 
-def test_words_beyond_the_cut_have_no_place() -> None:
+def test_words_beyond_the_cut_have_no_tag() -> None:
     encoded = tagged("a b c d e", "O O O B-LOC I-LOC", bundled_tokenizer(), 5)
-    assert (encoded.places[0].tolist(), encoded.words[0].tolist()) == ([0, 1, 2], [0, 0, 0, 1, 2])
     assert encoded.targets(np.array([0])).tolist() == [[IGNORED, 0, 0, 0, IGNORED]]
 
 

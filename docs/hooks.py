@@ -53,15 +53,15 @@ def strategies() -> str:
 
 
 def _fields(model: Any, called: str) -> str:
-    from fedrot.simulations.report.tables import pipe_table
-
     header, lines = (called, "default", "meaning"), []
     for name, field in model.model_fields.items():
         default = field.default
         shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
         empty = field.is_required() or shown in (None, "", {})
         lines.append((f"`{name}`", "" if empty else f"`{shown}`", field.description or ""))
-    return pipe_table(header, lines, header)
+    escape = str.maketrans({"&": "&amp;", "<": "&lt;", "|": "\\|"})
+    rows = [header, ["---"] * 3, *([cell.translate(escape) for cell in line] for line in lines)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 #: What stands in a page as a comment ``generated: NAME`` alone on its line.

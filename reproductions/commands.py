@@ -63,4 +63,3 @@ def repeat(
         raise
     for table in tables(lines):
         console.print(table)
-    console.print(f"Summary: {out / 'summary.md'}")

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAdam, FedAvg
 from torch import nn
 
 from fedrot.lora import load_adapter, train_only
@@ -27,7 +26,7 @@ from reproductions.adapter_symmetry import ADAPTERS, adapter_symmetry
 from reproductions.ensemble import Ensemble, with_state
 from reproductions.lora_clients import load_first, load_folded
 from reproductions.lora_rivals import RivalOptions
-from reproductions.lora_strategies import RivalLoRA
+from reproductions.lora_strategies import FedAvgRivalLoRA
 
 #: Fields of a strategy that these kinds read; others are FedRot's.
 OF_ALL = {"name", "kind", "learning_rate", "fraction_train", "weighted_by_key", "clients", "options"}
@@ -60,12 +59,12 @@ class EnsembleCell(CellStrategy, FedRot):
         return MetricRecord({**self.cell.finish_round(server_round, model)})
 
 
-class RivalCell(CellStrategy, RivalLoRA):
-    """Mixin for a cell of a rival's adapters."""
+class RivalCell(CellStrategy, FedAvgRivalLoRA):
+    """``FedAvg`` of a rival's adapters for one cell."""
 
     def __init__(self, cell: CellRun, model: Any) -> None:
-        adapters, _, rate = _of_rival(cell.strategy)
-        super().__init__(cell, model, model.peft_config["default"], adapters, **rate)
+        adapters = RivalOptions(**cell.strategy.options)
+        super().__init__(cell, model, model.peft_config["default"], adapters)
         self._how = "fold" if adapters.folds else "first" if adapters.method == "pad" else "all"
         self.loads = f"{self._how} both"
 
@@ -77,35 +76,12 @@ class RivalCell(CellStrategy, RivalLoRA):
         return super().configure_train(server_round, arrays, config, grid)
 
 
-class RivalAvg(RivalCell, FedAvg):
-    """``FedAvg`` of a rival's adapters for one cell."""
-
-
-class RivalAdam(RivalCell, FedAdam):
-    """``FedAdam`` of a rival's adapters for one cell."""
-
-
-#: The strategy of a rival's adapters, by its option ``optimizer``.
-OPTIMIZERS: dict[str, type[RivalCell]] = {"": RivalAvg, "adam": RivalAdam}
-
-
 class AdaptersCell(CellStrategy, FedRot):
     """``FedRot`` of adapters for one cell, by options of ``AlignmentOptions`` other than ``parts``."""
 
     def __init__(self, cell: CellRun, model: nn.Module) -> None:
         options = AlignmentOptions(parts=(ADAPTERS,), **cell.strategy.options)
         super().__init__(cell, model, adapter_symmetry(tensors_of(model)), alignment=options)
-
-
-def _of_rival(strategy: Strategy) -> tuple[RivalOptions, str, dict[str, float]]:
-    """Return a rival's options, the name of its optimiser, and arguments of the optimiser."""
-    given = dict(strategy.options)
-    optimizer, rate = given.pop("optimizer", ""), {k: given.pop(k) for k in ("eta",) if k in given}
-    return RivalOptions(**given), optimizer, rate
-
-
-def _rival(cell: CellRun, model: nn.Module) -> RivalCell:
-    return OPTIMIZERS[_of_rival(cell.strategy)[1]](cell, model)
 
 
 def _load(load: Any, factors: str, model: Any, tensors: Tensors) -> None:
@@ -145,13 +121,7 @@ def _check_adapters(strategy: Strategy, experiment: Experiment) -> None:
 
 def _check_rival(strategy: Strategy, experiment: Experiment) -> None:
     _check(strategy, experiment, of_adapters=True)
-    adapters, optimizer, rate = _of_rival(strategy)
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"unknown optimizer '{optimizer}'; give adam, or leave it out")
-    if optimizer and adapters.folds:
-        raise ValueError(f"residual='fold' does not go with optimizer '{optimizer}'")
-    if rate and not optimizer:
-        raise ValueError("eta is an optimizer's; give optimizer, or leave it out")
+    adapters = RivalOptions(**strategy.options)
     if len(set(experiment.ranks)) > 1 and not adapters.kind.any_rank:
         raise ValueError(f"factors of different ranks have no mean (method '{adapters.method}')")
 
@@ -178,7 +148,7 @@ KINDS |= {
 RUNS |= {
     "joined": run_joined,
     "ensemble": partial(run_federated, build=EnsembleCell),
-    "rival": partial(run_federated, build=_rival),
+    "rival": partial(run_federated, build=RivalCell),
     ADAPTERS: partial(run_federated, build=AdaptersCell),
     "joined-steps": partial(run_joined, fewer=True),
 }

@@ -18,14 +18,12 @@ from fedrot.errors import FedrotError
 from fedrot.simulations.engine import Ended, Job, Machine, Tell, run_jobs
 from fedrot.simulations.folder import only_writer, read_rows, versions
 from fedrot.simulations.models import build_model
-from fedrot.simulations.report.tables import pipe_table
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task import Task, task_of
 from fedrot.symmetry import symmetry_of
 from reproductions.barriers.line import BarrierLine, lines_of, measure, training_batches, write_rows
 from reproductions.barriers.methods import METHODS
-from reproductions.barriers.summary import tables
 
 #: Folder of tracebacks.
 FAILURES = "failures"
@@ -143,10 +141,10 @@ def run_grid(
     report: Callable[[str], None],
     workers: int | None = None,
 ) -> list[BarrierLine]:
-    """Measure the pairs that ``out`` does not contain yet, and write the summary; return all lines.
+    """Measure the pairs that ``out`` does not contain yet; return all lines.
 
     ``out`` contains ``config.json``, ``versions.json`` and ``lines/`` with a file per finished pair.
-    ``rows.jsonl`` with all lines and ``summary.md`` are written at the end, or when the run is stopped.
+    ``rows.jsonl`` with all lines is written at the end, or when the run is stopped.
 
     Args:
         report: called with one sentence per pair.
@@ -233,12 +231,10 @@ def _record(cells: Sequence[Cell], out: Path, command: str) -> None:
 
 
 def _summarised(out: Path) -> list[BarrierLine]:
-    """Write ``rows.jsonl``, ``summary.md``, and return all lines of the folder."""
+    """Write ``rows.jsonl``, and return all lines of the folder."""
     files = sorted((out / "lines").glob("[!.]*.jsonl"))
     lines = lines_of(row for file in files for row in read_rows(file))
     places = {name: place for place, name in enumerate(read_json(out / "config.json")["cells"])}
     lines.sort(key=lambda line: places[line.cell])
     write_rows(out / "rows.jsonl", lines)
-    shown = (f"**{t.title}**\n\n{pipe_table(t.header, t.lines, t.texts)}" for t in tables(lines))
-    write_text(out / "summary.md", "\n".join(shown))
     return lines

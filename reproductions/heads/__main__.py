@@ -80,7 +80,8 @@ def table(rows: Path, rounds: int = 5, layers: int = 3, pooling: str = "mean", o
     """Print the best rival of every cell beside ours, and the means of all arms, from ROWS of `run`."""
     import pandas
 
-    from fedrot.simulations.report.tables import pipe_table
+    from fedrot.simulations.cli.commands import console
+    from fedrot.simulations.report.tables import Table
 
     lines = rows.suffix != ".parquet"
     frame = pandas.read_json(rows, lines=True) if lines else pandas.read_parquet(rows)
@@ -100,9 +101,9 @@ def table(rows: Path, rounds: int = 5, layers: int = 3, pooling: str = "mean", o
         paid = cost(ARMS[arm], layers, rounds) if arm in ARMS else ("", "")
         pooled.append((arm, *values, kept, *paid, ahead(f1, ours, arm)))
     header = ("data", "skew", "best rival", "macro F1", "ours", "ahead of it", "ahead of FedAvg + fit")
-    typer.echo(pipe_table(header, cells, header[:3]))
+    console.print(Table("", header, cells, header[:3]))
     more = ("share of central", "GB", "passes", "F1 of ours above")
-    typer.echo(pipe_table(("arm", *METRICS, *more), pooled, ("arm",)))
+    console.print(Table("", ("arm", *METRICS, *more), pooled, ("arm",)))
 
 
 if __name__ == "__main__":

@@ -53,14 +53,6 @@ class Table:
         yield table
 
 
-def pipe_table(header: Sequence[str], rows: Iterable[Sequence[str]], texts: Container[str]) -> str:
-    """Return a Markdown table; columns in ``texts`` are left-aligned, others right-aligned."""
-    lines = [header, ["---" if name in texts else "---:" for name in header], *rows]
-    escaped = ([cell.replace("&", "&amp;").replace("<", "&lt;") for cell in line] for line in lines)
-    joined = (" | ".join(" ".join(c.replace("|", "\\|").split()) for c in line) for line in escaped)
-    return "".join(f"| {line} |\n" for line in joined)
-
-
 def results_table(found: Verdict, metrics: Sequence[str]) -> Table:
     """Return a line per strategy: metrics, difference from the reference, worst client, bytes."""
     headline, lines = found.judged[0], []

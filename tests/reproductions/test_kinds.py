@@ -99,9 +99,6 @@ REFUSED: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
     (rival("x", method="pads"), {"lora": LORA}, "Unknown method 'pads'"),
     (rival("x", method="regmean"), {"lora": LORA}, "takes no options of rivals"),
     (rival("x", ridge=1), {"lora": LORA}, "ridge"),
-    (rival("x", optimizer="sgd"), {"lora": LORA}, "unknown optimizer 'sgd'"),
-    (rival("x", eta=0.1), {"lora": LORA}, "give optimizer"),
-    (rival("x", residual="fold", optimizer="adam"), {"lora": LORA}, "does not go with optimizer 'adam'"),
     (rival("x", method="rotate"), {"lora": {**LORA, "r": [2, 4]}}, "different ranks have no mean"),
 )
 
@@ -245,10 +242,9 @@ STRATEGIES: tuple[Any, ...] = (
     rival("folded", residual="fold"),
     rival("frozen", schedule="freeze-a"),
     rival("stacked", method="stack", residual="fold"),
-    rival("adam", optimizer="adam", eta=0.01),
     {"name": "rotated", "kind": "adapters", "options": {"anchor": "global", "chance": 0}},
 )
-RIVALS = ("mean", "folded", "frozen", "stacked", "adam")
+RIVALS = ("mean", "folded", "frozen", "stacked")
 
 
 @pytest.fixture(scope="module")

@@ -17,20 +17,9 @@ from fedrot.simulations.report.tables import (
     heat_map,
     lost_table,
     number,
-    pipe_table,
 )
 from fedrot.simulations.summary import Paired, paired_difference
 from tests.simulations.report.runs import HOSTILE, group
-
-
-def test_cells_of_markdown_are_text_in_one_line() -> None:
-    rows = [["a|b", "<b> & c"], ["two\nlines", "2"]]
-    assert pipe_table(["name", "n"], rows, ("name",)).splitlines() == [
-        "| name | n |",
-        "| --- | ---: |",
-        "| a\\|b | &lt;b> &amp; c |",
-        "| two lines | 2 |",
-    ]
 
 
 @pytest.mark.parametrize(

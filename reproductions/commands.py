@@ -10,8 +10,7 @@ import typer
 from fedrot.simulations.cli.commands import command, command_line, console, say
 from fedrot.simulations.cli.experiment_commands import DryRun, Workers
 from fedrot.simulations.engine import Machine
-from fedrot.simulations.experiment_files import read_experiments
-from fedrot.simulations.settings import Experiment
+from fedrot.simulations.settings import Experiment, read_experiments
 
 app = typer.Typer()
 

@@ -70,11 +70,16 @@ def checked(experiment: Experiment) -> Checked:
     seeds = {seed: counts for seed, (_, counts) in parts.items()}
     more = {"label_names": [*names], "seeds": seeds, "strategies": strategies}
     size = sum(tensor.nbytes for tensor in tensors_of(model).values())
+    torch.set_num_threads(1)
+    rows = task.objective.usable(task.train, np.arange(len(task.train)))[: experiment.batch_size]
+    for _ in range(2):  # the first step allocates memory
+        start = process_time()
+        training.train(model, task, rows, seed=0, epochs=1.0)
     return Checked(
         {**experiment.model_dump(mode="json"), **more},
         [task.data.said, *_remarks(task, names, [*map(sum, first)])],
         len(task.test),
-        _seconds(task, model),
+        (process_time() - start) / len(rows),
         (experiment.clients + 3) * size,
     )
 
@@ -100,10 +105,8 @@ def _remarks(task: Task, names: Sequence[str], sizes: Sequence[int]) -> Iterator
     """Yield sentences about rows, clients (first seed), the largest class and few held-out rows."""
     experiment, labels, seed = task.experiment, task.data.train.labels, task.experiment.seeds[0]
     between = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
-    yield (
-        f"{len(labels)} training rows and {len(task.test)} test rows, {len(names)} classes, "
-        f"{experiment.clients} clients with {between} rows each (seed {seed})."
-    )
+    yield f"{len(labels)} training rows and {len(task.test)} test rows, {len(names)} classes."
+    yield f"{len(sizes)} clients have {between} rows each (seed {seed})."
     if experiment.task in ("classification", "image") and task.data.kind == "single":
         largest = int(np.bincount(labels).argmax())
         share = float(np.mean(task.data.test.labels == largest))
@@ -117,16 +120,6 @@ def _remarks(task: Task, names: Sequence[str], sizes: Sequence[int]) -> Iterator
             f"Clients hold out {rows} rows in all (seed {seed}), by which {', '.join(choosing)} choose: "
             "the choice may be noise. --set holdout=0.3 gives more."
         )
-
-
-def _seconds(task: Task, model: Any) -> float:
-    """Return the processor time of a row of training."""
-    torch.set_num_threads(1)
-    rows = task.objective.usable(task.train, np.arange(len(task.train)))[: task.experiment.batch_size]
-    for _ in range(2):  # the first step allocates memory
-        start = process_time()
-        training.train(model, task, rows, seed=0, epochs=1.0)
-    return (process_time() - start) / len(rows)
 
 
 def costs_of(cells: Sequence[Cell], experiments: Mapping[str, Checked]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""``Experiment``: the settings of one comparison, validated and serialisable."""
+"""``Experiment``: the settings of one comparison, validated and serialisable; files of experiments."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from fedrot.errors import FedrotError
 from fedrot.simulations.data import BUNDLED, DIGITS
 from fedrot.simulations.strategy import Strategy, default_strategies, named
 
@@ -198,10 +200,11 @@ class Experiment(BaseModel):
             yield f"two strategies have the same name among {', '.join(names)}"
 
     @classmethod
-    def from_flat(cls, settings: Mapping[str, Any]) -> Experiment:
+    def from_flat(cls, settings: Mapping[str, Any], tables: Mapping[str, Any] = {}) -> Experiment:
         """Build from the values of a command line, a file's table or Flower's run configuration.
 
-        ``strategies`` may be a text with commas, ``lora`` a TOML table. An empty string, and 0 for
+        ``strategies`` may be a text with commas, and name some of the ``[[strategy]]`` tables, which are
+        given by name. ``lora`` may be the text of a TOML table. An empty string, and 0 for
         limits and ``first_epochs``, mean the default. Names may have dashes. Raises ``ValueError`` if a
         setting is unknown or wrong.
         """
@@ -210,6 +213,8 @@ class Experiment(BaseModel):
             flat[name] = flat.get(name) or None
         if isinstance(flat.get("strategies"), str):
             flat["strategies"] = [part.strip() for part in flat["strategies"].split(",") if part.strip()]
+        if isinstance(chosen := flat.get("strategies"), list):
+            flat["strategies"] = [tables.get(s, s) if isinstance(s, str) else s for s in chosen]
         if isinstance(flat.get("lora"), str):
             try:
                 flat["lora"] = tomllib.loads(f"lora = {flat['lora']}")["lora"]
@@ -249,3 +254,55 @@ class Experiment(BaseModel):
         start = "same" if self.start == "scrambled" else self.start
         others = {"name": "", "strategies": (), "seeds": (), "start": start}
         return self.model_copy(update=others).to_json()
+
+
+def read_experiments(path: Path, given: Mapping[str, Any]) -> list[Experiment]:
+    """Return the experiments of a file, with the given values in place of its own.
+
+    ``[base]`` has the values that all ``[[experiment]]`` tables share. ``strategies`` may name tables
+    ``[[strategy]]``; without this key, an experiment has ``fedavg`` and all such tables, if there are
+    any.
+
+    Args:
+        path: path of a TOML file, or the name of a bundled file, such as ``demo``.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: there is no such bundled file, no valid TOML, or a wrong table or value.
+    """
+    try:
+        described = tomllib.loads(_text(path))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FedrotError(f"'{path}' is no TOML: {error}") from error
+    base, found, own = (described.pop(n, {}) for n in ("base", "experiment", "strategy"))
+    tables = [base, *found, *own]
+    if described or not found or not all(isinstance(table, dict) for table in tables):
+        other = f", but no '{min(described)}'" if described else ""
+        raise FedrotError(
+            f"'{path}' needs a table [[experiment]] for each experiment; it may have [base], with the "
+            f"values of all, and [[strategy]]{other}."
+        )
+    known = {str(table.get("name", "")): table for table in own}
+    experiments = []
+    for table in found:
+        fields = {**base, **table, **given}
+        fields.setdefault("strategies", ["fedavg", *known] if known else [])
+        experiments.append(Experiment.from_flat(fields, known))
+    names = [experiment.name for experiment in experiments]
+    if len(set(names)) < len(names) or len(known) < len(own):
+        said = ", ".join([*names, *known])
+        raise FedrotError(f"'{path}': each [[experiment]] and [[strategy]] needs its own name: {said}.")
+    return experiments
+
+
+def _text(path: Path) -> str:
+    if path.is_file() or path.suffix or path.parent.name:
+        return path.read_text("utf-8")
+    folder = resources.files("fedrot.simulations") / "experiments"
+    bundled = {Path(file.name).stem: file for file in folder.iterdir()}
+    if str(path) not in bundled:
+        raise FedrotError(
+            f"There is no bundled file '{path}'. Give the path of a TOML file, or one of "
+            f"{', '.join(sorted(bundled))}."
+        )
+    return bundled[str(path)].read_text("utf-8")

@@ -29,8 +29,6 @@ LOWER_IS_BETTER = frozenset({"loss", "calibrated_loss", "ece", "perplexity", "ps
 ROUNDING = 1e-6
 #: A model has learned if its accuracy or macro F1 exceeds that of naming one class by more than this.
 LEARNED = 0.02
-#: A strategy is cheaper if it sends at most this share of the other's bytes.
-CHEAPER = 0.99
 
 
 @dataclass(frozen=True)
@@ -155,7 +153,6 @@ class Verdict:
         standings: strategies with results, in the experiment's order.
         reference: the strategy that others are compared with.
         recommended: the strategy to use; the reference if no other one is better beyond noise.
-        best: the best strategy. The recommended one is another if that is cheaper, and within noise.
         most_frequent: share of the largest class of the clients' rows; NaN without classes.
         learned: whether a strategy has learned more than to name the most frequent class.
     """
@@ -166,7 +163,6 @@ class Verdict:
     standings: Sequence[Standing]
     reference: Standing
     recommended: Standing
-    best: Standing
     most_frequent: float
     learned: bool
 
@@ -193,8 +189,8 @@ def verdict(run: Run, name: str) -> Verdict | None:
 
     The reference is FedAvg, else the first strategy that gives a model, of those with finite values. A
     strategy is better if one of the judged metrics is better beyond noise, and none is worse. Of those,
-    the one with the best mean of the ranking metric is recommended, or the cheapest one that is within
-    noise of it. Joint training and strategies that give no model are never recommended.
+    the one with the best mean of the ranking metric is recommended. Joint training and strategies that
+    give no model are never recommended.
     """
     import pandas
 
@@ -220,12 +216,9 @@ def verdict(run: Run, name: str) -> Verdict | None:
     reference = next(own for own in standings if own.name == first.name)
     better = [own for own in standings if not own.bound and own.judgement == "better"]
     sign = 1 if judged[-1] in LOWER_IS_BETTER else -1
-    best = min(better, key=lambda own: sign * own.against[judged[-1]].mean, default=reference)
-    cheaper = [own for own in better if own.traffic < CHEAPER * best.traffic]
-    ties = [own for own in cheaper if own.compared(best, judged).judgement in ("same", "undecided")]
-    recommended = min(ties, key=lambda own: own.traffic, default=best)
+    recommended = min(better, key=lambda own: sign * own.against[judged[-1]].mean, default=reference)
     learned = _learned(run.experiments[name], standings)
-    return Verdict(name, metrics, judged, standings, reference, recommended, best, *learned)
+    return Verdict(name, metrics, judged, standings, reference, recommended, *learned)
 
 
 def _standing(about: Row, frame: DataFrame, headline: str) -> Standing:

@@ -95,20 +95,16 @@ class _Command(TyperCommand):
                 complain_in_red(f"Error in {where}: {problem['msg'].removeprefix('Value error, ')}")
             raise typer.Exit(BAD_INPUT) from None
         except (OSError, ValueError, RuntimeError) as error:
-            complain_in_red(f"Error: {_in_words(error)}")
+            of_file = isinstance(error, OSError) and error.filename is not None
+            complain_in_red(
+                f"Error: '{error.filename}': {error.strerror}." if of_file else f"Error: {error}"
+            )
             raise typer.Exit(FAILED if isinstance(error, RuntimeError) else BAD_INPUT) from None
 
 
 def command(app: typer.Typer, *lines: str) -> Callable[[Function], Function]:
     """Register a function as a command of ``app``; its help ends with these example command lines."""
     return app.command(cls=_Command, epilog=examples(*lines))
-
-
-def _in_words(error: Exception) -> str:
-    """Return an error's message; for errors of the operating system: file and reason."""
-    if not isinstance(error, OSError) or error.filename is None:
-        return str(error)
-    return f"'{error.filename}': {error.strerror}."
 
 
 def say(message: str) -> None:

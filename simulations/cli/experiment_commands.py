@@ -11,8 +11,7 @@ import typer
 
 from fedrot._io import replacing
 from fedrot.simulations.cli.commands import app, command, command_line, console, say
-from fedrot.simulations.experiment_files import read_experiments
-from fedrot.simulations.settings import Experiment
+from fedrot.simulations.settings import Experiment, read_experiments
 
 #: The name of ``--set`` for the address of a Ray cluster.
 RAY = "ray"
@@ -107,20 +106,13 @@ def flower_app(
     say(f"Flower app: {folder}")
 
 
-@command(app, "fedrot report runs/first", "fedrot report alignment.jsonl --out alignment.html")
-def report(
-    run_or_file: Annotated[Path, typer.Argument(hidden=True)],
-    out: Annotated[
-        Path | None, typer.Option(help="For a file: the page; default: its name with .html.")
-    ] = None,
-) -> None:
-    """Write the page of a run folder, complete or not, or of the rows that a strategy wrote."""
+@command(app, "fedrot report runs/first", "fedrot report alignment.jsonl")
+def report(run_or_file: Annotated[Path, typer.Argument(hidden=True)]) -> None:
+    """Write the page of a run folder, complete or not, or beside a file of rows of a strategy."""
     from fedrot.simulations.report.pages import write_strategy_report
     from fedrot.simulations.simulate import present
 
     if run_or_file.is_file():
-        say(f"Report: {write_strategy_report(run_or_file, out)}")
-    elif out is not None:
-        raise ValueError("--out is for a file: the page of a run folder is in the folder. Leave it out.")
+        say(f"Report: {write_strategy_report(run_or_file)}")
     else:
         present(run_or_file, console)

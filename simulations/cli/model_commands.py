@@ -44,13 +44,11 @@ def merge(
         raise FileExistsError(f"'{out}' exists and is not an empty folder. Choose another --out.")
     shares, allowed = _weights(weights, len(models)), allow or []
     with console.status(escape(f"Merging {len(models)} models")):
-        if adapters:
-            from fedrot.simulations.saved.adapters import merge_adapters
+        from fedrot.simulations.saved.merge import merge_adapters, merge_models
 
+        if adapters:
             said = merge_adapters(models, target, shares, allowed, rank)
         else:
-            from fedrot.simulations.saved.merge import merge_models
-
             fields = {"data": data, **columns} if data else {}
             said = merge_models(models, target, shares, allowed, parts, fields, fit_head)
     for sentence in said:

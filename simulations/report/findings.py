@@ -54,11 +54,6 @@ def sentences(found: Verdict) -> list[str]:
         said.append(
             f"All messages of the run: {costs[0]}" + ("" if alone else f"; {theirs.name} {costs[1]}")
         )
-    if ours is not found.best:
-        rank = found.judged[-1]
-        tie = format_difference(ours.compared(found.best, [rank]).against[rank])
-        within = f"{ours.name} is within noise of {found.best.name} ({spoken(rank)} {tie})"
-        said.append(f"Cheaper: {within}, and sends less")
     others = [own for own in found.standings if own not in (ours, theirs)]
     for judged, words in JUDGED.items():
         names = [_other(o, found) for o in others if not o.bound and o.judgement == judged]

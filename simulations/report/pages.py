@@ -68,12 +68,8 @@ def print_results(run: Run, console: Console) -> None:
         console.print(tables.results_table(found, found.judged))
 
 
-def write_strategy_report(file: Path, out: Path | None = None) -> Path:
-    """Write the page of the rows of ``FedRot`` or ``Aligned``; return the page's path.
-
-    Args:
-        file: JSON lines that the strategy wrote, ``Reporting(rows=...)``.
-        out: the page; None: the path of ``file`` with the suffix ``.html``.
+def write_strategy_report(file: Path) -> Path:
+    """Write the page of rows of ``Reporting(rows=...)`` beside their file; return the page's path.
 
     Raises:
         ValueError: the file was not written by a strategy.
@@ -90,7 +86,7 @@ def write_strategy_report(file: Path, out: Path | None = None) -> Path:
     series, rounds = _series(rows), {row["round"] for row in rows if "stage" in row}
     constant = [n for n, own in series.items() if len({*own.values()}) == 1 and own.keys() == rounds]
     return write_page(
-        out or file.with_suffix(".html"),
+        file.with_suffix(".html"),
         "strategy.html.j2",
         name=file.stem,
         rows=rows,

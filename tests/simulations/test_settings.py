@@ -12,8 +12,7 @@ import pytest
 
 from fedrot.aggregation import aggregations
 from fedrot.errors import FedrotError
-from fedrot.simulations.experiment_files import read_experiments
-from fedrot.simulations.settings import MOST_SEEDS, TASKS, Experiment
+from fedrot.simulations.settings import MOST_SEEDS, TASKS, Experiment, read_experiments
 from fedrot.simulations.strategy import KINDS, NAMED, Strategy
 from fedrot.strategies import FedRot
 

@@ -137,7 +137,6 @@ def test_the_lowest_loss_is_recommended_but_no_bound(monkeypatch: pytest.MonkeyP
     about = [strategy("fit_head"), strategy("fedavg"), strategy("ensemble", kind="ensemble")]
     found = judged(rows, *about)
     assert [own.name for own in found.standings][:3] == ["fit_head", "fedavg", "ensemble"]
-    assert found.best is found.recommended
     assert found.code == "FedRot(fit_head)"
     assert lead(found) == "Use fit_head: accuracy 0.571, fedavg 0.520 (+0.051 [+0.049, +0.053])."
     said = " ".join(sentences(found))
@@ -145,6 +144,7 @@ def test_the_lowest_loss_is_recommended_but_no_bound(monkeypatch: pytest.MonkeyP
     assert "Worse than fedavg: worse, accuracy -0.099" in said
     assert "For comparison joined (all rows in one place, an upper bound): accuracy 0.821" in said
     assert "For comparison ensemble (no model for clients)" in said
+    assert "All messages of the run: 2.000 MB, 4 requests; fedavg 2.000 MB, 4 requests." in said
 
 
 def test_without_a_decided_difference_the_reference_stays_and_seeds_are_counted() -> None:
@@ -160,17 +160,6 @@ def test_without_a_decided_difference_the_reference_stays_and_seeds_are_counted(
     one = [own for own in [*FEDAVG, *other("aligned", 0.1, 0.2)] if own["seed"] == 0]
     assert told(one).startswith("Undecided: one seed")
     assert "there is nothing to compare it with" in told(FEDAVG)
-
-
-def test_of_strategies_within_noise_the_cheapest_is_recommended() -> None:
-    rows = [*FEDAVG, *of("exact", raised(0.05), [0.70, 0.82, 0.90], size=5e6)]
-    rows += of("fit_head", raised(0.05, WIDE), [0.72, 0.81, 0.91], size=2e6)
-    assert (judged(rows).best.name, judged(rows).recommended.name) == ("exact", "fit_head")
-    assert "fit_head is within noise of exact (loss +0.007 [" in told(rows)
-    assert "4.000 MB, 4 requests; fedavg 2.000 MB, 4 requests" in told(rows)
-    # The reference is not within noise, and a strategy that costs as much is no reason to change.
-    same = [{**own, "value": 5e6} if own["metric"].startswith("bytes") else own for own in rows]
-    assert judged(same).recommended.name == "exact"
 
 
 def test_macro_f1_beside_accuracy_can_decide() -> None:

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 from fedrot.simulations.cli import app as entry
 from fedrot.simulations.cli.app import app
-from fedrot.simulations.experiment_files import read_experiments
-from fedrot.simulations.settings import Experiment
+from fedrot.simulations.settings import Experiment, read_experiments
 from tests.models import fresh_model
 from tests.simulations.commands import invoke
 

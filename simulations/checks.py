@@ -153,17 +153,12 @@ def estimate(
     seconds = sum(costs[cell.name] * own.seconds for cell, own in zip(cells, found, strict=True))
     scale = 1 if sys.platform == "darwin" else 1024
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale + max(own.memory for own in found)
-    memory = f"{held / 1e9:.1f} GB"
     jobs = len({cell.trains_first for cell in cells})
-    if machine.ray:
-        return f"About {in_words(seconds)} of one core's time in {jobs} jobs with {memory} each."
-    places = machine.places(jobs)
-    # A job is not divided.
-    turns = -(-jobs // places)
-    return (
-        f"This takes about {in_words(seconds / jobs * turns)} in {places} process"
-        f"{'es' if places > 1 else ''} with {memory} each (from one timed step)."
-    )
+    places = 1 if machine.ray else machine.places(jobs)
+    turns = -(-jobs // places)  # a job is not divided
+    where = f"of one core, {jobs} jobs" if machine.ray else f"in {places} process{'es' * (places > 1)}"
+    time, memory = in_words(seconds / jobs * turns), f"{held / 1e9:.1f} GB each"
+    return f"This takes about {time} {where} with {memory} (from one timed step)."
 
 
 def in_words(seconds: float) -> str:

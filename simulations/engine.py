@@ -120,23 +120,20 @@ class _Processes:
         return self._count
 
     def start(self, job: Job) -> None:
-        idle = (pipe for pipe in self._processes if pipe not in self.running)
-        pipe = next(idle, None) or self._begun()
+        pipe = next((own for own in self._processes if own not in self.running), None)
+        if pipe is None:
+            pipe, theirs = self._spawn.Pipe()
+            process = self._spawn.Process(target=_serve, args=(theirs,), daemon=True)
+            # Processes inherit that Ctrl-C is ignored: this one ends them.
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            try:
+                process.start()
+            finally:
+                signal.signal(signal.SIGINT, before)
+            theirs.close()  # Else this end would not see that the process has ended.
+            self._processes[pipe] = process
         self.running[pipe] = job
         pipe.send(job)
-
-    def _begun(self) -> Connection:
-        ours, theirs = self._spawn.Pipe()
-        process = self._spawn.Process(target=_serve, args=(theirs,), daemon=True)
-        # Processes inherit that Ctrl-C is ignored: this one ends them.
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            process.start()
-        finally:
-            signal.signal(signal.SIGINT, before)
-        theirs.close()  # Else this end would not see that the process has ended.
-        self._processes[ours] = process
-        return ours
 
     def heard(self) -> Iterator[tuple[Job, Any]]:
         """Yield what jobs said, after ``PAUSE`` seconds at most; an ``Ended`` is the last of a job."""
@@ -175,16 +172,29 @@ class _Tasks:
     """Jobs as tasks of a Ray cluster, which stream what they say."""
 
     def __init__(self, address: str) -> None:
+        """Connect to a cluster; raises ``FedrotError`` if there is none."""
         import ray
 
-        library: Any = ray  # its types know no streams
+        self._ray: Any = ray  # its types know no streams
+        self.running = dict[Any, Job]()
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        plugins = os.environ.get(PLUGINS)
+        # Nodes of a running cluster do not inherit this process's environment.
+        told = {"env_vars": {PLUGINS: plugins}} if plugins else None
         ours = signal.getsignal(signal.SIGTERM)
-        _join_cluster(address)
+        try:
+            if host and port.isdecimal():  # Ray would try for minutes.
+                socket.create_connection((host, int(port)), timeout=10).close()
+            ray.init(address=address, log_to_driver=False, runtime_env=told)
+        except (OSError, ValueError) as error:
+            raise FedrotError(
+                f"There is no Ray cluster at '{address}': {error} Start one with 'ray start --head', or "
+                "leave ray out to use this machine."
+            ) from error
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, ours)  # Ray's own handler exits.
-        self._ray, self.running = library, dict[Any, Job]()
         options = {"num_cpus": 1, "max_retries": 0, "num_returns": "streaming"}
-        self._task = library.remote(**options)(_said)
+        self._task = self._ray.remote(**options)(_said)
 
     def places(self) -> int:
         # At most one job per core is submitted, so that jobs start in the order of the list.
@@ -216,22 +226,3 @@ def _said(job: Job) -> Iterator[Any]:
     while not isinstance(last := said.get(), Ended):
         yield last
     yield last
-
-
-def _join_cluster(address: str) -> None:
-    """Connect to a Ray cluster; raises ``FedrotError`` if there is none."""
-    import ray
-
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    plugins = os.environ.get(PLUGINS)
-    # Nodes of a running cluster do not inherit this process's environment.
-    told = {"env_vars": {PLUGINS: plugins}} if plugins else None
-    try:
-        if host and port.isdecimal():  # Ray would try for minutes.
-            socket.create_connection((host, int(port)), timeout=10).close()
-        ray.init(address=address, log_to_driver=False, runtime_env=told)
-    except (OSError, ValueError) as error:
-        raise FedrotError(
-            f"There is no Ray cluster at '{address}': {error} Start one with 'ray start --head', or "
-            "leave ray out to use this machine."
-        ) from error

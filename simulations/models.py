@@ -7,7 +7,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,14 +22,7 @@ if TYPE_CHECKING:
     from fedrot.simulations.settings import Experiment
 
 
-#: Names of the classes of transformers that build models, by task.
-AUTO_MODELS = {
-    "classification": "AutoModelForSequenceClassification",
-    "mlm": "AutoModelForMaskedLM",
-    "clm": "AutoModelForCausalLM",
-    "ner": "AutoModelForTokenClassification",
-    "image": "AutoModelForImageClassification",
-}
+_LOG = logging.getLogger("flwr")
 #: Names of classification problems in transformers, by kind of the labels.
 PROBLEMS = {kind: f"{kind}_label_classification" for kind in ("single", "multi")}
 PROBLEMS["regression"] = "regression"
@@ -69,7 +61,7 @@ def build_model(experiment: Experiment, data: Any, seed: int, rank: int | None =
     torch.manual_seed(0 if experiment.lora else seed)
     settings = model_config(experiment, data)
     if experiment.model is None:
-        return _class(AUTO_MODELS[experiment.task]).from_config(settings)
+        return _class(TASKS[experiment.task].auto_model).from_config(settings)
     model = _pretrained(experiment.model, experiment.task, settings)
     if not experiment.lora:
         return model
@@ -90,7 +82,7 @@ def _pretrained(name: str, task: str, settings: Any) -> Any:
 
     mode = pooled.pooling_of(name, settings) if task == "classification" else ""
     with loading(name):
-        model, found = _class("AutoModel" if mode else AUTO_MODELS[task]).from_pretrained(
+        model, found = _class("AutoModel" if mode else TASKS[task].auto_model).from_pretrained(
             source_of(name), config=settings, dtype=torch.float32, output_loading_info=True
         )
     new = set(found["missing_keys"])
@@ -108,16 +100,10 @@ def _pretrained(name: str, task: str, settings: Any) -> Any:
     if mode:
         model = pooled.PooledForSequenceClassification(model, mode)
         new = {"classifier.bias", "classifier.weight"}
-        _say(f"'{name}' is classified by the {mode} of its tokens, without later modules.")
+        _LOG.info(f"'{name}' is classified by the {mode} of its tokens, without later modules.")
     if new:
-        _say(f"Not in '{name}', therefore random: {', '.join(sorted(new))}")
+        _LOG.info(f"Not in '{name}', therefore random: {', '.join(sorted(new))}")
     return model
-
-
-@lru_cache(maxsize=64)
-def _say(message: str) -> None:
-    """Log a message once per process."""
-    logging.getLogger("flwr").info(message)
 
 
 def source_of(model: str) -> str:

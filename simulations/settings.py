@@ -26,23 +26,30 @@ class TaskTraits:
 
     Attributes:
         architectures: architectures of models from scratch, the default first.
+        auto_model: the class of transformers that builds models.
         data: the default data set; empty if the user has to name one.
         peft: PEFT's task type, which decides what is trained beside an adapter; empty: no adapters.
         classifies: whether models have one output per row, and a task head that can be fitted.
     """
 
     architectures: tuple[Architecture, ...]
+    auto_model: str
     data: str = BUNDLED
     peft: str = ""
     classifies: bool = False
 
 
+_ENCODERS: tuple[Architecture, ...] = ("bert", "distilbert")
+_DECODERS: tuple[Architecture, ...] = ("gpt2", "llama")
+_AUTO = "AutoModelFor"
 TASKS: Mapping[str, TaskTraits] = {
-    "classification": TaskTraits(("bert", "distilbert", "gpt2", "llama"), BUNDLED, "SEQ_CLS", True),
-    "mlm": TaskTraits(("bert", "distilbert")),
-    "clm": TaskTraits(("gpt2", "llama"), peft="CAUSAL_LM"),
-    "ner": TaskTraits(("bert", "distilbert"), data="", peft="TOKEN_CLS"),
-    "image": TaskTraits(("vit",), data=DIGITS, classifies=True),
+    "classification": TaskTraits(
+        (*_ENCODERS, *_DECODERS), f"{_AUTO}SequenceClassification", peft="SEQ_CLS", classifies=True
+    ),
+    "mlm": TaskTraits(_ENCODERS, f"{_AUTO}MaskedLM"),
+    "clm": TaskTraits(_DECODERS, f"{_AUTO}CausalLM", peft="CAUSAL_LM"),
+    "ner": TaskTraits(_ENCODERS, f"{_AUTO}TokenClassification", data="", peft="TOKEN_CLS"),
+    "image": TaskTraits(("vit",), f"{_AUTO}ImageClassification", data=DIGITS, classifies=True),
 }
 
 #: The largest number of seeds. A larger number is probably a seed.
@@ -102,7 +109,7 @@ class Experiment(BaseModel):
         (), description="Names; any other is a [[strategy]] table of a file."
     )
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        (0, 1, 2), description="Their number (3: 0, 1 and 2), or a list 1,4,9."
+        (0, 1, 2), max_length=MOST_SEEDS, description="Their number (3: 0, 1 and 2), or a list 1,4,9."
     )
     rounds: int = Field(3, gt=0, description="Rounds of training.")
     local_epochs: float = Field(1, gt=0, description="Epochs of a client in a round.")
@@ -121,8 +128,6 @@ class Experiment(BaseModel):
             raise ValueError(f"'{value}' is no choice of seeds; give their number, or a list 1,4,9")
         if len(numbers) > 1:
             return numbers
-        if int(numbers[0]) > MOST_SEEDS:
-            raise ValueError(f"'{value}' is {value} seeds; at most {MOST_SEEDS} are allowed")
         return range(int(numbers[0]))
 
     @model_validator(mode="before")

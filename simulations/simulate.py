@@ -28,8 +28,8 @@ from fedrot.simulations.engine import Ended, Job, Machine, Tell, run_jobs
 from fedrot.simulations.federation.cells import Cell, cells_of, run_cell
 from fedrot.simulations.federation.client_app import app
 from fedrot.simulations.federation.grids import OrderedGrid, local_clients
-from fedrot.simulations.folder import RunFolder, only_writer, read_run
-from fedrot.simulations.report.pages import print_results, write_report
+from fedrot.simulations.folder import RunFolder, only_writer
+from fedrot.simulations.report.pages import present
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks import training
 from fedrot.strategies.flower_compat import outside_of_the_engine
@@ -99,14 +99,6 @@ def simulate(
             f"{run.failed} of {len(missing)} parts failed; the tracebacks are in {out / 'cells'}. "
             "Repeat the command to try them again."
         )
-
-
-def present(out: Path, console: Console) -> None:
-    """Print the results of a run folder, and write its page."""
-    found = read_run(out)
-    if found.rows:
-        print_results(found, console)
-    console.print(f"Report: {write_report(out)}", highlight=False)
 
 
 class _Run:

@@ -109,8 +109,7 @@ def flower_app(
 @command(app, "fedrot report runs/first", "fedrot report alignment.jsonl")
 def report(run_or_file: Annotated[Path, typer.Argument(hidden=True)]) -> None:
     """Write the page of a run folder, complete or not, or beside a file of rows of a strategy."""
-    from fedrot.simulations.report.pages import write_strategy_report
-    from fedrot.simulations.simulate import present
+    from fedrot.simulations.report.pages import present, write_strategy_report
 
     if run_or_file.is_file():
         say(f"Report: {write_strategy_report(run_or_file)}")

@@ -36,27 +36,13 @@ class Section(NamedTuple):
 SECTIONS: list[Callable[[Run], Section | None]] = []
 
 
-def write_report(path: Path) -> Path:
-    """Write the ``report.html`` of a run folder, complete or not; return the page's path.
+def present(path: Path, console: Console) -> Path:
+    """Print the results of a run folder, complete or not, and write its page; return the page's path.
 
-    Raises the errors of ``read_run``.
+    Printed are a line per experiment, and for each the line to copy, sentences and a table. Raises the
+    errors of ``read_run``.
     """
     run = read_run(path)
-    verdicts = verdicts_of(run)
-    strategies = [own for found in verdicts for own in found.standings]
-    return write_page(
-        path / "report.html",
-        "run.html.j2",
-        name=path.resolve().name,
-        run=run,
-        verdicts=verdicts,
-        says={own.name: own.about["says"] for own in strategies if own.about.get("says")},
-        more=[section for show in SECTIONS if (section := show(run)) is not None],
-    )
-
-
-def print_results(run: Run, console: Console) -> None:
-    """Print a line per experiment, then for each the line to copy, sentences and a table."""
     verdicts = verdicts_of(run)
     for found in verdicts:
         console.print(f"{found.experiment}: {findings.lead(found)}", style="bold", markup=False)
@@ -66,6 +52,18 @@ def print_results(run: Run, console: Console) -> None:
         text = "\n".join(filter(None, [title, f"  {found.code}" if found.code else "", *said]))
         console.print(f"\n{text}", markup=False, highlight=False)
         console.print(tables.results_table(found, found.judged))
+    strategies = [own for found in verdicts for own in found.standings]
+    page = write_page(
+        path / "report.html",
+        "run.html.j2",
+        name=path.resolve().name,
+        run=run,
+        verdicts=verdicts,
+        says={own.name: own.about["says"] for own in strategies if own.about.get("says")},
+        more=[section for show in SECTIONS if (section := show(run)) is not None],
+    )
+    console.print(f"Report: {page}", highlight=False)
+    return page
 
 
 def write_strategy_report(file: Path) -> Path:
@@ -75,16 +73,20 @@ def write_strategy_report(file: Path) -> Path:
         ValueError: the file was not written by a strategy.
         OSError: the file cannot be read, or the page cannot be written.
     """
-    rows = read_rows(file)
-    if not rows or not all(map(_is_row, rows)):
+    rows, moved = read_rows(file), {"after", "found", "moved", "part", "layer", "client"}
+    right = (
+        "round" in row
+        and ("metrics" in row) == ("stage" in row)
+        and ("before" not in row or moved <= row.keys())
+        for row in rows
+    )
+    if not rows or not all(right):
         raise ValueError(f"'{file}' is no file of Reporting(rows=...): JSON lines, each with 'round'.")
     aligned: dict[int, list[Row]] = {}
     for row in rows:
         if "before" in row:
             aligned.setdefault(row["round"], []).append(row)
     told = {row["round"]: str(row["said"]) for row in rows if "said" in row}
-    series, rounds = _series(rows), {row["round"] for row in rows if "stage" in row}
-    constant = [n for n, own in series.items() if len({*own.values()}) == 1 and own.keys() == rounds]
     return write_page(
         file.with_suffix(".html"),
         "strategy.html.j2",
@@ -94,15 +96,8 @@ def write_strategy_report(file: Path) -> Path:
         moved=sum(any(row["moved"] for row in own) for own in aligned.values()),
         said=[f"Round {n}: {_FOUND[diagnosis_of(aligned[n]).choice]}." for n in ends(aligned)]
         + [f"Round {n}: {told[n]}." for n in ends(told)],
-        constant={name: series.pop(name)[min(rounds)] for name in constant},
-        series={name: sorted(own.items()) for name, own in series.items()},
+        series={name: sorted(own.items()) for name, own in _series(rows).items()},
     )
-
-
-def _is_row(row: Row) -> bool:
-    """Return whether a row has the fields of a strategy's rows."""
-    whole = "before" not in row or {"after", "found", "moved", "part", "layer", "client"} <= row.keys()
-    return "round" in row and ("metrics" in row) == ("stage" in row) and whole
 
 
 def _series(rows: Iterable[Row]) -> dict[str, dict[int, float]]:

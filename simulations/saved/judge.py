@@ -14,7 +14,7 @@ from fedrot.errors import FedrotError
 from fedrot.head import collect_classes, fit_heads, head_of, with_head
 from fedrot.problems import SINGLE
 from fedrot.simulations.data.read import listed
-from fedrot.simulations.models import AUTO_MODELS, PROBLEMS, pad_id_of
+from fedrot.simulations.models import PROBLEMS, pad_id_of
 from fedrot.simulations.saved.load import SavedModel
 from fedrot.simulations.settings import TASKS, Experiment
 from fedrot.simulations.tasks.objectives import TokenClassification
@@ -36,7 +36,7 @@ def prepared(saved: SavedModel, data: Mapping[str, Any]) -> tuple[Task, Any, lis
     """
     model, outputs = saved.build(), saved.labels
     config = model.config
-    autos = ((name, getattr(transformers, auto)) for name, auto in AUTO_MODELS.items())
+    autos = ((name, getattr(transformers, own.auto_model)) for name, own in TASKS.items())
     names = [name for name, auto in autos if auto._model_mapping.get(type(config), 0) is type(model)]
     if not names:
         kind = type(model).__name__

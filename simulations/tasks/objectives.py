@@ -275,7 +275,7 @@ class CausalLanguageModelling(LanguageModelling):
         return {**batch, "labels": labels}
 
 
-#: Objectives by task. A new task is added here, to ``TASKS`` and to ``AUTO_MODELS``.
+#: Objectives by task. A new task is added here and to ``TASKS``.
 OBJECTIVES: Mapping[TaskName, type[Objective]] = {
     "classification": Classification,
     "mlm": MaskedLanguageModelling,

@@ -158,7 +158,6 @@ def test_a_body_that_would_be_random_is_refused(change: str, pretrained: Path, t
 
 
 def test_a_new_task_head_is_said_once(pretrained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    models._say.cache_clear()
     said = list[str]()
     monkeypatch.setattr(logging.getLogger("flwr"), "info", said.append)
     for case in ("bert", "bert", "mlm bert"):

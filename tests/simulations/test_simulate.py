@@ -129,7 +129,7 @@ def test_a_run_says_what_it_does_and_keeps_all_of_it(whole: Path) -> None:
     }
     assert {tuple(place): value for _, *place, value in lines} == last
     assert re.search(r"This takes about \d+ s in 1 process with \d+\.\d GB", printed)
-    assert printed.count("120 training rows and 20 test rows, 7 classes, 2 clients with") == 1
+    assert printed.count("120 training rows and 20 test rows, 7 classes.") == 1
     assert re.search(r"Always '\w+' would have accuracy 0\.\d{3}\.", printed)
     assert printed.count("2 clients have 60 rows each (seed 0; --dry-run: more).") == 1
     assert f"Report: {whole / 'report.html'}" in printed
@@ -425,7 +425,7 @@ def test_a_dry_run_writes_nothing_and_prints_what_it_would_take(file: Path, tmp_
         r"about \d+ s in \d process(es)? with \d\.\d GB each \(from one timed step\)", printed
     )
     assert printed.endswith("Dry run: nothing was run or written.")
-    assert "clients with 60 rows each (seed 0)" in printed
+    assert "clients have 60 rows each (seed 0)" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["two.toml"]
 
 
@@ -467,14 +467,12 @@ def test_what_is_said_of_the_data() -> None:
     largest = max(data.label_names, key=names.count)
     share = test.count(largest) / len(test)
     assert f"Always '{largest}' would have accuracy {share:.3f}." in said(experiment)
-    assert "80 training rows and 20 test rows, 7 classes, 2 clients with 40 rows each (seed 0)." in said(
-        experiment
-    )
+    assert "80 training rows and 20 test rows, 7 classes.\n2 clients have 40 rows" in said(experiment)
     assert "Always" not in said(of(task="mlm", train_limit=80))
     # Rows that no client has.
     partition = of(partition="pathological:2", seeds="3,4")
     sizes = [*map(sum, task_of(partition.to_json()).partition(3)[1])]
-    assert f"with {min(sizes)} to {max(sizes)} rows each (seed 3)" in said(partition)
+    assert f"clients have {min(sizes)} to {max(sizes)} rows each (seed 3)" in said(partition)
     assert f"leaves out {60 - sum(sizes)} of 60 rows (seed 3)." in said(partition)
     assert "leaves out" not in said(experiment)
     # Few rows to choose by.

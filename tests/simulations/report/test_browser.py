@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from fedrot.simulations.report.pages import write_report, write_strategy_report
+from fedrot.simulations.report.pages import present, write_strategy_report
 from tests.simulations.report.runs import HOSTILE, group, write_folder
 from tests.simulations.report.test_strategy_page import write_lines
 
@@ -61,9 +62,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_lines(folder / "rows.jsonl", [*rows, {"round": 1, "client": 7, "dropped": HOSTILE}])
     gains = {"fedavg": 0.0, "aligned": 0.0008, "fit_head": 0.05}
     hostile = {HOSTILE: {"fedavg": 0.0, HOSTILE: 0.01}, "two": gains}
+    quiet = Console(quiet=True)
     return {
-        "run": write_report(write_folder(folder / "run", {"main": gains})),
-        "hostile": write_report(write_folder(folder / "hostile", hostile)),
+        "run": present(write_folder(folder / "run", {"main": gains}), quiet),
+        "hostile": present(write_folder(folder / "hostile", hostile), quiet),
         "strategy": write_strategy_report(folder / "rows.jsonl"),
     }
 

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fedrot.simulations.folder import read_run
 from fedrot.simulations.report import pages
-from fedrot.simulations.report.pages import Section, print_results, write_report
+from fedrot.simulations.report.pages import Section, present
 from fedrot.simulations.report.tables import Table
 from tests.simulations.report.runs import HOSTILE, write_folder
 
@@ -53,7 +52,7 @@ class Outline(HTMLParser):
 
 
 def page_of(run: Path) -> str:
-    return write_report(run).read_text(encoding="utf-8")
+    return present(run, Console(quiet=True)).read_text(encoding="utf-8")
 
 
 def has_in_order(page: str, words: Sequence[str]) -> None:
@@ -127,7 +126,7 @@ def test_missing_parts_are_no_obstacle(run: Path, lost: str, said: list[str]) ->
 
 def printed(run: Path) -> list[str]:
     text = StringIO()
-    print_results(read_run(run), Console(file=text, width=100))
+    present(run, Console(file=text, width=100))
     return text.getvalue().splitlines()
 
 

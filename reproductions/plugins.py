@@ -1,5 +1,4 @@
 """Everything that the laboratory adds to fedrot's registries, by ``import reproductions.plugins``."""
 
 import reproductions.kinds
-import reproductions.optimal_transport
-import reproductions.report.sections  # noqa: F401
+import reproductions.optimal_transport  # noqa: F401

@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from fedrot.simulations.settings import Experiment
 
 
+#: The names of the feed-forward width and of dropouts in configurations, by architecture.
+_NAMES = {
+    **dict.fromkeys(
+        ("bert", "vit"), ("intermediate_size", "hidden_dropout_prob", "attention_probs_dropout_prob")
+    ),
+    "distilbert": ("hidden_dim", "dropout", "attention_dropout", "seq_classif_dropout"),
+    "gpt2": ("n_inner", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    "llama": ("intermediate_size", "attention_dropout"),
+}
 _LOG = logging.getLogger("flwr")
 #: Names of classification problems in transformers, by kind of the labels.
 PROBLEMS = {kind: f"{kind}_label_classification" for kind in ("single", "multi")}
@@ -173,40 +182,29 @@ def settings_of(experiment: Experiment, data: Any) -> Any:
         return pretrained_settings(experiment.model)
     from fedrot.simulations.data.encode import bundled_tokenizer
 
-    architecture, width, rate = experiment.architecture, experiment.width, experiment.dropout
+    architecture, width = experiment.architecture, experiment.width
+    inner, *dropouts = _NAMES[architecture]
     sizes = {
         "hidden_size": width,
         "num_hidden_layers": experiment.layers,
         "num_attention_heads": experiment.heads,
-    }
-    encoder = {
-        "intermediate_size": 4 * width,
-        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), rate),
+        # Three matrices of 8/3 times the width have as many entries as two of 4 times the width.
+        inner: 8 * width // 3 if architecture == "llama" else 4 * width,
+        **dict.fromkeys(dropouts, experiment.dropout),
     }
     if architecture == "vit":
         # The largest divisor of a side up to its square root: 2 for 8, 4 for 28 and 32, 8 for 64.
         patch = next(own for own in range(math.isqrt(data.side), 0, -1) if data.side % own == 0)
         own = {"image_size": data.side, "patch_size": patch, "num_channels": data.channels}
-        return _class("AutoConfig").for_model("vit", **sizes, **encoder, **own)
-    of_texts: Mapping[str, dict[str, Any]] = {
-        "bert": encoder,
-        "distilbert": {
-            "hidden_dim": 4 * width,
-            **dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout"), rate),
-        },
-        "gpt2": {
-            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), rate),
-            # With untied tables the last norm can be folded, so that the stream can be rotated.
-            "tie_word_embeddings": False,
-        },
-        # Three matrices of 8/3 times the width have as many entries as two of 4 times the width.
-        "llama": {"intermediate_size": 8 * width // 3, "attention_dropout": rate},
-    }
-    vocabulary = bundled_tokenizer().get_vocab()
-    tokens = {"pad_token_id": "[PAD]", "bos_token_id": "[CLS]", "eos_token_id": "[SEP]"}
-    text = {name: vocabulary[token] for name, token in tokens.items()}
-    text |= {"vocab_size": len(vocabulary), "max_position_embeddings": experiment.max_length}
-    return _class("AutoConfig").for_model(architecture, **sizes, **text, **of_texts[architecture])
+    else:
+        vocabulary = bundled_tokenizer().get_vocab()
+        tokens = {"pad_token_id": "[PAD]", "bos_token_id": "[CLS]", "eos_token_id": "[SEP]"}
+        own = {name: vocabulary[token] for name, token in tokens.items()}
+        own |= {"vocab_size": len(vocabulary), "max_position_embeddings": experiment.max_length}
+    if architecture == "gpt2":
+        # With untied tables the last norm can be folded, so that the stream can be rotated.
+        own["tie_word_embeddings"] = False
+    return _class("AutoConfig").for_model(architecture, **sizes, **own)
 
 
 def _with_adapter(model: Any, given: Mapping[str, Any], task_type: str) -> nn.Module:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from fedrot.simulations.data.texts import UNSEEN, metric_of
+from fedrot.simulations.folder import Run
 from fedrot.simulations.report.tables import Table
 from fedrot.simulations.summary import CENTRAL, Row
 
@@ -45,7 +46,7 @@ class SubsetTable:
     lines: list[list[str]]
 
     def blocks(self) -> list[Table]:
-        """Return a table per experiment and strategy, for pages."""
+        """Return a table per experiment and strategy."""
         found: dict[tuple[str, ...], list[list[str]]] = {}
         for line in self.lines:
             found.setdefault(tuple(line[:2]), []).append([f"{line[2]} ({line[3]} subsets)", *line[4:]])
@@ -53,14 +54,12 @@ class SubsetTable:
         return [Table(", ".join(place), header, own, header[:1]) for place, own in found.items()]
 
 
-def subset_table(
-    rows: Sequence[Row], experiments: Mapping[str, Mapping[str, Any]]
-) -> SubsetTable | None:
+def subset_table(run: Run) -> SubsetTable | None:
     """Return the table of subsets; None if no experiment merges subsets of clients with domains."""
     found: dict[_Place, dict[int, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
-    for name, experiment in experiments.items():
+    for name, experiment in run.experiments.items():
         domains, strategies = _domains(experiment), experiment["strategies"].values()
-        merged = _scores([row for row in rows if row["experiment"] == name] if domains else [])
+        merged = _scores([row for row in run.rows if row["experiment"] == name] if domains else [])
         alone: dict[int, dict[int, _Metrics]] = defaultdict(dict)
         for strategy in strategies:
             for seed, metrics in merged[str(strategy["name"])].items():

@@ -39,17 +39,12 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 Function = Callable[..., None]
 
 
-def examples(*commands: str) -> str:
-    """Return the examples at the end of a command's help, one command line each."""
-    return "\n\n".join(("Examples:" if len(commands) > 1 else "Example:", *commands))
-
-
 #: Help is plain text: markup would drop brackets, and panels would not fit a screen.
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    epilog=examples("fedrot simulate --data mine.csv --out runs/mine"),
+    epilog="Examples:\n\nfedrot simulate --data mine.csv --out runs/mine",
 )
 
 
@@ -104,7 +99,7 @@ class _Command(TyperCommand):
 
 def command(app: typer.Typer, *lines: str) -> Callable[[Function], Function]:
     """Register a function as a command of ``app``; its help ends with these example command lines."""
-    return app.command(cls=_Command, epilog=examples(*lines))
+    return app.command(cls=_Command, epilog="\n\n".join(("Examples:", *lines)))
 
 
 def say(message: str) -> None:

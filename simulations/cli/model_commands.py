@@ -16,8 +16,7 @@ from fedrot.simulations.cli.commands import FAILED, app, command, complain_in_re
 def merge(
     models: Annotated[list[str], typer.Argument(hidden=True)],
     *,
-    out: Annotated[Path | None, typer.Option(help="A new or empty folder.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing.")] = False,
+    out: Annotated[Path | None, typer.Option(help="A new or empty folder; default: none.")] = None,
     parts: Annotated[str | None, typer.Option(help="whole, none, attention+ffn or diagnosed.")] = None,
     weights: Annotated[str | None, typer.Option(help="Such as 1,3; default: equal.")] = None,
     allow: Annotated[list[str] | None, typer.Option(help="A field that may differ; repeatable.")] = None,
@@ -37,23 +36,20 @@ def merge(
             f"Here, {' and '.join(idle)} would have no effect: --rank is for LoRA adapters, --parts and "
             "--data are for models, and --fit-head and columns need --data. Leave it out."
         )
-    if out is None and not dry_run:
-        raise ValueError("The result needs a path: give --out, or --dry-run.")
-    target = None if dry_run else out
-    if target and target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if out and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"'{out}' exists and is not an empty folder. Choose another --out.")
     shares, allowed = _weights(weights, len(models)), allow or []
     with console.status(escape(f"Merging {len(models)} models")):
         from fedrot.simulations.saved.merge import merge_adapters, merge_models
 
         if adapters:
-            said = merge_adapters(models, target, shares, allowed, rank)
+            said = merge_adapters(models, out, shares, allowed, rank)
         else:
             fields = {"data": data, **columns} if data else {}
-            said = merge_models(models, target, shares, allowed, parts, fields, fit_head)
+            said = merge_models(models, out, shares, allowed, parts, fields, fit_head)
     for sentence in said:
         say(sentence)
-    say(f"Written: {out}" if target else "Dry run: nothing was written.")
+    say(f"Written: {out}" if out else "Nothing was written; --out writes the average.")
 
 
 def _weights(text: str | None, count: int) -> list[float]:

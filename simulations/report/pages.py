@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 
 from fedrot._io import write_text
 from fedrot.diagnosis import ALIGNED, PLAIN, WHOLE, diagnosis_of
-from fedrot.simulations.folder import Run, read_rows, read_run
+from fedrot.simulations.folder import read_rows, read_run
 from fedrot.simulations.report import findings, plots, tables
 from fedrot.simulations.summary import LOWER_IS_BETTER, Row, verdicts_of
 from fedrot.strategies.reporting.verdict import ends
@@ -22,18 +22,6 @@ _FOUND = {
     ALIGNED: "the clients are in different coordinates",
     WHOLE: "replies were in another basis, and were matched as whole models",
 }
-
-
-class Section(NamedTuple):
-    """A section of a plug-in at the end of a run's page."""
-
-    title: str
-    text: str
-    tables: Sequence[tables.Table] = ()
-
-
-#: Sections of plug-ins at the end of the page: functions of a run, None leaves the section out.
-SECTIONS: list[Callable[[Run], Section | None]] = []
 
 
 def present(path: Path, console: Console) -> Path:
@@ -60,7 +48,6 @@ def present(path: Path, console: Console) -> Path:
         run=run,
         verdicts=verdicts,
         says={own.name: own.about["says"] for own in strategies if own.about.get("says")},
-        more=[section for show in SECTIONS if (section := show(run)) is not None],
     )
     console.print(f"Report: {page}", highlight=False)
     return page

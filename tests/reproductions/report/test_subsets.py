@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from reproductions.report.subsets import HEADER, subset_table
+from fedrot.simulations.folder import Run
+from reproductions.report.subsets import HEADER, SubsetTable, subset_table
 
 EXPERIMENT = {
     "name": "s",
@@ -51,8 +52,12 @@ def rows(seed: int, shift: float = 0.0) -> list[dict[str, Any]]:
     ]
 
 
+def table_of(rows: list[dict[str, Any]], **changes: Any) -> SubsetTable | None:
+    return subset_table(Run(rows=rows, experiments={"s": {**EXPERIMENT, **changes}}))
+
+
 def test_pairs_and_all_clients_by_hand() -> None:
-    table = subset_table(rows(0), {"s": EXPERIMENT})
+    table = table_of(rows(0))
     assert table is not None
     pairs, whole = (dict(zip(HEADER, line, strict=True)) for line in table.lines)
     assert (pairs["merged"], pairs["subsets"], whole["merged"], whole["subsets"]) == ("2", "3", "3", "1")
@@ -67,7 +72,7 @@ def test_pairs_and_all_clients_by_hand() -> None:
 
 
 def test_the_spread_is_over_seeds() -> None:
-    table = subset_table([*rows(0), *rows(1, shift=0.1)], {"s": EXPERIMENT})
+    table = table_of([*rows(0), *rows(1, shift=0.1)])
     assert table is not None
     pairs, whole = (dict(zip(HEADER, line, strict=True)) for line in table.lines)
     assert whole["own F1"] == "0.450 ± 0.071"
@@ -78,12 +83,12 @@ def test_the_spread_is_over_seeds() -> None:
 def test_runs_without_subsets_of_domains_have_no_table() -> None:
     alone = {"plain": {"name": "plain"}}
     for other in ({"strategies": alone}, {"partition": "iid"}, {"clients": 2}, {"rounds": 2}):
-        assert subset_table(rows(0), {"s": {**EXPERIMENT, **other}}) is None
+        assert table_of(rows(0), **other) is None
 
 
 def test_unfinished_cells_and_missing_scores_are_left_out() -> None:
     joined = [{**row, "strategy": "joined"} for row in rows(0) if row["scope"] == "central"]
-    assert subset_table(joined, {"s": EXPERIMENT}) is None
-    table = subset_table([row for row in rows(0) if row["metric"] != "f1_talk"], {"s": EXPERIMENT})
+    assert table_of(joined) is None
+    table = table_of([row for row in rows(0) if row["metric"] != "f1_talk"])
     assert table is not None
     assert table.lines[1][4] == "-"

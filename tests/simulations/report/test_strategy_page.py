@@ -58,8 +58,7 @@ def test_the_page_stands_beside_its_file(tmp_path: Path) -> None:
         "evaluate/per_class/1: 0.250 in round 1 → 0.750 in round 3.",
         "server/accuracy: 0.100 in round 1 → 0.300 in round 3.",
         *(">attention, layer 0</th>", ">residual</th>", ">7<", ">1 to 3<", "<NaN> in 'a'<", ">failed<"),
-        *("Round 2: 0 good replies, 1 needed.", "train/rate: 0.100 to 0.100;"),
-        *("train/loss: 1.000 to 0.333", "train/per_class/1: 1.000 to 3.000"),
+        *("Round 2: 0 good replies, 1 needed.", "train/loss: 1.000 to 0.333; train/rate: 0.100 to"),
     ]
     has_in_order(page, parts)
     assert len(Outline(page).links) == 1
@@ -70,8 +69,7 @@ def test_the_page_stands_beside_its_file(tmp_path: Path) -> None:
 
 
 def test_without_alignment_and_losses_the_page_says_so(tmp_path: Path) -> None:
-    alike = [{"round": n, "stage": "train", "metrics": {"rate": 0.1}} for n in (1, 1)]
-    page = write_strategy_report(write_lines(tmp_path / "a.jsonl", alike)).read_text(encoding="utf-8")
+    page = write_strategy_report(write_lines(tmp_path / "a.jsonl", [{"round": 1}])).read_text("utf-8")
     has_in_order(page, ["1 rounds reported; none was aligned.", "Lost replies", "None."])
     assert (Outline(page).links, "Rounds without" in page, "Metrics by" in page) == ([], False, False)
 
@@ -102,6 +100,6 @@ def test_what_a_strategy_writes_can_be_shown(tmp_path: Path) -> None:
     strategy = FedRot(SYMMETRY, fraction_evaluate=0.0, reporting=rows)
     strategy.start(FakeGrid({100 + i: client(i) for i in range(3)}), ArrayRecord(state()), 2)
     page = write_strategy_report(tmp_path / "report.jsonl").read_text()
-    words = ["moved groups in 0 of 2", "Round 2: alignment found nothing beyond chance.", "loss = 0.500"]
+    words = ["moved groups in 0 of 2", "Round 2: alignment found nothing beyond chance.", "loss: 0.500"]
     has_in_order(page, words)
     assert page.count("holds NaN or Inf") == 1

@@ -50,7 +50,7 @@ def test_a_worse_an_equal_and_a_better_mean_are_said_first(own: Path, tmp_path: 
     assert said.startswith(f"{first} Use '{a}' as it is, or try --fit-head"), said
     assert f"'{b}': accuracy 0.300, macro_f1 " in said
     assert (tmp_path / "plain" / WEIGHTS).exists()
-    assert judged(*line, "--weights", "2,1", "--dry-run").startswith("as good as the best single one")
+    assert judged(*line, "--weights", "2,1").startswith("as good as the best single one")
     out = tmp_path / "out"
     said = judged(*line, "--fit-head", "--out", out)
     assert said.startswith("better than the best single one: accuracy 1.000 against 0.500"), said
@@ -58,7 +58,7 @@ def test_a_worse_an_equal_and_a_better_mean_are_said_first(own: Path, tmp_path: 
     before, after = load_file(a / WEIGHTS), load_file(out / WEIGHTS)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"classifier.weight", "classifier.bias"}
-    said = judged(out, out, *line[2:], "--fit-head", "--dry-run")
+    said = judged(out, out, *line[2:], "--fit-head")
     assert "The task head is its own at temperature 1.00" in said
     assert said.startswith("as good as the best single one: accuracy 1.000 against 1.000")
 
@@ -68,7 +68,7 @@ def test_outputs_are_those_of_the_data_in_any_order(own: Path, tmp_path: Path) -
     labels: dict[str, Any] = {"id2label": {"0": "C", "1": "a", "2": "b"}}
     a, b = model(tmp_path / "a", 0, 1, 0, **labels), model(tmp_path / "b", 1.5, 0, 0, **labels)
     line = (a, b, "--data", own, "--label-column", "mood")
-    assert "accuracy 0.200 against 0.500" in judged(*line, "--dry-run")
+    assert "accuracy 0.200 against 0.500" in judged(*line)
     judged(*line, "--fit-head", "--out", tmp_path / "out")
     found = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "out")
     words = transformers.AutoTokenizer.from_pretrained(a)("w0 w1 w25", return_tensors="pt")
@@ -76,7 +76,7 @@ def test_outputs_are_those_of_the_data_in_any_order(own: Path, tmp_path: Path) -
         assert int(found(words["input_ids"]).logits.argmax()) == 1
     for folder in (a, b):
         configure(folder, id2label={"0": "x"})
-    code, said = invoke("merge", *line, "--dry-run")
+    code, said = invoke("merge", *line)
     assert (code, "the classes a, b, c; the outputs of" in said, "x, a, b" in said) == (2, True, True)
 
 
@@ -85,7 +85,7 @@ def test_other_tasks(name: str, own: Path, tmp_path: Path) -> None:
     first = model_of(name)
     a, b = saved(first, tmp_path / "a"), saved(scrambled(first), tmp_path / "b")
     tokenized(a, w37="[MASK]")
-    line = (a, b, "--data", own, "--dry-run")
+    line = (a, b, "--data", own)
     if name != "t5-gated":
         assert judged(*line).startswith("as good as the best single one: ")
         assert "perplexity" in judged(*line, "--parts", "none")
@@ -107,14 +107,14 @@ def test_tags_and_images(tmp_path: Path) -> None:
         torch.nn.init.zeros_(tagger.classifier.weight)
         tagger.classifier.bias.data = torch.tensor([0.0, 0, 2, 1])
         tokenized(saved(tagger, tmp_path / place))
-    said = judged(tmp_path / "a", tmp_path / "b", "--data", tags, "--fit-head", "--dry-run")
+    said = judged(tmp_path / "a", tmp_path / "b", "--data", tags, "--fit-head")
     assert said.startswith("better than the best single one: f1 1.000 against 0.000"), said
     for name in ("x", "y", "z"):
         (pictures / name).mkdir(parents=True)
         for n in range(10):
             Image.new("RGB", (16, 16), 9 * n).save(pictures / name / f"{n}.png")
     a = saved(model_of("vit"), tmp_path / "vit")
-    said = judged(a, a, "--data", pictures, "--dry-run")
+    said = judged(a, a, "--data", pictures)
     assert said.startswith("as good as the best single one: accuracy 0.333"), said
 
 
@@ -133,6 +133,6 @@ def test_several_labels_scores_and_weights_without_a_bias(tmp_path: Path) -> Non
             torch.manual_seed(0)
             saved(transformers.GPT2ForSequenceClassification(config), tmp_path / place)
             tokenized(tmp_path / place)
-        said = judged(tmp_path / "a", tmp_path / "b", "--data", data, "--fit-head", "--dry-run")
+        said = judged(tmp_path / "a", tmp_path / "b", "--data", data, "--fit-head")
         assert said.startswith("better than the best single one:")
         assert "The task head is a fitted one" in said

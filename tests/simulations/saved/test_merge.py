@@ -75,7 +75,7 @@ def test_the_average_is_the_one_that_the_diagnosis_names(tmp_path: Path) -> None
     ours, theirs, found = (load_file(folder / WEIGHTS) for folder in (a, b, tmp_path / "out"))
     assert close(found, {n: ours[n] / 4 + 3 * theirs[n] / 4 for n in ours}, atol=1e-6)
     far = saved(model_of("bert-classifier", 1), tmp_path / "far")
-    output = merge(a, far, "--dry-run")
+    output = merge(a, far)
     assert "come from another basis" in output
     assert "Aligned parts: residual, output, heads, attention, ffn." in output
     assert f"'{far}': squared distance to the anchor" in output
@@ -99,8 +99,8 @@ def test_shards_and_pickles_are_read_and_the_rest_is_as_in_the_first_model(tmp_p
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()["w7"] == 9
 
 
-@pytest.mark.parametrize("stage", ["dry run", "merging", "writing", "renaming"])
-def test_nothing_is_left_of_a_dry_run_or_when_it_fails(
+@pytest.mark.parametrize("stage", ["no path", "merging", "writing", "renaming"])
+def test_nothing_is_left_without_a_path_or_when_it_fails(
     stage: str, pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> Any:
@@ -113,8 +113,8 @@ def test_nothing_is_left_of_a_dry_run_or_when_it_fails(
     }
     if stage in broken:
         monkeypatch.setattr(*broken[stage], fail)
-    before, dry = contents(tmp_path), [] if stage in broken else ["--dry-run"]
-    code, output = invoke("merge", *pair, "--out", tmp_path / "out", *dry)
+    before, out = contents(tmp_path), ["--out", tmp_path / "out"] if stage in broken else []
+    code, output = invoke("merge", *pair, *out)
     assert (code, "out of luck" in output) == ((2, True) if stage in broken else (0, False)), output
     assert contents(tmp_path) == before
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}

@@ -21,7 +21,7 @@ from fedrot.simulations.federation.grids import LocalGrid, local_clients
 from fedrot.simulations.models import build_model
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.task import Task, task_of
+from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies import FedRotLoRA, fit_task_head
 from fedrot.strategies.flower_compat import outside_of_the_engine
 

@@ -20,7 +20,7 @@ from fedrot.simulations.models import build_model, model_config, pretrained_sett
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.strategy import NAMED, Strategy
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.task import Task, task_of
+from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies.sums.choice import FEW
 from fedrot.symmetry import check_family, symmetry_of
 

@@ -69,9 +69,7 @@ class Experiment(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     name: str = Field("", description="In tables and rows; default: data, partition and task.")
-    data: str = Field(
-        "", description="A file, folder, bundled or hub name; several: domains of one task."
-    )
+    data: str = Field("", description="File, folder, bundled or hub name; several: domains.")
     unseen_data: str = Field("", description="Data of further domains, for tests only.")
     task: TaskName = Field("classification", description="classification, mlm, clm, ner or image.")
     data_dir: Path | None = Field(None, description="Folder in which names of data are looked up.")
@@ -101,13 +99,10 @@ class Experiment(BaseModel):
     holdout: float = Field(0.1, ge=0, lt=1, description="Share of a client's rows that it holds out.")
     fraction_train: float = Field(1.0, gt=0, le=1, description="Share of clients in a round.")
     start: Literal["same", "different", "scrambled"] = Field(
-        "same",
-        description="Clients' first models: same, different, or scrambled (in other coordinates).",
+        "same", description="Clients' first models; scrambled: in other coordinates."
     )
 
-    strategies: tuple[Strategy, ...] = Field(
-        (), description="Names; any other is a [[strategy]] table of a file."
-    )
+    strategies: tuple[Strategy, ...] = Field((), description="Names; others are [[strategy]] tables.")
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         (0, 1, 2), max_length=MOST_SEEDS, description="Their number (3: 0, 1 and 2), or a list 1,4,9."
     )

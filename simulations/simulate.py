@@ -133,7 +133,19 @@ class _Run:
         elif said[0] == "progress":
             self._of_job[job] = said[1:]
         else:
-            self._finished(*said[1:])
+            _, name, rows, alignment, log, failure = said
+            cell = self._untried[name]
+            if failure:
+                self._fail(cell, failure)
+            else:
+                self.folder.add(cell, rows, alignment, log)
+                values = [
+                    (row["metric"], math.nan if row["value"] is None else row["value"])
+                    for row in rows
+                    if row["scope"] == "central" and row["round"] == cell.experiment.rounds
+                ]
+                shown = [*values[:1], *(own for own in values[1:] if own[0] in ("macro_f1", "loss"))]
+                self._tell(cell, ", ".join(f"{metric} {value:.3f}" for metric, value in shown))
         self._show()
 
     def _jobs(self, grid: Any = None) -> list[Job]:
@@ -148,24 +160,6 @@ class _Run:
             Job(cells[0].name, work, (cells, [self._costs[cell.name] for cell in cells], scratch))
             for cells in longest
         ]
-
-    def _finished(
-        self, name: str, rows: list[Any], alignment: list[Any], log: str, failure: str
-    ) -> None:
-        cell = self._untried.get(name)
-        if cell is None:
-            return
-        if failure:
-            self._fail(cell, failure)
-            return
-        self.folder.add(cell, rows, alignment, log)
-        last = {
-            row["metric"]: math.nan if row["value"] is None else row["value"]
-            for row in rows
-            if row["scope"] == "central" and row["round"] == cell.experiment.rounds
-        }
-        shown = [*last][:1] + [metric for metric in ("macro_f1", "loss") if metric in [*last][1:]]
-        self._tell(cell, ", ".join(f"{metric} {last[metric]:.3f}" for metric in shown))
 
     def _fail(self, cell: Cell, failure: str) -> None:
         self.failed += 1

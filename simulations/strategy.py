@@ -25,30 +25,19 @@ class Strategy(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     name: str = Field(min_length=1, max_length=80, description="Its name in tables and rows.")
-    kind: str = Field(
-        "fedrot",
-        description="fedrot; head_only (nobody trains, the task head is fitted); or a plug-in's kind.",
-    )
+    kind: str = Field("fedrot", description="fedrot, head_only (nobody trains), or a plug-in's.")
     learning_rate: float | None = Field(None, gt=0, description="Of the clients; default: lr.")
     fit_at_end: bool = Field(False, description="Fit the task head once, after the last round.")
-    alignment: bool | dict[str, Any] = Field(
-        True, description="false: none. A table: fields of AlignmentOptions."
-    )
-    other_basis: bool | dict[str, Any] = Field(
-        False, description="true: OtherBasis(make_model). A table: fields of OtherBasis."
-    )
-    aggregation: str | dict[str, Any] = Field(
-        "", description="Such as regmean, or a table with its name and arguments."
-    )
+    alignment: bool | dict[str, Any] = Field(True, description="Or fields of AlignmentOptions.")
+    other_basis: bool | dict[str, Any] = Field(False, description="true, or fields of OtherBasis.")
+    aggregation: str | dict[str, Any] = Field("", description="A name, or name and arguments.")
     fit_head: bool | str = Field(False, description="Fit the task head in every round.")
     guard: str = Field("", description="A metric on the clients' held-out rows.")
     server: dict[str, Any] = Field({}, description="Fields of Server.")
     fraction_train: float | None = Field(None, gt=0, le=1, description="Default: the experiment's.")
     weighted_by_key: str = Field("num-examples", description="As in FedAvg.")
     adapters: dict[str, Any] = Field({}, description="Of LoRA adapters: fields of AdapterOptions.")
-    batches: int = Field(
-        0, ge=0, description="Most batches for an aggregation's statistics; 0: its own."
-    )
+    batches: int = Field(0, ge=0, description="Most batches for statistics; 0: all.")
     clients: tuple[int, ...] = Field((), description="The clients that take part; default: all.")
     options: dict[str, Any] = Field({}, description="Of a plug-in's kind.")
 

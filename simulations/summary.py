@@ -120,7 +120,10 @@ class Standing:
     def compared(self, other: Standing, metrics: Iterable[str]) -> Standing:
         """Return these results compared with another strategy's, and judged by some metrics."""
         against = {metric: self._difference(other, metric) for metric in metrics}
-        return replace(self, against=against, judgement=judgement(p.verdict for p in against.values()))
+        found = {pair.verdict for pair in against.values()}
+        decided = [*found & {"better", "worse"}, "undecided"]
+        judged = "mixed" if len(decided) > 2 else "same" if found == {"same"} else decided[0]
+        return replace(self, against=against, judgement="diverged" if "not finite" in found else judged)
 
     def _difference(self, other: Standing, metric: str) -> Paired:
         ours, theirs = (own.values.reindex(columns=[metric])[metric] for own in (self, other))
@@ -129,17 +132,6 @@ class Standing:
         ours, theirs = ours[common], theirs[common]
         found = paired_difference([*ours - theirs], lower_is_better=metric in LOWER_IS_BETTER)
         return replace(found, ours=float(ours.mean()), theirs=float(theirs.mean()))
-
-
-def judgement(verdicts: Iterable[str]) -> str:
-    """Return the judgement of a strategy by the verdicts of its metrics, see ``Standing``."""
-    found = set(verdicts)
-    if "not finite" in found:
-        return "diverged"
-    if found == {"same"}:
-        return "same"
-    decided = found & {"better", "worse"}
-    return "mixed" if len(decided) == 2 else (*decided, "undecided")[0]
 
 
 @dataclass(frozen=True)
@@ -180,8 +172,7 @@ class Verdict:
 
 def verdicts_of(run: Run) -> list[Verdict]:
     """Return the verdicts of all experiments with results, in the order of the configuration."""
-    found = (verdict(run, name) for name in run.experiments)
-    return [own for own in found if own is not None]
+    return [found for name in run.experiments if (found := verdict(run, name)) is not None]
 
 
 def verdict(run: Run, name: str) -> Verdict | None:

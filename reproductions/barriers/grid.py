@@ -20,7 +20,7 @@ from fedrot.simulations.folder import only_writer, read_rows, versions
 from fedrot.simulations.models import build_model
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.task import Task, task_of
+from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.symmetry import symmetry_of
 from reproductions.barriers.line import BarrierLine, lines_of, measure, training_batches, write_rows
 from reproductions.barriers.methods import METHODS

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedrot._io import json_line, write_text
 from fedrot.matching.problem import squared_distance
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.task import Task
+from fedrot.simulations.tasks.training import Task
 from fedrot.symmetry import Symmetry
 from fedrot.tensors import Tensors, compute_dtype
 from reproductions.barriers.methods import METHODS, Batches, State, canonical_pair, match

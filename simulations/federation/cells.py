@@ -23,7 +23,7 @@ from fedrot.simulations.models import build_model, load_tensors, model_config, t
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.strategy import Strategy
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.task import Task, task_of
+from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies import FedRot, FedRotLoRA, Guard, OtherBasis, Reporting, Server, fit_task_head
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
@@ -273,12 +273,11 @@ def run_federated(cell: CellRun, build: Callable[..., Any] | None = None) -> Non
 
 
 def _run_head_only(cell: CellRun) -> None:
-    """Fit the head of the first model, which stays the model of all rounds."""
+    """Fit the head of the first model, which is the model after all rounds."""
     model = cell.model()
     arrays = cell.with_fitted_head(0, ArrayRecord(tensors_of(model)), model)
     load_tensors(model, arrays.to_torch_state_dict())
-    for server_round in range(cell.experiment.rounds + 1):
-        cell.finish_round(server_round, model)
+    cell.finish_round(cell.experiment.rounds, model)
 
 
 #: How a kind of strategy runs. Plug-ins add theirs, and what refuses wrong ones to ``strategy.KINDS``.

@@ -25,7 +25,7 @@ from fedrot._io import replacing
 from fedrot.head import adapter_head_of, head_of
 from fedrot.simulations.models import build_model, load_tensors, model_config, tensors_of
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.task import Task, task_of
+from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies import LabelledRows, add_statistics, answer_with_sums
 from fedrot.strategies.client_matching import Matching, match_at_client
 from fedrot.strategies.round.inbox import CLIENT_KEY, CLIENT_RECORD

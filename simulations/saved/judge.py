@@ -18,8 +18,7 @@ from fedrot.simulations.models import PROBLEMS, pad_id_of
 from fedrot.simulations.saved.load import SavedModel
 from fedrot.simulations.settings import TASKS, Experiment
 from fedrot.simulations.tasks.objectives import TokenClassification
-from fedrot.simulations.tasks.task import Task, task_of
-from fedrot.simulations.tasks.training import evaluate, step_batches
+from fedrot.simulations.tasks.training import Task, evaluate, step_batches, task_of
 from fedrot.strategies.sums.choice import SHRINKAGES
 from fedrot.temperature import ONE, TEMPERATURES, Heads, compare_losses, smallest
 from fedrot.tensors import Tensors

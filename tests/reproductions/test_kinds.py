@@ -25,7 +25,7 @@ from fedrot.simulations.models import build_model
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.strategy import KINDS
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.task import Task, task_of
+from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies.flower_compat import outside_of_the_engine
 from reproductions.ensemble import Ensemble, with_state
 

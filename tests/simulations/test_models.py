@@ -21,8 +21,7 @@ from fedrot.simulations.data.encode import bundled_tokenizer
 from fedrot.simulations.models import build_model, loading, pad_id_of, settings_of, source_of
 from fedrot.simulations.settings import TASKS
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.task import task_of
-from fedrot.simulations.tasks.training import check_model
+from fedrot.simulations.tasks.training import check_model, task_of
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from tests.simulations.tasks.cases import SIZES, VISION, experiment_of, model_for, parts, save, task_for
 

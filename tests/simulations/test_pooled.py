@@ -19,8 +19,7 @@ from fedrot.simulations import models
 from fedrot.simulations.models import build_model, model_config, source_of
 from fedrot.simulations.pooled import PooledForSequenceClassification
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.task import Task, task_of
-from fedrot.simulations.tasks.training import check_model
+from fedrot.simulations.tasks.training import Task, check_model, task_of
 from tests.simulations.tasks.cases import SIZES, experiment_of, parts, save
 
 #: Encoders by ``model_type``.

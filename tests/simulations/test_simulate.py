@@ -29,7 +29,7 @@ from fedrot.simulations.folder import RunFolder, read_run
 from fedrot.simulations.report import pages
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.task import Task, task_of
+from fedrot.simulations.tasks.training import Task, task_of
 from tests.simulations.commands import SMALL, invoke, settings, simulated
 from tests.simulations.tasks.cases import SIZES, save
 

@@ -19,7 +19,7 @@ from fedrot.simulations.folder import read_rows
 from fedrot.simulations.models import build_model
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.task import Task, task_of
+from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.symmetry import WHOLE_MODEL
 from reproductions.barriers import line as line_module
 from reproductions.barriers import methods

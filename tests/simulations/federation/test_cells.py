@@ -22,7 +22,7 @@ from fedrot.simulations.models import build_model
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.simulate import run_job
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.task import Task, task_of
+from fedrot.simulations.tasks.training import Task, task_of
 from tests.strategies.fakes import Client, FakeGrid, failure
 
 SMALL: dict[str, Any] = {

@@ -20,7 +20,7 @@ from fedrot.simulations.federation import client_app
 from fedrot.simulations.models import build_model
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.task import Task, task_of
+from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies.wire.records import STATISTICS, read_statistics
 from tests.strategies import fakes
 

@@ -16,7 +16,7 @@ import transformers
 from fedrot.simulations.data.encode import bundled_tokenizer
 from fedrot.simulations.models import build_model
 from fedrot.simulations.settings import OF_SMALL_MODEL, Experiment
-from fedrot.simulations.tasks.task import Task, task_of
+from fedrot.simulations.tasks.training import Task, task_of
 
 torch.set_num_threads(1)
 

@@ -16,8 +16,7 @@ from fedrot.simulations.data.encode import IGNORED
 from fedrot.simulations.settings import TASKS
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.objectives import model_inputs
-from fedrot.simulations.tasks.task import OBJECTIVES, Task
-from fedrot.simulations.tasks.training import check_labels, check_model
+from fedrot.simulations.tasks.training import OBJECTIVES, Task, check_labels, check_model
 from tests.simulations.tasks.cases import CASES, experiment_of, model_for, parts, task_for
 
 SINGLE = ("accuracy", "macro_f1", "ece", "calibrated_loss")

@@ -16,7 +16,7 @@ from fedrot.simulations.data.encode import IGNORED, EncodedText, bundled_tokeniz
 from fedrot.simulations.data.read import DataError
 from fedrot.simulations.tasks import objectives, training
 from fedrot.simulations.tasks.objectives import MaskedLanguageModelling
-from fedrot.simulations.tasks.task import Task
+from fedrot.simulations.tasks.training import Task
 from tests.simulations.tasks.cases import model_for, task_for
 
 VOCABULARY: Any = task_for("mlm bert").objective

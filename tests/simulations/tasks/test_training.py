@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.objectives import Classification, model_inputs
-from fedrot.simulations.tasks.task import Task
+from fedrot.simulations.tasks.training import Task
 from tests.simulations.tasks.cases import model_for, task_for
 
 Seen = Callable[..., list[list[int]]]

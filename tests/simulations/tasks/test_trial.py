@@ -15,8 +15,7 @@ import transformers
 from fedrot.errors import FedrotError
 from fedrot.simulations.models import build_model
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.task import task_of
-from fedrot.simulations.tasks.training import check_held_out, check_labels, check_model
+from fedrot.simulations.tasks.training import check_held_out, check_labels, check_model, task_of
 from tests.simulations.tasks.cases import SIZES, VISION, experiment_of, save, task_for
 
 PLACES = 16

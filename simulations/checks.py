@@ -16,13 +16,13 @@ from fedrot.errors import FedrotError
 from fedrot.head import head_of
 from fedrot.simulations.engine import Machine
 from fedrot.simulations.federation.cells import Cell, CellRun, strategy_of
-from fedrot.simulations.models import build_model, model_config, pretrained_settings, tensors_of
+from fedrot.simulations.models import build_model, model_config, tensors_of
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.strategy import NAMED, Strategy
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies.sums.choice import FEW
-from fedrot.symmetry import check_family, symmetry_of
+from fedrot.symmetry import symmetry_of
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,14 @@ def checked(experiment: Experiment) -> Checked:
 
     Raises ``FedrotError`` for bad input.
     """
-    if experiment.moves and experiment.model is not None:
-        # An unsupported family is refused before its tokenizer and weights are loaded.
-        check_family(pretrained_settings(experiment.model))
     task = task_of(experiment.to_json())
     training.check_labels(task)
     parts = {str(seed): task.partition(seed) for seed in experiment.seeds}
     names, first = next(iter(parts.values()))
     model = build_model(experiment, task.data, seed=0)
     training.check_model(task, model)
+    if experiment.start == "scrambled":
+        symmetry_of(model_config(experiment, task.data), model.state_dict())
     strategies = {}
     for strategy in experiment.strategies:
         try:
@@ -89,8 +88,13 @@ def _check_strategy(task: Task, strategy: Strategy, model: Any) -> None:
     known = task.objective.diverged()
     if strategy.guard and strategy.guard not in known:
         raise FedrotError(f"unknown metric '{strategy.guard}'; one of {', '.join(known)}")
-    if strategy.chooses:
-        training.check_held_out(task, strategy.clients)
+    clients = strategy.clients or range(experiment.clients)
+    for seed in experiment.seeds if strategy.chooses else ():
+        if not any(len(task.client_rows(seed, client)[1]) for client in clients):
+            raise FedrotError(
+                f"it needs clients' held-out rows, but holdout {experiment.holdout:g} gives none with "
+                f"seed {seed}; use a larger holdout, fewer clients or more rows"
+            )
     if strategy.fits and not experiment.lora:
         head_of(model.config, model.state_dict())
     if strategy.kind == "fedrot":

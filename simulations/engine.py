@@ -92,7 +92,8 @@ def run_jobs(
         while waiting or engine.running:
             while waiting and len(engine.running) < engine.places():
                 engine.start(waiting.popleft())
-            for job, said in engine.heard():
+            for place, said in engine.heard():
+                job = engine.running.pop(place) if isinstance(said, Ended) else engine.running[place]
                 hear(job, said)
             tick()
 
@@ -135,20 +136,17 @@ class _Processes:
         self.running[pipe] = job
         pipe.send(job)
 
-    def heard(self) -> Iterator[tuple[Job, Any]]:
-        """Yield what jobs said, after ``PAUSE`` seconds at most; an ``Ended`` is the last of a job."""
+    def heard(self) -> Iterator[tuple[Any, Any]]:
+        """Yield keys of ``running`` and what these jobs said, after ``PAUSE`` seconds at most."""
         for pipe in wait([*self.running], PAUSE):
             assert isinstance(pipe, Connection)
-            job = self.running[pipe]
             try:
                 said = pipe.recv()
             except (EOFError, OSError):
                 process = self._processes.pop(pipe)
                 process.join()
                 said = Ended(f"The process of the job ended with code {process.exitcode}.", died=True)
-            if isinstance(said, Ended):
-                del self.running[pipe]
-            yield job, said
+            yield pipe, said
 
     def close(self) -> None:
         for pipe, process in self._processes.items():
@@ -203,17 +201,14 @@ class _Tasks:
     def start(self, job: Job) -> None:
         self.running[self._task.remote(job)] = job
 
-    def heard(self) -> Iterator[tuple[Job, Any]]:
+    def heard(self) -> Iterator[tuple[Any, Any]]:
         found, _ = self._ray.wait([*self.running], num_returns=1, timeout=PAUSE, fetch_local=False)
         for stream in found:
-            job = self.running[stream]
             try:
                 said = self._ray.get(next(stream))
             except (StopIteration, self._ray.exceptions.RayError) as error:
                 said = Ended(f"The task of the job ended: {error or 'it was stopped'}", died=True)
-            if isinstance(said, Ended):
-                del self.running[stream]
-            yield job, said
+            yield stream, said
 
     def close(self) -> None:
         self._ray.shutdown()

@@ -69,7 +69,6 @@ class Run:
         missing: titles of what has no rows yet.
     """
 
-    path: Path = Path()
     commands: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     experiments: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -111,7 +110,7 @@ def read_run(path: Path) -> Run:
         rows += _checked(found["rows"], cell, *FIELDS)
         alignment += _checked(found["alignment"], cell, "strategy")
     _checked([r for r in alignment if "before" in r], path, "part", "layer", "after", "found", "moved")
-    return Run(path, **known, rows=rows, alignment=alignment, missing=missing)
+    return Run(**known, rows=rows, alignment=alignment, missing=missing)
 
 
 def title_of(experiment: str, seed: object, strategy: str) -> str:
@@ -184,7 +183,7 @@ class RunFolder:
         """Return an experiment with the folder's seeds and strategies, too."""
         united = dict(own)
         for key, value in own.items():
-            before = held.get(key)
+            before: Any = held.get(key)
             if key in ("seeds", "strategies"):
                 united[key] = {**before, **value}
                 value, before = united[key], {**value, **before}
@@ -208,18 +207,16 @@ def only_writer(folder: Path) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     refuse_links(folder)
-    lock = FileLock(folder / ".lock", timeout=0)
     try:
-        lock.acquire()
+        with FileLock(folder / ".lock", timeout=0):
+            try:
+                yield
+            finally:
+                (folder / ".lock").unlink(missing_ok=True)
     except Timeout as error:
         raise FedrotError(
             f"Another run is writing to '{folder}'. Wait until it ends, or choose another folder."
         ) from error
-    try:
-        yield
-    finally:
-        (folder / ".lock").unlink(missing_ok=True)
-        lock.release()
 
 
 def versions() -> dict[str, str]:

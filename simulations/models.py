@@ -70,7 +70,7 @@ def build_model(experiment: Experiment, data: Any, seed: int, rank: int | None =
     torch.manual_seed(0 if experiment.lora else seed)
     settings = model_config(experiment, data)
     if experiment.model is None:
-        return _class(TASKS[experiment.task].auto_model).from_config(settings)
+        return _class(f"AutoModelFor{TASKS[experiment.task].auto_model}").from_config(settings)
     model = _pretrained(experiment.model, experiment.task, settings)
     if not experiment.lora:
         return model
@@ -91,7 +91,9 @@ def _pretrained(name: str, task: str, settings: Any) -> Any:
 
     mode = pooled.pooling_of(name, settings) if task == "classification" else ""
     with loading(name):
-        model, found = _class("AutoModel" if mode else TASKS[task].auto_model).from_pretrained(
+        model, found = _class(
+            "AutoModel" if mode else f"AutoModelFor{TASKS[task].auto_model}"
+        ).from_pretrained(
             source_of(name), config=settings, dtype=torch.float32, output_loading_info=True
         )
     new = set(found["missing_keys"])

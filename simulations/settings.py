@@ -26,7 +26,7 @@ class TaskTraits:
 
     Attributes:
         architectures: architectures of models from scratch, the default first.
-        auto_model: the class of transformers that builds models.
+        auto_model: what the class of transformers that builds models is for: ``AutoModelFor...``.
         data: the default data set; empty if the user has to name one.
         peft: PEFT's task type, which decides what is trained beside an adapter; empty: no adapters.
         classifies: whether models have one output per row, and a task head that can be fitted.
@@ -39,17 +39,17 @@ class TaskTraits:
     classifies: bool = False
 
 
-_ENCODERS: tuple[Architecture, ...] = ("bert", "distilbert")
-_DECODERS: tuple[Architecture, ...] = ("gpt2", "llama")
-_AUTO = "AutoModelFor"
 TASKS: Mapping[str, TaskTraits] = {
     "classification": TaskTraits(
-        (*_ENCODERS, *_DECODERS), f"{_AUTO}SequenceClassification", peft="SEQ_CLS", classifies=True
+        ("bert", "distilbert", "gpt2", "llama"),
+        "SequenceClassification",
+        peft="SEQ_CLS",
+        classifies=True,
     ),
-    "mlm": TaskTraits(_ENCODERS, f"{_AUTO}MaskedLM"),
-    "clm": TaskTraits(_DECODERS, f"{_AUTO}CausalLM", peft="CAUSAL_LM"),
-    "ner": TaskTraits(_ENCODERS, f"{_AUTO}TokenClassification", data="", peft="TOKEN_CLS"),
-    "image": TaskTraits(("vit",), f"{_AUTO}ImageClassification", data=DIGITS, classifies=True),
+    "mlm": TaskTraits(("bert", "distilbert"), "MaskedLM"),
+    "clm": TaskTraits(("gpt2", "llama"), "CausalLM", peft="CAUSAL_LM"),
+    "ner": TaskTraits(("bert", "distilbert"), "TokenClassification", data="", peft="TOKEN_CLS"),
+    "image": TaskTraits(("vit",), "ImageClassification", data=DIGITS, classifies=True),
 }
 
 #: The largest number of seeds. A larger number is probably a seed.
@@ -225,23 +225,13 @@ class Experiment(BaseModel):
 
     @property
     def ranks(self) -> tuple[Any, ...]:
-        """The ranks of the clients' adapters, in turn; the global adapter has the largest."""
+        """The ranks of the clients' adapters, in turn, or None; the global adapter has the largest."""
         rank = self.lora.get("r")
         return tuple(rank) if isinstance(rank, list) and rank else (rank,)
-
-    def rank_of(self, client: int) -> int | None:
-        """Return the rank of a client's adapter; None without ``lora``."""
-        return self.ranks[client % len(self.ranks)] if self.lora else None
 
     def epochs(self, server_round: int) -> float:
         """Return the epochs of a client in a round; rounds count from 1."""
         return self.first_epochs or self.local_epochs if server_round == 1 else self.local_epochs
-
-    @property
-    def moves(self) -> bool:
-        """Whether weights are moved, which needs a model of a supported family."""
-        aligned = any(s.kind == "fedrot" and s.alignment is not False for s in self.strategies)
-        return not self.lora and (self.start == "scrambled" or aligned)
 
     def to_json(self) -> str:
         """Return the experiment as one line of JSON, the same for equal experiments."""

@@ -181,16 +181,12 @@ def default_strategies(experiment: Mapping[str, Any], classifies: bool) -> list[
         experiment: the fields of an experiment.
         classifies: whether the task has a head that can be fitted.
     """
-    domains = "," in str(experiment["data"]) or experiment["unseen_data"]
+    lora, domains = experiment["lora"], "," in str(experiment["data"]) or experiment["unseen_data"]
     fits = classifies and experiment["holdout"] and not domains
-    lora = experiment["lora"]
+    heads = ["fedavg_head", "head_only", "fit_head"] if fits else []
     if lora and isinstance(lora, Mapping):
         rank = lora.get("r")
-        several = isinstance(rank, list) and len(set(rank)) > 1  # there is no mean of their factors
-        averages, heads = (["exact"], ["head_only"]) if several else (["fedavg", "exact"], _HEADS[1:])
-        return [*averages, *(heads if fits else ())]
-    aligned = experiment["start"] != "same" or not fits
-    return ["fedavg", *(_HEADS if fits else ()), *(["aligned"] if aligned else ())]
-
-
-_HEADS = ["fedavg_head", "head_only", "fit_head"]
+        if isinstance(rank, list) and len(set(rank)) > 1:  # there is no mean of their factors
+            return ["exact", *heads[1:2]]
+        return ["fedavg", "exact", *heads[1:]]
+    return ["fedavg", *heads, *(["aligned"] if experiment["start"] != "same" or not fits else ())]

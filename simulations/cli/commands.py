@@ -90,10 +90,10 @@ class _Command(TyperCommand):
                 complain_in_red(f"Error in {where}: {problem['msg'].removeprefix('Value error, ')}")
             raise typer.Exit(BAD_INPUT) from None
         except (OSError, ValueError, RuntimeError) as error:
-            of_file = isinstance(error, OSError) and error.filename is not None
-            complain_in_red(
-                f"Error: '{error.filename}': {error.strerror}." if of_file else f"Error: {error}"
-            )
+            said = str(error)
+            if isinstance(error, OSError) and error.filename is not None:
+                said = f"'{error.filename}': {error.strerror}."
+            complain_in_red(f"Error: {said}")
             raise typer.Exit(FAILED if isinstance(error, RuntimeError) else BAD_INPUT) from None
 
 

@@ -71,7 +71,8 @@ class ClientJob:
 
     def model(self, tensors: Mapping[str, Tensor] | None = None) -> nn.Module:
         """Return the client's model, with these tensors or to load weights into."""
-        rank = self.task.experiment.rank_of(self.client)
+        ranks = self.task.experiment.ranks
+        rank = ranks[self.client % len(ranks)]
         model = _empty_model(self.told["experiment"], rank, self.told["loads"])
         if tensors is not None:
             load_tensors(model, tensors, self.told["loads"])

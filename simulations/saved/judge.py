@@ -35,7 +35,9 @@ def prepared(saved: SavedModel, data: Mapping[str, Any]) -> tuple[Task, Any, lis
     """
     model, outputs = saved.build(), saved.labels
     config = model.config
-    autos = ((name, getattr(transformers, own.auto_model)) for name, own in TASKS.items())
+    autos = (
+        (name, getattr(transformers, f"AutoModelFor{own.auto_model}")) for name, own in TASKS.items()
+    )
     names = [name for name, auto in autos if auto._model_mapping.get(type(config), 0) is type(model)]
     if not names:
         kind = type(model).__name__

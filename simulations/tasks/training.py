@@ -167,17 +167,6 @@ def check_labels(task: Task) -> None:
         raise DataError(f"{data.name}: training and held-out rows share no class; give both the same")
 
 
-def check_held_out(task: Task, clients: Sequence[int] = ()) -> None:
-    """Raise ``FedrotError`` if these clients, all by default, hold out no row."""
-    for seed in task.experiment.seeds:
-        chosen = clients or range(task.experiment.clients)
-        if not any(len(task.client_rows(seed, client)[1]) for client in chosen):
-            raise FedrotError(
-                f"it needs clients' held-out rows, but holdout {task.experiment.holdout:g} gives none "
-                f"with seed {seed}; use a larger holdout, fewer clients or more rows"
-            )
-
-
 def check_model(task: Task, model: nn.Module) -> None:
     """Raise ``FedrotError`` if a model cannot compute its loss and gradient on the rows of a task.
 

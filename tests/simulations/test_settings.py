@@ -109,9 +109,7 @@ def test_only_runs_that_move_weights_need_a_supported_family() -> None:
 
 def test_ranks_go_round() -> None:
     experiment = of(**{**OF_LORA, "lora": {**LORA, "r": [2, 4]}})
-    assert [experiment.rank_of(client) for client in range(3)] == [2, 4, 2]
-    assert of(**OF_LORA).rank_of(5) == 8
-    assert of().rank_of(0) is None
+    assert [experiment.ranks, of(**OF_LORA).ranks, of().ranks] == [(2, 4), (8,), (None,)]
     assert of(first_epochs=4).epochs(1) == 4
     assert of(first_epochs=4).epochs(2) == 1
 

@@ -131,7 +131,7 @@ def test_a_run_says_what_it_does_and_keeps_all_of_it(whole: Path) -> None:
     assert re.search(r"This takes about \d+ s in 1 process with \d+\.\d GB", printed)
     assert printed.count("120 training rows and 20 test rows, 7 classes.") == 1
     assert re.search(r"Always '\w+' would have accuracy 0\.\d{3}\.", printed)
-    assert printed.count("2 clients have 60 rows each (seed 0; --dry-run: more).") == 1
+    assert printed.count("2 clients have 60 rows each (seed 0).") == 1
     assert f"Report: {whole / 'report.html'}" in printed
     cell = json.loads(next((whole / "cells").glob("*seed-1-al*")).read_text())
     assert cell["title"].endswith("seed 1 · aligned")

@@ -87,7 +87,7 @@ def run(flower_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_run_folder_tells_the_whole_story(run: Path) -> None:
     found = read_run(run)
     assert found.commands == ["flwr run"]
-    assert found.experiments[0]["partition"] == "dirichlet:1"
+    assert [own["partition"] for own in found.experiments.values()] == ["dirichlet:1"]
     assert {row["strategy"] for row in found.alignment} >= {"aligned"}
     report = (run / "report.html").read_text()
     assert re.search(r'(src|href)="(?!data:|#)', report) is None

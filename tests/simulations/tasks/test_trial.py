@@ -15,7 +15,7 @@ import transformers
 from fedrot.errors import FedrotError
 from fedrot.simulations.models import build_model
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.training import check_held_out, check_labels, check_model, task_of
+from fedrot.simulations.tasks.training import check_labels, check_model, task_of
 from tests.simulations.tasks.cases import SIZES, VISION, experiment_of, save, task_for
 
 PLACES = 16
@@ -132,14 +132,3 @@ def test_labels_that_teach_nothing_are_refused(name: str) -> None:
     with pytest.raises(FedrotError, match=said) if said else nullcontext():
         check_labels(replace(task_for("bert"), data=data))
     check_labels(replace(task_for("mlm bert"), data=data))
-
-
-def test_held_out_rows_are_needed_with_every_seed() -> None:
-    task = task_for("bert", train_limit=60, clients=6, partition="dirichlet:0.1", holdout=0.05)
-    some = [any(len(task.client_rows(seed, client)[1]) for client in range(6)) for seed in range(60)]
-    enough, lacking = some.index(True), some.index(False)
-    for seeds in ((enough, lacking), (lacking, enough), (enough,)):
-        of = replace(task, experiment=task.experiment.model_copy(update={"seeds": seeds}))
-        said = pytest.raises(FedrotError, match=f"holdout 0.05 gives none with seed {lacking};")
-        with said if lacking in seeds else nullcontext():
-            check_held_out(of)

@@ -113,12 +113,11 @@ def test_what_does_not_go_together_is_refused(
         Experiment.from_flat(given)
 
 
-def test_kinds_of_plug_ins_have_no_code_and_move_nothing() -> None:
+def test_kinds_of_plug_ins_have_no_code() -> None:
     experiment = experiment_of(
         {"name": "together", "kind": "ensemble"}, {"name": "j", "kind": "joined-steps"}
     )
     assert [strategy.code(experiment) for strategy in experiment.strategies] == ["", ""]
-    assert not experiment.moves
 
 
 # Ensembles

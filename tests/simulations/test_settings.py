@@ -100,13 +100,6 @@ def test_trainings_are_shared_where_nothing_that_decides_them_differs() -> None:
     assert all(one.training != first.training for one in others)
 
 
-def test_only_runs_that_move_weights_need_a_supported_family() -> None:
-    assert of(strategies="aligned").moves
-    assert of(strategies="fedavg", start="scrambled").moves
-    assert not of(strategies="fedavg,head_only").moves
-    assert not of(**OF_LORA).moves
-
-
 def test_ranks_go_round() -> None:
     experiment = of(**{**OF_LORA, "lora": {**LORA, "r": [2, 4]}})
     assert [experiment.ranks, of(**OF_LORA).ranks, of().ranks] == [(2, 4), (8,), (None,)]

@@ -506,6 +506,16 @@ def test_a_strategy_that_cannot_run_is_refused(table: dict[str, Any], words: str
     assert words in str(caught.value)
 
 
+def test_only_runs_that_move_weights_need_a_supported_family(tmp_path: Path) -> None:
+    config = transformers.BigBirdConfig(**SIZES, attention_type="original_full")
+    model = str(save(tmp_path, config))
+    experiment = Experiment.from_flat({**MODEL, "model": model, "strategies": "fedavg"})
+    assert checked(experiment).described["model"] == model
+    for moving in ({"strategies": "aligned"}, {"start": "scrambled"}):
+        with pytest.raises(FedrotError, match="big_bird"):
+            checked(Experiment.from_flat({**MODEL, "model": model, "strategies": "fedavg", **moving}))
+
+
 def test_the_partition_of_every_seed_is_tried_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     clients = Task.clients
     seeds: list[int] = []

@@ -77,7 +77,7 @@ def test_the_page_begins_with_the_verdict(run: Path) -> None:
             "Other seeds",
         ),
         *("Seed 1", "accuracy after the last round: fedavg 0.620", "accuracy (higher is better), 5"),
-        *("loss (lower is better), 5 seeds", "Grey: no more than they remove from noise", "aligned"),
+        *("loss (lower is better), 5 seeds", "Grey: no more than they remove", "aligned", "lines"),
         *(
             '>attention, layer 0</th> <td class="found" style="--strength: 0.60">30</td>',
             ">ffn, layer 1<",

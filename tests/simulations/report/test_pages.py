@@ -82,7 +82,7 @@ def test_the_page_begins_with_the_verdict(run: Path) -> None:
             '>attention, layer 0</th> <td class="found" style="--strength: 0.60">30</td>',
             ">ffn, layer 1<",
         ),
-        *('>ece</th> <th scope="col" class="number">loss', 'fedavg" class="number">-<', ">fit_head<"),
+        *('"lines"> <thead><tr> <th scope="col">strategy<', 'fedavg" class="number">-<', ">fit_head<"),
         *('"accuracy" class="number">0.670<', '"ece" class="number">0.100<', "+0.050 [+0.048, +0.052]"),
         *("Lost replies", "NaN in 'w'", "fedrot simulate --data 'a <b>.csv'", "Configuration of main"),
         *("<dt>rounds</dt><dd>3<", "<dd>0, 1, 2, 3, 4<", "<dd>fedavg, aligned, fit_head, joined<"),

@@ -139,7 +139,7 @@ class RunFolder:
         """Open a folder for experiments by name, see ``checks.Checked.described``."""
         self.path, file = path, path / "config.json"
         config = read_json(file) if file.is_file() else {name: kind() for name, kind in _CONFIG.items()}
-        if not {*_CONFIG} <= config.keys():
+        if not all(isinstance(config.get(name), kind) for name, kind in _CONFIG.items()):
             raise FileExistsError(
                 f"The folder '{path}' has a config.json of another kind, for example of a model, which "
                 "results would overwrite. Choose another --out."

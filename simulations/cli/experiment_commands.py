@@ -68,13 +68,13 @@ def simulate(
     """
     given = {name: value for name, value in locals().items() if name in Experiment.model_fields}
     given = _with_settings({n: v for n, v in given.items() if v is not None}, settings or ())
-    machine = workers, given.pop(RAY, "")
+    ray = given.pop(RAY, "")
     experiments = read_experiments(file, given) if file else [Experiment.from_flat(given)]
     # After the settings have been checked: these modules import torch and transformers.
     from fedrot.simulations.engine import Machine
     from fedrot.simulations.simulate import simulate as run
 
-    run(experiments, out, command_line(), console, Machine(*machine), dry_run=dry_run)
+    run(experiments, out, command_line(), console, Machine(workers, ray), dry_run=dry_run)
 
 
 def _with_settings(given: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:

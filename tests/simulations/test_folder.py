@@ -154,9 +154,10 @@ def test_data_that_have_changed_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_something_else_stays(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(FileExistsError, match="another kind"):
-        RunFolder(tmp_path, described(of()), "first")
+    for text in ('{"model_type": "bert"}', '{"commands": [], "versions": {}, "experiments": []}'):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(FileExistsError, match="another kind"):
+            RunFolder(tmp_path, described(of()), "first")
     assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
     with pytest.raises(FileNotFoundError, match="not a run folder"):
         read_run(tmp_path / "none")
@@ -177,8 +178,7 @@ def test_rows_end_where_a_line_is_unfinished(tmp_path: Path, text: str, count: i
 
 @pytest.mark.parametrize("data", [b'{"round": "one"}\n', b"3\n", b'{"layer": 0.5}\n'])
 def test_rows_that_no_strategy_wrote_are_named(tmp_path: Path, data: bytes) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_bytes(data)
+    (file := tmp_path / "rows.jsonl").write_bytes(data)
     with pytest.raises(FedrotError, match=r"rows\.jsonl"):
         read_rows(file)
 

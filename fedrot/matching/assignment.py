@@ -25,13 +25,27 @@ HOPELESS = 8.0
 
 _ROWS = 256
 
+#: Entries of a difference that is computed at once on a CPU: half a megabyte in float32.
+_PIECE = 2**17
+
 #: Factor on computed distances that covers their rounding errors.
 SLACK = 1 + 1e-5
 
 
 def row_distances(blocks: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Return ``|f_i - a_i|^2`` for every neuron, shape ``[n]``, over all slots together."""
-    return sum(((c - a).square_().sum(1).double() for a, c in blocks), start=torch.zeros(())).double()
+    return sum((_row_distances(a, c).double() for a, c in blocks), start=torch.zeros(())).double()
+
+
+def _row_distances(a: Tensor, c: Tensor) -> Tensor:
+    """Return the row distances of one pair; on a CPU in pieces, whose differences stay in its cache."""
+    if c.device.type != "cpu" or c.numel() <= _PIECE:
+        return (c - a).square_().sum(1)
+    # Pieces are contiguous: rows, or columns of a matrix that is stored by columns.
+    along = 0 if c.stride(0) >= c.stride(1) else 1
+    pieces = zip(*(x.split(max(1, _PIECE // c.shape[1 - along]), along) for x in (a, c)), strict=True)
+    sums = [(theirs - ours).square_().sum(1) for ours, theirs in pieces]
+    return torch.cat(sums) if along == 0 else torch.stack(sums).sum(0)
 
 
 def largest(blocks: Sequence[Tensor]) -> Tensor:

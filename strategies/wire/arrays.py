@@ -8,7 +8,8 @@ mistake.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from io import BytesIO
 from math import prod
 from typing import Any
@@ -140,17 +141,26 @@ def decode(name: str, array: Array) -> Tensor:
 
 def _header(name: str, array: Array) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
     """Return dtype, shape, Fortran order and length of an npy header, checked for plausibility."""
-    stream = BytesIO(array.data[:_HEADER])
-    read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
     try:
-        shape, fortran, dtype = read[npy.read_magic(stream)](stream, max_header_size=_HEADER)
+        # Bytes 8 and 9 are the header's length in npy's version 1; a later version is read whole.
+        length = int.from_bytes(array.data[8:10], "little") + 10 if array.data[6:7] == b"\1" else _HEADER
+        shape, fortran, dtype, length = _parsed(array.data[: min(length, _HEADER)])
     except Exception as error:  # NumPy calls Python's parser, which raises many types.
         raise _unreadable(name, f"has no readable npy header ({error!s:.200})") from error
     if dtype not in _TORCH:
         raise _unreadable(name, f"holds {str(dtype)!r:.60}, not numbers in this machine's byte order")
     if len(shape) > _DIMENSIONS or min(shape, default=0) < 0 or prod(n or 1 for n in shape) > _ELEMENTS:
         raise _unreadable(name, f"has the impossible shape {shape!r:.60}")
-    return dtype, tuple(map(int, shape)), fortran, stream.tell()
+    return dtype, tuple(map(int, shape)), fortran, length
+
+
+@lru_cache(maxsize=4096)  # A model's arrays have few headers, and Python's parser is slow.
+def _parsed(header: bytes) -> tuple[Sequence[int], bool, np.dtype[Any], int]:
+    """Return shape, Fortran order, dtype and length of the npy header that some bytes begin with."""
+    stream = BytesIO(header)
+    read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+    shape, fortran, dtype = read[npy.read_magic(stream)](stream, max_header_size=_HEADER)
+    return shape, fortran, dtype, stream.tell()
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -17,9 +17,8 @@ from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.reporting.rows import Evaluate
 from fedrot.strategies.round.aligner import Aligner, Plan, ToAnchor
 from fedrot.strategies.round.guard import Guard, comparison_of
-from fedrot.strategies.round.merge import OF_THE_MEAN, Averaged, Listed, Merge
+from fedrot.strategies.round.merge import OF_THE_MEAN
 from fedrot.strategies.round.other_basis import Exchange, FromOtherBases, OtherBases
-from fedrot.strategies.round.outbox import integers_of
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.settings import OtherBasis
 from fedrot.symmetry import Symmetry
@@ -78,13 +77,17 @@ class Aligned(ReplyStrategy):
         if alignment is not None:
             check_anchor(checked_options(alignment, "alignment").anchor)
             arguments.check_in_front(self, alignment.anchor, other_basis is not None)
+        self.aligns = self.needs_model = alignment is not None
         self.model_config = model_config
         self.symmetry: Symmetry | None = None
         self.alignment = alignment
         self.other_bases = OtherBases(other_basis) if other_basis is not None else None
         other = self.other_bases.options if self.other_bases is not None else None
-        aggregates = self.aggregation is not None
-        self.comparison = comparison_of(guard, alignment, other, aggregates=aggregates)
+        if self.aligns and self.other_bases is not None:
+            self.waits = self.waits or self.other_bases.needs_all
+        if guard is not None:
+            aggregates = self.aggregation is not None
+            self.comparison = comparison_of(guard, alignment, other, aggregates=aggregates)
 
     def summary(self) -> None:
         """Log what is aligned, then the summary of ``ReplyStrategy`` and of the base strategy."""
@@ -106,24 +109,8 @@ class Aligned(ReplyStrategy):
         return self.comparison.evaluating(evaluate, self.aggregator(1) is not None)
 
     def aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
-        """Return the function that builds a round's aggregator.
-
-        None gives all updates to the base strategy.
-        """
+        """Return the function that builds a round's aggregator; None passes all updates on."""
         return Mean if self.aligns and self.wrapped_class in OF_THE_MEAN else None
-
-    @property
-    def aligns(self) -> bool:
-        """True if a round's updates are aligned; metrics and the verdict then report the alignment."""
-        return self.alignment is not None
-
-    @property
-    def waits(self) -> bool:
-        """True if a round holds all updates until every reply has arrived."""
-        if self.alignment is None:
-            return super().waits
-        of_all = self.other_bases is not None and self.other_bases.needs_all
-        return of_all or super().waits
 
     def begin_round(self, arrays: ArrayRecord) -> None:
         """Find the symmetry of the model that a round broadcasts."""
@@ -136,21 +123,14 @@ class Aligned(ReplyStrategy):
         if self.other_bases is not None:
             self.other_bases.prepare(found)
 
-    def aligner(self, broadcast: Tensors, merge: Merge, record: RoundRecord) -> Aligner:
+    def aligner(self, broadcast: Tensors, mean: Mean | None, record: RoundRecord) -> Aligner:
         """Return the aligner of a round's updates."""
         if self.alignment is None:
-            return super().aligner(broadcast, merge, record)
+            return super().aligner(broadcast, mean, record)
         assert self.symmetry is not None  # from begin_round
         plan = Plan(self.symmetry, self.alignment, self._device)
         if self.other_bases is None:
-            return ToAnchor(plan, broadcast, record, merge.mean)
+            return ToAnchor(plan, broadcast, record, mean)
         grid = self._grid
         exchange = Exchange(grid, self._config, self._timeout) if grid is not None else None
-        return FromOtherBases(plan, self.other_bases, broadcast, record, merge.mean, exchange)
-
-    def merge(self, record: RoundRecord) -> Merge:
-        """Return the object that merges a round's updates."""
-        build = self.aggregator(record.number)
-        if build is None:
-            return Listed(record, integers_of(self._broadcast) if self.aligns else ArrayRecord())
-        return Averaged(build, record, self.comparison)
+        return FromOtherBases(plan, self.other_bases, broadcast, record, mean, exchange)

@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedrot._io import append_rows
-from fedrot.aggregation import Aggregator
+from fedrot.aggregation import Aggregator, Mean
 from fedrot.errors import FedrotError
 from fedrot.strategies import arguments
 from fedrot.strategies.flower_compat import figures_of
@@ -28,9 +28,10 @@ from fedrot.strategies.reporting.rows import (
 from fedrot.strategies.reporting.verdict import NOBODY, OFF, empty_rounds, run_lines
 from fedrot.strategies.resume.run import run
 from fedrot.strategies.round.aligner import Aligner
+from fedrot.strategies.round.guard import Comparison
 from fedrot.strategies.round.inbox import Asked, Inbox, readable_evaluations, sent_by
 from fedrot.strategies.round.merge import Aggregated, Averaged, Listed, Merge, Wrapped
-from fedrot.strategies.round.outbox import common_model, plain, to_send
+from fedrot.strategies.round.outbox import common_model, integers_of, plain, to_send
 from fedrot.strategies.round.play import Order, by_client, by_contents, play
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Moved, Schema
@@ -64,6 +65,15 @@ class ReplyStrategy(Strategy):
     #: True in simulations: deterministic rounds sort replies by the ids that clients send.
     trusts_ids = False
 
+    #: True if a round's updates are aligned; metrics and the verdict then report the alignment.
+    aligns = False
+
+    #: True if a round whose broadcast model is unknown is an error, not only unchecked.
+    needs_model = False
+
+    #: Chooses between the result of a round and the plain mean, if there is a guard.
+    comparison: Comparison | None = None
+
     #: Attributes that are not in checkpoints: arguments of the constructor, or data of one round.
     not_in_checkpoints: tuple[str, ...] = (
         *("server", "checkpoints", "reporting", "_device"),
@@ -82,6 +92,8 @@ class ReplyStrategy(Strategy):
         self.server = server or Server()
         self.reporting = reporting or Reporting()
         self._device = checked_device(self.server.device)
+        #: True if a round holds all updates until every reply has arrived.
+        self.waits = self.server.deterministic
         self.checkpoints = checkpoints
         self._broadcast = ArrayRecord()
         self._config = ConfigRecord()
@@ -236,39 +248,16 @@ class ReplyStrategy(Strategy):
         return Schema(broadcast)
 
     def aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
-        """Return the function that builds a round's aggregator, for ``merge``.
-
-        None gives all updates to the base strategy.
-        """
+        """Return the function that builds a round's aggregator; None passes all updates on."""
         return None
 
     def needs(self, server_round: int) -> tuple[str, ...]:
         """Return the kinds of statistics that every reply of a round must have."""
         return ()
 
-    @property
-    def aligns(self) -> bool:
-        """True if a round's updates are aligned; metrics and the verdict then report the alignment."""
-        return False
-
-    @property
-    def needs_model(self) -> bool:
-        """True if a round whose broadcast model is unknown is an error, not only unchecked."""
-        return self.aligns
-
-    @property
-    def waits(self) -> bool:
-        """True if a round holds all updates until every reply has arrived."""
-        return self.server.deterministic
-
-    def aligner(self, broadcast: Tensors, merge: Merge, record: RoundRecord) -> Aligner:
-        """Return the aligner of a round's updates."""
+    def aligner(self, broadcast: Tensors, mean: Mean | None, record: RoundRecord) -> Aligner:
+        """Return the aligner of a round's updates; ``mean`` is the round's, if it only needs a mean."""
         return Aligner()
-
-    def merge(self, record: RoundRecord) -> Merge:
-        """Return the object that merges a round's updates."""
-        build = self.aggregator(record.number)
-        return Listed(record, ArrayRecord()) if build is None else Averaged(build, record)
 
     def check_initial(self, arrays: ArrayRecord) -> None:
         """Check the first model before any client trains; raises ``FedrotError``."""
@@ -292,19 +281,19 @@ class ReplyStrategy(Strategy):
         """Return a round's new model, given the merged one; called after the round's last reply."""
         return arrays
 
-    @property
-    def wrapped_class(self) -> type:
-        """The class whose ``aggregate_train`` receives the updates."""
-        mro = type(self).__mro__
-        after = mro[mro.index(ReplyStrategy) + 1 :]
-        return next(cls for cls in after if "aggregate_train" in vars(cls))
-
     def check_own_messages(self, messages: Sequence[Message]) -> None:
         """Called with a round's messages if a subclass did not call ``super().configure_train``.
 
         Raises:
             FedrotError: the messages lack something that clients need.
         """
+
+    @property
+    def wrapped_class(self) -> type:
+        """The class whose ``aggregate_train`` receives the updates."""
+        mro = type(self).__mro__
+        after = mro[mro.index(ReplyStrategy) + 1 :]
+        return next(cls for cls in after if "aggregate_train" in vars(cls))
 
     def _begin_round(self, server_round: int, arrays: ArrayRecord) -> None:
         self._begun, self._broadcast = server_round, arrays
@@ -354,8 +343,10 @@ class ReplyStrategy(Strategy):
         All other objects of the round are released.
         """
         broadcast = from_arrays(self._broadcast, writable=self.server.deterministic)
-        merge = self.merge(record)
-        aligner = self.aligner(broadcast, merge, record)
+        integers = integers_of(self._broadcast) if self.aligns else ArrayRecord()
+        build = self.aggregator(record.number)
+        merge = Listed(record, integers) if build is None else Averaged(build, record, self.comparison)
+        aligner = self.aligner(broadcast, merge.mean, record)
         inbox = Inbox(
             asked,
             self.schema(broadcast),

@@ -11,23 +11,19 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
-from fedrot.aggregation import Aggregator, Mean, aggregation_named
+from fedrot.aggregation import Aggregator, aggregation_named
 from fedrot.collect.canonical_statistics import follows_canonical_form
-from fedrot.collect.statistics import TRAINED, kind_named
+from fedrot.collect.statistics import kind_named
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.aligned import DEFAULT_ALIGNMENT, Aligned
 from fedrot.strategies.arguments import check_not_behind
 from fedrot.strategies.flower_compat import MetricsFunction
 from fedrot.strategies.round.guard import Guard
-from fedrot.strategies.round.merge import Aggregated, Averaged, Listed, Merge, Wrapped
-from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.round.update import Moved
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
 from fedrot.strategies.sums.rounds import FitsHead
 from fedrot.strategies.wire.records import STATISTICS
 from fedrot.symmetry import Symmetry
-from fedrot.tensors import Tensors
 
 
 class FedRot(FitsHead, Aligned, FedAvg):
@@ -152,12 +148,6 @@ class FedRot(FitsHead, Aligned, FedAvg):
         """Return the aggregation."""
         return self.aggregation or super().aggregator(server_round)
 
-    def merge(self, record: RoundRecord) -> Merge:
-        """Return the object that merges a round's updates; FedAvg without alignment and aggregation."""
-        if self.aggregator(record.number) is None:
-            return _FedAvgMerge(record)
-        return super().merge(record)
-
 
 def _builder(aggregation: str | Callable[[], Aggregator] | None) -> Callable[[], Aggregator] | None:
     """Return the function that builds an aggregation, given the function itself or a name."""
@@ -169,27 +159,3 @@ def _builder(aggregation: str | Callable[[], Aggregator] | None) -> Callable[[],
             "for every round."
         )
     return found
-
-
-class _FedAvgMerge:
-    """Gives all updates to FedAvg, or to ``Mean`` if a client has marked rows as not trained."""
-
-    mean: Mean | None = None
-
-    def __init__(self, record: RoundRecord) -> None:
-        self._record = record
-        self._updates: list[Moved] = []
-
-    def add(self, moved: Moved) -> bool:
-        """Keep the update."""
-        self._updates.append(moved)
-        return True
-
-    def result(self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None) -> Aggregated:
-        """Return the new model and metrics."""
-        merge: Merge = Listed(self._record, ArrayRecord())
-        if any(moved.statistics.get(TRAINED) for moved in self._updates):
-            merge = Averaged(Mean, self._record)
-        while self._updates:
-            merge.add(self._updates.pop(0))
-        return merge.result(wrapped, moved_broadcast)

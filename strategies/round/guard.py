@@ -166,14 +166,12 @@ def comparison_of(
     other_basis: AlignmentOptions | None,
     *,
     aggregates: bool,
-) -> Comparison | None:
-    """Return the comparison for a strategy's argument ``guard``; None without one.
+) -> Comparison:
+    """Return the comparison for a strategy's argument ``guard``.
 
     ``alignment`` and ``other_basis`` are the strategy's options for replies in the same and in another
     basis; ``aggregates`` says whether it has an ``aggregation``.
     """
-    if given is None:
-        return None
     guard = Guard(given) if isinstance(given, str) else given
     if not isinstance(guard, Guard):
         kind = type(given).__name__

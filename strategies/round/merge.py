@@ -13,6 +13,7 @@ from flwr.common import log
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, Strategy
 
 from fedrot.aggregation import Aggregator, Mean
+from fedrot.collect.statistics import TRAINED
 from fedrot.errors import UpdateError
 from fedrot.strategies.flower_compat import (
     clips_zero,
@@ -98,7 +99,6 @@ class Averaged:
         update, (aggregator, *as_received) = moved.update, self._aggregators
         try:
             if type(aggregator) is Mean:
-                aggregator.check(update.tensors, update.weight, moved.statistics)
                 aggregator.fold_parts(moved.parts, update.weight, moved.statistics)
             else:
                 aggregator.add(moved.tensors, update.weight, moved.statistics)
@@ -168,6 +168,7 @@ class Listed:
 
     ``integers`` are arrays of the broadcast model that the new model keeps. They replace the updates'
     integers: one client could otherwise set their mean, and a privacy wrapper would add noise to them.
+    If a client has marked rows as not trained, all updates are averaged by ``Mean`` instead.
     """
 
     mean: Mean | None = None
@@ -180,14 +181,17 @@ class Listed:
 
     def add(self, moved: Moved) -> bool:
         """Store the update's message."""
-        message = with_tensors(moved, self._shown)
-        self._held.append(replace(moved.update, tensors={}, statistics={}, message=message))
+        message, marks = with_tensors(moved, self._shown), moved.statistics.get(TRAINED, {})
+        statistics = {TRAINED: marks} if marks else {}
+        self._held.append(replace(moved.update, tensors={}, statistics=statistics, message=message))
         self.record.merged(moved)
         return True
 
     def result(self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None) -> Aggregated:
         """Pass all updates to the base strategy."""
         record = self.record
+        if any(update.statistics for update in self._held):
+            return self._averaged().result(wrapped, moved_broadcast)
         good, odd = with_common_layout(self._held, _layout)
         for update in odd:
             what = (
@@ -212,6 +216,15 @@ class Listed:
         elif arrays.keys() == wrapped.broadcast.keys():
             arrays = _restored(arrays, wrapped.broadcast, integers_of(arrays))
         return arrays if record.finite(from_arrays(arrays)) else None, metrics
+
+    def _averaged(self) -> Averaged:
+        """Return the mean of the updates, which leaves out rows that are marked as not trained."""
+        merge = Averaged(Mean, self.record)
+        while self._held:
+            update = self._held.pop(0)
+            tensors = from_arrays(update.message.content.array_records[update.record])
+            merge.add(Moved(update, (tensors,), update.statistics))
+        return merge
 
 
 def _aggregated(

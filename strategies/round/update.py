@@ -113,9 +113,7 @@ class Schema:
         Raises:
             UpdateError: an array cannot be decoded, or the tensors are not a finite update of the model.
         """
-        self.check(arrays)
         tensors = from_arrays(arrays, writable=copy)
-        # The shapes of legacy arrays are known only after decoding.
         self.check(tensors)
         for name, tensor in tensors.items():
             if tensor.is_floating_point() != self.like[name].is_floating_point():

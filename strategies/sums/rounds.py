@@ -38,19 +38,17 @@ class FitsHead(ReplyStrategy):
     def __init__(self, *args: Any, fit_head: bool | str = False, **kwargs: Any) -> None:
         self.fit_head, self.head_loss = fit_head, math.nan
         super().__init__(*args, **kwargs)
-        name = fit_head if isinstance(fit_head, str) else None
-        # An adapter has no configuration of its model.
-        self._heads = TaskHeads(getattr(self, "model_config", None), name, self.server.wire)
+        self._heads: TaskHeads | None = None
+        if fit_head:
+            self.needs_model = True
+            name = fit_head if isinstance(fit_head, str) else None
+            # An adapter has no configuration of its model.
+            self._heads = TaskHeads(getattr(self, "model_config", None), name, self.server.wire)
 
     @property
     def half_way(self) -> bool:
         """Whether the model half way is a candidate."""
         return True
-
-    @property
-    def needs_model(self) -> bool:
-        """True if a round cannot do without its broadcast model."""
-        return super().needs_model or bool(self.fit_head)
 
     def summary(self) -> None:
         """Log that heads are fitted, then the summaries behind."""
@@ -68,7 +66,7 @@ class FitsHead(ReplyStrategy):
 
     def prepared(self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord) -> ArrayRecord:
         """Return the first model of a run, with a fitted head."""
-        if not self.fit_head:
+        if self._heads is None:
             return arrays
         config = ConfigRecord({**config, "server-round": 0})
         clients = self._heads.asked(grid, config, self._timeout, arrays)
@@ -78,7 +76,7 @@ class FitsHead(ReplyStrategy):
 
     def finished(self, arrays: ArrayRecord, record: RoundRecord) -> ArrayRecord:
         """Return the best model that a round offers, or the one before."""
-        if not self.fit_head:
+        if self._heads is None:
             return arrays
         assert self._grid is not None  # from configure_train
         when = f"Round {record.number}"

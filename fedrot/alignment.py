@@ -16,12 +16,10 @@ from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.descent import solve
 from fedrot.matching.problem import Anchor, Problem, Side, squared_distance
 from fedrot.options import AlignmentOptions, checked_options
-from fedrot.precision import full_float32
 from fedrot.report import AlignmentReport, GroupReport
 from fedrot.symmetry.canonical import CanonicalView, canonical, check_folded
-from fedrot.symmetry.groups import DEFAULT_PARTS, Group, Symmetry, check_symmetry
-from fedrot.symmetry.moves import Move, apply_moves
-from fedrot.tensors import Tensors, check_update
+from fedrot.symmetry.groups import DEFAULT_PARTS, Group, Move, Symmetry, apply_moves, check_symmetry
+from fedrot.tensors import Tensors, check_update, full_float32
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Alignment:
         check_update(tensors, self.symmetry.shapes)
         if self.canonical:
             tensors = canonical(tensors, self.symmetry)
-        else:
+        elif self.symmetry.rotates:
             check_folded(tensors, self.symmetry)
         return apply_moves(tensors, self.moves)
 
@@ -166,7 +164,7 @@ def align(
         form = CanonicalView if {*options.parts} == {"residual"} else canonical
         side = anchor.in_canonical_form(form(anchor.tensors, symmetry))
         update = form(update, symmetry)
-    else:
+    elif symmetry.rotates:
         check_folded(anchor.tensors, symmetry)
         check_folded(update, symmetry)
     problem = Problem(side, update, symmetry, options, activations)

@@ -21,10 +21,9 @@ from fedrot.collect.activations import Activations
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions, checked_options
-from fedrot.precision import full_float32
 from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.groups import Symmetry, check_symmetry
-from fedrot.tensors import Tensors, compute_dtype
+from fedrot.tensors import Tensors, compute_dtype, full_float32
 
 #: Finds the alignment of an update to an anchor.
 Finder = Callable[[Tensors, Anchor], Alignment]

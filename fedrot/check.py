@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fedrot.collect.random_inputs import random_inputs
 from fedrot.errors import SymmetryError
-from fedrot.precision import Float64
 from fedrot.symmetry.canonical import canonical
-from fedrot.symmetry.groups import WHOLE_MODEL, Group, Symmetry
-from fedrot.symmetry.moves import Move, apply_moves
+from fedrot.symmetry.groups import WHOLE_MODEL, Group, Move, Symmetry, apply_moves
 from fedrot.symmetry.resolve import settings_of
 
 #: Accepted change of an output, relative to the output's largest entry, in float64.
@@ -213,3 +212,32 @@ def _outputs(model: nn.Module, batch: Mapping[str, Any]) -> list[Tensor]:
             "its symmetry cannot be checked. Wrap it in a module that returns the tensors to compare."
         )
     return found
+
+
+class Float64(TorchFunctionMode):
+    """Replace ``float32`` by ``float64`` in all calls of torch functions inside the context.
+
+    Norms and softmaxes of many models compute in float32, whatever the model's dtype. Sums in another
+    order then differ by 1e-7, which would hide small mistakes. ``torch.full`` of a float without a dtype
+    makes float64 too, because XGLM fills a mask with the smallest number of its dtype.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args = [_doubled(value) for value in args]
+        named = {name: _doubled(value) for name, value in (kwargs or {}).items()}
+        filled = func is torch.full and named.get("dtype") is None
+        if filled and isinstance(named.get("fill_value", args[-1] if args else None), float):
+            named["dtype"] = torch.float64
+        return func(*args, **named)
+
+
+def _doubled(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value

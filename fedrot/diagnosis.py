@@ -12,7 +12,8 @@ from fedrot.errors import FedrotError
 from fedrot.matching.chance import null_model
 from fedrot.matching.problem import COUPLED, Anchor
 from fedrot.options import AlignmentOptions
-from fedrot.report import TIMES_CHANCE, AlignmentReport, Shares, shares_by, total
+from fedrot.report import AlignmentReport
+from fedrot.shares import TIMES_CHANCE, Shares, shares_by, total
 from fedrot.symmetry.groups import NO_LAYER, WHOLE_MODEL, Symmetry, check_symmetry
 from fedrot.tensors import Tensors, check_update
 

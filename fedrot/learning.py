@@ -18,8 +18,7 @@ from fedrot.alignment import Alignment, align, alignment_of
 from fedrot.errors import FedrotError
 from fedrot.matching.descent import compact
 from fedrot.symmetry.actions import HeadRotation, Kind
-from fedrot.symmetry.groups import Group, Slot, Symmetry
-from fedrot.symmetry.moves import Move
+from fedrot.symmetry.groups import Group, Move, Slot, Symmetry
 from fedrot.symmetry.rotary_actions import RotaryPhases
 from fedrot.tensors import Tensors
 

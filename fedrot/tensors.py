@@ -1,9 +1,10 @@
-"""``Tensors``, a mapping from names to tensors, and checks of a client's tensors and weight."""
+"""``Tensors``, a mapping from names to tensors, their precision, and checks of tensors and weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -173,3 +174,34 @@ def checked_device(device: torch.device | str) -> torch.device:
             "built for this device."
         ) from error
     return found
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Multiply float32 matrices without rounding to TF32 or bfloat16; a context and a decorator.
+
+    Users may allow the rounding for training (``torch.set_float32_matmul_precision``); rotations would
+    then be orthogonal only to 1e-3. The user's setting, which holds for all threads, is restored.
+    """
+    try:
+        chosen = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the user set the switches below to values that have no common name
+        chosen = "highest"
+    had = [switch.fp32_precision for switch in _SWITCHES]
+    torch.set_float32_matmul_precision("highest")
+    for switch in _SWITCHES:
+        switch.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(chosen)
+        for switch, value in zip(_SWITCHES, had, strict=True):
+            switch.fp32_precision = value
+
+
+#: The settings of the backends; torch before 2.9 has one setting for all.
+_SWITCHES: tuple[Any, ...] = tuple(
+    products
+    for products in (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+    if hasattr(products, "fp32_precision")
+)

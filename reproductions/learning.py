@@ -21,11 +21,11 @@ from fedrot.learning import Learned, Loss, between, descend, is_continuous, mult
 from fedrot.learning import initial as initial_of
 from fedrot.matching.assignment import best_columns
 from fedrot.matching.descent import compact
-from fedrot.symmetry.actions import LARGEST_SCALE, HeadRotation, Kind, SignedPermutation, is_real
+from fedrot.symmetry.actions import LARGEST_SCALE, HeadRotation, Kind, is_real
 from fedrot.symmetry.describe.mixture import ExpertNeurons
-from fedrot.symmetry.groups import Group, Slot, Symmetry
-from fedrot.symmetry.moves import Move
+from fedrot.symmetry.groups import Group, Move, Slot, Symmetry
 from fedrot.symmetry.rotary_actions import RotarySigns
+from fedrot.symmetry.signs import SignedPermutation
 from fedrot.tensors import Tensors
 
 LEARNED_PARTS = ("attention", "ffn", "residual")

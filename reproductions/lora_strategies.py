@@ -15,7 +15,7 @@ from fedrot.errors import FedrotError
 from fedrot.lora.adapter_options import AdapterOptions, checked_adapter_options
 from fedrot.strategies import AlignedLoRA
 from fedrot.strategies.lora import AdapterSchema
-from fedrot.strategies.round.update import Schema
+from fedrot.strategies.round.inbox import Schema
 from fedrot.tensors import Shaped, Tensors
 from reproductions.lora_clients import FOLDS, TRAIN
 from reproductions.lora_rivals import RivalOptions, without_residuals

@@ -12,11 +12,10 @@ from fedrot.aggregation.registry import register_aggregation
 from fedrot.collect.statistics import TRAINED, Statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.problem import by_sign, pairs
-from fedrot.precision import full_float32
 from fedrot.symmetry.actions import Permutation
 from fedrot.symmetry.describe.mixture import ExpertPermutation
 from fedrot.symmetry.groups import Group, Symmetry
-from fedrot.tensors import Tensors, compute_dtype
+from fedrot.tensors import Tensors, compute_dtype, full_float32
 
 #: Parts whose units have the same shape and can be mixed.
 MIXED = ("heads", "ffn")

@@ -18,7 +18,7 @@ from fedrot.strategies.sums.held_out import evaluate_at_clients
 from fedrot.strategies.sums.requests import LabelledRows, answer_with_sums
 from fedrot.strategies.sums.task_head import fit_task_head
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
-from fedrot.strategies.wire.records import statistics_record, wanted_statistics
+from fedrot.strategies.wire.statistics import statistics_record, wanted_statistics
 
 __all__ = [
     "Aligned",

@@ -28,16 +28,16 @@ from fedrot.strategies.reporting.rows import (
 from fedrot.strategies.reporting.verdict import NOBODY, OFF, empty_rounds, run_lines
 from fedrot.strategies.resume.run import run
 from fedrot.strategies.round.aligner import Aligner
+from fedrot.strategies.round.evaluations import readable_evaluations
 from fedrot.strategies.round.guard import Comparison
-from fedrot.strategies.round.inbox import Asked, Inbox, readable_evaluations, sent_by
+from fedrot.strategies.round.inbox import Asked, Inbox, Schema, sent_by
 from fedrot.strategies.round.merge import Aggregated, Averaged, Listed, Merge, Wrapped
 from fedrot.strategies.round.outbox import common_model, integers_of, plain, to_send
 from fedrot.strategies.round.play import Order, by_client, by_contents, play
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.round.update import Moved, Schema
+from fedrot.strategies.round.update import Moved
 from fedrot.strategies.settings import Checkpointing, Reporting, Server
-from fedrot.strategies.wire.arrays import from_arrays
-from fedrot.strategies.wire.records import STATISTICS
+from fedrot.strategies.wire.arrays import STATISTICS, from_arrays
 from fedrot.tensors import Tensors, checked_device
 
 

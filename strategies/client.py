@@ -20,15 +20,15 @@ from fedrot.options import AlignmentOptions, checked_options
 from fedrot.strategies.arguments import check_shapes
 from fedrot.strategies.client_matching import ACTION
 from fedrot.strategies.flower_compat import SECURE_AGGREGATION, UNNAMED_MODEL, inner_mods
-from fedrot.strategies.wire.arrays import TIED, from_arrays, same_bits, to_arrays
-from fedrot.strategies.wire.records import (
+from fedrot.strategies.wire.arrays import (
     STATISTICS,
-    budget_of,
-    check_share,
+    TIED,
+    from_arrays,
     model_records,
-    read_statistics,
-    statistics_record,
+    same_bits,
+    to_arrays,
 )
+from fedrot.strategies.wire.statistics import budget_of, check_share, read_statistics, statistics_record
 from fedrot.symmetry import Symmetry, symmetry_of
 from fedrot.tensors import check_finite
 

@@ -25,7 +25,7 @@ from fedrot.strategies.flower_compat import failure_of
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from fedrot.symmetry import WHOLE_MODEL, Symmetry, symmetry_of
 from fedrot.symmetry.canonical import canonical
-from fedrot.symmetry.moves import Move
+from fedrot.symmetry.groups import Move
 from fedrot.tensors import Tensors
 
 if TYPE_CHECKING:

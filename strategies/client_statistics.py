@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from fedrot.collect.statistics import Statistics, brings, kind_named
 from fedrot.errors import FedrotError
-from fedrot.strategies.wire.records import (
-    STATISTICS,
+from fedrot.strategies.wire.arrays import STATISTICS, model_records
+from fedrot.strategies.wire.statistics import (
     budget_of,
     check_precision,
     check_share,
-    model_records,
     read_statistics,
     statistics_record,
     wanted_statistics,

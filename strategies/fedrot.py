@@ -22,7 +22,7 @@ from fedrot.strategies.flower_compat import MetricsFunction
 from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
 from fedrot.strategies.sums.rounds import FitsHead
-from fedrot.strategies.wire.records import STATISTICS
+from fedrot.strategies.wire.arrays import STATISTICS
 from fedrot.symmetry import Symmetry
 
 

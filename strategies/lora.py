@@ -21,8 +21,8 @@ from fedrot.lora.adapters import LoraSettings, pairs_of
 from fedrot.lora.averaging import AdapterAverage, AdapterUpdate
 from fedrot.strategies.arguments import check_not_behind
 from fedrot.strategies.base import ReplyStrategy
+from fedrot.strategies.round.inbox import Schema
 from fedrot.strategies.round.merge import OF_THE_MEAN
-from fedrot.strategies.round.update import Schema
 from fedrot.strategies.sums.rounds import FitsHead
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.tensors import Shaped, Tensors, check_update

@@ -22,8 +22,7 @@ from fedrot.collect.random_inputs import forward_inputs, random_inputs
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.symmetry.actions import InsideHeads
 from fedrot.symmetry.canonical import check_folded
-from fedrot.symmetry.groups import Group, Slice, Symmetry, check_symmetry
-from fedrot.symmetry.moves import Move
+from fedrot.symmetry.groups import Group, Move, Slice, Symmetry, check_symmetry
 from fedrot.tensors import Tensors, check_update
 
 #: Choices of the layers at which the residual stream is recorded (Verma & Elbayad 2024, section 3.3).

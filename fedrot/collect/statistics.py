@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.precision import full_float32
-from fedrot.symmetry.groups import Slot
-from fedrot.symmetry.moves import Move
-from fedrot.tensors import Tensors, compute_dtype
+from fedrot.symmetry.groups import Move, Slot
+from fedrot.tensors import Tensors, compute_dtype, full_float32
 
 Statistics = Mapping[str, Tensors]
 Shape = tuple[int, ...]

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from fedrot.matching.problem import Problem, count_once, entries_once
 from fedrot.symmetry.actions import Orders
-from fedrot.symmetry.groups import Group
-from fedrot.symmetry.moves import Move
+from fedrot.symmetry.groups import Group, Move
 from fedrot.tensors import SMALLEST_NORM, Tensors
 
 #: The share ``k / n`` holds up to this ratio of the squared distance to the anchor's squared norm.

@@ -35,8 +35,7 @@ from fedrot.matching.problem import (
     stage_of,
 )
 from fedrot.report import AlignmentReport, GroupReport
-from fedrot.symmetry.groups import Group, Slot
-from fedrot.symmetry.moves import Move
+from fedrot.symmetry.groups import Group, Move, Slot
 from fedrot.tensors import Tensors
 
 #: Maximum number of passes over all stages if groups depend on each other.

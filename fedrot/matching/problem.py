@@ -23,10 +23,9 @@ from fedrot.collect.activations import Activations
 from fedrot.errors import SymmetryError, UpdateError
 from fedrot.matching import assignment
 from fedrot.options import AlignmentOptions
-from fedrot.symmetry.actions import SignedPermutation
 from fedrot.symmetry.describe.mixture import ExpertNeurons
-from fedrot.symmetry.groups import Group, Slot, Symmetry
-from fedrot.symmetry.moves import Move, apply_moves
+from fedrot.symmetry.groups import Group, Move, Slot, Symmetry, apply_moves
+from fedrot.symmetry.signs import SignedPermutation
 from fedrot.tensors import Tensors, check_finite, compute_dtype
 
 #: One slot of the anchor and of the client as matrices ``[size, rest]`` of the same dtype.

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fedrot.matching import assignment
 from fedrot.matching.problem import COUPLED, Match, Pair, Problem, by_sign, solves
-from fedrot.symmetry.actions import Permutation, SignedPermutation
-from fedrot.symmetry.groups import Group
-from fedrot.symmetry.moves import Move
+from fedrot.symmetry.actions import Permutation
+from fedrot.symmetry.groups import Group, Move
+from fedrot.symmetry.signs import SignedPermutation
 
 
 @solves(Permutation, SignedPermutation)

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from fedrot.errors import SymmetryError, UpdateError
-from fedrot.precision import full_float32
 from fedrot.symmetry.groups import RedundantBias, Symmetry, check_symmetry
 from fedrot.symmetry.stream import Fold
-from fedrot.tensors import along_axis, check_update, compute_dtype
+from fedrot.tensors import along_axis, check_update, compute_dtype, full_float32
 
 
 @full_float32()

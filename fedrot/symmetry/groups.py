@@ -1,8 +1,8 @@
-"""A model's symmetry as data: ``Symmetry``, and its groups, slots and slices."""
+"""A model's symmetry as data: ``Symmetry``, its groups, slots and slices, and moves by its elements."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from fedrot.errors import SymmetryError
 from fedrot.symmetry.actions import Kind
 from fedrot.symmetry.stream import Fold, StreamRotation
+from fedrot.tensors import Tensors, compute_dtype, full_float32
 
 #: The names of the parts of a model that can be moved, for ``AlignmentOptions`` and
 #: ``random_equivalent``. Plug-ins add theirs.
@@ -277,3 +278,38 @@ def check_symmetry(symmetry: object) -> None:
             f"The symmetry is a {type(symmetry).__name__}; build it first with "
             "fedrot.symmetry_of(model.config, model.state_dict())."
         )
+
+
+@dataclass(frozen=True)
+class Move:
+    """One element of one group."""
+
+    group: Group
+    element: Tensor
+
+    @property
+    def inverse(self) -> Move:
+        """The move that undoes this one."""
+        return Move(self.group, self.group.kind.inverse(self.element))
+
+    def on(self, tensor: Tensor, slot: Slot) -> Tensor:
+        """Return a contiguous copy of a tensor with one slot moved, in the same dtype."""
+        element = self.element.abs() if slot.unsigned else self.element
+        part = slot.of(tensor.detach()).to(compute_dtype(tensor))
+        moved = self.group.kind.act(element, part, slot.axis, slot.contravariant).to(tensor.dtype)
+        if slot.size == tensor.shape[slot.axis]:
+            return moved.contiguous()
+        out = tensor.detach().clone(memory_format=torch.contiguous_format)
+        slot.slice.write(out, slot.axis, moved)
+        return out
+
+
+@full_float32()
+def apply_moves(tensors: Tensors, moves: Iterable[Move]) -> dict[str, Tensor]:
+    """Return a new dictionary with the moves applied in order; untouched tensors are shared."""
+    out = dict(tensors)
+    with torch.no_grad():
+        for move in moves:
+            for slot in move.group.slots:
+                out[slot.tensor] = move.on(out[slot.tensor], slot)
+    return out

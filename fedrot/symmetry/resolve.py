@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from fedrot.errors import SymmetryError
-from fedrot.symmetry.actions import SignedPermutation
 from fedrot.symmetry.describe.family import Family
 from fedrot.symmetry.describe.layers import Block
 from fedrot.symmetry.describe.spaces import Axes, Space, merged, read_to_the_end, space_of, spaces_of
 from fedrot.symmetry.groups import NO_LAYER, Group, Slice, Slot, Symmetry
+from fedrot.symmetry.signs import SignedPermutation
 from fedrot.symmetry.stream import Fold, folds_of, without_mean
 from fedrot.tensors import unusable
 

@@ -29,7 +29,8 @@ from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies import LabelledRows, add_statistics, answer_with_sums
 from fedrot.strategies.client_matching import Matching, match_at_client
 from fedrot.strategies.round.inbox import CLIENT_KEY, CLIENT_RECORD
-from fedrot.strategies.wire.records import STATISTICS, statistics_record, wanted_statistics
+from fedrot.strategies.wire.arrays import STATISTICS
+from fedrot.strategies.wire.statistics import statistics_record, wanted_statistics
 from fedrot.symmetry import symmetry_of
 
 #: Size in bytes above which a folder of shared trainings takes none of later rounds.

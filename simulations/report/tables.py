@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-from fedrot.report import shares_by
+from fedrot.shares import shares_by
 from fedrot.simulations.summary import Paired, Row, Verdict
 from fedrot.symmetry import NO_LAYER
 

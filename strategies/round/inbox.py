@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import DEBUG, WARNING
 from typing import TypeVar
 
-from flwr.app import Error, Message, Metadata, MetricRecord, RecordDict
+import torch
+from flwr.app import ArrayRecord, Message, Metadata, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
+from torch import Tensor
 
 from fedrot.collect.statistics import brings
 from fedrot.errors import UpdateError, legible
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.round.update import Question, Schema, Update, question_of
-from fedrot.strategies.wire.records import model_records, read_statistics
-from fedrot.tensors import LARGEST_WEIGHT, SMALLEST_WEIGHT
+from fedrot.strategies.round.update import Question, Update, question_of
+from fedrot.strategies.wire.arrays import STATISTICS, from_arrays, model_records
+from fedrot.strategies.wire.statistics import read_statistics
+from fedrot.tensors import (
+    LARGEST_WEIGHT,
+    SMALLEST_WEIGHT,
+    Shaped,
+    Tensors,
+    check_finite,
+    check_update,
+    compute_dtype,
+)
 
 #: Optional ConfigRecord of a reply with the client's own id, independent of its node id.
 CLIENT_RECORD, CLIENT_KEY = "client", "partition-id"
@@ -139,6 +148,55 @@ def client_id(message: Message) -> int:
 
 
 @dataclass(frozen=True)
+class Schema:
+    """The tensors that a reply must hold: names, shapes and dtypes of ``like``, the broadcast model."""
+
+    like: Tensors
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor, by name."""
+        return {name: tuple(tensor.shape) for name, tensor in self.like.items()}
+
+    def check(self, given: Mapping[str, Shaped]) -> None:
+        """Raise ``UpdateError`` unless names and shapes are those of an update."""
+        check_update(given, self.shapes)
+
+    def read(self, arrays: ArrayRecord, copy: bool) -> dict[str, Tensor]:
+        """Return a reply's tensors, in the broadcast order and dtypes.
+
+        ``copy`` copies tensors instead of returning views of the received bytes. The order of summation
+        depends on memory alignment; a copy makes runs identical.
+
+        Raises:
+            UpdateError: an array cannot be decoded, or the tensors are not a finite update of the model.
+        """
+        tensors = from_arrays(arrays, writable=copy)
+        self.check(tensors)
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() != self.like[name].is_floating_point():
+                raise UpdateError(
+                    f"The tensor '{name}' is {tensor.dtype}, the broadcast model's is "
+                    f"{self.like[name].dtype}. Send the same kind of numbers."
+                )
+        check_finite(tensors)
+        # Flower's wrappers identify tensors by their position.
+        return {name: self._cast(name, tensors[name]) for name in self.like}
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor in the broadcast dtype, or in float32 if this rounds it before the mean."""
+        dtype = self.like[name].dtype
+        cast = tensor.to(dtype)
+        if cast.dtype != tensor.dtype and not bool(torch.isfinite(cast).all()):
+            raise UpdateError(
+                f"The tensor '{name}' has values outside the range of {dtype}, the broadcast dtype. "
+                "Check the client's training (learning rate, mixed precision) before sending it."
+            )
+        narrower = dtype.itemsize < tensor.dtype.itemsize and dtype.is_floating_point
+        return tensor.to(compute_dtype(cast)) if narrower else cast
+
+
+@dataclass(frozen=True)
 class Inbox:
     """Reads the replies of one round: where the form of a training reply is checked.
 
@@ -197,7 +255,9 @@ class Inbox:
                 )
         ((record, arrays),) = records.items()
         tensors = self.schema.read(arrays, self.copy)
-        statistics = read_statistics(content, self.schema.shapes, self.copy)
+        statistics = {}
+        if STATISTICS in content.array_records:
+            statistics = read_statistics(content, self.schema.shapes, self.copy)
         missing = [kind for kind in self.needs if not brings(statistics, kind)]
         if missing:
             raise UpdateError(
@@ -237,71 +297,20 @@ def read_weight(content: RecordDict, weighted_by_key: str, smallest: float = 0.0
         )
     if sum(len(v) + 1 if isinstance(v, list) else 1 for v in metrics.values()) > _MOST_NUMBERS:
         raise UpdateError(f"The MetricRecord holds more than {_MOST_NUMBERS} keys and numbers.")
-    for key, number in _numbers(metrics):
+    for key, number in numbers_of(metrics):
         if isinstance(number, int) and abs(number) >= _LARGEST_INTEGER:
             raise UpdateError(f"The metric '{key}' has an integer of more than 64 bits. Send a float.")
     return float(weight)
 
 
-def _numbers(metrics: MetricRecord) -> Iterator[tuple[str, int | float]]:
+def numbers_of(metrics: MetricRecord) -> Iterator[tuple[str, int | float]]:
     """Yield every number of a record, also those in lists, with its key."""
     for key, value in metrics.items():
         for number in value if isinstance(value, list) else [value]:
             yield key, number
 
 
-def readable_evaluations(replies: Iterable[Message], asked: Asked, weighted_by: str) -> list[Message]:
-    """Return the evaluations to average, then one error reply per client; log dropped evaluations.
-
-    No evaluation is returned if all together have no examples. An evaluation without examples is dropped
-    if a metric is NaN, because the mean over all clients would be NaN. Reasons of error replies are
-    shortened to one line, because Flower's strategies log them unchanged.
-    """
-    good: list[Message] = []
-    failed: list[Message] = []
-
-    def drop(message: Message, reason: str) -> None:
-        log(WARNING, "Evaluation of client %d dropped: %s", client_id(message), legible(reason))
-
-    for message in replies:
-        if message.has_error():
-            if asked.failed(message) is not None:
-                failed.append(_legible_failure(message))
-            continue
-        try:
-            asked.check(message)
-            examples = read_weight(message.content, weighted_by)
-            if not examples:
-                _check_finite_metrics(message.content, weighted_by)
-        except Exception as error:
-            drop(message, refusal(error))
-        else:
-            good.append(message)
-    good, odd = with_common_layout(good, lambda message: metrics_layout(message.content))
-    for message in odd:
-        drop(message, f"Its metrics differ: {unlike(message.content, good[0].content)}.")
-    examples = sum(read_weight(message.content, weighted_by) for message in good)
-    return (good if examples else []) + failed
-
-
-def _check_finite_metrics(content: RecordDict, weighted_by: str) -> None:
-    """Raise ``UpdateError`` if an evaluation without examples has a metric that is NaN or infinite."""
-    (metrics,) = content.metric_records.values()
-    for key, number in _numbers(metrics):
-        if not math.isfinite(number):
-            raise UpdateError(
-                f"The metric '{weighted_by}' is {metrics[weighted_by]!r:.60}: there are no examples, "
-                f"and the metric '{key:.60}' is {number!r}. Omit this metric, or send a finite number."
-            )
-
-
 def refusal(error: Exception) -> str:
     """Return why a reply is dropped, for any error: no reply may end the run."""
     known = isinstance(error, UpdateError)
     return str(error) if known else f"It cannot be read, {type(error).__name__}: {error}"
-
-
-def _legible_failure(message: Message) -> Message:
-    found = copy.copy(message)
-    found.error = Error(message.error.code, legible(message.error.reason or "no reason given"))
-    return found

@@ -27,8 +27,7 @@ from fedrot.strategies.round.inbox import metrics_layout, unlike, with_common_la
 from fedrot.strategies.round.outbox import as_sent, integers_of, of_mean, plain, restored, with_tensors
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Moved, Update
-from fedrot.strategies.wire.arrays import from_arrays
-from fedrot.strategies.wire.records import without_arrays
+from fedrot.strategies.wire.arrays import from_arrays, without_arrays
 from fedrot.tensors import Tensors
 
 #: The result of a round: the new model, None if the old one stays, and metrics.

@@ -11,8 +11,16 @@ from torch import Tensor
 
 from fedrot.strategies.flower_compat import NUMPY
 from fedrot.strategies.round.update import Moved
-from fedrot.strategies.wire.arrays import TIED, encode, from_arrays, same_bits, to_arrays
-from fedrot.strategies.wire.records import STATISTICS, model_records, replace_changed
+from fedrot.strategies.wire.arrays import (
+    STATISTICS,
+    TIED,
+    encode,
+    from_arrays,
+    model_records,
+    replace_changed,
+    same_bits,
+    to_arrays,
+)
 from fedrot.tensors import Tensors, rounded
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from numpy.lib import format as npy
 from torch import Tensor
 
@@ -26,6 +26,10 @@ from fedrot.tensors import unusable
 
 #: The ``stype`` of: npy bytes of the bits as uint16; the name of another tensor of the record.
 BFLOAT16, TIED = "fedrot.bfloat16", "fedrot.tied"
+
+#: Name of the ArrayRecord of a reply's statistics. Also the key, in a request's configuration, of the
+#: kinds that the server wants this round, separated by commas.
+STATISTICS = "fedrot-statistics"
 
 #: The precisions in which floating-point tensors can be sent.
 PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -204,3 +208,47 @@ def _tied(name: str, record: ArrayRecord, found: Mapping[str, Tensor]) -> Tensor
 
 def _unreadable(name: str, problem: str) -> UpdateError:
     return UpdateError(f"The tensor '{name}' cannot be decoded: it {problem}.")
+
+
+def replace_changed(
+    arrays: ArrayRecord, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+) -> ArrayRecord:
+    """Return ``after`` as Flower's own arrays, which any strategy can read.
+
+    An array of Flower's own keeps its bytes if its tensor was neither replaced nor cast. bfloat16, which
+    NumPy lacks, becomes float32.
+    """
+    found: dict[str, Array] = {}
+    for name, tensor in after.items():
+        array = arrays.get(name)
+        kept = array is not None and array.stype == NUMPY and f"torch.{array.dtype}" == str(tensor.dtype)
+        if array is None or not kept or tensor is not before[name]:
+            array = encode(name, tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
+        found[name] = array
+    return ArrayRecord(found)
+
+
+def model_records(content: RecordDict) -> dict[str, ArrayRecord]:
+    """Return a reply's ArrayRecords that are models, not ours; a valid reply has exactly one."""
+    return {name: arrays for name, arrays in content.array_records.items() if name != STATISTICS}
+
+
+def without_arrays(content: RecordDict) -> RecordDict:
+    """Return the metrics of a content, and its configurations as long as all fit into 64 KiB."""
+    small, left = dict[str, ConfigRecord](), _LARGEST_CONFIGURATIONS
+    for name, record in content.config_records.items():
+        left -= _size(name, record)
+        if left >= 0:
+            small[name] = record
+    return RecordDict({**content.metric_records, **small})
+
+
+#: Approximate bytes of a reply's configurations that are kept until the round ends.
+_LARGEST_CONFIGURATIONS = 2**16
+
+
+def _size(name: str, record: ConfigRecord) -> int:
+    """Return the approximate size of a configuration in bytes."""
+    values = [v for value in record.values() for v in (value if isinstance(value, list) else [value])]
+    numbers = sum(len(v) if isinstance(v, (str, bytes)) else 8 for v in values)
+    return len(name) + numbers + sum(map(len, record))

@@ -9,19 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fedrot.symmetry.actions import (
-    HeadPermutation,
-    HeadRotation,
-    Kind,
-    Permutation,
-    QueryPermutation,
-    Rescale,
-    SignedPermutation,
-)
+from fedrot.symmetry.actions import HeadPermutation, HeadRotation, Kind, Permutation, QueryPermutation
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Axes, merged, norm, read
 from fedrot.symmetry.groups import NO_LAYER, Group, RedundantBias, Slice, Slot
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
+from fedrot.symmetry.signs import Rescale, SignedPermutation
 
 
 @dataclass(frozen=True)

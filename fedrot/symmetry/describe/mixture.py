@@ -8,10 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedrot.symmetry.actions import Permutation, SignedOrders
+from fedrot.symmetry.actions import Permutation
 from fedrot.symmetry.describe.layers import Block
 from fedrot.symmetry.describe.spaces import RESIDUAL, read
 from fedrot.symmetry.groups import NO_LAYER, Group, Slice, Slot
+from fedrot.symmetry.signs import SignedOrders
 
 
 @dataclass(frozen=True)

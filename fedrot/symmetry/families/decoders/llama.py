@@ -5,11 +5,11 @@ Similar families use the helper functions.
 
 from __future__ import annotations
 
-from fedrot.symmetry.actions import SignedPermutation
 from fedrot.symmetry.describe.family import ROTATED, Config, Family, Layer, Names, Stack
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward, last_norm, pre_norm, together
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding
+from fedrot.symmetry.signs import SignedPermutation
 
 
 def heads_of(config: Config, normed: bool = False) -> Heads:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from fedrot.symmetry.actions import SignedPermutation
 from fedrot.symmetry.describe.family import POST_NORM, Config, Family, Item, Names, Stack
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward, together
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import Space, embedding, norm
 from fedrot.symmetry.describe.task_heads import PLAIN, two_layers
+from fedrot.symmetry.signs import SignedPermutation
 
 
 def _layer(config: Config, names: Names, p: str, side: str) -> tuple[Block, Block, Block]:

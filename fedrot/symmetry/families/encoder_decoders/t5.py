@@ -6,12 +6,12 @@ of a stack share one relative-position bias; cross attention has none. T5 1.1's 
 
 from __future__ import annotations
 
-from fedrot.symmetry.actions import SignedPermutation
 from fedrot.symmetry.describe.family import Config, Family, Names, Stack, When
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward, last_norm, pre_norm, together
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Axes, Space, embedding
 from fedrot.symmetry.describe.task_heads import PLAIN, two_layers
+from fedrot.symmetry.signs import SignedPermutation
 
 
 def _attention(config: Config, module: str, order: str = "") -> Block:

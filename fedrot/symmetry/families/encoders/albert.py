@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from fedrot.symmetry.actions import SignedPermutation
 from fedrot.symmetry.describe.family import POST_NORM, Config, Family, Names, Stack
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward, together
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, linear, norm
 from fedrot.symmetry.describe.task_heads import masked_lm
 from fedrot.symmetry.families.encoders.bert import KINDS, embeddings
+from fedrot.symmetry.signs import SignedPermutation
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:

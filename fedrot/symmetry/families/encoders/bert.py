@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedrot.symmetry.actions import SignedPermutation
 from fedrot.symmetry.describe.family import POST_NORM, Config, Family, Names, Stack
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward, together
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Axes, Space, embedding, linear, merged, norm
 from fedrot.symmetry.describe.task_heads import POOLED, POOLER, ROBERTA, masked_lm
+from fedrot.symmetry.signs import SignedPermutation
 
 
 def embeddings(kinds: Sequence[str], space: str = RESIDUAL) -> Axes:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from fedrot.symmetry.actions import SignedPermutation
 from fedrot.symmetry.describe.family import POST_NORM, Config, Family, Names, Stack
 from fedrot.symmetry.describe.layers import Block, attention, together
 from fedrot.symmetry.describe.projections import Heads, Projections
 from fedrot.symmetry.describe.spaces import Space, norm
 from fedrot.symmetry.describe.task_heads import POOLED, POOLER, ROBERTA
 from fedrot.symmetry.families.encoders.bert import KINDS, embeddings, neurons
+from fedrot.symmetry.signs import SignedPermutation
 
 _ORDER = "encoder.heads"
 

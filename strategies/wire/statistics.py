@@ -1,45 +1,22 @@
-"""Flower records of a reply: statistics, the update, and metrics, as tensors and back."""
+"""Statistics of a reply as a Flower record, and back."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Message, RecordDict
 from torch import Tensor
 
 from fedrot.aggregation import Statistics
 from fedrot.collect.gram_sketch import GramSketch
 from fedrot.collect.statistics import INPUT_AXIS, MEANS, check_means, check_statistics
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.strategies.flower_compat import NUMPY
-from fedrot.strategies.wire.arrays import decode, encode, wire_bytes
+from fedrot.strategies.wire.arrays import STATISTICS, decode, encode, wire_bytes
 from fedrot.strategies.wire.sketches import SKETCH, SketchReader, encode_sketch, sketches_within
-
-#: Name of the ArrayRecord of a reply's statistics. Also the key, in a request's configuration, of the
-#: kinds that the server wants this round, separated by commas.
-STATISTICS = "fedrot-statistics"
 
 #: Separators of a kind from names, and of the names that share one matrix.
 _KIND, _NAMES = "/", "|"
-
-
-def replace_changed(
-    arrays: ArrayRecord, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
-) -> ArrayRecord:
-    """Return ``after`` as Flower's own arrays, which any strategy can read.
-
-    An array of Flower's own keeps its bytes if its tensor was neither replaced nor cast. bfloat16, which
-    NumPy lacks, becomes float32.
-    """
-    found: dict[str, Array] = {}
-    for name, tensor in after.items():
-        array = arrays.get(name)
-        kept = array is not None and array.stype == NUMPY and f"torch.{array.dtype}" == str(tensor.dtype)
-        if array is None or not kept or tensor is not before[name]:
-            array = encode(name, tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
-        found[name] = array
-    return ArrayRecord(found)
 
 
 def wanted_statistics(message: Message) -> tuple[str, ...]:
@@ -167,29 +144,3 @@ def read_statistics(
     if shapes is not None:
         check_means(found)
     return found
-
-
-def model_records(content: RecordDict) -> dict[str, ArrayRecord]:
-    """Return a reply's ArrayRecords that are models, not ours; a valid reply has exactly one."""
-    return {name: arrays for name, arrays in content.array_records.items() if name != STATISTICS}
-
-
-def without_arrays(content: RecordDict) -> RecordDict:
-    """Return the metrics of a content, and its configurations as long as all fit into 64 KiB."""
-    small, left = dict[str, ConfigRecord](), _LARGEST_CONFIGURATIONS
-    for name, record in content.config_records.items():
-        left -= _size(name, record)
-        if left >= 0:
-            small[name] = record
-    return RecordDict({**content.metric_records, **small})
-
-
-#: Approximate bytes of a reply's configurations that are kept until the round ends.
-_LARGEST_CONFIGURATIONS = 2**16
-
-
-def _size(name: str, record: ConfigRecord) -> int:
-    """Return the approximate size of a configuration in bytes."""
-    values = [v for value in record.values() for v in (value if isinstance(value, list) else [value])]
-    numbers = sum(len(v) if isinstance(v, (str, bytes)) else 8 for v in values)
-    return len(name) + numbers + sum(map(len, record))

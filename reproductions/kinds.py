@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from torch import nn
 
+from fedrot.aggregation import Mean
 from fedrot.lora import load_adapter, train_only
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.federation.cells import RUNS, CellRun, CellStrategy, run_federated
@@ -20,7 +21,9 @@ from fedrot.simulations.strategy import KINDS, NAMED, Strategy
 from fedrot.simulations.summary import BOUNDS
 from fedrot.simulations.tasks import training
 from fedrot.strategies import FedRot
-from fedrot.strategies.round.update import Moved
+from fedrot.strategies.round.aligner import Aligner
+from fedrot.strategies.round.record import RoundRecord
+from fedrot.strategies.round.update import Moved, Update
 from fedrot.tensors import Tensors
 from reproductions.adapter_symmetry import ADAPTERS, adapter_symmetry
 from reproductions.ensemble import Ensemble, with_state
@@ -30,6 +33,18 @@ from reproductions.lora_strategies import FedAvgRivalLoRA
 
 #: Fields of a strategy that these kinds read; others are FedRot's.
 OF_ALL = {"name", "kind", "learning_rate", "fraction_train", "weighted_by_key", "clients", "options"}
+
+
+class _Keeping(Aligner):
+    """Leaves updates as they were received, and calls a function with the tensors of each."""
+
+    def __init__(self, keep: Callable[[Tensors], None]) -> None:
+        self._keep = keep
+
+    def move(self, update: Update) -> Moved:
+        """Return the update as it was received."""
+        self._keep(update.tensors)
+        return super().move(update)
 
 
 class EnsembleCell(CellStrategy, FedRot):
@@ -46,10 +61,9 @@ class EnsembleCell(CellStrategy, FedRot):
         self._models = []
         return super().configure_train(server_round, arrays, config, grid)
 
-    def on_update(self, moved: Moved) -> None:
-        """Keep a client's model."""
-        super().on_update(moved)
-        self._models.append(with_state(self.network, moved.tensors))
+    def aligner(self, broadcast: Tensors, mean: Mean | None, record: RoundRecord) -> Aligner:
+        """Return an aligner that keeps the clients' models."""
+        return _Keeping(lambda tensors: self._models.append(with_state(self.network, tensors)))
 
     def evaluate_centrally(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
         """Evaluate the clients' models of the round together."""

@@ -14,7 +14,6 @@ from fedrot.anchors import check_anchor
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.strategies import arguments
 from fedrot.strategies.base import ReplyStrategy
-from fedrot.strategies.reporting.rows import Evaluate
 from fedrot.strategies.round.aligner import Aligner, Plan, ToAnchor
 from fedrot.strategies.round.guard import Guard, comparison_of
 from fedrot.strategies.round.merge import OF_THE_MEAN
@@ -98,16 +97,6 @@ class Aligned(ReplyStrategy):
             log(INFO, "\t├──> Guard: the better mean by '%s'", self.comparison.guard.metric)
         super().summary()
 
-    def check_initial(self, arrays: ArrayRecord) -> None:
-        """Check the first model before any client trains; raises ``FedrotError``."""
-        arguments.check_initial_arrays(arrays, self.model_config, self.aligns)
-
-    def evaluating(self, evaluate: Evaluate | None) -> Evaluate | None:
-        """Return the server's evaluation function; results of a guard are not computed twice."""
-        if self.comparison is None:
-            return evaluate
-        return self.comparison.evaluating(evaluate, self.aggregator(1) is not None)
-
     def aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
         """Return the function that builds a round's aggregator; None passes all updates on."""
         return Mean if self.aligns and self.wrapped_class in OF_THE_MEAN else None
@@ -116,7 +105,6 @@ class Aligned(ReplyStrategy):
         """Find the symmetry of the model that a round broadcasts."""
         if self.alignment is None:
             return
-        arguments.check_not_behind(self)
         found = arguments.symmetry_for(self.symmetry or self.model_config, arrays)
         found.select(self.alignment.parts, self.alignment.layer_indices(found.layers))
         self.symmetry = found

@@ -139,15 +139,16 @@ def check_in_front(strategy: Strategy, anchor: str, other_basis: bool) -> None:
         )
 
 
-def check_not_behind(strategy: Strategy, of_head: bool = False) -> None:
-    """Refuse to run inside a privacy wrapper, which clips updates before the strategy aligns them.
+def check_not_behind(strategy: Strategy) -> None:
+    """Refuse to run inside a privacy wrapper.
 
-    ``of_head``: the strategy fits a task head, to sums that the wrapper does not see.
+    The wrapper clips updates before the strategy aligns them, and does not see the sums that a task head
+    is fitted to.
     """
     for caller in callers():
         if isinstance(caller, _SERVER_SIDE + _CLIENT_SIDE) and caller.strategy is strategy:
             name = type(caller).__name__
-            if of_head:
+            if getattr(strategy, "fit_head", False):
                 raise FedrotError(
                     f"{name} bounds what updates tell, and the task head is fitted to other sums of the "
                     "clients. Omit fit_head."

@@ -20,7 +20,6 @@ from fedrot.strategies.lazy_grid import LazyGrid, streamed
 from fedrot.strategies.reporting.rows import (
     EVALUATE,
     TRAIN,
-    Evaluate,
     begin_rows,
     report_metrics,
     reporting_evaluations,
@@ -35,7 +34,6 @@ from fedrot.strategies.round.merge import Aggregated, Averaged, Listed, Merge, W
 from fedrot.strategies.round.outbox import common_model, integers_of, plain, to_send
 from fedrot.strategies.round.play import Order, by_client, by_contents, play
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.round.update import Moved
 from fedrot.strategies.settings import Checkpointing, Reporting, Server
 from fedrot.strategies.wire.arrays import STATISTICS, from_arrays
 from fedrot.tensors import Tensors, checked_device
@@ -71,6 +69,9 @@ class ReplyStrategy(Strategy):
     #: True if a round whose broadcast model is unknown is an error, not only unchecked.
     needs_model = False
 
+    #: The model's configuration or symmetry, if it is known.
+    model_config: object = None
+
     #: Chooses between the result of a round and the plain mean, if there is a guard.
     comparison: Comparison | None = None
 
@@ -90,11 +91,13 @@ class ReplyStrategy(Strategy):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.server = server or Server()
-        self.reporting = reporting or Reporting()
+        self.reporting, self._reports = reporting or Reporting(), reporting is not None
         self._device = checked_device(self.server.device)
         #: True if a round holds all updates until every reply has arrived.
         self.waits = self.server.deterministic
         self.checkpoints = checkpoints
+        # A privacy wrapper contains the strategy with weights.
+        self._weighting = getattr(self, "strategy", self)
         self._broadcast = ArrayRecord()
         self._config = ConfigRecord()
         self._grid: Grid | None = None
@@ -150,7 +153,11 @@ class ReplyStrategy(Strategy):
         self._grid = lazy = grid if isinstance(grid, LazyGrid) else LazyGrid(grid)
         if self.checkpoints is None or not self.checkpoints.rounds():
             initial_arrays = self.prepared(lazy, initial_arrays, train_config or ConfigRecord())
-        evaluating = reporting_evaluations(self.reporting, self.evaluating(evaluate_fn))
+        evaluating = evaluate_fn
+        if self.comparison is not None:
+            evaluating = self.comparison.evaluating(evaluating, self.aggregator(1) is not None)
+        if evaluating is not None and self._reports:
+            evaluating = reporting_evaluations(self.reporting, evaluating)
         given = (num_rounds, timeout, train_config, evaluate_config, evaluating)
         if self.checkpoints is not None:
             further |= {"checkpoints": self.checkpoints, "resume": self.checkpoints.folder}
@@ -176,7 +183,8 @@ class ReplyStrategy(Strategy):
 
     def begin(self, after_round: int | None) -> None:
         """Prepare for a run: the file of rows, see ``begin_rows``, and the ids that clients send."""
-        begin_rows(self.reporting.rows_path, after_round)
+        if self.reporting.rows_path is not None:
+            begin_rows(self.reporting.rows_path, after_round)
         self._verdicts = {n: said for n, said in self._verdicts.items() if n <= (after_round or 0)}
         self._clients = self._clients if after_round else {}
 
@@ -220,26 +228,41 @@ class ReplyStrategy(Strategy):
         # A subclass that overrides this method may read the replies before and afterwards.
         one_pass = replies if self._in_front else streamed(replies)
         merge, moved_broadcast = self._played(one_pass, Asked(sent, self._clients), record)
-        arrays, metrics = merge.result(self._wrapped(), moved_broadcast)
+        wrapped = Wrapped(
+            strategy=self,
+            wrapped_class=self.wrapped_class,
+            aggregate=super().aggregate_train,  # type: ignore[safe-super]
+            weighted_by=self._weighted_by,
+            broadcast=self._broadcast,
+            align=self.aligns,
+            min_replies=self.server.min_replies,
+        )
+        arrays, metrics = merge.result(wrapped, moved_broadcast)
         arrays = arrays and self.finished(arrays, record)
         ours = record.metrics(self.aligns)
         if self.reporting.rows_path is not None:
             append_rows(self.reporting.rows_path, record.rows())
         self._verdicts[server_round] = record.log_end(self.aligns)
         metrics = MetricRecord({**(metrics or {}), **ours}) if ours or metrics is not None else None
-        report_metrics(self.reporting, server_round, TRAIN, metrics)
+        self._report(server_round, TRAIN, metrics)
         record.check_start(lambda: self._grid.get_node_ids() if self._grid is not None else ())
         return arrays, metrics
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Let the base strategy aggregate the readable evaluations."""
-        asked = Asked(sent_by(self._grid, self._sent_to_evaluate))
-        readable = readable_evaluations(replies, asked, self._weighted_by)
+        sent = sent_by(self._grid, self._sent_to_evaluate)
+        if sent == []:
+            return None
+        readable = readable_evaluations(replies, Asked(sent), self._weighted_by)
         if not readable:
             return None
         found = super().aggregate_evaluate(server_round, readable)  # type: ignore[safe-super]
-        report_metrics(self.reporting, server_round, EVALUATE, found)
+        self._report(server_round, EVALUATE, found)
         return found
+
+    def _report(self, server_round: int, stage: str, metrics: MetricRecord | None) -> None:
+        if metrics is not None and self._reports:
+            report_metrics(self.reporting, server_round, stage, metrics)
 
     # What a subclass may override
 
@@ -261,21 +284,14 @@ class ReplyStrategy(Strategy):
 
     def check_initial(self, arrays: ArrayRecord) -> None:
         """Check the first model before any client trains; raises ``FedrotError``."""
-        arguments.check_initial_arrays(arrays, None, align=False)
+        arguments.check_initial_arrays(arrays, self.model_config, self.aligns)
 
     def prepared(self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord) -> ArrayRecord:
         """Return the first model of a run that is not resumed, given ``initial_arrays``."""
         return arrays
 
-    def evaluating(self, evaluate: Evaluate | None) -> Evaluate | None:
-        """Return the server's evaluation function, given ``evaluate_fn`` of ``start``."""
-        return evaluate
-
     def begin_round(self, arrays: ArrayRecord) -> None:
         """Called with the model that a round broadcasts, before any message is made."""
-
-    def on_update(self, moved: Moved) -> None:
-        """Called with every update in the round's coordinates, before it is merged."""
 
     def finished(self, arrays: ArrayRecord, record: RoundRecord) -> ArrayRecord:
         """Return a round's new model, given the merged one; called after the round's last reply."""
@@ -296,6 +312,8 @@ class ReplyStrategy(Strategy):
         return next(cls for cls in after if "aggregate_train" in vars(cls))
 
     def _begin_round(self, server_round: int, arrays: ArrayRecord) -> None:
+        if self.needs_model or self.aggregator(server_round) is not None:
+            arguments.check_not_behind(self)
         self._begun, self._broadcast = server_round, arrays
         self.begin_round(arrays)
 
@@ -324,7 +342,7 @@ class ReplyStrategy(Strategy):
             )
         arrays, metrics = super().aggregate_train(server_round, replies)  # type: ignore[safe-super]
         self._verdicts[server_round] = NOBODY if arrays is None else OFF
-        report_metrics(self.reporting, server_round, TRAIN, metrics)
+        self._report(server_round, TRAIN, metrics)
         return arrays, metrics
 
     @property
@@ -343,9 +361,12 @@ class ReplyStrategy(Strategy):
         All other objects of the round are released.
         """
         broadcast = from_arrays(self._broadcast, writable=self.server.deterministic)
-        integers = integers_of(self._broadcast) if self.aligns else ArrayRecord()
+        merge: Merge
         build = self.aggregator(record.number)
-        merge = Listed(record, integers) if build is None else Averaged(build, record, self.comparison)
+        if build is None:
+            merge = Listed(record, integers_of(self._broadcast) if self.aligns else ArrayRecord())
+        else:
+            merge = Averaged(build, record, self.comparison)
         aligner = self.aligner(broadcast, merge.mean, record)
         inbox = Inbox(
             asked,
@@ -361,23 +382,8 @@ class ReplyStrategy(Strategy):
         by_id = by_client if self.trusts_ids else by_contents
         held: Order = by_id if self.server.deterministic else list
         order = held if self.waits else None
-        play(replies, inbox, aligner, merge, order=order, on_update=self.on_update)
+        play(replies, inbox, aligner, merge, order=order)
         return merge, aligner.moved_broadcast()
-
-    def _wrapped(self) -> Wrapped:
-        return Wrapped(
-            strategy=self,
-            wrapped_class=self.wrapped_class,
-            aggregate=super().aggregate_train,  # type: ignore[safe-super]
-            weighted_by=self._weighted_by,
-            broadcast=self._broadcast,
-            align=self.aligns,
-            min_replies=self.server.min_replies,
-        )
-
-    @property
-    def _weighting(self) -> object:
-        return getattr(self, "strategy", self)  # a privacy wrapper contains the strategy with weights
 
     @property
     def _weighted_by(self) -> str:

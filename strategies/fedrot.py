@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from logging import INFO
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.common import log
-from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
 from fedrot.aggregation import Aggregator, aggregation_named
@@ -17,12 +15,10 @@ from fedrot.collect.statistics import kind_named
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.aligned import DEFAULT_ALIGNMENT, Aligned
-from fedrot.strategies.arguments import check_not_behind
 from fedrot.strategies.flower_compat import MetricsFunction
 from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
 from fedrot.strategies.sums.rounds import FitsHead
-from fedrot.strategies.wire.arrays import STATISTICS
 from fedrot.symmetry import Symmetry
 
 
@@ -129,16 +125,6 @@ class FedRot(FitsHead, Aligned, FedAvg):
         if self.aggregation is not None:
             log(INFO, "\t├──> Aggregation: %s", type(self.aggregation()).__name__)
         super().summary()
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Ask for the statistics that the aggregation uses; in rounds that need none, say so."""
-        if self.aggregation is not None:
-            check_not_behind(self)
-        if self._kinds:
-            config[STATISTICS] = ""  # The base class fills in what the round needs.
-        return super().configure_train(server_round, arrays, config, grid)
 
     def needs(self, server_round: int) -> tuple[str, ...]:
         """Return the aggregation's kinds of statistics."""

@@ -19,7 +19,6 @@ from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora.adapter_options import AdapterOptions, checked_adapter_options
 from fedrot.lora.adapters import LoraSettings, pairs_of
 from fedrot.lora.averaging import AdapterAverage, AdapterUpdate
-from fedrot.strategies.arguments import check_not_behind
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.round.inbox import Schema
 from fedrot.strategies.round.merge import OF_THE_MEAN
@@ -87,7 +86,6 @@ class AlignedLoRA(ReplyStrategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Check the first model before any client trains."""
-        check_not_behind(self)
         if server_round == 1:
             _check_initial(arrays, self.adapters)
         return super().configure_train(server_round, arrays, config, grid)

@@ -95,8 +95,12 @@ def required(
     The result is 0 inside a moved head, because the head's place was chosen for the best element. It is
     infinite if all blocks of the anchor or of the client are 0 or denormal.
     """
-    if not _scaled(problem, group, before):
-        return math.inf
+    if before > problem.anchor.size(group) / 4:  # else neither can be 0
+        norms = [[torch.linalg.vector_norm(t) for t in pair] for pair in problem.pairs(group)]
+        largest = torch.stack([torch.stack(pair) for pair in norms]).amax(0)
+        # Products of smaller numbers vanish in float32; the best element would be a rounding error.
+        if not float(largest.min()) >= SMALLEST_NORM:
+            return math.inf
     if chance is None or group.within in problem.applied:
         return 0.0
     return requirement(group, before, chance, problem.options.chance, quantile)
@@ -108,18 +112,6 @@ def least(problem: Problem, group: Group, before: float) -> float:
     needed = required(problem, group, before, chance)
     times = 0.0 if chance is None else problem.options.chance * chance
     return needed if needed == math.inf else min(needed, times)
-
-
-def _scaled(problem: Problem, group: Group, before: float) -> bool:
-    """Return whether anchor and client can be compared: their largest blocks are not 0 or denormal.
-
-    Products of smaller numbers vanish in float32; the best element would be a rounding error.
-    """
-    if before <= problem.anchor.size(group) / 4:
-        return True  # neither can be 0
-    pairs = problem.pairs(group)
-    blocks = (torch.stack([torch.linalg.vector_norm(t) for t in pair]) for pair in pairs)
-    return float(torch.stack(list(blocks)).amax(0).min()) >= SMALLEST_NORM
 
 
 def quantile(

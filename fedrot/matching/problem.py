@@ -57,13 +57,10 @@ class Spread:
 
         ``moved`` holds, for each group, whether the group was moved when the update was aligned.
         """
-
-        def mixed(variance: float) -> float:
-            return (1 - share) ** 2 * variance + share**2
-
+        kept, added = (1 - share) ** 2, share**2
         before = {name: self.along.get(name, self.across) for name in moved}
-        along = {name: before[name] if moved[name] else mixed(before[name]) for name in moved}
-        return Spread(mixed(self.across), along)
+        along = {name: v if moved[name] else kept * v + added for name, v in before.items()}
+        return Spread(kept * self.across + added, along)
 
     def factor(self, group: Group, entries: int) -> float:
         """Return the factor on the share that chance removes from isotropic noise on ``entries``."""
@@ -367,7 +364,7 @@ def by_sign(group: Group, blocks: Sequence[T]) -> tuple[list[T], list[T]]:
 
 def distance_once(slots: Iterable[Slot], anchor: Tensors, client: Tensors) -> float:
     """Return the squared distance of all entries on the slots, each entry counted once."""
-    return float(sum(_squares([pair]) for pair in entries_once(slots, anchor, client)))
+    return squared_distance(entries_once(slots, anchor, client))
 
 
 def entries_once(slots: Iterable[Slot], anchor: Tensors, client: Tensors) -> Iterator[Pair]:
@@ -406,12 +403,8 @@ def _where(tensor: Tensor, mask: Tensor, axis: int) -> Tensor:
     return tensor.index_select(axis, mask.nonzero()[:, 0].to(tensor.device))
 
 
-def squared_distance(blocks: Sequence[Pair]) -> float:
+def squared_distance(blocks: Iterable[Pair]) -> float:
     """Return the sum of squared differences over all pairs."""
-    return float(_squares(blocks))
-
-
-def _squares(blocks: Sequence[Pair]) -> Tensor:
     # The scalar stays on the pairs' device: the CPU waits only when the value is read.
     squares = (torch.linalg.vector_norm(c - a).double() ** 2 for a, c in blocks)
-    return sum(squares, start=torch.zeros((), dtype=torch.float64))
+    return float(sum(squares, start=torch.zeros((), dtype=torch.float64)))

@@ -22,31 +22,26 @@ TRAIN, EVALUATE, SERVER = "train", "evaluate", "server"
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
-def report_metrics(
-    reporting: Reporting, number: int, stage: str, metrics: Mapping[str, Any] | None
-) -> None:
+def report_metrics(reporting: Reporting, number: int, stage: str, metrics: Mapping[str, Any]) -> None:
     """Report the metrics of one stage of a round immediately, so that a killed run keeps them.
 
     The file of rows receives ``{"round": 1, "stage": "train", "metrics": {...}}``; numbers that are not
     finite are null. ``on_round`` receives numbers as ``train/NAME``, and lists as ``train/NAME/0`` and
     so on.
     """
-    if metrics is None:
-        return
     if reporting.rows_path is not None:
         append_rows(reporting.rows_path, [{"round": number, "stage": stage, "metrics": dict(metrics)}])
     if reporting.on_round is not None:
         reporting.on_round(number, {f"{stage}/{name}": value for name, value in _scalars(metrics)})
 
 
-def reporting_evaluations(reporting: Reporting, evaluate: Evaluate | None) -> Evaluate | None:
+def reporting_evaluations(reporting: Reporting, evaluate: Evaluate) -> Evaluate:
     """Return the server's evaluation function, which then also reports its metrics."""
-    if evaluate is None or (reporting.rows_path is None and reporting.on_round is None):
-        return evaluate
 
     def reported(number: int, arrays: ArrayRecord) -> MetricRecord | None:
         metrics = evaluate(number, arrays)
-        report_metrics(reporting, number, SERVER, metrics)
+        if metrics is not None:
+            report_metrics(reporting, number, SERVER, metrics)
         return metrics
 
     return reported
@@ -60,13 +55,13 @@ def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, float(value)
 
 
-def begin_rows(path: Path | None, after_round: int | None) -> None:
-    """Prepare the file of a run's rows, if there is one.
+def begin_rows(path: Path, after_round: int | None) -> None:
+    """Prepare the file of a run's rows.
 
     In a resumed run, rows of rounds after ``after_round`` are removed; all rows if it is 0. In a new run
     (None), the file of an earlier run is renamed to ``NAME.1.jsonl``, or to the next free number.
     """
-    if path is None or not path.is_file():
+    if not path.is_file():
         return
     if after_round is not None:
         cut_rows(path, after_round or -1)

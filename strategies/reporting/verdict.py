@@ -139,15 +139,12 @@ def _against_chance(reports: Sequence[AlignmentReport]) -> str:
         return ""
     beyond = [name for name, (found, chance) in shown.items() if found > chance]
     if not groups_moved(reports):
-        shares = "; ".join(f"{name} {_beside(*both)}" for name, both in shown.items())
+        shares = "; ".join(f"{n} {percent(f)}, chance {percent(c)}" for n, (f, c) in shown.items())
         return f"{'too little' if beyond else 'nothing'} beyond chance ({shares})"
     causes = [MOVEMENTS[n].cause for n in beyond if groups_moved(reports, *MOVEMENTS[n].parts)]
-    shares = "; ".join(f"{name} {_beside(*both, of=' of the distance')}" for name, both in shown.items())
+    of = "of the distance, chance"
+    shares = "; ".join(f"{n} {percent(f)} {of} {percent(c)}" for n, (f, c) in shown.items())
     return f"{shares}: {' and '.join(causes) or 'no more than chance in all'}"
-
-
-def _beside(found: float, chance: float, of: str = "") -> str:
-    return f"{percent(found)}{of}, chance {percent(chance)}"
 
 
 def _removed(reports: Sequence[AlignmentReport], other_basis: int) -> str:

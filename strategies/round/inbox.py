@@ -134,17 +134,11 @@ def _listed(content: RecordDict) -> str:
     return legible(f"{', '.join(keys):.200} in '{name:.60}'")
 
 
-def own_id(content: RecordDict) -> int | None:
-    """Return the partition id in a client's reply, None if there is none."""
-    record = content.config_records.get(CLIENT_RECORD)
-    own = record.get(CLIENT_KEY) if record is not None else None
-    return own if isinstance(own, int) else None
-
-
 def client_id(message: Message) -> int:
     """Return the client's own partition id if it sent one, else its node id."""
-    own = own_id(message.content) if message.has_content() else None
-    return message.metadata.src_node_id if own is None else own
+    record = message.content.config_records.get(CLIENT_RECORD) if message.has_content() else None
+    own = record.get(CLIENT_KEY) if record is not None else None
+    return own if isinstance(own, int) else message.metadata.src_node_id
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from flwr.app import Message
 from fedrot.strategies.round.aligner import Aligner
 from fedrot.strategies.round.inbox import Inbox
 from fedrot.strategies.round.merge import Merge
-from fedrot.strategies.round.update import Moved, Update
+from fedrot.strategies.round.update import Update
 
 #: Returns all updates of a round in the order in which they are merged.
 Order = Callable[[list[Update]], list[Update]]
@@ -41,7 +41,6 @@ def play(
     merge: Merge,
     *,
     order: Order | None = None,
-    on_update: Callable[[Moved], None] = lambda moved: None,
 ) -> None:
     """Process the replies of a round one at a time, in the order of arrival.
 
@@ -50,7 +49,6 @@ def play(
 
     Args:
         order: sorts all updates after every reply has arrived; None holds one update at a time.
-        on_update: called with every update in the round's coordinates, before it is merged.
     """
     record = inbox.record
 
@@ -58,10 +56,8 @@ def play(
         moved = None
         with record.dropping(update.client):
             moved = aligner.move(update)
-        if moved is not None:
-            on_update(moved)
-            if merge.add(moved):
-                aligner.follow(moved)
+        if moved is not None and merge.add(moved):
+            aligner.follow(moved)
 
     updates = filter(None, map(inbox.read, replies))
     if order is None:

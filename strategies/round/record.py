@@ -118,7 +118,11 @@ class RoundRecord:
         """
         lost = {verdict.DROPPED: len(self.dropped), verdict.FAILED: len(self.failed)}
         if aligned:
-            found = {**verdict.figures(self._aligned), verdict.ACCEPTED: self.accepted, **lost}
+            found = {
+                **verdict.figures([report for _, report in self.reports]),
+                verdict.ACCEPTED: self.accepted,
+                **lost,
+            }
         else:
             found = {name: number for name, number in lost.items() if number}
         return found | self.guard | self.measured
@@ -142,19 +146,16 @@ class RoundRecord:
 
     def log_end(self, aligned: bool) -> str:
         """Log the numbers of replies and the seconds, and then the verdict, which is returned."""
-        seconds = sum(report.seconds for report in self._aligned)
+        reports = [report for _, report in self.reports]
+        seconds = sum(report.seconds for report in reports)
         counts = (self.accepted, len(self.dropped), len(self.failed), seconds)
         message = "Round %d: replies: %d accepted, %d dropped, %d failed; %.2f s of alignment"
         log(INFO, message, self.number, *counts)
         about = {"accepted": self.accepted, "other_basis": self.other_basis}
         said = "" if self.lost else self.said
-        found = said or verdict.verdict(self._aligned, aligned=aligned, lost=self.lost, **about)
+        found = said or verdict.verdict(reports, aligned=aligned, lost=self.lost, **about)
         log(INFO, "Round %d: %s", self.number, found)
         return found
-
-    @property
-    def _aligned(self) -> list[AlignmentReport]:
-        return [report for _, report in self.reports]
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the report's rows: per client and group, per lost reply, per note."""

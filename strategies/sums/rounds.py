@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from logging import INFO, WARNING
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy.strategy_utils import sample_nodes
 
 from fedrot.errors import FedrotError
-from fedrot.strategies.arguments import check_not_behind
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.sums.choice import FittedHead
@@ -55,14 +53,6 @@ class FitsHead(ReplyStrategy):
         if self.fit_head:
             log(INFO, "\t├──> Task head: fitted in every round; clients call answer_with_sums(app, ...)")
         super().summary()
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Refuse to run behind a privacy wrapper, which does not see the sums."""
-        if self.fit_head:
-            check_not_behind(self, of_head=True)
-        return super().configure_train(server_round, arrays, config, grid)
 
     def prepared(self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord) -> ArrayRecord:
         """Return the first model of a run, with a fitted head."""

@@ -112,10 +112,10 @@ def encode(name: str, tensor: Tensor) -> Array:
     """Return a tensor as an array: one of Flower's own, except for bfloat16."""
     value = tensor.detach().cpu().contiguous()
     if value.dtype == torch.bfloat16:
-        return _array(value, BFLOAT16, _npy(value.view(torch.uint16)))
+        return Array("bfloat16", tuple(value.shape), BFLOAT16, _npy(value.view(torch.uint16)))
     if value.dtype not in _TORCH.values():
         raise FedrotError(f"The tensor '{name}' is {value.dtype}, which cannot be sent; convert it.")
-    return _array(value, NUMPY, _npy(value))
+    return Array(str(value.dtype).removeprefix("torch."), tuple(value.shape), NUMPY, _npy(value))
 
 
 def decode(name: str, array: Array) -> Tensor:

@@ -107,27 +107,27 @@ def attention(
     query_key, heads_read = matched(0, dim), p.output.read(heads.count * dim)
     value_output = (*p.value.written(kv, dim), heads_read)
     own = "" if heads.ordered else order or f"{name}heads"
-    groups = []
-
-    def add(suffix: str, part: str, kind: Kind, slots: tuple[Slot, ...]) -> None:
-        groups.append(Group(f"{name}{suffix}", NO_LAYER, part, kind, slots, own))
-
-    if not order and not heads.ordered:
-        groups.append(Group(own, NO_LAYER, "heads", HeadPermutation(kv), query_key + value_output))
+    inside: list[tuple[str, str, Kind, tuple[Slot, ...]]] = []
     if kv < heads.count and not heads.ordered:
         slots = tuple(s for u in query_side for s in u.written(heads.count, dim))
-        add("queries", "heads", QueryPermutation(kv, heads.count // kv), (*slots, heads_read))
+        queries = QueryPermutation(kv, heads.count // kv)
+        inside.append(("queries", "heads", queries, (*slots, heads_read)))
     if heads.rotary:
         turned = RotarySigns if heads.normed else RotaryPhases
-        kind: Kind = turned(kv, heads.rotary, heads.interleaved)
-        add("qk", "attention", kind, matched(0, heads.rotary))
+        kind = turned(kv, heads.rotary, heads.interleaved)
+        inside.append(("qk", "attention", kind, matched(0, heads.rotary)))
     if heads.rotary < dim and not heads.normed:
-        kind = HeadRotation(kv, dim - heads.rotary)
-        add("qk.still" if heads.rotary else "qk", "attention", kind, matched(heads.rotary, dim))
-    add("vo", "attention", HeadRotation(kv, dim), value_output)
+        still = matched(heads.rotary, dim)
+        suffix = "qk.still" if heads.rotary else "qk"
+        inside.append((suffix, "attention", HeadRotation(kv, dim - heads.rotary), still))
+    inside.append(("vo", "attention", HeadRotation(kv, dim), value_output))
     if not heads.normed:
-        add("qk.scale", "rescale", Rescale(kv), query_key)
-    add("vo.scale", "rescale", Rescale(kv), value_output)
+        inside.append(("qk.scale", "rescale", Rescale(kv), query_key))
+    inside.append(("vo.scale", "rescale", Rescale(kv), value_output))
+    groups = [Group(f"{name}{suffix}", NO_LAYER, *given, own) for suffix, *given in inside]
+    if not order and not heads.ordered:
+        permuted = Group(own, NO_LAYER, "heads", HeadPermutation(kv), query_key + value_output)
+        groups.insert(0, permuted)
     return Block(
         tuple(groups),
         merged(

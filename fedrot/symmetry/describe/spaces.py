@@ -65,13 +65,9 @@ def merged(*axes: Axes) -> Axes:
 
 def on_residual(axes: Axes, spaces: Collection[str]) -> Axes:
     """Return the axes with ``spaces`` replaced by the residual stream."""
-
-    def placed(entry: str | None) -> str | None:
-        if entry is None or space_of(entry) not in spaces:
-            return entry
-        return entry.replace(space_of(entry), RESIDUAL)
-
-    return {name: tuple(map(placed, entries)) for name, entries in axes.items()}
+    entries = {entry for own in axes.values() for entry in own if entry}
+    renamed = {e: e.replace(space_of(e), RESIDUAL) for e in entries if space_of(e) in spaces}
+    return {name: tuple(renamed.get(e or "", e) for e in own) for name, own in axes.items()}
 
 
 def space_of(entry: str) -> str:

@@ -20,11 +20,11 @@ class AlignmentOptions:
     """Options of ``align``, ``align_round`` and the strategies.
 
     Attributes:
-        parts: ``"whole"`` (``fedrot.WHOLE_MODEL``, all parts but ``rescale``), or any of ``residual``
-            (permutation of the residual stream, or rotation, see ``canonical``), ``output`` (permutation
-            of the task heads' hidden units, with signs under odd activations), ``heads`` (permutation of
-            the attention heads), ``attention`` (rotation inside each head), ``rescale`` (scale of each
-            head), ``ffn`` (permutation of the neurons).
+        parts: ``"whole"`` (``fedrot.WHOLE_MODEL``, all parts), or any of ``residual`` (permutation of
+            the residual stream, or rotation, see ``canonical``), ``output`` (permutation of the task
+            heads' hidden units, with signs under odd activations), ``heads`` (permutation of the
+            attention heads), ``attention`` (rotation inside each head), ``ffn`` (permutation of the
+            neurons).
         anchor: of a round, see ``align_round``: ``running`` or ``global``
             (docs/results/one-shot.md compares them). ``align`` ignores it.
         layers: ``"all"``, ``"first:N"``, ``"last:N"`` or a sequence of layer indices.

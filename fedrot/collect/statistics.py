@@ -283,7 +283,7 @@ def _move_inputs(value: Tensor, slot: Slot, move: Move, axis: int) -> Tensor:
     if value.ndim == 1:
         return moved
     moved = move.on(moved, replace(other, axis=1))
-    exact = move.group.kind.on_fisher(move.element) is not None  # a permutation, signs or scales
+    exact = move.group.kind.on_fisher(move.element) is not None  # a permutation or signs
     return moved if exact else semidefinite(moved, value)
 
 
@@ -294,7 +294,7 @@ def _check_fisher(value: Tensor, shape: Shape) -> str | None:
 
 
 def _move_squares(value: Tensor, slot: Slot, move: Move, what: str, instead: str) -> Tensor:
-    """Move squares of a gradient's coordinates by a permutation, signs or scales."""
+    """Move squares of a gradient's coordinates by a permutation or signs."""
     element = move.group.kind.on_fisher(move.element)
     if element is None:
         raise FedrotError(

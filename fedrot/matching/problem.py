@@ -260,7 +260,7 @@ class Problem:
 
 
 #: The stages in the order in which they run; each stage sees the elements of earlier stages.
-STAGES = ("residual", "output", "heads", "queries", "attention", "rescale", "experts", "ffn")
+STAGES = ("residual", "output", "heads", "queries", "attention", "experts", "ffn")
 
 #: Stages whose groups share tensors with groups of other stages, so that several sweeps are needed.
 COUPLED = ("residual", "output")

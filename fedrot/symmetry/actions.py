@@ -1,4 +1,4 @@
-"""Actions of groups on a tensor axis: permutations, rotations and scales.
+"""Actions of groups on a tensor axis: permutations and rotations.
 
 An element is one tensor. On a *contravariant* slot, the element's inverse transpose acts. Permutations
 and rotations act alike on both kinds of slots, because ``R^{-T} = R``.
@@ -12,9 +12,6 @@ from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
-
-#: The largest factor in a received element; larger factors lose too many digits in float32.
-LARGEST_SCALE = 1e3
 
 
 class Kind(Protocol):

@@ -16,7 +16,7 @@ from fedrot.tensors import Tensors, compute_dtype, full_float32
 
 #: The names of the parts of a model that can be moved, for ``AlignmentOptions`` and
 #: ``random_equivalent``. Plug-ins add theirs.
-PARTS = ["residual", "output", "heads", "attention", "rescale", "ffn"]
+PARTS = ["residual", "output", "heads", "attention", "ffn"]
 
 #: The parts that are moved by default.
 DEFAULT_PARTS = ("attention", "ffn")

@@ -27,7 +27,6 @@ class Movement:
 MOVEMENTS = {
     "rotation": Movement(("attention",), "heads are rotated relative to each other"),
     "permutation": Movement(("residual", "output", "heads", "ffn"), "units are in another order"),
-    "rescaling": Movement(("rescale",), "heads differ in scale"),
 }
 
 #: Names of metrics.

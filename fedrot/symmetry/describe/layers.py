@@ -14,7 +14,7 @@ from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Axes, merged, norm, read
 from fedrot.symmetry.groups import NO_LAYER, Group, RedundantBias, Slice, Slot
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
-from fedrot.symmetry.signs import Rescale, SignedPermutation
+from fedrot.symmetry.signs import SignedPermutation
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ def attention(
     """Return one multi-head attention block.
 
     The heads of all modules are permuted together. For each key head, query and key share a rotation
-    (or its subgroup under rotary positions) and a scale; value and output share another rotation and
-    scale (Zhang et al. 2025, Eq. 5, 8-11; Verma & Elbayad 2024, section 3.2).
+    (or its subgroup under rotary positions); value and output share another rotation (Zhang et al.
+    2025, Eq. 5, 8-10; Verma & Elbayad 2024, section 3.2).
 
     Args:
         name: prefix of the groups' names.
@@ -121,9 +121,6 @@ def attention(
         suffix = "qk.still" if heads.rotary else "qk"
         inside.append((suffix, "attention", HeadRotation(kv, dim - heads.rotary), still))
     inside.append(("vo", "attention", HeadRotation(kv, dim), value_output))
-    if not heads.normed:
-        inside.append(("qk.scale", "rescale", Rescale(kv), query_key))
-    inside.append(("vo.scale", "rescale", Rescale(kv), value_output))
     groups = [Group(f"{name}{suffix}", NO_LAYER, *given, own) for suffix, *given in inside]
     if not order and not heads.ordered:
         permuted = Group(own, NO_LAYER, "heads", HeadPermutation(kv), query_key + value_output)

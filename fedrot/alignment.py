@@ -109,9 +109,9 @@ def alignment_of(
     current = Problem(Anchor(anchor), update, symmetry, AlignmentOptions())
     before, rows = current.total(groups), []
     for move in found:
-        row = GroupReport.unmoved(move.group, squared_distance(current.pairs(move.group)))
+        row = GroupReport.unmoved(move.group, float(squared_distance(current.pairs(move.group))))
         current = current.moved([move])
-        after = squared_distance(current.pairs(move.group))
+        after = float(squared_distance(current.pairs(move.group)))
         rows.append(replace(row, after=after).moved_by(move.group, move.element))
     report = AlignmentReport(tuple(rows), before, current.total(groups), seconds)
     return Alignment(symmetry, found, report)

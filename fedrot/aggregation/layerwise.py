@@ -1,7 +1,8 @@
-"""Alignment of an update on a GPU layer by layer, with copies from the host in the background.
+"""Alignment of an update on a GPU piece by piece, with copies from the host in the background.
 
 Groups that share no tensor are independent of each other. A model is split into pieces of such groups,
-and the GPU aligns one piece while the next one is copied. It holds two layers at a time.
+and the GPU aligns one piece while the next one is copied. It holds two pieces at a time, each one layer
+or a stack of small layers.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.groups import Symmetry
 from fedrot.tensors import Tensors, check_finite, check_update
 
+#: Entries of the layers in one piece, unless a single layer has more: 256 MB in float32.
+STACKED = 2**26
+
 #: Tensors in a packet start at multiples of this many bytes: aligned for every dtype and vector load.
 _ALIGNED = 256
 
@@ -41,8 +45,9 @@ def parts_of(symmetry: Symmetry, options: AlignmentOptions | None = None) -> tup
     """Split a model into pieces that share no tensor, each with its own symmetry.
 
     A piece holds the tensors that the chosen groups of a layer act on, joined with all pieces that share
-    a tensor with it: the whole model if the residual stream is matched. Tensors without a chosen group
-    are in pieces without groups, at most as large as the largest layer or one tensor.
+    a tensor with it: the whole model if the residual stream is matched. Small layers are stacked, up to
+    ``STACKED`` entries, because their groups are matched together. Tensors without a chosen group are in
+    pieces without groups, at most as large as the largest piece or one tensor.
     """
     options = (options or AlignmentOptions()).for_model(symmetry)
     symmetry = symmetry.rotated if options.rotates else symmetry
@@ -60,6 +65,14 @@ def parts_of(symmetry: Symmetry, options: AlignmentOptions | None = None) -> tup
         joined = [other for other in joined if not other & names] + [names.union(*touching)]
     moved = set[str]().union(*joined)
     sizes = {name: math.prod(shape) for name, shape in symmetry.shapes.items()}
+    layerwise, joined, room = joined, [], 0
+    for names in layerwise:
+        size = sum(sizes[name] for name in names)
+        if size > room:
+            joined.append(set())
+            room = max(STACKED, size)
+        joined[-1] |= names
+        room -= size
     most, room = max((sum(sizes[n] for n in names) for names in joined), default=0), 0
     for name in (name for name in symmetry.shapes if name not in moved):
         if sizes[name] > room:

@@ -109,21 +109,36 @@ def _gram(
     return plain.add_(signed.abs_())
 
 
-def certified(distances: Tensor, bound: Tensor) -> bool:
-    """Return whether ``|f_i - a_i| <= bound_i / 2`` for all neurons (``distances`` are squared)."""
-    return bool((2 * distances.sqrt() * SLACK <= bound).all())
+def certified(distances: Tensor, bound: Tensor, nearer: float = 1.0) -> Tensor:
+    """Return whether ``|f_i - a_i| <= nearer bound_i / 2`` for all neurons, bool ``[]``.
 
-
-def identity_certified(distances: Tensor, separation: Callable[[int | None], Tensor]) -> bool:
-    """Return whether a bound of ``separation(columns)`` certifies the identity, cheap bounds first.
-
-    The full bound is about ``sqrt(all columns / quick columns)`` times the quick bound. It is computed
-    only if it may succeed.
+    ``distances`` are squared.
     """
-    if any(certified(distances, separation(columns)) for columns in QUICK_COLUMNS):
-        return True
-    within_reach = certified(distances / HOPELESS**2, separation(QUICK_COLUMNS[-1]))
-    return within_reach and certified(distances, separation(None))
+    return (2 * distances.sqrt() * SLACK <= nearer * bound).all()
+
+
+def identities_certified(
+    distances: Sequence[Tensor], separations: Sequence[Callable[[int | None], Tensor]]
+) -> list[bool]:
+    """Return for each group whether a bound ``separation(columns)`` certifies the identity.
+
+    Cheap bounds come first. The full bound is about ``sqrt(all columns / quick columns)`` times the
+    quick bound. It is computed only if it may succeed. Each bound is one transfer from the device.
+    """
+    found = [False] * len(distances)
+
+    def within(left: Sequence[int], columns: int | None, nearer: float = 1.0) -> list[int]:
+        checks = [certified(distances[i], separations[i](columns), nearer) for i in left]
+        known = torch.stack(checks).tolist() if checks else []
+        return [i for i, ok in zip(left, known, strict=True) if ok]
+
+    for columns in (*QUICK_COLUMNS, None):
+        left = [i for i, known in enumerate(found) if not known]
+        if columns is None:
+            left = within(left, QUICK_COLUMNS[-1], HOPELESS)
+        for i in within(left, columns):
+            found[i] = True
+    return found
 
 
 def assignment(score: Tensor, signed: Tensor | None = None) -> tuple[Tensor | None, float]:

@@ -65,18 +65,19 @@ def _match(group: Group, problem: Problem) -> Match:
     bound = assignment.separation([a for a, _ in router])
     distances = assignment.row_distances(problem.pairs(neurons))
     routed = assignment.row_distances(router)
-    if assignment.certified(routed, bound) and _in_place(neurons, distances, problem):
+    if bool(assignment.certified(routed, bound)) and _in_place(neurons, distances, problem):
         return Match(None, before, before, certified=routed)
     scores = torch.stack([(a @ c.mT).double() for a, c in router]).sum(0)
     element, gain = _best_order(_pool(neurons, problem), scores)
     if element is not None:
-        after = squared_distance([(a, group.kind.act(element, c, 0)) for a, c in blocks])
+        after = float(squared_distance([(a, group.kind.act(element, c, 0)) for a, c in blocks]))
     return Match(element, before, after, gain)
 
 
 def _in_place(neurons: Group, distances: Tensor, problem: Problem) -> bool:
     """Return whether the identity is the best order, even of neurons that may change experts."""
-    return assignment.identity_certified(distances, partial(problem.anchor.separation, neurons))
+    bound = partial(problem.anchor.separation, neurons)
+    return assignment.identities_certified([distances], [bound])[0]
 
 
 def _pool(neurons: Group, problem: Problem) -> _Pool:

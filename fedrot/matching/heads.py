@@ -133,7 +133,7 @@ def match_heads(groups: Sequence[Group], problem: Problem) -> list[Match]:
                 _, gain = _gain(inside, ordered, order, problem)
                 element = element if gain > 0 else None
         if element is not None:
-            after = squared_distance([(a, group.kind.act(element, c, 0)) for a, c in blocks])
+            after = float(squared_distance([(a, group.kind.act(element, c, 0)) for a, c in blocks]))
         matches.append(Match(element, before, after, gain))
     return matches
 
@@ -153,7 +153,7 @@ def match_queries(groups: Sequence[Group], problem: Problem) -> list[Match]:
         else:
             element, gain = _alike(kind, blocks)
         if gain > 0:
-            after = squared_distance([(a, kind.act(element, c, 0)) for a, c in blocks])
+            after = float(squared_distance([(a, kind.act(element, c, 0)) for a, c in blocks]))
         matches.append(Match(element if gain > 0 else None, before, after, gain))
     return matches
 

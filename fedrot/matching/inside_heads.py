@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedrot.matching.chance import beyond, least
-from fedrot.matching.problem import Match, Pair, Problem, in_batches, solves
+from fedrot.matching.problem import Match, Pair, Problem, in_batches, solves, squared_distance
 from fedrot.matching.procrustes import best_orders, identity, polar, singular_values
 from fedrot.options import AlignmentOptions
 from fedrot.symmetry.actions import HeadRotation
@@ -67,17 +67,20 @@ class HeadSolver(ABC):
 
     def _batch(self, groups: Sequence[Group], problem: Problem) -> list[Match]:
         action = groups[0].kind
-        crosses, weights, before, required = [], [], [], []
+        crosses, weights, distances = [], [], []
         for group in groups:
             blocks = problem.pairs(group)
-            before.append(problem.distance(group, blocks))
+            distances.append(squared_distance(blocks))
             factor, addition = problem.evidence(group, blocks)
             weights.append(self.similarity(action, blocks))
             crosses.append(factor * weights[-1])
             if addition is not None:
                 own = diagonal_blocks(addition, len(addition) // action.units)
                 crosses[-1] = crosses[-1] + self.of_cross(action, own)
-            required.append(least(problem, group, before[-1]))
+        # One transfer from the device for all groups.
+        values = torch.stack(distances).tolist()
+        before = [problem.finite(v, group) for v, group in zip(values, groups, strict=True)]
+        required = [least(problem, group, b) for b, group in zip(before, groups, strict=True)]
         cross, weight = torch.stack(crosses), torch.stack(weights)
         ceiling = self.ceiling(action, cross) if any(required) else None
         most = [torch.inf] * len(groups) if ceiling is None else (2 * ceiling.sum(1)).tolist()

@@ -210,7 +210,7 @@ class Problem:
 
     def distance(self, group: Group, blocks: Sequence[Pair]) -> float:
         """Return the squared distance of a group's pairs; raise ``UpdateError`` if it is not finite."""
-        return self.finite(squared_distance(blocks), group)
+        return self.finite(float(squared_distance(blocks)), group)
 
     def finite(self, value: float, group: Group) -> float:
         """Return a group's squared distance; raise ``UpdateError`` if it is not finite."""
@@ -364,7 +364,7 @@ def by_sign(group: Group, blocks: Sequence[T]) -> tuple[list[T], list[T]]:
 
 def distance_once(slots: Iterable[Slot], anchor: Tensors, client: Tensors) -> float:
     """Return the squared distance of all entries on the slots, each entry counted once."""
-    return squared_distance(entries_once(slots, anchor, client))
+    return float(squared_distance(entries_once(slots, anchor, client)))
 
 
 def entries_once(slots: Iterable[Slot], anchor: Tensors, client: Tensors) -> Iterator[Pair]:
@@ -403,8 +403,10 @@ def _where(tensor: Tensor, mask: Tensor, axis: int) -> Tensor:
     return tensor.index_select(axis, mask.nonzero()[:, 0].to(tensor.device))
 
 
-def squared_distance(blocks: Iterable[Pair]) -> float:
-    """Return the sum of squared differences over all pairs."""
-    # The scalar stays on the pairs' device: the CPU waits only when the value is read.
+def squared_distance(blocks: Iterable[Pair]) -> Tensor:
+    """Return the sum of squared differences over all pairs, float64 ``[]``.
+
+    It stays on the pairs' device: the CPU waits only when its value is read.
+    """
     squares = (torch.linalg.vector_norm(c - a).double() ** 2 for a, c in blocks)
-    return float(sum(squares, start=torch.zeros((), dtype=torch.float64)))
+    return sum(squares, start=torch.zeros((), dtype=torch.float64))

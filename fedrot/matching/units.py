@@ -21,7 +21,7 @@ def match_units(groups: Sequence[Group], problem: Problem) -> list[Match]:
     """Assign units, with signs if the action has signs."""
     if groups and groups[0].part in COUPLED:
         return _match_across_layers(groups, problem)
-    return [_match_neurons(group, problem) for group in groups]
+    return _match_neurons(groups, problem)
 
 
 def _match_across_layers(groups: Sequence[Group], problem: Problem) -> list[Match]:
@@ -48,22 +48,34 @@ def _match_across_layers(groups: Sequence[Group], problem: Problem) -> list[Matc
     return matches
 
 
-def _match_neurons(group: Group, problem: Problem) -> Match:
+def _match_neurons(groups: Sequence[Group], problem: Problem) -> list[Match]:
     """Certify the identity by distances if possible, else solve the assignment."""
-    blocks = problem.pairs(group)
-    distances = assignment.row_distances(blocks)
-    before = problem.finite(float(distances.sum()), group)
-    evidence = problem.evidence(group, blocks)
-    if evidence[1] is not None:
-        element, gain = assignment.best_assignment(*_scores(group, blocks, evidence))
-        if element is None:
-            return Match(None, before, before, gain)
-        moved = problem.moved([Move(group, element)])
-        return Match(element, before, moved.distance(group, moved.pairs(group)), gain)
-    if assignment.identity_certified(distances, partial(problem.anchor.separation, group)):
-        return Match(None, before, before, certified=distances)
-    element, gain = assignment.assignment(*_scores(group, blocks, evidence))
-    return Match(element, before, max(before - gain, 0.0), gain)
+    distances = {g.name: assignment.row_distances(problem.pairs(g)) for g in groups}
+    sums = torch.stack([own.sum() for own in distances.values()]).tolist()
+    alone = [
+        g for g in groups if problem.activations is None or g.name not in problem.activations.matrices
+    ]
+    bounds = [partial(problem.anchor.separation, group) for group in alone]
+    known = assignment.identities_certified([distances[g.name] for g in alone], bounds)
+    certified = {group.name for group, ok in zip(alone, known, strict=True) if ok}
+    matches = []
+    for group, distance in zip(groups, sums, strict=True):
+        before = problem.finite(distance, group)
+        if group.name in certified:
+            matches.append(Match(None, before, before, certified=distances[group.name]))
+            continue
+        blocks = problem.pairs(group)
+        evidence = problem.evidence(group, blocks)
+        scores = _scores(group, blocks, evidence)
+        if evidence[1] is None:
+            element, gain = assignment.assignment(*scores)
+            after = max(before - gain, 0.0)
+        else:
+            element, gain = assignment.best_assignment(*scores)
+            moved = problem.moved([] if element is None else [Move(group, element)])
+            after = moved.distance(group, moved.pairs(group))
+        matches.append(Match(element, before, after, gain))
+    return matches
 
 
 def _scores(

@@ -115,7 +115,7 @@ def measure(
         shell.load_state_dict(interpolate(ours, matched, position))
         metrics.append(training.evaluate(shell, task, task.test, held_out))
     before, after = (
-        squared_distance([(ours[name], theirs[name]) for name, _ in anchor.named_parameters()])
+        float(squared_distance([(ours[name], theirs[name]) for name, _ in anchor.named_parameters()]))
         for theirs in (client.state_dict(), matched)
     )
     return BarrierLine(cell, pair, name, seconds, before, after, positions, tuple(metrics))

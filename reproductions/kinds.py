@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from torch import nn
 
-from fedrot.aggregation import Mean
 from fedrot.lora import load_adapter, train_only
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.federation.cells import RUNS, CellRun, CellStrategy, run_federated
@@ -22,7 +21,6 @@ from fedrot.simulations.summary import BOUNDS
 from fedrot.simulations.tasks import training
 from fedrot.strategies import FedRot
 from fedrot.strategies.round.aligner import Aligner
-from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Moved, Update
 from fedrot.tensors import Tensors
 from reproductions.adapter_symmetry import ADAPTERS, adapter_symmetry
@@ -36,14 +34,13 @@ OF_ALL = {"name", "kind", "learning_rate", "fraction_train", "weighted_by_key", 
 
 
 class _Keeping(Aligner):
-    """Leaves updates as they were received, and calls a function with the tensors of each."""
+    """Leaves updates as they were received, and adds a client's model to ``models`` for each."""
 
-    def __init__(self, keep: Callable[[Tensors], None]) -> None:
-        self._keep = keep
+    def __init__(self, network: nn.Module) -> None:
+        self.network, self.models = network, list[nn.Module]()
 
     def move(self, update: Update) -> Moved:
-        """Return the update as it was received."""
-        self._keep(update.tensors)
+        self.models.append(with_state(self.network, update.tensors))
         return super().move(update)
 
 
@@ -55,15 +52,11 @@ class EnsembleCell(CellStrategy, FedRot):
         super().__init__(cell, model, settings.to_dict(), alignment=None)
         self._models: list[nn.Module] = []
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        self._models = []
-        return super().configure_train(server_round, arrays, config, grid)
-
-    def aligner(self, broadcast: Tensors, mean: Mean | None, record: RoundRecord) -> Aligner:
+    def aligner(self, *_: Any) -> Aligner:
         """Return an aligner that keeps the clients' models."""
-        return _Keeping(lambda tensors: self._models.append(with_state(self.network, tensors)))
+        kept = _Keeping(self.network)
+        self._models = kept.models
+        return kept
 
     def evaluate_centrally(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
         """Evaluate the clients' models of the round together."""

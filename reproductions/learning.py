@@ -21,7 +21,7 @@ from fedrot.learning import Learned, Loss, between, descend, is_continuous, mult
 from fedrot.learning import initial as initial_of
 from fedrot.matching.assignment import best_columns
 from fedrot.matching.descent import compact
-from fedrot.symmetry.actions import LARGEST_SCALE, HeadRotation, Kind, is_real
+from fedrot.symmetry.actions import HeadRotation, Kind, is_real
 from fedrot.symmetry.describe.mixture import ExpertNeurons
 from fedrot.symmetry.groups import Group, Move, Slot, Symmetry
 from fedrot.symmetry.rotary_actions import RotarySigns
@@ -65,7 +65,7 @@ class HeadLinear(HeadRotation):
         if not is_real(element, (self.heads, self.dim, self.dim)):
             return False
         scales = torch.linalg.svdvals(element.double())
-        return bool(((scales <= LARGEST_SCALE) & (scales >= 1 / LARGEST_SCALE)).all())
+        return bool(((scales <= 1e3) & (scales >= 1 / 1e3)).all())
 
 
 @dataclass(frozen=True)

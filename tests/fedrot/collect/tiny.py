@@ -38,9 +38,11 @@ def tiny_classifier(kind: str, **settings: Any) -> Any:
     return transformers.AutoModelForSequenceClassification.from_config(config)
 
 
-def batch_of(seed: int, rows: int = 3, length: int = 8, padding: int = 3) -> dict[str, Tensor]:
+def batch_of(
+    seed: int, rows: int = 3, length: int = 8, padding: int = 3, vocabulary: int = VOCABULARY
+) -> dict[str, Tensor]:
     """Return token sequences, the first one padded."""
-    ids = torch.randint(4, VOCABULARY, (rows, length), generator=seeded(seed))
+    ids = torch.randint(4, vocabulary, (rows, length), generator=seeded(seed))
     mask = torch.ones_like(ids)
     mask[0, length - padding :] = 0
     return {"input_ids": ids, "attention_mask": mask}

@@ -242,26 +242,6 @@ def test_a_wrong_last_tensor_is_refused_before_the_first_part(which: str) -> Non
         next(align_by_layer(given["update"], given["anchor"], symmetry))
 
 
-def test_what_cannot_be_folded_in_changes_nothing() -> None:
-    symmetry = symmetry_for("llama")
-    anchor, client = models()
-    mean = Mean()
-    fold_by_layer(mean, client, 1.0, anchor, symmetry)
-    before = mean.result()
-    missing = {n: t for n, t in client.items() if n != next(reversed(client))}
-    # Of a tensor that does not move: found before its turn comes, or not at all.
-    mask = {"trained": {"lm_head.weight": torch.ones(3, dtype=torch.bool)}}
-    for update, weight, statistics in (
-        (missing, 1.0, None),
-        (client, 0.0, None),
-        (client, 1.0, mask),
-    ):
-        with pytest.raises(fedrot.UpdateError):
-            fold_by_layer(mean, update, weight, anchor, symmetry, statistics=statistics)
-    assert largest_difference(mean.result(), before) == 0
-    assert mean.weight == 1
-
-
 @cache
 def llama(layers: int) -> fedrot.Symmetry:
     config = {

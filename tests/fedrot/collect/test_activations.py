@@ -15,7 +15,7 @@ from fedrot.collect.activations import RESIDUAL_SITES, _run, _sites
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.problem import Problem
 from tests import families
-from tests.fedrot.collect.tiny import batch_of
+from tests.fedrot.collect.tiny import batch_of, rows_of
 from tests.fedrot.oracles import Array, random_moves
 from tests.models import (
     CASES,
@@ -63,29 +63,6 @@ PADDED = [batch_of(1, 5, 9, 6), batch_of(2, 3, 7, 2)]
 # Moments against a slow oracle
 
 
-def seen_at(model: nn.Module, batches: list[Batch], module: str, output: bool = False) -> Array:
-    """Return a module's inputs or outputs at the tokens that count, row by row, ``[tokens, units]``."""
-    rows: list[Array] = []
-    mask: Tensor
-
-    def hook(_: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-        tensor = out if output else args[0]
-        for example in range(len(tensor)):
-            if tensor.ndim == 2:
-                rows.append(tensor[example].numpy())
-                continue
-            counted = [token for token in range(tensor.shape[1]) if mask[example, token]]
-            rows.extend(tensor[example, token].numpy() for token in counted)
-
-    handle = model.get_submodule(module).register_forward_hook(hook)
-    with torch.no_grad():
-        for batch in batches:
-            mask = batch["attention_mask"]
-            model(**batch)
-    handle.remove()
-    return np.stack(rows)
-
-
 def correlation(a: Array, c: Array) -> Array:
     """Eq. 1, scaled so that identical models have trace 1."""
     n = a.shape[1]
@@ -107,8 +84,9 @@ MOMENTS: dict[str, Callable[[Array, Array], Array]] = {
 @pytest.mark.parametrize("name", FEW)
 def test_moments_of_heads_and_units_are_those_of_the_oracle(name: str, how: Any) -> None:
     """Neurons after their activation, hidden units of the head where they are read; padding apart."""
-    names, batches = CASES[name].names, PADDED + tokens(name)
+    names, batches = CASES[name].names, PADDED + tokens(name, 8)
     models = pair_of(name)
+    rows = [rows_of(model, batches) for model in models]
     options = {"heads": how, "units": how}
     found = fedrot.collect_activations(*models, batches, symmetry_for(name), "identity", **options)
     prefix = names.stack.split(".", 1)[1]
@@ -118,7 +96,7 @@ def test_moments_of_heads_and_units_are_those_of_the_oracle(name: str, how: Any)
         sites[f"{prefix}.{layer}.vo"] = [(names.of(layer, "output"), False)]
         sites[f"{prefix}.{layer}.ffn"] = [(names.of(layer, "down"), False)]
     for group, where in sites.items():
-        each = [MOMENTS[how](*(seen_at(m, batches, *site) for m in models)) for site in where]
+        each = [MOMENTS[how](*(r[module][output].numpy() for r in rows)) for module, output in where]
         matrix = found.matrices[group]
         assert matrix.dtype == torch.float64
         # Sums in float32 lose more of units that hardly vary, as those of a saturated pooler.
@@ -140,7 +118,8 @@ def test_the_residual_stream_is_seen_where_it_was_asked_for(name: str, residual:
     heads = {BERT: ["bert.pooler.dense"], "distilbert-mlm": ["vocab_transform", "vocab_projector"]}
     readers = [names.of(layer, m) for layer in range(LAYERS) for m in ("query", "up")] + heads[name]
     chosen = {"first": readers[:1], "last": readers[-1:], "all": readers}[residual]
-    each = [correlation(*(seen_at(m, PADDED, reader) for m in models)) for reader in chosen]
+    rows = [rows_of(model, PADDED) for model in models]
+    each = [correlation(*(r[reader][0].numpy() for r in rows)) for reader in chosen]
     assert np.abs(found.matrices["residual"].numpy() - np.mean(each, axis=0)).max() <= 1e-5
 
 

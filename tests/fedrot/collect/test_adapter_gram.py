@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fedrot
 from fedrot.errors import FedrotError
 from fedrot.lora import adapter_tensors
-from tests.fedrot.collect.test_gram import of_text, read
+from tests.fedrot.collect.tiny import rows_of
 from tests.fedrot.lora.test_peft import bert, gpt2
 
 TARGETS = ["query", "value", "output.dense"]
@@ -51,9 +51,9 @@ def test_matrices_are_of_the_inputs_of_every_adapted_layer(adapter: str) -> None
     assert found["gram"].keys() == {*names}
     assert len(names) == 2 * 4
     unlabelled = [{k: v for k, v in batch.items() if k != "labels"} for batch in batches()]
-    rows = read(model, unlabelled, of_text)
+    rows = rows_of(model, unlabelled)
     for name, gram in found["gram"].items():
-        seen = rows[f"{name.removesuffix('.lora_A.weight')}.base_layer"]
+        seen, _ = rows[f"{name.removesuffix('.lora_A.weight')}.base_layer"]
         torch.testing.assert_close(gram.double(), seen.mT @ seen / len(seen), atol=1e-5, rtol=1e-4)
     first = "base_model.model.bert.encoder.layer.0.attention.self"
     query, value = (found["gram"][f"{first}.{name}.lora_A.weight"] for name in ("query", "value"))

@@ -96,45 +96,40 @@ def tiny(labels: int, problem: str | None = None, task: str = "ForSequenceClassi
 
 # Exact expectations
 
+FOUR_TOKENS = {"input_ids": inputs()["input_ids"][:, :4]}
+#: Model, its batch, and the likelihoods of its own labels.
+EXACT: dict[str, tuple[Callable[[], Any], Batch, Likelihoods]] = {
+    "two labels": (lambda: tiny(2), batch_of(1), one_label),
+    "eight labels": (lambda: tiny(8, "single_label_classification"), batch_of(1), one_label),
+    "several labels": (lambda: tiny(3, "multi_label_classification"), batch_of(1), several_labels),
+    "on or off": (lambda: tiny(1, "multi_label_classification"), batch_of(1), several_labels),
+    "a score": (lambda: tiny(1), batch_of(1), scores),
+    "two scores": (lambda: tiny(2, "regression"), batch_of(1), scores),
+    "another family": (lambda: fresh_model("distilbert-classifier"), batch_of(1), one_label),
+    "choices": (
+        lambda: fresh_model("bert-choice"),
+        {key: torch.stack([v[:2], v[1:3]]) for key, v in batch_of(1).items()},
+        one_label,
+    ),
+    # ELECTRA's discriminator gives one logit per token: real or replaced.
+    "tokens": (lambda: fresh_model("electra-discriminator"), FOUR_TOKENS, several_labels),
+    "tokens, padded": (
+        lambda: fresh_model("electra-discriminator"),
+        {**FOUR_TOKENS, "attention_mask": torch.tensor([[1, 1, 1, 0]] * 2)},
+        lambda z: several_labels(z[:, :3]),
+    ),
+}
 
-@pytest.mark.parametrize(
-    ("labels", "problem", "likelihoods"),
-    [
-        (2, None, one_label),
-        (8, "single_label_classification", one_label),
-        (3, "multi_label_classification", several_labels),
-        (1, "multi_label_classification", several_labels),
-        (1, None, scores),
-        (2, "regression", scores),
-    ],
-)
-def test_fisher_is_the_expectation_over_the_models_own_labels(
-    labels: int, problem: str | None, likelihoods: Likelihoods
-) -> None:
-    model, batch = tiny(labels, problem), batch_of(1)
+
+@pytest.mark.parametrize("name", EXACT)
+def test_fisher_is_the_expectation_over_the_models_own_labels(name: str) -> None:
+    build, batch, likelihoods = EXACT[name]
+    model = build()
     expected = brute_force(model, batch, likelihoods)
     split = [{k: v[i : i + 2] for k, v in batch.items()} for i in (0, 2)]
     # The data's labels are not looked at, and seeds decide nothing where nothing is sampled.
     split[0]["labels"] = torch.tensor([-7, 99])
     matches(fedrot.collect_fisher(model, split, seed=5), expected)
-
-
-@pytest.mark.parametrize("name", ["bert-choice", "distilbert-classifier"])
-def test_choices_and_classifiers_of_other_families(name: str) -> None:
-    model, batch = fresh_model(name), batch_of(1)
-    if name == "bert-choice":
-        batch = {key: torch.stack([v[:2], v[1:3]]) for key, v in batch.items()}
-    matches(fedrot.collect_fisher(model, [batch]), brute_force(model, batch, one_label))
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_discriminator_labels_every_token(masked: bool) -> None:
-    """ELECTRA's discriminator gives one logit per token: real or replaced."""
-    model, batch = fresh_model("electra-discriminator"), {"input_ids": inputs()["input_ids"][:, :4]}
-    if masked:
-        batch["attention_mask"] = torch.tensor([[1, 1, 1, 0]] * 2)
-    expected = brute_force(model, batch, lambda z: several_labels(z[:, : 4 - masked]))
-    matches(fedrot.collect_fisher(model, [batch]), expected)
 
 
 # Labels of the data

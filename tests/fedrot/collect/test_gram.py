@@ -14,64 +14,26 @@ from torch import Tensor, nn
 import fedrot
 from tests import families
 from tests.families import model_of
-from tests.fedrot.collect.tiny import Batch, batch_of, tiny_classifier
+from tests.fedrot.collect.tiny import CONV1D, Batch, batch_of, of_text, rows_of, tiny_classifier
 from tests.fedrot.oracles import seeded
-from tests.models import CASES, LAYERS, fresh_model, inputs, randomise
+from tests.models import CASES, fresh_model, inputs, randomise
 
 #: The mask of the tokens that a module, by name, reads from a batch; None if all count.
 MaskOf = Callable[[str, Mapping[str, Any]], Tensor | None]
-CONV1D = transformers.pytorch_utils.Conv1D
 few_words = partial(batch_of, vocabulary=families.VOCABULARY)
-
-
-def of_text(name: str, batch: Mapping[str, Any]) -> Tensor | None:
-    return batch.get("attention_mask")
 
 
 def of_encoder_and_decoder(name: str, batch: Mapping[str, Any]) -> Tensor | None:
     """Cross-attention reads the encoder's text by its keys and values, the rest the decoder's."""
     block, _, last = name.rpartition(".")
     crosses = block.endswith(("EncDecAttention", "encoder_attn"))
-    if ".encoder" in f".{name}".replace(".bert.encoder", "") and not name.startswith("decoder"):
+    if "encoder.block" in name or "encoder.layers" in name or (crosses and last[0] in "kv"):
         return batch["attention_mask"]
-    return (
-        batch["attention_mask"] if crosses and last[0] in "kv" else batch.get("decoder_attention_mask")
-    )
+    return batch.get("decoder_attention_mask")
 
 
 def of_image_or_text(name: str, batch: Mapping[str, Any]) -> Tensor | None:
     return None if "vision" in name else batch["attention_mask"]
-
-
-def read(model: nn.Module, batches: Sequence[Any], mask_of: MaskOf) -> dict[str, Tensor]:
-    """Return what every linear module reads as float64 ``[tokens, in]``."""
-    found: dict[str, list[Tensor]] = {}
-    batch: Any = {}
-
-    def keep(name: str, _: nn.Module, args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor]) -> None:
-        (given,) = (*args, *kwargs.values())
-        mask = mask_of(name, batch)
-        mask = None if mask is None else mask.flatten(0, -2)
-        for row in range(len(given)):
-            if mask is None or given.shape[:2] != mask.shape or given.ndim == 2:
-                found.setdefault(name, []).extend(
-                    given[row].double().clone().reshape(-1, given.shape[-1])
-                )
-                continue
-            counted = [token for token in range(given.shape[1]) if mask[row, token]]
-            found.setdefault(name, []).extend(given[row, token].double().clone() for token in counted)
-
-    handles = [
-        module.register_forward_pre_hook(partial(keep, name), with_kwargs=True)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | CONV1D)
-    ]
-    with torch.no_grad():
-        for batch in batches:
-            model.eval()(**batch)
-    for handle in handles:
-        handle.remove()
-    return {name: torch.stack(rows) for name, rows in found.items()}
 
 
 def near(found: Tensor, expected: Tensor) -> bool:
@@ -85,7 +47,7 @@ def check(model: nn.Module, batches: Sequence[Any], mask_of: MaskOf = of_text) -
     found = fedrot.collect_gram(model, batches)
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     seen: dict[str, set[str]] = {}
-    for name, rows in read(model, batches, mask_of).items():
+    for name, (rows, _) in rows_of(model, batches, mask_of).items():
         layer = model.get_submodule(name)
         if id(layer.weight) in tables:
             continue
@@ -107,7 +69,7 @@ def check(model: nn.Module, batches: Sequence[Any], mask_of: MaskOf = of_text) -
 ENCODERS: dict[str, Callable[[], Any]] = {
     **{
         name: partial(fresh_model, name)
-        for name in ("bert-mlm", "bert-mlm-untied", "electra-classifier", "roberta-tokens")
+        for name in ("bert-mlm", "bert-mlm-untied", "distilbert-classifier", "roberta-tokens")
     },
     "albert, called three times": lambda: randomise(
         tiny_classifier("albert", num_hidden_layers=3, embedding_size=6)
@@ -123,15 +85,6 @@ def test_statistics_of_every_layer_are_sums_over_tokens(name: str) -> None:
     assert ("gram_conv1d" in found) == ("gpt2" in name)
     if "mlm" in name:
         assert ("cls.predictions.decoder.weight" in found["gram"]) == name.endswith("untied")
-
-
-@pytest.mark.parametrize("name", ["bert-classifier", "distilbert-mlm"])
-def test_query_key_and_value_hold_one_matrix(name: str) -> None:
-    found, names = check(fresh_model(name), TWO)["gram"], CASES[name].names
-    for layer in range(LAYERS):
-        query, key, value = (found[f"{names.of(layer, m)}.weight"] for m in ("query", "key", "value"))
-        assert query is key is value
-    assert len({id(gram) for gram in found.values()}) == len(found) - 2 * LAYERS
 
 
 def test_choices_of_a_question_are_sequences_like_any_other() -> None:
@@ -174,9 +127,9 @@ def test_a_decoder_reads_the_text_through_a_projection_too() -> None:
     )
     model = randomise(transformers.EncoderDecoderModel(config))
     found = fedrot.collect_gram(model, [two_texts(6)])["gram"]
-    expected = read(model, [two_texts(6)], of_text)
+    expected = rows_of(model, [two_texts(6)])
     for name in ("enc_to_dec_proj", "decoder.bert.encoder.layer.0.crossattention.self.key"):
-        rows = expected[name]
+        rows, _ = expected[name]
         assert near(found[f"{name}.weight"], rows.mT @ rows / len(rows)), name
 
 
@@ -279,14 +232,6 @@ def test_no_token_to_read_gives_zeros() -> None:
     assert not found[f"{CASES['bert-classifier'].names.of(0, 'query')}.weight"].any()
 
 
-def test_labels_are_not_passed_on() -> None:
-    """Labels of the wrong shape would fail in the loss."""
-    model = fresh_model("bert-classifier")
-    plain = fedrot.collect_gram(model, [batch_of(1)])["gram"]
-    odd = fedrot.collect_gram(model, [{**batch_of(1), "labels": torch.ones(99)}])["gram"]
-    assert all(torch.equal(plain[key], odd[key]) for key in plain)
-
-
 @pytest.mark.parametrize("most", [1, 2])
 def test_no_more_batches_are_read_than_asked_for(most: int) -> None:
     taken = []
@@ -300,14 +245,6 @@ def test_no_more_batches_are_read_than_asked_for(most: int) -> None:
     assert len(taken) == most
     expected = fedrot.collect_gram(Paths(), ways("", "", "")[:most])["gram"]
     assert all(torch.equal(found[key], expected[key]) for key in expected)
-
-
-def test_half_precision_models_give_float32() -> None:
-    model = fresh_model("bert-classifier")
-    exact, found = (fedrot.collect_gram(m, TWO)["gram"] for m in (model, model.to(torch.bfloat16)))
-    for key, gram in found.items():
-        assert gram.dtype == torch.float32
-        assert (gram - exact[key]).abs().max() <= 0.1 * exact[key].abs().max()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ What moves is compared with the same statistics recomputed on the moved model of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import fedrot
 from fedrot.aggregation import Mean, check_statistics
 from fedrot.collect.statistics import (
+    GRAMS,
     INPUT_AXIS,
     MEANS,
     STATISTIC_KINDS,
@@ -169,18 +171,11 @@ def test_a_mean_that_contradicts_its_gram_matrix_is_refused(
     axis: int, excess: float, refused: bool
 ) -> None:
     """The square of a mean is at most the mean of squares, but for rounding beside the largest."""
-    kinds = {kind: k for k, kind in (("mean", MEANS[axis]), ("gram", ("gram_conv1d", "gram")[axis]))}
-    squares = torch.linspace(1, 2, IN)
     mean = torch.zeros(IN)
     mean[0] = -((1 + 2 * excess) ** 0.5)
-    values = {"mean": mean, "gram": squares.diag()}
-    given = {kind: {"w": values[what]} for kind, what in kinds.items()}
-    shapes = {"w": (OUT, IN) if axis else (IN, OUT)}
-    if refused:
-        with pytest.raises(UpdateError, match=f"{MEANS[axis]} .*'w' contradict"):
-            check_statistics(given, shapes)
-    else:
-        check_statistics(given, shapes)
+    given = {GRAMS[axis]: {"w": torch.linspace(1, 2, IN).diag()}, MEANS[axis]: {"w": mean}}
+    with pytest.raises(UpdateError, match=f"{MEANS[axis]} .* contradict") if refused else nullcontext():
+        check_statistics(given, {"w": CASES[GRAMS[axis]].shape})
 
 
 def test_kinds_are_collected_with_and_without_their_limit() -> None:

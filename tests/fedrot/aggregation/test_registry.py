@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from itertools import count
 from typing import Any
 
 import pytest
@@ -29,46 +30,29 @@ def test_every_aggregation_has_a_name_and_says_what_it_needs() -> None:
         assert getattr(import_module(package), attribute) is type(aggregation_named(name)())
 
 
-def test_aggregations_of_users_may_need_arguments() -> None:
+def test_aggregations_of_users_get_the_arguments_that_they_take() -> None:
     class Median(Mean):
         def __init__(self, symmetry: object, score: object = None) -> None:
             super().__init__()
-            self.symmetry = symmetry
+            self.given = symmetry, score
 
-    try:
-        register_aggregation("median", "the median")(Median)
-        (entry,) = set(aggregations(("symmetry",))) - set(aggregations(()))
-        assert (entry.inputs, entry.meaning) == (("symmetry",), "the median")
-        assert entry in aggregations()
-        assert entry.path == f"{__name__}.Median"
-        with pytest.raises(fedrot.FedrotError, match="argument 'symmetry'"):
-            aggregation_named("median")
-        build = aggregation_named("median", symmetry=object)
-        first, second = build(), build()
-        assert isinstance(first, Median)
-        assert isinstance(second, Median)
-        assert first.symmetry is not second.symmetry
-    finally:
-        del _ENTRIES["median"]
-
-
-def test_arguments_are_computed_for_the_aggregations_that_take_them() -> None:
     def unwanted() -> Any:
         raise AssertionError("this aggregation does not take the argument")
 
-    asked: list[float] = []
-
-    def alpha() -> float:
-        asked.append(0.5)
-        return asked[-1]
-
-    build = aggregation_named("regmean", alpha=alpha, symmetry=unwanted, score=unwanted)
-    assert not asked
-    found = build()
-    assert isinstance(found, RegMean)
-    assert found.alpha == 0.5
-    build()
-    assert len(asked) == 2
+    numbers = count()
+    try:
+        register_aggregation("median", "the median")(Median)
+        (entry,) = set(aggregations(("symmetry",))) - set(aggregations(()))
+        assert entry in aggregations()
+        assert (entry.inputs, entry.meaning) == (("symmetry",), "the median")
+        assert entry.path == f"{__name__}.Median"
+        with pytest.raises(fedrot.FedrotError, match="argument 'symmetry'"):
+            aggregation_named("median", score=unwanted)
+        build = aggregation_named("median", symmetry=lambda: next(numbers), alpha=unwanted)
+        # Arguments are computed for every aggregator anew.
+        assert [build().given for _ in range(2)] == [(0, None), (1, None)]
+    finally:
+        del _ENTRIES["median"]
 
 
 def test_a_name_that_builds_nothing_is_an_error() -> None:

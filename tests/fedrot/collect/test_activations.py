@@ -152,24 +152,6 @@ def test_activations_of_every_call_count(name: str) -> None:
         assert len(calls[site.module]) > 1
 
 
-def test_units_that_are_constant_have_no_moments() -> None:
-    """Their deviations, and all moments of constant heads, are rounding errors."""
-    state = state_of(BERT)
-    names = CASES[BERT].names
-    for layer in range(LAYERS):
-        state[f"{names.of(layer, 'up')}.weight"][5] = 0
-        state[f"{names.of(layer, 'value')}.weight"][:] = 0
-    model = loaded(BERT, state)
-    found = fedrot.collect_activations(model, model, tokens(BERT), symmetry_for(BERT)).matrices
-    prefix = names.stack.split(".", 1)[1]
-    ffn = found[f"{prefix}.0.ffn"]
-    assert not ffn[5].any()
-    assert not ffn[:, 5].any()
-    assert float(ffn.trace()) == pytest.approx(1 - 1 / len(ffn), abs=1e-5)
-    assert float(found[f"{prefix}.0.qk"].trace()) == pytest.approx(1, abs=1e-5)
-    assert not found[f"{prefix}.0.vo"].any()
-
-
 # Errors
 
 OTHER = fresh_model("distilbert-classifier")

@@ -183,14 +183,12 @@ class Paths(nn.Module):
 
     def forward(self, x: Tensor, how: str = "") -> Tensor:
         y = self.right(x + 1 if how == "apart" else x)
-        if how == "skip":
+        if how in ("skip", "in place"):
+            y += self.left(y) if how == "in place" else 0
             return self.last(y)
         z = self.left(input=x) if how == "by name" else self.left(x)
         if how == "twice":
             z = z + self.left(y + z)
-        if how == "in place":
-            y += z
-            z = self.right(y)
         return self.last(y + z)
 
 

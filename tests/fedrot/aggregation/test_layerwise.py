@@ -33,6 +33,7 @@ from tests.fedrot.pretend import DEVICE, Pretend
 from tests.models import EAGER, EVERYTHING, FULL, State, largest_difference
 
 CPU = torch.device("cpu")
+PLACES = {"cpu": CPU, "device": DEVICE}
 NEURONS = 96
 OPTIONS = {
     "default": fedrot.AlignmentOptions(),
@@ -53,30 +54,33 @@ def fold_by_layer(mean: Mean, update: State, weight: float, *how: Any, **more: A
     return report()
 
 
-def _options(name: str, symmetry: fedrot.Symmetry) -> fedrot.AlignmentOptions:
+def options_of(name: str, symmetry: fedrot.Symmetry) -> fedrot.AlignmentOptions:
     kept = tuple(part for part in OPTIONS[name].parts if part not in symmetry.refused)
     return replace(OPTIONS[name], parts=kept)
 
 
-def _single(state: State) -> State:
+def single(state: State) -> State:
     return {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
 
 
-def _models(family: str) -> tuple[State, State]:
+def models(family: str = "llama") -> tuple[State, State]:
     """Return an anchor and a client that is neither near nor far, float32."""
-    anchor, other = (_single(state_of(family, seed)) for seed in (0, 1))
+    anchor, other = (single(state_of(family, seed)) for seed in (0, 1))
     client = {n: t + 0.5 * other[n] if t.is_floating_point() else t for n, t in anchor.items()}
     return anchor, client
+
+
+def size_of(part: fedrot.Symmetry) -> int:
+    return sum(math.prod(shape) for shape in part.shapes.values())
 
 
 @pytest.mark.parametrize("which", OPTIONS)
 @pytest.mark.parametrize("family", KINDS)
 def test_parts_share_nothing_and_leave_nothing_out(family: str, which: str) -> None:
     symmetry = symmetry_for(family)
-    options = _options(which, symmetry)
+    options = options_of(which, symmetry)
     parts = parts_of(symmetry, options)
-    names = [name for part in parts for name in part.shapes]
-    assert sorted(names) == sorted(symmetry.shapes)
+    assert sorted(name for part in parts for name in part.shapes) == sorted(symmetry.shapes)
     groups = [group.name for part in parts for group in part.groups]
     chosen = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
     assert sorted(groups) == sorted(group.name for group in chosen)
@@ -86,33 +90,24 @@ def test_parts_share_nothing_and_leave_nothing_out(family: str, which: str) -> N
         assert part.select(options.parts, options.layer_indices(part.layers)) == part.groups
 
 
-def test_a_layer_is_a_part_and_the_rest_comes_in_packets() -> None:
+def test_a_layer_is_a_part_and_packets_are_no_larger_unless_a_single_tensor_is() -> None:
+    """Of eight layers one moves; all others come in packets, and large embeddings come alone."""
     symmetry = symmetry_for("llama")
     with_groups = [part for part in parts_of(symmetry) if part.groups]
     assert [{group.layer for group in part.groups} for part in with_groups] == [{0}, {1}]
-    sizes = [sum(torch.Size(s).numel() for s in part.shapes.values()) for part in parts_of(symmetry)]
-    assert max(sizes) == sum(torch.Size(s).numel() for s in with_groups[0].shapes.values())
-    (whole, *_) = parts_of(symmetry, _options("whole", symmetry))
-    assert whole.groups == symmetry.rotated.select(_options("whole", symmetry).parts)
+    assert max(map(size_of, parts_of(symmetry))) == size_of(with_groups[0])
+    (whole, *_) = parts_of(symmetry, options_of("whole", symmetry))
+    assert whole.groups == symmetry.rotated.select(options_of("whole", symmetry).parts)
 
-
-def _size(part: fedrot.Symmetry) -> int:
-    return sum(math.prod(shape) for shape in part.shapes.values())
-
-
-def test_packets_are_no_larger_than_a_layer_unless_a_single_tensor_is() -> None:
-    """Of eight layers one moves; all others come in packets, and large embeddings come alone."""
-    symmetry = _llama(8)
+    symmetry = llama(8)
     parts = parts_of(symmetry, fedrot.AlignmentOptions(layers=[3]))
     (layer,) = (part for part in parts if part.groups)
     packets = [part for part in parts if not part.groups]
-    embeddings = math.prod(symmetry.shapes["lm_head.weight"])
-    assert embeddings < _size(layer)
+    assert math.prod(symmetry.shapes["lm_head.weight"]) < size_of(layer)
     assert len(packets) >= 7
-    assert max(map(_size, packets)) <= _size(layer)
+    assert max(map(size_of, packets)) <= size_of(layer)
     # They are filled: two in a row would not fit into one.
-    assert all(_size(one) + _size(other) > _size(layer) for one, other in pairwise(packets))
-    assert max(len(part.shapes) for part in packets) >= 9
+    assert all(size_of(one) + size_of(other) > size_of(layer) for one, other in pairwise(packets))
     nothing = parts_of(symmetry, fedrot.AlignmentOptions(parts=()))
     assert [list(part.shapes) for part in nothing] == [[name] for name in symmetry.shapes]
     large = {**symmetry.shapes, "lm_head.weight": (1000, 32)}
@@ -121,23 +116,31 @@ def test_packets_are_no_larger_than_a_layer_unless_a_single_tensor_is() -> None:
     assert list(alone.shapes) == ["lm_head.weight"]
 
 
-@pytest.mark.parametrize("where", ["cpu", "device"])
-@pytest.mark.parametrize("which", OPTIONS)
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5", "albert", "clip"])
+FAMILIES = ("bert", "gpt2", "llama", "t5", "albert", "clip")
+
+
+@pytest.mark.parametrize(
+    ("family", "which", "where"),
+    [
+        (FAMILIES[(step + 2 * index) % len(FAMILIES)], which, ("cpu", "device")[(step + index) % 2])
+        for index, which in enumerate(OPTIONS)
+        for step in range(3)
+    ],
+)
 def test_the_parts_together_are_the_whole(
     family: str, which: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # More passes add up more rounding, which differs between the two ways.
     monkeypatch.setattr(descent, "SWEEPS", 2)
     symmetry = symmetry_for(family)
-    anchor, client = _models(family)
-    options = _options(which, symmetry)
+    anchor, client = models(family)
+    options = options_of(which, symmetry)
     alignment = fedrot.align(client, anchor, symmetry, options)
     moved: dict[str, Tensor] = {}
     reports = []
     with Pretend():
-        for part in align_by_layer(client, anchor, symmetry, options, _place(where)):
-            assert {t.device for t in part.tensors.values()} == {_place(where)}
+        for part in align_by_layer(client, anchor, symmetry, options, PLACES[where]):
+            assert {t.device for t in part.tensors.values()} == {PLACES[where]}
             reports.append(part.alignment.report)
             moved |= {name: tensor.cpu() for name, tensor in part.tensors.items()}
     assert largest_difference(moved, alignment.apply(client)) <= 1e-6
@@ -145,6 +148,7 @@ def test_the_parts_together_are_the_whole(
     report, wanted = merged_report(reports, symmetry), alignment.report
     assert report.before == pytest.approx(wanted.before, rel=1e-6)
     assert report.after == pytest.approx(wanted.after, rel=1e-6, abs=1e-6 * wanted.before)
+    assert report.seconds == sum(one.seconds for one in reports)
     assert [row.group for row in report.groups] == [row.group for row in wanted.groups]
     assert bool(report.groups) == (which != "nothing")
     for ours, theirs in zip(report.groups, wanted.groups, strict=True):
@@ -152,57 +156,49 @@ def test_the_parts_together_are_the_whole(
         assert ours.after == pytest.approx(theirs.after, rel=1e-5, abs=1e-6 * wanted.before)
 
 
-def _place(where: str) -> torch.device:
-    return CPU if where == "cpu" else DEVICE
-
-
 def test_on_the_cpu_nothing_is_copied() -> None:
-    anchor, client = _models("bert")
+    anchor, client = models("bert")
     options = fedrot.AlignmentOptions(parts=())
-    seen = []
+    seen = {}
     for part in align_by_layer(client, anchor, symmetry_for("bert"), options):
-        for name, tensor in part.tensors.items():
-            assert tensor.data_ptr() == client[name].data_ptr()
-            seen.append(name)
-    assert sorted(seen) == sorted(client)
+        seen |= {name: tensor.data_ptr() for name, tensor in part.tensors.items()}
+    assert seen == {name: tensor.data_ptr() for name, tensor in client.items()}
 
 
-@pytest.mark.parametrize("where", ["cpu", "device"])
+@pytest.mark.parametrize("where", PLACES)
 def test_a_mean_folded_by_layer_is_that_of_a_round(where: str) -> None:
     """With the running mean as anchor, which lies on the device already."""
     symmetry = symmetry_for("llama")
-    broadcast, first = _models("llama")
+    broadcast, first = models()
     second, third = ({name: by * tensor for name, tensor in first.items()} for by in (0.9, 1.1))
     clients = [(first, 3.0), (second, 1.0), (third, 2.0)]
-    wanted = Mean()
+    wanted, mean = Mean(), Mean()
     for result in fedrot.align_round(clients, broadcast, symmetry):
         wanted.add(result.tensors, result.weight)
-    mean = Mean()
     with Pretend() as device:
         for client, weight in clients:
             anchor = mean.current or broadcast
             device.uploads = 0
-            report = fold_by_layer(mean, client, weight, anchor, symmetry, None, _place(where))
+            report = fold_by_layer(mean, client, weight, anchor, symmetry, None, PLACES[where])
             assert report.after <= report.before
             if where == "device" and anchor is not broadcast:
                 # One packet for each part of the client; of the anchor nothing.
                 assert device.uploads == len(parts_of(symmetry))
-        assert {t.device for t in mean.current.values()} == {_place(where)}
+        assert {t.device for t in mean.current.values()} == {PLACES[where]}
         found = mean.result("cpu")
     assert mean.weight == 6
     assert largest_difference(found, wanted.result()) <= 1e-6
 
 
-@pytest.mark.parametrize("where", ["cpu", "device"])
+@pytest.mark.parametrize("where", PLACES)
 def test_statistics_of_what_moves_move_with_it_whatever_comes_beside_them(where: str) -> None:
     """Rows of a feed-forward that a client has not trained change places; what else it sends stays."""
     symmetry = symmetry_for("llama")
-    anchor, client = _models("llama")
+    anchor, client = models()
     neurons, labels = "model.layers.0.mlp.up_proj.weight", "lm_head.weight"
     (group,) = symmetry.select(("ffn",), (0,))
-    assert labels not in {slot.tensor for g in symmetry.groups if g.layer >= 0 for slot in g.slots}
     order = torch.arange(group.kind.units).roll(1) + 1
-    moved = _single(apply_moves(client, [Move(group, order)]))
+    moved = single(apply_moves(client, [Move(group, order)]))
     trained = torch.arange(group.kind.units) < 3
     statistics = {
         "trained": {neurons: trained},
@@ -213,8 +209,8 @@ def test_statistics_of_what_moves_move_with_it_whatever_comes_beside_them(where:
     wanted.add(anchor, 1.0)
     wanted.add(alignment.apply(moved), 3.0, alignment.transport(statistics))
     with Pretend():
-        fold_by_layer(mean, anchor, 1.0, anchor, symmetry, None, _place(where))
-        fold_by_layer(mean, moved, 3.0, anchor, symmetry, None, _place(where), statistics)
+        fold_by_layer(mean, anchor, 1.0, anchor, symmetry, None, PLACES[where])
+        fold_by_layer(mean, moved, 3.0, anchor, symmetry, None, PLACES[where], statistics)
         found = mean.result("cpu")
     assert largest_difference(found, wanted.result()) <= 1e-6
     # Without the move, other rows would be the anchor's.
@@ -224,7 +220,7 @@ def test_statistics_of_what_moves_move_with_it_whatever_comes_beside_them(where:
 
 
 def test_statistics_of_what_only_canonical_form_changes_follow() -> None:
-    symmetry, (anchor, client) = symmetry_for("llama"), _models("llama")
+    symmetry, (anchor, client) = symmetry_for("llama"), models()
     options = fedrot.AlignmentOptions(("ffn",), canonical=True)
     query = "model.layers.0.self_attn.q_proj.weight"
     assert query not in {slot.tensor for group in symmetry.select(("ffn",)) for slot in group.slots}
@@ -237,50 +233,17 @@ def test_statistics_of_what_only_canonical_form_changes_follow() -> None:
 
 
 @pytest.mark.parametrize("which", ["update", "anchor"])
-@pytest.mark.parametrize("fault", ["missing", "extra", "misshapen"])
-def test_what_is_wrong_with_the_last_tensor_is_said_before_the_first_part(
-    fault: str, which: str
-) -> None:
-    symmetry, (anchor, client) = symmetry_for("llama"), _models("llama")
+def test_a_wrong_last_tensor_is_refused_before_the_first_part(which: str) -> None:
+    symmetry, (anchor, client) = symmetry_for("llama"), models()
     given = {"update": client, "anchor": anchor}
-    broken, name = dict(given[which]), next(reversed(given[which]))
-    if fault == "extra":
-        broken["another"] = torch.zeros(1)
-    elif fault == "misshapen":
-        broken[name] = broken[name][:-1]
-    else:
-        del broken[name]
-    given[which] = broken
-    with pytest.raises(fedrot.UpdateError, match="another" if fault == "extra" else name):
+    name = next(reversed(client))
+    given[which] = {**given[which], name: given[which][name][:-1]}
+    with pytest.raises(fedrot.UpdateError, match=name):
         next(align_by_layer(given["update"], given["anchor"], symmetry))
 
 
-def test_what_cannot_be_folded_in_changes_nothing() -> None:
-    symmetry = symmetry_for("llama")
-    anchor, client = _models("llama")
-    mean = Mean()
-    fold_by_layer(mean, client, 1.0, anchor, symmetry)
-    before = mean.result()
-    name = next(reversed(client))
-    broken = {**client, name: client[name][:-1]}
-    missing = {n: t for n, t in client.items() if n != name}
-    # Of a tensor that does not move: found out before its turn comes, or not at all.
-    mask = {"trained": {"lm_head.weight": torch.ones(3, dtype=torch.bool)}}
-    for update, weight, statistics in (
-        (broken, 1.0, None),
-        (missing, 1.0, None),
-        (client, 0.0, None),
-        (client, float("nan"), None),
-        (client, 1.0, mask),
-    ):
-        with pytest.raises(fedrot.UpdateError):
-            fold_by_layer(mean, update, weight, anchor, symmetry, statistics=statistics)
-    assert largest_difference(mean.result(), before) == 0
-    assert mean.weight == 1
-
-
 @cache
-def _llama(layers: int) -> fedrot.Symmetry:
+def llama(layers: int) -> fedrot.Symmetry:
     config = {
         "model_type": "llama",
         "num_hidden_layers": layers,
@@ -306,7 +269,7 @@ def _llama(layers: int) -> fedrot.Symmetry:
     return fedrot.symmetry_of(config, shapes)
 
 
-def _random(symmetry: fedrot.Symmetry, seed: int, dtype: torch.dtype = torch.bfloat16) -> State:
+def random(symmetry: fedrot.Symmetry, seed: int, dtype: torch.dtype = torch.bfloat16) -> State:
     generator = torch.Generator().manual_seed(seed)
     return {
         name: (torch.randn(shape, generator=generator) / 8).to(dtype)
@@ -323,9 +286,9 @@ HELD = 14
 def test_the_device_holds_two_layers_and_the_mean(drift: float) -> None:
     """However many layers there are: the one that is being aligned, and the next one."""
     held = {}
-    for layers in (1, 2, 4, 8):
-        symmetry = _llama(layers)
-        anchor, noise = (_random(symmetry, seed) for seed in (0, 1))
+    for layers in (1, 2, 6):
+        symmetry = llama(layers)
+        anchor, noise = (random(symmetry, seed) for seed in (0, 1))
         client = {name: tensor + drift * noise[name] for name, tensor in anchor.items()}
         mean = Mean()
         with Pretend() as device:
@@ -336,10 +299,10 @@ def test_the_device_holds_two_layers_and_the_mean(drift: float) -> None:
             assert device.held == accumulator
             held[layers] = device.peak - accumulator
             assert device.unrecorded == 0
-    layer = 2 * max(sum(math.prod(s) for s in p.shapes.values()) for p in parts_of(symmetry) if p.groups)
+    layer = 2 * max(size_of(part) for part in parts_of(symmetry) if part.groups)
     # Of every layer there stay some numbers for each neuron, which other clients need again.
     noted = 4 * 8 * NEURONS
-    assert held[8] <= held[2] + 6 * noted
+    assert held[6] <= held[2] + 4 * noted
     assert held[2] <= held[1] + 2 * layer + noted, "more than an update and an anchor on their way"
     assert held[1] <= HELD * layer
 
@@ -356,14 +319,14 @@ class AtOnce(Executor):
         return done
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_pinned_memory_is_not_filled_again_before_it_was_sent(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There are two buffers for many parts; they are filled early, and copies are made late."""
     monkeypatch.setattr(layerwise, "ThreadPoolExecutor", AtOnce)
-    symmetry = _llama(5)
-    anchor, client = (_random(symmetry, seed, dtype) for seed in (0, 1))
+    symmetry = llama(5)
+    anchor, client = (random(symmetry, seed, dtype) for seed in (0, 1))
     with Pretend():
         moved = {
             name: tensor.cpu()
@@ -376,8 +339,8 @@ def test_pinned_memory_is_not_filled_again_before_it_was_sent(
 
 
 def test_leaving_early_ends_the_copies() -> None:
-    symmetry = _llama(5)
-    anchor, client = (_random(symmetry, seed) for seed in (0, 1))
+    symmetry = llama(5)
+    anchor, client = (random(symmetry, seed) for seed in (0, 1))
     with Pretend() as device:
         parts = align_by_layer(client, anchor, symmetry, None, DEVICE)
         next(parts)
@@ -388,7 +351,7 @@ def test_leaving_early_ends_the_copies() -> None:
         assert device.held == 0
 
 
-def test_a_device_that_is_not_there_is_said_to_be_not_there() -> None:
+def test_a_device_that_does_not_exist_is_refused() -> None:
     assert checked_device("cpu") == CPU
     with pytest.raises(fedrot.FedrotError, match="'nowhere'"):
         checked_device("nowhere")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fedrot
 from fedrot.errors import FedrotError
 from fedrot.lora import adapter_tensors
+from tests.fedrot.collect.tiny import rows_of
 from tests.fedrot.lora.test_peft import bert, gpt2
 
 TARGETS = ["query", "value", "output.dense"]
@@ -40,51 +41,24 @@ def batches() -> list[dict[str, Tensor]]:
     ]
 
 
-def expected(model: Any, module: str) -> Tensor:
-    """Return the mean of ``x x^T`` over the tokens that an adapted module reads, one by one."""
-    rows: list[Tensor] = []
-    mask: list[Tensor] = []
-
-    def keep(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        (x,) = args
-        there = mask[-1].bool() if x.ndim == 3 else torch.ones(len(x), dtype=torch.bool)
-        rows.extend(x[there].double())
-
-    was_training = model.training
-    handle = model.eval().get_submodule(module).register_forward_pre_hook(keep)
-    with torch.no_grad():
-        for batch in batches():
-            mask.append(batch["attention_mask"])
-            model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-    handle.remove()
-    model.train(was_training)
-    return torch.stack([torch.outer(row, row) for row in rows]).mean(0)
-
-
 @pytest.mark.parametrize("adapter", ["default", "mine"])
 def test_matrices_are_of_the_inputs_of_every_adapted_layer(adapter: str) -> None:
     model = adapted(adapter=adapter)
     found = fedrot.collect_gram(model, batches())
-    assert model.training
     assert all(module.training for module in model.modules())
     names = [name for name in adapter_tensors(model, adapter) if "lora_A" in name]
     assert found.keys() == {"gram", "input_mean"}
     assert found["gram"].keys() == {*names}
     assert len(names) == 2 * 4
+    unlabelled = [{k: v for k, v in batch.items() if k != "labels"} for batch in batches()]
+    rows = rows_of(model, unlabelled)
     for name, gram in found["gram"].items():
-        wanted = expected(model, name.removesuffix(".lora_A.weight"))
-        torch.testing.assert_close(gram.double(), wanted, atol=1e-5, rtol=1e-4)
-
-
-def test_layers_with_one_input_share_a_matrix() -> None:
-    found = fedrot.collect_gram(adapted(), batches())["gram"]
-    first = "base_model.model.bert.encoder.layer.0.attention"
-    query, value, output = (
-        found[f"{first}.{name}.lora_A.weight"] for name in ("self.query", "self.value", "output.dense")
-    )
+        seen, _ = rows[f"{name.removesuffix('.lora_A.weight')}.base_layer"]
+        torch.testing.assert_close(gram.double(), seen.mT @ seen / len(seen), atol=1e-5, rtol=1e-4)
+    first = "base_model.model.bert.encoder.layer.0.attention.self"
+    query, value = (found["gram"][f"{first}.{name}.lora_A.weight"] for name in ("query", "value"))
     assert query is value
-    assert output is not query
-    assert len({id(gram) for gram in found.values()}) == 2 * 3
+    assert len({id(gram) for gram in found["gram"].values()}) == 2 * 3
 
 
 def test_conv1d_layers_have_factors_of_linear_layers_and_embeddings_none() -> None:
@@ -112,6 +86,10 @@ def merged() -> Any:
     return model
 
 
+def of_another_kind() -> Any:
+    return peft.get_peft_model(bert(), peft.IA3Config(target_modules=["key"], feedforward_modules=[]))
+
+
 def disabled() -> Any:
     model = adapted()
     model.base_model.disable_adapter_layers()
@@ -125,14 +103,9 @@ def disabled() -> Any:
         (merged, r"is merged into the weights or disabled.* model.unmerge_adapter\(\)"),
         (disabled, "is merged into the weights or disabled"),
         (lambda: adapted(gpt2, target_modules=["wte"]), "has no LoRA factors of linear layers"),
+        (of_another_kind, "'default' has no LoRA factors of linear layers"),
     ],
 )
 def test_adapters_without_inputs_of_a_product_are_refused(build: Callable[[], Any], said: str) -> None:
     with pytest.raises(FedrotError, match=said):
         fedrot.collect_gram(build(), batches())
-
-
-def test_an_adapter_of_another_kind_is_refused() -> None:
-    model = peft.get_peft_model(bert(), peft.IA3Config(target_modules=["key"], feedforward_modules=[]))
-    with pytest.raises(FedrotError, match="'default' has no LoRA factors of linear layers"):
-        fedrot.collect_gram(model, batches())

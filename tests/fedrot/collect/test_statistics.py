@@ -1,479 +1,353 @@
-"""Statistics move with the weights: against the same statistics recomputed on the moved model."""
+"""Every kind of statistics keeps one contract: how it is checked, collected, and moved with weights.
+
+What moves is compared with the same statistics recomputed on the moved model of every family.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import chain, product
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch import Tensor, nn
 
 import fedrot
-from fedrot.symmetry.actions import HeadRotation
-from fedrot.symmetry.moves import Move
-from reproductions.learning import HeadLinear
-from tests.fedrot.oracles import along, dense_on, random_moves, seeded
-from tests.models import (
-    CASES,
-    EAGER,
-    EVERYTHING,
-    FEW,
-    FULL,
-    LAYERS,
-    WIDTH,
-    State,
-    config_of,
-    fresh_model,
-    inputs,
-    near,
-    state_of,
-    symmetry_for,
+from fedrot.aggregation import Mean, check_statistics
+from fedrot.collect.statistics import (
+    GRAMS,
+    INPUT_AXIS,
+    MEANS,
+    STATISTIC_KINDS,
+    brings,
+    kind_named,
+    transport_statistics,
 )
+from fedrot.errors import UpdateError
+from fedrot.precision import Float64
+from fedrot.symmetry.actions import HeadRotation
+from fedrot.symmetry.groups import Group
+from fedrot.symmetry.moves import Move
+from fedrot.symmetry.rotary_actions import RotaryPhases
+from tests.families import KINDS, answers, inputs, model_of, state_of, symmetry_for
+from tests.fedrot.oracles import seeded
+from tests.models import EVERYTHING, State
 
-PARTS = [
-    ("heads",),
-    ("attention",),
-    ("rescale",),
-    ("ffn",),
-    ("attention", "ffn"),
-    FULL,
-    ("residual",),
-    ("output",),
-    EVERYTHING,
-]
-
-#: The parts that move single coordinates: permutations, signs and scales.
-MONOMIAL = ("residual", "output", "heads", "rescale", "ffn")
-
-#: The readers of the residual stream in the task head, then those of its own hidden units.
-READERS = {
-    "bert-classifier": (["bert.pooler.dense"], ["classifier"]),
-    "distilbert-mlm": (["vocab_transform", "vocab_projector"], []),
+OUT, IN = 3, 6
+EYE, ONES, BIAS = torch.eye(IN), torch.ones(OUT, IN), torch.ones(OUT)
+#: Matrices whose first entry hides that they are no Gram matrices.
+HIDING = {
+    "a pair": ([[1e6, 0, 0], [0, 0, 1e3], [0, 1e3, 0]], "negative"),
+    "a negative": ([[1e6, 0, 0], [0, -1e3, 0], [0, 0, 1]], "negative"),
+    "a turn": ([[1e6, 0, 0], [0, 1, 0.5], [0, -0.5, 1]], "symmetric"),
 }
 
 
-def _linears(name: str) -> list[str]:
-    """Return the modules whose inputs move (attention output, FFN down) and some whose do not."""
-    names = CASES[name].names
-    modules = ("query", "value", "output", "up", "down")
-    inside = [names.of(layer, module) for layer, module in product(range(LAYERS), modules)]
-    return [*inside, *chain.from_iterable(READERS[name])]
+@dataclass(frozen=True)
+class Case:
+    """Good and bad values of a kind, bad ones with a word of the error.
+
+    Attributes:
+        shape: of the weight, ``[in, out]`` for ``Conv1D``.
+        collected: whether the kind is computed from batches under its own name.
+        rotates: whether it follows rotations of heads.
+    """
+
+    good: list[Tensor]
+    bad: Mapping[str, tuple[Tensor, str]]
+    collected: bool = False
+    rotates: bool = True
+    shape: tuple[int, int] = (OUT, IN)
 
 
-def _with_moved_inputs(name: str, parts: tuple[str, ...]) -> set[str]:
-    """Return the modules whose inputs lie in a space that one of the parts moves."""
-    modules = {"residual": {"query", "value", "up"}, "output": set[str](), "ffn": {"down"}}
-    within = set().union(*(modules.get(part, {"output"}) for part in parts))
-    stream, units = READERS[name]
-    heads = [*(stream if "residual" in parts else []), *(units if "output" in parts else [])]
-    names = CASES[name].names
-    return {names.of(layer, m) for layer, m in product(range(LAYERS), within)} | set(heads)
+X = torch.randn(50, IN, generator=seeded(0)).double() * torch.logspace(0, -3, IN).double()
+GRAM_GOOD = [
+    (X.mT @ X / (X.mT @ X).max() * largest).to(dtype)
+    for largest in (1e-40, 1e-20, 1.0, 9e29)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64)
+]
+GRAM_BAD = {
+    "half": (EYE.half(), "float16"),
+    "integers": (EYE.long(), "int64"),
+    "nan": (EYE * torch.nan, "NaN"),
+    "too large": (EYE * 2e30, "above"),
+    "size": (torch.eye(4), "shape"),
+    "vector": (torch.ones(IN), "shape"),
+    "negative": (-EYE, "negative"),
+    "skew": (EYE + torch.triu(torch.ones(IN, IN), 1), "symmetric"),
+    **{
+        f"{name}, times {scale:g}": (torch.block_diag(torch.tensor(corner), torch.eye(3)) * scale, word)
+        for name, (corner, word) in HIDING.items()
+        for scale in (1.0, 1e-40, 1e23)
+    },
+}
+MEAN_GOOD = [-torch.ones(IN, dtype=d) for d in (torch.bfloat16, torch.float32, torch.float64)]
+MEAN_BAD = {
+    "half": (torch.ones(IN).half(), "float16"),
+    "inf": (torch.full((IN,), -torch.inf), "Inf"),
+    "size": (BIAS, "shape"),
+    "matrix": (EYE, "shape"),
+}
+FISHER_BAD = {
+    "nan": (ONES * torch.nan, "NaN"),
+    "negative": (-ONES, "negative"),
+    "inf in half": ((ONES * torch.inf).half(), "Inf"),
+    "integers": (ONES.long(), "floating"),
+    "transposed": (ONES.T, "shape"),
+    "number": (torch.tensor(1.0), "shape"),
+}
+TRAINED_GOOD = [torch.tensor(True), torch.tensor([True, False, True])]
+TRAINED_BAD = {"float": (BIAS, "bool"), "columns": (torch.ones(IN, dtype=torch.bool), "rows")}
+CASES = {
+    "gram": Case(GRAM_GOOD, GRAM_BAD, collected=True),
+    "gram_conv1d": Case(GRAM_GOOD, GRAM_BAD, shape=(IN, OUT)),
+    "input_mean": Case(MEAN_GOOD, MEAN_BAD),
+    "input_mean_conv1d": Case(MEAN_GOOD, MEAN_BAD, shape=(IN, OUT)),
+    "fisher": Case([ONES, ONES.half()], FISHER_BAD, collected=True, rotates=False),
+    "trained": Case(TRAINED_GOOD, TRAINED_BAD),
+}
+EVERY = pytest.mark.parametrize("kind", CASES)
 
 
-def _grams(name: str, state: State) -> State:
-    """Recompute the Gram matrix of every linear layer's inputs with forward pre-hooks."""
-    model = fresh_model(name)
-    model.load_state_dict(state)
-    grams: State = {}
-
-    def hook(key: str) -> Any:
-        def keep(module: Any, args: tuple[Tensor, ...]) -> None:
-            rows = args[0].reshape(-1, args[0].shape[-1])
-            grams[key] = rows.T @ rows
-
-        return keep
-
-    for module in _linears(name):
-        model.get_submodule(module).register_forward_pre_hook(hook(f"{module}.weight"))
-    with torch.no_grad():
-        model(**inputs())
-    return grams
+def test_every_kind_has_a_case() -> None:
+    assert CASES.keys() == STATISTIC_KINDS.keys()
+    for name, case in CASES.items():
+        kind = kind_named(name)
+        assert (kind.name, kind.follows_rotations) == (name, case.rotates)
+        assert (kind.collect is not None) == case.collected
+        assert kind.meaning
 
 
-def _fisher(name: str, state: State) -> State:
-    """Recompute the diagonal Fisher: squared gradients of the loss, example by example."""
-    model = fresh_model(name)
-    model.load_state_dict(state)
-    batch = inputs()
-    total = {key: torch.zeros_like(parameter) for key, parameter in model.named_parameters()}
-    for example, label in product(range(2), range(2)):
-        model.zero_grad()
-        logits = model(**{k: v[example : example + 1] for k, v in batch.items()}).logits
-        scores = logits.reshape(-1, logits.shape[-1])[:1]
-        cross_entropy(scores, torch.tensor([label])).backward()
-        for key, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                total[key] += parameter.grad.square()
-    return total
-
-
-def _alignment(name: str, parts: tuple[str, ...]) -> tuple[State, fedrot.Alignment]:
-    """Return a client that is far from aligned, and its alignment: every part moves in it."""
-    anchor = state_of(name)
-    symmetry = fedrot.symmetry_of(config_of(name), anchor)
-    client = fedrot.random_equivalent(near(anchor, 0.1), symmetry, 3, parts)
-    alignment = fedrot.align(client, anchor, symmetry, replace(EAGER, parts=parts))
-    assert {move.group.part for move in alignment.moves} == {g.part for g in symmetry.select(parts)}
-    return client, alignment
-
-
-@pytest.mark.parametrize("parts", PARTS, ids="-".join)
-@pytest.mark.parametrize("name", FEW)
-def test_gram_matrices_follow_the_weights(name: str, parts: tuple[str, ...]) -> None:
-    client, alignment = _alignment(name, parts)
-    grams = _grams(name, client)
-    kept = {key: gram.clone() for key, gram in grams.items()}
-    transported = alignment.transport({"gram": grams})["gram"]
-    recomputed = _grams(name, alignment.apply(client))
-    assert transported.keys() == recomputed.keys() == {f"{m}.weight" for m in _linears(name)}
-    changed = set()
-    for key, expected in recomputed.items():
-        assert (transported[key] - expected).abs().max() <= 1e-9 * expected.abs().max().clamp_min(1)
-        assert (transported[key] - transported[key].T).abs().max() <= 1e-9 * expected.abs().max()
-        if (grams[key] - expected).abs().max() > 1e-6:
-            changed.add(key)
-        assert torch.equal(grams[key], kept[key])
-    assert changed == {f"{module}.weight" for module in _with_moved_inputs(name, parts)}
-
-
-def test_gram_matrices_come_back_under_the_inverse() -> None:
-    name = "bert-classifier"
-    client, alignment = _alignment(name, EVERYTHING)
-    grams = _grams(name, client)
-    there = alignment.transport({"gram": grams})
-    back = alignment.inverse().transport(there)["gram"]
-    for key, gram in grams.items():
-        assert (back[key] - gram).abs().max() <= 1e-9 * gram.abs().max()
+@EVERY
+def test_good_values_are_taken(kind: str) -> None:
+    for value in CASES[kind].good:
+        check_statistics({kind: {"w": value}}, {"w": CASES[kind].shape})
 
 
 @pytest.mark.parametrize(
-    "parts",
-    [
-        ("heads",),
-        ("ffn",),
-        ("rescale",),
-        ("heads", "rescale", "ffn"),
-        ("residual",),
-        ("output",),
-        MONOMIAL,
-    ],
-    ids="-".join,
+    ("kind", "what"), [(kind, what) for kind, case in CASES.items() for what in case.bad]
 )
-@pytest.mark.parametrize("name", ["bert-classifier", "distilbert-classifier"])
-def test_diagonal_fisher_follows_permutations_and_scales(name: str, parts: tuple[str, ...]) -> None:
-    client, alignment = _alignment(name, parts)
-    fisher = _fisher(name, client)
-    transported = alignment.transport({"fisher": fisher})["fisher"]
-    recomputed = _fisher(name, alignment.apply(client))
-    assert transported.keys() == recomputed.keys()
-    moved = 0
-    for key, expected in recomputed.items():
-        size = float(expected.abs().max())
-        assert (transported[key] - expected).abs().max() <= 1e-9 * size + 1e-20
-        moved += int(float((fisher[key] - expected).abs().max()) > 1e-3 * size + 1e-20)
-    assert moved >= (3 * LAYERS if parts != ("output",) else 3)
+def test_bad_values_are_refused_by_kind_and_tensor(kind: str, what: str) -> None:
+    value, word = CASES[kind].bad[what]
+    with pytest.raises(UpdateError, match=f"{kind} .*'w' .*{word}"):
+        check_statistics({kind: {"w": value}}, {"w": CASES[kind].shape})
 
 
-def test_diagonal_fisher_is_refused_under_a_rotation() -> None:
-    name = "bert-classifier"
-    client, alignment = _alignment(name, ("attention", "ffn"))
-    fisher = _fisher(name, client)
-    with pytest.raises(fedrot.FedrotError, match="rotation") as caught:
-        alignment.transport({"fisher": fisher})
-    assert "parts=('heads', 'ffn')" in str(caught.value)
-    # Tensors that were not rotated can still travel.
-    names = CASES[name].names
-    key = f"{names.of(0, 'up')}.weight"
-    neurons = {key: fisher[key], "classifier.weight": fisher["classifier.weight"]}
-    transported = alignment.transport({"fisher": neurons})["fisher"]
-    assert transported["classifier.weight"] is fisher["classifier.weight"]
-    element = next(m.element for m in alignment.moves if m.group.part == "ffn" and m.group.layer == 0)
-    assert torch.equal(transported[key], fisher[key][element])
+@EVERY
+def test_tensors_of_another_shape_and_unknown_ones_are_refused(kind: str) -> None:
+    """One object for two layers is checked against both."""
+    value, shape = CASES[kind].good[-1], CASES[kind].shape
+    check_statistics({kind: {"w": value, "same": value}}, {"w": shape, "same": shape})
+    for names in (("w", "other"), ("other", "w")):
+        with pytest.raises(UpdateError, match="'other'"):
+            check_statistics({kind: dict.fromkeys(names, value)}, {"w": shape, "other": (4, 4)})
+    with pytest.raises(UpdateError, match="'nowhere' belong to no tensor"):
+        check_statistics({kind: {"nowhere": value}}, {"w": shape})
+    with pytest.raises(UpdateError, match="'nowhere' belong to no tensor"):
+        transport_statistics({kind: {"nowhere": value}}, (), {"w": shape})
+    if kind not in ("trained", "fisher"):
+        with pytest.raises(UpdateError, match="no matrix"):
+            check_statistics({kind: {"w": value}}, {"w": (IN,)})
 
 
-def test_diagonal_fisher_travels_where_no_rotation_was_made() -> None:
-    """Aligning a model to itself rotates nothing, so there is nothing to refuse."""
-    name = "bert-classifier"
-    state = state_of(name)
-    alignment = fedrot.align(state, state, fedrot.symmetry_of(config_of(name), state))
-    fisher = {"bert.encoder.layer.0.attention.self.query.weight": torch.ones(32, 32)}
-    assert torch.equal(
-        *[
-            d["fisher"].popitem()[1]
-            for d in (alignment.transport({"fisher": fisher}), {"fisher": fisher})
-        ]
-    )
+def test_an_unknown_kind_is_refused_at_every_door() -> None:
+    given = {"hessian": {"fc": BIAS}}
+    for refuse in (
+        lambda: kind_named("hessian"),
+        lambda: check_statistics(given, {"fc": (OUT,)}),
+        lambda: transport_statistics(given, (), {"fc": (OUT,)}),
+        lambda: Mean().add({"fc": BIAS}, 1.0, given),
+    ):
+        with pytest.raises(UpdateError, match="'hessian'; known kinds: gram"):
+            refuse()
 
 
-def test_several_kinds_travel_together_and_dtypes_stay() -> None:
-    name = "bert-classifier"
-    client, alignment = _alignment(name, ("heads", "ffn"))
-    grams = {key: gram.float() for key, gram in _grams(name, client).items()}
-    fisher = {key: value.to(torch.bfloat16) for key, value in _fisher(name, client).items()}
-    out = alignment.transport({"gram": grams, "fisher": fisher})
-    assert {tensor.dtype for tensor in out["gram"].values()} == {torch.float32}
-    assert {tensor.dtype for tensor in out["fisher"].values()} == {torch.bfloat16}
-
-
-def test_unknown_statistics_are_refused() -> None:
-    name = "bert-classifier"
-    _, alignment = _alignment(name, ("ffn",))
-    with pytest.raises(fedrot.FedrotError, match="hessian"):
-        alignment.transport({"hessian": {}})
-    with pytest.raises(fedrot.FedrotError, match=r"nowhere\.weight"):
-        alignment.transport({"gram": {"nowhere.weight": torch.eye(3)}})
-
-
-# Against dense matrices: every tensor of a model, every kind of element
-
-
-def _gram_oracle(weight: Tensor, gram: Tensor, name: str, moves: tuple[Move, ...]) -> Tensor:
-    """``G -> T^-T G T^-1`` for every move that acts on the weight's columns by ``T``."""
-    for move in moves:
-        for slot in move.group.slots:
-            if (slot.tensor, slot.axis) == (name, 1):
-                other = torch.linalg.inv(dense_on(move, slot, weight.shape[1])).T
-                gram = other @ gram @ other.T
-    return gram
-
-
-def _fisher_oracle(fisher: Tensor, name: str, moves: tuple[Move, ...]) -> Tensor:
-    for move in moves:
-        for slot in move.group.slots:
-            if slot.tensor == name:
-                other = torch.linalg.inv(dense_on(move, slot, fisher.shape[slot.axis])).T
-                fisher = along(other.square(), fisher, slot.axis)
-    return fisher
-
-
-@pytest.mark.parametrize(
-    "name", ["bert-pretraining", "roberta-classifier", "electra-mlm", "distilbert-qa"]
-)
-def test_statistics_of_every_tensor_follow_dense_matrices(name: str) -> None:
-    state, symmetry = state_of(name), symmetry_for(name)
-    rng = seeded(1)
-    report = fedrot.align(state, state, symmetry).report
-    weights = {key: tensor for key, tensor in state.items() if tensor.ndim == 2}
-    roots = {key: torch.randn(t.shape[1], 3, generator=rng).double() for key, t in weights.items()}
-    grams = {key: root @ root.T for key, root in roots.items()}
-    moves = random_moves(symmetry, 2, EVERYTHING)
-    alignment = fedrot.Alignment(symmetry, moves, report)
-    moved = alignment.transport({"gram": grams})["gram"]
-    for key, weight in weights.items():
-        expected = _gram_oracle(weight, grams[key], key, moves)
-        assert (moved[key] - expected).abs().max() <= 1e-10
-    # What a layer computes from its inputs has the same second moment, up to its outputs' own space.
-    inner = _on_axis(symmetry, moves, 1)
-    for key, weight in inner.apply(state).items():
-        if weight.ndim == 2:
-            before = state[key] @ grams[key] @ state[key].T
-            assert (weight @ moved[key] @ weight.T - before).abs().max() <= 1e-9
-    fisher = {key: torch.rand(t.shape, generator=rng).double() for key, t in state.items()}
-    monomial = random_moves(symmetry, 3, MONOMIAL)
-    moved = fedrot.Alignment(symmetry, monomial, report).transport({"fisher": fisher})["fisher"]
-    for key in state:
-        expected = _fisher_oracle(fisher[key], key, monomial)
-        assert (moved[key] - expected).abs().max() <= 1e-12 * expected.abs().max()
-        assert bool((moved[key] >= 0).all())
-
-
-def _on_axis(symmetry: fedrot.Symmetry, moves: tuple[Move, ...], axis: int) -> fedrot.Alignment:
-    """Return the alignment that moves only that axis of every tensor."""
-    cut = [
-        Move(replace(m.group, slots=tuple(s for s in m.group.slots if s.axis == axis)), m.element)
-        for m in moves
-    ]
-    report = fedrot.AlignmentReport((), 0, 0, 0)
-    return fedrot.Alignment(symmetry, tuple(cut), report)
-
-
-# Orientation, other groups, shared matrices
-
-
-def _same(one: State, other: State, tolerance: float = 1e-9) -> None:
-    assert one.keys() == other.keys()
-    for key, expected in other.items():
-        assert one[key].shape == expected.shape
-        assert (one[key] - expected).abs().max() <= tolerance * expected.abs().max().clamp_min(1)
-
-
-def test_the_orientation_of_conv1d_is_that_of_linear_transposed() -> None:
-    """No family with Conv1D is described: the same groups, with the axes of every matrix exchanged."""
-    name = "bert-classifier"
-    symmetry = symmetry_for(name)
-    moves = random_moves(symmetry, 4, EVERYTHING)
-    grams = _grams(name, state_of(name))
-    matrices = {key for key, shape in symmetry.shapes.items() if len(shape) == 2}
-    turned = tuple(
-        Move(
-            replace(
-                m.group,
-                slots=tuple(
-                    replace(s, axis=1 - s.axis) if s.tensor in matrices else s for s in m.group.slots
-                ),
-            ),
-            m.element,
-        )
-        for m in moves
-    )
-    report = fedrot.AlignmentReport((), 0, 0, 0)
-    linear = fedrot.Alignment(symmetry, moves, report).transport({"gram": grams})["gram"]
-    conv1d = fedrot.Alignment(symmetry, turned, report).transport({"gram_conv1d": grams})
-    _same(conv1d["gram_conv1d"], linear, 0)
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_gram_matrices_follow_general_linear_elements(name: str) -> None:
-    client = state_of(name)
-    alignment = _in_general(name)
-    found = alignment.transport({"gram": _grams(name, client)})["gram"]
-    _same(found, _grams(name, alignment.apply(client)))
-
-
-def _in_general(name: str) -> fedrot.Alignment:
-    """Return random general linear elements of all heads, next to everything else."""
-    symmetry, rng = symmetry_for(name), seeded(6)
-    moves = []
-    for group in symmetry.select(EVERYTHING):
-        if isinstance(group.kind, HeadRotation):
-            group = replace(group, kind=HeadLinear(group.kind.heads, group.kind.dim))
-        moves.append(Move(group, group.kind.random(rng)))
-    assert sum(isinstance(move.group.kind, HeadLinear) for move in moves) == 2 * LAYERS
-    return fedrot.Alignment(symmetry, tuple(moves), fedrot.AlignmentReport((), 0, 0, 0))
-
-
-@pytest.mark.parametrize("parts", [("attention", "ffn"), EVERYTHING], ids="-".join)
-def test_shared_matrices_stay_shared(parts: tuple[str, ...]) -> None:
-    name = "bert-classifier"
-    client, alignment = _alignment(name, parts)
-    model = fresh_model(name)
-    model.load_state_dict(client)
-    grams = fedrot.collect_gram(model, [inputs()])["gram"]
-    moved = alignment.transport({"gram": grams})["gram"]
-    distinct = {id(gram) for gram in grams.values()}
-    assert len(distinct) == len(grams) - 2 * LAYERS
-    for one, other in product(grams, grams):
-        assert (grams[one] is grams[other]) == (moved[one] is moved[other])
-
-
-@pytest.mark.parametrize("kind", ["gram", "gram_conv1d"])
-def test_one_object_under_two_names_moves_as_each_name_does(kind: str) -> None:
-    """The caller may pass one object for layers whose inputs do not move alike."""
-    name = "bert-classifier"
-    names = CASES[name].names
-    keys = [f"{names.of(layer, module)}.weight" for layer in (0, 1) for module in ("query", "output")]
-    gram = torch.randn(WIDTH, WIDTH, generator=seeded(1), dtype=torch.float64)
-    gram = gram @ gram.T
-    alignment = _in_general(name)
-    together = alignment.transport({kind: dict.fromkeys(keys, gram)})[kind]
-    apart = alignment.transport({kind: {key: gram.clone() for key in keys}})[kind]
-    _same(together, apart, 0)
-    if kind == "gram":
-        assert torch.equal(together[keys[0]], together[keys[2]])
-        assert not torch.equal(together[keys[1]], together[keys[3]])
-
-
-# Moments of Adam
-
-
-def _gradients(name: str, state: State) -> State:
-    """Return the gradients of one loss by autograd; every parameter that the loss sees is moved."""
-    model = fresh_model(name)
-    model.load_state_dict(state)
-    logits = model(**inputs()).logits
-    target = torch.randn(logits.shape, generator=seeded(9), dtype=torch.float64)
-    mask = inputs()["attention_mask"].bool() if logits.ndim == 3 else slice(None)
-    ((logits - target).square() + logits.exp() / 10)[mask].sum().backward()
-    return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize(
-    "parts", [("heads",), ("rescale",), ("ffn",), ("residual",), ("output",), MONOMIAL], ids="-".join
-)
-@pytest.mark.parametrize("name", FEW)
-def test_squares_of_gradients_follow_permutations_signs_and_scales(
-    name: str, parts: tuple[str, ...]
+@pytest.mark.parametrize("axis", MEANS)
+@pytest.mark.parametrize(("excess", "refused"), [(2**-7, False), (2**-5, True)])
+def test_a_mean_that_contradicts_its_gram_matrix_is_refused(
+    axis: int, excess: float, refused: bool
 ) -> None:
-    client, alignment = _alignment(name, parts)
-    before = {key: value.square() for key, value in _gradients(name, client).items()}
-    expected = {k: v.square() for k, v in _gradients(name, alignment.apply(client)).items()}
+    """The square of a mean is at most the mean of squares, but for rounding beside the largest."""
+    mean = torch.zeros(IN)
+    mean[0] = -((1 + 2 * excess) ** 0.5)
+    given = {GRAMS[axis]: {"w": torch.linspace(1, 2, IN).diag()}, MEANS[axis]: {"w": mean}}
+    with pytest.raises(UpdateError, match=f"{MEANS[axis]} .* contradict") if refused else nullcontext():
+        check_statistics(given, {"w": CASES[GRAMS[axis]].shape})
+
+
+def test_kinds_are_collected_with_and_without_their_limit() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    batches = [{"input": torch.full((1, 2), float(i))} for i in range(102)]
+    for limited, count in ((True, 100), (False, 102)):
+        found = kind_named("gram").collected(model, batches, limited=limited)
+        expected = sum(i**2 for i in range(count)) / count
+        assert float(found["gram"]["0.weight"][0, 1]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", [kind for kind, case in CASES.items() if not case.collected])
+def test_kinds_that_are_not_computed_from_batches_say_so(kind: str) -> None:
+    with pytest.raises(fedrot.FedrotError, match=f"'{kind}' cannot be computed from batches"):
+        kind_named(kind).collected(nn.Linear(2, 2), [])
+
+
+def test_matrices_of_either_orientation_count_as_one_kind() -> None:
+    for sent, asked in product(INPUT_AXIS, repeat=2):
+        assert brings({sent: {"w": EYE}}, asked)
+        assert not brings({sent: {}, "fisher": {"w": ONES}}, asked)
+    assert brings({"fisher": {"w": ONES}}, "fisher")
+    assert not brings({"gram": {"w": EYE}}, "fisher")
+
+
+# Moves
+
+
+def random_alignment(
+    name: str, wanted: Callable[[Group], bool] = lambda group: True
+) -> fedrot.Alignment:
+    """Return a random element of every group that is wanted."""
+    symmetry, rng = symmetry_for(name), seeded(1)
+    parts = tuple(part for part in EVERYTHING if part not in symmetry.refused)
+    chosen = [group for group in symmetry.select(parts) if wanted(group)]
+    moves = tuple(Move(group, group.kind.random(rng)) for group in chosen)
+    return fedrot.Alignment(symmetry, moves, fedrot.AlignmentReport((), 0, 0, 0))
+
+
+def rotates(group: Group) -> bool:
+    return isinstance(group.kind, (HeadRotation, RotaryPhases))
+
+
+def stays(group: Group) -> bool:
+    return not rotates(group)
+
+
+def grams_of(name: str, state: State) -> dict[str, dict[str, Tensor]]:
+    with Float64():
+        return fedrot.collect_gram(model_of(name, state), [inputs(name)])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_gram_matrices_and_means_follow_a_random_element_of_all_parts(name: str) -> None:
+    state, alignment = state_of(name), random_alignment(name)
+    before, after = (grams_of(name, s) for s in (state, alignment.apply(state)))
+    kept = {kind: {k: v.clone() for k, v in by_name.items()} for kind, by_name in before.items()}
+    moved = alignment.transport(before)
+    assert moved.keys() == after.keys() == before.keys()
+    axes = INPUT_AXIS | {kind: axis for axis, kind in MEANS.items()}
+    for kind, expected in after.items():
+        assert moved[kind].keys() == expected.keys()
+        far = set()
+        for key, value in expected.items():
+            found, old = moved[kind][key], before[kind][key]
+            assert value.dtype == found.dtype == torch.float64
+            assert (found - value).abs().max() <= 1e-9 * value.abs().max(), key
+            assert torch.equal(old, kept[kind][key])
+            if (old - value).abs().max() > 1e-3 * old.abs().max():
+                far.add(key)
+        read = {
+            slot.tensor
+            for move in alignment.moves
+            for slot in move.group.slots
+            if slot.axis == axes[kind] and move.group.kind.moved(move.element).any()
+        }
+        assert far == read & expected.keys()
+    assert ("gram_conv1d" in after) == ("input_mean_conv1d" in after) == name.startswith("gpt2")
+
+
+def squares_of(name: str, state: State) -> State:
+    """Return the squared gradients of one loss, by every name of a parameter that the loss sees."""
+    model = model_of(name, state)
+    out = answers(name, model)
+    target = torch.randn(out.shape, generator=seeded(2), dtype=torch.float64)
+    ((out - target).square() + 3 * out.sin()).sum().backward()
+    named = model.named_parameters(remove_duplicate=False)
+    return {key: p.grad.square() for key, p in named if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_squares_of_gradients_follow_what_does_not_rotate(name: str) -> None:
+    state, alignment = state_of(name), random_alignment(name, stays)
+    before, after = (squares_of(name, s) for s in (state, alignment.apply(state)))
+    scale = max(float(value.max()) for value in after.values())
     moved = alignment.transport({"fisher": before})["fisher"]
-    assert moved.keys() == expected.keys()
-    scale = max(float(value.max()) for value in expected.values())
-    for key, value in expected.items():
-        assert (moved[key] - value).abs().max() <= 1e-9 * max(float(value.max()), 1e-6 * scale)
-
-
-def test_squares_are_refused_under_rotations() -> None:
-    name = "bert-classifier"
-    client, alignment = _alignment(name, ("attention",))
-    squares = {key: value.square() for key, value in _gradients(name, client).items()}
-    for module in ("query", "key", "value", "output"):
-        key = f"{CASES[name].names.of(1, module)}.weight"
-        with pytest.raises(fedrot.FedrotError, match="rotation"):
-            alignment.transport({"fisher": {key: squares[key]}})
+    assert moved.keys() == after.keys()
+    for key, value in after.items():
+        assert (moved[key] - value).abs().max() <= 1e-9 * scale, key
+    rotating = random_alignment(name, rotates)
     with pytest.raises(fedrot.FedrotError, match="rotation"):
-        _in_general(name).transport({"fisher": {key: squares[key]}})
+        rotating.transport({"fisher": before})
+    # Tensors that are not rotated still travel, and are the same objects.
+    turned = {slot.tensor for move in rotating.moves for slot in move.group.slots}
+    others = {key: value for key, value in before.items() if key not in turned}
+    assert others
+    found = rotating.transport({"fisher": others})["fisher"]
+    assert all(found[key] is value for key, value in others.items())
 
 
-# Masks of trained rows
-
-
-def _random_masks(name: str, seed: int) -> dict[str, Tensor]:
-    rng = seeded(seed)
-    shapes = symmetry_for(name).shapes
-    return {
-        key: torch.rand(shape[0], generator=rng) < 0.5 if i % 5 else torch.tensor(bool(i % 2))
-        for i, (key, shape) in enumerate(shapes.items())
-    }
-
-
-@pytest.mark.parametrize(
-    "parts", [("heads",), ("rescale",), ("ffn",), ("residual",), ("output",), MONOMIAL], ids="-".join
-)
-@pytest.mark.parametrize("name", FEW)
-def test_masks_follow_the_rows_they_mark(name: str, parts: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_masks_follow_the_rows_they_mark(name: str) -> None:
     """Rows set to zero where nothing was trained are zero in the moved model where its mask says so."""
-    client, alignment = _alignment(name, parts)
-    masks = _random_masks(name, 1)
-    kept = {key: mask.clone() for key, mask in masks.items()}
-    full = {key: mask.expand(client[key].shape[0]) for key, mask in masks.items()}
-    marked = {
-        key: (1 + value.abs()) * full[key].to(value).reshape(-1, *[1] * (value.ndim - 1))
-        for key, value in client.items()
+    state, alignment, rng = state_of(name), random_alignment(name, stays), seeded(1)
+    state = {key: value for key, value in state.items() if value.is_floating_point() and value.ndim}
+    masks = {
+        key: torch.rand(len(value), generator=rng) < 0.5 if i % 5 else torch.tensor(bool(i % 2))
+        for i, (key, value) in enumerate(state.items())
     }
+    marked = {
+        key: (1 + value.abs()) * masks[key].expand(len(value)).reshape(-1, *[1] * (value.ndim - 1))
+        for key, value in state.items()
+    }
+    after = alignment.apply({**state_of(name), **marked})
     moved = alignment.transport({"trained": masks})["trained"]
-    after = alignment.apply(marked)
     assert moved.keys() == masks.keys()
-    changed = 0
     for key, mask in moved.items():
-        assert mask.dtype == torch.bool
-        assert mask.shape == masks[key].shape
-        expected = after[key].abs().flatten(1).sum(1) if after[key].ndim > 1 else after[key].abs()
-        assert torch.equal(mask.expand(len(expected)), expected > 0)
-        changed += int(not torch.equal(mask, masks[key]))
-        assert torch.equal(masks[key], kept[key])
-    assert (changed == 0) == (parts == ("rescale",) or not alignment.moves)
+        assert (mask.dtype, mask.shape) == (torch.bool, masks[key].shape)
+        rows = after[key].abs().flatten(1).sum(1) if after[key].ndim > 1 else after[key].abs()
+        assert torch.equal(mask.expand(len(rows)), rows > 0), key
+    assert any(not torch.equal(mask, masks[key]) for key, mask in moved.items())
+
+
+LAYER = "bert.encoder.layer.0.attention"
 
 
 def test_masks_of_all_rows_or_none_pass_a_rotation_and_others_do_not() -> None:
-    name = "bert-classifier"
-    _, alignment = _alignment(name, EVERYTHING)
-    key = f"{CASES[name].names.of(0, 'query')}.weight"
-    for mask in (
-        torch.tensor(True),
-        torch.tensor(False),
-        torch.ones(WIDTH, dtype=torch.bool),
-        torch.zeros(WIDTH, dtype=torch.bool),
-    ):
+    alignment, key = random_alignment("bert", rotates), f"{LAYER}.self.query.weight"
+    some = torch.arange(24) < 5
+    for mask in (torch.tensor(True), torch.tensor(False), some | True, some & False):
         assert torch.equal(alignment.transport({"trained": {key: mask}})["trained"][key], mask)
-    some = torch.arange(WIDTH) < 5
-    with pytest.raises(fedrot.FedrotError, match=r"The rotation.*mask.*all of its rows or none"):
+    with pytest.raises(fedrot.FedrotError, match="rotation"):
         alignment.transport({"trained": {key: some}})
-    # Rows of the output projection are places in the residual stream, which no rotation moves.
-    output = f"{CASES[name].names.of(0, 'output')}.weight"
-    _, rotation = _alignment(name, ("attention",))
-    assert torch.equal(rotation.transport({"trained": {output: some}})["trained"][output], some)
+    # Rows of the output projection are places in the residual stream, which no rotation of heads moves.
+    output = {f"{LAYER}.output.dense.weight": some}
+    assert alignment.transport({"trained": output})["trained"] == output
+
+
+def test_shared_matrices_stay_shared_and_one_object_moves_as_each_name_does() -> None:
+    """The caller may pass one object for layers whose inputs do not move alike."""
+    alignment = random_alignment("bert")
+    grams = fedrot.collect_gram(model_of("bert"), [inputs("bert")])["gram"]
+    moved = alignment.transport({"gram": grams})["gram"]
+    assert len({id(gram) for gram in grams.values()}) < len(grams)
+    for one, other in product(grams, grams):
+        assert (grams[one] is grams[other]) == (moved[one] is moved[other])
+    keys = [f"{LAYER}.self.{name}.weight" for name in ("query", "key")] + [
+        f"{LAYER}.output.dense.weight"
+    ]
+    gram = grams[keys[2]]
+    together = alignment.transport({"gram": dict.fromkeys(keys, gram)})["gram"]
+    apart = alignment.transport({"gram": {key: gram.clone() for key in keys}})["gram"]
+    assert all(torch.equal(together[key], apart[key]) for key in keys)
+    assert not torch.equal(together[keys[0]], together[keys[2]])
+
+
+def test_several_kinds_travel_together_and_dtypes_stay() -> None:
+    alignment = random_alignment("bert", stays)
+    key, mask = f"{LAYER}.output.dense.weight", torch.arange(24) < 5
+    gram = fedrot.collect_gram(model_of("bert"), [inputs("bert")])["gram"][key]
+    sent: dict[str, Any] = {"gram": gram, "fisher": torch.ones(24, 24).bfloat16(), "trained": mask}
+    out = alignment.transport({kind: {key: value} for kind, value in sent.items()})
+    assert {kind: by_name[key].dtype for kind, by_name in out.items()} == {
+        kind: value.dtype for kind, value in sent.items()
+    }

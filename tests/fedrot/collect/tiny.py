@@ -1,18 +1,20 @@
-"""Settings of a tiny model and padded batches, for the tests of collectors."""
+"""Tiny models, padded batches, and what their layers read, for the tests of collectors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.fedrot.oracles import seeded
 from tests.models import VOCABULARY
 
 Batch = Mapping[str, Tensor]
+CONV1D = transformers.pytorch_utils.Conv1D
 
 #: Settings of models of one layer, or of one layer that is run often.
 TINY: dict[str, Any] = {
@@ -38,9 +40,50 @@ def tiny_classifier(kind: str, **settings: Any) -> Any:
     return transformers.AutoModelForSequenceClassification.from_config(config)
 
 
-def batch_of(seed: int, rows: int = 3, length: int = 8, padding: int = 3) -> dict[str, Tensor]:
+def batch_of(
+    seed: int, rows: int = 3, length: int = 8, padding: int = 3, vocabulary: int = VOCABULARY
+) -> dict[str, Tensor]:
     """Return token sequences, the first one padded."""
-    ids = torch.randint(4, VOCABULARY, (rows, length), generator=seeded(seed))
+    ids = torch.randint(4, vocabulary, (rows, length), generator=seeded(seed))
     mask = torch.ones_like(ids)
     mask[0, length - padding :] = 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def of_text(name: str, batch: Mapping[str, Any]) -> Tensor | None:
+    """Return the mask of the tokens that a module reads, ``attention_mask``; None if all count."""
+    return batch.get("attention_mask")
+
+
+def rows_of(
+    model: nn.Module,
+    batches: Sequence[Any],
+    mask_of: Callable[[str, Mapping[str, Any]], Tensor | None] = of_text,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return what every linear module reads and returns, float64 ``[tokens, units]``, from loops."""
+    found: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+    batch: Any = {}
+
+    def keep(name: str, _: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        (given,) = (*args, *kwargs.values())
+        mask = mask_of(name, batch)
+        mask = None if mask is None else mask.flatten(0, -2)
+        for rows, tensor in zip(found.setdefault(name, ([], [])), (given, output), strict=True):
+            for place, row in enumerate(tensor.double().clone()):
+                if row.ndim == 1 or mask is None or tensor.shape[:2] != mask.shape:
+                    rows.extend(row.reshape(-1, row.shape[-1]))
+                else:
+                    rows.extend(one for one, counts in zip(row, mask[place], strict=True) if counts)
+
+    handles = [
+        module.register_forward_hook(partial(keep, name), with_kwargs=True)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | CONV1D)
+    ]
+    model.eval()
+    with torch.no_grad():
+        for batch in batches:
+            model(**batch)
+    for handle in handles:
+        handle.remove()
+    return {name: (torch.stack(read), torch.stack(out)) for name, (read, out) in found.items()}

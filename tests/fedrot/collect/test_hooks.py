@@ -1,0 +1,60 @@
+"""Every collector leaves a model as it was, also when a batch fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fedrot
+from tests.models import fresh_model, inputs, largest_difference, state_of, symmetry_for
+
+NAME = "bert-classifier"
+
+
+def activations(model: Any, batches: Iterable[Any]) -> Mapping[str, Tensor]:
+    seen = fedrot.collect_activations(model, fresh_model(NAME), batches, symmetry_for(NAME))
+    return seen.matrices
+
+
+COLLECTORS: dict[str, Callable[[Any, Iterable[Any]], Mapping[str, Tensor]]] = {
+    "gram": lambda model, batches: fedrot.collect_gram(model, batches)["gram"],
+    "fisher": lambda model, batches: fedrot.collect_fisher(model, batches)["fisher"],
+    "anchor's activations": activations,
+    "client's activations": lambda model, batches: (
+        fedrot.collect_activations(fresh_model(NAME), model, batches, symmetry_for(NAME)).matrices
+    ),
+}
+
+
+@pytest.mark.parametrize("collector", COLLECTORS)
+def test_a_model_is_left_as_it_was(collector: str) -> None:
+    """Modes, hooks, weights and gradients; dropout is off while statistics are collected."""
+    collect, model = COLLECTORS[collector], fresh_model(NAME).train()
+    model.bert.encoder.layer[1].eval()
+    model.bert.encoder.layer[0].attention.output.requires_grad_(False)
+    modes = {name: module.training for name, module in model.named_modules()}
+    assert len(set(modes.values())) == 2
+
+    def as_it_was() -> None:
+        assert {name: module.training for name, module in model.named_modules()} == modes
+        for module in model.modules():
+            assert not module._forward_hooks
+            assert not module._forward_pre_hooks
+        assert largest_difference(model.state_dict(), state_of(NAME)) == 0
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert not model.bert.encoder.layer[0].attention.output.dense.weight.requires_grad
+        assert model.classifier.weight.requires_grad
+        assert torch.is_grad_enabled()
+
+    first, second = (collect(model, [inputs()]) for _ in range(2))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert not any(value.requires_grad for value in first.values())
+    as_it_was()
+    with pytest.raises(IndexError):
+        collect(model, [{"input_ids": torch.tensor([[10**6]])}])
+    as_it_was()

@@ -152,8 +152,8 @@ def test_tied_tensors_stay_tied(name: str) -> None:
     assert any("embeddings.word_embeddings.weight" in key for keys in expected for key in keys)
     symmetry = fedrot.symmetry_of(model.config, state)
     assert sorted(sorted(keys) for keys in symmetry.tied) == expected
-    moved = fedrot.random_equivalent(state, symmetry, 1, EVERYTHING)
-    options = fedrot.AlignmentOptions(parts=EVERYTHING)
+    moved = fedrot.random_equivalent(state, symmetry, 1, FULL)
+    options = fedrot.AlignmentOptions(parts=FULL)
     aligned = fedrot.align(moved, state, symmetry, options).apply(moved)
     for out in (moved, aligned):
         for keys in expected:

@@ -264,13 +264,13 @@ def test_evidence_decides_what_weights_leave_open() -> None:
         return model
 
     evidence = probing(initialised, config_of(NAME).to_dict(), symmetry, rows=64, seed=1)
-    given = {"other_basis": WHOLE, "evidence": evidence}
-    _, (result,) = _round([(update, 1.0)], broadcast, symmetry, "global", **given)
-    before, drawn[0] = torch.random.get_rng_state(), 0
+    before = torch.random.get_rng_state()
     seen = evidence(broadcast, update)
     # The models that it builds are initialised at random; the caller's random numbers stay.
     assert torch.equal(torch.random.get_rng_state(), before)
     assert drawn == [2]
+    given = {"other_basis": WHOLE, "evidence": evidence}
+    _, (result,) = _round([(update, 1.0)], broadcast, symmetry, "global", **given)
     expected = fedrot.align(update, broadcast, symmetry, WHOLE, seen).apply(update)
     assert largest_difference(result.tensors, expected) == 0
     by_weights = fedrot.align(update, broadcast, symmetry, WHOLE).apply(update)

@@ -20,7 +20,6 @@ from tests.families import config_of, inputs, model_of, state_of, symmetry_for
 from tests.fedrot.pretend import DEVICE, Pretend
 from tests.models import EAGER, EVERYTHING, FULL, State, largest_difference
 
-FAMILIES = ("bert", "gpt2", "llama", "t5", "vit", "qwen3")
 ORDERS = fedrot.AlignmentOptions(parts=("heads", "ffn"), chance=0)
 OPTIONS = {
     "default": fedrot.AlignmentOptions(),
@@ -71,13 +70,11 @@ def _fetched(tensors: Mapping[str, Tensor]) -> State:
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("which", OPTIONS)
 @pytest.mark.parametrize(
-    "family",
+    ("family", "which"),
     [
-        "bert",
-        "mixtral",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("llama", "t5", "gptj")),
+        *(("bert", which) for which in OPTIONS),
+        *(("mixtral", "eager"), ("mixtral", "whole"), ("llama", "layers"), ("t5", "whole")),
     ],
 )
 def test_alignment_on_the_device_is_that_on_the_cpu(family: str, which: str) -> None:
@@ -105,8 +102,13 @@ def test_alignment_on_the_device_is_that_on_the_cpu(family: str, which: str) -> 
         assert [row.moved for row in found.report.groups] == [row.moved for row in wanted.report.groups]
 
 
-@pytest.mark.parametrize("which", READS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "which"),
+    [
+        *(("bert", "near"), ("bert", "far"), ("gpt2", "near"), ("llama", "far")),
+        *(("t5", "near"), ("qwen3", "far"), ("vit", "near")),
+    ],
+)
 def test_the_host_seldom_waits(family: str, which: str) -> None:
     symmetry = symmetry_for(family)
     anchor, near, far = _models(family)
@@ -199,7 +201,7 @@ def test_aggregation_on_the_device_is_that_on_the_cpu(which: str) -> None:
     assert largest_difference(found, wanted) <= 1e-6
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("family", ["bert", "llama"])
 def test_canonical_statistics_on_the_device_are_those_on_the_cpu(family: str) -> None:
     symmetry, (anchor, client, _) = symmetry_for(family), _models(family)
     # Gains near 0 are refused.
@@ -224,10 +226,9 @@ def test_canonical_statistics_on_the_device_are_those_on_the_cpu(family: str) ->
 
 
 @pytest.mark.parametrize("anchor", ANCHORS)
-@pytest.mark.parametrize("family", ["bert", pytest.param("llama", marks=pytest.mark.long)])
-def test_a_round_on_the_device_is_that_on_the_cpu(family: str, anchor: str) -> None:
-    symmetry = symmetry_for(family)
-    broadcast, near, far = _models(family)
+def test_a_round_on_the_device_is_that_on_the_cpu(anchor: str) -> None:
+    symmetry = symmetry_for("bert")
+    broadcast, near, far = _models("bert")
     clients = [(near, 2.0), (far, 1.0), (broadcast, 3.0)]
     whole = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
 
@@ -245,7 +246,7 @@ def test_a_round_on_the_device_is_that_on_the_cpu(family: str, anchor: str) -> N
         assert largest_difference(ours, theirs) <= 1e-6
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes_on_the_device(dtype: torch.dtype) -> None:
     symmetry = symmetry_for("llama")
     anchor, near, _ = ({k: t.to(dtype) for k, t in model.items()} for model in _models("llama"))
@@ -270,11 +271,6 @@ def test_what_a_user_allowed_is_forbidden_and_restored() -> None:
     assert torch.get_float32_matmul_precision() == "high"
 
 
-def _precisions() -> list[str]:
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-    return [backend.fp32_precision for backend in backends]
-
-
 @pytest.mark.parametrize(
     "chosen", [("tf32", "none"), ("tf32", "bf16"), ("ieee", "ieee"), ("none", "tf32")]
 )
@@ -286,9 +282,9 @@ def test_what_a_user_allowed_by_backend_is_forbidden_and_restored(chosen: tuple[
         for backend, value in zip(products, chosen, strict=True):
             backend.fp32_precision = value
         with full_float32():
-            assert _precisions() == ["ieee", "ieee"]
+            assert [product.fp32_precision for product in products] == ["ieee", "ieee"]
             assert torch.get_float32_matmul_precision() == "highest"
-        assert _precisions() == list(chosen)
+        assert [product.fp32_precision for product in products] == list(chosen)
     finally:
         for backend in products:
             backend.fp32_precision = "none"
@@ -297,7 +293,6 @@ def test_what_a_user_allowed_by_backend_is_forbidden_and_restored(chosen: tuple[
 def test_the_pretended_device_refuses_what_cuda_refuses() -> None:
     with Pretend() as device:
         there, here = device.put({"x": torch.ones(3)})["x"], torch.ones(3)
-        assert there.device == DEVICE
         assert here.to(DEVICE).is_cuda
         for refused in (
             lambda: there + here,
@@ -306,25 +301,10 @@ def test_the_pretended_device_refuses_what_cuda_refuses() -> None:
             lambda: here.sum().add_(there.sum()),
             lambda: there[torch.tensor([0])],
             lambda: there.bfloat16() @ there.bfloat16(),
+            lambda: there.numpy(),
         ):
-            with pytest.raises(RuntimeError):
+            with pytest.raises((RuntimeError, TypeError)):
                 refused()
-        with pytest.raises(TypeError):
-            there.numpy()
         assert (device.reads, device.uploads) == (0, 1)
         assert float(there.sum() + torch.tensor(1.0)) == 4
-        assert there.cpu().device == torch.device("cpu")
-        assert device.reads == 2
-
-
-def test_the_pretended_device_knows_what_it_holds() -> None:
-    with Pretend() as device:
-        there = device.put({"x": torch.ones(100)})["x"]
-        view = there[:50]
-        assert device.held == 400
-        copied = view + 1
-        assert device.held == 600
-        del there, copied
-        assert device.held == 400
-        assert device.peak == 600
-        assert float(view.sum()) == 50
+        assert device.reads == 1

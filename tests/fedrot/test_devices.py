@@ -14,9 +14,8 @@ from torch import Tensor
 import fedrot
 from fedrot.aggregation import Fisher, Mean, RegMean
 from fedrot.anchors import ANCHORS
-from fedrot.matching import procrustes
 from fedrot.precision import full_float32
-from tests.families import config_of, inputs, model_of, state_of, symmetry_for
+from tests.families import inputs, model_of, state_of, symmetry_for
 from tests.fedrot.pretend import DEVICE, Pretend
 from tests.models import EAGER, EVERYTHING, FULL, State, largest_difference
 
@@ -125,36 +124,6 @@ def test_the_host_seldom_waits(family: str, which: str) -> None:
         assert (device.reads, device.uploads) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("family", "few", "many"),
-    [
-        ("bert", {"num_attention_heads": 3}, {"num_attention_heads": 12}),
-        (
-            "llama",
-            {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6},
-            {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 2},
-        ),
-    ],
-)
-def test_reads_do_not_grow_with_the_heads(
-    family: str, few: dict[str, int], many: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # How many steps an iteration takes depends on the numbers.
-    monkeypatch.setattr(procrustes, "NEWTON_SCHULZ_STEPS", 0)
-    anchor, near, _ = _models(family)
-    options = fedrot.AlignmentOptions(parts=("heads", "attention"), chance=0)
-    counts = []
-    for heads in (few, many):
-        symmetry = fedrot.symmetry_of({**config_of(family).to_dict(), **heads}, anchor)
-        client = fedrot.random_equivalent(near, symmetry, 3, options.parts)
-        with Pretend() as device:
-            found = fedrot.align(device.put(client), device.put(anchor), symmetry, options)
-            counts.append(device.reads)
-        assert any(group.moved for group in found.report.groups if group.part == "heads")
-    # A group that moves is looked at once more; pairs of key heads are 4 and 36 in each layer.
-    assert 0 < counts[1] <= counts[0] + 6 * symmetry.layers
-
-
 def _statistics(client: State, symmetry: fedrot.Symmetry) -> dict[str, dict[str, Tensor]]:
     """Return statistics of every kind that aggregators ask for."""
     generator = torch.Generator().manual_seed(3)
@@ -258,17 +227,7 @@ def test_other_dtypes_on_the_device(dtype: torch.dtype) -> None:
     assert largest_difference(found, wanted) <= 1e-6
 
 
-def test_what_a_user_allowed_is_forbidden_and_restored() -> None:
-    products = torch.backends.cuda.matmul
-    with Pretend() as device:
-        matrix = device.put({"m": torch.eye(3)})["m"]
-        with pytest.raises(RuntimeError, match="TF32"):
-            matrix @ matrix
-        with full_float32():
-            assert not products.allow_tf32
-            assert torch.equal((matrix @ matrix).cpu(), torch.eye(3))
-    assert products.allow_tf32
-    assert torch.get_float32_matmul_precision() == "high"
+PRODUCTS = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 
 
 @pytest.mark.parametrize(
@@ -277,17 +236,28 @@ def test_what_a_user_allowed_is_forbidden_and_restored() -> None:
 def test_what_a_user_allowed_by_backend_is_forbidden_and_restored(chosen: tuple[str, str]) -> None:
     """With switches that torch's older ones do not know of, and refuse to be read beside."""
     torch.set_float32_matmul_precision("highest")
-    products = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
     try:
-        for backend, value in zip(products, chosen, strict=True):
+        for backend, value in zip(PRODUCTS, chosen, strict=True):
             backend.fp32_precision = value
         with full_float32():
-            assert [product.fp32_precision for product in products] == ["ieee", "ieee"]
+            assert [backend.fp32_precision for backend in PRODUCTS] == ["ieee", "ieee"]
             assert torch.get_float32_matmul_precision() == "highest"
-        assert [product.fp32_precision for product in products] == list(chosen)
+        assert [backend.fp32_precision for backend in PRODUCTS] == list(chosen)
     finally:
-        for backend in products:
+        for backend in PRODUCTS:
             backend.fp32_precision = "none"
+
+
+def test_what_a_user_allowed_is_forbidden_and_restored() -> None:
+    with Pretend() as device:
+        matrix = device.put({"m": torch.eye(3)})["m"]
+        with pytest.raises(RuntimeError, match="TF32"):
+            matrix @ matrix
+        with full_float32():
+            assert not PRODUCTS[0].allow_tf32
+            assert torch.equal((matrix @ matrix).cpu(), torch.eye(3))
+    assert PRODUCTS[0].allow_tf32
+    assert torch.get_float32_matmul_precision() == "high"
 
 
 def test_the_pretended_device_refuses_what_cuda_refuses() -> None:

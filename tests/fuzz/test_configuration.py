@@ -75,7 +75,7 @@ tables = st.dictionaries(st.sampled_from(KEYS), anything, max_size=3)
 
 
 @fuzzed(
-    5,
+    8,
     settings=st.dictionaries(st.sampled_from(FIELDS), anything, max_size=4)
     | tables.map(lambda table: {"strategies": [{"name": "a", **table}]}),
 )
@@ -90,7 +90,7 @@ def test_settings_are_an_experiment_or_refused(settings: dict[str, Any]) -> bool
     return True
 
 
-@fuzzed(5, text=documents())
+@fuzzed(7, text=documents())
 def test_a_file_is_simulated_or_refused_in_one_line(text: str) -> bool:
     with TemporaryDirectory() as folder:
         path = Path(folder, "a.toml")

@@ -206,7 +206,7 @@ raw |= st.just(GOOD[0]["embeddings"].data)
 claims = values() | st.just(GOOD[0]["embeddings"])
 
 
-@fuzzed(18, data=raw, claim=claims, stype=st.sampled_from(STYPES))
+@fuzzed(20, data=raw, claim=claims, stype=st.sampled_from(STYPES))
 def test_bytes_are_an_array_or_refused(data: bytes, claim: Array, stype: str) -> bool:
     record = ArrayRecord({"embeddings": Array(claim.dtype, claim.shape, stype, data)})
     try:

@@ -52,7 +52,7 @@ def models(draw: st.DrawFn) -> Model:
     return config, tensors
 
 
-@fuzzed(10, drawn=models())
+@fuzzed(14, drawn=models())
 def test_a_model_has_a_symmetry_or_the_error_says_why(drawn: Model) -> bool:
     config, tensors = drawn
     try:

@@ -204,51 +204,40 @@ def test_where_nothing_can_be_compared_all_bases_are_one() -> None:
     assert base_cosine(base, zeros, symmetry_for(NAME)) == 1
 
 
-def _unwanted(anchor: Any, update: Any) -> fedrot.Activations:
-    raise AssertionError("nobody matches the residual stream")
-
-
 @ANCHOR
-def test_other_basis_updates_are_aligned_by_their_own_options(anchor: str) -> None:
+def test_other_basis_updates_are_aligned_by_their_own_options_and_evidence(anchor: str) -> None:
+    """Evidence is asked for only where the residual stream is matched; empty one changes nothing."""
     broadcast, symmetry = state_of(NAME), symmetry_for(NAME)
-    clients = _clients(broadcast, 0.02)
+    clients, asked = _clients(broadcast, 0.02), list[float]()
     moved = list(clients)
     for i in (1, 3):
         update = fedrot.random_equivalent(clients[i][0], symmetry, i, fedrot.WHOLE_MODEL)
         moved[i] = (update, clients[i][1])
-    plain, _ = _round(clients, broadcast, symmetry, anchor)
-    expected, _ = _round(clients, broadcast, symmetry, anchor, other_basis=WHOLE, evidence=_unwanted)
-    assert largest_difference(expected, plain) == 0
-    found, results = _round(moved, broadcast, symmetry, anchor, other_basis=WHOLE)
-    assert largest_difference(found, expected) <= 1e-6
-    assert [_parts(result) for result in results] == [DEFAULT, {*fedrot.WHOLE_MODEL}] * 2
-    without, results = _round(moved, broadcast, symmetry, anchor)
-    assert largest_difference(without, expected) > 0.1
-    assert _parts(results[1]) == DEFAULT
-
-
-@ANCHOR
-def test_evidence_is_asked_for_only_where_the_residual_stream_is_matched(anchor: str) -> None:
-    broadcast, symmetry = state_of(NAME), symmetry_for(NAME)
-    clients = _clients(broadcast, 0.02)
-    clients[2] = (state_of(NAME, 5), clients[2][1])
-    asked: list[float] = []
 
     def evidence(to: State, update: State) -> fedrot.Activations:
         asked.append(base_cosine(update, to, symmetry))
         return fedrot.Activations({}, {})
 
-    found, _ = _round(clients, broadcast, symmetry, anchor, other_basis=WHOLE, evidence=evidence)
-    assert asked
-    assert max(asked) < SAME_BASIS
-    # Empty evidence changes nothing.
-    expected, _ = _round(clients, broadcast, symmetry, anchor, other_basis=WHOLE)
-    assert largest_difference(found, expected) == 0
+    given = (broadcast, symmetry, anchor)
+    plain, _ = _round(clients, *given)
+    expected, _ = _round(clients, *given, other_basis=WHOLE, evidence=evidence)
+    assert largest_difference(expected, plain) == 0
     inside = fedrot.AlignmentOptions(parts=("heads", "ffn"))
-    _round(clients, broadcast, symmetry, anchor, other_basis=inside, evidence=_unwanted)
+    _round(moved, *given, other_basis=inside, evidence=evidence)
+    assert asked == []
+    found, results = _round(moved, *given, other_basis=WHOLE, evidence=evidence)
+    assert largest_difference(found, expected) <= 1e-6
+    assert [_parts(result) for result in results] == [DEFAULT, {*fedrot.WHOLE_MODEL}] * 2
+    assert len(asked) == 2
+    assert max(asked) < SAME_BASIS
+    again, _ = _round(moved, *given, other_basis=WHOLE)
+    assert largest_difference(found, again) == 0
+    without, results = _round(moved, *given)
+    assert largest_difference(without, expected) > 0.1
+    assert _parts(results[1]) == DEFAULT
     asked.clear()
-    _round(clients[:2], broadcast, symmetry, anchor, WHOLE, evidence=evidence)
-    assert len(asked) >= 2
+    _round(clients[:2], *given, WHOLE, evidence=evidence)
+    assert len(asked) == 2
     assert min(asked) > 0.9
 
 

@@ -285,7 +285,7 @@ def test_what_has_no_rows_classes_or_logits_and_features_that_are_not_finite_are
         collect_classes(model_of("gpt2"), [language], "lm_head")
     bare = model_of("bert").bert
     with pytest.raises(FedrotError, match="The output of BertModel has no logits"):
-        collect_losses(bare, [{**tokens(), "labels": torch.tensor([0, 1])}])
+        collect_losses(bare, [batch_for("bert", 2)])
     batch["pixel_values"][0, 0, 0, 0] = torch.inf
     with pytest.raises(UpdateError, match="hold NaN or Inf"):
         collect_classes(vit, [batch], "classifier")

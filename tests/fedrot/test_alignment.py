@@ -75,15 +75,6 @@ def test_apply_keeps_the_function_and_inverse_undoes_it(name: str, parts: tuple[
     assert largest_difference(alignment.inverse().inverse().apply(update), aligned) <= 1e-12
 
 
-def test_aligning_what_is_aligned_moves_nothing() -> None:
-    anchor, symmetry = state_of(NAME), symmetry_for(NAME)
-    options = fedrot.AlignmentOptions(parts=("heads", "attention", "ffn"), chance=0)
-    update = fedrot.random_equivalent(near(anchor, 0.1), symmetry, 2, options.parts)
-    aligned = fedrot.align(update, anchor, symmetry, options).apply(update)
-    again = fedrot.align(aligned, anchor, symmetry, options)
-    assert largest_difference(again.apply(aligned), aligned) <= 1e-9
-
-
 def _cast(state: State, weights: torch.dtype, biases: torch.dtype) -> State:
     return {k: t.to(weights if k.endswith("weight") else biases, copy=True) for k, t in state.items()}
 

@@ -11,14 +11,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-import fedrot
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
 from fedrot.feature_bounds import largest_inputs
 from fedrot.head import ClassSums, collect_classes, fit_head, head_of, with_head
-from fedrot.precision import Float64
 from fedrot.problems import PROBLEMS
 from fedrot.temperature import ONE, TEMPERATURES, collect_losses, with_temperature
-from tests.families import config_of, inputs, model_of, state_of, symmetry_for
+from tests.families import config_of, inputs, model_of, state_of
 from tests.fedrot.classifiers import (
     CLASSES,
     LAST,
@@ -28,7 +26,7 @@ from tests.fedrot.classifiers import (
     rows_of,
     sums_of,
 )
-from tests.models import EVERYTHING, fresh_model
+from tests.models import fresh_model
 from tests.models import inputs as tokens
 
 #: Families whose task heads read what has passed tanh, or a norm.
@@ -121,30 +119,6 @@ def test_neither_order_nor_size_of_batches_matters_and_clients_add_up() -> None:
         found = sum(order[1:], order[0])
         assert torch.equal(found.counts, losses.counts)
         torch.testing.assert_close(found.losses, losses.losses, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("name", ["bert", "gpt2-classifier", "llama-biased"])
-def test_a_moved_model_has_the_moved_head(name: str) -> None:
-    """Orders, signs and rotations of the hidden units that the head reads act on its weights."""
-    state, symmetry = state_of(name), symmetry_for(name)
-    if name == "gpt2-classifier":  # its residual stream is rotated
-        state, symmetry = fedrot.canonical(state, symmetry), symmetry.rotated
-    parts = tuple(part for part in EVERYTHING if any(group.part == part for group in symmetry.groups))
-    key, batch = f"{LAST[name]}.weight", batch_for(name, 40)
-
-    def fitted(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        with Float64():
-            sums = collect_classes(model_of(name, tensors), [batch], LAST[name])
-        head = fit_head(sums, bias=f"{LAST[name]}.bias" in state)
-        return with_head(tensors, LAST[name], *head)
-
-    def moved(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return fedrot.random_equivalent(tensors, symmetry, 3, parts)
-
-    before = fitted(state)
-    expected, found = moved(before)[key], fitted(moved(state))[key]
-    assert (expected - before[key]).abs().max() > 0.1 * expected.abs().max()
-    assert (found - expected).abs().max() <= 1e-7 * expected.abs().max()
 
 
 def test_a_head_is_written_in_the_models_dtype_and_refused_where_it_does_not_fit() -> None:

@@ -44,7 +44,8 @@ SETTINGS: list[dict[str, Any]] = [
 def test_distance_never_grows_and_every_row_of_the_report_is_true(name: str, pair: str) -> None:
     anchor = state_of(name)
     update = PAIRS[pair](anchor, CASES[name].names)
-    for settings in SETTINGS:
+    # Every pair meets all settings, each with one of the models.
+    for settings in SETTINGS[(FEW.index(name) + [*PAIRS].index(pair)) % 2 :: 2]:
         checked_report(name, update, anchor, fedrot.AlignmentOptions(**settings))
 
 

@@ -91,13 +91,6 @@ def test_every_part_refuses_values_that_are_not_finite_or_overflow(part: str, ke
         assert f"'{key}'" in str(caught.value)
 
 
-def test_tensors_on_different_devices_are_refused() -> None:
-    state = state_of(NAME)
-    update = {k: v.to("meta") for k, v in state.items()}
-    with pytest.raises(UpdateError, match="device"):
-        fedrot.align(update, state, symmetry_for(NAME))
-
-
 STRANGE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "sparse": (lambda t: t.to_sparse(), "to_dense"),
     "compressed": (lambda t: t.to_sparse_csr(), "to_dense"),

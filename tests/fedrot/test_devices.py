@@ -73,7 +73,7 @@ def _fetched(tensors: Mapping[str, Tensor]) -> State:
     ("family", "which"),
     [
         *(("bert", which) for which in OPTIONS),
-        *(("mixtral", "eager"), ("mixtral", "whole"), ("llama", "layers"), ("t5", "whole")),
+        *(("mixtral", "eager"), ("mixtral", "heads"), ("llama", "layers")),
     ],
 )
 def test_alignment_on_the_device_is_that_on_the_cpu(family: str, which: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from tests.deployment.app.scenario.task import (
     trained,
 )
 from tests.deployment.federation import Federation
+from tests.models import largest_difference
 
 APP = Path(__file__).parent / "app"
 
@@ -88,19 +89,14 @@ def expected(scrambled: bool = False) -> dict[str, Tensor]:
     return tensors
 
 
-def distance(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    assert found.keys() == wanted.keys()
-    return max(float((found[name].double() - wanted[name]).abs().max()) for name in wanted)
-
-
 def rows(results: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (results / "alignment.jsonl").read_text().splitlines()]
 
 
 def test_the_model_is_the_mean_of_who_is_left_unscrambled(results: Path) -> None:
     model = load_file(results / "model.safetensors")
-    assert distance(model, expected()) < 1e-5
-    assert distance(model, expected(scrambled=True)) > 0.1
+    assert largest_difference(model, expected()) < 1e-5
+    assert largest_difference(model, expected(scrambled=True)) > 0.1
 
 
 def test_nan_is_dropped_by_name(results: Path) -> None:

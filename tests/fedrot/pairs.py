@@ -1,15 +1,32 @@
-"""Pairs of models that are hard to align, and which tensors a part may touch."""
+"""Pairs of models that are hard to align, which tensors a part may touch, and what reports must say."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
 import fedrot
+from fedrot.symmetry.moves import apply_moves
 from tests.fedrot.oracles import seeded
-from tests.models import CASES, DIM, FEW, Names, State, largest_difference, near, state_of
+from tests.models import (
+    CASES,
+    DIM,
+    EVERY,
+    FEW,
+    HEADS,
+    LAYERS,
+    NEURONS,
+    Names,
+    State,
+    largest_difference,
+    near,
+    squared_distance,
+    state_of,
+    symmetry_for,
+)
 
 #: The modules of a layer that a part acts on.
 MODULES = {
@@ -36,34 +53,6 @@ def only(state: State, names: set[str]) -> State:
     return {name: state[name] for name in names}
 
 
-def _opposed(state: State, names: Names) -> State:
-    return {name: -tensor for name, tensor in state.items()}
-
-
-def _near(state: State, names: Names) -> State:
-    return near(state, 0.05)
-
-
-def _barely(state: State, names: Names) -> State:
-    return near(state, 1e-9)
-
-
-def _far(state: State, names: Names) -> State:
-    return near(state, 1.5)
-
-
-def _large(state: State, names: Names) -> State:
-    return {name: 1e3 * tensor for name, tensor in near(state, 0.2).items()}
-
-
-def _small(state: State, names: Names) -> State:
-    return {name: 1e-6 * tensor for name, tensor in near(state, 0.2).items()}
-
-
-def _zero(state: State, names: Names) -> State:
-    return {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-
-
 def _conflicting(state: State, names: Names) -> State:
     """Heads and neurons shuffled differently in every module: no single order serves them all."""
     out = near(state, 0.05)
@@ -88,24 +77,63 @@ def _unequal_scales(state: State, names: Names) -> State:
     return out
 
 
-def _unrelated(state: State, names: Names) -> State:
-    name = next(n for n in FEW if CASES[n].names == names)
-    return state_of(name, seed=7)
-
-
 #: Clients of an anchor, by what is hard about them.
 PAIRS: dict[str, Callable[[State, Names], State]] = {
-    "near": _near,
-    "barely": _barely,
-    "far": _far,
-    "unrelated": _unrelated,
-    "opposed": _opposed,
-    "large": _large,
-    "small": _small,
-    "zero": _zero,
+    "near": lambda state, names: near(state, 0.05),
+    "barely": lambda state, names: near(state, 1e-9),
+    "far": lambda state, names: near(state, 1.5),
+    "unrelated": lambda state, names: state_of(next(n for n in FEW if CASES[n].names == names), 7),
+    "opposed": lambda state, names: {name: -tensor for name, tensor in state.items()},
+    "large": lambda state, names: {name: 1e3 * tensor for name, tensor in near(state, 0.2).items()},
+    "small": lambda state, names: {name: 1e-6 * tensor for name, tensor in near(state, 0.2).items()},
+    "zero": lambda state, names: {name: torch.zeros_like(tensor) for name, tensor in state.items()},
     "conflicting": _conflicting,
     "unequal-scales": _unequal_scales,
 }
+
+
+def checked_report(
+    name: str, update: State, anchor: State, options: fedrot.AlignmentOptions
+) -> tuple[float, float]:
+    """Check the totals and rows of a report against the tensors; return both distances.
+
+    Rows of groups that share no tensors are checked by replaying the moves one by one.
+    """
+    names, symmetry = EVERY[name].names, symmetry_for(name)
+    layers = options.layer_indices(LAYERS)
+    groups = symmetry.select(options.parts, layers)
+    touched = {slot.tensor for group in groups for slot in group.slots}
+    alignment = fedrot.align(update, anchor, symmetry, options)
+    aligned, report = alignment.apply(update), alignment.report
+    assert {key for key in update if not torch.equal(aligned[key], update[key])} <= touched
+    nothing = {key: torch.zeros(()) for key in update}
+    before, after = (squared_distance(only(state, touched), anchor) for state in (update, aligned))
+    slack = 1e-11 * (before + squared_distance(only(update, touched), nothing))
+    assert squared_distance(aligned, anchor) <= squared_distance(update, anchor) * (1 + 1e-12)
+    assert report.before == pytest.approx(before, rel=1e-9, abs=1e-20)
+    assert report.after == pytest.approx(after, rel=1e-9, abs=slack)
+    assert report.share() * report.before == pytest.approx(before - after, rel=1e-6, abs=slack)
+    if options.coupled:
+        return before, after
+    assert touched == touched_by(names, tuple(options.parts), layers)
+    moves = {move.group.name: move for move in alignment.moves}
+    assert alignment.moved == {group.name: group.name in moves for group in groups}
+    tensors = {group.name: {slot.tensor for slot in group.slots} for group in groups}
+    current: State = dict(update)
+    for row in report.rows():
+        own, moved = tensors.pop(row["group"]), row["group"] in moves
+        measured = squared_distance(only(current, own), anchor)
+        assert row["before"] == pytest.approx(measured, rel=1e-9, abs=1e-20)
+        current = apply_moves(current, [moves[row["group"]]] if moved else [])
+        measured = squared_distance(only(current, own), anchor)
+        assert row["after"] == pytest.approx(measured, rel=1e-9, abs=slack)
+        assert row["of"] == (NEURONS if row["part"] == "ffn" else HEADS)
+        assert moved or row["moved"] == 0
+        assert row["skipped"] is (not moved and row["found"] > 0)
+        assert not (row["skipped"] and options.chance == 0)
+    assert not tensors
+    assert largest_difference(current, aligned) == 0
+    return before, after
 
 
 def scrambled(

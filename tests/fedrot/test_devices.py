@@ -14,13 +14,11 @@ from torch import Tensor
 import fedrot
 from fedrot.aggregation import Fisher, Mean, RegMean
 from fedrot.anchors import ANCHORS
-from fedrot.matching import procrustes
 from fedrot.precision import full_float32
-from tests.families import config_of, inputs, model_of, state_of, symmetry_for
+from tests.families import inputs, model_of, state_of, symmetry_for
 from tests.fedrot.pretend import DEVICE, Pretend
 from tests.models import EAGER, EVERYTHING, FULL, State, largest_difference
 
-FAMILIES = ("bert", "gpt2", "llama", "t5", "vit", "qwen3")
 ORDERS = fedrot.AlignmentOptions(parts=("heads", "ffn"), chance=0)
 OPTIONS = {
     "default": fedrot.AlignmentOptions(),
@@ -71,13 +69,11 @@ def _fetched(tensors: Mapping[str, Tensor]) -> State:
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("which", OPTIONS)
 @pytest.mark.parametrize(
-    "family",
+    ("family", "which"),
     [
-        "bert",
-        "mixtral",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("llama", "t5", "gptj")),
+        *(("bert", which) for which in OPTIONS),
+        *(("mixtral", "eager"), ("mixtral", "heads"), ("llama", "layers")),
     ],
 )
 def test_alignment_on_the_device_is_that_on_the_cpu(family: str, which: str) -> None:
@@ -98,6 +94,8 @@ def test_alignment_on_the_device_is_that_on_the_cpu(family: str, which: str) -> 
             assert device.uploads == 0
             ours = _fetched(result), _fetched(again)
             elsewhere = found.apply(client)
+            with pytest.raises(fedrot.UpdateError, match="Move both to one device"):
+                fedrot.align(there, anchor, symmetry, replace(EAGER, parts=("ffn",)))
         assert largest_difference(ours[0], moved) <= 1e-6
         assert largest_difference(ours[1], back) <= 1e-6
         assert largest_difference(elsewhere, moved) <= 1e-6
@@ -105,8 +103,13 @@ def test_alignment_on_the_device_is_that_on_the_cpu(family: str, which: str) -> 
         assert [row.moved for row in found.report.groups] == [row.moved for row in wanted.report.groups]
 
 
-@pytest.mark.parametrize("which", READS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "which"),
+    [
+        *(("bert", "near"), ("bert", "far"), ("gpt2", "near"), ("llama", "far")),
+        *(("t5", "near"), ("qwen3", "far"), ("vit", "near")),
+    ],
+)
 def test_the_host_seldom_waits(family: str, which: str) -> None:
     symmetry = symmetry_for(family)
     anchor, near, far = _models(family)
@@ -121,36 +124,6 @@ def test_the_host_seldom_waits(family: str, which: str) -> None:
         device.reads = device.uploads = 0
         alignment.apply(there)
         assert (device.reads, device.uploads) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("family", "few", "many"),
-    [
-        ("bert", {"num_attention_heads": 3}, {"num_attention_heads": 12}),
-        (
-            "llama",
-            {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6},
-            {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 2},
-        ),
-    ],
-)
-def test_reads_do_not_grow_with_the_heads(
-    family: str, few: dict[str, int], many: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # How many steps an iteration takes depends on the numbers.
-    monkeypatch.setattr(procrustes, "NEWTON_SCHULZ_STEPS", 0)
-    anchor, near, _ = _models(family)
-    options = fedrot.AlignmentOptions(parts=("heads", "attention"), chance=0)
-    counts = []
-    for heads in (few, many):
-        symmetry = fedrot.symmetry_of({**config_of(family).to_dict(), **heads}, anchor)
-        client = fedrot.random_equivalent(near, symmetry, 3, options.parts)
-        with Pretend() as device:
-            found = fedrot.align(device.put(client), device.put(anchor), symmetry, options)
-            counts.append(device.reads)
-        assert any(group.moved for group in found.report.groups if group.part == "heads")
-    # A group that moves is looked at once more; pairs of key heads are 4 and 36 in each layer.
-    assert 0 < counts[1] <= counts[0] + 6 * symmetry.layers
 
 
 def _statistics(client: State, symmetry: fedrot.Symmetry) -> dict[str, dict[str, Tensor]]:
@@ -199,7 +172,7 @@ def test_aggregation_on_the_device_is_that_on_the_cpu(which: str) -> None:
     assert largest_difference(found, wanted) <= 1e-6
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("family", ["bert", "llama"])
 def test_canonical_statistics_on_the_device_are_those_on_the_cpu(family: str) -> None:
     symmetry, (anchor, client, _) = symmetry_for(family), _models(family)
     # Gains near 0 are refused.
@@ -224,10 +197,9 @@ def test_canonical_statistics_on_the_device_are_those_on_the_cpu(family: str) ->
 
 
 @pytest.mark.parametrize("anchor", ANCHORS)
-@pytest.mark.parametrize("family", ["bert", pytest.param("llama", marks=pytest.mark.long)])
-def test_a_round_on_the_device_is_that_on_the_cpu(family: str, anchor: str) -> None:
-    symmetry = symmetry_for(family)
-    broadcast, near, far = _models(family)
+def test_a_round_on_the_device_is_that_on_the_cpu(anchor: str) -> None:
+    symmetry = symmetry_for("bert")
+    broadcast, near, far = _models("bert")
     clients = [(near, 2.0), (far, 1.0), (broadcast, 3.0)]
     whole = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
 
@@ -245,7 +217,7 @@ def test_a_round_on_the_device_is_that_on_the_cpu(family: str, anchor: str) -> N
         assert largest_difference(ours, theirs) <= 1e-6
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes_on_the_device(dtype: torch.dtype) -> None:
     symmetry = symmetry_for("llama")
     anchor, near, _ = ({k: t.to(dtype) for k, t in model.items()} for model in _models("llama"))
@@ -257,22 +229,7 @@ def test_other_dtypes_on_the_device(dtype: torch.dtype) -> None:
     assert largest_difference(found, wanted) <= 1e-6
 
 
-def test_what_a_user_allowed_is_forbidden_and_restored() -> None:
-    products = torch.backends.cuda.matmul
-    with Pretend() as device:
-        matrix = device.put({"m": torch.eye(3)})["m"]
-        with pytest.raises(RuntimeError, match="TF32"):
-            matrix @ matrix
-        with full_float32():
-            assert not products.allow_tf32
-            assert torch.equal((matrix @ matrix).cpu(), torch.eye(3))
-    assert products.allow_tf32
-    assert torch.get_float32_matmul_precision() == "high"
-
-
-def _precisions() -> list[str]:
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-    return [backend.fp32_precision for backend in backends]
+PRODUCTS = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 
 
 @pytest.mark.parametrize(
@@ -281,23 +238,33 @@ def _precisions() -> list[str]:
 def test_what_a_user_allowed_by_backend_is_forbidden_and_restored(chosen: tuple[str, str]) -> None:
     """With switches that torch's older ones do not know of, and refuse to be read beside."""
     torch.set_float32_matmul_precision("highest")
-    products = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
     try:
-        for backend, value in zip(products, chosen, strict=True):
+        for backend, value in zip(PRODUCTS, chosen, strict=True):
             backend.fp32_precision = value
         with full_float32():
-            assert _precisions() == ["ieee", "ieee"]
+            assert [backend.fp32_precision for backend in PRODUCTS] == ["ieee", "ieee"]
             assert torch.get_float32_matmul_precision() == "highest"
-        assert _precisions() == list(chosen)
+        assert [backend.fp32_precision for backend in PRODUCTS] == list(chosen)
     finally:
-        for backend in products:
+        for backend in PRODUCTS:
             backend.fp32_precision = "none"
+
+
+def test_what_a_user_allowed_is_forbidden_and_restored() -> None:
+    with Pretend() as device:
+        matrix = device.put({"m": torch.eye(3)})["m"]
+        with pytest.raises(RuntimeError, match="TF32"):
+            matrix @ matrix
+        with full_float32():
+            assert not PRODUCTS[0].allow_tf32
+            assert torch.equal((matrix @ matrix).cpu(), torch.eye(3))
+    assert PRODUCTS[0].allow_tf32
+    assert torch.get_float32_matmul_precision() == "high"
 
 
 def test_the_pretended_device_refuses_what_cuda_refuses() -> None:
     with Pretend() as device:
         there, here = device.put({"x": torch.ones(3)})["x"], torch.ones(3)
-        assert there.device == DEVICE
         assert here.to(DEVICE).is_cuda
         for refused in (
             lambda: there + here,
@@ -306,25 +273,10 @@ def test_the_pretended_device_refuses_what_cuda_refuses() -> None:
             lambda: here.sum().add_(there.sum()),
             lambda: there[torch.tensor([0])],
             lambda: there.bfloat16() @ there.bfloat16(),
+            lambda: there.numpy(),
         ):
-            with pytest.raises(RuntimeError):
+            with pytest.raises((RuntimeError, TypeError)):
                 refused()
-        with pytest.raises(TypeError):
-            there.numpy()
         assert (device.reads, device.uploads) == (0, 1)
         assert float(there.sum() + torch.tensor(1.0)) == 4
-        assert there.cpu().device == torch.device("cpu")
-        assert device.reads == 2
-
-
-def test_the_pretended_device_knows_what_it_holds() -> None:
-    with Pretend() as device:
-        there = device.put({"x": torch.ones(100)})["x"]
-        view = there[:50]
-        assert device.held == 400
-        copied = view + 1
-        assert device.held == 600
-        del there, copied
-        assert device.held == 400
-        assert device.peak == 600
-        assert float(view.sum()) == 50
+        assert device.reads == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,10 +25,10 @@ from fedrot.diagnosis import (
     evidence,
     summed,
 )
-from fedrot.matching.chance import null_model
 from tests.models import LAYERS, State, near, squared_distance, state_of, symmetry_for
 
 NAME = "bert-classifier"
+BASE, SYMMETRY = state_of(NAME), symmetry_for(NAME)
 
 
 def trained(base: State, count: int = 3) -> list[State]:
@@ -37,13 +38,12 @@ def trained(base: State, count: int = 3) -> list[State]:
 
 def turned(base: State, parts: tuple[str, ...] = ("attention", "ffn"), count: int = 3) -> list[State]:
     """Models near the base that were moved to random equivalent ones."""
-    symmetry = symmetry_for(NAME)
     updates = trained(base, count)
-    return [fedrot.random_equivalent(u, symmetry, i, parts) for i, u in enumerate(updates)]
+    return [fedrot.random_equivalent(u, SYMMETRY, i, parts) for i, u in enumerate(updates)]
 
 
 def diagnosis(base: State, updates: list[State]) -> Diagnosis:
-    return fedrot.diagnose(base, updates, symmetry_for(NAME))
+    return fedrot.diagnose(base, updates, SYMMETRY)
 
 
 def line(found: float, chance: float | None, part: str = "attention", **counts: int) -> Evidence:
@@ -53,13 +53,14 @@ def line(found: float, chance: float | None, part: str = "attention", **counts: 
 # What is found
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 3])
 def test_noise_is_averaged_as_it_is(count: int) -> None:
-    base = state_of(NAME)
-    found = diagnosis(base, trained(base, count))
+    updates = trained(BASE, count)
+    before = copy.deepcopy([BASE, *updates])
+    found = diagnosis(BASE, updates)
     assert found.choice == PLAIN
-    assert all(cosine > 0.9 for cosine in found.cosines)
     assert len(found.cosines) == count
+    assert all(cosine > 0.9 for cosine in found.cosines)
     rotation = summed(found.base, "attention")
     assert rotation.groups == 2 * LAYERS * count
     assert rotation.moved == rotation.beyond == 0
@@ -67,15 +68,20 @@ def test_noise_is_averaged_as_it_is(count: int) -> None:
     assert summed(found.clients, "attention").groups == 2 * LAYERS * (count - 1)
     assert found.whole == ()
     shown = summed(found.clients or found.base, "attention")
-    assert str(found) == (
-        f"Nothing beyond chance: average as they are; rotation {100 * shown.share:.1f} % of the "
-        f"distance, chance {100 * (shown.chance_share or 0):.1f} %."
-    )
+    assert str(found).startswith("Nothing beyond chance")
+    assert f"{100 * shown.share:.1f} % of the distance" in str(found)
+    assert f"chance {100 * (shown.chance_share or 0):.1f} %" in str(found)
+    # Nothing is changed, the same is found again, and plain data is JSON.
+    assert all(squared_distance(*pair) == 0 for pair in zip(before, [BASE, *updates], strict=True))
+    assert diagnosis(BASE, updates) == found
+    read = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert (read["choice"], read["sentence"]) == (PLAIN, str(found))
+    assert read["cosines"] == list(found.cosines)
+    assert [row["found"] for row in read["base"]] == [row.found for row in found.base]
 
 
 def test_clients_that_turned_against_each_other_are_named() -> None:
-    base = state_of(NAME)
-    found = diagnosis(base, turned(base))
+    found = diagnosis(BASE, turned(BASE))
     assert found.choice == ALIGNED
     for lines in (found.clients, found.base):
         assert (summed(lines).beyond, summed(lines).moved) == (summed(lines).groups,) * 2
@@ -83,30 +89,24 @@ def test_clients_that_turned_against_each_other_are_named() -> None:
     assert [(each.part, each.layer) for each in found.clients] == [
         (part, layer) for layer in range(LAYERS) for part in ("attention", "ffn")
     ]
-    assert str(found).startswith("Clients are in different coordinates: average with FedRot, anchor ")
-    assert str(found).endswith(f", and {6 * LAYERS} of {6 * LAYERS} groups exceed 1.5 times it.")
+    assert str(found).startswith("Clients are in different coordinates")
+    assert f"{6 * LAYERS} of {6 * LAYERS} groups exceed 1.5 times" in str(found)
 
 
-def test_a_first_client_that_turned_is_named_although_the_others_did_not() -> None:
-    base = state_of(NAME)
-    found = diagnosis(base, [*turned(base, count=1), *trained(base)[1:]])
-    assert found.choice == ALIGNED
-    assert summed(found.clients).beyond == 0
-    assert summed(found.base).beyond == 3 * LAYERS
-
-
-def test_clients_that_agree_in_what_they_turned_gain_towards_the_base_alone() -> None:
-    """All clients moved by one element: their mean needs no alignment, but the base's coordinates do."""
-    base, symmetry = state_of(NAME), symmetry_for(NAME)
-    found = diagnosis(base, [fedrot.random_equivalent(u, symmetry, 7) for u in trained(base)])
-    assert summed(found.base).beyond == summed(found.base).groups
-    assert found.choice == ALIGNED
+def test_towards_the_base_alone_gain_a_first_client_and_clients_that_agree_in_what_they_turned() -> None:
+    first = [*turned(BASE, count=1), *trained(BASE)[1:]]
+    # All clients moved by one element: their mean needs no alignment, but the base's coordinates do.
+    same = [fedrot.random_equivalent(update, SYMMETRY, 7) for update in trained(BASE)]
+    for updates, beyond in ((first, 3 * LAYERS), (same, 9 * LAYERS)):
+        found = diagnosis(BASE, updates)
+        assert found.choice == ALIGNED
+        assert summed(found.base).beyond == beyond
+        assert (summed(found.clients).beyond == 0) == (updates is first)
 
 
 def test_an_update_from_another_basis_is_matched_as_a_whole() -> None:
-    base = state_of(NAME)
-    (moved,) = turned(base, fedrot.WHOLE_MODEL, count=1)
-    found = diagnosis(base, [*trained(base, 2), moved])
+    (moved,) = turned(BASE, fedrot.WHOLE_MODEL, count=1)
+    found = diagnosis(BASE, [*trained(BASE, 2), moved])
     assert found.choice == WHOLE
     assert [cosine < SAME_BASIS for cosine in found.cosines] == [False, False, True]
     assert len(found.base) == len(found.clients) == 2 * LAYERS
@@ -115,12 +115,12 @@ def test_an_update_from_another_basis_is_matched_as_a_whole() -> None:
     assert together.ratio > 2
     assert {each.part for each in found.whole} == {*fedrot.WHOLE_MODEL, TOGETHER}
     assert {each.layer for each in found.whole} == {None, *range(LAYERS)}
-    assert str(found).startswith("1 of 3 updates come from another basis than the base (cosine of the ")
-    assert f"matching removes {100 * together.share:.1f} % of the distance, chance " in str(found)
+    assert str(found).startswith("1 of 3 updates come from another basis than the base")
+    assert f"removes {100 * together.share:.1f} % of the distance, chance " in str(found)
 
 
 def test_unrelated_models_lose_no_more_than_chance() -> None:
-    found = diagnosis(state_of(NAME), [state_of(NAME, seed) for seed in (5, 6, 7)])
+    found = diagnosis(BASE, [state_of(NAME, seed) for seed in (5, 6, 7)])
     assert found.choice == WHOLE
     together = summed(found.whole, TOGETHER)
     # The first is the others' anchor.
@@ -129,8 +129,7 @@ def test_unrelated_models_lose_no_more_than_chance() -> None:
 
 
 def test_clients_of_one_basis_are_compared_with_each_other_if_the_base_is_the_wrong_one() -> None:
-    base = state_of(NAME)
-    for updates, expected in ((trained(base), PLAIN), (turned(base), ALIGNED)):
+    for updates, expected in ((trained(BASE), PLAIN), (turned(BASE), ALIGNED)):
         found = diagnosis(state_of(NAME, 9), updates)
         assert found.choice == expected
         assert (found.base, found.whole) == ((), ())
@@ -139,30 +138,9 @@ def test_clients_of_one_basis_are_compared_with_each_other_if_the_base_is_the_wr
         assert "and share one; " in str(found)
 
 
-def test_nothing_is_changed_and_the_same_is_found_again() -> None:
-    base = state_of(NAME)
-    updates = [*trained(base, 2), *turned(base, fedrot.WHOLE_MODEL, count=1)]
-    before = copy.deepcopy([base, *updates])
-    assert diagnosis(base, updates) == diagnosis(base, updates)
-    for one, other in zip(before, [base, *updates], strict=True):
-        assert squared_distance(one, other) == 0
-
-
-def test_plain_data_is_json() -> None:
-    base = state_of(NAME)
-    found = diagnosis(base, trained(base, 2))
-    read = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert (read["choice"], read["sentence"]) == (PLAIN, str(found))
-    assert read["cosines"] == list(found.cosines)
-    assert read["clients"][0]["found"] == found.clients[0].found
-
-
 def test_updates_in_half_precision_give_the_same_advice() -> None:
-    base = {name: t.bfloat16() for name, t in state_of(NAME).items() if t.is_floating_point()}
-    full = state_of(NAME)
-    kept = {name: t for name, t in full.items() if name not in base}
-    halves = [{**u, **kept} for u in ({n: t.bfloat16() for n, t in u.items()} for u in turned(full))]
-    assert diagnosis({**base, **kept}, halves).choice == ALIGNED
+    halves = [{name: t.bfloat16() for name, t in state.items()} for state in (BASE, *turned(BASE))]
+    assert diagnosis(halves[0], halves[1:]).choice == ALIGNED
 
 
 # The rule
@@ -190,106 +168,56 @@ def test_the_rule(clients: list[Evidence], expected: str) -> None:
     assert Diagnosis((), lines, (), (line(0.0, None),)).choice == WHOLE
 
 
-def test_models_that_match_no_better_than_chance_need_data() -> None:
-    for share, said in (
-        (6.0, "The weights give no evidence; match on data."),
-        (12.7, "%."),
-    ):
-        found = Diagnosis((0.0, 0.0), (), (), (line(share, 6.1, TOGETHER),))
-        assert found.choice == WHOLE
-        assert str(found).endswith(said)
-
-
 def test_the_sentence_shows_the_evidence_that_decides() -> None:
     found = Diagnosis((0.9, 0.9), (line(3.5, 6.1),), (line(12.7, 6.1, moved=9, beyond=9),), ())
-    assert str(found) == (
-        "Clients are in different coordinates: average with FedRot, anchor 'running'; rotation 12.7 % "
-        "of the distance, chance 6.1 %, and 9 of 20 groups exceed 1.5 times it."
-    )
+    for shown in ("rotation 12.7 %", "chance 6.1 %", "9 of 20 groups"):
+        assert shown in str(found)
+    for share, said in ((6.0, True), (12.7, False)):
+        found = Diagnosis((0.0, 0.12), (), (), (line(share, 6.1, TOGETHER),))
+        assert ("The weights give no evidence" in str(found)) == said
+        assert "(cosine of the embeddings 0.00 to 0.12)" in str(found)
+    assert "nothing was rotated" in str(Diagnosis((), (line(1.0, 2.0, "ffn"),), (), ()))
 
 
 # Rows of a run
 
 
-def rows_of(base: State, update: State, options: fedrot.AlignmentOptions) -> list[dict[str, Any]]:
-    report = fedrot.align(update, base, symmetry_for(NAME), options).report
-    return [{"round": 1, "client": 3, **row} for row in report.rows()]
+def rows_of(update: State, client: int, **options: Any) -> list[dict[str, Any]]:
+    report = fedrot.align(update, BASE, SYMMETRY, fedrot.AlignmentOptions(**options)).report
+    return [{"round": 1, "client": client, **row} for row in report.rows()]
 
 
 def test_rows_of_a_run_give_the_same_evidence() -> None:
-    base = state_of(NAME)
-    update = turned(base, count=1)[0]
-    rows = rows_of(base, update, fedrot.AlignmentOptions())
+    update = turned(BASE, count=1)[0]
+    rows = rows_of(update, 3)
     found = diagnosis_of(rows)
-    assert found.clients == evidence(rows) == diagnosis(base, [update]).base
+    assert found.clients == evidence(rows) == diagnosis(BASE, [update]).base
     assert found.choice == ALIGNED
-
-
-def test_rows_of_updates_that_were_matched_as_whole_models() -> None:
-    base = state_of(NAME)
-    whole = rows_of(base, state_of(NAME, 3), fedrot.AlignmentOptions(fedrot.WHOLE_MODEL))
-    near_by = rows_of(base, trained(base, 1)[0], fedrot.AlignmentOptions())
-    found = diagnosis_of([*whole, *({**row, "client": 4} for row in near_by)])
+    whole = rows_of(state_of(NAME, 3), 3, parts=fedrot.WHOLE_MODEL)
+    near_by = rows_of(trained(BASE, 1)[0], 4)
+    found = diagnosis_of([*whole, *near_by])
     assert found.choice == WHOLE
     assert all(each.chance is None for each in found.whole)
     assert found.clients == evidence(near_by)
-    assert str(found) == (
-        "Match the whole models, FedRot(other_basis=OtherBasis(...)); chance is not known."
-    )
+    assert "chance is not known" in str(found)
 
 
 def test_a_run_that_moves_everything_is_not_taken_for_evidence() -> None:
-    base = state_of(NAME)
-    rows = rows_of(base, near(base, 0.02), fedrot.AlignmentOptions(chance=0))
+    rows = rows_of(near(BASE, 0.02), 3, chance=0)
     assert sum(row["moved"] > 0 for row in rows) == 2 * LAYERS
     assert diagnosis_of(rows).choice == PLAIN
-
-
-# The null model of a whole model
-
-
-def test_the_null_model_has_the_size_of_the_client_and_keeps_ties() -> None:
-    name = "bert-mlm"
-    symmetry = symmetry_for(name)
-    anchor, client = state_of(name), state_of(name, 4)
-    tied = [n for n in client if n.endswith(("word_embeddings.weight", "predictions.decoder.weight"))]
-    client[tied[0]] = client[tied[1]]
-    null = null_model(anchor, client, symmetry.groups)
-    assert null[tied[0]] is null[tied[1]]
-    assert null.keys() == client.keys()
-    assert squared_distance(anchor, null) == pytest.approx(squared_distance(anchor, client), rel=0.05)
-    again = null_model(anchor, client, symmetry.groups)
-    assert squared_distance(null, again) == 0
-    assert squared_distance(null, client) > squared_distance(anchor, client) / 2
 
 
 # What is refused
 
 
-def test_no_update_is_refused() -> None:
+def test_what_cannot_be_diagnosed_is_refused() -> None:
     with pytest.raises(fedrot.FedrotError, match="no updates to diagnose"):
-        diagnosis(state_of(NAME), [])
-
-
-def test_another_architecture_is_refused() -> None:
-    base = state_of(NAME)
+        diagnosis(BASE, [])
     with pytest.raises(fedrot.UpdateError, match="missing"):
-        diagnosis(base, [state_of("distilbert-mlm")])
+        diagnosis(BASE, [state_of("distilbert-mlm")])
     with pytest.raises(fedrot.UpdateError, match="has shape"):
-        diagnosis(base, [{**base, "classifier.weight": torch.zeros(2, 2)}])
-    with pytest.raises(fedrot.SymmetryError):
-        fedrot.diagnose(base, [base], {})  # type: ignore[arg-type]
-
-
-def test_a_basis_that_cannot_be_matched_is_refused() -> None:
-    name, symmetry = NAME, symmetry_for(NAME)
-    fixed = fedrot.Symmetry(
-        symmetry.family,
-        symmetry.layers,
-        symmetry.groups,
-        symmetry.shapes,
-        symmetry.tied,
-        {"residual": "fixed positions"},
-    )
+        diagnosis({**BASE, "classifier.weight": torch.zeros(2, 2)}, [BASE])
+    fixed = replace(SYMMETRY, refused={"residual": "fixed positions"})
     with pytest.raises(fedrot.SymmetryError, match="'residual' cannot be moved: fixed positions"):
-        fedrot.diagnose(state_of(name), [state_of(name, 2)], fixed)
+        fedrot.diagnose(BASE, [state_of(NAME, 2)], fixed)

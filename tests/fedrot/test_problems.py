@@ -1,14 +1,16 @@
-"""Task heads of several labels a row and of regressions, against fits to the rows themselves."""
+"""Task heads of one class, several labels and regressions, against fits to the rows themselves."""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,65 +20,132 @@ from fedrot.errors import FedrotError, UpdateError
 from fedrot.head import ClassSums, collect_classes, fit_head, fit_heads, head_of, with_head
 from fedrot.problems import PROBLEMS, REGRESSION, SEVERAL, SINGLE, problem_of
 from fedrot.temperature import ONE, TEMPERATURES, Heads, best_temperature, collect_losses, compare_losses
+from tests.fedrot.classifiers import CLASSES, sums_of, unlabelled
 from tests.fedrot.collect.tiny import batch_of, tiny_classifier
 from tests.fedrot.oracles import Array, seeded
 from tests.models import randomise
 
-OUTPUTS = 3
-SEEDS, SIZES, PARTS = (
-    st.integers(0, 2**32 - 1),
-    st.integers(1, 6),
-    st.sampled_from((0.0, 0.01, 0.3, 1.0)),
-)
-ANY = st.sampled_from((*PROBLEMS,))
+SEEDS, ANY = st.integers(0, 2**32 - 1), st.sampled_from((*PROBLEMS,))
 
 
-def sums_of(features: Array, labels: Array, problem: str) -> ClassSums:
-    """Return the sums over rows."""
-    one_hot = (labels == np.arange(OUTPUTS)).astype(float)
-    factors = one_hot if problem == SINGLE else np.insert(labels, 0, 1, axis=1)
-    terms = (factors.sum(0), factors.T @ features, features.T @ features)
-    counts, sums, gram = map(torch.from_numpy, terms)
-    return ClassSums(counts, sums, gram, problem)
-
-
-def drawn(problem: str, seed: int, rows: int = 40, size: int = 5) -> tuple[Array, Array]:
+def drawn(problem: str, seed: int = 0, rows: int = 40, size: int = 5) -> tuple[Array, Array]:
     """Return features and labels that depend on them."""
     random = np.random.default_rng(seed)
     features = random.normal(size=(rows, size)) @ random.normal(size=(size, size)) + 1
-    values = features @ random.normal(size=(size, OUTPUTS)) + random.normal(size=(rows, OUTPUTS))
+    values = features @ random.normal(size=(size, CLASSES)) + random.normal(size=(rows, CLASSES))
     if problem == SINGLE:
-        return features, np.concatenate([np.arange(OUTPUTS), values.argmax(1)])[:rows, None]
+        return features, np.concatenate([np.arange(CLASSES), values.argmax(1)])[:rows]
     return features, (values > values.mean(0)).astype(float) if problem == SEVERAL else values + 7
 
 
-def of_two_classes(features: Array, has: Array, shrinkage: float) -> tuple[Array, float]:
-    """Return the log odds of the discriminant between rows with and without a label."""
-    groups, size = [features[has == value] for value in (1, 0)], features.shape[1]
-    one, other = (group.mean(0) for group in groups)
-    apart = np.concatenate([group - group.mean(0) for group in groups])
+def discriminant(features: Array, labels: Array, shrinkage: float) -> tuple[Array, Array]:
+    """Return linear discriminants from rows, with deviations from means in place of differences."""
+    classes, mean = range(labels.max() + 1), features.mean(0)
+    means = [features[labels == c].mean(0) for c in classes]
+    apart = np.concatenate([features[labels == c] - means[c] for c in classes])
     within = apart.T @ apart / len(features)
-    shrunk = (1 - shrinkage) * within + shrinkage * np.trace(within) / size * np.eye(size)
-    weight = np.linalg.solve(shrunk, one - other)
-    return weight, np.log(len(groups[0]) / len(groups[1])) - weight @ (one + other) / 2
+    shrunk = (1 - shrinkage) * within + shrinkage * np.trace(within) / len(mean) * np.eye(len(mean))
+    weight = np.stack([np.linalg.solve(shrunk, m - mean) for m in means])
+    # What adds the same to every logit is left out: the discriminant at the mean of all rows.
+    shares = [(labels == c).mean() for c in classes]
+    biases = [np.log(p) - w @ (m + mean) / 2 for w, m, p in zip(weight, means, shares, strict=True)]
+    return weight, np.array(biases)
+
+
+def of_two_classes(features: Array, labels: Array, shrinkage: float) -> tuple[Array, Array]:
+    """Return the log odds of the discriminants between rows with and without each label."""
+    fits = [discriminant(features, has.astype(int), shrinkage) for has in labels.T]
+    return np.stack([w[1] - w[0] for w, _ in fits]), np.array([b[1] - b[0] for _, b in fits])
+
+
+def ridge(features: Array, labels: Array, shrinkage: float) -> tuple[Array, Array]:
+    """Return ridge regressions, as least squares with rows more; the mean residual is 0."""
+    apart, root = features - features.mean(0), np.sqrt((1 - shrinkage) / len(features))
+    more = np.sqrt(shrinkage * (apart**2).mean()) * np.eye(features.shape[1])
+    values = np.concatenate([root * (labels - labels.mean(0)), np.zeros((len(more), CLASSES))])
+    weight = np.linalg.lstsq(np.concatenate([root * apart, more]), values)[0].T
+    return weight, (labels - features @ weight.T).mean(0)
+
+
+ORACLES = {SINGLE: discriminant, SEVERAL: of_two_classes, REGRESSION: ridge}
 
 
 @settings(max_examples=60, deadline=None)
-@given(SEEDS, SIZES, PARTS)
-def test_every_label_has_a_discriminant_of_two_classes(seed: int, size: int, part: float) -> None:
-    features, labels = drawn(SEVERAL, seed, size=size)
-    weights, biases = fit_heads(sums_of(features, labels, SEVERAL), (part, 0.5))
-    for shrinkage, weight, bias in zip((part, 0.5), weights, biases, strict=True):
-        for index in range(OUTPUTS):
-            expected = of_two_classes(features, labels[:, index], shrinkage)
-            np.testing.assert_allclose(weight[index].numpy(), expected[0], rtol=1e-6, atol=1e-7)
-            np.testing.assert_allclose(bias[index].numpy(), expected[1], rtol=1e-6, atol=1e-7)
+@given(
+    seed=SEEDS,
+    problem=ANY,
+    size=st.integers(1, 8),
+    rows=st.integers(25, 45),
+    shrinkages=st.lists(st.sampled_from((0.0, 0.01, 0.1, 0.5, 1.0)), min_size=1, max_size=3),
+)
+def test_heads_are_those_of_the_rows(
+    seed: int, problem: str, size: int, rows: int, shrinkages: list[float]
+) -> None:
+    features, labels = drawn(problem, seed, rows, size)
+    weights, biases = fit_heads(sums_of(features, labels, problem), shrinkages)
+    assert (weights.dtype, biases.dtype) == (torch.float64, torch.float64)
+    for shrinkage, weight, bias in zip(shrinkages, weights, biases, strict=True):
+        expected = ORACLES[problem](features, labels, shrinkage)
+        np.testing.assert_allclose(weight.numpy(), expected[0], rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(bias.numpy(), expected[1], rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS, ANY, st.integers(1, 40), st.sampled_from((0.0, 100.0)))
+def test_packed_sums_of_clients_have_the_head_of_all_rows(
+    seed: int, problem: str, rows: int, offset: float
+) -> None:
+    """Also if means are 100 times the deviations, and if units differ in size; no sums are refused."""
+    (features, labels), clients = drawn(problem, seed, rows), 1 + seed % 4
+    features = (features + offset) * 10.0 ** np.random.default_rng(seed).integers(-4, 3, size=5)
+    features[:, 0] = 0.1 if seed % 3 else features[:, 0]
+    labels = labels + offset if problem == REGRESSION else labels
+    owner = np.random.default_rng(seed).integers(clients, size=rows)
+    parts = [sums_of(features[owner == c], labels[owner == c], problem) for c in sorted(set(owner))]
+    sent = [ClassSums.unpacked(part.packed(), (CLASSES, 5), problem) for part in parts]
+    total = sum(sent[1:], sent[0])
+    assert total.rows == rows
+    if rows < 20:
+        return
+    fits = [fit_head(sums, 0.1) for sums in (sums_of(features, labels, problem), total)]
+    logits, found = (features @ weight.numpy().T + bias.numpy() for weight, bias in fits)
+    assert np.abs(found - logits).max() <= 1e-4 * np.abs(logits - logits.mean(0)).max()
+
+
+def test_packed_sums_are_small() -> None:
+    features = np.random.default_rng(0).normal(size=(40, 768))
+    sums = sums_of(features, np.arange(40) % 20, outputs=20)
+    assert len(safetensors.torch.save(sums.packed())) <= 1.3e6
+
+
+# Classes and labels of which nothing is known
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=SEEDS, shrinkage=st.sampled_from((0.01, 0.1, 1.0)))
+def test_a_class_without_rows_is_never_the_most_likely(seed: int, shrinkage: float) -> None:
+    random = np.random.default_rng(seed)
+    labels = np.concatenate([[0, 2, 0, 2], random.choice([0, 2], size=20)])
+    features = random.normal(size=(24, 5)) + 4 * random.normal(size=(CLASSES, 5))[labels]
+    sums = sums_of(features, labels)
+    assert sums.absent.tolist() == [False, True, False]
+    weight, bias = fit_head(sums, shrinkage)
+    assert bool(torch.isfinite(weight).all() & torch.isfinite(bias).all())
+    logits = (10 * random.normal(size=(200, 5))) @ weight.numpy().T + bias.numpy()
+    assert (logits[:, 1] <= logits[:, [0, 2]].max(1) - np.log(2 * 24) + 1e-6).all()
+    assert not bool(weight[1].any())
+    # The classes with rows have the head that they would have alone.
+    alone = fit_head(sums_of(features, labels // 2, outputs=2), shrinkage)
+    torch.testing.assert_close(weight[[0, 2]], alone[0])
+    torch.testing.assert_close(bias[[0, 2]], alone[1])
 
 
 def test_a_label_of_no_row_or_of_every_row_has_log_odds_alone() -> None:
-    features, labels = drawn(SEVERAL, 0)
+    features, labels = drawn(SEVERAL)
     labels[:, 0], labels[:, 2] = 0, 1
     sums = sums_of(features, labels, SEVERAL)
+    assert sums.absent.tolist() == [True, False, True]
+    assert not sums_of(*drawn(REGRESSION), REGRESSION).absent.any()
     weight, bias = fit_head(sums)
     assert weight.any(1).tolist() == [False, True, False]
     np.testing.assert_allclose(bias[[0, 2]].numpy(), [np.log(0.5 / 40.5), np.log(40.5 / 0.5)])
@@ -87,86 +156,132 @@ def test_a_label_of_no_row_or_of_every_row_has_log_odds_alone() -> None:
     assert torch.equal(same, weight)
 
 
-@settings(max_examples=60, deadline=None)
-@given(SEEDS, SIZES, PARTS)
-def test_a_regression_is_ridge_regression(seed: int, size: int, shrinkage: float) -> None:
-    features, labels = drawn(REGRESSION, seed, size=size)
-    weight, bias = fit_head(sums_of(features, labels, REGRESSION), shrinkage)
-    apart, root = features - features.mean(0), np.sqrt((1 - shrinkage) / len(features))
-    ridge = np.sqrt(shrinkage * (apart**2).mean()) * np.eye(size)
-    rows = np.concatenate([root * apart, ridge])
-    values = np.concatenate([root * (labels - labels.mean(0)), np.zeros((size, OUTPUTS))])
-    expected = torch.linalg.lstsq(*map(torch.from_numpy, (rows, values))).solution.mT
-    torch.testing.assert_close(weight, expected, rtol=1e-6, atol=1e-8)
-    # The mean residual is 0.
-    residuals = features @ weight.numpy().T + bias.numpy() - labels
-    np.testing.assert_allclose(residuals.mean(0), 0, atol=1e-9)
+def test_priors_take_the_place_of_the_shares_of_classes() -> None:
+    features, labels = np.random.default_rng(0).normal(size=(60, 4)), np.arange(60) % CLASSES
+    sums, priors = sums_of(features, labels), torch.tensor([10.0, 1.0, 5.0]).double()
+    (weight, bias), (same, found) = fit_head(sums), fit_head(sums, priors=priors)
+    assert torch.equal(weight, same)
+    expected = bias + (priors / 16).log() + math.log(CLASSES)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
-@given(SEEDS, ANY, st.booleans())
-def test_rotated_features_have_the_same_logits(seed: int, problem: str, biased: bool) -> None:
-    features, labels = drawn(problem, seed)
-    rotation = np.linalg.qr(np.random.default_rng(seed).normal(size=(5, 5)))[0]
-    logits = []
-    for own in (features, features @ rotation):
-        weight, bias = fit_head(sums_of(own, labels, problem), 0.1, biased)
-        logits.append(own @ weight.numpy().T + bias.numpy())
-    np.testing.assert_allclose(logits[1], logits[0], rtol=1e-7, atol=1e-7)
-
-
-@settings(max_examples=80, deadline=None)
-@given(SEEDS, ANY, st.integers(1, 40), st.sampled_from((0.0, 100.0)))
-def test_packed_sums_of_clients_have_the_head_of_all_rows(
-    seed: int, problem: str, rows: int, offset: float
+@pytest.mark.parametrize(("problem", "shrinkage"), [(SINGLE, 0.05), (SINGLE, 0.5), (REGRESSION, 0.1)])
+def test_weights_hold_the_bias_times_the_regression_of_1_on_the_features(
+    problem: str, shrinkage: float
 ) -> None:
-    """Also if means are 100 times the deviations, and if units differ in size; no sums are refused."""
-    (features, labels), clients = drawn(problem, seed, rows), 1 + seed % 4
-    features = (features + offset) * 10.0 ** np.random.default_rng(seed).integers(-4, 3, size=5)
-    features[:, 0] = 0.1 if seed % 3 else features[:, 0]
-    labels += offset if problem == REGRESSION else 0
-    owner = np.random.default_rng(seed).integers(clients, size=rows)
-    parts = [sums_of(features[owner == c], labels[owner == c], problem) for c in sorted(set(owner))]
-    sent = [ClassSums.unpacked(part.packed(), (OUTPUTS, 5), problem) for part in parts]
-    total = sum(sent[1:], sent[0])
-    assert total.rows == rows
-    if rows < 20:
-        return
-    fits = [fit_head(sums, 0.1) for sums in (sums_of(features, labels, problem), total)]
-    logits, found = (features @ weight.numpy().T + bias.numpy() for weight, bias in fits)
-    assert np.abs(found - logits).max() <= 1e-4 * np.abs(logits - logits.mean(0)).max()
+    features, labels = drawn(problem, 6, rows=60, size=4)
+    sums, mean = sums_of(features, labels, problem), features.mean(0)
+    weight, bias = fit_head(sums, shrinkage)
+    unbiased, nothing = fit_head(sums, shrinkage, bias=False)
+    assert torch.equal(nothing, torch.zeros(CLASSES, dtype=torch.float64))
+    apart = (features - mean) / np.sqrt(60)
+    more = np.sqrt(shrinkage * (apart**2).sum() / 4) * np.eye(4)
+    rows = np.concatenate([np.sqrt(1 - shrinkage) * apart, more, mean[None]])
+    direction = np.linalg.lstsq(rows, np.array([0.0] * 64 + [1.0]))[0]
+    np.testing.assert_allclose(
+        unbiased.numpy(), weight.numpy() + np.outer(bias.numpy(), direction), rtol=1e-7
+    )
 
 
-@pytest.mark.parametrize(
-    ("problem", "change", "message"),
-    [
-        (SEVERAL, lambda s: {"counts": -s.counts}, "number of rows is not positive"),
-        (REGRESSION, lambda s: {"counts": 0 * s.counts}, "number of rows is not positive"),
-        (SEVERAL, lambda s: {"counts": s.counts * torch.tensor([1, -1, 1, 1])}, "contradict"),
-        (SEVERAL, lambda s: {"counts": s.counts * torch.tensor([1, 1, 9, 1])}, "contradict"),
-        (SEVERAL, lambda s: {"counts": s.counts * torch.tensor([1, 0, 1, 1])}, "contradict"),
-        (SEVERAL, lambda s: {"sums": s.sums * torch.tensor([1, 1, 1, 4])[:, None]}, "contradict"),
-        (REGRESSION, lambda s: {"gram": s.gram / 9}, "negative eigenvalues"),
-    ],
-)
-def test_sums_that_no_rows_have_are_refused(
-    problem: str, change: Callable[[ClassSums], dict[str, Any]], message: str
-) -> None:
-    sums = sums_of(*drawn(problem, 0), problem)
+# What is refused
+
+
+def _with(value: Tensor, place: Any, entry: float) -> Tensor:
+    changed = value.clone()
+    changed[place] = entry
+    return changed
+
+
+Change = Callable[[Any], dict[str, Any]]
+CONTRADICT = "inside the classes have negative eigenvalues"
+#: Sums that no rows have: a change of good ones, and a word of the error.
+BAD: list[tuple[str, Change, str]] = [
+    (SINGLE, lambda s: {"counts": s.counts.float()}, "'counts' are torch.float32"),
+    (SINGLE, lambda s: {"counts": s.counts[:2]}, r"'counts' are torch.float64 of shape \[2\]"),
+    (SINGLE, lambda s: {"sums": s.sums[0]}, "'counts' are torch.float64"),
+    (SINGLE, lambda s: {"sums": s.sums.to_sparse()}, "'sums' is sparse"),
+    (SINGLE, lambda s: {"gram": s.gram[:4]}, r"'gram' are torch.float64 of shape \[4, 5\]"),
+    (SINGLE, lambda s: {"gram": s.gram.diagonal()}, r"'gram' are torch.float64 of shape \[5\]"),
+    (SINGLE, lambda s: {"gram": s.gram.to("meta")}, "'gram' is on the device 'meta'"),
+    (SINGLE, lambda s: {"counts": _with(s.counts, 0, np.nan)}, "'counts' hold NaN"),
+    (SINGLE, lambda s: {"sums": _with(s.sums, (1, 2), np.inf)}, "'sums' hold NaN"),
+    (SINGLE, lambda s: {"gram": _with(s.gram, (0, 0), -np.inf)}, "'gram' hold NaN"),
+    (SINGLE, lambda s: {"counts": _with(s.counts, 0, -1)}, "counts .* are negative"),
+    (SINGLE, lambda s: {"counts": 0 * s.counts, "sums": 0 * s.sums}, "counts .* all 0"),
+    (SINGLE, lambda s: {"counts": _with(s.counts, 1, 0)}, "A class without rows has a sum"),
+    (SINGLE, lambda s: {"gram": _with(s.gram, (0, 1), 90)}, "are not symmetric"),
+    (SINGLE, lambda s: {"gram": -s.gram}, "have negative eigenvalues"),
+    (SINGLE, lambda s: {"gram": _with(s.gram, (2, 2), 0)}, "have negative eigenvalues"),
+    (SINGLE, lambda s: {"sums": 3 * s.sums}, CONTRADICT),
+    (SINGLE, lambda s: {"counts": s.counts / 9}, CONTRADICT),
+    (SEVERAL, lambda s: {"counts": -s.counts}, "number of rows is not positive"),
+    (REGRESSION, lambda s: {"counts": 0 * s.counts}, "number of rows is not positive"),
+    (SEVERAL, lambda s: {"counts": s.counts * torch.tensor([1, -1, 1, 1])}, "contradict"),
+    (SEVERAL, lambda s: {"counts": s.counts * torch.tensor([1, 1, 9, 1])}, "contradict"),
+    (SEVERAL, lambda s: {"counts": s.counts * torch.tensor([1, 0, 1, 1])}, "contradict"),
+    (SEVERAL, lambda s: {"sums": s.sums * torch.tensor([1, 1, 1, 4])[:, None]}, "contradict"),
+    (REGRESSION, lambda s: {"gram": s.gram / 9}, "negative eigenvalues"),
+]
+BAD_PACKED: list[tuple[Change, str]] = [
+    (lambda s: {"gram": s.pop("scatter")}, "'gram': .* not .*'scatter'"),
+    (lambda s: {"sums": s["sums"].double()}, "'sums': .'torch.float64'.* not .*'torch.float32'"),
+    (lambda s: {"scatter": s["scatter"] * np.nan}, "hold NaN"),
+    (lambda s: {"sums": _with(s["sums"], 0, np.inf)}, "hold NaN"),
+    (lambda s: {"scatter": -s["scatter"]}, "have negative eigenvalues"),
+    (lambda s: {"scatter": _with(s["scatter"], 1, 90)}, "have negative eigenvalues"),
+    (lambda s: {"counts": 0 * s["counts"]}, "counts .* all 0"),
+]
+
+
+@pytest.mark.parametrize(("problem", "change", "message"), BAD)
+def test_sums_that_no_rows_have_are_refused(problem: str, change: Change, message: str) -> None:
+    sums = sums_of(*drawn(problem), problem)
     with pytest.raises(UpdateError, match=message):
         replace(sums, **change(sums))
 
 
-def test_sums_of_different_problems_do_not_add_up() -> None:
-    several, regression = (sums_of(*drawn(problem, 0), problem) for problem in (SEVERAL, REGRESSION))
-    with pytest.raises(UpdateError, match=r"multi_label_classification.* and of .*regression"):
-        several + regression
+@pytest.mark.parametrize(("change", "message"), BAD_PACKED)
+def test_packed_sums_that_no_rows_have_are_refused(change: Change, message: str) -> None:
+    arrays = sums_of(*drawn(SINGLE)).packed()
+    arrays |= change(arrays)
+    with pytest.raises(UpdateError, match=message):
+        ClassSums.unpacked(arrays, (CLASSES, 5))
 
 
-# Models
+def _of(labels: list[int], rows: int = 4, size: int = 4) -> ClassSums:
+    return sums_of(np.eye(max(rows, size))[:rows, :size], np.array(labels))
 
 
-def batches_of(problem: str, outputs: int = OUTPUTS) -> list[dict[str, Tensor]]:
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: _of([0, 1, 2, 0]) + _of([0, 1, 2, 0], size=5), r"\[3, 4\]\) and of .*\[3, 5\]"),
+        (
+            lambda: sums_of(*drawn(SEVERAL), SEVERAL) + sums_of(*drawn(REGRESSION), REGRESSION),
+            "multi_label_classification.* and of .*regression",
+        ),
+        (lambda: fit_head(_of([1, 1, 1, 1])), "rows of at least two classes"),
+        (
+            lambda: fit_head(sums_of(np.eye(3)[[0, 1, 0, 1]] + 0.1, np.array([0, 1, 0, 1]))),
+            "do not vary inside the classes",
+        ),
+        (lambda: fit_head(sums_of(*drawn(SINGLE, rows=4, size=9)), 0), "singular: raise the shrink"),
+        *(
+            (lambda value=value: fit_head(_of([0, 1, 0, 1]), value), "shrinkage is .* from 0 to 1")
+            for value in (-0.1, 1.1, float("nan"))
+        ),
+        (lambda: fit_heads(_of([0, 1, 0, 1]), []), "no shrinkage"),
+    ],
+)
+def test_sums_that_determine_no_head_are_refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(FedrotError, match=message):
+        call()
+
+
+# Models of several labels and of regressions
+
+
+def batches_of(problem: str, outputs: int = CLASSES) -> list[dict[str, Tensor]]:
     """Return two batches, in each of which one row has no labels."""
     found = [batch_of(rows, rows) for rows in (20, 5)]
     for batch in found:
@@ -178,8 +293,7 @@ def batches_of(problem: str, outputs: int = OUTPUTS) -> list[dict[str, Tensor]]:
 
 def logits_of(model: Any, batches: list[dict[str, Tensor]]) -> Tensor:
     with torch.no_grad():
-        given = [{name: batch[name] for name in ("input_ids", "attention_mask")} for batch in batches]
-        return torch.cat([copy.deepcopy(model).eval()(**batch).logits for batch in given])
+        return torch.cat([copy.deepcopy(model).eval()(**unlabelled(b)).logits for b in batches])
 
 
 def loss(logits: Tensor, labels: Tensor, problem: str, temperature: float = 1.0) -> float:
@@ -190,8 +304,10 @@ def loss(logits: Tensor, labels: Tensor, problem: str, temperature: float = 1.0)
     return float(-(labels * probability.log() + (1 - labels) * (1 - probability).log()).sum())
 
 
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
-@pytest.mark.parametrize(("problem", "outputs"), [(SEVERAL, 3), (REGRESSION, 3), (None, 1)])
+@pytest.mark.parametrize(
+    ("kind", "problem", "outputs"),
+    [("bert", SEVERAL, 3), ("gpt2", SEVERAL, 3), ("bert", REGRESSION, 3), ("gpt2", None, 1)],
+)
 def test_a_model_has_the_head_and_losses_of_its_rows(
     kind: str, problem: str | None, outputs: int
 ) -> None:
@@ -204,10 +320,8 @@ def test_a_model_has_the_head_and_losses_of_its_rows(
     features, labels = logits_of(bare, batches)[kept], labels[kept]
     found = collect_classes(model, batches, head)
     expected = sums_of(features.numpy(), labels.numpy(), name)
-    for ours, theirs in zip(
-        (found.counts, found.sums, found.gram), vars(expected).values(), strict=False
-    ):
-        torch.testing.assert_close(ours, theirs)
+    for field in ("counts", "sums", "gram"):
+        torch.testing.assert_close(getattr(found, field), getattr(expected, field))
     before, (weight, bias) = collect_losses(model, batches), fit_head(found, 0.1, bias=kind == "bert")
     model.load_state_dict(with_head(model.state_dict(), head, weight, bias))
     after, logits = collect_losses(model, batches), features @ weight.mT + bias

@@ -1,9 +1,10 @@
-"""Updates and anchors that cannot be aligned are refused by name."""
+"""Updates, anchors and arguments that cannot be used are refused by name, with what to do instead."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,38 +12,17 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Mean
+from fedrot.errors import FedrotError, SymmetryError, UpdateError
 from fedrot.strategies import to_arrays
 from tests.fedrot.pairs import MODULES
-from tests.models import (
-    CASES,
-    FULL,
-    State,
-    config_of,
-    near,
-    state_of,
-    symmetry_for,
-)
+from tests.models import CASES, EVERYTHING, FULL, config_of, fresh_model, near, state_of, symmetry_for
+
+NAME = "bert-classifier"
+WHOLE = fedrot.WHOLE_MODEL
+Change = Callable[[Tensor], Tensor | None]
 
 
-def _without(key: str) -> Callable[[State], None]:
-    def damage(state: State) -> None:
-        del state[key]
-
-    return damage
-
-
-def _with(key: str, change: Callable[[Tensor], Tensor]) -> Callable[[State], None]:
-    def damage(state: State) -> None:
-        state[key] = change(state[key])
-
-    return damage
-
-
-def _extra(state: State) -> None:
-    state["adapter.weight"] = torch.ones(2, 2)
-
-
-def _entry(value: float) -> Callable[[Tensor], Tensor]:
+def _entry(value: float) -> Change:
     def change(tensor: Tensor) -> Tensor:
         out = tensor.clone()
         out.view(-1)[3] = value
@@ -53,99 +33,69 @@ def _entry(value: float) -> Callable[[Tensor], Tensor]:
 
 QUERY = "bert.encoder.layer.1.attention.self.query.weight"
 UP_BIAS = "bert.encoder.layer.0.intermediate.dense.bias"
-DAMAGES: list[tuple[Callable[[State], None], str, str]] = [
-    (_without(QUERY), QUERY, "missing"),
-    (_without("classifier.bias"), "classifier.bias", "missing"),
-    (_extra, "adapter.weight", "not part of the model"),
-    (_with(QUERY, lambda t: t[:-1]), QUERY, "shape"),
-    (_with(QUERY, lambda t: t.reshape(-1)), QUERY, "shape"),
-    (_with("classifier.weight", lambda t: t.T), "classifier.weight", "shape"),
-    (_with(QUERY, _entry(float("nan"))), QUERY, "NaN or Inf"),
-    (_with(QUERY, _entry(float("-inf"))), QUERY, "NaN or Inf"),
-    (_with(UP_BIAS, _entry(float("nan"))), UP_BIAS, "NaN or Inf"),
-    (_with(UP_BIAS, _entry(float("inf"))), UP_BIAS, "NaN or Inf"),
-    (_with(QUERY, lambda t: (100 * t).to(torch.int8)), QUERY, "int8"),
-    (_with(UP_BIAS, lambda t: t > 0), UP_BIAS, "bool"),
+#: A tensor, what becomes of it (None: it is left out), and a word of the error beside its name.
+DAMAGES: list[tuple[str, Change, str]] = [
+    (QUERY, lambda t: None, "missing"),
+    ("classifier.bias", lambda t: None, "missing"),
+    ("adapter.weight", lambda t: torch.ones(2, 2), "not part of the model"),
+    (QUERY, lambda t: t[:-1], "shape"),
+    (QUERY, lambda t: t.reshape(-1), "shape"),
+    ("classifier.weight", lambda t: t.T, "shape"),
+    (QUERY, _entry(float("-inf")), "NaN or Inf"),
+    (UP_BIAS, _entry(float("nan")), "NaN or Inf"),
+    (QUERY, lambda t: (100 * t).to(torch.int8), "int8"),
+    (UP_BIAS, lambda t: t > 0, "bool"),
 ]
-DAMAGE = pytest.mark.parametrize(
-    ("damage", "tensor", "message"),
-    DAMAGES,
-    ids=[
-        f"{i}-{tensor.split('.')[-2]}-{message.split()[0]}"
-        for i, (_, tensor, message) in enumerate(DAMAGES)
+
+
+@pytest.mark.parametrize(("tensor", "change", "word"), DAMAGES)
+def test_a_bad_update_or_anchor_is_refused_by_name(tensor: str, change: Change, word: str) -> None:
+    good, symmetry = state_of(NAME), symmetry_for(NAME)
+    bad = {**near(good, 0.1), tensor: change(good.get(tensor, torch.zeros(())))}
+    bad = {name: value for name, value in bad.items() if value is not None}
+    for update, anchor, parts in ((bad, good, FULL), (good, bad, ("attention", "ffn"))):
+        with pytest.raises(UpdateError, match=word) as caught:
+            fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(parts=parts))
+        assert f"'{tensor}'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "key"),
+    [
+        *((part, f"{CASES[NAME].names.of(0, MODULES[part][0])}.weight") for part in FULL),
+        ("residual", "bert.embeddings.word_embeddings.weight"),
+        ("residual", "bert.encoder.layer.1.output.LayerNorm.bias"),
+        ("residual", "bert.encoder.layer.0.attention.self.key.weight"),
+        ("output", "classifier.weight"),
+        ("output", "bert.pooler.dense.bias"),
     ],
 )
-
-
-@DAMAGE
-@pytest.mark.parametrize("parts", [("attention", "ffn"), FULL], ids=["default", "full"])
-def test_a_bad_update_is_refused_by_name(
-    damage: Callable[[State], None], tensor: str, message: str, parts: tuple[str, ...]
-) -> None:
-    name = "bert-classifier"
-    anchor, update, symmetry = state_of(name), near(state_of(name), 0.1), symmetry_for(name)
-    damage(update)
-    with pytest.raises(fedrot.UpdateError, match=message) as caught:
-        fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(parts=parts))
-    assert f"'{tensor}'" in str(caught.value)
-
-
-@DAMAGE
-def test_a_bad_anchor_is_refused_by_name(
-    damage: Callable[[State], None], tensor: str, message: str
-) -> None:
-    name = "bert-classifier"
-    anchor, update, symmetry = state_of(name), near(state_of(name), 0.1), symmetry_for(name)
-    damage(anchor)
-    with pytest.raises(fedrot.UpdateError, match=message) as caught:
-        fedrot.align(update, anchor, symmetry)
-    assert f"'{tensor}'" in str(caught.value)
-
-
-@pytest.mark.parametrize("part", FULL)
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_every_part_on_its_own_refuses_what_is_not_finite(part: str, value: float) -> None:
-    name = "bert-classifier"
-    anchor, update, symmetry = state_of(name), near(state_of(name), 0.1), symmetry_for(name)
-    key = f"{CASES[name].names.of(0, MODULES[part][0])}.weight"
-    update[key] = _entry(value)(update[key])
-    with pytest.raises(fedrot.UpdateError, match="NaN or Inf") as caught:
-        fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(parts=(part,)))
-    assert f"'{key}'" in str(caught.value)
-
-
-def test_values_that_overflow_float32_are_refused() -> None:
-    name = "bert-classifier"
-    anchor, symmetry = state_of(name, dtype=torch.float32), symmetry_for(name)
-    for part in FULL:
-        update = near(anchor, 0.1)
-        update[f"{CASES[name].names.of(0, MODULES[part][0])}.weight"].mul_(1e30)
-        with pytest.raises(fedrot.UpdateError, match="overflow"):
-            fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(parts=(part,)))
-
-
-def test_apply_and_random_equivalent_check_names_and_shapes() -> None:
-    name = "bert-classifier"
-    state, symmetry = state_of(name), symmetry_for(name)
-    alignment = fedrot.align(state_of(name, 1), state, symmetry)
-    incomplete = {k: v for k, v in state.items() if k != QUERY}
-    for run in (alignment.apply, lambda tensors: fedrot.random_equivalent(tensors, symmetry)):
-        with pytest.raises(fedrot.UpdateError, match="missing"):
-            run(incomplete)
-
-
-def test_tensors_on_different_devices_are_refused() -> None:
-    name = "bert-classifier"
-    state, symmetry = state_of(name), symmetry_for(name)
-    update = {k: v.to("meta") for k, v in state.items()}
-    with pytest.raises(fedrot.UpdateError, match="device"):
-        fedrot.align(update, state, symmetry)
+def test_every_part_refuses_values_that_are_not_finite_or_overflow(part: str, key: str) -> None:
+    for value, parts, damaged, dtype in (
+        (float("nan"), (part,), "update", torch.float64),
+        (float("inf"), (part,), "anchor", torch.float64),
+        (1e200, EVERYTHING, "update", torch.float64),
+        (1e30, (part,), "update", torch.float32),
+        (1e200, (part,), "anchor", torch.float64),
+    ):
+        good = state_of(NAME, dtype=dtype)
+        given = {"update": near(good, 0.1), "anchor": good}
+        given[damaged][key] = _entry(value)(given[damaged][key])
+        word = "overflow" if 1 < value < float("inf") else "NaN or Inf"
+        with pytest.raises(UpdateError, match=word) as caught:
+            fedrot.align(
+                **given,
+                symmetry=symmetry_for(NAME),
+                options=fedrot.AlignmentOptions(parts=parts),
+            )
+        assert f"'{key}'" in str(caught.value)
 
 
 STRANGE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "sparse": (lambda t: t.to_sparse(), "to_dense"),
     "compressed": (lambda t: t.to_sparse_csr(), "to_dense"),
     "complex": (lambda t: t.to(torch.complex64), "complex64"),
+    "quantised": (lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8), "dequantize"),
     "without values": (lambda t: t.to("meta"), "device 'meta'"),
 }
 
@@ -156,7 +106,7 @@ STRANGE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 )
 def test_a_tensor_that_cannot_be_computed_with_is_named(name: str, kind: str) -> None:
     made, says = STRANGE[kind]
-    state, symmetry = state_of("bert-classifier"), symmetry_for("bert-classifier")
+    state, symmetry = state_of(NAME), symmetry_for(NAME)
     strange = {**state, name: made(state[name])}
     calls: list[Callable[[], object]] = [
         lambda: fedrot.align(strange, state, symmetry),
@@ -166,8 +116,81 @@ def test_a_tensor_that_cannot_be_computed_with_is_named(name: str, kind: str) ->
         lambda: to_arrays(strange),
     ]
     if kind != "without values":  # A symmetry needs shapes alone.
-        calls.append(lambda: fedrot.symmetry_of(config_of("bert-classifier"), strange))
+        calls.append(lambda: fedrot.symmetry_of(config_of(NAME), strange))
     for call in calls:
-        with pytest.raises(fedrot.FedrotError, match=re.escape(name)) as caught:
+        with pytest.raises(FedrotError, match=re.escape(name)) as caught:
             call()
         assert says in str(caught.value)
+
+
+def _align(update: Any, anchor: Any, symmetry: Any = None, options: Any = None) -> Any:
+    return fedrot.align(update, anchor, symmetry or symmetry_for(NAME), options)
+
+
+Call = Callable[[Any, Any], Any]
+#: Calls that a new user makes by mistake with a model and its state, and what the errors say to write.
+CALLS: dict[type[Exception], list[tuple[Call, str]]] = {
+    UpdateError: [
+        (lambda model, state: _align(model, model), "model.state_dict()"),
+        (lambda model, state: _align(state, model), "model.state_dict()"),
+        (lambda model, state: _align([*state.values()], state), "is a list"),
+        (lambda model, state: _align({n: t.numpy() for n, t in state.items()}, state), "as_tensor"),
+        (lambda model, state: fedrot.random_equivalent(model, symmetry_for(NAME)), "state_dict()"),
+        (
+            lambda model, state: fedrot.random_equivalent({"a": state[QUERY]}, symmetry_for(NAME)),
+            "is missing",
+        ),
+        (lambda model, state: _align(state, state).apply({"a": state[QUERY]}), "is missing"),
+        (
+            lambda model, state: _align({f"module.{n}": t for n, t in state.items()}, state),
+            "'module.bert.embeddings.word_embeddings.weight' instead",
+        ),
+        (
+            lambda model, state: _align(
+                {n.replace("query.", "query.default."): t for n, t in state.items()}, state
+            ),
+            "query.default.weight' instead",
+        ),
+        (
+            lambda model, state: _align({str(i): t for i, t in enumerate(state.values())}, state),
+            "numbers in place of names",
+        ),
+    ],
+    SymmetryError: [
+        (lambda model, state: _align(state, state, config_of(NAME)), "is a BertConfig; build it first"),
+        (lambda model, state: _align(state, state, model), "fedrot.symmetry_of"),
+        (lambda model, state: fedrot.random_equivalent(state, model.config), "fedrot.symmetry_of"),
+        (lambda model, state: fedrot.align_round([], state, model.config), "fedrot.symmetry_of"),
+        (lambda model, state: fedrot.diagnose(state, [state], {}), "fedrot.symmetry_of"),  # type: ignore[arg-type]
+        (
+            lambda model, state: fedrot.collect_activations(model, model, [], model.config),
+            "fedrot.symmetry_of",
+        ),
+        (lambda model, state: fedrot.symmetry_of(model, state), "model.config"),
+        (lambda model, state: fedrot.symmetry_of(model.config, model), "model.state_dict()"),
+    ],
+    FedrotError: [
+        (lambda model, state: _align(state, state, None, ("attention",)), "(parts=('attention',))"),
+        (
+            lambda model, state: fedrot.collect_activations(state, state, [], symmetry_for(NAME)),
+            "pass the two models, not their tensors",
+        ),
+        (
+            lambda model, state: fedrot.align_round(
+                [], state, symmetry_for(NAME), fedrot.AlignmentOptions(anchor="nearest")
+            ),
+            "'nearest'; choose from global, running",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "call", "says"), [(error, *row) for error, rows in CALLS.items() for row in rows]
+)
+def test_a_wrong_argument_is_answered_by_what_to_write(
+    error: type[Exception], call: Call, says: str
+) -> None:
+    with pytest.raises(error) as raised:
+        call(fresh_model(NAME), state_of(NAME))
+    assert says in str(raised.value)

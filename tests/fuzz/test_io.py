@@ -43,7 +43,7 @@ changed = st.sampled_from(CHANGED).flatmap(
 )
 
 
-@fuzzed(5, file=tables | changed)
+@fuzzed(8, file=tables | changed)
 def test_a_file_is_read_or_refused(file: tuple[str, bytes]) -> bool:
     name, content = file
     with TemporaryDirectory() as folder, bounded():

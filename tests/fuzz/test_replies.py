@@ -11,27 +11,18 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.constant import SType
 from flwr.serverapp.strategy import FedAvg
-from hypothesis import event
 from hypothesis import strategies as st
 
-import fedrot
-from fedrot.alignment import Alignment
 from fedrot.collect.statistics import check_statistics
 from fedrot.errors import UpdateError
 from fedrot.strategies import statistics_record, to_arrays
-from fedrot.strategies.client_matching import ELEMENTS, alignment_by, read_moves
 from fedrot.strategies.round.inbox import Asked, Inbox
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Schema
 from fedrot.strategies.wire.arrays import BFLOAT16, TIED, from_arrays, wire_bytes
-from fedrot.strategies.wire.records import (
-    STATISTICS,
-    read_statistics,
-)
+from fedrot.strategies.wire.records import STATISTICS
 from fedrot.tensors import compute_dtype
 from tests.fuzz.cases import EDGES, fuzzed, mutated
-from tests.models import near
-from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import broadcast
 
 MODEL = {
@@ -72,17 +63,8 @@ def inbox(needs: tuple[str, ...]) -> Inbox:
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "bool", "uint16", "object", "", ">f4")
 STYPES = (SType.NUMPY, BFLOAT16, TIED, "fedrot.unchanged", "", "torch")
-NAMES = (
-    *MODEL,
-    "layer.weigh",
-    "",
-    "\0",
-    "\n\x1b[31m",
-    "x" * 300,
-    "gram/layer.weight",
-    "fisher/half|empty",
-    "gram",
-)
+NAMES = (*MODEL, "layer.weigh", "", "\0", "\n\x1b[31m", "x" * 300)
+NAMES += ("gram/layer.weight", "fisher/half|empty", "gram")
 dimensions = st.integers(-1, 5) | st.sampled_from(EDGES)
 shapes = st.lists(dimensions, max_size=4).map(tuple) | st.just((1,) * 70)
 floats = st.floats() | st.sampled_from((0.0, 1e-320, 1e13, 1e38, 1e300))
@@ -164,12 +146,7 @@ def records(draw: st.DrawFn, good: Mapping[str, Array]) -> ArrayRecord:
     return ArrayRecord(found)
 
 
-metric_values = (
-    floats
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.lists(floats, max_size=3)
-    | st.lists(st.integers(0, 9))
-)
+metric_values = floats | st.integers(-(2**63), 2**64 - 1) | st.lists(floats, max_size=3)
 metrics = st.dictionaries(st.sampled_from(("num-examples", "loss", "")), metric_values, max_size=3)
 good_metrics = st.just({"num-examples": 7})
 GOOD_STATISTICS = statistics_record(STATS)
@@ -198,14 +175,12 @@ def contents(draw: st.DrawFn) -> RecordDict:
     return content
 
 
-@fuzzed(18, content=contents(), needs=st.sampled_from(((), (), (), ("gram",), ("hessian",))))
+@fuzzed(30, content=contents(), needs=st.sampled_from(((), (), (), ("gram",), ("hessian",))))
 def test_a_reply_is_a_fitting_update_or_refused(content: RecordDict, needs: tuple[str, ...]) -> bool:
     try:
         reply = inbox(needs).decode(Message(content, reply_to=ASKED))
     except UpdateError:
-        event("refused")
         return False
-    event("accepted")
     assert list(reply.tensors) == list(MODEL)
     for name, tensor in reply.tensors.items():
         # What came wider than the broadcast model is rounded after the mean.
@@ -214,17 +189,16 @@ def test_a_reply_is_a_fitting_update_or_refused(content: RecordDict, needs: tupl
         assert bool(tensor.to(MODEL[name].dtype).isfinite().all())
     assert 0 < reply.weight < float("inf")
     check_statistics(reply.statistics, SHAPES)
+    sums = (value for by_name in reply.statistics.values() for value in by_name.values())
+    assert all(bool(value.isfinite().all()) for value in sums)
     return True
 
 
 def test_good_replies_are_accepted() -> None:
     for good in GOOD:
-        content = RecordDict({"arrays": to_arrays(from_arrays(good) | UPDATE)})
-        for arrays in (good, content["arrays"]):
-            metrics = MetricRecord({"num-examples": 7})
-            found = RecordDict({"arrays": arrays, "m": metrics, STATISTICS: GOOD_STATISTICS})
-            reply = inbox(("gram",)).decode(Message(found, reply_to=ASKED))
-            assert list(reply.tensors) == list(MODEL)
+        metrics = MetricRecord({"num-examples": 7})
+        found = RecordDict({"arrays": good, "m": metrics, STATISTICS: GOOD_STATISTICS})
+        assert list(inbox(("gram",)).decode(Message(found, reply_to=ASKED)).tensors) == list(MODEL)
 
 
 raw = st.binary(max_size=300) | headers() | mutated(GOOD[0]["embeddings"].data)
@@ -232,7 +206,7 @@ raw |= st.just(GOOD[0]["embeddings"].data)
 claims = values() | st.just(GOOD[0]["embeddings"])
 
 
-@fuzzed(10, data=raw, claim=claims, stype=st.sampled_from(STYPES))
+@fuzzed(20, data=raw, claim=claims, stype=st.sampled_from(STYPES))
 def test_bytes_are_an_array_or_refused(data: bytes, claim: Array, stype: str) -> bool:
     record = ArrayRecord({"embeddings": Array(claim.dtype, claim.shape, stype, data)})
     try:
@@ -241,42 +215,4 @@ def test_bytes_are_an_array_or_refused(data: bytes, claim: Array, stype: str) ->
         return False
     assert tuple(found.shape) == claim.shape
     found.clone()
-    return True
-
-
-@fuzzed(14, record=statistics)
-def test_statistics_are_numbers_that_fit_or_refused(record: ArrayRecord) -> bool:
-    try:
-        found = read_statistics(RecordDict({STATISTICS: record}), SHAPES)
-    except UpdateError:
-        return False
-    for by_name in found.values():
-        assert all(bool(value.isfinite().all()) for value in by_name.values())
-    return True
-
-
-ANCHOR = state(0)
-OTHER_BASIS = near(fedrot.random_equivalent(ANCHOR, SYMMETRY, 1, fedrot.WHOLE_MODEL), 0.01, 2)
-MOVES = fedrot.align(
-    OTHER_BASIS, ANCHOR, SYMMETRY, fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
-).moves
-GOOD_ELEMENTS = to_arrays({move.group.name: move.element for move in MOVES})
-
-
-@fuzzed(6, record=records(GOOD_ELEMENTS))
-def test_an_answer_is_of_the_symmetry_or_refused(record: ArrayRecord) -> bool:
-    message = Message(RecordDict({ELEMENTS: record}), reply_to=ASKED)
-    try:
-        moves = read_moves(message, SYMMETRY)
-        alignment = alignment_by(moves, OTHER_BASIS, ANCHOR, SYMMETRY)
-    except UpdateError as error:
-        refusal = str(error)
-    else:
-        refusal = ""
-    if refusal:
-        assert refusal.isprintable()
-        return False
-    assert isinstance(alignment, Alignment)
-    moved = alignment.apply(OTHER_BASIS)
-    assert all(bool(tensor.isfinite().all()) for tensor in moved.values())
     return True

@@ -5,26 +5,16 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from hypothesis import event
 from hypothesis import strategies as st
 
 import fedrot
 from fedrot.errors import SymmetryError
 from tests.families import MEMBERS, config_of, state_of
-from tests.fuzz.cases import fuzzed, misspelt
+from tests.fuzz.cases import fuzzed, misspelt, values
 
 Model = tuple[dict[str, Any], dict[str, tuple[int, ...]]]
 
-scalars = (
-    st.none()
-    | st.booleans()
-    | st.integers(-2, 30)
-    | st.floats(-4, 4)
-    | st.sampled_from(("gelu", "bert", "llama", "c2p|p2c", "", float("nan"), float("inf")))
-)
-values = (
-    scalars | st.lists(scalars, max_size=3) | st.dictionaries(st.text(max_size=3), scalars, max_size=2)
-)
+WORDS = ("gelu", "bert", "llama", "c2p|p2c", "")
 shapes = st.lists(st.integers(-1, 50), max_size=4).map(tuple)
 
 
@@ -43,7 +33,7 @@ def models(draw: st.DrawFn) -> Model:
         name = draw(st.sampled_from(sorted(tensors) or [""]))
         match draw(st.integers(0, 7)):
             case 0 | 1:
-                config[draw(st.sampled_from(read))] = draw(values)
+                config[draw(st.sampled_from(read))] = draw(values(st.sampled_from(WORDS)))
             case 2:
                 config.pop(draw(st.sampled_from(read)), None)
             case 3:
@@ -62,15 +52,13 @@ def models(draw: st.DrawFn) -> Model:
     return config, tensors
 
 
-@fuzzed(6, drawn=models())
+@fuzzed(14, drawn=models())
 def test_a_model_has_a_symmetry_or_the_error_says_why(drawn: Model) -> bool:
     config, tensors = drawn
     try:
         symmetry = fedrot.symmetry_of(config, tensors)
     except SymmetryError:
-        event("refused")
         return False
-    event("described")
     assert symmetry.shapes == tensors
     for group in symmetry.groups:
         for slot in group.slots:

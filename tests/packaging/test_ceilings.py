@@ -25,14 +25,19 @@ TREE = {
 }
 
 
-@pytest.mark.parametrize("repository", [False, True])
 @pytest.mark.parametrize(
-    ("fedrot", "words", "said", "code"),
+    ("repository", "fedrot", "words", "said", "code"),
     [
-        (3, 6, "below the ceilings: lines of tests 8\n", 0),
-        (4, 9, "below the ceilings: lines of fedrot 1, lines of tests 8, words of documentation 3\n", 0),
-        (1, 6, "lines of fedrot: 3, 2 above", 1),
-        (3, 5, "words of documentation: 6, 1 above", 1),
+        (True, 3, 6, "below the ceilings: lines of tests 8\n", 0),
+        (
+            False,
+            4,
+            9,
+            "below the ceilings: lines of fedrot 1, lines of tests 8, words of documentation 3\n",
+            0,
+        ),
+        (True, 1, 6, "lines of fedrot: 3, 2 above", 1),
+        (False, 3, 5, "words of documentation: 6, 1 above", 1),
     ],
 )
 def test_what_is_above_a_ceiling_is_named_and_fails(

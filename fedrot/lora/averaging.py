@@ -225,11 +225,11 @@ class AdapterAverage:
         """
         if not self._updates:
             raise FedrotError("There are no adapters to average.")
-        evidence = self._inputs.evidence() if self._inputs else {}
+        evidence = self._inputs.evidence() if self._inputs else None
 
         def averaged(pair: Pair) -> AveragedModule:
             sums = self._modules[pair.module]
-            return sums.averaged(self.method.merge, self._like, evidence.get(pair.a))
+            return sums.averaged(self.method.merge, self._like, evidence)
 
         tensors: dict[str, Tensor] = self._others.result() if self._others.weight else {}
         found = in_threads(averaged, self._pairs, self._like[self._pairs[0].a].device)

@@ -46,7 +46,7 @@ def exact(sums: ModuleSums, terms: Terms, rank: int, _: Evidence | None) -> Fact
 def regmean(sums: ModuleSums, terms: Terms, rank: int, evidence: Evidence | None) -> Factors:
     """Return factors of the best product for the clients' inputs; those of ``exact`` without one."""
     if evidence is not None:
-        found, sums.note = evidence.regressed(sums.products, sums.weight, rank)
+        found, sums.note = evidence(sums.pair.a, sums.products, sums.weight, rank)
         terms = terms if found is None else found.to(terms.u)
     return sums.gauged(terms, rank)
 

@@ -180,7 +180,7 @@ class ModuleSums:
 
 #: A method's function: it returns the new factors of one module, None if the clients' have no mean.
 #: Arguments: the sums over the clients; the terms of the weighted sum of their products, with vectors of
-#: the first ``rank``; the rank of the result; what the clients' Gram matrices say, None without them.
+#: the first ``rank``; the rank of the result; what the clients' Gram matrices say, None if not needed.
 Merge = Callable[[ModuleSums, Terms, int, Evidence | None], Factors | None]
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,62 +27,19 @@ from fedrot.lora.products import SMALLEST, ProductSum, Terms
 KIND = GRAMS[1]
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """What the clients' inputs of one ``lora_A`` say about its module's product.
-
-    Attributes:
-        inverse: of the sum of the weighted Gram matrices ``G_i``; None if most of the weight has none.
-        weighted: ``sum_i w_i s_i B_i A_i G_i`` in float64.
-        largest: the largest norm of a client's product ``s_i B_i A_i``.
-        note: which clients sent no Gram matrix; empty if all did.
-    """
-
-    inverse: Inverse | None
-    weighted: ProductSum
-    largest: float
-    note: str
-
-    def regressed(self, products: ProductSum, weight: float, rank: int) -> tuple[Terms | None, str]:
-        """Return the best product of a rank for the clients' inputs, and the note for the report.
-
-        ``M`` minimises ``sum_i w_i tr((M - P_i) G_i (M - P_i)^T)`` over the matrices of the rank, with
-        the clients' products ``P_i = s_i B_i A_i`` and the Gram matrices ``G_i``, shrunk as by
-        ``fedrot.aggregation.RegMean``. In directions in which the inputs of all clients are 0, ``M`` is
-        the mean product, as far as the rank allows. The result is ``weight M``, None without a bounded
-        solution.
-
-        Args:
-            products: ``sum_i w_i P_i``.
-            weight: ``sum_i w_i``.
-            rank: of the result.
-        """
-        if self.inverse is None:
-            return None, self.note
-        (left, right), note = self.weighted.stacks, self.note
-        left, right = left.mT, self.inverse.solved(right)
-        if self.inverse.unseen:
-            note, mean = unseen_note(self.inverse), products.terms()
-            sized = mean.s[: len(mean.vt), None].double() * mean.vt.double()
-            left = torch.cat([left, mean.u.double()], 1)
-            right = torch.cat([right, self.inverse.outside(sized) / weight])
-        if not _norm(left, right) <= MOST_GROWTH * self.largest:
-            return None, UNBOUNDED
-        found = nearest(left, right, self.inverse, rank)
-        return Terms(found.u, weight * found.s, found.vt), note
+#: Returns the best product for the clients' inputs, see ``InputSums.regressed``.
+Evidence = Callable[[str, ProductSum, float, int], tuple[Terms | None, str]]
 
 
 class InputSums:
     """Sums over the clients of the Gram matrices of the inputs of ``lora_A``, and of products with them.
 
-    Modules without Gram matrices (embeddings, convolutions) have no evidence.
-
-    Args:
-        alpha: see ``fedrot.aggregation.RegMean``.
+    ``alpha`` is that of ``fedrot.aggregation.RegMean``.
     """
 
     def __init__(self, alpha: float) -> None:
         self._grams = GramSums(alpha)
+        #: By ``lora_A``, ``sum_i w_i s_i B_i A_i G_i`` in float64, and the largest norm of a product.
         self._weighted: dict[str, ProductSum] = defaultdict(ProductSum)
         self._largest: dict[str, float] = defaultdict(float)
 
@@ -112,14 +69,48 @@ class InputSums:
                 weighted.add(b, a @ gram, 1.0)
                 self._largest[pair.a] = max(self._largest[pair.a], _norm(b, a))
 
-    def evidence(self) -> dict[str, Evidence]:
-        """Return the evidence by the name of ``lora_A``."""
-        inverses, found = self._grams.inverses(), {}
-        for name, weighted in self._weighted.items():
-            layer: Layer = KIND, name
-            note = self._grams.note(layer)
-            found[name] = Evidence(inverses.get(layer), weighted, self._largest[name], note)
-        return found
+    def evidence(self) -> Evidence:
+        """Return ``regressed`` with the inverses of the sums so far."""
+        return partial(self.regressed, self._grams.inverses())
+
+    def regressed(
+        self,
+        inverses: Mapping[Layer, Inverse],
+        name: str,
+        products: ProductSum,
+        weight: float,
+        rank: int,
+    ) -> tuple[Terms | None, str]:
+        """Return the best product of a rank for the clients' inputs, and the note for the report.
+
+        ``M`` minimises ``sum_i w_i tr((M - P_i) G_i (M - P_i)^T)`` over the matrices of the rank, with
+        the clients' products ``P_i = s_i B_i A_i`` and the Gram matrices ``G_i``, shrunk as by
+        ``fedrot.aggregation.RegMean``. In directions in which the inputs of all clients are 0, ``M`` is
+        the mean product, as far as the rank allows. The result is ``weight M``; None without Gram
+        matrices (embeddings, convolutions) or without a bounded solution.
+
+        Args:
+            inverses: of the sums of Gram matrices.
+            name: of ``lora_A``.
+            products: ``sum_i w_i P_i``.
+            weight: ``sum_i w_i``.
+            rank: of the result.
+        """
+        layer = KIND, name
+        note = self._grams.note(layer) if layer in self._grams.totals else ""
+        if (inverse := inverses.get(layer)) is None:
+            return None, note
+        left, right = self._weighted[name].stacks
+        left, right = left.mT, inverse.solved(right)
+        if inverse.unseen:
+            note, mean = unseen_note(inverse), products.terms()
+            sized = mean.s[: len(mean.vt), None].double() * mean.vt.double()
+            left = torch.cat([left, mean.u.double()], 1)
+            right = torch.cat([right, inverse.outside(sized) / weight])
+        if not _norm(left, right) <= MOST_GROWTH * self._largest[name]:
+            return None, UNBOUNDED
+        found = nearest(left, right, inverse, rank)
+        return Terms(found.u, weight * found.s, found.vt), note
 
 
 def nearest(left: Tensor, right: Tensor, metric: Inverse, rank: int) -> Terms:

@@ -145,7 +145,7 @@ class ModuleSums:
         Raises:
             UpdateError: the method has no factors of the result's rank.
         """
-        previous, pair, self.note = self.plan.previous, self.pair, ""
+        previous, pair = self.plan.previous, self.pair
         rank = self.plan.rank or (len(previous[pair.a]) if previous else max(self.ranks))
         terms, scale = self.products.terms(rank), self.plan.settings.scale(pair.module, rank)
         merged = merge(self, terms, rank, evidence)

@@ -167,10 +167,12 @@ def test_what_is_sent_does_not_change_with_the_model() -> None:
 
 @pytest.mark.parametrize(("said", "trained"), [("A", "A"), ("B", "B"), ("both", "AB")])
 def test_only_the_named_factors_of_one_adapter_train(said: str, trained: str) -> None:
-    model = adapted(bert(), task_type="SEQ_CLS", target_modules=["query"])
+    options: dict[str, Any] = {"task_type": "SEQ_CLS", "target_modules": ["query"]}
+    model = adapted(bert(), **options)
     model.add_adapter("default2", peft.LoraConfig(r=2, target_modules=["query"]))
     before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     train_only(model, said)
+    load_as_sent(model, adapter_tensors(adapted(bert(), 2, **options)))  # New parameters, of rank 2.
     for name, parameter in model.named_parameters():
         of = [factor for factor in "AB" if f"lora_{factor}.default." in name]
         assert parameter.requires_grad == (of[0] in trained if of else before[name])

@@ -26,8 +26,8 @@ from align import reset_peak, status
 from rich.console import Console
 from torch import Tensor, nn
 
-from fedrot.lora import AdapterOptions, AdapterUpdate, LoraSettings
-from fedrot.lora.averaging import KEPT_RANKS, average_adapters
+from fedrot.lora import AdapterOptions, AdapterUpdate, LoraSettings, average_adapters
+from fedrot.lora.module_sums import KEPT_RANKS
 from reproductions.lora_rivals import RivalOptions
 
 #: Inputs and outputs of the linear layers of one block.

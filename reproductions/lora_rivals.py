@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, TypeVar
 
 import torch
@@ -14,16 +14,15 @@ from torch.nn.functional import pad
 
 from fedrot.aggregation.mean import Mean
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.lora.adapter_options import METHODS, AdapterOptions
 from fedrot.lora.adapters import LoraSettings, Pair, wide_factors
-from fedrot.lora.averaging import AdapterAverage, AveragedModule
-from fedrot.lora.gauges import GAUGES, Factors, Wanted, near_mean
-from fedrot.lora.module_sums import ModuleSums
+from fedrot.lora.averaging import AdapterOptions
+from fedrot.lora.gauges import GAUGES, Factors, Wanted, gauged, near_mean
+from fedrot.lora.methods import METHODS, Method, mean
+from fedrot.lora.module_sums import AveragedModule, Merge, ModuleSums, Plan
 from fedrot.lora.products import Terms
+from fedrot.lora.regression import Evidence
 from fedrot.matching.procrustes import polar
 
-#: Methods for which clients may have different ranks.
-OF_ANY_RANK = ("pad", "exact", "stack")
 #: Which factors clients train.
 SCHEDULES = ("both", "freeze-a", "alternate")
 #: Factors that decide a rotation.
@@ -147,9 +146,9 @@ class RivalOptions(AdapterOptions):
         return "A" if server_round % 2 else "B"
 
     @property
-    def kind(self) -> type[AdapterAverage]:
-        """The class of the average."""
-        return OfAnyRank if self.method in OF_ANY_RANK else RivalAverage
+    def kind(self) -> Method:
+        """The entry of the method, with sums by these options."""
+        return replace(METHODS[self.method], sums=partial(RivalSums, self))
 
 
 def rotation(factors: Factors, to: Factors, strength: float = 1.0, by: Factor | None = None) -> Tensor:
@@ -168,15 +167,38 @@ def rotation(factors: Factors, to: Factors, strength: float = 1.0, by: Factor | 
 
 
 class RivalSums(ModuleSums):
-    """The sums of one module, whose mean of factors takes others than the clients sent if it rotates."""
+    """The sums of one module by ``RivalOptions``; the plan's ``previous`` may have residuals.
 
-    def __init__(self, rotates: bool) -> None:
-        super().__init__()
-        self.used = Mean() if rotates else self.mean
+    ``mean`` is that of the factors as the clients sent them, ``used`` that of the rotated ones.
+    """
 
-    def add_used(self, sent: Factors, used: Factors, weight: float, padding: int) -> None:
-        """Add the factors of one client as it sent them, and as the mean of factors takes them."""
-        a, b = used
+    def __init__(self, options: RivalOptions, pair: Pair, plan: Plan) -> None:
+        super().__init__(pair, plan)
+        self.options, self.frozen = options, options.frozen(plan.server_round)
+        self.used = Mean() if options.method == "rotate" else self.mean
+
+    def check(self, a: Tensor, b: Tensor, settings: LoraSettings) -> None:
+        """Raise ``UpdateError`` as ``ModuleSums``; or if a frozen factor was trained."""
+        super().check(a, b, settings)
+        self._padding(a)
+        received = self.received(a)
+        if self.frozen is None or received is None or received[0].shape != a.shape:
+            return
+        of_a = self.frozen == "A"
+        name, own, sent = (self.pair.a, a, received[0]) if of_a else (self.pair.b, b, received[1])
+        # Rounding on the wire is no training, that to float16's smallest numbers neither.
+        allowed = FROZEN * torch.linalg.vector_norm(sent) + SMALLEST * sent.numel() ** 0.5
+        if torch.linalg.vector_norm(own - sent) > allowed:
+            raise UpdateError(
+                f"The factor '{name}' is not the one that the client received, but {self.frozen} is "
+                "frozen in this round. Call reproductions.lora_clients.train_only(model, config) before "
+                "the client trains."
+            )
+
+    def add(self, sent: Factors, weight: float) -> None:
+        """Add the factors of one client, rotated to what it received or to the mean so far if asked."""
+        used, padding = self._used(sent), self._padding(sent[0])
+        (a, b), self.products.limit = used, self.limit(*sent)
         self.products.add(b, a, weight)
         self.ranks.add(len(a) + padding)
         self.weight += weight
@@ -188,88 +210,62 @@ class RivalSums(ModuleSums):
                 a, b = pad(a, (0, 0, 0, padding)), pad(b, (0, padding))
             self.mean.add({"a": a, "b": b}, weight)
 
-    def used_factors(self, scale: float) -> Factors | None:
-        """Return the means of the factors that were used, None if ranks differ."""
+    def limit(self, a: Tensor, b: Tensor) -> int:
+        """Return the rank that a module's sum keeps: with a residual as much as a product can have."""
+        if self.options.folds:
+            return min(len(b), a.shape[1])
+        if self.options.limit is None:
+            return super().limit(a, b)
+        return max(self.options.limit, self.plan.rank or 0)
+
+    def wanted(self, terms: Terms, rank: int) -> Wanted:
+        """Return the mean product, and the factors that were used; a frozen one stays as it was."""
+        found, scale = super().wanted(terms, rank), self.plan.settings.scale(self.pair.module, rank)
+        near = self._used_factors(scale)
+        if near is None or len(near[0]) != rank:
+            return replace(found, mean=None)
+        if self.frozen and found.previous:
+            (a, b), (old_a, old_b) = near, found.previous
+            near = (old_a, b) if self.frozen == "A" else (a, old_b)
+        return replace(found, mean=near)
+
+    def averaged(
+        self, merge: Merge, like: Mapping[str, Tensor], evidence: Evidence | None
+    ) -> AveragedModule:
+        """Return the average of a module, with its residual."""
+        found, name = super().averaged(merge, like, evidence), residual_name(self.pair)
+        before = (self.plan.previous or {}).get(name)
+        if not self.options.folds:
+            kept = {} if before is None else {name: before}
+            return replace(found, tensors={**found.tensors, **kept})
+        a, b = wide_factors(found.tensors, self.pair)
+        left, right = self.products.stacks
+        rest = left.mT @ right / self.weight - found.scale * b @ a  # [out, in]
+        residual = rest if before is None else rest + before.to(rest)
+        return replace(found, tensors={**found.tensors, name: residual}, error=0.0)
+
+    def _used_factors(self, scale: float) -> Factors | None:
         if len(self.ranks) > 1:
             return None
         return self.used.current["a"], self.used.current["b"] / scale
 
-    def wanted(self, terms: Terms, rank: int, scale: float, previous: Factors | None) -> Wanted:
-        """Return the mean product, and the factors that a gauge may follow: those that were used."""
-        found, mean = super().wanted(terms, rank, scale, previous), self.used_factors(scale)
-        return replace(found, mean=mean if mean is not None and len(mean[0]) == rank else None)
-
-    def rest(self, found: Factors, scale: float) -> Tensor:
-        """Return the dense ``D - s B A``, ``[out, in]``."""
-        a, b = found
-        left, right = self.products.stacks
-        return left.mT @ right / self.weight - scale * b @ a
-
-
-class RivalAverage(AdapterAverage):
-    """A sum of adapters by ``RivalOptions``; ``previous`` may have residuals."""
-
-    options: RivalOptions
-
-    def __post_init__(self) -> None:
-        given: AdapterOptions = self.options
-        if not isinstance(given, RivalOptions):
-            self.options = RivalOptions(given.method, given.gauge)
-        super().__post_init__()
-        self._modules = defaultdict(lambda: RivalSums(self.options.method == "rotate"))
-
-    def chosen(self, pair: Pair, wanted: Wanted) -> Factors | None:
-        """Return the new factors of a module."""
-        if self.options.method == "exact":
-            return GAUGES[self.options.gauge](wanted)
-        if self.options.method == "stack":
-            return _anew(
-                wanted, pair.of_embedding, zlib.crc32(f"{pair.module} {self.server_round}".encode())
-            )
-        return wanted.mean
-
-    def _add_to(self, module: ModuleSums, pair: Pair, sent: Factors, weight: float) -> None:
-        assert isinstance(module, RivalSums)
-        module.add_used(sent, self._used(module, pair, sent), weight, self._padding(pair, sent[0]))
-
-    def _check_pair(self, pair: Pair, settings: LoraSettings, a: Tensor, b: Tensor) -> None:
-        self._check_frozen(pair, a, b)
-        super()._check_pair(pair, settings, a, b)
-        self._padding(pair, a)
-
-    def _check_frozen(self, pair: Pair, a: Tensor, b: Tensor) -> None:
-        frozen, received = self.options.frozen(self.server_round), self._received(pair, a)
-        if frozen is None or received is None or received[0].shape != a.shape:
-            return
-        name, own, sent = (pair.a, a, received[0]) if frozen == "A" else (pair.b, b, received[1])
-        # Rounding on the wire is no training, that to float16's smallest numbers neither.
-        allowed = FROZEN * torch.linalg.vector_norm(sent) + SMALLEST * sent.numel() ** 0.5
-        if torch.linalg.vector_norm(own - sent) > allowed:
-            raise UpdateError(
-                f"The factor '{name}' is not the one that the client received, but {frozen} is frozen "
-                "in this round. Call reproductions.lora_clients.train_only(model, config) before the "
-                "client trains."
-            )
-
-    def _used(self, module: RivalSums, pair: Pair, sent: Factors) -> Factors:
-        """Return a client's factors, rotated to what it received or to the mean so far if asked for."""
+    def _used(self, sent: Factors) -> Factors:
         a, b = sent
         if self.options.method != "rotate":
             return sent
-        received = self._received(pair, a)
-        scale = self.settings.scale(pair.module, len(a))
-        to = received or (module.used_factors(scale) if module.weight else None)
+        scale = self.plan.settings.scale(self.pair.module, len(a))
+        to = self.received(a) or (self._used_factors(scale) if self.weight else None)
         if to is None or to[0].shape != a.shape:
             return sent
-        own = a, b / scale
-        r = rotation(own, to, self.options.strength, self.options.rotates_by(self.server_round))
+        own, by = (a, b / scale), self.options.rotates_by(self.plan.server_round)
+        r = rotation(own, to, self.options.strength, by)
         return r @ a, scale * (own[1] @ r.mT)
 
-    def _padding(self, pair: Pair, a: Tensor) -> int:
+    def _padding(self, a: Tensor) -> int:
         """Return by how much the rank of a client's factors is smaller than the result's."""
         if self.options.method != "pad":
             return 0
-        received = self._received(pair, a)
+        received = self.received(a)
         if received is None:
             raise UpdateError(
                 "Method 'pad' pads factors to the rank of the adapter that the clients received. Give "
@@ -277,48 +273,28 @@ class RivalAverage(AdapterAverage):
             )
         return max(len(received[0]) - len(a), 0)
 
-    def _limit(self, pair: Pair, a: Tensor, b: Tensor) -> int:
-        """Return the rank that a module's sum keeps: with a residual as much as a product can have."""
-        if self.options.folds:
-            return min(len(b), a.shape[1])
-        if self.options.limit is None:
-            return super()._limit(pair, a, b)
-        before = self._modules[pair.module].products.limit or 0
-        return max(self.options.limit, before, self.rank or 0)
 
-    def _merged(self, pair: Pair, wanted: Wanted) -> Factors:
-        found, frozen = super()._merged(pair, wanted), self.options.frozen(self.server_round)
-        if frozen is None or wanted.previous is None:
-            return found
-        a, b = wanted.previous
-        return (a, found[1]) if frozen == "A" else (found[0], b)
-
-    def _averaged(self, pair: Pair) -> AveragedModule:
-        averaged, name = super()._averaged(pair), residual_name(pair)
-        before = (self.previous or {}).get(name)
-        if not self.options.folds:
-            kept = {} if before is None else {name: before}
-            return replace(averaged, tensors={**averaged.tensors, **kept})
-        module = self._modules[pair.module]
-        assert isinstance(module, RivalSums)
-        rest = module.rest(wide_factors(averaged.tensors, pair), averaged.scale)
-        residual = rest if before is None else rest + before.to(rest)
-        return replace(averaged, tensors={**averaged.tensors, name: residual}, error=0.0)
-
-
-def _anew(of: Wanted, of_embedding: bool, seed: int) -> Factors:
+def anew(sums: ModuleSums, terms: Terms, rank: int, _: Evidence | None) -> Factors:
     """Return a start of LoRA as PEFT draws it: ``A`` uniform, for embeddings normal, and ``B = 0``."""
-    draw = torch.randn if of_embedding else torch.rand
-    drawn = draw(of.vt.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    a = drawn if of_embedding else (2 * drawn - 1) * of.vt.shape[1] ** -0.5
-    return a.to(of.vt), torch.zeros_like(of.u)
+    of_embedding = sums.pair.of_embedding
+    seed = zlib.crc32(f"{sums.pair.module} {sums.plan.server_round}".encode())
+
+    def start(of: Wanted) -> Factors:
+        draw = torch.randn if of_embedding else torch.rand
+        drawn = draw(of.vt.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        a = drawn if of_embedding else (2 * drawn - 1) * of.vt.shape[1] ** -0.5
+        return a.to(of.vt), torch.zeros_like(of.u)
+
+    return gauged(start, sums.wanted(terms, rank), of_embedding)
 
 
-class OfAnyRank(RivalAverage):
-    """The same of clients of different ranks."""
-
-    any_rank = True
+def _by_name(method: str, pair: Pair, plan: Plan) -> RivalSums:
+    return RivalSums(RivalOptions(method), pair, plan)
 
 
-METHODS |= {"pad": OfAnyRank, "rotate": RivalAverage, "stack": OfAnyRank}
+METHODS |= {
+    "pad": Method(mean, any_rank=True, sums=partial(_by_name, "pad")),
+    "rotate": Method(mean, sums=partial(_by_name, "rotate")),
+    "stack": Method(anew, any_rank=True, sums=partial(_by_name, "stack")),
+}
 GAUGES["mean"] = near_mean

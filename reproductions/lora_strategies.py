@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import FedAvg
 from torch import Tensor
 
 from fedrot.errors import FedrotError
-from fedrot.lora.adapter_options import AdapterOptions, checked_adapter_options
+from fedrot.lora.averaging import AdapterOptions, checked_adapter_options
 from fedrot.strategies import AlignedLoRA
 from fedrot.strategies.lora import AdapterSchema
 from fedrot.strategies.round.inbox import Schema

@@ -16,9 +16,8 @@ from torch import Tensor
 from fedrot.aggregation import Aggregator
 from fedrot.collect.statistics import Statistics
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.lora.adapter_options import AdapterOptions, checked_adapter_options
-from fedrot.lora.adapters import LoraSettings, pairs_of
-from fedrot.lora.averaging import AdapterAverage, AdapterUpdate
+from fedrot.lora.adapters import AdapterUpdate, LoraSettings, pairs_of
+from fedrot.lora.averaging import AdapterAverage, AdapterOptions, checked_adapter_options
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.round.inbox import Schema
 from fedrot.strategies.round.merge import OF_THE_MEAN
@@ -27,9 +26,8 @@ from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.tensors import Shaped, Tensors, check_update
 
 #: Metrics of a round: relative distances of the new adapter, and of the mean of the factors, to the mean
-#: of the products (``AdapterReport``).
+#: of the products; and the relative error of the sum of products, whose rank is bounded.
 ERROR, ERROR_OF_FACTORS = "fedrot-adapter-error", "fedrot-adapter-error-of-factors"
-#: Metric of a round: relative error of the sum of products, because its rank is bounded.
 LOST = "fedrot-adapter-lost"
 
 
@@ -85,9 +83,21 @@ class AlignedLoRA(ReplyStrategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Check the first model before any client trains."""
+        """Check the first model before any client trains; warn of base weights in it."""
         if server_round == 1:
-            _check_initial(arrays, self.adapters)
+            try:
+                pairs_of(arrays)
+            except UpdateError as error:
+                raise FedrotError(f"initial_arrays is not a LoRA adapter: {error}") from error
+            self.adapters.check_names(arrays)
+            # Biases that an adapter trains have such names, too.
+            base = (name for name in arrays if ".base_layer." in name and not name.endswith(".bias"))
+            if name := next(base, None):
+                said = (
+                    "initial_arrays holds base weights ('%s'), which would be sent and averaged in "
+                    "every round. Send only the adapter: fedrot.lora.adapter_tensors(model)."
+                )
+                log(WARNING, said, name)
         return super().configure_train(server_round, arrays, config, grid)
 
     def needs(self, server_round: int) -> tuple[str, ...]:
@@ -102,24 +112,6 @@ class AlignedLoRA(ReplyStrategy):
         """Return the function that builds a round's average of adapters."""
         return lambda: AdapterMean(
             self.adapters.average(self.settings, from_arrays(self._broadcast), server_round)
-        )
-
-
-def _check_initial(arrays: ArrayRecord, options: AdapterOptions) -> None:
-    """Refuse a first model that is not an adapter for the method; warn of base weights in it."""
-    try:
-        pairs_of(arrays)
-    except UpdateError as error:
-        raise FedrotError(f"initial_arrays is not a LoRA adapter: {error}") from error
-    options.kind.check_kind(arrays, options.method)
-    # Biases that an adapter trains have such names, too.
-    base = [name for name in arrays if ".base_layer." in name and not name.endswith(".bias")]
-    if base:
-        log(
-            WARNING,
-            "initial_arrays holds base weights ('%s'), which would be sent and averaged in every "
-            "round. Send only the adapter: fedrot.lora.adapter_tensors(model).",
-            base[0],
         )
 
 
@@ -155,33 +147,29 @@ class AdapterSchema(Schema):
         for pair in pairs_of(self.like):
             for name, axis in ((pair.a, 0), (pair.b, 1)):
                 wanted, own = shapes[name], tuple(given[name].shape) if name in given else ()
-                if len(own) == len(wanted) and own[axis] != wanted[axis]:
-                    self._check_rank(name, own[axis], wanted[axis])
-                    # Rank 0 is refused below, by its shape.
-                    shapes[name] = (*wanted[:axis], own[axis] or wanted[axis], *wanted[axis + 1 :])
+                if len(own) == len(wanted) and 0 < (rank := own[axis]) != (most := wanted[axis]):
+                    needed = [] if self.smaller else ["AdapterOptions('exact')"]
+                    needed += ["an initial adapter of the largest rank"] if rank > most else []
+                    if needed:
+                        raise UpdateError(
+                            f"The factor '{name}' has rank {rank}, the broadcast factor {most}. Clients "
+                            f"of different ranks need {' and '.join(needed)}."
+                        )
+                    shapes[name] = (*wanted[:axis], rank, *wanted[axis + 1 :])
         check_update(given, shapes)
-
-    def _check_rank(self, name: str, own: int, most: int) -> None:
-        if own > most or not self.smaller:
-            needed = [] if self.smaller else ["AdapterOptions('exact')"]
-            needed += ["an initial adapter of the largest rank"] if own > most else []
-            raise UpdateError(
-                f"The factor '{name}' has rank {own}, the broadcast factor {most}. Clients of different "
-                f"ranks need {' and '.join(needed)}."
-            )
 
 
 class AdapterMean:
     """An ``Aggregator`` of adapters; ``said`` and ``measured`` are the report of its result."""
 
     def __init__(self, average: AdapterAverage) -> None:
-        self._average, self.needs = average, average.needs
+        self._average, self.needs = average, average.method.needs
         self.said, self.measured = "", dict[str, float]()
         self.notes: Mapping[str, str] = {}
 
     def add(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
         """Add one adapter; raises ``UpdateError`` as ``AdapterAverage.add``."""
-        self._average.add(AdapterUpdate(update, weight, self._average.settings, statistics or {}))
+        self._average.add(AdapterUpdate(update, weight, self._average.plan.settings, statistics or {}))
 
     def result(self) -> dict[str, Tensor]:
         """Return the average, and store its report."""

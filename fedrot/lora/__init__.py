@@ -1,11 +1,9 @@
 """LoRA adapters: averages of factors and of their products, gauges, and PEFT models."""
 
-from fedrot.lora.adapter_options import AdapterOptions, AdapterReport
-from fedrot.lora.adapters import LoraSettings
-from fedrot.lora.averaging import AdapterUpdate, average_adapters
-from fedrot.lora.fitting import fitted
-from fedrot.lora.peft_model import adapter_tensors, load_adapter, load_as_sent, train_only
-from fedrot.lora.regression import RegressedProducts as RegressedProducts  # registers its method
+from fedrot.lora.adapters import AdapterUpdate, LoraSettings
+from fedrot.lora.averaging import AdapterOptions, average_adapters
+from fedrot.lora.peft_model import adapter_tensors, fitted, load_adapter, load_as_sent, train_only
+from fedrot.lora.report import AdapterReport
 
 __all__ = [
     "AdapterOptions",

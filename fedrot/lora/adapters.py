@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fedrot.collect.statistics import Statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.tensors import Tensors, compute_dtype
 
@@ -122,6 +123,24 @@ class LoraSettings:
         """Return the factor of ``B A`` in a module of this name and rank."""
         alpha = by_pattern(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+@dataclass(frozen=True)
+class AdapterUpdate:
+    """A client's adapter.
+
+    Attributes:
+        tensors: as ``get_peft_model_state_dict`` returns them.
+        weight: positive, such as the number of examples.
+        settings: of the client's adapter.
+        statistics: those that the method ``needs``, and ``trained``, the rows of task heads that the
+            client trained, see ``Mean``. Others are not used.
+    """
+
+    tensors: Tensors
+    weight: float
+    settings: LoraSettings
+    statistics: Statistics = field(default_factory=dict)
 
 
 def by_pattern(pattern: Mapping[str, T], module: str, default: T) -> T:

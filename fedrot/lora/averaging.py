@@ -1,314 +1,118 @@
-"""``average_adapters``: the average of several clients' LoRA adapters."""
+"""``average_adapters``: the average of several clients' LoRA adapters; ``AdapterOptions``."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
-from fedrot.collect.statistics import TRAINED, Statistics
+from fedrot.collect.statistics import TRAINED
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.lora.adapter_options import METHODS, AdapterOptions, AdapterReport, checked_adapter_options
 from fedrot.lora.adapters import (
+    AdapterUpdate,
     LoraSettings,
     Pair,
     check_rank,
     factors,
     pairs_of,
-    shaped,
     wide_factors,
 )
-from fedrot.lora.gauges import GAUGES, Factors, Wanted, transposed
-from fedrot.lora.module_sums import ModuleSums, in_threads, share
-from fedrot.lora.products import Terms
-from fedrot.tensors import Tensors, check_finite, check_weight, compute_dtype
+from fedrot.lora.gauges import GAUGES
+from fedrot.lora.methods import METHODS, Method
+from fedrot.lora.module_sums import AveragedModule, ModuleSums, Plan, in_threads
+from fedrot.lora.regression import InputSums
+from fedrot.lora.report import AdapterReport
+from fedrot.tensors import Tensors, check_finite, check_weight
 
-#: A sum of products keeps this many times the largest rank so far, or the result's rank if it is larger.
-#: The sum is cut to this rank when it has more than twice as many terms.
-KEPT_RANKS = 4
+#: ``AdapterOptions.regmean_alpha`` unless another value is given.
+REGMEAN_ALPHA = 0.9
+#: The options of methods, as their names are printed.
+_OPTIONS = {"gauge": "gauge", "regmean_alpha": "alpha"}
 #: Part of the names of DoRA's magnitudes.
 _MAGNITUDE = ".lora_magnitude_vector"
-#: Maximum norm of a factor, times its scale: products of larger factors could overflow.
-LARGEST_FACTOR = 1e7
 
 
 @dataclass(frozen=True)
-class AdapterUpdate:
-    """A client's adapter.
+class AdapterOptions:
+    """Options for averages of adapters.
 
     Attributes:
-        tensors: as ``get_peft_model_state_dict`` returns them.
-        weight: positive, such as the number of examples.
-        settings: of the client's adapter.
-        statistics: those that the method ``needs``, and ``trained``, the rows of task heads that the
-            client trained, see ``Mean``. Others are not used.
-    """
-
-    tensors: Tensors
-    weight: float
-    settings: LoraSettings
-    statistics: Statistics = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class AveragedModule:
-    """One module's factors, the scale of its product, and the errors of the report."""
-
-    tensors: dict[str, Tensor]
-    scale: float
-    error_of_factors: float | None
-    error: float
-    lost: float
-
-
-@dataclass
-class AdapterAverage:
-    """An average to which adapters are added one at a time; made by ``AdapterOptions.average``.
-
-    Each method is a class in ``METHODS``; this one is the mean of the factors.
-
-    Attributes:
-        settings: of the result.
-        options: see ``AdapterOptions``.
-        previous: the adapter that the clients received, with the result's settings; None if unknown.
-        server_round: for methods that differ by round.
-        rank: of the result. None means the rank of ``previous`` in each module, or the largest rank of
-            the clients without ``previous``. A mean of factors has the clients' rank.
-        any_rank: whether clients may have different ranks.
-        used: the names of the options that the method uses.
-        needs: the kinds of statistics that every update needs.
-        of_dora: whether adapters may have DoRA's magnitudes.
+        method: ``mean`` averages the factors (FedIT). ``exact`` averages the products, and keeps the
+            best approximation of the result's rank (FlexLoRA, with ``gauge="none"``). ``regmean`` keeps
+            the product of this rank whose outputs are nearest to those of the clients' products on the
+            clients' inputs; clients send Gram matrices.
+        gauge: for ``exact`` and ``regmean``, the choice among the pairs of factors with the same
+            product: ``keep-a``, ``none`` or ``previous``, see ``fedrot.lora.gauges``.
+        regmean_alpha: for ``regmean``, the ``alpha`` of ``fedrot.aggregation.RegMean``, by which
+            off-diagonal entries of Gram matrices are multiplied; no scale of an adapter.
 
     Raises:
-        FedrotError: settings or options have another type, or the rank is below 1.
+        FedrotError: a value is unknown or out of range, or is given with a method that does not use it.
     """
 
-    settings: LoraSettings
-    options: AdapterOptions = field(default_factory=AdapterOptions)
-    previous: Tensors | None = None
-    server_round: int = 1
-    rank: int | None = None
-    any_rank: ClassVar[bool] = False
-    used: ClassVar[tuple[str, ...]] = ()
-    needs: ClassVar[tuple[str, ...]] = ()
-    of_dora: ClassVar[bool] = True
+    method: str = "mean"
+    gauge: str = "keep-a"
+    regmean_alpha: float = REGMEAN_ALPHA
 
     def __post_init__(self) -> None:
-        self.settings = LoraSettings.of(self.settings)
-        self.options = checked_adapter_options(self.options)
-        if self.rank is not None:
-            check_rank(self.rank)
-        self._pairs: tuple[Pair, ...] = ()
-        self._modules: dict[str, ModuleSums] = defaultdict(ModuleSums)
-        #: Scales of the first adapter; biases of ``B`` are averaged in these scales.
-        self._scales: dict[str, float] = {}
-        #: The tensors of the first adapter, without memory for their values.
-        self._like: dict[str, Tensor] = {}
-        self._others = Mean()
-        self._updates = 0
-        self._notes: dict[str, str] = {}
+        known: dict[str, Mapping[str, object]] = {"method": METHODS, "gauge": GAUGES}
+        for name, values in known.items():
+            if getattr(self, name) not in values:
+                raise FedrotError(
+                    f"Unknown {name} '{getattr(self, name)}' of adapters; one of {', '.join(values)}."
+                )
+        for name in (name for name in _OPTIONS if name not in METHODS[self.method].used):
+            if getattr(self, name) != getattr(type(self), name):
+                able = " and ".join(f"'{key}'" for key, kind in METHODS.items() if name in kind.used)
+                raise FedrotError(
+                    f"{name} is an option of {able}, and has no effect with '{self.method}'; omit it."
+                )
+        alpha: object = self.regmean_alpha
+        if not isinstance(alpha, int | float) or not 0 <= alpha <= 1:
+            raise FedrotError(f"regmean_alpha is {alpha!r}; it must be a number from 0 to 1.")
 
-    @classmethod
-    def check_kind(cls, names: Iterable[str], method: str) -> None:
+    def __str__(self) -> str:
+        given = (f"{_OPTIONS[name]} {getattr(self, name)!r}" for name in METHODS[self.method].used)
+        return ", ".join([self.method, *given])
+
+    def average(
+        self,
+        settings: LoraSettings,
+        previous: Tensors | None = None,
+        server_round: int = 1,
+        rank: int | None = None,
+    ) -> AdapterAverage:
+        """Return an empty average by the method; arguments are those of ``average_adapters``."""
+        of = LoraSettings.of(settings)
+        if rank is not None:
+            check_rank(rank)
+        return AdapterAverage(self, Plan(of, self.gauge, previous, server_round, rank))
+
+    @property
+    def kind(self) -> Method:
+        """The entry of the method in the registry."""
+        return METHODS[self.method]
+
+    def check_names(self, names: Iterable[str]) -> None:
         """Raise ``UpdateError`` if the method cannot average adapters with tensors of these names."""
-        magnitudes = () if cls.of_dora else (name for name in names if _MAGNITUDE in name)
+        magnitudes = () if self.kind.of_dora else (name for name in names if _MAGNITUDE in name)
         if odd := next(iter(magnitudes), None):
             raise UpdateError(
-                f"The adapter has DoRA's magnitudes ('{odd}'), and method '{method}' is for products of "
-                "LoRA alone. Take method='exact', or adapters without use_dora."
+                f"The adapter has DoRA's magnitudes ('{odd}'), and method '{self.method}' is for "
+                "products of LoRA alone. Take method='exact', or adapters without use_dora."
             )
 
-    def add(self, update: AdapterUpdate) -> None:
-        """Add one adapter.
 
-        Raises:
-            FedrotError: ``update`` is not an ``AdapterUpdate``.
-            UpdateError: the tensors are no adapter, or have NaN, Inf or huge factors, other modules or
-                sizes than the first, or another rank although the initialisation changed the base
-                weights; or statistics are missing or wrong. After an error, nothing has been added.
-        """
-        if not isinstance(update, AdapterUpdate):
-            raise FedrotError(f"The update is a {type(update).__name__}; pass an AdapterUpdate.")
-        tensors, pairs = update.tensors, pairs_of(update.tensors)
-        settings = LoraSettings.of(update.settings)
-        check_weight(update.weight)
-        check_finite(tensors)
-        self.check_kind(tensors, self.options.method)
-        if odd := tensors.keys() ^ (self._like or tensors).keys():
-            raise UpdateError(
-                f"The tensor '{min(odd)}' is in some adapters and missing in others. All clients need "
-                "the same target_modules, modules_to_save and bias in their LoraConfig."
-            )
-        paired = {name for pair in pairs for name in (pair.a, pair.b)}
-        others = {name: tensor for name, tensor in tensors.items() if name not in paired}
-        scales: dict[str, float] = {}
-        for pair in pairs:  # Errors must come before anything is added.
-            a, b = factors(tensors, pair)
-            scale = scales[pair.module] = settings.scale(pair.module, len(a))
-            self._check_pair(pair, settings, a, b)
-            _check_size(pair, a, b, scale)
-            _rescale(others, pair.bias, scale / self._scales.get(pair.module, scale))
-        statistics = {kind: of for kind, of in update.statistics.items() if kind == TRAINED}
-        self._others.check(others, update.weight, statistics)
-        self._check_statistics(update, pairs)
-        if not self._updates:
-            self._pairs, self._scales = pairs, scales
-            self._like = {name: t.new_empty(()).expand(t.shape) for name, t in tensors.items()}
-        if others:
-            self._others.fold(others, update.weight, statistics)
-
-        def fold(pair: Pair) -> None:
-            a, b = wide_factors(tensors, pair)
-            sent = a, b * scales[pair.module]
-            module = self._modules[pair.module]
-            module.products.limit = self._limit(pair, *sent)
-            self._add_to(module, pair, sent, update.weight)
-
-        in_threads(fold, pairs, tensors[pairs[0].a].device)
-        self._add_statistics(update, pairs, scales)
-        self._updates += 1
-
-    def result(self) -> tuple[dict[str, Tensor], AdapterReport]:
-        """Return the average, in the dtypes of the first adapter, and its report.
-
-        Raises:
-            FedrotError: there are no adapters.
-            UpdateError: factors of different ranks have no mean.
-        """
-        if not self._updates:
-            raise FedrotError("There are no adapters to average.")
-        tensors: dict[str, Tensor] = self._others.result() if self._others.weight else {}
-        found = in_threads(self._averaged, self._pairs, self._like[self._pairs[0].a].device)
-        for pair, module in zip(self._pairs, found, strict=True):
-            tensors |= module.tensors
-            _rescale(tensors, pair.bias, self._scales[pair.module] / module.scale)
-        modules = dict(zip([pair.module for pair in self._pairs], found, strict=True))
-        return tensors, AdapterReport(
-            self._updates,
-            error_of_factors={name: module.error_of_factors for name, module in modules.items()},
-            error={name: module.error for name, module in modules.items()},
-            lost={name: module.lost for name, module in modules.items()},
-            magnitudes=any(_MAGNITUDE in name for name in self._like),
-            notes=dict(self._notes),
+def checked_adapter_options(options: AdapterOptions | None) -> AdapterOptions:
+    """Return options, the defaults if None; raise ``FedrotError`` if they are something else."""
+    if not isinstance(options, AdapterOptions | None):
+        raise FedrotError(
+            f"options is {options!r}; pass fedrot.lora.AdapterOptions, for example "
+            "AdapterOptions('exact')."
         )
-
-    def _averaged(self, pair: Pair) -> AveragedModule:
-        module = self._modules[pair.module]
-        own = self.rank or (len(self.previous[pair.a]) if self.previous else max(module.ranks))
-        terms = module.products.terms(own)
-        received = self._received(pair, terms.vt)
-        scale = self.settings.scale(pair.module, own)
-        product = self._product(pair, terms, own)
-        merged = self._merged(pair, module.wanted(product, own, scale, received))
-        tensors = {
-            name: shaped(matrix, self._like[name].shape).to(self._like[name])
-            for name, matrix in zip((pair.a, pair.b), merged, strict=True)
-        }
-        found = wide_factors(tensors, pair)
-        mean = module.factors(scale)
-        compared = [found] if mean is None else [found, mean]
-        error, *of_factors = module.errors(terms, scale, *compared)
-        lost = share(module.products.lost, terms.norm)
-        return AveragedModule(tensors, scale, of_factors[0] if of_factors else None, error, lost)
-
-    # What a method decides
-
-    def chosen(self, pair: Pair, wanted: Wanted) -> Factors | None:
-        """Return the new factors of a module, None if factors of different ranks have no mean."""
-        return GAUGES[self.options.gauge](wanted) if "gauge" in self.used else wanted.mean
-
-    def _check_statistics(self, update: AdapterUpdate, pairs: tuple[Pair, ...]) -> None:
-        """Raise ``UpdateError`` if an update lacks statistics that the method needs."""
-
-    def _add_statistics(
-        self, update: AdapterUpdate, pairs: tuple[Pair, ...], scales: Mapping[str, float]
-    ) -> None:
-        """Add an update's statistics to the sums of its modules; ``scales`` are by module."""
-
-    def _product(self, pair: Pair, terms: Terms, rank: int) -> Terms:
-        """Return the sum of products that the factors of a module get, given that of the clients."""
-        return terms
-
-    def _add_to(self, module: ModuleSums, pair: Pair, sent: Factors, weight: float) -> None:
-        """Add a client's factors, which contain the scale, to the sums of their module."""
-        module.add(sent, weight)
-
-    def _merged(self, pair: Pair, wanted: Wanted) -> Factors:
-        """Return the new factors of a module."""
-        found = self.chosen(pair, wanted.transposed if pair.of_embedding else wanted)
-        if found is None:
-            ranks = sorted(self._modules[pair.module].ranks)
-            of = "factors of different ranks have no mean"
-            what = of if len(ranks) > 1 else f"their mean cannot have rank {len(wanted.s)}"
-            raise UpdateError(
-                f"The clients' ranks of '{pair.module}' are {ranks}: {what}. Take method='exact'."
-            )
-        return transposed(found) if pair.of_embedding else found
-
-    def _check_pair(self, pair: Pair, settings: LoraSettings, a: Tensor, b: Tensor) -> None:
-        """Raise ``UpdateError`` if a module's size differs, or its rank with changed base weights."""
-        wanted = self._like.get(pair.a, a).shape[1:].numel(), len(self._like.get(pair.b, b))
-        if (a.shape[1], len(b)) != wanted:
-            raise UpdateError(
-                f"The factors of '{pair.module}' map {a.shape[1]} inputs to {len(b)} outputs, those "
-                f"of the first adapter {wanted[0]} to {wanted[1]}. Use one base model."
-            )
-        if not settings.changed_base:
-            return
-        received, added = self._received(pair, a), self._modules.get(pair.module)
-        rank = len(received[0]) if received else min(added.ranks) if added else len(a)
-        if len(a) != rank:
-            raise UpdateError(
-                f"'{pair.module}' has rank {len(a)}, others {rank}. With init_lora_weights="
-                f"'{settings.changed_base}' base weights depend on the rank: adapters of different "
-                "ranks belong to different models. Use one rank, or another initialisation."
-            )
-
-    def _limit(self, pair: Pair, a: Tensor, b: Tensor) -> int:
-        """Return the rank that a module's sum keeps."""
-        received, before = self._received(pair, a), self._modules[pair.module].products.limit or 0
-        largest = max(len(a), len(received[0]) if received else 0)
-        return max(KEPT_RANKS * largest, before, self.rank or 0)
-
-    def _received(self, pair: Pair, like: Tensor) -> Factors | None:
-        """Return the factors that clients received, on the device and in the dtype for computations."""
-        if self.previous is None:
-            return None
-        if pair.a not in self.previous:
-            raise UpdateError(f"The adapter that the clients received does not contain '{pair.module}'.")
-        a, b = factors(self.previous, pair)
-        return a.to(like.device, compute_dtype(like)), b.to(like.device, compute_dtype(like))
-
-
-class MeanOfProducts(AdapterAverage):
-    """The mean of the products, as factors that a gauge chooses."""
-
-    any_rank = True
-    used: ClassVar[tuple[str, ...]] = ("gauge",)
-
-
-METHODS |= {"mean": AdapterAverage, "exact": MeanOfProducts}
-
-
-def _check_size(pair: Pair, a: Tensor, b: Tensor, scale: float) -> None:
-    for name, factor, by in ((pair.a, a, 1.0), (pair.b, b, scale)):
-        norm = by * float(torch.linalg.vector_norm(factor, dtype=torch.float64))
-        if not norm <= LARGEST_FACTOR:
-            raise UpdateError(
-                f"The factor '{name}' has norm {norm:.3g} (with the adapter's scale), above "
-                f"{LARGEST_FACTOR:g}: products of it would overflow. Check the client's training "
-                "(learning rate, mixed precision) before sending it."
-            )
-
-
-def _rescale(tensors: dict[str, Tensor], name: str, scale: float) -> None:
-    if name in tensors and scale != 1:
-        tensors[name] = tensors[name] * scale
+    return options or AdapterOptions()
 
 
 def average_adapters(
@@ -330,8 +134,9 @@ def average_adapters(
         settings: of the result.
         options: see ``AdapterOptions``.
         previous: the adapter that the clients received, with ``settings``.
-        rank: of the result; see ``AdapterAverage``.
-        server_round: for options that differ by round.
+        rank: of the result. None means the rank of ``previous`` in each module, or the largest rank of
+            the clients without ``previous``. A mean of factors has the clients' rank.
+        server_round: for methods that differ by round.
 
     Raises:
         FedrotError: there are no updates, settings or options have another type, or the rank is below 1.
@@ -341,3 +146,115 @@ def average_adapters(
     for update in updates:
         average.add(update)
     return average.result()
+
+
+class AdapterAverage:
+    """An average to which adapters are added one at a time; made by ``AdapterOptions.average``.
+
+    ``plan`` is that of the result.
+    """
+
+    def __init__(self, options: AdapterOptions, plan: Plan) -> None:
+        self.options, self.method, self.plan = options, options.kind, plan
+        self._modules: dict[str, ModuleSums] = {}
+        #: Pairs and scales of the first adapter; biases of ``B`` are averaged in these scales.
+        self._pairs: tuple[Pair, ...] = ()
+        self._scales: dict[str, float] = {}
+        #: The tensors of the first adapter, without memory for their values.
+        self._like: dict[str, Tensor] = {}
+        self._others = Mean()
+        self._inputs = InputSums(options.regmean_alpha) if self.method.needs else None
+        self._updates = 0
+
+    def add(self, update: AdapterUpdate) -> None:
+        """Add one adapter.
+
+        Raises:
+            FedrotError: ``update`` is not an ``AdapterUpdate``.
+            UpdateError: the tensors are no adapter, or have NaN, Inf or huge factors, other modules or
+                sizes than the first, or another rank although the initialisation changed the base
+                weights; or statistics are missing or wrong. After an error, nothing has been added.
+        """
+        if not isinstance(update, AdapterUpdate):
+            raise FedrotError(f"The update is a {type(update).__name__}; pass an AdapterUpdate.")
+        tensors, pairs = update.tensors, pairs_of(update.tensors)
+        settings = LoraSettings.of(update.settings)
+        check_weight(update.weight)
+        check_finite(tensors)
+        self.options.check_names(tensors)
+        if odd := tensors.keys() ^ (self._like or tensors).keys():
+            raise UpdateError(
+                f"The tensor '{min(odd)}' is in some adapters and missing in others. All clients need "
+                "the same target_modules, modules_to_save and bias in their LoraConfig."
+            )
+        paired = {name for pair in pairs for name in (pair.a, pair.b)}
+        others = {name: tensor for name, tensor in tensors.items() if name not in paired}
+        modules = self._modules or {pair.module: self.method.sums(pair, self.plan) for pair in pairs}
+        scales: dict[str, float] = {}
+        for pair in pairs:  # Errors must come before anything is added.
+            a, b = factors(tensors, pair)
+            scale = scales[pair.module] = settings.scale(pair.module, len(a))
+            self._check_sizes(pair, a, b)
+            modules[pair.module].check(a, b, settings)
+            _rescale(others, pair.bias, scale / self._scales.get(pair.module, scale))
+        statistics = {kind: of for kind, of in update.statistics.items() if kind == TRAINED}
+        self._others.check(others, update.weight, statistics)
+        if self._inputs:
+            self._inputs.check(update, pairs)
+        if not self._updates:
+            self._pairs, self._scales, self._modules = pairs, scales, modules
+            self._like = {name: t.new_empty(()).expand(t.shape) for name, t in tensors.items()}
+        if others:
+            self._others.fold(others, update.weight, statistics)
+
+        def fold(pair: Pair) -> None:
+            a, b = wide_factors(tensors, pair)
+            modules[pair.module].add((a, b * scales[pair.module]), update.weight)
+
+        in_threads(fold, pairs, tensors[pairs[0].a].device)
+        if self._inputs:
+            self._inputs.add(update, pairs, scales)
+        self._updates += 1
+
+    def result(self) -> tuple[dict[str, Tensor], AdapterReport]:
+        """Return the average, in the dtypes of the first adapter, and its report.
+
+        Raises:
+            FedrotError: there are no adapters.
+            UpdateError: factors of different ranks have no mean.
+        """
+        if not self._updates:
+            raise FedrotError("There are no adapters to average.")
+        evidence = self._inputs.evidence() if self._inputs else None
+
+        def averaged(pair: Pair) -> AveragedModule:
+            sums = self._modules[pair.module]
+            return sums.averaged(self.method.merge, self._like, evidence)
+
+        tensors: dict[str, Tensor] = self._others.result() if self._others.weight else {}
+        found = in_threads(averaged, self._pairs, self._like[self._pairs[0].a].device)
+        for pair, module in zip(self._pairs, found, strict=True):
+            tensors |= module.tensors
+            _rescale(tensors, pair.bias, self._scales[pair.module] / module.scale)
+        modules = dict(zip([pair.module for pair in self._pairs], found, strict=True))
+        return tensors, AdapterReport(
+            self._updates,
+            error_of_factors={name: module.error_of_factors for name, module in modules.items()},
+            error={name: module.error for name, module in modules.items()},
+            lost={name: module.lost for name, module in modules.items()},
+            magnitudes=any(_MAGNITUDE in name for name in self._like),
+            notes={name: module.note for name, module in modules.items() if module.note},
+        )
+
+    def _check_sizes(self, pair: Pair, a: Tensor, b: Tensor) -> None:
+        wanted = self._like.get(pair.a, a).shape[1:].numel(), len(self._like.get(pair.b, b))
+        if (a.shape[1], len(b)) != wanted:
+            raise UpdateError(
+                f"The factors of '{pair.module}' map {a.shape[1]} inputs to {len(b)} outputs, those "
+                f"of the first adapter {wanted[0]} to {wanted[1]}. Use one base model."
+            )
+
+
+def _rescale(tensors: dict[str, Tensor], name: str, scale: float) -> None:
+    if name in tensors and scale != 1:
+        tensors[name] = tensors[name] * scale

@@ -53,6 +53,11 @@ def transposed(factors: Factors) -> Factors:
     return factors[1].mT, factors[0].mT
 
 
+def gauged(gauge: Callable[[Wanted], Factors], of: Wanted, of_embedding: bool) -> Factors:
+    """Return the factors of a gauge, which for an embedding chooses those of the transposed product."""
+    return transposed(gauge(of.transposed)) if of_embedding else gauge(of)
+
+
 def balanced(of: Wanted) -> Factors:
     """Return ``A = sqrt(S) V^T`` and ``B = U sqrt(S)``: factors of equal norm, not rotated to a client.
 

@@ -1,42 +1,124 @@
-"""``ModuleSums``: the sums of one module's products and factors over the clients; ``in_threads``."""
+"""``ModuleSums``: one module's sums over the clients, and its average; ``in_threads``."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
-from fedrot.lora.gauges import Factors, Wanted
+from fedrot.errors import UpdateError
+from fedrot.lora.adapters import LoraSettings, Pair, factors, shaped, wide_factors
+from fedrot.lora.gauges import GAUGES, Factors, Wanted, gauged
 from fedrot.lora.products import ProductSum, Terms
+from fedrot.lora.regression import Evidence
+from fedrot.tensors import Tensors, compute_dtype
 
 _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
 
+#: A sum of products keeps this many times the largest rank so far, or the result's rank if it is larger.
+#: The sum is cut to this rank when it has more than twice as many terms.
+KEPT_RANKS = 4
+#: Maximum norm of a factor, times its scale: products of larger factors could overflow.
+LARGEST_FACTOR = 1e7
 #: Maximum number of modules computed at a time; each needs memory for intermediate results.
 MOST_AT_A_TIME = 8
 _ONE_AT_A_TIME = threading.Lock()
 
 
-class ModuleSums:
-    """The sums over the clients of one module's products and factors; both include the scale."""
+@dataclass(frozen=True)
+class Plan:
+    """What is known of an average before the adapters, see ``average_adapters``."""
 
-    def __init__(self) -> None:
+    settings: LoraSettings
+    gauge: str
+    previous: Tensors | None = None
+    server_round: int = 1
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class AveragedModule:
+    """One module's factors, the scale of its product, and the errors and the note of the report."""
+
+    tensors: dict[str, Tensor]
+    scale: float
+    error_of_factors: float | None
+    error: float
+    lost: float
+    note: str = ""
+
+
+class ModuleSums:
+    """The sums over the clients of one module's products and factors; both include the scale.
+
+    ``note`` is what a method writes for the report.
+    """
+
+    def __init__(self, pair: Pair, plan: Plan) -> None:
+        self.pair, self.plan = pair, plan
         self.products, self.mean, self.weight = ProductSum(), Mean(), 0.0
         self.ranks: set[int] = set()
+        self.note = ""
+
+    def check(self, a: Tensor, b: Tensor, settings: LoraSettings) -> None:
+        """Raise ``UpdateError`` if a client's factors, in its own scale, cannot be added."""
+        received = self._previous()
+        known = {len(received[0])} if received else self.ranks or {len(a)}
+        if settings.changed_base and len(a) != (rank := min(known)):
+            raise UpdateError(
+                f"'{self.pair.module}' has rank {len(a)}, others {rank}. With init_lora_weights="
+                f"'{settings.changed_base}' base weights depend on the rank: adapters of different "
+                "ranks belong to different models. Use one rank, or another initialisation."
+            )
+        scale = settings.scale(self.pair.module, len(a))
+        for name, factor, by in ((self.pair.a, a, 1.0), (self.pair.b, b, scale)):
+            norm = by * float(torch.linalg.vector_norm(factor, dtype=torch.float64))
+            if not norm <= LARGEST_FACTOR:
+                raise UpdateError(
+                    f"The factor '{name}' has norm {norm:.3g} (with the adapter's scale), above "
+                    f"{LARGEST_FACTOR:g}: products of it would overflow. Check the client's training "
+                    "(learning rate, mixed precision) before sending it."
+                )
 
     def add(self, sent: Factors, weight: float) -> None:
-        """Add the factors of one client."""
+        """Add the factors of one client; ``B`` includes the scale."""
         a, b = sent
+        self.products.limit = self.limit(a, b)
         self.products.add(b, a, weight)
         self.ranks.add(len(a))
         self.weight += weight
         if len(self.ranks) == 1:
             self.mean.add({"a": a, "b": b}, weight)
+
+    def limit(self, a: Tensor, b: Tensor) -> int:
+        """Return the rank that the sum of products keeps when these factors are added."""
+        received, before = self._previous(), self.products.limit or 0
+        largest = max(len(a), len(received[0]) if received else 0)
+        return max(KEPT_RANKS * largest, before, self.plan.rank or 0)
+
+    def received(self, like: Tensor) -> Factors | None:
+        """Return the factors that clients received, on the device and in the dtype for computations."""
+        if (found := self._previous()) is None:
+            return None
+        a, b = (factor.to(like.device, compute_dtype(like)) for factor in found)
+        return a, b
+
+    def _previous(self) -> Factors | None:
+        if self.plan.previous is None:
+            return None
+        if self.pair.a not in self.plan.previous:
+            raise UpdateError(
+                f"The adapter that the clients received does not contain '{self.pair.module}'."
+            )
+        return factors(self.plan.previous, self.pair)
 
     def factors(self, scale: float) -> Factors | None:
         """Return the means of the factors, with ``B`` divided by a scale; None if ranks differ."""
@@ -44,15 +126,47 @@ class ModuleSums:
             return None
         return self.mean.current["a"], self.mean.current["b"] / scale
 
-    def wanted(self, terms: Terms, rank: int, scale: float, previous: Factors | None) -> Wanted:
-        """Return the mean product, divided by a scale, and the factors for the gauge."""
-        first = terms.first(rank)
-        mean, previous = (
-            f if f is not None and len(f[0]) == rank else None for f in (self.factors(scale), previous)
-        )
+    def wanted(self, terms: Terms, rank: int) -> Wanted:
+        """Return a sum of products, divided by weight and scale, and the factors for the gauge."""
+        scale, first = self.plan.settings.scale(self.pair.module, rank), terms.first(rank)
+        near = self.factors(scale), self.received(terms.vt)
+        mean, previous = (f if f is not None and len(f[0]) == rank else None for f in near)
         return Wanted(first.u, first.s / (self.weight * scale), first.vt, mean, previous)
 
-    def errors(self, terms: Terms, scale: float, *found: Factors) -> list[float]:
+    def gauged(self, terms: Terms, rank: int) -> Factors:
+        """Return the factors that the gauge chooses for a sum of products."""
+        return gauged(GAUGES[self.plan.gauge], self.wanted(terms, rank), self.pair.of_embedding)
+
+    def averaged(
+        self, merge: Merge, like: Mapping[str, Tensor], evidence: Evidence | None
+    ) -> AveragedModule:
+        """Return the average by a method, in the shapes and dtypes of the tensors ``like``.
+
+        Raises:
+            UpdateError: the method has no factors of the result's rank.
+        """
+        previous, pair = self.plan.previous, self.pair
+        rank = self.plan.rank or (len(previous[pair.a]) if previous else max(self.ranks))
+        terms, scale = self.products.terms(rank), self.plan.settings.scale(pair.module, rank)
+        merged = merge(self, terms, rank, evidence)
+        if merged is None:
+            of = "factors of different ranks have no mean"
+            what = of if len(self.ranks) > 1 else f"their mean cannot have rank {rank}"
+            raise UpdateError(
+                f"The clients' ranks of '{pair.module}' are {sorted(self.ranks)}: {what}. Take "
+                "method='exact'."
+            )
+        tensors = {
+            name: shaped(matrix, like[name].shape).to(like[name], copy=True)
+            for name, matrix in zip((pair.a, pair.b), merged, strict=True)
+        }
+        mean = self.factors(scale)
+        compared = [wide_factors(tensors, pair), *([] if mean is None else [mean])]
+        error, *of_factors = self._errors(terms, scale, compared)
+        lost = share(self.products.lost, terms.norm)
+        return AveragedModule(tensors, scale, next(iter(of_factors), None), error, lost, self.note)
+
+    def _errors(self, terms: Terms, scale: float, found: Sequence[Factors]) -> list[float]:
         """Return ``|D - s B A| / |D|`` for each pair of factors; 0 if both are 0.
 
         The terms that the bounded sum left out are assumed orthogonal to the rest of ``D`` and to
@@ -62,6 +176,12 @@ class ModuleSums:
         whole = math.hypot(terms.norm, left_out)
         distances = self.products.distances(*((self.weight * scale * b, a) for a, b in found))
         return [share(math.hypot(distance, left_out), whole) for distance in distances]
+
+
+#: A method's function: it returns the new factors of one module, None if the clients' have no mean.
+#: Arguments: the sums over the clients; the terms of the weighted sum of their products, with vectors of
+#: the first ``rank``; the rank of the result; what the clients' Gram matrices say, None if not needed.
+Merge = Callable[[ModuleSums, Terms, int, Evidence | None], Factors | None]
 
 
 def share(part: float, whole: float) -> float:

@@ -1,17 +1,68 @@
-"""A client's PEFT model: ``adapter_tensors``, ``load_adapter``, ``load_as_sent``, ``train_only``."""
+"""A client's PEFT model: ``adapter_tensors``, ``load_adapter``, ``train_only``, ``fitted``."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.lora.adapters import LoraSettings, by_pattern, factors, pairs_of
-from fedrot.lora.fitting import fitted
+from fedrot.lora.adapters import (
+    LoraSettings,
+    by_pattern,
+    check_rank,
+    factors,
+    pairs_of,
+    shaped,
+    wide_factors,
+)
+from fedrot.lora.gauges import Wanted, gauged, keep_a, near_previous
+from fedrot.lora.products import decomposed
 from fedrot.tensors import Tensors
+
+
+def fitted(tensors: Tensors, settings: object, rank: int | Tensors) -> dict[str, Tensor]:
+    """Return an adapter of a smaller rank: the best approximation of the products.
+
+    A client of rank 4 can start from an adapter of rank 16. The new factors are rotated as near as
+    possible to the first ``rank`` rows and columns of the given factors. A product of 0 stays 0.
+
+    Args:
+        settings: the ``LoraConfig`` of either adapter; only alpha is used, ranks are read from tensors.
+        rank: rank of the result, or an adapter with the same names whose ranks are used. Modules of
+            smaller ranks stay as they are.
+
+    Raises:
+        FedrotError: the rank is below 1.
+        UpdateError: the tensors are no adapter, or the adapter ``rank`` lacks a module.
+    """
+    if not isinstance(rank, Mapping):
+        check_rank(rank)
+    found, scales = dict(tensors), LoraSettings.of(settings)
+    for pair in pairs_of(tensors):
+        a, b = wide_factors(tensors, pair)
+        if isinstance(rank, Mapping) and pair.a not in rank:
+            raise UpdateError(
+                f"'{pair.module}' is adapted at the server but not here. Use one LoraConfig."
+            )
+        wanted = len(rank[pair.a]) if isinstance(rank, Mapping) else index(rank)
+        if wanted >= len(a):
+            continue
+        own = scales.scale(pair.module, len(a)) / scales.scale(pair.module, wanted)
+        b = own * b
+        first = decomposed(b, a, most=wanted).first(wanted)
+        product = Wanted(first.u, first.s, first.vt, None, (a[:wanted], b[:, :wanted]))
+        # A product of 0 determines no direction of A; keep_a leaves A as it is.
+        near = near_previous if first.s.any() else keep_a
+        for name, matrix in zip((pair.a, pair.b), gauged(near, product, pair.of_embedding), strict=True):
+            found[name] = shaped(matrix, tensors[name].shape).to(tensors[name])
+        if pair.bias in tensors:
+            found[pair.bias] = own * tensors[pair.bias]
+    return found
 
 
 def adapter_tensors(model: Any, adapter: str = "default") -> dict[str, Tensor]:

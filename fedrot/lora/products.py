@@ -41,6 +41,10 @@ class Terms:
         """The Frobenius norm of the sum."""
         return self.tail(0)
 
+    def to(self, like: Tensor) -> Terms:
+        """Return the terms in the dtype and on the device of a tensor."""
+        return Terms(self.u.to(like), self.s.to(like), self.vt.to(like))
+
     def tail(self, rank: int) -> float:
         """Return the Frobenius norm of the terms beyond the first ``rank``."""
         return float(torch.linalg.vector_norm(self.s[rank:], dtype=torch.float64))

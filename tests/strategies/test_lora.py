@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +18,6 @@ from flwr.serverapp.strategy import (
 
 from fedrot.errors import FedrotError
 from fedrot.lora import AdapterOptions, AdapterUpdate, average_adapters, fitted
-from fedrot.simulations.report.pages import write_strategy_report
 from fedrot.strategies import FedRotLoRA
 from fedrot.strategies.lora import ERROR, ERROR_OF_FACTORS, LOST, AdapterMean, AlignedLoRA
 from fedrot.strategies.settings import Checkpointing, Reporting, Server
@@ -33,6 +33,10 @@ from tests.strategies.fakes import ArrayRecord, FakeGrid, Message, reply
 
 CONFIG = {"peft_type": "LORA", "lora_alpha": SETTINGS.alpha}
 EVERY: dict[str, Any] = {"fraction_evaluate": 0.0}
+EXACT = AdapterOptions("exact")
+METHODS = pytest.mark.parametrize(
+    "options", [AdapterOptions("mean"), AdapterOptions("exact", "previous")], ids=str
+)
 
 
 def floats(tensors: Adapter) -> Adapter:
@@ -55,21 +59,29 @@ def started(strategy: FedAvg, rounds: int = 1) -> Any:
     return strategy.start(grid, ArrayRecord(floats(adapter(9))), rounds)
 
 
-@pytest.mark.parametrize("method", ["mean", "exact"])
-def test_a_round_is_the_average_of_the_replies(method: str) -> None:
-    options = AdapterOptions(method)
-    result = started(FedRotLoRA(CONFIG, options, **EVERY))
+@METHODS
+def test_a_round_is_the_average_of_the_replies_and_says_its_errors(
+    options: AdapterOptions, caplog: pytest.LogCaptureFixture, tmp_path: Any
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    with caplog.at_level("INFO", logger="flwr"):
+        result = started(FedRotLoRA(CONFIG, options, reporting=Reporting(rows), **EVERY))
     start = floats(adapter(9))
     sent = [{n: t + 0.3 * floats(adapter(i))[n] for n, t in start.items()} for i in range(3)]
     updates = [AdapterUpdate(tensors, 10 + i, SETTINGS) for i, tensors in enumerate(sent)]
     expected, report = average_adapters(updates, SETTINGS, options, previous=start)
     found = result.arrays.to_torch_state_dict()
     assert found.keys() == expected.keys()
-    for name in expected:
-        assert torch.allclose(found[name], expected[name], atol=1e-5)
+    assert all(torch.allclose(found[name], tensor, atol=1e-5) for name, tensor in expected.items())
     metrics = result.train_metrics_clientapp[1]
-    assert metrics[ERROR] == pytest.approx(sum(report.error.values()) / 2, rel=1e-3, abs=1e-6)
+    assert metrics[ERROR] == pytest.approx(report.mean_error, rel=1e-3, abs=1e-6)
     assert metrics[ERROR_OF_FACTORS] > 0.01
+    lines = [record.getMessage() for record in caplog.records]
+    assert any(f"Adapters: {options}" in line for line in lines)
+    assert not any("Alignment" in line for line in lines)
+    said = "Round 1: 3 adapters: this average is "
+    assert any(line.startswith(said) for line in lines)
+    assert said.split(": ", 1)[1] in rows.read_text()
 
 
 def test_the_mean_is_that_of_fedavg() -> None:
@@ -77,16 +89,6 @@ def test_the_mean_is_that_of_fedavg() -> None:
     tensors = theirs.arrays.to_torch_state_dict()
     for name, tensor in ours.arrays.to_torch_state_dict().items():
         assert torch.allclose(tensor, tensors[name], atol=1e-5)
-
-
-def test_the_log_says_how_far_the_averages_are(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="flwr"):
-        started(FedRotLoRA(CONFIG, AdapterOptions("exact"), **EVERY), 2)
-    lines = [record.getMessage() for record in caplog.records]
-    assert any("Adapters: exact, gauge 'keep-a'" in line for line in lines)
-    said = [line for line in lines if line.startswith("Round 2: 3 adapters: this average is ")]
-    assert len(said) == 2  # At the round's end and at the run's.
-    assert not any("was off" in line or "is off" in line for line in lines)
 
 
 def test_clients_of_smaller_ranks_cut_what_they_receive() -> None:
@@ -102,10 +104,9 @@ def test_clients_of_smaller_ranks_cut_what_they_receive() -> None:
 
         return train
 
-    strategy = FedRotLoRA(CONFIG, AdapterOptions("exact"), **EVERY)
     grid = FakeGrid({100 + rank: of_rank(rank) for rank in (1, 2, 4)})
     start = floats(adapter(9, 4))
-    result = strategy.start(grid, ArrayRecord(start), 2)
+    result = FedRotLoRA(CONFIG, EXACT, **EVERY).start(grid, ArrayRecord(start), 2)
     found = result.arrays.to_torch_state_dict()
     assert {name: t.shape for name, t in found.items()} == {n: t.shape for n, t in start.items()}
     for module in MODULES:
@@ -117,78 +118,48 @@ def test_clients_of_smaller_ranks_cut_what_they_receive() -> None:
 @pytest.mark.parametrize(
     ("method", "rank", "needed"),
     [
-        ("exact", 5, "need an initial adapter of the largest rank"),
-        ("mean", 2, r"need AdapterOptions\('exact'\)\."),
+        ("exact", 5, "has rank 5, .* need an initial adapter of the largest rank"),
+        ("mean", 2, r"has rank 2, .* need AdapterOptions\('exact'\)\."),
         ("mean", 5, r"need AdapterOptions\('exact'\) and an initial adapter of the largest rank"),
+        ("exact", 0, r"lora_A.weight' has shape \[0, "),
     ],
 )
-def test_other_ranks_are_refused(method: str, rank: int, needed: str) -> None:
-    def train(message: Message) -> Message:
-        return reply(message, floats(adapter(0, rank)), 1, 0)
+def test_replies_of_other_ranks_are_dropped(
+    method: str, rank: int, needed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def other(message: Message) -> Message:
+        return reply(message, floats(adapter(0, rank)), 10, 7)
 
-    strategy = FedRotLoRA(
-        CONFIG, AdapterOptions(method), min_train_nodes=1, min_available_nodes=1, **EVERY
-    )
-    said = rf"query.lora_A.weight' has rank {rank}, the broadcast factor 3\. Clients .* {needed}"
-    with pytest.raises(FedrotError, match=said):
-        strategy.start(FakeGrid({100: train}), ArrayRecord(floats(adapter(9))), 1)
+    grid = FakeGrid({**{100 + i: client(i) for i in range(2)}, 107: other})
+    strategy = FedRotLoRA(CONFIG, AdapterOptions(method), **EVERY)
+    result = strategy.start(grid, ArrayRecord(floats(adapter(9))), 1)
+    assert result.train_metrics_clientapp[1]["fedrot-replies-dropped"] == 1
+    said = [r.getMessage() for r in caplog.records if "client 7 dropped" in r.getMessage()]
+    assert re.search(needed, said[0])
 
 
 def test_a_first_model_that_is_no_adapter_is_refused_before_anyone_trains(
     warnings: Callable[[], str],
 ) -> None:
-    model = ArrayRecord({"bert.weight": torch.ones(2, 2)})
     grid = FakeGrid({100 + i: client(i) for i in range(3)})
     with pytest.raises(FedrotError, match="initial_arrays is not a LoRA adapter: There are no factors"):
-        FedRotLoRA(CONFIG).start(grid, model, 1)
+        FedRotLoRA(CONFIG).start(grid, ArrayRecord({"bert.weight": torch.ones(2, 2)}), 1)
     assert grid.asked == []
-    whole = floats(adapter(9)) | {"m.base_layer.weight": torch.ones(2, 2)}
-    with pytest.raises(FedrotError, match="base_layer"):  # these clients send the adapter alone
+    for kind, warned in (("bias", False), ("weight", True)):
+        whole = floats(adapter(9)) | {f"m.base_layer.{kind}": torch.ones(2)}
+        grid = FakeGrid(dict.fromkeys((100, 101), lambda message, t=whole: reply(message, t, 10)))
         FedRotLoRA(CONFIG, **EVERY).start(grid, ArrayRecord(whole), 1)
-    assert "holds base weights ('m.base_layer.weight')" in warnings()
+        assert ("holds base weights ('m.base_layer.weight')" in warnings()) == warned
 
 
-def test_biases_that_an_adapter_trains_are_no_base_weights(warnings: Callable[[], str]) -> None:
-    trained = floats(adapter(9)) | {"m.base_layer.bias": torch.ones(2)}
-    grid = FakeGrid(dict.fromkeys((100, 101), lambda message: reply(message, trained, 10)))
-    FedRotLoRA(CONFIG, **EVERY).start(grid, ArrayRecord(trained), 1)
-    assert "base weights" not in warnings()
-
-
-def test_arguments_of_alignment_are_refused() -> None:
-    for name, value in {"guard": "accuracy", "alignment": None, "other_basis": None}.items():
-        given: Any = {name: value}
-        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
-            FedRotLoRA(CONFIG, **given)
-
-
-def test_a_run_has_rows_for_a_page(tmp_path: Any) -> None:
-    rows = Reporting(tmp_path / "rows.jsonl")
-    started(FedRotLoRA(CONFIG, AdapterOptions("exact"), reporting=rows, **EVERY), 2)
-    page = write_strategy_report(tmp_path / "rows.jsonl").read_text()
-    assert "Round 2: 3 adapters: this average is " in page
-    assert "Metrics by round" in page
-
-
-def test_settings_are_checked_before_anything_runs() -> None:
-    with pytest.raises(FedrotError, match="no configuration of a LoRA adapter"):
-        FedRotLoRA({"hidden_size": 3})
-
-
-@pytest.mark.parametrize(
-    "options",
-    [AdapterOptions("exact", "previous"), AdapterOptions("mean")],
-    ids=str,
-)
+@METHODS
 def test_a_resumed_run_ends_with_the_same_bits(options: AdapterOptions, tmp_path: Any) -> None:
     def strategy(**more: Any) -> FedRotLoRA:
-        execution = Server(deterministic=True)
-        return FedRotLoRA(CONFIG, options, server=execution, **EVERY, **more)
+        return FedRotLoRA(CONFIG, options, server=Server(deterministic=True), **EVERY, **more)
 
     whole = started(strategy(), 3).arrays.to_torch_state_dict()
     started(strategy(checkpoints=Checkpointing(tmp_path)), 2)
-    rest = strategy(checkpoints=Checkpointing(tmp_path))
-    resumed = started(rest, 3).arrays.to_torch_state_dict()
+    resumed = started(strategy(checkpoints=Checkpointing(tmp_path)), 3).arrays.to_torch_state_dict()
     assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
 
 
@@ -196,67 +167,32 @@ class AdamLoRA(AlignedLoRA, FedAdam):
     """FedAdam behind an average of adapters."""
 
 
-@pytest.mark.parametrize(
-    "options", [AdapterOptions("mean"), AdapterOptions("exact", "previous")], ids=str
-)
+@METHODS
 def test_a_server_optimiser_takes_the_average(options: AdapterOptions) -> None:
     eta, tau, beta = 0.1, 1e-3, 0.9
     strategy = AdamLoRA(CONFIG, options, eta=eta, tau=tau, beta_1=beta, beta_2=0.99, **EVERY)
     found = started(strategy).arrays.to_torch_state_dict()
     average = started(FedRotLoRA(CONFIG, options, **EVERY)).arrays.to_torch_state_dict()
-    start = floats(adapter(9))
-    for name, tensor in start.items():
+    for name, tensor in floats(adapter(9)).items():
         delta = average[name] - tensor
         # Adam with Flower's correction of the bias, which counts rounds from 2.
         rate = eta * (1 - 0.99**2) ** 0.5 / (1 - beta**2)
         step = rate * (1 - beta) * delta / (0.1 * delta.abs() + tau)
         assert torch.allclose(found[name], tensor + step, atol=1e-4), name
-    if options.method == "mean":
-        plain = FedAdam(eta=eta, tau=tau, beta_1=beta, beta_2=0.99, **EVERY)
-        theirs = floats(started(plain).arrays.to_torch_state_dict())
-        assert all(torch.allclose(found[name], theirs[name], atol=1e-4) for name in start)
 
 
-def test_what_cannot_stand_behind_is_refused() -> None:
-    median = type("MedianLoRA", (AlignedLoRA, FedMedian), {})
-    with pytest.raises(FedrotError, match=r"MedianLoRA passes only the average on, but FedMedian needs"):
+def test_what_does_not_go_together_is_refused_before_training() -> None:
+    median: Any = type("MedianLoRA", (AlignedLoRA, FedMedian), {})
+    with pytest.raises(FedrotError, match="MedianLoRA passes only the average on, but FedMedian needs"):
         median(CONFIG)
-
-
-def test_more_that_does_not_go_together_is_refused() -> None:
     with pytest.raises(FedrotError, match=r"options is 'exact'; pass fedrot\.lora"):
         FedRotLoRA(CONFIG, "exact")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (AdapterOptions("mean"), "Adapters: mean"),
-        (AdapterOptions("exact", "previous"), "Adapters: exact, gauge 'previous'"),
-    ],
-)
-def test_the_summary_says_what_is_not_the_default(
-    options: AdapterOptions, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO", logger="flwr"):
-        FedRotLoRA(CONFIG, options).summary()
-    lines = [record.getMessage() for record in caplog.records]
-    assert [line.strip("\t├─> ") for line in lines if "Adapters" in line] == [said]
-    assert not any("Alignment" in line for line in lines)
-
-
-def test_an_adapter_of_rank_0_is_dropped_for_its_shape(warnings: Callable[[], str]) -> None:
-    def empty(message: Message) -> Message:
-        own = floats(adapter(0)).items()
-        sent = {n: t[:0] if "_A" in n else t[:, :0] if "_B" in n else t for n, t in own}
-        return reply(message, sent, 10, 7)
-
-    strategy = FedRotLoRA(CONFIG, AdapterOptions("exact"), **EVERY)
-    grid = FakeGrid({**{100 + i: client(i) for i in range(2)}, 107: empty})
-    result = strategy.start(grid, ArrayRecord(floats(adapter(9))), 1)
-    assert result.train_metrics_clientapp[1]["fedrot-replies-dropped"] == 1
-    assert "Reply of client 7 dropped: " in warnings()
-    assert "lora_A.weight' has shape [0, " in warnings()
+    with pytest.raises(FedrotError, match="no configuration of a LoRA adapter"):
+        FedRotLoRA({"hidden_size": 3})
+    given: Any = {"noise_multiplier": 0.1, "clipping_norm": 1.0, "num_sampled_clients": 3}
+    private: Any = DifferentialPrivacyServerSideFixedClipping(FedRotLoRA(CONFIG, **EVERY), **given)
+    with pytest.raises(FedrotError, match=r"clips updates before .*class Private\(Aligned, "):
+        started(private)
 
 
 @pytest.mark.parametrize(
@@ -269,14 +205,8 @@ def test_what_is_not_known_or_not_lost_is_no_metric(
     report = SimpleNamespace(
         mean_error=0.1, mean_error_of_factors=of_factors, mean_lost=lost, notes={"m": "why"}
     )
-    average = AdapterMean(cast(Any, SimpleNamespace(result=lambda: ({}, report), needs=())))
+    fake: Any = SimpleNamespace(result=lambda: ({}, report), method=SimpleNamespace(needs=()))
+    average = AdapterMean(cast(Any, fake))
     average.result()
     assert average.measured == measured
     assert average.notes == {"m": "why"}
-
-
-def test_a_privacy_wrapper_around_adapters_is_refused_before_training() -> None:
-    given: Any = {"noise_multiplier": 0.1, "clipping_norm": 1.0, "num_sampled_clients": 3}
-    strategy = DifferentialPrivacyServerSideFixedClipping(FedRotLoRA(CONFIG, **EVERY), **given)
-    with pytest.raises(FedrotError, match=r"clips updates before .*class Private\(Aligned, "):
-        started(strategy)  # type: ignore[arg-type]

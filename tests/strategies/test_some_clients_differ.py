@@ -14,7 +14,7 @@ from flwr.supercore.differential_privacy import KEY_NORM_BIT
 
 from fedrot.collect.statistics import TRAINED
 from fedrot.errors import FedrotError
-from fedrot.lora.adapter_options import AdapterOptions
+from fedrot.lora import AdapterOptions
 from fedrot.strategies import Aligned, FedRot, OtherBasis, Server
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.lora import AdapterMean

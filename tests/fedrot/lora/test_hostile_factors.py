@@ -1,15 +1,15 @@
-"""Factors of any size: they are averaged or refused, and hide no other client's product."""
+"""Factors of any size hide no other client's product, and give no NaN."""
 
 from __future__ import annotations
+
+from itertools import product as every
 
 import pytest
 import torch
 
-from fedrot.errors import UpdateError
-from fedrot.lora import AdapterOptions, AdapterUpdate, averaging
-from fedrot.lora.averaging import LARGEST_FACTOR
+from fedrot.lora import AdapterUpdate, module_sums
 from fedrot.lora.products import ProductSum
-from tests.fedrot.lora.test_averaging import MODULES, SETTINGS, Adapter, adapter, product
+from tests.fedrot.lora.test_averaging import EXACT, MODULES, SETTINGS, Adapter, adapter, product
 
 
 def sized(a: float, b: float, seed: int = 3) -> Adapter:
@@ -17,32 +17,25 @@ def sized(a: float, b: float, seed: int = 3) -> Adapter:
 
 
 def average(*adapters: Adapter, weight: float = 1.0) -> Adapter:
-    found = AdapterOptions("exact").average(SETTINGS, sized(1, 1, 9))
+    found = EXACT.average(SETTINGS, sized(1, 1, 9))
     for tensors in adapters:
         found.add(AdapterUpdate(tensors, weight, SETTINGS))
     return found.result()[0]
 
 
-@pytest.mark.parametrize(("a", "b"), [(1e10, 1.0), (1.0, 1e10), (1e15, 1e15), (1e-40, 1e15)])
-def test_huge_factors_are_refused(a: float, b: float) -> None:
-    with pytest.raises(UpdateError, match=r"lora_[AB].* norm"):
-        average(sized(a, b))
-
-
-@pytest.mark.parametrize("kept", [averaging.KEPT_RANKS, 1])
-@pytest.mark.parametrize("weight", [1e-9, 1e12])
-@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("kept", [module_sums.KEPT_RANKS, 1])
 @pytest.mark.parametrize(
     ("a", "b"),
     [(0, 0), (1e-42, 1.0), (1e-40, 1e-6), (1.0, 1e-42), (1e-42, 1e-42), (1e-20, 1e5), (1e5, 1e5)],
 )
-def test_other_factors_of_any_size_have_an_average(
-    a: float, b: float, place: int, weight: float, kept: int, monkeypatch: pytest.MonkeyPatch
+def test_factors_of_any_size_have_an_average(
+    a: float, b: float, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(averaging, "KEPT_RANKS", kept)
-    honest = [sized(1, 1, seed) for seed in (1, 2)]
-    honest.insert(place, sized(a, b))
-    assert all(bool(t.isfinite().all()) for t in average(*honest, weight=weight).values())
+    monkeypatch.setattr(module_sums, "KEPT_RANKS", kept)
+    for place, weight in every((0, 2), (1e-9, 1e12)):
+        sent = [sized(1, 1, seed) for seed in (1, 2)]
+        sent.insert(place, sized(a, b))
+        assert all(bool(t.isfinite().all()) for t in average(*sent, weight=weight).values())
 
 
 @pytest.mark.parametrize("limit", [None, 2])
@@ -62,4 +55,3 @@ def test_unequal_factors_hide_no_other_product(apart: float, limit: int | None) 
 def test_a_tiny_product_is_none() -> None:
     found = average(sized(1e-42, 1e-42), sized(1e-42, 1e-42))
     assert all(float(product(found, module).norm()) < 1e-30 for module in MODULES)
-    assert LARGEST_FACTOR > 1e6

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
 from fedrot.errors import UpdateError
-from fedrot.lora import AdapterOptions, AdapterUpdate, LoraSettings, average_adapters
+from fedrot.lora import AdapterOptions, average_adapters
 from fedrot.lora.module_sums import in_threads
+from tests.fedrot.lora.test_averaging import SETTINGS, Adapter, pair, updates
 
 CPU = torch.device("cpu")
-SETTINGS = LoraSettings(alpha=8.0)
 
 
 @pytest.fixture
@@ -34,13 +33,7 @@ def test_items_share_the_threads(two_threads: None) -> None:
 
     assert in_threads(work, range(4), CPU) == [(item, 1) for item in range(4)]
     assert torch.get_num_threads() == 2
-
-
-def test_one_item_takes_all_threads(two_threads: None) -> None:
     assert in_threads(lambda _: torch.get_num_threads(), [0], CPU) == [2]
-
-
-def test_a_gpu_is_used_by_the_calling_thread(two_threads: None) -> None:
     found = in_threads(lambda _: threading.current_thread(), range(3), torch.device("cuda"))
     assert set(found) == {threading.current_thread()}
 
@@ -67,8 +60,7 @@ def check_threads(options: AdapterOptions) -> None:
     found = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        sent = (AdapterUpdate(client, n + 1.0, SETTINGS) for n, client in enumerate(clients))
-        found.append(average_adapters(sent, SETTINGS, options, start))
+        found.append(average_adapters(updates(clients, range(2, 14)), SETTINGS, options, start))
     (alone, report), (shared, other) = found
     assert list(alone) == list(shared)
     for name, tensor in alone.items():
@@ -77,11 +69,9 @@ def check_threads(options: AdapterOptions) -> None:
     assert other.mean_error == pytest.approx(report.mean_error, abs=1e-7)
 
 
-def adapter(seed: int) -> dict[str, Tensor]:
+def adapter(seed: int) -> Adapter:
     """Return an adapter of five modules of different sizes, in float64."""
-    generator, found = torch.Generator().manual_seed(seed), {}
+    found: Adapter = {}
     for module in range(5):
-        for half, shape in (("A", (4, 30 + module)), ("B", (20 + module, 4))):
-            name = f"base_model.model.layers.{module}.lora_{half}.weight"
-            found[name] = torch.randn(shape, generator=generator, dtype=torch.float64)
+        found |= pair(seed + module, 4, 30 + module, 20 + module, f"base_model.model.layers.{module}")
     return found

@@ -80,39 +80,52 @@ def outputs(model: nn.Module) -> Tensor:
         return model(input_ids=ids).logits
 
 
-def test_scales_are_those_of_peft(model: Any) -> None:
-    settings = LoraSettings.of(model.peft_config["default"])
+def test_scales_are_those_of_peft_and_no_gauge_changes_the_outputs(model: Any) -> None:
+    before, settings = outputs(model), LoraSettings.of(model.peft_config["default"])
+    tensors = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     modules = dict(model.named_modules())
-    pairs = pairs_of(peft.get_peft_model_state_dict(model, save_embedding_layers=False))
-    assert pairs
-    for pair in pairs:
+    for pair in pairs_of(tensors):
         layer = modules[pair.module]
         assert settings.scale(pair.module, layer.r["default"]) == pytest.approx(layer.scaling["default"])
+    for gauge in GAUGES:
+        options = AdapterOptions("exact", gauge)
+        found, report = average_adapters([AdapterUpdate(tensors, 1.0, settings)], settings, options)
+        assert {n: t.shape for n, t in found.items()} == {n: t.shape for n, t in tensors.items()}
+        if gauge == "none":
+            assert max(float((found[name] - tensors[name]).abs().max()) for name in found) > 0.01
+        assert not peft.set_peft_model_state_dict(model, dict(found)).unexpected_keys
+        assert torch.allclose(outputs(model), before, atol=1e-10)
+        assert max(report.error.values()) < 1e-6
+        dora = any("magnitude" in name for name in tensors)
+        assert report.magnitudes == dora == ("DoRA's magnitudes" in str(report))
 
 
-@pytest.mark.parametrize("gauge", GAUGES)
-def test_no_gauge_changes_the_outputs(model: Any, gauge: str) -> None:
-    before = outputs(model)
-    settings = LoraSettings.of(model.peft_config["default"])
-    tensors = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    options = AdapterOptions("exact", gauge)
-    found, report = average_adapters([AdapterUpdate(tensors, 1.0, settings)], settings, options)
-    assert found.keys() == tensors.keys()
-    assert {name: t.shape for name, t in found.items()} == {name: t.shape for name, t in tensors.items()}
-    if gauge == "none":
-        assert max(float((found[name] - tensors[name]).abs().max()) for name in found) > 0.01
-    loaded = peft.set_peft_model_state_dict(model, dict(found))
-    assert not loaded.unexpected_keys
-    assert torch.allclose(outputs(model), before, atol=1e-10)
-    assert max(report.error.values()) < 1e-6
-
-
-def test_settings_are_read_from_files_and_refused_if_they_are_others() -> None:
+def test_settings_are_read_from_files() -> None:
     config = peft.LoraConfig(r=4, lora_alpha=6, use_rslora=True, alpha_pattern={"query": 3})
     settings = LoraSettings.of(config)
     assert settings == LoraSettings(6.0, {"query": 3.0}, True) == LoraSettings.of(settings)
     assert settings == LoraSettings.of({**config.to_dict(), "peft_type": "LORA"})
-    with pytest.raises(FedrotError, match="kind IA3"):
-        LoraSettings.of({**config.to_dict(), "peft_type": "IA3"})
-    with pytest.raises(FedrotError, match="A dict is no configuration of a LoRA adapter"):
-        LoraSettings.of({"hidden_size": 3})
+    assert LoraSettings.of({"r": 4}) == LoraSettings(8.0)
+    starts = ("gaussian", "eva", "orthogonal", True, False, None, "pissa", "olora")
+    changed = [LoraSettings.of({"r": 4, "init_lora_weights": start}).changed_base for start in starts]
+    assert changed == [*[""] * 6, "pissa", "olora"]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"peft_type": "IA3"}, "kind IA3"),
+        ({"hidden_size": 3}, "A dict is no configuration of a LoRA adapter"),
+        (4, "A int is no configuration"),
+        ({"r": 4, "init_lora_weights": "mica"}, "init_lora_weights='mica'"),
+        *(
+            ({"lora_alpha": 4, field: {"beta": 1e-4}}, f"has {field}: .* fedrot does not average")
+            for field in ("target_parameters", "kasa_config", "use_bdlora", "monteclora_config")
+        ),
+        *(({"lora_alpha": alpha}, "positive and finite") for alpha in (-8, 1e-400, float("nan"))),
+        ({"r": 4, "alpha_pattern": {"query": float("inf")}}, "positive and finite"),
+    ],
+)
+def test_other_settings_are_refused(config: Any, said: str) -> None:
+    with pytest.raises(FedrotError, match=said):
+        LoraSettings.of(config)

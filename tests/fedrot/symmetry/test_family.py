@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from fedrot.symmetry.actions import SignedPermutation
 from fedrot.symmetry.describe.family import Config, Family, Names, Stack, When, optional
@@ -111,21 +110,6 @@ def test_buffers_are_known_by_the_end_of_their_names() -> None:
     _, task_heads = family.describe(CONFIG, names)
     expected = {"embeddings.position_ids": 2, "s.0.mask": 3, "mask": 3}
     assert task_heads == {name: (None,) * axes for name, axes in expected.items()}
-
-
-@pytest.mark.parametrize("by_head", [True, False])
-def test_fused_projections_cover_their_module_once(by_head: bool) -> None:
-    heads = Heads(4, 3, keys=2)
-    found = Projections.fused("qkv", heads, Units("out"), by_head=by_head)
-    masks = [
-        unit.written(count, heads.dim)[0].slice.mask((4 + 2 + 2) * heads.dim)
-        for unit, count in ((found.query, 4), (found.key, 2), (found.value, 2))
-    ]
-    assert torch.stack(masks).sum(0).tolist() == [1] * 24
-    assert [int(mask.sum()) for mask in masks] == [12, 6, 6]
-    first = 6 if by_head else 12
-    assert masks[0][:first].all()
-    assert not masks[0][first : first + 3].any()
 
 
 def test_axes_alone_are_a_block() -> None:

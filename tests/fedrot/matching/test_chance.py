@@ -22,7 +22,7 @@ from fedrot.matching.chance import line_of, null_models
 from fedrot.matching.inside_heads import RotationSolver
 from fedrot.matching.problem import Anchor, Problem, Spread, count_once
 from fedrot.symmetry import Group, symmetry_of
-from fedrot.symmetry.actions import HeadRotation
+from fedrot.symmetry.actions import HeadRotation, Permutation
 from fedrot.symmetry.groups import Slice, Slot
 from fedrot.symmetry.moves import Move, apply_moves
 from tests import families
@@ -125,23 +125,6 @@ def test_far_from_an_anchor_chance_is_drawn(scale: float) -> None:
         assert claimed[group] == pytest.approx(share, rel=0.05, abs=5e-4), group
 
 
-def test_unrelated_models_share_what_random_matrices_share() -> None:
-    """A client that has nothing of the anchor: found is chance, and nothing moves."""
-    state, symmetry = bert()
-    other = {
-        n: t[torch.randperm(len(t), generator=seeded(1))] if t.ndim else t for n, t in state.items()
-    }
-    columns = {
-        n: t[:, torch.randperm(t.shape[1], generator=seeded(2))] for n, t in other.items() if t.ndim > 1
-    }
-    report = fedrot.align({**other, **columns}, state, symmetry, fedrot.AlignmentOptions()).report
-    for row in report.groups:
-        assert row.chance is not None
-        assert row.found == pytest.approx(row.chance, rel=0.1)
-        assert row.found > 0.05 * row.before
-        assert not row.moved
-
-
 @pytest.mark.parametrize(("anchor", "factor"), [("global", 0.0), ("running", 0.0), ("running", 1e6)])
 def test_the_anchor_s_own_noise_is_accounted_for(anchor: str, factor: float) -> None:
     """The first client, the mean of k others, an anchor that contains the client: all as sampled."""
@@ -208,16 +191,37 @@ def test_layers_with_evidence_move_and_most_of_them_speak_for_all(
         assert alignment.report.found("attention") > 2 * (alignment.report.chance("attention") or 1)
 
 
-def test_few_free_dimensions_need_more_evidence() -> None:
-    """One angle may exceed twice chance by luck, thousands of them cannot."""
-    large, one = _group(12, 64), _group(1, 2)
-    assert chance.requirement(large, 100.0, 2.0, 1.5) == pytest.approx(3, rel=0.02)
-    assert chance.requirement(large, 100.0, 2.0, 3.0) == pytest.approx(6, rel=0.05)
-    assert chance.requirement(large, 100.0, 2.0, 0.0) == 0
-    # Of many entries, the share of one dimension is a chi-squared variable.
-    assert chance.requirement(one, 1.0, 1e-4, 1.5) == pytest.approx(chi2.isf(1e-7, 1) * 1e-4, rel=0.01)
+def _group(heads: int, dim: int) -> Group:
+    return Group("g", 0, "attention", HeadRotation(heads, dim), ())
+
+
+ORDERS = Group("orders", 0, "ffn", Permutation(32), ())
+LARGE, ONE = _group(12, 64), _group(1, 2)
+
+#: The group; distance, chance, factor and quantile of null models; what is required.
+REQUIRED: list[tuple[Group, tuple[float, ...], float]] = [
+    (LARGE, (100.0, 2.0, 1.5), 100 * 0.03 / 1.01),
+    (LARGE, (100.0, 2.0, 3.0), 100 * 0.06 / 1.04),
+    (LARGE, (100.0, 2.0, 0.0), 0),
+    (LARGE, (0.0, 0.0, 1.5, 7.0), 0),
+    # One angle may exceed twice chance by luck: the share of one dimension is a chi-squared variable.
+    (ONE, (1.0, 1e-4, 1.5), chi2.isf(1e-7, 1) * 1e-4),
+    # Of turns, the lower of two quantiles: of the share, and of null models.
+    (LARGE, (100.0, 2.0, 1.0, 2.001), 2.001),
+    (ORDERS, (100.0, 0.0, 1.5), 0),
+    (ORDERS, (100.0, 0.0, 1.5, 7.0), 7),
+    (ORDERS, (100.0, 10.0, 1.5, 7.0), 100 * 0.15 / 1.05),
+]
+
+
+@pytest.mark.parametrize(("group", "given_", "expected"), REQUIRED)
+def test_what_is_required_is_the_quantile_or_the_factor(
+    group: Group, given_: tuple[float, ...], expected: float
+) -> None:
+    assert chance.requirement(group, *given_) == pytest.approx(expected, rel=0.01)
+    assert chance.requirement(LARGE, 100.0, 2.0, 1.0) > 2.001
     for share in (0.3, 0.9, 0.99):
-        assert share < chance.requirement(one, 1.0, share, 1.5) <= 1
+        assert share < chance.requirement(ONE, 1.0, share, 1.5) <= 1
 
 
 @pytest.mark.parametrize(("free", "entries"), [(1, 4), (3, 10), (28, 400)])
@@ -229,10 +233,6 @@ def test_noise_exceeds_the_quantile_once_in_so_many_times(
     share = noise[:, :free].sum(1) / noise.sum(1)
     exceeded = (share > chance._quantile.__wrapped__(free, free / entries)).double().mean()
     assert 0.0005 < exceeded < 0.0015
-
-
-def _group(heads: int, dim: int) -> Group:
-    return Group("g", 0, "attention", HeadRotation(heads, dim), ())
 
 
 #: What groups removed, what was required, and which are beyond chance.
@@ -285,7 +285,11 @@ def test_null_models_keep_distance_and_projection() -> None:
             assert (null - flat[0]).norm() == pytest.approx((flat[1] - flat[0]).norm().item(), rel=0.1)
             slope = (flat[1] - null) @ flat[0] / (flat[0] @ flat[0])
             assert slope == pytest.approx(0, abs=0.1)
-        again = next(null_models({group: line_of(group, state, update)}, state, update))
+        # A group is drawn alike in every run, whatever is drawn beside it.
+        apart = group.part in ("heads", "attention", "rescale")
+        beside = [g for g in symmetry.groups if apart and g.part == "ffn"]
+        lines = {g: line_of(g, state, update) for g in (*beside, group)}
+        again = next(null_models(lines, state, update))
         assert all(torch.equal(again[n], drawn[0][n]) for n in names)
 
 
@@ -296,6 +300,12 @@ def test_spread_of_a_mean_of_equals() -> None:
         assert spread.across == pytest.approx(1 / k)
         assert spread.along["still"] == pytest.approx(1 / k)
         assert spread.along["moved"] == 0
+    # Where the noise is only across, or only along.
+    group, entries = _group(2, 8), 1000
+    share = group.kind.free / entries
+    assert Spread(0.5).factor(group, entries) == 1
+    expected = 3 / (share * 3 + (1 - share) * 1.5)
+    assert Spread(0.5, {"g": 2.0}).factor(group, entries) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("optimiser", "lr"), [(torch.optim.SGD, 1e-2), (torch.optim.AdamW, 1e-4)])
@@ -405,20 +415,6 @@ def test_the_quantile_of_heads_counts_four_times_the_norm_of_those_that_move() -
     assert chance.quantile(group, state, swapped, line, 3.0, True) == pytest.approx(3 + most)
 
 
-def test_what_is_required_of_orders_is_the_quantile_or_the_factor() -> None:
-    _, symmetry = bert(16)
-    (orders,) = (g for g in symmetry.groups if g.part == "ffn")
-    turns = _group(12, 64)
-    assert orders.kind.free == 0
-    assert chance.requirement(orders, 100.0, 0.0, 1.5) == 0
-    assert chance.requirement(orders, 100.0, 0.0, 1.5, 7.0) == 7
-    assert chance.requirement(orders, 100.0, 10.0, 1.5, 7.0) == pytest.approx(100 * 0.15 / 1.05)
-    # Of turns, the lower of two quantiles: of the share, and of null models.
-    lower = chance.requirement(turns, 100.0, 2.0, 1.0, 2.001)
-    assert lower == 2.001 < chance.requirement(turns, 100.0, 2.0, 1.0)
-    assert chance.requirement(turns, 0.0, 0.0, 1.5, 7.0) == 0
-
-
 def test_the_quantile_of_orders_bounds_all_of_them_together() -> None:
     state, symmetry = bert(16)
     (group,) = (g for g in symmetry.groups if g.part == "ffn")
@@ -434,16 +430,6 @@ def test_the_quantile_of_orders_bounds_all_of_them_together() -> None:
     expected = 2 * 0.5 * (entries * (way - way**2 / (4 * norm))) ** 0.5 * cosine - 0.25 * way
     line = chance.NullLine(0.25, 0.5)
     assert chance.quantile(group, state, order, line, 3.0, False) == pytest.approx(expected, rel=1e-6)
-
-
-def test_a_group_is_drawn_alike_whatever_is_drawn_beside_it() -> None:
-    state, symmetry = bert(16)
-    heads, ffn = (next(g for g in symmetry.groups if g.part == part) for part in ("heads", "ffn"))
-    line = chance.NullLine(1.0, 0.1)
-    alone = next(null_models({ffn: line}, state, state))
-    beside = next(null_models({heads: line, ffn: line}, state, state))
-    for slot in ffn.slots:
-        assert torch.equal(alone[slot.tensor], beside[slot.tensor])
 
 
 def test_groups_that_share_a_tensor_are_in_different_lists() -> None:
@@ -464,15 +450,6 @@ def test_near_is_up_to_a_twentieth_of_the_anchor() -> None:
     most, entries = chance.NEAR * problem.anchor.size(group), chance.entries_of(group, state)
     assert chance.near_chance(problem, group, most) == pytest.approx(most * group.kind.free / entries)
     assert chance.near_chance(problem, group, 1.0001 * most) is None
-
-
-def test_the_anchor_s_noise_where_it_is_only_across_or_only_along() -> None:
-    group = _group(2, 8)
-    free, entries = group.kind.free, 1000
-    share = free / entries
-    across, along = Spread(0.5), Spread(0.5, {"g": 2.0})
-    assert across.factor(group, entries) == 1
-    assert along.factor(group, entries) == pytest.approx(3 / (share * 3 + (1 - share) * 1.5))
 
 
 def test_a_client_that_is_a_multiple_of_the_anchor_has_no_noise_and_none_of_nothing_a_slope() -> None:

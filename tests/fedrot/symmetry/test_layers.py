@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import fedrot
 from fedrot.symmetry.actions import SignedPermutation
+from fedrot.symmetry.describe.family import Family
 from fedrot.symmetry.describe.layers import attention
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from tests.families import MEMBERS, model_of, outputs, state_of, symmetry_for
@@ -44,14 +45,11 @@ def test_queries_lie_beside_their_key_and_value_or_before_all_of_them() -> None:
         attention("", replace(HEADS, rotary=1), BY_HEAD)
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-def test_ordered_heads_have_groups_inside_them_alone(ordered: bool) -> None:
-    block = attention("", replace(HEADS, ordered=ordered), BY_HEAD)
-    free = {"heads", "queries"}
-    inside = {"qk", "vo", "qk.scale", "vo.scale"}
-    assert {group.name for group in block.groups} == (inside if ordered else inside | free)
-    assert {group.within for group in block.groups} == ({""} if ordered else {"heads", ""})
-    assert block.refused.keys() == ({"heads"} if ordered else set())
+def test_buffers_are_known_by_the_end_of_their_names() -> None:
+    names = ("embeddings.position_ids", "s.0.mask", "s.0.bitmask", "mask")
+    family = Family("mine", ("mine",), (), (), buffers={"mask": 3, "embeddings.position_ids": 2})
+    expected = {"embeddings.position_ids": 2, "s.0.mask": 3, "mask": 3}
+    assert family.describe({}, names)[1] == {name: (None,) * axes for name, axes in expected.items()}
 
 
 def test_alibi_orders_query_heads_that_share_a_key_head_too() -> None:
@@ -59,6 +57,7 @@ def test_alibi_orders_query_heads_that_share_a_key_head_too() -> None:
     model = replace(MEMBERS["falcon-7b"], settings=settings).build("eager")
     symmetry = fedrot.symmetry_of(model.config, model.state_dict())
     assert {group.part for group in symmetry.groups} == {"residual", "attention", "rescale", "ffn"}
+    assert {group.within for group in symmetry.groups} == {""}
     assert fedrot.check_function(model, model.config, symmetry, ("residual", "attention", "ffn")) <= 1e-9
 
 

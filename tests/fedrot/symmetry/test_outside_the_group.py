@@ -24,31 +24,10 @@ from fedrot.symmetry.groups import NO_LAYER, Group, Slice, Slot
 from fedrot.symmetry.moves import Move, apply_moves
 from fedrot.symmetry.resolve import family_of
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
-from tests.families import (
-    ALIBI,
-    FIXED,
-    KINDS,
-    MEMBERS,
-    answers,
-    model_of,
-    outputs,
-    state_of,
-    symmetry_for,
-)
+from tests import families
+from tests.families import KINDS, MEMBERS, answers, model_of, outputs, state_of, symmetry_for
 from tests.fedrot.oracles import seeded
-from tests.fedrot.symmetry.traits import (
-    BARE,
-    GATED,
-    GROUPED,
-    KEY_BIAS,
-    LAYERNORM,
-    NORMED,
-    ONE_KEY_HEAD,
-    PARTIAL,
-    RMS,
-    ROTARY,
-    SHARED,
-)
+from tests.fedrot.symmetry import traits
 from tests.models import State
 
 #: A change of the outputs, relative to the largest, that no rounding makes, and one that it may.
@@ -128,20 +107,20 @@ def _unseen(name: str, group: Group, slot: Slot) -> bool:
     """Whether a slot is a bias that adds the same to all scores of a query."""
     if not _is_key_bias(name, slot):
         return False
-    still = KEY_BIAS[name] == "not turned" and group.name.endswith("qk.still")
-    return KEY_BIAS[name] == "all" or still or "pos_key_proj" in slot.tensor
+    still = traits.KEY_BIAS[name] == "not turned" and group.name.endswith("qk.still")
+    return traits.KEY_BIAS[name] == "all" or still or "pos_key_proj" in slot.tensor
 
 
 CLAIMS: dict[str, tuple[Callable[[str, Group], bool], Iterable[str]]] = {
-    "phases": (lambda _, g: isinstance(g.kind, RotaryPhases), ROTARY),
-    "signs of frequencies": (lambda _, g: isinstance(g.kind, RotarySigns), NORMED),
-    "units that do not turn": (lambda _, g: g.name.endswith("qk.still"), PARTIAL),
-    "orders of queries": (lambda _, g: isinstance(g.kind, QueryPermutation), GROUPED),
-    "signs of neurons": (lambda _, g: g.part == "ffn" and _signed(g), GATED),
-    "signs of the stream": (lambda _, g: g.part == "residual" and _signed(g), RMS),
-    "orders of the stream": (lambda _, g: g.part == "residual" and not _signed(g), LAYERNORM),
-    "heads of all layers": (lambda _, g: g.part == "heads" and g.layer == NO_LAYER, SHARED),
-    "biases of keys": (lambda n, g: any(_is_key_bias(n, slot) for slot in g.slots), KEY_BIAS),
+    "phases": (lambda _, g: isinstance(g.kind, RotaryPhases), traits.ROTARY),
+    "signs of frequencies": (lambda _, g: isinstance(g.kind, RotarySigns), traits.NORMED),
+    "units that do not turn": (lambda _, g: g.name.endswith("qk.still"), traits.PARTIAL),
+    "orders of queries": (lambda _, g: isinstance(g.kind, QueryPermutation), traits.GROUPED),
+    "signs of neurons": (lambda _, g: g.part == "ffn" and _signed(g), traits.GATED),
+    "signs of the stream": (lambda _, g: g.part == "residual" and _signed(g), traits.RMS),
+    "orders of the stream": (lambda _, g: g.part == "residual" and not _signed(g), traits.LAYERNORM),
+    "heads of all layers": (lambda _, g: g.part == "heads" and g.layer == NO_LAYER, traits.SHARED),
+    "biases of keys": (lambda n, g: any(_is_key_bias(n, slot) for slot in g.slots), traits.KEY_BIAS),
 }
 
 
@@ -174,7 +153,7 @@ def test_a_group_that_leaves_out_one_slot_changes_the_outputs(name: str) -> None
 # Attention
 
 
-@outside(*ROTARY, *NORMED)
+@outside(*traits.ROTARY, *traits.NORMED)
 def rotary_heads_neither_reflect_nor_rotate(name: str) -> Changes:
     for group in _of_kind(name, RotaryPhases, RotarySigns):
         heads, dim = group.kind.heads, group.kind.dim
@@ -192,32 +171,7 @@ def rotary_heads_neither_reflect_nor_rotate(name: str) -> Changes:
             yield _change(name, Move(_with(group, kind), element)), True
 
 
-@outside(*PARTIAL)
-def units_that_are_turned_do_not_mix_with_those_that_are_not(name: str) -> Changes:
-    for group in _groups(name, lambda g: g.name.endswith("qk.scale")):
-        dim = next(s.size for s in group.slots if s.contravariant) // group.kind.units
-        kind = HeadRotation(group.kind.units, dim)
-        yield _change(name, Move(_with(group, kind), kind.random(seeded(3)))), True
-
-
-@outside(*(name for name in GROUPED if name in ROTARY))
-def query_heads_of_one_key_head_share_its_phases(name: str) -> Changes:
-    for group in _of_kind(name, RotaryPhases):
-        heads, keys = _of_kind(name, QueryPermutation)[0].kind.units, group.kind.heads
-        query, key = (
-            _with(group, group.kind, (s for s in group.slots if s.contravariant == side))
-            for side in (False, True)
-        )
-        phases = group.kind.random(seeded(4))
-        shared = phases.repeat_interleave(heads // keys, 0)
-        other = shared.clone()
-        other[1] += 1
-        for angles, visible in ((shared, False), (other, True)):
-            own = _with(query, RotaryPhases(heads, group.kind.dim))
-            yield _change(name, Move(own, angles), Move(key, phases)), visible
-
-
-@outside(*NORMED)
+@outside(*traits.NORMED)
 def a_norm_on_queries_and_keys_leaves_the_phases_0_and_pi(name: str) -> Changes:
     for group in _of_kind(name, RotarySigns):
         kind = RotaryPhases(group.kind.heads, group.kind.dim)
@@ -226,7 +180,7 @@ def a_norm_on_queries_and_keys_leaves_the_phases_0_and_pi(name: str) -> Changes:
             yield _change(name, Move(_with(group, kind), torch.pi * halves + more)), more > 0
 
 
-@outside(*(name for name in MEMBERS if name not in ONE_KEY_HEAD))
+@outside(*(name for name in MEMBERS if name not in traits.ONE_KEY_HEAD))
 def heads_do_not_mix(name: str) -> Changes:
     """Not even by a rotation of equal units, which commutes with rotary positions."""
     groups = {g.name: g for g in symmetry_for(name).groups}
@@ -241,7 +195,7 @@ def heads_do_not_mix(name: str) -> Changes:
             yield _change(name, Move(_with(values, HeadRotation(1, heads * dim), slots), mixing)), True
 
 
-@outside(*(name for name in GROUPED if name not in ONE_KEY_HEAD))
+@outside(*(name for name in traits.GROUPED if name not in traits.ONE_KEY_HEAD))
 def query_heads_stay_with_their_key_head(name: str) -> Changes:
     for group in _of_kind(name, QueryPermutation):
         heads = group.kind.units
@@ -250,7 +204,7 @@ def query_heads_stay_with_their_key_head(name: str) -> Changes:
         yield _change(name, Move(_with(group, HeadPermutation(heads)), order)), True
 
 
-@outside(*ALIBI)
+@outside(*families.ALIBI)
 def heads_with_slopes_of_their_own_do_not_change_places(name: str) -> Changes:
     """The order of heads is a symmetry of all else that the layer computes."""
     groups = {g.name: g for g in symmetry_for(name).groups}
@@ -270,36 +224,14 @@ def _one_sign(n: int) -> Tensor:
     return element
 
 
-@outside(*(name for name in MEMBERS if name not in GATED))
+@outside(*(name for name in MEMBERS if name not in traits.GATED))
 def neurons_without_a_gate_have_no_sign(name: str) -> Changes:
     for group in _groups(name, lambda g: g.part == "ffn"):
         signed = _with(group, SignedPermutation(group.kind.units))
         yield _change(name, Move(signed, _one_sign(group.kind.units))), True
 
 
-@outside(*GATED)
-def the_sign_of_gated_neurons_is_that_of_up_and_down(name: str) -> Changes:
-    for group in _groups(name, lambda g: g.part == "ffn" and _signed(g)):
-        sign = _one_sign(group.kind.units)
-        if isinstance(group.kind, ExpertNeurons):
-            sign = (_one_sign(group.kind.n)).expand(group.kind.experts, -1)
-        on_gate = [s if s.contravariant else replace(s, unsigned=not s.unsigned) for s in group.slots]
-        assert sum(slot.unsigned for slot in on_gate) == sum(slot.unsigned for slot in group.slots)
-        yield _change(name, Move(group, sign)), False
-        yield _change(name, Move(_with(group, group.kind, on_gate), sign)), True
-
-
-@outside("mixtral")
-def neurons_do_not_change_experts(name: str) -> Changes:
-    for group in _of_kind(name, ExpertNeurons):
-        state = state_of(name)
-        for slot in group.slots:
-            units = slot.of(state[slot.tensor]).movedim(slot.axis, 1)
-            units[:2, 0] = units[:2, 0].flip(0).clone()
-        yield _changed(name, state, _before(name)), True
-
-
-# The residual stream, and the hidden units of task heads
+# The residual stream
 
 
 def _normed_streams(name: str) -> list[Group]:
@@ -310,17 +242,9 @@ def _normed_streams(name: str) -> list[Group]:
     return found
 
 
-@outside(*LAYERNORM)
+@outside(*traits.LAYERNORM)
 def layer_norm_allows_no_sign_of_one_coordinate(name: str) -> Changes:
     for group in _normed_streams(name):
-        signed = _with(group, SignedPermutation(group.kind.units))
-        yield _change(name, Move(signed, _one_sign(group.kind.units))), True
-
-
-@outside("electra", "deberta", "deberta-v2-conv", "modernbert-biased")
-def hidden_units_of_a_head_without_an_odd_activation_have_no_sign(name: str) -> Changes:
-    for group in _groups(name, lambda g: g.part == "output"):
-        assert type(group.kind) is Permutation
         signed = _with(group, SignedPermutation(group.kind.units))
         yield _change(name, Move(signed, _one_sign(group.kind.units))), True
 
@@ -331,13 +255,13 @@ def _turned(group: Group) -> Move:
     return Move(_with(group, kind, (s for s in group.slots if not s.unsigned)), kind.random(seeded(8)))
 
 
-@outside(*(name for name in MEMBERS if name not in (*BARE, *FIXED)))
+@outside(*(name for name in MEMBERS if name not in (*traits.BARE, *families.FIXED)))
 def gains_allow_no_rotation_of_the_stream(name: str) -> Changes:
     for group in _normed_streams(name):
         yield _change(name, _turned(group)), True
 
 
-@outside(*RMS)
+@outside(*traits.RMS)
 def signs_of_an_rms_norm_s_stream_pass_its_gains(name: str) -> Changes:
     (group,) = _groups(name, lambda g: g.part == "residual")
     sign, state = _one_sign(group.kind.units), state_of(name)
@@ -358,7 +282,7 @@ def test_outside_the_group(check: Callable[[str], Changes], name: str) -> None:
         assert change > VISIBLE if visible else change <= ROUNDING
 
 
-@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("name", families.FIXED)
 def test_fixed_positions_are_all_that_holds_their_stream(name: str) -> None:
     model, state = model_of(name), state_of(name)
     family = family_of(model.config.to_dict(), FAMILIES)

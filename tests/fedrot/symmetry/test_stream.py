@@ -106,24 +106,6 @@ def test_rotations_of_the_stream_preserve_the_function_of_folded_models(name: st
     assert change(name, apply_moves(folded, [away])) > 1e-4, "the vector of ones has to stay"
 
 
-@pytest.mark.parametrize("name", TRIED)
-def test_every_reader_of_a_norm_and_every_tensor_of_a_rotation_is_needed(name: str) -> None:
-    symmetry, group, folded = symmetry_for(name), stream(name), canonical(name)
-    for fold in symmetry.folds:
-        for reader in fold.readers:
-            less = replace(fold, readers=tuple(r for r in fold.readers if r != reader))
-            folds = tuple(less if f == fold else f for f in symmetry.folds)
-            found = fedrot.canonical(state_of(name), replace(symmetry, folds=folds, centred=()))
-            assert change(name, found) > 1e-4, reader
-    element = group.kind.random(seeded(1))
-    for slot in group.slots:
-        # One table has several names, of which the model reads one.
-        if not folded[slot.tensor].any() or slot.tensor.endswith(("shared.weight", "tokens.weight")):
-            continue
-        kept = replace(group, slots=tuple(s for s in group.slots if s != slot))
-        assert change(name, apply_moves(folded, [Move(kept, element)])) > 1e-4, slot.tensor
-
-
 def test_a_norm_without_gain_but_with_bias_cannot_be_folded_where_a_reader_has_none() -> None:
     symmetry, state = symmetry_for("gptj"), state_of("gptj")
     fold = next(fold for fold in symmetry.folds if fold.bias and not fold.holds_bias)
@@ -145,24 +127,6 @@ def test_tables_that_also_read_a_norm_become_separate() -> None:
     assert symmetry.rotated.tied == ()
     found = fedrot.canonical(state, symmetry)
     assert found["lm_head.weight"].data_ptr() != found["transformer.wte.weight"].data_ptr()
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_gram_matrices_of_what_reads_the_stream_turn_and_fisher_is_refused(name: str) -> None:
-    symmetry, anchor = symmetry_for(name), canonical(name)
-    update = fedrot.random_equivalent(anchor, symmetry.rotated, 5, ("residual",))
-    options = fedrot.AlignmentOptions(parts=("residual",), canonical=True)
-    # The models are canonical already, so that statistics can follow.
-    alignment = replace(fedrot.align(update, anchor, symmetry, options), canonical=False)
-    reader = symmetry.folds[0].readers[0]
-    kind = "gram" if reader.axis == 1 else "gram_conv1d"
-    inputs = torch.randn(7, anchor[reader.weight].shape[reader.axis], dtype=torch.float64)
-    (move,) = alignment.moves
-    turned = move.group.kind.act(move.element, inputs, 1)
-    found = alignment.transport({kind: {reader.weight: inputs.mT @ inputs}})[kind][reader.weight]
-    assert torch.allclose(found, turned.mT @ turned)
-    with pytest.raises(fedrot.FedrotError, match="The rotation 'residual' cannot be applied"):
-        alignment.transport({"fisher": {reader.weight: anchor[reader.weight].square()}})
 
 
 # Matching

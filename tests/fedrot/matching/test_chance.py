@@ -278,7 +278,6 @@ def test_null_models_keep_distance_and_projection() -> None:
         names = {slot.tensor for slot in group.slots}
         flat = [torch.cat([m[n].double().flatten() for n in sorted(names)]) for m in (state, update)]
         drawn = list(null_models({group: line_of(group, state, update)}, state, update))
-        assert 1 <= len(drawn) <= 16
         for model in drawn:
             assert {n for n in update if model[n] is not update[n]} == names
             null = torch.cat([model[n].double().flatten() for n in sorted(names)])
@@ -447,7 +446,7 @@ def test_near_is_up_to_a_twentieth_of_the_anchor() -> None:
     state, symmetry = bert(16)
     group = next(g for g in symmetry.groups if g.part == "attention")
     problem = Problem(Anchor(state), state, symmetry, fedrot.AlignmentOptions())
-    most, entries = chance.NEAR * problem.anchor.size(group), chance.entries_of(group, state)
+    most, entries = 0.05 * problem.anchor.size(group), chance.entries_of(group, state)
     assert chance.near_chance(problem, group, most) == pytest.approx(most * group.kind.free / entries)
     assert chance.near_chance(problem, group, 1.0001 * most) is None
 

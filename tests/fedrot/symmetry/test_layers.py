@@ -14,6 +14,7 @@ from fedrot.symmetry.actions import SignedPermutation
 from fedrot.symmetry.describe.family import Family
 from fedrot.symmetry.describe.layers import attention
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.spaces import Space
 from tests.families import MEMBERS, model_of, outputs, state_of, symmetry_for
 from tests.models import EVERYTHING, largest_difference, squared_distance
 
@@ -43,6 +44,11 @@ def test_queries_lie_beside_their_key_and_value_or_before_all_of_them() -> None:
     assert _places(IN_TURN.value, 2) == [[12, 13, 14, 15]] * 2
     with pytest.raises(fedrot.SymmetryError, match=r"'qkv' stores 2 heads side by side"):
         attention("", replace(HEADS, rotary=1), BY_HEAD)
+
+
+def test_a_space_is_there_with_one_tensor_and_without_another() -> None:
+    space, names = Space(present="a", absent="b"), ((), ("a",), ("a", "b"), ("b",))
+    assert [space.exists(found) for found in names] == [False, True, False, False]
 
 
 def test_buffers_are_known_by_the_end_of_their_names() -> None:

@@ -208,7 +208,7 @@ MEMBERS: dict[str, Member] = {
         "pair",
     ),
     "t5-classifier": Member("T5", _CLASSIFIER, {**_T5, "feed_forward_proj": "gated-gelu"}),
-    "mt5": Member("MT5", "ForConditionalGeneration", _T5, "pair"),
+    "mt5": Member("MT5", "ForConditionalGeneration", {**_T5, "num_decoder_layers": 1}, "pair"),
     "t5-encoder": Member("T5", "EncoderModel", _T5, bare=True),
     "bart": Member("Bart", "ForConditionalGeneration", _BART, "pair"),
     "bart-classifier": Member("Bart", _CLASSIFIER, _BART),

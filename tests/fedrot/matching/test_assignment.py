@@ -19,18 +19,9 @@ from fedrot.matching import assignment
 from fedrot.matching.problem import Anchor
 from fedrot.symmetry.actions import Permutation
 from fedrot.symmetry.groups import Group, Slice, Slot
-from tests import families
+from tests import models
 from tests.fedrot.oracles import Array, seeded
-from tests.models import (
-    CASES,
-    FEW,
-    NEURONS,
-    Names,
-    State,
-    near,
-    state_of,
-    symmetry_for,
-)
+from tests.models import FEW, Names, State, near, state_of, symmetry_for
 
 Solve = Callable[[Tensor, Tensor | None], tuple[Tensor | None, float]]
 
@@ -42,20 +33,12 @@ def _features(state: State, names: Names, layer: int) -> Array:
     return torch.cat([c.double() for c in columns], dim=1).numpy()
 
 
-def _full_assignment(anchor: Array, client: Array) -> Array:
-    """Return for every anchor neuron the client neuron that a plain full assignment puts there."""
-    _, column = linear_sum_assignment(anchor @ client.T, maximize=True)
-    return np.asarray(column)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("regime", ["near", "shuffled", "noisy-shuffled", "unrelated"])
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(("name", "dtype"), [*zip(FEW, (torch.float64, torch.float32), strict=True)])
 def test_permutation_is_the_full_assignment_s(name: str, regime: str, dtype: torch.dtype) -> None:
-    names, options = CASES[name].names, fedrot.AlignmentOptions(parts=("ffn",), chance=0)
-    for seed in range(4):
-        anchor = state_of(name, dtype=dtype)
-        symmetry = symmetry_for(name)
+    names, options = models.CASES[name].names, fedrot.AlignmentOptions(parts=("ffn",), chance=0)
+    for seed in range(2):
+        anchor, symmetry = state_of(name, dtype=dtype), symmetry_for(name)
         if regime == "unrelated":
             update = state_of(name, 20 + seed, dtype)
         else:
@@ -65,12 +48,12 @@ def test_permutation_is_the_full_assignment_s(name: str, regime: str, dtype: tor
         alignment = fedrot.align(update, anchor, symmetry, options)
         elements = {move.group.layer: move.element for move in alignment.moves}
         for layer in range(2):
-            mine = elements.get(layer, torch.arange(NEURONS)).numpy()
-            full = _full_assignment(_features(anchor, names, layer), _features(update, names, layer))
+            mine = elements.get(layer, torch.arange(models.NEURONS)).numpy()
+            ours, theirs = (_features(state, names, layer) for state in (anchor, update))
+            _, full = linear_sum_assignment(ours @ theirs.T, maximize=True)
             assert (mine == full).all()
-            assert (full == np.arange(NEURONS)).all() == (regime == "near")
-        certified = [row["certified"] for row in alignment.report.rows()]
-        assert certified == [regime == "near"] * 2
+            assert (full == np.arange(models.NEURONS)).all() == (regime == "near")
+        assert [row["certified"] for row in alignment.report.rows()] == [regime == "near"] * 2
 
 
 def _blocks(anchor: Array, client: Array, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
@@ -99,30 +82,23 @@ _NEURONS = given(
 )
 
 
-@settings(max_examples=150, deadline=None)
-@_NEURONS
-def test_separation_never_exceeds_the_true_distance(
-    seed: int, n: int, width: int, spread: float, size: float, dtype: torch.dtype, columns: int | None
-) -> None:
-    anchor = size * _clustered(seed, n, width, spread)
-    blocks = [a for a, _ in _blocks(anchor, anchor, dtype)]
-    stored = torch.cat(blocks, dim=1).double().numpy()
-    true = cdist(stored, stored)
-    np.fill_diagonal(true, np.inf)
-    bound = assignment.separation(blocks, columns=columns).numpy()
-    assert bound.shape == (n,)
-    assert (bound >= 0).all()
-    assert (bound <= true.min(1) * (1 + 1e-12)).all()
+def _nearest(one: Array, other: Array) -> Array:
+    """Return the distance of every row to the nearest row of another number."""
+    apart = cdist(one, other)
+    np.fill_diagonal(apart, np.inf)
+    return np.asarray(apart.min(1))
 
 
-@settings(max_examples=150, deadline=None)
+def _neurons(n: int) -> Group:
+    return Group("ffn", 0, "ffn", Permutation(n), (Slot("w", 0, Slice(0, n)),))
+
+
+@settings(max_examples=40, deadline=None)
 @_NEURONS
 def test_a_bound_holds_when_the_anchor_moves_towards_its_clients(
     seed: int, n: int, width: int, spread: float, size: float, dtype: torch.dtype, columns: int | None
 ) -> None:
-    kind = Permutation(n)
-    slot = Slot("w", 0, Slice(0, n))
-    group = Group("ffn", 0, "ffn", kind, (slot,))
+    group = _neurons(n)
     start = torch.from_numpy(size * _clustered(seed, n, width, spread)).to(dtype)
     anchor, generator = Anchor({"w": start}), torch.Generator().manual_seed(seed)
     anchor.separation(group, columns)
@@ -134,15 +110,13 @@ def test_a_bound_holds_when_the_anchor_moves_towards_its_clients(
         share = 1 / (1 + step)
         current = torch.lerp(current, client, share)
         anchor = anchor.towards_last({"w": current}, share)
-        true = cdist(current.double().numpy(), current.double().numpy())
-        np.fill_diagonal(true, np.inf)
+        rows = current.double().numpy()
         bound = anchor.separation(group, columns).numpy()
-        assert (bound <= true.min(1) * (1 + 1e-12)).all()
+        assert (bound <= _nearest(rows, rows) * (1 + 1e-12)).all()
 
 
 def test_far_apart_neurons_stay_certified_while_the_anchor_moves_little() -> None:
-    group = Group("ffn", 0, "ffn", Permutation(64), (Slot("w", 0, Slice(0, 64)),))
-    generator = torch.Generator().manual_seed(0)
+    group, generator = _neurons(64), seeded(0)
     current = torch.randn(64, 256, generator=generator)
     anchor = Anchor({"w": current})
     before = anchor.separation(group, None)
@@ -156,24 +130,16 @@ def test_far_apart_neurons_stay_certified_while_the_anchor_moves_little() -> Non
     assert (anchor.separation(group, None) > 0.7 * before).all()
 
 
-def test_what_was_not_noted_is_measured_anew() -> None:
-    group = Group("ffn", 0, "ffn", Permutation(3), (Slot("w", 0, Slice(0, 3)),))
-    anchor = Anchor({"w": torch.eye(3)})
+@pytest.mark.parametrize("noted", [False, True])
+def test_only_distances_of_the_last_client_stand_for_it(noted: bool) -> None:
+    """Without them the bound is measured anew: an earlier client that was noted was not merged."""
+    group, anchor = _neurons(3), Anchor({"w": torch.eye(3)})
     before = anchor.separation(group, None)
+    if noted:
+        anchor.note({"ffn": False}, {"ffn": torch.zeros(3)})
+        anchor.note({"ffn": True}, {})
     moved = anchor.towards_last({"w": 0.1 * torch.eye(3)}, 1.0)
     assert torch.allclose(moved.separation(group, None), 0.1 * before, atol=1e-3)
-
-
-def test_distances_of_an_earlier_client_do_not_stand_for_the_last_one() -> None:
-    """It was aligned after an earlier one that was noted, but not merged."""
-    group = Group("ffn", 0, "ffn", Permutation(3), (Slot("w", 0, Slice(0, 3)),))
-    anchor = Anchor({"w": torch.eye(3)})
-    anchor.separation(group, None)
-    anchor.note({"ffn": False}, {"ffn": torch.zeros(3)})
-    anchor.note({"ffn": True}, {})
-    moved = anchor.towards_last({"w": 0.1 * torch.eye(3)}, 1.0)
-    exact = Anchor(moved.tensors).separation(group, None)
-    assert (moved.separation(group, None) <= exact).all()
 
 
 def test_separation_is_tight_and_spans_row_blocks() -> None:
@@ -187,7 +153,7 @@ def test_separation_is_tight_and_spans_row_blocks() -> None:
     assert (bound >= 0.99 * true.amin(1)).all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @_NEURONS
 def test_a_certificate_is_never_wrong(
     seed: int, n: int, width: int, spread: float, size: float, dtype: torch.dtype, columns: int | None
@@ -215,34 +181,44 @@ def test_a_certificate_is_never_wrong(
         assert np.trace(cost) <= cost[rows, column].sum() * (1 + 1e-9) + 1e-30
 
 
-#: Widths of a gated block's slots: what keeps its sign (gate), and what may change it (up, down).
-_SIDES = st.tuples(st.integers(0, 40), st.integers(1, 40), st.integers(1, 40))
+#: Widths of a gated block's slots: what keeps its sign (gate), and what may change it (up, down), if
+#: anything may.
+_SIDES = st.one_of(
+    st.tuples(st.integers(0, 40), st.integers(1, 40), st.integers(1, 40)), st.tuples(st.integers(1, 80))
+)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     n=st.integers(1, 30),
     widths=_SIDES,
-    size=st.sampled_from([1e-3, 0.1, 1.0, 30.0]),
+    spread=st.sampled_from([0.0, 1e-7, 1e-3, 0.3, 1.0]),
+    size=st.sampled_from([1e-3, 0.1, 1.0, 1e4]),
     dtype=st.sampled_from([torch.float32, torch.float64]),
-    columns=st.sampled_from([None, 1, 5, 32, 128]),
+    columns=st.sampled_from([None, 1, 5, *assignment.QUICK_COLUMNS]),
 )
-def test_the_separation_of_signed_neurons_never_exceeds_the_true_distance(
-    seed: int, n: int, widths: tuple[int, int, int], size: float, dtype: torch.dtype, columns: int | None
+def test_separation_never_exceeds_the_true_distance(
+    seed: int,
+    n: int,
+    widths: tuple[int, ...],
+    spread: float,
+    size: float,
+    dtype: torch.dtype,
+    columns: int | None,
 ) -> None:
-    """Over all other neurons with either sign, and over the neuron's own negative."""
+    """Of signed neurons, over all others with either sign, and over the neuron's own negative."""
     gate, *signed = (
-        factor * torch.from_numpy(_clustered(seed + i, n, width, 0.3)).to(dtype)
-        for i, (width, factor) in enumerate(zip(widths, (1.0, size, size), strict=True))
+        factor * torch.from_numpy(_clustered(seed + i, n, width, spread)).to(dtype)
+        for i, (width, factor) in enumerate(zip(widths, (1.0, size, size), strict=False))
     )
     plain = [gate] if widths[0] else []
     kept = gate.double().numpy()
-    turned = torch.cat(signed, dim=1).double().numpy()
-    one = cdist(np.hstack([kept, turned]), np.hstack([kept, turned]))
-    np.fill_diagonal(one, np.inf)
-    other = cdist(np.hstack([kept, turned]), np.hstack([kept, -turned]))
-    true = np.minimum(one.min(1), other.min(1))
+    turned = torch.cat([*signed, gate[:, :0]], dim=1).double().numpy()
+    true = _nearest(np.hstack([kept, turned]), np.hstack([kept, turned]))
+    if signed:
+        apart = cdist(np.hstack([kept, turned]), np.hstack([kept, -turned]))
+        true = np.minimum(true, apart.min(1))
     bound = assignment.separation(plain, signed, columns).numpy()
     assert bound.shape == (n,)
     assert (bound >= 0).all()
@@ -259,36 +235,8 @@ def test_the_separation_of_signed_neurons_is_tight() -> None:
     assert torch.allclose(assignment.separation([gate], [0.05 * up]), itself, rtol=1e-9)
 
 
-@pytest.mark.parametrize("size", [0.1, 0.01])
-def test_flipped_neurons_of_a_gated_block_are_found_whatever_the_gate_says(size: float) -> None:
-    """Small signed slots beside a wide gate: the gate alone would certify the identity."""
-    anchor = {
-        name: size * tensor if "up_proj" in name or "down_proj" in name else tensor
-        for name, tensor in families.state_of("llama").items()
-    }
-    update = dict(anchor)
-    up, down = (f"model.layers.0.mlp.{side}_proj.weight" for side in ("up", "down"))
-    flips = torch.ones(len(anchor[up]), dtype=torch.float64)
-    flips[[1, 4]] = -1
-    update[up], update[down] = flips[:, None] * anchor[up], anchor[down] * flips
-    options = fedrot.AlignmentOptions(parts=("ffn",))
-    alignment = fedrot.align(update, anchor, families.symmetry_for("llama"), options)
-    flipped = anchor[up][[1, 4]].square().sum() + anchor[down][:, [1, 4]].square().sum()
-    assert alignment.report.before == pytest.approx(4 * float(flipped))
-    assert alignment.report.after <= 1e-12
-    assert torch.equal(alignment.apply(update)[down], anchor[down])
-    certified = {row["layer"]: row["certified"] for row in alignment.report.rows()}
-    assert certified == {0: False, 1: True}
-
-
 def test_certificates_are_given_where_they_should_be() -> None:
     anchor = _clustered(3, 40, 30, 1.0)
-    rng = np.random.default_rng(0)
-    for dtype in (torch.float32, torch.float64):
-        for scale, expected in ((0.01, True), (2.0, False)):
-            blocks = _blocks(anchor, anchor + scale * rng.normal(size=anchor.shape), dtype)
-            bound = assignment.separation([a for a, _ in blocks])
-            assert assignment.certified(assignment.row_distances(blocks), bound) is expected
     # Nearest neighbours that trade places: certified up to half the way, and not beyond.
     pair = torch.tensor([0.0, 1.0, 50.0], dtype=torch.float64)[:, None].expand(3, 9)
     for way, expected in ((0.49, True), (0.51, False), (0.7, False)):
@@ -303,7 +251,7 @@ def test_certificates_are_given_where_they_should_be() -> None:
     assert assignment.certified(assignment.row_distances(blocks), bound)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @_NEURONS
 def test_assignment_reaches_the_optimum(
     seed: int, n: int, width: int, spread: float, size: float, dtype: torch.dtype, columns: int | None
@@ -333,7 +281,7 @@ def _all_signed(n: int) -> Iterator[tuple[int, ...]]:
             yield tuple(sign * unit for sign, unit in zip(signs, order, strict=True))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**31), n=st.integers(1, 4), regime=st.sampled_from(["any", "near", "opposed"])
 )

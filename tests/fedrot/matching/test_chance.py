@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 from torch import Tensor
@@ -22,7 +22,7 @@ from fedrot.matching.chance import line_of, null_models
 from fedrot.matching.inside_heads import RotationSolver
 from fedrot.matching.problem import Anchor, Problem, Spread, count_once
 from fedrot.symmetry import Group, symmetry_of
-from fedrot.symmetry.actions import HeadRotation
+from fedrot.symmetry.actions import HeadRotation, Permutation
 from fedrot.symmetry.groups import Slice, Slot
 from fedrot.symmetry.moves import Move, apply_moves
 from tests import families
@@ -32,7 +32,8 @@ from tests.models import State
 #: The parts whose groups are judged one by one.
 JUDGED = ("heads", "attention", "rescale", "ffn")
 FREE = ("attention", "rescale")
-EVERYTHING = fedrot.AlignmentOptions(chance=0)
+#: Members with rotations, phases and signs, with biases, ties, shared heads and experts.
+SHAPES = ("bert", "deberta-v3", "bart", "t5-gated", "gpt-neox", "gptj", "llama", "gemma3")
 
 
 def bert(width: int = 64, heads: int = 2, layers: int = 1) -> tuple[State, fedrot.Symmetry]:
@@ -65,12 +66,12 @@ def available(symmetry: fedrot.Symmetry, parts: tuple[str, ...]) -> tuple[str, .
     return tuple(part for part in parts if part not in symmetry.refused and part in present)
 
 
-@pytest.mark.parametrize("name", families.KINDS)
+@pytest.mark.parametrize("name", SHAPES)
 def test_near_an_anchor_chance_is_the_share_of_free_dimensions(name: str) -> None:
     """Biases, ties, shared heads, phases and signs are counted: sampled shares agree for every group."""
     state, symmetry = families.state_of(name), families.symmetry_for(name)
     found, expected = defaultdict[str, float](float), dict[str, float]()
-    seeds = 24
+    seeds = 12
     for seed in range(seeds):
         update = isotropic(state, 1e-4, seed)
         for part in available(symmetry, FREE):
@@ -90,30 +91,21 @@ def test_near_an_anchor_chance_is_the_share_of_free_dimensions(name: str) -> Non
     assert both[0] == pytest.approx(both[1], rel=max(0.05, 4 * (2 / sum(free.values()) / seeds) ** 0.5))
 
 
-@pytest.mark.parametrize("name", families.KINDS)
-def test_noise_moves_hardly_any_group(name: str) -> None:
-    _check_that_noise_does_not_move(name, 1e-3)
-
-
-@pytest.mark.parametrize("name", ["bert", "llama", "qwen3", "t5"])
-def test_much_noise_moves_hardly_any_group(name: str) -> None:
-    _check_that_noise_does_not_move(name, 0.3)
-
-
-def _check_that_noise_does_not_move(name: str, scale: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [(name, 1e-3) for name in families.KINDS]
+    + [(name, 0.3) for name in ("bert", "llama", "gemma3", "t5")],
+)
+def test_noise_moves_hardly_any_group(name: str, scale: float) -> None:
     state, symmetry = families.state_of(name), families.symmetry_for(name)
     options = fedrot.AlignmentOptions(parts=available(symmetry, JUDGED))
-    rows = [
-        row
-        for seed in range(20)
-        for row in fedrot.align(isotropic(state, scale, seed), state, symmetry, options).report.groups
-    ]
+    updates = (isotropic(state, scale, seed) for seed in range(8))
+    rows = [row for u in updates for row in fedrot.align(u, state, symmetry, options).report.groups]
     assert len(rows) >= 20
-    moved = [row for row in rows if row.moved]
-    assert len(moved) <= 0.01 * len(rows), moved
+    assert sum(row.moved > 0 for row in rows) <= 0.01 * len(rows)
 
 
-@pytest.mark.parametrize("scale", [0.01, 0.02, 0.06])
+@pytest.mark.parametrize("scale", [0.01, 0.06])
 def test_far_from_an_anchor_chance_is_drawn(scale: float) -> None:
     """An independent sample of noisy clients loses what the report of one of them says."""
     state, symmetry = bert()
@@ -124,10 +116,8 @@ def test_far_from_an_anchor_chance_is_drawn(scale: float) -> None:
         for row in fedrot.align(isotropic(state, scale, seed), state, symmetry, judged).report.groups:
             assert row.chance is not None
             claimed[row.group] += row.chance / row.before / 8
-        other, moving = (
-            isotropic(state, scale, 100 + seed),
-            fedrot.AlignmentOptions(parts=parts, chance=0),
-        )
+        other = isotropic(state, scale, 100 + seed)
+        moving = fedrot.AlignmentOptions(parts=parts, chance=0)
         for row in fedrot.align(other, state, symmetry, moving).report.groups:
             found[row.group] += row.found / row.before / 8
     assert len(found) == 3
@@ -135,25 +125,7 @@ def test_far_from_an_anchor_chance_is_drawn(scale: float) -> None:
         assert claimed[group] == pytest.approx(share, rel=0.05, abs=5e-4), group
 
 
-def test_unrelated_models_share_what_random_matrices_share() -> None:
-    """A client that has nothing of the anchor: found is chance, and nothing moves."""
-    state, symmetry = bert()
-    other = {
-        n: t[torch.randperm(len(t), generator=seeded(1))] if t.ndim else t for n, t in state.items()
-    }
-    columns = {
-        n: t[:, torch.randperm(t.shape[1], generator=seeded(2))] for n, t in other.items() if t.ndim > 1
-    }
-    report = fedrot.align({**other, **columns}, state, symmetry, fedrot.AlignmentOptions()).report
-    for row in report.groups:
-        assert row.chance is not None
-        assert row.found == pytest.approx(row.chance, rel=0.1)
-        assert row.found > 0.05 * row.before
-        assert not row.moved
-
-
-@pytest.mark.parametrize("anchor", ["global", "running"])
-@pytest.mark.parametrize("factor", [0.0, 1e6])
+@pytest.mark.parametrize(("anchor", "factor"), [("global", 0.0), ("running", 0.0), ("running", 1e6)])
 def test_the_anchor_s_own_noise_is_accounted_for(anchor: str, factor: float) -> None:
     """The first client, the mean of k others, an anchor that contains the client: all as sampled."""
     state, symmetry = bert(heads=4)
@@ -161,9 +133,8 @@ def test_the_anchor_s_own_noise_is_accounted_for(anchor: str, factor: float) -> 
     found, expected = torch.zeros(5), torch.zeros(5)
     for seed in range(12):
         updates = [(isotropic(state, 1e-5, 10 * seed + k), 1.0 + (k == 2)) for k in range(5)]
-        for k, result in enumerate(
-            align_round(updates, state, symmetry, replace(options, anchor=anchor))
-        ):
+        results = align_round(updates, state, symmetry, replace(options, anchor=anchor))
+        for k, result in enumerate(results):
             for row in result.alignment.report.groups:
                 assert row.chance is not None
                 found[k] += row.found / row.before
@@ -174,6 +145,7 @@ def test_the_anchor_s_own_noise_is_accounted_for(anchor: str, factor: float) -> 
     assert all(-0.05 < e < (0.05 if factor == 0 else 0.15) for e in excess), excess
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10_000), st.floats(0.0, 3.0), st.integers(2, 6))
 def test_the_ceiling_is_never_below_the_best_gain(seed: int, scale: float, dim: int) -> None:
     generator = seeded(seed)
@@ -192,57 +164,64 @@ def test_the_ceiling_is_never_below_the_best_gain(seed: int, scale: float, dim: 
         assert bool((ceiling - gains <= (larger - 1).clamp_min(0.5) * gains + 1e-6).all())
 
 
-def test_a_turned_head_moves_and_comes_back() -> None:
-    state, symmetry = bert(layers=2)
-    turned = fedrot.random_equivalent(state, symmetry, 1, ("attention",))
-    update = isotropic(turned, 1e-3, 2)
-    alignment = fedrot.align(update, state, symmetry)
-    rows = {row.group: row for row in alignment.report.groups}
-    assert len(rows) == 6
-    for group in symmetry.groups:
-        assert group.name not in rows or (rows[group.name].moved > 0) == (group.part == "attention")
-    assert alignment.report.found("attention") > 2 * (alignment.report.chance("attention") or 1)
-    for name, tensor in alignment.apply(update).items():
-        torch.testing.assert_close(tensor, state[name], atol=1e-2, rtol=0)
-
-
-def test_only_the_layer_with_evidence_moves() -> None:
+@pytest.mark.parametrize(
+    ("turned", "moving"), [((0, 1, 2), {0, 1, 2}), ((1,), {1}), ((0, 2), {0, 1, 2}), ((), set())]
+)
+def test_layers_with_evidence_move_and_most_of_them_speak_for_all(
+    turned: tuple[int, ...], moving: set[int]
+) -> None:
+    """And what does not move stays the same object."""
     state, symmetry = bert(layers=3)
-    turned = fedrot.random_equivalent(state, symmetry, 1, ("attention",))
-    update = isotropic(state, 1e-3, 2) | {
-        name: tensor for name, tensor in isotropic(turned, 1e-3, 2).items() if "layer.1." in name
-    }
+    other = fedrot.random_equivalent(state, symmetry, 1, ("attention",))
+    start = {n: (other if n.split(".layer.")[-1][0] in map(str, turned) else state)[n] for n in state}
+    update = isotropic(start, 1e-3, 2)
     alignment = fedrot.align(update, state, symmetry)
-    assert {move.group.layer for move in alignment.moves} == {1}
-    moved = alignment.apply(update)
-    for name, tensor in update.items():
-        assert (moved[name] is tensor) == (
-            "layer.1.attention" not in name or "LayerNorm" in name or name.endswith("output.dense.bias")
-        )
-
-
-def test_what_does_not_move_stays_the_same_object() -> None:
-    state, symmetry = bert()
-    update = isotropic(state, 1e-3, 3)
-    alignment = fedrot.align(update, state, symmetry)
-    assert not alignment.moves
-    assert all(tensor is update[name] for name, tensor in alignment.apply(update).items())
+    assert {(m.group.part, m.group.layer) for m in alignment.moves} == {("attention", i) for i in moving}
+    moved = {s.tensor for m in alignment.moves for s in m.group.slots}
+    for name, tensor in alignment.apply(update).items():
+        assert (tensor is update[name]) == (name not in moved)
+        torch.testing.assert_close(tensor, state[name], atol=1e-2, rtol=0)
     for row in alignment.report.groups:
-        assert row.before == row.after
-        assert row.skipped is (row.part == "attention")
-        assert row.found <= 1.2 * (row.chance or 0.0)
+        assert (row.moved > 0) == (row.part == "attention" and row.layer in moving)
+        if not row.moved:
+            assert row.before == row.after
+            assert row.skipped is (row.part == "attention")
+            assert row.found <= 1.2 * (row.chance or 0.0)
+    if len(turned) == 3:
+        assert alignment.report.found("attention") > 2 * (alignment.report.chance("attention") or 1)
 
 
-def test_few_free_dimensions_need_more_evidence() -> None:
-    """One angle may exceed twice chance by luck, thousands of them cannot."""
-    large, one = _group(12, 64), _group(1, 2)
-    assert chance.requirement(large, 100.0, 2.0, 1.5) == pytest.approx(3, rel=0.02)
-    assert chance.requirement(large, 100.0, 2.0, 3.0) == pytest.approx(6, rel=0.05)
-    assert chance.requirement(large, 100.0, 2.0, 0.0) == 0
-    # Of many entries, the share of one dimension is a chi-squared variable.
-    assert chance.requirement(one, 1.0, 1e-4, 1.5) == pytest.approx(chi2.isf(1e-7, 1) * 1e-4, rel=0.01)
+def _group(heads: int, dim: int) -> Group:
+    return Group("g", 0, "attention", HeadRotation(heads, dim), ())
+
+
+ORDERS = Group("orders", 0, "ffn", Permutation(32), ())
+LARGE, ONE = _group(12, 64), _group(1, 2)
+
+#: The group; distance, chance, factor and quantile of null models; what is required.
+REQUIRED: list[tuple[Group, tuple[float, ...], float]] = [
+    (LARGE, (100.0, 2.0, 1.5), 100 * 0.03 / 1.01),
+    (LARGE, (100.0, 2.0, 3.0), 100 * 0.06 / 1.04),
+    (LARGE, (100.0, 2.0, 0.0), 0),
+    (LARGE, (0.0, 0.0, 1.5, 7.0), 0),
+    # One angle may exceed twice chance by luck: the share of one dimension is a chi-squared variable.
+    (ONE, (1.0, 1e-4, 1.5), chi2.isf(1e-7, 1) * 1e-4),
+    # Of turns, the lower of two quantiles: of the share, and of null models.
+    (LARGE, (100.0, 2.0, 1.0, 2.001), 2.001),
+    (ORDERS, (100.0, 0.0, 1.5), 0),
+    (ORDERS, (100.0, 0.0, 1.5, 7.0), 7),
+    (ORDERS, (100.0, 10.0, 1.5, 7.0), 100 * 0.15 / 1.05),
+]
+
+
+@pytest.mark.parametrize(("group", "given_", "expected"), REQUIRED)
+def test_what_is_required_is_the_quantile_or_the_factor(
+    group: Group, given_: tuple[float, ...], expected: float
+) -> None:
+    assert chance.requirement(group, *given_) == pytest.approx(expected, rel=0.01)
+    assert chance.requirement(LARGE, 100.0, 2.0, 1.0) > 2.001
     for share in (0.3, 0.9, 0.99):
-        assert share < chance.requirement(one, 1.0, share, 1.5) <= 1
+        assert share < chance.requirement(ONE, 1.0, share, 1.5) <= 1
 
 
 @pytest.mark.parametrize(("free", "entries"), [(1, 4), (3, 10), (28, 400)])
@@ -256,27 +235,24 @@ def test_noise_exceeds_the_quantile_once_in_so_many_times(
     assert 0.0005 < exceeded < 0.0015
 
 
-def _group(heads: int, dim: int) -> Group:
-    return Group("g", 0, "attention", HeadRotation(heads, dim), ())
-
-
-def test_most_groups_speak_for_all_of_their_action() -> None:
-    assert chance.beyond([2.0, 2.0, 0.1], [1.0, 1.0, 1.0]) == [True, True, True]
-    assert chance.beyond([9.0, 0.1, 0.1], [1.0, 1.0, 1.0]) == [True, False, False]
+#: What groups removed, what was required, and which are beyond chance.
+BEYOND: list[tuple[list[float], list[float], list[bool]]] = [
+    ([2.0, 2.0, 0.1], [1.0, 1.0, 1.0], [True, True, True]),
+    ([2.0, 2.0, 2.0, 0.1], [1.0] * 4, [True] * 4),
+    ([9.0, 0.1, 0.1], [1.0, 1.0, 1.0], [True, False, False]),
+    ([1.1, 1.1, 0.1, 0.1], [1.0] * 4, [True, True, False, False]),
     # Groups in place say nothing, and nothing is required of them.
-    assert chance.beyond([0.0, 0.0, 0.5, 0.0], [0.0, 0.0, 1.0, 0.0]) == [True, True, False, True]
-    assert chance.beyond([0.5, 0.0], [0.0, 0.0]) == [True, True]
-    assert chance.beyond([], []) == []
+    ([0.0, 0.0, 0.5, 0.0], [0.0, 0.0, 1.0, 0.0], [True, True, False, True]),
+    ([0.5, 0.0], [0.0, 0.0], [True, True]),
+    ([], [], []),
+]
 
 
-def test_heads_that_turned_in_most_layers_turn_in_all() -> None:
-    state, symmetry = bert(layers=3)
-    turned = fedrot.random_equivalent(state, symmetry, 1, ("attention",))
-    update = isotropic(turned, 1e-3, 2) | {
-        name: tensor for name, tensor in isotropic(state, 1e-3, 2).items() if "layer.1." in name
-    }
-    alignment = fedrot.align(update, state, symmetry)
-    assert {move.group.layer for move in alignment.moves if move.group.part == "attention"} == {0, 1, 2}
+@pytest.mark.parametrize(("gains", "needs", "expected"), BEYOND)
+def test_most_groups_speak_for_all_of_their_action(
+    gains: list[float], needs: list[float], expected: list[bool]
+) -> None:
+    assert chance.beyond(gains, needs) == expected
 
 
 def test_entries_are_counted_once() -> None:
@@ -302,14 +278,17 @@ def test_null_models_keep_distance_and_projection() -> None:
         names = {slot.tensor for slot in group.slots}
         flat = [torch.cat([m[n].double().flatten() for n in sorted(names)]) for m in (state, update)]
         drawn = list(null_models({group: line_of(group, state, update)}, state, update))
-        assert 1 <= len(drawn) <= 16
         for model in drawn:
             assert {n for n in update if model[n] is not update[n]} == names
             null = torch.cat([model[n].double().flatten() for n in sorted(names)])
             assert (null - flat[0]).norm() == pytest.approx((flat[1] - flat[0]).norm().item(), rel=0.1)
             slope = (flat[1] - null) @ flat[0] / (flat[0] @ flat[0])
             assert slope == pytest.approx(0, abs=0.1)
-        again = next(null_models({group: line_of(group, state, update)}, state, update))
+        # A group is drawn alike in every run, whatever is drawn beside it.
+        apart = group.part in ("heads", "attention", "rescale")
+        beside = [g for g in symmetry.groups if apart and g.part == "ffn"]
+        lines = {g: line_of(g, state, update) for g in (*beside, group)}
+        again = next(null_models(lines, state, update))
         assert all(torch.equal(again[n], drawn[0][n]) for n in names)
 
 
@@ -320,65 +299,60 @@ def test_spread_of_a_mean_of_equals() -> None:
         assert spread.across == pytest.approx(1 / k)
         assert spread.along["still"] == pytest.approx(1 / k)
         assert spread.along["moved"] == 0
+    # Where the noise is only across, or only along.
+    group, entries = _group(2, 8), 1000
+    share = group.kind.free / entries
+    assert Spread(0.5).factor(group, entries) == 1
+    expected = 3 / (share * 3 + (1 - share) * 1.5)
+    assert Spread(0.5, {"g": 2.0}).factor(group, entries) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("optimiser", [torch.optim.SGD, torch.optim.AdamW])
-def test_training_from_a_trained_start_moves_hardly_any_group(optimiser: type) -> None:
+@pytest.mark.parametrize(("optimiser", "lr"), [(torch.optim.SGD, 1e-2), (torch.optim.AdamW, 1e-4)])
+def test_training_from_a_trained_start_moves_hardly_any_group(optimiser: type, lr: float) -> None:
     """Gradients avoid the orbit: clients of one trained start stay below chance."""
     generator = seeded(5)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        config = BertConfig(
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=64,
-            vocab_size=40,
-        )
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        config = BertConfig(**sizes, intermediate_size=64, vocab_size=40)
         model = BertForSequenceClassification(config).eval()
     words = torch.randint(40, (256, 8), generator=generator)
     labels = (words[:, :4].sum(1) > words[:, 4:].sum(1)).long()
 
-    def train(rows: Tensor, steps: int, make: type, lr: float) -> None:
+    def train(rows: Tensor, steps: int, make: type, lr: float) -> State:
         optimizer = make(model.parameters(), lr=lr)
         for step in range(steps):
             batch = rows[16 * step % len(rows) :][:16]
             optimizer.zero_grad()
             model(input_ids=words[batch], labels=labels[batch]).loss.backward()
             optimizer.step()
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
-    train(torch.arange(256), 60, torch.optim.AdamW, 1e-3)
-    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    symmetry = symmetry_of(config, start)
-    rows = []
-    for _ in range(20):
+    start = train(torch.arange(256), 60, torch.optim.AdamW, 1e-3)
+    symmetry, rows = symmetry_of(config, start), []
+    for _ in range(10):
         model.load_state_dict(start)
-        train(
-            torch.randperm(256, generator=generator)[:64],
-            8,
-            optimiser,
-            1e-2 if optimiser is torch.optim.SGD else 1e-4,
-        )
-        update = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        update = train(torch.randperm(256, generator=generator)[:64], 8, optimiser, lr)
         rows += fedrot.align(update, start, symmetry).report.groups
     assert all(row.before > 0 for row in rows)
     assert sum(row.moved > 0 for row in rows) <= 0.01 * len(rows)
 
 
-@pytest.mark.parametrize("width", [16, 32, 64])
-@pytest.mark.parametrize("noise", [0.01, 0.02, 0.05])
+@pytest.mark.parametrize(
+    ("width", "noise"), [(16, 0.01), (16, 0.05), (32, 0.02), (64, 0.01), (64, 0.05)]
+)
 def test_rounds_of_independent_noise_move_nothing(width: int, noise: float) -> None:
     """Clients that are the broadcast model plus noise, from near to far beyond its weights of 0.02."""
     state, symmetry = bert(width, heads=4, layers=2)
     options = fedrot.AlignmentOptions(parts=("heads", "attention", "ffn"))
     for anchor in ("running", "global"):
-        for seed in range(4):
+        for seed in range(3):
             updates = [(isotropic(state, noise, 10 * seed + client), 1.0) for client in range(3)]
             for result in align_round(updates, state, symmetry, replace(options, anchor=anchor)):
                 assert not result.alignment.moves
 
 
-@pytest.mark.parametrize("noise", [0.005, 0.01, 0.02])
+@pytest.mark.parametrize("noise", [0.005, 0.02])
 def test_clients_in_other_coordinates_are_found_in_much_noise(noise: float) -> None:
     """Noise as large as the weights hides nothing at a width of 64."""
     state, symmetry = bert(64, heads=4, layers=2)
@@ -401,7 +375,7 @@ def test_what_noise_removes_stays_below_its_quantile(part: str, inner: bool, sca
     (group,) = (g for g in symmetry.groups if g.part == part)
     options = fedrot.AlignmentOptions(parts=(part, "attention") if inner else (part,), chance=0)
     removed, bounds = [], []
-    for seed in range(40):
+    for seed in range(20):
         null = isotropic(state, scale, seed)
         alignment = fedrot.align(null, state, symmetry, options)
         (row,) = (row for row in alignment.report.groups if row.group == group.name)
@@ -440,36 +414,6 @@ def test_the_quantile_of_heads_counts_four_times_the_norm_of_those_that_move() -
     assert chance.quantile(group, state, swapped, line, 3.0, True) == pytest.approx(3 + most)
 
 
-def test_half_of_the_layers_are_no_evidence_for_the_others() -> None:
-    assert chance.beyond([1.1, 1.1, 0.1, 0.1], [1.0] * 4) == [True, True, False, False]
-    assert chance.beyond([2.0, 2.0, 2.0, 0.1], [1.0] * 4) == [True] * 4
-
-
-def test_tied_tensors_are_one_tensor_of_a_null_model() -> None:
-    state = {name: t.clone() for name, t in families.state_of("qwen2").items()}
-    symmetry = families.symmetry_for("qwen2")
-    names = sorted({s.tensor for g in symmetry.groups for s in g.slots if state[s.tensor].ndim == 2})
-    one = next(n for n in names if sum(state[m].shape == state[n].shape for m in names) > 1)
-    other = next(m for m in names if m != one and state[m].shape == state[one].shape)
-    state[other] = state[one]
-    null = chance.null_model(state, state, symmetry.groups)
-    assert null[one] is null[other]
-
-
-def test_what_is_required_of_orders_is_the_quantile_or_the_factor() -> None:
-    _, symmetry = bert(16)
-    (orders,) = (g for g in symmetry.groups if g.part == "ffn")
-    turns = _group(12, 64)
-    assert orders.kind.free == 0
-    assert chance.requirement(orders, 100.0, 0.0, 1.5) == 0
-    assert chance.requirement(orders, 100.0, 0.0, 1.5, 7.0) == 7
-    assert chance.requirement(orders, 100.0, 10.0, 1.5, 7.0) == pytest.approx(100 * 0.15 / 1.05)
-    # Of turns, the lower of two quantiles: of the share, and of null models.
-    lower = chance.requirement(turns, 100.0, 2.0, 1.0, 2.001)
-    assert lower == 2.001 < chance.requirement(turns, 100.0, 2.0, 1.0)
-    assert chance.requirement(turns, 0.0, 0.0, 1.5, 7.0) == 0
-
-
 def test_the_quantile_of_orders_bounds_all_of_them_together() -> None:
     state, symmetry = bert(16)
     (group,) = (g for g in symmetry.groups if g.part == "ffn")
@@ -487,16 +431,6 @@ def test_the_quantile_of_orders_bounds_all_of_them_together() -> None:
     assert chance.quantile(group, state, order, line, 3.0, False) == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_group_is_drawn_alike_whatever_is_drawn_beside_it() -> None:
-    state, symmetry = bert(16)
-    heads, ffn = (next(g for g in symmetry.groups if g.part == part) for part in ("heads", "ffn"))
-    line = chance.NullLine(1.0, 0.1)
-    alone = next(null_models({ffn: line}, state, state))
-    beside = next(null_models({heads: line, ffn: line}, state, state))
-    for slot in ffn.slots:
-        assert torch.equal(alone[slot.tensor], beside[slot.tensor])
-
-
 def test_groups_that_share_a_tensor_are_in_different_lists() -> None:
     def on(name: str, *tensors: str) -> Group:
         slots = tuple(Slot(tensor, 0, Slice(0, 4)) for tensor in tensors)
@@ -512,18 +446,9 @@ def test_near_is_up_to_a_twentieth_of_the_anchor() -> None:
     state, symmetry = bert(16)
     group = next(g for g in symmetry.groups if g.part == "attention")
     problem = Problem(Anchor(state), state, symmetry, fedrot.AlignmentOptions())
-    most, entries = chance.NEAR * problem.anchor.size(group), chance.entries_of(group, state)
+    most, entries = 0.05 * problem.anchor.size(group), chance.entries_of(group, state)
     assert chance.near_chance(problem, group, most) == pytest.approx(most * group.kind.free / entries)
     assert chance.near_chance(problem, group, 1.0001 * most) is None
-
-
-def test_the_anchor_s_noise_where_it_is_only_across_or_only_along() -> None:
-    group = _group(2, 8)
-    free, entries = group.kind.free, 1000
-    share = free / entries
-    across, along = Spread(0.5), Spread(0.5, {"g": 2.0})
-    assert across.factor(group, entries) == 1
-    assert along.factor(group, entries) == pytest.approx(3 / (share * 3 + (1 - share) * 1.5))
 
 
 def test_a_client_that_is_a_multiple_of_the_anchor_has_no_noise_and_none_of_nothing_a_slope() -> None:
@@ -542,22 +467,19 @@ def test_a_client_that_is_a_multiple_of_the_anchor_has_no_noise_and_none_of_noth
     assert line.size == pytest.approx((norm / chance.entries_of(group, state)) ** 0.5)
 
 
-def test_a_null_model_has_the_client_s_norm_and_projection_on_the_anchor() -> None:
-    anchor, symmetry = bert()
-    client = {n: 2 * t + 0.02 * torch.randn(t.shape, generator=seeded(1)) for n, t in anchor.items()}
-    null = chance.null_model(anchor, client, symmetry.select(fedrot.WHOLE_MODEL))
-    name = "bert.encoder.layer.0.attention.self.key.weight"
-    a, c, drawn = (model[name].double().flatten() for model in (anchor, client, null))
-    assert float(drawn @ a / (a @ a)) == pytest.approx(float(c @ a / (a @ a)), rel=0.05)
-    assert float(drawn.norm()) == pytest.approx(float(c.norm()), rel=0.05)
-
-
-def test_tensors_of_one_null_model_have_noise_of_their_own() -> None:
+def test_a_null_model_has_the_client_s_norm_and_projection_and_noise_of_its_own() -> None:
     """Equal noise in all layers would agree on an order of the stream: chance would be too large."""
     anchor, symmetry = bert(layers=2)
-    client = {n: t + 0.05 * torch.randn(t.shape, generator=seeded(1)) for n, t in anchor.items()}
+    client = {n: 2 * t + 0.02 * torch.randn(t.shape, generator=seeded(1)) for n, t in anchor.items()}
+    one, other = (f"bert.encoder.layer.{i}.attention.self.key.weight" for i in range(2))
     null = chance.null_model(anchor, client, symmetry.select(fedrot.WHOLE_MODEL))
-    keys = [n for n in null if n.endswith("attention.self.key.weight")]
-    noise = [null[n] - anchor[n] * (null[n] * anchor[n]).sum() / anchor[n].square().sum() for n in keys]
-    one, other = (n.flatten().double() for n in noise[:2])
-    assert abs(float(one @ other / (one.norm() * other.norm()))) < 0.2
+    noise = []
+    for name in (one, other):
+        a, c, drawn = (model[name].double().flatten() for model in (anchor, client, null))
+        assert float(drawn @ a / (a @ a)) == pytest.approx(float(c @ a / (a @ a)), rel=0.05)
+        assert float(drawn.norm()) == pytest.approx(float(c.norm()), rel=0.05)
+        noise.append(drawn - a * (drawn @ a) / (a @ a))
+    assert abs(float(noise[0] @ noise[1] / (noise[0].norm() * noise[1].norm()))) < 0.2
+    client[other] = client[one]
+    null = chance.null_model(anchor, client, symmetry.select(fedrot.WHOLE_MODEL))
+    assert null[one] is null[other], "tied tensors are one"

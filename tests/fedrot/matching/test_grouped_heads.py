@@ -14,7 +14,7 @@ from fedrot.symmetry.moves import Move, apply_moves
 from tests.families import state_of, symmetry_for
 from tests.models import near, squared_distance
 
-NAMES = ["llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "phi3-partial"]
+NAMES = ["llama", "mistral", "qwen2", "gemma3", "phi3-partial", "falcon-40b"]
 
 
 def _orders(symmetry: fedrot.Symmetry) -> tuple[Group, Group]:
@@ -43,20 +43,20 @@ def _best_by_trying_all(name: str, update: dict[str, torch.Tensor], parts: tuple
     return best
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("scale", [0.3, 1.0])
-def test_hidden_orders_are_found_through_noise(name: str, scale: float) -> None:
+@pytest.mark.parametrize("parts", [("heads", "attention"), ("heads",)])
+@pytest.mark.parametrize(("name", "scale"), [*zip(NAMES, [0.3, 1.0] * 3, strict=True)])
+def test_hidden_orders_are_found_through_noise(name: str, scale: float, parts: tuple[str, ...]) -> None:
     """As good as trying every order, and the best phases and rotations for each."""
     anchor, symmetry = state_of(name), symmetry_for(name)
-    update = fedrot.random_equivalent(near(anchor, scale), symmetry, 2, ("heads", "attention"))
-    options = fedrot.AlignmentOptions(parts=("heads", "attention"), layers=(0,), chance=0)
-    found = fedrot.align(update, anchor, symmetry, options)
-    reached = squared_distance(found.apply(update), anchor)
-    assert reached <= _best_by_trying_all(name, update, ("attention",)) * (1 + 1e-9)
+    update = fedrot.random_equivalent(near(anchor, scale), symmetry, 2, parts)
+    options = fedrot.AlignmentOptions(parts=parts, layers=(0,), chance=0)
+    aligned = fedrot.align(update, anchor, symmetry, options).apply(update)
+    best = _best_by_trying_all(name, update, parts[1:])
+    assert squared_distance(aligned, anchor) <= best * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("seed", [1, 2])
 def test_unrelated_models_never_lose_by_an_order(name: str, seed: int) -> None:
     """The scores of groups are bounds: an order is kept only if it is worth something in the end."""
     anchor, update, symmetry = state_of(name), state_of(name, seed), symmetry_for(name)
@@ -68,15 +68,6 @@ def test_unrelated_models_never_lose_by_an_order(name: str, seed: int) -> None:
     ]
     assert distances[1] <= distances[0] * (1 + 1e-12)
     assert max(distances) <= squared_distance(update, anchor) * (1 + 1e-12)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_orders_alone_are_found_too(name: str) -> None:
-    anchor, symmetry = state_of(name), symmetry_for(name)
-    update = fedrot.random_equivalent(near(anchor, 0.3), symmetry, 2, ("heads",))
-    options = fedrot.AlignmentOptions(parts=("heads",), layers=(0,), chance=0)
-    aligned = fedrot.align(update, anchor, symmetry, options).apply(update)
-    assert squared_distance(aligned, anchor) <= _best_by_trying_all(name, update, ()) * (1 + 1e-9)
 
 
 # Activations, which show what key heads have once
@@ -111,10 +102,7 @@ def _elements(
     return {m.group.name: m.element.tolist() for m in alignment.moves if m.group.part == "heads"}
 
 
-SHARED = [name for name in NAMES if name != "mistral"]  # Which has one key head.
-
-
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "mistral"])  # one key head
 def test_activations_alone_order_key_heads_where_weights_have_no_say(name: str) -> None:
     """The weights of keys, values, queries and output all say that the heads are in their places."""
     anchor, (heads, _) = state_of(name), _orders(symmetry_for(name))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 import fedrot
 from fedrot.matching import problem as of_problem
 from fedrot.matching.problem import Match, Problem, match_stage, solver_of, solves, stage_of
-from fedrot.symmetry.actions import HeadRotation, Permutation
+from fedrot.symmetry.actions import HeadRotation, Kind, Permutation
 from fedrot.symmetry.groups import Group
 from fedrot.symmetry.moves import Move, apply_moves
 from tests.models import largest_difference, near, state_of, symmetry_for
@@ -48,25 +48,36 @@ def _match_reversals(groups: Sequence[Group], problem: Problem) -> list[Match]:
     return matches
 
 
-def test_an_action_without_a_solver_is_refused_by_name() -> None:
-    state, symmetry = state_of(NAME), _with_reversals(symmetry_for(NAME))
-    group = next(g.name for g in symmetry.groups if g.part == "ffn")
-    told = rf"group '{group}' .* no solver is registered for its action Reversal.*solves\(Reversal\)"
-    with pytest.raises(fedrot.SymmetryError, match=told):
-        fedrot.align(state, state, symmetry)
-    # The other groups are matched as ever.
-    fedrot.align(state, state, symmetry, fedrot.AlignmentOptions(parts=("attention",)))
+@dataclass(frozen=True)
+class Late(Permutation):
+    """An action whose stage does not exist."""
+
+    stage: ClassVar[str] = "late"
 
 
-def test_a_solver_is_not_inherited_by_larger_groups() -> None:
-    """Rotations solved for in ``GL(d)`` would be wrong without a word."""
+#: Actions in place of those of a part, and what is told.
+REFUSED: dict[str, tuple[str, Callable[[Any], Kind], str]] = {
+    "no solver": ("ffn", lambda k: Reversal(k.units), r"solver .* action Reversal.*solves\(Reversal\)"),
+    # Rotations solved for in ``GL(d)`` would be wrong without a word.
+    "not inherited": ("attention", lambda k: HeadLinear(k.heads, k.dim), "action HeadLinear"),
+    "stage": ("ffn", lambda k: Late(k.units), r"stage 'late' of its action Late .*: residual"),
+}
+
+
+@pytest.mark.parametrize(("part", "kind", "told"), REFUSED.values(), ids=REFUSED)
+def test_an_action_that_cannot_be_matched_is_refused_by_name(
+    part: str, kind: Callable[[Any], Kind], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_problem, "SOLVERS", dict(of_problem.SOLVERS))
+    solves(Late)(_match_reversals)
     state, symmetry = state_of(NAME), symmetry_for(NAME)
-    groups = [
-        replace(g, kind=HeadLinear(g.kind.heads, g.kind.dim)) if isinstance(g.kind, HeadRotation) else g
-        for g in symmetry.groups
-    ]
-    with pytest.raises(fedrot.SymmetryError, match="action HeadLinear"):
-        fedrot.align(state, state, replace(symmetry, groups=tuple(groups)))
+    groups = tuple(replace(g, kind=kind(g.kind)) if g.part == part else g for g in symmetry.groups)
+    name = next(g.name for g in groups if g.part == part)
+    with pytest.raises(fedrot.SymmetryError, match=f"group '{name}' .*{told}"):
+        fedrot.align(state, state, replace(symmetry, groups=groups))
+    # The other groups are matched as ever.
+    rest = fedrot.AlignmentOptions(parts=("ffn",) if part == "attention" else ("attention",))
+    fedrot.align(state, state, replace(symmetry, groups=groups), rest)
 
 
 def test_a_registered_solver_is_used_in_the_stage_of_its_action(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,17 +130,3 @@ def test_groups_of_different_solvers_share_a_stage(monkeypatch: pytest.MonkeyPat
     matches = match_stage(groups, problem)
     assert [match.before for match in matches] == [0, 1, 2]
     assert seen == [["reversals", groups[0].name, groups[2].name], ["permutations", groups[1].name]]
-
-
-def test_an_action_of_an_unknown_stage_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(of_problem, "SOLVERS", dict(of_problem.SOLVERS))
-
-    @dataclass(frozen=True)
-    class Late(Permutation):
-        stage: ClassVar[str] = "late"
-
-    state, symmetry = state_of(NAME), symmetry_for(NAME)
-    solves(Late)(_match_reversals)
-    groups = [replace(g, kind=Late(g.kind.units)) if g.part == "ffn" else g for g in symmetry.groups]
-    with pytest.raises(fedrot.SymmetryError, match=r"stage 'late' of its action Late .*: residual"):
-        fedrot.align(state, state, replace(symmetry, groups=tuple(groups)))

@@ -1,304 +1,279 @@
-"""A move of the claimed group never changes what the model computes; a wrong move does."""
+"""The contract of every model: its parts move, alone and together, and the function stays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from torch import Tensor
 
 import fedrot
-from tests.models import (
-    CASES,
-    DIM,
-    EAGER,
-    EVERY,
-    EVERYTHING,
-    FEW,
-    FULL,
-    HEADS,
-    NEURONS,
-    Names,
-    State,
-    largest_difference,
-    logits,
-    near,
-    squared_distance,
-    state_of,
-    symmetry_for,
-)
+from fedrot.symmetry import NO_LAYER
+from fedrot.symmetry.actions import HeadRotation
+from fedrot.symmetry.describe.mixture import ExpertNeurons, ExpertPermutation
+from fedrot.symmetry.moves import Move, apply_moves
+from fedrot.symmetry.rotary_actions import RotaryPhases
+from tests import families, models
+from tests.families import ALIBI, FIXED, KINDS, MEMBERS, inputs, model_of, outputs
+from tests.models import DIM, EAGER, EVERYTHING, FULL, Names, State, largest_difference, logits, near
 
-PARTS = pytest.mark.parametrize(
-    "parts", [EVERYTHING, FULL, ("attention", "ffn")], ids=["everything", "full", "default"]
-)
+#: The parts that are tried together.
+PARTS = (("attention", "ffn"), FULL, EVERYTHING)
+#: Every model with every implementation of attention that it has.
+BOTH = [
+    *((name, attention) for name, member in MEMBERS.items() for attention in member.attention),
+    *product(models.EVERY, ("eager", "sdpa")),
+]
+#: Lengths of vectors over labels, spans and vocabularies: biases of outputs, which nothing moves.
+OUTPUTS = {1, 2, 3, families.VOCABULARY, models.VOCABULARY}
+#: Other tensors that stay, by the end of their names: outputs, and gains that all heads share.
+STAY = ("final_logits_bias", "logit_scale", "q_norm.weight", "k_norm.weight")
 
 
-def _changed(one: State, other: State) -> set[str]:
+def model_(name: str) -> tuple[State, fedrot.Symmetry, Callable[[State, str], Tensor]]:
+    """Return the tensors of a model of either zoo, its symmetry, and what computes its outputs."""
+    if name in MEMBERS:
+        compute = lambda tensors, attention: outputs(name, tensors, attention)  # noqa: E731
+        return families.state_of(name), families.symmetry_for(name), compute
+    compute = lambda tensors, attention: logits(name, tensors, attention)  # noqa: E731
+    return models.state_of(name), models.symmetry_for(name), compute
+
+
+def movable(symmetry: fedrot.Symmetry, asked: tuple[str, ...] = EVERYTHING) -> tuple[str, ...]:
+    return tuple(part for part in asked if part not in symmetry.refused)
+
+
+def changed(one: State, other: State) -> set[str]:
     return {key for key in one if not torch.equal(one[key], other[key])}
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", EVERY)
-def test_random_element_keeps_every_output_in_float64(name: str, attention: str) -> None:
-    """All parts together, of every family with every task head; all that may move does."""
-    state, symmetry = state_of(name), symmetry_for(name)
-    assert not symmetry.refused
-    groups = symmetry.select(EVERYTHING)
-    assert {group.part for group in groups} >= {*EVERYTHING} - {"output"}
-    expected = logits(name, state, attention)
-    for seed in range(2):
-        moved = fedrot.random_equivalent(state, symmetry, seed, EVERYTHING)
-        assert _changed(moved, state) == {slot.tensor for group in groups for slot in group.slots}
-        assert (logits(name, moved, attention) - expected).abs().max() <= 1e-10
+def test_every_family_has_a_member_in_every_attention_that_it_has() -> None:
+    found = {model_of(name).config.model_type for name in MEMBERS}
+    assert found | {"xlm-roberta", "distilbert"} == set(fedrot.supported())
+    for name, member in MEMBERS.items():
+        assert ("sdpa" in member.attention) == bool(model_of(name)._supports_sdpa), name
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_every_part_on_its_own_moves_weights_and_keeps_every_output(name: str) -> None:
-    state, symmetry = state_of(name), symmetry_for(name)
+@pytest.mark.parametrize(("name", "attention"), BOTH)
+def test_every_tensor_moves_and_every_output_stays(name: str, attention: str) -> None:
+    """All but the tensors whose only axis is one of the outputs."""
+    state, symmetry, compute = model_(name)
+    before = compute(state, attention)
+    parts, seen = movable(symmetry), set[str]()
+    alone = [(part,) for part in parts] if attention == "eager" else []
+    for seed, chosen in enumerate((*alone, parts), 3):
+        moved = fedrot.random_equivalent(state, symmetry, seed, chosen)
+        groups = symmetry.select(chosen)
+        assert changed(moved, state) <= {slot.tensor for group in groups for slot in group.slots}
+        assert (compute(moved, attention) - before).abs().max() <= 1e-9 * before.abs().max()
+        assert groups or chosen == ("output",)
+        seen |= changed(moved, state)
+    assert models.squared_distance(moved, state) > 0.1 * models.squared_distance(near(state, 1.4), state)
+    if attention == "eager" and "residual" in parts:
+        still = {k for k, t in state.items() if t.ndim == 1 and len(t) in OUTPUTS and "mlp" not in k}
+        assert state.keys() - seen == still | {key for key in state if key.endswith(STAY)}
+
+
+@pytest.mark.parametrize("name", models.EVERY)
+def test_encoders_have_a_group_of_each_kind_in_each_layer(name: str) -> None:
+    """Signs are free where a tanh is odd, and BERT's and RoBERTa's task heads have one."""
+    symmetry = models.symmetry_for(name)
+    found = Counter((g.layer, g.part, g.kind.units) for g in symmetry.groups if g.layer != NO_LAYER)
+    each = Counter(
+        {("heads", models.HEADS): 1, ("attention", models.HEADS): 2, ("rescale", models.HEADS): 2}
+    )
+    each[("ffn", models.NEURONS)] = 1
+    assert found == {(i, *key): n for key, n in each.items() for i in range(models.LAYERS)}
+    assert symmetry.layers == models.LAYERS
+    assert symmetry.shapes == {key: tuple(t.shape) for key, t in models.state_of(name).items()}
+    for group in (group for group in symmetry.groups if group.layer == NO_LAYER):
+        odd = group.part == "output" and name.startswith(("bert", "roberta", "xlm-r"))
+        assert type(group.kind).__name__ == ("SignedPermutation" if odd else "Permutation")
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_only_bare_models_fixed_positions_and_alibi_refuse_anything(name: str) -> None:
+    symmetry, stays = families.symmetry_for(name), MEMBERS[name].bare or name in FIXED
+    assert set(symmetry.refused) == ({"residual"} if stays else {"heads"} if name in ALIBI else set())
+    if name in (*ALIBI, *FIXED):
+        why = r"'residual' cannot be moved: .* positions" if stays else r"heads.* order, .* per head"
+        with pytest.raises(fedrot.SymmetryError, match=why):
+            fedrot.random_equivalent(families.state_of(name), symmetry, 3, fedrot.WHOLE_MODEL)
+
+
+@pytest.mark.parametrize("name", models.CASES)
+def test_float32_keeps_its_digits(name: str) -> None:
+    state, symmetry = models.state_of(name, dtype=torch.float32), models.symmetry_for(name)
+    moved = fedrot.random_equivalent(state, symmetry, 1, EVERYTHING)
     expected = logits(name, state)
-    for part in EVERYTHING:
-        moved = fedrot.random_equivalent(state, symmetry, 3, (part,))
-        groups = symmetry.select((part,))
-        assert _changed(moved, state) == {slot.tensor for group in groups for slot in group.slots}
-        assert (logits(name, moved) - expected).abs().max() <= 1e-10, part
-        # Heads with hidden units of their own; all others lead to outputs in one step.
-        assert bool(groups) == (part != "output" or name in HIDDEN_UNITS), part
-
-
-#: Cases whose task head has hidden units that are neither the residual stream nor the embeddings.
-HIDDEN_UNITS = {
-    *("bert-classifier", "bert-pretraining", "bert-choice", "bert-next"),
-    *("roberta-classifier", "roberta-choice", "xlm-r-classifier", "xlm-r-choice"),
-    *("electra-classifier", "electra-discriminator"),
-    *("electra-wide-classifier", "electra-wide-discriminator"),
-    *("distilbert-classifier", "distilbert-choice"),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-@PARTS
-def test_random_element_keeps_logits_in_float32(name: str, parts: tuple[str, ...]) -> None:
-    state, symmetry = state_of(name, dtype=torch.float32), symmetry_for(name)
-    expected = logits(name, state)
-    moved = fedrot.random_equivalent(state, symmetry, 1, parts)
     assert largest_difference(moved, state) > 0.1
-    error = (logits(name, moved) - expected).abs().max() / expected.abs().max()
-    assert error <= 1e-4
-
-
-@pytest.mark.parametrize("name", FEW)
-@settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 2**31), model_seed=st.integers(0, 3))
-def test_any_seed_keeps_logits_and_aligns_back(name: str, seed: int, model_seed: int) -> None:
-    state = state_of(name, model_seed)
-    symmetry = symmetry_for(name)
-    moved = fedrot.random_equivalent(state, symmetry, seed, EVERYTHING)
-    assert (logits(name, moved) - logits(name, state)).abs().max() <= 1e-10
-    back = fedrot.align(
-        moved, state, symmetry, fedrot.AlignmentOptions(parts=EVERYTHING, canonical=False)
-    ).apply(moved)
-    assert largest_difference(back, state) <= 1e-8
+    assert (logits(name, moved) - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 def test_random_elements_are_reproducible_and_differ_by_seed() -> None:
-    state = state_of("bert-classifier")
-    symmetry = symmetry_for("bert-classifier")
+    state, symmetry, _ = model_("bert-classifier")
     one, same, other = (fedrot.random_equivalent(state, symmetry, s, FULL) for s in (1, 1, 2))
     assert largest_difference(one, same) == 0
     assert largest_difference(one, other) > 0.1
 
 
-def test_random_rotations_include_reflections() -> None:
-    symmetry = symmetry_for("bert-classifier")
-    group = next(g for g in symmetry.groups if g.part == "attention")
-    signs = {
-        round(float(value))
-        for seed in range(4)
-        for value in torch.linalg.det(group.kind.random(torch.Generator().manual_seed(seed)))
-    }
-    assert signs == {-1, 1}
+# Matching
 
 
-# What is outside the group changes the model: the tolerance above is not met by accident.
+@pytest.mark.parametrize("name", KINDS)
+def test_hidden_coordinates_are_recovered(name: str) -> None:
+    state, symmetry, _ = model_(name)
+    for seed, asked in enumerate((("attention", "ffn"), FULL, fedrot.WHOLE_MODEL), 4):
+        parts = movable(symmetry, asked)
+        moved = fedrot.random_equivalent(state, symmetry, seed, parts)
+        options = fedrot.AlignmentOptions(parts=parts, canonical=False)
+        alignment = fedrot.align(moved, state, symmetry, options)
+        aligned = alignment.apply(moved)
+        assert largest_difference(aligned, state) <= 1e-8
+        assert largest_difference(alignment.inverse().apply(aligned), moved) <= 1e-8
 
 
-def _orthogonal(size: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(9)
-    return torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))[0]
+@pytest.mark.parametrize(("scale", "asked"), [*zip((0.02, 0.5, None), PARTS, strict=True)])
+@pytest.mark.parametrize("name", KINDS)
+def test_distance_never_grows_and_the_function_is_the_update_s(
+    name: str, scale: float | None, asked: tuple[str, ...]
+) -> None:
+    anchor, symmetry, compute = model_(name)
+    update = families.state_of(name, 1) if scale is None else near(anchor, scale)
+    options = replace(EAGER, parts=movable(symmetry, asked), canonical=False)
+    alignment = fedrot.align(update, anchor, symmetry, options)
+    aligned, report = alignment.apply(update), alignment.report
+    before, after = (models.squared_distance(tensors, anchor) for tensors in (update, aligned))
+    assert after <= before * (1 + 1e-12)
+    assert report.before - report.after == pytest.approx(before - after, abs=1e-9 * before)
+    expected = compute(update, "eager")
+    assert (compute(aligned, "eager") - expected).abs().max() <= 1e-9 * expected.abs().max()
 
 
-def _left(state: State, module: str, matrix: torch.Tensor, rows: slice) -> None:
-    for leaf in ("weight", "bias"):
-        state[f"{module}.{leaf}"][rows] = matrix @ state[f"{module}.{leaf}"][rows]
+@pytest.mark.parametrize("weight", [0.5, 1.0])
+@pytest.mark.parametrize("name", KINDS)
+def test_activations_recover_whole_models(name: str, weight: float) -> None:
+    """Beside the weights and alone; what does not show in activations is left to the weights."""
+    state, symmetry, _ = model_(name)
+    parts = movable(symmetry, fedrot.WHOLE_MODEL)
+    moved = fedrot.random_equivalent(state, symmetry, 6, parts)
+    both = model_of(name, state), model_of(name, moved)
+    activations = fedrot.collect_activations(*both, [inputs(name, rows=128)], symmetry)
+    options = fedrot.AlignmentOptions(parts=parts, activation_weight=weight, canonical=False)
+    alignment = fedrot.align(moved, state, symmetry, options, activations)
+    assert largest_difference(alignment.apply(moved), state) <= 1e-4  # moments are float32
+    # Experts are no modules of their own, in which hooks could see them.
+    hidden = (ExpertPermutation, ExpertNeurons)
+    asked = (g for g in symmetry.groups if g.part in ("residual", "attention", "ffn"))
+    assert {g.name for g in asked if not isinstance(g.kind, hidden)} <= activations.matrices.keys()
 
 
-def _rotate_across_heads(state: State, names: Names) -> None:
-    matrix, rows = _orthogonal(2 * DIM), slice(0, 2 * DIM)
-    _left(state, names.of(0, "query"), matrix, rows)
-    _left(state, names.of(0, "key"), matrix, rows)
+@pytest.mark.parametrize(("share", "accepted"), [(0.5e-12, False), (2e-12, True)])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_a_turn_inside_heads_must_gain_more_than_rounding(
+    name: str, share: float, accepted: bool
+) -> None:
+    """All heads turn by one angle ``t``, which takes ``2 - 2 cos t`` of the trace: about its square."""
+    anchor, symmetry, _ = model_(name)
+    turn, moves = share**0.5, []
+    for group in symmetry.select(("attention",)):
+        kind = group.kind
+        assert isinstance(kind, HeadRotation | RotaryPhases)
+        element = torch.full((kind.heads, kind.dim // 2), turn).double()
+        if isinstance(kind, HeadRotation):
+            plane = torch.tensor([[0.0, -turn], [turn, 0.0]], dtype=torch.float64)
+            element = torch.matrix_exp(torch.kron(torch.eye(kind.dim // 2), plane))
+            element = element.expand(kind.heads, -1, -1)
+        moves.append(Move(group, element))
+    update = apply_moves(anchor, moves)
+    alignment = fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(parts=("attention",)))
+    assert len(moves) == 4
+    assert len(alignment.moves) == (4 if accepted else 0)
 
 
-def _rotate_query_without_key(state: State, names: Names) -> None:
-    _left(state, names.of(0, "query"), _orthogonal(DIM), slice(0, DIM))
+#: The layers of models of two stacks, those of the second after those of the first.
+STACKS = {
+    "t5": ("encoder.block.{}.", "decoder.block.{}."),
+    "bart": ("model.encoder.layers.{}.", "model.decoder.layers.{}."),
+    "clip": ("text_model.encoder.layers.{}.", "vision_model.encoder.layers.{}."),
+    "albert-groups": tuple(
+        f"albert.encoder.albert_layer_groups.{i}.albert_layers.{{}}." for i in range(2)
+    ),
+}
 
 
-def _rotate_value_without_output(state: State, names: Names) -> None:
-    _left(state, names.of(0, "value"), _orthogonal(DIM), slice(0, DIM))
-
-
-def _rotate_query_key_without_biases(state: State, names: Names) -> None:
-    for module in ("query", "key"):
-        weight = state[f"{names.of(0, module)}.weight"]
-        weight[:DIM] = _orthogonal(DIM) @ weight[:DIM]
-
-
-def _swap_heads_of_query_and_key_only(state: State, names: Names) -> None:
-    order = torch.arange(HEADS * DIM).reshape(HEADS, DIM)[[1, 0, *range(2, HEADS)]].flatten()
-    for module in ("query", "key"):
-        for leaf in ("weight", "bias"):
-            state[f"{names.of(0, module)}.{leaf}"] = state[f"{names.of(0, module)}.{leaf}"][order]
-
-
-def _scale_query_and_key_alike(state: State, names: Names) -> None:
-    for module in ("query", "key"):
-        _left(state, names.of(0, module), 2 * torch.eye(DIM, dtype=torch.float64), slice(0, DIM))
-
-
-def _permute_up_without_down(state: State, names: Names) -> None:
-    order = torch.arange(NEURONS).roll(1)
-    for leaf in ("weight", "bias"):
-        state[f"{names.of(0, 'up')}.{leaf}"] = state[f"{names.of(0, 'up')}.{leaf}"][order]
-
-
-def _permute_neurons_without_bias(state: State, names: Names) -> None:
-    order = torch.arange(NEURONS).roll(1)
-    up, down = (f"{names.of(0, module)}.weight" for module in ("up", "down"))
-    state[up], state[down] = state[up][order], state[down][:, order]
-
-
-def _rotate_neurons(state: State, names: Names) -> None:
-    matrix = _orthogonal(NEURONS)
-    _left(state, names.of(0, "up"), matrix, slice(0, NEURONS))
-    state[f"{names.of(0, 'down')}.weight"] = state[f"{names.of(0, 'down')}.weight"] @ matrix.T
-
-
-def _embeddings(names: Names) -> str:
-    return f"{names.stack.split('.')[0]}.embeddings"
-
-
-def _permute_positions_without_words(state: State, names: Names) -> None:
-    key = f"{_embeddings(names)}.position_embeddings.weight"
-    state[key] = state[key].roll(1, 1)
-
-
-def _stream_in_other_coordinates(state: State, name: str, matrix: torch.Tensor) -> None:
-    """Apply a matrix to everything that reads or writes the residual stream, norms included."""
-    residual = next(g for g in symmetry_for(name).groups if g.name == "residual")
-    for slot in residual.slots:
-        moved = (matrix @ state[slot.tensor].movedim(slot.axis, 0)).movedim(0, slot.axis)
-        state[slot.tensor] = moved
-
-
-def _rotate_the_stream(state: State, names: Names) -> None:
-    _stream_in_other_coordinates(state, _name_of(names), _orthogonal(HEADS * DIM))
-
-
-def _flip_a_sign_of_the_stream(state: State, names: Names) -> None:
-    signs = torch.ones(HEADS * DIM, dtype=torch.float64)
-    signs[3] = -1
-    _stream_in_other_coordinates(state, _name_of(names), torch.diag(signs))
-
-
-def _permute_the_stream_but_not_a_norm(state: State, names: Names) -> None:
-    norm = f"{_embeddings(names)}.LayerNorm.weight"
-    kept = state[norm].clone()
-    permutation = torch.eye(HEADS * DIM, dtype=torch.float64).roll(1, 0)
-    _stream_in_other_coordinates(state, _name_of(names), permutation)
-    state[norm] = kept
-
-
-def _name_of(names: Names) -> str:
-    return next(name for name in FEW if CASES[name].names == names)
-
-
-@pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize(
-    "damage",
-    [
-        _permute_positions_without_words,
-        _rotate_the_stream,
-        _flip_a_sign_of_the_stream,
-        _permute_the_stream_but_not_a_norm,
-        _rotate_across_heads,
-        _rotate_query_without_key,
-        _rotate_value_without_output,
-        _rotate_query_key_without_biases,
-        _swap_heads_of_query_and_key_only,
-        _scale_query_and_key_alike,
-        _permute_up_without_down,
-        _permute_neurons_without_bias,
-        _rotate_neurons,
-    ],
+    ("layers", "expected"),
+    [("all", {0, 1, 2, 3}), ("first:3", {0, 1, 2}), ("last:1", {3}), ([2], {2})],
 )
-def test_a_wrong_move_changes_the_logits(name: str, damage: Callable[[State, Names], None]) -> None:
-    state = state_of(name)
-    damaged = state_of(name)
-    damage(damaged, CASES[name].names)
-    assert (logits(name, damaged) - logits(name, state)).abs().max() > 1e-4
+@pytest.mark.parametrize("name", STACKS)
+def test_layers_of_a_second_stack_follow_those_of_the_first(
+    name: str, layers: str | list[int], expected: set[int]
+) -> None:
+    """In what is moved, and in the rows of the report."""
+    anchor, symmetry, _ = model_(name)
+    update = families.state_of(name, 1)
+    alignment = fedrot.align(update, anchor, symmetry, replace(EAGER, layers=layers))
+    places = [stack.format(layer) for stack in STACKS[name] for layer in range(2)]
+    moved = changed(alignment.apply(update), update)
+    assert {i for key in moved for i, place in enumerate(places) if key.startswith(place)} == expected
+    assert all(key.startswith(tuple(places)) for key in moved)
+    rows = alignment.report.rows()
+    assert {row["layer"] for row in rows} == expected
+    groups = [place.removeprefix("model.").removeprefix("albert.") for place in places]
+    assert all(row["group"].startswith(groups[row["layer"]]) for row in rows)
 
 
 # Degenerate weights: nothing is determined there, and still the function must not move.
 
 
+QKV, ALL = ("query", "key", "value"), ("query", "key", "value", "output")
+
+
+def _of(state: State, names: Names, modules: Sequence[str], layer: int = 0) -> list[Tensor]:
+    """Return weights and biases of a layer, which may be changed in place."""
+    return [state[f"{names.of(layer, m)}.{leaf}"] for m in modules for leaf in ("weight", "bias")]
+
+
 def _rank_deficient(state: State, names: Names) -> None:
     for layer in range(2):
-        for module in ("query", "key", "value"):
-            state[f"{names.of(layer, module)}.weight"][DIM // 2 : DIM] = 0
-            state[f"{names.of(layer, module)}.bias"][DIM // 2 : DIM] = 0
+        for tensor in _of(state, names, QKV, layer):
+            tensor[DIM // 2 : DIM] = 0
         state[f"{names.of(layer, 'output')}.weight"][:, 3:] *= 1e-14
 
 
 def _rank_one(state: State, names: Names) -> None:
-    for module in ("query", "key", "value", "output", "up", "down"):
-        weight = state[f"{names.of(0, module)}.weight"]
+    for weight in _of(state, names, (*ALL, "up", "down"))[::2]:
         weight.copy_(torch.outer(weight[:, 0], weight[0]))
 
 
 def _zero_attention(state: State, names: Names) -> None:
-    for module in ("query", "key", "value", "output"):
-        state[f"{names.of(0, module)}.weight"].zero_()
-        state[f"{names.of(0, module)}.bias"].zero_()
+    for tensor in _of(state, names, ALL):
+        tensor.zero_()
 
 
-def _zero_head(state: State, names: Names) -> None:
-    for module in ("query", "key", "value"):
-        state[f"{names.of(1, module)}.weight"][:DIM] = 0
-        state[f"{names.of(1, module)}.bias"][:DIM] = 0
-
-
-def _zero_query(state: State, names: Names) -> None:
+def _zero_head_and_query(state: State, names: Names) -> None:
+    for tensor in (*_of(state, names, QKV, 1), *_of(state, names, ("query",))):
+        tensor[:DIM] = 0
     state[f"{names.of(0, 'query')}.weight"].zero_()
-    state[f"{names.of(0, 'query')}.bias"].zero_()
 
 
 def _equal_heads(state: State, names: Names) -> None:
-    for module in ("query", "key", "value"):
-        for leaf in ("weight", "bias"):
-            tensor = state[f"{names.of(0, module)}.{leaf}"]
-            tensor.copy_(tensor[:DIM].repeat(HEADS, *[1] * (tensor.ndim - 1)))
+    for tensor in _of(state, names, QKV):
+        tensor.copy_(tensor[:DIM].repeat(models.HEADS, *[1] * (tensor.ndim - 1)))
     weight = state[f"{names.of(0, 'output')}.weight"]
-    weight.copy_(weight[:, :DIM].repeat(1, HEADS))
+    weight.copy_(weight[:, :DIM].repeat(1, models.HEADS))
 
 
 def _zero_and_equal_neurons(state: State, names: Names) -> None:
-    up, down = names.of(0, "up"), names.of(0, "down")
-    state[f"{up}.weight"][:10], state[f"{up}.bias"][:10], state[f"{down}.weight"][:, :10] = 0, 0, 0
-    state[f"{up}.weight"][10:30] = state[f"{up}.weight"][10]
-    state[f"{up}.bias"][10:30] = state[f"{up}.bias"][10]
-    state[f"{down}.weight"][:, 10:30] = state[f"{down}.weight"][:, 10:11]
+    down = state[f"{names.of(0, 'down')}.weight"].T
+    for tensor in (*_of(state, names, ("up",)), down):
+        tensor[:10] = 0
+        tensor[10:30] = tensor[10].clone()
 
 
 def _all_zero(state: State, names: Names) -> None:
@@ -307,67 +282,42 @@ def _all_zero(state: State, names: Names) -> None:
 
 
 def _huge_and_tiny(state: State, names: Names) -> None:
-    for leaf in ("weight", "bias"):
-        state[f"{names.of(0, 'query')}.{leaf}"] *= 1e6
-        state[f"{names.of(0, 'key')}.{leaf}"] *= 1e-9
-    state[f"{names.of(0, 'up')}.weight"] *= 1e-12
+    for module, size in (("query", 1e6), ("key", 1e-9), ("up", 1e-12)):
+        for tensor in _of(state, names, (module,)):
+            tensor *= size
 
 
-_DEGENERATE = [
-    _rank_deficient,
-    _rank_one,
-    _zero_attention,
-    _zero_head,
-    _zero_query,
-    _equal_heads,
-    _zero_and_equal_neurons,
-    _all_zero,
-    _huge_and_tiny,
+DEGENERATE = [
+    *(_rank_deficient, _rank_one, _zero_attention, _zero_head_and_query, _equal_heads),
+    *(_zero_and_equal_neurons, _all_zero, _huge_and_tiny),
+]
+WHERE: list[tuple[set[str], torch.dtype, float]] = [
+    ({"client"}, torch.float64, 1e-10),
+    ({"anchor"}, torch.float64, 1e-10),
+    ({"client", "anchor"}, torch.float64, 1e-10),
+    ({"client"}, torch.float32, 1e-4),
 ]
 
 
-@pytest.mark.parametrize("where", ["client", "anchor", "both"])
-@pytest.mark.parametrize("degrade", _DEGENERATE)
-@PARTS
+@pytest.mark.parametrize("turn", range(len(WHERE)))
+@pytest.mark.parametrize("degrade", DEGENERATE)
 def test_degenerate_weights_keep_the_function(
-    degrade: Callable[[State, Names], None], where: str, parts: tuple[str, ...]
+    degrade: Callable[[State, Names], None], turn: int
 ) -> None:
+    """Each in the client, the anchor or both; and each with all sets of parts in turn."""
+    where, dtype, error = WHERE[turn]
+    parts = PARTS[(turn + DEGENERATE.index(degrade)) % 3] if dtype == torch.float64 else PARTS[0]
     name = "bert-classifier"
-    anchor = state_of(name)
+    anchor, symmetry = models.state_of(name, dtype=dtype), models.symmetry_for(name)
     client = near(anchor, 0.3)
-    symmetry = symmetry_for(name)
-    for which, state in (("client", client), ("anchor", anchor)):
-        if where in (which, "both"):
-            degrade(state, CASES[name].names)
+    for which in where:
+        degrade({"client": client, "anchor": anchor}[which], models.CASES[name].names)
     aligned = fedrot.align(client, anchor, symmetry, replace(EAGER, parts=parts)).apply(client)
     assert all(bool(torch.isfinite(t).all()) for t in aligned.values())
-    assert (logits(name, aligned) - logits(name, client)).abs().max() <= 1e-10
-    before = squared_distance(client, anchor)
-    assert squared_distance(aligned, anchor) <= before * (1 + 1e-12)
-
-
-@pytest.mark.parametrize("degrade", _DEGENERATE)
-def test_degenerate_weights_in_float32_keep_the_function(
-    degrade: Callable[[State, Names], None],
-) -> None:
-    name = "bert-classifier"
-    anchor = state_of(name, dtype=torch.float32)
-    client = near(anchor, 0.3)
-    degrade(client, CASES[name].names)
-    symmetry = symmetry_for(name)
-    aligned = fedrot.align(client, anchor, symmetry, EAGER).apply(client)
-    assert all(bool(torch.isfinite(t).all()) for t in aligned.values())
-    assert (logits(name, aligned) - logits(name, client)).abs().max() <= 1e-4
-
-
-@pytest.mark.parametrize("degrade", [_rank_deficient, _zero_attention, _equal_heads, _all_zero])
-def test_degenerate_client_equal_to_its_anchor_does_not_move(
-    degrade: Callable[[State, Names], None],
-) -> None:
-    name = "bert-classifier"
-    anchor = state_of(name)
-    degrade(anchor, CASES[name].names)
-    symmetry = symmetry_for(name)
-    alignment = fedrot.align(anchor, anchor, symmetry, replace(EAGER, parts=FULL))
-    assert largest_difference(alignment.apply(anchor), anchor) <= 1e-12
-    assert alignment.report.after <= 1e-20
+    assert (logits(name, aligned) - logits(name, client)).abs().max() <= error
+    before = models.squared_distance(client, anchor)
+    assert models.squared_distance(aligned, anchor) <= before * (1 + (1e-12 if error < 1e-9 else 1e-5))
+    if len(where) == 2:  # a degenerate client that is its anchor does not move
+        alignment = fedrot.align(anchor, anchor, symmetry, replace(EAGER, parts=FULL))
+        assert largest_difference(alignment.apply(anchor), anchor) <= 1e-12
+        assert alignment.report.after <= 1e-20

@@ -1,66 +1,90 @@
-"""Where the units of fused projections lie, and heads that keep their order."""
+"""Where the units of fused projections lie, heads that keep their order, and stored experts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import fedrot
+from fedrot.symmetry.actions import SignedPermutation
+from fedrot.symmetry.describe.family import Family
 from fedrot.symmetry.describe.layers import attention
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
-from tests.families import MEMBERS, outputs, state_of, symmetry_for
+from fedrot.symmetry.describe.spaces import Space
+from tests.families import MEMBERS, model_of, outputs, state_of, symmetry_for
+from tests.models import EVERYTHING, largest_difference, squared_distance
 
 #: Four query heads of two units, two to a key head: q0 q1 k0 v0 q2 q3 k1 v1.
 HEADS = Heads(4, 2, 2)
+BY_HEAD, IN_TURN = (
+    Projections.fused("qkv", HEADS, Units("out"), by_head=by_head) for by_head in (True, False)
+)
 
 
 def _places(units: Units, heads: int) -> list[list[int]]:
-    return [slot.slice.of(torch.arange(16), 0).tolist() for slot in units.written(heads, 2)]
+    """Return the entries that a projection writes, of its weight and of its bias."""
+    slots = units.written(heads, 2)
+    for slot in slots:
+        of = slot.slice.of(torch.arange(16), 0)
+        assert slot.slice.mask(16).nonzero()[:, 0].tolist() == of.tolist()
+        assert slot.size == len(of)
+    return [slot.slice.of(torch.arange(16), 0).tolist() for slot in slots]
 
 
-def test_queries_lie_beside_their_key_and_value() -> None:
-    found = Projections.fused("qkv", HEADS, Units("out"), by_head=True)
-    assert _places(found.query, 4) == [[0, 1, 2, 3, 8, 9, 10, 11]] * 2
-    assert _places(found.key, 2) == [[4, 5, 12, 13]] * 2
-    assert _places(found.value, 2) == [[6, 7, 14, 15]] * 2
-    found = Projections.fused("qkv", HEADS, Units("out"))
-    assert _places(found.query, 4) == [[0, 1, 2, 3, 4, 5, 6, 7]] * 2
-    assert _places(found.key, 2) == [[8, 9, 10, 11]] * 2
-    assert _places(found.value, 2) == [[12, 13, 14, 15]] * 2
-
-
-def test_a_part_of_heads_that_lie_side_by_side_has_no_place() -> None:
-    projections = Projections.fused("qkv", HEADS, Units("out"), by_head=True)
+def test_queries_lie_beside_their_key_and_value_or_before_all_of_them() -> None:
+    assert _places(BY_HEAD.query, 4) == [[0, 1, 2, 3, 8, 9, 10, 11]] * 2
+    assert _places(BY_HEAD.key, 2) == [[4, 5, 12, 13]] * 2
+    assert _places(BY_HEAD.value, 2) == [[6, 7, 14, 15]] * 2
+    assert _places(IN_TURN.query, 4) == [[0, 1, 2, 3, 4, 5, 6, 7]] * 2
+    assert _places(IN_TURN.key, 2) == [[8, 9, 10, 11]] * 2
+    assert _places(IN_TURN.value, 2) == [[12, 13, 14, 15]] * 2
     with pytest.raises(fedrot.SymmetryError, match=r"'qkv' stores 2 heads side by side"):
-        attention("", replace(HEADS, rotary=1), projections)
+        attention("", replace(HEADS, rotary=1), BY_HEAD)
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-def test_ordered_heads_have_groups_inside_them_alone(ordered: bool) -> None:
-    projections = Projections.fused("qkv", HEADS, Units("out"), by_head=True)
-    block = attention("", replace(HEADS, ordered=ordered), projections)
-    free = {"heads", "queries"}
-    inside = {"qk", "vo", "qk.scale", "vo.scale"}
-    assert {group.name for group in block.groups} == (inside if ordered else inside | free)
-    assert {group.within for group in block.groups} == ({""} if ordered else {"heads", ""})
-    assert block.refused.keys() == ({"heads"} if ordered else set())
+def test_a_space_is_there_with_one_tensor_and_without_another() -> None:
+    space, names = Space(present="a", absent="b"), ((), ("a",), ("a", "b"), ("b",))
+    assert [space.exists(found) for found in names] == [False, True, False, False]
+
+
+def test_buffers_are_known_by_the_end_of_their_names() -> None:
+    names = ("embeddings.position_ids", "s.0.mask", "s.0.bitmask", "mask")
+    family = Family("mine", ("mine",), (), (), buffers={"mask": 3, "embeddings.position_ids": 2})
+    expected = {"embeddings.position_ids": 2, "s.0.mask": 3, "mask": 3}
+    assert family.describe({}, names)[1] == {name: (None,) * axes for name, axes in expected.items()}
 
 
 def test_alibi_orders_query_heads_that_share_a_key_head_too() -> None:
-    member = replace(
-        MEMBERS["falcon-7b"], settings={**MEMBERS["falcon-7b"].settings, "alibi": True}, attention=()
-    )
-    model = member.build("eager")
+    settings = {**MEMBERS["falcon-7b"].settings, "alibi": True}
+    model = replace(MEMBERS["falcon-7b"], settings=settings).build("eager")
     symmetry = fedrot.symmetry_of(model.config, model.state_dict())
     assert {group.part for group in symmetry.groups} == {"residual", "attention", "rescale", "ffn"}
+    assert {group.within for group in symmetry.groups} == {""}
     assert fedrot.check_function(model, model.config, symmetry, ("residual", "attention", "ffn")) <= 1e-9
 
 
-def test_whole_models_with_alibi_are_matched_without_the_heads() -> None:
-    state, symmetry = state_of("bloom", 1), symmetry_for("bloom")
-    options = fedrot.AlignmentOptions(parts=("residual", "output", "attention", "ffn"), canonical=False)
-    aligned = fedrot.align(state, state_of("bloom"), symmetry, options).apply(state)
-    expected = outputs("bloom", state)
-    assert (outputs("bloom", aligned) - expected).abs().max() <= 1e-9 * expected.abs().max()
+def test_experts_that_are_stored_as_modules_keep_their_order(tmp_path: Path) -> None:
+    """As transformers saves them, and had them in memory before version 5."""
+    model = model_of("mixtral")
+    model.save_pretrained(tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    state = load_file(file)
+    symmetry = fedrot.symmetry_of(model.config, state)
+    assert not symmetry.refused
+    neurons = [group for group in symmetry.groups if group.part == "ffn"]
+    (experts,) = {g.kind.units for g in symmetry_for("mixtral").groups if g.name.endswith("experts")}
+    assert len(neurons) == 2 * experts
+    assert {type(group.kind) for group in neurons} == {SignedPermutation}
+    moved = fedrot.random_equivalent(state, symmetry, 1, EVERYTHING)
+    assert squared_distance(moved, state) > 1
+    save_file(moved, file, metadata={"format": "pt"})
+    again = type(model).from_pretrained(tmp_path, dtype=torch.float64).state_dict()
+    assert largest_difference(again, model.state_dict()) > 0.1
+    expected = outputs("mixtral", state_of("mixtral"))
+    assert (outputs("mixtral", again) - expected).abs().max() <= 1e-9 * expected.abs().max()
+    options = fedrot.AlignmentOptions(parts=EVERYTHING, canonical=False)
+    assert largest_difference(fedrot.align(moved, state, symmetry, options).apply(moved), state) <= 1e-8

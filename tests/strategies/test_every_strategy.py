@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
 from flwr.serverapp.strategy import (
@@ -34,16 +33,15 @@ from flwr.serverapp.strategy import (
     Strategy,
 )
 from flwr.serverapp.strategy.result import Result
+from flwr.supercore.differential_privacy import KEY_NORM_BIT
 from flwr.supercore.privacy_accounting import SamplingMethod
-from torch import nn
+from torch import Tensor, nn
 
 import fedrot
-from fedrot import random_equivalent as moved
-from fedrot.strategies import Aligned, FedRot, OtherBasis, align_mod
-from fedrot.strategies.round.merge import OF_THE_MEAN
+from fedrot.strategies import FedRot, OtherBasis, align_mod
 from tests.models import EAGER, State, config_of, near, squared_distance
 from tests.strategies.classifier import NAME, SYMMETRY, build, error, permuted, state
-from tests.strategies.fakes import Client, FakeGrid, reply, tensors_of
+from tests.strategies.fakes import Client, broadcast, grid_of, in_front_of, node_of, reply, tensors_of
 
 CONFIG, ROUNDS, CLIENTS = config_of(NAME), 2, 7
 COMMON: dict[str, Any] = {"fraction_evaluate": 0.0, "min_evaluate_nodes": 0}
@@ -84,10 +82,6 @@ class Case:
         return in_front_of(self.strategy)(CONFIG, *args, **settings, **given)
 
 
-def in_front_of(strategy: type[Strategy]) -> Any:
-    return type(f"Aligned{strategy.__name__}", (Aligned, strategy), {})
-
-
 SERVER_SIDE = {
     "server, fixed": Case(DifferentialPrivacyServerSideFixedClipping, FIXED),
     "server, adaptive": Case(DifferentialPrivacyServerSideAdaptiveClipping, ADAPTIVE),
@@ -121,28 +115,36 @@ CASES = {
 COMPARING = ("FedAvgM", "FedAdam", "FedYogi", "FedAdagrad", "QFedAvg")
 
 
+#: Buffers that Flower's own arithmetic fails on, or counts as distance between clients.
+INTEGERS = {"steps": torch.tensor(7), "mask": torch.tensor([True, False])}
+
+
 def client(index: int, scramble: bool, mods: tuple[Any, ...]) -> Client:
     """Return a node that trains from what it receives; no two clients move equally far."""
 
     def train(message: Message, context: Context) -> Message:
         received = tensors_of(message.content.array_records["arrays"])
         number: Any = message.content.config_records["config"]["server-round"]
-        update = near(received, 0.01 * (1 + 0.3 * index), 10 * number + index)
+        weights = {name: tensor for name, tensor in received.items() if name not in INTEGERS}
+        update = near(weights, 0.01 * (1 + 0.3 * index), 10 * number + index)
         if scramble:
             update = fedrot.random_equivalent(update, SYMMETRY, 100 * number + index)
+        if "steps" in received:
+            update |= {"steps": torch.tensor(1000 * index), "mask": torch.tensor([False, True])}
         return reply(message, update, 10 + 3 * index, index, train_loss=0.5 + 0.1 * index)
 
     app = ClientApp()
     app.train(mods=list(mods))(train)
-    context = Context(1, 1, {}, RecordDict(), {})
-    return lambda message: app(message, context)
+    return node_of(app)
 
 
-def run(strategy: Strategy, scramble: bool, mods: tuple[Any, ...] = ()) -> Result:
-    """Run two rounds; whatever noise is drawn is the same in all runs."""
+def run(
+    strategy: Strategy, scramble: bool, mods: tuple[Any, ...] = (), rounds: int = ROUNDS, **more: Tensor
+) -> Result:
+    """Run rounds; whatever noise is drawn is the same in all runs."""
     np.random.seed(0)
-    grid = FakeGrid({100 + i: client(i, scramble, mods) for i in range(CLIENTS)})
-    return strategy.start(grid, ArrayRecord(state()), ROUNDS)
+    grid = grid_of(client(i, scramble, mods) for i in range(CLIENTS))
+    return strategy.start(grid, ArrayRecord({**state(), **more}), rounds)
 
 
 @cache
@@ -159,17 +161,28 @@ def gap(one: Result | State, other: Result | State) -> float:
     return squared_distance(left, right) ** 0.5
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_scrambled_clients_end_where_unscrambled_ones_do(name: str) -> None:
     case = CASES[name]
     honest, scrambled = (finished(name, scramble, aligned=True) for scramble in (False, True))
     moved = gap(honest, state())
     assert gap(honest, scrambled) < case.rounding * moved
     assert gap(honest, finished(name, scramble=True, aligned=False)) > 0.5 * moved
-    # The same, had the clients aligned: what the strategy is given and what it does are not changed.
-    at_clients = run(case.plain(), True, (*case.mods, align_mod(CONFIG, EAGER)))
-    assert gap(scrambled, at_clients) < case.rounding * moved
     assert len(honest.train_metrics_clientapp) == ROUNDS
+    # Otherwise float64 is what clients receive from the second round on.
+    assert {array.dtype for array in scrambled.arrays.values()} == {"float32"}
+    if case.mods:
+        return
+    # The same, had the clients aligned: what the strategy is given and what it does are not changed.
+    at_clients = run(case.plain(), True, (align_mod(CONFIG, EAGER),))
+    assert gap(scrambled, at_clients) < case.rounding * moved
+    # Integer buffers are averaged or play no part.
+    result = tensors_of(run(case.aligned(), True, **INTEGERS).arrays)
+    averaged = {"steps": torch.tensor(3632), "mask": torch.tensor([False, True])}
+    of_the_mean = name in ("FedAvgM", "FedAdam", "FedYogi", "FedAdagrad", "FedProx")
+    for buffer, value in (averaged if of_the_mean else INTEGERS).items():
+        assert torch.equal(result.pop(buffer), value)
+    assert gap(scrambled, result) < case.rounding * moved
 
 
 def idle(index: int, other: bool) -> Client:
@@ -177,7 +190,8 @@ def idle(index: int, other: bool) -> Client:
 
     def answer(message: Message) -> Message:
         received = tensors_of(message.content.array_records["arrays"])
-        turned = permuted(received, index) if other else moved(received, SYMMETRY, index)
+        move = permuted if other else partial(fedrot.random_equivalent, symmetry=SYMMETRY)
+        turned = move(received, seed=index)
         return reply(message, turned, 10 + 3 * index, index, train_loss=0.5)
 
     return answer
@@ -187,7 +201,7 @@ def idle(index: int, other: bool) -> Client:
 def test_clients_that_learned_nothing_change_no_function_in_canonical_rounds(name: str) -> None:
     """A strategy that compares updates with the broadcast model is given that in canonical form."""
     canonical = fedrot.AlignmentOptions(("attention", "ffn"), anchor="global", canonical=True)
-    grid = FakeGrid({100 + i: idle(i, other=False) for i in range(CLIENTS)})
+    grid = grid_of(idle(i, other=False) for i in range(CLIENTS))
     result = CASES[name].aligned(alignment=canonical).start(grid, ArrayRecord(state()), ROUNDS)
     assert gap(result, state()) > 0.1
     assert error(result.arrays, state()) < ROUNDED
@@ -207,7 +221,7 @@ def test_clients_of_another_basis_that_learned_nothing_change_no_function(
     name: str, others: int
 ) -> None:
     """The same holds where the round takes the coordinates of one of them."""
-    grid = FakeGrid({100 + i: idle(i, other=i < others) for i in range(CLIENTS)})
+    grid = grid_of(idle(i, other=i < others) for i in range(CLIENTS))
     strategy = CASES[name].aligned(alignment=fedrot.AlignmentOptions(), other_basis=OtherBasis(build))
     result = strategy.start(grid, ArrayRecord(state()), 1)
     assert result.train_metrics_clientapp[1]["fedrot-groups-moved"] > 0
@@ -227,6 +241,15 @@ def test_the_clipping_norm_adapts_to_aligned_updates(name: str) -> None:
 
 
 # Differential privacy
+
+
+def test_a_norm_bit_is_0_or_1() -> None:
+    wrapper: Any = in_front_of(DifferentialPrivacyClientSideAdaptiveClipping)
+    strategy = wrapper(None, FedAvg(), 1.0, 3, clipped_count_stddev=10.0, alignment=None)
+    asked = zip(broadcast(strategy, {"w": torch.zeros(3)}), (1e9, 1, 0), strict=True)
+    sent = [reply(message, {"w": torch.ones(3)}, 1, **{KEY_NORM_BIT: bit}) for message, bit in asked]
+    _, metrics = strategy.aggregate_train(1, sent)
+    assert metrics["fedrot-replies-dropped"] == 1
 
 
 class Ledger:
@@ -288,7 +311,7 @@ def change_of_the_sum(anchor: str) -> float:
             return lambda message: reply(message, first if index == 0 else own, 10, index)
 
         strategy = SERVER_SIDE["server, fixed"].aligned(alignment=fedrot.AlignmentOptions(anchor=anchor))
-        grid = FakeGrid({100 + i: answers(i) for i in range(CLIENTS)})
+        grid = grid_of(map(answers, range(CLIENTS)))
         sums.append(tensors_of(strategy.start(grid, ArrayRecord(state()), 1).arrays))
     return CLIENTS * squared_distance(*sums) ** 0.5
 
@@ -298,7 +321,7 @@ def test_one_client_moves_the_sum_by_no_more_than_it_may() -> None:
 
 
 @pytest.mark.parametrize("anchor", sorted(set(fedrot.anchors.ANCHORS) - {"global"}))
-@pytest.mark.parametrize("name", sorted(SERVER_SIDE))
+@pytest.mark.parametrize("name", SERVER_SIDE)
 def test_other_anchors_are_refused_with_privacy(name: str, anchor: str) -> None:
     """One client would move the others' updates, so that clipping its own bounds nothing."""
     with pytest.raises(fedrot.FedrotError, match="anchor='global'"):
@@ -314,31 +337,23 @@ def test_other_bases_are_refused_with_privacy(other_basis: OtherBasis) -> None:
         SERVER_SIDE["server, fixed"].aligned(other_basis=other_basis)
 
 
-@pytest.mark.parametrize("name", sorted(CLIENT_SIDE))
+@pytest.mark.parametrize("name", CLIENT_SIDE)
 def test_aligning_at_the_server_what_clients_have_clipped_is_refused(name: str) -> None:
     with pytest.raises(fedrot.FedrotError, match="align_mod"):
         CLIENT_SIDE[name].aligned(alignment=fedrot.AlignmentOptions())
 
 
-@pytest.mark.parametrize("name", sorted(SERVER_SIDE | CLIENT_SIDE))
-def test_a_privacy_wrapper_around_alignment_is_refused_before_training(name: str) -> None:
+@pytest.mark.parametrize("name", SERVER_SIDE | CLIENT_SIDE)
+def test_a_privacy_wrapper_is_refused_around_a_strategy_that_aligns_or_fits_a_head(name: str) -> None:
+    """Before anybody trains; around one that moves nothing it is fine."""
     case: Any = CASES[name]
-    strategy = case.strategy(FedRot(CONFIG, **COMMON), **case.settings)
-    with pytest.raises(fedrot.FedrotError, match=r"clips updates before .*class Private\(Aligned, "):
-        run(strategy, True, case.mods)
-
-
-@pytest.mark.parametrize("name", sorted(SERVER_SIDE | CLIENT_SIDE))
-def test_a_privacy_wrapper_around_a_fitted_head_is_refused(name: str) -> None:
-    case: Any = CASES[name]
-    head = FedRot(CONFIG, alignment=None, fit_head="classifier", **COMMON)
-    with pytest.raises(fedrot.FedrotError, match=r"other sums of the clients\. Omit fit_head"):
-        run(case.strategy(head, **case.settings), True, case.mods)
-
-
-@pytest.mark.parametrize("name", sorted(SERVER_SIDE | CLIENT_SIDE))
-def test_a_privacy_wrapper_around_a_strategy_that_moves_nothing_is_fine(name: str) -> None:
-    case: Any = CASES[name]
+    for settings, word in (
+        ({}, r"clips updates before .*class Private\(Aligned, "),
+        ({"alignment": None, "fit_head": "classifier"}, r"other sums of the clients\. Omit fit_head"),
+    ):
+        ours = case.strategy(FedRot(CONFIG, **settings, **COMMON), **case.settings)
+        with pytest.raises(fedrot.FedrotError, match=word):
+            run(ours, True, case.mods)
     ours = case.strategy(FedRot(CONFIG, alignment=None, **COMMON), **case.settings)
     result = run(ours, True, (*case.mods, align_mod(CONFIG, EAGER)))
     expected = finished(name, scramble=True, aligned=True)
@@ -363,7 +378,7 @@ def test_the_weights_are_those_of_the_wrapped_strategy() -> None:
     assert gap(run(strategy, True, (renamed,)), expected) < 1e-5
 
 
-@pytest.mark.parametrize("name", sorted(set(CASES)))
+@pytest.mark.parametrize("name", CASES)
 def test_without_a_good_reply_the_model_stays(name: str) -> None:
     def broken(message: Message, context: Context, call_next: Any) -> Message:
         answer = call_next(message, context)
@@ -377,47 +392,6 @@ def test_without_a_good_reply_the_model_stays(name: str) -> None:
         return answer
 
     case = CASES[name]
-    result = run(case.aligned(), False, (*case.mods, broken))
+    result = run(case.aligned(), False, (*case.mods, broken), rounds=1)
     assert result.arrays.object_id == ArrayRecord(state()).object_id
-    assert result.train_metrics_clientapp[ROUNDS]["fedrot-replies-dropped"] == CLIENTS
-
-
-@pytest.mark.parametrize("name", sorted(set(CASES)))
-def test_the_precision_is_the_broadcast_models(name: str) -> None:
-    """Otherwise float64 is what clients receive from the second round on."""
-    result = finished(name, scramble=True, aligned=True)
-    assert {array.dtype for array in result.arrays.values()} == {"float32"}
-
-
-@pytest.mark.parametrize(
-    "name",
-    sorted(set(CASES) - set(CLIENT_SIDE)),
-)
-def test_integer_buffers_are_averaged_or_play_no_part(name: str) -> None:
-    """Flower's own arithmetic fails on them, or counts them as distance between clients."""
-    integers = {"steps": torch.tensor(7), "mask": torch.tensor([True, False])}
-
-    def with_integers(index: int) -> Callable[..., Message]:
-        def mod(message: Message, context: Context, call_next: Any) -> Message:
-            arrays = message.content.array_records["arrays"]
-            tensors = {k: t for k, t in tensors_of(arrays).items() if k not in integers}
-            message.content["arrays"] = ArrayRecord(tensors)
-            answer = call_next(message, context)
-            message.content["arrays"] = arrays
-            ours = {"steps": torch.tensor(1000 * index), "mask": torch.tensor([False, True])}
-            answer.content["arrays"] = ArrayRecord(
-                {**tensors_of(answer.content.array_records["arrays"]), **ours}
-            )
-            return answer
-
-        return mod
-
-    grid = FakeGrid({100 + i: client(i, True, (with_integers(i),)) for i in range(CLIENTS)})
-    strategy = CASES[name].aligned()
-    result = tensors_of(strategy.start(grid, ArrayRecord({**state(), **integers}), ROUNDS).arrays)
-    averaged = {"steps": torch.tensor(3632), "mask": torch.tensor([False, True])}
-    of_the_mean = CASES[name].aligned().wrapped_class in OF_THE_MEAN
-    for buffer, value in (averaged if of_the_mean else integers).items():
-        assert torch.equal(result.pop(buffer), value)
-    expected = finished(name, scramble=True, aligned=True)
-    assert gap(expected, result) < CASES[name].rounding * gap(expected, state())
+    assert result.train_metrics_clientapp[1]["fedrot-replies-dropped"] == CLIENTS

@@ -202,9 +202,9 @@ KINDS = {
 SINGLE = KINDS["single"]
 
 
-def as_predicted(given: Rows) -> Rows:
-    """Return rows with the labels that the ``SINGLE`` model predicts."""
-    return {**given, "labels": SINGLE.logits(SINGLE.build(), given).argmax(1)}
+def as_predicted(given: Rows, model: Any = None) -> Rows:
+    """Return rows with the labels that a model predicts, by default the ``SINGLE`` one."""
+    return {**given, "labels": SINGLE.logits(model or SINGLE.build(), given).argmax(1)}
 
 
 def edited(node: Client, edit: Callable[[Answer], None]) -> Client:

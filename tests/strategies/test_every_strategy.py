@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Message
+from flwr.app import ArrayRecord, Context, Message, MetricRecord
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
 from flwr.serverapp.strategy import (
@@ -269,26 +270,26 @@ class Ledger:
         return SimpleNamespace(epsilon=float(self.releases), delta=1e-5, num_releases=self.releases)
 
 
+def with_metrics(change: Callable[[MetricRecord, int], object]) -> Any:
+    """Return a mod that changes the metrics of a reply, given its node."""
+
+    def mod(message: Message, context: Context, call_next: Any) -> Message:
+        answer: Message = call_next(message, context)
+        change(answer.content.metric_records["metrics"], message.metadata.dst_node_id)
+        return answer
+
+    return mod
+
+
 ACCOUNTED = {**FIXED, "noise_multiplier": 0.01}
 
 
-def run_equal(strategy: Any, scramble: bool, mods: tuple[Any, ...] = ()) -> Result:
-    """Run two rounds with clients of equal weight."""
-
-    def one(message: Message, context: Context, call_next: Any) -> Message:
-        answer = call_next(message, context)
-        answer.content.metric_records["metrics"]["num-examples"] = 1
-        return answer
-
-    return run(strategy, scramble, (one, *mods))
-
-
 def test_an_accountant_is_served_with_alignment_in_front() -> None:
-    results, ledgers = [], []
+    equal, results, ledgers = with_metrics(lambda m, _: m.update({"num-examples": 1})), [], []
     for scramble in (False, True):
         ledgers.append(Ledger())
         case = Case(DifferentialPrivacyServerSideFixedClipping, {**ACCOUNTED, "accountant": ledgers[-1]})
-        results.append(run_equal(case.aligned(), scramble))
+        results.append(run(case.aligned(), scramble, (equal,)))
     assert [ledger.releases for ledger in ledgers] == [ROUNDS, ROUNDS]
     assert gap(*results) < ROUNDED * gap(results[0], state())
 
@@ -300,47 +301,36 @@ def test_an_accountant_refuses_alignment_behind_it(name: str) -> None:
         wrapper(FedRot(CONFIG, **COMMON), **ACCOUNTED, accountant=Ledger())
 
 
-def change_of_the_sum(anchor: str) -> float:
-    """Return how far the sum of clipped updates moves when one client sends something else."""
+def test_one_client_moves_the_sum_by_no_more_than_it_may() -> None:
+    honest = [fedrot.random_equivalent(near(state(), 0.05, i), SYMMETRY, i) for i in range(1, CLIENTS)]
     sums = []
     for seed, scale in ((3, 1.0), (54, 30.0)):
-        strange = {k: scale * t for k, t in state(seed).items()}
-
-        def answers(index: int, first: State = strange) -> Client:
-            own = fedrot.random_equivalent(near(state(), 0.05, index), SYMMETRY, index)
-            return lambda message: reply(message, first if index == 0 else own, 10, index)
-
-        strategy = SERVER_SIDE["server, fixed"].aligned(alignment=fedrot.AlignmentOptions(anchor=anchor))
-        grid = grid_of(map(answers, range(CLIENTS)))
-        sums.append(tensors_of(strategy.start(grid, ArrayRecord(state()), 1).arrays))
-    return CLIENTS * squared_distance(*sums) ** 0.5
+        updates = [{name: scale * tensor for name, tensor in state(seed).items()}, *honest]
+        grid = grid_of((lambda message, u=update: reply(message, u, 10)) for update in updates)
+        result = SERVER_SIDE["server, fixed"].aligned().start(grid, ArrayRecord(state()), 1)
+        sums.append(tensors_of(result.arrays))
+    assert 0 < CLIENTS * squared_distance(*sums) ** 0.5 <= 2 * CLIP
 
 
-def test_one_client_moves_the_sum_by_no_more_than_it_may() -> None:
-    assert 0 < change_of_the_sum("global") <= 2 * CLIP
+#: One client would move the others' updates, so that clipping its own bounds nothing: by its part in the
+#: anchor, or if it is the heaviest of another basis. Others have clipped before alignment.
+UNSAFE: list[tuple[str, dict[str, Any], str]] = [
+    *(
+        (name, {"alignment": fedrot.AlignmentOptions(anchor=anchor)}, "anchor='global'")
+        for name in SERVER_SIDE
+        for anchor in sorted(set(fedrot.anchors.ANCHORS) - {"global"})
+    ),
+    ("server, fixed", {"other_basis": OtherBasis(lambda: nn.Linear(1, 1))}, "anchor='global'"),
+    *((name, {"alignment": fedrot.AlignmentOptions()}, "align_mod") for name in CLIENT_SIDE),
+]
 
 
-@pytest.mark.parametrize("anchor", sorted(set(fedrot.anchors.ANCHORS) - {"global"}))
-@pytest.mark.parametrize("name", SERVER_SIDE)
-def test_other_anchors_are_refused_with_privacy(name: str, anchor: str) -> None:
-    """One client would move the others' updates, so that clipping its own bounds nothing."""
-    with pytest.raises(fedrot.FedrotError, match="anchor='global'"):
-        SERVER_SIDE[name].aligned(alignment=fedrot.AlignmentOptions(anchor=anchor))
-
-
-@pytest.mark.parametrize(
-    "other_basis", [OtherBasis(lambda: nn.Linear(1, 1)), OtherBasis(options=fedrot.AlignmentOptions())]
-)
-def test_other_bases_are_refused_with_privacy(other_basis: OtherBasis) -> None:
-    """The round's coordinates would be those of the heaviest reply."""
-    with pytest.raises(fedrot.FedrotError, match="anchor='global'"):
-        SERVER_SIDE["server, fixed"].aligned(other_basis=other_basis)
-
-
-@pytest.mark.parametrize("name", CLIENT_SIDE)
-def test_aligning_at_the_server_what_clients_have_clipped_is_refused(name: str) -> None:
-    with pytest.raises(fedrot.FedrotError, match="align_mod"):
-        CLIENT_SIDE[name].aligned(alignment=fedrot.AlignmentOptions())
+@pytest.mark.parametrize(("name", "given", "word"), UNSAFE)
+def test_what_breaks_the_guarantee_of_privacy_is_refused(
+    name: str, given: dict[str, Any], word: str
+) -> None:
+    with pytest.raises(fedrot.FedrotError, match=word):
+        CASES[name].aligned(**given)
 
 
 @pytest.mark.parametrize("name", SERVER_SIDE | CLIENT_SIDE)
@@ -361,36 +351,18 @@ def test_a_privacy_wrapper_is_refused_around_a_strategy_that_aligns_or_fits_a_he
 
 
 def test_the_weights_are_those_of_the_wrapped_strategy() -> None:
-    def renamed(message: Message, context: Context, call_next: Any) -> Message:
-        answer = call_next(message, context)
-        answer.content.metric_records["metrics"]["rows"] = answer.content.metric_records["metrics"].pop(
-            "num-examples"
-        )
-        return answer
-
-    strategy = in_front_of(DifferentialPrivacyServerSideFixedClipping)(
-        CONFIG,
-        FedAvg(weighted_by_key="rows", **COMMON),
-        alignment=replace(EAGER, anchor="global"),
-        **FIXED,
-    )
+    renamed = with_metrics(lambda metrics, _: metrics.update(rows=metrics.pop("num-examples")))
+    wrapped = FedAvg(weighted_by_key="rows", **COMMON)
+    aligned = in_front_of(DifferentialPrivacyServerSideFixedClipping)
+    strategy = aligned(CONFIG, wrapped, alignment=replace(EAGER, anchor="global"), **FIXED)
     expected = finished("server, fixed", scramble=True, aligned=True)
     assert gap(run(strategy, True, (renamed,)), expected) < 1e-5
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_without_a_good_reply_the_model_stays(name: str) -> None:
-    def broken(message: Message, context: Context, call_next: Any) -> Message:
-        answer = call_next(message, context)
-        tensors = {
-            k: torch.full_like(t, torch.nan)
-            for k, t in tensors_of(answer.content.array_records["arrays"]).items()
-        }
-        answer.content["arrays"] = ArrayRecord(tensors)
-        # Each with a fault of its own: one fault of all would end the run.
-        answer.content.metric_records["metrics"]["num-examples"] = -message.metadata.dst_node_id
-        return answer
-
+    # Each with a fault of its own: one fault of all would end the run.
+    broken = with_metrics(lambda metrics, node: metrics.update({"num-examples": -node}))
     case = CASES[name]
     result = run(case.aligned(), False, (*case.mods, broken), rounds=1)
     assert result.arrays.object_id == ArrayRecord(state()).object_id

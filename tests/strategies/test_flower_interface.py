@@ -102,17 +102,6 @@ def test_the_loop_of_checkpoints_takes_what_flowers_start_takes() -> None:
     assert missing(start, run) == []
 
 
-def test_a_new_argument_of_flowers_would_be_found() -> None:
-    class Newer(FedAvg):
-        def start(self, grid: Any, initial_arrays: Any, new: int = 1, num_rounds: int = 4) -> Any: ...
-
-    assert missing(Newer.start, FedRot.start) == ["new", "num_rounds=3"]
-    assert missing(lambda self, initial_arrays, grid: None, FedRot.start) == [
-        "place of initial_arrays",
-        "place of grid",
-    ]
-
-
 # should_stop
 
 

@@ -14,24 +14,34 @@ import fedrot
 from fedrot.strategies import FedRot, Guard, evaluate_at_clients
 from fedrot.strategies.sums.requests import LOSSES, MESSAGE_TYPE
 from fedrot.temperature import TEMPERATURES
-from tests.models import EAGER, near
+from tests.models import EAGER, config_of, near
+from tests.strategies.classifier import NAME, SYMMETRY, build, state
 from tests.strategies.fakes import Client, failure, grid_of, reply, tensors_of
 from tests.strategies.heads import SINGLE, Answer, Rows, State, as_predicted, edited
 
-STATE, ARRAYS = SINGLE.state(), ArrayRecord(SINGLE.state())
-WORSE = near(STATE, 0.5, 1)
+STATE, ARRAYS = state(), ArrayRecord(state())
+WORSE = near(STATE, 0.3, 1)
+
+
+def loaded(tensors: State) -> Any:
+    model = build()
+    model.load_state_dict(tensors)
+    return model
+
+
+def predicted(seed: int, count: int) -> Rows:
+    """Return rows with the labels that the model predicts."""
+    return as_predicted(SINGLE.rows(seed, count), loaded(STATE))
 
 
 def judge(held_out: Rows) -> Client:
-    return SINGLE.client(None, held_out)
+    return SINGLE.client(None, held_out, build)
 
 
-def judged(tensors: State, *held_out: Rows) -> dict[str, Any]:
+def judged(tensors: State, *held_out: Rows) -> Any:
     """Return the metrics by one model that sees all rows."""
-    model = SINGLE.build()
-    model.load_state_dict(tensors)
     labels = torch.cat([given["labels"] for given in held_out])
-    logits = torch.cat([SINGLE.logits(model, given) for given in held_out])
+    logits = torch.cat([SINGLE.logits(loaded(tensors), given) for given in held_out])
     losses = {t: float(SINGLE.loss(logits / t, labels).mean()) for t in TEMPERATURES}
     best = min(losses, key=losses.__getitem__)
     accuracy = float((logits.argmax(1) == labels).double().mean())
@@ -58,7 +68,7 @@ def forging(message: Message) -> Message | None:
 def test_metrics_are_those_of_all_rows_together(
     others: list[Client], word: str, warnings: Callable[[], str]
 ) -> None:
-    held_out = [SINGLE.rows(11, 30), as_predicted(SINGLE.rows(12, 45)), SINGLE.rows(13, 7)]
+    held_out = [SINGLE.rows(11, 30), predicted(12, 45), SINGLE.rows(13, 7)]
     grid = grid_of([*others, *map(judge, held_out[: 3 - len(others)])])
     found = evaluate_at_clients(grid)(0, ARRAYS)
     assert dict(found) == judged(STATE, *held_out[: 3 - len(others)])
@@ -111,16 +121,15 @@ def trains(node: Client, update: State, weight: int) -> Client:
 
 def test_a_guard_keeps_what_the_clients_rows_prefer() -> None:
     """Rows labelled by the start: the aligned mean is near to it, the plain one is not."""
-    held_out = [as_predicted(SINGLE.rows(11, 200)), as_predicted(SINGLE.rows(12, 100))]
-    symmetry = fedrot.symmetry_of(SINGLE.config, STATE)
-    turned = [fedrot.random_equivalent(near(STATE, 0.02, one), symmetry, one) for one in (1, 2)]
+    held_out = [predicted(11, 200), predicted(12, 100)]
+    turned = [fedrot.random_equivalent(near(STATE, 0.02, one), SYMMETRY, one) for one in (1, 2)]
 
     def played(*answers: int) -> Any:
         """Play a round whose clients answer so many requests to judge."""
         nodes = [answering(judge(own), most) for own, most in zip(held_out, answers, strict=True)]
         grid = grid_of(trains(*pair, 1 + i) for i, pair in enumerate(zip(nodes, turned, strict=True)))
         guard = Guard("loss", evaluate=evaluate_at_clients(grid))
-        strategy = FedRot(SINGLE.config, alignment=EAGER, guard=guard, fraction_evaluate=0.0)
+        strategy = FedRot(config_of(NAME), alignment=EAGER, guard=guard, fraction_evaluate=0.0)
         result = strategy.start(grid, ARRAYS, 1)
         return result.arrays, result.train_metrics_clientapp[1]
 
@@ -147,7 +156,7 @@ def test_a_client_that_lies_about_its_losses_turns_no_comparison(rows: float) ->
         answer[LOSSES]["counts"] = torch.tensor([rows, 0.0], dtype=torch.float64)
 
     lies: list[int] = []
-    honest = [judge(as_predicted(SINGLE.rows(seed, 60))) for seed in range(4)]
+    honest = [judge(predicted(seed, 60)) for seed in range(4)]
     evaluate = evaluate_at_clients(grid_of([*honest[:3], edited(honest[3], lying)]))
     first, second = (evaluate(1, one)["loss"] for one in (ArrayRecord(WORSE), ARRAYS))
     assert second < first < 3

@@ -29,11 +29,14 @@ from tests.strategies.heads import KINDS, SINGLE, Answer, Rows, as_predicted, ed
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_head_is_that_of_one_place_at_the_best_temperature(
-    name: str, warnings: Callable[[], str]
+    name: str, warnings: Callable[[], str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Clients' adapters may have smaller ranks: features are those of the server's."""
     kind, before = KINDS[name], torch.random.get_rng_state()
-    found = kind.fitted(kind.clients())
+    with caplog.at_level("INFO", logger="flwr"):
+        found = kind.fitted(kind.clients())
+    assert "135 held-out rows: taken is the new model with a fitted head" in caplog.text
+    assert "lower than before" in caplog.text
     assert torch.equal(torch.random.get_rng_state(), before)
     assert warnings() == ""
     best, shrinkage, temperature, head = kind.best()
@@ -54,9 +57,13 @@ def test_the_head_is_that_of_one_place_at_the_best_temperature(
         assert kind.judged(tensors_of(found.arrays)) == pytest.approx(best, rel=1e-4)
 
 
-def test_a_head_that_is_worse_on_held_out_rows_is_not_taken() -> None:
-    pairs = ((SINGLE.rows(seed), as_predicted(SINGLE.rows(10 + seed))) for seed in range(3))
-    found = SINGLE.fitted([SINGLE.client(*pair) for pair in pairs])
+def test_a_head_that_is_worse_on_held_out_rows_is_not_taken(caplog: pytest.LogCaptureFixture) -> None:
+    pairs = ((SINGLE.rows(seed), as_predicted(SINGLE.rows(10 + seed, 30))) for seed in range(3))
+    with caplog.at_level("INFO", logger="flwr"):
+        found = SINGLE.fitted([SINGLE.client(*pair) for pair in pairs])
+    assert "taken is the model before" in caplog.text
+    assert "higher than before" in caplog.text
+    assert "90 held-out rows are few" in caplog.text
     assert not found.fitted
     assert found.losses[1] < found.losses[2]
     for name, tensor in tensors_of(found.arrays).items():

@@ -187,56 +187,40 @@ def test_a_kind_of_ones_own_is_collected_too(monkeypatch: pytest.MonkeyPatch) ->
 # What is refused
 
 
-def wrapped() -> Any:
-    return torch.nn.DataParallel(model())
-
-
 def without_model() -> Message:
     message = request()
     del message.content["arrays"]
     return message
 
 
+WRONG = [
+    ({"dtype": torch.float16}, r"not as torch\.float16"),
+    ({"max_batches": 0}, "max_batches is 0"),
+    ({"max_batches": -1}, "max_batches is -1"),
+    *(({"share": share}, "positive share") for share in (0.0, -0.1, torch.inf, torch.nan)),
+]
 #: Arguments other than those of a good call, and a word of the error.
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    **{
-        f"{name} {value}, asked for '{kinds}'": (
-            {name: value, "message": partial(request, kinds)},
-            word,
-        )
-        for name, value, word in (
-            ("dtype", torch.float16, r"not as torch\.float16"),
-            ("max_batches", 0, "max_batches is 0"),
-            ("max_batches", -1, "max_batches is -1"),
-            *(("share", share, "positive share") for share in (0.0, -0.1, torch.inf, torch.nan)),
-        )
-        for kinds in ("gram", "")
-    },
-    "a share below the diagonals": ({"share": 1e-6}, "larger share"),
-    "no batch": ({"batches": []}, "at least one batch"),
-    "a tuple": ({"batches": [(BATCH["input_ids"],)]}, "A batch is a tuple"),
-    "an iterator for two kinds": (
-        {"batches": iter(batches(0)), "message": lambda: request("gram,fisher")},
-        "gram and fisher, but an iterator",
-    ),
-    "an unknown kind": ({"message": lambda: request("hessian")}, "Unknown statistics 'hessian'"),
-    "marks": ({"message": lambda: request("trained")}, "'trained' cannot be computed"),
-    "other names": ({"model": wrapped}, r"of 'module\..*' belong to no tensor of the reply"),
-    "no model at all": (
-        {"share": 0.15, "message": without_model, "content": RecordDict},
-        "there is no model",
-    ),
-}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *WRONG,
+    *(({**given, "message": request("")}, word) for given, word in WRONG),
+    ({"share": 1e-6}, "larger share"),
+    ({"batches": []}, "at least one batch"),
+    ({"batches": [(BATCH["input_ids"],)]}, "A batch is a tuple"),
+    ({"batches": iter(batches(0)), "message": request("gram,fisher")}, "gram and fisher, but an iter"),
+    ({"message": request("hessian")}, "Unknown statistics 'hessian'"),
+    ({"message": request("trained")}, "'trained' cannot be computed"),
+    ({"model": torch.nn.DataParallel(model())}, r"of 'module\..*' belong to no tensor of the reply"),
+    ({"share": 0.15, "message": without_model(), "content": RecordDict()}, "there is no model"),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_mistakes_are_refused_and_change_nothing(case: str) -> None:
-    given, word = dict(REFUSED[case][0]), REFUSED[case][1]
-    network, message = given.pop("model", model)(), given.pop("message", request)()
-    reply, rows = given.pop("content", content)(), given.pop("batches", batches(0))
+@pytest.mark.parametrize(("given", "word"), REFUSED)
+def test_mistakes_are_refused_and_change_nothing(given: dict[str, Any], word: str) -> None:
+    good = {"content": content(), "message": request(), "model": model(), "batches": batches(0)}
+    called = {**good, **given}
     with pytest.raises(FedrotError, match=word):
-        add_statistics(reply, message, network, rows, **given)
-    assert STATISTICS not in reply
+        add_statistics(**called)
+    assert STATISTICS not in called["content"]
 
 
 # A run

@@ -165,25 +165,26 @@ def gap(one: Result | State, other: Result | State) -> float:
 @pytest.mark.parametrize("name", CASES)
 def test_scrambled_clients_end_where_unscrambled_ones_do(name: str) -> None:
     case = CASES[name]
-    honest, scrambled = (finished(name, scramble, aligned=True) for scramble in (False, True))
+    honest = finished(name, scramble=False, aligned=True)
     moved = gap(honest, state())
-    assert gap(honest, scrambled) < case.rounding * moved
     assert gap(honest, finished(name, scramble=True, aligned=False)) > 0.5 * moved
     assert len(honest.train_metrics_clientapp) == ROUNDS
     # Otherwise float64 is what clients receive from the second round on.
-    assert {array.dtype for array in scrambled.arrays.values()} == {"float32"}
+    assert {array.dtype for array in honest.arrays.values()} == {"float32"}
     if case.mods:
+        assert gap(honest, finished(name, scramble=True, aligned=True)) < case.rounding * moved
         return
-    # The same, had the clients aligned: what the strategy is given and what it does are not changed.
-    at_clients = run(case.plain(), True, (align_mod(CONFIG, EAGER),))
-    assert gap(scrambled, at_clients) < case.rounding * moved
     # Integer buffers are averaged or play no part.
-    result = tensors_of(run(case.aligned(), True, **INTEGERS).arrays)
+    scrambled = tensors_of(run(case.aligned(), True, **INTEGERS).arrays)
     averaged = {"steps": torch.tensor(3632), "mask": torch.tensor([False, True])}
     of_the_mean = name in ("FedAvgM", "FedAdam", "FedYogi", "FedAdagrad", "FedProx")
     for buffer, value in (averaged if of_the_mean else INTEGERS).items():
-        assert torch.equal(result.pop(buffer), value)
-    assert gap(scrambled, result) < case.rounding * moved
+        assert torch.equal(scrambled.pop(buffer), value)
+    assert gap(honest, scrambled) < case.rounding * moved
+    if name in (*COMPARING, "Krum"):
+        # The same, had the clients aligned: what the strategy is given and what it does do not change.
+        at_clients = run(case.plain(), True, (align_mod(CONFIG, EAGER),))
+        assert gap(scrambled, at_clients) < case.rounding * moved
 
 
 def idle(index: int, other: bool) -> Client:

@@ -175,15 +175,6 @@ def test_float32_replies_to_a_float16_model_are_rounded_once(align: bool) -> Non
         assert torch.allclose(torch.from_numpy(array).double(), mean, rtol=2**-11 * 1.001, atol=2**-25)
 
 
-def test_integer_and_boolean_buffers_are_averaged_and_keep_their_dtypes() -> None:
-    integers = {"steps": torch.tensor(7), "mask": torch.tensor([True, False])}
-    sent = [{**u, **integers, "steps": torch.tensor(9 + i)} for i, u in enumerate(updates())]
-    result, _ = aggregated(FedRot(CONFIG), {**BASE, **integers}, sent)
-    steps, mask = (arrays_of(result)[name] for name in integers)
-    assert (steps.dtype, int(steps)) == (np.dtype("int64"), 10)
-    assert (mask.dtype, mask.tolist()) == (np.dtype("bool"), [True, False])
-
-
 def test_replies_are_not_changed_and_may_come_in_any_order_in_deterministic_rounds() -> None:
     strategy = FedRot(CONFIG, server=Server(deterministic=True))
     sent = [reply(m, u, 10) for m, u in zip(broadcast(strategy, BASE), updates(), strict=True)]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.client.mod.utils import make_ffn
 from flwr.common import FitIns, Parameters
 from flwr.common.constant import ErrorCode
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
@@ -35,9 +34,7 @@ from fedrot.strategies import FedRot
 from fedrot.strategies.flower_compat import (
     SECURE_AGGREGATION,
     UNNAMED_MODEL,
-    callers,
     clips_zero,
-    inner_mods,
     metrics_function,
     outside_of_the_engine,
     set_broadcast,
@@ -137,35 +134,6 @@ def test_a_class_among_a_strategys_attributes_is_no_state() -> None:
     strategy: Any = FedRot(alignment=None)
     strategy.kind = torch.optim.SGD
     RunState(strategy, ConfigRecord(), ConfigRecord()).encoded({})
-
-
-# Callers and mods
-
-
-def test_callers_come_from_the_inside_out() -> None:
-    class Caller:
-        def __init__(self, inner: Caller | None = None) -> None:
-            self.inner = inner
-
-        def call(self) -> list[object]:
-            return self.inner.call() if self.inner else list(callers())
-
-    inner = Caller()
-    outer = Caller(inner)
-    assert outer.call()[:2] == [inner, outer]
-
-
-def test_mods_are_seen_through_partial_and_wraps() -> None:
-    def first(message: Message, context: Any, call_next: Any) -> Message:
-        raise AssertionError
-
-    @wraps(first)
-    def wrapped(*given: Any) -> Message:
-        raise AssertionError
-
-    chain = make_ffn(lambda message, context: message, [first, partial(wrapped)])
-    assert list(inner_mods(chain)) == [first, first]
-    assert list(inner_mods(print)) == []
 
 
 # Grids

@@ -60,6 +60,24 @@ def noted(nodes: Iterable[Client], notes: list[tuple[str, dict[str, ArrayRecord]
     return [wrapped(node) for node in nodes]
 
 
+#: Sums of updates do not depend on the order of arrival.
+COMMON: dict[str, Any] = {"fraction_evaluate": 0.0, "server": Server(deterministic=True)}
+
+
+def played(
+    nodes: Iterable[Client] | None = None,
+    rounds: int = 2,
+    start: ArrayRecord | None = None,
+    config: Any = None,
+    **given: Any,
+) -> tuple[Any, list[ArrayRecord]]:
+    """Return the result of a run, by default of ``LEARNERS``, and its rounds' broadcast models."""
+    strategy, sent = noting(FedRot)
+    ours = strategy(config or SINGLE.config, **{"fit_head": True, **COMMON, **given})
+    initial = start or ArrayRecord(SINGLE.state())
+    return ours.start(grid_of(nodes or LEARNERS), initial, rounds, timeout=1), sent
+
+
 # The choice, with bodies that are one number; the best is 1
 
 
@@ -67,11 +85,9 @@ def run(
     nodes: Iterable[Client], rounds: int, body: float = 0.0, **given: Any
 ) -> tuple[Any, list[State]]:
     """Return the result of a run, and the models that its rounds broadcast."""
-    strategy, sent = noting(FedRot)
-    settings = {"alignment": None, "fit_head": HEAD, "fraction_evaluate": 0.0, **given}
-    result = strategy({"model_type": "bert"}, **settings).start(
-        grid_of(nodes), ArrayRecord(state(body)), rounds, timeout=1
-    )
+    settings = {"alignment": None, "fit_head": HEAD, "server": None, **given}
+    start, config = ArrayRecord(state(body)), {"model_type": "bert"}
+    result, sent = played(nodes, rounds, start, config, **settings)
     return result, list(map(tensors_of, sent))
 
 
@@ -221,9 +237,6 @@ def test_a_resumed_run_does_not_begin_anew(tmp_path: Path) -> None:
 
 # Rounds of transformers' models
 
-#: Sums of updates do not depend on the order of arrival.
-COMMON: dict[str, Any] = {"fraction_evaluate": 0.0, "server": Server(deterministic=True)}
-
 
 def learner(index: int, build: Callable[[], nn.Module] | None = None) -> Client:
     """Return a node that answers training requests with a change of what it received, and with sums."""
@@ -239,16 +252,6 @@ def learner(index: int, build: Callable[[], nn.Module] | None = None) -> Client:
 
 
 LEARNERS = [learner(index) for index in range(3)]
-
-
-def played(
-    nodes: Iterable[Client] = LEARNERS, rounds: int = 2, start: Any = None, **given: Any
-) -> tuple[Any, list[ArrayRecord]]:
-    """Return the result of a run, and the models that its rounds broadcast."""
-    strategy, sent = noting(FedRot)
-    ours = strategy(SINGLE.config, **{"fit_head": True, **COMMON, **given})
-    initial = ArrayRecord(SINGLE.state()) if start is None else start
-    return ours.start(grid_of(nodes), initial, rounds, timeout=1), sent
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from tests.strategies.grouped import grouped
 
 #: In ``make test-all`` an update that stayed in every third round is noticed in the process's memory.
 ROUNDS = 200 if os.environ.get("FEDROT_TEST_ALL") else 24
-CLIENTS, TIMEOUT, QUERY = 6, 60.0, "bert.encoder.layer.0.attention.self.query.weight"
+CLIENTS, TIMEOUT, QUERY = 8, 60.0, "bert.encoder.layer.0.attention.self.query.weight"
 #: Rounds before the first look at memory, and what it may grow by afterwards, in bytes: one update is
 #: 78 KB.
 WARM_UP, LARGEST_GROWTH = ROUNDS // 2, 4 * 2**20

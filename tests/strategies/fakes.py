@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.supercore.task_identity import TaskIdentity
 from torch import Tensor
 
 from fedrot.simulations.federation.grids import LocalGrid
+from fedrot.strategies import Aligned
 from tests.models import State
 
 TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1
@@ -53,12 +55,39 @@ class FakeGrid(LocalGrid):
         return super().push_messages(sent)
 
 
+def grid_of(clients: Iterable[Client]) -> FakeGrid:
+    """Return a grid whose nodes are these clients, from number 100 on."""
+    return FakeGrid(dict(enumerate(clients, start=100)))
+
+
+def node_of(app: ClientApp, run: int = 1, **config: Any) -> Client:
+    """Return a node with a real ``ClientApp``."""
+    return lambda message: app(message, Context(run, 1, config, RecordDict(), {}))
+
+
+def in_front_of(strategy: type) -> Any:
+    """Return the class with alignment in front of a strategy."""
+    return type(f"Aligned{strategy.__name__}", (Aligned, strategy), {})
+
+
 def broadcast(
     strategy: FedAvg, tensors: dict[str, Tensor], clients: int | Mapping[int, Client] = 3
 ) -> list[Message]:
     """Let a strategy send a model to that many clients (or to these, by node); return its messages."""
     given = {100 + i: failure for i in range(clients)} if isinstance(clients, int) else clients
     return list(strategy.configure_train(1, ArrayRecord(tensors), ConfigRecord(), FakeGrid(dict(given))))
+
+
+def aggregated(
+    strategy: FedAvg, base: State, sent: list[State], weights: Iterable[Any] = (), **metrics: Any
+) -> tuple[ArrayRecord, dict[str, Any]]:
+    """Return the model and the metrics of a round whose clients, 0, 1, ..., send these updates."""
+    given = [*weights] or [10] * len(sent)
+    asked = enumerate(zip(broadcast(strategy, base, len(sent)), sent, given, strict=True))
+    replies = [reply(message, update, weight, i, **metrics) for i, (message, update, weight) in asked]
+    arrays, found = strategy.aggregate_train(1, replies)
+    assert arrays is not None
+    return arrays, dict(found or {})
 
 
 def arrays_of(record: ArrayRecord | None) -> dict[str, np.ndarray]:

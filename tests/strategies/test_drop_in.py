@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.serverapp import Grid
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideFixedClipping,
     FedAdagrad,
@@ -21,27 +20,18 @@ from flwr.serverapp.strategy import (
 
 import fedrot
 from fedrot.errors import FedrotError
-from fedrot.strategies import Aligned, Checkpointing, FedRot, FedRotLoRA, Server
+from fedrot.strategies import AlignedLoRA, Checkpointing, FedRot, FedRotLoRA, Server
 from fedrot.strategies.lazy_grid import LazyGrid, Replies
-from fedrot.strategies.lora import AlignedLoRA
 from tests.models import config_of, near
 from tests.strategies.classifier import NAME, SYMMETRY, state
-from tests.strategies.fakes import FakeGrid, failure, reply, tensors_of
+from tests.strategies.fakes import Client, FakeGrid, failure, in_front_of, reply, tensors_of
 from tests.strategies.templates import TEMPLATES, looking, own_messages, own_start, tracking
 from tests.strategies.test_lora import CONFIG as LORA
 from tests.strategies.test_lora import adapter, floats
 
-CONFIG = config_of(NAME)
-ROUNDS = 3
-NODES = range(100, 104)
-
-
-class AlignedFedAvg(Aligned, FedAvg):
-    pass
-
-
-class AlignedFedAdagrad(Aligned, FedAdagrad):
-    pass
+CONFIG, ROUNDS, NODES = config_of(NAME), 3, range(100, 104)
+GLOBAL = fedrot.AlignmentOptions(anchor="global")
+DETERMINISTIC = Server(deterministic=True)
 
 
 class Sent(FakeGrid):
@@ -102,23 +92,20 @@ def ends(result: Any) -> list[Any]:
     return [result.arrays.object_id, *ours]
 
 
-def metrics(result: Any) -> Any:
-    return {n: dict(record) for n, record in result.train_metrics_clientapp.items()}
+def accepted(result: Any) -> list[int]:
+    return [m["fedrot-replies-accepted"] for m in result.train_metrics_clientapp.values()]
 
 
-BASES = ((FedAvg, FedRot), (FedAvg, AlignedFedAvg), (FedAdagrad, AlignedFedAdagrad))
+#: All templates over FedRot, and those over another strategy that do not replace its messages.
+BASES = [(FedAvg, FedRot, template) for template in TEMPLATES] + [
+    (FedAdagrad, in_front_of(FedAdagrad), template)
+    for template in TEMPLATES
+    if "messages" not in template
+]
+WITH_ALIGNMENT = [name for name in TEMPLATES if name != "own start and messages"]
 
 
-@pytest.mark.parametrize(
-    ("flowers", "ours", "template"),
-    [
-        (flowers, ours, template)
-        for flowers, ours in BASES
-        for template in TEMPLATES
-        # Flower's FedAdagrad needs its own configure_train.
-        if flowers is FedAvg or "messages" not in template
-    ],
-)
+@pytest.mark.parametrize(("flowers", "ours", "template"), BASES)
 def test_without_alignment_a_template_sends_sees_and_ends_as_over_flowers_strategy(
     flowers: Any, ours: Any, template: str
 ) -> None:
@@ -131,7 +118,7 @@ def test_without_alignment_a_template_sends_sees_and_ends_as_over_flowers_strate
     assert ends(result) == ends(theirs)
 
 
-@pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "own start and messages"])
+@pytest.mark.parametrize("template", WITH_ALIGNMENT)
 def test_with_alignment_every_round_has_its_clients(template: str) -> None:
     build = TEMPLATES[template]
     settings: dict[str, Any] = {"alignment": fedrot.AlignmentOptions(chance=0.0, anchor="global")}
@@ -139,8 +126,7 @@ def test_with_alignment_every_round_has_its_clients(template: str) -> None:
     honest, _, honest_seen = played(build(FedRot)(CONFIG, **settings))
     result, _, _ = played(build(FedRot)(CONFIG, **settings), grid=Sent(clients(scramble=True)))
     assert honest_seen[0] == seen[0] if isinstance(seen, list) else honest_seen == seen
-    accepted = [m["fedrot-replies-accepted"] for m in result.train_metrics_clientapp.values()]
-    assert accepted == ([4, 3, 3] if template == "whisper" else [4, 4, 3])
+    assert accepted(result) == ([4, 3, 3] if template == "whisper" else [4, 4, 3])
     for name, tensor in tensors_of(result.arrays).items():
         assert torch.allclose(tensor, tensors_of(honest.arrays)[name], atol=1e-4), name
 
@@ -155,7 +141,7 @@ def adapter_client(message: Message) -> Message:
     return answer
 
 
-@pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "own start and messages"])
+@pytest.mark.parametrize("template", WITH_ALIGNMENT)
 def test_the_same_templates_over_adapters(template: str) -> None:
     build, start = TEMPLATES[template], floats(adapter(9))
     grids = [Sent(dict.fromkeys(NODES, adapter_client)) for _ in range(2)]
@@ -168,30 +154,18 @@ def test_the_same_templates_over_adapters(template: str) -> None:
         assert torch.allclose(tensor, tensors_of(result.arrays)[name], atol=1e-5), name
 
 
-# --- replies -----------------------------------------------------------------------------------------
-
-
-class Private(Aligned, DifferentialPrivacyServerSideFixedClipping):
-    pass
-
-
-class AlignedFedAdam(Aligned, FedAdam):
-    pass
-
-
-class AlignedFedMedian(Aligned, FedMedian):
-    pass
+# Replies
 
 
 READ_TWICE: dict[str, Callable[[Any], Any]] = {
     "FedRot": lambda of: of(FedRot)(CONFIG),
-    "FedRot, global": lambda of: of(FedRot)(CONFIG, alignment=fedrot.AlignmentOptions(anchor="global")),
-    "FedRot, deterministic": lambda of: of(FedRot)(CONFIG, server=Server(deterministic=True)),
+    "FedRot, global": lambda of: of(FedRot)(CONFIG, alignment=GLOBAL),
+    "FedRot, deterministic": lambda of: of(FedRot)(CONFIG, server=DETERMINISTIC),
     "FedRot, half precision": lambda of: of(FedRot)(CONFIG, server=Server(wire=torch.float16)),
-    "FedAdam": lambda of: of(AlignedFedAdam)(CONFIG, eta=0.01),
-    "FedMedian": lambda of: of(AlignedFedMedian)(CONFIG),
-    "privacy": lambda of: of(Private)(
-        CONFIG, FedAvg(), 0.1, 1.0, 4, alignment=fedrot.AlignmentOptions(anchor="global")
+    "FedAdam": lambda of: of(in_front_of(FedAdam))(CONFIG, eta=0.01),
+    "FedMedian": lambda of: of(in_front_of(FedMedian))(CONFIG),
+    "privacy": lambda of: of(in_front_of(DifferentialPrivacyServerSideFixedClipping))(
+        CONFIG, FedAvg(), 0.1, 1.0, 4, alignment=GLOBAL
     ),
 }
 
@@ -216,10 +190,9 @@ def test_a_subclass_may_pass_on_a_generator_and_is_named_where_a_client_is_missi
             others = (r for r in replies if r.metadata.src_node_id > 100)
             return super().aggregate_train(server_round, others)
 
-    caplog.set_level("INFO", "flwr")
-    result, _, _ = played(AllButOne(CONFIG))
-    accepted = [m["fedrot-replies-accepted"] for m in result.train_metrics_clientapp.values()]
-    assert accepted == [3, 3, 2]
+    with caplog.at_level("INFO", logger="flwr"):
+        result, _, _ = played(AllButOne(CONFIG))
+    assert accepted(result) == [3, 3, 2]
     assert "AllButOne.aggregate_train" in caplog.text
 
 
@@ -266,36 +239,41 @@ def test_replies_are_a_sequence_that_is_fetched_once() -> None:
     assert list(replies.stream()) == list(replies)
 
 
-# --- messages of its own -----------------------------------------------------------------------------
+# Messages of its own
 
 
 def test_messages_of_its_own_give_the_model_of_flowers_messages() -> None:
-    ours, _, _ = played(own_messages(FedRot)(CONFIG, server=Server(deterministic=True)))
-    strategy = type("Seen", (FedRot,), {"seen": ()})(CONFIG, server=Server(deterministic=True))
-    expected, _, _ = played(strategy)
+    ours, _, _ = played(own_messages(FedRot)(CONFIG, server=DETERMINISTIC))
+    expected, _, _ = played(type("Seen", (FedRot,), {"seen": ()})(CONFIG, server=DETERMINISTIC))
     assert ours.arrays.object_id == expected.arrays.object_id
-    assert metrics(ours) == metrics(expected)
+    metrics = [
+        {number: dict(record) for number, record in result.train_metrics_clientapp.items()}
+        for result in (ours, expected)
+    ]
+    assert metrics[0] == metrics[1]
 
 
-class Personal(FedRot):
-    """Sends every client a model of its own."""
+def personal(base: Any) -> Any:
+    """A strategy that sends every client a model of its own."""
 
-    seen: Any = ()
+    class Personal(base):
+        seen: Any = ()
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        config["server-round"] = server_round
-        own = {n: ArrayRecord(near(tensors_of(arrays), 0.01, n)) for n in grid.get_node_ids()}
-        contents = {n: RecordDict({"arrays": a, "config": config}) for n, a in own.items()}
-        return [Message(content, node, "train") for node, content in contents.items()]
+        def configure_train(self, *given: Any) -> Iterable[Message]:
+            number, arrays, config, grid = given
+            config["server-round"] = number
+            own = {n: ArrayRecord(near(tensors_of(arrays), 0.01, n)) for n in grid.get_node_ids()}
+            contents = {n: RecordDict({"arrays": a, "config": config}) for n, a in own.items()}
+            return [Message(content, node, "train") for node, content in contents.items()]
+
+    return Personal
 
 
 @pytest.mark.parametrize(
     "strategy",
     [
-        lambda: Personal(CONFIG),
-        lambda: Personal(alignment=None, aggregation=fedrot.aggregation.Mean),
+        lambda: personal(FedRot)(CONFIG),
+        lambda: personal(FedRot)(alignment=None, aggregation=fedrot.aggregation.Mean),
         lambda: own_start(own_messages(FedRot))(CONFIG),
     ],
 )
@@ -305,23 +283,25 @@ def test_what_cannot_work_says_what_to_call(strategy: Callable[[], Any]) -> None
 
 
 def test_models_of_the_clients_own_are_fedavgs_without_alignment() -> None:
-    class Theirs(FedAvg):
-        seen: Any = ()
-        configure_train = Personal.configure_train  # type: ignore[assignment]
-
-    ours, theirs = played(Personal(alignment=None)), played(Theirs())
+    ours, theirs = played(personal(FedRot)(alignment=None)), played(personal(FedAvg)())
     assert ours[1] == theirs[1]
     assert ends(ours[0]) == ends(theirs[0])
 
 
-# --- rounds without clients --------------------------------------------------------------------------
+def test_a_second_run_of_own_messages_starts_from_its_own_model() -> None:
+    twice = {name: 2 * t if t.is_floating_point() else t for name, t in state().items()}
+    used, fresh = (own_messages(FedRot)(CONFIG) for _ in range(2))
+    played(used)
+    found, expected = (
+        [m["fedrot-share-found"] for m in played(one, twice)[0].train_metrics_clientapp.values()]
+        for one in (used, fresh)
+    )
+    assert found == pytest.approx(expected)
 
 
-def fails_until(number: int) -> Any:
+def fails_until(number: int) -> Client:
     def answer(message: Message) -> Message:
-        return (
-            failure(message) if message.content["config"]["server-round"] < number else client(message)
-        )
+        return (failure if message.content["config"]["server-round"] < number else client)(message)
 
     return answer
 

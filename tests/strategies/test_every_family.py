@@ -12,27 +12,20 @@ from fedrot.strategies import FedRot
 from fedrot.strategies.settings import OtherBasis
 from tests.families import KINDS, config_of, model_of, state_of, symmetry_for
 from tests.models import EAGER, near
-from tests.strategies.fakes import broadcast, largest_difference, reply
+from tests.strategies.fakes import aggregated, largest_difference
 
 
-@pytest.mark.parametrize("anchor", ["global", "running"])
-@pytest.mark.parametrize("name", KINDS)
-def test_scrambled_clients_of_every_family_give_the_unscrambled_average(name: str, anchor: str) -> None:
+@pytest.mark.parametrize(("place", "name"), enumerate(KINDS))
+def test_scrambled_clients_of_every_family_give_the_unscrambled_average(place: int, name: str) -> None:
     base, symmetry = state_of(name), symmetry_for(name)
     honest = [near(base, 0.02, seed) for seed in range(3)]
     scrambled = [fedrot.random_equivalent(u, symmetry, seed) for seed, u in enumerate(honest)]
-    results: list[ArrayRecord] = []
-    for updates in (honest, scrambled):
-        given = {"alignment": replace(EAGER, anchor=anchor)}
-        strategy = FedRot(config_of(name), fraction_evaluate=0.0, **given)
-        messages = broadcast(strategy, base)
-        sent = enumerate(zip(messages, updates, strict=True))
-        replies = [reply(m, u, 10 + i, i) for i, (m, u) in sent]
-        arrays, metrics = strategy.aggregate_train(1, replies)
-        assert arrays is not None
-        assert metrics is not None
-        results.append(arrays)
-    assert largest_difference(*results) <= 1e-9
+    options = replace(EAGER, anchor=("global", "running")[place % 2])
+    (expected, _), (found, metrics) = (
+        aggregated(FedRot(config_of(name), alignment=options), base, updates, (10, 11, 12))
+        for updates in (honest, scrambled)
+    )
+    assert largest_difference(found, expected) <= 1e-9
     assert metrics["fedrot-share-removed"] > 0
 
 
@@ -49,15 +42,12 @@ def test_replies_from_other_bases_are_matched_in_every_family(
     """
     model, symmetry = model_of(name).float(), symmetry_for(name)
     base = {key: value.float() for key, value in state_of(name).items()}
-    other_basis = fedrot.random_equivalent(base, symmetry, 3, fedrot.WHOLE_MODEL)
-    strategy = FedRot(
-        config_of(name), other_basis=OtherBasis(model=lambda: model), fraction_evaluate=0.0
-    )
-    messages, sent = broadcast(strategy, base), (base, other_basis, other_basis)
-    replies = [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, sent, strict=True))]
-    arrays, _ = strategy.aggregate_train(1, replies)
+    other = fedrot.random_equivalent(base, symmetry, 3, fedrot.WHOLE_MODEL)
+    strategy = FedRot(config_of(name), other_basis=OtherBasis(model=lambda: model))
+    arrays, _ = aggregated(strategy, base, [base, other, other])
     # Most replies have a base of their own: the first of these is the anchor of this round.
+    assert strategy.other_bases is not None
     assert strategy.other_bases.rotates is rotates
-    expected = fedrot.canonical(other_basis, symmetry) if rotates else other_basis
+    expected = fedrot.canonical(other, symmetry) if rotates else other
     assert largest_difference(arrays, ArrayRecord(expected)) <= 1e-4
     assert (strategy.other_bases.evidence is not None) == asked

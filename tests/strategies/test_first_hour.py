@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,12 @@ from fedrot.strategies import Aligned, FedRot
 from fedrot.strategies.settings import Checkpointing, OtherBasis
 from tests.models import config_of, near
 from tests.strategies.classifier import NAME, SYMMETRY, build, state
-from tests.strategies.fakes import FakeGrid, failure, reply
+from tests.strategies.fakes import Client, FakeGrid, failure, grid_of, reply
 from tests.strategies.grouped import grouped
 
-CONFIG = config_of(NAME)
+CONFIG, BASE, ARRAYS = config_of(NAME), state(), ArrayRecord(state())
+WEIGHT, BIAS = "classifier.weight", "classifier.bias"
+UNNAMED = ArrayRecord([tensor.numpy() for tensor in BASE.values()])
 
 
 class AlignedAdam(Aligned, FedAdam):
@@ -40,72 +41,47 @@ class AlignedKrum(Aligned, Krum):
 STRATEGY = pytest.mark.parametrize("strategy", [FedRot, AlignedAdam, AlignedKrum])
 
 
-#: What stands where the configuration belongs, and what the error says to write.
-INSTEAD: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
-    "nothing": (lambda: (), "given nothing: write {name}(model.config, ...)"),
-    "nothing, really": (lambda: (None,), "given nothing: write {name}(model.config, ...)"),
-    "a model": (lambda: (build(),), "write {name}(model.config, ...)"),
-    "a model without configuration": (lambda: (nn.Linear(2, 2),), "(docs/how-to/own-model.md)"),
-    "a name": (lambda: ("bert-tiny",), "type str: write {name}(model.config, ...)"),
-    "fraction_train": (lambda: (0.5,), "{name}(model.config, fraction_train=0.5)"),
-    "a state dict": (lambda: (state(),), "write {name}(model.config, ...)"),
-    "arrays": (lambda: (ArrayRecord(state()),), "type ArrayRecord: write {name}(model.config, ...)"),
-    "a class": (lambda: (BertConfig,), "write {name}(model.config, ...)"),
-    "another architecture": (lambda: ({"model_type": "mamba"},), "'mamba' is not supported"),
-}
-
-
-@STRATEGY
-@pytest.mark.parametrize("what", INSTEAD)
-def test_without_a_configuration_the_constructor_says_what_to_write(
-    strategy: type[Aligned], what: str
-) -> None:
-    given, instead = INSTEAD[what]
-    with pytest.raises(fedrot.FedrotError) as error:
-        strategy(*given())
-    assert instead.format(name=strategy.__name__) in str(error.value)
-
-
 def _not_typed(**given: Any) -> dict[str, Any]:
     """Return arguments that a type checker would refuse."""
     return given
 
 
+#: What is given to the constructor, and what the error says to write.
+INSTEAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "nothing": ((), {}, "given nothing: write {name}(model.config, ...)"),
+    "None": ((None,), {}, "given nothing: write {name}(model.config, ...)"),
+    "a model": ((build(),), {}, "write {name}(model.config, ...)"),
+    "a model without configuration": ((nn.Linear(2, 2),), {}, "(docs/how-to/own-model.md)"),
+    "a name": (("bert-tiny",), {}, "type str: write {name}(model.config, ...)"),
+    "fraction_train": ((0.5,), {}, "{name}(model.config, fraction_train=0.5)"),
+    "fraction_train alone": ((0.5,), {"alignment": None}, "fraction_train=0.5"),
+    "a state dict": ((BASE,), {}, "write {name}(model.config, ...)"),
+    "arrays": ((ARRAYS,), {}, "type ArrayRecord: write {name}(model.config, ...)"),
+    "a class": ((BertConfig,), {}, "write {name}(model.config, ...)"),
+    "another architecture": (({"model_type": "mamba"},), {}, "'mamba' is not supported"),
+    "alignment": ((CONFIG,), {"alignment": "attention"}, "pass fedrot.AlignmentOptions"),
+}
+
+
 @STRATEGY
-def test_a_module_in_place_of_what_builds_one_is_refused(strategy: type[Aligned]) -> None:
-    with pytest.raises(fedrot.FedrotError, match=r"model=lambda: BertForSequenceClassification\("):
-        strategy(CONFIG, other_basis=OtherBasis(model=build()))
-    with pytest.raises(fedrot.FedrotError, match=r"a str as model.* write model=lambda: MyModel\("):
-        OtherBasis(**_not_typed(model="bert-tiny"))
-    strategy(CONFIG, other_basis=OtherBasis(model=build))
-
-
-def test_without_alignment_no_configuration_is_needed_but_a_mistake_is_one() -> None:
-    FedRot(alignment=None)
-    FedRot({"model_type": "mamba"}, alignment=None)
-    with pytest.raises(fedrot.FedrotError, match=r"fraction_train=0\.5"):
-        FedRot(0.5, alignment=None)
-
-
-# --- the first model ---------------------------------------------------------------------------------
-
-
-def _start(strategy: Aligned, initial: Any, clients: Any = failure, rounds: int = 1) -> FakeGrid:
-    given = clients if isinstance(clients, dict) else {100 + i: clients for i in range(3)}
-    grid = FakeGrid(given)
-    strategy.start(grid, initial, rounds, timeout=0.01)
-    return grid
+@pytest.mark.parametrize("what", INSTEAD)
+def test_the_constructor_says_what_to_write(strategy: type[Aligned], what: str) -> None:
+    given, named, instead = INSTEAD[what]
+    with pytest.raises(fedrot.FedrotError) as error:
+        strategy(*given, **named)
+    assert instead.format(name=strategy.__name__) in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"alignment": "attention"}, r"alignment is a str; pass fedrot\.AlignmentOptions"),
         ({"rows": "."}, "rows is the folder"),
         ({"on_round": "wandb"}, "on_round is a str; give a function"),
         ({"wire": "bfloat16"}, "wire is 'bfloat16'; choose from"),
         ({"aggregation": 3}, r"aggregation=fedrot\.aggregation\.RegMean"),
         ({"aggregation": "regmeen"}, r"regmeen.*regmean"),
+        ({"model": build()}, r"model=lambda: BertForSequenceClassification\("),
+        ({"model": "bert-tiny"}, r"a str as model.* write model=lambda: MyModel\("),
     ],
 )
 def test_what_is_known_to_be_wrong_is_said_by_the_constructor(given: dict[str, Any], says: str) -> None:
@@ -113,43 +89,49 @@ def test_what_is_known_to_be_wrong_is_said_by_the_constructor(given: dict[str, A
         FedRot(CONFIG, **grouped(**given))
 
 
-def test_what_the_model_shows_to_be_wrong_is_said_before_clients_train() -> None:
-    def asked(message: Message) -> Message:
-        raise AssertionError("a client was asked")
+def test_what_is_right_is_accepted() -> None:
+    FedRot(alignment=None)
+    FedRot({"model_type": "mamba"}, alignment=None)
+    FedRot(CONFIG, other_basis=OtherBasis(model=build))
+    strategy = FedRot(SYMMETRY)
+    strategy.begin_round(ARRAYS)
+    assert strategy.symmetry is SYMMETRY
 
-    broken = {**state(), BIAS: torch.full_like(state()[BIAS], torch.nan)}
-    for strategy in (FedRot(CONFIG), FedRot(alignment=None)):
-        with pytest.raises(fedrot.FedrotError, match=f"'{BIAS}' in initial_arrays holds NaN"):
-            _start(strategy, ArrayRecord(broken), asked)
-    options = fedrot.AlignmentOptions(layers=(7,))
-    with pytest.raises(fedrot.FedrotError, match="Layer 7 is not in the model"):
-        _start(FedRot(CONFIG, alignment=options), ArrayRecord(state()), asked)
+
+# The first model
+
+
+def _start(strategy: Aligned, initial: Any = ARRAYS, *nodes: Client, rounds: int = 1) -> FakeGrid:
+    grid = grid_of(nodes or [failure] * 3)
+    strategy.start(grid, initial, rounds, timeout=0.01)
+    return grid
+
+
+def asked(message: Message) -> Message:
+    raise AssertionError("a client was asked")
+
+
+BROKEN = ArrayRecord({**BASE, BIAS: torch.full_like(BASE[BIAS], torch.nan)})
 
 
 @pytest.mark.parametrize(
-    ("record", "says"),
-    [({"num_examples": 5}, "has no 'num-examples' .it has: num_examples"), ({}, "it has: nothing")],
+    ("given", "initial", "says"),
+    [
+        ({}, BROKEN, f"'{BIAS}' in initial_arrays holds NaN"),
+        ({"alignment": None}, BROKEN, f"'{BIAS}' in initial_arrays holds NaN"),
+        ({"alignment": fedrot.AlignmentOptions(layers=(7,))}, ARRAYS, "Layer 7 is not in the model"),
+        *(
+            ({}, wrong, r"write ArrayRecord\(model\.state_dict\(\)\)")
+            for wrong in (UNNAMED, BASE, [*UNNAMED.to_numpy_ndarrays()], build())
+        ),
+    ],
 )
-def test_a_reply_without_the_weight_is_told_what_it_has(record: dict[str, int], says: str) -> None:
-    def answer(message: Message) -> Message:
-        arrays, metrics = ArrayRecord(state()), MetricRecord(record)
-        return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
-
-    with pytest.raises(fedrot.FedrotError, match=says):
-        _start(FedRot(CONFIG, fraction_evaluate=0.0), ArrayRecord(state()), answer)
-
-
 @STRATEGY
-def test_arrays_without_names_are_refused_before_clients_train(strategy: type[Aligned]) -> None:
-    def asked(message: Message) -> Message:
-        raise AssertionError("a client was asked")
-
-    unnamed = ArrayRecord([tensor.numpy() for tensor in state().values()])
-    with pytest.raises(fedrot.FedrotError, match=r"write ArrayRecord\(model\.state_dict\(\)\)"):
-        _start(strategy(CONFIG), unnamed, asked)
-    for wrong in (state(), list(unnamed.to_numpy_ndarrays()), build()):
-        with pytest.raises(fedrot.FedrotError, match=r"write ArrayRecord\(model\.state_dict\(\)\)"):
-            _start(strategy(CONFIG), wrong, asked)
+def test_what_the_model_shows_to_be_wrong_is_said_before_clients_train(
+    strategy: type[Aligned], given: dict[str, Any], initial: Any, says: str
+) -> None:
+    with pytest.raises(fedrot.FedrotError, match=says):
+        _start(strategy(CONFIG, **given), initial, asked, asked)
 
 
 def test_numbers_are_names_where_nothing_is_aligned_or_the_symmetry_says_so() -> None:
@@ -157,9 +139,6 @@ def test_numbers_are_names_where_nothing_is_aligned_or_the_symmetry_says_so() ->
     named = fedrot.Symmetry("own", 0, (), {"0": (3,), "1": (2,)})
     for strategy in (FedRot(alignment=None), FedRot(named)):
         assert _start(strategy, unnamed).asked
-
-
-# --- the legacy server -------------------------------------------------------------------------------
 
 
 class Gone(FakeGrid):
@@ -175,65 +154,57 @@ class Gone(FakeGrid):
 
 @STRATEGY
 def test_the_legacy_server_is_refused_with_what_to_write(strategy: type[Aligned]) -> None:
-    app = ServerApp(
-        server_fn=lambda context: ServerAppComponents(
-            **_not_typed(strategy=strategy(CONFIG)), config=ServerConfig(num_rounds=1)
-        )
-    )
-    context = Context(1, 1, {}, RecordDict(), {})
+    components = _not_typed(strategy=strategy(CONFIG), config=ServerConfig(num_rounds=1))
+    app = ServerApp(server_fn=lambda context: ServerAppComponents(**components))
     with pytest.raises(fedrot.FedrotError, match=r"write app = ServerApp\(\).*strategy\.start\(grid, "):
-        app(Gone({}), context)
+        app(Gone({}), Context(1, 1, {}, RecordDict(), {}))
 
 
-# --- the first round ---------------------------------------------------------------------------------
+# The first round
 
 
-def good(index: int) -> Callable[[Message], Message]:
-    return lambda message: reply(message, near(state(), 0.05, index), 10, index)
+def good(index: int) -> Client:
+    return lambda message: reply(message, near(BASE, 0.05, index), 10, index)
 
 
-def without(name: str, index: int) -> Callable[[Message], Message]:
+def without(name: str, index: int) -> Client:
     """Return a client that leaves a tensor out."""
-    tensors = {key: tensor for key, tensor in near(state(), 0.05, index).items() if key != name}
+    tensors = {key: tensor for key, tensor in near(BASE, 0.05, index).items() if key != name}
     return lambda message: reply(message, tensors, 10, index)
+
+
+def weighing(metrics: dict[str, int]) -> Client:
+    """Return a client that sends these metrics alone."""
+
+    def answer(message: Message) -> Message:
+        content = RecordDict({"arrays": ARRAYS, "metrics": MetricRecord({**metrics})})
+        return Message(content, reply_to=message)
+
+    return answer
 
 
 def silent(message: Message) -> None: ...
 
 
-def evaluating(client: Callable[[Message], Message | None]) -> Callable[[Message], Message | None]:
-    """Return a client that evaluates, too."""
-
-    def answer(message: Message) -> Message | None:
-        if message.metadata.message_type == "train":
-            return client(message)
-        metrics = MetricRecord({"num-examples": 4, "accuracy": 0.5})
-        return Message(RecordDict({"metrics": metrics}), reply_to=message)
-
-    return answer
-
-
-WEIGHT, BIAS = "classifier.weight", "classifier.bias"
-
-
-def _clients(*clients: Callable[[Message], Message | None]) -> dict[int, Any]:
-    return {100 + i: evaluating(client) for i, client in enumerate(clients)}
-
-
-@STRATEGY
+@pytest.mark.parametrize(
+    ("nodes", "says"),
+    [
+        ([without(WEIGHT, i) for i in range(3)], f"Every reply of the first round .*'{WEIGHT}' is miss"),
+        ([weighing({"num_examples": 5})] * 3, "has no 'num-examples' .it has: num_examples"),
+        ([weighing({})] * 3, "it has: nothing"),
+    ],
+)
 @pytest.mark.parametrize("align", [True, False])
+@STRATEGY
 def test_a_first_round_of_replies_with_one_fault_ends_the_run_with_it(
-    strategy: type[Aligned], align: bool, tmp_path: Path
+    strategy: type[Aligned], align: bool, nodes: list[Client], says: str, tmp_path: Path
 ) -> None:
     report = tmp_path / "report.jsonl"
-    clients = _clients(*(without(WEIGHT, index) for index in range(3)))
-    given: dict[str, Any] = {"rows": report} | ({} if align else {"alignment": None})
-    with pytest.raises(
-        fedrot.FedrotError, match=f"Every reply of the first round .*'{WEIGHT}' is missing"
-    ):
-        _start(strategy(CONFIG, **grouped(**given)), ArrayRecord(state()), clients)
+    given = {"rows": report, "fraction_evaluate": 0.0} | ({} if align else {"alignment": None})
+    with pytest.raises(fedrot.FedrotError, match=says):
+        _start(strategy(CONFIG, **grouped(**given)), ARRAYS, *nodes)
     rows = [json.loads(line) for line in report.read_text().splitlines()]
-    assert sorted(row["client"] for row in rows if WEIGHT in row.get("dropped", "")) == [0, 1, 2]
+    assert len([row for row in rows if "dropped" in row]) == 3
 
 
 GOES_ON: dict[str, tuple[Callable[[Message], Message | None], ...]] = {
@@ -248,7 +219,7 @@ GOES_ON: dict[str, tuple[Callable[[Message], Message | None], ...]] = {
 @pytest.mark.parametrize("what", GOES_ON)
 def test_a_first_round_that_another_may_better_does_not_end_the_run(what: str) -> None:
     strategy = FedRot(CONFIG, fraction_evaluate=0.0)
-    grid = _start(strategy, ArrayRecord(state()), _clients(*GOES_ON[what]), 2)
+    grid = _start(strategy, ARRAYS, *GOES_ON[what], rounds=2)
     assert len([nodes for nodes in grid.asked if nodes]) == 2
 
 
@@ -257,98 +228,75 @@ def test_one_client_of_many_does_not_end_the_run(nodes: int) -> None:
     """Of thirty, the next round may ask a better one; where there is one, it may not."""
     few = {"min_train_nodes": 1, "min_available_nodes": 1, "fraction_train": 1 / nodes}
     strategy = FedRot(CONFIG, fraction_evaluate=0.0, **few)
-    clients = _clients(*(without(WEIGHT, index) for index in range(nodes)))
+    clients = [without(WEIGHT, index) for index in range(nodes)]
     if nodes == 1:
         with pytest.raises(fedrot.FedrotError, match="Every reply of the first round"):
-            _start(strategy, ArrayRecord(state()), clients, 2)
+            _start(strategy, ARRAYS, *clients, rounds=2)
     else:
-        grid = _start(strategy, ArrayRecord(state()), clients, 2)
-        assert [len(asked) for asked in grid.asked if asked] == [1, 1]
+        grid = _start(strategy, ARRAYS, *clients, rounds=2)
+        assert [len(nodes) for nodes in grid.asked if nodes] == [1, 1]
 
 
 def test_a_later_round_never_ends_the_run_nor_does_the_first_one_after_a_checkpoint(
     tmp_path: Path,
 ) -> None:
-    def once(index: int, rounds: list[int]) -> Callable[[Message], Message]:
+    def once(index: int) -> Client:
         """Return a client that is good in its first round, and then no more."""
+        rounds: list[int] = []
 
-        def answer(message: Message) -> Message:
+        def answer(message: Message) -> Message | None:
             rounds.append(1)
             return (good(index) if len(rounds) == 1 else without(WEIGHT, index))(message)
 
         return answer
 
-    clients = _clients(*(once(index, []) for index in range(3)))
-
-    def play(rounds: int) -> Any:
+    grid = grid_of(map(once, range(3)))
+    for rounds in (1, 3):
         strategy = FedRot(CONFIG, checkpoints=Checkpointing(tmp_path), fraction_evaluate=0.0)
-        return strategy.start(FakeGrid(clients), ArrayRecord(state()), rounds)
-
-    play(1)
-    metrics = play(3).train_metrics_clientapp
+        metrics = strategy.start(grid, ARRAYS, rounds).train_metrics_clientapp
     assert [metrics[number]["fedrot-replies-accepted"] for number in (1, 2, 3)] == [3, 0, 0]
 
 
-# --- a second run ------------------------------------------------------------------------------------
+# A second run
 
 
-def _rounds(path: Path) -> list[int]:
-    """Return the rounds that a file has rows of, in order, each once."""
-    rows = [json.loads(line)["round"] for line in path.read_text().splitlines()]
-    return list(dict.fromkeys(rows))
-
-
-def _run(home: Path, rounds: int, **given: Any) -> None:
-    strategy = FedRot(CONFIG, fraction_evaluate=0.0, **grouped(rows=home / "alignment.jsonl", **given))
-    _start(strategy, ArrayRecord(state()), _clients(*map(good, range(3))), rounds)
+def _run(home: Path, rounds: int, **given: Any) -> list[int]:
+    """Return the rounds that the file of a run has rows of, in order, each once."""
+    rows = home / "alignment.jsonl"
+    strategy = FedRot(CONFIG, fraction_evaluate=0.0, **grouped(rows=rows, **given))
+    _start(strategy, ARRAYS, *map(good, range(2)), rounds=rounds)
+    return list(dict.fromkeys(json.loads(line)["round"] for line in rows.read_text().splitlines()))
 
 
 def test_a_second_run_begins_files_of_its_own_and_loses_nothing(tmp_path: Path) -> None:
-    before: dict[str, bytes] = {}
-    for run, rounds in enumerate((3, 1, 2)):
-        _run(tmp_path, rounds, **({"folder": tmp_path / "first"} if run == 1 else {}))
-        path = tmp_path / "alignment.jsonl"
-        assert _rounds(path) == list(range(1, rounds + 1))
-        before[f"alignment.{run + 1}.jsonl"] = path.read_bytes()
-    del before["alignment.3.jsonl"]
-    aside = {path.name: path.read_bytes() for path in tmp_path.glob("*.[0-9].jsonl")}
-    assert aside == before
-
-
-def test_what_is_moved_aside_is_said_and_an_empty_file_stays(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    logging.getLogger("flwr").propagate = True
-    caplog.set_level(logging.INFO)
     (tmp_path / "alignment.jsonl").write_text("earlier\n")
     (tmp_path / "alignment.1.jsonl").write_text("earliest\n")
+    before = {"alignment.1.jsonl": b"earliest\n", "alignment.2.jsonl": b"earlier\n"}
+    for run, (rounds, given) in enumerate(((2, {}), (1, {"folder": tmp_path / "first"}), (1, {}))):
+        assert _run(tmp_path, rounds, **given) == list(range(1, rounds + 1))
+        aside = {path.name: path.read_bytes() for path in tmp_path.glob("*.[0-9].jsonl")}
+        assert aside == before
+        before[f"alignment.{run + 3}.jsonl"] = (tmp_path / "alignment.jsonl").read_bytes()
+
+
+def test_an_empty_file_stays(tmp_path: Path) -> None:
+    (tmp_path / "alignment.jsonl").touch()
     _run(tmp_path, 1)
-    assert "alignment.jsonl' is of an earlier run; renamed to '" in caplog.text
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "alignment.jsonl").touch()
-    _run(tmp_path / "empty", 1)
-    assert [path.name for path in (tmp_path / "empty").iterdir()] == ["alignment.jsonl"]
-    assert (tmp_path / "alignment.1.jsonl").read_text() == "earliest\n"
-    assert (tmp_path / "alignment.2.jsonl").read_text() == "earlier\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["alignment.jsonl"]
 
 
-def test_a_resumed_run_goes_on_in_its_files(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_in_its_files_and_a_refused_one_leaves_them(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     for rounds in (1, 3):
-        _run(tmp_path, rounds, folder=kept)
+        found = _run(tmp_path, rounds, folder=kept)
     (path,) = tmp_path.glob("*.jsonl")
-    assert _rounds(path) == [1, 2, 3]
-
-
-def test_a_run_that_was_refused_leaves_the_files_of_the_other_one(tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    _run(tmp_path, 1, folder=kept)
-    before = {path: path.read_bytes() for path in tmp_path.glob("*.jsonl")}
-    (found,) = kept.glob("round-*")
-    (found / "model.safetensors").write_bytes(b"damaged")
+    assert found == [1, 2, 3]
+    before = path.read_bytes()
+    for checkpoint in kept.glob("round-*"):
+        (checkpoint / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(fedrot.FedrotError, match="There is no usable checkpoint"):
-        _run(tmp_path, 1, folder=kept)
-    assert {path: path.read_bytes() for path in tmp_path.glob("*.jsonl")} == before
+        _run(tmp_path, 4, folder=kept)
+    assert [(one, one.read_bytes()) for one in tmp_path.glob("*.jsonl")] == [(path, before)]
 
 
 def test_a_run_killed_in_its_first_round_leaves_no_row_twice(tmp_path: Path) -> None:
@@ -357,24 +305,20 @@ def test_a_run_killed_in_its_first_round_leaves_no_row_twice(tmp_path: Path) -> 
     def killed(message: Message) -> Message:
         raise KeyboardInterrupt
 
-    def play(client: Any) -> None:
+    def evaluating(message: Message) -> Message:
+        metrics = MetricRecord({"num-examples": 4, "accuracy": 0.5})
+        train = message.metadata.message_type == "train"
+        evaluated = Message(RecordDict({"metrics": metrics}), reply_to=message)
+        return reply(message, near(BASE, 0.05), 10) if train else evaluated
+
+    def play(client: Client) -> None:
         strategy = FedRot(CONFIG, **grouped(folder=kept, rows=path))
-        strategy.start(
-            FakeGrid(_clients(*(client,) * 2)),
-            ArrayRecord(state()),
-            1,
-            evaluate_fn=lambda number, arrays: MetricRecord({"loss": 1.0}),
-        )
+        evaluate = lambda number, arrays: MetricRecord({"loss": 1.0})  # noqa: E731
+        strategy.start(grid_of([client] * 2), ARRAYS, 1, evaluate_fn=evaluate)
 
     with pytest.raises(KeyboardInterrupt):
         play(killed)
-    play(good(0))
+    play(evaluating)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     stages = [(row["round"], row["stage"]) for row in rows if "stage" in row]
     assert stages == [(0, "server"), (1, "train"), (1, "evaluate"), (1, "server")]
-
-
-def test_the_symmetry_may_be_given_in_place_of_the_configuration() -> None:
-    strategy = FedRot(SYMMETRY)
-    strategy.begin_round(ArrayRecord(state()))
-    assert strategy.symmetry is SYMMETRY

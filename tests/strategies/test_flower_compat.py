@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
-from flwr.client.mod.utils import make_ffn
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import FitIns, Parameters
 from flwr.common.constant import ErrorCode
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
@@ -31,12 +30,11 @@ from flwr.supercore import differential_privacy
 from flwr.supercore.task_identity import TaskIdentity
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
+from fedrot.strategies import FedRot
 from fedrot.strategies.flower_compat import (
     SECURE_AGGREGATION,
     UNNAMED_MODEL,
-    callers,
     clips_zero,
-    inner_mods,
     metrics_function,
     outside_of_the_engine,
     set_broadcast,
@@ -44,7 +42,8 @@ from fedrot.strategies.flower_compat import (
     without_metrics,
 )
 from fedrot.strategies.lazy_grid import LazyGrid
-from tests.strategies.fakes import FakeGrid, failure
+from fedrot.strategies.resume.state import RunState
+from tests.strategies.fakes import FakeGrid, failure, reply
 
 
 def test_records_of_the_legacy_workflows_have_these_names() -> None:
@@ -53,42 +52,55 @@ def test_records_of_the_legacy_workflows_have_these_names() -> None:
     assert SECURE_AGGREGATION == RECORD_KEY_CONFIGS
 
 
-def test_metrics_are_aggregated_by_the_given_function_but_inside_the_block() -> None:
-    def given(contents: list[RecordDict], weighted_by: str) -> MetricRecord:
-        return MetricRecord({"one": 1})
+# What is changed inside a block
 
-    strategy = FedAvg(train_metrics_aggr_fn=given)
-    assert metrics_function(strategy) is given
-    with without_metrics(strategy):
-        assert dict(metrics_function(strategy)([RecordDict()], "")) == {}
-    assert metrics_function(strategy) is given
-    with pytest.raises(KeyError), without_metrics(strategy):
+
+def _one(contents: list[RecordDict], weighted_by: str) -> MetricRecord:
+    return MetricRecord({"one": 1})
+
+
+AVERAGE = FedAvg(train_metrics_aggr_fn=_one)
+IDENTITY = ("_task_id", "_run_id", "_node_id")
+
+
+def identity() -> list[int]:
+    return [getattr(TaskIdentity, name) for name in IDENTITY]
+
+
+#: The block, what it changes, and whether that is as it must be inside.
+BLOCKS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], bool]]] = {
+    "metrics": (
+        lambda: without_metrics(AVERAGE),
+        lambda: metrics_function(AVERAGE),
+        lambda function: dict(function([RecordDict()], "")) == {},
+    ),
+    "norms": (
+        clips_zero,
+        lambda: differential_privacy.get_norm,
+        lambda norm: 0 < norm([np.zeros(2)]) < 1e-300 and norm([np.array([3.0, 4.0])]) == 5,
+    ),
+    "identity": (outside_of_the_engine, identity, lambda found: found == [1, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_what_is_changed_inside_a_block_is_flowers_again_behind_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block, read, right = BLOCKS[name]
+    for value, attribute in enumerate(IDENTITY, start=5):
+        monkeypatch.setattr(TaskIdentity, attribute, value)
+    before = read()
+    with block():
+        assert right(read())
+    assert read() == before
+    with pytest.raises(KeyError), block():
         raise KeyError
-    assert metrics_function(strategy) is given
+    assert read() == before
+    assert metrics_function(AVERAGE) is _one
 
 
-def test_the_norm_of_no_change_is_flowers_again_behind_the_block() -> None:
-    flowers = differential_privacy.get_norm
-    with clips_zero():
-        assert 0 < differential_privacy.get_norm([np.zeros(2)]) < 1e-300
-        assert differential_privacy.get_norm([np.array([3.0, 4.0])]) == 5
-    assert differential_privacy.get_norm is flowers
-    with pytest.raises(KeyError), clips_zero():
-        raise KeyError
-    assert differential_privacy.get_norm is flowers
-
-
-def test_the_process_has_its_own_identity_behind_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("_task_id", "_run_id", "_node_id")
-    for value, name in enumerate(names, start=5):
-        monkeypatch.setattr(TaskIdentity, name, value)
-    with outside_of_the_engine():
-        assert [getattr(TaskIdentity, name) for name in names] == [1, 1, 1]
-    assert [getattr(TaskIdentity, name) for name in names] == [5, 6, 7]
-    with pytest.raises(KeyError), outside_of_the_engine():
-        raise KeyError
-    assert [getattr(TaskIdentity, name) for name in names] == [5, 6, 7]
-
+# Attributes of strategies
 
 NOISE = {"noise_multiplier": 0.1, "num_sampled_clients": 2}
 
@@ -108,34 +120,23 @@ def test_attributes_that_are_set_anew_are_there(build: Callable[[], Strategy]) -
     assert transient_attributes(FedAvg()) == frozenset()
 
 
-def test_callers_come_from_the_inside_out() -> None:
-    class Outer:
-        def __init__(self, inner: Inner) -> None:
-            self.inner = inner
-
-        def call(self) -> list[object]:
-            return self.inner.call()
-
-    class Inner:
-        def call(self) -> list[object]:
-            return list(callers())
-
-    inner = Inner()
-    outer = Outer(inner)
-    assert outer.call()[:2] == [inner, outer]
+def test_a_strategy_inside_a_wrapper_compares_with_the_same_model_too() -> None:
+    inside, moved = FedAdam(), ArrayRecord({"w": torch.tensor([1.0, 2.0])})
+    wrapper = DifferentialPrivacyServerSideFixedClipping(inside, 0.0, 1.0, 2)
+    vars(inside)["current_arrays"] = {"w": np.zeros(2, np.float32)}
+    vars(wrapper)["current_arrays"] = ArrayRecord({"w": torch.zeros(2)})
+    set_broadcast(wrapper, lambda: moved)
+    assert wrapper.current_arrays["w"].numpy().tolist() == [1.0, 2.0]
+    assert vars(inside)["current_arrays"]["w"].tolist() == [1.0, 2.0]
 
 
-def test_mods_are_seen_through_partial_and_wraps() -> None:
-    def first(message: Message, context: Any, call_next: Any) -> Message:
-        raise AssertionError
+def test_a_class_among_a_strategys_attributes_is_no_state() -> None:
+    strategy: Any = FedRot(alignment=None)
+    strategy.kind = torch.optim.SGD
+    RunState(strategy, ConfigRecord(), ConfigRecord()).encoded({})
 
-    @wraps(first)
-    def wrapped(*given: Any) -> Message:
-        raise AssertionError
 
-    chain = make_ffn(lambda message, context: message, [first, partial(wrapped)])
-    assert list(inner_mods(chain)) == [first, first]
-    assert list(inner_mods(print)) == []
+# Grids
 
 
 class Malformed(FakeGrid):
@@ -147,31 +148,31 @@ class Malformed(FakeGrid):
         raise self.error("torn")
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyError, AssertionError, DecodeError])
+@pytest.mark.parametrize("error", [ValueError, KeyError, AssertionError, DecodeError, OSError])
 def test_a_reply_that_cannot_be_decoded_is_an_error_reply_of_its_node(error: type[Exception]) -> None:
     grid = Malformed({7: failure})
     grid.error = error
     asked = Message(RecordDict(), dst_node_id=7, message_type="train")
-    (reply,) = LazyGrid(grid).send_and_receive([asked])
-    assert reply.has_error()
-    assert reply.error.code == ErrorCode.MESSAGE_UNAVAILABLE
-    assert "torn" in (reply.error.reason or "")
-    assert reply.metadata.src_node_id == 7
+    if error is OSError:  # Of transport.
+        with pytest.raises(OSError, match="torn"):
+            list(LazyGrid(grid).send_and_receive([asked]))
+        return
+    (found,) = LazyGrid(grid).send_and_receive([asked])
+    assert found.has_error()
+    assert found.error.code == ErrorCode.MESSAGE_UNAVAILABLE
+    assert "torn" in (found.error.reason or "")
+    assert found.metadata.src_node_id == 7
 
 
-def test_an_error_of_transport_is_raised() -> None:
-    grid = Malformed({7: failure})
-    grid.error = OSError
-    asked = Message(RecordDict(), dst_node_id=7, message_type="train")
-    with pytest.raises(OSError, match="torn"):
-        list(LazyGrid(grid).send_and_receive([asked]))
+def test_a_message_that_the_grid_refuses_is_not_waited_for() -> None:
+    class Refusing(FakeGrid):
+        def push_messages(self, messages: Iterable[Message]) -> Any:
+            return [None, *super().push_messages(list(messages)[1:])]
 
+        def pull_messages(self, *given: Any, **named: Any) -> Any:
+            assert None not in given[0]
+            return super().pull_messages(*given, **named)
 
-def test_a_strategy_inside_a_wrapper_compares_with_the_same_model_too() -> None:
-    inside, moved = FedAdam(), ArrayRecord({"w": torch.tensor([1.0, 2.0])})
-    wrapper = DifferentialPrivacyServerSideFixedClipping(inside, 0.0, 1.0, 2)
-    vars(inside)["current_arrays"] = {"w": np.zeros(2, np.float32)}
-    vars(wrapper)["current_arrays"] = ArrayRecord({"w": torch.zeros(2)})
-    set_broadcast(wrapper, lambda: moved)
-    assert wrapper.current_arrays["w"].numpy().tolist() == [1.0, 2.0]
-    assert vars(inside)["current_arrays"]["w"].tolist() == [1.0, 2.0]
+    grid = Refusing({node: lambda message: reply(message, {}, 1) for node in (100, 101)})
+    messages = [Message(RecordDict(), node, "train") for node in (100, 101)]
+    assert len(LazyGrid(grid).send_and_receive(messages, timeout=0.5)) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from inspect import Parameter
 from pathlib import Path
@@ -36,11 +36,11 @@ from fedrot.strategies.flower_compat import outside_of_the_engine
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.resume.run import run
 from tests.strategies.classifier import SYMMETRY, state
-from tests.strategies.fakes import FakeGrid, failure, reply, tensors_of
+from tests.strategies.fakes import FakeGrid, failure, in_front_of, reply, tensors_of
 from tests.strategies.test_lora import CONFIG as LORA
 from tests.strategies.test_lora import adapter, floats
 
-# --- signatures --------------------------------------------------------------------------------------
+# Signatures
 
 
 #: Arguments that a later Flower has renamed: the old name is given by keyword, or by place.
@@ -102,18 +102,7 @@ def test_the_loop_of_checkpoints_takes_what_flowers_start_takes() -> None:
     assert missing(start, run) == []
 
 
-def test_a_new_argument_of_flowers_would_be_found() -> None:
-    class Newer(FedAvg):
-        def start(self, grid: Any, initial_arrays: Any, new: int = 1, num_rounds: int = 4) -> Any: ...
-
-    assert missing(Newer.start, FedRot.start) == ["new", "num_rounds=3"]
-    assert missing(lambda self, initial_arrays, grid: None, FedRot.start) == [
-        "place of initial_arrays",
-        "place of grid",
-    ]
-
-
-# --- should_stop -------------------------------------------------------------------------------------
+# should_stop
 
 
 HAS_IT = "should_stop" in inspect.signature(Strategy.start).parameters
@@ -167,15 +156,14 @@ def moved(message: Message) -> Message:
     return reply(message, floating, 10, node)
 
 
-def behind(mixin: Any, *bases: Any) -> Any:
-    return type("Ours", (mixin, *bases), {})
+AlignedAdam, AdamLoRA = in_front_of(FedAdam), type("AdamLoRA", (AlignedLoRA, FedAdam), {})
+MOVED, ARRAYS = {1: moved, 2: moved}, ArrayRecord(state())
 
-
-STRATEGIES: dict[str, tuple[Callable[..., Any], bool]] = {
-    "FedRot": (lambda **k: FedRot(SYMMETRY, **k), False),
-    "not aligned": (lambda **k: FedRot(alignment=None, **k), False),
-    "FedAdam": (lambda **k: behind(Aligned, FedAdam)(SYMMETRY, **k), False),
-    "adapters": (lambda **k: behind(AlignedLoRA, FedAdam)(LORA, **k), True),
+STRATEGIES: dict[str, tuple[Callable[..., Any], ArrayRecord]] = {
+    "FedRot": (lambda **k: FedRot(SYMMETRY, **k), ARRAYS),
+    "not aligned": (lambda **k: FedRot(alignment=None, **k), ARRAYS),
+    "FedAdam": (lambda **k: AlignedAdam(SYMMETRY, **k), ARRAYS),
+    "adapters": (lambda **k: AdamLoRA(LORA, **k), ArrayRecord(floats(adapter(9)))),
 }
 
 
@@ -183,8 +171,7 @@ STRATEGIES: dict[str, tuple[Callable[..., Any], bool]] = {
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.usefixtures("newest")
 def test_a_run_ends_when_should_stop_says_so(name: str, checkpoints: bool, tmp_path: Path) -> None:
-    build, adapters = STRATEGIES[name]
-    arrays = ArrayRecord(floats(adapter(9)) if adapters else state())
+    build, arrays = STRATEGIES[name]
     asked: list[tuple[int, str]] = []
 
     def should_stop(number: int, result: Result) -> bool:
@@ -193,14 +180,10 @@ def test_a_run_ends_when_should_stop_says_so(name: str, checkpoints: bool, tmp_p
         return number == 2
 
     def play(rounds: int, folder: str, **given: Any) -> Any:
-        own = {"checkpoints": Checkpointing(tmp_path / folder)}
+        kept = Checkpointing(tmp_path / folder) if checkpoints else None
         random.seed(0)
-        strategy = build(
-            fraction_evaluate=0.0,
-            server=Server(deterministic=True),
-            **(own if checkpoints else {}),
-        )
-        return strategy.start(FakeGrid(dict.fromkeys((1, 2), moved)), arrays, rounds, **given)
+        strategy = build(fraction_evaluate=0.0, server=Server(deterministic=True), checkpoints=kept)
+        return strategy.start(FakeGrid(MOVED), arrays, rounds, **given)
 
     stopped = play(5, "stopped", should_stop=should_stop)
     whole = play(2, "whole")
@@ -226,7 +209,7 @@ def test_should_stop_of_a_resumed_run_is_asked_where_the_whole_run_asked_it(tmp_
     def play(rounds: int, seed: int, **given: Any) -> list[tuple[int, float, list[int], str]]:
         random.seed(seed)
         asked.clear()
-        strategy, grid = FedAdam(fraction_evaluate=0.0), FakeGrid({1: moved, 2: moved})
+        strategy, grid = FedAdam(fraction_evaluate=0.0), FakeGrid(MOVED)
         run(strategy, grid, ArrayRecord([np.ones(3)]), rounds, should_stop=should_stop, **given)
         return asked.copy()
 
@@ -241,10 +224,9 @@ def test_should_stop_of_a_resumed_run_is_asked_where_the_whole_run_asked_it(tmp_
 def test_an_older_flower_refuses_should_stop_before_any_client_trains(
     checkpoints: bool, tmp_path: Path
 ) -> None:
-    own = {"checkpoints": Checkpointing(tmp_path)} if checkpoints else {}
-    grid = FakeGrid({1: moved, 2: moved})
+    kept, grid = Checkpointing(tmp_path) if checkpoints else None, FakeGrid(MOVED)
     with pytest.raises(TypeError, match="should_stop"):
-        FedRot(SYMMETRY, **own).start(grid, ArrayRecord(state()), 1, should_stop=lambda n, r: True)
+        FedRot(SYMMETRY, checkpoints=kept).start(grid, ARRAYS, 1, should_stop=lambda n, r: True)
     assert grid.asked == []
 
 
@@ -254,133 +236,115 @@ def test_an_argument_that_is_unknown_is_refused_or_passed_on(tmp_path: Path) -> 
             self.colour = colour
             return super().start(*args, **kwargs)
 
-    grid, arrays = FakeGrid({1: moved, 2: moved}), ArrayRecord(state())
-    strategy = behind(Aligned, Later)(alignment=None, fraction_evaluate=0.0)
-    strategy.start(grid, arrays, 1, colour="red")
+    strategy = in_front_of(Later)(alignment=None, fraction_evaluate=0.0)
+    strategy.start(FakeGrid(MOVED), ARRAYS, 1, colour="red")
     assert strategy.colour == "red"
-    with pytest.raises(TypeError, match="colour"):
-        FedRot(alignment=None).start(grid, arrays, 1, colour="red")
-    kept = behind(Aligned, Later)(alignment=None, checkpoints=Checkpointing(tmp_path))
-    with pytest.raises(TypeError, match="colour"):
-        kept.start(grid, arrays, 1, colour="red")
+    kept = in_front_of(Later)(alignment=None, checkpoints=Checkpointing(tmp_path))
+    for refusing in (FedRot(alignment=None), kept):
+        with pytest.raises(TypeError, match="colour"):
+            refusing.start(FakeGrid(MOVED), ARRAYS, 1, colour="red")
 
 
 @pytest.mark.usefixtures("newest")
 def test_should_stop_of_the_loop_needs_no_checkpoints() -> None:
-    grid, arrays = FakeGrid({1: moved, 2: moved}), ArrayRecord([np.ones(3)])
-    result = run(FedAvg(fraction_evaluate=0.0), grid, arrays, 4, should_stop=lambda n, r: n == 3)
+    arrays, strategy = ArrayRecord([np.ones(3)]), FedAvg(fraction_evaluate=0.0)
+    result = run(strategy, FakeGrid(MOVED), arrays, 4, should_stop=lambda n, r: n == 3)
     assert sorted(result.train_metrics_clientapp) == [1, 2, 3]
 
 
-# --- Flower's own tests of its strategies, over ours without alignment ---------------------------------
+# Flower's own tests of its strategies, over ours without alignment
 
 
-def replies(*given: tuple[Any, float]) -> list[Message]:
+def replies(given: Iterable[tuple[Any, float]]) -> list[Message]:
     """Return replies that nobody has asked for, each with arrays and a number of examples."""
-    with outside_of_the_engine():
-        asked = [Message(RecordDict(), node, "train") for node in range(1, len(given) + 1)]
     made = []
-    for message, (arrays, examples) in zip(asked, given, strict=True):
+    for node, (arrays, examples) in enumerate(given, start=1):
+        with outside_of_the_engine():
+            asked = Message(RecordDict(), node, "train")
         metrics = MetricRecord({"num-examples": examples})
         content = RecordDict({"arrays": ArrayRecord(arrays), "metrics": metrics})
-        made.append(Message(content, reply_to=message))
+        made.append(Message(content, reply_to=asked))
     return made
 
 
 def over(base: Any, *args: Any, **kwargs: Any) -> Any:
-    return type(f"Aligned{base.__name__}", (Aligned, base), {})(None, *args, alignment=None, **kwargs)
+    return in_front_of(base)(None, *args, alignment=None, **kwargs)
 
 
-def aggregated(strategy: Any, given: list[Message], server_round: int = 1) -> list[np.ndarray]:
-    arrays, _ = strategy.aggregate_train(server_round, given)
-    assert arrays is not None
-    return arrays.to_numpy_ndarrays()
+def scalars(*values: float) -> list[Any]:
+    return [([np.array(value)], weight) for weight, value in enumerate(values, start=1)]
+
+
+def fours(*values: float) -> list[Any]:
+    return [([np.full(4, value)], 5) for value in values]
 
 
 TWO = [
     [np.array([[1, 2, 3], [4, 5, 6]], dtype=np.float32), np.array([7, 8, 9, 10], dtype=np.float32)],
     [np.array([[29, 23, 19], [17, 13, 11]], dtype=np.float32), np.array([7, 5, 3, 2], dtype=np.float32)],
 ]
+SENT_TWO = list(zip(TWO, (1, 2), strict=True))
 OF_TWO = [(one + 2 * other) / 3 for one, other in zip(*TWO, strict=True)]
 ROWS = [
-    (np.array([0.5, 0.5, 0.5, 0.5]), 1),
-    (np.array([1.0, 0.2, 0.5, 1.0]), 5),
-    (np.array([0.2, 0.5, 1.0, 0.2]), 2),
-    (np.array([0.5, 1.0, 0.2, 0.5]), 9),
+    ([np.array([0.5, 0.5, 0.5, 0.5])], 1),
+    ([np.array([1.0, 0.2, 0.5, 1.0])], 5),
+    ([np.array([0.2, 0.5, 1.0, 0.2])], 2),
+    ([np.array([0.5, 1.0, 0.2, 0.5])], 9),
 ]
+NEAR_1 = 1.0 + 1e-9
+
+#: A strategy, what clients send in each round, and the model.
+FLOWERS: dict[str, tuple[Callable[[], Any], list[Any], list[Any]]] = {
+    "FedRot": (lambda: FedRot(alignment=None), SENT_TWO, OF_TWO),
+    "FedRot, scalars": (lambda: FedRot(alignment=None), scalars(1, 3), [np.array(7 / 3)]),
+    "FedAvg": (lambda: over(FedAvg), SENT_TWO, OF_TWO),
+    "FedAvg, scalars": (lambda: over(FedAvg), scalars(1, 3), [np.array(7 / 3)]),
+    "FedAvgM": (lambda: over(FedAvgM, server_learning_rate=NEAR_1), SENT_TWO, OF_TWO),
+    "FedAvgM, momentum": (
+        lambda: over(FedAvgM, server_learning_rate=NEAR_1, server_momentum=1e-9),
+        *(SENT_TWO, OF_TWO),
+    ),
+    "FedMedian": (lambda: over(FedMedian), ROWS[1:], [np.full(4, 0.5)]),
+    "FedMedian, scalars": (lambda: over(FedMedian), scalars(1, 3, 2), [np.array(2.0)]),
+    "FedTrimmedAvg": (lambda: over(FedTrimmedAvg, beta=0.25), ROWS, [np.full(4, 0.5)]),
+    "FedTrimmedAvg, scalars": (
+        lambda: over(FedTrimmedAvg, beta=0.25),
+        *(scalars(0.5, 1, 2, 100), [np.array(1.5)]),
+    ),
+    "Krum": (lambda: over(Krum, num_malicious_nodes=1), fours(0.2, 0.7, 1.0), [np.full(4, 0.7)]),
+    "MultiKrum": (
+        lambda: over(MultiKrum, num_malicious_nodes=1, num_nodes_to_select=2),
+        *(fours(0.2, 0.5, 1.0), [np.full(4, 0.35)]),
+    ),
+}
 
 
-@pytest.mark.parametrize("build", [lambda: FedRot(alignment=None), lambda: over(FedAvg)])
-def test_fedavg_weights_by_examples(build: Callable[[], Any]) -> None:
-    for found, expected in zip(
-        aggregated(build(), replies((TWO[0], 1), (TWO[1], 2))), OF_TWO, strict=True
-    ):
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
-    scalars = aggregated(build(), replies(([np.array(1.0)], 1), ([np.array(3.0)], 2)))
-    assert scalars[0].shape == ()
-    assert float(scalars[0]) == pytest.approx(7 / 3)
-
-
-@pytest.mark.parametrize(("momentum", "rounds"), [(0.0, 1), (1e-9, 2)])
-def test_fedavgm_with_a_learning_rate_near_one_is_the_mean(momentum: float, rounds: int) -> None:
-    strategy = over(FedAvgM, server_learning_rate=1.0 + 1e-9, server_momentum=momentum)
-    strategy.current_arrays = ArrayRecord([np.zeros((2, 3), np.float32), np.zeros(4, np.float32)])
-    for number in range(1, rounds + 1):
-        found = aggregated(strategy, replies((TWO[0], 1), (TWO[1], 2)), number)
-    for one, expected in zip(found, OF_TWO, strict=True):
-        np.testing.assert_almost_equal(one, expected, decimal=5)
+@pytest.mark.parametrize("name", FLOWERS)
+def test_flowers_own_examples_give_what_flower_expects(name: str) -> None:
+    build, sent, expected = FLOWERS[name]
+    strategy = build()
+    if "FedAvgM" in name:
+        strategy.current_arrays = ArrayRecord([np.zeros_like(one) for one in OF_TWO])
+    for number in (1, 2) if "momentum" in name else (1,):
+        arrays, _ = strategy.aggregate_train(number, replies(sent))
+    for found, wanted in zip(arrays.to_numpy_ndarrays(), expected, strict=True):
+        assert found.shape == wanted.shape
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-5 if "FedAvgM" in name else 0)
 
 
 @pytest.mark.parametrize("base", [FedAdagrad, FedAdam, FedYogi])
 def test_adaptive_strategies_take_scalars(base: Any) -> None:
     strategy = over(base)
     strategy.current_arrays = {"0": np.array(0.0)}
-    (found,) = aggregated(strategy, replies(([np.array(1.0)], 1), ([np.array(3.0)], 2)))
+    arrays, _ = strategy.aggregate_train(1, replies(scalars(1, 3)))
+    (found,) = arrays.to_numpy_ndarrays()
     assert found.shape == ()
     assert np.isfinite(found)
 
 
-@pytest.mark.parametrize(
-    ("build", "rows", "expected"),
-    [
-        (lambda: over(FedMedian), ROWS[1:], 0.5),
-        (lambda: over(FedTrimmedAvg, beta=0.25), ROWS, 0.5),
-    ],
-)
-def test_robust_means_of_four_numbers(build: Callable[[], Any], rows: Any, expected: float) -> None:
-    (found,) = aggregated(build(), replies(*(([row], weight) for row, weight in rows)))
-    np.testing.assert_array_equal(found, np.full(4, expected))
-
-
-@pytest.mark.parametrize(
-    ("build", "values", "expected"),
-    [
-        (lambda: over(FedMedian), (1.0, 3.0, 2.0), 2.0),
-        (lambda: over(FedTrimmedAvg, beta=0.25), (0.5, 1.0, 2.0, 100.0), 1.5),
-    ],
-)
-def test_robust_means_keep_scalars(build: Callable[[], Any], values: Any, expected: float) -> None:
-    (found,) = aggregated(build(), replies(*(([np.array(value)], 1) for value in values)))
-    assert found.shape == ()
-    assert float(found) == expected
-
-
-@pytest.mark.parametrize(
-    ("build", "values", "expected"),
-    [
-        (lambda: over(Krum, num_malicious_nodes=1), (0.2, 0.7, 1.0), 0.7),
-        (lambda: over(MultiKrum, num_malicious_nodes=1, num_nodes_to_select=2), (0.2, 0.5, 1.0), 0.35),
-    ],
-)
-def test_krum_takes_the_nearest(build: Callable[[], Any], values: Any, expected: float) -> None:
-    given = replies(*(([np.full(4, value)], 5) for value in values))
-    arrays, _ = build().aggregate_train(server_round=1, replies=given)
-    assert arrays.object_id == ArrayRecord([np.full(4, expected)]).object_id
-
-
 def test_replies_to_nothing_known_need_no_alignment() -> None:
     with pytest.raises(FedrotError, match="configure_train"):
-        FedRot(SYMMETRY).aggregate_train(1, replies((TWO[0], 1), (TWO[1], 2)))
+        FedRot(SYMMETRY).aggregate_train(1, replies(SENT_TWO))
 
 
 def test_evaluations_are_weighted_whoever_has_asked_for_them() -> None:

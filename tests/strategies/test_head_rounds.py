@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -13,34 +12,83 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
+from torch import nn
+from torch.nn.functional import cross_entropy
 
-from fedrot.strategies import Checkpointing, FedRot, fit_task_head
+import fedrot
+from fedrot.lora import AdapterOptions, adapter_tensors, load_adapter
+from fedrot.strategies import Checkpointing, FedRot, FedRotLoRA, Server, fit_task_head
 from fedrot.strategies.sums.requests import EVALUATE, LACKS, MODEL, STEP, SUM
-from fedrot.strategies.wire.arrays import wire_bytes
-from tests.strategies.fakes import Client, FakeGrid, tensors_of
-from tests.strategies.toy import HEAD, State, Toy, client, loss, state
+from fedrot.strategies.wire.arrays import TIED, from_arrays, to_arrays
+from tests.models import near
+from tests.strategies import toy
+from tests.strategies.fakes import Client, failure, grid_of, largest_difference, reply, tensors_of
+from tests.strategies.heads import KINDS, RANKS, SINGLE
+from tests.strategies.toy import HEAD, State, client, loss, state
 
 CLIENTS = 4
 
 
-def run(
-    clients: Iterable[Client], rounds: int, body: float = 0.0, **given: Any
-) -> tuple[Any, list[State]]:
-    """Return the result of a run, and the models that its rounds broadcast."""
-    sent: list[State] = []
+def noting(strategy: type) -> tuple[Any, list[ArrayRecord]]:
+    """Return a subclass that notes the models of its rounds, and the notes."""
+    sent: list[ArrayRecord] = []
 
-    class Noting(FedRot):
+    class Noting(strategy):  # type: ignore[misc, valid-type]
         def configure_train(
             self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
         ) -> Iterable[Message]:
-            sent.append(tensors_of(arrays))
-            return super().configure_train(server_round, arrays, config, grid)
+            sent.append(arrays)
+            found: Iterable[Message] = super().configure_train(server_round, arrays, config, grid)
+            return found
 
-    strategy = Noting(
-        {"model_type": "bert"}, alignment=None, fit_head=HEAD, fraction_evaluate=0.0, **given
-    )
-    grid = FakeGrid(dict(enumerate(clients, start=100)))
-    return strategy.start(grid, ArrayRecord(state(body)), rounds, timeout=1), sent
+    return Noting, sent
+
+
+def noted(nodes: Iterable[Client], notes: list[tuple[str, dict[str, ArrayRecord]]]) -> list[Client]:
+    """Return nodes that note the step of each request and the models in it."""
+
+    def wrapped(node: Client) -> Client:
+        def answer(message: Message) -> Message | None:
+            (config,) = message.content.config_records.values()
+            records = message.content.array_records.items()
+            models = {name: own for name, own in records if name.startswith((MODEL, "arrays"))}
+            notes.append((str(config.get(STEP, "train")), models))
+            return node(message)
+
+        return answer
+
+    return [wrapped(node) for node in nodes]
+
+
+#: Sums of updates do not depend on the order of arrival.
+COMMON: dict[str, Any] = {"fraction_evaluate": 0.0, "server": Server(deterministic=True)}
+
+
+def played(
+    nodes: Iterable[Client] | None = None,
+    rounds: int = 2,
+    start: ArrayRecord | None = None,
+    config: Any = None,
+    **given: Any,
+) -> tuple[Any, list[ArrayRecord]]:
+    """Return the result of a run, by default of ``LEARNERS``, and its rounds' broadcast models."""
+    strategy, sent = noting(FedRot)
+    ours = strategy(config or SINGLE.config, **{"fit_head": True, **COMMON, **given})
+    initial = start or ArrayRecord(SINGLE.state())
+    return ours.start(grid_of(nodes or LEARNERS), initial, rounds, timeout=1), sent
+
+
+# The choice, with bodies that are one number; the best is 1
+
+
+def run(
+    nodes: Iterable[Client], rounds: int, body: float = 0.0, **given: Any
+) -> tuple[Any, list[State]]:
+    """Return the result of a run, and the models that its rounds broadcast."""
+    settings = {"alignment": None, "fit_head": HEAD, "server": None, **given}
+    start, config = ArrayRecord(state(body)), {"model_type": "bert"}
+    result, sent = played(nodes, rounds, start, config, **settings)
+    return result, list(map(tensors_of, sent))
 
 
 def clients(
@@ -49,26 +97,7 @@ def clients(
     return [client(seed, folder, to) for seed in range(count)]
 
 
-def bodies(sent: list[State], result: Any) -> list[float]:
-    """Return the bodies that rounds began with, and the last one."""
-    return [float(one["body"]) for one in [*sent, tensors_of(result.arrays)]]
-
-
-def test_the_first_model_has_the_head_that_fit_task_head_finds(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("flwr").propagate = True
-    caplog.set_level(logging.INFO, "flwr")
-    nodes = clients(lambda body: body)
-    _, (first, *_) = run(nodes, 1)
-    grid = FakeGrid(dict(enumerate(nodes, start=100)))
-    found = fit_task_head(grid, ArrayRecord(state(0.0)), {"model_type": "bert"}, head=HEAD, timeout=1)
-    assert found.fitted
-    assert all(torch.equal(first[name], own) for name, own in tensors_of(found.arrays).items())
-    said = [record.getMessage() for record in caplog.records if "Before round 1" in record.getMessage()]
-    assert len(said) == 1
-    assert "360 held-out rows: taken is the new model with a fitted head. The loss of" in said[0]
-
-
-#: What training does to the body, and how much of the change is taken. The best body is 1.
+#: What training does to the body, and how much of the change is taken.
 STEPS: dict[str, tuple[float, Callable[[float], float], float]] = {
     "better": (0.0, lambda body: 1.0, 1.0),
     "half way is better": (0.0, lambda body: 2.0, 0.5),
@@ -80,14 +109,15 @@ STEPS: dict[str, tuple[float, Callable[[float], float], float]] = {
 def test_the_best_of_old_new_and_half_way_is_taken(case: str) -> None:
     start, to, step = STEPS[case]
     # Below four clients losses are means.
-    result, sent = run(clients(to, count=3), 1, start)
-    assert bodies(sent, result) == [start, start + step * (to(start) - start)]
+    result, (first,) = run(clients(to, count=3), 1, start)
+    last = tensors_of(result.arrays)
+    assert (float(first["body"]), float(last["body"])) == (start, start + step * (to(start) - start))
     metrics = result.train_metrics_clientapp[1]
     assert (metrics["fedrot-head-step"], metrics["fedrot-head-fitted"]) == (step, int(step > 0))
     assert (metrics["fedrot-head-change"] < 0) == (step > 0)
     page = Path("docs/reference/metrics.md").read_text(encoding="utf-8")
     assert all(f"* `{name}`: " in page for name in metrics if name.startswith("fedrot-head"))
-    assert metrics["fedrot-head-loss"] == pytest.approx(loss(tensors_of(result.arrays), 3), rel=1e-5)
+    assert metrics["fedrot-head-loss"] == pytest.approx(loss(last, 3), rel=1e-5)
 
 
 def test_no_round_is_worse_than_the_one_before() -> None:
@@ -104,26 +134,20 @@ def test_no_round_is_worse_than_the_one_before() -> None:
     losses = [loss(one, CLIENTS) for one in [*sent, tensors_of(result.arrays)]]
     assert all(after <= before + 1e-6 for before, after in pairwise(losses))
     assert losses[-1] < losses[0] - 0.05
-    refused = [m["fedrot-head-step"] == 0 for m in result.train_metrics_clientapp.values()]
-    assert any(refused)
+    assert any(one["fedrot-head-step"] == 0 for one in result.train_metrics_clientapp.values())
 
 
 def test_the_error_is_the_standard_error_of_the_differences_of_rows() -> None:
     """The oracle: the rows of all clients, which have equal numbers of rows; below four, a mean."""
-    nodes = clients(lambda body: body + 0.05, count=3)
-    result, (first, *_) = run(nodes, 1)
-    from tests.strategies.toy import rows
-
-    last, losses = tensors_of(result.arrays), []
-    for tensors in (first, last):
-        model = Toy()
+    result, (first, *_) = run(clients(lambda body: body + 0.05, count=3), 1)
+    losses = []
+    for tensors in (first, tensors_of(result.arrays)):
+        model = toy.Toy()
         model.load_state_dict(tensors)
-        own = []
-        for seed in range(3):
-            given = rows(1000 + seed, 90)
-            logits = model(given["noise"], given["centres"]).logits.double()
-            own.append(torch.nn.functional.cross_entropy(logits, given["labels"], reduction="none"))
-        losses.append(torch.stack(own))
+        every = [toy.rows(1000 + seed, 90) for seed in range(3)]
+        logits = [model(one["noise"], one["centres"]).logits.double() for one in every]
+        own = zip(logits, every, strict=True)
+        losses.append(torch.stack([cross_entropy(x, y["labels"], reduction="none") for x, y in own]))
     differences = losses[1] - losses[0]
     metrics = result.train_metrics_clientapp[1]
     assert metrics["fedrot-head-change"] == pytest.approx(float(differences.mean()), abs=1e-6)
@@ -131,30 +155,16 @@ def test_the_error_is_the_standard_error_of_the_differences_of_rows() -> None:
     assert metrics["fedrot-head-error"] == pytest.approx(float(within) ** 0.5, rel=0.2)
 
 
-def noting(nodes: Iterable[Client], notes: list[tuple[str, list[str]]]) -> list[Client]:
-    """Return nodes that note the step of each request and the models in it."""
-
-    def wrapped(node: Client) -> Client:
-        def answer(message: Message) -> Message | None:
-            (config,) = message.content.config_records.values()
-            step = str(config.get(STEP, "train"))
-            models = [
-                name for name in message.content.array_records if name.startswith((MODEL, "arrays"))
-            ]
-            notes.append((step, models))
-            return node(message)
-
-        return answer
-
-    return [wrapped(node) for node in nodes]
+# Bodies at the clients
 
 
 def test_a_model_travels_once_for_its_head(tmp_path: Path) -> None:
-    notes: list[tuple[str, list[str]]] = []
-    run(noting(clients(lambda body: body + 0.3, tmp_path), notes), 2)
+    notes: list[Any] = []
+    run(noted(clients(lambda body: body + 0.3, tmp_path), notes), 2)
     first = [("count", []), ("sum", [f"{MODEL}-0"]), ("evaluate", [])]
     each = [("train", ["arrays"]), ("count", []), ("sum", [f"{MODEL}-0"]), ("sum", []), ("evaluate", [])]
-    assert notes == [one for one in [*first, *each, *each] for _ in range(CLIENTS)]
+    expected = [one for one in [*first, *each, *each] for _ in range(CLIENTS)]
+    assert [(step, list(models)) for step, models in notes] == expected
     # The new model, the one before it, and the one half way; nobody else may read them.
     files = [*tmp_path.rglob("*.safetensors")]
     assert len(files) == 3
@@ -162,9 +172,8 @@ def test_a_model_travels_once_for_its_head(tmp_path: Path) -> None:
 
 
 def test_only_models_of_runs_long_ago_are_deleted(tmp_path: Path) -> None:
-    old, new, others = (
-        tmp_path / "fedrot-bodies" / name for name in ("1/a.safetensors", "2/b.safetensors", "1/c")
-    )
+    names = ("1/a.safetensors", "2/b.safetensors", "1/c")
+    old, new, others = (tmp_path / "fedrot-bodies" / name for name in names)
     for path in (old, new, others):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("")
@@ -174,22 +183,31 @@ def test_only_models_of_runs_long_ago_are_deleted(tmp_path: Path) -> None:
     assert [path.exists() for path in (old, new, others)] == [False, True, True]
 
 
-def test_who_has_lost_a_model_receives_it(tmp_path: Path) -> None:
-    notes: list[tuple[str, list[str]]] = []
-    nodes = clients(lambda body: body + 0.3, tmp_path)
-    expected, _ = run(nodes, 2)
-    tidy = noting(nodes, notes)
+@pytest.mark.parametrize("what", ["lost", "damaged", "never kept"])
+def test_lost_and_damaged_files_and_full_disks_cost_only_bytes(
+    what: str, tmp_path: Path, warnings: Callable[[], str]
+) -> None:
+    notes: list[Any] = []
+    folder = tmp_path / "folder"
+    expected, _ = run(clients(lambda body: body + 0.3), 2)
+    if what == "never kept":
+        folder.write_text("")
+    nodes = noted(clients(lambda body: body + 0.3, folder), notes)
 
-    def forgetful(message: Message) -> Message | None:
-        for path in tmp_path.rglob("*.safetensors"):
-            path.unlink()
-        return tidy[0](message)
+    def spoiling(message: Message) -> Message | None:
+        for path in folder.rglob("*.safetensors"):
+            data = path.read_bytes()
+            place = 8 + int.from_bytes(data[:8], "little")  # of the body
+            path.write_bytes(data[:place] + b"\1\2\3\4" + data[place + 4 :])
+            if what == "lost":
+                path.unlink()
+        return nodes[0](message)
 
-    found, _ = run([forgetful, *tidy[1:]], 2)
+    found, _ = run([spoiling, *nodes[1:]], 2)
     # The body half way is computed from the two that came.
-    assert ("evaluate", [f"{MODEL}-0", f"{MODEL}-1"]) in notes
-    ours, theirs = tensors_of(found.arrays), tensors_of(expected.arrays)
-    assert all(torch.equal(ours[name], own) for name, own in theirs.items())
+    assert ("evaluate", [f"{MODEL}-0", f"{MODEL}-1"]) in [(step, list(own)) for step, own in notes]
+    assert largest_difference(found.arrays, expected.arrays) == 0
+    assert ("is not kept for the next request" in warnings()) == (what == "never kept")
 
 
 def test_clients_that_always_lack_the_model_are_left_out(warnings: Callable[[], str]) -> None:
@@ -199,32 +217,11 @@ def test_clients_that_always_lack_the_model_are_left_out(warnings: Callable[[], 
         return lacks if config.get(STEP) in (SUM, EVALUATE) else client(9)(message)
 
     honest = clients(lambda body: body + 0.3)
-    found, _ = run([*honest, lacking], 1)
-    expected, _ = run(honest, 1)
-    ours, theirs = tensors_of(found.arrays), tensors_of(expected.arrays)
-    assert float((ours["body"] - theirs["body"]).abs()) < 0.1
+    found, expected = (run(nodes, 1)[0] for nodes in ([*honest, lacking], honest))
+    bodies = [tensors_of(result.arrays)["body"] for result in (found, expected)]
+    assert float((bodies[0] - bodies[1]).abs()) < 0.1
     run([lacking, lacking], 1)
     assert "all say that they lack the model" in warnings()
-
-
-def test_damaged_files_and_full_disks_cost_only_bytes(
-    tmp_path: Path, warnings: Callable[[], str]
-) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    nodes = clients(lambda body: body + 0.3, tmp_path / "sound")
-    expected, _ = run(nodes, 1)
-
-    def damaging(message: Message) -> Message | None:
-        for path in (tmp_path / "sound").rglob("*.safetensors"):
-            path.write_bytes(path.read_bytes()[:-4] + b"\1\2\3\4")
-        return nodes[0](message)
-
-    for others in ([damaging, *nodes[1:]], clients(lambda body: body + 0.3, blocked)):
-        found, _ = run(others, 1)
-        ours, theirs = tensors_of(found.arrays), tensors_of(expected.arrays)
-        assert all(torch.equal(ours[name], own) for name, own in theirs.items())
-    assert "is not kept for the next request" in warnings()
 
 
 def test_a_resumed_run_does_not_begin_anew(tmp_path: Path) -> None:
@@ -232,33 +229,231 @@ def test_a_resumed_run_does_not_begin_anew(tmp_path: Path) -> None:
     given: dict[str, Any] = {"checkpoints": Checkpointing(tmp_path / "runs")}
     whole, _ = run(clients(lambda body: body + 0.3), 3)
     run(clients(lambda body: body + 0.3), 1, **given)
-    notes: list[tuple[str, list[str]]] = []
-    found, sent = run(noting(clients(lambda body: body + 0.3), notes), 3, **given)
+    notes: list[Any] = []
+    found, sent = run(noted(clients(lambda body: body + 0.3), notes), 3, **given)
+    assert (len(sent), notes[0][0]) == (2, "train")
+    assert largest_difference(found.arrays, whole.arrays) == 0
+
+
+# Rounds of transformers' models
+
+
+def learner(index: int, build: Callable[[], nn.Module] | None = None) -> Client:
+    """Return a node that answers training requests with a change of what it received, and with sums."""
+    answers = SINGLE.client(*SINGLE.pairs()[index], build)
+
+    def node(message: Message) -> Message | None:
+        if message.metadata.message_type != "train":
+            return answers(message)
+        received = tensors_of(message.content.array_records["arrays"])
+        return reply(message, near(received, 0.01, seed=index), 10 + index, index)
+
+    return node
+
+
+LEARNERS = [learner(index) for index in range(3)]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"alignment": None, "aggregation": "mean", "fit_head": HEAD}, {}],
+    ids=["a mean, named head", "aligned"],
+)
+def test_every_round_ends_with_the_best_of_three_models(given: dict[str, Any]) -> None:
+    """The oracle: rounds without the argument, one at a time, and ``fit_task_head`` for each body."""
+    result, sent = played(**given)
+    grid, config, initial = grid_of(LEARNERS), SINGLE.config, ArrayRecord(SINGLE.state())
+    model = fit_task_head(grid, initial, config).arrays
+    plain = {name: value for name, value in given.items() if name != "fit_head"}
+    for number, received in enumerate(sent, start=1):
+        assert largest_difference(received, model) == 0
+        before = SINGLE.judged(tensors_of(model))
+        merged = FedRot(config, **COMMON, **plain).start(grid, model, 1).arrays
+        pairs = zip(tensors_of(model).items(), tensors_of(merged).values(), strict=True)
+        half = ArrayRecord({name: (old + new) / 2 for (name, old), new in pairs})
+        found = [fit_task_head(grid, one, config) for one in (merged, half)]
+        best = min(found, key=lambda one: one.losses[2])
+        metrics = result.train_metrics_clientapp[number]
+        if best.losses[2] < before:
+            model = best.arrays
+            assert metrics["fedrot-head-step"] == (1, 0.5)[found.index(best)]
+            assert metrics["fedrot-head-loss"] == pytest.approx(best.losses[2], rel=1e-9)
+        else:
+            assert metrics["fedrot-head-step"] == 0
+    assert largest_difference(result.arrays, model) == 0
     assert len(sent) == 2
-    assert notes[0][0] == "train"
-    ours, theirs = tensors_of(found.arrays), tensors_of(whole.arrays)
-    assert all(torch.equal(ours[name], own) for name, own in theirs.items())
+    assert SINGLE.judged(tensors_of(model)) < SINGLE.judged(tensors_of(initial)) - 0.1
 
 
-def test_the_evaluation_of_round_0_is_of_the_fitted_model() -> None:
-    seen: list[float] = []
+@pytest.mark.parametrize("method", ["mean", "exact"])
+def test_adapters_are_never_worse_over_rounds(method: str) -> None:
+    """The oracle is the loss of each broadcast adapter on the held-out rows of all clients."""
+    kind = KINDS["adapter"]
+    ranks = RANKS if method == "exact" else (max(RANKS),) * 3
+
+    def adapter_learner(index: int) -> Client:
+        rank = ranks[index]
+        answers = kind.client(*kind.pairs()[index], lambda: kind.drawn(rank))
+
+        def node(message: Message) -> Message | None:
+            if message.metadata.message_type != "train":
+                return answers(message)
+            own = kind.build(rank)
+            load_adapter(own, tensors_of(message.content.array_records["arrays"]))
+            generator = torch.Generator().manual_seed(index)
+            sent = {
+                name: tensor + torch.randn(tensor.shape, generator=generator) / 2
+                for name, tensor in adapter_tensors(own).items()
+            }
+            return reply(message, sent, 10, index)
+
+        return node
+
+    strategy, sent = noting(FedRotLoRA)
+    ours = strategy(kind.config, AdapterOptions(method), fit_head=True, fraction_evaluate=0.0)
+    grid, model, losses = grid_of(map(adapter_learner, range(3))), kind.build(), list[float]()
+    result = ours.start(grid, ArrayRecord(kind.state()), 3, timeout=1)
+    for arrays in [*sent, result.arrays]:
+        load_adapter(model, tensors_of(arrays))
+        own = [kind.loss(kind.logits(model, rows), rows["labels"]) for _, rows in kind.pairs()]
+        losses.append(float(torch.cat(own).mean()))
+    assert all(after <= before + 1e-5 for before, after in pairwise(losses))
+    steps = [one["fedrot-head-step"] for one in result.train_metrics_clientapp.values()]
+    assert set(steps) <= ({0.0, 0.5, 1.0} if method == "mean" else {0.0, 1.0})
+
+
+@pytest.mark.parametrize("guard", [None, "loss"])
+def test_evaluations_are_of_the_models_with_the_fitted_head(guard: str | None) -> None:
+    """Also before the first round, and with a guard, which has evaluated the model before."""
+    evaluated: dict[int, float] = {}
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        seen.append(loss(tensors_of(arrays), CLIENTS))
-        return MetricRecord({"loss": seen[-1]})
+        evaluated[server_round] = SINGLE.judged(tensors_of(arrays))
+        return MetricRecord({"loss": evaluated[server_round]})
 
-    strategy = FedRot({"model_type": "bert"}, alignment=None, fit_head=HEAD, fraction_evaluate=0.0)
-    grid = FakeGrid(dict(enumerate(clients(lambda body: body + 0.3), start=100)))
-    strategy.start(grid, ArrayRecord(state(0.0)), 2, timeout=1, evaluate_fn=evaluate)
-    assert seen[0] < loss(state(0.0), CLIENTS) - 0.1
-    assert seen == sorted(seen, reverse=True)
+    strategy = FedRot(SINGLE.config, fit_head=True, fraction_evaluate=0.0, guard=guard)
+    initial = ArrayRecord(SINGLE.state())
+    result = strategy.start(grid_of(LEARNERS), initial, 1, timeout=1, evaluate_fn=evaluate)
+    assert evaluated[0] < SINGLE.judged(SINGLE.state()) - 0.1
+    assert evaluated[1] == SINGLE.judged(tensors_of(result.arrays)) <= evaluated[0]
+    assert result.evaluate_metrics_serverapp[1]["loss"] == evaluated[1]
 
 
-def test_an_answer_at_width_768_is_a_quarter_of_a_matrix_in_float64() -> None:
-    from fedrot.head import ClassSums
-    from fedrot.strategies.wire.arrays import to_arrays
+def test_clients_that_cannot_answer_stop_the_first_round() -> None:
+    def trains_only(message: Message) -> Message | None:
+        return (LEARNERS[0] if message.metadata.message_type == "train" else failure)(message)
 
-    features = torch.randn(100, 768, dtype=torch.float64)
-    hot = torch.nn.functional.one_hot(torch.arange(100) % 20, 20).double()
-    sums = ClassSums(hot.sum(0), hot.mT @ features, features.mT @ features)
-    assert wire_bytes(to_arrays(sums.packed())) <= 1.3e6
+    with pytest.raises(fedrot.FedrotError, match="usable answer"):
+        played([trains_only, trains_only])
+
+
+def test_a_later_round_without_answers_keeps_its_head(warnings: Callable[[], str]) -> None:
+    def once(node: Client) -> Client:
+        asked: list[bool] = []
+
+        def answer(message: Message) -> Message | None:
+            asked.append(message.metadata.message_type != "train")
+            # Three answers before the first round, four after it.
+            return failure(message) if asked[-1] and sum(asked) > 7 else node(message)
+
+        return answer
+
+    result, sent = played(map(once, LEARNERS), 3)
+    assert "Round 2: the task head is not changed" in warnings()
+    metrics = result.train_metrics_clientapp
+    assert [number for number, found in metrics.items() if "fedrot-head-loss" in found] == [1]
+    merged = FedRot(SINGLE.config, **COMMON).start(grid_of(LEARNERS), sent[1], 1).arrays
+    assert largest_difference(sent[2], merged) == 0
+
+
+def test_a_failed_round_fits_no_head() -> None:
+    notes: list[Any] = []
+
+    def fails(message: Message) -> Message | None:
+        return (failure if message.metadata.message_type == "train" else LEARNERS[0])(message)
+
+    result, (first,) = played(noted([fails, fails], notes), 1)
+    assert notes[-1][0] == "train"
+    assert largest_difference(result.arrays, first) == 0
+
+
+def test_deterministic_rounds_do_not_depend_on_the_ids_of_nodes() -> None:
+    results = [played(nodes)[0] for nodes in (LEARNERS, LEARNERS[::-1])]
+    assert largest_difference(results[0].arrays, results[1].arrays) == 0
+    losses = [
+        [one["fedrot-head-loss"] for one in result.train_metrics_clientapp.values()]
+        for result in results
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_a_subclass_that_hides_the_model_is_refused() -> None:
+    """It makes the messages itself and plays the rounds itself: nobody knows the round's model."""
+
+    class Own(FedRot):
+        def configure_train(self, *given: Any) -> Iterable[Message]:
+            _, arrays, config, grid = given
+            content = RecordDict({"arrays": arrays, "config": config})
+            return [Message(content, node, "train") for node in grid.get_node_ids()]
+
+    grid, initial = grid_of(LEARNERS), ArrayRecord(SINGLE.state())
+    strategy = Own(SINGLE.config, alignment=None, fit_head=True)
+    messages = strategy.configure_train(1, initial, ConfigRecord(), grid)
+    with pytest.raises(fedrot.FedrotError, match="round 1 is not known"):
+        strategy.aggregate_train(1, list(grid.send_and_receive(messages)))
+
+
+# Precisions and ties
+
+
+def of_precision(index: int, dtype: torch.dtype | None = None) -> Client:
+    """Return a node that computes in float32; with a precision it answers in it, and with the tie."""
+
+    def tied() -> nn.Module:
+        model: Any = SINGLE.drawn()
+        model.register_parameter("again", model.bert.pooler.dense.weight)
+        return model
+
+    node = learner(index, tied if dtype else None)
+
+    def answer(message: Message) -> Message | None:
+        if message.metadata.message_type != "train":
+            return node(message)
+        known = from_arrays(message.content.array_records["arrays"])
+        floats = {name: tensor.float() for name, tensor in known.items() if name != "again"}
+        message.content = RecordDict({**message.content, "arrays": ArrayRecord(floats)})
+        found = node(message)
+        if found is not None and dtype:
+            update = {n: t.to(dtype) for n, t in from_arrays(found.content["arrays"]).items()}
+            update["again"] = update["bert.pooler.dense.weight"]
+            found.content["arrays"] = to_arrays(update)
+        return found
+
+    return answer
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_model_keeps_its_precision_and_its_ties(dtype: torch.dtype) -> None:
+    tensors: Any = {name: tensor.to(dtype) for name, tensor in SINGLE.state().items()}
+    tensors["again"] = tensors["bert.pooler.dense.weight"]
+    model, notes = to_arrays(tensors), list[Any]()
+    assert [array.stype for array in model.values()].count(TIED) == 1
+    nodes = noted((of_precision(index, dtype) for index in range(3)), notes)
+    result, _ = played(nodes, start=model, alignment=None)
+    for record in (*(one for _, models in notes for one in models.values()), result.arrays):
+        assert {array.dtype for array in record.values()} == {str(dtype).removeprefix("torch.")}
+        assert [(n, a.stype) for n, a in record.items()] == [(n, a.stype) for n, a in model.items()]
+    assert all("fedrot-head-loss" in found for found in result.train_metrics_clientapp.values())
+
+
+def test_every_message_travels_in_the_precision_of_the_wire() -> None:
+    notes: list[Any] = []
+    server = Server(wire=torch.bfloat16, deterministic=True)
+
+    result, _ = played(noted(map(of_precision, range(3)), notes), server=server)
+    records = [record for _, models in notes for record in models.values()]
+    # Per client: sums of the first model; a training, sums of the new model and of the one half way;
+    # a second training, and what it needs.
+    assert len(records) >= 3 * (1 + 3 + 1)
+    assert {array.dtype for record in records for array in record.values()} == {"bfloat16"}
+    assert {array.dtype for array in result.arrays.values()} == {"float32"}

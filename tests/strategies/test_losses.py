@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedrot.head import ClassSums
-from fedrot.strategies.sums import losses as module
 from fedrot.strategies.sums.losses import LEAST_RANGE, MOST, Ballot, capped, centre
 from fedrot.strategies.sums.totals import SCARCE, Totals, total_without
 from fedrot.temperature import ONE, TEMPERATURES, LossSums
@@ -54,7 +51,7 @@ def test_no_client_of_four_has_half_of_the_rows(rows: list[int]) -> None:
     assert all(w == r for w, r in zip(weights, rows, strict=True) if r <= MOST * sorted(rows)[1])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     clients=CLIENTS, lies=st.lists(st.tuples(st.integers(1, 10**12), st.floats(-1e6, 1e6)), max_size=4)
 )
@@ -119,10 +116,6 @@ def test_totals_are_the_sums_of_capped_rows_in_any_order(order: list[int], scale
     rest = [node for node in clients if found._group[node] != 2]
     slow = sum(clients[node].counts * (18 / 90 if not node else 1) for node in rest)
     torch.testing.assert_close(total_without([2], found.groups()).counts, slow)
-
-
-def test_the_example_runs() -> None:
-    assert doctest.testmod(module) == (0, 1)
 
 
 @pytest.mark.parametrize("kept", [0, 9, 10])

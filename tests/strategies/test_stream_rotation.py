@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.clientapp import ClientApp
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import fedrot
 from fedrot.aggregation import Mean, RegMean
@@ -25,11 +26,12 @@ from tests.families import config_of, model_of, state_of, symmetry_for
 from tests.fedrot.pairs import with_other_gains
 from tests.models import State, near, with_separate_tables
 from tests.strategies.aggregating import Client as ClientWithStatistics
+from tests.strategies.aggregating import mean
 from tests.strategies.aggregating import play as play_with_statistics
-from tests.strategies.fakes import Client, FakeGrid, play, tensors_of
+from tests.strategies.fakes import Client, grid_of, node_of, play, tensors_of
 
-STREAM = fedrot.AlignmentOptions(fedrot.WHOLE_MODEL, canonical=True)
-DETERMINISTIC = Server(deterministic=True)
+WHOLE = fedrot.AlignmentOptions(fedrot.WHOLE_MODEL)
+STREAM = replace(WHOLE, canonical=True)
 NAMES = ["llama", "gpt2-classifier"]
 
 
@@ -67,15 +69,10 @@ def silent(message: Any) -> Any:
 
 def matching(name: str) -> Client:
     """Return a node that matches on rows of its own."""
-    app = ClientApp()
-
-    def batches() -> Any:
-        generator = torch.Generator().manual_seed(5)
-        return [{"input_ids": torch.randint(1, 39, (8, 9), generator=generator)} for _ in range(3)]
-
-    match_at_client(app, lambda *_: Matching(lambda: built(name), batches, STREAM))
-    context = Context(1, 1, {}, RecordDict(), {})
-    return lambda message: app(message, context)
+    app, generator = ClientApp(), torch.Generator().manual_seed(5)
+    rows = [{"input_ids": torch.randint(1, 39, (8, 9), generator=generator)} for _ in range(3)]
+    match_at_client(app, lambda *_: Matching(lambda: built(name), lambda: rows, STREAM))
+    return node_of(app)
 
 
 @pytest.mark.parametrize("where", ["server", "probe", "clients"])
@@ -99,7 +96,7 @@ def test_models_in_rotated_bases_are_averaged_to_the_function_that_all_of_them_h
     for fold in symmetry_for(name).folds:
         assert bool((result[fold.gain] == 1).all()), "the new model is canonical"
     # Permutations of the stream do not find the function.
-    permuted = OtherBasis(options=fedrot.AlignmentOptions(fedrot.WHOLE_MODEL, canonical=False))
+    permuted = OtherBasis(options=replace(WHOLE, canonical=False))
     lost, _ = play(FedRot(config_of(name), other_basis=permuted), base, sent, [silent] * 3)
     assert (answers(name, tensors_of(lost)) - expected).abs().max() > 0.1 * expected.abs().max()
 
@@ -128,33 +125,66 @@ def test_without_a_reply_from_another_basis_nothing_becomes_canonical() -> None:
     sent = [float32(near(base, 1e-3, seed)) for seed in (1, 2)]
     results = []
     for others in (OtherBasis(options=STREAM), None):
-        strategy = FedRot(config_of(name), other_basis=others, server=DETERMINISTIC)
+        strategy = FedRot(config_of(name), other_basis=others, server=Server(deterministic=True))
         results.append(tensors_of(play(strategy, base, sent, [silent] * 2)[0]))
     assert all(torch.equal(results[0][key], results[1][key]) for key in base)
 
 
-def test_by_default_the_stream_is_rotated_where_it_can_be() -> None:
-    for name, rotates in (("llama", True), ("gpt2-classifier", True), ("bert", False)):
-        strategy = FedRot(config_of(name), other_basis=OtherBasis(lambda name=name: built(name)))
-        base = float32(state_of(name))
-        strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), FakeGrid({1: silent, 2: silent}))
-        assert strategy.other_bases.rotates is rotates
+TIED = GPT2Config(vocab_size=12, n_layer=1, n_head=2, n_embd=8, n_positions=4, pad_token_id=0)
+COPIED = GPT2LMHeadModel(TIED).state_dict()
+SEPARATE = {**COPIED, "lm_head.weight": torch.randn(12, 8)}
+PERMUTED: dict[str, Any] = {"alignment": fedrot.AlignmentOptions(("heads", "ffn"))}
+LLAMA = (config_of("llama"), float32(state_of("llama")))
+
+#: Other bases, configuration and model, more settings, and whether the stream is rotated. Gram matrices
+#: can be brought to canonical form, diagonal Fisher information cannot. Tied tables are found in the
+#: model, and without one in arrays, where they are two equal ones.
+ROTATES: list[tuple[OtherBasis, Any, State, dict[str, Any], bool]] = [
+    (OtherBasis(lambda: built("llama")), *LLAMA, {}, True),
+    (OtherBasis(lambda: built("bert")), config_of("bert"), float32(state_of("bert")), {}, False),
+    *(
+        (
+            OtherBasis(options=fedrot.AlignmentOptions(("residual", "heads", "ffn"))),
+            *LLAMA,
+            {**PERMUTED, "aggregation": aggregation},
+            rotates,
+        )
+        for aggregation, rotates in (("regmean", True), ("fisher", False))
+    ),
+    (OtherBasis(lambda: GPT2LMHeadModel(TIED)), TIED, COPIED, {}, False),
+    (OtherBasis(lambda: GPT2LMHeadModel(TIED)), TIED, SEPARATE, {}, False),
+    (OtherBasis(options=WHOLE), TIED, COPIED, {}, False),
+    (OtherBasis(options=WHOLE), TIED, SEPARATE, {}, True),
+    (
+        OtherBasis(lambda: with_separate_tables(GPT2LMHeadModel(TIED))),
+        *(TIED, SEPARATE, {}),
+        True,
+    ),
+]
+
+
+@pytest.mark.parametrize(("others", "config", "base", "more", "rotates"), ROTATES)
+def test_by_default_the_stream_is_rotated_where_it_can_be(
+    others: OtherBasis, config: Any, base: State, more: dict[str, Any], rotates: bool
+) -> None:
+    strategy = FedRot(config, other_basis=others, **more)
+    strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), grid_of([silent] * 2))
+    assert strategy.other_bases is not None
+    assert strategy.other_bases.rotates is rotates
+    if config is not TIED and others.model:
         assert (strategy.other_bases.evidence is None) is rotates
 
 
-@pytest.mark.parametrize(("aggregation", "rotates"), [("regmean", True), ("fisher", False)])
-def test_the_stream_is_rotated_if_the_statistics_of_replies_can_follow(
-    aggregation: str, rotates: bool
+@pytest.mark.parametrize(("config", "word"), [(TIED, "tie_word_embeddings=False"), (None, "be rotated")])
+def test_tied_tables_and_post_norm_models_are_refused_before_clients_train(
+    config: Any, word: str
 ) -> None:
-    """Gram matrices can be brought to canonical form; diagonal Fisher information cannot."""
-    permutations = fedrot.AlignmentOptions(("heads", "ffn"))
-    others = OtherBasis(options=fedrot.AlignmentOptions(("residual", "heads", "ffn")))
-    strategy = FedRot(
-        config_of("llama"), other_basis=others, alignment=permutations, aggregation=aggregation
-    )
-    base = float32(state_of("llama"))
-    strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), FakeGrid({1: silent, 2: silent}))
-    assert strategy.other_bases.rotates is rotates
+    base = GPT2LMHeadModel(TIED).state_dict() if config else float32(state_of("bert"))
+    strategy = FedRot(config or config_of("bert"), other_basis=OtherBasis(options=STREAM))
+    if config:
+        strategy.symmetry = fedrot.symmetry_of(TIED, base)
+    with pytest.raises(fedrot.SymmetryError, match=word):
+        strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), grid_of([silent] * 2))
 
 
 def collected(name: str, tensors: State, seed: int) -> Any:
@@ -178,8 +208,9 @@ def turned_clients(name: str) -> tuple[State, list[State], list[ClientWithStatis
     return float32(base), list(map(float32, clients)), sent
 
 
-@pytest.mark.parametrize("others", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "others"), [*zip(NAMES, (False, True), strict=True), (NAMES[1], False)]
+)
 def test_regmean_of_rotated_clients_is_that_of_the_clients_as_they_were(name: str, others: bool) -> None:
     symmetry, (base, clients, sent) = symmetry_for(name), turned_clients(name)
     options = fedrot.AlignmentOptions(("residual",), anchor="global")
@@ -209,25 +240,20 @@ def test_regmean_of_rotated_clients_is_that_of_the_clients_as_they_were(name: st
 def test_a_guard_compares_with_the_mean_of_what_was_sent(keeps: str) -> None:
     name = "gpt2-classifier"
     base, _, sent = turned_clients(name)
-    options = fedrot.AlignmentOptions(("residual",))
     gain = symmetry_for(name).folds[0].gain
 
     def evaluate(_: int, arrays: ArrayRecord) -> MetricRecord:
         canonical = bool((tensors_of(arrays)[gain] == 1).all())
         return MetricRecord({"loss": float(canonical == (keeps == "plain"))})
 
-    guard = Guard("loss", evaluate=evaluate)
-    shared: dict[str, Any] = {"aggregation": "regmean", "alignment": options, "server": DETERMINISTIC}
-    guarded = FedRot(config_of(name), **shared, guard=guard)
-    found = tensors_of(play_with_statistics(guarded, sent, base=base)[0])
-    if keeps == "merged":
-        alone = FedRot(config_of(name), **shared)
-        expected = tensors_of(play_with_statistics(alone, sent, base=base)[0])
-    else:
-        mean = Mean()
-        for client in sent:
-            mean.add(client.update, client.weight)
-        expected = mean.result()
+    def merged(guard: Guard | None) -> State:
+        options = fedrot.AlignmentOptions(("residual",))
+        given: dict[str, Any] = {"aggregation": "regmean", "server": Server(deterministic=True)}
+        strategy = FedRot(config_of(name), alignment=options, guard=guard, **given)
+        return tensors_of(play_with_statistics(strategy, sent, base=base)[0])
+
+    expected = merged(None) if keeps == "merged" else mean(sent)
+    found = merged(Guard("loss", evaluate=evaluate))
     assert all(torch.allclose(found[key], expected[key], atol=1e-5) for key in base)
 
 
@@ -247,42 +273,3 @@ def test_a_reply_without_means_is_dropped_with_the_name_of_what_is_missing(
     )
     assert metrics["fedrot-replies-accepted"] == 2
     assert "input_mean" in caplog.text
-
-
-def test_models_with_tied_tables_are_refused_before_clients_train() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=12, n_layer=1, n_head=2, n_embd=8, n_positions=4))
-    strategy = FedRot(model.config, other_basis=OtherBasis(options=STREAM))
-    grid = FakeGrid({1: silent, 2: silent})
-    strategy.symmetry = fedrot.symmetry_of(model.config, model.state_dict())
-    with pytest.raises(fedrot.SymmetryError, match="tie_word_embeddings=False"):
-        strategy.configure_train(1, ArrayRecord(model.state_dict()), ConfigRecord(), grid)
-
-
-def test_tied_tables_keep_permutations_by_default() -> None:
-    """They are found in the model, and without one in arrays, where tied tables are two equal ones."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=12, n_layer=1, n_head=2, n_embd=8, n_positions=4, pad_token_id=0)
-    tied = GPT2LMHeadModel(config)
-    copied = {name: value.clone() for name, value in tied.state_dict().items()}
-    separate = {**copied, "lm_head.weight": torch.randn(12, 8)}
-    options = fedrot.AlignmentOptions(fedrot.WHOLE_MODEL)
-    for others, base, rotates in (
-        (OtherBasis(lambda: tied), copied, False),
-        (OtherBasis(lambda: tied), separate, False),
-        (OtherBasis(options=options), copied, False),
-        (OtherBasis(options=options), separate, True),
-        (OtherBasis(lambda: with_separate_tables(GPT2LMHeadModel(config))), separate, True),
-    ):
-        strategy = FedRot(config, other_basis=others)
-        strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), FakeGrid({1: silent, 2: silent}))
-        assert strategy.other_bases.rotates is rotates
-
-
-def test_post_norm_models_are_refused_before_clients_train() -> None:
-    base = float32(state_of("bert"))
-    strategy = FedRot(config_of("bert"), other_basis=OtherBasis(options=STREAM))
-    with pytest.raises(fedrot.SymmetryError, match="cannot be rotated"):
-        strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), FakeGrid({1: silent, 2: silent}))

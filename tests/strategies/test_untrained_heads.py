@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,91 +13,72 @@ from torch import Tensor
 import fedrot
 from fedrot.aggregation import RegMean
 from fedrot.collect.statistics import TRAINED
+from fedrot.lora.adapter_options import AdapterOptions
 from fedrot.strategies import FedRot
-from tests.models import EAGER, WIDTH, config_of
-from tests.strategies.aggregating import (
-    HEAD,
-    Client,
-    headless,
-    honest,
-    play,
-)
+from fedrot.strategies.lora import AdapterMean
+from tests.models import EAGER, WIDTH, State, config_of
+from tests.strategies.aggregating import HEAD, Client, headless, honest, play
 from tests.strategies.classifier import NAME, SYMMETRY, state
-from tests.strategies.fakes import (
-    largest_difference,
-    tensors_of,
-)
+from tests.strategies.fakes import largest_difference, tensors_of
+from tests.strategies.test_lora import SETTINGS, adapter
 
-#: The rows of the head that each of three clients has trained; nobody has trained row 2.
-ROWS: tuple[tuple[int, ...] | None, ...] = ((0, 1), None, (1,))
+BASE = state()
+#: Rows of the head that each of three clients has trained; the second has no head. Nobody has trained
+#: row 2, or all but the first client have trained all rows and do not mark them.
+ROWS: dict[str, tuple[tuple[int, ...] | None, ...]] = {
+    "all mark": ((0, 1), None, (1,)),
+    "one marks": ((0, 1), (0, 1, 2), (0, 1, 2)),
+}
 
 
-def expected_head(clients: Sequence[Client], name: str) -> Tensor:
+def marking(clients: Sequence[Client], rows: Iterable[tuple[int, ...] | None]) -> list[Client]:
+    """Return clients that mark what they have trained, unless that is everything."""
+    pairs = zip(clients, rows, strict=True)
+    return [c if trained == (0, 1, 2) else headless(c, trained) for c, trained in pairs]
+
+
+def expected_head(clients: Sequence[Client], rows: Any, name: str) -> Tensor:
     """Return the head's rows over the clients that trained them, row by row."""
     found = []
     for row in range(3):
-        trained = [c for c, rows in zip(clients, ROWS, strict=True) if rows and row in rows]
-        some = trained or clients
-        total = sum(c.weight for c in some)
+        some = [c for c, own in zip(clients, rows, strict=True) if own and row in own]
+        if not some:
+            found.append(BASE[name][row].double())
+            continue
+        total = sum(client.weight for client in some)
         found.append(sum(c.weight * c.update[name][row].double() for c in some) / total)
-    return torch.stack([torch.as_tensor(row) for row in found])
+    return torch.stack(found)
 
 
 @pytest.mark.parametrize("align", [True, False])
 @pytest.mark.parametrize("aggregation", [None, RegMean])
-def test_rows_of_the_head_are_averaged_over_whoever_trained_them(aggregation: Any, align: bool) -> None:
-    # The heads' norms differ enough for a wrong average to show.
-    clients = [
-        headless(
-            replace(
-                client,
-                update={n: t * (1 + i) if n in HEAD else t for n, t in client.update.items()},
-                statistics=client.statistics if aggregation else {},
-            ),
-            rows,
-        )
-        for i, (client, rows) in enumerate(zip(honest(), ROWS, strict=True))
-    ]
-    strategy = FedRot(
-        config_of(NAME),
-        alignment=fedrot.AlignmentOptions(anchor="global") if align else None,
-        aggregation=aggregation,
-    )
-    result, metrics = play(strategy, clients)
+@pytest.mark.parametrize("case", ROWS)
+def test_rows_of_the_head_are_averaged_over_whoever_trained_them(
+    case: str, aggregation: Any, align: bool
+) -> None:
+    rows, clients = ROWS[case], []
+    for i, client in enumerate(honest()):
+        # The heads' norms differ enough for a wrong average to show.
+        update = {n: t * (1 + i) if n in HEAD else t for n, t in client.update.items()}
+        statistics = client.statistics if aggregation else {}
+        clients.append(replace(client, update=update, statistics=statistics))
+    sent = marking(clients, rows)
+    alignment = fedrot.AlignmentOptions(anchor="global") if align else None
+    strategy = FedRot(config_of(NAME), alignment=alignment, aggregation=aggregation)
+    result, metrics = play(strategy, sent)
     assert metrics.get("fedrot-replies-dropped", 0) == 0
     found = tensors_of(result)
-    bias = expected_head(clients, HEAD[1])
+    weight, bias = (expected_head(clients, rows, name) for name in HEAD)
     torch.testing.assert_close(found[HEAD[1]].double(), bias, atol=1e-5, rtol=0)
-    # Nobody has trained row 2: it is what everybody received.
-    torch.testing.assert_close(found[HEAD[0]][2], state()[HEAD[0]][2], atol=1e-5, rtol=0)
-    # Row 0 is the first client's alone, by least squares or otherwise.
-    torch.testing.assert_close(found[HEAD[0]][0], clients[0].update[HEAD[0]][0], atol=1e-5, rtol=0)
-    if aggregation is None:
-        weight = expected_head(clients, HEAD[0])
-        torch.testing.assert_close(found[HEAD[0]].double(), weight, atol=1e-5, rtol=0)
+    # Row 2 is everybody's, or that of the others; by least squares row 0 is too if it is one client's.
+    alone = slice(None) if aggregation is None else [0, 2] if case == "all mark" else []
+    torch.testing.assert_close(found[HEAD[0]][alone].double(), weight[alone], atol=1e-5, rtol=0)
     whole = [
-        Client(c.update, c.weight, {k: v for k, v in c.statistics.items() if k != TRAINED})
-        for c in clients
+        replace(c, statistics={k: v for k, v in c.statistics.items() if k != TRAINED}) for c in sent
     ]
-    others, _ = play(strategy, whole)
-    for name, tensor in tensors_of(others).items():
-        if name not in HEAD:
-            torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("align", [True, False])
-def test_a_client_that_trained_every_row_marks_none(align: bool) -> None:
-    """One client's marks are enough for the rows to be averaged over the others."""
-    bare = [replace(client, statistics={}) for client in honest()]
-    clients = [headless(bare[0], (0, 1)), *bare[1:]]
-    result, _ = play(
-        FedRot(config_of(NAME), alignment=fedrot.AlignmentOptions(anchor="global") if align else None),
-        clients,
-    )
-    for name in HEAD:
-        others = [client.weight * client.update[name][2] for client in clients[1:]]
-        expected = torch.stack(others).sum(0) / sum(client.weight for client in clients[1:])
-        torch.testing.assert_close(tensors_of(result)[name][2], expected, atol=1e-5, rtol=0)
+    others = tensors_of(play(strategy, whole)[0])
+    for name in others.keys() - set(HEAD):
+        torch.testing.assert_close(found[name], others[name], atol=1e-6, rtol=0)
 
 
 def test_a_client_without_a_head_has_no_inputs_of_it_either() -> None:
@@ -105,17 +86,15 @@ def test_a_client_without_a_head_has_no_inputs_of_it_either() -> None:
     bare = headless(honest()[1], None)
     left = {name: gram for name, gram in bare.statistics["gram"].items() if name not in HEAD}
     without_head = replace(bare, statistics={**bare.statistics, "gram": left})
-    strategy = FedRot(
-        config_of(NAME), alignment=fedrot.AlignmentOptions(anchor="global"), aggregation=RegMean
-    )
+    alignment = fedrot.AlignmentOptions(anchor="global")
+    strategy = FedRot(config_of(NAME), alignment=alignment, aggregation=RegMean)
     _, metrics = play(strategy, [honest()[0], without_head, honest()[2]])
     assert metrics["fedrot-replies-dropped"] == 0
 
 
 def test_scrambled_clients_keep_their_marks() -> None:
-    clients = [headless(c, rows) for c, rows in zip(honest(), ROWS, strict=True)]
-    marks = [{TRAINED: c.statistics[TRAINED]} for c in clients]
-    bare = [replace(c, statistics=m) for c, m in zip(clients, marks, strict=True)]
+    clients = [replace(c, statistics={}) for c in honest()]
+    bare = marking(clients, ROWS["all mark"])
     moved = [
         replace(c, update=fedrot.random_equivalent(c.update, SYMMETRY, i)) for i, c in enumerate(bare)
     ]
@@ -123,38 +102,48 @@ def test_scrambled_clients_keep_their_marks() -> None:
     assert largest_difference(play(strategy, moved)[0], play(strategy, bare)[0]) <= 1e-5
 
 
+def test_an_average_of_adapters_receives_the_marks_of_untrained_rows() -> None:
+    base, head = adapter(0), "base_model.model.head.bias"
+    mean = AdapterMean(AdapterOptions().average(SETTINGS, base, 1))
+    mean.add(base, 1.0, {TRAINED: {head: torch.tensor([True, True, False, False])}, "gram": {}})
+    other = {**base, head: base[head] + 8}
+    mean.add(other, 3.0, {TRAINED: {head: torch.tensor([True, False, True, False])}})
+    torch.testing.assert_close(mean.result()[head] - base[head], torch.tensor([6.0, 0, 8, 6]).double())
+
+
+# ``completed``
+
+UPDATE = honest()[0].update
+WITHOUT = {name: tensor for name, tensor in UPDATE.items() if name not in HEAD}
+
+
 def test_what_is_completed_is_what_was_received() -> None:
-    base, update = state(), honest()[0].update
-    given = {name: tensor for name, tensor in update.items() if name not in HEAD}
-    full, marked = fedrot.completed(given, base)
-    assert list(full) == list(base)
-    assert all(torch.equal(full[name], base[name]) for name in HEAD)
-    assert len(given) == len(base) - len(HEAD)
-    assert all(full[name] is update[name] for name in given)
+    full, marked = fedrot.completed(WITHOUT, BASE)
+    assert list(full) == list(BASE)
+    assert all(torch.equal(full[name], BASE[name]) for name in HEAD)
+    assert all(full[name] is UPDATE[name] for name in WITHOUT)
     assert {name: bool(mask) for name, mask in marked[TRAINED].items()} == dict.fromkeys(HEAD, False)
-    full, marked = fedrot.completed(update, base, {HEAD[0]: [2, 0]})
+    full, marked = fedrot.completed(UPDATE, BASE, {HEAD[0]: [2, 0]})
     assert marked[TRAINED][HEAD[0]].tolist() == [True, False, True]
-    assert torch.equal(full[HEAD[0]][1], base[HEAD[0]][1])
-    assert torch.equal(full[HEAD[0]][::2], update[HEAD[0]][::2])
-    assert fedrot.completed(update, base) == (full | update, {})
-
-
-def test_a_client_that_lacks_the_head_has_not_trained_its_rows() -> None:
-    given = {name: tensor for name, tensor in honest()[0].update.items() if name not in HEAD}
-    _, marked = fedrot.completed(given, state(), {HEAD[0]: []})
+    assert torch.equal(full[HEAD[0]][1], BASE[HEAD[0]][1])
+    assert torch.equal(full[HEAD[0]][::2], UPDATE[HEAD[0]][::2])
+    assert fedrot.completed(UPDATE, BASE) == (full | UPDATE, {})
+    _, marked = fedrot.completed(WITHOUT, BASE, {HEAD[0]: []})
     assert not marked[TRAINED][HEAD[0]].any()
-    with pytest.raises(fedrot.UpdateError):
-        fedrot.completed(given, state(), {HEAD[0]: [1]})
 
 
-def test_what_cannot_be_completed_is_refused() -> None:
-    base, update = state(), honest()[0].update
-    with pytest.raises(fedrot.UpdateError, match="'more' is not part of the received model"):
-        fedrot.completed({**update, "more": torch.ones(2)}, base)
-    with pytest.raises(fedrot.UpdateError, match="'nowhere' is not part of the received model"):
-        fedrot.completed(update, base, {"nowhere": [0]})
-    for rows in ([3], [-1], [0, 7]):
-        with pytest.raises(fedrot.UpdateError, match=r"'classifier\.bias' has 3 rows"):
-            fedrot.completed(update, base, {HEAD[1]: rows})
-    with pytest.raises(fedrot.UpdateError, match=r"classifier\.weight"):
-        fedrot.completed({**update, HEAD[0]: torch.ones(4, WIDTH)}, base, {HEAD[0]: [0]})
+@pytest.mark.parametrize(
+    ("update", "rows", "word"),
+    [
+        ({**UPDATE, "more": torch.ones(2)}, {}, "'more' is not part of the received model"),
+        (UPDATE, {"nowhere": [0]}, "'nowhere' is not part of the received model"),
+        *((UPDATE, {HEAD[1]: rows}, r"bias' has 3 rows") for rows in ([3], [-1], [0, 7])),
+        ({**UPDATE, HEAD[0]: torch.ones(4, WIDTH)}, {HEAD[0]: [0]}, r"classifier\.weight"),
+        (WITHOUT, {HEAD[0]: [1]}, ""),
+    ],
+)
+def test_what_cannot_be_completed_is_refused(
+    update: State, rows: dict[str, list[int]], word: str
+) -> None:
+    with pytest.raises(fedrot.UpdateError, match=word):
+        fedrot.completed(update, BASE, rows)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fedrot.collect.activations import Activations
-from fedrot.collect.canonical_statistics import canonical_statistics, follows_canonical_form
-from fedrot.collect.statistics import TRAINED, contradicted_means, transport_statistics
+from fedrot.collect.statistics import TRAINED, transport_statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.descent import solve
 from fedrot.matching.problem import Anchor, Problem, Side, squared_distance
@@ -65,39 +64,28 @@ class Alignment:
         undone = tuple(move.inverse for move in reversed(self.moves))
         return Alignment(self.symmetry, undone, self.report)
 
-    def transport(
-        self, statistics: Mapping[str, Tensors], update: Tensors | None = None
-    ) -> dict[str, dict[str, Tensor]]:
+    def transport(self, statistics: Mapping[str, Tensors]) -> dict[str, dict[str, Tensor]]:
         """Move statistics by the same elements as the weights they belong to.
 
         Args:
             statistics: by kind, then by tensor name. ``gram``, ``gram_conv1d``: uncentred Gram matrices
-                of a layer's inputs, ``[in, in]``.
-                ``input_mean``, ``input_mean_conv1d``: means of the same inputs. ``fisher``: in the shape
-                of the tensor. ``trained``: masks ``[rows]``. Other kinds: see
-                ``fedrot.collect.statistics``.
-            update: the tensors that the statistics are of, before ``apply``. Only needed if the
-                alignment is ``canonical``: the canonical form has other activations.
+                of a layer's inputs, ``[in, in]``. ``fisher``: in the shape of the tensor. ``trained``:
+                masks ``[rows]``. Other kinds: see ``fedrot.collect.statistics``.
 
         Raises:
             FedrotError: an unknown kind; or a Fisher of a tensor that was rotated, because a diagonal
                 does not determine the rotated one (compute it after aligning, or align by permutations
-                only, ``parts=("heads", "ffn")``); or statistics cannot be brought to canonical form
-                (``fedrot.collect.canonical_statistics``).
+                only, ``parts=("heads", "ffn")``); or the alignment is ``canonical``: the canonical form
+                has other inputs and gradients than the model that the statistics are of.
         """
         changed = self.canonical and (self.symmetry.redundant_biases or self.symmetry.folds)
-        if changed and {*statistics} - {TRAINED}:
-            if update is None and all(map(follows_canonical_form, statistics)):
-                raise FedrotError(
-                    "The canonical form has other activations than the model that the statistics are "
-                    "of. Give that model's tensors, too: transport(statistics, update)."
-                )
-            statistics = canonical_statistics(statistics, update or {}, self.symmetry)
-        moved = transport_statistics(statistics, self.moves, self.symmetry.shapes)
-        # A sketch may lose the direction of the mean. Nothing needs a mean after the move.
-        for kind, name in {*contradicted_means(moved)} - {*contradicted_means(statistics)}:
-            del moved[kind][name]
-        return moved
+        if changed and (fixed := sorted({*statistics} - {TRAINED})):
+            raise FedrotError(
+                f"The statistics '{fixed[0]}' cannot be brought to canonical form. Apply "
+                "fedrot.canonical to the model before the statistics are computed and before it is "
+                "aligned, or align with canonical=False."
+            )
+        return transport_statistics(statistics, self.moves, self.symmetry.shapes)
 
 
 def alignment_of(

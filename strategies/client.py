@@ -102,7 +102,7 @@ def align_mod(
         try:
             name, update = _update(reply.content, model)
             alignment = _align(update, model, options)
-            found: Statistics = alignment.transport(read_statistics(reply.content), update)
+            found: Statistics = alignment.transport(read_statistics(reply.content))
         except UpdateError as error:
             if secure:
                 raise

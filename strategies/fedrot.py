@@ -10,8 +10,7 @@ from flwr.common import log
 from flwr.serverapp.strategy import FedAvg
 
 from fedrot.aggregation import Aggregator, aggregation_named
-from fedrot.collect.canonical_statistics import follows_canonical_form
-from fedrot.collect.statistics import kind_named
+from fedrot.collect.statistics import TRAINED, kind_named
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.aligned import DEFAULT_ALIGNMENT, Aligned
@@ -38,9 +37,8 @@ class FedRot(FitsHead, Aligned, FedAvg):
         aggregation: a name such as ``"regmean"``, a class such as ``fedrot.aggregation.RegMean``, or a
             function without arguments that builds an aggregator; None is FedAvg's weighted mean. If the
             aggregation needs statistics, the training configuration asks clients for them, and clients
-            send them with ``add_statistics``. Replies without statistics are dropped. If the statistics
-            cannot be brought to canonical form (diagonal Fisher information), the residual stream is
-            permuted and not rotated.
+            send them with ``add_statistics``. Replies without statistics are dropped. With statistics
+            the residual stream is permuted and not rotated.
         alignment: of ``Aligned``, like ``other_basis`` and ``guard``.
         fit_head: whether to fit the task head before the first round (``fit_task_head``) and after every
             round, see ``FitsHead``. The name of a layer in place of True fits this layer. Clients need
@@ -100,7 +98,7 @@ class FedRot(FitsHead, Aligned, FedAvg):
             evaluate_metrics_aggr_fn=evaluate_metrics_aggr_fn,
         )
         self._kinds = self.aggregation().needs if self.aggregation is not None else ()
-        if self.alignment is not None and not all(map(follows_canonical_form, self._kinds)):
+        if self.alignment is not None and {*self._kinds} - {TRAINED}:
             # Clients' statistics are those of the sent update, not of its canonical form.
             self.alignment = self.alignment.as_it_is()
             if self.other_bases is not None:

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 import fedrot
-from fedrot.precision import Float64
+from fedrot.check import Float64
 from tests.models import State, randomise, with_separate_tables
 
 VOCABULARY = 40

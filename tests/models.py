@@ -24,8 +24,8 @@ WIDTH = HEADS * DIM
 State = dict[str, Tensor]
 
 #: The parts inside the layers, and all there are.
-FULL = ("heads", "attention", "rescale", "ffn")
-EVERYTHING = (*fedrot.WHOLE_MODEL, "rescale")
+FULL = ("heads", "attention", "ffn")
+EVERYTHING = fedrot.WHOLE_MODEL
 
 #: Moves whatever removes distance, even from noise, for tests whose clients differ by noise alone.
 EAGER = fedrot.AlignmentOptions(chance=0)

@@ -191,7 +191,7 @@ def moved_by_layer(
         held = anchor if isinstance(anchor, Anchor) else Anchor(anchor)
         ours, theirs = ({n: t.to(device) for n, t in m.items()} for m in (update, held.tensors))
         alignment = align(ours, replace(held, tensors=theirs), symmetry, options)
-        return [alignment.apply(ours)], alignment.transport(statistics, ours), lambda: alignment.report
+        return [alignment.apply(ours)], alignment.transport(statistics), lambda: alignment.report
     reports: list[AlignmentReport] = []
 
     def reported(part: AlignedPart) -> Tensors:

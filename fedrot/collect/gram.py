@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fedrot.collect.hooks import input_axis, masks_of, watched, without_padding
 from fedrot.collect.random_inputs import forward_inputs
-from fedrot.collect.statistics import GRAMS, MEANS, collects
+from fedrot.collect.statistics import GRAMS, collects
 from fedrot.errors import FedrotError
 from fedrot.tensors import Tensors
 
@@ -90,12 +89,12 @@ class _Inputs:
     """Sums over the inputs of layers; layers that read the same tensors in every call share them.
 
     Attributes:
-        sums: by layer, Gram matrix and sum of the inputs, float64.
+        sums: by layer, Gram matrix of the inputs, float64.
         same: the layer whose sums are those of a layer, since the first batch in which it ran.
     """
 
     def __init__(self, readers: Mapping[str, _Reader]) -> None:
-        self.sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self.sums: dict[str, Tensor] = {}
         self.same: dict[str, str] = {}
         self._readers, self._count = readers, dict[str, int]()
         #: What layers have read in a batch: tensors, and how often each had been changed in place.
@@ -108,11 +107,8 @@ class _Inputs:
         if self.same.get(name, name) != name:
             return
         rows = without_padding(given, mask).float()
-        found = (rows.mT @ rows).double(), rows.sum(0, dtype=torch.float64)
-        if name in self.sums:
-            gram, total = self.sums[name]
-            found = gram.add_(found[0]), total.add_(found[1])
-        self.sums[name] = found
+        gram = (rows.mT @ rows).double()
+        self.sums[name] = self.sums[name].add_(gram) if name in self.sums else gram
         self._count[name] = self._count.get(name, 0) + len(rows)
 
     def end(self) -> None:
@@ -131,12 +127,9 @@ class _Inputs:
                 )
         self._read.clear()
 
-    def averages(self) -> dict[str, list[Tensor]]:
-        """Return Gram matrix and mean of the layers that have sums, float32."""
-        return {
-            name: [(total / max(self._count[name], 1)).float() for total in totals]
-            for name, totals in self.sums.items()
-        }
+    def averages(self) -> dict[str, Tensor]:
+        """Return the Gram matrices of the layers that have sums, float32, averaged over inputs."""
+        return {name: (own / max(self._count[name], 1)).float() for name, own in self.sums.items()}
 
     def _calls(self, name: str) -> tuple[tuple[int, int], ...]:
         return tuple((id(tensor), version) for tensor, version in self._read.get(name, ()))
@@ -152,14 +145,11 @@ def collect_gram(
 ) -> dict[str, dict[str, Tensor]]:
     """Return the Gram matrix of the inputs of every linear layer (Jin et al. 2023, section 3.3).
 
-    The result is ``{"gram": {weight: G}, "input_mean": {weight: m}}``, with ``gram_conv1d`` and
-    ``input_mean_conv1d`` for ``Conv1D``. ``G = X^T X / n`` over the ``n`` tokens in ``attention_mask``
-    (in ``decoder_attention_mask`` for a decoder's layers that do not read the encoder's output),
-    uncentred, float32 ``[in, in]``; ``m`` ``[in]`` is the mean of ``X``, which ``Alignment.transport``
-    needs for canonical form. Sums over batches are float64. Layers with the same inputs (query, key
-    and value) share one matrix and one mean. A layer that runs several times for a batch counts every
-    time. Weights that are tied to another module (output embeddings)
-    have none.
+    The result is ``{"gram": {weight: G}}``, with ``gram_conv1d`` for ``Conv1D``. ``G = X^T X / n`` over
+    the ``n`` tokens in ``attention_mask`` (in ``decoder_attention_mask`` for a decoder's layers that do
+    not read the encoder's output), uncentred, float32 ``[in, in]``. Sums over batches are float64.
+    Layers with the same inputs (query, key and value) share one matrix. A layer that runs several times
+    for a batch counts every time. Weights that are tied to another module (output embeddings) have none.
 
     Of a PEFT model only the linear layers that its active LoRA adapter adapts have a matrix, that of the
     inputs of ``lora_A`` under the name of this factor in ``get_peft_model_state_dict``.
@@ -194,6 +184,5 @@ def collect_gram(
     averages = inputs.averages()
     collected: dict[str, dict[str, Tensor]] = {}
     for name, first in inputs.same.items():
-        for kinds, value in zip((GRAMS, MEANS), averages[first], strict=True):
-            collected.setdefault(kinds[readers[name].axis], {})[readers[name].weight] = value
+        collected.setdefault(GRAMS[readers[name].axis], {})[readers[name].weight] = averages[first]
     return collected

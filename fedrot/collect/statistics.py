@@ -1,4 +1,4 @@
-"""Statistics of updates by kind: Gram matrices, means of inputs, Fisher information, trained rows.
+"""Statistics of updates by kind: Gram matrices, Fisher information, trained rows.
 
 The statistics of an update are mappings by kind, then by tensor name: ``{"gram": {"fc.weight": G}}``.
 ``STATISTIC_KINDS`` holds, for each kind, how it is checked, moved with the weights, and collected.
@@ -26,9 +26,6 @@ Shape = tuple[int, ...]
 GRAMS = {1: "gram", 0: "gram_conv1d"}
 #: The input axis of the weight by kind.
 INPUT_AXIS = {kind: axis for axis, kind in GRAMS.items()}
-#: Kinds of means of a layer's inputs, by the same axis as ``GRAMS``. ``collect_gram`` returns them with
-#: the Gram matrices, which need them to follow a model to canonical form.
-MEANS = {1: "input_mean", 0: "input_mean_conv1d"}
 #: Diagonal Fisher information in the shape of the tensor.
 FISHER = "fisher"
 #: Masks ``[rows]`` of the rows of a tensor that the client trained; ``[]`` for all or none.
@@ -38,8 +35,6 @@ TRAINED = "trained"
 LARGEST = 1e30
 #: Rounding to bfloat16 changes a matrix by less than this share of its Frobenius norm.
 _ROUNDING = 2**-8
-#: Square of a mean above the mean of squares, as a share of the largest, that rounding explains.
-_EXCESS = 4 * _ROUNDING
 #: Moving a matrix in float32 changes entries by less than this share of the largest.
 _MOVING = 2**-14
 
@@ -124,8 +119,8 @@ def check_statistics(statistics: Statistics, shapes: Mapping[str, Shape]) -> Non
     """Check statistics against the shapes of the tensors they belong to.
 
     Raises:
-        UpdateError: an unknown kind or tensor, a shape that does not fit, values that are not finite,
-            a problem that the kind's own ``check`` finds, or a mean that contradicts its Gram matrix.
+        UpdateError: an unknown kind or tensor, a shape that does not fit, values that are not finite, or
+            a problem that the kind's own ``check`` finds.
     """
     for name_of_kind, by_name in statistics.items():
         kind = kind_named(name_of_kind)
@@ -140,34 +135,6 @@ def check_statistics(statistics: Statistics, shapes: Mapping[str, Shape]) -> Non
             if problem:
                 raise UpdateError(f"{where} {problem}.")
             checked.add((id(value), shapes[name]))
-    check_means(statistics)
-
-
-def check_means(statistics: Statistics) -> None:
-    """Raise ``UpdateError`` if a mean of inputs contradicts the Gram matrix of the same layer."""
-    for kind, name in contradicted_means(statistics):
-        raise UpdateError(
-            f"The {kind} statistics of '{name}' contradict its Gram matrix: the square of a mean is "
-            "larger than the mean of the squares. Collect both from the same rows, with collect_gram."
-        )
-
-
-def contradicted_means(statistics: Statistics) -> list[tuple[str, str]]:
-    """Return kind and tensor of means that contradict the Gram matrix of the same layer.
-
-    The square of a mean is at most the mean of the squares, which is on the diagonal. What has a wrong
-    shape is left to ``check_statistics``.
-    """
-    found = []
-    for axis, kind in MEANS.items():
-        grams = statistics.get(GRAMS[axis], {})
-        for name, mean in statistics.get(kind, {}).items():
-            if name not in grams or not mean.numel() or grams[name].shape != 2 * mean.shape:
-                continue
-            squares = grams[name].detach().diagonal().double()
-            if bool((mean.detach().double().square() > squares + _EXCESS * squares.max()).any()):
-                found.append((kind, name))
-    return found
 
 
 def _number_problem(value: Tensor, kind: StatisticKind) -> str | None:
@@ -214,19 +181,12 @@ def transport_statistics(
     return out
 
 
-def _check_inputs(value: Tensor, shape: Shape, axis: int, ndim: int) -> str | None:
-    """Return a problem unless each dimension of a value has the size of a linear layer's inputs."""
+def _check_gram(value: Tensor, shape: Shape, axis: int) -> str | None:
     if len(shape) != 2:
         return "belong to a tensor that is no matrix, and so to no linear layer"
-    inputs, wanted = shape[axis], [shape[axis]] * ndim
-    if list(value.shape) != wanted:
-        return f"have shape {list(value.shape)}, but the layer reads {inputs} inputs; send {wanted}"
-    return None
-
-
-def _check_gram(value: Tensor, shape: Shape, axis: int) -> str | None:
-    if problem := _check_inputs(value, shape, axis, ndim=2):
-        return problem
+    inputs = shape[axis]
+    if list(value.shape) != [inputs, inputs]:
+        return f"have shape {list(value.shape)}, but the layer reads {inputs}; send {[inputs, inputs]}"
     matrix = value.detach().to(compute_dtype(value))
     negative = "have negative eigenvalues; a Gram matrix is X^T X"
     if bool((matrix.diagonal() < 0).any()):
@@ -272,17 +232,14 @@ def semidefinite(moved: Tensor, received: Tensor) -> Tensor:
 
 
 def _move_inputs(value: Tensor, slot: Slot, move: Move, axis: int) -> Tensor:
-    """Move a Gram matrix, or a mean, of inputs that multiply the weight's ``axis``.
+    """Move a Gram matrix of inputs that multiply the weight's ``axis``.
 
-    Inputs move contravariantly to the weight: ``G -> T G T^T`` and ``m -> T m``.
+    Inputs move contravariantly to the weight: ``G -> T G T^T``.
     """
     if slot.axis != axis:
         return value
     other = replace(slot, axis=0, contravariant=not slot.contravariant)
-    moved = move.on(value, other)
-    if value.ndim == 1:
-        return moved
-    moved = move.on(moved, replace(other, axis=1))
+    moved = move.on(move.on(value, other), replace(other, axis=1))
     exact = move.group.kind.on_fisher(move.element) is not None  # a permutation or signs
     return moved if exact else semidefinite(moved, value)
 
@@ -325,14 +282,6 @@ for _axis, _name in GRAMS.items():
         move=partial(_move_inputs, axis=_axis),
         meaning=f"Gram matrix `X^T X / n` of the inputs `X`, which multiply axis {_axis} of the weight",
         limit="max_batches",
-        dtypes=(torch.float32, torch.float64, torch.bfloat16),
-    )
-for _axis, _name in MEANS.items():
-    STATISTIC_KINDS[_name] = StatisticKind(
-        _name,
-        check=partial(_check_inputs, axis=_axis, ndim=1),
-        move=partial(_move_inputs, axis=_axis),
-        meaning=f"mean of the same inputs as `{GRAMS[_axis]}`, collected with it",
         dtypes=(torch.float32, torch.float64, torch.bfloat16),
     )
 STATISTIC_KINDS[FISHER] = StatisticKind(

@@ -119,7 +119,7 @@ class ToAnchor(Aligner):
     def moved(self, update: Update, tensors: Tensors, alignment: Alignment) -> Moved:
         """Return an update moved by an alignment, given its tensors on the device."""
         given = {kind: self.there(by_name) for kind, by_name in update.statistics.items()}
-        statistics = alignment.transport(given, tensors) if given else {}
+        statistics = alignment.transport(given) if given else {}
         moved = self.there(alignment.apply(tensors))
         # The canonical form of huge values overflows.
         check_finite({name: tensor for name, tensor in moved.items() if tensor is not tensors[name]})

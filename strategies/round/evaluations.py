@@ -11,7 +11,16 @@ from flwr.app import Error, Message, RecordDict
 from flwr.common import log
 
 from fedrot.errors import UpdateError, legible
-from fedrot.strategies.round.inbox import Asked, client_id, metrics_layout, numbers_of, read_weight, refusal, unlike, with_common_layout
+from fedrot.strategies.round.inbox import (
+    Asked,
+    client_id,
+    metrics_layout,
+    numbers_of,
+    read_weight,
+    refusal,
+    unlike,
+    with_common_layout,
+)
 
 
 def readable_evaluations(replies: Iterable[Message], asked: Asked, weighted_by: str) -> list[Message]:

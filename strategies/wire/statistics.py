@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedrot.aggregation import Statistics
 from fedrot.collect.gram_sketch import GramSketch
-from fedrot.collect.statistics import INPUT_AXIS, MEANS, check_means, check_statistics
+from fedrot.collect.statistics import INPUT_AXIS, check_statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.wire.arrays import STATISTICS, decode, encode, wire_bytes
 from fedrot.strategies.wire.sketches import SKETCH, SketchReader, encode_sketch, sketches_within
@@ -63,7 +63,7 @@ def statistics_record(
         statistics: by kind, then by tensor name.
         dtype: float32, or bfloat16 for half the bytes and three significant digits. Sketches have
             precisions of their own.
-        budget: bytes that the full Gram matrices and the means of inputs may take; the matrices travel
+        budget: bytes that the full Gram matrices may take; the matrices travel
             as sketches that fit. None sends them in full. Everything else travels as it is.
 
     Raises:
@@ -90,9 +90,8 @@ def statistics_record(
 
     sketches: Mapping[str, GramSketch] = {}
     if budget is not None:
-        means = {key: encoded(key) for key, kind in kinds.items() if kind in MEANS.values()}
         full = {k: v for k, v in values.items() if kinds[k] in INPUT_AXIS and v.ndim == 2}
-        sketches = sketches_within(budget - wire_bytes(ArrayRecord(means)), full, dtype.itemsize)
+        sketches = sketches_within(budget, full, dtype.itemsize)
     return ArrayRecord(
         {key: encode_sketch(sketches[key]) if key in sketches else encoded(key) for key in values}
     )
@@ -141,6 +140,4 @@ def read_statistics(
         if shapes is not None:
             check_statistics({kind: given}, shapes)
         by_name |= given
-    if shapes is not None:
-        check_means(found)
     return found

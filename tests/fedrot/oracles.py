@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import fedrot
-from fedrot.symmetry.actions import HeadRotation, Kind, Permutation, Rescale, SignedPermutation
-from fedrot.symmetry.groups import Slot
-from fedrot.symmetry.moves import Move
+from fedrot.symmetry.actions import HeadRotation, Kind, Permutation
+from fedrot.symmetry.groups import Move, Slot
+from fedrot.symmetry.signs import Rescale, SignedPermutation
 from tests.models import DIM, Names, State
 
 Array = np.ndarray

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fedrot
-from fedrot.symmetry.moves import apply_moves
+from fedrot.symmetry.groups import apply_moves
 from tests.fedrot.oracles import seeded
 from tests.models import (
     CASES,

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers import BertForSequenceClassification
 
 import fedrot
-from fedrot.check import output_change
-from fedrot.precision import Float64
+from fedrot.check import Float64, output_change
 from tests.models import (
     BARE,
     CASES,

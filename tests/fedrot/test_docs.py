@@ -20,7 +20,7 @@ from fedrot.simulations import strategy
 from fedrot.simulations.federation import cells
 from fedrot.simulations.federation.grids import local_clients
 from fedrot.strategies.wire.arrays import wire_bytes
-from fedrot.strategies.wire.records import read_statistics
+from fedrot.strategies.wire.statistics import read_statistics
 from tests.strategies.fakes import FakeGrid, reply, tensors_of
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 from fedrot.collect.statistics import check_statistics
 from fedrot.errors import UpdateError
 from fedrot.strategies import statistics_record, to_arrays
-from fedrot.strategies.round.inbox import Asked, Inbox
+from fedrot.strategies.round.inbox import Asked, Inbox, Schema
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.round.update import Schema
-from fedrot.strategies.wire.arrays import BFLOAT16, TIED, from_arrays, wire_bytes
-from fedrot.strategies.wire.records import STATISTICS
+from fedrot.strategies.wire.arrays import BFLOAT16, STATISTICS, TIED, from_arrays, wire_bytes
 from fedrot.tensors import compute_dtype
 from tests.fuzz.cases import EDGES, fuzzed, mutated
 from tests.strategies.fakes import broadcast

@@ -24,8 +24,10 @@ from fedrot.collect.statistics import check_statistics
 from fedrot.errors import UpdateError
 from fedrot.lora import AdapterOptions
 from fedrot.strategies import Aligned, FedRotLoRA
-from fedrot.strategies.round.inbox import Asked, readable_evaluations
-from fedrot.strategies.wire.records import STATISTICS, statistics_record
+from fedrot.strategies.round.evaluations import readable_evaluations
+from fedrot.strategies.round.inbox import Asked
+from fedrot.strategies.wire.arrays import STATISTICS
+from fedrot.strategies.wire.statistics import statistics_record
 from fedrot.tensors import LARGEST_NORM, check_finite
 from tests.fuzz.cases import fuzzed
 from tests.strategies.fakes import FakeGrid, failure, reply, tensors_of

@@ -16,7 +16,7 @@ from torch import Tensor
 import fedrot
 from fedrot.aggregation import Mean
 from fedrot.strategies import statistics_record
-from fedrot.strategies.wire.records import STATISTICS
+from fedrot.strategies.wire.arrays import STATISTICS
 from tests.models import VOCABULARY, State, near
 from tests.models import largest_difference as difference
 from tests.strategies.classifier import SYMMETRY, build, state

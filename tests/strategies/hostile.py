@@ -118,7 +118,7 @@ SETUPS: dict[str, Callable[[], Any]] = {
     "guard": lambda: FedRot(CONFIG, guard=Guard("loss", evaluate=_guard)),
     "deterministic": lambda: FedRot(CONFIG, server=Server(deterministic=True)),
     "whole model": lambda: FedRot(CONFIG, **_parts(fedrot.WHOLE_MODEL)),
-    "heads and scales": lambda: FedRot(CONFIG, **_parts(("heads", "attention", "rescale", "ffn"))),
+    "heads and scales": lambda: FedRot(CONFIG, **_parts(("heads", "attention", "ffn"))),
     "chance 0": lambda: FedRot(CONFIG, **_parts(("attention", "ffn"), chance=0)),
     "canonical": lambda: FedRot(CONFIG, **_parts(("attention", "ffn"), canonical=True)),
     "other basis": lambda: FedRot(CONFIG, other_basis=OTHER),

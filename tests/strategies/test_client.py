@@ -35,8 +35,8 @@ from fedrot.strategies import (
     wanted_statistics,
 )
 from fedrot.strategies.client_matching import request
-from fedrot.strategies.wire.arrays import wire_bytes
-from fedrot.strategies.wire.records import STATISTICS, read_statistics, statistics_record
+from fedrot.strategies.wire.arrays import STATISTICS, wire_bytes
+from fedrot.strategies.wire.statistics import read_statistics, statistics_record
 from tests import families
 from tests.models import EAGER, State, config_of, near
 from tests.models import largest_difference as difference

@@ -28,17 +28,10 @@ from fedrot.strategies.client_matching import (
 )
 from fedrot.strategies.lazy_grid import LazyGrid, Replies
 from fedrot.strategies.settings import OtherBasis
-from fedrot.symmetry.actions import (
-    HeadPermutation,
-    HeadRotation,
-    Kind,
-    Permutation,
-    QueryPermutation,
-    Rescale,
-    SignedPermutation,
-)
+from fedrot.symmetry.actions import HeadPermutation, HeadRotation, Kind, Permutation, QueryPermutation
 from fedrot.symmetry.groups import Group, Slice, Slot, Symmetry
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
+from fedrot.symmetry.signs import Rescale, SignedPermutation
 from tests.models import EAGER, VOCABULARY, State, config_of, near
 from tests.models import largest_difference as difference
 from tests.strategies.classifier import NAME, SYMMETRY, WHOLE, build, error, permuted, state

@@ -23,7 +23,7 @@ from fedrot.lora import (
 from fedrot.lora.adapters import pairs_of
 from fedrot.strategies import FedRotLoRA, add_statistics
 from fedrot.strategies.lora import ERROR_OF_FACTORS
-from fedrot.strategies.wire.records import STATISTICS
+from fedrot.strategies.wire.arrays import STATISTICS
 from tests.strategies.fakes import ArrayRecord, FakeGrid, Message, reply
 
 LORA = peft.LoraConfig(

@@ -23,10 +23,9 @@ from fedrot.aggregation.layerwise import (
     moved_by_layer,
     parts_of,
 )
-from fedrot.collect.canonical_statistics import canonical_statistics
 from fedrot.matching import descent
 from fedrot.report import AlignmentReport
-from fedrot.symmetry.moves import Move, apply_moves
+from fedrot.symmetry.groups import Move, apply_moves
 from fedrot.tensors import checked_device
 from tests.families import KINDS, state_of, symmetry_for
 from tests.fedrot.pretend import DEVICE, Pretend
@@ -217,19 +216,6 @@ def test_statistics_of_what_moves_move_with_it_whatever_comes_beside_them(where:
     kept = (found[neurons] == anchor[neurons]).all(1)
     assert int(kept.sum()) == group.kind.units - 3
     assert not torch.equal(kept, ~trained)
-
-
-def test_statistics_of_what_only_canonical_form_changes_follow() -> None:
-    symmetry, (anchor, client) = symmetry_for("llama"), models()
-    options = fedrot.AlignmentOptions(("ffn",), canonical=True)
-    query = "model.layers.0.self_attn.q_proj.weight"
-    assert query not in {slot.tensor for group in symmetry.select(("ffn",)) for slot in group.slots}
-    rows = torch.randn(30, symmetry.shapes[query][1])
-    statistics = {"gram": {query: rows.mT @ rows / len(rows)}}
-    _, found, _ = moved_by_layer(client, anchor, symmetry, options, CPU, statistics)
-    expected = canonical_statistics(statistics, client, symmetry)["gram"][query]
-    assert torch.equal(found["gram"][query], expected)
-    assert not torch.allclose(expected, statistics["gram"][query])
 
 
 @pytest.mark.parametrize("which", ["update", "anchor"])

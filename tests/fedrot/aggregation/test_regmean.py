@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Mean, RegMean
-from fedrot.precision import Float64
+from fedrot.check import Float64
 from tests.families import KINDS, inputs, model_of, state_of, symmetry_for
 from tests.fedrot.oracles import Array
 from tests.fedrot.pairs import scrambled

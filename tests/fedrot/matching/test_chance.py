@@ -23,8 +23,7 @@ from fedrot.matching.inside_heads import RotationSolver
 from fedrot.matching.problem import Anchor, Problem, Spread, count_once
 from fedrot.symmetry import Group, symmetry_of
 from fedrot.symmetry.actions import HeadRotation, Permutation
-from fedrot.symmetry.groups import Slice, Slot
-from fedrot.symmetry.moves import Move, apply_moves
+from fedrot.symmetry.groups import Move, Slice, Slot, apply_moves
 from tests import families
 from tests.fedrot.oracles import seeded
 from tests.models import State

@@ -14,8 +14,7 @@ import fedrot
 from fedrot.matching import experts
 from fedrot.matching.problem import Anchor, Problem
 from fedrot.symmetry.describe.mixture import ExpertNeurons, ExpertPermutation
-from fedrot.symmetry.groups import Group
-from fedrot.symmetry.moves import Move, apply_moves
+from fedrot.symmetry.groups import Group, Move, apply_moves
 from tests.families import state_of, symmetry_for
 from tests.fedrot.oracles import seeded
 from tests.models import State, largest_difference, near, squared_distance

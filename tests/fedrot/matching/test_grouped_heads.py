@@ -9,8 +9,7 @@ import torch
 
 import fedrot
 from fedrot.symmetry.actions import InsideHeads, QueryPermutation
-from fedrot.symmetry.groups import Group
-from fedrot.symmetry.moves import Move, apply_moves
+from fedrot.symmetry.groups import Group, Move, apply_moves
 from tests.families import state_of, symmetry_for
 from tests.models import near, squared_distance
 

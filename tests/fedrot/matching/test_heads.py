@@ -16,7 +16,7 @@ from fedrot.matching.heads import Inside, head_scores
 from fedrot.matching.inside_heads import RotationSolver
 from fedrot.matching.procrustes import best_orders
 from fedrot.symmetry.actions import HeadRotation
-from fedrot.symmetry.moves import Move, apply_moves
+from fedrot.symmetry.groups import Move, apply_moves
 from tests import models
 from tests.fedrot.oracles import Array, cross, seeded
 from tests.models import DIM, FEW, HEADS, Names, State, near, squared_distance, state_of, symmetry_for

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fedrot
-from fedrot.matching.inside_heads import RotarySolver, best_scale
+from fedrot.matching.rotary import RotarySolver, best_scale
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from tests.fedrot.oracles import Array, seeded
 from tests.models import CASES, DIM, HEADS, state_of, symmetry_for

@@ -14,8 +14,7 @@ import fedrot
 from fedrot.matching import problem as of_problem
 from fedrot.matching.problem import Match, Problem, match_stage, solver_of, solves, stage_of
 from fedrot.symmetry.actions import HeadRotation, Kind, Permutation
-from fedrot.symmetry.groups import Group
-from fedrot.symmetry.moves import Move, apply_moves
+from fedrot.symmetry.groups import Group, Move, apply_moves
 from tests.models import largest_difference, near, state_of, symmetry_for
 
 NAME = "bert-classifier"

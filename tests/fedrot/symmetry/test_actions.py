@@ -20,13 +20,11 @@ from fedrot.symmetry.actions import (
     Orders,
     Permutation,
     QueryPermutation,
-    Rescale,
-    SignedOrders,
-    SignedPermutation,
 )
 from fedrot.symmetry.describe.mixture import ExpertNeurons, ExpertPermutation
-from fedrot.symmetry.moves import Move, apply_moves
+from fedrot.symmetry.groups import Move, apply_moves
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
+from fedrot.symmetry.signs import Rescale, SignedOrders, SignedPermutation
 from fedrot.symmetry.stream import StreamRotation, centred_basis
 from tests import families
 from tests.fedrot.oracles import along, dense, seeded

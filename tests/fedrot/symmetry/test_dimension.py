@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import fedrot
-from fedrot.precision import Float64
+from fedrot.check import Float64
 from tests.families import MEMBERS, Member
 from tests.fedrot.oracles import seeded
 from tests.models import randomise

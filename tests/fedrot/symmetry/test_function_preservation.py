@@ -15,7 +15,7 @@ import fedrot
 from fedrot.symmetry import NO_LAYER
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.describe.mixture import ExpertNeurons, ExpertPermutation
-from fedrot.symmetry.moves import Move, apply_moves
+from fedrot.symmetry.groups import Move, apply_moves
 from fedrot.symmetry.rotary_actions import RotaryPhases
 from tests import families, models
 from tests.families import ALIBI, FIXED, KINDS, MEMBERS, inputs, model_of, outputs

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fedrot
-from fedrot.symmetry.actions import SignedPermutation
 from fedrot.symmetry.describe.family import Family
 from fedrot.symmetry.describe.layers import attention
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import Space
+from fedrot.symmetry.signs import SignedPermutation
 from tests.families import MEMBERS, model_of, outputs, state_of, symmetry_for
 from tests.models import EVERYTHING, largest_difference, squared_distance
 

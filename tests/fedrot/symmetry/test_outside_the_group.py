@@ -10,20 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedrot.symmetry.actions import (
-    HeadPermutation,
-    HeadRotation,
-    Kind,
-    Permutation,
-    QueryPermutation,
-    SignedPermutation,
-)
+from fedrot.symmetry.actions import HeadPermutation, HeadRotation, Kind, Permutation, QueryPermutation
 from fedrot.symmetry.describe.mixture import ExpertNeurons
 from fedrot.symmetry.families import FAMILIES
-from fedrot.symmetry.groups import NO_LAYER, Group, Slice, Slot
-from fedrot.symmetry.moves import Move, apply_moves
+from fedrot.symmetry.groups import NO_LAYER, Group, Move, Slice, Slot, apply_moves
 from fedrot.symmetry.resolve import family_of
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
+from fedrot.symmetry.signs import SignedPermutation
 from tests import families
 from tests.families import KINDS, MEMBERS, answers, model_of, outputs, state_of, symmetry_for
 from tests.fedrot.oracles import seeded

@@ -12,8 +12,7 @@ from torch import Tensor
 import fedrot
 from fedrot.symmetry import FAMILIES
 from fedrot.symmetry.describe.family import ROTATED
-from fedrot.symmetry.groups import Group
-from fedrot.symmetry.moves import Move, apply_moves
+from fedrot.symmetry.groups import Group, Move, apply_moves
 from fedrot.symmetry.stream import StreamRotation, centred_basis
 from tests.families import MEMBERS, inputs, model_of, outputs, state_of, symmetry_for
 from tests.fedrot.oracles import seeded

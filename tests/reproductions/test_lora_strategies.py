@@ -111,8 +111,7 @@ def test_clients_may_send_the_residual_back() -> None:
     assert not any("fedrot-replies-dropped" in metrics[number] for number in metrics)
 
 
-@pytest.mark.parametrize("size", [1.0, 1e-6])
-def test_frozen_factors_survive_half_precision_on_the_wire(size: float) -> None:
+def test_small_frozen_factors_survive_half_precision_on_the_wire() -> None:
     seen: list[str] = []
     strategy = FedAvgRivalLoRA(
         CONFIG,
@@ -120,7 +119,7 @@ def test_frozen_factors_survive_half_precision_on_the_wire(size: float) -> None:
         server=Server(wire=torch.float16),
         **EVERY,
     )
-    start = {n: size * t if "_B" in n else t for n, t in floats(adapter(9)).items()}
+    start = {n: 1e-6 * t if "_B" in n else t for n, t in floats(adapter(9)).items()}
     grid = FakeGrid({100 + i: of_the_schedule(i, seen) for i in range(2)})
     result = strategy.start(grid, ArrayRecord(start), 3)
     assert set(result.train_metrics_clientapp) == {1, 2, 3}
@@ -135,12 +134,9 @@ def test_a_round_is_the_average_of_the_replies() -> None:
     assert all(torch.allclose(found[name], tensor, atol=1e-5) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize(
-    "options",
-    [RivalOptions("mean", residual="fold"), RivalOptions("stack", residual="fold")],
-    ids=str,
-)
-def test_a_resumed_run_ends_with_the_same_bits(options: RivalOptions, tmp_path: Any) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Any) -> None:
+    options = RivalOptions("stack", residual="fold")
+
     def strategy(**more: Any) -> FedAvgRivalLoRA:
         execution = Server(deterministic=True)
         return FedAvgRivalLoRA(CONFIG, options, server=execution, **EVERY, **more)
@@ -162,15 +158,6 @@ def test_what_does_not_go_together_is_refused() -> None:
     grid = FakeGrid({100 + i: client(i) for i in range(3)})
     with pytest.raises(FedrotError, match="is 0 at the start, as PEFT draws adapters of embeddings"):
         strategy.start(grid, ArrayRecord(table), 1)
-
-
-def test_the_summary_says_what_is_not_the_default(caplog: pytest.LogCaptureFixture) -> None:
-    options = RivalOptions("mean", residual="fold", schedule="alternate")
-    with caplog.at_level("INFO", logger="flwr"):
-        FedAvgRivalLoRA(CONFIG, options).summary()
-    lines = [record.getMessage() for record in caplog.records]
-    said = "Adapters: mean, residual 'fold', schedule 'alternate'"
-    assert [line.strip("\t├─> ") for line in lines if "Adapters" in line] == [said]
 
 
 def test_messages_that_do_not_say_what_to_train_are_refused() -> None:

@@ -38,9 +38,9 @@ from tests.simulations.commands import SMALL
 measure = partial(line_module.measure, points=3, cell="c", pair="0-1")
 
 
-@pytest.fixture(scope="module", params=["classification", "mlm"])
-def task(request: pytest.FixtureRequest) -> Task:
-    return task_of(Experiment(task=request.param, **SMALL).to_json())
+@pytest.fixture(scope="module")
+def task() -> Task:
+    return task_of(Experiment(task="mlm", **SMALL).to_json())
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,7 @@ def test_batches_for_methods_are_those_of_training(task: Task, model: torch.nn.M
     batches = training_batches(task, model, 100)
     assert sum(len(batch["input_ids"]) for batch in batches) == 100
     assert all("labels" in batch for batch in batches)
-    masked = sum(int((batch["input_ids"] == 4).sum()) for batch in batches)
-    assert (masked > 0) == (task.experiment.task == "mlm")
+    assert any((batch["input_ids"] == 4).any() for batch in batches), "tokens are masked"
     again = training_batches(task, model, 100)
     assert all(torch.equal(x["input_ids"], y["input_ids"]) for x, y in zip(batches, again, strict=True))
 
@@ -162,7 +161,7 @@ def test_the_anchor_is_where_the_line_begins(task: Task, model: torch.nn.Module)
 # The line
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_ends_are_exact_and_dtypes_stay(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = ({"w": torch.randn(50, generator=generator).to(dtype)} for _ in range(2))

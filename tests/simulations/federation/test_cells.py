@@ -185,14 +185,6 @@ def test_what_is_the_same_in_two_strategies_is_trained_once_if_they_share_files(
 # Evaluations
 
 
-def test_models_are_evaluated_on_what_they_were_not_trained_on(play: Play) -> None:
-    played = play()
-    held = played.clients(held_out=True)
-    assert all({*rows}.isdisjoint(own) for rows, own in zip(held, played.clients(), strict=True))
-    # The initial model and that of each round; the last one on the clients' held-out rows, too.
-    assert played.evaluated == [TEST] * 3 + [("train", rows) for rows in held]
-
-
 def test_a_guard_chooses_by_held_out_rows_that_no_table_reports(play: Play) -> None:
     guarded = {"name": "guarded", "alignment": {"chance": 0.0}, "guard": "accuracy"}
     played = play(strategies=[guarded], start="scrambled")
@@ -232,6 +224,10 @@ def test_clients_without_held_out_rows_have_no_scores(play: Play, holdout: float
 
 def test_what_is_recorded(play: Play) -> None:
     played = play(strategies="fedavg,aligned", start="scrambled")
+    held = played.clients(held_out=True)
+    assert all({*rows}.isdisjoint(own) for rows, own in zip(held, played.clients(), strict=True))
+    # The initial model and that of each round; the last one on the clients' held-out rows, too.
+    assert played.evaluated == ([TEST] * 3 + [("train", rows) for rows in held]) * 2
     sizes, found = [len(rows) for rows in played.clients()], played.values
     scopes = {"central", "messages", "round", "client:0", "client:1"}
     assert {row["scope"] for row in played.rows} == scopes
@@ -279,8 +275,7 @@ def test_who_takes_part_is_the_same_in_every_strategy_and_not_in_every_round(pla
 # Failures
 
 
-@pytest.mark.parametrize("lost", [1, 3])
-@pytest.mark.parametrize("with_nan", [False, True])
+@pytest.mark.parametrize(("lost", "with_nan"), [(1, True), (3, False)])
 def test_a_round_without_an_update_fails(play: Play, lost: int, with_nan: bool) -> None:
     """All nodes fail, or one of two fails and the other one sends NaN."""
 

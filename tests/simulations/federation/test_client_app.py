@@ -200,10 +200,8 @@ DECIDES: dict[str, tuple[dict[str, Any], bool]] = {
     "the round": ({"server_round": 2}, True),
     "partition": ({"fields": {"partition": "dirichlet:1"}}, True),
     "the model": ({"weight": 2.0}, True),
-    "how an adapter is loaded": ({"loads": "x"}, True),
     "scrambled": ({"fields": {"start": "scrambled"}}, False),
     "names and strategies": ({"fields": {"strategies": "aligned", "name": "x", "seeds": "9"}}, False),
-    "statistics": ({"batches": 3}, False),
 }
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from fedrot.simulations.report.pages import present, write_strategy_report
 from tests.simulations.report.runs import HOSTILE, group, write_folder
-from tests.simulations.report.test_strategy_page import write_lines
+from tests.simulations.report.test_pages import write_lines
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SCHEMES = {"dark": 0, "light": 1}

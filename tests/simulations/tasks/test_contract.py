@@ -102,9 +102,6 @@ def test_an_evaluation_is_the_mean_over_rows_one_by_one(case: str, task: Task) -
         assert found[METRICS[case][0]] == pytest.approx(math.exp(expected), rel=1e-3)
     turned = training.evaluate(model, task, task.test, rows[::-1].copy())
     assert turned == pytest.approx(found, rel=1e-4, abs=1e-6)
-    if task.experiment.task not in ("mlm", "clm", "ner"):
-        tiled = training.evaluate(model, task, task.test, np.tile(rows, 5))
-        assert tiled["loss"] == pytest.approx(found["loss"], rel=1e-4)
 
 
 def test_training_learns_with_the_same_bits_for_a_seed(
@@ -135,12 +132,11 @@ def test_training_learns_with_the_same_bits_for_a_seed(
     assert trained(4)[0] != loss
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_diverged_model_and_no_rows_have_no_scores(task: Task, value: float) -> None:
+def test_a_diverged_model_and_no_rows_have_no_scores(task: Task) -> None:
     model = model_for(task)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.fill_(value)
+            parameter.fill_(math.nan)
     nothing = np.arange(0)
     for rows in (np.arange(4), nothing):
         found = training.evaluate(model, task, task.test, rows)

@@ -78,9 +78,6 @@ def scores_of(task: Task, model: Any) -> dict[str, float]:
     return training.evaluate(model, task, task.test, np.arange(len(task.test)))
 
 
-# What is refused
-
-
 REFUSED: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
     ({"kind": "ensemble", "guard": "loss"}, {}, "does not read guard"),
     ({"kind": "ensemble", "alignment": {"chance": 0}}, {}, "does not read alignment"),
@@ -108,9 +105,6 @@ def test_what_does_not_go_together_is_refused(
     with pytest.raises(ValueError, match=said):
         Experiment.from_flat(given)
     assert KINDS.keys() == RUNS.keys()
-
-
-# Ensembles
 
 
 class Says(nn.Module):
@@ -196,9 +190,6 @@ def test_joined_steps_are_those_of_one_client(tmp_path: Path, monkeypatch: pytes
     run(experiment_of("joined", {"name": "steps", "kind": "joined-steps"}, rounds=1), tmp_path)
     (rows, epochs), (same, fewer) = asked
     assert (rows, fewer) == (same, epochs / 2)
-
-
-# Adapters
 
 
 STRATEGIES: tuple[Any, ...] = (

@@ -89,9 +89,6 @@ def _in_gl(state: State, seed: int, spread: float = 1.0) -> State:
     return out
 
 
-# What is found
-
-
 @pytest.mark.parametrize("general", [True, False])
 @pytest.mark.parametrize("name", FEW)
 def test_the_function_is_preserved_and_permutations_stay_permutations(name: str, general: bool) -> None:
@@ -232,12 +229,6 @@ def test_rotations_are_learned_as_fedrot_learns_them() -> None:
         assert torch.equal(one.element, other.element)
 
 
-# What is left alone
-
-
-# Gradients, and values against the group's own action
-
-
 @pytest.mark.parametrize("contravariant", [True, False])
 @pytest.mark.parametrize(("axis", "start"), [(0, 0), (1, 3)])
 @pytest.mark.parametrize("kind", [HeadRotation(2, 3), HeadLinear(2, 3), Permutation(6)], ids=str)
@@ -293,9 +284,6 @@ def test_a_permutation_acts_hard_and_learns_softly() -> None:
     (expected,) = torch.autograd.grad(soft(scores), scores)
     assert torch.allclose(gradient, expected, atol=1e-10)
     assert gradient.abs().max() > 1e-3
-
-
-# Errors
 
 
 BAD: list[dict[str, Any]] = [

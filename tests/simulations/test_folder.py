@@ -140,9 +140,6 @@ def test_a_folder_of_something_else_stays(tmp_path: Path) -> None:
         read_run(tmp_path / "none")
 
 
-# Rows of a strategy
-
-
 @pytest.mark.parametrize(
     ("text", "count"),
     [("", 0), ('{"round": 1}\n{"round": 2}\n', 2), ('{"round": 1}\n{"rou', 1), ("\xff", 0)],
@@ -158,9 +155,6 @@ def test_rows_that_no_strategy_wrote_are_named(tmp_path: Path, data: bytes) -> N
     (file := tmp_path / "rows.jsonl").write_bytes(data)
     with pytest.raises(FedrotError, match=r"rows\.jsonl"):
         read_rows(file)
-
-
-# One writer
 
 
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +71,3 @@ def test_a_damaged_run_is_named(file: str, tmp_path: Path) -> None:
     assert (code, path.name in output.replace(" ", ""), "Traceback" in output) == (2, True, False), (
         output
     )
-
-
-def test_sigterm_interrupts_as_ctrl_c_does() -> None:
-    code = (
-        "import os, signal\n"
-        "from fedrot.simulations.cli import app\n"
-        "app.app = lambda: os.kill(os.getpid(), signal.SIGTERM)\n"
-        "try:\n    app.main()\nexcept KeyboardInterrupt:\n    print('interrupted')"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout == "interrupted\n"

@@ -146,6 +146,7 @@ DENSE = ("sentence_transformers.models.WordWeights", "2_Weights")
 T5 = transformers.T5Config(vocab_size=6000, d_model=32, num_layers=1, num_heads=2, d_ff=64, d_kv=16)
 #: Pooling, options of ``pooled``, and a part of the error.
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "max": ({"pooling_mode_max_tokens": True}, {}, "pooling pooling_mode_max_tokens;"),
     "max, version 6": ({"pooling_mode": "max"}, {}, "pooling max;"),
     "both, version 6": ({"pooling_mode": ["cls", "max"]}, {}, "pooling cls and max;"),
     "a number": ({"pooling_mode": 3}, {}, "pooling 3;"),

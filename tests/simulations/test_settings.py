@@ -29,9 +29,6 @@ def names(experiment: Experiment) -> list[str]:
     return [strategy.name for strategy in experiment.strategies]
 
 
-# What is not said
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_has_an_experiment_of_its_own(task: str) -> None:
     traits = TASKS[task]
@@ -110,8 +107,6 @@ def test_trainings_are_shared_where_nothing_that_decides_them_differs() -> None:
     assert all(one.training != first.training for one in others)
 
 
-# What is refused
-
 TABLE: dict[str, Any] = {"name": "mine"}
 OF_DORA = {**TABLE, "adapters": {"method": "regmean"}}
 
@@ -169,9 +164,6 @@ def test_settings_that_cannot_be_are_refused(fields: dict[str, Any], said: str) 
     assert said in str(caught.value)
 
 
-# Strategies
-
-
 @pytest.mark.parametrize("name", NAMED)
 def test_every_named_strategy_goes_with_some_experiment_and_says_what_it_does(name: str) -> None:
     (strategy,) = of(**OF_LORA if "adapters" in NAMED[name] else {}, strategies=name).strategies
@@ -217,9 +209,6 @@ def test_the_line_to_copy(fields: dict[str, Any], strategy: Any, code: str) -> N
 def test_fields_of_a_strategy_are_arguments_of_fedrot_by_their_names() -> None:
     ours = {"alignment", "other_basis", "aggregation", "fit_head", "guard", "server"}
     assert ours <= Strategy.model_fields.keys() & inspect.signature(FedRot).parameters.keys()
-
-
-# Files
 
 
 def file_of(folder: Path, text: str) -> Path:

@@ -111,14 +111,11 @@ def complete(folder: Path, whole: Path) -> None:
     assert not [*folder.glob("cells/*.txt")]
 
 
-# One whole run
-
-
 def test_a_run_says_what_it_does_and_keeps_all_of_it(whole: Path) -> None:
-    printed, run = (whole / "printed.txt").read_text(), read_run(whole)
+    printed, kept = (whole / "printed.txt").read_text(), read_run(whole)
     complete(whole, whole)
     assert len(files(whole)) == CELLS
-    order = [(row["experiment"], row["seed"], row["strategy"]) for row in run.rows]
+    order = [(row["experiment"], row["seed"], row["strategy"]) for row in kept.rows]
     names = ("fedavg", "aligned", "head_only")
     wanted = [(e, seed, name) for e in ("one", "two") for seed in (0, 1) for name in names]
     assert [*dict.fromkeys(order)] == wanted
@@ -126,7 +123,7 @@ def test_a_run_says_what_it_does_and_keeps_all_of_it(whole: Path) -> None:
     assert [int(number) for number, *_ in lines] == [*range(1, CELLS + 1)]
     last = {
         (row["experiment"], str(row["seed"]), row["strategy"]): f"{row['value']:.3f}"
-        for row in run.rows
+        for row in kept.rows
         if (row["scope"], row["round"], row["metric"]) == ("central", 2, "accuracy")
     }
     assert {tuple(place): value for _, *place, value in lines} == last
@@ -136,9 +133,6 @@ def test_a_run_says_what_it_does_and_keeps_all_of_it(whole: Path) -> None:
     cell = json.loads(next((whole / "cells").glob("*seed-1-al*")).read_text())
     assert cell["title"].endswith("seed 1 · aligned")
     assert "[ROUND 2/2]" in cell["log"]
-
-
-# Interruptions
 
 
 def started(
@@ -211,9 +205,6 @@ def test_a_worker_that_is_killed_loses_the_part_that_it_ran(
     complete(out, whole)
 
 
-# Failures
-
-
 def of(**fields: Any) -> Experiment:
     values = {**SMALL, "train_limit": 60, "test_limit": 20, "clients": 2, "seeds": 1, "name": "a"}
     return Experiment.from_flat({**values, **fields})
@@ -264,9 +255,6 @@ def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
     assert third == "[3 of 3] a · seed 0 · head_only: loss 1.000"
 
 
-# Jobs and progress
-
-
 def test_the_longest_job_is_first_and_parts_that_share_trainings_are_one_job(tmp_path: Path) -> None:
     listed = [of(strategies="fedavg,aligned", seeds=2), of(name="b", rounds=9, strategies="fedavg")]
     listed.append(of(name="c", strategies="head_only"))  # clients train as in the first one
@@ -310,9 +298,6 @@ def test_without_a_terminal_a_line_breaks_a_silence(
     run._of_job[Job("a", print, ())] = ("fedavg (seed 0) 25 %", run._cost / 4)
     run._show()
     assert ("25 % about 3 min left; fedavg (seed 0) 25 %" in shown.getvalue()) == (not terminal)
-
-
-# Estimates and what is said before
 
 
 def test_costs_are_of_trainings_that_are_not_shared() -> None:
@@ -387,16 +372,12 @@ def test_what_is_known_and_said_of_the_data() -> None:
     assert "Always" not in " ".join(checked(of(task="mlm", strategies="fedavg")).said)
 
 
-# Refusals before anything runs
-
-
 @pytest.mark.parametrize(
     ("table", "words"),
     [
         ({"guard": "perplexity"}, "unknown metric 'perplexity'; one of accuracy"),
         ({"alignment": {"layers": [1]}}, "Layer 1 is not in the model, which has 1"),
         ({"alignment": {"colour": "red"}}, "colour"),
-        ({"server": {"colour": "red"}}, "colour"),
         # Of four clients, 1 and 3 have too few rows to hold one out.
         ({"fit_head": True, "clients": [1, 3]}, "needs clients' held-out rows"),
     ],
@@ -433,8 +414,6 @@ def test_only_runs_that_move_weights_need_a_supported_family(
     with pytest.raises(FedrotError, match="big_bird"):
         checked(Experiment.from_flat({**fields, **moving}))
 
-
-# Saved models and adapters
 
 MODEL: dict[str, Any] = {
     **{"train_limit": 48, "test_limit": 16, "max_length": 16, "clients": 2, "rounds": 2, "seeds": 1},

@@ -138,15 +138,6 @@ def test_a_run_without_a_package_names_it() -> None:
     assert outputs[-1] == f"Error: This command needs transformers. {INSTALL}"
 
 
-def test_fedrot_itself_imports_nothing_until_a_name_is_used() -> None:
-    code = (
-        "import sys, fedrot; assert 'torch' not in sys.modules\n"
-        "fedrot.align; print('torch' in sys.modules)"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "True"
-
-
 def test_every_public_name_is_there() -> None:
     assert all(getattr(fedrot, name) is not None for name in fedrot.__all__)
     assert {*fedrot.__all__, "__version__"} <= {*dir(fedrot)}

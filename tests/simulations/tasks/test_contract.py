@@ -22,17 +22,22 @@ from tests.simulations.tasks.cases import CASES, experiment_of, model_for, parts
 SINGLE = ("accuracy", "macro_f1", "ece", "calibrated_loss")
 #: The metrics of the cases, the headline metric first.
 METRICS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("bert", "distilbert", "gpt2", "llama", "image"), SINGLE),
+    **dict.fromkeys(("distilbert", "gpt2", "llama", "image"), SINGLE),
     "multi": ("macro_f1", "micro_f1", "accuracy"),
     "regression": ("pearson", "spearman"),
     "domains": ("macro_f1", "unseen_macro_f1", "f1_seen", "f1_other", "f1_unseen"),
-    **dict.fromkeys(("mlm bert", "mlm distilbert"), ("pseudo_perplexity", "accuracy")),
-    **dict.fromkeys(("clm gpt2", "clm llama"), ("perplexity",)),
-    **dict.fromkeys(("ner bert", "ner distilbert"), ("f1", "precision", "recall")),
+    "mlm bert": ("pseudo_perplexity", "accuracy"),
+    "clm gpt2": ("perplexity",),
+    "ner bert": ("f1", "precision", "recall"),
 }
 
 
-@pytest.fixture(params=CASES)
+#: The cases that run here: each task, each architecture, each kind of labels.
+RUN = ("distilbert", "gpt2", "llama", "multi", "regression", "domains", "image")
+RUN += ("mlm bert", "clm gpt2", "ner bert")
+
+
+@pytest.fixture(params=RUN)
 def case(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -46,7 +51,9 @@ def test_every_task_and_architecture_has_a_case() -> None:
     assert list(OBJECTIVES) == list(TASKS)
     every = {(task, architecture) for task, own in TASKS.items() for architecture in own.architectures}
     assert {(e.task, e.architecture) for e in map(experiment_of, CASES)} == every
-    assert set(METRICS) == set(CASES)
+    run = [experiment_of(name) for name in RUN]
+    assert {e.task for e in run} == {*TASKS}
+    assert {e.architecture for e in run} == {architecture for _, architecture in every}
 
 
 def oracle(task: Task, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -20,20 +20,6 @@ from tests.simulations.data.files import TEXTS, chosen, repeated, shared_data, w
 from tests.simulations.data.wordpiece import SPECIAL_TOKENS, train_wordpiece
 
 MOODS = repeated(["glad", "sad"])
-#: Name, kind, classes, training and held-out rows; "*": of pairs.
-SHARED = """cola single 2 8541 1043, stsb* regression 1 5709 1500, isear single 7 5975 747,
-affectivetext multi 6 250 1000"""
-
-
-@pytest.mark.parametrize("row", SHARED.split(","))
-def test_every_shared_corpus_loads(row: str) -> None:
-    name, kind, classes, train, test = row.split()
-    data = load_texts(chosen(name.strip("*"), shared_data()))
-    assert (data.kind, len(data.label_names)) == (kind, int(classes))
-    assert (len(data.train), len(data.test)) == (int(train), int(test))
-    assert (data.train.second is not None) == ("*" in name)
-    assert data.train.labels.dtype == (np.int64 if kind == "single" else np.float32)
-    assert all(len(values) == int(train) for values in data.train.columns.values())
 
 
 def test_columns_have_usual_names_in_the_order_of_preference() -> None:

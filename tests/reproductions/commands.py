@@ -7,6 +7,9 @@ from typer.testing import CliRunner
 from reproductions.commands import app
 
 
-def invoke(*arguments: object) -> tuple[int, str]:
+def run(*arguments: object, code: int = 0, says: str = "") -> str:
+    """Run the laboratory, which has to end with this code and say this; return the output."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    return result.exit_code, " ".join(result.output.split())
+    output = " ".join(result.output.split())
+    assert (result.exit_code, says in output) == (code, True), output
+    return output

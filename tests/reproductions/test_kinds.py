@@ -78,13 +78,6 @@ def scores_of(task: Task, model: Any) -> dict[str, float]:
     return training.evaluate(model, task, task.test, np.arange(len(task.test)))
 
 
-# What is refused
-
-
-def test_every_kind_is_checked_and_run() -> None:
-    assert KINDS.keys() == RUNS.keys()
-
-
 REFUSED: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
     ({"kind": "ensemble", "guard": "loss"}, {}, "does not read guard"),
     ({"kind": "ensemble", "alignment": {"chance": 0}}, {}, "does not read alignment"),
@@ -111,16 +104,7 @@ def test_what_does_not_go_together_is_refused(
     given |= {"model": "some/model"} if "lora" in changes else {}
     with pytest.raises(ValueError, match=said):
         Experiment.from_flat(given)
-
-
-def test_kinds_of_plug_ins_have_no_code() -> None:
-    experiment = experiment_of(
-        {"name": "together", "kind": "ensemble"}, {"name": "j", "kind": "joined-steps"}
-    )
-    assert [strategy.code(experiment) for strategy in experiment.strategies] == ["", ""]
-
-
-# Ensembles
+    assert KINDS.keys() == RUNS.keys()
 
 
 class Says(nn.Module):
@@ -145,49 +129,26 @@ def logs(*values: float) -> list[float]:
     return [math.log(value) for value in values]
 
 
-def test_an_ensemble_of_single_labels() -> None:
-    """Probabilities (1/4, 3/4) and (9/10, 1/10)."""
+SINGLE, MULTI = "single_label_classification", "multi_label_classification"
+#: Kind of labels, whether probabilities are averaged, and the answer to logits (0, ln 3), (ln 9, 0).
+ANSWERS: list[tuple[str, bool, list[float]]] = [
+    (SINGLE, False, logs(3, math.sqrt(3))),
+    (SINGLE, True, logs(0.575, 0.425)),  # of (1/4, 3/4) and (9/10, 1/10)
+    (MULTI, False, logs(3, math.sqrt(3))),
+    (MULTI, True, logs(7 / 3, 5 / 3)),  # of (1/2, 3/4) and (9/10, 1/2)
+    ("regression", True, logs(3, math.sqrt(3))),
+]
+
+
+@pytest.mark.parametrize(("problem", "probabilities", "expected"), ANSWERS)
+def test_an_ensemble_averages_logits_or_probabilities(
+    problem: str, probabilities: bool, expected: list[float]
+) -> None:
     rows = (0.0, math.log(3)), (math.log(9), 0.0)
-    problem = "single_label_classification"
-    assert together(problem, *rows, probabilities=False) == pytest.approx(logs(3, math.sqrt(3)))
-    found = together(problem, *rows, probabilities=True)
-    assert found == pytest.approx(logs(0.575, 0.425))
-    assert sum(map(math.exp, found)) == pytest.approx(1)
-
-
-def test_an_ensemble_of_several_labels() -> None:
-    """Probabilities (1/2, 3/4) and (9/10, 1/2)."""
-    rows = (0.0, math.log(3)), (math.log(9), 0.0)
-    problem = "multi_label_classification"
-    assert together(problem, *rows, probabilities=False) == pytest.approx(logs(3, math.sqrt(3)))
-    assert together(problem, *rows, probabilities=True) == pytest.approx(logs(7 / 3, 5 / 3))
-
-
-@pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification"])
-def test_certain_models_stay_finite(problem: str) -> None:
-    found = together(problem, (200.0, -200.0), (300.0, -300.0), probabilities=True)
+    assert together(problem, *rows, probabilities=probabilities) == pytest.approx(expected)
+    found = together(problem, (200.0, -200.0), (300.0, -300.0), probabilities=probabilities)
     assert all(map(math.isfinite, found))
     assert found[0] > 10 + found[1]
-
-
-@pytest.mark.parametrize("probabilities", [True, False])
-def test_an_ensemble_of_scores_is_their_mean(probabilities: bool) -> None:
-    assert together("regression", (1.0,), (4.0,), probabilities=probabilities) == [2.5]
-
-
-def test_an_ensemble_answers_row_by_row() -> None:
-    problem = "single_label_classification"
-    models = [Says(problem, (0.0, 2.0), (4.0, 0.0)), Says(problem, (2.0, 0.0), (0.0, 2.0))]
-    assert Ensemble(models)(x=torch.zeros(2)).logits.tolist() == [[1.0, 1.0], [2.0, 1.0]]
-
-
-@pytest.mark.parametrize("probabilities", [True, False])
-def test_copies_of_one_model_say_what_it_says(probabilities: bool, task: Task, shell: nn.Module) -> None:
-    state = dict(build_model(task.experiment, task.data, seed=3).state_dict())
-    alone = scores_of(task, with_state(shell, state))
-    for count in (1, 3):
-        models = [with_state(shell, state) for _ in range(count)]
-        assert scores_of(task, Ensemble(models, probabilities)) == pytest.approx(alone, abs=1e-6)
 
 
 def test_the_ensemble_of_a_task_averages_its_models(task: Task, shell: nn.Module) -> None:
@@ -229,9 +190,6 @@ def test_joined_steps_are_those_of_one_client(tmp_path: Path, monkeypatch: pytes
     run(experiment_of("joined", {"name": "steps", "kind": "joined-steps"}, rounds=1), tmp_path)
     (rows, epochs), (same, fewer) = asked
     assert (rows, fewer) == (same, epochs / 2)
-
-
-# Adapters
 
 
 STRATEGIES: tuple[Any, ...] = (

@@ -27,8 +27,6 @@ from tests.fedrot.lora.test_averaging import (
     product,
     updates,
 )
-from tests.fedrot.lora.test_hostile_factors import sized
-from tests.fedrot.lora.test_module_sums import check_threads
 
 A, B = "lora_A.weight", "lora_B.weight"
 FOLDED = [
@@ -50,7 +48,7 @@ def averaged(
 
 
 @pytest.mark.parametrize("options", FOLDED, ids=str)
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 @given(seed=st.integers(0, 10_000))
 def test_factors_and_residual_are_the_mean_product(options: RivalOptions, seed: int) -> None:
     """FedEx-LoRA, FLoRA: nothing of the mean product is lost, over two rounds."""
@@ -109,21 +107,18 @@ def test_a_stack_begins_anew_as_peft_starts_embeddings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "server_round", "frozen"),
-    [("freeze-a", 1, A), ("freeze-a", 2, A), ("alternate", 1, A), ("alternate", 2, B)],
+    ("schedule", "number", "frozen"), [("freeze-a", 2, A), ("alternate", 1, A), ("alternate", 2, B)]
 )
-def test_a_frozen_factor_stays_and_the_mean_is_exact(
-    schedule: str, server_round: int, frozen: str
-) -> None:
+def test_a_frozen_factor_stays_and_the_mean_is_exact(schedule: str, number: int, frozen: str) -> None:
     start = adapter(0)
     sent = [{n: start[n] if n.endswith(frozen) else t for n, t in adapter(i).items()} for i in (1, 2)]
     options = RivalOptions("mean", schedule=schedule)
-    found = averaged(sent, options, start, server_round)
+    found = averaged(sent, options, start, number)
     for module in MODULES:
         assert torch.equal(found[f"{module}.{frozen}"], start[f"{module}.{frozen}"])
         assert torch.allclose(product(found, module), dense_mean(updates(sent), module), atol=1e-12)
     with pytest.raises(UpdateError, match=r"is not the one that the client received.*train_only"):
-        averaged([adapter(3)], options, start, server_round)
+        averaged([adapter(3)], options, start, number)
 
 
 @pytest.mark.parametrize(("server_round", "kept"), [(1, A), (2, B)])
@@ -148,15 +143,14 @@ def test_ranks_may_differ_in_stacks() -> None:
         assert found[f"{module}.{A}"].shape == (4, width)
         assert torch.allclose(found[f"{module}.residual"], dense_mean(asked, module), atol=1e-10)
         assert report.error[module] == 0
+    with pytest.raises(UpdateError, match=r"ranks of .*query' are \[1, 2, 4\]"):
+        average_adapters(asked, SETTINGS, RivalOptions("rotate"))
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (
-            {"method": "median"},
-            "Unknown method 'median' of adapters; one of mean, exact, regmean, pad, rotate, stack",
-        ),
+        ({"method": "median"}, "Unknown method 'median' of adapters; one of mean, exact"),
         ({"gauge": "best"}, "Unknown gauge 'best'"),
         ({"residual": "keep"}, "Unknown residual 'keep' of adapters; one of drop, fold"),
         ({"schedule": "never"}, "Unknown schedule 'never'"),
@@ -167,10 +161,7 @@ def test_ranks_may_differ_in_stacks() -> None:
         ({"strength": 1.5}, "strength is 1.5; it is a number from 0 to 1"),
         ({"method": "rotate", "strength": "0.4"}, "strength is '0.4'; it is a number from 0 to 1"),
         ({"limit": 0}, "limit is 0; it is a rank, 1 at least"),
-        (
-            {"method": "mean", "gauge": "mean"},
-            "gauge is an option of 'exact' and 'regmean', and has no effect with 'mean'",
-        ),
+        ({"method": "mean", "gauge": "mean"}, "gauge is an option of 'exact'"),
         ({"method": "exact", "by": "alternate"}, "by is an option of method 'rotate'"),
         ({"method": "regmean"}, "Method 'regmean' takes no options of rivals. Give AdapterOptions"),
     ],
@@ -178,6 +169,7 @@ def test_ranks_may_differ_in_stacks() -> None:
 def test_options_are_checked(options: dict[str, Any], said: str) -> None:
     with pytest.raises(FedrotError, match=said):
         RivalOptions(**options)
+    assert str(RivalOptions("mean", residual="fold")) == "mean, residual 'fold'"
 
 
 def test_smaller_factors_are_padded_with_zeros() -> None:
@@ -204,16 +196,12 @@ def test_smaller_factors_are_padded_with_zeros() -> None:
 
 def test_rotation_undoes_rotations() -> None:
     """Clients with one adapter in rotated coordinates average to it; the mean of factors does not."""
-    start = adapter(1)
-    clients = []
+    start, clients = adapter(1), []
     for seed in range(3):
-        turned = dict(start)
-        for module in MODULES:
-            a, b = f"{module}.lora_A.weight", f"{module}.lora_B.weight"
-            generator = torch.Generator().manual_seed(seed)
-            r, _ = torch.linalg.qr(torch.randn(3, 3, generator=generator, dtype=torch.float64))
-            turned[a], turned[b] = r @ start[a], start[b] @ r.mT
-        clients.append(turned)
+        generator = torch.Generator().manual_seed(seed)
+        r, _ = torch.linalg.qr(torch.randn(3, 3, generator=generator, dtype=torch.float64))
+        turned = {n: t @ r.mT if "lora_B" in n else t for n, t in start.items()}
+        clients.append({n: r @ t if "lora_A" in n else t for n, t in turned.items()})
     found, report = average_adapters(updates(clients), SETTINGS, RivalOptions("rotate"), previous=start)
     for name in start:
         assert torch.allclose(found[name], start[name], atol=1e-10)
@@ -228,13 +216,6 @@ def test_rotation_undoes_rotations() -> None:
     assert still.error == pytest.approx(plain.error)
 
 
-def test_the_rotated_mean_reports_the_mean_of_what_was_sent() -> None:
-    asked = updates([adapter(i) for i in range(3)])
-    _, rotated_report = average_adapters(asked, SETTINGS, RivalOptions("rotate"))
-    _, plain = average_adapters(asked, SETTINGS)
-    assert rotated_report.error_of_factors == pytest.approx(plain.error_of_factors)
-
-
 def test_a_low_rank_mean_of_many_is_exact_within_the_limit() -> None:
     start = adapter(0)
     clients = [{n: (i + 1) * t if "_B" in n else t for n, t in start.items()} for i in range(40)]
@@ -245,36 +226,17 @@ def test_a_low_rank_mean_of_many_is_exact_within_the_limit() -> None:
     assert max(report.lost.values()) < 1e-12
 
 
-@pytest.mark.parametrize("method", ["pad", "rotate"])
-def test_registered_methods_are_those_of_the_options(method: str) -> None:
-    start, asked = adapter(0), updates([adapter(i) for i in range(3)])
-    by_name, by_options = (
-        average_adapters(asked, SETTINGS, options, start)[0]
-        for options in (AdapterOptions(method), RivalOptions(method))
-    )
-    assert all(torch.equal(by_name[name], tensor) for name, tensor in by_options.items())
-    assert {of(method).kind.any_rank for of in (AdapterOptions, RivalOptions)} == {method == "pad"}
-
-
-@pytest.mark.parametrize("options", [("mean",), *(("exact", gauge) for gauge in GAUGES)], ids=str)
-def test_options_of_the_product_give_the_same_bits(options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "options", [("mean",), ("pad",), ("rotate",), *(("exact", gauge) for gauge in GAUGES)], ids=str
+)
+def test_options_of_both_kinds_give_the_same_bits(options: tuple[str, ...]) -> None:
     start, asked = adapter(0), updates([adapter(i) for i in range(1, 9)], [1.0] * 8)
-    (ours, said), (theirs, told) = (
-        average_adapters(asked, SETTINGS, kind(*options), start)
-        for kind in (AdapterOptions, RivalOptions)
-    )
+    kinds = [kind(*options) for kind in (AdapterOptions, RivalOptions)]
+    (ours, said), (theirs, told) = (average_adapters(asked, SETTINGS, own, start) for own in kinds)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     assert str(said) == str(told)
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_equal_clients_come_back_as_they_are(count: int) -> None:
-    given = adapter(4)
-    found, report = average_adapters(updates([given] * count), SETTINGS, RivalOptions("rotate"))
-    for name, tensor in given.items():
-        assert torch.allclose(found[name], tensor, atol=1e-9), name
-    assert max(report.error.values()) < 1e-6
+    assert {own.kind.any_rank for own in kinds} == {options[0] in ("pad", "exact")}
 
 
 def test_dtypes_are_those_of_the_adapters() -> None:
@@ -285,26 +247,6 @@ def test_dtypes_are_those_of_the_adapters() -> None:
     asked = [AdapterUpdate(mixed, 1.0, SETTINGS)]
     found, _ = average_adapters(asked, SETTINGS, RivalOptions("rotate"), adapter(9))
     assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in mixed.items()}
-
-
-@pytest.mark.parametrize("limit", [1, 2])
-@pytest.mark.parametrize(("a", "b"), [(0, 0), (1e-42, 1.0), (1.0, 1e-42), (1e-20, 1e5), (1e5, 1e5)])
-def test_factors_of_any_size_have_an_average_within_a_limit(a: float, b: float, limit: int) -> None:
-    average = RivalOptions("exact", limit=limit).average(SETTINGS, sized(1, 1, 9))
-    for tensors in (sized(a, b), sized(1, 1, 1), sized(1, 1, 2)):
-        average.add(AdapterUpdate(tensors, 1.0, SETTINGS))
-    assert all(bool(t.isfinite().all()) for t in average.result()[0].values())
-
-
-@pytest.mark.parametrize(
-    "options", [RivalOptions("rotate"), RivalOptions("stack", residual="fold")], ids=str
-)
-def test_threads_do_not_change_the_average(options: RivalOptions) -> None:
-    threads = torch.get_num_threads()
-    try:
-        check_threads(options)
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(("apart", "kept"), [(0.05, True), (3.0, False)])
@@ -327,9 +269,3 @@ def test_keep_a_gives_no_large_factors(apart: float, kept: bool) -> None:
     assert torch.equal(found[of_a], near_mean[of_a]) != kept
     if kept:
         assert torch.linalg.norm(found[of_a] - mean[of_a]) < 0.1 * torch.linalg.norm(mean[of_a])
-
-
-def test_rotated_factors_need_one_rank() -> None:
-    asked = updates([adapter(i, r) for i, r in enumerate((2, 4, 1))])
-    with pytest.raises(UpdateError, match=r"ranks of .*query' are \[1, 2, 4\]"):
-        average_adapters(asked, SETTINGS, RivalOptions("rotate"))

@@ -28,6 +28,13 @@ def invoke(*arguments: object) -> tuple[int, str]:
     return result.exit_code, " ".join(result.output.split())
 
 
+def run(*arguments: object, code: int = 0, says: str = "") -> str:
+    """Run ``fedrot``, which has to end with this code and say this; return the output."""
+    found, output = invoke(*arguments)
+    assert (found, says in output) == (code, True), output
+    return output
+
+
 def settings(values: Mapping[str, object]) -> list[str]:
     """Return settings as options of ``fedrot simulate``."""
     return [part for name, value in values.items() for part in ("--set", f"{name}={value}")]
@@ -35,11 +42,8 @@ def settings(values: Mapping[str, object]) -> list[str]:
 
 def simulated(out: Path, values: Mapping[str, object], *others: object) -> str:
     """Run ``fedrot simulate`` in this process; return what it printed."""
-    code, printed = invoke(
-        "simulate", *others, "--out", out, "--workers", 1, *settings({**SMALL, **values})
-    )
-    assert code == 0, printed
-    return printed
+    given = settings({**SMALL, **values})
+    return run("simulate", *others, "--out", out, "--workers", 1, *given)
 
 
 def values(out: Path, scope: str = "central") -> dict[tuple[str, int, int, str], float]:

@@ -15,7 +15,7 @@ import ray
 import fedrot
 from fedrot.simulations import engine
 from fedrot.simulations.engine import Ended, Job, Machine, Tell, run_jobs
-from fedrot.simulations.environment import PLUGINS, load_plugins
+from fedrot.simulations.environment import PLUGINS, load_plugins, prepare_environment
 
 
 def halves(number: int, tell: Tell) -> None:
@@ -40,7 +40,9 @@ def interrupted(tell: Tell) -> None:
 
 
 def sleep(seconds: float, tell: Tell) -> None:
-    tell(os.getpid())
+    """Say the plug-ins, and who works: a node of a cluster, or a process."""
+    tell(os.getenv(PLUGINS))
+    tell(str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else os.getpid())
     time.sleep(seconds)
 
 
@@ -53,17 +55,6 @@ def running(path: str, name: str, tell: Tell) -> None:
     tell((began, time.monotonic()))
 
 
-def told(name: str, tell: Tell) -> None:
-    """Say a variable of the environment."""
-    tell(os.getenv(name))
-
-
-def where(seconds: float, tell: Tell) -> None:
-    """Say the node of a Ray cluster that works."""
-    tell(str(ray.get_runtime_context().get_node_id()))
-    time.sleep(seconds)
-
-
 def heard(jobs: list[Job], machine: Machine, tick: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Return what each job said, by name."""
     found: dict[str, list[Any]] = {job.name: [] for job in jobs}
@@ -74,16 +65,49 @@ def heard(jobs: list[Job], machine: Machine, tick: Callable[[], None] = lambda: 
 ONE, TWO = Machine(1), Machine(2)
 
 
-@pytest.mark.parametrize("machine", [ONE, TWO])
-def test_jobs_say_what_they_do_and_how_they_end(machine: Machine) -> None:
-    found = heard([Job(str(number), halves, (number,)) for number in (2, 5, 6)], machine)
-    assert found["2"] == [1, 1, Ended()]
-    assert found["6"] == [3, 3, Ended()]
+@pytest.fixture(params=["processes", "ray"])
+def machine(request: pytest.FixtureRequest) -> Machine:
+    return TWO if request.param == "processes" else Machine(ray=request.getfixturevalue("two_nodes"))
+
+
+def test_jobs_of_this_process_say_what_they_do_and_how_they_end() -> None:
+    sound(heard([Job(str(number), halves, (number,)) for number in (2, 5, 6)], ONE))
+
+
+def sound(found: dict[str, Any]) -> None:
+    assert (found["2"], found["6"]) == ([1, 1, Ended()], [3, 3, Ended()])
     *said, end = found["5"]
-    assert said == [2, 2]
+    assert (said, end.died, "in halves" in end.failure) == ([2, 2], False, True)
     assert end.failure.endswith("ValueError: no third half\n")
-    assert "in halves" in end.failure
-    assert not end.died
+
+
+def test_a_job_whose_process_dies_ends_alone_and_is_not_tried_again(
+    machine: Machine, tmp_path: Path
+) -> None:
+    file = tmp_path / "deaths"
+    jobs = [Job("dead", die, (str(file),)), *(Job(str(n), halves, (n,)) for n in (2, 5, 6))]
+    found = heard(jobs, machine)
+    said, end = found["dead"]
+    assert (said, end.died, "code 3" in end.failure or machine != TWO) == ("alive", True, True)
+    assert file.read_text() == "died\n"
+    sound(found)
+
+
+def test_two_places_share_the_jobs_and_the_caller_hears_and_looks_while_they_run(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PLUGINS, "json")
+    said, when, ticks = dict[str, list[Any]](), list[float](), list[None]()
+
+    def hear(job: Job, what: Any) -> None:
+        said.setdefault(job.name, []).append(what)
+        when.append(time.monotonic())
+
+    run_jobs([Job(n, sleep, (1.5,)) for n in "ab"], machine, hear, lambda: ticks.append(None))
+    assert [(plugins, end) for plugins, _, end in said.values()] == [("json", Ended())] * 2
+    assert len({place for _, place, _ in said.values()}) == 2
+    assert max(when) - min(when) > 1
+    assert len(ticks) >= 3
 
 
 def test_no_more_jobs_run_than_there_are_workers_and_they_begin_in_order(tmp_path: Path) -> None:
@@ -92,29 +116,6 @@ def test_no_more_jobs_run_than_there_are_workers_and_they_begin_in_order(tmp_pat
     beside = [sum(began <= one < ended for began, ended in times.values()) for one, _ in times.values()]
     assert max(beside) == 2
     assert min(times["c"][0], times["d"][0]) >= min(times["a"][1], times["b"][1])
-
-
-def test_the_caller_hears_and_looks_while_jobs_run() -> None:
-    ticks, began = [], time.monotonic()
-    run_jobs(
-        [Job(name, sleep, (1.5,)) for name in "ab"],
-        TWO,
-        lambda job, said: ticks.append(("heard", time.monotonic() - began)),
-        lambda: ticks.append(("tick", time.monotonic() - began)),
-    )
-    spoken = [when for what, when in ticks if what == "heard"]
-    assert max(spoken) - min(spoken) > 1
-    assert [what for what, _ in ticks].count("tick") >= 3
-
-
-def test_a_job_whose_process_dies_ends_alone_and_is_not_tried_again(tmp_path: Path) -> None:
-    file = tmp_path / "deaths"
-    jobs = [Job("dead", die, (str(file),)), *(Job(str(n), halves, (n,)) for n in (2, 4, 6))]
-    found = heard(jobs, TWO)
-    said, end = found["dead"]
-    assert (said, end.died, "code 3" in end.failure) == ("alive", True, True)
-    assert file.read_text() == "died\n"
-    assert [found[name][-1] for name in "246"] == [Ended()] * 3
 
 
 def test_nothing_is_left_running_when_the_caller_stops() -> None:
@@ -140,12 +141,6 @@ def test_without_a_number_of_workers_there_is_one_per_core(monkeypatch: pytest.M
     assert Machine().places(9) == 1
 
 
-def test_processes_of_this_machine_are_told_the_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PLUGINS, "json")
-    found = heard([Job(name, told, (PLUGINS,)) for name in "ab"], TWO)
-    assert [said[0] for said in found.values()] == ["json", "json"]
-
-
 def test_plug_ins_are_imported_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "counting_plugin.py").write_text("import fedrot\nfedrot.loads.append(1)\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -158,38 +153,28 @@ def test_plug_ins_are_imported_once(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     load_plugins.cache_clear()
 
 
-# Ray
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "no such address"])
+@pytest.mark.parametrize("address", ["ray://127.0.0.1:1", "no such address"])
 def test_a_cluster_that_is_not_there_is_named(address: str) -> None:
     with pytest.raises(fedrot.FedrotError, match="There is no Ray cluster"):
         heard([Job("a", halves, (2,))], Machine(ray=address))
 
 
-def test_two_nodes_share_the_jobs_and_say_what_they_do_while_they_run(two_nodes: str) -> None:
-    times: list[float] = []
-    nodes = set()
-
-    def hear(job: Job, said: Any) -> None:
-        times.append(time.monotonic())
-        nodes.add(said if isinstance(said, str) else None)
-
-    run_jobs([Job(n, where, (3.0,)) for n in "abcd"], Machine(ray=two_nodes), hear, lambda: None)
-    assert len(nodes - {None}) == 2
-    assert max(times) - min(times) > 2
-
-
-def test_nodes_of_a_cluster_are_told_the_plugins(
-    two_nodes: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(PLUGINS, "json")
-    assert heard([Job("a", told, (PLUGINS,))], Machine(ray=two_nodes))["a"][0] == "json"
-
-
-def test_a_process_that_dies_on_a_cluster_ends_its_job_alone(two_nodes: str, tmp_path: Path) -> None:
-    jobs = [Job("dead", die, (str(tmp_path / "deaths"),)), Job("2", halves, (2,))]
-    found = heard(jobs, Machine(ray=two_nodes))
-    assert found["dead"][-1].died
-    assert found["2"] == [1, 1, Ended()]
-    assert (tmp_path / "deaths").read_text() == "died\n"
+def test_nothing_reports_home_unless_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = {
+        "RAY_worker_niceness": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+    for name in wanted:
+        # Set before it is deleted, so that its value is restored.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "info")
+    prepare_environment()
+    wanted["TRANSFORMERS_VERBOSITY"] = "info"
+    assert {name: os.environ.get(name) for name in wanted} == wanted

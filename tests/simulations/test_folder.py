@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,37 +89,21 @@ def test_files_of_cells_are_of_their_own_and_short() -> None:
     assert all(len(name) < 120 and name.replace(".", "-").replace("-", "").isalnum() for name in found)
 
 
-def break_cell(folder: Path) -> Path:
-    return next((folder / "cells").iterdir())
-
-
-def replaced(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    found = json.loads(file.read_text())
-    change(found)
-    file.write_text(json.dumps(found))
-
-
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("config.json", "{}", "is not that of a run"),
         ("config.json", '{"commands": [], "experiments": [3]}', "is not that of a run"),
         ("config.json", "[", "damaged"),
-        ("cell", "", "damaged"),
         ("cell", "{}", "Delete it to run that part again"),
         ("cell", '{"rows": [{}], "alignment": []}', "row that fedrot did not write: {}"),
         ("cell", '{"rows": [3], "alignment": []}', "row that fedrot did not write: 3"),
-        ("cell", '{"rows": [], "alignment": [{"before": 1}]}', "row that fedrot did not write"),
-        (
-            "cell",
-            '{"rows": [], "alignment": [{"strategy": "a", "before": "x"}]}',
-            "row that fedrot did not write",
-        ),
+        ("cell", '{"rows": [], "alignment": [{"before": 1}]}', "did not write"),
+        ("cell", '{"rows": [], "alignment": [{"strategy": "a", "before": "x"}]}', "did not write"),
     ],
 )
 def test_damaged_files_are_named(tmp_path: Path, name: str, text: str, said: str) -> None:
     filled(tmp_path, of())
-    file = break_cell(tmp_path) if name == "cell" else tmp_path / name
+    file = next((tmp_path / "cells").iterdir()) if name == "cell" else tmp_path / name
     file.write_text(text)
     with pytest.raises(FedrotError, match=file.name) as caught:
         read_run(tmp_path)
@@ -132,7 +114,6 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, text: str, said: str
     ("fields", "said"),
     [
         ({"rounds": 5}, "another rounds"),
-        ({"partition": "dirichlet:1"}, "another partition"),
         ({"strategies": [{"name": "aligned", "guard": "loss"}]}, "another strategy of the same name"),
     ],
 )
@@ -144,13 +125,9 @@ def test_results_of_other_settings_are_not_mixed(
     with pytest.raises(FedrotError, match=said):
         RunFolder(tmp_path, described(of(**fields)), "second")
     assert (tmp_path / "config.json").read_text() == before
-    RunFolder(tmp_path, described(of(data_dir="elsewhere")), "third")
-
-
-def test_data_that_have_changed_are_refused(tmp_path: Path) -> None:
-    filled(tmp_path, of())
     with pytest.raises(FedrotError, match="the data have changed"):
         RunFolder(tmp_path, described(of(), counts=[[2, 2]]), "second")
+    RunFolder(tmp_path, described(of(data_dir="elsewhere")), "third")
 
 
 def test_a_folder_of_something_else_stays(tmp_path: Path) -> None:
@@ -161,9 +138,6 @@ def test_a_folder_of_something_else_stays(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
     with pytest.raises(FileNotFoundError, match="not a run folder"):
         read_run(tmp_path / "none")
-
-
-# Rows of a strategy
 
 
 @pytest.mark.parametrize(
@@ -181,9 +155,6 @@ def test_rows_that_no_strategy_wrote_are_named(tmp_path: Path, data: bytes) -> N
     (file := tmp_path / "rows.jsonl").write_bytes(data)
     with pytest.raises(FedrotError, match=r"rows\.jsonl"):
         read_rows(file)
-
-
-# One writer
 
 
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:

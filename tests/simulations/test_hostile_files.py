@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from tests.models import fresh_model
 from tests.simulations.commands import invoke
 from tests.simulations.data.files import bounded
 from tests.simulations.report.runs import write_folder
-from tests.simulations.saved.folders import WEIGHTS, configure, saved
+from tests.simulations.saved.folders import WEIGHTS, saved
 
 
 def safetensors(header: object, data: bytes = b"", length: int | None = None) -> bytes:
@@ -28,11 +26,10 @@ DEEP, MILLION = "[" * 300_000, 10**6
 HALF = json.dumps({"metadata": {}, "weight_map": {"classifier.bias": "\ud800.bin"}})
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 INDEX, PARTS = f"{WEIGHTS}.index.json", "pytorch_model.bin.index.json"
-#: A file, its content (or fields, columns) and what is said.
-FILES: list[tuple[str, str | bytes | dict[str, Any], str]] = [
+#: A file, its content and what is said.
+FILES: list[tuple[str, str | bytes, str]] = [
     ("a.toml", b"\xff\xfe", "is no TOML"),
     ("a.toml", f"a = {DEEP}", "is no TOML"),
-    (CONFIG, {"hidden_size": "x"}, "cannot be loaded"),
     *((name, text, "cannot be") for name in (CONFIG, TOKENIZER) for text in ("[]", "3", "", "{", DEEP)),
     *((name, text, "cannot be loaded") for name in (INDEX, PARTS) for text in (DEEP, HALF)),
     (WEIGHTS, safetensors(DEEP.encode()), "cannot be loaded"),
@@ -43,7 +40,6 @@ FILES: list[tuple[str, str | bytes | dict[str, Any], str]] = [
         "",
     ),
     (WEIGHTS, safetensors(b" " * (1 << 24)), "cannot be loaded"),
-    (WEIGHTS, "", "cannot be loaded"),
 ]
 
 
@@ -51,10 +47,7 @@ FILES: list[tuple[str, str | bytes | dict[str, Any], str]] = [
 def test_a_file_is_refused(name: str, content: Any, said: str, tmp_path: Path) -> None:
     file, out = tmp_path / "b" / name, tmp_path / "out"
     a, b = (saved(fresh_model("bert-classifier").float(), tmp_path / name) for name in "ab")
-    if isinstance(content, dict):
-        configure(b, **content)
-    else:
-        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
     if name in (INDEX, PARTS):
         (b / WEIGHTS).unlink()
     lines: list[tuple[object, ...]] = [("merge", a, b, "--out", out), ("check", b)]
@@ -68,34 +61,13 @@ def test_a_file_is_refused(name: str, content: Any, said: str, tmp_path: Path) -
     assert not out.exists()
 
 
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("config.json", '{"experiments": [3], "commands": []}'),
-        ("config.json", DEEP),
-        ("cells/a.json", '{"rows": [{}], "alignment": []}'),
-        ("cells/a.json", '{"rows": [[]], "alignment": [{"before": "x"}]}'),
-    ],
-)
-def test_a_damaged_run_is_named_or_shown_without_what_is_damaged(
-    file: str, content: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("file", ["config.json", "cells/a.json"])
+def test_a_damaged_run_is_named(file: str, tmp_path: Path) -> None:
     run = write_folder(tmp_path / "run", {"one": {"fedavg": 0.0, "aligned": 0.1}})
     path = next((run / "cells").iterdir()) if file.startswith("cells") else run / file
-    path.write_text(content)
+    path.write_text(DEEP)
     with bounded():
         code, output = invoke("report", run)
-    assert code in (0, 2), output
-    assert code == 0 or path.name in output.replace(" ", ""), output
-    assert "Traceback" not in output
-
-
-def test_sigterm_interrupts_as_ctrl_c_does() -> None:
-    code = (
-        "import os, signal\n"
-        "from fedrot.simulations.cli import app\n"
-        "app.app = lambda: os.kill(os.getpid(), signal.SIGTERM)\n"
-        "try:\n    app.main()\nexcept KeyboardInterrupt:\n    print('interrupted')"
+    assert (code, path.name in output.replace(" ", ""), "Traceback" in output) == (2, True, False), (
+        output
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout == "interrupted\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import tomllib
 from importlib import resources
@@ -13,7 +14,7 @@ import pytest
 from fedrot.aggregation import aggregations
 from fedrot.errors import FedrotError
 from fedrot.simulations.settings import MOST_SEEDS, TASKS, Experiment, read_experiments
-from fedrot.simulations.strategy import KINDS, NAMED, Strategy
+from fedrot.simulations.strategy import NAMED, Strategy
 from fedrot.strategies import FedRot
 
 LORA = {"r": 8, "target_modules": ["query"]}
@@ -26,9 +27,6 @@ def of(**fields: Any) -> Experiment:
 
 def names(experiment: Experiment) -> list[str]:
     return [strategy.name for strategy in experiment.strategies]
-
-
-# What is not said
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -45,13 +43,12 @@ def test_every_task_has_an_experiment_of_its_own(task: str) -> None:
     [
         ({}, ["fedavg", "fedavg_head", "head_only", "fit_head"]),
         ({"start": "different"}, ["fedavg", "fedavg_head", "head_only", "fit_head", "aligned"]),
-        ({"holdout": 0}, ["fedavg", "aligned"]),
-        ({"data": "a,b"}, ["fedavg", "aligned"]),
-        ({"unseen_data": "c"}, ["fedavg", "aligned"]),
-        ({"task": "clm"}, ["fedavg", "aligned"]),
+        *(
+            (fields, ["fedavg", "aligned"])
+            for fields in ({"holdout": 0}, {"data": "a,b"}, {"unseen_data": "c"}, {"task": "clm"})
+        ),
         (OF_LORA, ["fedavg", "exact", "head_only", "fit_head"]),
         ({**OF_LORA, "lora": {**LORA, "r": [2, 4]}}, ["exact", "head_only"]),
-        ({**OF_LORA, "lora": {**LORA, "r": [4, 4]}}, ["fedavg", "exact", "head_only", "fit_head"]),
         ({"model": "smollm2", "task": "clm", "lora": LORA}, ["fedavg", "exact"]),
     ],
 )
@@ -59,12 +56,29 @@ def test_strategies_that_answer_the_question(fields: dict[str, Any], strategies:
     assert names(of(**fields)) == strategies
 
 
-def test_an_experiment_is_named_after_what_is_unusual() -> None:
-    assert of().name == "goemotions_ekman, iid"
-    assert of(task="clm", architecture="llama", partition="dirichlet:0.5").name == (
-        "goemotions_ekman, dirichlet:0.5, clm, llama"
-    )
-    assert of(name="mine").name == "mine"
+@pytest.mark.parametrize(
+    ("fields", "attribute", "value"),
+    [
+        ({}, "name", "goemotions_ekman, iid"),
+        ({"task": "clm", "architecture": "llama"}, "name", "goemotions_ekman, iid, clm, llama"),
+        ({"partition": "dirichlet:0.5"}, "name", "goemotions_ekman, dirichlet:0.5"),
+        ({"name": "mine"}, "name", "mine"),
+        ({"seeds": "3"}, "seeds", (0, 1, 2)),
+        ({"seeds": 2}, "seeds", (0, 1)),
+        ({"seeds": "1, 4,9"}, "seeds", (1, 4, 9)),
+        ({"seeds": [7]}, "seeds", (7,)),
+        ({}, "ranks", (None,)),
+        (OF_LORA, "ranks", (8,)),
+        ({**OF_LORA, "lora": {**LORA, "r": [2, 4]}}, "ranks", (2, 4)),
+    ],
+)
+def test_what_is_not_said_is_completed(fields: dict[str, Any], attribute: str, value: object) -> None:
+    assert getattr(of(**fields), attribute) == value
+
+
+def test_the_first_round_may_have_epochs_of_its_own() -> None:
+    assert [of(first_epochs=4, local_epochs=2).epochs(number) for number in (1, 2)] == [4, 2]
+    assert of(local_epochs=2).epochs(1) == 2
 
 
 def test_flat_settings_of_flower_become_the_same_experiment() -> None:
@@ -77,13 +91,6 @@ def test_flat_settings_of_flower_become_the_same_experiment() -> None:
     known = {name.replace("_", "-") for name in Experiment.model_fields}
     assert app.keys() == known - {"pretrain-data"}
     assert of(**app) == of()
-
-
-@pytest.mark.parametrize(
-    ("given", "seeds"), [("3", (0, 1, 2)), (2, (0, 1)), ("1, 4,9", (1, 4, 9)), ([7], (7,))]
-)
-def test_seeds_are_a_number_or_a_list(given: object, seeds: tuple[int, ...]) -> None:
-    assert of(seeds=given).seeds == seeds
 
 
 def test_an_experiment_survives_json() -> None:
@@ -100,44 +107,30 @@ def test_trainings_are_shared_where_nothing_that_decides_them_differs() -> None:
     assert all(one.training != first.training for one in others)
 
 
-def test_ranks_go_round() -> None:
-    experiment = of(**{**OF_LORA, "lora": {**LORA, "r": [2, 4]}})
-    assert [experiment.ranks, of(**OF_LORA).ranks, of().ranks] == [(2, 4), (8,), (None,)]
-    assert of(first_epochs=4).epochs(1) == 4
-    assert of(first_epochs=4).epochs(2) == 1
-
-
-# What is refused
-
 TABLE: dict[str, Any] = {"name": "mine"}
+OF_DORA = {**TABLE, "adapters": {"method": "regmean"}}
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"rowns": 3}, "rowns"),
         ({"task": "translation"}, "classification"),
         ({"task": "ner"}, "no bundled data set"),
         ({"task": "mlm", "label_kind": "multi"}, "label_kind"),
         ({"task": "mlm", "unseen_data": "x"}, "unseen_data"),
         ({"task": "clm", "architecture": "bert"}, "gpt2 or llama"),
         ({"model": "minilm", "architecture": "bert"}, "architecture is for small models"),
-        ({"model": "minilm", "layers": 3}, "layers is for small models"),
-        ({"clients": 0}, "greater than 0"),
-        ({"dropout": 1}, "less than 1"),
-        ({"holdout": 1}, "less than 1"),
-        ({"lr": 0}, "greater than 0"),
+        *(({name: 0}, "greater than 0") for name in ("clients", "rounds", "batch_size", "lr", "width")),
+        *(({name: 1}, "less than 1") for name in ("dropout", "holdout")),
         ({"max_length": 3}, "greater than 3"),
         ({"start": "pretrained"}, "'same', 'different' or 'scrambled'"),
         ({"start": "different", "fraction_train": 0.5}, "needs fraction_train 1"),
         ({"start": "different", "strategies": [{**TABLE, "fraction_train": 0.5}]}, "fraction_train 1"),
         ({"start": "different", "model": "minilm"}, "use start 'same'"),
         ({"seeds": "0"}, "no choice of seeds"),
-        ({"seeds": "-1"}, "no choice of seeds"),
         ({"seeds": "one"}, "no choice of seeds"),
         ({"seeds": [1, 1]}, "each once"),
         ({"seeds": []}, "at least one"),
-        ({"seeds": [-1]}, "greater than or equal to 0"),
         ({"seeds": MOST_SEEDS + 1}, "at most"),
         ({"lora": LORA}, "give model"),
         ({**OF_LORA, "task": "mlm"}, "task classification, clm, ner"),
@@ -148,7 +141,6 @@ TABLE: dict[str, Any] = {"name": "mine"}
         ({**OF_LORA, "lora": "r=8"}, "write {r = 8"),
         # Strategies
         ({"strategies": "fedavgg"}, "named ones are fedavg, "),
-        ({"strategies": "plain"}, "[[strategy]]"),
         ({"strategies": ["fedavg", "fedavg"]}, "two strategies have the same name"),
         ({"strategies": [{**TABLE, "checkpoints": 1}]}, "checkpoints"),
         ({"strategies": [{**TABLE, "kind": "magic"}]}, "unknown kind 'magic'"),
@@ -158,21 +150,12 @@ TABLE: dict[str, Any] = {"name": "mine"}
         ({"strategies": [{**TABLE, "adapters": {"method": "exact"}}]}, "give lora"),
         ({**OF_LORA, "strategies": [{**TABLE, "adapters": {"ridge": 1}}]}, "argument 'ridge'"),
         ({"strategies": [{**TABLE, "clients": [4]}]}, "there are 4"),
-        ({"strategies": [{**TABLE, "learning_rate": 0}]}, "greater than 0"),
         ({"strategies": [{"kind": "head_only"}]}, "name"),
         ({"strategies": "fit_head", "holdout": 0}, "holdout must not be 0"),
         ({"strategies": "guarded", "holdout": 0}, "holdout must not be 0"),
         ({**OF_LORA, "strategies": [{**TABLE, "guard": "loss"}]}, "'guard' is for"),
-        ({**OF_LORA, "strategies": "regmean"}, "'aggregation' is for"),
         ({**OF_LORA, "lora": {**LORA, "r": [2, 4]}, "strategies": "fedavg"}, "no mean"),
-        (
-            {
-                **OF_LORA,
-                "lora": {**LORA, "use_dora": True},
-                "strategies": [{**TABLE, "adapters": {"method": "regmean"}}],
-            },
-            "use_dora",
-        ),
+        ({**OF_LORA, "lora": {**LORA, "use_dora": True}, "strategies": [OF_DORA]}, "use_dora"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(fields: dict[str, Any], said: str) -> None:
@@ -181,28 +164,15 @@ def test_settings_that_cannot_be_are_refused(fields: dict[str, Any], said: str) 
     assert said in str(caught.value)
 
 
-# Strategies
-
-
 @pytest.mark.parametrize("name", NAMED)
 def test_every_named_strategy_goes_with_some_experiment_and_says_what_it_does(name: str) -> None:
-    fields = OF_LORA if "adapters" in NAMED[name] else {}
-    (strategy,) = of(**fields, strategies=name).strategies
-    assert strategy.name == name
-    assert NAMED[name]["says"].endswith(".")
-
-
-def test_every_kind_has_a_way_to_run() -> None:
-    from fedrot.simulations.federation.cells import RUNS
-
-    assert RUNS.keys() == KINDS.keys()
+    (strategy,) = of(**OF_LORA if "adapters" in NAMED[name] else {}, strategies=name).strategies
+    assert (strategy.name, NAMED[name]["says"][-1]) == (name, ".")
 
 
 def test_every_aggregation_has_a_strategy() -> None:
     for entry in aggregations({"symmetry"}):
-        (strategy,) = of(
-            strategies=[{**TABLE, "alignment": False, "aggregation": entry.name}]
-        ).strategies
+        (strategy,) = of(strategies=[{**TABLE, "aggregation": entry.name}]).strategies
         assert strategy.entry == entry
 
 
@@ -212,10 +182,8 @@ def test_every_aggregation_has_a_strategy() -> None:
         ({}, "fedavg", "FedAvg()"),
         ({"fraction_train": 0.5}, "fedavg", "FedAvg(fraction_train=0.5)"),
         ({}, "aligned", "FedRot(model.config)"),
-        ({}, "fit_head", "FedRot(model.config, fit_head=True)"),
         ({"start": "different"}, "aligned", "FedRot(model.config, other_basis=OtherBasis(make_model))"),
         ({}, "fisher", 'FedRot(model.config, alignment=None, aggregation="fisher")'),
-        ({}, "head_only", "fit_task_head(grid, arrays, model.config)"),
         ({}, "fedavg_head", "FedAvg(); then fit_task_head(grid, result.arrays, model.config)"),
         (OF_LORA, "fedavg", "FedAvg()"),
         (OF_LORA, "exact", "FedRotLoRA(peft_config, AdapterOptions(method='exact'))"),
@@ -238,33 +206,9 @@ def test_the_line_to_copy(fields: dict[str, Any], strategy: Any, code: str) -> N
     assert experiment.strategies[0].code(experiment) == code
 
 
-def test_lines_to_copy_are_calls_that_flower_takes() -> None:
-    from fedrot.aggregation import RegMean
-    from fedrot.options import AlignmentOptions
-    from fedrot.strategies import Server
-
-    known = {"AlignmentOptions": AlignmentOptions, "RegMean": RegMean, "Server": Server}
-    table = {
-        "name": "mine",
-        "alignment": {"parts": ["ffn"], "chance": 0.0},
-        "aggregation": {"name": "regmean", "alpha": 0.5},
-        "server": {"min_replies": 2},
-        "fraction_train": 0.25,
-    }
-    experiment = of(strategies=[table])
-    line = experiment.strategies[0].code(experiment).replace("model.config", "config")
-    assert isinstance(eval(line, {**known, "FedRot": FedRot, "config": {"model_type": "bert"}}), FedRot)
-
-
 def test_fields_of_a_strategy_are_arguments_of_fedrot_by_their_names() -> None:
     ours = {"alignment", "other_basis", "aggregation", "fit_head", "guard", "server"}
-    assert ours <= Strategy.model_fields.keys()
-    import inspect
-
-    assert ours <= inspect.signature(FedRot).parameters.keys()
-
-
-# Files
+    assert ours <= Strategy.model_fields.keys() & inspect.signature(FedRot).parameters.keys()
 
 
 def file_of(folder: Path, text: str) -> Path:
@@ -273,24 +217,10 @@ def file_of(folder: Path, text: str) -> Path:
     return file
 
 
-FILE = """
-[base]
-clients = 3
-lr = 0.1
-[[strategy]]
-name = "mine"
-guard = "loss"
-[[experiment]]
-name = "a"
-[[experiment]]
-name = "b"
-lr = 0.2
-strategies = ["mine", "aligned"]
-"""
-
-
 def test_experiments_of_a_file_share_its_base_and_its_strategies(tmp_path: Path) -> None:
-    file = file_of(tmp_path, FILE)
+    text = "[base]\nclients = 3\nlr = 0.1\n[[strategy]]\nname = 'mine'\nguard = 'loss'\n"
+    text += "[[experiment]]\nname = 'a'\n[[experiment]]\nname = 'b'\nlr = 0.2\n"
+    file = file_of(tmp_path, f"{text}strategies = ['mine', 'aligned']")
     first, second = read_experiments(file, {})
     assert (first.name, first.clients, first.lr, names(first)) == ("a", 3, 0.1, ["fedavg", "mine"])
     assert (second.lr, names(second)) == (0.2, ["mine", "aligned"])
@@ -308,10 +238,8 @@ def test_every_bundled_file_has_experiments(name: str) -> None:
     ("text", "said"),
     [
         ("[base", "is no TOML"),
-        ("[base]\nlr = 1", "needs a table [[experiment]]"),
         ("[[experiment]]\n[matrix]\nlr = [1]", "but no 'matrix'"),
         ("experiment = [3]", "needs a table [[experiment]]"),
-        ("[experiment]\nlr = 1", "needs a table [[experiment]]"),
         ("[[experiment]]\nname = 'a'\n[[experiment]]\nname = 'a'", "its own name"),
         ("[[experiment]]\n[[strategy]]\nguard = 'loss'", "Field required"),
         ("[[experiment]]\n[[strategy]]\nname = 'a'\n[[strategy]]\nname = 'a'", "its own name"),
@@ -334,6 +262,3 @@ def test_an_unknown_name_lists_the_bundled_files_and_a_file_wins(
         read_experiments(Path("none.toml"), {})
     (tmp_path / "demo").write_text("[[experiment]]\nname = 'mine'\n", encoding="utf-8")
     assert [one.name for one in read_experiments(Path("demo"), {})] == ["mine"]
-    (tmp_path / "latin.toml").write_bytes(b"# \xe9\n")
-    with pytest.raises(ValueError, match="utf-8"):
-        read_experiments(Path("latin.toml"), {})

@@ -38,9 +38,9 @@ from tests.simulations.commands import SMALL
 measure = partial(line_module.measure, points=3, cell="c", pair="0-1")
 
 
-@pytest.fixture(scope="module", params=["classification", "mlm"])
-def task(request: pytest.FixtureRequest) -> Task:
-    return task_of(Experiment(task=request.param, **SMALL).to_json())
+@pytest.fixture(scope="module")
+def task() -> Task:
+    return task_of(Experiment(task="mlm", **SMALL).to_json())
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +59,6 @@ def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
             )
 
 
-def test_batches_for_methods_are_those_of_training(task: Task, model: torch.nn.Module) -> None:
-    batches = training_batches(task, model, 100)
-    assert sum(len(batch["input_ids"]) for batch in batches) == 100
-    assert all("labels" in batch for batch in batches)
-    masked = sum(int((batch["input_ids"] == 4).sum()) for batch in batches)
-    assert (masked > 0) == (task.experiment.task == "mlm")
-    again = training_batches(task, model, 100)
-    assert all(torch.equal(x["input_ids"], y["input_ids"]) for x, y in zip(batches, again, strict=True))
-
-
 def test_every_method_hides_labels_and_changes_neither_model(
     task: Task, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +74,8 @@ def test_every_method_hides_labels_and_changes_neither_model(
     client = build_model(task.experiment, task.data, seed=1)
     before = [copy.deepcopy(m.state_dict()) for m in (model, client)]
     symmetry, batches = symmetry_of(model.config, model.state_dict()), training_batches(task, model, 64)
+    assert sum(len(batch["labels"]) for batch in batches) == 64
+    assert any((batch["input_ids"] == 4).any() for batch in batches), "tokens are masked"
     for method in METHODS.values():
         if not method.canonical:
             match(method, model, client, symmetry, batches)
@@ -159,33 +151,23 @@ def test_the_anchor_is_where_the_line_begins(task: Task, model: torch.nn.Module)
     assert found.metrics[0]["loss"] != pytest.approx(found.metrics[-1]["loss"], abs=1e-5)
 
 
-# The line
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_ends_are_exact_and_dtypes_stay(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = ({"w": torch.randn(50, generator=generator).to(dtype)} for _ in range(2))
     assert torch.equal(interpolate(a, b, 0)["w"], a["w"])
     assert torch.equal(interpolate(a, b, 1)["w"], b["w"])
-    middle = interpolate(a, b, 0.3)["w"]
-    assert middle.dtype == dtype
-    exact = (0.7 * a["w"].double() + 0.3 * b["w"].double()).to(dtype)
-    assert torch.allclose(middle, exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    middle, exact = interpolate(a, b, 0.3)["w"], 0.7 * a["w"].double() + 0.3 * b["w"].double()
+    torch.testing.assert_close(middle, exact.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 def test_half_precision_is_interpolated_in_float32_and_integers_are_the_first_models() -> None:
     # 40000 - (-40000) overflows float16.
-    a, b = (
-        {"w": torch.tensor([x], dtype=torch.float16), "ids": torch.tensor([x])} for x in (-40000, 40000)
-    )
+    a, b = ({"w": torch.tensor([x]).half(), "ids": torch.tensor([x])} for x in (-40000, 40000))
     found = interpolate(a, b, 0.75)
     assert (found["w"].item(), found["ids"].item()) == (20000, -40000)
     found["ids"][0] = 9
     assert a["ids"].item() == -40000
-
-
-# Summaries
 
 
 def line(pair: str, method: str, *losses: float) -> BarrierLine:
@@ -209,13 +191,9 @@ def test_the_barrier_of_a_line(losses: tuple[float, ...], barrier: float) -> Non
 
 
 def test_means_and_intervals_are_over_pairs() -> None:
-    lines = [
-        line("0-1", "whole", 0.1, 0.2, 0.1),
-        line("2-3", "whole", 0.1, 0.4, 0.1),
-        line("0-1", "vanilla", 0.1, 0.5, 0.1),
-        line("2-3", "vanilla", 0.1, 0.7, 0.1),
-    ]
-    (table,) = tables(lines)
+    middles = {"whole": (0.2, 0.4), "vanilla": (0.5, 0.7)}
+    pairs = [(m, *own) for m, both in middles.items() for own in zip(("0-1", "2-3"), both, strict=True)]
+    (table,) = tables([line(pair, method, 0.1, middle, 0.1) for method, pair, middle in pairs])
     vanilla, whole = table.lines
     assert (vanilla[0], vanilla[2]) == ("vanilla (2)", "1.000")
     # Of the ratios 0.1 / 0.4 and 0.3 / 0.6: t(0.975, 1) = 12.706, sd / sqrt(2) = 0.125.

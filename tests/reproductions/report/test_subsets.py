@@ -16,12 +16,8 @@ EXPERIMENT = {
     "rounds": 1,
     "data": "talk, books,news",
     "strategies": {
-        f"on {clients}" if clients else "plain": {
-            "name": f"on {clients}" if clients else "plain",
-            "aggregation": "mean",
-            "clients": [*map(int, clients)],
-        }
-        for clients in ("", "01", "02", "12", "0", "1", "2")
+        name: {"name": name, "aggregation": "mean", "clients": [int(n) for n in name if n.isdigit()]}
+        for name in ("plain", "on 01", "on 02", "on 12", "on 0", "on 1", "on 2")
     },
 }
 #: F1 on (books, news, talk), the clients' order, and on unseen domains.
@@ -36,16 +32,9 @@ NAMES = ("f1_books", "f1_news", "f1_talk", "unseen_macro_f1")
 
 
 def rows(seed: int, shift: float = 0.0) -> list[dict[str, Any]]:
-    common = {"experiment": "s", "seed": seed}
+    common = {"experiment": "s", "seed": seed, "scope": "central"}
     return [
-        {
-            **common,
-            "round": number,
-            "strategy": strategy,
-            "scope": "central",
-            "metric": name,
-            "value": value + shift,
-        }
+        {**common, "round": number, "strategy": strategy, "metric": name, "value": value + shift}
         for number in (0, 1)
         for strategy, values in [*MERGED.items(), *((f"on {one}", own) for one, own in ALONE.items())]
         for name, value in zip(NAMES, values, strict=True)

@@ -41,18 +41,9 @@ def table(header: str, row: str) -> str:
 FILES: dict[str, tuple[str, str, str]] = {
     "label": ("a.csv", table("text,label", f"a,{POISON}"), DATA),
     "column": ("a.csv", table(f"{POISON},label", "a,b"), DATA),
-    "split": ("a.csv", table("split,text", f"{POISON},b"), f"{DRY} --task mlm --data"),
-    "file": (f"{POISON}.csv", table("text,label", "a,b"), DATA),
     "tag": ("a.jsonl", TAGS, f"{DRY} --task ner --data"),
     "experiment": ("a.toml", (EXPERIMENT + json.dumps(POISON) + "\n") * 2, DRY),
-    "partition": ("a.toml", f"{EXPERIMENT}'a'\npartition = {json.dumps(POISON)}", DRY),
     "strategy": ("a.toml", f"{EXPERIMENT}'a'\nstrategies = [{json.dumps(POISON)}]", DRY),
-    "strategy of its own": (
-        "a.toml",
-        f"{EXPERIMENT}'a'\n[[strategy]]\nname = {json.dumps(POISON)}\nguard = 'x'",
-        DRY,
-    ),
-    "table": ("a.toml", f"{EXPERIMENT}'a'\n[{json.dumps(POISON)}]", DRY),
     "run": (
         f"{POISON}.csv",
         table("text,label", f"a,{POISON}"),
@@ -72,9 +63,6 @@ MODELS: dict[str, Callable[[Path], object]] = {
     "token": partial(tokenizer, w3=POISON),
     "folder": lambda folder: folder.rename(folder.parent / POISON),
     "class": partial(configure, architectures=[POISON]),
-    "dtype": partial(configure, dtype=POISON),
-    "model type": partial(configure, model_type=POISON),
-    "field": partial(configure, **{POISON: 1}),
     "label of a model": partial(configure, id2label={"0": POISON}),
 }
 

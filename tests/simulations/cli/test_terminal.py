@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import runpy
+import json
 import shlex
+import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,15 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from fedrot.simulations.cli import app as entry
+import fedrot
+from fedrot.simulations import INSTALL
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.settings import Experiment, read_experiments
 from tests.models import fresh_model
-from tests.simulations.commands import invoke
+from tests.simulations.commands import run
 
 GROUP: Any = typer.main.get_command(app)
 COMMANDS = GROUP.commands
-ROOT = Path(__file__).parents[3]
 
 
 def help_of(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -66,26 +68,78 @@ def test_help_ends_with_examples_that_work(name: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", ["[/x]", "[red]x"])
 def test_brackets_in_a_name_are_no_markup(name: str, tmp_path: Path) -> None:
-    code, output = invoke("check", name)
-    assert (code, f"'{name}' cannot be loaded" in output) == (2, True), output
+    run("check", name, code=2, says=f"'{name}' cannot be loaded")
     folder = tmp_path / name
     fresh_model("bert-classifier").save_pretrained(folder)
-    code, output = invoke("check", folder)
-    assert code == 0, output
-    code, output = invoke("report", folder)
-    assert f"'{tmp_path}/{name}" in output
+    run("check", folder)
+    run("report", folder, code=2, says=f"'{tmp_path}/{name}")
 
 
-def project_version() -> str:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+HEAVY = {
+    *("torch", "scipy", "transformers", "flwr", "datasets", "flwr_datasets", "matplotlib", "ray"),
+    *("numpy", "pyarrow", "pandas", "safetensors", "huggingface_hub", "peft", "sklearn", "jinja2"),
+}
+
+#: Mistakes in the values of options, and in a setting.
+MISTAKES = (
+    *("--task wrong", "--rounds -1", "--rounds much", "--seeds 3-1", "--wrong 1"),
+    *("--set wrong=1", "--set width=0", "--set start=wrong", "--model minilm --set width=8"),
+    *("--set architecture=vit", "--task mlm --set label_kind=single", "a.toml"),
+    *("--strategies wrong", "--set lora=r"),
+)
 
 
-def test_the_package_can_be_run_as_a_module_and_says_its_version(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(entry, "prepare", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["fedrot", "--version"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("fedrot", run_name="__main__")
-    assert ended.value.code == 0
-    assert capsys.readouterr().out == f"fedrot {project_version()}\n"
+def results_of(
+    *lines: str, lacking: Iterable[str] = (), cwd: Path | None = None
+) -> tuple[list[int], list[str], set[str]]:
+    """Run commands in one new process, where the modules ``lacking`` cannot be imported.
+
+    Return their exit codes and outputs, and the modules that were imported.
+    """
+    code = (
+        "import json, sys\n"
+        f"sys.modules.update(dict.fromkeys({[*lacking]!r}))\n"
+        "from typer.testing import CliRunner\n"
+        "from fedrot.__main__ import main\n"
+        "from fedrot.simulations.cli.app import app\n"
+        f"found = [CliRunner().invoke(app, line.split()) for line in {lines!r}]\n"
+        "names = {name.partition('.')[0] for name, module in sys.modules.items() if module}\n"
+        "print(json.dumps([[r.exit_code for r in found], [r.output for r in found], [*names]]))"
+    )
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=cwd)
+    codes, outputs, modules = json.loads(result.stdout)
+    return codes, [" ".join(output.split()) for output in outputs], set(modules)
+
+
+HELPS = ("--help", "--version", *(f"{name} --help" for name in COMMANDS))
+
+
+def test_help_and_unknown_options_import_nothing_heavy() -> None:
+    wrong = ["--wrong", "wrong", *(f"{name} --wrong" for name in COMMANDS)]
+    codes, outputs, modules = results_of(*HELPS, *wrong)
+    assert codes == [0] * len(HELPS) + [2] * len(wrong), outputs
+    assert modules & HEAVY == set()
+    version = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert outputs[1] == f"fedrot {version['version']}"
+
+
+def test_mistakes_in_settings_import_nothing_heavy_but_numpy(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("[[experiment]]\nwrong = 1\n")
+    lines = [f"simulate --out run {mistake}" for mistake in MISTAKES]
+    codes, outputs, modules = results_of(*lines, cwd=tmp_path)
+    assert codes == [2] * len(lines), outputs
+    assert modules & HEAVY <= {"numpy"}
+
+
+def test_a_run_without_a_package_names_it() -> None:
+    codes, outputs, _ = results_of(*HELPS, "simulate --out run", lacking=["transformers"])
+    assert codes == [0] * len(HELPS) + [2], outputs
+    assert outputs[-1] == f"Error: This command needs transformers. {INSTALL}"
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(getattr(fedrot, name) is not None for name in fedrot.__all__)
+    assert {*fedrot.__all__, "__version__"} <= {*dir(fedrot)}
+    with pytest.raises(AttributeError, match="wrong"):
+        fedrot.wrong  # type: ignore[attr-defined]  # noqa: B018

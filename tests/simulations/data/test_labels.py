@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedrot.simulations.data.labels import label_columns, labelled
@@ -19,22 +19,16 @@ from fedrot.simulations.data.texts import load_texts
 from tests.simulations.data.files import ROWS, TEXTS, chosen, classes, repeated, write
 
 SINGLE, SCORES, MULTI = ({"label_kind": kind} for kind in ("single", "regression", "multi"))
-TEXT_FILES, TYPED_FILES = (".csv", ".tsv"), (".jsonl", ".json", ".parquet")
+TEXT_FILES, TYPED_FILES = (".csv",), (".jsonl", ".parquet")
 #: Labels, options, and what they are: names of classes, "regression", or a word of the error.
-Case = tuple[list[Any], dict[str, Any], Any]
+Case = tuple[Any, dict[str, Any], Any]
 EVERYWHERE: dict[str, Case] = {
     "texts": ([" a", "b ", "a"], {}, ("a", "b")),
-    "words for nothing": (["NA", "None", "null", "<NA>"], {}, ("<NA>", "NA", "None", "null")),
     "leading zeros": (["00012", "12"], {}, ("00012", "12")),
-    "versions": (["1.10", "1.1"], {}, ("1.1", "1.10")),
     "signs and underlines": (["+1", "1_0", "-0"], {}, ("+1", "-0", "1_0")),
-    "long numbers in text": (["12345678901234567891", "2"], {}, ("2", "12345678901234567891")),
     "numbers": ([10, 9, -1, 100], {}, ("-1", "9", "10", "100")),
-    "composed and decomposed": (["caf\u00e9", "cafe\u0301"], {}, ("caf\u00e9",)),
-    "spaces of any kind around": (["\u3000a\u00a0", "a"], {}, ("a",)),
     "numbers as scores": ([1, 5, 3], SCORES, "regression"),
     "words as scores": (["1", "2", "no"], SCORES, r"float32 in 13 of 40 rows: row\(s\) 3, 6,"),
-    "underlines as scores": (["1", "1_0"], SCORES, r"row\(s\) 2, 4,"),
     "scores beyond float32": (["1", "1e39"], SCORES, r"row\(s\) 2, 4,"),
     "one column as several": (["yes", "no"], MULTI, "of the kind single, no multi; single needs one"),
     "nothing": (["a", None, "b"], {}, r"no value in 13 of 40 rows: row\(s\) 2, 5,.* delete these rows"),
@@ -54,8 +48,17 @@ TYPED_ONLY: dict[str, Case] = {
     "booleans": ([True, False], {}, ("False", "True")),
     "not a number": ([0.5, float("nan")], {}, r"no value in 20 of 40 rows: row\(s\) 2, 4,"),
     "not finite": ([0.5, float("inf")], {}, r"row\(s\) 2, 4,"),
-    "not finite as classes": ([1.0, float("inf")], SINGLE, r"row\(s\) 2, 4,"),
     "several in a row": ([["a"], ["b"]], {}, "holds list.*, no labels; choose another column"),
+}
+#: Types of Parquet.
+PARQUET_ONLY: dict[str, Case] = {
+    "uint64": (pa.array([2**64 - 1, 2**64 - 2], pa.uint64()), {}, (str(2**64 - 2), str(2**64 - 1))),
+    "decimals": (pa.array([Decimal(10**20), Decimal(10**20 + 1)]), {}, (str(10**20), str(10**20 + 1))),
+    "prices": (pa.array([Decimal("1.50"), Decimal("2.00")]), {}, "regression"),
+    "bytes": (pa.array([b"neg", "süß".encode()]), {}, ("neg", "süß")),
+    "views": (pa.array([b"neg", b"pos"], pa.binary_view()), {}, "cannot be read .*view"),
+    "bytes of no text": (pa.array([b"neg", b"\xff"]), {}, r"no class .*UTF-8.* in 20 .*row\(s\) 2, 4,"),
+    "nothing at all": (pa.nulls(2), {}, "no value in 40 of 40 rows"),
 }
 CASES = [
     pytest.param(case, suffix, id=f"{name}{suffix}")
@@ -63,6 +66,7 @@ CASES = [
         (EVERYWHERE, TEXT_FILES + TYPED_FILES),
         (TEXT_ONLY, TEXT_FILES),
         (TYPED_ONLY, TYPED_FILES),
+        (PARQUET_ONLY, (".parquet",)),
     )
     for name, case in table.items()
     for suffix in suffixes
@@ -72,7 +76,8 @@ CASES = [
 @pytest.mark.parametrize(("case", "suffix"), CASES)
 def test_labels(case: Case, suffix: str, tmp_path: Path) -> None:
     labels, options, expected = case
-    rows = repeated(labels)
+    typed = isinstance(labels, pa.Array)
+    rows: Any = pa.concat_arrays([labels] * (ROWS // 2)) if typed else repeated(labels)
     path = write(tmp_path / f"mine{suffix}", text=TEXTS, label=rows)
     if isinstance(expected, str) and expected != "regression":
         with pytest.raises(DataError, match=expected) as caught:
@@ -85,41 +90,13 @@ def test_labels(case: Case, suffix: str, tmp_path: Path) -> None:
         assert "Labels: regression, score (--set label_kind: single" in data.said
         assert data.train.labels.dtype == np.float32
         read = {t: v for s in (data.train, data.test) for t, v in zip(s.inputs, s.labels, strict=True)}
-        assert read == dict(zip(TEXTS, map(float, rows), strict=True))
+        assert read == dict(zip(TEXTS, map(float, rows.to_pylist() if typed else rows), strict=True))
         return
     assert (data.kind, data.label_names) == ("single", expected)
     whole = options and suffix in TYPED_FILES
+    rows = [v.decode() if isinstance(v, bytes) else v for v in rows.to_pylist()] if typed else rows
     names = [unicodedata.normalize("NFC", str(int(v) if whole else v)).strip() for v in rows]
     assert classes(data) == dict(zip(TEXTS, names, strict=True))
-
-
-#: Types of Parquet, and the classes, "regression" or a word of the error.
-TYPES = {
-    "uint64": (pa.array([2**64 - 1, 2**64 - 2], pa.uint64()), (str(2**64 - 2), str(2**64 - 1))),
-    "decimals": (pa.array([Decimal(10**20), Decimal(10**20 + 1)]), (str(10**20), str(10**20 + 1))),
-    "prices": (pa.array([Decimal("1.50"), Decimal("2.00")]), "regression"),
-    "bytes": (pa.array([b"neg", "süß".encode()]), ("neg", "süß")),
-    "bytes of one length": (pa.array([b"neg", b"pos"], pa.binary(3)), ("neg", "pos")),
-    "categories": (pa.array(["b", "a"]).dictionary_encode(), ("a", "b")),
-    "days": (pa.array([2, 1], pa.date32()), ("1970-01-02", "1970-01-03")),
-    "half precision": (pa.array([0.5, 1.5], pa.float16()), "regression"),
-    "views": (pa.array([b"neg", b"pos"], pa.binary_view()), "cannot be read .*view"),
-    "bytes of no text": (pa.array([b"neg", b"\xff"]), r"no class .*UTF-8.* in 20 .*row\(s\) 2, 4,"),
-    "nothing at all": (pa.nulls(2), "no value in 40 of 40 rows"),
-}
-
-
-@pytest.mark.parametrize("name", TYPES)
-def test_types_of_parquet(name: str, tmp_path: Path) -> None:
-    values, expected = TYPES[name]
-    label = pa.concat_arrays([values] * (ROWS // 2))
-    path = write(tmp_path / "mine.parquet", text=TEXTS, label=label)
-    if isinstance(expected, str) and expected != "regression":
-        with pytest.raises(DataError, match=expected):
-            load_texts(chosen(path))
-        return
-    data = load_texts(chosen(path))
-    assert (data.kind if expected == "regression" else data.label_names) == expected
 
 
 def read(train: pa.Table, test: pa.Table, names: Any = None, **fields: Any) -> Any:
@@ -130,6 +107,7 @@ def read(train: pa.Table, test: pa.Table, names: Any = None, **fields: Any) -> A
 letters = st.text(st.characters(exclude_categories=("Cs",)))
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(letters, min_size=1, max_size=8) | st.lists(st.integers().map(str), min_size=1))
 def test_classes_are_the_trimmed_composed_texts(values: list[str]) -> None:
     names = [unicodedata.normalize("NFC", value).strip() for value in values]
@@ -150,12 +128,9 @@ def test_classes_are_the_trimmed_composed_texts(values: list[str]) -> None:
     ("labels", "alike"),
     [
         (["Good", "good", "bad"], "'Good', 'good'"),
-        (["not good", "notgood", "bad"], "'not good', 'notgood'"),
         (["a\u200bb", "ab"], "ab"),
-        (["\u2764\ufe0f", "\u2764"], "\u2764"),
         (["STRASSE", "straße"], "'STRASSE', 'straße'"),
         (["a", "b", "a b"], ""),
-        (["1", "01"], ""),
     ],
 )
 def test_classes_that_look_alike_are_named(labels: list[str], alike: str) -> None:
@@ -168,7 +143,6 @@ def test_classes_that_look_alike_are_named(labels: list[str], alike: str) -> Non
 
 #: Columns of training rows, of held-out rows, the hub's names; names and held-out labels.
 NAMED: list[tuple[dict[str, Any], dict[str, Any], Any, Any]] = [
-    ({"label": [0, 1]}, {"label": [0, 2]}, ("b", "a", "c", "d"), (("b", "a", "c", "d"), [0, 2])),
     ({"label": ["0", "1"]}, {"label": ["2", "0"]}, ("b", "a", "c"), (("b", "a", "c"), [2, 0])),
     # A name in the training rows goes before another one in held-out rows.
     (
@@ -177,9 +151,7 @@ NAMED: list[tuple[dict[str, Any], dict[str, Any], Any, Any]] = [
         (),
         (("caf\u00e9", "cold", "hot"), [0, 2]),
     ),
-    # Names in one split alone are not used.
     ({"label": [0], "label_name": ["cold"]}, {"label": [1]}, (), (("0", "1"), [1])),
-    ({"label": ["a", "b"]}, {"label": ["b", "c"]}, (), (("a", "b", "c"), [1, 2])),
     # Numbers are classes of one name whatever their type.
     ({"label": [0, 1]}, {"label": [1.0, 0.0]}, (), (("0", "1"), [1, 0])),
 ]
@@ -245,31 +217,15 @@ def test_a_file_is_divided_by_class_and_always_alike(tmp_path: Path) -> None:
         assert (len(data.train), len(data.test), "one in 5, drawn" in data.said) == (32, 8, True)
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary("int8", pa.string())])
-def test_a_column_split_of_any_type_divides_a_file(kind: pa.DataType, tmp_path: Path) -> None:
+def test_a_column_split_divides_a_file(tmp_path: Path) -> None:
     for names, test in (
         (["train", " test", "train ", "validation"], "test"),
         (["train", "validation"], "validation"),
     ):
-        splits = pa.array(repeated(names)).cast(kind)
-        data = divided(tmp_path, text=TEXTS, label=repeated([0, 1]), split=splits)
+        data = divided(tmp_path, text=TEXTS, label=repeated([0, 1]), split=repeated(names))
         wanted = [t for t, name in zip(TEXTS, repeated(names), strict=True) if name.strip() == test]
         assert (len(data.train), [*data.test.inputs]) == (20, wanted)
         assert "held out" not in data.said
-
-
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"split": ["train", None, "test"]}, "'split' column of .*mine.parquet has None, test, train"),
-        ({"split": ["train", "train", "dev"]}, "has dev, train; it needs 'train' and"),
-        ({"split": ["test", "test", "validation"]}, "it needs 'train'"),
-        ({}, "mine.parquet has 3 rows, too few to hold one in 5 of each class out"),
-    ],
-)
-def test_what_cannot_be_divided_is_refused(columns: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=message):
-        divided(tmp_path, text=list("abc"), label=[0, 1, 1], **columns)
 
 
 def test_a_limit_takes_the_same_rows_and_changes_no_classes(tmp_path: Path) -> None:

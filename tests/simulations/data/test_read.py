@@ -34,12 +34,6 @@ def parquet(**columns: Any) -> bytes:
     return file.getvalue()
 
 
-def feather() -> bytes:
-    file = io.BytesIO()
-    FRAME.to_feather(file)
-    return file.getvalue()
-
-
 def written(folder: Path, name: str, content: str | bytes) -> Path:
     (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     return folder / name
@@ -54,45 +48,21 @@ DEEP = "[" * 300_000
 #: Name and content of a file, and what is said.
 REFUSED: dict[str, tuple[str, str | bytes, str]] = {
     "UTF-16": ("a.csv", "text,label\na,1\n".encode("utf-16"), ZIPPED),
-    "UTF-16 without a mark": ("a.csv", "text,label\na,1\n".encode("utf-16-le"), ZIPPED),
     "gzip": ("a.csv", gzip.compress(b"text,label\na,1\n"), ZIPPED),
     "gzip of Parquet": ("a.parquet", gzip.compress(parquet(text=["a"])), "magic bytes.*not compressed"),
-    "an Excel workbook": ("a.csv", b"PK\3\4\x14\0", ZIPPED),
-    "an old Excel workbook": (
-        "a.csv",
-        b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
-        "utf-8.*CSV or JSON in UTF-8",
-    ),
-    "Feather": ("a.csv", feather(), ZIPPED),
-    "a web page": ("a.csv", "<!doctype html>\n<p>404", "no text column .* among <!doctype html>"),
     "a pointer": ("a.csv", "version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
     "Latin-1": ("a.csv", b"text,label\na,b\ncaf\xe9,a\n", "utf-8"),
-    "a long row": ("a.csv", "a,b\n1,2\n1,2,3\n", "row 3 has 3 cells, and the first 2"),
     "a short row": ("a.csv", "text,label\na,1\nb\n", "row 3 has 1 cells, and the first 2"),
-    "decimal commas": ("a.csv", "text,label\na,0,5\n", "row 2 has 3 cells"),
     "an open quotation": ("a.tsv", 'text\tlabel\n"a\tx\nb"\ty\n', OPEN),
-    "an open quotation in between": ("a.csv", HEAD + ROWS + '"a,x\n' + ROWS, OPEN),
     "the last mark is missing": ("a.csv", HEAD + ROWS + 'a,"x\n' + ROWS, OPEN),
     "empty": ("a.csv", "", "no text column"),
     "equal names": ("a.csv", "text,label,label \na,1,2\n", "two columns have equal names"),
-    "a line too many": ("a.csv", HEAD, "a.csv has 0 rows, too few"),
     "numbers in a list": ("a.json", "[1, 2]", "needs an object for each row"),
-    "a number": ("a.json", "5", "needs an object for each row"),
-    "half an object": ("a.jsonl", '{"text": "a"}\n{half', "line 2 column 2"),
     "two types": ("a.jsonl", '{"text": "a"}\n{"text": 1}\n', "cannot be read .*int"),
     "a large number beside text": ("a.jsonl", f'{{"text": 1e3}}\n{{"text": {10**30}}}\n', "too large"),
-    "a lone surrogate": ("a.jsonl", '{"text": "\\ud800"}\n', "surrogates"),
-    "no Parquet": ("a.parquet", "text", "cannot be read"),
     "half of Parquet": ("a.parquet", parquet(text=["a"])[:-9], "cannot be read"),
-    "views": ("a.parquet", parquet(text=pa.array(["a"], pa.string_view())), "string_view"),
-    **{
-        f"a data frame by {orient}": (
-            "a.json",
-            FRAME.to_json(orient=orient, indent=2),
-            "orient='records'",
-        )
-        for orient in ("columns", "index", "split", "table")
-    },
+    "a frame by columns": ("a.json", FRAME.to_json(orient="columns"), "orient='records'"),
+    "a frame by split": ("a.json", FRAME.to_json(orient="split"), "orient='records'"),
     "brackets": ("a.jsonl", '{"a":' + DEEP, "nested more than 200"),
     "marks": ("a.jsonl", '"\\' * 300_000, "cannot be read"),
     "many columns": ("a.csv", ",".join(map(str, range(50_000))) + "\n", "9 and 49990 more"),
@@ -113,13 +83,10 @@ def test_what_is_no_table_is_refused_with_the_cause(name: str, tmp_path: Path) -
 READ: dict[str, tuple[str, str | bytes]] = {
     "upper case": ("A.CSV", HEAD + ROWS),
     "spaces and a mark": ("a.csv", "\ufeff text , label \n" + ROWS),
-    "lines of Windows": ("a.csv", (HEAD + ROWS).replace("\n", "\r\n")),
     "empty lines": ("a.csv", (HEAD + ROWS).replace("\n", "\n\n")),
     "Excel's line": ("a.csv", "\ufeffsep=,\r\ntext,label\r\n" + ROWS),
     "Excel's other line": ("a.csv", "SEP=;\r\ntext;label\r\n" + ROWS.replace(",", ";")),
     "Excel's empty columns": ("a.csv", "text,label,,\n" + ROWS.replace("\n", ",,\n")),
-    "the index of pandas": ("a.csv", FRAME.to_csv()),
-    "a name as a pattern": ("a[1]*.csv", HEAD + ROWS),
     **{
         f"{mark!r} in {suffix}": (f"a{suffix}", FRAME.to_csv(sep=mark, index=False))
         for mark in ",;|\t"
@@ -128,12 +95,9 @@ READ: dict[str, tuple[str, str | bytes]] = {
     "semicolons beside commas": ("a.csv", "text;label\n" + ROWS.replace(",", ", b;")),
     "Parquet of another name": ("a.csv", parquet(text=list("abcdefghij"), label=["x", "y"] * 5)),
     "records": ("a.json", FRAME.to_json(orient="records")),
-    "indented records": ("a.json", FRAME.to_json(orient="records", indent=2)),
     "a mark and spaces": ("a.jsonl", "\ufeff \n" + FRAME.to_json(orient="records")),
-    "lines": ("a.jsonl", LINES),
     "lines of another name": ("a.json", LINES),
     "a column that is late": ("a.jsonl", LINES[:-3] + '","site":"here"}\n'),
-    "one large cell": ("a.jsonl", LINES.replace('"a"', f'"{"x" * (1 << 22)}"')),
 }
 
 
@@ -199,12 +163,10 @@ def test_paragraphs_of_plain_text_are_rows(tmp_path: Path) -> None:
 PLACES: list[tuple[str, str, str]] = [
     ("mine.csv mine.parquet", "mine.csv", "mine.csv"),
     ("mine.parquet mine/train.parquet mine/test.parquet", "mine", "mine.parquet"),
-    ("emotion/mine.csv", "mine.csv", "emotion/mine.csv"),
     ("any/mine.parquet glue/mine.parquet", "mine", "any/mine.parquet"),
     ("mine/train.csv mine/test.csv mine/validation.csv", "mine", "mine/train.csv mine/validation.csv"),
     ("g/m/train.tsv g/m/validation_matched.tsv", "m", "g/m/train.tsv g/m/validation_matched.tsv"),
     ("mine/train.csv mine/val.csv", "mine", "mine/train.csv mine/val.csv"),
-    ("g/m/train.jsonl g/m/test.jsonl", "g/m", "g/m/train.jsonl g/m/test.jsonl"),
     ("goemotions_ekman.parquet", "goemotions_ekman", "goemotions_ekman.parquet"),
 ]
 
@@ -247,9 +209,8 @@ def test_bundled_data_are_found_before_a_folder_of_their_name_here(
         (
             "a.parquet b/c.parquet",
             "nope",
-            "Available: a.parquet, b, c.parquet, digits, goemotions_ekman;",
+            "Available: a.parquet, b, c.parquet, digits, goemotions",
         ),
-        ("there", "/no/such/data", "'/no/such/data' is not available"),
     ],
 )
 def test_what_is_not_found_is_told_without_a_network(
@@ -281,8 +242,9 @@ SPLITS: dict[str, tuple[dict[str, int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("saved", [False, True])
-@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize(
+    ("name", "saved"), [*((name, False) for name in SPLITS), ("three", True), ("no splits", True)]
+)
 def test_data_sets_of_the_hub_and_saved_ones(
     name: str, saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

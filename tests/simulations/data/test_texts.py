@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,37 +15,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from fedrot.simulations.data.encode import IGNORED, bundled_tokenizer, encode, read_encoded
 from fedrot.simulations.data.labels import LABEL, Split
 from fedrot.simulations.data.read import DataError, Source
-from fedrot.simulations.data.texts import PAIRS, TEXT, load_tags, load_texts
+from fedrot.simulations.data.texts import PAIRS, TEXT, load_domains, load_tags, load_texts
 from tests.simulations.data.files import TEXTS, chosen, repeated, shared_data, write
 from tests.simulations.data.wordpiece import SPECIAL_TOKENS, train_wordpiece
 
 MOODS = repeated(["glad", "sad"])
-#: Name, kind, classes, training and held-out rows; "*": of pairs.
-SHARED = """
-cola single 2 8541 1043, sst2 single 2 66983 872, mrpc* single 2 3668 408, rte* single 2 2488 277,
-stsb* regression 1 5709 1500, qnli* single 2 9998 5463, qqp* single 2 17447 5000,
-mnli* single 3 9999 9815, dair_emotion single 6 15923 2000,
-isear single 7 5975 747, crowdflower single 8 31564 3946,
-dailydialog single 7 81153 7740, goemotions multi 7 43112 5427, affectivetext multi 6 250 1000,
-ssec multi 8 2912 1956
-"""
-
-
-@pytest.mark.parametrize("row", SHARED.split(","))
-def test_every_shared_corpus_loads(row: str) -> None:
-    name, kind, classes, train, test = row.split()
-    data = load_texts(chosen(name.strip("*"), shared_data()))
-    assert (data.kind, len(data.label_names)) == (kind, int(classes))
-    assert (len(data.train), len(data.test)) == (int(train), int(test))
-    assert (data.train.second is not None) == ("*" in name)
-    assert data.train.labels.dtype == (np.int64 if kind == "single" else np.float32)
-    assert all(len(values) == int(train) for values in data.train.columns.values())
-
-
-def test_the_shared_corpora_of_tags_load() -> None:
-    data = load_tags(chosen("ewt", shared_data()))
-    assert (len(data.train), len(data.test)) == (12543, 2077)
-    assert data.tags == ("O", "B-LOC", "I-LOC", "B-ORG", "I-ORG", "B-PER", "I-PER")
 
 
 def test_columns_have_usual_names_in_the_order_of_preference() -> None:
@@ -57,22 +30,15 @@ def test_columns_have_usual_names_in_the_order_of_preference() -> None:
     # A column has to be in both tables.
     tables = {"here": pa.table({"text": ["a"], "review": ["b"]}), "there": pa.table({"review": ["c"]})}
     assert Source(tables).column(TEXT, None) == "review"
-    with pytest.raises(
-        DataError, match=r"here and there: no text column 'text' among review; .* --text"
-    ):
+    with pytest.raises(DataError, match=r"here and there: no text column .* review; .* --text"):
         Source(tables).column(TEXT, " text ")
 
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_columns_of_texts_pairs_and_labels_are_found_or_chosen(pair: str, tmp_path: Path) -> None:
     first, second = pair.split(",")
-    columns = {
-        second: [text[::-1] for text in TEXTS],
-        first: TEXTS,
-        "mood": MOODS,
-        "label": [*range(40)],
-    }
-    path = write(tmp_path / "pairs.csv", **columns)
+    columns = {second: [text[::-1] for text in TEXTS], first: TEXTS, "mood": MOODS}
+    path = write(tmp_path / "pairs.csv", **columns, label=[*range(40)])
     for options in ({}, {"text_column": f"{first}, {second}"}):
         data = load_texts(chosen(path, label_column=" mood", **options))
         assert data.train.second == tuple(text[::-1] for text in data.train.inputs)
@@ -80,27 +46,6 @@ def test_columns_of_texts_pairs_and_labels_are_found_or_chosen(pair: str, tmp_pa
         assert "one in 5 of each class" in data.said  # of the chosen labels
     one = load_texts(chosen(path, label_column="mood", text_column=second))
     assert (one.train.second, [*one.train.columns]) == (None, [first, "label"])
-
-
-@pytest.mark.parametrize(
-    ("columns", "options", "message"),
-    [
-        ({}, {"text_column": "body"}, "no text column 'body' among text, label"),
-        ({}, {"text_column": "text,"}, "no text column ''"),
-        ({}, {"label_column": "mood"}, "no label column 'mood'"),
-        ({}, {"text_column": "text,label,text"}, "3 columns; give one or two"),
-        ({"text": [*TEXTS[:-1], None]}, {}, r"mine.parquet: text column 'text' has no .*row\(s\) 40,"),
-        ({"text": ["", *TEXTS[1:]]}, {}, r"no value in 1 of 40 rows: row\(s\) 1,"),
-        ({"text": [0.5, float("nan")] * 20}, {}, r"row\(s\) 2, 4"),
-        ({"text": [[text] for text in TEXTS]}, {}, "holds list.*, no texts"),
-        ({"text": [{"a": text} for text in TEXTS]}, {}, "no texts"),
-        ({"text": [b"text"] * 40}, {}, "no texts"),
-    ],
-)
-def test_wrong_columns_are_named(columns: Any, options: Any, message: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "mine.parquet", **{"text": TEXTS, "label": MOODS, **columns})
-    with pytest.raises(DataError, match=message):
-        load_texts(chosen(path, **options))
 
 
 def test_rows_of_splits_are_counted_in_their_file(tmp_path: Path) -> None:
@@ -126,9 +71,8 @@ MARKS = [["B-PER", "I-PER", "O"], [" O", "B-LOC "], []]
 SPLIT = ["train", "train", "test"]
 
 
-@pytest.mark.parametrize("kind", [pa.list_, pa.large_list])
-def test_tags_become_numbers_and_rows_are_labelled_by_what_occurs(kind: Any, tmp_path: Path) -> None:
-    words, tags = pa.array(WORDS, kind(pa.string())), pa.array(MARKS, kind(pa.string()))
+def test_tags_become_numbers_and_rows_are_labelled_by_what_occurs(tmp_path: Path) -> None:
+    words, tags = (pa.array(rows, pa.large_list(pa.string())) for rows in (WORDS, MARKS))
     columns = {"split": SPLIT, "site": ["x", "y", "z"]}
     write(tmp_path / "ner" / "mine.parquet", tokens=words, ner_tags=tags, **columns)
     other = write(tmp_path / "other.parquet", parts=words, marks=tags, **columns)
@@ -144,48 +88,21 @@ def test_tags_become_numbers_and_rows_are_labelled_by_what_occurs(kind: Any, tmp
         assert data.train.columns == {"site": ["x", "y"]}
 
 
-@pytest.mark.parametrize(
-    ("columns", "options", "message"),
-    [
-        ({"tokens": None}, {}, "no word list column 'tokens' or 'words' among ner_tags, split"),
-        ({}, {"label_column": "fine"}, "no tag list column 'fine'.* --label-column"),
-        ({"tokens": ["Anna", "is", "a"]}, {}, "column 'tokens' holds string, no word lists"),
-        ({"tokens": [None, ["is"], []]}, {}, r"column 'tokens' has no value in 1 .*row\(s\) 1,"),
-        ({"ner_tags": [["O", "O", None], ["O", "O"], []]}, {}, r"'ner_tags' has no value .*row\(s\) 1,"),
-        (
-            {"ner_tags": [["B-X", "O", "O"], ["O"], []]},
-            {},
-            "row 2 has 2 words in 'tokens', and in .* O;",
-        ),
-        ({"ner_tags": [["O"] * 3, ["O"] * 2, ["O"]]}, {}, "parquet, row 3 has 0 words"),
-        ({"ner_tags": [[3, 0, 0], [0, 0], []]}, {}, "row 1 has .*'ner_tags' 3, 0, 0; each word needs"),
-        ({"ner_tags": [["O"] * 3, ["O"] * 2, []]}, {}, "every tag is 'O'"),
-        *(
-            ({"ner_tags": [["B-X", "O", "O"], ["O", tag], []]}, {}, f"row 2 has .* O, {tag};")
-            for tag in ("U-PER", "B-", "I", "BPER", "o", "")
-        ),
-    ],
-)
-def test_what_is_no_tagged_text_is_refused(
-    columns: Any, options: Any, message: str, tmp_path: Path
-) -> None:
-    table = {"tokens": WORDS, "ner_tags": MARKS, "split": SPLIT, **columns}
-    path = write(tmp_path / "mine.parquet", **{key: values for key, values in table.items() if values})
-    with pytest.raises(DataError, match=message):
-        load_tags(chosen(path, **options))
-
-
-def test_the_bundled_tokenizer_is_a_bert_tokenizer_and_can_be_rebuilt() -> None:
+def test_the_bundled_tokenizer_is_a_bert_tokenizer() -> None:
     tokenizer = bundled_tokenizer()
     assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == [0, 1, 2, 3, 4]
     pair = tokenizer.encode("So HAPPY!", "thanks")
     assert pair.tokens == ["[CLS]", "so", "happy", "!", "[SEP]", "thanks", "[SEP]"]
     assert pair.type_ids == [0, 0, 0, 0, 0, 1, 1]
     assert bundled_tokenizer() is tokenizer
+
+
+@pytest.mark.long
+def test_the_bundled_tokenizer_can_be_rebuilt() -> None:
     table = pq.read_table(shared_data() / "emotion" / "goemotions.parquet", columns=["text", "split"])
     rows = zip(table["text"].to_pylist(), table["split"].to_pylist(), strict=True)
     rebuilt = train_wordpiece(text for text, split in rows if split == "train")
-    assert rebuilt.to_str() == tokenizer.to_str()
+    assert rebuilt.to_str() == bundled_tokenizer().to_str()
 
 
 def test_texts_are_cut_and_padded_to_the_longest_of_a_batch_alone() -> None:
@@ -225,10 +142,8 @@ def test_only_the_first_piece_of_a_word_bears_its_tag() -> None:
     assert encoded.tags[0][at].tolist() == [3, 0, 1]
     assert (at[0], pieces[at[1]][0]) == (1, "w")
     assert not any(pieces[i].startswith("##") for i in at)
-
-
-def test_words_beyond_the_cut_have_no_tag() -> None:
-    encoded = tagged("a b c d e", "O O O B-LOC I-LOC", bundled_tokenizer(), 5)
+    # Words beyond the cut have none.
+    encoded = tagged("a b c d e", "O O O B-LOC I-LOC", tokenizer, 5)
     assert encoded.targets(np.array([0])).tolist() == [[IGNORED, 0, 0, 0, IGNORED]]
 
 
@@ -241,14 +156,90 @@ def test_byte_level_words_are_encoded_with_a_space_before() -> None:
 
 
 @pytest.mark.parametrize("task", ["classification", "mlm", "ner"])
-def test_an_experiment_is_read_and_encoded_for_its_model(
-    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = SimpleNamespace(pad_token_id=7)
-    monkeypatch.setattr("fedrot.simulations.data.encode.settings_of", lambda *_: settings)
+def test_an_experiment_is_read_and_encoded_for_its_model(task: str, tmp_path: Path) -> None:
     columns = {"text": ["so"] * 20, "tokens": [["so"]] * 20, "ner_tags": [["B-X"], ["O"]] * 10}
     path = write(tmp_path / "mine.parquet", **columns, label=["a", "b"] * 10)
-    data, train, test = read_encoded(chosen(path, task=task))
-    assert (len(train), len(test), train.pad_id, bool(train.tags)) == (16, 4, 7, task == "ner")
+    data, train, test = read_encoded(chosen(path, task=task, architecture="bert"))
+    assert (len(train), len(test), train.pad_id, bool(train.tags)) == (16, 4, 0, task == "ner")
     assert np.array_equal(train.labels, data.train.labels)
     assert train.ids[0].tolist() == bundled_tokenizer().encode("so").ids
+
+
+def corpus(path: Path, *labels: str) -> None:
+    """Write 60 rows whose words tell their labels; every label occurs in both splits."""
+    which = np.random.default_rng(len(path.stem)).permutation(np.arange(60) % len(labels))
+    texts = [f"{labels[w]} day {i} of {path.stem}" for i, w in enumerate(which)]
+    columns = {label: [bool(w == place) for w in which] for place, label in enumerate(labels)}
+    write(path, text=texts, **columns, split=["train"] * 45 + ["test"] * 15)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    corpus(tmp_path / "news.parquet", "sunny", "gloomy")
+    corpus(tmp_path / "talk.parquet", "gloomy", "furious", "shy")
+    corpus(tmp_path / "books.parquet", "furious", "sunny")
+    return tmp_path
+
+
+def load(names: str, folder: Path, unseen: str = "", **fields: Any) -> Any:
+    return load_domains(chosen(names, folder, unseen_data=unseen, **fields))
+
+
+def test_labels_are_united_by_name_and_unknown_where_a_domain_has_none(folder: Path) -> None:
+    data = load(" news, talk ,", folder, " books ,")
+    assert (data.name, data.label_names) == ("news,talk", ("sunny", "gloomy", "furious", "shy"))
+    assert (data.domains, len(data.train), len(data.test)) == (("news", "talk"), 90, 45)
+    for split in (data.train, data.test):
+        for row, domain in enumerate(split.columns["domain"]):
+            known = {"news": [0, 1], "talk": [1, 2, 3], "books": [0, 2]}[str(domain)]
+            assert np.flatnonzero(~np.isnan(split.labels[row])).tolist() == known
+            told = split.inputs[row].split()
+            assert (data.label_names[np.nanargmax(split.labels[row])], domain) == (told[0], told[-1])
+    assert data.metrics == ("macro_f1", "unseen_macro_f1", "f1_news", "f1_talk", "f1_books")
+    # One data set is a domain beside unseen ones alone.
+    assert load("news", folder, "books").metrics[1:] == ("unseen_macro_f1", "f1_news", "f1_books")
+    data = load("news", folder, " ")
+    assert (data.kind, data.domains) == ("single", ())
+
+
+@pytest.mark.parametrize(
+    ("names", "unseen", "message"),
+    [
+        ("news,talk", "talk", "two data sets have the same name among news, talk, talk"),
+        ("news,sub/news.parquet", "", "two data sets have the same name"),
+        *(
+            (f"news,{wrong}", "", f"'{wrong}' has scores, pairs")
+            for wrong in ("scores", "pairs", "n.csv")
+        ),
+        ("news", "other", "'other' has .* or none of the labels sunny, gloomy; domains need"),
+    ],
+)
+def test_what_is_no_domain_is_named(names: str, unseen: str, message: str, folder: Path) -> None:
+    write(folder / "scores.parquet", text=["a"] * 10, label=[i / 3 for i in range(10)])
+    write(folder / "pairs.parquet", sentence1=["a"] * 10, sentence2=["b"] * 10, label=["x", "y"] * 5)
+    write(folder / "n.csv", text=["a"] * 10, label=[0, -1] * 5)
+    corpus(folder / "sub" / "news.parquet", "sunny", "gloomy")
+    corpus(folder / "other.parquet", "furious", "shy")
+    with pytest.raises(DataError, match=message):
+        load(names, folder, unseen)
+
+
+def test_domains_may_have_any_number_of_labels_and_their_own_limits(tmp_path: Path) -> None:
+    glad, sad = [True, True, False] * 4, [True, False, False] * 4
+    columns = {"glad": glad, "sad": sad, "split": ["train"] * 8 + ["test"] * 4}
+    write(tmp_path / "many.parquet", text=[*map(str, range(12))], **columns)
+    lines = [f"line {row}" for row in range(20)]
+    write(tmp_path / "files" / "other.csv", text=lines, label=["sad", "1"] * 10)
+    write(tmp_path / "files" / "unseen.csv", text=lines, label=["sad", "unheard"] * 10)
+    data = load("many,files/other.csv", tmp_path, "files/unseen.csv", train_limit=6, test_limit=3)
+    assert data.label_names == ("glad", "sad", "1")
+    assert data.train.columns["domain"] == ["many"] * 6 + ["files/other.csv"] * 6
+    assert data.test.columns["domain"][::3] == ["many", "files/other.csv", "files/unseen.csv"]
+    for text, labels in zip(data.train.inputs[:6], data.train.labels, strict=False):
+        assert labels[:2].tolist() == [glad[int(text)], sad[int(text)]]
+        assert np.isnan(labels[2])
+    assert data.metrics[2:] == ("f1_many", "f1_other", "f1_unseen")
+    # Both files were divided, the table was not. A label that only an unseen domain has is left out.
+    divided = [f"{name} has no splits" in data.said for name in ("many", "other.csv", "unseen.csv")]
+    assert divided == [False, True, True]
+    assert set(np.flatnonzero(~np.isnan(data.test.labels[-3:]).all(axis=0))) == {1}

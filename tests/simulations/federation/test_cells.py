@@ -144,9 +144,6 @@ def mean(sizes: Sequence[int]) -> float:
     return sum(n * n / 100 for n in sizes) / sum(sizes)
 
 
-# Trainings
-
-
 def test_every_round_averages_the_clients_by_their_rows(play: Play) -> None:
     played = play(strategies="fedavg,aligned")
     sizes = [len(rows) for rows in played.clients()]
@@ -169,8 +166,9 @@ def test_a_client_trains_on_its_own_rows_with_seeds_of_its_own(play: Play) -> No
     assert len({t.seed for t in played.trained}) == len(played.trained)
 
 
-@pytest.mark.parametrize("start", ["same", "scrambled", "different"])
-@pytest.mark.parametrize("nodes", [node, elsewhere])
+@pytest.mark.parametrize(
+    ("nodes", "start"), [(node, "same"), (node, "scrambled"), (elsewhere, "different")]
+)
 def test_what_is_the_same_in_two_strategies_is_trained_once_if_they_share_files(
     play: Play, nodes: Callable[[int], Client], start: str
 ) -> None:
@@ -180,17 +178,6 @@ def test_what_is_the_same_in_two_strategies_is_trained_once_if_they_share_files(
         assert seeds[4:] == seeds[:4]
     else:
         assert len(seeds) == (4 if start == "same" else 6)
-
-
-# Evaluations
-
-
-def test_models_are_evaluated_on_what_they_were_not_trained_on(play: Play) -> None:
-    played = play()
-    held = played.clients(held_out=True)
-    assert all({*rows}.isdisjoint(own) for rows, own in zip(held, played.clients(), strict=True))
-    # The initial model and that of each round; the last one on the clients' held-out rows, too.
-    assert played.evaluated == [TEST] * 3 + [("train", rows) for rows in held]
 
 
 def test_a_guard_chooses_by_held_out_rows_that_no_table_reports(play: Play) -> None:
@@ -227,11 +214,12 @@ def test_clients_without_held_out_rows_have_no_scores(play: Play, holdout: float
         assert bool(played.values("accuracy", scope=f"client:{client}")) == bool(rows)
 
 
-# Rows
-
-
 def test_what_is_recorded(play: Play) -> None:
     played = play(strategies="fedavg,aligned", start="scrambled")
+    held = played.clients(held_out=True)
+    assert all({*rows}.isdisjoint(own) for rows, own in zip(held, played.clients(), strict=True))
+    # The initial model and that of each round; the last one on the clients' held-out rows, too.
+    assert played.evaluated == ([TEST] * 3 + [("train", rows) for rows in held]) * 2
     sizes, found = [len(rows) for rows in played.clients()], played.values
     scopes = {"central", "messages", "round", "client:0", "client:1"}
     assert {row["scope"] for row in played.rows} == scopes
@@ -276,11 +264,7 @@ def test_who_takes_part_is_the_same_in_every_strategy_and_not_in_every_round(pla
     assert len(played.values("accuracy", strategy="fedavg", scope="client:3")) == 2
 
 
-# Failures
-
-
-@pytest.mark.parametrize("lost", [1, 3])
-@pytest.mark.parametrize("with_nan", [False, True])
+@pytest.mark.parametrize(("lost", "with_nan"), [(1, True), (3, False)])
 def test_a_round_without_an_update_fails(play: Play, lost: int, with_nan: bool) -> None:
     """All nodes fail, or one of two fails and the other one sends NaN."""
 
@@ -314,8 +298,6 @@ def test_arguments_of_a_table_reach_the_aggregation_and_the_server() -> None:
     assert (found[0].alpha, found[1].alpha) == (0.25, 0.9)
     assert (built[0].server.min_replies, built[0].server.deterministic) == (2, True)
 
-
-# Fitted heads
 
 IMAGES: dict[str, Any] = {
     **{"task": "image", "train_limit": 400, "test_limit": 60, "layers": 1, "width": 32, "heads": 2},

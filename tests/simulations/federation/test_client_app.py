@@ -103,9 +103,6 @@ def number_in(update: State) -> float:
     return number
 
 
-# Starts
-
-
 def test_an_update_is_a_training_of_the_received_model(task: Task, received: State) -> None:
     model = with_state(task, received)
     loss = training.train(model, task, task.client_rows(2, 1)[0], 2_003_001, 1, 0.01)
@@ -148,9 +145,6 @@ def test_clients_are_scrambled_in_ways_of_their_own(task: Task, received: State)
     assert torch.equal(ask(received, 0, **scrambled)[UP], found[1][UP])
 
 
-# Statistics
-
-
 @pytest.mark.usefixtures("untrained")
 def test_statistics_are_of_the_update_on_the_clients_own_rows(task: Task, received: State) -> None:
     content = answered(received, 1, statistics="gram,fisher")
@@ -188,8 +182,6 @@ def test_statistics_come_from_as_many_batches_as_asked_for(
     assert seen == [(every, "its own"), (2, None)]
 
 
-# Shared trainings
-
 #: What decides what a client trains in the first round, and what does not.
 DECIDES: dict[str, tuple[dict[str, Any], bool]] = {
     "seed": ({"seed": 1}, True),
@@ -200,26 +192,15 @@ DECIDES: dict[str, tuple[dict[str, Any], bool]] = {
     "the round": ({"server_round": 2}, True),
     "partition": ({"fields": {"partition": "dirichlet:1"}}, True),
     "the model": ({"weight": 2.0}, True),
-    "how an adapter is loaded": ({"loads": "x"}, True),
     "scrambled": ({"fields": {"start": "scrambled"}}, False),
     "names and strategies": ({"fields": {"strategies": "aligned", "name": "x", "seeds": "9"}}, False),
-    "statistics": ({"batches": 3}, False),
 }
 
 
 @pytest.mark.parametrize(("change", "differs"), DECIDES.values(), ids=DECIDES)
 def test_strategies_share_a_training_only_if_nothing_that_decides_it_differs(
-    change: dict[str, Any],
-    differs: bool,
-    received: State,
-    tmp_path: Path,
-    trainings: list[float],
-    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, Any], differs: bool, received: State, tmp_path: Path, trainings: list[float]
 ) -> None:
-    monkeypatch.setattr(
-        client_app, "load_tensors", lambda model, state, *_: model.load_state_dict(state)
-    )
-
     def ask_for(client: int = 0, weight: float = 1.0, **told: Any) -> tuple[float, Any]:
         sent = {**received, "classifier.weight": received["classifier.weight"] * weight}
         content = answered(sent, client, cache=str(tmp_path), **told)
@@ -247,9 +228,6 @@ def test_later_rounds_share_trainings_while_the_folder_is_small(
     assert numbers(1, 1) == [4, 4]
     # Clients on other machines share none.
     assert [numbers(0, 1, cache) for cache in ("", "/nowhere")] == [[5, 6], [7, 8]]
-
-
-# Rows and labels that a client lacks
 
 
 def test_outputs_of_labels_that_a_client_does_not_know_stay(tmp_path: Path) -> None:

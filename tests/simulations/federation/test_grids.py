@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
-from fedrot.simulations.federation.grids import LocalGrid, OrderedGrid, local_clients
+from fedrot.simulations.federation.grids import LocalGrid, OrderedGrid
 from tests.strategies.fakes import Client, FakeGrid, failure
 
 #: Ids of nodes by their partition id: in no order.
@@ -51,9 +50,8 @@ def test_a_partition_that_no_node_has_is_refused() -> None:
     said = r"5 nodes have the partition ids \[0, 0, 1, 2, 3\], but the experiment has 5 clients"
     with pytest.raises(RuntimeError, match=said):
         grid(own=lambda partition: max(0, partition - 1))
-    for count in (1, 2):
-        with pytest.raises(RuntimeError, match=r"The 2 nodes have the partition ids \[0\], "):
-            OrderedGrid(FakeGrid({7: client(0), 8: failure}), count)
+    with pytest.raises(RuntimeError, match=r"The 2 nodes have the partition ids \[0\], "):
+        OrderedGrid(FakeGrid({7: client(0), 8: failure}), 2)
     with pytest.raises(RuntimeError, match=r"The 2 nodes .* 1 clients"):
         OrderedGrid(FakeGrid({7: client(0), 8: client(1)}), 1)
 
@@ -100,17 +98,3 @@ def test_a_local_node_answers_when_it_is_asked_and_once() -> None:
     # A node without an answer is asked again.
     assert local.pull_messages(ids) == []
     assert asked == [1, 3, 2, 2]
-
-
-def test_local_clients_have_their_partition() -> None:
-    app, seen = ClientApp(), list[dict[str, object]]()
-
-    @app.query()
-    def noting(message: Message, context: Context) -> Message:
-        seen.append(dict(context.node_config))
-        return Message(RecordDict(), reply_to=message)
-
-    local = local_clients(app, 2)
-    assert [*local.get_node_ids()] == [0, 1]
-    assert len([*local.send_and_receive([to(1), to(0)])]) == 2
-    assert seen == [{"partition-id": 1}, {"partition-id": 0}]

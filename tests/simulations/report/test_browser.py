@@ -15,7 +15,7 @@ from rich.console import Console
 
 from fedrot.simulations.report.pages import present, write_strategy_report
 from tests.simulations.report.runs import HOSTILE, group, write_folder
-from tests.simulations.report.test_strategy_page import write_lines
+from tests.simulations.report.test_pages import write_lines
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SCHEMES = {"dark": 0, "light": 1}
@@ -71,8 +71,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
 @pytest.mark.parametrize("name", ["run", "hostile", "strategy"])
 def test_nothing_scrolls_sideways(name: str, width: int, scheme: str, pages: dict[str, Path]) -> None:
     found = measured(pages[name], width, scheme)

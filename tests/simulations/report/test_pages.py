@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import html
+import json
+import math
 import re
 import shutil
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from fedrot.simulations.report.pages import present
-from tests.simulations.report.runs import HOSTILE, write_folder
+from fedrot.errors import FedrotError
+from fedrot.simulations.report.pages import present, write_strategy_report
+from fedrot.strategies import FedRot
+from fedrot.strategies.settings import Reporting
+from tests.models import near
+from tests.simulations.report.runs import HOSTILE, group, write_folder
+from tests.strategies.classifier import SYMMETRY, state
+from tests.strategies.fakes import ArrayRecord, FakeGrid, reply
 
 GAINS = {"fedavg": 0.0, "aligned": 0.0008, "fit_head": 0.05, "joined": 0.09}
 TWO = {"skewed": {"fedavg": 0.0, "fit_head": 0.05}, "apart": {"fedavg": 0.0, "aligned": -0.02}}
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """Return the run of one experiment."""
-    return write_folder(tmp_path / "run", {"main": GAINS})
+def shown(run: Path) -> tuple[str, list[str]]:
+    """Return the page of a run, and the lines on the terminal."""
+    text = StringIO()
+    page = present(run, Console(file=text, width=100)).read_text(encoding="utf-8")
+    return page, text.getvalue().splitlines()
 
 
 class Outline(HTMLParser):
@@ -49,10 +59,6 @@ class Outline(HTMLParser):
         assert self.open.pop() == tag
 
 
-def page_of(run: Path) -> str:
-    return present(run, Console(quiet=True)).read_text(encoding="utf-8")
-
-
 def has_in_order(page: str, words: Sequence[str]) -> None:
     """The page is well formed and has these words, in this order."""
     Outline(page)
@@ -62,34 +68,29 @@ def has_in_order(page: str, words: Sequence[str]) -> None:
         place = text.index(own, place)
 
 
-def test_the_page_begins_with_the_verdict(run: Path) -> None:
-    page = page_of(run)
+def test_the_page_and_the_terminal_begin_with_the_verdict(tmp_path: Path) -> None:
+    page, lines = shown(write_folder(tmp_path / "run", {"main": GAINS}))
+    assert lines[0].startswith("main: Use fit_head: accuracy 0.670, fedavg 0.620 (+0.050")
+    assert "  FedRot(fit_head)" in lines
+    assert all(any(line.startswith(name) for line in lines) for name in GAINS)
     parts = [
-        *("fedrot: run", "Use fit_head: accuracy 0.670, fedavg 0.620", "<code>FedRot(fit_head)<"),
-        *("<li>Also macro F1 0.620", "fit_head: 0.670, 0.620, 0.995,", "mean over 5 seeds"),
+        *("Use fit_head: accuracy 0.670, fedavg 0.620", "<code>FedRot(fit_head)<", "mean over 5 seeds"),
         *("<dt>fit_head</dt><dd>It is fit_head.<", "Seed 0", ">client (its rows)<", ">1 (203)<"),
-        *(">anger</th>", ">40</td>", "Other seeds"),
-        *("Seed 1", "accuracy after the last round: fedavg 0.620", "accuracy (higher is better), 5"),
-        *("loss (lower is better), 5 seeds", "Grey: no more than they remove from noise", "aligned"),
-        *(
-            '>attention, layer 0</th> <td class="found" style="--strength: 0.60">30</td>',
-            ">ffn, layer 1",
-        ),
-        *('"lines"> <thead><tr> <th scope="col">strategy<', 'fedavg" class="number">-<', ">fit_head<"),
-        *('"accuracy" class="number">0.670<', '"ece" class="number">0.100<', "+0.050 [+0.048, +0.052]"),
-        *("Lost replies", "NaN in 'w'", "fedrot simulate --data 'a <b>.csv'", "Configuration of main"),
-        *("<dt>rounds</dt><dd>3<", "<dd>0, 1, 2, 3, 4<", "<dd>fedavg, aligned, fit_head, joined<"),
-        "<dt>torch</dt><dd>2.9.0<",
+        *(">anger</th>", ">40</td>", "Seed 1", "accuracy (higher is better), 5"),
+        *("loss (lower is better), 5 seeds", "Grey: no more than they remove from noise"),
+        '>attention, layer 0</th> <td class="found" style="--strength: 0.60">30</td>',
+        *('fedavg" class="number">-<', ">fit_head<", '"accuracy" class="number">0.670<'),
+        *("+0.050 [+0.048, +0.052]", "Lost replies", "NaN in 'w'", "simulate --data 'a <b>.csv'"),
+        *("<dt>rounds</dt><dd>3<", "<dd>0, 1, 2, 3, 4<", "<dt>torch</dt><dd>2.9.0<"),
     ]
     has_in_order(page, parts)
     links = Outline(page).links
     assert [link[:26] for link in links] == 4 * ["data:image/svg+xml;base64,"]
     assert not re.search(r"https?://|<script|@import|url\(|<h3|class=\"warning\"", page)
-    assert {"cell", "start", "arm", "setting"}.isdisjoint(re.findall(r"\w+", page.split("</style>")[1]))
 
 
 def test_of_several_experiments_each_part_has_a_name(tmp_path: Path) -> None:
-    page, two = page_of(write_folder(tmp_path / "two", TWO)), printed(tmp_path / "two")
+    page, two = shown(write_folder(tmp_path / "two", TWO))
     assert page.count("<h3>skewed</h3>") == page.count("<h3>apart</h3>") == 5
     assert (page.count("It is fedavg."), len(Outline(page).links)) == (1, 8)
     has_in_order(page, ["Use fit_head", "Keep fedavg: nothing", "Lost replies: skewed"])
@@ -100,34 +101,98 @@ def test_of_several_experiments_each_part_has_a_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lost", "said"),
     [
-        (
-            "*/*seed-4-aligned*",
-            ['class="warning"', "No results yet: main · seed 4 · aligned", "Use fit_"],
-        ),
-        *(("cells", ['class="warning"', "There are no results yet."]), ("[!c]*", ["Use fit_head"])),
+        ("*/*seed-4-aligned*", ["No results yet: main · seed 4 · aligned", "Use fit_"]),
+        ("cells", ['class="warning"', "There are no results yet."]),
     ],
 )
-def test_missing_parts_are_no_obstacle(run: Path, lost: str, said: list[str]) -> None:
+def test_missing_parts_are_no_obstacle(tmp_path: Path, lost: str, said: list[str]) -> None:
+    run = write_folder(tmp_path / "run", {"main": GAINS})
     for path in run.glob(lost):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    has_in_order(page_of(run), said)
-
-
-def printed(run: Path) -> list[str]:
-    text = StringIO()
-    present(run, Console(file=text, width=100))
-    return text.getvalue().splitlines()
+    has_in_order(shown(run)[0], said)
 
 
 def test_names_are_text_and_no_markup(tmp_path: Path) -> None:
-    run = write_folder(tmp_path / "run", {HOSTILE: {"fedavg": 0.0, HOSTILE: 0.01}})
-    tags = Outline(page_of(run)).tags
+    page, lines = shown(write_folder(tmp_path / "run", {HOSTILE: {"fedavg": 0.0, HOSTILE: 0.01}}))
+    tags = Outline(page).tags
     assert not {name for name in tags if name.startswith("on")} | tags & {"q", "x", "script"}
-    assert HOSTILE[:20] in "\n".join(printed(run))
+    assert HOSTILE[:20] in "\n".join(lines)
 
 
-def test_the_terminal_has_the_verdict_the_line_to_copy_and_all_strategies(run: Path) -> None:
-    lines = printed(run)
-    assert lines[0].startswith("main: Use fit_head: accuracy 0.670, fedavg 0.620 (+0.050")
-    assert "  FedRot(fit_head)" in lines
-    assert all(any(line.startswith(name) for line in lines) for name in GAINS)
+BEYOND = {"found": 1.0, "chance": 0.1, "moved": 4}
+METRICS = [
+    {"round": r, "stage": stage, "metrics": metrics}
+    for r in (2, 1, 3)
+    for stage, metrics in (
+        ("train", {"loss": 1.0 / r if r != 2 else None, "rate": 0.1, "per_class": [0.5, r]}),
+        ("evaluate", {"per_class": [0.5, 0.25 * r]}),
+        ("server", {"accuracy": 0.1 * r, "fedrot-seconds": r}),
+    )
+]
+ROWS: list[dict[str, Any]] = [
+    group(1, "attention", 0, 0.5, **BEYOND),
+    group(2, "attention", 0, 0.0, found=0.1, chance=0.1, moved=0),
+    group(3, "residual", -1, 0.5, found=1.0, chance=None, moved=1),
+    *({"round": n, "said": f"verdict {n}"} for n in (1, 2, 4)),
+    *({"round": n, "client": 7, "dropped": "<NaN> in 'a'"} for n in (1, 3)),
+    {"round": 2, "client": 3, "failed": "No answer before the timeout."},
+    *({"round": 2, "lost": "0 good replies, 1 needed."}, {"round": 2, "tensor": "w", "note": "a note"}),
+    *METRICS,
+]
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_page_stands_beside_its_file(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "report.jsonl", ROWS)
+    page = write_strategy_report(file).read_text(encoding="utf-8")
+    assert page == (tmp_path / "report.html").read_text(encoding="utf-8")
+    parts = [
+        *("fedrot: report", "4 rounds reported; alignment moved groups in 2 of 3."),
+        "Round 1: the clients are in different coordinates.",
+        "Round 3: replies were in another basis, and were matched as whole models.",
+        *("Round 1: verdict 1.", "Round 4: verdict 4."),
+        "evaluate/per_class/1: 0.250 in round 1 → 0.750 in round 3.",
+        "server/accuracy: 0.100 in round 1 → 0.300 in round 3.",
+        *(">attention, layer 0</th>", ">residual</th>", ">7<", ">1 to 3<", "<NaN> in 'a'<", ">failed<"),
+        *("Round 2: 0 good replies, 1 needed.", "train/loss: 1.000 to 0.333; train/rate: 0.100 to"),
+    ]
+    has_in_order(page, parts)
+    assert len(Outline(page).links) == 1
+    assert ("verdict 2" in page, "seconds: 1.000 in" in page) == (False, False)
+    page = write_strategy_report(write_lines(tmp_path / "a.jsonl", [{"round": 1}])).read_text("utf-8")
+    has_in_order(page, ["1 rounds reported; none was aligned.", "Lost replies", "None."])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", '{"client": 1}\n', "[1, 2]\n", '{"round": 1, "stage": "train"}\n'),
+        *('{"round": 1, "metrics": {}}\n', '{"round": 1, "before": 1}\n'),
+    ],
+)
+def test_another_file_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "report.jsonl").write_text(content)
+    with pytest.raises((ValueError, FedrotError), match=r"report\.jsonl"):
+        write_strategy_report(tmp_path / "report.jsonl")
+    assert not list(tmp_path.glob("*.html"))
+
+
+def test_what_a_strategy_writes_can_be_shown(tmp_path: Path) -> None:
+    """The rows of a real run of two rounds, one client of which sends NaN."""
+
+    def client(index: int) -> Any:
+        update = near(state(), 0.05, index)
+        sent = update if index < 2 else {name: tensor * math.nan for name, tensor in update.items()}
+        return lambda message: reply(message, sent, 10, index, loss=0.5)
+
+    rows = Reporting(tmp_path / "report.jsonl")
+    strategy = FedRot(SYMMETRY, fraction_evaluate=0.0, reporting=rows)
+    strategy.start(FakeGrid({100 + i: client(i) for i in range(3)}), ArrayRecord(state()), 2)
+    page = write_strategy_report(tmp_path / "report.jsonl").read_text()
+    words = ["moved groups in 0 of 2", "Round 2: alignment found nothing beyond chance.", "loss: 0.500"]
+    has_in_order(page, words)
+    assert page.count("holds NaN or Inf") == 1

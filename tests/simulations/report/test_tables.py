@@ -19,7 +19,7 @@ from fedrot.simulations.report.tables import (
     number,
 )
 from fedrot.simulations.summary import Paired, paired_difference
-from tests.simulations.report.runs import HOSTILE, group
+from tests.simulations.report.runs import group
 
 
 @pytest.mark.parametrize(
@@ -43,19 +43,13 @@ def test_an_interval_stands_behind_its_mean() -> None:
 
 
 def test_the_terminal_breaks_headers_before_it_breaks_intervals() -> None:
-    def printed(table: Table) -> list[str]:
-        text = StringIO()
-        Console(file=text, width=80).print(table)
-        return text.getvalue().splitlines()
-
     header = ["strategy", "accuracy", "macro F1", "loss", "against fedavg", "worst client", "MB"]
-    line = ["fit_head", "0.670", "0.620", "0.995", "+0.050 [+0.048, +0.052]", "0.530", "220.5"]
-    lines = printed(Table("t", header, [line], header[:1]))
+    line = ["[bold]", "0.670", "0.620", "0.995", "+0.050 [+0.048, +0.052]", "0.530", "220.5"]
+    text = StringIO()
+    Console(file=text, width=80).print(Table("t", header, [line], header[:1]))
+    lines = text.getvalue().splitlines()
     assert all(any(cell in own for own in lines) for cell in line)
     assert max(map(len, lines)) <= 80
-    hostile = printed(Table("[bold]", ["n", "v"], [[HOSTILE, "1"]], ["n"]))
-    assert "".join("".join(own.split()[:-1] or own.split()) for own in hostile).count("y") > 200
-    assert "[bold]" in "".join(hostile)
 
 
 def test_lost_replies_come_by_their_number() -> None:

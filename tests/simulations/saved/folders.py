@@ -17,7 +17,7 @@ import fedrot
 from tests import families
 from tests import models as made
 from tests.models import State
-from tests.simulations.commands import invoke
+from tests.simulations.commands import run
 
 WEIGHTS = "model.safetensors"
 PICKLES = {WEIGHTS: "pytorch_model.bin", "adapter_model.safetensors": "adapter_model.bin"}
@@ -81,8 +81,7 @@ def hostile(file: str, folder: Path) -> None:
 
 def refused(words: str, spoilt: Path, *line: object) -> None:
     """Run a command, which has to fail with these words, name a folder and leave nothing behind."""
-    code, output = invoke(*line)
-    assert (code, words in output, str(spoilt) in output) == (2, True, True), output
+    assert str(spoilt) in run(*line, code=2, says=words)
     assert not (spoilt.parent / "out").exists()
     assert not (spoilt / "ran").exists()
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from fedrot.lora.adapters import LoraSettings, pairs_of
 from tests.fedrot.lora.test_peft import bert, outputs
 from tests.models import State
-from tests.simulations.commands import contents, invoke
+from tests.simulations.commands import run
 from tests.simulations.saved.folders import change, configure, hostile, refused
 
 LORA: dict[str, Any] = {"task_type": "SEQ_CLS", "lora_alpha": 6, "target_modules": ["query", "value"]}
@@ -53,14 +53,12 @@ def test_the_merged_adapter_is_one_of_peft(tmp_path: Path) -> None:
     """Ranks, also of single modules, and alphas differ; ranks 4 and 3 fit into rank 7."""
     a = saved(tmp_path / "a", 1, rank_pattern={"query": 4})
     b, out = saved(tmp_path / "b", 2, rank=3, lora_alpha=12), tmp_path / "deep" / "merged"
-    before, line = (contents(a), contents(b)), ("merge", a, b, "--weights", "1,3")
-    assert "Nothing was written" in invoke(*line)[1]
-    assert invoke(*line, "--out", tmp_path / "largest")[0] == 0
+    line = ("merge", a, b, "--weights", "1,3")
+    run(*line, says="Nothing was written")
+    run(*line, "--out", tmp_path / "largest")
     config = json.loads((tmp_path / "largest" / CONFIG).read_text())
     assert (config["r"], config["rank_pattern"]) == (4, {})
-    code, said = invoke(*line, "--rank", 7, "--out", out)
-    assert (code, "2 adapters: this average is " in said) == (0, True), said
-    assert (contents(a), contents(b)) == before
+    run(*line, "--rank", 7, "--out", out, says="2 adapters: this average is ")
     first, second, merged = products(a), products(b), products(out)
     for module, product in merged.items():
         assert torch.allclose(product, 0.25 * first[module] + 0.75 * second[module], atol=1e-5)
@@ -83,13 +81,10 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "all layers": ({"layers_to_transform": [0, 1], "init_lora_weights": "orthogonal"}, ""),
     "a slash": ({"base_model_name_or_path": "owner/base/"}, ""),
     "no alpha": ({"lora_alpha": None}, ""),
-    "an alpha in quotes": ({"lora_alpha": "6"}, ""),
     "an unknown alpha": ({"lora_alpha": "six"}, "cannot be loaded: ValueError: could not"),
     "a negative alpha": ({"lora_alpha": -6}, "alpha is -6"),
-    "another base": ({"base_model_name_or_path": "/data/base"}, "base_model_name_or_path is 'owner"),
     "another revision": ({"revision": "v2"}, "revision is None in"),
     "another kind": ({"peft_type": "IA3"}, "IA3"),
-    "tokens": ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
     "dora": ({"use_dora": True}, "use_dora"),
     "pissa": ({"init_lora_weights": "pissa"}, "was initialised by pissa"),
 }
@@ -106,8 +101,7 @@ def test_fields_are_compared_by_what_they_say(how: str, tmp_path: Path) -> None:
         refused(expected, b, "merge", a, b, "--out", tmp_path / "out")
         return
     for pair in ((a, b), (b, a)):
-        code, said = invoke("merge", *pair, "--out", tmp_path / pair[0].name / "out")
-        assert code == 0, said
+        run("merge", *pair, "--out", tmp_path / pair[0].name / "out")
         peft.PeftModel.from_pretrained(base(), tmp_path / pair[0].name / "out")
 
 
@@ -125,8 +119,7 @@ def test_old_files_lack_fields_and_a_base_has_several_paths(
     monkeypatch.chdir(tmp_path)
     expected = {module: (product + products(b)[module]) / 2 for module, product in products(a).items()}
     (b / WEIGHTS).unlink()
-    code, said = invoke("merge", a, b, "--out", "out")
-    assert code == 0, said
+    run("merge", a, b, "--out", "out")
     for module, product in products(tmp_path / "out").items():
         u, s, v = torch.linalg.svd(expected[module])
         assert torch.allclose(product, u[:, :2] * s[:2] @ v[:2], atol=1e-5)
@@ -140,12 +133,10 @@ def changed(folder: Path, function: Callable[[str, torch.Tensor], torch.Tensor |
 DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no configuration": (lambda at: (at / CONFIG).unlink(), f"has no {CONFIG}"),
     "no weights": (lambda at: (at / WEIGHTS).unlink(), f"has no {WEIGHTS}"),
-    "no JSON": (lambda at: (at / CONFIG).write_text("{"), f"{CONFIG}' is damaged"),
     "code": (partial(hostile, WEIGHTS), "cannot be loaded"),
     "no partner": (partial(changed, function=lambda n, t: None if "lora_B" in n else t), "no partner"),
     "sharded": (partial(changed, function=lambda _, t: t.flatten()), "like weights of sharded training"),
     "targets": (lambda at: saved(at, 2, target_modules=["query"]), "The tensor"),
-    "more": (lambda at: saved(at, 2, modules_to_save=["pooler"]), "The tensor"),
 }
 
 
@@ -165,5 +156,5 @@ def test_requests_that_make_no_sense(tmp_path: Path) -> None:
         "--parts whole": "--parts would have no effect",
         "--data own.csv": "--data would have no effect",
     }.items():
-        code, said = invoke("merge", a, b, *options.split(), "--out", out)
-        assert (code, words in said, out.exists()) == (2, True, False), said
+        run("merge", a, b, *options.split(), "--out", out, code=2, says=words)
+        assert not out.exists()

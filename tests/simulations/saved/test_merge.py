@@ -13,14 +13,8 @@ from safetensors.torch import load_file
 
 import fedrot
 from tests.models import State, inputs
-from tests.simulations.commands import contents, invoke
+from tests.simulations.commands import contents, invoke, run
 from tests.simulations.saved.folders import WEIGHTS, change, model_of, near, saved, scrambled, tokenizer
-
-
-def merge(*arguments: object) -> str:
-    code, output = invoke("merge", *arguments)
-    assert code == 0, output
-    return output
 
 
 def loaded(folder: Path, like: Any) -> Any:
@@ -42,9 +36,9 @@ def close(one: State, other: State, atol: float = 2e-5) -> bool:
     return same and all(torch.allclose(one[n].float(), other[n].float(), atol=atol) for n in one)
 
 
-DIAGNOSED = ["bert-classifier", "roberta-mlm", "distilbert-mlm", "bert-mlm-untied"]
+DIAGNOSED = ["bert-classifier", "distilbert-mlm"]
 #: Families with tied tables, with tables of their own, and whose files have other names than they.
-MATCHED = ["t5-gated", "gpt2", "llama", "clip", "vit", "gpt-neox", "mixtral"]
+MATCHED = ["t5-gated", "gpt2", "clip", "gpt-neox"]
 
 
 @pytest.mark.parametrize("name", [*DIAGNOSED, *MATCHED])
@@ -53,7 +47,7 @@ def test_a_scrambled_copy_gives_the_original_back(name: str, tmp_path: Path) -> 
     symmetry, expected = fedrot.symmetry_of(model.config, model.state_dict()), model.state_dict()
     a = saved(model, tmp_path / "a")
     b = saved(scrambled(model, fedrot.WHOLE_MODEL if whole else ("attention", "ffn")), tmp_path / "b")
-    said = merge(a, b, *whole, "--out", tmp_path / "out")
+    said = run("merge", a, b, *whole, "--out", tmp_path / "out")
     merged = loaded(tmp_path / "out", model)
     if not whole:
         assert "Diagnosis: Clients are in different coordinates" in said
@@ -64,18 +58,18 @@ def test_a_scrambled_copy_gives_the_original_back(name: str, tmp_path: Path) -> 
         expected = fedrot.canonical(expected, symmetry)
     assert close(merged.state_dict(), expected)
     assert load_file(tmp_path / "out" / WEIGHTS).keys() == load_file(a / WEIGHTS).keys()
-    merge(a, b, "--parts", "none", "--out", tmp_path / "plain")
+    run("merge", a, b, "--parts", "none", "--out", tmp_path / "plain")
     assert not close(loaded(tmp_path / "plain", model).state_dict(), model.state_dict(), atol=0.1)
 
 
 def test_the_average_is_the_one_that_the_diagnosis_names(tmp_path: Path) -> None:
     model = model_of("bert-classifier")
     a, b = saved(model, tmp_path / "a"), saved(near(model, scale=1e-3), tmp_path / "b")
-    assert "Aligned parts: none." in merge(a, b, "--weights", "1, 3", "--out", tmp_path / "out")
+    assert "Aligned parts: none." in run("merge", a, b, "--weights", "1, 3", "--out", tmp_path / "out")
     ours, theirs, found = (load_file(folder / WEIGHTS) for folder in (a, b, tmp_path / "out"))
     assert close(found, {n: ours[n] / 4 + 3 * theirs[n] / 4 for n in ours}, atol=1e-6)
     far = saved(model_of("bert-classifier", 1), tmp_path / "far")
-    output = merge(a, far)
+    output = run("merge", a, far)
     assert "come from another basis" in output
     assert "Aligned parts: residual, output, heads, attention, ffn." in output
     assert f"'{far}': squared distance to the anchor" in output
@@ -91,7 +85,7 @@ def test_shards_and_pickles_are_read_and_the_rest_is_as_in_the_first_model(tmp_p
     (b / WEIGHTS).unlink()
     tokenizer(a, size=60)
     (tmp_path / "out").mkdir()  # an empty folder is filled
-    merge(a, b, "--out", tmp_path / "out")
+    run("merge", a, b, "--out", tmp_path / "out")
     found = load_file(tmp_path / "out" / WEIGHTS)
     assert all(torch.equal(t, ((ours[n].float() + theirs[n]) / 2).bfloat16()) for n, t in found.items())
     settings = [json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", a)]
@@ -123,6 +117,5 @@ def test_nothing_is_left_without_a_path_or_when_it_fails(
 def test_values_beyond_the_dtype_are_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
     saved(model_of("bert-classifier").half(), pair[0])
     change(pair[1], lambda tensors: {**tensors, "classifier.bias": torch.full((3,), 1e6)})
-    code, output = invoke("merge", *pair, "--out", tmp_path / "out")
-    assert (code, "'classifier.bias' holds NaN or Inf" in output) == (2, True), output
+    run("merge", *pair, "--out", tmp_path / "out", code=2, says="'classifier.bias' holds NaN or Inf")
     assert not (tmp_path / "out").exists()

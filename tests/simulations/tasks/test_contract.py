@@ -20,19 +20,19 @@ from fedrot.simulations.tasks.training import OBJECTIVES, Task, check_labels, ch
 from tests.simulations.tasks.cases import CASES, experiment_of, model_for, parts, task_for
 
 SINGLE = ("accuracy", "macro_f1", "ece", "calibrated_loss")
-#: The metrics of the cases, the headline metric first.
+#: The cases that run here, with their metrics, the headline metric first.
 METRICS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("bert", "distilbert", "gpt2", "llama", "image"), SINGLE),
+    **dict.fromkeys(("distilbert", "gpt2", "llama", "image"), SINGLE),
     "multi": ("macro_f1", "micro_f1", "accuracy"),
     "regression": ("pearson", "spearman"),
     "domains": ("macro_f1", "unseen_macro_f1", "f1_seen", "f1_other", "f1_unseen"),
-    **dict.fromkeys(("mlm bert", "mlm distilbert"), ("pseudo_perplexity", "accuracy")),
-    **dict.fromkeys(("clm gpt2", "clm llama"), ("perplexity",)),
-    **dict.fromkeys(("ner bert", "ner distilbert"), ("f1", "precision", "recall")),
+    "mlm bert": ("pseudo_perplexity", "accuracy"),
+    "clm gpt2": ("perplexity",),
+    "ner bert": ("f1", "precision", "recall"),
 }
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=METRICS)
 def case(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -46,7 +46,9 @@ def test_every_task_and_architecture_has_a_case() -> None:
     assert list(OBJECTIVES) == list(TASKS)
     every = {(task, architecture) for task, own in TASKS.items() for architecture in own.architectures}
     assert {(e.task, e.architecture) for e in map(experiment_of, CASES)} == every
-    assert set(METRICS) == set(CASES)
+    run = [experiment_of(name) for name in METRICS]
+    assert {e.task for e in run} == {*TASKS}
+    assert {e.architecture for e in run} == {architecture for _, architecture in every}
 
 
 def oracle(task: Task, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -102,9 +104,6 @@ def test_an_evaluation_is_the_mean_over_rows_one_by_one(case: str, task: Task) -
         assert found[METRICS[case][0]] == pytest.approx(math.exp(expected), rel=1e-3)
     turned = training.evaluate(model, task, task.test, rows[::-1].copy())
     assert turned == pytest.approx(found, rel=1e-4, abs=1e-6)
-    if task.experiment.task not in ("mlm", "clm", "ner"):
-        tiled = training.evaluate(model, task, task.test, np.tile(rows, 5))
-        assert tiled["loss"] == pytest.approx(found["loss"], rel=1e-4)
 
 
 def test_training_learns_with_the_same_bits_for_a_seed(
@@ -135,12 +134,11 @@ def test_training_learns_with_the_same_bits_for_a_seed(
     assert trained(4)[0] != loss
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_diverged_model_and_no_rows_have_no_scores(task: Task, value: float) -> None:
+def test_a_diverged_model_and_no_rows_have_no_scores(task: Task) -> None:
     model = model_for(task)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.fill_(value)
+            parameter.fill_(math.nan)
     nothing = np.arange(0)
     for rows in (np.arange(4), nothing):
         found = training.evaluate(model, task, task.test, rows)

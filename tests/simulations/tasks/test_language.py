@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -33,13 +32,6 @@ def encoded_of(ids: list[Any], pad_id: int = 0) -> EncodedText:
     return EncodedText(np.zeros(len(ids)), rows, [np.zeros_like(row) for row in rows], pad_id)
 
 
-def random_ids(rows: int, tokens: int) -> list[np.ndarray]:
-    """Return random ordinary tokens between [CLS] and [SEP]."""
-    ids = np.random.default_rng(0).integers(5, 6000, (rows, tokens))
-    ids[:, 0], ids[:, -1] = 2, 3
-    return list(ids)
-
-
 def hidden(task: Task, encoded: EncodedText, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens and the labels of a batch of all rows; without a seed of an evaluation."""
     rng = None if seed is None else np.random.default_rng(seed)
@@ -48,7 +40,9 @@ def hidden(task: Task, encoded: EncodedText, seed: int | None) -> tuple[np.ndarr
 
 
 def test_fifteen_per_cent_are_hidden_as_bert_does_it(task: Task) -> None:
-    encoded = encoded_of([*random_ids(1999, 102), random_ids(1, 110)[0]])
+    tokens = np.random.default_rng(0).integers(5, 6000, (2000, 102))
+    tokens[:, 0], tokens[:, -1] = 2, 3
+    encoded = encoded_of([*tokens[:-1], np.insert(tokens[-1], 1, [9] * 8)])
     ids = encoded.batch(np.arange(2000))["input_ids"].numpy()
     shown, labels = hidden(task, encoded, 1)
     chosen = labels != IGNORED
@@ -65,9 +59,6 @@ def test_fifteen_per_cent_are_hidden_as_bert_does_it(task: Task) -> None:
     assert len(np.unique(others)) > 2000
     # Every place is as likely as any other.
     assert chosen[:-1, 1:101].mean(axis=0) == pytest.approx(np.full(100, 0.15), abs=0.04)
-    again = hidden(task, encoded, 1)
-    assert np.array_equal(shown, again[0])
-    assert not np.array_equal(labels, hidden(task, encoded, 2)[1])
 
 
 @pytest.mark.parametrize("seed", [0, None])
@@ -106,14 +97,13 @@ def test_accuracy_is_the_share_of_hidden_tokens_and_a_hopeless_perplexity_infini
     labels = task.objective.batch(task.test, rows)["labels"]
     tokens = labels[labels != IGNORED]
     common = int(tokens.mode().values)
+    sure = model_for(task)
     for bias, loss in ((20.0, (5, 25)), (1e4, (1e3, 1e5))):
-        sure = model_for(task)
         with torch.no_grad():
             sure.get_parameter("cls.predictions.bias")[common] = bias
         found = training.evaluate(sure, task, task.test, rows)
         assert found["accuracy"] == pytest.approx(float((tokens == common).float().mean()))
         assert loss[0] < found["loss"] < loss[1]
-    assert found["accuracy"] > 0
     assert found["pseudo_perplexity"] == math.inf
 
 
@@ -133,11 +123,10 @@ def test_rows_with_nothing_to_predict_are_passed_over(name: str, ids: Any, usabl
     found = training.evaluate(model, odd, encoded, np.arange(3))
     assert found == training.evaluate(model, odd, encoded, np.array(usable))
     assert all(map(math.isnan, training.evaluate(model, odd, encoded, np.array([1])).values()))
-    assert math.isnan(training.train(copy.deepcopy(model), odd, np.array([1]), 0))
     (batch,) = training.step_batches(odd, model, np.array([*usable, *[1] * 20]), len(usable), 8, 0)
     assert len(batch["labels"]) == len(usable)
     one = replace(odd, experiment=task.experiment.model_copy(update={"batch_size": 1}))
-    assert math.isfinite(training.train(copy.deepcopy(model), one, np.arange(3), 0))
+    assert math.isfinite(training.train(model, one, np.arange(3), 0))
 
 
 def test_the_token_that_ends_a_text_is_predicted_where_it_is_that_of_padding_too() -> None:

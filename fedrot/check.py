@@ -231,13 +231,13 @@ class Float64(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        args = [_doubled(value) for value in args]
-        named = {name: _doubled(value) for name, value in (kwargs or {}).items()}
+        args = [_wide(value) for value in args]
+        named = {name: _wide(value) for name, value in (kwargs or {}).items()}
         filled = func is torch.full and named.get("dtype") is None
         if filled and isinstance(named.get("fill_value", args[-1] if args else None), float):
             named["dtype"] = torch.float64
         return func(*args, **named)
 
 
-def _doubled(value: Any) -> Any:
+def _wide(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value

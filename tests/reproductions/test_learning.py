@@ -13,8 +13,7 @@ import fedrot
 from fedrot import learning
 from fedrot.learning import Learned, loss_of, turned
 from fedrot.symmetry.actions import HeadRotation, Permutation
-from fedrot.symmetry.groups import Group, Slice, Slot
-from fedrot.symmetry.groups import Move
+from fedrot.symmetry.groups import Group, Move, Slice, Slot
 from reproductions.learning import (
     HeadLinear,
     LearningOptions,

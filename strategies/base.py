@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import INFO, WARNING
 from typing import Any, NoReturn
 
@@ -39,6 +39,11 @@ from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.strategies.wire.records import STATISTICS
 from fedrot.tensors import Tensors, checked_device
 
+#: Attributes with data of one round, or of one call of ``start``.
+_OF_ONE_ROUND = frozenset(
+    ("_broadcast", "_config", "_grid", "_timeout", "_sent", "_sent_to_evaluate", "_begun")
+)
+
 
 class ReplyStrategy(Strategy):
     """Mixin that reads and checks every reply before the base strategy aggregates.
@@ -63,12 +68,6 @@ class ReplyStrategy(Strategy):
 
     #: True in simulations: deterministic rounds sort replies by the ids that clients send.
     trusts_ids = False
-
-    #: Attributes that are not in checkpoints: arguments of the constructor, or data of one round.
-    not_in_checkpoints: tuple[str, ...] = (
-        *("server", "checkpoints", "reporting", "_device"),
-        *("_broadcast", "_config", "_grid", "_timeout", "_sent", "_sent_to_evaluate", "_begun"),
-    )
 
     def __init__(
         self,
@@ -305,6 +304,19 @@ class ReplyStrategy(Strategy):
         Raises:
             FedrotError: the messages lack something that clients need.
         """
+
+    # Checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """Return, by name, the attributes that may be a run's state: all but those of one round.
+
+        A checkpoint holds those that changed since the run began. A subclass may leave out others.
+        """
+        return {name: value for name, value in vars(self).items() if name not in _OF_ONE_ROUND}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Set the attributes that a checkpoint holds."""
+        vars(self).update(state)
 
     def _begin_round(self, server_round: int, arrays: ArrayRecord) -> None:
         self._begun, self._broadcast = server_round, arrays

@@ -25,7 +25,7 @@ from fedrot.strategies.reporting.rows import (
     report_metrics,
     reporting_evaluations,
 )
-from fedrot.strategies.reporting.verdict import NOBODY, OFF, empty_rounds, run_lines
+from fedrot.strategies.reporting.verdict import NOBODY, OFF, empty_rounds, run_lines, told
 from fedrot.strategies.resume.run import run
 from fedrot.strategies.round.aligner import Aligner
 from fedrot.strategies.round.inbox import Asked, Inbox, readable_evaluations, sent_by
@@ -312,7 +312,8 @@ class ReplyStrategy(Strategy):
 
         A checkpoint holds those that changed since the run began. A subclass may leave out others.
         """
-        return {name: value for name, value in vars(self).items() if name not in _OF_ONE_ROUND}
+        found = {name: value for name, value in vars(self).items() if name not in _OF_ONE_ROUND}
+        return found | {"_verdicts": told(self._verdicts)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Set the attributes that a checkpoint holds."""

@@ -276,8 +276,10 @@ def _read(folder: Path, number: int) -> Checkpoint:
             for name in metrics.keys() & _METRICS:
                 getattr(result, name)[metrics["round"]] = decode(metrics[name], {})
         return Checkpoint(folder, number, result, about["state"], bulk)
-    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
-        raise _DamagedError(f"One of its files is damaged or missing: {error!r}") from error
+    except OSError as error:
+        raise _DamagedError(f"{error}.") from error
+    except (ValueError, LookupError, TypeError, SafetensorError) as error:
+        raise _DamagedError(f"'{_STATE}' is damaged ({error!r}).") from error
 
 
 def _check(path: Path, found: str, digest: str) -> None:

@@ -71,7 +71,7 @@ class RunState:
                 if changed or access or isinstance(value, Collection):
                     self._warn_of(value, str(error))
                 continue
-            if access or own or json.dumps(coded) != plain:
+            if access or json.dumps(coded) != plain:
                 entries.append((*key, access is not None, coded))
             arrays |= own
         generators = {name: read() for name, (read, _) in _GENERATORS.items()}

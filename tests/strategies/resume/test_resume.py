@@ -41,6 +41,7 @@ from fedrot.strategies import Aligned, FedRot
 from fedrot.strategies.resume.checkpoints import Checkpointing
 from fedrot.strategies.resume.run import run
 from fedrot.strategies.resume.state import RunState
+from fedrot.strategies.resume.values import decode
 from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.settings import Reporting as Files
 from tests.strategies.classifier import SYMMETRY, state
@@ -458,11 +459,12 @@ def test_state_that_cannot_be_saved_is_named_once(tmp_path: Path, warnings: Call
 
         def __init__(self, **settings: Any) -> None:
             super().__init__(**settings)
+            self.seen_nodes = Counter[int]()
             self.server, self.fixed = SimpleNamespace(momentum=0.0), SimpleNamespace(rate=0.5)
 
         def configure_train(self, server_round: int, *args: Any) -> Iterable[Message]:
             self.ours = object()
-            self.seen_nodes = Counter({3: server_round})
+            self.seen_nodes[3] += 1
             self.mixed = {"array": np.zeros(3), "other": object()}
             self.server.momentum = 0.5 * self.server.momentum + 1
             return super().configure_train(server_round, *args)
@@ -595,9 +597,11 @@ def test_of_our_strategies_a_checkpoint_has_what_outlives_a_round_and_attributes
             return super().aggregate_train(server_round, replies)
 
     strategy = Own(SYMMETRY, **COMMON, checkpoints=Checkpointing(tmp_path), guard=Guard("norm", False))
-    strategy.start(grid(), ArrayRecord(state()), 1, evaluate_fn=evaluate)
+    strategy.start(grid(), ArrayRecord(state()), 3, evaluate_fn=evaluated)
     found = Checkpointing(tmp_path).newest()
     assert {name for where, name, *_ in found.state["entries"] if where == "strategy"} == {
         *("_clients", "_verdicts", "ours")
     }
+    (verdicts,) = (coded for _, name, _, coded in found.state["entries"] if name == "_verdicts")
+    assert decode(verdicts, {}).keys() == {1, 3}, "those of all rounds would make checkpoints grow"
     assert warnings() == ""

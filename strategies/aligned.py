@@ -55,10 +55,6 @@ class Aligned(ReplyStrategy):
             reason.
     """
 
-    not_in_checkpoints: tuple[str, ...] = (
-        *("model_config", "symmetry", "alignment", "other_bases", "comparison"),
-    )
-
     #: Builds the aggregator of a round; None for the mean, see ``FedRot``.
     aggregation: Callable[[], Aggregator] | None = None
 

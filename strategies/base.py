@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import INFO, WARNING
 from typing import Any, NoReturn
 
@@ -24,7 +24,7 @@ from fedrot.strategies.reporting.rows import (
     report_metrics,
     reporting_evaluations,
 )
-from fedrot.strategies.reporting.verdict import NOBODY, OFF, empty_rounds, run_lines
+from fedrot.strategies.reporting.verdict import NOBODY, OFF, empty_rounds, run_lines, told
 from fedrot.strategies.resume.run import run
 from fedrot.strategies.round.aligner import Aligner
 from fedrot.strategies.round.evaluations import readable_evaluations
@@ -37,6 +37,11 @@ from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.settings import Checkpointing, Reporting, Server
 from fedrot.strategies.wire.arrays import STATISTICS, from_arrays
 from fedrot.tensors import Tensors, checked_device
+
+#: Attributes with data of one round, or of one call of ``start``.
+_OF_ONE_ROUND = frozenset(
+    ("_broadcast", "_config", "_grid", "_timeout", "_sent", "_sent_to_evaluate", "_begun")
+)
 
 
 class ReplyStrategy(Strategy):
@@ -74,12 +79,6 @@ class ReplyStrategy(Strategy):
 
     #: Chooses between the result of a round and the plain mean, if there is a guard.
     comparison: Comparison | None = None
-
-    #: Attributes that are not in checkpoints: arguments of the constructor, or data of one round.
-    not_in_checkpoints: tuple[str, ...] = (
-        *("server", "checkpoints", "reporting", "_device"),
-        *("_broadcast", "_config", "_grid", "_timeout", "_sent", "_sent_to_evaluate", "_begun"),
-    )
 
     def __init__(
         self,
@@ -310,6 +309,20 @@ class ReplyStrategy(Strategy):
         mro = type(self).__mro__
         after = mro[mro.index(ReplyStrategy) + 1 :]
         return next(cls for cls in after if "aggregate_train" in vars(cls))
+
+    # Checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """Return, by name, the attributes that may be a run's state: all but those of one round.
+
+        A checkpoint holds those that changed since the run began. A subclass may leave out others.
+        """
+        found = {name: value for name, value in vars(self).items() if name not in _OF_ONE_ROUND}
+        return found | {"_verdicts": told(self._verdicts)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Set the attributes that a checkpoint holds."""
+        vars(self).update(state)
 
     def _begin_round(self, server_round: int, arrays: ArrayRecord) -> None:
         if self.needs_model or self.aggregator(server_round) is not None:

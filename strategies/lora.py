@@ -55,8 +55,6 @@ class AlignedLoRA(ReplyStrategy):
 
     uses_statistics = True
 
-    not_in_checkpoints: tuple[str, ...] = ("settings", "adapters")
-
     def __init__(
         self,
         settings: LoraSettings | Mapping[str, Any] | object,

@@ -178,14 +178,23 @@ def run_lines(
 
 
 def empty_rounds(verdicts: Mapping[int, str]) -> str:
-    """Return a line about the rounds without a new model, empty if there are none."""
+    """Return a line about the rounds without a new model, empty if there are none.
+
+    ``verdicts`` are those of all rounds, or those of ``told``.
+    """
     without = [number for number, said in verdicts.items() if said.startswith((NOBODY, _LOST))]
     if not without:
         return ""
     return (
-        f"No new model in {len(without)} of {counted(len(verdicts), 'round', 'rounds')}, the first is "
+        f"No new model in {len(without)} of {counted(max(verdicts), 'round', 'rounds')}, the first is "
         f"round {min(without)}: no client is in the mean, and the model did not change."
     )
+
+
+def told(verdicts: Mapping[int, str]) -> dict[int, str]:
+    """Return the verdicts that a run's last lines need, so that checkpoints do not grow."""
+    of_ends = ends(verdicts)
+    return {n: said for n, said in verdicts.items() if n in of_ends or said.startswith((NOBODY, _LOST))}
 
 
 def ends(rounds: Collection[int]) -> list[int]:

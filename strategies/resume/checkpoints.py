@@ -22,7 +22,7 @@ import safetensors.torch
 from filelock import FileLock, Timeout
 from flwr.common import log
 from flwr.serverapp.strategy import Result
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fedrot._io import NO_LOCKS, replacing, sync
@@ -32,7 +32,11 @@ from fedrot.strategies.resume.values import decode, encode
 from fedrot.strategies.wire.arrays import TIED, from_arrays, to_arrays
 
 _FORMAT = 1
-_MODEL, _STATE, _ABOUT = "model.safetensors", "state.safetensors", "checkpoint.json"
+_MODEL, _STATE = "model.safetensors", "state.safetensors"
+#: The entry of ``_STATE`` that holds, as JSON, all that is no array.
+_ABOUT = "checkpoint"
+#: Beside the checkpoints: the metrics of all rounds, a line a round.
+_LINES = "checkpoint-metrics.jsonl"
 _LOCK = ".lock"
 _NAME = re.compile(r"round-(\d{6,})")
 #: The temporary names of ``replacing``.
@@ -59,10 +63,10 @@ class Checkpointing:
 
     Example: ``FedRot(config, checkpoints=Checkpointing("runs/tuesday"))``.
 
-    A checkpoint is a folder of three files: ``model.safetensors`` with the global model under its own
-    names and in C order, ``state.safetensors`` with the arrays of the run's state, and
-    ``checkpoint.json`` with the metrics of all rounds, the other state, which tensors are tied, and the
-    SHA-256 digests of all three.
+    A checkpoint is a folder of two files: ``model.safetensors`` with the global model under its own
+    names and in C order, and ``state.safetensors`` with the run's state. All rounds' metrics are in
+    ``folder/checkpoint-metrics.jsonl``, which grows by a line a round. The state contains the SHA-256 of
+    the model, of the metrics so far and of itself.
 
     Args:
         folder: the folder for a checkpoint after every round; may be empty or missing.
@@ -77,12 +81,16 @@ class Checkpointing:
             raise FedrotError(f"keep is {keep}; at least 1 checkpoint must be kept.")
         self.folder = Path(folder)
         self.keep = keep
+        self._written = (0, 0, hashlib.sha256())
 
     def rounds(self) -> list[int]:
         """Return the rounds that have a checkpoint, valid or damaged, in order."""
         if not self.folder.is_dir():
             return []
-        names = (_NAME.fullmatch(path.name) for path in _entries(self.folder))
+        try:
+            names = [_NAME.fullmatch(path.name) for path in self.folder.iterdir()]
+        except OSError as error:
+            raise FedrotError(f"The folder of checkpoints cannot be read: {error}.") from error
         return sorted(int(name[1]) for name in names if name)
 
     def used(self) -> bool:
@@ -97,26 +105,38 @@ class Checkpointing:
             FedrotError: the folder cannot be made or written to, another run writes to it, or a file or
                 link has the name of a checkpoint.
         """
-        with _locked(self.folder):
-            self._clear()
+        path = self.folder / _LOCK
+        if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+            raise FedrotError(f"'{path}' is a link or a folder, not a lock file of fedrot. Remove it.")
+        lock = FileLock(path, timeout=0, fallback_to_soft=False)
+        try:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                _acquire(lock, path)
+                self._clear()
+            except OSError as error:
+                raise FedrotError(
+                    f"Checkpoints cannot be written to '{self.folder}': {error}. Choose another folder, "
+                    "or make this one writable."
+                ) from error
+            #: The next round, and the length and digest of the lines of the rounds before it.
+            self._written = (0, 0, hashlib.sha256())
             yield
+        finally:
+            lock.release()
 
     def _clear(self) -> None:
         """Remove unfinished checkpoints, and check that all checkpoints are folders."""
-        for path in _entries(self.folder):
+        for path in self.folder.iterdir():
             unfinished = _UNFINISHED.fullmatch(path.name)
-            if not unfinished and not _NAME.fullmatch(path.name):
-                continue
-            if path.is_symlink() or not path.is_dir():
+            ours = unfinished or _NAME.fullmatch(path.name)
+            if ours and (path.is_symlink() or not path.is_dir()):
                 raise FedrotError(
                     f"'{path}' has the name of a checkpoint, but is a file or a link. Move it, or write "
                     "to another folder."
                 )
             if unfinished:
-                try:
-                    shutil.rmtree(path)
-                except OSError as error:
-                    raise _not_writable(self.folder, error) from error
+                shutil.rmtree(path)
 
     def save(self, number: int, result: Result, state: RunState) -> Path:
         """Write the checkpoint of a round, then remove old checkpoints; call it inside ``writing``.
@@ -129,7 +149,8 @@ class Checkpointing:
         try:
             with replacing(target) as temporary:
                 temporary.mkdir()
-                _write(temporary, number, result, state)
+                lines = self._write_lines(number, result, temporary)
+                _write(temporary, result, state, {"round": number, "lines": lines})
                 if target.exists():  # A damaged checkpoint: the run resumed from an earlier one.
                     shutil.rmtree(target)
             for old in [r for r in self.rounds() if r <= number][: -self.keep]:
@@ -140,6 +161,25 @@ class Checkpointing:
                 "run stops here. Earlier checkpoints are complete; resume from them."
             ) from error
         return target
+
+    def _write_lines(self, number: int, result: Result, temporary: Path) -> tuple[int, str]:
+        """Write the metrics of the rounds up to this one; return their length in bytes and digest.
+
+        The first call replaces the file, which begins with the same lines as before; others append.
+        """
+        path = self.folder / _LINES
+        first, length, digest = self._written
+        lines = "".join(_line(done, result) for done in range(first, number + 1)).encode()
+        if first == 0:
+            (temporary / _LINES).write_bytes(lines)
+            (temporary / _LINES).replace(path)
+        else:
+            with path.open("ab") as file:
+                file.write(lines)
+        sync(path)
+        digest.update(lines)
+        self._written = (number + 1, length + len(lines), digest)
+        return length + len(lines), digest.hexdigest()
 
     def newest(self) -> Checkpoint:
         """Return the newest valid checkpoint; log a warning for each newer, damaged one.
@@ -165,81 +205,86 @@ class _DamagedError(Exception):
     """A checkpoint is damaged."""
 
 
-def _entries(folder: Path) -> list[Path]:
-    """Return the files and folders in a folder."""
+def _acquire(lock: FileLock, path: Path) -> None:
+    """Hold a lock, which ends with the process; the lock file names the process."""
     try:
-        return list(folder.iterdir())
+        lock.acquire()
+        path.write_text(f"process {os.getpid()} on {platform.node()}\n", encoding="utf-8")
+    except Timeout as error:
+        if not path.exists():
+            raise
+        owner = path.read_text(encoding="utf-8", errors="replace")[:1000].strip()
+        raise FedrotError(
+            f"Another run ({owner}) is writing checkpoints to '{path.parent}'. End this run first, or "
+            "choose another folder."
+        ) from error
     except OSError as error:
-        raise FedrotError(f"The folder of checkpoints '{folder}' cannot be read: {error}.") from error
+        if error.errno not in NO_LOCKS:
+            raise
+        log(WARNING, "'%s' cannot be locked against other runs: %s", path.parent, error)
 
 
-def _not_writable(folder: Path, error: OSError) -> FedrotError:
-    return FedrotError(
-        f"Checkpoints cannot be written to '{folder}': {error}. Choose another folder, or make this one "
-        "writable."
-    )
+def _line(number: int, result: Result) -> str:
+    """Return a round's metrics as a line of JSON; empty if it has none."""
+    found = {name: getattr(result, name).get(number) for name in _METRICS}
+    metrics = {name: encode(one, name, {}) for name, one in found.items() if one is not None}
+    return json.dumps({"round": number, **metrics}) + "\n" if metrics else ""
 
 
-def _write(folder: Path, number: int, result: Result, state: RunState) -> None:
-    arrays = result.arrays
-    tensors = _unshared(from_arrays(arrays))
-    bulk: dict[str, np.ndarray] = {}
-    about: dict[str, Any] = {
+def _write(folder: Path, result: Result, state: RunState, about: dict[str, Any]) -> None:
+    arrays, bulk = result.arrays, dict[str, np.ndarray]()
+    safetensors.torch.save_file(_unshared(from_arrays(arrays)), folder / _MODEL)
+    about |= {
         "format": _FORMAT,
-        "round": number,
-        "metrics": {name: encode(getattr(result, name), name, bulk) for name in _METRICS},
         "tied": {name: a.data.decode() if a.stype == TIED else name for name, a in arrays.items()},
         "state": state.encoded(bulk),
+        "sha256": _digest(folder / _MODEL),
     }
-    safetensors.torch.save_file(tensors, folder / _MODEL)
-    safetensors.numpy.save_file(bulk, folder / _STATE)
-    about["sha256"] = {name: _digest(folder / name) for name in (_MODEL, _STATE)}
-    (folder / _ABOUT).write_text(
-        json.dumps({"checkpoint": about, "sha256": _json_digest(about)}) + "\n", encoding="utf-8"
-    )
-    for name in (_MODEL, _STATE, _ABOUT):
+    bulk[_ABOUT] = np.frombuffer(json.dumps(about).encode(), np.uint8)
+    safetensors.numpy.save_file(bulk, folder / _STATE, {"sha256": _arrays_digest(bulk)})
+    for name in (_MODEL, _STATE):
         # safetensors makes its files private and ignores the umask.
-        (folder / name).chmod((folder / _ABOUT).stat().st_mode)
+        (folder / name).chmod(folder.stat().st_mode & 0o666)
         sync(folder / name)
     sync(folder)
 
 
 def _read(folder: Path, number: int) -> Checkpoint:
     """Return a checkpoint; raises ``_DamagedError`` if a file is changed, missing or a link."""
-    try:
-        about = _verified(folder)
-        if about["format"] != _FORMAT:
-            raise _DamagedError(f"It is in format {about['format']}; this fedrot reads {_FORMAT}.")
-        bulk = safetensors.numpy.load_file(folder / _STATE)
-        tensors = safetensors.torch.load_file(folder / _MODEL)
-        result = Result(to_arrays({name: tensors[tied] for name, tied in about["tied"].items()}))
-        for name in _METRICS:
-            setattr(result, name, decode(about["metrics"][name], bulk))
-        state = {key: about["state"][key] for key in ("strategy", "entries", "random")}
-        if about["round"] != number:
-            raise _DamagedError(f"It is of round {about['round']!r:.60}.")
-        return Checkpoint(folder, number, result, state, bulk)
-    except OSError as error:
-        raise _DamagedError(f"{error}.") from error
-    except (ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
-        raise _DamagedError(f"'{_ABOUT}' is damaged ({error!r}).") from error
-
-
-def _verified(folder: Path) -> dict[str, Any]:
-    """Return the contents of ``checkpoint.json`` after a check of all digests."""
-    for path in (folder, *(folder / name for name in (_ABOUT, _MODEL, _STATE))):
+    model, state, lines = folder / _MODEL, folder / _STATE, folder.with_name(_LINES)
+    for path in (folder, model, state, lines):
         if path.is_symlink():
             raise _DamagedError(
-                f"'{path.name}' is a link; a checkpoint and its files must not be links."
+                f"'{path.name}' is a link; checkpoints and their files must be no links."
             )
-    written = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
-    about: dict[str, Any] = written["checkpoint"]
-    if written["sha256"] != _json_digest(about):
-        raise _DamagedError(f"'{_ABOUT}' was changed after it was written.")
-    for name in (_MODEL, _STATE):
-        if _digest(folder / name) != about["sha256"][name]:
-            raise _DamagedError(f"'{name}' was changed after it was written.")
-    return about
+    try:
+        with safe_open(state, "numpy") as file:
+            bulk = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            _check(state, _arrays_digest(bulk), file.metadata()["sha256"])
+        about = json.loads(bulk.pop(_ABOUT).tobytes())
+        if (about["format"], about["round"]) != (_FORMAT, number):
+            said = f"It is of round {about['round']} in format {about['format']}"
+            raise _DamagedError(f"{said}; this fedrot reads format {_FORMAT}.")
+        _check(model, _digest(model), about["sha256"])
+        tensors = safetensors.torch.load_file(model)
+        result = Result(to_arrays({name: tensors[tied] for name, tied in about["tied"].items()}))
+        length, digest = about["lines"]
+        with lines.open("rb") as file:
+            data = file.read(length)
+        _check(lines, hashlib.sha256(data).hexdigest(), digest)
+        for metrics in map(json.loads, data.splitlines()):
+            for name in metrics.keys() & _METRICS:
+                getattr(result, name)[metrics["round"]] = decode(metrics[name], {})
+        return Checkpoint(folder, number, result, about["state"], bulk)
+    except OSError as error:
+        raise _DamagedError(f"{error}.") from error
+    except (ValueError, LookupError, TypeError, SafetensorError) as error:
+        raise _DamagedError(f"'{_STATE}' is damaged ({error!r}).") from error
+
+
+def _check(path: Path, found: str, digest: str) -> None:
+    if found != digest:
+        raise _DamagedError(f"'{path.name}' was changed after it was written.")
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -253,40 +298,14 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Make a folder, and hold its lock, which ends with the process; the lock file names the process."""
-    path = folder / _LOCK
-    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-        raise FedrotError(f"'{path}' is a link or a folder, not a lock file of fedrot. Remove it.")
-    lock = FileLock(path, timeout=0, fallback_to_soft=False)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-        path.write_text(f"process {os.getpid()} on {platform.node()}\n", encoding="utf-8")
-    except Timeout as error:
-        if not path.exists():
-            raise _not_writable(folder, error) from error
-        owner = path.read_text(encoding="utf-8", errors="replace")[:1000].strip()
-        raise FedrotError(
-            f"Another run ({owner}) is writing checkpoints to '{folder}'. End this run first, or choose "
-            "another folder."
-        ) from error
-    except OSError as error:
-        lock.release()
-        if error.errno not in NO_LOCKS:
-            raise _not_writable(folder, error) from error
-        log(WARNING, "'%s' cannot be locked against other runs: %s", folder, error)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _json_digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, allow_nan=False).encode()).hexdigest()
+def _arrays_digest(arrays: Mapping[str, np.ndarray]) -> str:
+    found = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        found.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        found.update(array)
+    return found.hexdigest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from logging import INFO, WARNING
 from pathlib import Path
@@ -41,8 +41,7 @@ def run(
     A resumed run continues after the newest valid checkpoint. It restores the model, the result so far,
     the strategy's state, the changed entries of the configurations, and the random generators. If the
     strategy has a method ``begin``, it is called first, with the last finished round: 0 if the run was
-    killed in round 1, None for a new run. If it has a method ``model_of``, the arrays that this method
-    returns are compared to recognise a checkpoint of another model.
+    killed in round 1, None for a new run.
 
     Args:
         strategy: built as for the run that is resumed.
@@ -60,15 +59,13 @@ def run(
     """
     train_config = ConfigRecord() if train_config is None else train_config
     evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
-    with ExitStack() as stack:
-        killed_in_first = resume is not None and checkpoints is not None and checkpoints.used()
-        if checkpoints is not None:
-            stack.enter_context(checkpoints.writing())
+    killed_in_first = resume is not None and checkpoints is not None and checkpoints.used()
+    with nullcontext() if checkpoints is None else checkpoints.writing():
         source = _source(checkpoints, resume)
         state = RunState(strategy, train_config, evaluate_config)
         done, result = 0, Result(arrays=initial_arrays)
         if source is not None:
-            done, result = _restored(source, strategy, initial_arrays, state)
+            done, result = _restored(source, initial_arrays, state)
             if done > num_rounds:
                 said = (
                     f"'{source.folder}' holds round {done}, and num_rounds is {num_rounds}: no round is "
@@ -120,9 +117,8 @@ class Run(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask the clients to train, in a round that is not finished."""
-        if server_round <= self.done:
-            return []
-        return self.strategy.configure_train(server_round, arrays, config, grid)
+        asked = server_round > self.done
+        return self.strategy.configure_train(server_round, arrays, config, grid) if asked else []
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -132,23 +128,21 @@ class Run(Strategy):
         if server_round <= self.done:
             return self.result.arrays if server_round == self.done else None, noted.get(server_round)
         arrays, metrics = self.strategy.aggregate_train(server_round, replies)
-        if arrays is not None:
-            self.result.arrays = arrays
-        return arrays, _note(noted, server_round, metrics)
+        self.result.arrays = self.result.arrays if arrays is None else arrays
+        return arrays, _noted(noted, server_round, metrics)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask the clients to evaluate, in a round that is not finished."""
-        if server_round <= self.done:
-            return []
-        return self.strategy.configure_evaluate(server_round, arrays, config, grid)
+        asked = server_round > self.done
+        return self.strategy.configure_evaluate(server_round, arrays, config, grid) if asked else []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Return the metrics of the clients' evaluations."""
         noted = self.result.evaluate_metrics_clientapp
         if server_round > self.done:
-            _note(noted, server_round, self.strategy.aggregate_evaluate(server_round, replies))
+            _noted(noted, server_round, self.strategy.aggregate_evaluate(server_round, replies))
         if not self.evaluates:
             self._end_round(server_round)
         return noted.get(server_round)
@@ -158,7 +152,7 @@ class Run(Strategy):
         noted = self.result.evaluate_metrics_serverapp
         # Flower evaluates the initial model as round 0.
         if self.evaluate_fn is not None and (server_round > self.done or self.done == 0):
-            _note(noted, server_round, self.evaluate_fn(server_round, arrays))
+            _noted(noted, server_round, self.evaluate_fn(server_round, arrays))
         if server_round > 0:
             self._end_round(server_round)
         return noted.get(server_round)
@@ -181,7 +175,7 @@ class Run(Strategy):
             log(INFO, "Checkpoint written to '%s' in %.2fs", folder, time.time() - started)
 
 
-def _note(
+def _noted(
     noted: dict[int, MetricRecord], number: int, metrics: MetricRecord | None
 ) -> MetricRecord | None:
     """Store and return the metrics of a round, if there are any."""
@@ -208,13 +202,10 @@ def _source(checkpoints: Checkpointing | None, resume: str | Path | None) -> Che
     return found
 
 
-def _restored(
-    source: Checkpointing, strategy: Strategy, initial: ArrayRecord, state: RunState
-) -> tuple[int, Result]:
+def _restored(source: Checkpointing, initial: ArrayRecord, state: RunState) -> tuple[int, Result]:
     """Return the last finished round and the result so far, and restore the state of the strategy."""
     found = source.newest()
-    model_of = getattr(strategy, "model_of", lambda arrays: arrays)
-    both = model_of(found.result.arrays), model_of(initial)
+    both = found.result.arrays, initial
     saved, ours = ({name: array.shape for name, array in arrays.items()} for arrays in both)
     different = sorted(name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name))
     if different:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Collection, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from logging import WARNING
 from typing import Any
 
@@ -18,22 +18,35 @@ from fedrot.errors import FedrotError
 from fedrot.strategies.flower_compat import transient_attributes
 from fedrot.strategies.resume.values import UnknownValueError, decode, encode
 
+#: Functions that read and set the state of an object.
+Access = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+#: The values of a strategy or configuration that may be state, and the function that sets some.
+Holder = tuple[dict[str, Any], Callable[[dict[str, Any]], Any]]
+
+#: The global random generators.
+_GENERATORS: dict[str, Access] = {
+    "python": (random.getstate, random.setstate),
+    "numpy": (lambda: np.random.get_state(legacy=False), np.random.set_state),
+    "torch": (torch.get_rng_state, torch.set_rng_state),
+}
+
 
 class RunState:
-    """The state of a run, without the model, read from the strategy's attributes.
+    """The state of a run, without the model.
 
-    For the strategy, and for strategies in its attributes, the state contains:
+    These are values of the strategy and of strategies in its attributes: those that its method ``state``
+    returns by name and its method ``restore`` takes back; without these methods, all its attributes. Of
+    these values, a checkpoint contains
 
-    * attributes that hold arrays, tensors or Flower records, alone or in lists and dictionaries;
-    * attributes with plain values that changed since the run started; unchanged values may be set
-      differently when the run is resumed;
+    * those that hold arrays, tensors or Flower records, alone or in lists and dictionaries;
+    * plain values that changed since the run began; others may be set differently in a resumed run;
     * the state of random generators and of objects with ``state_dict`` and ``load_state_dict``
       (modules, optimizers, privacy accountants), which is loaded into the existing objects.
 
     It also contains the changed entries of the training and evaluation configuration, and the global
-    random generators of Python, NumPy and torch (CPU). Attributes named in ``not_in_checkpoints`` of
-    any class of the strategy are left out. Other objects are left out, with a warning if they look like
-    state. Strategies of Flower and their subclasses therefore need no list of their state.
+    random generators of Python, NumPy and torch (CPU). Other values are left out, with a warning if they
+    look like state.
     """
 
     def __init__(
@@ -42,36 +55,33 @@ class RunState:
         self._strategy = strategy
         self._configs = {"train_config": train_config, "evaluate_config": evaluate_config}
         self._start = {key: (_plain(value), _parts(value)) for key, value in self._entries()}
-        self._warned: set[tuple[str, str]] = set()
+        self._warned: set[str] = set()
         self._random: dict[str, Any] = {}
 
     def encoded(self, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
         """Return the state as JSON values; arrays are added to ``arrays``."""
-        found: list[tuple[str, str, dict[str, Any]]] = []
+        entries: list[tuple[str, str, bool, Any]] = []
         for key, value in self._entries():
             access, own = _access(value), dict[str, np.ndarray]()
+            plain, parts = self._start.get(key, (None, []))
             try:
-                coded = encode(value if access is None else access[0](), ".".join(key), own)
+                coded = encode(access[0]() if access else value, ".".join(key), own)
             except UnknownValueError as error:
-                self._warn_of(key, value, error)
+                changed = [*map(id, parts)] != [*map(id, _parts(value))]
+                if changed or access or isinstance(value, Collection):
+                    self._warn_of(value, str(error))
                 continue
-            if access is not None:
-                found.append((*key, {"within": coded}))
-            elif own or json.dumps(coded) != self._start.get(key, (None,))[0]:
-                found.append((*key, {"value": coded}))
+            if access or json.dumps(coded) != plain:
+                entries.append((*key, access is not None, coded))
             arrays |= own
-        generators = {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(legacy=False),
-            "torch": torch.get_rng_state(),
-        }
+        generators = {name: read() for name, (read, _) in _GENERATORS.items()}
         return {
             "strategy": type(self._strategy).__qualname__,
-            "entries": found,
+            "entries": entries,
             "random": encode(generators, "random", arrays),
         }
 
-    def restore(self, saved: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    def restore(self, saved: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         """Restore the state that ``encoded`` returned, except the random generators.
 
         Raises:
@@ -83,68 +93,62 @@ class RunState:
                 f"The checkpoint is of a {saved['strategy']}, the strategy is a {ours}. Resume with the "
                 "strategy of the checkpoint, or start a new run from its model.safetensors."
             )
-        holders = self._holders()
-        for where, name, entry in saved["entries"]:
-            holder, _ = holders.get(where, (None, None))
-            access = _access(holder.get(name)) if holder is not None else None
-            if holder is None or ("within" in entry and access is None):
+        holders, existing = self._holders(), dict(self._entries())
+        restored: dict[str, dict[str, Any]] = {where: {} for where in holders}
+        for where, name, within, coded in saved["entries"]:
+            access = _access(existing.get((where, name)))
+            if where not in holders or (within and access is None):
                 raise FedrotError(
                     f"The checkpoint has the state of '{where}.{name}', which this run does not have. "
                     "Resume with the strategy of the checkpoint."
                 )
-            if access is not None and "within" in entry:
-                access[1](decode(entry["within"], arrays))
+            if within and access is not None:
+                access[1](decode(coded, arrays))
             else:
-                holder[name] = decode(entry["value"], arrays)
+                restored[where][name] = decode(coded, arrays)
+        for where, values in restored.items():
+            holders[where][1](values)
         self._random = decode(saved["random"], arrays)
 
     def restore_random(self) -> None:
         """Restore the global random generators, after ``restore``."""
-        random.setstate(self._random["python"])
-        np.random.set_state(self._random["numpy"])
-        torch.set_rng_state(self._random["torch"])
+        for name, (_, restore) in _GENERATORS.items():
+            restore(self._random[name])
 
-    def _holders(self) -> dict[str, tuple[MutableMapping[str, Any], frozenset[str]]]:
-        """Return the mappings that hold state, by path, each with the names to leave out."""
-        strategies = _strategies(self._strategy, "strategy", set())
-        attributes = {path: (vars(strategy), _left_out(strategy)) for path, strategy in strategies}
-        return attributes | {path: (config, frozenset()) for path, config in self._configs.items()}
+    def _holders(self) -> dict[str, Holder]:
+        """Return the values of the strategies and configurations, and how they are set, by path."""
+        configs = {path: (dict(one), one.update) for path, one in self._configs.items()}
+        return {**dict(_strategies(self._strategy, "strategy", set())), **configs}
 
     def _entries(self) -> Iterator[tuple[tuple[str, str], Any]]:
-        for where, (holder, left_out) in self._holders().items():
-            for name, value in list(holder.items()):
-                if name not in left_out and not isinstance(value, Strategy):
+        for where, (values, _) in self._holders().items():
+            for name, value in values.items():
+                if not isinstance(value, Strategy):
                     yield (where, name), value
 
-    def _warn_of(self, key: tuple[str, str], value: Any, error: UnknownValueError) -> None:
-        """Warn once about an attribute that looks like state but is not saved."""
-        _, before = self._start.get(key, (None, []))
-        changed = [*map(id, before)] != [*map(id, _parts(value))]
-        looks_like_state = changed or isinstance(value, Collection) or _access(value) is not None
-        if looks_like_state and key not in self._warned:
-            log(
-                WARNING,
-                "Not in the checkpoints, and lost when the run is resumed: %s Add the methods "
-                "state_dict and load_state_dict to its class, or name it in not_in_checkpoints.",
-                error,
-            )
-            self._warned.add(key)
+    def _warn_of(self, value: Any, error: str) -> None:
+        # fedrot's own objects have no state beyond a round.
+        if error not in self._warned and not type(value).__module__.startswith("fedrot."):
+            said = "Not in the checkpoints, and lost when the run is resumed: %s Give its class"
+            methods = "state_dict and load_state_dict, or the strategy the methods state and restore"
+            log(WARNING, f"{said} the methods {methods}.", error)
+            self._warned.add(error)
 
 
-def _strategies(strategy: Strategy, path: str, seen: set[int]) -> Iterator[tuple[str, Strategy]]:
-    """Yield a strategy and the strategies in its attributes, each with its path."""
+def _strategies(strategy: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Holder]]:
+    """Yield what may be state of a strategy and of those in its attributes, each with its path."""
     if id(strategy) in seen:
         return
     seen.add(id(strategy))
-    yield path, strategy
-    for name, value in vars(strategy).items():
-        if isinstance(value, Strategy):
-            yield from _strategies(value, f"{path}.{name}", seen)
+    explicit = all(callable(getattr(strategy, name, None)) for name in ("state", "restore"))
 
-
-def _left_out(strategy: Strategy) -> frozenset[str]:
-    named = (vars(kind).get("not_in_checkpoints", ()) for kind in type(strategy).__mro__)
-    return transient_attributes(strategy).union(*named)
+    values = strategy.state() if explicit else vars(strategy)
+    left_out = transient_attributes(strategy)
+    kept = {name: one for name, one in values.items() if name not in left_out}
+    yield path, (kept, strategy.restore if explicit else vars(strategy).update)
+    for name, one in list(vars(strategy).items()):
+        if isinstance(one, Strategy):
+            yield from _strategies(one, f"{path}.{name}", seen)
 
 
 def _plain(value: Any) -> str | None:
@@ -162,10 +166,8 @@ def _parts(value: Any) -> list[Any]:
     return [value, *getattr(value, "__dict__", {}).values()]
 
 
-def _access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Return the functions that read and set an object's state; None if it has no state."""
-    if isinstance(value, type):
-        return None
+def _access(value: Any) -> Access | None:
+    """Return how an object's state is read and set in place; None if it has no state of its own."""
     if isinstance(value, random.Random):
         return value.getstate, value.setstate
     if isinstance(value, np.random.Generator):
@@ -175,13 +177,5 @@ def _access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None
         return lambda: value.get_state(legacy=False), value.set_state
     if isinstance(value, torch.Generator):
         return value.get_state, value.set_state
-    if all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")):
-        return lambda: _plain_dicts(value.state_dict()), value.load_state_dict
-    return None
-
-
-def _plain_dicts(state: Any) -> Any:
-    """Return a state with subclasses of dict and tensor replaced by plain ones."""
-    if isinstance(state, dict):
-        return {name: _plain_dicts(value) for name, value in state.items()}
-    return state.detach() if isinstance(state, torch.Tensor) else state
+    both = all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+    return (value.state_dict, value.load_state_dict) if both and not isinstance(value, type) else None

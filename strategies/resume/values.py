@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,15 +19,6 @@ _NUMBERS = "?bBhHiIlLqQefd"
 
 class UnknownValueError(TypeError):
     """A value, or a part of it, has a type that cannot be encoded."""
-
-
-def _of_array(array: Array) -> list[Any]:
-    return [array.dtype, list(array.shape), array.stype, np.frombuffer(array.data, np.uint8)]
-
-
-def _array(parts: list[Any]) -> Array:
-    dtype, shape, stype, data = parts
-    return Array(dtype, tuple(shape), stype, data.tobytes())
 
 
 def _of_tensor(tensor: Tensor) -> list[Any]:
@@ -47,10 +39,11 @@ _CODES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     set: (list, set),
     frozenset: (list, frozenset),
     dict: (lambda items: [[*pair] for pair in items.items()], dict),
-    ArrayRecord: (dict, ArrayRecord),
-    MetricRecord: (dict, MetricRecord),
-    ConfigRecord: (dict, ConfigRecord),
-    Array: (_of_array, _array),
+    **{kind: (dict, kind) for kind in (OrderedDict, ArrayRecord, MetricRecord, ConfigRecord)},
+    Array: (
+        lambda array: [array.dtype, [*array.shape], array.stype, np.frombuffer(array.data, np.uint8)],
+        lambda parts: Array(parts[0], tuple(parts[1]), parts[2], parts[3].tobytes()),
+    ),
     Tensor: (_of_tensor, _tensor),
     np.generic: (np.asarray, lambda array: array[()]),
 }
@@ -80,7 +73,7 @@ def encode(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
     return {kind.__name__: encode(_CODES[kind][0](value), path, arrays)}
 
 
-def decode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
+def decode(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     """Return the value that ``encode`` was given; arrays are writable copies."""
     if isinstance(value, list):
         return [decode(item, arrays) for item in value]

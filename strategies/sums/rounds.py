@@ -31,8 +31,6 @@ class FitsHead(ReplyStrategy):
         **kwargs: of the strategy behind.
     """
 
-    not_in_checkpoints: tuple[str, ...] = ("_heads",)
-
     def __init__(self, *args: Any, fit_head: bool | str = False, **kwargs: Any) -> None:
         self.fit_head, self.head_loss = fit_head, math.nan
         super().__init__(*args, **kwargs)

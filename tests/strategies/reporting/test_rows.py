@@ -15,11 +15,9 @@ import fedrot
 from fedrot.strategies import Aligned, FedRot
 from fedrot.strategies.reporting.rows import cut_rows, report_metrics, reporting_evaluations
 from fedrot.strategies.settings import Checkpointing, Reporting
-from tests.models import State, config_of, near
-from tests.strategies.classifier import NAME, SYMMETRY, state
+from tests.models import State, near
+from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import FakeGrid, reply
-
-CONFIG = config_of(NAME)
 
 
 class AlignedFedAdam(Aligned, FedAdam):
@@ -68,7 +66,7 @@ def test_every_round_and_stage_has_one_row_that_is_there_when_its_stage_ends(
         return MetricRecord({"norm": 1.5 * number}) if number != 1 else None
 
     reporting = Reporting(path, lambda number, metrics: heard.append((number, metrics)))
-    result = strategy(CONFIG, reporting=reporting).start(
+    result = strategy(SYMMETRY, reporting=reporting).start(
         grid(), ArrayRecord(state()), 2, evaluate_fn=evaluate
     )
     rows = stages_of(path)
@@ -122,7 +120,7 @@ def test_an_error_of_the_function_ends_the_run() -> None:
         raise OSError("no space left for the tracker")
 
     with pytest.raises(OSError, match="no space left"):
-        FedRot(CONFIG, reporting=Reporting(on_round=full)).start(grid(), ArrayRecord(state()), 1)
+        FedRot(SYMMETRY, reporting=Reporting(on_round=full)).start(grid(), ArrayRecord(state()), 1)
 
 
 def test_a_resumed_run_goes_on_with_its_rows(tmp_path: Path, warnings: Any) -> None:
@@ -131,7 +129,7 @@ def test_a_resumed_run_goes_on_with_its_rows(tmp_path: Path, warnings: Any) -> N
 
     def play(rounds: int) -> None:
         strategy = FedRot(
-            CONFIG,
+            SYMMETRY,
             reporting=Reporting(path, lambda number, metrics: heard.append(number)),
             checkpoints=Checkpointing(kept),
             fraction_evaluate=0,

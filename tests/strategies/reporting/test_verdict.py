@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ import torch
 from fedrot.report import AlignmentReport, GroupReport
 from fedrot.strategies import FedRot
 from fedrot.strategies.reporting.verdict import (
-    ACCEPTED,
     CHANCE,
     DROPPED,
-    FAILED,
     FOUND,
     MOVED,
     NOBODY,
@@ -24,12 +21,16 @@ from fedrot.strategies.reporting.verdict import (
     REMOVED,
     empty_rounds,
     run_lines,
+    told,
     verdict,
 )
-from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting
-from fedrot.symmetry.moves import Move, apply_moves
+from fedrot.strategies.reporting.verdict import (
+    figures as metrics_of,
+)
+from fedrot.strategies.settings import Checkpointing, Reporting
+from fedrot.symmetry.groups import Move, apply_moves
 from tests.models import HEADS, State, near
-from tests.strategies.classifier import SYMMETRY, build, permuted, state
+from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import ArrayRecord, FakeGrid, failure, reply
 
 TURNED = "heads are rotated relative to each other"
@@ -60,88 +61,81 @@ def found(*reports: AlignmentReport, **about: Any) -> str:
     return verdict(reports, **{"accepted": len(reports), **about})
 
 
-def test_clients_that_had_turned() -> None:
-    client = report(*rows("attention", 0.2, 0.16, 0.08, 0.068, moved=3))
-    assert found(*[client] * 4) == (
+NEAR = [rows("attention", 0.3, moved=1), rows("ffn", 0.0, chance=0.0)]
+FAR = [rows("attention", 0.1, moved=1, of=1000.0), rows("ffn", 0.0, chance=0.0, of=1000.0)]
+SCALED = rows("rescale", 0.001, chance=0.004, moved=1)
+BOTH = "rotation 24.0 % of the distance, chance 6.1 %; permutation 20.0 % of the distance, chance 0.0 %"
+#: The groups of each reply, and the verdict's beginning.
+VERDICTS: dict[str, tuple[list[list[list[GroupReport]]], str]] = {
+    "clients had turned": (
+        [[rows("attention", 0.2, 0.16, 0.08, 0.068, moved=3)]] * 4,
         "rotation 12.7 % of the distance, chance 6.1 %: heads are rotated relative to each other; "
-        "12 of 16 groups moved"
-    )
-
-
-def test_shares_are_of_the_distance_of_all_clients() -> None:
-    """A client ten times as far away counts ten times, and the feed-forward layers do not count."""
-    near_by = report(*rows("attention", 0.3, moved=1), *rows("ffn", 0.0, chance=0.0))
-    far = report(*rows("attention", 0.1, moved=1, of=1000.0), *rows("ffn", 0.0, chance=0.0, of=1000.0))
-    assert found(near_by, far).startswith("rotation 11.8 % of the distance, chance 6.1 %: heads")
-
-
-def test_nothing_beyond_chance() -> None:
-    client = report(*rows("attention", 0.035, 0.035), *rows("ffn", 0.0, chance=0.0, of=0.0))
-    assert found(client, client) == (
-        "nothing beyond chance (rotation 3.5 %, chance 6.1 %): averaged as they are"
-    )
-
-
-def test_more_than_chance_and_less_than_is_required() -> None:
-    assert found(report(*rows("attention", 0.07))) == (
-        "too little beyond chance (rotation 7.0 %, chance 6.1 %): averaged as they are"
-    )
-
-
-def test_permutations_near_an_anchor_find_nothing_and_chance_neither() -> None:
-    client = report(*rows("ffn", 0.0, chance=0.0), *rows("rescale", 0.0, chance=0.0))
-    expected = "nothing beyond chance (permutation 0.0 %, chance 0.0 %): averaged as they are"
-    assert found(client) == expected
-
-
-def test_units_that_had_changed_places() -> None:
-    client = report(*rows("ffn", 0.2, 0.0, chance=0.004, moved=1))
-    assert found(client) == (
+        "12 of 16 groups moved",
+    ),
+    # A client ten times as far away counts ten times, and the feed-forward layers do not count.
+    "shares are of the distance of all clients": (
+        [NEAR, FAR],
+        "rotation 11.8 % of the distance, chance 6.1 %: heads",
+    ),
+    "nothing beyond chance": (
+        [[rows("attention", 0.035, 0.035), rows("ffn", 0.0, chance=0.0, of=0.0)]] * 2,
+        "nothing beyond chance (rotation 3.5 %, chance 6.1 %): averaged as they are",
+    ),
+    "more than chance and less than is required": (
+        [[rows("attention", 0.07)]],
+        "too little beyond chance (rotation 7.0 %, chance 6.1 %): averaged as they are",
+    ),
+    "permutations near an anchor find nothing, and chance neither": (
+        [[rows("ffn", 0.0, chance=0.0), rows("rescale", 0.0, chance=0.0)]],
+        "nothing beyond chance (permutation 0.0 %, chance 0.0 %): averaged as they are",
+    ),
+    "units had changed places": (
+        [[rows("ffn", 0.2, 0.0, chance=0.004, moved=1)]],
         "permutation 10.0 % of the distance, chance 0.4 %: units are in another order; "
-        "1 of 2 groups moved"
-    )
+        "1 of 2 groups moved",
+    ),
+    "every movement is named, and only those beyond chance are a cause": (
+        [[rows("attention", 0.24, moved=1), rows("heads", 0.2, chance=0.0, moved=1), SCALED]],
+        f"{BOTH}; rescaling 0.1 % of the distance, chance 0.4 %: heads are rotated relative to each "
+        "other and units are in another order; 3 of 3 groups moved",
+    ),
+    "a group moved, and all of them together are no more than chance": (
+        [[rows("attention", 0.12, 0.0, 0.0, moved=1)]],
+        "rotation 4.0 % of the distance, chance 6.1 %: no more than chance in all; 1 of 3 groups moved",
+    ),
+    "a movement whose groups stayed is no cause": (
+        [[rows("attention", 0.24), rows("heads", 0.2, chance=0.0, moved=1)]],
+        f"{BOTH}: units are in another order; 1 of 2 groups moved",
+    ),
+    "as much as chance is not beyond it": (
+        [[rows("attention", 0.061)]],
+        "nothing beyond chance (rotation 6.1 %",
+    ),
+    "a movement that finds less than chance is named even if it finds nothing": (
+        [[rows("attention", 0.0), rows("ffn", 0.2, chance=0.004, moved=1)]],
+        "rotation 0.0 % of the distance, chance 6.1 %; permutation 20.0 %",
+    ),
+    "a distance has grown": (
+        [[rows("attention", -0.1, chance=None, moved=1)]],
+        "rotation -10.0 % of the distance removed, chance not known; 1 of 1 groups moved",
+    ),
+    "the whole model has no chance": (
+        [[rows("attention", 0.3, chance=None), rows("residual", 0.0, chance=None)]],
+        "nothing removed, chance not known: averaged as they are",
+    ),
+    "no groups": ([[]], "nothing to align: averaged as they are"),
+    "no distance": (
+        [[rows("attention", 0.0, 0.0, of=0.0)]],
+        "nothing to align: averaged as they are",
+    ),
+}
 
 
-def test_every_movement_is_named_and_only_those_beyond_chance_are_a_cause() -> None:
-    turned = rows("attention", 0.24, moved=1)
-    scaled = rows("rescale", 0.001, chance=0.004, moved=1)
-    client = report(*turned, *rows("heads", 0.2, chance=0.0, moved=1), *scaled)
-    assert found(client) == (
-        "rotation 24.0 % of the distance, chance 6.1 %; permutation 20.0 % of the distance, chance "
-        "0.0 %; rescaling 0.1 % of the distance, chance 0.4 %: heads are rotated relative to each other "
-        "and units are in another order; 3 of 3 groups moved"
-    )
-
-
-def test_a_group_moved_and_all_of_them_together_are_no_more_than_chance() -> None:
-    assert found(report(*rows("attention", 0.12, 0.0, 0.0, moved=1))) == (
-        "rotation 4.0 % of the distance, chance 6.1 %: no more than chance in all; 1 of 3 groups moved"
-    )
-
-
-def test_a_movement_whose_groups_stayed_is_no_cause() -> None:
-    client = report(*rows("attention", 0.24), *rows("heads", 0.2, chance=0.0, moved=1))
-    assert found(client) == (
-        "rotation 24.0 % of the distance, chance 6.1 %; permutation 20.0 % of the distance, chance "
-        "0.0 %: units are in another order; 1 of 2 groups moved"
-    )
-
-
-def test_as_much_as_chance_is_not_beyond_it() -> None:
-    assert found(report(*rows("attention", 0.061))).startswith("nothing beyond chance (rotation 6.1 %")
-
-
-def test_a_movement_that_finds_less_than_chance_is_named_even_if_it_finds_nothing() -> None:
-    client = report(*rows("attention", 0.0), *rows("ffn", 0.2, chance=0.004, moved=1))
-    assert found(client).startswith("rotation 0.0 % of the distance, chance 6.1 %; permutation 20.0 %")
-
-
-def test_a_distance_that_has_grown_is_said() -> None:
-    groups = rows("attention", -0.1, chance=None, moved=1)
-    assert found(report(*groups), other_basis=1) == (
-        "1 reply from another basis: rotation -10.0 % of the distance removed, chance not known; "
-        "1 of 1 groups moved"
-    )
+@pytest.mark.parametrize("name", VERDICTS)
+def test_the_verdict_on_replies(name: str) -> None:
+    replies, expected = VERDICTS[name]
+    said = found(*(report(*(group for part in parts for group in part)) for parts in replies))
+    assert said.startswith(expected)
 
 
 def test_another_basis_has_no_chance() -> None:
@@ -153,11 +147,6 @@ def test_another_basis_has_no_chance() -> None:
         "3 replies from another basis: rotation 25.0 %, permutation 45.0 % of the distance removed, "
         "chance not known; 6 of 6 groups moved"
     )
-
-
-def test_the_whole_model_has_no_chance() -> None:
-    still = report(*rows("attention", 0.3, chance=None), *rows("residual", 0.0, chance=None))
-    assert found(still) == "nothing removed, chance not known: averaged as they are"
 
 
 @pytest.mark.parametrize(
@@ -174,11 +163,6 @@ def test_some_replies_from_another_basis(share: float, moved: int, beginning: st
         f"{beginning}; 1 reply from another basis: rotation 50.0 % of the distance removed, "
         f"chance not known; {end} of 3 groups moved"
     )
-
-
-@pytest.mark.parametrize("groups", [[], rows("attention", 0.0, 0.0, of=0.0)])
-def test_no_groups_or_no_distance(groups: list[GroupReport]) -> None:
-    assert found(report(*groups)) == "nothing to align: averaged as they are"
 
 
 def test_alignment_off() -> None:
@@ -236,9 +220,11 @@ def test_short_runs(rounds: dict[int, dict[str, float]], expected: list[str]) ->
     assert run_lines(rounds, dict.fromkeys(rounds, "verdict")) == expected
 
 
-def test_rounds_without_a_model_are_counted() -> None:
-    verdicts = {9: NOBODY, 7: "no new model: 1 good reply, 2 needed", 4: OFF, 5: "verdict"}
-    assert empty_rounds(verdicts).startswith("No new model in 2 of 4 rounds, the first is round 7: ")
+def test_rounds_without_a_model_are_counted_also_if_only_the_verdicts_to_tell_are_left() -> None:
+    said = {1: "a", 2: "b", 4: "no new model: 1 good reply, 2 needed", 5: OFF, 7: NOBODY, 9: "c"}
+    assert told(said).keys() == {1, 4, 7, 9}
+    for verdicts in (said, told(said)):
+        assert empty_rounds(verdicts).startswith("No new model in 2 of 9 rounds, the first is round 4: ")
     assert empty_rounds({1: OFF, 2: "verdict"}) == ""
 
 
@@ -305,22 +291,14 @@ def test_a_resumed_run_sums_up_the_rounds_before(
     assert lines.count(second[:-1]) == 1
 
 
-def test_a_round_of_another_basis_leaves_chance_out(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    strategy = FedRot(SYMMETRY, fraction_evaluate=0.0, other_basis=OtherBasis(build))
-    updates = [near(state(), 0.02, 1), permuted(near(state(), 0.02, 2), 2), near(state(), 0.02, 3)]
-    lines = lines_of(caplog, strategy, updates, 1)
-    sentence, _ = [line for line in lines if "chance not known" in line]
-    assert re.match(r"Round 1: .*rotation \d+\.\d %.*, chance \d+\.\d %", sentence)
-    assert "; 1 reply from another basis: rotation " in sentence
-
-    # The first of these is the round's anchor.
-    lines = lines_of(caplog, strategy, [permuted(near(state(), 0.02, i), i) for i in (2, 3)], 1)
-    assert "of the distance removed, chance not known; " in lines[-1]
-    record = next(line for line in lines if "Aggregated MetricRecord" in line)
-    assert FOUND not in record
-    assert CHANCE not in record
-    assert all(name in record for name in (REMOVED, MOVED, ACCEPTED, DROPPED, FAILED))
+def test_a_round_of_another_basis_leaves_chance_out() -> None:
+    known = report(*rows("attention", 0.3, moved=1))
+    other = report(*rows("attention", 0.5, chance=None, moved=1))
+    assert metrics_of([known, other]) == {
+        **{FOUND: pytest.approx(0.3), CHANCE: pytest.approx(0.061)},
+        **{REMOVED: pytest.approx(0.4), MOVED: 2},
+    }
+    assert metrics_of([other]) == {REMOVED: pytest.approx(0.5), MOVED: 1}
 
 
 def test_a_second_run_of_a_strategy_tells_of_its_own_rounds(caplog: pytest.LogCaptureFixture) -> None:

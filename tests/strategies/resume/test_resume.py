@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
-import signal
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,15 +15,19 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp.strategy import (
-    Bulyan,
-    DifferentialPrivacyClientSideAdaptiveClipping,
-    DifferentialPrivacyServerSideAdaptiveClipping,
-    DifferentialPrivacyServerSideFixedClipping,
+    DifferentialPrivacyClientSideAdaptiveClipping as ClippingAtClients,
+)
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideAdaptiveClipping as AdaptiveClipping,
+)
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideFixedClipping as FixedClipping,
+)
+from flwr.serverapp.strategy import (
     FedAdagrad,
     FedAdam,
     FedAvg,
     FedAvgM,
-    FedMedian,
     FedYogi,
     Krum,
     QFedAvg,
@@ -39,20 +41,17 @@ from fedrot.strategies import Aligned, FedRot
 from fedrot.strategies.resume.checkpoints import Checkpointing
 from fedrot.strategies.resume.run import run
 from fedrot.strategies.resume.state import RunState
+from fedrot.strategies.resume.values import decode
+from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.settings import Reporting as Files
-from tests.models import config_of
-from tests.strategies.classifier import NAME, SYMMETRY, state
+from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import Client, FakeGrid, failure, reply, tensors_of
-from tests.strategies.resume.killed_run import METRICS
-from tests.strategies.resume.killed_run import ROUNDS as KILLED_ROUNDS
-from tests.strategies.runs import Kill, Server
+from tests.strategies.resume.children import CLIENTS, client, ending
+from tests.strategies.resume.children import evaluate as evaluated
 
-ROUNDS, CLIENTS = 4, 6
-CONFIG: Any = config_of(NAME)
-#: From a strategy's name to the folder of its checkpoints and the end of its run.
-Finished = Callable[[str], tuple[Path, dict[str, Any]]]
+ROUNDS = 3
 COMMON: dict[str, Any] = {"fraction_train": 0.5, "fraction_evaluate": 0.5}
-NOISE: dict[str, Any] = {"noise_multiplier": 0.1, "num_sampled_clients": 3}
+NOISE: dict[str, Any] = {"noise_multiplier": 0.1, "num_sampled_clients": 2}
 SMALL = {"weight": torch.linspace(-1, 1, 12).reshape(3, 4), "bias": torch.zeros(3)}
 
 
@@ -60,7 +59,7 @@ class AlignedAdam(Aligned, FedAdam):
     """Alignment in front of a strategy with state."""
 
 
-class AlignedPrivacy(Aligned, DifferentialPrivacyServerSideAdaptiveClipping):
+class AlignedPrivacy(Aligned, AdaptiveClipping):
     """Alignment in front of a wrapper with state."""
 
 
@@ -68,70 +67,45 @@ def _private(wrapper: Callable[..., Strategy], inside: type[FedAvg] = FedAvg, **
     return wrapper(inside(**COMMON), **NOISE, **more)
 
 
-#: Builders of strategies anew for every run, and whether they need a model that can be aligned.
-STRATEGIES: dict[str, tuple[Callable[[], Strategy], bool]] = {
-    "FedAvg": (lambda: FedAvg(**COMMON), False),
-    "FedAvgM": (lambda: FedAvgM(**COMMON, server_learning_rate=0.7, server_momentum=0.9), False),
-    "FedAdam": (lambda: FedAdam(**COMMON, eta=0.01), False),
-    "FedYogi": (lambda: FedYogi(**COMMON, eta=0.01), False),
-    "FedAdagrad": (lambda: FedAdagrad(**COMMON, eta=0.01), False),
-    "FedMedian": (lambda: FedMedian(**COMMON), False),
-    "Krum": (lambda: Krum(**COMMON, num_malicious_nodes=0), False),
-    "Bulyan": (lambda: Bulyan(**COMMON, num_malicious_nodes=0), False),
-    "QFedAvg": (lambda: QFedAvg(**COMMON, q=0.5, client_learning_rate=0.5), False),
-    "fixed clipping": (
-        lambda: _private(DifferentialPrivacyServerSideFixedClipping, clipping_norm=0.2),
-        False,
+#: Builders of strategies, anew for every run.
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "FedAvg": lambda: FedAvg(**COMMON),
+    "FedAvgM": lambda: FedAvgM(**COMMON, server_learning_rate=0.7, server_momentum=0.9),
+    "FedAdam": lambda: FedAdam(**COMMON, eta=0.01),
+    "FedYogi": lambda: FedYogi(**COMMON, eta=0.01),
+    "FedAdagrad": lambda: FedAdagrad(**COMMON, eta=0.01),
+    "Krum": lambda: Krum(**COMMON, num_malicious_nodes=0),
+    "QFedAvg": lambda: QFedAvg(**COMMON, q=0.5, client_learning_rate=0.5),
+    "fixed clipping": lambda: _private(FixedClipping, clipping_norm=0.2),
+    "adaptive clipping": lambda: _private(AdaptiveClipping),
+    "adaptive clipping of FedAvgM": lambda: AdaptiveClipping(
+        FedAvgM(**COMMON, server_momentum=0.9), **NOISE
     ),
-    "adaptive clipping": (lambda: _private(DifferentialPrivacyServerSideAdaptiveClipping), False),
-    "adaptive clipping of FedAvgM": (
-        lambda: DifferentialPrivacyServerSideAdaptiveClipping(
-            FedAvgM(**COMMON, server_momentum=0.9), **NOISE
-        ),
-        False,
-    ),
-    "adaptive clipping at clients": (
-        lambda: _private(DifferentialPrivacyClientSideAdaptiveClipping, FedAdam),
-        False,
-    ),
-    "FedRot": (lambda: FedRot(CONFIG, **COMMON), True),
-    "aligned FedAdam": (lambda: AlignedAdam(CONFIG, **COMMON, eta=0.01), True),
-    "aligned privacy": (
-        lambda: AlignedPrivacy(
-            CONFIG, FedAvg(**COMMON), **NOISE, alignment=AlignmentOptions(anchor="global")
-        ),
-        True,
+    "adaptive clipping at clients": lambda: _private(ClippingAtClients, FedAdam),
+    "FedRot": lambda: FedRot(SYMMETRY, **COMMON),
+    "aligned FedAdam": lambda: AlignedAdam(SYMMETRY, **COMMON, eta=0.01),
+    "aligned privacy": lambda: AlignedPrivacy(
+        SYMMETRY, FedAvg(**COMMON), **NOISE, alignment=AlignmentOptions(anchor="global")
     ),
 }
 
 
-def client(index: int) -> Client:
-    """Return a client whose answers follow from what it is sent."""
+def grid(fails_until: int = 0) -> FakeGrid:
+    """Return the clients, which fail up to a round."""
 
-    def answer(message: Message) -> Message:
-        number: Any = message.content.config_records["config"]["server-round"]
-        tensors = tensors_of(message.content.array_records["arrays"])
-        generator = torch.Generator().manual_seed(100 * number + index)
-        moved = {
-            k: t + 0.05 * torch.randn(t.shape, generator=generator) if t.is_floating_point() else t
-            for k, t in tensors.items()
-        }
-        total = sum(float(t.double().sum()) for t in tensors.values())
-        metrics = {"train_loss": 1.0 + 0.1 * index, "total": total, "norm_bit": index % 2}
-        return reply(message, moved, 10 + 3 * index, index, **metrics)
+    def client_of(index: int) -> Client:
+        def answer(message: Message) -> Message | None:
+            number: Any = message.content.config_records["config"]["server-round"]
+            return failure(message) if number <= fails_until else client(index)(message)
 
-    return answer
+        return answer
 
-
-def grid() -> FakeGrid:
-    return FakeGrid({100 + i: client(i) for i in range(CLIENTS)})
+    return FakeGrid({100 + index: client_of(index) for index in range(CLIENTS)})
 
 
 def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord | None:
     """Return metrics that use up random numbers; in some rounds none."""
-    total = sum(float(t.double().sum()) for t in tensors_of(arrays).values())
-    drawn = [random.random(), float(np.random.normal()), float(torch.rand(()))]
-    return MetricRecord({"total": total, "drawn": drawn}) if number != 2 else None
+    return evaluated(number, arrays) if number != 2 else None
 
 
 def seeded(seed: int) -> None:
@@ -153,15 +127,9 @@ def play(
     return run(strategy, grid(), arrays, rounds, **{"evaluate_fn": evaluate, **settings})
 
 
-def ending(result: Result) -> dict[str, Any]:
-    """Return a result in a form that compares bit for bit, and the next random numbers."""
-    metrics = {
-        kind: repr({number: dict(record) for number, record in getattr(result, kind).items()})
-        for kind in METRICS
-    }
-    arrays = [(k, a.dtype, a.shape, a.stype, a.data) for k, a in result.arrays.items()]
-    drawn = (random.random(), float(np.random.normal()), float(torch.rand(())))
-    return {**metrics, "arrays": arrays, "drawn": drawn}
+def both(folder: Path) -> dict[str, Any]:
+    """Return the arguments to resume from a folder, and to write to it."""
+    return {"checkpoints": Checkpointing(folder), "resume": folder}
 
 
 # The loop
@@ -174,49 +142,49 @@ class Recorded(FedAvg):
         super().__init__(**settings)
         self.calls: list[tuple[Any, ...]] = []
 
+    def _asked(
+        self, hook: str, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Any
+    ) -> Any:
+        self.calls.append((hook, number, arrays.object_id, dict(config)))
+        return getattr(super(), hook)(number, arrays, config, grid)
+
+    def _answered(self, hook: str, number: int, replies: Iterable[Message]) -> Any:
+        replies = list(replies)
+        self.calls.append((hook, number, [reply.metadata.src_node_id for reply in replies]))
+        return getattr(super(), hook)(number, replies)
+
     def summary(self) -> None:
         self.calls.append(("summary",))
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Any
-    ) -> Iterable[Message]:
-        self.calls.append(("configure_train", server_round, arrays.object_id, dict(config)))
-        return super().configure_train(server_round, arrays, config, grid)
+    def configure_train(self, *given: Any) -> Iterable[Message]:
+        return self._asked("configure_train", *given)
 
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
-        replies = list(replies)
-        nodes = [reply.metadata.src_node_id for reply in replies]
-        self.calls.append(("aggregate_train", server_round, nodes))
-        return super().aggregate_train(server_round, replies) if server_round != 2 else (None, None)
+    def aggregate_train(self, *given: Any) -> Any:
+        found = self._answered("aggregate_train", *given)
+        return found if given[0] != 2 else (None, None)
 
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Any
-    ) -> Iterable[Message]:
-        self.calls.append(("configure_evaluate", server_round, arrays.object_id, dict(config)))
-        return super().configure_evaluate(server_round, arrays, config, grid)
+    def configure_evaluate(self, *given: Any) -> Iterable[Message]:
+        return self._asked("configure_evaluate", *given)
 
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> Any:
-        replies = list(replies)
-        self.calls.append(
-            ("aggregate_evaluate", server_round, [r.metadata.src_node_id for r in replies])
-        )
-        return super().aggregate_evaluate(server_round, replies) if server_round != 3 else None
+    def aggregate_evaluate(self, *given: Any) -> Any:
+        found = self._answered("aggregate_evaluate", *given)
+        return found if given[0] != 3 else None
 
 
 class TimedGrid(FakeGrid):
     """Writes down the timeouts that it is given."""
 
-    timeouts: list[float | None]
+    timeouts: tuple[float | None, ...] = ()
 
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
-        self.timeouts = [*getattr(self, "timeouts", []), timeout]
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+        self.timeouts += (timeout,)
         return super().send_and_receive(messages, timeout=timeout)
 
 
-@pytest.mark.parametrize("settings", [{}, {"train_config": {"lr": 0.1}, "evaluate_config": {"b": 1}}])
-@pytest.mark.parametrize("evaluated", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "evaluated"),
+    [({}, True), ({"train_config": {"lr": 0.1}, "evaluate_config": {"b": 1}}, False)],
+)
 def test_the_loop_is_flowers(
     caplog: pytest.LogCaptureFixture, warnings: Any, settings: dict[str, Any], evaluated: bool
 ) -> None:
@@ -245,7 +213,7 @@ def test_the_loop_is_flowers(
     assert calls[0] == calls[1]
     assert evaluations[0] == evaluations[1]
     assert len(evaluations[0]) == (ROUNDS + 1 if evaluated else 0)
-    assert timeouts == [[12.5] * 2 * ROUNDS] * 2
+    assert timeouts == [(12.5,) * 2 * ROUNDS] * 2
     assert [line for line in logs[0] if "ConfigRecord (" not in line] == [
         line for line in logs[1] if "ConfigRecord (" not in line
     ]
@@ -254,65 +222,16 @@ def test_the_loop_is_flowers(
 # Resuming
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Finished:
-    """Return the checkpoints of all rounds, and the end, of a strategy's run."""
-    found: dict[str, tuple[Path, dict[str, Any]]] = {}
-
-    def get(name: str) -> tuple[Path, dict[str, Any]]:
-        if name not in found:
-            build, aligned = STRATEGIES[name]
-            folder = tmp_path_factory.mktemp("uninterrupted")
-            tensors = state() if aligned else SMALL
-            end = ending(play(build(), tensors, checkpoints=Checkpointing(folder, keep=ROUNDS)))
-            assert end == ending(play(build(), tensors)), "checkpoints change the run"
-            found[name] = folder, end
-        return found[name]
-
-    return get
-
-
-@pytest.mark.parametrize("after", range(1, ROUNDS + 1))
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_resumed_run_ends_with_the_same_bits(
-    tmp_path: Path, uninterrupted: Finished, name: str, after: int
-) -> None:
-    folder, expected = uninterrupted(name)
-    build, aligned = STRATEGIES[name]
-    tensors = {k: torch.zeros_like(t) for k, t in (state() if aligned else SMALL).items()}
-    shutil.copytree(folder / f"round-{after:06d}", tmp_path / f"round-{after:06d}")
-    assert ending(play(build(), tensors, seed=99, resume=tmp_path)) == expected
-
-
-@pytest.mark.parametrize("name", ["FedAvgM", "FedAdam", "adaptive clipping of FedAvgM"])
-def test_the_state_is_what_makes_it_so(
-    tmp_path: Path,
-    uninterrupted: Finished,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-) -> None:
-    folder, expected = uninterrupted(name)
-    shutil.copytree(folder / "round-000002", tmp_path / "round-000002")
-    restore = RunState.restore
-
-    def without_entries(self: RunState, saved: dict[str, Any], arrays: Any) -> None:
-        restore(self, {**saved, "entries": []}, arrays)
-
-    monkeypatch.setattr(RunState, "restore", without_entries)
-    assert ending(play(STRATEGIES[name][0](), resume=tmp_path))["arrays"] != expected["arrays"]
-
-
-def test_resuming_again_and_again(tmp_path: Path) -> None:
-    """One folder, one round per process: what was restored is saved again."""
-    name = "adaptive clipping of FedAvgM"
-    build, _ = STRATEGIES[name]
-    expected = ending(play(build()))
-    for rounds in range(1, ROUNDS + 1):
-        result = play(
-            build(), rounds=rounds, seed=rounds - 1, checkpoints=Checkpointing(tmp_path), resume=tmp_path
-        )
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, name: str) -> None:
+    """One folder, one round a process: what was restored is saved again."""
+    build = STRATEGIES[name]
+    tensors = state() if isinstance(build(), Aligned) else SMALL
+    expected = ending(play(build(), tensors))
+    for done in range(ROUNDS + 1):
+        rounds = min(done + 1, ROUNDS)
+        result = play(build(), tensors, rounds=rounds, seed=99 * done, **both(tmp_path))
+        tensors = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     assert ending(result) == expected
 
 
@@ -329,50 +248,43 @@ def test_what_changed_once_is_in_the_checkpoints_of_every_later_run(tmp_path: Pa
 
     for rounds in (1, 2, 3):
         strategy = Calibrated()
-        play(strategy, rounds=rounds, checkpoints=Checkpointing(tmp_path), resume=tmp_path)
+        play(strategy, rounds=rounds, **both(tmp_path))
         assert strategy.scale == 0.5
 
 
-def test_a_finished_run_is_returned_as_it_ended(uninterrupted: Finished, warnings: Any) -> None:
-    folder, expected = uninterrupted("FedAdam")
-    asked = grid()
-    strategy = STRATEGIES["FedAdam"][0]()
-    for rounds in (ROUNDS, 1):
-        found = run(strategy, asked, ArrayRecord(SMALL), rounds, evaluate_fn=evaluate, resume=folder)
-        assert ending(found) == expected
-        assert (f"holds round {ROUNDS}, and num_rounds is 1: no round" in warnings()) == (rounds == 1)
-    assert not any(asked.asked)
-
-
-def test_a_resumed_run_asks_nobody_in_the_rounds_that_are_finished(tmp_path: Path) -> None:
+def test_a_resumed_run_asks_nobody_in_the_rounds_that_are_finished(
+    tmp_path: Path, warnings: Any
+) -> None:
     whole = Recorded(**COMMON)
-    expected = ending(play(whole, checkpoints=Checkpointing(tmp_path, keep=ROUNDS)))
-    for after in range(1, ROUNDS + 1):
-        folder = tmp_path / f"after {after}"
-        shutil.copytree(tmp_path / f"round-{after:06d}", folder / f"round-{after:06d}")
-        rest, clients, evaluated = Recorded(**COMMON), grid(), list[int]()
+    expected = ending(play(whole))
+    play(Recorded(**COMMON), rounds=2, **both(tmp_path))
+    for rounds, after in ((ROUNDS, 2), (ROUNDS, ROUNDS), (1, ROUNDS)):
+        rest, clients, seen = Recorded(**COMMON), grid(), list[int]()
 
-        def evaluation(number: int, arrays: ArrayRecord, seen: Any = evaluated) -> MetricRecord | None:
+        def evaluation(number: int, arrays: ArrayRecord, seen: Any = seen) -> MetricRecord | None:
             seen.append(number)
             return evaluate(number, arrays)
 
-        found = run(rest, clients, ArrayRecord(SMALL), ROUNDS, evaluate_fn=evaluation, resume=folder)
+        found = run(rest, clients, ArrayRecord(SMALL), rounds, evaluate_fn=evaluation, **both(tmp_path))
         assert ending(found) == expected
         # Those before are in the checkpoint: the list is state of this strategy.
-        saved = 1 + 4 * after
-        assert rest.calls == [*whole.calls[:saved], ("summary",), *whole.calls[saved:]]
-        assert evaluated == [*range(after + 1, ROUNDS + 1)]
-        assert [len(nodes) for nodes in clients.asked] == [0] * 2 * after + [3] * 2 * (ROUNDS - after)
+        assert [call for call in rest.calls if len(call) > 1] == whole.calls[1:]
+        assert rest.calls[-1 if after == ROUNDS else 9] == ("summary",)
+        assert seen == [*range(after + 1, ROUNDS + 1)]
+        assert [len(n) for n in clients.asked][2 * after :] == [2] * 2 * (ROUNDS - after)
+        assert not any(clients.asked[: 2 * after])
+        assert (f"holds round {ROUNDS}, and num_rounds is 1: no round" in warnings()) == (rounds == 1)
 
 
 def test_a_run_that_is_not_evaluated_at_the_server_ends_with_the_same_bits(tmp_path: Path) -> None:
     """Its rounds end with the clients' evaluation, and are saved then."""
     expected = ending(play(FedAdam(**COMMON), evaluate_fn=None))
     for rounds in range(1, ROUNDS + 1):
-        given: Any = {"checkpoints": Checkpointing(tmp_path), "resume": tmp_path, "evaluate_fn": None}
-        result = play(FedAdam(**COMMON), rounds=rounds, seed=rounds - 1, **given)
+        result = play(
+            FedAdam(**COMMON), rounds=rounds, seed=rounds - 1, evaluate_fn=None, **both(tmp_path)
+        )
     assert ending(result) == expected
-    assert Checkpointing(tmp_path).rounds() == [ROUNDS - 2, ROUNDS - 1, ROUNDS]
+    assert Checkpointing(tmp_path).rounds() == [1, 2, 3]
 
 
 def test_a_round_is_saved_after_the_server_has_evaluated_it(tmp_path: Path) -> None:
@@ -382,74 +294,56 @@ def test_a_round_is_saved_after_the_server_has_evaluated_it(tmp_path: Path) -> N
         saved.append(Checkpointing(tmp_path).rounds())
 
     play(FedAvg(), evaluate_fn=evaluation, checkpoints=Checkpointing(tmp_path, keep=ROUNDS))
-    assert saved == [[], [], [1], [1, 2], [1, 2, 3]]
+    assert saved == [[], [], [1], [1, 2]]
 
 
 def test_what_the_server_has_evaluated_stays_when_it_evaluates_no_more(tmp_path: Path) -> None:
-    first = play(FedAvg(**COMMON), rounds=3, checkpoints=Checkpointing(tmp_path))
-    rest = play(FedAvg(**COMMON), evaluate_fn=None, checkpoints=Checkpointing(tmp_path), resume=tmp_path)
+    first = play(FedAvg(**COMMON), **both(tmp_path))
+    rest = play(FedAvg(**COMMON), rounds=ROUNDS + 1, evaluate_fn=None, **both(tmp_path))
     assert [*rest.evaluate_metrics_serverapp] == [0, 1, 3]
-    assert rest.evaluate_metrics_serverapp == first.evaluate_metrics_serverapp
+    assert repr(rest.evaluate_metrics_serverapp) == repr(first.evaluate_metrics_serverapp)
     assert Checkpointing(tmp_path).newest().result.evaluate_metrics_serverapp.keys() == {0, 1, 3}
     assert Checkpointing(tmp_path).rounds() == [2, 3, 4]
 
 
 def test_a_failed_round_is_kept_too(tmp_path: Path) -> None:
-    failing = FakeGrid(dict.fromkeys(grid().nodes, failure))
-    settings: dict[str, Any] = {"checkpoints": Checkpointing(tmp_path), "resume": tmp_path}
     seeded(0)
-    for rounds in (1, 2):
-        found = run(FedAvg(), failing, ArrayRecord(SMALL), rounds, **settings)
-        assert found.arrays == ArrayRecord(SMALL)
-    assert Checkpointing(tmp_path).newest().result.arrays == ArrayRecord(SMALL)
-    found = run(FedAvg(), grid(), ArrayRecord(SMALL), 3, **settings)
-    end = ending(found)
+    expected = ending(run(FedAvg(), grid(2), ArrayRecord(SMALL), 3))
     seeded(0)
-    assert ending(run(FedAvg(), _FailingUntil(2), ArrayRecord(SMALL), 3)) == end
+    for rounds in (1, 2, 3):
+        found = run(FedAvg(), grid(2), ArrayRecord(SMALL), rounds, **both(tmp_path))
+        assert (found.arrays == ArrayRecord(SMALL)) == (rounds < 3)
+        assert Checkpointing(tmp_path).newest().result.arrays == found.arrays
+    assert ending(found) == expected
 
 
 def test_clients_keep_their_names_when_a_run_goes_on_and_lose_them_in_a_new_one(tmp_path: Path) -> None:
-    def client(index: int, fails_in: int) -> Client:
-        def answer(message: Message) -> Message:
-            number: Any = message.content.config_records["config"]["server-round"]
-            sent = tensors_of(message.content.array_records["arrays"])
-            return failure(message) if number == fails_in else reply(message, sent, 10, index)
+    rows = tmp_path / "rows.jsonl"
 
-        return answer
-
-    rows, folder = tmp_path / "rows.jsonl", tmp_path / "checkpoints"
-
-    def aligned(checkpointing: Checkpointing | None = None) -> FedRot:
-        settings = {"checkpoints": checkpointing} if checkpointing else {}
-        return FedRot(SYMMETRY, fraction_evaluate=0.0, reporting=Files(rows=rows), **settings)
-
-    def failed(strategy: FedRot, rounds: int, fails_in: int) -> list[int]:
-        nodes = {100 + index: client(index, fails_in) for index in range(3)}
-        nodes[101] = client(1, 0)
-        strategy.start(FakeGrid(nodes), ArrayRecord(state()), num_rounds=rounds)
-        written = map(json.loads, rows.read_text("utf-8").splitlines())
-        return sorted({row["client"] for row in written if "failed" in row})
-
-    for rounds in (1, 2):
-        names = failed(aligned(Checkpointing(folder)), rounds, fails_in=2)
-    assert names == [0, 2]
-    strategy = aligned()
-    assert failed(strategy, 2, fails_in=2) == [0, 2]
-    assert failed(strategy, 1, fails_in=1) == [100, 102]
-
-
-class _FailingUntil(FakeGrid):
-    def __init__(self, last: int) -> None:
-        good = grid().nodes
-
-        def client_of(node: int) -> Client:
+    def failed(fails_in: int, rounds: int, strategy: FedRot | None = None) -> list[int]:
+        def client_of(index: int) -> Client:
             def answer(message: Message) -> Message:
                 number: Any = message.content.config_records["config"]["server-round"]
-                return failure(message) if number <= last else good[node](message)
+                sent = tensors_of(message.content.array_records["arrays"])
+                fails = number == fails_in and index != 1
+                return failure(message) if fails else reply(message, sent, 10, index)
 
             return answer
 
-        super().__init__({node: client_of(node) for node in good})
+        nodes = FakeGrid({100 + index: client_of(index) for index in range(3)})
+        (strategy or aligned()).start(nodes, ArrayRecord(state()), num_rounds=rounds)
+        written = map(json.loads, rows.read_text("utf-8").splitlines())
+        return sorted({row["client"] for row in written if "failed" in row})
+
+    def aligned(**settings: Any) -> FedRot:
+        return FedRot(SYMMETRY, fraction_evaluate=0.0, reporting=Files(rows=rows), **settings)
+
+    for rounds in (1, 2):
+        names = failed(2, rounds, aligned(checkpoints=Checkpointing(tmp_path / "checkpoints")))
+    assert names == [0, 2]
+    strategy = aligned()
+    assert failed(2, 2, strategy) == [0, 2]
+    assert failed(1, 1, strategy) == [100, 102]
 
 
 class Decaying(FedAvg):
@@ -467,13 +361,7 @@ def test_what_a_strategy_changes_in_the_configuration_goes_on(tmp_path: Path) ->
     rates = []
     for rounds, given in ((2, {"lr": 1.0, "batch": 8}), (3, {"lr": 1.0, "batch": 16})):
         config = ConfigRecord(given)
-        play(
-            Decaying(),
-            rounds=rounds,
-            train_config=config,
-            checkpoints=Checkpointing(tmp_path),
-            resume=tmp_path,
-        )
+        play(Decaying(), rounds=rounds, train_config=config, **both(tmp_path))
         rates.append(dict(config))
     # What it did not change is the user's.
     assert rates == [
@@ -497,8 +385,6 @@ class Accountant:
 
 class Stateful(FedAvg):
     """State of every kind that checkpoints know, and of some that they do not."""
-
-    not_in_checkpoints = ("private",)
 
     def __init__(self, accountant: Accountant, generator: np.random.Generator) -> None:
         super().__init__()
@@ -527,6 +413,12 @@ class Stateful(FedAvg):
         with torch.no_grad():
             self.layer.weight.add_(1)
         return super().aggregate_train(server_round, replies)
+
+    def state(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "private"}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
 
     def seen(self) -> Any:
         """Return all of it, and what the generators draw next."""
@@ -567,11 +459,12 @@ def test_state_that_cannot_be_saved_is_named_once(tmp_path: Path, warnings: Call
 
         def __init__(self, **settings: Any) -> None:
             super().__init__(**settings)
+            self.seen_nodes = Counter[int]()
             self.server, self.fixed = SimpleNamespace(momentum=0.0), SimpleNamespace(rate=0.5)
 
         def configure_train(self, server_round: int, *args: Any) -> Iterable[Message]:
             self.ours = object()
-            self.seen_nodes = Counter({3: server_round})
+            self.seen_nodes[3] += 1
             self.mixed = {"array": np.zeros(3), "other": object()}
             self.server.momentum = 0.5 * self.server.momentum + 1
             return super().configure_train(server_round, *args)
@@ -590,69 +483,63 @@ def test_state_that_cannot_be_saved_is_named_once(tmp_path: Path, warnings: Call
 
 def test_resume_needs_checkpoints(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(FedrotError, match="There is no usable checkpoint in"):
-            play(FedAvg(), resume=folder)
-    with pytest.raises(FedrotError, match="There is no usable checkpoint in"):
-        play(FedAvg(), resume=tmp_path, checkpoints=Checkpointing(tmp_path / "other"))
+        for settings in ({}, {"checkpoints": Checkpointing(tmp_path / "other")}):
+            with pytest.raises(FedrotError, match="There is no usable checkpoint in"):
+                play(FedAvg(), resume=folder, **settings)
 
 
-def test_one_command_starts_and_resumes(tmp_path: Path, caplog: Any, warnings: Any) -> None:
-    caplog.set_level("INFO", "flwr")
+def test_one_command_starts_and_resumes(tmp_path: Path) -> None:
     folder = tmp_path / "new"
     result = play(FedAvg(), resume=folder / "." / ".." / "new", checkpoints=Checkpointing(folder))
-    assert "starting from round 1" in caplog.text
-    assert list(result.evaluate_metrics_clientapp) == [1, 2, 3, 4]
+    assert list(result.evaluate_metrics_clientapp) == [1, 2, 3]
 
 
 def test_a_folder_of_another_run_is_not_written_to(tmp_path: Path) -> None:
-    play(FedAvg(), rounds=1, checkpoints=Checkpointing(tmp_path / "old"))
-    play(FedAvg(), rounds=1, checkpoints=Checkpointing(tmp_path / "new"))
+    for name in ("old", "new"):
+        play(FedAvg(), rounds=1, checkpoints=Checkpointing(tmp_path / name))
     for resume in (None, tmp_path / "new"):
-        with pytest.raises(
-            FedrotError, match=r"already has checkpoints\. Resume from them with resume="
-        ):
+        with pytest.raises(FedrotError, match="already has checkpoints"):
             play(FedAvg(), checkpoints=Checkpointing(tmp_path / "old"), resume=resume)
 
 
 def test_a_run_can_go_on_in_another_folder(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     expected = ending(play(FedAdam(**COMMON)))
-    play(FedAdam(**COMMON), rounds=2, checkpoints=Checkpointing(old))
+    play(FedAdam(**COMMON), rounds=1, checkpoints=Checkpointing(old))
     result = play(FedAdam(**COMMON), seed=1, resume=str(old), checkpoints=Checkpointing(new, keep=9))
     assert ending(result) == expected
-    assert (Checkpointing(old).rounds(), Checkpointing(new).rounds()) == ([1, 2], [3, 4])
+    assert (Checkpointing(old).rounds(), Checkpointing(new).rounds()) == ([1], [2, 3])
+    assert ending(play(FedAdam(**COMMON), seed=2, resume=new)) == expected
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("strategy", "model", "message"),
     [
-        ({**SMALL, "more": torch.zeros(1)}, r"'more' is missing there and \(1,\) in initial_arrays"),
-        ({"weight": SMALL["weight"]}, r"'bias' is \(3,\) there and missing in"),
-        ({**SMALL, "bias": torch.zeros(4)}, r"'bias' is \(3,\) there and \(4,\) in"),
+        (FedAdam, {**SMALL, "more": torch.zeros(1)}, r"'more' is missing there and \(1,\) in"),
+        (FedAdam, {"weight": SMALL["weight"]}, r"'bias' is \(3,\) there and missing in"),
+        (FedAdam, {**SMALL, "bias": torch.zeros(4)}, r"'bias' is \(3,\) there and \(4,\) in"),
+        (FedAvg, SMALL, "is of a FedAdam, the strategy is a FedAvg"),
     ],
 )
-def test_another_model_is_refused(tmp_path: Path, other: dict[str, torch.Tensor], message: str) -> None:
-    play(FedAvg(), rounds=1, checkpoints=Checkpointing(tmp_path))
+def test_another_model_or_strategy_is_refused(
+    tmp_path: Path, strategy: type[FedAvg], model: dict[str, torch.Tensor], message: str
+) -> None:
+    play(FedAdam(), rounds=1, checkpoints=Checkpointing(tmp_path))
     with pytest.raises(FedrotError, match=message):
-        play(FedAvg(), other, resume=tmp_path)
+        play(strategy(), model, resume=tmp_path)
 
 
-def test_another_strategy_is_refused(tmp_path: Path) -> None:
-    play(FedAdam(**COMMON), rounds=1, checkpoints=Checkpointing(tmp_path / "a"))
-    with pytest.raises(FedrotError, match="is of a FedAdam, the strategy is a FedAvg"):
-        play(FedAvg(), resume=tmp_path / "a")
-    wrapped = DifferentialPrivacyServerSideFixedClipping
-    *_, inside = _stateful()
-    strategy = wrapped(inside, **NOISE, clipping_norm=1.0)
-    play(strategy, rounds=1, checkpoints=Checkpointing(tmp_path / "b"))
+def test_another_wrapped_strategy_is_refused(tmp_path: Path) -> None:
+    strategy = FixedClipping(_stateful()[-1], **NOISE, clipping_norm=1.0)
+    play(strategy, rounds=1, checkpoints=Checkpointing(tmp_path))
     with pytest.raises(FedrotError, match=r"has the state of 'strategy\.strategy\.accountant'"):
-        play(_private(wrapped, clipping_norm=1.0), resume=tmp_path / "b")
+        play(_private(FixedClipping, clipping_norm=1.0), resume=tmp_path)
 
 
-# The report
+# What a strategy is told, and what of it is state
 
 
-class Reporting(FedAvg):
+class Told(FedAvg):
     """Writes down after which round it goes on."""
 
     after: int | None = -1
@@ -661,42 +548,31 @@ class Reporting(FedAvg):
         self.after = after_round
 
 
-def test_the_strategy_is_told_after_which_round_it_goes_on(tmp_path: Path) -> None:
-    for rounds, expected in ((2, None), (3, 2), (3, 3)):
-        strategy = Reporting()
-        play(strategy, rounds=rounds, checkpoints=Checkpointing(tmp_path / "a"), resume=tmp_path / "a")
-        assert strategy.after == expected
-    for settings in ({"resume": tmp_path / "a"}, {"checkpoints": Checkpointing(tmp_path / "b")}):
-        strategy = Reporting()
-        play(strategy, **settings)
-        assert strategy.after == (3 if "resume" in settings else None)
+#: Arguments of a run: rounds before it, whether it resumes, and whether it writes.
+AFTER = {
+    "a new run": (0, True, True, None),
+    "a resumed run": (2, True, True, 2),
+    "a resumed run that writes nothing": (2, True, False, 2),
+    "a finished run": (ROUNDS, True, True, ROUNDS),
+    "a run that does not resume": (0, False, True, None),
+    "a run that was killed in its first round": (-1, True, True, 0),
+    "a run that does not resume, after one that was killed": (-1, False, True, None),
+}
 
 
-def test_a_run_that_was_killed_in_its_first_round_begins_anew(tmp_path: Path) -> None:
-    with Checkpointing(tmp_path).writing():
-        pass
-    strategy = Reporting()
-    play(strategy, rounds=1, checkpoints=Checkpointing(tmp_path), resume=tmp_path)
-    assert strategy.after == 0
-
-
-def test_a_run_that_does_not_resume_is_new_though_another_was_killed_in_its_first_round(
-    tmp_path: Path,
-) -> None:
-    with Checkpointing(tmp_path).writing():
-        pass
-    strategy = Reporting()
-    play(strategy, rounds=1, checkpoints=Checkpointing(tmp_path))
-    assert strategy.after is None
-
-
-def test_bytes_of_a_configuration_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "flwr")
-    config = ConfigRecord({"key": b"secret", "lr": 0.5})
-    play(FedAvg(), rounds=1, train_config=config)
-    (line,) = (m for r in caplog.records if "ConfigRecord (train)" in (m := r.getMessage()))
-    assert "<bytes>" in line
-    assert "secret" not in line
+@pytest.mark.parametrize("name", AFTER)
+def test_the_strategy_is_told_after_which_round_it_goes_on(tmp_path: Path, name: str) -> None:
+    before, resumes, writes, expected = AFTER[name]
+    if before > 0:
+        play(Told(), rounds=before, **both(tmp_path))
+    elif before < 0:
+        with Checkpointing(tmp_path).writing():
+            pass
+    settings = both(tmp_path)
+    wanted = {"resume": resumes, "checkpoints": writes}
+    strategy = Told()
+    play(strategy, **{key: value for key, value in settings.items() if wanted[key]})
+    assert strategy.after == expected
 
 
 def test_strategies_that_know_each_other_are_saved_once() -> None:
@@ -705,100 +581,27 @@ def test_strategies_that_know_each_other_are_saved_once() -> None:
     strategy.other.owner, strategy.itself, strategy.other.seen = strategy, strategy, 1
     state = RunState(strategy, ConfigRecord(), ConfigRecord())
     strategy.other.seen = 2
-    entries = [(where, name) for where, name, _ in state.encoded({})["entries"]]
+    entries = [(where, name) for where, name, *_ in state.encoded({})["entries"]]
     assert entries == [("strategy.other", "seen")]
 
 
-def test_what_a_subclass_leaves_out_is_left_out_beside_what_its_base_does(
-    warnings: Callable[[], str],
+def test_of_our_strategies_a_checkpoint_has_what_outlives_a_round_and_attributes_of_a_subclass(
+    tmp_path: Path, warnings: Callable[[], str]
 ) -> None:
     class Own(FedRot):
-        not_in_checkpoints = ("mine",)
+        def state(self) -> dict[str, Any]:
+            return {name: value for name, value in super().state().items() if name != "mine"}
 
-    strategy: Any = Own(CONFIG)
-    state = RunState(strategy, ConfigRecord(), ConfigRecord())
-    strategy.mine, strategy.ours, strategy._timeout, strategy.alignment = [1], [2], 5.0, [3]
-    assert [name for _, name, _ in state.encoded({})["entries"]] == ["ours"]
+        def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+            vars(self).update(mine=[server_round], ours={"seen": server_round})
+            return super().aggregate_train(server_round, replies)
+
+    strategy = Own(SYMMETRY, **COMMON, checkpoints=Checkpointing(tmp_path), guard=Guard("norm", False))
+    strategy.start(grid(), ArrayRecord(state()), 3, evaluate_fn=evaluated)
+    found = Checkpointing(tmp_path).newest()
+    assert {name for where, name, *_ in found.state["entries"] if where == "strategy"} == {
+        *("_clients", "_verdicts", "ours")
+    }
+    (verdicts,) = (coded for _, name, _, coded in found.state["entries"] if name == "_verdicts")
+    assert decode(verdicts, {}).keys() == {1, 3}, "those of all rounds would make checkpoints grow"
     assert warnings() == ""
-
-
-# Kills
-
-#: Kills at moments drawn from the whole run, and aimed ones per stage.
-RANDOM_KILLS, AIMED_KILLS = 20, 6
-
-
-@pytest.fixture(scope="module")
-def undisturbed(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return how a run ends that nobody kills, when it reaches each mark, and how long it takes."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    ended = server.run("play", folder=str(folder))
-    assert ended.code == 0, server.log.read_text(encoding="utf-8")[-5000:]
-    assert ended.marks[-1] == "finish"
-    end = json.loads((folder / "end.json").read_text(encoding="utf-8"))
-    return end, dict(zip(ended.marks, ended.times, strict=True))
-
-
-def finish(server: Server, folder: Path, expected: Any) -> None:
-    """Resume a run until it ends, and compare with one that was not killed."""
-    ended = server.run("play", folder=str(folder))
-    assert ended.code == 0, server.log.read_text(encoding="utf-8")[-5000:]
-    found = json.loads((folder / "end.json").read_text(encoding="utf-8"))
-    assert found == expected
-    left = {p.name for p in (folder / "checkpoints").iterdir()}
-    newest = {".lock", *(f"round-{n:06d}" for n in (KILLED_ROUNDS - 1, KILLED_ROUNDS))}
-    # Killed between the last checkpoint and the removal of the oldest, a run has nothing left to save.
-    assert newest <= left <= newest | {f"round-{KILLED_ROUNDS - 2:06d}"}
-
-
-@pytest.mark.long
-def test_kills_at_random_moments(tmp_path: Path, server: Server, undisturbed: Any) -> None:
-    expected, times = undisturbed
-    drawn = random.Random(20)
-    landed: Counter[str] = Counter()
-    for index in range(RANDOM_KILLS):
-        folder = tmp_path / str(index)
-        folder.mkdir()
-        kill = Kill(drawn.random() * times["finish"])
-        killed = server.run("play", kill, folder=str(folder), until="finish")
-        assert killed.code == -signal.SIGKILL
-        landed[(killed.marks or ("fork",))[-1].split()[0]] += 1
-        finish(server, folder, expected)
-    print("killed after:", dict(landed))
-
-
-@pytest.mark.parametrize(("begin", "end"), [("aggregate", "aggregated"), ("write", "written")])
-def test_kills_inside(tmp_path: Path, server: Server, undisturbed: Any, begin: str, end: str) -> None:
-    expected, times = undisturbed
-    inside = 0
-    for index in range(AIMED_KILLS):
-        number = 1 + index % KILLED_ROUNDS
-        first, last = f"{begin} {number}", f"{end} {number}"
-        delay = index / AIMED_KILLS * 0.8 * (times[last] - times[first])
-        for attempt in range(20):  # the undisturbed run may have been slower: then the kill is late
-            folder = tmp_path / f"{index}.{attempt}"
-            folder.mkdir()
-            killed = server.run("play", Kill(delay, first), folder=str(folder), until=last)
-            assert killed.code == -signal.SIGKILL
-            finish(server, folder, expected)
-            if killed.marks[-1] == first:
-                inside += 1
-                break
-            delay /= 2
-    print(f"killed inside {begin}:", inside)
-    assert inside >= AIMED_KILLS / 2
-
-
-def test_a_run_that_is_killed_over_and_over(tmp_path: Path, server: Server, undisturbed: Any) -> None:
-    """Once in every round, at a moment drawn from the time that one takes."""
-    expected, times = undisturbed
-    drawn, round_trip = random.Random(21), times["finish"] / KILLED_ROUNDS
-    codes = []
-    for number in range(1, KILLED_ROUNDS):
-        kill = Kill(drawn.random() * round_trip, f"aggregate {number}")
-        # No kill comes so late that the next round would be over.
-        until = f"aggregate {number + 1}"
-        codes.append(server.run("play", kill, folder=str(tmp_path), until=until).code)
-    print("killed over and over:", codes)
-    assert set(codes) == {-signal.SIGKILL}
-    finish(server, tmp_path, expected)

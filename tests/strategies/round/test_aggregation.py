@@ -23,7 +23,7 @@ from fedrot.aggregation import Aggregator, Fisher, Mean, RegMean
 from fedrot.collect.statistics import TRAINED
 from fedrot.strategies import Aligned, FedRot, statistics_record, wanted_statistics
 from fedrot.strategies.settings import OtherBasis, Reporting
-from fedrot.strategies.wire.records import STATISTICS
+from fedrot.strategies.wire.arrays import STATISTICS
 from tests.models import EAGER, WIDTH, config_of, near
 from tests.strategies.aggregating import (
     ANCHOR,

@@ -15,7 +15,7 @@ from fedrot.learning import LearningOptions
 from fedrot.strategies import FedRot, Matching, OtherBasis, match_at_client
 from fedrot.strategies.client_matching import ANCHOR, ELEMENTS, UPDATE
 from fedrot.strategies.wire.arrays import to_arrays
-from fedrot.symmetry.moves import Move, apply_moves
+from fedrot.symmetry.groups import Move, apply_moves
 from tests.models import largest_difference as difference
 from tests.models import near
 from tests.strategies.fakes import Client, FakeGrid, broadcast, failure, play, reply, tensors_of

@@ -23,14 +23,14 @@ from fedrot.collect.gram_sketch import sketched
 from fedrot.errors import UpdateError
 from fedrot.strategies import Aligned
 from fedrot.strategies.flower_compat import NUMPY
-from fedrot.strategies.round.inbox import Asked, Inbox, readable_evaluations
+from fedrot.strategies.round.evaluations import readable_evaluations
+from fedrot.strategies.round.inbox import Asked, Inbox, Schema
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.round.update import Schema
 from fedrot.strategies.settings import OtherBasis
 from fedrot.strategies.wire import records
-from fedrot.strategies.wire.arrays import TIED, encode, to_arrays
-from fedrot.strategies.wire.records import STATISTICS, read_statistics, without_arrays
+from fedrot.strategies.wire.arrays import STATISTICS, TIED, encode, to_arrays, without_arrays
 from fedrot.strategies.wire.sketches import SKETCH, encode_sketch
+from fedrot.strategies.wire.statistics import read_statistics
 from tests.models import near
 from tests.strategies.classifier import SYMMETRY, WHOLE, permuted, state
 from tests.strategies.fakes import FakeGrid, arrays_of, broadcast, failure, play, reply

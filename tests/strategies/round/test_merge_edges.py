@@ -25,9 +25,9 @@ from fedrot.aggregation import Fisher, Mean, RegMean
 from fedrot.collect.statistics import TRAINED
 from fedrot.strategies import Aligned, FedRot
 from fedrot.strategies.settings import Reporting
-from fedrot.strategies.wire.records import STATISTICS
+from fedrot.strategies.wire.arrays import STATISTICS
 from fedrot.symmetry.actions import HeadRotation
-from fedrot.symmetry.moves import Move, apply_moves
+from fedrot.symmetry.groups import Move, apply_moves
 from tests.models import DIM, HEADS, State, config_of
 from tests.strategies.aggregating import (
     ANCHOR,

@@ -16,8 +16,8 @@ from fedrot.aggregation import Mean, RegMean
 from fedrot.simulations.folder import read_rows
 from fedrot.strategies import FedRot, statistics_record, to_arrays
 from fedrot.strategies.settings import Reporting
-from fedrot.strategies.wire.arrays import encode
-from fedrot.strategies.wire.records import STATISTICS, wanted_statistics
+from fedrot.strategies.wire.arrays import STATISTICS, encode
+from fedrot.strategies.wire.statistics import wanted_statistics
 from fedrot.tensors import LARGEST_NORM
 from tests.models import near
 from tests.strategies.aggregating import grams

@@ -35,10 +35,10 @@ from fedrot.strategies.wire.arrays import (
     PRECISIONS,
     TIED,
     decode,
+    replace_changed,
     same_bits,
     wire_bytes,
 )
-from fedrot.strategies.wire.records import replace_changed
 from tests.models import near
 from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import broadcast, reply

@@ -13,14 +13,14 @@ from torch import Tensor
 import fedrot
 from fedrot.errors import UpdateError
 from fedrot.strategies import statistics_record, wanted_statistics
-from fedrot.strategies.wire.arrays import wire_bytes
-from fedrot.strategies.wire.records import (
+from fedrot.strategies.wire.arrays import (
     STATISTICS,
     model_records,
-    read_statistics,
     replace_changed,
+    wire_bytes,
     without_arrays,
 )
+from fedrot.strategies.wire.statistics import read_statistics
 from tests.models import inputs
 from tests.strategies.classifier import build
 from tests.strategies.fakes import broadcast, reply

@@ -16,9 +16,9 @@ from fedrot.collect.gram_sketch import sketched
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies import statistics_record
 from fedrot.strategies.wire import sketches
-from fedrot.strategies.wire.arrays import encode, wire_bytes
-from fedrot.strategies.wire.records import STATISTICS, read_statistics
+from fedrot.strategies.wire.arrays import STATISTICS, encode, wire_bytes
 from fedrot.strategies.wire.sketches import SKETCH, encode_sketch
+from fedrot.strategies.wire.statistics import read_statistics
 from tests.models import inputs
 from tests.strategies.classifier import build
 

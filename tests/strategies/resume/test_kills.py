@@ -1,0 +1,137 @@
+"""A run that is killed at any moment ends, once resumed, with the bits of one that was not killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedrot.strategies.resume.checkpoints import Checkpointing
+from tests.strategies.resume.children import ROUNDS, Ended, Mark, child, play
+from tests.strategies.resume.folders import result_of, round_of, run_state, save
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, float]]:
+    """Return how a run ends that nobody kills, and when it reaches each mark."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    ended = child(partial(play, folder))
+    assert ended.code == 0
+    return (folder / "end").read_text(), ended.marks
+
+
+def killed(folder: Path, *kill: Any) -> Ended:
+    """Play a run until it is killed."""
+    folder.mkdir(exist_ok=True)
+    ended = child(partial(play, folder), *kill)
+    assert ended.code == -signal.SIGKILL
+    return ended
+
+
+def finish(folder: Path, expected: str) -> None:
+    """Resume a run until it ends, and compare with one that was not killed."""
+    assert child(partial(play, folder)).code == 0
+    assert (folder / "end").read_text() == expected
+    # Killed between the last checkpoint and the removal of the oldest, a run has nothing left to save.
+    last = [ROUNDS - 2, ROUNDS - 1, ROUNDS]
+    assert Checkpointing(folder / "checkpoints").rounds() in (last, last[1:])
+    assert len(list((folder / "checkpoints").glob(".round*"))) == 0
+
+
+@pytest.mark.long
+def test_kills_at_random_moments(tmp_path: Path, undisturbed: Any) -> None:
+    expected, times = undisturbed
+    drawn = random.Random(20)
+    for index in range(12):
+        folder = tmp_path / str(index)
+        killed(folder, "start", drawn.random() * times["finish"], "finish")
+        finish(folder, expected)
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "share"),
+    [
+        ("aggregate 1", "aggregated 1", 0.3),
+        ("aggregate 2", "aggregated 2", 0.7),
+        ("write 1", "written 1", 0.0),
+        ("write 2", "written 2", 0.5),
+    ],
+)
+def test_kills_inside_a_round(
+    tmp_path: Path, undisturbed: Any, begin: str, end: str, share: float
+) -> None:
+    expected, times = undisturbed
+    killed(tmp_path, begin, share * (times[end] - times[begin]), end)
+    finish(tmp_path, expected)
+
+
+def test_a_run_that_is_killed_over_and_over(tmp_path: Path, undisturbed: Any) -> None:
+    """Once in every round, at a moment drawn from the time that one takes."""
+    expected, times = undisturbed
+    drawn, one_round = random.Random(21), times["finish"] / ROUNDS
+    for number in range(1, ROUNDS):
+        # No kill comes so late that the next round would be over.
+        until = f"aggregate {number + 1}"
+        killed(tmp_path, f"aggregate {number}", drawn.random() * one_round, until)
+    finish(tmp_path, expected)
+
+
+def die(folder: Path, at: int, mark: Mark) -> None:
+    """Save two more rounds, and die just before the file operation of this number, if there is one."""
+    done = 0
+
+    def counted(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal done
+            done += 1
+            if done > at:
+                mark(operation.__name__)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return operation(*args, **kwargs)
+
+        return call
+
+    checkpoints, state = Checkpointing(folder, keep=1), run_state()
+    with checkpoints.writing():
+        for name in ("mkdir", "open", "fsync", "rename", "replace", "unlink", "rmdir"):
+            setattr(os, name, counted(getattr(os, name)))
+        for number in (3, 4):
+            checkpoints.save(number, result_of(number), state)
+
+
+def test_death_before_any_file_operation_leaves_whole_checkpoints(tmp_path: Path) -> None:
+    """A process dies at every step of two writes that replace the only checkpoint."""
+    steps = []
+    for step in range(200):
+        folder = tmp_path / str(step)
+        save(folder, 2, keep=1)
+        died = child(partial(die, folder, step))
+        newest = Checkpointing(folder).newest()
+        steps.append((*died.marks, round_of(newest)))
+        assert newest.result.train_metrics_clientapp == result_of(newest.round).train_metrics_clientapp
+        # The next run clears away what is left, and writes.
+        save(folder, newest.round + 1, keep=1)
+        assert round_of(Checkpointing(folder).newest()) == newest.round + 1
+        assert len(list(folder.iterdir())) == 3  # With the lock and the metrics.
+        if died.code == 0:
+            break
+        assert died.code == -signal.SIGKILL
+    # Before the rename the old one is the newest, after it the new one; there is nothing else.
+    found = [number for *_, number in steps]
+    assert found == sorted(found)
+    assert set(found) == {2, 3, 4}
+    for number in (3, 4):
+        renamed = found.index(number)
+        assert steps[renamed - 1][0] == "replace"
+        before = [mark for mark, newest in steps[:-1] if newest == number - 1]
+        # Of the round before: the folder of all checkpoints, after the rename.
+        assert before.count("fsync") == (number == 4) + len(["metrics", "model", "state", "folder"])
+    # The first one is of the temporary name, which is gone by then.
+    last = [mark for mark, newest in steps[:-1] if newest == 4]
+    assert (last.count("fsync"), last.count("unlink"), last.count("rmdir")) == (1, 3, 1)

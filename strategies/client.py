@@ -28,7 +28,7 @@ from fedrot.strategies.wire.arrays import (
     same_bits,
     to_arrays,
 )
-from fedrot.strategies.wire.statistics import budget_of, check_share, read_statistics, statistics_record
+from fedrot.strategies.wire.statistics import read_statistics, statistics_record
 from fedrot.symmetry import Symmetry, symmetry_of
 from fedrot.tensors import check_finite
 
@@ -50,7 +50,6 @@ def align_mod(
     options: AlignmentOptions | None = None,
     statistics: Collector | None = None,
     dtype: torch.dtype = torch.float32,
-    share: float | None = None,
 ) -> Mod:
     """Return a mod that aligns every training reply to the model in the message.
 
@@ -72,16 +71,13 @@ def align_mod(
             diagonal Fisher information, which cannot follow a rotation; ``wanted_statistics`` tells what
             the server asks for. Statistics that are in the reply already are moved with the update.
         dtype: of the statistics on the wire, see ``statistics_record``.
-        share: of the update's bytes that the full Gram matrices may take, see ``add_statistics``. Give
-            it here and not there: a sketch that has been moved is none, and would leave in full.
 
     Raises:
-        FedrotError: the share is not positive. By the mod: a mod that clips, adds noise or encrypts runs
+        FedrotError: by the mod: a mod that clips, adds noise or encrypts runs
             before alignment (as far as this can be detected), the model does not fit the symmetry, or
             statistics cannot follow or would be lost under secure aggregation.
         UpdateError: by the mod, under secure aggregation: the reply is not an update of the model.
     """
-    check_share(share)
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         category, _, action = message.metadata.message_type.partition(".")
@@ -119,8 +115,7 @@ def align_mod(
         content = RecordDict(dict(reply.content))
         content[name] = _changed(content.array_records[name], update, moved)
         if found:
-            budget = budget_of(share, [content.array_records[name]])
-            content[STATISTICS] = statistics_record(found, dtype, budget)
+            content[STATISTICS] = statistics_record(found, dtype)
         aligned = copy.copy(reply)
         aligned.content = content
         return aligned

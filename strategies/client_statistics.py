@@ -14,9 +14,7 @@ from fedrot.collect.statistics import Statistics, brings, kind_named
 from fedrot.errors import FedrotError
 from fedrot.strategies.wire.arrays import STATISTICS, model_records
 from fedrot.strategies.wire.statistics import (
-    budget_of,
     check_precision,
-    check_share,
     read_statistics,
     statistics_record,
     wanted_statistics,
@@ -34,7 +32,6 @@ def add_statistics(
     *,
     max_batches: int | None = None,
     dtype: torch.dtype = torch.float32,
-    share: float | None = None,
 ) -> tuple[str, ...]:
     """Collect the statistics that the server asks for, and add them to a reply.
 
@@ -51,10 +48,6 @@ def add_statistics(
         max_batches: largest number of batches of each kind. None is the limit of the kind: 100 batches
             for Gram matrices, 256 rows for Fisher information.
         dtype: of the statistics on the wire, float32 or bfloat16, see ``statistics_record``.
-        share: of the bytes of the reply's model, or of the received one if the reply has none yet, that
-            full Gram matrices may take, for example 0.1. They travel as sketches of low rank with the
-            exact diagonal (``fedrot.collect.gram_sketch``), and the log says how much these keep. None
-            sends the matrices themselves.
 
     Returns the kinds that were added, such as ``("gram",)``.
 
@@ -63,11 +56,9 @@ def add_statistics(
     Raises:
         FedrotError: the kind is unknown here or not computed from batches; there is no batch, a batch is
             no mapping, or an iterator ends before all kinds are collected; the model's names are not
-            those of the reply; ``max_batches``, ``dtype`` or ``share`` is wrong; or the share is too
-            small for the diagonals.
+            those of the reply; or ``max_batches`` or ``dtype`` is wrong.
     """
     check_precision(dtype)
-    check_share(share)
     if max_batches is not None and max_batches < 1:
         raise FedrotError(f"max_batches is {max_batches}; give a positive number, or None.")
     given = read_statistics(content)
@@ -85,9 +76,7 @@ def add_statistics(
     _check_names(found, message, content)
     if found:
         before = content.array_records.get(STATISTICS, ArrayRecord())
-        models = model_records(content) or model_records(message.content)
-        added = statistics_record(found, dtype, budget_of(share, models.values()))
-        content[STATISTICS] = ArrayRecord({**before, **added})
+        content[STATISTICS] = ArrayRecord({**before, **statistics_record(found, dtype)})
     return kinds
 
 

@@ -217,7 +217,7 @@ def _unit_diagonal(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def semidefinite(moved: Tensor, received: Tensor) -> Tensor:
     """Return a moved Gram matrix without the negative eigenvalues of rounding.
 
-    A matrix that was rounded, or sent as a sketch, may have negative eigenvalues after a rotation or a
+    A matrix that was rounded may have negative eigenvalues after a rotation or a
     shift of its inputs, which changes how large its units are. They become 0. If the matrix was none of
     inputs when it was received, it stays as it is, for ``check_statistics``.
     """

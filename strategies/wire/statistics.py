@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from flwr.app import Array, ArrayRecord, Message, RecordDict
 from torch import Tensor
 
 from fedrot.aggregation import Statistics
-from fedrot.collect.gram_sketch import GramSketch
-from fedrot.collect.statistics import INPUT_AXIS, check_statistics
+from fedrot.collect.statistics import check_statistics
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.strategies.wire.arrays import STATISTICS, decode, encode, wire_bytes
-from fedrot.strategies.wire.sketches import SKETCH, SketchReader, encode_sketch, sketches_within
+from fedrot.strategies.wire.arrays import STATISTICS, decode, encode
 
 #: Separators of a kind from names, and of the names that share one matrix.
 _KIND, _NAMES = "/", "|"
@@ -33,42 +31,17 @@ def check_precision(dtype: torch.dtype) -> None:
         raise FedrotError(f"Statistics are sent as float32 or bfloat16, not as {dtype}.")
 
 
-def check_share(share: float | None) -> None:
-    """Raise ``FedrotError`` unless a share of the model's bytes is positive, or None."""
-    if share is not None and not 0 < share < float("inf"):
-        raise FedrotError(
-            f"share is {share}; give a positive share of the model's bytes, such as 0.1, or None to "
-            "send Gram matrices in full."
-        )
-
-
-def budget_of(share: float | None, models: Collection[ArrayRecord]) -> int | None:
-    """Return the bytes that Gram matrices may take, a share of a model's on the wire; None for None."""
-    if share is not None and not models:
-        raise FedrotError(
-            "share is a share of the model's bytes, and there is no model. Put the model's ArrayRecord "
-            "into the reply first."
-        )
-    return None if share is None else int(share * sum(map(wire_bytes, models)))
-
-
-def statistics_record(
-    statistics: Statistics, dtype: torch.dtype = torch.float32, budget: int | None = None
-) -> ArrayRecord:
+def statistics_record(statistics: Statistics, dtype: torch.dtype = torch.float32) -> ArrayRecord:
     """Return statistics as the ArrayRecord ``fedrot-statistics`` of a client's reply.
 
     Matrices that several layers share are sent once.
 
     Args:
         statistics: by kind, then by tensor name.
-        dtype: float32, or bfloat16 for half the bytes and three significant digits. Sketches have
-            precisions of their own.
-        budget: bytes that the full Gram matrices may take; the matrices travel
-            as sketches that fit. None sends them in full. Everything else travels as it is.
+        dtype: float32, or bfloat16 for half the bytes and three significant digits.
 
     Raises:
-        FedrotError: another dtype; the name of a tensor has a '|'; or with a budget, it is too small for
-            the diagonals, or a matrix is not finite.
+        FedrotError: another dtype, or the name of a tensor has a '|'.
     """
     check_precision(dtype)
     odd = [name for by_name in statistics.values() for name in by_name if _NAMES in name]
@@ -77,24 +50,12 @@ def statistics_record(
             f"Statistics of '{odd[0]}' cannot be sent, because '{_NAMES}' separates names. Rename the "
             "module."
         )
-    values = {
-        f"{kind}{_KIND}{_NAMES.join(names)}": statistics[kind][names[0]]
-        for kind, by_name in statistics.items()
-        for names in _sharing(by_name)
-    }
-    kinds = {key: key.partition(_KIND)[0] for key in values}
-
-    def encoded(key: str) -> Array:
-        value = values[key]
-        return encode(key, value.to(dtype) if value.is_floating_point() else value)
-
-    sketches: Mapping[str, GramSketch] = {}
-    if budget is not None:
-        full = {k: v for k, v in values.items() if kinds[k] in INPUT_AXIS and v.ndim == 2}
-        sketches = sketches_within(budget, full, dtype.itemsize)
-    return ArrayRecord(
-        {key: encode_sketch(sketches[key]) if key in sketches else encoded(key) for key in values}
-    )
+    found: dict[str, Array] = {}
+    for kind, by_name in statistics.items():
+        for names in _sharing(by_name):
+            key, value = f"{kind}{_KIND}{_NAMES.join(names)}", by_name[names[0]]
+            found[key] = encode(key, value.to(dtype) if value.is_floating_point() else value)
+    return ArrayRecord(found)
 
 
 def _sharing(by_name: Mapping[str, Tensor]) -> Iterable[list[str]]:
@@ -118,19 +79,16 @@ def read_statistics(
         copy: as in ``Schema.read``.
 
     Raises:
-        UpdateError: they cannot be decoded, a tensor has two of one kind, or see ``check_statistics``
-            and ``SketchReader.read``.
+        UpdateError: they cannot be decoded, a tensor has two of one kind, or see ``check_statistics``.
     """
     found: dict[str, dict[str, Tensor]] = {}
-    sketches = SketchReader(shapes)
     for key, array in content.array_records.get(STATISTICS, {}).items():
         kind, separator, joined = key.partition(_KIND)
         if not separator:
             raise UpdateError(f"The statistics '{key}' have no kind; use statistics_record.")
         names = joined.split(_NAMES)
         try:
-            sketched = array.stype == SKETCH
-            value = sketches.read(kind, names, array) if sketched else decode(key, array)
+            value = decode(key, array)
         except UpdateError as error:
             raise UpdateError(f"The statistics '{key}' cannot be decoded: {error}") from error
         value = value.float() if value.dtype == torch.bfloat16 else value.clone() if copy else value

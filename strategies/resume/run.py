@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from logging import INFO, WARNING
-from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
@@ -26,15 +24,13 @@ def run(
     strategy: Strategy,
     grid: Grid,
     initial_arrays: ArrayRecord,
+    checkpoints: Checkpointing,
     num_rounds: int = 3,
     timeout: float = 3600,
     train_config: ConfigRecord | None = None,
     evaluate_config: ConfigRecord | None = None,
     evaluate_fn: Evaluate | None = None,
     should_stop: Stop | None = None,
-    *,
-    checkpoints: Checkpointing | None = None,
-    resume: str | Path | None = None,
 ) -> Result:
     """Run a strategy by Flower's ``Strategy.start``, and write a checkpoint after every round.
 
@@ -45,31 +41,30 @@ def run(
 
     Args:
         strategy: built as for the run that is resumed.
-        grid: as in ``Strategy.start``, like all arguments up to ``should_stop``.
+        grid: as in ``Strategy.start``, like all other arguments.
+        checkpoints: the folder to write to; a run resumes from the checkpoints that it holds.
         num_rounds: of the whole run, including the rounds before it was resumed.
         should_stop: called after each checkpoint, and first with the round of the resumed checkpoint;
             for Flower 1.43 and later.
-        checkpoints: where to write.
-        resume: the folder of checkpoints to resume from. If ``checkpoints`` writes to this folder, it
-            may be empty or missing; then the run starts from round 1.
 
     Raises:
-        FedrotError: there is no valid checkpoint; it is of another model or strategy; another run
-            writes to the folder, or has left checkpoints in it; a checkpoint cannot be written.
+        FedrotError: no checkpoint of the folder is valid, or the newest is of another model or strategy;
+            another run writes to the folder; a checkpoint cannot be written.
     """
     train_config = ConfigRecord() if train_config is None else train_config
     evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
-    killed_in_first = resume is not None and checkpoints is not None and checkpoints.used()
-    with nullcontext() if checkpoints is None else checkpoints.writing():
-        source = _source(checkpoints, resume)
+    killed_in_first = checkpoints.used()
+    with checkpoints.writing():
         state = RunState(strategy, train_config, evaluate_config)
         done, result = 0, Result(arrays=initial_arrays)
-        if source is not None:
-            done, result = _restored(source, initial_arrays, state)
+        if not checkpoints.rounds():
+            log(INFO, "There is no checkpoint in '%s' yet: starting from round 1.", checkpoints.folder)
+        else:
+            done, result = _restored(checkpoints, initial_arrays, state)
             if done > num_rounds:
                 said = (
-                    f"'{source.folder}' holds round {done}, and num_rounds is {num_rounds}: no round is "
-                    f"run, and round {done}'s model is returned. To start anew, give another folder."
+                    f"'{checkpoints.folder}' holds round {done}, and num_rounds is {num_rounds}: no round "
+                    f"is run, and round {done}'s model is returned. To start anew, give another folder."
                 )
                 log(WARNING, said)
         if hasattr(strategy, "begin"):
@@ -105,7 +100,7 @@ class Run(Strategy):
     strategy: Strategy
     evaluate_fn: Evaluate | None
     state: RunState
-    checkpoints: Checkpointing | None
+    checkpoints: Checkpointing
     done: int
     result: Result
 
@@ -169,7 +164,7 @@ class Run(Strategy):
         """Save a round, or restore the random generators after the last finished round."""
         if number == self.done:
             self.state.restore_random()
-        elif number > self.done and self.checkpoints is not None:
+        elif number > self.done:
             started = time.time()
             folder = self.checkpoints.save(number, self.result, self.state)
             log(INFO, "Checkpoint written to '%s' in %.2fs", folder, time.time() - started)
@@ -182,24 +177,6 @@ def _noted(
     if metrics is not None:
         noted[number] = metrics
     return metrics
-
-
-def _source(checkpoints: Checkpointing | None, resume: str | Path | None) -> Checkpointing | None:
-    """Return the checkpoints to resume from; None starts from round 1."""
-    found = Checkpointing(resume) if resume is not None else None
-    if checkpoints is None:
-        return found
-    used = checkpoints.rounds() != []
-    same = found is not None and checkpoints.folder.resolve() == found.folder.resolve()
-    if used and not same:
-        raise FedrotError(
-            f"'{checkpoints.folder}' already has checkpoints. Resume from them with resume="
-            f"'{checkpoints.folder}', or write to another folder."
-        )
-    if same and not used:
-        log(INFO, "There is no checkpoint in '%s' yet: starting from round 1.", resume)
-        return None
-    return found
 
 
 def _restored(source: Checkpointing, initial: ArrayRecord, state: RunState) -> tuple[int, Result]:

@@ -119,17 +119,21 @@ def play(
     tensors: dict[str, torch.Tensor] | None = None,
     rounds: int = ROUNDS,
     seed: int = 0,
+    checkpoints: Checkpointing | None = None,
     **settings: Any,
 ) -> Result:
     """Run a strategy on the deterministic clients."""
     seeded(seed)
     arrays = ArrayRecord(SMALL if tensors is None else tensors)
-    return run(strategy, grid(), arrays, rounds, **{"evaluate_fn": evaluate, **settings})
+    given = {"evaluate_fn": evaluate, **settings}
+    if checkpoints is None:
+        return strategy.start(grid(), arrays, num_rounds=rounds, **given)
+    return run(strategy, grid(), arrays, checkpoints, rounds, **given)
 
 
 def both(folder: Path) -> dict[str, Any]:
-    """Return the arguments to resume from a folder, and to write to it."""
-    return {"checkpoints": Checkpointing(folder), "resume": folder}
+    """Return the argument to resume from a folder, and to write to it."""
+    return {"checkpoints": Checkpointing(folder)}
 
 
 # The loop
@@ -443,7 +447,7 @@ def test_state_of_every_kind_goes_on(tmp_path: Path, warnings: Callable[[], str]
     play(first, rounds=2, checkpoints=Checkpointing(tmp_path))
     accountant, generator, second = _stateful()
     second.scale = 0.7
-    play(second, rounds=4, resume=tmp_path)
+    play(second, rounds=4, checkpoints=Checkpointing(tmp_path))
     assert second.seen() == whole.seen()
     # Objects with state of their own stay the same objects: others may hold them too.
     assert second.accountant is accountant
@@ -481,37 +485,6 @@ def test_state_that_cannot_be_saved_is_named_once(tmp_path: Path, warnings: Call
 # What is refused
 
 
-def test_resume_needs_checkpoints(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "missing"):
-        for settings in ({}, {"checkpoints": Checkpointing(tmp_path / "other")}):
-            with pytest.raises(FedrotError, match="There is no usable checkpoint in"):
-                play(FedAvg(), resume=folder, **settings)
-
-
-def test_one_command_starts_and_resumes(tmp_path: Path) -> None:
-    folder = tmp_path / "new"
-    result = play(FedAvg(), resume=folder / "." / ".." / "new", checkpoints=Checkpointing(folder))
-    assert list(result.evaluate_metrics_clientapp) == [1, 2, 3]
-
-
-def test_a_folder_of_another_run_is_not_written_to(tmp_path: Path) -> None:
-    for name in ("old", "new"):
-        play(FedAvg(), rounds=1, checkpoints=Checkpointing(tmp_path / name))
-    for resume in (None, tmp_path / "new"):
-        with pytest.raises(FedrotError, match="already has checkpoints"):
-            play(FedAvg(), checkpoints=Checkpointing(tmp_path / "old"), resume=resume)
-
-
-def test_a_run_can_go_on_in_another_folder(tmp_path: Path) -> None:
-    old, new = tmp_path / "old", tmp_path / "new"
-    expected = ending(play(FedAdam(**COMMON)))
-    play(FedAdam(**COMMON), rounds=1, checkpoints=Checkpointing(old))
-    result = play(FedAdam(**COMMON), seed=1, resume=str(old), checkpoints=Checkpointing(new, keep=9))
-    assert ending(result) == expected
-    assert (Checkpointing(old).rounds(), Checkpointing(new).rounds()) == ([1], [2, 3])
-    assert ending(play(FedAdam(**COMMON), seed=2, resume=new)) == expected
-
-
 @pytest.mark.parametrize(
     ("strategy", "model", "message"),
     [
@@ -526,14 +499,14 @@ def test_another_model_or_strategy_is_refused(
 ) -> None:
     play(FedAdam(), rounds=1, checkpoints=Checkpointing(tmp_path))
     with pytest.raises(FedrotError, match=message):
-        play(strategy(), model, resume=tmp_path)
+        play(strategy(), model, checkpoints=Checkpointing(tmp_path))
 
 
 def test_another_wrapped_strategy_is_refused(tmp_path: Path) -> None:
     strategy = FixedClipping(_stateful()[-1], **NOISE, clipping_norm=1.0)
     play(strategy, rounds=1, checkpoints=Checkpointing(tmp_path))
     with pytest.raises(FedrotError, match=r"has the state of 'strategy\.strategy\.accountant'"):
-        play(_private(FixedClipping, clipping_norm=1.0), resume=tmp_path)
+        play(_private(FixedClipping, clipping_norm=1.0), checkpoints=Checkpointing(tmp_path))
 
 
 # What a strategy is told, and what of it is state

@@ -20,7 +20,6 @@ from fedrot.lora.gauges import GAUGES, Factors, Wanted, gauged, near_mean
 from fedrot.lora.methods import METHODS, Method, mean
 from fedrot.lora.module_sums import AveragedModule, Merge, ModuleSums, Plan
 from fedrot.lora.products import Terms
-from fedrot.lora.regression import Evidence
 from fedrot.matching.procrustes import polar
 
 #: Which factors clients train.
@@ -86,11 +85,6 @@ class RivalOptions(AdapterOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.method == "regmean":
-            raise FedrotError(
-                "Method 'regmean' takes no options of rivals. Give AdapterOptions('regmean') to "
-                "FedRotLoRA or AlignedLoRA."
-            )
         known = {"by": ROTATED_BY, "residual": RESIDUALS, "schedule": SCHEDULES}
         for name, values in known.items():
             if getattr(self, name) not in values:
@@ -229,11 +223,9 @@ class RivalSums(ModuleSums):
             near = (old_a, b) if self.frozen == "A" else (a, old_b)
         return replace(found, mean=near)
 
-    def averaged(
-        self, merge: Merge, like: Mapping[str, Tensor], evidence: Evidence | None
-    ) -> AveragedModule:
+    def averaged(self, merge: Merge, like: Mapping[str, Tensor]) -> AveragedModule:
         """Return the average of a module, with its residual."""
-        found, name = super().averaged(merge, like, evidence), residual_name(self.pair)
+        found, name = super().averaged(merge, like), residual_name(self.pair)
         before = (self.plan.previous or {}).get(name)
         if not self.options.folds:
             kept = {} if before is None else {name: before}
@@ -274,7 +266,7 @@ class RivalSums(ModuleSums):
         return max(len(received[0]) - len(a), 0)
 
 
-def anew(sums: ModuleSums, terms: Terms, rank: int, _: Evidence | None) -> Factors:
+def anew(sums: ModuleSums, terms: Terms, rank: int) -> Factors:
     """Return a start of LoRA as PEFT draws it: ``A`` uniform, for embeddings normal, and ``B = 0``."""
     of_embedding = sums.pair.of_embedding
     seed = zlib.crc32(f"{sums.pair.module} {sums.plan.server_round}".encode())

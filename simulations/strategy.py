@@ -146,8 +146,6 @@ def _of_adapters(strategy: Strategy, experiment: Experiment) -> None:
             f"factors of different ranks have no mean (method '{options.method}'); take the strategy "
             "exact, adapters = {method = 'exact'}"
         )
-    if experiment.lora.get("use_dora") and not options.kind.of_dora:
-        raise ValueError(f"method '{options.method}' is not for adapters with use_dora")
 
 
 #: What refuses a strategy that does not go with an experiment, by kind. Plug-ins add theirs; how a kind

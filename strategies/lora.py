@@ -37,10 +37,9 @@ class AlignedLoRA(ReplyStrategy):
     ``class AdamLoRA(AlignedLoRA, FedAdam): pass``, then ``AdamLoRA(peft_config, eta=0.01)``. Supported
     base strategies: FedAvg, FedAvgM, FedAdagrad, FedAdam and FedYogi. They receive only the average.
 
-    All clients need the same settings. With the methods ``exact`` and ``regmean``, a client may have a
-    smaller rank than the received adapter (``fedrot.lora.load_adapter`` reduces it). For ``regmean``
-    clients call ``add_statistics``. Each round logs the distances of the average, and of the mean of the
-    factors, to the mean of the clients' products.
+    All clients need the same settings. With the method ``exact``, a client may have a smaller rank than
+    the received adapter (``fedrot.lora.load_adapter`` reduces it). Each round logs the distances of the
+    average, and of the mean of the factors, to the mean of the clients' products.
 
     Args:
         settings: the adapter's ``LoraConfig``, or the content of ``adapter_config.json``, for alpha.
@@ -50,7 +49,7 @@ class AlignedLoRA(ReplyStrategy):
 
     Raises:
         FedrotError: the settings are not those of a LoRA adapter; the base strategy is not supported.
-            In the first round: ``initial_arrays`` is not an adapter, or not one for the method.
+            In the first round: ``initial_arrays`` is not an adapter.
     """
 
     uses_statistics = True
@@ -87,7 +86,6 @@ class AlignedLoRA(ReplyStrategy):
                 pairs_of(arrays)
             except UpdateError as error:
                 raise FedrotError(f"initial_arrays is not a LoRA adapter: {error}") from error
-            self.adapters.check_names(arrays)
             # Biases that an adapter trains have such names, too.
             base = (name for name in arrays if ".base_layer." in name and not name.endswith(".bias"))
             if name := next(base, None):
@@ -97,10 +95,6 @@ class AlignedLoRA(ReplyStrategy):
                 )
                 log(WARNING, said, name)
         return super().configure_train(server_round, arrays, config, grid)
-
-    def needs(self, server_round: int) -> tuple[str, ...]:
-        """Return the kinds of statistics that the method needs."""
-        return self.adapters.kind.needs
 
     def schema(self, broadcast: Tensors) -> Schema:
         """Return the tensors that a reply must hold: an adapter of at most the broadcast ranks."""
@@ -160,10 +154,12 @@ class AdapterSchema(Schema):
 class AdapterMean:
     """An ``Aggregator`` of adapters; ``said`` and ``measured`` are the report of its result."""
 
+    needs: tuple[str, ...] = ()
+    notes: Mapping[str, str] = {}
+
     def __init__(self, average: AdapterAverage) -> None:
-        self._average, self.needs = average, average.method.needs
+        self._average = average
         self.said, self.measured = "", dict[str, float]()
-        self.notes: Mapping[str, str] = {}
 
     def add(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
         """Add one adapter; raises ``UpdateError`` as ``AdapterAverage.add``."""
@@ -172,7 +168,7 @@ class AdapterMean:
     def result(self) -> dict[str, Tensor]:
         """Return the average, and store its report."""
         tensors, report = self._average.result()
-        self.said, self.notes = str(report), report.notes
+        self.said = str(report)
         errors = {ERROR: report.mean_error, ERROR_OF_FACTORS: report.mean_error_of_factors}
         errors[LOST] = report.mean_lost or None
         self.measured = {name: error for name, error in errors.items() if error is not None}

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,13 +25,11 @@ class _Reader:
 
 
 def _readers(model: nn.Module) -> dict[str, _Reader]:
-    """Return, by name, every linear module with a weight of its own; of a PEFT model, of its adapter.
+    """Return, by name, every linear module with a weight of its own.
 
     Weights shared with an embedding or another layer have no single input to regress on; these weights
     are averaged.
     """
-    if getattr(model, "peft_config", None):
-        return _adapter_readers(model)
     parameters = (p for module in model.modules() for p in module._parameters.values())
     uses = Counter(id(parameter) for parameter in parameters)
     # A module with several names has a weight under each of them, and all have its matrix.
@@ -43,46 +40,6 @@ def _readers(model: nn.Module) -> dict[str, _Reader]:
         for name, axis in axes.items()
         if axis is not None and uses[id(model.get_submodule(name).weight)] == 1
     }
-
-
-def _adapter_readers(model: Any) -> dict[str, _Reader]:
-    """Return the first factors, by name, of the linear layers that the active LoRA adapter adapts.
-
-    Raises:
-        FedrotError: several adapters are active, or none; the adapter is merged or disabled, has DoRA's
-            magnitudes, or adapts no linear layer.
-    """
-    given = model.active_adapters
-    active = list(given() if callable(given) else given)
-    if len(active) != 1:
-        raise FedrotError(
-            f"The active adapters are {', '.join(active) or 'none'}. Call model.set_adapter(name) with "
-            "the one adapter that the client sends."
-        )
-    (adapter,) = active
-    found: dict[str, _Reader] = {}
-    for name, module in model.named_modules():
-        if adapter in getattr(module, "lora_magnitude_vector", ()):
-            raise FedrotError(
-                f"'{name}' is adapted by DoRA, whose outputs are no product of factors with the inputs. "
-                "Gram matrices are for adapters without use_dora."
-            )
-        factors: Any = getattr(module, "lora_A", ())
-        if adapter not in factors or (axis := input_axis(factors[adapter])) is None:
-            continue
-        if module.merged or module.disable_adapters:
-            raise FedrotError(
-                f"The adapter '{adapter}' of '{name}' is merged into the weights or disabled, so that "
-                "its factors have no inputs. Call model.unmerge_adapter(), or enable the adapter."
-            )
-        # The name of the tensor in get_peft_model_state_dict, which leaves out the adapter's name.
-        found[f"{name}.lora_A.{adapter}"] = _Reader(f"{name}.lora_A.weight", axis)
-    if not found:
-        raise FedrotError(
-            f"The adapter '{adapter}' has no LoRA factors of linear layers, and so no Gram matrices. "
-            "Adapters of embeddings and convolutions have none."
-        )
-    return found
 
 
 class _Inputs:
@@ -151,9 +108,6 @@ def collect_gram(
     Layers with the same inputs (query, key and value) share one matrix. A layer that runs several times
     for a batch counts every time. Weights that are tied to another module (output embeddings) have none.
 
-    Of a PEFT model only the linear layers that its active LoRA adapter adapts have a matrix, that of the
-    inputs of ``lora_A`` under the name of this factor in ``get_peft_model_state_dict``.
-
     Args:
         model: any ``torch`` model with ``Linear`` or ``Conv1D`` layers; it is run in evaluation mode and
             without gradients, and its mode is restored.
@@ -161,8 +115,7 @@ def collect_gram(
         max_batches: None for all; Jin et al., Table 6, find no gain beyond 100.
 
     Raises:
-        FedrotError: no batch, or no such layer; the adapter of a PEFT model has DoRA's magnitudes, is
-            merged or disabled, or is not the only active one.
+        FedrotError: no batch, or no such layer.
     """
     readers = _readers(model)
     inputs = _Inputs(readers)

@@ -22,14 +22,11 @@ from fedrot.lora.adapters import (
 from fedrot.lora.gauges import GAUGES
 from fedrot.lora.methods import METHODS, Method
 from fedrot.lora.module_sums import AveragedModule, ModuleSums, Plan, in_threads
-from fedrot.lora.regression import InputSums
 from fedrot.lora.report import AdapterReport
 from fedrot.tensors import Tensors, check_finite, check_weight
 
-#: ``AdapterOptions.regmean_alpha`` unless another value is given.
-REGMEAN_ALPHA = 0.9
-#: The options of methods, as their names are printed.
-_OPTIONS = {"gauge": "gauge", "regmean_alpha": "alpha"}
+#: The options of methods.
+_OPTIONS = ("gauge",)
 #: Part of the names of DoRA's magnitudes.
 _MAGNITUDE = ".lora_magnitude_vector"
 
@@ -40,13 +37,9 @@ class AdapterOptions:
 
     Attributes:
         method: ``mean`` averages the factors (FedIT). ``exact`` averages the products, and keeps the
-            best approximation of the result's rank (FlexLoRA, with ``gauge="none"``). ``regmean`` keeps
-            the product of this rank whose outputs are nearest to those of the clients' products on the
-            clients' inputs; clients send Gram matrices.
-        gauge: for ``exact`` and ``regmean``, the choice among the pairs of factors with the same
+            best approximation of the result's rank (FlexLoRA, with ``gauge="none"``).
+        gauge: for ``exact``, the choice among the pairs of factors with the same
             product: ``keep-a``, ``none`` or ``previous``, see ``fedrot.lora.gauges``.
-        regmean_alpha: for ``regmean``, the ``alpha`` of ``fedrot.aggregation.RegMean``, by which
-            off-diagonal entries of Gram matrices are multiplied; no scale of an adapter.
 
     Raises:
         FedrotError: a value is unknown or out of range, or is given with a method that does not use it.
@@ -54,7 +47,6 @@ class AdapterOptions:
 
     method: str = "mean"
     gauge: str = "keep-a"
-    regmean_alpha: float = REGMEAN_ALPHA
 
     def __post_init__(self) -> None:
         known: dict[str, Mapping[str, object]] = {"method": METHODS, "gauge": GAUGES}
@@ -69,12 +61,9 @@ class AdapterOptions:
                 raise FedrotError(
                     f"{name} is an option of {able}, and has no effect with '{self.method}'; omit it."
                 )
-        alpha: object = self.regmean_alpha
-        if not isinstance(alpha, int | float) or not 0 <= alpha <= 1:
-            raise FedrotError(f"regmean_alpha is {alpha!r}; it must be a number from 0 to 1.")
 
     def __str__(self) -> str:
-        given = (f"{_OPTIONS[name]} {getattr(self, name)!r}" for name in METHODS[self.method].used)
+        given = (f"{name} {getattr(self, name)!r}" for name in METHODS[self.method].used)
         return ", ".join([self.method, *given])
 
     def average(
@@ -94,15 +83,6 @@ class AdapterOptions:
     def kind(self) -> Method:
         """The entry of the method in the registry."""
         return METHODS[self.method]
-
-    def check_names(self, names: Iterable[str]) -> None:
-        """Raise ``UpdateError`` if the method cannot average adapters with tensors of these names."""
-        magnitudes = () if self.kind.of_dora else (name for name in names if _MAGNITUDE in name)
-        if odd := next(iter(magnitudes), None):
-            raise UpdateError(
-                f"The adapter has DoRA's magnitudes ('{odd}'), and method '{self.method}' is for "
-                "products of LoRA alone. Take method='exact', or adapters without use_dora."
-            )
 
 
 def checked_adapter_options(options: AdapterOptions | None) -> AdapterOptions:
@@ -130,7 +110,7 @@ def average_adapters(
     Example: ``average_adapters([AdapterUpdate(tensors, 10, settings), ...], settings)``.
 
     Args:
-        updates: the clients' adapters. Alphas may differ; with ``exact`` and ``regmean``, ranks too.
+        updates: the clients' adapters. Alphas may differ; with ``exact``, ranks too.
         settings: of the result.
         options: see ``AdapterOptions``.
         previous: the adapter that the clients received, with ``settings``.
@@ -163,7 +143,6 @@ class AdapterAverage:
         #: The tensors of the first adapter, without memory for their values.
         self._like: dict[str, Tensor] = {}
         self._others = Mean()
-        self._inputs = InputSums(options.regmean_alpha) if self.method.needs else None
         self._updates = 0
 
     def add(self, update: AdapterUpdate) -> None:
@@ -181,7 +160,6 @@ class AdapterAverage:
         settings = LoraSettings.of(update.settings)
         check_weight(update.weight)
         check_finite(tensors)
-        self.options.check_names(tensors)
         if odd := tensors.keys() ^ (self._like or tensors).keys():
             raise UpdateError(
                 f"The tensor '{min(odd)}' is in some adapters and missing in others. All clients need "
@@ -199,8 +177,6 @@ class AdapterAverage:
             _rescale(others, pair.bias, scale / self._scales.get(pair.module, scale))
         statistics = {kind: of for kind, of in update.statistics.items() if kind == TRAINED}
         self._others.check(others, update.weight, statistics)
-        if self._inputs:
-            self._inputs.check(update, pairs)
         if not self._updates:
             self._pairs, self._scales, self._modules = pairs, scales, modules
             self._like = {name: t.new_empty(()).expand(t.shape) for name, t in tensors.items()}
@@ -212,8 +188,6 @@ class AdapterAverage:
             modules[pair.module].add((a, b * scales[pair.module]), update.weight)
 
         in_threads(fold, pairs, tensors[pairs[0].a].device)
-        if self._inputs:
-            self._inputs.add(update, pairs, scales)
         self._updates += 1
 
     def result(self) -> tuple[dict[str, Tensor], AdapterReport]:
@@ -225,11 +199,9 @@ class AdapterAverage:
         """
         if not self._updates:
             raise FedrotError("There are no adapters to average.")
-        evidence = self._inputs.evidence() if self._inputs else None
 
         def averaged(pair: Pair) -> AveragedModule:
-            sums = self._modules[pair.module]
-            return sums.averaged(self.method.merge, self._like, evidence)
+            return self._modules[pair.module].averaged(self.method.merge, self._like)
 
         tensors: dict[str, Tensor] = self._others.result() if self._others.weight else {}
         found = in_threads(averaged, self._pairs, self._like[self._pairs[0].a].device)
@@ -243,7 +215,6 @@ class AdapterAverage:
             error={name: module.error for name, module in modules.items()},
             lost={name: module.lost for name, module in modules.items()},
             magnitudes=any(_MAGNITUDE in name for name in self._like),
-            notes={name: module.note for name, module in modules.items() if module.note},
         )
 
     def _check_sizes(self, pair: Pair, a: Tensor, b: Tensor) -> None:

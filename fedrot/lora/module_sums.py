@@ -17,7 +17,6 @@ from fedrot.errors import UpdateError
 from fedrot.lora.adapters import LoraSettings, Pair, factors, shaped, wide_factors
 from fedrot.lora.gauges import GAUGES, Factors, Wanted, gauged
 from fedrot.lora.products import ProductSum, Terms
-from fedrot.lora.regression import Evidence
 from fedrot.tensors import Tensors, compute_dtype
 
 _Item = TypeVar("_Item")
@@ -46,27 +45,22 @@ class Plan:
 
 @dataclass(frozen=True)
 class AveragedModule:
-    """One module's factors, the scale of its product, and the errors and the note of the report."""
+    """One module's factors, the scale of its product, and the errors of the report."""
 
     tensors: dict[str, Tensor]
     scale: float
     error_of_factors: float | None
     error: float
     lost: float
-    note: str = ""
 
 
 class ModuleSums:
-    """The sums over the clients of one module's products and factors; both include the scale.
-
-    ``note`` is what a method writes for the report.
-    """
+    """The sums over the clients of one module's products and factors; both include the scale."""
 
     def __init__(self, pair: Pair, plan: Plan) -> None:
         self.pair, self.plan = pair, plan
         self.products, self.mean, self.weight = ProductSum(), Mean(), 0.0
         self.ranks: set[int] = set()
-        self.note = ""
 
     def check(self, a: Tensor, b: Tensor, settings: LoraSettings) -> None:
         """Raise ``UpdateError`` if a client's factors, in its own scale, cannot be added."""
@@ -137,9 +131,7 @@ class ModuleSums:
         """Return the factors that the gauge chooses for a sum of products."""
         return gauged(GAUGES[self.plan.gauge], self.wanted(terms, rank), self.pair.of_embedding)
 
-    def averaged(
-        self, merge: Merge, like: Mapping[str, Tensor], evidence: Evidence | None
-    ) -> AveragedModule:
+    def averaged(self, merge: Merge, like: Mapping[str, Tensor]) -> AveragedModule:
         """Return the average by a method, in the shapes and dtypes of the tensors ``like``.
 
         Raises:
@@ -148,7 +140,7 @@ class ModuleSums:
         previous, pair = self.plan.previous, self.pair
         rank = self.plan.rank or (len(previous[pair.a]) if previous else max(self.ranks))
         terms, scale = self.products.terms(rank), self.plan.settings.scale(pair.module, rank)
-        merged = merge(self, terms, rank, evidence)
+        merged = merge(self, terms, rank)
         if merged is None:
             of = "factors of different ranks have no mean"
             what = of if len(self.ranks) > 1 else f"their mean cannot have rank {rank}"
@@ -164,7 +156,7 @@ class ModuleSums:
         compared = [wide_factors(tensors, pair), *([] if mean is None else [mean])]
         error, *of_factors = self._errors(terms, scale, compared)
         lost = share(self.products.lost, terms.norm)
-        return AveragedModule(tensors, scale, next(iter(of_factors), None), error, lost, self.note)
+        return AveragedModule(tensors, scale, next(iter(of_factors), None), error, lost)
 
     def _errors(self, terms: Terms, scale: float, found: Sequence[Factors]) -> list[float]:
         """Return ``|D - s B A| / |D|`` for each pair of factors; 0 if both are 0.
@@ -180,8 +172,8 @@ class ModuleSums:
 
 #: A method's function: it returns the new factors of one module, None if the clients' have no mean.
 #: Arguments: the sums over the clients; the terms of the weighted sum of their products, with vectors of
-#: the first ``rank``; the rank of the result; what the clients' Gram matrices say, None if not needed.
-Merge = Callable[[ModuleSums, Terms, int, Evidence | None], Factors | None]
+#: the first ``rank``; the rank of the result.
+Merge = Callable[[ModuleSums, Terms, int], Factors | None]
 
 
 def share(part: float, whole: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 #: A report mentions the share that a sum lost if it is larger than this.
 SHOWN = 0.001
@@ -23,7 +23,6 @@ class AdapterReport:
             were left out are orthogonal to all others.
         magnitudes: whether the adapters have DoRA's magnitudes ``m``. The weights are then
             ``m (W + s B A) / |W + s B A|`` with the base's ``W``, but the errors are of products only.
-        notes: by module, what ``regmean`` did not solve, with the reason.
     """
 
     updates: int
@@ -31,7 +30,6 @@ class AdapterReport:
     error: Mapping[str, float]
     lost: Mapping[str, float]
     magnitudes: bool = False
-    notes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def mean_error(self) -> float:

@@ -63,8 +63,8 @@ def run(
             done, result = _restored(checkpoints, initial_arrays, state)
             if done > num_rounds:
                 said = (
-                    f"'{checkpoints.folder}' holds round {done}, and num_rounds is {num_rounds}: no round "
-                    f"is run, and round {done}'s model is returned. To start anew, give another folder."
+                    f"'{checkpoints.folder}' holds round {done}, and num_rounds is {num_rounds}: no "
+                    f"round is run, round {done}'s model is returned. To start anew, give another folder."
                 )
                 log(WARNING, said)
         if hasattr(strategy, "begin"):

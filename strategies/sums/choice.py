@@ -14,11 +14,11 @@ from flwr.app import ArrayRecord, RecordDict
 from flwr.common import log
 from torch import Tensor
 
+from fedrot.ballots import FEWEST, OLD, Ballot, in_order
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.feature_bounds import largest_inputs
 from fedrot.head import fit_heads, with_head
 from fedrot.strategies.sums.bodies import Body, head_names
-from fedrot.strategies.sums.losses import FEWEST, OLD, Ballot, in_order
 from fedrot.strategies.sums.requests import (
     COUNT,
     EVALUATE,
@@ -78,7 +78,7 @@ class FittedHead:
         temperature: the divisor of the logits.
         losses: loss of a held-out row: of the old model, of the old model at its best temperature, and
             of the best model with a fitted head at its best temperature; means with fewer than four
-            clients, else centres (``sums.losses``). NaN if no head could be fitted or compared.
+            clients, else centres (``fedrot.ballots``). NaN if no head could be fitted or compared.
         rows: number of held-out rows that count.
         clients: number of clients that evaluated the models.
         step: how much of a round's change of the body is taken: 0, 0.5 or 1.

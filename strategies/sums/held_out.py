@@ -12,8 +12,8 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from torch import Tensor
 
+from fedrot.ballots import Ballot, in_order
 from fedrot.errors import FedrotError
-from fedrot.strategies.sums.losses import Ballot, in_order
 from fedrot.strategies.sums.requests import EVALUATE, MODEL, Clients, read_losses
 from fedrot.temperature import ONE, TEMPERATURES, LossSums
 
@@ -27,8 +27,8 @@ def evaluate_at_clients(
     ``evaluate_fn`` of ``start``. Its metrics are the ``loss`` and the ``accuracy`` of a row, the best
     ``temperature`` of the logits, ``calibrated_loss``, the loss at this temperature, and the number of
     ``rows``. With fewer than four clients these are means over all rows. With more clients the
-    smallest and largest values are left out, and a client's rows count at most twice as much as the
-    median client's (``losses.centre``), so that a quarter of the clients cannot turn a comparison.
+    smallest and largest values are left out, and a client's rows count at most 1.5 times as much as the
+    median client's (``fedrot.ballots``), so that a quarter of the clients cannot turn a comparison.
 
     The models of one round are compared on the same rows: only clients that answered about the first
     model are asked about the others, and the metrics of a later model are those of the first and the

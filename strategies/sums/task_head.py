@@ -45,7 +45,7 @@ def fit_task_head(
 
     Up to a quarter of the clients may lie. A client's rows count at most 1.5 times as much as the
     median client's, sums without which the head is better are left out, and no quarter of the clients
-    turns a choice (``sums.losses``).
+    turns a choice (``fedrot.ballots``).
 
     Args:
         grid: of the server app. Clients need ``answer_with_sums`` on their ``ClientApp``.

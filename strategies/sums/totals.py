@@ -9,10 +9,10 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from fedrot.ballots import capped
 from fedrot.errors import UpdateError
 from fedrot.head import ClassSums
 from fedrot.problems import REGRESSION, SINGLE
-from fedrot.strategies.sums.losses import capped
 
 #: Groups of clients, each of which can be left out. Memory does not grow with the number of clients.
 GROUPS = 8

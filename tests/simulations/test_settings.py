@@ -108,7 +108,6 @@ def test_trainings_are_shared_where_nothing_that_decides_them_differs() -> None:
 
 
 TABLE: dict[str, Any] = {"name": "mine"}
-OF_DORA = {**TABLE, "adapters": {"method": "regmean"}}
 
 
 @pytest.mark.parametrize(
@@ -155,7 +154,6 @@ OF_DORA = {**TABLE, "adapters": {"method": "regmean"}}
         ({"strategies": "guarded", "holdout": 0}, "holdout must not be 0"),
         ({**OF_LORA, "strategies": [{**TABLE, "guard": "loss"}]}, "'guard' is for"),
         ({**OF_LORA, "lora": {**LORA, "r": [2, 4]}, "strategies": "fedavg"}, "no mean"),
-        ({**OF_LORA, "lora": {**LORA, "use_dora": True}, "strategies": [OF_DORA]}, "use_dora"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(fields: dict[str, Any], said: str) -> None:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedrot.ballots import LEAST_RANGE, MOST, Ballot, capped, centre
 from fedrot.head import ClassSums
-from fedrot.strategies.sums.losses import LEAST_RANGE, MOST, Ballot, capped, centre
 from fedrot.strategies.sums.totals import SCARCE, Totals, total_without
 from fedrot.temperature import ONE, TEMPERATURES, LossSums
 

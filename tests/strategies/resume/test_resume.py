@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,6 +132,11 @@ def play(
     return run(strategy, grid(), arrays, checkpoints, rounds, **given)
 
 
+def resumable(strategy: Strategy, checkpoints: Checkpointing, *args: Any, **settings: Any) -> Result:
+    """Run a strategy with checkpoints, with the arguments of its own ``start``."""
+    return run(strategy, *args[:2], checkpoints, *args[2:], **settings)
+
+
 def both(folder: Path) -> dict[str, Any]:
     """Return the argument to resume from a folder, and to write to it."""
     return {"checkpoints": Checkpointing(folder)}
@@ -190,7 +196,11 @@ class TimedGrid(FakeGrid):
     [({}, True), ({"train_config": {"lr": 0.1}, "evaluate_config": {"b": 1}}, False)],
 )
 def test_the_loop_is_flowers(
-    caplog: pytest.LogCaptureFixture, warnings: Any, settings: dict[str, Any], evaluated: bool
+    caplog: pytest.LogCaptureFixture,
+    warnings: Any,
+    tmp_path: Path,
+    settings: dict[str, Any],
+    evaluated: bool,
 ) -> None:
     caplog.set_level("INFO", "flwr")
     ends, calls, evaluations, timeouts, logs = [], [], [], [], []
@@ -203,12 +213,20 @@ def test_the_loop_is_flowers(
             seen.append((number, arrays.object_id))
             return evaluate(number, arrays)
 
-        start = (lambda *a, s=strategy, **k: run(s, *a, **k)) if ours else strategy.start
+        start: Any = strategy.start
+        if ours:
+            start = partial(resumable, strategy, Checkpointing(tmp_path))
         configs = {name: ConfigRecord(config) for name, config in settings.items()}
         given: Any = {"evaluate_fn": evaluation} if evaluated else {}
         caplog.clear()
         result = start(clients, ArrayRecord(SMALL), ROUNDS, 12.5, **configs, **given)
-        logs.append([r.getMessage() for r in caplog.records if "finished in" not in r.getMessage()])
+        logs.append(
+            [
+                r.getMessage()
+                for r in caplog.records
+                if "finished in" not in r.getMessage() and "heckpoint" not in r.getMessage()
+            ]
+        )
         ends.append((ending(result), {name: dict(config) for name, config in configs.items()}))
         calls.append(strategy.calls)
         evaluations.append(seen)
@@ -269,7 +287,9 @@ def test_a_resumed_run_asks_nobody_in_the_rounds_that_are_finished(
             seen.append(number)
             return evaluate(number, arrays)
 
-        found = run(rest, clients, ArrayRecord(SMALL), rounds, evaluate_fn=evaluation, **both(tmp_path))
+        found = run(
+            rest, clients, ArrayRecord(SMALL), Checkpointing(tmp_path), rounds, evaluate_fn=evaluation
+        )
         assert ending(found) == expected
         # Those before are in the checkpoint: the list is state of this strategy.
         assert [call for call in rest.calls if len(call) > 1] == whole.calls[1:]
@@ -312,10 +332,10 @@ def test_what_the_server_has_evaluated_stays_when_it_evaluates_no_more(tmp_path:
 
 def test_a_failed_round_is_kept_too(tmp_path: Path) -> None:
     seeded(0)
-    expected = ending(run(FedAvg(), grid(2), ArrayRecord(SMALL), 3))
+    expected = ending(FedAvg().start(grid(2), ArrayRecord(SMALL), 3))
     seeded(0)
     for rounds in (1, 2, 3):
-        found = run(FedAvg(), grid(2), ArrayRecord(SMALL), rounds, **both(tmp_path))
+        found = run(FedAvg(), grid(2), ArrayRecord(SMALL), Checkpointing(tmp_path), rounds)
         assert (found.arrays == ArrayRecord(SMALL)) == (rounds < 3)
         assert Checkpointing(tmp_path).newest().result.arrays == found.arrays
     assert ending(found) == expected

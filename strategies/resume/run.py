@@ -64,7 +64,8 @@ def run(
             if done > num_rounds:
                 said = (
                     f"'{checkpoints.folder}' holds round {done}, and num_rounds is {num_rounds}: no "
-                    f"round is run, round {done}'s model is returned. To start anew, give another folder."
+                    f"round is run, and the model of round {done} is returned. Give another folder to "
+                    "start anew."
                 )
                 log(WARNING, said)
         if hasattr(strategy, "begin"):

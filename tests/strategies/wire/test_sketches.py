@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from flwr.app import Array, ArrayRecord, RecordDict
 from torch import Tensor
 
-import fedrot
 from fedrot.collect.gram_sketch import sketched
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies import statistics_record
@@ -19,9 +17,8 @@ from fedrot.strategies.wire import sketches
 from fedrot.strategies.wire.arrays import encode, wire_bytes
 from fedrot.strategies.wire.records import STATISTICS, read_statistics
 from fedrot.strategies.wire.sketches import SKETCH, encode_sketch
-from tests.models import inputs
-from tests.strategies.classifier import build
 
+QUERY = "gram/query.weight"
 SHARED = ("query.weight", "key.weight")
 SHAPES = {"query.weight": (8, 40), "key.weight": (8, 40), "down.weight": (40, 64), "bias": (40,)}
 Found = dict[str, dict[str, Tensor]]
@@ -54,7 +51,7 @@ def explained(matrix: Tensor) -> np.ndarray[Any, Any]:
     return values[::-1] / len(matrix)
 
 
-@pytest.mark.parametrize("budget", [500, 1_000, 2_000, 5_000, 8_000])
+@pytest.mark.parametrize("budget", [500, 2_000, 8_000])
 def test_the_bytes_go_to_the_eigenpairs_that_explain_most(budget: int) -> None:
     """Shares come from NumPy's eigenvalues; rounding to float16 may swap two that are almost equal."""
     record = statistics_record(statistics(), budget=budget)
@@ -67,18 +64,6 @@ def test_the_bytes_go_to_the_eigenpairs_that_explain_most(budget: int) -> None:
     assert kept.min(initial=1) >= 0.99 * max(left.values())
     following = max(left, key=lambda size: left[size])
     assert wire_bytes(record) + 2 * following > budget
-
-
-def test_every_sketch_has_the_same_bound_on_its_error() -> None:
-    for budget in (1_000, 5_000, 10_000):
-        record = statistics_record(statistics(), budget=budget)
-        ranks = {array.shape[0]: array.shape[1] for array in record.values()}
-        least = min(explained(m)[ranks[len(m)] - 1] for m in (gram(40), gram(64, 1)) if ranks[len(m)])
-        for name, matrix in statistics()["gram"].items():
-            roots = matrix.double().diagonal().sqrt()
-            error = (matrix.double() - read(record)["gram"][name].double()) / torch.outer(roots, roots)
-            rounding = 2**-9 * len(matrix) * explained(matrix)[0] ** 0.5
-            assert float(torch.linalg.matrix_norm(error, 2)) <= 1.01 * least * len(matrix) + rounding
 
 
 def test_a_matrix_that_is_smaller_than_its_sketch_travels_as_it_is() -> None:
@@ -123,57 +108,18 @@ def test_a_matrix_that_cannot_be_sketched_is_named() -> None:
         statistics_record(given, budget=5_000)
 
 
-def test_the_log_says_what_was_spent_and_kept(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("flwr").propagate = True
-    caplog.set_level(logging.INFO)
-    record = statistics_record(statistics(), budget=5_000)
-    ranks, kept = [array.shape[1] for array in record.values()], []
-    for matrix, rank in zip((gram(40), gram(64, 1)), ranks, strict=True):
-        kept.append(100 * explained(matrix)[:rank].sum())
-    assert (
-        f"2 Gram matrices take {wire_bytes(record) / 1e6:.1f} MB instead of 0.0; 2 sketches of rank "
-        f"{min(ranks)} to {max(ranks)} keep {min(kept):.1f} % to {max(kept):.1f} % of the inputs' "
-        "energy."
-    ) in caplog.text
-
-
 # --- there and back ----------------------------------------------------------------------------------
 
 
-def test_what_arrives_is_the_sketch() -> None:
-    record = statistics_record(statistics(), budget=5_000)
-    shared, down = (array.shape[1] for array in record.values())
-    found = read(record)["gram"]
-    assert set(found) == set(statistics()["gram"])
-    assert torch.equal(found["down.weight"], sketched(gram(64, 1), down).matrix())
-    assert torch.equal(found["query.weight"], sketched(gram(40), shared).matrix())
-    assert found["query.weight"].dtype == torch.float32
-
-
-def test_layers_that_share_an_input_share_the_sketch() -> None:
+def test_what_arrives_is_the_sketch_and_layers_that_share_an_input_share_it() -> None:
     record = statistics_record(statistics(), budget=5_000)
     assert list(record) == ["gram/query.weight|key.weight", "gram/down.weight"]
+    shared, down = (array.shape[1] for array in record.values())
     found = read(record)["gram"]
+    assert torch.equal(found["down.weight"], sketched(gram(64, 1), down).matrix())
+    assert torch.equal(found["query.weight"], sketched(gram(40), shared).matrix())
     assert found["query.weight"] is found["key.weight"]
-
-
-def test_a_whole_model_is_within_its_share() -> None:
-    model = build()
-    found = fedrot.collect_gram(model, [inputs()])
-    whole = sum(tensor.nbytes for tensor in model.state_dict().values())
-    for share in (0.06, 0.1, 0.2):
-        record = statistics_record(found, budget=int(share * whole))
-        assert 0.8 * share * whole <= wire_bytes(record) <= share * whole
-        back = read(record, {name: tuple(t.shape) for name, t in model.state_dict().items()})
-        assert back["gram"].keys() == found["gram"].keys()
-        for name, matrix in found["gram"].items():
-            assert torch.equal(back["gram"][name].diagonal(), matrix.diagonal())
-
-
-def test_conv1d_layers_are_sketched_too() -> None:
-    given = {"gram_conv1d": {"w": gram(30)}}
-    found = read(statistics_record(given, budget=1_000), {"w": (30, 7)})
-    assert torch.equal(found["gram_conv1d"]["w"].diagonal(), gram(30).diagonal())
+    assert found["query.weight"].dtype == torch.float32
 
 
 # --- malformed ---------------------------------------------------------------------------------------
@@ -217,14 +163,11 @@ MALFORMED: dict[str, tuple[Array, str]] = {
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_sketches_are_refused(name: str) -> None:
+    for valid in (sketch(), with_values()):
+        assert read(ArrayRecord({QUERY: valid}))["gram"]["query.weight"].shape == (40, 40)
     array, pattern = MALFORMED[name]
     with pytest.raises(UpdateError, match=rf"'gram/query\.weight' cannot be decoded: .*{pattern}"):
-        read(ArrayRecord({"gram/query.weight": array}))
-
-
-def test_the_valid_sketch_of_these_tests_is_read() -> None:
-    for array in (sketch(), with_values()):
-        assert read(ArrayRecord({"gram/query.weight": array}))["gram"]["query.weight"].shape == (40, 40)
+        read(ArrayRecord({QUERY: array}))
 
 
 @pytest.mark.parametrize(

@@ -67,13 +67,13 @@ def random_rotations(*seeds: int) -> tuple[list[Group], list[dict[str, torch.Ten
 
 def test_learning_together_lowers_the_loss_of_the_mean() -> None:
     sent = [trained(seed) for seed in (1, 2, 3)]
-    nodes = [node(seed, learning=LearningOptions(steps=30)) for seed in (1, 2, 3)]
+    nodes = [node(seed, learning=LearningOptions(steps=15)) for seed in (1, 2, 3)]
     losses = {}
     for passes in (0, 2):
         others = OtherBasis(options=PASSES.options, learning_passes=passes)
         strategy = FedRot(CONFIG, other_basis=others)
         losses[passes] = loss(tensors_of(play(strategy, trained(0), sent, nodes)[0]))
-    assert losses[2] < losses[0] - 0.05
+    assert losses[2] < losses[0] - 0.02
 
 
 def test_every_client_receives_its_own_model_and_the_mean_of_the_others() -> None:

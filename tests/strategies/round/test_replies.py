@@ -16,8 +16,7 @@ import fedrot
 from fedrot.aggregation import Mean, RegMean
 from fedrot.collect.statistics import TRAINED
 from fedrot.simulations.folder import read_rows
-from fedrot.strategies import FedRot, statistics_record, to_arrays
-from fedrot.strategies.settings import Reporting
+from fedrot.strategies import FedRot, Reporting, statistics_record, to_arrays
 from fedrot.strategies.wire.arrays import encode
 from fedrot.strategies.wire.records import STATISTICS, wanted_statistics
 from fedrot.tensors import LARGEST_NORM

@@ -55,7 +55,7 @@ from tests.strategies.fakes import FakeGrid, largest_difference, reply, tensors_
 CONFIG = config_of(NAME)
 GLOBAL = fedrot.AlignmentOptions(anchor="global")
 ALIGN = pytest.mark.parametrize("alignment", [GLOBAL, None], ids=["aligned", "unaligned"])
-WITHIN = fedrot.AlignmentOptions(within_heads="permutation")
+WITHIN = fedrot.AlignmentOptions(("heads", "attention", "ffn"), within_heads="permutation")
 PAGE = Path(__file__).parents[3] / "docs/how-to/aggregation.md"
 EMBEDDING = "bert.embeddings.word_embeddings.weight"
 

@@ -17,9 +17,7 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, FedTrimmedAvg, K
 from torch import Tensor
 
 import fedrot
-from fedrot.strategies import Aligned, FedRot, OtherBasis
-from fedrot.strategies.round.guard import Guard
-from fedrot.strategies.settings import Server
+from fedrot.strategies import Aligned, FedRot, Guard, OtherBasis, Server
 from tests.models import State, config_of
 from tests.strategies.classifier import NAME, build
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,10 +14,8 @@ from transformers import BertForSequenceClassification
 
 import fedrot
 from fedrot.aggregation import Mean
-from fedrot.anchors import ANCHORS
-from fedrot.strategies import FedRot
+from fedrot.strategies import FedRot, OtherBasis
 from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
-from fedrot.strategies.settings import OtherBasis
 from tests.models import (
     BARE,
     EAGER,
@@ -37,23 +34,22 @@ from tests.strategies.fakes import (
     tensors_of,
 )
 
-ANCHOR = pytest.mark.parametrize("anchor", sorted(ANCHORS))
+CONFIG = config_of(NAME)
+GLOBAL, RUNNING = (fedrot.AlignmentOptions(anchor=anchor) for anchor in ("global", "running"))
+BY_WEIGHTS, BY_PROBES = OtherBasis(options=WHOLE), OtherBasis(build)
 
 Sent = Sequence[tuple[State, float]]
 
 
-def never() -> nn.Module:
-    raise AssertionError("the model is not needed")
-
-
 def play(strategy: FedRot, base: State, sent: Sent) -> tuple[ArrayRecord, MetricRecord]:
-    """Play one round and return the new model and the metrics."""
+    """Play one round and return the new model and the metrics; the replies stay as they are."""
     messages = broadcast(strategy, base, len(sent))
     replies = [reply(m, u, w, i) for i, (m, (u, w)) in enumerate(zip(messages, sent, strict=True))]
+    before = [message.content.object_id for message in replies]
     arrays, metrics = strategy.aggregate_train(1, replies)
     assert arrays is not None
-    assert metrics is not None
-    return arrays, metrics
+    assert before == [message.content.object_id for message in replies]
+    return arrays, metrics or MetricRecord()
 
 
 def mean(sent: Iterable[tuple[Mapping[str, Tensor], float]]) -> State:
@@ -63,102 +59,65 @@ def mean(sent: Iterable[tuple[Mapping[str, Tensor], float]]) -> State:
     return total.result()
 
 
-@ANCHOR
+@pytest.mark.parametrize(("alignment", "others"), [(GLOBAL, BY_PROBES), (RUNNING, BY_WEIGHTS)])
 def test_permuted_copies_of_one_model_average_to_its_function(
-    anchor: str, warnings: Callable[[], str]
+    alignment: Any, others: OtherBasis, warnings: Callable[[], str]
 ) -> None:
     base, other = state(), state(3)
     sent = [(permuted(other, seed), 10.0 + seed) for seed in range(3)]
-    result, _ = play(
-        FedRot(
-            config_of(NAME),
-            alignment=fedrot.AlignmentOptions(anchor=anchor),
-            other_basis=OtherBasis(model=build),
-        ),
-        base,
-        sent,
-    )
+    result, _ = play(FedRot(CONFIG, alignment=alignment, other_basis=others), base, sent)
     assert error(result, other) <= 1e-4
     assert warnings() == ""
-    lost, _ = play(
-        FedRot(config_of(NAME), alignment=fedrot.AlignmentOptions(anchor=anchor)),
-        base,
-        sent,
-    )
+    lost, _ = play(FedRot(CONFIG, alignment=alignment), base, sent)
     assert error(lost, other) > 0.1
     assert "3 of 3 replies seem not to have started from the broadcast model" in warnings()
-    assert "OtherBasis(model=...)" in warnings()
 
 
-@pytest.mark.parametrize("heaviest", range(3))
-@ANCHOR
-def test_where_most_are_other_basis_the_heaviest_reply_is_the_anchor(anchor: str, heaviest: int) -> None:
-    base, other = state(), state(3)
+@pytest.mark.parametrize(("heaviest", "alignment"), [(0, RUNNING), (1, GLOBAL), (2, RUNNING)])
+def test_where_most_are_of_another_basis_the_heaviest_reply_is_the_anchor(
+    alignment: Any, heaviest: int
+) -> None:
     weights = [5.0, 6.0, 7.0]
     weights[heaviest] = 9.0
-    sent = [(permuted(other, seed), weights[seed]) for seed in range(3)]
-    strategy = FedRot(
-        config_of(NAME),
-        alignment=fedrot.AlignmentOptions(anchor=anchor),
-        other_basis=OtherBasis(options=WHOLE),
-    )
-    result, _ = play(strategy, base, sent)
+    sent = [(permuted(state(3), seed), weights[seed]) for seed in range(3)]
+    result, _ = play(FedRot(CONFIG, alignment=alignment, other_basis=BY_WEIGHTS), state(), sent)
     assert difference(tensors_of(result), sent[heaviest][0]) <= 1e-4
 
 
 def test_unrelated_replies_are_matched_to_the_heaviest_by_weights_and_probes() -> None:
     """The oracle: ``align`` with activations of the same tokens, model by model."""
     sent = [(state(seed), weight) for seed, weight in ((3, 5.0), (4, 9.0), (5, 7.0))]
-    result, _ = play(
-        FedRot(
-            config_of(NAME),
-            alignment=fedrot.AlignmentOptions(anchor="global"),
-            other_basis=OtherBasis(model=build),
-        ),
-        state(),
-        sent,
-    )
-    symmetry = SYMMETRY
-    evidence = fedrot.collect.activations.probing(build, config_of(NAME).to_dict(), symmetry)
+    result, _ = play(FedRot(CONFIG, alignment=GLOBAL, other_basis=BY_PROBES), state(), sent)
+    evidence = fedrot.collect.activations.probing(build, CONFIG.to_dict(), SYMMETRY)
     anchor = sent[1][0]
     aligned = [
-        (fedrot.align(u, anchor, symmetry, OTHER_BASIS_OPTIONS, evidence(anchor, u)).apply(u), w)
+        (fedrot.align(u, anchor, SYMMETRY, OTHER_BASIS_OPTIONS, evidence(anchor, u)).apply(u), w)
         for u, w in sent
     ]
     assert difference(tensors_of(result), mean(aligned)) <= 1e-5
     assert difference(aligned[1][0], anchor) <= 1e-6
-    by_weights, _ = play(
-        FedRot(
-            config_of(NAME),
-            alignment=fedrot.AlignmentOptions(anchor="global"),
-            other_basis=OtherBasis(options=WHOLE),
-        ),
-        state(),
-        sent,
-    )
+    by_weights, _ = play(FedRot(CONFIG, alignment=GLOBAL, other_basis=BY_WEIGHTS), state(), sent)
     assert largest_difference(result, by_weights) > 1e-3
 
 
-@pytest.mark.parametrize("members", [3, 1], ids=["minority", "half"])
-@ANCHOR
-def test_a_late_joiner_comes_into_the_broadcast_coordinates(anchor: str, members: int) -> None:
+@pytest.mark.parametrize(
+    ("members", "anchor", "others", "accepted"),
+    [(3, "running", BY_WEIGHTS, 1e-4), (1, "global", BY_WEIGHTS, 1e-4), (1, "running", BY_PROBES, 0.05)],
+)
+def test_a_late_joiner_comes_into_the_broadcast_coordinates(
+    members: int, anchor: str, others: OtherBasis, accepted: float
+) -> None:
+    """Probes have a say in the rotations, so with a model these are not the weights' alone."""
     base = state()
-    honest = [(near(base, 0.02, 30 + i), 4.0) for i in range(members + 1)]
-    late = (permuted(honest[-1][0], 1), 90.0)
-    honest[-1] = (honest[-1][0], 90.0)
+    honest = [(near(base, 0.02, 30 + i), 4.0) for i in range(members)]
+    last = near(base, 0.02, 30 + members)
+    strategy = FedRot(CONFIG, alignment=replace(EAGER, anchor=anchor), other_basis=others)
     # The late joiner is the heaviest and comes first.
-    for given, accepted in ((OtherBasis(options=WHOLE), 1e-4), (OtherBasis(build), 0.05)):
-        strategy = FedRot(
-            config_of(NAME),
-            alignment=replace(EAGER, anchor=anchor),
-            other_basis=given,
-        )
-        expected, _ = play(strategy, base, honest[::-1])
-        result, _ = play(strategy, base, [late, *honest[-2::-1]])
-        # Probes have a say in the rotations, so with a model these are not the weights' alone.
-        assert largest_difference(expected, result) <= accepted
-        distances = [squared_distance(tensors_of(r), base) for r in (expected, result)]
-        assert distances[1] <= 1.5 * distances[0]
+    expected, _ = play(strategy, base, [(last, 90.0), *honest])
+    result, _ = play(strategy, base, [(permuted(last, 1), 90.0), *honest])
+    assert largest_difference(expected, result) <= accepted
+    distances = [squared_distance(tensors_of(r), base) for r in (expected, result)]
+    assert distances[1] <= 1.5 * distances[0]
 
 
 class Peeking(BertForSequenceClassification):
@@ -187,23 +146,11 @@ def test_a_model_that_cannot_be_matched_as_a_whole_is_refused_before_clients_tra
             broadcast(strategy, state_of(name, dtype=torch.float32))
 
 
-def test_the_model_is_asked_once_and_left_alone() -> None:
-    base, built = state(), [0]
-
-    def counted() -> nn.Module:
-        built[0] += 1
-        return build()
-
-    strategy = FedRot(config_of(NAME), other_basis=OtherBasis(model=counted))
-    honest = [(near(base, 0.02, i), 1.0) for i in range(2)]
-    for _ in range(3):
-        play(strategy, base, honest)
-    assert built == [1]
-
-
-@pytest.mark.parametrize("other_basis", [True, False])
-def test_a_round_draws_nothing_from_the_caller_s_random_numbers(other_basis: bool) -> None:
-    """Though the model is initialised at random: it is built in the first round, or after a resume."""
+@pytest.mark.parametrize(("of_another", "rounds", "builds"), [(False, 3, 1), (True, 1, 3)])
+def test_the_model_is_built_in_the_first_round_and_no_random_number_of_the_caller_is_drawn(
+    of_another: bool, rounds: int, builds: int
+) -> None:
+    """Once to see what the model is, and in two copies to probe it."""
     drawn = []
 
     def initialised() -> nn.Module:
@@ -213,20 +160,13 @@ def test_a_round_draws_nothing_from_the_caller_s_random_numbers(other_basis: boo
         return model
 
     base = state()
-    sent = [(permuted(base, i) if other_basis else near(base, 0.02, i), 1.0) for i in range(2)]
+    sent = [(permuted(base, i) if of_another else near(base, 0.02, i), 1.0) for i in range(2)]
     before = torch.random.get_rng_state()
-    play(FedRot(config_of(NAME), other_basis=OtherBasis(model=initialised)), base, sent)
+    strategy = FedRot(CONFIG, other_basis=OtherBasis(model=initialised))
+    for _ in range(rounds):
+        play(strategy, base, sent)
     assert torch.equal(torch.random.get_rng_state(), before)
-    # Once to see what the model is; in two copies to probe it.
-    assert drawn == ([True, True, True] if other_basis else [True])
-
-
-def test_options_for_other_basis_replies_need_no_model(warnings: Callable[[], str]) -> None:
-    base = state()
-    sent = [(permuted(base, seed), 10.0) for seed in range(3)]
-    result, _ = play(FedRot(config_of(NAME), other_basis=OtherBasis(options=WHOLE)), base, sent)
-    assert error(result, base) <= 1e-4
-    assert warnings() == ""
+    assert drawn == [True] * builds
 
 
 def test_given_options_are_kept_where_a_model_is_given_too() -> None:
@@ -234,78 +174,38 @@ def test_given_options_are_kept_where_a_model_is_given_too() -> None:
     base = state()
     sent = [(permuted(base, seed), 10.0) for seed in range(3)]
     options = fedrot.AlignmentOptions(parts=("ffn",))
-    strategy = FedRot(
-        config_of(NAME),
-        other_basis=OtherBasis(options=options, model=lambda: Peeking(config_of(NAME))),
-    )
-    result, _ = play(strategy, base, sent)
-    assert strategy.other_bases.options == replace(options, canonical=False)
+    others = OtherBasis(options=options, model=lambda: Peeking(CONFIG))
+    result, _ = play(FedRot(CONFIG, other_basis=others), base, sent)
     aligned = fedrot.align_round(sent, base, SYMMETRY, options)
     assert difference(tensors_of(result), mean([(a.tensors, a.weight) for a in aligned])) <= 1e-5
 
 
 def test_a_bare_encoder_goes_on_as_ever() -> None:
-    name = "bert-bare"
-    base = state_of(name, dtype=torch.float32)
+    config, base = config_of("bert-bare"), state_of("bert-bare", dtype=torch.float32)
     sent = [(near(base, 0.02, i), 1.0 + i) for i in range(3)]
-    other_basis = (state_of(name, 5, torch.float32), 1.0)
-    config = config_of(name)
-    expected, _ = play(FedRot(config), base, [*sent, other_basis])
-    result, _ = play(
-        FedRot(config, other_basis=OtherBasis(options=WHOLE)),
-        base,
-        [*sent, other_basis],
-    )
+    sent.append((state_of("bert-bare", 5, torch.float32), 1.0))
+    expected, _ = play(FedRot(config), base, sent)
+    result, _ = play(FedRot(config, other_basis=BY_WEIGHTS), base, sent)
     assert largest_difference(result, expected) == 0
 
 
-@ANCHOR
-def test_ordinary_rounds_are_the_same_to_the_last_bit(anchor: str) -> None:
-    base, symmetry = state(), SYMMETRY
+def test_ordinary_rounds_are_the_same_to_the_last_bit() -> None:
+    base = state()
     sent = [
-        (fedrot.random_equivalent(near(base, 0.1, i), symmetry, i), weight)
+        (fedrot.random_equivalent(near(base, 0.1, i), SYMMETRY, i), weight)
         for i, weight in enumerate((3.0, 5.0, 1.0))
     ]
-    expected, stock = play(
-        FedRot(config_of(NAME), alignment=fedrot.AlignmentOptions(anchor=anchor)),
-        base,
-        sent,
-    )
-    result, metrics = play(
-        FedRot(
-            config_of(NAME),
-            alignment=fedrot.AlignmentOptions(anchor=anchor),
-            other_basis=OtherBasis(model=build),
-        ),
-        base,
-        sent,
-    )
+    expected, stock = play(FedRot(CONFIG), base, sent)
+    result, metrics = play(FedRot(CONFIG, other_basis=BY_PROBES), base, sent)
     assert largest_difference(expected, result) == 0
     assert stock == metrics
 
 
 def test_without_alignment_no_model_is_built() -> None:
-    base = state()
-    sent = [(permuted(base, seed), 10.0) for seed in range(2)]
-    strategy = FedRot(
-        config_of(NAME), alignment=None, other_basis=OtherBasis(model=never, at_clients=True)
-    )
-    messages = broadcast(strategy, base, 2)
-    replies = [reply(m, u, w, i) for i, (m, (u, w)) in enumerate(zip(messages, sent, strict=True))]
-    arrays, _ = strategy.aggregate_train(1, replies)
+    def never() -> nn.Module:
+        raise AssertionError("the model is not needed")
+
+    sent = [(permuted(state(), seed), 10.0) for seed in range(2)]
+    others = OtherBasis(model=never, at_clients=True)
+    arrays, _ = play(FedRot(CONFIG, alignment=None, other_basis=others), state(), sent)
     assert difference(tensors_of(arrays), mean(sent)) <= 1e-6
-
-
-def test_the_inputs_of_a_other_basis_round_are_not_changed() -> None:
-    base, other = state(), state(3)
-    sent = [(permuted(other, seed), 10.0) for seed in range(2)]
-    messages = broadcast(
-        strategy := FedRot(config_of(NAME), other_basis=OtherBasis(model=build)), base, 2
-    )
-    replies = [reply(m, u, w, i) for i, (m, (u, w)) in enumerate(zip(messages, sent, strict=True))]
-    before: list[dict[str, Tensor]] = [
-        copy.deepcopy(tensors_of(message.content["arrays"])) for message in replies
-    ]
-    strategy.aggregate_train(1, replies)
-    for was, message in zip(before, replies, strict=True):
-        assert difference(tensors_of(message.content["arrays"]), was) == 0

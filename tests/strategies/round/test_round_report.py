@@ -7,17 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import Message
 
 import fedrot
 from fedrot.report import AlignmentReport, GroupReport
 from fedrot.strategies import FedRot
-from fedrot.strategies.reporting.verdict import CHANCE, FOUND, REMOVED, empty_rounds
-from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.settings import Server
+from fedrot.strategies.reporting.verdict import CHANCE, FOUND, REMOVED, figures
 from tests.models import LAYERS, State, config_of, near
 from tests.strategies.classifier import NAME, SYMMETRY, state
-from tests.strategies.fakes import Client, broadcast, failure, reply
+from tests.strategies.fakes import failure, play
 
 CONFIG = config_of(NAME)
 PAGE = Path(__file__).parents[3] / "docs/reference/metrics.md"
@@ -29,13 +26,8 @@ def _documented() -> list[str]:
     return [row[1].strip(" `") for row in rows if len(row) > 1 and row[1].startswith(" `fedrot-")]
 
 
-def _play(strategy: FedRot, updates: list[State], *others: Client) -> dict[str, Any]:
-    messages = broadcast(strategy, state(), len(updates) + len(others))
-    replies = [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, updates, strict=False))]
-    answers = (other(m) for other, m in zip(others, messages[len(updates) :], strict=True))
-    replies += [answer for answer in answers if answer is not None]
-    _, metrics = strategy.aggregate_train(1, replies)
-    return dict(metrics or {})
+def _play(strategy: FedRot, updates: list[State]) -> dict[str, Any]:
+    return dict(play(strategy, state(), updates, [failure] * len(updates))[1])
 
 
 def test_a_round_s_metrics_are_those_of_the_page() -> None:
@@ -62,18 +54,6 @@ def test_shares_are_found_whether_or_not_the_groups_are_moved() -> None:
     assert left == pytest.approx(chance)
 
 
-def test_without_alignment_only_what_went_wrong_is_reported() -> None:
-    whole = near(state(), 0.05, 0)
-
-    def bare(message: Message) -> Message:
-        return reply(message, {}, 10, 2)
-
-    metrics = _play(FedRot(alignment=None, server=Server(min_replies=2)), [whole], bare, failure)
-    expected = {"replies-dropped": 1, "replies-failed": 1}
-    ours = {name: value for name, value in metrics.items() if name.startswith("fedrot-")}
-    assert ours == {f"fedrot-{name}": value for name, value in expected.items()}
-
-
 def _reported(before: float, removed: float, chance: float | None) -> AlignmentReport:
     """Return the report of one group that was moved."""
     left = before - removed
@@ -82,25 +62,9 @@ def _reported(before: float, removed: float, chance: float | None) -> AlignmentR
 
 
 def test_what_is_found_is_of_the_replies_whose_chance_is_known() -> None:
-    this_round = RoundRecord(1)
-    this_round.reports = [(0, _reported(100.0, 20.0, 6.0)), (1, _reported(1000.0, 900.0, None))]
-    metrics = this_round.metrics(aligned=True)
+    metrics = figures([_reported(100.0, 20.0, 6.0), _reported(1000.0, 900.0, None)])
     assert (metrics[FOUND], metrics[CHANCE]) == pytest.approx((0.2, 0.06))
-
-
-def test_of_no_distance_chance_is_not_known() -> None:
-    this_round = RoundRecord(1)
-    this_round.reports = [(0, _reported(0.0, 0.0, 0.0))]
-    metrics = this_round.metrics(aligned=True)
+    # Of no distance, chance is not known.
+    metrics = figures([_reported(0.0, 0.0, 0.0)])
     assert metrics[REMOVED] == 0
     assert not {FOUND, CHANCE} & metrics.keys()
-
-
-def test_a_lost_round_is_lost_whatever_its_aggregation_says() -> None:
-    this_round = RoundRecord(1)
-    this_round.accepted, this_round.said = 3, "3 adapters: this average is exact"
-    this_round.lose("the aggregation is not finite")
-    said = this_round.log_end(aligned=False)
-    assert "not finite" in said
-    assert "exact" not in said
-    assert empty_rounds({1: said})

@@ -74,10 +74,6 @@ def shell(task: Task) -> nn.Module:
     return build_model(task.experiment, task.data, seed=0)
 
 
-def scores_of(task: Task, model: Any) -> dict[str, float]:
-    return training.evaluate(model, task, task.test, np.arange(len(task.test)))
-
-
 REFUSED: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
     ({"kind": "ensemble", "guard": "loss"}, {}, "does not read guard"),
     ({"kind": "ensemble", "alignment": {"chance": 0}}, {}, "does not read alignment"),
@@ -234,14 +230,6 @@ def test_errors_of_the_averages_are_recorded(ran: dict[str, CellRun]) -> None:
     assert errors(ran["previous"])[0] < errors(ran["fedavg"])[0]
 
 
-def test_rivals_are_different_averages(ran: dict[str, CellRun]) -> None:
-    loss = {name: value(ran[name], "loss", "central", 2) for name in ("fedavg", *RIVALS, "rotated")}
-    assert loss.pop("mean") == pytest.approx(loss["fedavg"], abs=1e-5)
-    assert len({*loss.values()}) == len(loss)
-    assert max(loss.values()) < 3
-    assert abs(loss["rotated"] - loss["fedavg"]) < 0.1
-
-
 def test_factors_are_rotated_as_fedrot_does(ran: dict[str, CellRun]) -> None:
     # Two clients, two modules; without a test against chance.
     assert value(ran["rotated"], "fedrot-groups-moved", "round", 1) == 4
@@ -260,16 +248,6 @@ def test_residuals_travel_to_the_clients(ran: dict[str, CellRun]) -> None:
         fold = 2 * 2 * residual if name in ("folded", "stacked") else 0
         assert received == 2 * 2 * own
         assert sent == received + fold
-
-
-def test_a_strategy_does_not_depend_on_those_before(
-    of_lora: Callable[..., Experiment], ran: dict[str, CellRun], tmp_path: Path
-) -> None:
-    """A residual has changed the base weights of a client's model before."""
-    (alone,) = run(of_lora(STRATEGIES[4]), tmp_path).values()
-    for server_round in range(3):
-        after = value(ran["frozen"], "loss", "central", server_round)
-        assert value(alone, "loss", "central", server_round) == after
 
 
 def test_clients_of_several_ranks(of_lora: Callable[..., Experiment], tmp_path: Path) -> None:

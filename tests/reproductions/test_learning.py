@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot import learning
-from fedrot.learning import Learned, loss_of, turned
+from fedrot.learning import Learned, loss_of
 from fedrot.symmetry.actions import HeadRotation, Permutation
 from fedrot.symmetry.groups import Group, Move, Slice, Slot
 from reproductions.learning import (
@@ -22,11 +22,9 @@ from reproductions.learning import (
     initial,
     learn_alignment,
 )
-from tests import families
 from tests.fedrot.oracles import along, dense, seeded
 from tests.models import (
     DIM,
-    EAGER,
     FEW,
     HEADS,
     VOCABULARY,
@@ -34,7 +32,6 @@ from tests.models import (
     fresh_model,
     largest_difference,
     logits,
-    near,
     state_of,
     symmetry_for,
 )
@@ -113,30 +110,6 @@ def test_the_function_is_preserved_and_permutations_stay_permutations(name: str,
         assert (off > 1e-2) if general else (off <= 1e-10)
 
 
-def test_other_parts_and_dtypes_stay_and_nothing_has_gradients() -> None:
-    """Tensors that were given stay as they are, too."""
-    anchor, update = (state_of(NAME, seed, torch.float32) for seed in (0, 4))
-    model, batches, symmetry = _model(state_of(NAME)).float(), _batches(), symmetry_for(NAME)
-    start = fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL))
-    given = [anchor, update, dict(model.state_dict()), *batches]
-    kept = [{k: v.clone() for k, v in tensors.items()} for tensors in given]
-    for tensor in (*anchor.values(), *update.values()):
-        tensor.requires_grad_()
-    options = LearningOptions(("attention",), steps=3)
-    found = learn_alignment(loss_of(model), batches, update, anchor, symmetry, start, options)
-    for before, now in zip(kept, given, strict=True):
-        assert all(torch.equal(before[k], now[k]) and now[k].grad is None for k in before)
-    assert all(p.grad is None and p.requires_grad for p in model.parameters())
-    moved = found.alignment.apply({k: v.detach() for k, v in update.items()})
-    assert {tensor.dtype for tensor in moved.values()} == {torch.float32}
-    begun, after = ({m.group.name: m for m in a.moves} for a in (start, found.alignment))
-    assert after.keys() == begun.keys()
-    for name, move in after.items():
-        assert not move.element.requires_grad
-        same = torch.equal(move.element, begun[name].element)
-        assert same == (move.group.part != "attention"), name
-
-
 def test_the_loss_of_the_average_falls_where_rotations_cannot_help() -> None:
     """The client is the anchor in coordinates of GL(d_h): Procrustes leaves what learning removes."""
     anchor = state_of(NAME)
@@ -154,47 +127,6 @@ def test_the_loss_of_the_average_falls_where_rotations_cannot_help() -> None:
     assert losses[True][0] == pytest.approx(losses[False][0])
     assert min(losses[True][-5:]) < 0.7 * losses[True][0]
     assert min(losses[True][-5:]) < min(losses[False][-5:])
-
-
-def test_permutations_are_learned_back() -> None:
-    """From a wrong order of a few neurons, the loss of the average leads to the right one."""
-    anchor = state_of(NAME)
-    symmetry = symmetry_for(NAME)
-    update = near(anchor, 0.01)
-    (first, *_) = symmetry.select(("ffn",))
-    order = torch.arange(first.kind.units)
-    order[:6] = order[:6].roll(1)
-    move = Move(first, order)
-    swapped = dict(update)
-    for slot in first.slots:
-        swapped[slot.tensor] = move.on(swapped[slot.tensor], slot)
-    start = fedrot.alignment.alignment_of((), swapped, anchor, symmetry)
-    batches = _batches(count=2, labels=_model(anchor))
-    found = _learn(
-        anchor, swapped, batches=batches, start=start, parts=("ffn",), steps=30, permutation_lr=0.1
-    )
-    assert min(found.losses[-5:]) < found.losses[0]
-
-
-def test_the_neurons_of_experts_stay_in_the_order_that_was_found() -> None:
-    anchor, update = (families.state_of("mixtral", seed) for seed in (0, 1))
-    symmetry, options = families.symmetry_for("mixtral"), LearningOptions(parts=ALL, steps=2)
-    model = families.model_of("mixtral", anchor)
-    batch = families.inputs("mixtral")
-    batch["labels"] = batch["input_ids"]
-    start = fedrot.align(update, anchor, symmetry, EAGER)
-    found = learn_alignment(loss_of(model), [batch], update, anchor, symmetry, start, options)
-    before, after = ({m.group.name: m for m in a.moves} for a in (start, found.alignment))
-    for layer in range(2):
-        neurons, order = f"layers.{layer}.ffn", after[f"layers.{layer}.experts"]
-        first = before.get(order.group.name)
-        undone = torch.arange(3) if first is None else order.group.kind.inverse(first.element)
-        moved = order.group.kind.compose(order.element, undone)
-        carried = order.group.kind.act(moved, before[neurons].element, 0)
-        assert torch.equal(after[neurons].element, carried)
-    expected = families.outputs("mixtral", update)
-    aligned = families.outputs("mixtral", found.alignment.apply(update))
-    assert (aligned - expected).abs().max() <= 1e-9 * expected.abs().max()
 
 
 def test_without_steps_or_parts_the_start_is_returned_and_no_batch_is_read() -> None:
@@ -249,15 +181,6 @@ def test_a_slot_moves_as_by_the_groups_own_action_with_true_gradients(
     assert (moved - expected).abs().max() <= 1e-12
     matrix = matrix.double().requires_grad_()
     assert torch.autograd.gradcheck(lambda t, m: _multiplied(t, slot, group, m), (tensor, matrix))
-
-
-@pytest.mark.parametrize("kind", [HeadRotation(2, 3), HeadLinear(2, 3)], ids=["rotation", "linear"])
-def test_the_heads_matrix_is_in_its_group_and_its_gradient_true(kind: HeadRotation) -> None:
-    group = Group("g", 0, "attention", kind, ())
-    assert (turned(group.kind, initial(group.kind)) - torch.eye(3)).abs().max() == 0
-    parameter = torch.randn(2, 3, 3, generator=seeded(1), dtype=torch.float64, requires_grad=True)
-    assert kind.contains(turned(group.kind, parameter).detach())
-    assert torch.autograd.gradcheck(lambda p: turned(group.kind, p), parameter)
 
 
 def test_a_permutation_acts_hard_and_learns_softly() -> None:

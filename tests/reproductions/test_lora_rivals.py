@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import peft
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.lora import AdapterOptions, AdapterUpdate, adapter_tensors, average_adapters
-from fedrot.lora.gauges import GAUGES
+from fedrot.lora import AdapterOptions, AdapterUpdate, average_adapters
 from fedrot.matching.procrustes import polar
 from reproductions.lora_clients import first_directions
 from reproductions.lora_rivals import RivalOptions
 from tests.fedrot.lora.test_averaging import (
-    KEEP_A,
     MODULES,
     SETTINGS,
     Adapter,
@@ -95,17 +91,6 @@ def test_a_stack_begins_anew() -> None:
         assert not torch.equal(a, later[f"{module}.{A}"])
 
 
-def test_a_stack_begins_anew_as_peft_starts_embeddings() -> None:
-    table = peft.get_peft_model(
-        torch.nn.Sequential(torch.nn.Embedding(400, 64)), peft.LoraConfig(r=8, target_modules=["0"])
-    )
-    start = adapter_tensors(table)
-    found = averaged([start], RivalOptions("stack", residual="fold"), start)
-    a, b = (f"base_model.model.0.lora_embedding_{factor}" for factor in "AB")
-    assert not found[a].any()
-    assert float(found[b].std()) == pytest.approx(float(start[b].std()), rel=0.2)
-
-
 @pytest.mark.parametrize(
     ("schedule", "number", "frozen"), [("freeze-a", 2, A), ("alternate", 1, A), ("alternate", 2, B)]
 )
@@ -133,18 +118,6 @@ def test_rotations_by_one_factor_in_turns(server_round: int, kept: str) -> None:
         r = polar(0.6 * torch.eye(3, dtype=torch.float64) + 0.4 * polar(m))
         assert torch.allclose(found[f"{module}.{A}"], r @ given[f"{module}.{A}"], atol=1e-10)
         assert torch.allclose(found[f"{module}.{B}"], given[f"{module}.{B}"] @ r.mT, atol=1e-10)
-
-
-def test_ranks_may_differ_in_stacks() -> None:
-    asked = updates([adapter(i, r) for i, r in enumerate((2, 4, 1))])
-    options = RivalOptions("stack", residual="fold")
-    found, report = average_adapters(asked, SETTINGS, options)
-    for module, (width, _) in MODULES.items():
-        assert found[f"{module}.{A}"].shape == (4, width)
-        assert torch.allclose(found[f"{module}.residual"], dense_mean(asked, module), atol=1e-10)
-        assert report.error[module] == 0
-    with pytest.raises(UpdateError, match=r"ranks of .*query' are \[1, 2, 4\]"):
-        average_adapters(asked, SETTINGS, RivalOptions("rotate"))
 
 
 @pytest.mark.parametrize(
@@ -224,48 +197,3 @@ def test_a_low_rank_mean_of_many_is_exact_within_the_limit() -> None:
     for module in MODULES:
         assert torch.allclose(product(found, module), dense_mean(asked, module), atol=1e-8)
     assert max(report.lost.values()) < 1e-12
-
-
-@pytest.mark.parametrize(
-    "options", [("mean",), ("pad",), ("rotate",), *(("exact", gauge) for gauge in GAUGES)], ids=str
-)
-def test_options_of_both_kinds_give_the_same_bits(options: tuple[str, ...]) -> None:
-    start, asked = adapter(0), updates([adapter(i) for i in range(1, 9)], [1.0] * 8)
-    kinds = [kind(*options) for kind in (AdapterOptions, RivalOptions)]
-    (ours, said), (theirs, told) = (average_adapters(asked, SETTINGS, own, start) for own in kinds)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
-    assert str(said) == str(told)
-    assert {own.kind.any_rank for own in kinds} == {options[0] in ("pad", "exact")}
-
-
-def test_dtypes_are_those_of_the_adapters() -> None:
-    halves = [{n: t.bfloat16() for n, t in adapter(i).items()} for i in range(3)]
-    found, _ = average_adapters(updates(halves), SETTINGS, RivalOptions("rotate"))
-    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
-    mixed = {n: t.float() if "_A" in n else t for n, t in adapter(0, start=adapter(9)).items()}
-    asked = [AdapterUpdate(mixed, 1.0, SETTINGS)]
-    found, _ = average_adapters(asked, SETTINGS, RivalOptions("rotate"), adapter(9))
-    assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in mixed.items()}
-
-
-@pytest.mark.parametrize(("apart", "kept"), [(0.05, True), (3.0, False)])
-def test_keep_a_gives_no_large_factors(apart: float, kept: bool) -> None:
-    """Where the clients' ``A`` moved far apart, their mean hardly meets the product's row space."""
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    start = {"q.lora_A.weight": drawn(8, 200), "q.lora_B.weight": torch.zeros(150, 8).double()}
-    sent = [{name: t + apart * drawn(*t.shape) for name, t in start.items()} for _ in range(4)]
-    found, _ = average_adapters(updates(sent, 4 * [1]), SETTINGS, KEEP_A)
-    mean, _ = average_adapters(updates(sent, 4 * [1]), SETTINGS, AdapterOptions("mean"))
-    near_mean, _ = average_adapters(updates(sent, 4 * [1]), SETTINGS, AdapterOptions("exact", "mean"))
-    size, most = (sum(float(t.square().sum()) for t in of.values()) for of in (found, mean))
-    assert size < 2 * most
-    assert torch.allclose(product(found, "q"), product(near_mean, "q"), atol=1e-9)
-    of_a = "q.lora_A.weight"
-    assert torch.equal(found[of_a], near_mean[of_a]) != kept
-    if kept:
-        assert torch.linalg.norm(found[of_a] - mean[of_a]) < 0.1 * torch.linalg.norm(mean[of_a])

@@ -12,12 +12,10 @@ import torch
 import fedrot
 from fedrot.aggregation import Mean
 from reproductions.optimal_transport import OptimalTransport
-from tests import families
 from tests.models import (
     CASES,
     NEURONS,
     State,
-    largest_difference,
     logits,
     near,
     state_of,
@@ -96,15 +94,6 @@ def test_the_first_update_is_the_anchor_and_the_result_their_mean() -> None:
     assert all(torch.equal(a[k], b[k]) for a, b in zip(kept, updates, strict=True) for k in a)
 
 
-def test_a_plan_that_did_not_converge_is_noted() -> None:
-    symmetry = symmetry_for("bert-classifier")
-    for regularisation, noted in ((0.005, True), (1.0, False)):
-        fused = OptimalTransport(symmetry, regularisation)
-        fused.add(state_of("bert-classifier"), 1.0)
-        fused.add(state_of("bert-classifier", 1), 1.0)
-        assert any("iterations" in note for note in fused.notes.values()) is noted
-
-
 def test_bad_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     symmetry = symmetry_for("bert-classifier")
     with pytest.raises(fedrot.FedrotError, match="'attention' cannot be mixed"):
@@ -120,26 +109,3 @@ def test_bad_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ot", None)
     with pytest.raises(fedrot.FedrotError, match="POT"):
         OptimalTransport(symmetry)
-
-
-@pytest.mark.parametrize("name", ["llama", "t5-gated", "vit"])
-def test_neurons_of_gated_blocks_arrive_with_their_sign(name: str) -> None:
-    """A plan of orders and signs undoes any; the mean with the anchor keeps the function."""
-    base, symmetry = families.state_of(name), families.symmetry_for(name)
-    update = fedrot.random_equivalent(base, symmetry, 2, ("ffn",))
-    fusion = OptimalTransport(symmetry, regularisation=0.0, anchor=base)
-    fusion.add(base, 1.0)
-    fusion.add(update, 1.0)
-    assert largest_difference(fusion.result(), base) <= 1e-12
-
-
-def test_experts_are_averaged_in_place_and_a_note_says_so() -> None:
-    anchor, symmetry = families.state_of("mixtral"), families.symmetry_for("mixtral")
-    update = families.state_of("mixtral", 1)
-    fusion = OptimalTransport(symmetry, anchor=anchor)
-    assert set(fusion.notes) == {"layers.0.experts", "layers.1.experts"}
-    found = fusion.transported(update)
-    assert all(torch.equal(found[name], update[name]) for name in update if ".mlp." in name)
-    assert not torch.equal(
-        found["model.layers.0.self_attn.v_proj.weight"], update["model.layers.0.self_attn.v_proj.weight"]
-    )

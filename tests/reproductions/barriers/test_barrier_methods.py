@@ -6,7 +6,6 @@ import copy
 import math
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fedrot import FedrotError, canonical, random_equivalent, symmetry_of
-from fedrot.simulations.folder import read_rows
 from fedrot.simulations.models import build_model
 from fedrot.simulations.settings import Experiment
-from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.symmetry import WHOLE_MODEL
 from reproductions.barriers import line as line_module
@@ -26,9 +23,7 @@ from reproductions.barriers import methods
 from reproductions.barriers.line import (
     BarrierLine,
     interpolate,
-    lines_of,
     training_batches,
-    write_rows,
 )
 from reproductions.barriers.methods import METHODS, match
 from reproductions.barriers.summary import tables
@@ -140,17 +135,6 @@ def test_a_method_may_refine_the_client(
     assert line.after == 0
 
 
-def test_the_anchor_is_where_the_line_begins(task: Task, model: torch.nn.Module) -> None:
-    client = build_model(task.experiment, task.data, seed=1)
-    symmetry = symmetry_of(model.config, model.state_dict())
-    found = measure("vanilla", model, client, symmetry, task, [])
-    assert found.positions == (0, 0.5, 1)
-    for metrics, end in zip((found.metrics[0], found.metrics[-1]), (model, client), strict=True):
-        alone = training.evaluate(end, task, task.test, np.arange(len(task.test)))
-        assert metrics == pytest.approx(alone, abs=1e-6)
-    assert found.metrics[0]["loss"] != pytest.approx(found.metrics[-1]["loss"], abs=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_ends_are_exact_and_dtypes_stay(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -159,15 +143,6 @@ def test_the_ends_are_exact_and_dtypes_stay(dtype: torch.dtype) -> None:
     assert torch.equal(interpolate(a, b, 1)["w"], b["w"])
     middle, exact = interpolate(a, b, 0.3)["w"], 0.7 * a["w"].double() + 0.3 * b["w"].double()
     torch.testing.assert_close(middle, exact.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
-
-
-def test_half_precision_is_interpolated_in_float32_and_integers_are_the_first_models() -> None:
-    # 40000 - (-40000) overflows float16.
-    a, b = ({"w": torch.tensor([x]).half(), "ids": torch.tensor([x])} for x in (-40000, 40000))
-    found = interpolate(a, b, 0.75)
-    assert (found["w"].item(), found["ids"].item()) == (20000, -40000)
-    found["ids"][0] = 9
-    assert a["ids"].item() == -40000
 
 
 def line(pair: str, method: str, *losses: float) -> BarrierLine:
@@ -206,12 +181,3 @@ def test_a_share_needs_a_vanilla_barrier() -> None:
     for beside in ([], [line("0-1", "vanilla", 0.1, 0.1, 0.1)]):
         (table,) = tables([*beside, whole])
         assert table.lines[-1][2] == "-"
-
-
-def test_diverged_models_stay_in_rows_and_tables(tmp_path: Path) -> None:
-    write_rows(tmp_path / "rows.jsonl", [line("0-1", "vanilla", 0.1, math.nan, 0.1)])
-    assert "NaN" not in (tmp_path / "rows.jsonl").read_text()
-    (again,) = lines_of(read_rows(tmp_path / "rows.jsonl"))
-    assert math.isnan(again.metrics[1]["loss"])
-    (table,) = tables([again])
-    assert table.lines[0] == ["vanilla (1)", "-", "-", "-", "0.900, 0.900"]

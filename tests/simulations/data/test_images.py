@@ -94,17 +94,6 @@ def test_pictures_are_as_they_are_seen(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(pixels[0], expected.reshape(pixels[0].shape), atol=tolerance)
 
 
-def test_digits_are_always_divided_alike() -> None:
-    (data, train, test), (_, again, _) = load("digits"), load("digits")
-    assert (len(train) + len(test), len(test)) == (1797, pytest.approx(1797 / 5, abs=5))
-    assert (data.side, data.channels, data.kind, data.metrics[0]) == (8, 1, "single", "accuracy")
-    assert min(np.bincount(data.test.labels)) >= 34, "one in five of every class"
-    assert np.array_equal(train, again)
-    both = np.concatenate([train, test])
-    assert (both.shape, both.min(), both.max()) == ((1797, 8, 8, 1), 0, 255)
-    assert len(np.unique(both.reshape(1797, -1), axis=0)) == 1797, "no image is in both splits"
-
-
 def test_a_folder_of_classes_is_divided_and_other_files_are_named(tmp_path: Path) -> None:
     photos = folder_of(tmp_path / "photos", dog=10, none=5)
     (photos / "dog" / "0.png").rename(photos / "dog" / "0.TIFF")
@@ -173,15 +162,6 @@ def test_a_table_of_images(kind: str, tmp_path: Path) -> None:
     assert (data.label_names, [*data.train.columns]) == (("no", "yes"), ["img", "label_name"])
     assert (data.train.labels.tolist(), data.test.labels.tolist()) == ([0, 1], [0, 1])
     assert test[:, 0, 0, 0].tolist() == [2, 3]
-
-
-@pytest.mark.parametrize(("largest", "side"), [(5, 5), (8, 8), (9, 12), (12, 12), (100, 64)])
-def test_images_are_enlarged_to_what_patches_divide(largest: int, side: int, tmp_path: Path) -> None:
-    files = [png(7, (3, 4), "L"), png((200, 0, 0), (2, largest))]
-    path = write(tmp_path / "mine.parquet", image=files, label=[0, 1], split=["train", "test"])
-    data, train, test = load(path)
-    assert (data.side, train.shape, test.shape) == (side, *[(1, side, side, 3)] * 2)
-    assert (train[0, 0, 0].tolist(), test[0, -1, -1].tolist()) == ([7, 7, 7], [200, 0, 0])
 
 
 NUMBERS = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.5, 1.0]}

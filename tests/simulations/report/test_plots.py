@@ -63,26 +63,10 @@ def test_lines_are_means_over_seeds_with_a_band_of_the_interval() -> None:
     assert all(float(place).is_integer() for place in ax.get_xticks())
 
 
-def test_no_two_of_many_strategies_look_alike_without_colour_or_with_it() -> None:
-    names = [f"s{number}" for number in range(20)]
-    rows = [row(name, 0, 0.5, round=number) for name in names for number in (1, 2)]
-    (ax,) = plots.curves_plot(rows, "accuracy", names).axes
-    looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in ax.lines]
-    assert len(set(looks)) == len(names)
-    assert len({look[1:] for look in looks[:8]}) == 8
-
-
 @pytest.mark.parametrize(("values", "scale"), [((900.0, 3.0), "log"), ((math.nan,) * 2, "linear")])
 def test_perplexities_have_a_logarithmic_axis(values: tuple[float, ...], scale: str) -> None:
     rows = levels("fedavg", {"perplexity": values})
     assert plots.curves_plot(rows, "perplexity", ["fedavg"]).axes[0].get_yscale() == scale
-
-
-def test_metrics_of_a_strategy_have_a_panel_each() -> None:
-    series = {"train/loss": [(1, 0.1), (2, 0.2), (3, 0.3)], "server/accuracy": [(2, 1.0)]}
-    axes = plots.rounds_plot(series).axes
-    assert [ax.get_title(loc="left") for ax in axes] == list(series)
-    assert np.transpose(axes[0].lines[0].get_data()).tolist() == [[1, 0.1], [2, 0.2], [3, 0.3]]
 
 
 def test_a_picture_is_a_file_that_repeats_with_text_in_any_script() -> None:

@@ -18,14 +18,10 @@ from fedrot.strategies.reporting.verdict import (
     MOVED,
     NOBODY,
     OFF,
-    REMOVED,
     empty_rounds,
     run_lines,
     told,
     verdict,
-)
-from fedrot.strategies.reporting.verdict import (
-    figures as metrics_of,
 )
 from fedrot.strategies.settings import Checkpointing, Reporting
 from fedrot.symmetry.groups import Move, apply_moves
@@ -198,28 +194,6 @@ def test_the_last_lines_of_a_run() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("rounds", "expected"),
-    [
-        ({}, []),
-        (
-            {1: figures(5)},
-            ["Alignment moved groups in 1 of 1 round.", "Round 1: verdict."],
-        ),
-        (
-            {1: figures(0), 2: figures(0)},
-            ["Alignment moved nothing in 2 rounds.", "Round 1: verdict.", "Round 2: verdict."],
-        ),
-        (
-            {1: {"loss": 0.5}, 2: {DROPPED: 1}},
-            ["Round 1: verdict.", "Round 2: verdict.", "1 reply was dropped, in 1 round."],
-        ),
-    ],
-)
-def test_short_runs(rounds: dict[int, dict[str, float]], expected: list[str]) -> None:
-    assert run_lines(rounds, dict.fromkeys(rounds, "verdict")) == expected
-
-
 def test_rounds_without_a_model_are_counted_also_if_only_the_verdicts_to_tell_are_left() -> None:
     said = {1: "a", 2: "b", 4: "no new model: 1 good reply, 2 needed", 5: OFF, 7: NOBODY, 9: "c"}
     assert told(said).keys() == {1, 4, 7, 9}
@@ -289,16 +263,6 @@ def test_a_resumed_run_sums_up_the_rounds_before(
     assert first.startswith("Round 1: ")
     assert lines.count(first[:-1]) == 0
     assert lines.count(second[:-1]) == 1
-
-
-def test_a_round_of_another_basis_leaves_chance_out() -> None:
-    known = report(*rows("attention", 0.3, moved=1))
-    other = report(*rows("attention", 0.5, chance=None, moved=1))
-    assert metrics_of([known, other]) == {
-        **{FOUND: pytest.approx(0.3), CHANCE: pytest.approx(0.061)},
-        **{REMOVED: pytest.approx(0.4), MOVED: 2},
-    }
-    assert metrics_of([other]) == {REMOVED: pytest.approx(0.5), MOVED: 1}
 
 
 def test_a_second_run_of_a_strategy_tells_of_its_own_rounds(caplog: pytest.LogCaptureFixture) -> None:

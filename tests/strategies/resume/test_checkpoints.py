@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
 import resource
 import shutil
 import signal
-import stat
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -235,15 +233,6 @@ def test_the_last_ones_stay(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "round-000004").iterdir()) == sorted(FILES)
 
 
-def test_the_files_can_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        folder = save(tmp_path, 1)
-    finally:
-        os.umask(before)
-    assert {stat.S_IMODE((folder / name).stat().st_mode) for name in FILES} == {0o640}
-
-
 def test_none_kept_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FedrotError, match="keep is 0"):
         Checkpointing(tmp_path, keep=0)
@@ -412,18 +401,6 @@ def test_a_link_in_place_of_the_metrics_is_replaced_and_not_followed(tmp_path: P
 # Two writers
 
 
-def test_two_runs_of_one_process_cannot_write_to_one_folder(tmp_path: Path) -> None:
-    with (
-        Checkpointing(tmp_path / "a").writing(),
-        Checkpointing(tmp_path / "b").writing(),
-        pytest.raises(FedrotError, match=f"process {os.getpid()} on .* is writing checkpoints to"),
-        Checkpointing(tmp_path / "b" / ".." / "a").writing(),
-    ):
-        pass
-    with Checkpointing(tmp_path / "a").writing():
-        pass
-
-
 def test_two_processes_cannot_write_to_one_folder(tmp_path: Path) -> None:
     def locks(mark: Mark) -> None:
         try:
@@ -437,20 +414,6 @@ def test_two_processes_cannot_write_to_one_folder(tmp_path: Path) -> None:
     assert child(locks, "locked", until="locked").code == -signal.SIGKILL
     save(tmp_path, 1)
     assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on")
-
-
-@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS])
-def test_a_file_system_without_locks_is_named_and_written_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], str], code: int
-) -> None:
-    def without(*args: Any) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr("fcntl.flock", without)
-    for number in (1, 2):
-        save(tmp_path, number)
-    assert warnings().count(f"'{tmp_path}' cannot be locked against other runs") == 2
-    assert round_of(Checkpointing(tmp_path).newest()) == 2
 
 
 # Writes that fail

@@ -311,25 +311,6 @@ def test_a_run_that_is_not_evaluated_at_the_server_ends_with_the_same_bits(tmp_p
     assert Checkpointing(tmp_path).rounds() == [1, 2, 3]
 
 
-def test_a_round_is_saved_after_the_server_has_evaluated_it(tmp_path: Path) -> None:
-    saved: list[list[int]] = []
-
-    def evaluation(number: int, arrays: ArrayRecord) -> None:
-        saved.append(Checkpointing(tmp_path).rounds())
-
-    play(FedAvg(), evaluate_fn=evaluation, checkpoints=Checkpointing(tmp_path, keep=ROUNDS))
-    assert saved == [[], [], [1], [1, 2]]
-
-
-def test_what_the_server_has_evaluated_stays_when_it_evaluates_no_more(tmp_path: Path) -> None:
-    first = play(FedAvg(**COMMON), **both(tmp_path))
-    rest = play(FedAvg(**COMMON), rounds=ROUNDS + 1, evaluate_fn=None, **both(tmp_path))
-    assert [*rest.evaluate_metrics_serverapp] == [0, 1, 3]
-    assert repr(rest.evaluate_metrics_serverapp) == repr(first.evaluate_metrics_serverapp)
-    assert Checkpointing(tmp_path).newest().result.evaluate_metrics_serverapp.keys() == {0, 1, 3}
-    assert Checkpointing(tmp_path).rounds() == [2, 3, 4]
-
-
 def test_a_failed_round_is_kept_too(tmp_path: Path) -> None:
     seeded(0)
     expected = ending(FedAvg().start(grid(2), ArrayRecord(SMALL), 3))

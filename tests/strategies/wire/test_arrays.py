@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, RecordDict
 from flwr.common.constant import SType
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
@@ -27,7 +27,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 import fedrot
 from fedrot.errors import UpdateError
-from fedrot.strategies import FedRot, align_mod, from_arrays, to_arrays
+from fedrot.strategies import from_arrays, to_arrays
 from fedrot.strategies.wire.arrays import (
     BFLOAT16,
     PRECISIONS,
@@ -37,8 +37,6 @@ from fedrot.strategies.wire.arrays import (
     same_bits,
     wire_bytes,
 )
-from tests.strategies.classifier import SYMMETRY, state
-from tests.strategies.fakes import broadcast, reply
 
 INTEGERS = tuple(getattr(torch, f"{u}int{n}") for u in ("", "u") for n in (8, 16, 32, 64))
 DTYPES = (*PRECISIONS, *INTEGERS, torch.bool)
@@ -378,22 +376,3 @@ def test_stock_strategies_get_numpys_arrays() -> None:
     # A tensor that was cast is the same object before and after; its bytes are of another dtype.
     cast = {"plain": value.half().float()}
     assert replace_changed(to_arrays({"plain": value.half()}), cast, cast)["plain"].dtype == "float32"
-
-
-def test_the_mod_aligns_what_travels_in_few_bytes() -> None:
-    base = state(0)
-    asked, _ = broadcast(FedRot(SYMMETRY), base, 2)
-    moved = fedrot.random_equivalent(base, SYMMETRY, 1)
-
-    def client(message: Message, context: object) -> Message:
-        answer = reply(message, {}, 1)
-        answer.content["arrays"] = to_arrays(moved, torch.bfloat16)
-        return answer
-
-    answer = align_mod(SYMMETRY)(asked, None, client)  # type: ignore[arg-type]
-    record = answer.content.array_records["arrays"]
-    assert list(record) == list(base)
-    found = from_arrays(record)
-    assert {t.dtype for t in found.values()} == {torch.bfloat16}
-    for name, tensor in found.items():
-        torch.testing.assert_close(tensor.float(), base[name], rtol=2**-7, atol=2**-8)

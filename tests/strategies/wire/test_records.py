@@ -13,7 +13,7 @@ from torch import Tensor
 import fedrot
 from fedrot.errors import UpdateError
 from fedrot.strategies import statistics_record, wanted_statistics
-from fedrot.strategies.wire import records
+from fedrot.strategies.wire import statistics as records
 from fedrot.strategies.wire.arrays import STATISTICS, encode, model_records, wire_bytes, without_arrays
 from fedrot.strategies.wire.statistics import read_statistics
 from tests.models import inputs

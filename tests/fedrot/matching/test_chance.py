@@ -29,8 +29,7 @@ from tests.fedrot.oracles import seeded
 from tests.models import State
 
 #: The parts whose groups are judged one by one.
-JUDGED = ("heads", "attention", "rescale", "ffn")
-FREE = ("attention", "rescale")
+JUDGED = ("heads", "attention", "ffn")
 #: Members with rotations, phases and signs, with biases, ties, shared heads and experts.
 SHAPES = ("bert", "deberta-v3", "bart", "t5-gated", "gpt-neox", "gptj", "llama", "gemma3")
 
@@ -73,13 +72,13 @@ def test_near_an_anchor_chance_is_the_share_of_free_dimensions(name: str) -> Non
     seeds = 12
     for seed in range(seeds):
         update = isotropic(state, 1e-4, seed)
-        for part in available(symmetry, FREE):
+        for part in available(symmetry, ("attention",)):
             options = fedrot.AlignmentOptions(parts=(part,), chance=0)
             for row in fedrot.align(update, state, symmetry, options).report.groups:
                 assert row.chance is not None
                 found[row.group] += row.found / row.before / seeds
                 expected[row.group] = row.chance / row.before
-    assert set(found) == {g.name for g in symmetry.groups if g.part in available(symmetry, FREE)}
+    assert set(found) == {g.name for g in symmetry.groups if g.part in available(symmetry, ("attention",))}
     free = {group.name: group.kind.free for group in symmetry.groups}
     for group, share in found.items():
         # The sampled share is a mean of chi-squared variables: four standard errors.
@@ -284,7 +283,7 @@ def test_null_models_keep_distance_and_projection() -> None:
             slope = (flat[1] - null) @ flat[0] / (flat[0] @ flat[0])
             assert slope == pytest.approx(0, abs=0.1)
         # A group is drawn alike in every run, whatever is drawn beside it.
-        apart = group.part in ("heads", "attention", "rescale")
+        apart = group.part in ("heads", "attention")
         beside = [g for g in symmetry.groups if apart and g.part == "ffn"]
         lines = {g: line_of(g, state, update) for g in (*beside, group)}
         again = next(null_models(lines, state, update))

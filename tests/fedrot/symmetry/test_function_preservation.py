@@ -83,10 +83,7 @@ def test_encoders_have_a_group_of_each_kind_in_each_layer(name: str) -> None:
     """Signs are free where a tanh is odd, and BERT's and RoBERTa's task heads have one."""
     symmetry = models.symmetry_for(name)
     found = Counter((g.layer, g.part, g.kind.units) for g in symmetry.groups if g.layer != NO_LAYER)
-    each = Counter(
-        {("heads", models.HEADS): 1, ("attention", models.HEADS): 2, ("rescale", models.HEADS): 2}
-    )
-    each[("ffn", models.NEURONS)] = 1
+    each = {("heads", models.HEADS): 1, ("attention", models.HEADS): 2, ("ffn", models.NEURONS): 1}
     assert found == {(i, *key): n for key, n in each.items() for i in range(models.LAYERS)}
     assert symmetry.layers == models.LAYERS
     assert symmetry.shapes == {key: tuple(t.shape) for key, t in models.state_of(name).items()}

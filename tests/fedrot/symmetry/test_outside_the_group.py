@@ -182,9 +182,10 @@ def heads_do_not_mix(name: str) -> Changes:
         turn = torch.eye(heads, dtype=torch.float64)
         turn[:2, :2] = torch.tensor([[0.8, -0.6], [0.6, 0.8]])
         mixing = torch.kron(turn, torch.eye(dim, dtype=torch.float64))[None]
-        # Where a norm allows no scale, what moves with the heads and is no value is query or key.
-        scaled = groups.get(f"{values.name.removesuffix('vo')}qk.scale") or groups[values.within]
-        for slots in (values.slots, [slot for slot in scaled.slots if slot not in values.slots]):
+        scores = groups[f"{values.name.removesuffix('vo')}qk"]
+        # Phases move a part of each head: what moves with all of it and is no value is query or key.
+        whole = scores if isinstance(scores.kind, HeadRotation) else groups[values.within]
+        for slots in (values.slots, [slot for slot in whole.slots if slot not in values.slots]):
             yield _change(name, Move(_with(values, HeadRotation(1, heads * dim), slots), mixing)), True
 
 
@@ -201,8 +202,8 @@ def query_heads_stay_with_their_key_head(name: str) -> Changes:
 def heads_with_slopes_of_their_own_do_not_change_places(name: str) -> Changes:
     """The order of heads is a symmetry of all else that the layer computes."""
     groups = {g.name: g for g in symmetry_for(name).groups}
-    for values in _groups(name, lambda g: g.name.endswith("vo.scale")):
-        scores = groups[f"{values.name.removesuffix('vo.scale')}qk.scale"]
+    for values in _groups(name, lambda g: g.name.endswith("vo")):
+        scores = groups[f"{values.name.removesuffix('vo')}qk"]
         heads = values.kind.units
         moved = _with(values, HeadPermutation(heads), (*scores.slots, *values.slots))
         yield _change(name, Move(moved, torch.arange(heads).roll(1))), True

@@ -162,14 +162,7 @@ _CLIP = {k: v for k, v in _PRENORM.items() if k != ROTATED} | {ROWS: _PRENORM[RO
 
 @dataclass(frozen=True)
 class Case:
-    """One small model, and the dimensions that its family leaves unused.
-
-    Attributes:
-        member: the model.
-        batch: its inputs.
-        unused: by name.
-        seed: of its parameters.
-    """
+    """One small model, its inputs, the dimensions that are left unused by name, and a seed."""
 
     member: Member
     batch: Callable[[], dict[str, Tensor]]
@@ -179,7 +172,7 @@ class Case:
 
 #: The sizes of all models, by the keys of their configurations.
 _SIZES: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size",), TOKENS),
+    "vocab_size": TOKENS,
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "pooler_hidden_size"), WIDTH),
     **dict.fromkeys(("word_embed_proj_dim", "dim"), WIDTH),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), LAYERS),

@@ -228,7 +228,7 @@ def test_layers_of_a_second_stack_follow_those_of_the_first(
 # Degenerate weights: nothing is determined there, and still the function must not move.
 
 
-QKV, ALL = ("query", "key", "value"), ("query", "key", "value", "output")
+QKV = ("query", "key", "value")
 
 
 def _of(state: State, names: Names, modules: Sequence[str], layer: int = 0) -> list[Tensor]:
@@ -241,16 +241,6 @@ def _rank_deficient(state: State, names: Names) -> None:
         for tensor in _of(state, names, QKV, layer):
             tensor[DIM // 2 : DIM] = 0
         state[f"{names.of(layer, 'output')}.weight"][:, 3:] *= 1e-14
-
-
-def _rank_one(state: State, names: Names) -> None:
-    for weight in _of(state, names, (*ALL, "up", "down"))[::2]:
-        weight.copy_(torch.outer(weight[:, 0], weight[0]))
-
-
-def _zero_attention(state: State, names: Names) -> None:
-    for tensor in _of(state, names, ALL):
-        tensor.zero_()
 
 
 def _zero_head_and_query(state: State, names: Names) -> None:
@@ -285,7 +275,7 @@ def _huge_and_tiny(state: State, names: Names) -> None:
 
 
 DEGENERATE = [
-    *(_rank_deficient, _rank_one, _zero_attention, _zero_head_and_query, _equal_heads),
+    *(_rank_deficient, _zero_head_and_query, _equal_heads),
     *(_zero_and_equal_neurons, _all_zero, _huge_and_tiny),
 ]
 WHERE: list[tuple[set[str], torch.dtype, float]] = [

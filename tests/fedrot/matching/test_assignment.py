@@ -243,7 +243,7 @@ def test_certificates_are_given_where_they_should_be() -> None:
         client = pair.clone()
         client[:2] += way * (pair[[1, 0]] - pair[:2])
         bound = assignment.separation([pair])
-        assert assignment.certified(assignment.row_distances([(pair, client)]), bound) is expected
+        assert assignment.certified(assignment.row_distances([(pair, client)]), bound).item() is expected
     # A neuron that is exactly its anchor's is certified even next to its duplicate.
     twins = np.concatenate([anchor, anchor])
     blocks = _blocks(twins, twins, torch.float32)

@@ -76,16 +76,6 @@ def test_head_order_equals_brute_force(name: str, regime: str, parts: tuple[str,
     assert after == pytest.approx(expected, rel=1e-9)
 
 
-def test_head_scores_without_a_following_rotation_are_inner_products() -> None:
-    rng = seeded(2)
-    pairs = [(*torch.randn(2, HEADS * DIM, w, generator=rng).double(),) for w in (1, 5, 7)]
-    scores = head_scores([], pairs, HEADS, fedrot.AlignmentOptions())
-    for i, j in itertools.product(range(HEADS), repeat=2):
-        ours, theirs = (slice(k * DIM, (k + 1) * DIM) for k in (i, j))
-        expected = sum(float((a[ours] * c[theirs]).sum()) for a, c in pairs)
-        assert float(scores[i, j]) == pytest.approx(expected, rel=1e-9)
-
-
 @pytest.mark.parametrize("parts", [("attention",), ("heads", "attention"), fedrot.WHOLE_MODEL])
 def test_permutations_within_heads_are_all_that_moves_there(parts: tuple[str, ...]) -> None:
     """A client whose heads' units trade places comes back; what was rotated does not."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot.matching import problem as of_problem
-from fedrot.matching.problem import Match, Problem, match_stage, solver_of, solves, stage_of
+from fedrot.matching.problem import Match, Problem, solver_of, solves, stage_of
 from fedrot.symmetry.actions import HeadRotation, Kind, Permutation
 from fedrot.symmetry.groups import Group, Move, apply_moves
 from tests.models import largest_difference, near, state_of, symmetry_for
@@ -102,30 +102,3 @@ def test_a_registered_solver_is_used_in_the_stage_of_its_action(monkeypatch: pyt
     assert called == [len(order)] == [2]
     assert largest_difference(alignment.apply(moved), client) == 0
     assert [row.moved for row in alignment.report.groups] == [g.group.kind.units for g in order]
-
-
-def test_groups_of_different_solvers_share_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each solver sees its own groups once, and matches come back in the order of the groups."""
-    monkeypatch.setattr(of_problem, "SOLVERS", dict(of_problem.SOLVERS))
-    seen: list[list[str]] = []
-
-    def named(solver: str) -> of_problem.Solver:
-        def match(groups: Sequence[Group], problem: Problem) -> list[Match]:
-            seen.append([solver, *(group.name for group in groups)])
-            return [Match(None, float(group.layer), 0.0) for group in groups]
-
-        return match
-
-    first, second = (g for g in symmetry_for(NAME).groups if g.part == "ffn")
-    groups = [
-        replace(group, name=f"{group.name}-{place}", kind=kind, layer=place)
-        for place, (group, kind) in enumerate(
-            [(first, Reversal(4)), (first, Permutation(4)), (second, Reversal(4))]
-        )
-    ]
-    solves(Reversal)(named("reversals"))
-    solves(Permutation)(named("permutations"))
-    problem = Problem(fedrot.Anchor({}), {}, symmetry_for(NAME), fedrot.AlignmentOptions())
-    matches = match_stage(groups, problem)
-    assert [match.before for match in matches] == [0, 1, 2]
-    assert seen == [["reversals", groups[0].name, groups[2].name], ["permutations", groups[1].name]]

@@ -13,7 +13,6 @@ from torch import Tensor
 from fedrot.matching.descent import compact
 from fedrot.matching.problem import SOLVERS
 from fedrot.symmetry.actions import (
-    LARGEST_SCALE,
     HeadPermutation,
     HeadRotation,
     Kind,
@@ -24,7 +23,7 @@ from fedrot.symmetry.actions import (
 from fedrot.symmetry.describe.mixture import ExpertNeurons, ExpertPermutation
 from fedrot.symmetry.groups import Move, apply_moves
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
-from fedrot.symmetry.signs import Rescale, SignedOrders, SignedPermutation
+from fedrot.symmetry.signs import SignedOrders, SignedPermutation
 from fedrot.symmetry.stream import StreamRotation, centred_basis
 from tests import families
 from tests.fedrot.oracles import along, dense, seeded
@@ -41,7 +40,6 @@ KINDS: dict[str, tuple[Kind, float]] = {
     "rotation": (HeadRotation(3, 4), 0),
     "stream": (StreamRotation(1, SIZE), 0),
     "centred stream": (StreamRotation(1, SIZE, centred=True), 1 / 12),
-    "rescale": (Rescale(3), 1.5 / math.log(4)),
     "phases": (RotaryPhases(3, 4), 0),
     "interleaved phases": (RotaryPhases(3, 4, interleaved=True), 0),
     "signs": (RotarySigns(3, 4), 0),
@@ -135,15 +133,11 @@ def test_elements_from_elsewhere_are_checked(name: str) -> None:
         wrong += [element.clamp(min=2)]
     elif isinstance(kind, Orders):
         wrong += [-element, element + 1]
-    if isinstance(kind, HeadRotation | RotaryPhases | Rescale):
+    if isinstance(kind, HeadRotation | RotaryPhases):
         assert kind.contains(element.float())
         wrong += [element * torch.nan, element / 0]
     if isinstance(kind, HeadRotation):
         wrong += [1.01 * element, 0 * element]
-    if isinstance(kind, Rescale):
-        assert kind.contains(-LARGEST_SCALE * torch.ones(3))
-        assert kind.contains(torch.ones(3, dtype=torch.float64) / LARGEST_SCALE)
-        wrong += [1.01 * LARGEST_SCALE * torch.ones(3), torch.ones(3) / (1.01 * LARGEST_SCALE)]
     if name == "centred stream":
         wrong.append(StreamRotation(1, SIZE).random(rng))
     assert not any(map(kind.contains, wrong))
@@ -177,7 +171,6 @@ def test_phases_have_angles_and_a_fisher_where_they_stand_still() -> None:
     assert kind.moved(turn).tolist() == [True, True]
     assert torch.equal(kind.on_fisher(math.pi * torch.ones(2, 2).double()), torch.zeros(2, 2))
     assert KINDS["phases"][0].free == 6
-    assert Rescale(3).free == 3
     basis = centred_basis(5)
     assert close(basis.mT @ basis, torch.eye(4))
     assert close(basis.sum(0), torch.zeros(4))

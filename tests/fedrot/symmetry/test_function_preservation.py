@@ -83,10 +83,7 @@ def test_encoders_have_a_group_of_each_kind_in_each_layer(name: str) -> None:
     """Signs are free where a tanh is odd, and BERT's and RoBERTa's task heads have one."""
     symmetry = models.symmetry_for(name)
     found = Counter((g.layer, g.part, g.kind.units) for g in symmetry.groups if g.layer != NO_LAYER)
-    each = Counter(
-        {("heads", models.HEADS): 1, ("attention", models.HEADS): 2, ("rescale", models.HEADS): 2}
-    )
-    each[("ffn", models.NEURONS)] = 1
+    each = {("heads", models.HEADS): 1, ("attention", models.HEADS): 2, ("ffn", models.NEURONS): 1}
     assert found == {(i, *key): n for key, n in each.items() for i in range(models.LAYERS)}
     assert symmetry.layers == models.LAYERS
     assert symmetry.shapes == {key: tuple(t.shape) for key, t in models.state_of(name).items()}
@@ -231,7 +228,7 @@ def test_layers_of_a_second_stack_follow_those_of_the_first(
 # Degenerate weights: nothing is determined there, and still the function must not move.
 
 
-QKV, ALL = ("query", "key", "value"), ("query", "key", "value", "output")
+QKV = ("query", "key", "value")
 
 
 def _of(state: State, names: Names, modules: Sequence[str], layer: int = 0) -> list[Tensor]:
@@ -244,16 +241,6 @@ def _rank_deficient(state: State, names: Names) -> None:
         for tensor in _of(state, names, QKV, layer):
             tensor[DIM // 2 : DIM] = 0
         state[f"{names.of(layer, 'output')}.weight"][:, 3:] *= 1e-14
-
-
-def _rank_one(state: State, names: Names) -> None:
-    for weight in _of(state, names, (*ALL, "up", "down"))[::2]:
-        weight.copy_(torch.outer(weight[:, 0], weight[0]))
-
-
-def _zero_attention(state: State, names: Names) -> None:
-    for tensor in _of(state, names, ALL):
-        tensor.zero_()
 
 
 def _zero_head_and_query(state: State, names: Names) -> None:
@@ -288,7 +275,7 @@ def _huge_and_tiny(state: State, names: Names) -> None:
 
 
 DEGENERATE = [
-    *(_rank_deficient, _rank_one, _zero_attention, _zero_head_and_query, _equal_heads),
+    *(_rank_deficient, _zero_head_and_query, _equal_heads),
     *(_zero_and_equal_neurons, _all_zero, _huge_and_tiny),
 ]
 WHERE: list[tuple[set[str], torch.dtype, float]] = [

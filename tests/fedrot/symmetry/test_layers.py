@@ -62,7 +62,7 @@ def test_alibi_orders_query_heads_that_share_a_key_head_too() -> None:
     settings = {**MEMBERS["falcon-7b"].settings, "alibi": True}
     model = replace(MEMBERS["falcon-7b"], settings=settings).build("eager")
     symmetry = fedrot.symmetry_of(model.config, model.state_dict())
-    assert {group.part for group in symmetry.groups} == {"residual", "attention", "rescale", "ffn"}
+    assert {group.part for group in symmetry.groups} == {"residual", "attention", "ffn"}
     assert {group.within for group in symmetry.groups} == {""}
     assert fedrot.check_function(model, model.config, symmetry, ("residual", "attention", "ffn")) <= 1e-9
 

@@ -10,15 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedrot.symmetry.actions import HeadPermutation, HeadRotation, Kind, Permutation, QueryPermutation
+from fedrot.symmetry.actions import HeadPermutation, HeadRotation, Kind, QueryPermutation
 from fedrot.symmetry.describe.mixture import ExpertNeurons
-from fedrot.symmetry.families import FAMILIES
-from fedrot.symmetry.groups import NO_LAYER, Group, Move, Slice, Slot, apply_moves
-from fedrot.symmetry.resolve import family_of
+from fedrot.symmetry.groups import NO_LAYER, Group, Move, Slot, apply_moves
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from fedrot.symmetry.signs import SignedPermutation
 from tests import families
-from tests.families import KINDS, MEMBERS, answers, model_of, outputs, state_of, symmetry_for
+from tests.families import KINDS, MEMBERS, model_of, outputs, state_of, symmetry_for
 from tests.fedrot.oracles import seeded
 from tests.fedrot.symmetry import traits
 from tests.models import State
@@ -182,9 +180,10 @@ def heads_do_not_mix(name: str) -> Changes:
         turn = torch.eye(heads, dtype=torch.float64)
         turn[:2, :2] = torch.tensor([[0.8, -0.6], [0.6, 0.8]])
         mixing = torch.kron(turn, torch.eye(dim, dtype=torch.float64))[None]
-        # Where a norm allows no scale, what moves with the heads and is no value is query or key.
-        scaled = groups.get(f"{values.name.removesuffix('vo')}qk.scale") or groups[values.within]
-        for slots in (values.slots, [slot for slot in scaled.slots if slot not in values.slots]):
+        scores = groups[f"{values.name.removesuffix('vo')}qk"]
+        # Phases move a part of each head: what moves with all of it and is no value is query or key.
+        whole = scores if isinstance(scores.kind, HeadRotation) else groups[values.within]
+        for slots in (values.slots, [slot for slot in whole.slots if slot not in values.slots]):
             yield _change(name, Move(_with(values, HeadRotation(1, heads * dim), slots), mixing)), True
 
 
@@ -201,8 +200,8 @@ def query_heads_stay_with_their_key_head(name: str) -> Changes:
 def heads_with_slopes_of_their_own_do_not_change_places(name: str) -> Changes:
     """The order of heads is a symmetry of all else that the layer computes."""
     groups = {g.name: g for g in symmetry_for(name).groups}
-    for values in _groups(name, lambda g: g.name.endswith("vo.scale")):
-        scores = groups[f"{values.name.removesuffix('vo.scale')}qk.scale"]
+    for values in _groups(name, lambda g: g.name.endswith("vo")):
+        scores = groups[f"{values.name.removesuffix('vo')}qk"]
         heads = values.kind.units
         moved = _with(values, HeadPermutation(heads), (*scores.slots, *values.slots))
         yield _change(name, Move(moved, torch.arange(heads).roll(1))), True
@@ -273,27 +272,3 @@ def test_outside_the_group(check: Callable[[str], Changes], name: str) -> None:
     assert tried
     for change, visible in tried:
         assert change > VISIBLE if visible else change <= ROUNDING
-
-
-@pytest.mark.parametrize("name", families.FIXED)
-def test_fixed_positions_are_all_that_holds_their_stream(name: str) -> None:
-    model, state = model_of(name), state_of(name)
-    family = family_of(model.config.to_dict(), FAMILIES)
-    names = {key.removeprefix("model."): key for key in state}
-    body, heads = family.describe(model.config.to_dict(), names)
-    slots = [
-        Slot(names[key], axis, Slice(0, state[names[key]].shape[axis]))
-        for key, entries in {**body.axes, **heads}.items()
-        for axis, entry in enumerate(entries)
-        if entry and key in names
-    ]
-    kind = Permutation(slots[0].slice.stop)
-    move = Move(Group("stream", NO_LAYER, "residual", kind, tuple(slots)), _moving(kind, 9))
-    for positions in (True, False):
-        if not positions:
-            model.model.embed_positions.weights.zero_()
-        model.load_state_dict(state)
-        before = answers(name, model)
-        model.load_state_dict(apply_moves(state, [move]))
-        change = (answers(name, model) - before).abs().max() / before.abs().max()
-        assert change > VISIBLE if positions else change <= ROUNDING

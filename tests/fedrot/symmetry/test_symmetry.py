@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +21,6 @@ Change = Callable[[Config, State], Any]
 LAYER = "bert.encoder.layer.1."
 QUERY, KEY = (f"bert.encoder.layer.0.attention.self.{side}" for side in ("query", "key"))
 POSITIONS = "bert.embeddings.position_embeddings.weight"
-
-
-def test_the_docs_list_every_supported_model_type_once() -> None:
-    page = Path(__file__).parents[3] / "docs" / "reference" / "families.md"
-    listed = page.read_text(encoding="utf-8")
-    assert [name for name in fedrot.supported() if f"`{name}`" not in listed] == []
-    assert len(fedrot.supported()) == len({*fedrot.supported()})
 
 
 # Names and forms of the same model

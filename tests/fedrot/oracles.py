@@ -9,7 +9,7 @@ from torch import Tensor
 import fedrot
 from fedrot.symmetry.actions import HeadRotation, Kind, Permutation
 from fedrot.symmetry.groups import Move, Slot
-from fedrot.symmetry.signs import Rescale, SignedPermutation
+from fedrot.symmetry.signs import SignedPermutation
 from tests.models import DIM, Names, State
 
 Array = np.ndarray
@@ -44,8 +44,6 @@ def dense(kind: Kind, element: Tensor, size: int) -> Tensor:
             if isinstance(kind, HeadRotation):
                 for j in range(width):
                     matrix[row, unit * width + j] = element[unit, i, j]
-            elif isinstance(kind, Rescale):
-                matrix[row, row] = element[unit]
             elif isinstance(kind, SignedPermutation):
                 value = int(element[unit])
                 matrix[row, (abs(value) - 1) * width + i] = 1 if value > 0 else -1

@@ -32,7 +32,6 @@ from tests.models import (
 MODULES = {
     "attention": ("query", "key", "value", "output"),
     "heads": ("query", "key", "value", "output"),
-    "rescale": ("query", "key", "value", "output"),
     "ffn": ("up", "down"),
 }
 

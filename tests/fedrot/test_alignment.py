@@ -29,7 +29,7 @@ from tests.models import (
 
 NAME = "bert-classifier"
 WHOLE = fedrot.WHOLE_MODEL
-PARTS = (FULL, ("attention", "ffn"), ("heads", "ffn"), ("rescale",), WHOLE, ("residual",), ("output",))
+PARTS = (FULL, ("attention", "ffn"), ("heads", "ffn"), ("residual",), ("output",))
 #: One model with every selection; the others with everything, or with one of the selections in turn.
 CHOICES = [
     *((NAME, parts) for parts in (EVERYTHING, *PARTS)),

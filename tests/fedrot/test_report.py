@@ -13,7 +13,6 @@ from tests.fedrot.pairs import PAIRS, checked_report
 from tests.models import (
     CASES,
     EAGER,
-    EVERYTHING,
     FEW,
     FULL,
     HEADS,
@@ -29,11 +28,9 @@ SETTINGS: list[dict[str, Any]] = [
     {"parts": FULL},
     {"parts": FULL, "layers": "first:1", "chance": 0},
     {"parts": ("attention", "ffn"), "layers": [1]},
-    {"parts": ("heads", "rescale"), "chance": 0},
-    {"parts": ("rescale",)},
+    {"parts": ("heads",), "chance": 0},
     {"parts": ()},
     {"parts": fedrot.WHOLE_MODEL},
-    {"parts": EVERYTHING},
     {"parts": ("residual", "ffn")},
     {"parts": ("output", "attention")},
 ]

@@ -16,7 +16,6 @@ from fedrot.matching import descent
 from tests.fedrot.oracles import seeded
 from tests.fedrot.pairs import checked_report
 from tests.models import (
-    EVERYTHING,
     FEW,
     WIDTH,
     State,
@@ -153,7 +152,7 @@ def test_degenerate_streams_keep_the_function(name: str, where: str, which: str)
     for side, state in (("client", client), ("anchor", anchor)):
         for key, tensor in state.items() if where in (side, "both") else ():
             DEGRADE[which](key, tensor)
-    for options in (_options(parts=EVERYTHING), _options(within_heads="permutation")):
+    for options in (_options(), _options(within_heads="permutation")):
         aligned = fedrot.align(client, anchor, symmetry_for(name), options).apply(client)
         assert all(bool(torch.isfinite(t).all()) for t in aligned.values())
         assert (logits(name, aligned) - logits(name, client)).abs().max() <= 1e-9

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 import fedrot
@@ -247,29 +248,11 @@ def test_a_wrong_last_tensor_is_refused_before_the_first_part(which: str) -> Non
 
 @cache
 def llama(layers: int) -> fedrot.Symmetry:
-    config = {
-        "model_type": "llama",
-        "num_hidden_layers": layers,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": NEURONS,
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (64, 32),
-        "model.norm.weight": (32,),
-        "lm_head.weight": (64, 32),
-    }
-    for layer in range(layers):
-        prefix = f"model.layers.{layer}."
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"{prefix}{name}.weight"] = (32,)
-        for name, rows in (("q", 32), ("k", 16), ("v", 16), ("o", 32)):
-            shapes[f"{prefix}self_attn.{name}_proj.weight"] = (rows, 32)
-        for name in ("gate", "up"):
-            shapes[f"{prefix}mlp.{name}_proj.weight"] = (NEURONS, 32)
-        shapes[f"{prefix}mlp.down_proj.weight"] = (32, NEURONS)
-    return fedrot.symmetry_of(config, shapes)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": NEURONS}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(num_hidden_layers=layers, **sizes, **heads)
+    with torch.device("meta"):
+        return fedrot.symmetry_of(config, transformers.LlamaForCausalLM(config).state_dict())
 
 
 def random(symmetry: fedrot.Symmetry, seed: int, dtype: torch.dtype = torch.bfloat16) -> State:

@@ -267,16 +267,9 @@ def test_a_weight_of_zero_is_no_activations_at_all(name: str) -> None:
         assert torch.equal(ours.element, theirs.element)
     assert one.report.rows() == two.report.rows()
     mixed = fedrot.AlignmentOptions(parts=WHOLE, activation_weight=0.5)
-    alignment = fedrot.align(update, anchor, symmetry, mixed, seen)
-    other = alignment.apply(update)
+    other = fedrot.align(update, anchor, symmetry, mixed, seen).apply(update)
     alone = fedrot.align(update, anchor, symmetry, mixed).apply(update)
     assert largest_difference(other, alone) > 0.1
-    # Whatever evidence decides, the distances that are reported are those of the weights.
-    report = alignment.report
-    touched = {slot.tensor for group in symmetry.select(WHOLE) for slot in group.slots}
-    for state, reported in ((update, report.before), (other, report.after)):
-        distance = squared_distance({key: state[key] for key in touched}, anchor)
-        assert reported == pytest.approx(distance, rel=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -48,17 +48,6 @@ def test_alpha_shrinks_what_any_number_of_clients_sends(alpha: float, count: int
         close(found, module, regressed(sent, module, 3, alpha))
 
 
-def test_modules_with_one_matrix_are_as_with_a_matrix_each() -> None:
-    sent = [replace(c, inputs=dict.fromkeys(MODULES, c.inputs[QUERY])) for c in clients(9, (3, 2))]
-    shared = []
-    for one in (client.update() for client in sent):
-        gram = dict.fromkeys(one.statistics["gram"], one.statistics["gram"][factor(QUERY)])
-        shared.append(replace(one, statistics={"gram": gram}))
-    found, _ = average_adapters(shared, SETTINGS, REGMEAN)
-    for name, tensor in averaged(sent, REGMEAN).items():
-        torch.testing.assert_close(found[name], tensor)
-
-
 def unseen_projection(sent: Sequence[Client], module: str) -> Tensor:
     """Return the orthogonal projection to the directions that no client's inputs have."""
     rows = torch.tensor(np.concatenate([one.inputs[module] for one in sent]))

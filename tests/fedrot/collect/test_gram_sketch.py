@@ -47,36 +47,24 @@ def scaled(matrix: Tensor, like: Tensor) -> Array:
     return np.asarray(inverse[:, None] * matrix.double().numpy() * inverse)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 8, 20, SIZE])
+@pytest.mark.parametrize("rank", [0, 1, 8, SIZE])
 @pytest.mark.parametrize("inputs", INPUTS)
-def test_the_error_is_within_the_bound_and_the_diagonal_is_exact(inputs: str, rank: int) -> None:
-    """The bound comes from NumPy's eigenvalues of the exact matrix, not from the sketch."""
+def test_the_sketch_is_the_truncated_decomposition_with_the_exact_diagonal(
+    inputs: str, rank: int
+) -> None:
     gram = gram_of(INPUTS[inputs](rank))
     even, sketch = scaled(gram, gram), sketched(gram, rank)
     found = sketch.matrix()
-    values = np.sort(np.linalg.eigvalsh(even))[::-1].clip(min=0)
-    error = even - scaled(found, gram)
-    rounding = 2**-9 * np.sqrt(SIZE * values[0])
-    rest = values[rank:] if rank < SIZE else np.zeros(1)
-    # Entries of the matrix itself are float32.
-    assert np.linalg.norm(error, 2) <= rest[0] + rounding + 1e-5
-    assert np.linalg.norm(error) <= np.sqrt((rest**2).sum()) + rounding + 1e-5
+    values, vectors = np.linalg.eigh(even)
+    largest = slice(SIZE - rank, None)
+    expected = (vectors[:, largest] * values[largest]) @ vectors[:, largest].T
+    np.fill_diagonal(expected, np.diag(even))
+    np.testing.assert_allclose(scaled(found, gram), expected, atol=2**-10)
     assert found.dtype == torch.float32
     assert (sketch.factor.dtype, sketch.factor.shape) == (torch.float16, (SIZE, rank))
     assert torch.equal(found.diagonal(), gram.diagonal())
     assert np.linalg.eigvalsh(scaled(found, found))[0] >= -1e-5
     assert sketch.problem() is None
-
-
-@pytest.mark.parametrize("rank", [0, 1, 6, 30, SIZE])
-def test_the_sketch_is_the_truncated_decomposition(rank: int) -> None:
-    gram = gram_of(rows(3) + 1)
-    values, vectors = np.linalg.eigh(scaled(gram, gram))
-    largest = slice(SIZE - rank, None)
-    expected = (vectors[:, largest] * values[largest]) @ vectors[:, largest].T
-    np.fill_diagonal(expected, 1)
-    sketch = sketched(gram, rank)
-    np.testing.assert_allclose(scaled(sketch.matrix(), gram), expected, atol=2**-10)
     shares = values[::-1][:rank] / SIZE
     np.testing.assert_allclose(sketch.explained().numpy(), shares, rtol=2**-9, atol=1e-6)
     assert torch.equal(sketched(gram).cut(rank).factor, sketch.factor)

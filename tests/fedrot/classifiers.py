@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
-import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedrot.errors import FedrotError
 from fedrot.head import ClassSums
 from fedrot.problems import SINGLE
 from tests.families import inputs
-from tests.fedrot.collect.tiny import TINY
 from tests.fedrot.oracles import Array, seeded
-from tests.models import inputs as tokens
-from tests.models import randomise
 
 CLASSES = 3
 
@@ -93,31 +86,3 @@ def sums_of(features: Array, labels: Array, problem: str = SINGLE, outputs: int 
     terms = (factors.sum(0), factors.T @ features, features.T @ features)
     counts, sums, gram = map(torch.from_numpy, terms)
     return ClassSums(counts, sums, gram, problem)
-
-
-def leaves_the_model_as_it_was(collect: Callable[[Any, list[Batch]], Tensor], fails: bool) -> None:
-    """Check that collecting from a model that is trained changes and draws nothing, also if it fails."""
-    settings: dict[str, Any] = {**TINY, "num_labels": CLASSES, "hidden_dropout_prob": 0.5}
-    model = randomise(transformers.BertForSequenceClassification(transformers.BertConfig(**settings)))
-    model.train()
-    model.bert.encoder.eval()
-    batch = {**tokens(), "labels": torch.tensor([2, 0])}
-    model(**batch).loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    tensors = {name: t.clone() for name, t in model.state_dict().items()}
-    before, random = _traces(model), torch.get_rng_state()
-    with pytest.raises(FedrotError, match="A label is 7") if fails else nullcontext():
-        second = {**batch, "labels": torch.tensor([0, 7])} if fails else batch
-        one, two = (collect(model, [batch, second]) for _ in range(2))
-        assert torch.equal(one, two)  # no dropout
-    assert _traces(model) == before
-    assert torch.equal(torch.get_rng_state(), random)
-    assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters())
-    assert all(torch.equal(t, tensors[name]) for name, t in model.state_dict().items())
-    # Its own logits come back: a layer's output may have been replaced.
-    assert bool(model(**batch).logits.requires_grad)
-
-
-def _traces(model: nn.Module) -> list[Any]:
-    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-    return [hooks, [m.training for m in model.modules()], [p.requires_grad for p in model.parameters()]]

@@ -32,7 +32,6 @@ from tests.models import (
 MODULES = {
     "attention": ("query", "key", "value", "output"),
     "heads": ("query", "key", "value", "output"),
-    "rescale": ("query", "key", "value", "output"),
     "ffn": ("up", "down"),
 }
 
@@ -67,16 +66,6 @@ def _conflicting(state: State, names: Names) -> State:
     return out
 
 
-def _unequal_scales(state: State, names: Names) -> State:
-    """Queries and values decide everything in some heads, keys and outputs in the others."""
-    out = near(state, 0.3)
-    for layer in range(2):
-        out[f"{names.of(layer, 'query')}.weight"][: 2 * DIM] *= 100
-        out[f"{names.of(layer, 'key')}.weight"][2 * DIM :] *= -100
-        out[f"{names.of(layer, 'value')}.weight"][DIM:] *= 1e-3
-    return out
-
-
 #: Clients of an anchor, by what is hard about them.
 PAIRS: dict[str, Callable[[State, Names], State]] = {
     "near": lambda state, names: near(state, 0.05),
@@ -88,7 +77,6 @@ PAIRS: dict[str, Callable[[State, Names], State]] = {
     "small": lambda state, names: {name: 1e-6 * tensor for name, tensor in near(state, 0.2).items()},
     "zero": lambda state, names: {name: torch.zeros_like(tensor) for name, tensor in state.items()},
     "conflicting": _conflicting,
-    "unequal-scales": _unequal_scales,
 }
 
 

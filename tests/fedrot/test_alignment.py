@@ -22,14 +22,13 @@ from tests.models import (
     largest_difference,
     logits,
     near,
-    squared_distance,
     state_of,
     symmetry_for,
 )
 
 NAME = "bert-classifier"
 WHOLE = fedrot.WHOLE_MODEL
-PARTS = (FULL, ("attention", "ffn"), ("heads", "ffn"), ("rescale",), WHOLE, ("residual",), ("output",))
+PARTS = (FULL, ("attention", "ffn"), ("heads", "ffn"), ("residual",), ("output",))
 #: One model with every selection; the others with everything, or with one of the selections in turn.
 CHOICES = [
     *((NAME, parts) for parts in (EVERYTHING, *PARTS)),
@@ -46,19 +45,6 @@ def test_alignment_undoes_a_random_element(name: str, parts: tuple[str, ...]) ->
     assert alignment.report.after <= 1e-9 * alignment.report.before
     assert bool(alignment.moves) == (alignment.report.before > 1) == bool(symmetry.select(parts))
     assert largest_difference(alignment.inverse().apply(state), moved) <= 1e-8
-
-
-@pytest.mark.parametrize("name", [NAME, "electra-mlm", "distilbert-mlm"])
-def test_alignment_undoes_a_random_element_under_noise(name: str) -> None:
-    """The client trained on: what alignment leaves is what training did, in the anchor's coordinates."""
-    anchor, symmetry = state_of(name), symmetry_for(name)
-    options = fedrot.AlignmentOptions(parts=WHOLE)
-    trained = near(anchor, 0.1)
-    moved = fedrot.random_equivalent(trained, symmetry, 3, WHOLE)
-    aligned = fedrot.align(moved, anchor, symmetry, options).apply(moved)
-    best = squared_distance(fedrot.align(trained, anchor, symmetry, options).apply(trained), anchor)
-    assert squared_distance(aligned, anchor) <= best * (1 + 1e-6)
-    assert best <= squared_distance(trained, anchor)
 
 
 @pytest.mark.parametrize("parts", [FULL, EVERYTHING])

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Fisher, Mean, RegMean
-from fedrot.anchors import ANCHORS
 from fedrot.tensors import full_float32
 from tests.families import state_of, symmetry_for
 from tests.fedrot.pretend import DEVICE, Pretend
@@ -172,39 +171,6 @@ def test_aggregation_on_the_device_is_that_on_the_cpu(which: str) -> None:
     assert largest_difference(found, wanted) <= 1e-6
 
 
-@pytest.mark.parametrize("anchor", ANCHORS)
-def test_a_round_on_the_device_is_that_on_the_cpu(anchor: str) -> None:
-    symmetry = symmetry_for("bert")
-    broadcast, near, far = _models("bert")
-    clients = [(near, 2.0), (far, 1.0), (broadcast, 3.0)]
-    whole = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
-
-    def aligned(put: Callable[[State], State]) -> list[Mapping[str, Tensor]]:
-        updates = [(put(client), weight) for client, weight in clients]
-        found = fedrot.align_round(
-            updates, put(broadcast), symmetry, replace(EAGER, anchor=anchor), whole
-        )
-        return [result.tensors for result in found]
-
-    wanted = aligned(dict)
-    with Pretend() as device:
-        found = [_fetched(tensors) for tensors in aligned(device.put)]
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert largest_difference(ours, theirs) <= 1e-6
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes_on_the_device(dtype: torch.dtype) -> None:
-    symmetry = symmetry_for("llama")
-    anchor, near, _ = ({k: t.to(dtype) for k, t in model.items()} for model in _models("llama"))
-    wanted = fedrot.align(near, anchor, symmetry, EAGER).apply(near)
-    with Pretend() as device:
-        there = device.put(near)
-        found = _fetched(fedrot.align(there, device.put(anchor), symmetry, EAGER).apply(there))
-    assert {tensor.dtype for tensor in found.values()} == {dtype}
-    assert largest_difference(found, wanted) <= 1e-6
-
-
 PRODUCTS = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 
 
@@ -236,23 +202,3 @@ def test_what_a_user_allowed_is_forbidden_and_restored() -> None:
             assert torch.equal((matrix @ matrix).cpu(), torch.eye(3))
     assert PRODUCTS[0].allow_tf32
     assert torch.get_float32_matmul_precision() == "high"
-
-
-def test_the_pretended_device_refuses_what_cuda_refuses() -> None:
-    with Pretend() as device:
-        there, here = device.put({"x": torch.ones(3)})["x"], torch.ones(3)
-        assert here.to(DEVICE).is_cuda
-        for refused in (
-            lambda: there + here,
-            lambda: torch.cat([there, here]),
-            lambda: torch.stack([there.sum(), here.sum()]),
-            lambda: here.sum().add_(there.sum()),
-            lambda: there[torch.tensor([0])],
-            lambda: there.bfloat16() @ there.bfloat16(),
-            lambda: there.numpy(),
-        ):
-            with pytest.raises((RuntimeError, TypeError)):
-                refused()
-        assert (device.reads, device.uploads) == (0, 1)
-        assert float(there.sum() + torch.tensor(1.0)) == 4
-        assert device.reads == 1

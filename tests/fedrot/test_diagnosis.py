@@ -138,11 +138,6 @@ def test_clients_of_one_basis_are_compared_with_each_other_if_the_base_is_the_wr
         assert "and share one; " in str(found)
 
 
-def test_updates_in_half_precision_give_the_same_advice() -> None:
-    halves = [{name: t.bfloat16() for name, t in state.items()} for state in (BASE, *turned(BASE))]
-    assert diagnosis(halves[0], halves[1:]).choice == ALIGNED
-
-
 # The rule
 
 

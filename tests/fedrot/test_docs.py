@@ -94,7 +94,7 @@ def test_the_notebook_about_own_models_runs(capsys: pytest.CaptureFixture[str]) 
     assert re.fullmatch(r"(\d+ groups, largest change of an output: \S+\n){2}", printed)
     assert 0 < scope["change"] <= 1e-9
     parts = {group.part for group in scope["symmetry"].groups}
-    assert parts == {"residual", "heads", "attention", "rescale", "ffn"}
+    assert parts == {"residual", "heads", "attention", "ffn"}
 
 
 def test_the_page_about_aggregations_lists_all_of_them() -> None:

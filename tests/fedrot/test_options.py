@@ -52,7 +52,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"parts": ("atention",)}, "atention"),
     ({"parts": "attention"}, r"write parts=\('attention',\)"),
     ({"parts": "attention+ffn"}, r"write parts=\('attention', 'ffn'\)"),
-    ({"parts": "whole+rescale"}, "write parts=a tuple of some of"),
+    ({"parts": "whole+heads"}, "write parts=a tuple of some of"),
     ({"parts": "atention"}, r"a tuple of some of \('residual', "),
     *(({"chance": value}, "chance") for value in (-1.0, float("nan"), float("inf"))),
     ({"within_heads": "order"}, "within_heads"),

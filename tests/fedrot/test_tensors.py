@@ -132,7 +132,6 @@ Call = Callable[[Any, Any], Any]
 CALLS: dict[type[Exception], list[tuple[Call, str]]] = {
     UpdateError: [
         (lambda model, state: _align(model, model), "model.state_dict()"),
-        (lambda model, state: _align(state, model), "model.state_dict()"),
         (lambda model, state: _align([*state.values()], state), "is a list"),
         (lambda model, state: _align({n: t.numpy() for n, t in state.items()}, state), "as_tensor"),
         (lambda model, state: fedrot.random_equivalent(model, symmetry_for(NAME)), "state_dict()"),
@@ -140,7 +139,6 @@ CALLS: dict[type[Exception], list[tuple[Call, str]]] = {
             lambda model, state: fedrot.random_equivalent({"a": state[QUERY]}, symmetry_for(NAME)),
             "is missing",
         ),
-        (lambda model, state: _align(state, state).apply({"a": state[QUERY]}), "is missing"),
         (
             lambda model, state: _align({f"module.{n}": t for n, t in state.items()}, state),
             "'module.bert.embeddings.word_embeddings.weight' instead",
@@ -158,7 +156,6 @@ CALLS: dict[type[Exception], list[tuple[Call, str]]] = {
     ],
     SymmetryError: [
         (lambda model, state: _align(state, state, config_of(NAME)), "is a BertConfig; build it first"),
-        (lambda model, state: _align(state, state, model), "fedrot.symmetry_of"),
         (lambda model, state: fedrot.random_equivalent(state, model.config), "fedrot.symmetry_of"),
         (lambda model, state: fedrot.align_round([], state, model.config), "fedrot.symmetry_of"),
         (lambda model, state: fedrot.diagnose(state, [state], {}), "fedrot.symmetry_of"),  # type: ignore[arg-type]

@@ -16,7 +16,6 @@ from fedrot.matching import descent
 from tests.fedrot.oracles import seeded
 from tests.fedrot.pairs import checked_report
 from tests.models import (
-    EVERYTHING,
     FEW,
     WIDTH,
     State,
@@ -81,23 +80,6 @@ def _disagreeing(state: State, key: str, other: int) -> State:
 
 @pytest.mark.parametrize(
     ("name", "key"),
-    [
-        ("bert-classifier", "embeddings"),
-        ("bert-classifier", "pooler"),
-        ("bert-classifier", "classifier"),
-        ("distilbert-mlm", "LayerNorm"),
-        ("distilbert-mlm", "vocab"),
-        ("bert-mlm-untied", "transform"),
-    ],
-)
-def test_distance_never_grows_where_a_model_disagrees_with_itself(name: str, key: str) -> None:
-    """No single order of the stream serves embeddings, layers and task head."""
-    for seed in range(2):
-        checked_report(name, _disagreeing(state_of(name), key, seed), state_of(name), _options())
-
-
-@pytest.mark.parametrize(
-    ("name", "key"),
     [("bert-mlm", "transform"), ("bert-mlm", "dense"), ("distilbert-mlm", "vocab")],
 )
 def test_distance_never_grows_where_a_matrix_has_both_axes_in_the_stream(
@@ -153,7 +135,7 @@ def test_degenerate_streams_keep_the_function(name: str, where: str, which: str)
     for side, state in (("client", client), ("anchor", anchor)):
         for key, tensor in state.items() if where in (side, "both") else ():
             DEGRADE[which](key, tensor)
-    for options in (_options(parts=EVERYTHING), _options(within_heads="permutation")):
+    for options in (_options(), _options(within_heads="permutation")):
         aligned = fedrot.align(client, anchor, symmetry_for(name), options).apply(client)
         assert all(bool(torch.isfinite(t).all()) for t in aligned.values())
         assert (logits(name, aligned) - logits(name, client)).abs().max() <= 1e-9
@@ -191,16 +173,6 @@ def _stream_moved(state: State, order: list[int]) -> State:
     return out
 
 
-def _check_that_the_stream_moves(config: Any, state: State) -> None:
-    """Otherwise the brute force would compare other functions."""
-    model, found = BertForSequenceClassification(config).double().eval(), []
-    for tensors in (state, _stream_moved(state, [2, 0, 3, 1])):
-        model.load_state_dict(tensors)
-        with torch.no_grad():
-            found.append(model(torch.tensor([[1, 2, 3, 4]])).logits)
-    assert (found[0] - found[1]).abs().max() <= 1e-12
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_coordinate_descent_ends_in_the_best_for_its_order_of_a_tiny_stream(
     seed: int, monkeypatch: pytest.MonkeyPatch
@@ -209,7 +181,6 @@ def test_coordinate_descent_ends_in_the_best_for_its_order_of_a_tiny_stream(
     config, anchor = _tiny(100)
     _, update = _tiny(seed)
     symmetry = fedrot.symmetry_of(config, anchor)
-    _check_that_the_stream_moves(config, update)
     inside = _options(parts=[part for part in WHOLE if part != "residual"])
 
     def closest(order: tuple[int, ...]) -> float:

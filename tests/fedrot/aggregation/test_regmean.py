@@ -101,23 +101,6 @@ def test_the_rounding_of_the_coarsest_gram_matrix_is_no_input(left: str, right: 
     assert np.abs((found - plain(weights, [1, 1])) @ basis[:, rank:]).max() <= 1e-3
 
 
-@pytest.mark.parametrize("rows", [4, 200], ids=["few tokens", "many tokens"])
-def test_bfloat16_gram_matrices_nearly_give_the_float32_result(rows: int) -> None:
-    rng = np.random.default_rng(1)
-    data = [rng.normal(size=(rows, 24)) @ rng.normal(size=(24, 24)) for _ in range(3)]
-    weights = [rng.normal(size=(OUT, 24)) for _ in data]
-    grams = [torch.tensor(x.T @ x / rows).float() for x in data]
-    (_, expected), (regmean, found) = (
-        added(
-            [client(w, g.to(dtype), s) for w, g, s in zip(weights, grams, (1, 2, 4), strict=True)], 0.9
-        )
-        for dtype in (torch.float32, torch.bfloat16)
-    )
-    assert regmean.notes == {}
-    apart = np.abs(plain(weights, (1, 2, 4)) - expected).max()
-    assert 0 < np.abs(found - expected).max() < 0.1 * apart
-
-
 @pytest.mark.parametrize(("turn", "solved"), [(0.1, True), (1e-5, False)])
 def test_a_solution_far_from_all_clients_is_not_taken(turn: float, solved: bool) -> None:
     """Each client sees one direction; if these are nearly the same, the solution is long."""

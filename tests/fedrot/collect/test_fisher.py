@@ -100,12 +100,10 @@ FOUR_TOKENS = {"input_ids": inputs()["input_ids"][:, :4]}
 #: Model, its batch, and the likelihoods of its own labels.
 EXACT: dict[str, tuple[Callable[[], Any], Batch, Likelihoods]] = {
     "two labels": (lambda: tiny(2), batch_of(1), one_label),
-    "eight labels": (lambda: tiny(8, "single_label_classification"), batch_of(1), one_label),
     "several labels": (lambda: tiny(3, "multi_label_classification"), batch_of(1), several_labels),
     "on or off": (lambda: tiny(1, "multi_label_classification"), batch_of(1), several_labels),
     "a score": (lambda: tiny(1), batch_of(1), scores),
     "two scores": (lambda: tiny(2, "regression"), batch_of(1), scores),
-    "another family": (lambda: fresh_model("distilbert-classifier"), batch_of(1), one_label),
     "choices": (
         lambda: fresh_model("bert-choice"),
         {key: torch.stack([v[:2], v[1:3]]) for key, v in batch_of(1).items()},
@@ -165,20 +163,8 @@ EMPIRICAL: dict[str, tuple[Callable[[], Any], Batch, Any, Callable[[Tensor], flo
         torch.tensor([2, 11, 1]),
         lambda _: 1,
     ),
-    "several labels": (
-        lambda: tiny(3, "multi_label_classification"),
-        batch_of(1),
-        torch.tensor(SETS).double(),
-        lambda _: 3,
-    ),
     "several labels, guessed": (lambda: tiny(3), batch_of(1), torch.tensor(SETS).double(), lambda _: 3),
     "a score": (lambda: tiny(1), batch_of(1), torch.tensor([0.5, -1.0, 2.0]).double(), lambda _: 0.5),
-    "tokens": (
-        lambda: fresh_model("bert-tokens"),
-        inputs(),
-        some_tokens(inputs()["input_ids"]),
-        lambda labels: float((labels >= 0).sum()),
-    ),
     "tied tables": (
         lambda: fresh_model("bert-mlm"),
         inputs(),

@@ -85,14 +85,21 @@ def test_statistics_of_every_layer_are_sums_over_tokens(name: str) -> None:
         assert ("cls.predictions.decoder.weight" in found["gram"]) == name.endswith("untied")
 
 
-def test_choices_of_a_question_are_sequences_like_any_other() -> None:
-    check(fresh_model("bert-choice"), [inputs("bert-choice")])
+#: Models with a batch: choices of a question are sequences like any other; a layer of DeBERTa
+#: that reads positions, as many as rows times tokens of the first batch or not, has its own matrix;
+#: a decoder that reads the encoder's tokens has their mask.
+OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "choices": (partial(fresh_model, "bert-choice"), partial(inputs, "bert-choice")),
+    "as many positions": (partial(model_of, "deberta-v3"), partial(few_words, 1, 2, 4, 2)),
+    "positions": (partial(model_of, "deberta-v3"), partial(few_words, 1, 2, 6, 2)),
+    "the same tokens": (lambda: model_of("bart").model, partial(few_words, 2, 3, 6, 3)),
+}
 
 
-# The table of relative positions has 8 rows, as many as rows times tokens of the first batch.
-@pytest.mark.parametrize("size", [(2, 4), (2, 6)])
-def test_a_layer_that_also_reads_positions_has_a_matrix_of_its_own(size: tuple[int, int]) -> None:
-    check(model_of("deberta-v3"), [few_words(1, *size, padding=2)])
+@pytest.mark.parametrize("name", OTHERS)
+def test_statistics_of_other_models_are_sums_over_tokens(name: str) -> None:
+    build, batch = OTHERS[name]
+    check(build(), [batch()])
 
 
 def two_texts(length: int, masked: bool = True) -> dict[str, Tensor]:
@@ -110,10 +117,6 @@ def test_a_decoder_reads_its_own_tokens_and_those_of_the_encoder(
     """Also where both texts are as long, so that a mask fits either."""
     found = check(model_of(name), [two_texts(length, masked)], of_encoder_and_decoder)["gram"]
     assert any("decoder" in key for key in found)
-
-
-def test_a_decoder_that_reads_the_same_tokens_has_their_mask() -> None:
-    check(model_of("bart").model, [few_words(2, 3, 6, 3)])
 
 
 def test_a_decoder_reads_the_text_through_a_projection_too() -> None:

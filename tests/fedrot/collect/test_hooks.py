@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 import fedrot
+from fedrot.head import collect_classes
+from fedrot.temperature import collect_losses
 from tests.models import fresh_model, inputs, largest_difference, state_of, symmetry_for
 
 NAME = "bert-classifier"
@@ -23,6 +25,8 @@ def activations(model: Any, batches: Iterable[Any]) -> Mapping[str, Tensor]:
 COLLECTORS: dict[str, Callable[[Any, Iterable[Any]], Mapping[str, Tensor]]] = {
     "gram": lambda model, batches: fedrot.collect_gram(model, batches)["gram"],
     "fisher": lambda model, batches: fedrot.collect_fisher(model, batches)["fisher"],
+    "classes": lambda model, batches: vars(collect_classes(model, batches, "classifier")),
+    "losses": lambda model, batches: vars(collect_losses(model, batches)),
     "anchor's activations": activations,
     "client's activations": lambda model, batches: (
         fedrot.collect_activations(fresh_model(NAME), model, batches, symmetry_for(NAME)).matrices
@@ -50,11 +54,15 @@ def test_a_model_is_left_as_it_was(collector: str) -> None:
         assert model.classifier.weight.requires_grad
         assert torch.is_grad_enabled()
 
-    first, second = (collect(model, [inputs()]) for _ in range(2))
+    batch = {**inputs(), "labels": torch.tensor([2, 0])}
+    first, second = (collect(model, [batch]) for _ in range(2))
     assert first.keys() == second.keys()
-    assert all(torch.equal(first[key], second[key]) for key in first)
-    assert not any(value.requires_grad for value in first.values())
+    tensors = [key for key, value in first.items() if isinstance(value, Tensor)]
+    assert tensors
+    assert all(torch.equal(first[key], second[key]) for key in tensors)
+    assert not any(first[key].requires_grad for key in tensors)
     as_it_was()
+    assert model(**batch).logits.requires_grad
     with pytest.raises(IndexError):
-        collect(model, [{"input_ids": torch.tensor([[10**6]])}])
+        collect(model, [{**batch, "input_ids": 10**6 + batch["input_ids"]}])
     as_it_was()

@@ -249,20 +249,6 @@ def test_dtypes_stay_and_sums_are_wide(
 
 
 @EVERY
-@pytest.mark.parametrize("count", [1, 3])
-def test_equal_clients_come_back_as_they_are(options: AdapterOptions, count: int) -> None:
-    (one,) = clients(4, (2,))
-    one = replace(one, settings=SETTINGS)
-    found, report = average_adapters([one.update()] * count, SETTINGS, options, one.tensors)
-    for name, tensor in one.tensors.items():
-        if options.gauge == "keep-a" or name == BIAS:
-            torch.testing.assert_close(found[name], tensor, atol=1e-7, rtol=0)
-    for module in MODULES:
-        close(found, module, product(one.tensors, module))
-    assert max(report.error.values()) < 1e-6
-
-
-@EVERY
 def test_results_may_be_taken_in_between_and_share_nothing(options: AdapterOptions) -> None:
     one, two = (client.update() for client in clients(3, (3, 3)))
     average = options.average(SETTINGS)

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from fedrot.errors import UpdateError
-from fedrot.lora import AdapterOptions, average_adapters
 from fedrot.lora.module_sums import in_threads
-from tests.fedrot.lora.test_averaging import SETTINGS, Adapter, pair, updates
 
 CPU = torch.device("cpu")
 
@@ -46,32 +44,3 @@ def test_the_first_error_is_raised_and_the_threads_are_given_back(two_threads: N
     with pytest.raises(UpdateError, match="item 1"):
         in_threads(work, range(4), CPU)
     assert torch.get_num_threads() == 2
-
-
-@pytest.mark.parametrize("options", [AdapterOptions("exact"), AdapterOptions("mean")], ids=str)
-def test_threads_do_not_change_the_average(options: AdapterOptions, two_threads: None) -> None:
-    check_threads(options)
-
-
-def check_threads(options: AdapterOptions) -> None:
-    """Compare averages on one thread and on two."""
-    start = adapter(0)
-    clients = [{name: start[name] + 0.3 * t for name, t in adapter(n).items()} for n in range(1, 13)]
-    found = []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        found.append(average_adapters(updates(clients, range(2, 14)), SETTINGS, options, start))
-    (alone, report), (shared, other) = found
-    assert list(alone) == list(shared)
-    for name, tensor in alone.items():
-        torch.testing.assert_close(shared[name], tensor, rtol=1e-9, atol=1e-9)
-    assert list(other.error) == list(report.error)
-    assert other.mean_error == pytest.approx(report.mean_error, abs=1e-7)
-
-
-def adapter(seed: int) -> Adapter:
-    """Return an adapter of five modules of different sizes, in float64."""
-    found: Adapter = {}
-    for module in range(5):
-        found |= pair(seed + module, 4, 30 + module, 20 + module, f"base_model.model.layers.{module}")
-    return found

@@ -18,28 +18,15 @@ from fedrot.lora.gauges import GAUGES
 
 
 def bert() -> nn.Module:
-    config = transformers.BertConfig(
-        vocab_size=30,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=20,
-        num_labels=3,
-    )
+    sizes = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 20, "num_labels": 3}
+    config = transformers.BertConfig(num_hidden_layers=2, num_attention_heads=2, **sizes)
     return transformers.BertForSequenceClassification(config)
 
 
 def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=30,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        n_positions=12,
-        bos_token_id=0,
-        eos_token_id=0,
-        tie_word_embeddings=False,
-    )
+    sizes = {"vocab_size": 30, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 12}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    config = transformers.GPT2Config(**sizes, **ends, tie_word_embeddings=False)
     return transformers.GPT2LMHeadModel(config)
 
 

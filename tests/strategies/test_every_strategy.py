@@ -295,13 +295,6 @@ def test_an_accountant_is_served_with_alignment_in_front() -> None:
     assert gap(*results) < ROUNDED * gap(results[0], state())
 
 
-@pytest.mark.parametrize("name", ["server, fixed", "client, fixed"])
-def test_an_accountant_refuses_alignment_behind_it(name: str) -> None:
-    wrapper: Any = CASES[name].strategy
-    with pytest.raises(ValueError, match=r"FedAvg\.aggregate_train"):
-        wrapper(FedRot(CONFIG, **COMMON), **ACCOUNTED, accountant=Ledger())
-
-
 def test_one_client_moves_the_sum_by_no_more_than_it_may() -> None:
     honest = [fedrot.random_equivalent(near(state(), 0.05, i), SYMMETRY, i) for i in range(1, CLIENTS)]
     sums = []

@@ -120,23 +120,6 @@ def test_the_best_of_old_new_and_half_way_is_taken(case: str) -> None:
     assert metrics["fedrot-head-loss"] == pytest.approx(loss(last, 3), rel=1e-5)
 
 
-def test_no_round_is_worse_than_the_one_before() -> None:
-    """Training walks at random; the oracle is the loss of each broadcast model on all held-out rows."""
-    steps = iter(torch.randn(6, generator=torch.Generator().manual_seed(1)).tolist())
-    changes: dict[float, float] = {}
-
-    def walk(body: float) -> float:
-        if body not in changes:
-            changes[body] = body + next(steps)
-        return changes[body]
-
-    result, sent = run(clients(walk), 6)
-    losses = [loss(one, CLIENTS) for one in [*sent, tensors_of(result.arrays)]]
-    assert all(after <= before + 1e-6 for before, after in pairwise(losses))
-    assert losses[-1] < losses[0] - 0.05
-    assert any(one["fedrot-head-step"] == 0 for one in result.train_metrics_clientapp.values())
-
-
 def test_the_error_is_the_standard_error_of_the_differences_of_rows() -> None:
     """The oracle: the rows of all clients, which have equal numbers of rows; below four, a mean."""
     result, (first, *_) = run(clients(lambda body: body + 0.05, count=3), 1)
@@ -339,14 +322,6 @@ def test_evaluations_are_of_the_models_with_the_fitted_head(guard: str | None) -
     assert result.evaluate_metrics_serverapp[1]["loss"] == evaluated[1]
 
 
-def test_clients_that_cannot_answer_stop_the_first_round() -> None:
-    def trains_only(message: Message) -> Message | None:
-        return (LEARNERS[0] if message.metadata.message_type == "train" else failure)(message)
-
-    with pytest.raises(fedrot.FedrotError, match="usable answer"):
-        played([trains_only, trains_only])
-
-
 def test_a_later_round_without_answers_keeps_its_head(warnings: Callable[[], str]) -> None:
     def once(node: Client) -> Client:
         asked: list[bool] = []
@@ -366,25 +341,20 @@ def test_a_later_round_without_answers_keeps_its_head(warnings: Callable[[], str
     assert largest_difference(sent[2], merged) == 0
 
 
-def test_a_failed_round_fits_no_head() -> None:
+def only(trains: bool) -> Client:
+    """Return a node that fails unless it is to train, or unless it is not."""
+    return lambda message: (
+        LEARNERS[0] if (message.metadata.message_type == "train") is trains else failure
+    )(message)
+
+
+def test_a_failed_round_fits_no_head_and_a_first_round_without_answers_stops() -> None:
     notes: list[Any] = []
-
-    def fails(message: Message) -> Message | None:
-        return (failure if message.metadata.message_type == "train" else LEARNERS[0])(message)
-
-    result, (first,) = played(noted([fails, fails], notes), 1)
+    result, (first,) = played(noted([only(trains=False)] * 2, notes), 1)
     assert notes[-1][0] == "train"
     assert largest_difference(result.arrays, first) == 0
-
-
-def test_deterministic_rounds_do_not_depend_on_the_ids_of_nodes() -> None:
-    results = [played(nodes)[0] for nodes in (LEARNERS, LEARNERS[::-1])]
-    assert largest_difference(results[0].arrays, results[1].arrays) == 0
-    losses = [
-        [one["fedrot-head-loss"] for one in result.train_metrics_clientapp.values()]
-        for result in results
-    ]
-    assert losses[0] == losses[1]
+    with pytest.raises(fedrot.FedrotError, match="usable answer"):
+        played([only(trains=True)] * 2)
 
 
 def test_a_subclass_that_hides_the_model_is_refused() -> None:
@@ -432,7 +402,7 @@ def of_precision(index: int, dtype: torch.dtype | None = None) -> Client:
     return answer
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_the_model_keeps_its_precision_and_its_ties(dtype: torch.dtype) -> None:
     tensors: Any = {name: tensor.to(dtype) for name, tensor in SINGLE.state().items()}
     tensors["again"] = tensors["bert.pooler.dense.weight"]
@@ -452,8 +422,6 @@ def test_every_message_travels_in_the_precision_of_the_wire() -> None:
 
     result, _ = played(noted(map(of_precision, range(3)), notes), server=server)
     records = [record for _, models in notes for record in models.values()]
-    # Per client: sums of the first model; a training, sums of the new model and of the one half way;
-    # a second training, and what it needs.
     assert len(records) >= 3 * (1 + 3 + 1)
     assert {array.dtype for record in records for array in record.values()} == {"bfloat16"}
     assert {array.dtype for array in result.arrays.values()} == {"float32"}

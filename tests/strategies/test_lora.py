@@ -84,13 +84,6 @@ def test_a_round_is_the_average_of_the_replies_and_says_its_errors(
     assert said.split(": ", 1)[1] in rows.read_text()
 
 
-def test_the_mean_is_that_of_fedavg() -> None:
-    ours, theirs = (started(s(**EVERY), 3) for s in (lambda **k: FedRotLoRA(CONFIG, **k), FedAvg))
-    tensors = theirs.arrays.to_torch_state_dict()
-    for name, tensor in ours.arrays.to_torch_state_dict().items():
-        assert torch.allclose(tensor, tensors[name], atol=1e-5)
-
-
 def test_clients_of_smaller_ranks_cut_what_they_receive() -> None:
     sent: dict[int, Adapter] = {}
 

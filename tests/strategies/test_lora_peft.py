@@ -46,21 +46,14 @@ def model(rank: int = 3) -> Any:
     return peft.get_peft_model(base, replace(LORA, r=rank))
 
 
-def rows(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Texts whose label is whether token 3 occurs."""
+def rows(seed: int) -> list[dict[str, torch.Tensor]]:
+    """Return batches of texts whose label is whether token 3 occurs."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, 30, (64, 6), generator=generator)
     labels = torch.randint(2, (64,), generator=generator)
     ids[labels == 1, 2] = 3
-    return ids, labels
-
-
-def loader(index: int) -> list[dict[str, torch.Tensor]]:
-    ids, labels = rows(index)
-    return [
-        {"input_ids": some, "labels": of}
-        for some, of in zip(ids.split(16), labels.split(16), strict=True)
-    ]
+    pairs = zip(ids.split(16), labels.split(16), strict=True)
+    return [{"input_ids": some, "labels": of} for some, of in pairs]
 
 
 def client(
@@ -74,7 +67,7 @@ def client(
         load_adapter(net, received.to_torch_state_dict())
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
         net.train()
-        for batch in loader(index) * 2:
+        for batch in rows(index) * 2:
             optimizer.zero_grad()
             net(**batch).loss.backward()
             optimizer.step()
@@ -82,11 +75,11 @@ def client(
         answer = reply(message, tensors, 64 + index, index)
         if not adds:
             return answer
-        kinds = add_statistics(answer.content, message, net, loader(index))
+        kinds = add_statistics(answer.content, message, net, rows(index))
         asked = STATISTICS in message.content.config_records["config"]
         assert kinds == (("gram",) if asked else ())
         if sent is not None:
-            grams = fedrot.collect_gram(net, loader(index)) if asked else {}
+            grams = fedrot.collect_gram(net, rows(index)) if asked else {}
             own = LoraSettings.of(net.peft_config["default"])
             sent[index] = AdapterUpdate(tensors, 64 + index, own, grams)
         return answer
@@ -99,9 +92,8 @@ def test_a_federation_of_adapters_learns(method: str, caplog: pytest.LogCaptureF
     net, sent = model(), dict[int, AdapterUpdate]()
 
     def loss() -> float:
-        ids, labels = rows(99)
         with torch.inference_mode():
-            return float(net(input_ids=ids, labels=labels).loss)
+            return sum(float(net(**batch).loss) for batch in rows(99)) / 4
 
     before = loss()
     strategy = FedRotLoRA(LORA, AdapterOptions(method), fraction_evaluate=0.0)
@@ -117,11 +109,8 @@ def test_a_federation_of_adapters_learns(method: str, caplog: pytest.LogCaptureF
 
 
 def test_a_round_of_regmean_is_that_of_the_clients_matrices() -> None:
-    sent, start, options = (
-        dict[int, AdapterUpdate](),
-        adapter_tensors(model()),
-        AdapterOptions("regmean"),
-    )
+    sent, start = dict[int, AdapterUpdate](), adapter_tensors(model())
+    options = AdapterOptions("regmean")
     strategy = FedRotLoRA(LORA, options, fraction_evaluate=0.0)
     grid = FakeGrid({100 + i: client(i, rank, sent) for i, rank in enumerate((3, 1, 2))})
     found = strategy.start(grid, ArrayRecord(start), 1).arrays.to_torch_state_dict()

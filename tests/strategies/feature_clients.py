@@ -56,7 +56,6 @@ def packed(sums: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unpacked(sent: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the sums that a client has packed."""
     counts, sums = sent["counts"], sent["sums"].double()
     upper = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
     upper[torch.triu_indices(WIDTH, WIDTH).unbind()] = sent["scatter"].double()
@@ -86,7 +85,6 @@ def losses_of(heads: dict[str, Tensor], features: Tensor, labels: Tensor) -> dic
 def client(
     seed: int, rows: int = 60, held_out: int = 40, skew: float = 0.0, lie: Lie | None = None
 ) -> Client:
-    """Return a client, which lies if it is told how."""
     training, judged = drawn(seed, rows, skew), drawn(1000 + seed, held_out, skew)
 
     def answer(message: Message) -> Message:
@@ -107,7 +105,6 @@ def client(
 
 
 def fitted(clients: list[Client], old: dict[str, Tensor] | None = None) -> FittedHead:
-    """Return what ``fit_task_head`` returns."""
     grid = FakeGrid(dict(enumerate(clients, start=100)))
     return fit_task_head(
         grid, ArrayRecord(old or OLD), {"model_type": "bert"}, head="classifier", timeout=1

@@ -76,7 +76,6 @@ class Server:
         return Ended(tuple(marks), tuple(times), int(self._line()))
 
     def close(self) -> None:
-        """End the server."""
         self._process.communicate()
 
     def _tell(self, line: str) -> None:

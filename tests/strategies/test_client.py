@@ -15,19 +15,12 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod, message_size_mod
 from flwr.common import Code, FitIns, FitRes, Parameters, Status, ndarrays_to_parameters
 from flwr.compat.common import recorddict_compat as compat
-from flwr.serverapp.strategy import FedAvg
 from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Fisher
 from fedrot.collect.statistics import FISHER
-from fedrot.strategies import (
-    FedRot,
-    align_mod,
-    from_arrays,
-    to_arrays,
-    wanted_statistics,
-)
+from fedrot.strategies import FedRot, align_mod, from_arrays, to_arrays, wanted_statistics
 from fedrot.strategies.client_matching import ACTION, MESSAGE_TYPE
 from fedrot.strategies.wire.arrays import STATISTICS, wire_bytes
 from fedrot.strategies.wire.statistics import read_statistics, statistics_record
@@ -59,7 +52,6 @@ def sends(update: State, **metrics: Any) -> Train:
 
 
 def app_of(train: Train, mods: list[Any]) -> Client:
-    """Return a node with a real ``ClientApp``."""
     app = ClientApp(mods=mods)
     for register in (app.train(), app.evaluate(), app.train("tuned"), app.train(ACTION), app.query()):
         register(lambda message, context: train(message))
@@ -72,7 +64,6 @@ def instruction(base: State = BASE, *, kind: str = "train", **config: Any) -> Me
 
 
 def answered(train: Train, mod: Any, message: Message | None = None) -> Message:
-    """Return what a client with a mod answers."""
     found = app_of(train, [mod])(instruction() if message is None else message)
     assert found is not None
     return found
@@ -155,18 +146,13 @@ def squares(message: Message, context: Context, aligned: Mapping[str, Tensor]) -
     return {FISHER: {name: t.square() + 0.1 for name, t in aligned.items() if t.is_floating_point()}}
 
 
-@pytest.mark.parametrize("aggregation", [None, Fisher])
-def test_scrambled_clients_give_the_unscrambled_average(aggregation: Any) -> None:
-    """Of plain FedAvg, and of a mean by diagonal Fisher information, which cannot follow rotations."""
+def test_scrambled_clients_give_the_unscrambled_mean_by_their_fisher_information() -> None:
     honest = [near(BASE, 0.1, seed) for seed in range(3)]
     turned = [fedrot.random_equivalent(update, SYMMETRY, i) for i, update in enumerate(honest)]
 
-    def average(updates: list[State], *mods: Any, aggregation: Any = aggregation) -> ArrayRecord:
-        given: dict[str, Any] = {"fraction_evaluate": 0.0}
-        if aggregation is None:
-            strategy = FedAvg(**given)
-        else:
-            strategy = FedRot(CONFIG, alignment=None, aggregation=aggregation, **given)
+    def average(updates: list[State], *mods: Any, aggregation: Any = Fisher) -> ArrayRecord:
+        given: dict[str, Any] = {"aggregation": aggregation, "fraction_evaluate": 0.0}
+        strategy = FedRot(CONFIG, alignment=None, **given)
         grid = grid_of(app_of(sends(update), [*mods]) for update in updates)
         return strategy.start(grid, ArrayRecord(BASE), 1).arrays
 
@@ -174,8 +160,7 @@ def test_scrambled_clients_give_the_unscrambled_average(aggregation: Any) -> Non
     expected = average(honest, mod)
     assert largest_difference(average(turned, mod), expected) < 1e-5
     assert largest_difference(average(turned, aggregation=None), expected) > 0.1
-    if aggregation:
-        assert largest_difference(average(honest, mod, aggregation=None), expected) > 1e-4
+    assert largest_difference(average(honest, mod, aggregation=None), expected) > 1e-4
 
 
 # What cannot be aligned
@@ -202,8 +187,6 @@ def without(name: str) -> State:
 BROKEN: dict[str, Train] = {
     "the client failed: crashed": failure,
     "'classifier.bias' is missing": sends(without("classifier.bias")),
-    "'extra' is not part of the model": sends({**UPDATE, "extra": torch.ones(2)}),
-    "has shape": sends({**UPDATE, "classifier.bias": torch.ones(7)}),
     "holds NaN or Inf": sends({**UPDATE, "classifier.bias": torch.full((3,), torch.nan)}),
     "only floating-point weights": sends({k: (v * 100).int() for k, v in UPDATE.items()}),
     "cannot be decoded": spoilt(undecodable),
@@ -242,7 +225,6 @@ def never(message: Message) -> Message:
 
 
 def clipped(update: Mapping[str, Tensor], base: State) -> State:
-    """Return the oracle of flat clipping."""
     norm = sum(float((update[k] - base[k]).double().square().sum()) for k in base) ** 0.5
     return {k: base[k] + min(1.0, CLIP / norm) * (update[k] - base[k]) for k in base}
 
@@ -295,9 +277,8 @@ class Callback:
         return reply(message, UPDATE, 10)
 
 
-@pytest.mark.parametrize("call_next", [Callback(), Callback().__call__, functools.partial(Callback())])
-def test_a_chain_that_cannot_be_seen_through_is_trusted(call_next: Any) -> None:
-    answer = align_mod(CONFIG)(instruction(), Context(1, 1, {}, RecordDict(), {}), call_next)
+def test_a_chain_that_cannot_be_seen_through_is_trusted() -> None:
+    answer = align_mod(CONFIG)(instruction(), Context(1, 1, {}, RecordDict(), {}), Callback())
     assert difference(arrays(answer), ALIGNED) == 0
 
 

@@ -18,13 +18,7 @@ import fedrot
 from fedrot.alignment import Alignment
 from fedrot.learning import LearningOptions, learn_alignment, loss_of
 from fedrot.strategies import FedRot, Matching, match_at_client
-from fedrot.strategies.client_matching import (
-    ELEMENTS,
-    MESSAGE_TYPE,
-    alignment_by,
-    read_moves,
-    request,
-)
+from fedrot.strategies.client_matching import ELEMENTS, MESSAGE_TYPE, alignment_by, read_moves, request
 from fedrot.strategies.lazy_grid import LazyGrid, Replies
 from fedrot.strategies.settings import OtherBasis
 from fedrot.symmetry.actions import HeadPermutation, HeadRotation, Kind, Permutation, QueryPermutation
@@ -57,7 +51,6 @@ ATTENTION, FFN, STREAM, OUTPUT, HEADS = (
 
 
 def batches() -> Iterable[Mapping[str, Tensor]]:
-    """Return a client's labelled rows."""
     generator = torch.Generator().manual_seed(3)
     for _ in range(2):
         ids = torch.randint(VOCABULARY, (16, 8), generator=generator)
@@ -66,7 +59,6 @@ def batches() -> Iterable[Mapping[str, Tensor]]:
 
 
 def client(batches: Callable[[], Iterable[Mapping[str, Tensor]]] = batches) -> Client:
-    """Return a node with a real ``ClientApp`` that matches."""
     app = ClientApp()
     match_at_client(app, lambda message, context: Matching(build, batches, learning=LEARNING))
     return node_of(app)
@@ -87,7 +79,6 @@ def elements_of(answer: Message) -> dict[str, Tensor]:
 
 
 def edited(edit: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> Client:
-    """Return a node that answers with other elements than it found."""
     node = client()
 
     def answer(message: Message) -> Message | None:
@@ -100,7 +91,6 @@ def edited(edit: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> Client:
 
 
 def put(name: str, value: Edit | Tensor) -> Client:
-    """Return a node that answers with one other, or more, element."""
     return edited(lambda e: {**e, name: value if isinstance(value, Tensor) else value(e[name])})
 
 
@@ -274,12 +264,11 @@ def test_elements_of_every_kind_are_read_as_they_were_sent_and_what_is_beside_th
 
 
 def strategy(**given: Any) -> FedRot:
-    """Return a strategy whose clients match themselves."""
     others = OtherBasis(**{"options": WHOLE, "at_clients": True, **given.pop("others", {})})
     return FedRot(config_of(NAME), other_basis=others, **given)
 
 
-@pytest.mark.parametrize("most", [True, False], ids=["most-in-another-basis", "one-in-another-basis"])
+@pytest.mark.parametrize("most", [True, False], ids=["most", "one"])
 def test_a_round_matched_by_its_clients_keeps_the_function(
     most: bool, warnings: Callable[[], str]
 ) -> None:
@@ -359,8 +348,6 @@ def test_the_first_answer_of_who_was_asked_counts(warnings: Callable[[], str]) -
 
 
 class Silent(FakeGrid):
-    """A grid whose clients never answer."""
-
     def send_and_receive(self, messages: Iterable[Message], **kwargs: Any) -> Iterable[Message]:
         return []
 

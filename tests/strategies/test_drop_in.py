@@ -98,7 +98,7 @@ BASES = [(FedAvg, FedRot, template) for template in TEMPLATES] + [
     for template in TEMPLATES
     if "messages" not in template
 ]
-WITH_ALIGNMENT = [name for name in TEMPLATES if name != "own start and messages"]
+WITH_ALIGNMENT = ("learning rate", "FlowerTune", "whisper", "own start", "own messages, replies")
 
 
 @pytest.mark.parametrize(("flowers", "ours", "template"), BASES)

@@ -51,8 +51,6 @@ def when_asked(message: Message, context: Context, call_next: Any) -> Message:
 
 
 class Node(NumPyClient):
-    """A client that scrambles what it sends where it is told to."""
-
     def __init__(self, client: int) -> None:
         self.client = client
 
@@ -76,7 +74,6 @@ app = ClientApp(client_fn=node_of, mods=[secaggplus_mod, when_asked])
 
 
 def aggregate(grid: Grid, config: dict[str, Any]) -> State:
-    """Return the tensors after all rounds of secure aggregation."""
     strategy = FedAvg(
         fraction_evaluate=0.0,
         min_fit_clients=len(WEIGHTS),
@@ -96,15 +93,12 @@ def aggregate(grid: Grid, config: dict[str, Any]) -> State:
 
 
 class SecureGrid(FakeGrid):
-    """A grid for Flower's legacy workflows."""
-
     @property
     def run(self) -> Any:
         return SimpleNamespace(run_id=1)
 
 
 def in_process(client: int) -> Client:
-    """Return a node with a state of its own, whose exceptions become error replies."""
     context = Context(1, 100 + client, {"partition-id": client}, RecordDict(), {})
 
     def answer(message: Message) -> Message:

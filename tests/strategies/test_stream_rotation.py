@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import fedrot
-from fedrot.strategies import FedRot, Matching, OtherBasis, Server, match_at_client
+from fedrot.strategies import FedRot, Matching, OtherBasis, match_at_client
 from tests.families import config_of, model_of, state_of, symmetry_for
 from tests.models import State, near, with_separate_tables
 from tests.strategies.fakes import Client, grid_of, node_of, play, tensors_of
@@ -36,13 +37,11 @@ def float32(tensors: State) -> State:
 
 
 def built(name: str) -> nn.Module:
-    """Return a float32 model whose tables are separate tensors."""
     model: nn.Module = with_separate_tables(model_of(name).float())
     return model
 
 
 def answers(name: str, tensors: State) -> torch.Tensor:
-    """Return the outputs of a model with these tensors on a few rows, float32."""
     model = built(name)
     model.load_state_dict(tensors)
     ids = torch.arange(1, 19).reshape(2, 9)
@@ -56,7 +55,6 @@ def silent(message: Any) -> Any:
 
 
 def matching(name: str) -> Client:
-    """Return a node that matches on rows of its own."""
     app, generator = ClientApp(), torch.Generator().manual_seed(5)
     rows = [{"input_ids": torch.randint(1, 39, (8, 9), generator=generator)} for _ in range(3)]
     match_at_client(app, lambda *_: Matching(lambda: built(name), lambda: rows, STREAM))
@@ -106,18 +104,6 @@ def test_replies_in_the_broadcast_basis_become_canonical_beside_one_from_another
     assert all(bool((result[fold.gain] == 1).all()) for fold in symmetry.folds)
 
 
-def test_without_a_reply_from_another_basis_nothing_becomes_canonical() -> None:
-    """Then the round is that of a strategy without the setting, to the last bit."""
-    name = "llama"
-    base = float32(state_of(name))
-    sent = [float32(near(base, 1e-3, seed)) for seed in (1, 2)]
-    results = []
-    for others in (OtherBasis(options=STREAM), None):
-        strategy = FedRot(config_of(name), other_basis=others, server=Server(deterministic=True))
-        results.append(tensors_of(play(strategy, base, sent, [silent] * 2)[0]))
-    assert all(torch.equal(results[0][key], results[1][key]) for key in base)
-
-
 TIED = GPT2Config(vocab_size=12, n_layer=1, n_head=2, n_embd=8, n_positions=4, pad_token_id=0)
 COPIED = GPT2LMHeadModel(TIED).state_dict()
 SEPARATE = {**COPIED, "lm_head.weight": torch.randn(12, 8)}
@@ -128,6 +114,10 @@ LLAMA = (config_of("llama"), float32(state_of("llama")))
 #: cannot be brought to canonical form. Tied tables are found in the model, and without one in arrays,
 #: where they are two equal ones.
 ROTATES: list[tuple[OtherBasis, Any, State, dict[str, Any], bool]] = [
+    *(
+        (OtherBasis(partial(built, name)), config_of(name), float32(state_of(name)), {}, rotates)
+        for name, rotates in (("llama", True), ("vit", True), ("bert", False))
+    ),
     *(
         (
             OtherBasis(options=fedrot.AlignmentOptions(("residual", "heads", "ffn"))),
@@ -153,6 +143,8 @@ def test_by_default_the_stream_is_rotated_where_it_can_be(
     strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), grid_of([silent] * 2))
     assert strategy.other_bases is not None
     assert strategy.other_bases.rotates is rotates
+    if config is not TIED and others.model:
+        assert (strategy.other_bases.evidence is None) is rotates
     assert strategy.alignment is not None
     assert strategy.alignment.canonical is (False if "aggregation" in more else None)
 

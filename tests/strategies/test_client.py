@@ -73,9 +73,6 @@ def arrays(message: Message) -> State:
     return tensors_of(message.content.array_records["arrays"])
 
 
-# What leaves
-
-
 @pytest.mark.parametrize("kind", ["train", "train.tuned"])
 @pytest.mark.parametrize(
     "symmetry",
@@ -163,9 +160,6 @@ def test_scrambled_clients_give_the_unscrambled_mean_by_their_fisher_information
     assert largest_difference(average(honest, mod, aggregation=None), expected) > 1e-4
 
 
-# What cannot be aligned
-
-
 def spoilt(change: Callable[[RecordDict], object]) -> Train:
     def train(message: Message) -> Message:
         answer = reply(message, UPDATE, 10)
@@ -219,9 +213,6 @@ def test_a_message_with_several_models_is_left_alone(warnings: Callable[[], str]
 
 def never(message: Message) -> Message:
     raise AssertionError("the client must not train")
-
-
-# Order
 
 
 def clipped(update: Mapping[str, Tensor], base: State) -> State:
@@ -280,9 +271,6 @@ class Callback:
 def test_a_chain_that_cannot_be_seen_through_is_trusted() -> None:
     answer = align_mod(CONFIG)(instruction(), Context(1, 1, {}, RecordDict(), {}), Callback())
     assert difference(arrays(answer), ALIGNED) == 0
-
-
-# Statistics
 
 
 def with_statistics(statistics: Any) -> Train:

@@ -94,9 +94,6 @@ def put(name: str, value: Edit | Tensor) -> Client:
     return edited(lambda e: {**e, name: value if isinstance(value, Tensor) else value(e[name])})
 
 
-# One exchange
-
-
 @pytest.mark.parametrize("learn", [False, True], ids=["closed", "learned"])
 def test_the_answer_holds_elements_and_nothing_else(learn: bool) -> None:
     answer = ask(client(), OTHER, learn)
@@ -146,9 +143,6 @@ def test_learned_elements_travel_exactly() -> None:
     assert max(float((element - eye).abs().max()) for element in found.values()) > 1e-3
     assert difference(alignment.apply(OTHER), expected.apply(OTHER)) == 0
     assert error(alignment.apply(OTHER), OTHER) <= 1e-4
-
-
-# Answers that are refused
 
 
 def undecodable(message: Message) -> Message | None:
@@ -258,9 +252,6 @@ def test_elements_of_every_kind_are_read_as_they_were_sent_and_what_is_beside_th
         for change in beside:
             with pytest.raises(fedrot.UpdateError, match="not an element of the model's symmetry"):
                 element_read(kind, change(element))
-
-
-# Rounds
 
 
 def strategy(**given: Any) -> FedRot:

@@ -67,9 +67,6 @@ def one_row_each(rows: int) -> list[dict[str, Tensor]]:
     return [{name: value[n : n + 1] for name, value in batch.items()} for n in range(rows)]
 
 
-# What is added
-
-
 @pytest.mark.parametrize("kind", ["gram", "fisher"])
 def test_it_adds_what_the_collector_of_the_kind_returns(kind: str) -> None:
     collect: Any = {"gram": fedrot.collect_gram, "fisher": fedrot.collect_fisher}[kind]
@@ -177,9 +174,6 @@ def test_a_kind_of_ones_own_is_collected_too(monkeypatch: pytest.MonkeyPatch) ->
     assert float(read_statistics(reply)["rows"]["classifier.bias"]) == 32
 
 
-# What is refused
-
-
 def without_model() -> Message:
     message = request()
     del message.content["arrays"]
@@ -215,8 +209,6 @@ def test_mistakes_are_refused_and_change_nothing(given: dict[str, Any], word: st
         add_statistics(**called)
     assert STATISTICS not in called["content"]
 
-
-# A run
 
 UPDATES = [near(state(), 0.05, seed) for seed in range(3)]
 

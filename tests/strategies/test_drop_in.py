@@ -19,14 +19,12 @@ from flwr.serverapp.strategy import (
 
 import fedrot
 from fedrot.errors import FedrotError
-from fedrot.strategies import Checkpointing, FedRot, FedRotLoRA, Server
+from fedrot.strategies import Checkpointing, FedRot, Server
 from fedrot.strategies.lazy_grid import LazyGrid, Replies
 from tests.models import config_of, near
 from tests.strategies.classifier import NAME, SYMMETRY, state
 from tests.strategies.fakes import Client, FakeGrid, failure, in_front_of, reply, tensors_of
 from tests.strategies.templates import TEMPLATES, looking, own_messages, own_start
-from tests.strategies.test_lora import CONFIG as LORA
-from tests.strategies.test_lora import adapter, floats
 
 CONFIG, ROUNDS, NODES = config_of(NAME), 3, range(100, 104)
 GLOBAL = fedrot.AlignmentOptions(anchor="global")
@@ -127,32 +125,6 @@ def test_with_alignment_every_round_has_its_clients(template: str) -> None:
         assert torch.allclose(tensor, tensors_of(honest.arrays)[name], atol=1e-4), name
 
 
-def adapter_client(message: Message) -> Message:
-    answer = client(message)
-    if answer.has_content() and answer.content.array_records:
-        received = tensors_of(message.content.array_records["arrays"])
-        step = floats(adapter(message.metadata.dst_node_id))
-        changed = {n: t + 0.1 * step[n] for n, t in received.items()}
-        answer.content["arrays"] = ArrayRecord(changed)
-    return answer
-
-
-@pytest.mark.parametrize("template", WITH_ALIGNMENT)
-def test_the_same_templates_over_adapters(template: str) -> None:
-    build, start = TEMPLATES[template], floats(adapter(9))
-    grids = [Sent(dict.fromkeys(NODES, adapter_client)) for _ in range(2)]
-    theirs, _, seen = played(build(FedAvg)(), start, grids[0])
-    result, _, our_seen = played(build(FedRotLoRA)(LORA), start, grids[1])
-    # What is seen of other rounds follows from the means, whose last bits differ.
-    assert our_seen[0] == seen[0] if isinstance(seen, list) else our_seen == seen
-    assert result.train_metrics_clientapp.keys() == {1, 2, 3}
-    for name, tensor in tensors_of(theirs.arrays).items():
-        assert torch.allclose(tensor, tensors_of(result.arrays)[name], atol=1e-5), name
-
-
-# Replies
-
-
 READ_TWICE: dict[str, Callable[[Any], Any]] = {
     "FedRot": lambda of: of(FedRot)(CONFIG),
     "FedRot, deterministic": lambda of: of(FedRot)(CONFIG, server=DETERMINISTIC),
@@ -231,9 +203,6 @@ def test_replies_are_a_sequence_that_is_fetched_once() -> None:
     assert replies[:1] == [replies[0]]
     assert replies[0] in replies
     assert list(replies.stream()) == list(replies)
-
-
-# Messages of its own
 
 
 def test_messages_of_its_own_give_the_model_of_flowers_messages() -> None:

@@ -83,9 +83,6 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-# The mean
-
-
 def test_updates_are_aligned_to_the_running_mean_unless_told_otherwise() -> None:
     assert FedRot(CONFIG).alignment == AlignedMedian(CONFIG).alignment == fedrot.AlignmentOptions()
     found, running, fixed = (
@@ -170,9 +167,6 @@ def test_updates_and_metrics_are_weighted_by_the_metric_that_is_named(build: Any
         found.append((arrays, (metrics or {})["loss"]))
     assert largest_difference(found[0][0], found[1][0]) == 0
     assert found[0][1] == found[1][1] == pytest.approx((1 + 25 + 196) / 20)
-
-
-# Replies that are dropped, and metrics
 
 
 @pytest.mark.parametrize(
@@ -287,9 +281,6 @@ def test_metrics_and_report_agree_with_the_alignments(tmp_path: Path) -> None:
     assert len(rows) == 3 * 2 * 3
     assert {row["layer"] for row in rows} == {0, 1}
     assert sum(r["before"] for r in rows) == pytest.approx(sum(before), rel=1e-5)
-
-
-# Arguments
 
 
 def test_every_fedavg_argument_works() -> None:

@@ -73,9 +73,6 @@ def test_what_is_known_to_be_wrong_is_said_by_the_constructor(given: dict[str, A
         FedRot(CONFIG, **grouped(**given))
 
 
-# The first model
-
-
 def _start(strategy: Aligned, initial: Any = ARRAYS, *nodes: Client, rounds: int = 1) -> FakeGrid:
     grid = grid_of(nodes or [failure] * 3)
     strategy.start(grid, initial, rounds, timeout=0.01)
@@ -134,9 +131,6 @@ def test_the_legacy_server_is_refused_with_what_to_write(strategy: type[Aligned]
     app = ServerApp(server_fn=lambda context: ServerAppComponents(**components))
     with pytest.raises(fedrot.FedrotError, match=r"write app = ServerApp\(\).*strategy\.start\(grid, "):
         app(Gone({}), Context(1, 1, {}, RecordDict(), {}))
-
-
-# The first round
 
 
 def good(index: int) -> Client:
@@ -227,9 +221,6 @@ def test_a_later_round_never_ends_the_run_nor_does_the_first_one_after_a_checkpo
         strategy = FedRot(CONFIG, checkpoints=Checkpointing(tmp_path), fraction_evaluate=0.0)
         metrics = strategy.start(grid, ARRAYS, rounds).train_metrics_clientapp
     assert [metrics[number]["fedrot-replies-accepted"] for number in (1, 2, 3)] == [3, 0, 0]
-
-
-# A second run
 
 
 def _run(home: Path, rounds: int, **given: Any) -> list[int]:

@@ -50,9 +50,6 @@ def test_records_of_the_legacy_workflows_have_these_names() -> None:
     assert SECURE_AGGREGATION == RECORD_KEY_CONFIGS
 
 
-# What is changed inside a block
-
-
 def _one(contents: list[RecordDict], weighted_by: str) -> MetricRecord:
     return MetricRecord({"one": 1})
 
@@ -98,8 +95,6 @@ def test_what_is_changed_inside_a_block_is_flowers_again_behind_it(
     assert metrics_function(AVERAGE) is _one
 
 
-# Attributes of strategies
-
 NOISE = {"noise_multiplier": 0.1, "num_sampled_clients": 2}
 
 
@@ -132,9 +127,6 @@ def test_a_class_among_a_strategys_attributes_is_no_state() -> None:
     strategy: Any = FedRot(alignment=None)
     strategy.kind = torch.optim.SGD
     RunState(strategy, ConfigRecord(), ConfigRecord()).encoded({})
-
-
-# Grids
 
 
 class Malformed(FakeGrid):

@@ -102,9 +102,6 @@ def test_the_loop_of_checkpoints_takes_what_flowers_start_takes() -> None:
     assert missing(start, run) == []
 
 
-# should_stop
-
-
 HAS_IT = "should_stop" in inspect.signature(Strategy.start).parameters
 
 

@@ -22,14 +22,11 @@ from tests.strategies.heads import KINDS, SINGLE, Answer, Rows, as_predicted, ed
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_head_is_that_of_one_place_at_the_best_temperature(
-    name: str, warnings: Callable[[], str], caplog: pytest.LogCaptureFixture
+    name: str, warnings: Callable[[], str]
 ) -> None:
     """Clients' adapters may have smaller ranks: features are those of the server's."""
     kind, before = KINDS[name], torch.random.get_rng_state()
-    with caplog.at_level("INFO", logger="flwr"):
-        found = kind.fitted(kind.clients())
-    assert "135 held-out rows: taken is the new model with a fitted head" in caplog.text
-    assert "lower than before" in caplog.text
+    found = kind.fitted(kind.clients())
     assert torch.equal(torch.random.get_rng_state(), before)
     assert warnings() == ""
     best, shrinkage, temperature, head = kind.best()
@@ -62,9 +59,6 @@ def test_a_head_that_is_worse_on_held_out_rows_is_not_taken(caplog: pytest.LogCa
     for name, tensor in tensors_of(found.arrays).items():
         own = SINGLE.state()[name] / (found.temperature if name.startswith("classifier") else 1)
         assert torch.allclose(tensor, own, rtol=1e-6, atol=0)
-
-
-# Answers that are left out
 
 
 def scaled(record: str, factor: float, *names: str) -> Callable[[Client], Client]:
@@ -151,9 +145,6 @@ def test_an_answer_that_is_none_is_left_out_and_named(
     assert (found.fitted, found.temperature) == (True, expected.temperature)
     assert found.losses == pytest.approx(expected.losses, rel=1e-12)
     assert largest_difference(found.arrays, expected.arrays) == 0
-
-
-# Clients that have rows of one kind only
 
 
 @pytest.mark.parametrize(

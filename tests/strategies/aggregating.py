@@ -20,12 +20,7 @@ from fedrot.strategies.wire.arrays import STATISTICS
 from tests.models import VOCABULARY, State, near
 from tests.models import largest_difference as difference
 from tests.strategies.classifier import SYMMETRY, build, state
-from tests.strategies.fakes import (
-    FakeGrid,
-    failure,
-    reply,
-    tensors_of,
-)
+from tests.strategies.fakes import FakeGrid, failure, reply, tensors_of
 
 Statistics = Mapping[str, Mapping[str, Tensor]]
 QUERY = "bert.encoder.layer.0.attention.self.query.weight"
@@ -38,15 +33,12 @@ ANCHOR = pytest.mark.parametrize("anchor", ["global", "running"])
 
 @dataclass(frozen=True)
 class Client:
-    """What one client sends."""
-
     update: State
     weight: float
     statistics: Statistics
 
 
 def batches(seed: int, rows: int = 16, length: int = 12) -> list[dict[str, Tensor]]:
-    """Return a client's data."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(4, VOCABULARY, (rows, length), generator=generator)
     mask = torch.ones_like(ids)
@@ -120,7 +112,6 @@ def play(
     base: State | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[ArrayRecord, MetricRecord]:
-    """Play one round and return the new model and the metrics."""
     messages = ask(strategy, base or state(), len(clients), server_round)
     replies = [answer(m, c, i, dtype) for i, (m, c) in enumerate(zip(messages, clients, strict=True))]
     arrays, metrics = strategy.aggregate_train(server_round, replies)

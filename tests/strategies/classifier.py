@@ -16,7 +16,6 @@ WHOLE = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
 
 
 def build() -> nn.Module:
-    """Return the model as its library initialises it."""
     model: nn.Module = CASES[NAME].build("eager")
     return model
 

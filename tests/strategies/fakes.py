@@ -38,7 +38,6 @@ def reply(
 
 
 def failure(to: Message) -> Message:
-    """Answer a message with an error, as a crashed client does."""
     return Message(Error(code=1, reason="crashed"), reply_to=to)
 
 
@@ -91,18 +90,15 @@ def aggregated(
 
 
 def arrays_of(record: ArrayRecord | None) -> dict[str, np.ndarray]:
-    """Return a record's arrays."""
     assert record is not None
     return {name: array.numpy() for name, array in record.items()}
 
 
 def tensors_of(record: ArrayRecord | None) -> dict[str, Tensor]:
-    """Return a record's arrays as tensors."""
     return {name: torch.from_numpy(array) for name, array in arrays_of(record).items()}
 
 
 def largest_difference(a: ArrayRecord | None, b: ArrayRecord | None) -> float:
-    """Return the largest absolute difference between two records."""
     left, right = arrays_of(a), arrays_of(b)
     assert left.keys() == right.keys()
     return max(float(np.abs(left[name] - right[name]).max()) for name in left)

@@ -25,11 +25,10 @@ Answer = dict[str, dict[str, Any]]
 Lie = Callable[[Answer], None]
 
 
-def drawn(seed: int, rows: int, skew: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return features and labels; with ``skew`` near to 1 nearly all rows have one class."""
+def drawn(seed: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Return features and labels."""
     generator = torch.Generator().manual_seed(seed)
-    shares = torch.full((CLASSES,), (1 - skew) / CLASSES).double()
-    shares[seed % CLASSES] += skew
+    shares = torch.full((CLASSES,), 1 / CLASSES).double()
     labels = torch.multinomial(shares, rows, replacement=True, generator=generator)
     noise = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
     return CENTRES[labels] * 0.7 + noise, labels
@@ -56,7 +55,6 @@ def packed(sums: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unpacked(sent: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the sums that a client has packed."""
     counts, sums = sent["counts"], sent["sums"].double()
     upper = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
     upper[torch.triu_indices(WIDTH, WIDTH).unbind()] = sent["scatter"].double()
@@ -83,11 +81,8 @@ def losses_of(heads: dict[str, Tensor], features: Tensor, labels: Tensor) -> dic
     }
 
 
-def client(
-    seed: int, rows: int = 60, held_out: int = 40, skew: float = 0.0, lie: Lie | None = None
-) -> Client:
-    """Return a client, which lies if it is told how."""
-    training, judged = drawn(seed, rows, skew), drawn(1000 + seed, held_out, skew)
+def client(seed: int, rows: int = 60, held_out: int = 40, lie: Lie | None = None) -> Client:
+    training, judged = drawn(seed, rows), drawn(1000 + seed, held_out)
 
     def answer(message: Message) -> Message:
         (config,) = message.content.config_records.values()
@@ -107,7 +102,6 @@ def client(
 
 
 def fitted(clients: list[Client], old: dict[str, Tensor] | None = None) -> FittedHead:
-    """Return what ``fit_task_head`` returns."""
     grid = FakeGrid(dict(enumerate(clients, start=100)))
     return fit_task_head(
         grid, ArrayRecord(old or OLD), {"model_type": "bert"}, head="classifier", timeout=1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -36,27 +36,19 @@ Answer = dict[str, dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of classifier.
-
-    Attributes:
-        problem: the ``problem_type`` of its configuration.
-        label: labels of rows of tokens ``[rows, 6]``.
-        loss: of logits ``[rows, outputs]`` and labels, ``[rows]``.
-        outputs: of the head.
-        temperatures: among which the head's is chosen.
-        adapter: whether clients have adapters of the ``RANKS``, and not models.
-    """
+    """A kind of classifier: labels of rows of tokens ``[rows, 6]``, and losses of logits and labels."""
 
     problem: str
     label: Callable[[Tensor], Tensor]
     loss: Callable[[Tensor, Tensor], Tensor]
     outputs: int = OUTPUTS
+    #: Among which the head's is chosen.
     temperatures: tuple[float, ...] = TEMPERATURES
+    #: Whether clients have adapters of the ``RANKS``, and not models.
     adapter: bool = False
 
     @property
     def head(self) -> str:
-        """The name of the task head's tensors."""
         return "base_model.model.classifier" if self.adapter else "classifier"
 
     def build(self, rank: int = RANKS[-1]) -> Any:
@@ -94,18 +86,15 @@ class Kind:
         return model.peft_config["default"] if self.adapter else model.config
 
     def state(self) -> State:
-        """Return the tensors that travel."""
         model = self.build()
         return adapter_tensors(model) if self.adapter else model.state_dict()
 
     def rows(self, seed: int, count: int = 80) -> Rows:
-        """Return rows whose labels depend on their tokens."""
         ids = torch.randint(40, (count, 6), generator=torch.Generator().manual_seed(seed))
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         return {**given, "labels": self.label(ids)}
 
     def logits(self, model: Any, rows: Rows) -> Tensor:
-        """Return the logits of a model, float64."""
         with torch.no_grad():
             found: Tensor = model.eval()(**{n: v for n, v in rows.items() if n != "labels"}).logits
         return found.double()
@@ -116,7 +105,6 @@ class Kind:
         held_out: Rows | None,
         build: Callable[[], nn.Module] | None = None,
     ) -> Client:
-        """Return a node with these rows."""
         app, rows = ClientApp(), [[given] if given is not None else [] for given in (training, held_out)]
         data = LabelledRows(build or self.drawn, lambda: rows[0], lambda: rows[1])
         answer_with_sums(app, lambda message, context: data)
@@ -134,7 +122,6 @@ class Kind:
         return found
 
     def clients(self) -> list[Client]:
-        """Return nodes with the rows of ``pairs``."""
         built = [(lambda rank=rank: self.drawn(rank)) for rank in RANKS]
         return [self.client(*pair, build) for pair, build in zip(self.pairs(), built, strict=True)]
 
@@ -168,14 +155,9 @@ class Kind:
         )
 
     def fitted(self, clients: list[Client], **given: Any) -> Any:
-        """Return what ``fit_task_head`` returns."""
         return fit_task_head(
             grid_of(clients), ArrayRecord(self.state()), self.config, timeout=1, **given
         )
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return functional.cross_entropy(logits, labels, reduction="none")
 
 
 def _of_several(logits: Tensor, labels: Tensor) -> Tensor:
@@ -187,8 +169,11 @@ def _one_label(ids: Tensor) -> Tensor:
     return ids[:, 0] % OUTPUTS
 
 
+SINGLE = Kind(
+    "single_label_classification", _one_label, partial(functional.cross_entropy, reduction="none")
+)
 KINDS = {
-    "single": Kind("single_label_classification", _one_label, _cross_entropy),
+    "single": SINGLE,
     "multi": Kind("multi_label_classification", lambda ids: (ids[:, :OUTPUTS] % 2).float(), _of_several),
     "regression": Kind(
         "regression",
@@ -197,9 +182,8 @@ KINDS = {
         outputs=1,
         temperatures=(1.0,),
     ),
-    "adapter": Kind("single_label_classification", _one_label, _cross_entropy, adapter=True),
+    "adapter": replace(SINGLE, adapter=True),
 }
-SINGLE = KINDS["single"]
 
 
 def as_predicted(given: Rows, model: Any = None) -> Rows:
@@ -208,8 +192,6 @@ def as_predicted(given: Rows, model: Any = None) -> Rows:
 
 
 def edited(node: Client, edit: Callable[[Answer], None]) -> Client:
-    """Return a node that changes the arrays of its answers."""
-
     def answer(message: Message) -> Message | None:
         found = node(message)
         assert found is not None

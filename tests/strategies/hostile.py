@@ -7,12 +7,8 @@ from typing import Any
 
 import torch
 from flwr.app import MetricRecord
-from flwr.serverapp.strategy import (
-    DifferentialPrivacyServerSideAdaptiveClipping as ServerSideAdaptive,
-)
-from flwr.serverapp.strategy import (
-    DifferentialPrivacyServerSideFixedClipping as ServerSideFixed,
-)
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideAdaptiveClipping as ServerSideAdaptive
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping as ServerSideFixed
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, FedTrimmedAvg, Krum
 from torch import Tensor
 
@@ -73,7 +69,6 @@ KINDS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 
 def attack(base: State, kind: str) -> State:
-    """Return the update of a kind."""
     change, within = KINDS[kind]
     return filled(base, change, within)
 

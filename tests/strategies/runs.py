@@ -47,7 +47,7 @@ class Server:
                 stderr=errors,
                 text=True,
             )
-        self._expect("ready")
+        assert self._line() == "ready"
 
     def run(self, what: str, kill: Kill | None = None, **arguments: Any) -> Ended:
         """Let a child do something, kill it if that is said, and return how it ended."""
@@ -76,7 +76,6 @@ class Server:
         return Ended(tuple(marks), tuple(times), int(self._line()))
 
     def close(self) -> None:
-        """End the server."""
         self._process.communicate()
 
     def _tell(self, line: str) -> None:
@@ -89,7 +88,3 @@ class Server:
         line = self._process.stdout.readline()
         assert line, self.log.read_text(encoding="utf-8")[-5000:]
         return line.strip()
-
-    def _expect(self, line: str) -> None:
-        found = self._line()
-        assert found == line, found

@@ -16,7 +16,6 @@ Template = Callable[[Any], Any]
 
 
 def megabytes(messages: Iterable[Message]) -> float:
-    """Return the size of all arrays in messages."""
     records = [r for m in messages if m.has_content() for r in m.content.array_records.values()]
     return sum(record.count_bytes() for record in records) / 1024**2
 
@@ -171,7 +170,6 @@ TEMPLATES: dict[str, Template] = {
     "whisper": exclusive,
     "own start": own_start,
     "own messages": own_messages,
-    "own start, tracking": lambda base: own_start(tracking(base)),
     "own messages, replies": lambda base: own_messages(looking(base)),
     "own start and messages": lambda base: own_start(own_messages(base)),
 }

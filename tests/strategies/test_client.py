@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,22 +15,13 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod, message_size_mod
 from flwr.common import Code, FitIns, FitRes, Parameters, Status, ndarrays_to_parameters
 from flwr.compat.common import recorddict_compat as compat
-from flwr.serverapp.strategy import FedAvg
 from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Fisher
 from fedrot.collect.statistics import FISHER
-from fedrot.strategies import (
-    FedRot,
-    Matching,
-    align_mod,
-    from_arrays,
-    match_at_client,
-    to_arrays,
-    wanted_statistics,
-)
-from fedrot.strategies.client_matching import request
+from fedrot.strategies import FedRot, align_mod, from_arrays, to_arrays, wanted_statistics
+from fedrot.strategies.client_matching import ACTION, MESSAGE_TYPE
 from fedrot.strategies.wire.arrays import STATISTICS, wire_bytes
 from fedrot.strategies.wire.statistics import read_statistics, statistics_record
 from tests import families
@@ -65,9 +52,8 @@ def sends(update: State, **metrics: Any) -> Train:
 
 
 def app_of(train: Train, mods: list[Any]) -> Client:
-    """Return a node with a real ``ClientApp``."""
     app = ClientApp(mods=mods)
-    for register in (app.train(), app.evaluate(), app.train("tuned"), app.query()):
+    for register in (app.train(), app.evaluate(), app.train("tuned"), app.train(ACTION), app.query()):
         register(lambda message, context: train(message))
     return node_of(app)
 
@@ -78,7 +64,6 @@ def instruction(base: State = BASE, *, kind: str = "train", **config: Any) -> Me
 
 
 def answered(train: Train, mod: Any, message: Message | None = None) -> Message:
-    """Return what a client with a mod answers."""
     found = app_of(train, [mod])(instruction() if message is None else message)
     assert found is not None
     return found
@@ -86,9 +71,6 @@ def answered(train: Train, mod: Any, message: Message | None = None) -> Message:
 
 def arrays(message: Message) -> State:
     return tensors_of(message.content.array_records["arrays"])
-
-
-# What leaves
 
 
 @pytest.mark.parametrize("kind", ["train", "train.tuned"])
@@ -102,13 +84,6 @@ def test_the_update_leaves_in_the_received_coordinates(symmetry: Any, kind: str)
     assert difference(arrays(answer), ALIGNED) == 0
     assert difference(arrays(answer), near(BASE, 0.02, 1)) < 0.1 < difference(UPDATE, BASE)
     assert dict(answer.content["metrics"]) == {"num-examples": 10, "loss": 0.5}
-
-
-def test_options_say_what_moves() -> None:
-    options = fedrot.AlignmentOptions(parts=("ffn",))
-    answer = answered(sends(UPDATE), align_mod(CONFIG, options))
-    expected = fedrot.align(UPDATE, BASE, SYMMETRY, options).apply(UPDATE)
-    assert difference(arrays(answer), expected) == 0
 
 
 def test_what_does_not_move_keeps_its_bytes_and_the_clients_reply_stays_as_it_was() -> None:
@@ -150,7 +125,7 @@ def test_tied_arrays_stay_tied_unless_they_move_apart(canonical: bool) -> None:
     assert tied is not canonical
 
 
-@pytest.mark.parametrize("kind", ["evaluate", "query"])
+@pytest.mark.parametrize("kind", ["evaluate", "query", MESSAGE_TYPE])
 def test_other_messages_pass_through_untouched(kind: str) -> None:
     sent: list[Message] = []
 
@@ -161,18 +136,6 @@ def test_other_messages_pass_through_untouched(kind: str) -> None:
     assert answered(serve, align_mod(CONFIG), instruction(kind=kind)) is sent[0]
 
 
-def test_requests_to_match_pass_through_untouched(warnings: Callable[[], str]) -> None:
-    rows, answers = {"input_ids": torch.arange(4, 20).reshape(2, 8)}, []
-    for mods in ([], [align_mod(CONFIG)]):
-        app = ClientApp(mods=mods)
-        match_at_client(app, lambda message, context: Matching(build, lambda: [rows]))
-        answer = node_of(app)(request(BASE, UPDATE, ConfigRecord(), 7))
-        assert answer is not None
-        answers.append({name: dict(record) for name, record in answer.content.items()})
-    assert answers[0] == answers[1]
-    assert warnings() == ""
-
-
 def squares(message: Message, context: Context, aligned: Mapping[str, Tensor]) -> Any:
     """Return a stand-in for the diagonal Fisher information: it depends on the coordinates."""
     if FISHER not in wanted_statistics(message):
@@ -180,18 +143,13 @@ def squares(message: Message, context: Context, aligned: Mapping[str, Tensor]) -
     return {FISHER: {name: t.square() + 0.1 for name, t in aligned.items() if t.is_floating_point()}}
 
 
-@pytest.mark.parametrize("aggregation", [None, Fisher])
-def test_scrambled_clients_give_the_unscrambled_average(aggregation: Any) -> None:
-    """Of plain FedAvg, and of a mean by diagonal Fisher information, which cannot follow rotations."""
+def test_scrambled_clients_give_the_unscrambled_mean_by_their_fisher_information() -> None:
     honest = [near(BASE, 0.1, seed) for seed in range(3)]
     turned = [fedrot.random_equivalent(update, SYMMETRY, i) for i, update in enumerate(honest)]
 
-    def average(updates: list[State], *mods: Any, aggregation: Any = aggregation) -> ArrayRecord:
-        given: dict[str, Any] = {"fraction_evaluate": 0.0}
-        if aggregation is None:
-            strategy = FedAvg(**given)
-        else:
-            strategy = FedRot(CONFIG, alignment=None, aggregation=aggregation, **given)
+    def average(updates: list[State], *mods: Any, aggregation: Any = Fisher) -> ArrayRecord:
+        given: dict[str, Any] = {"aggregation": aggregation, "fraction_evaluate": 0.0}
+        strategy = FedRot(CONFIG, alignment=None, **given)
         grid = grid_of(app_of(sends(update), [*mods]) for update in updates)
         return strategy.start(grid, ArrayRecord(BASE), 1).arrays
 
@@ -199,11 +157,7 @@ def test_scrambled_clients_give_the_unscrambled_average(aggregation: Any) -> Non
     expected = average(honest, mod)
     assert largest_difference(average(turned, mod), expected) < 1e-5
     assert largest_difference(average(turned, aggregation=None), expected) > 0.1
-    if aggregation:
-        assert largest_difference(average(honest, mod, aggregation=None), expected) > 1e-4
-
-
-# What cannot be aligned
+    assert largest_difference(average(honest, mod, aggregation=None), expected) > 1e-4
 
 
 def spoilt(change: Callable[[RecordDict], object]) -> Train:
@@ -227,8 +181,6 @@ def without(name: str) -> State:
 BROKEN: dict[str, Train] = {
     "the client failed: crashed": failure,
     "'classifier.bias' is missing": sends(without("classifier.bias")),
-    "'extra' is not part of the model": sends({**UPDATE, "extra": torch.ones(2)}),
-    "has shape": sends({**UPDATE, "classifier.bias": torch.ones(7)}),
     "holds NaN or Inf": sends({**UPDATE, "classifier.bias": torch.full((3,), torch.nan)}),
     "only floating-point weights": sends({k: (v * 100).int() for k, v in UPDATE.items()}),
     "cannot be decoded": spoilt(undecodable),
@@ -263,11 +215,7 @@ def never(message: Message) -> Message:
     raise AssertionError("the client must not train")
 
 
-# Order
-
-
 def clipped(update: Mapping[str, Tensor], base: State) -> State:
-    """Return the oracle of flat clipping."""
     norm = sum(float((update[k] - base[k]).double().square().sum()) for k in base) ** 0.5
     return {k: base[k] + min(1.0, CLIP / norm) * (update[k] - base[k]) for k in base}
 
@@ -320,13 +268,9 @@ class Callback:
         return reply(message, UPDATE, 10)
 
 
-@pytest.mark.parametrize("call_next", [Callback(), Callback().__call__, functools.partial(Callback())])
-def test_a_chain_that_cannot_be_seen_through_is_trusted(call_next: Any) -> None:
-    answer = align_mod(CONFIG)(instruction(), Context(1, 1, {}, RecordDict(), {}), call_next)
+def test_a_chain_that_cannot_be_seen_through_is_trusted() -> None:
+    answer = align_mod(CONFIG)(instruction(), Context(1, 1, {}, RecordDict(), {}), Callback())
     assert difference(arrays(answer), ALIGNED) == 0
-
-
-# Statistics
 
 
 def with_statistics(statistics: Any) -> Train:
@@ -440,14 +384,3 @@ def test_without_secure_aggregation_the_same_is_sent(warnings: Callable[[], str]
     assert "tensors without names" in warnings()
     mod = align_mod(SYMMETRY, statistics=every)
     assert STATISTICS in answered(sends_nameless(UPDATE), mod, legacy()).content
-
-
-def test_importing_the_mod_loads_no_model_library(tmp_path: Path) -> None:
-    code = (
-        "import sys, json; from fedrot.strategies import align_mod; print(json.dumps(list(sys.modules)))"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    heavy = {"transformers", "ray", "datasets", "pandas", "sklearn", "matplotlib"}
-    assert not heavy & set(json.loads(result.stdout))

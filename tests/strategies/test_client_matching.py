@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -19,26 +18,19 @@ import fedrot
 from fedrot.alignment import Alignment
 from fedrot.learning import LearningOptions, learn_alignment, loss_of
 from fedrot.strategies import FedRot, Matching, match_at_client
-from fedrot.strategies.client_matching import (
-    ELEMENTS,
-    MESSAGE_TYPE,
-    alignment_by,
-    read_moves,
-    request,
-)
+from fedrot.strategies.client_matching import ELEMENTS, MESSAGE_TYPE, alignment_by, read_moves, request
 from fedrot.strategies.lazy_grid import LazyGrid, Replies
 from fedrot.strategies.settings import OtherBasis
 from fedrot.symmetry.actions import HeadPermutation, HeadRotation, Kind, Permutation, QueryPermutation
 from fedrot.symmetry.groups import Group, Slice, Slot, Symmetry
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
-from fedrot.symmetry.signs import Rescale, SignedPermutation
+from fedrot.symmetry.signs import SignedPermutation
 from tests.models import EAGER, VOCABULARY, State, config_of, near
 from tests.models import largest_difference as difference
 from tests.strategies.classifier import NAME, SYMMETRY, WHOLE, build, error, permuted, state
 from tests.strategies.fakes import (
     Client,
     FakeGrid,
-    broadcast,
     failure,
     grid_of,
     largest_difference,
@@ -53,14 +45,12 @@ LEARNING = LearningOptions(("attention",), steps=3)
 GLOBAL = fedrot.AlignmentOptions(anchor="global")
 Edit = Callable[[Tensor], Tensor]
 
-ATTENTION, FFN, STREAM, OUTPUT, HEADS, RESCALE = (
-    SYMMETRY.select((part,))[0].name
-    for part in ("attention", "ffn", "residual", "output", "heads", "rescale")
+ATTENTION, FFN, STREAM, OUTPUT, HEADS = (
+    SYMMETRY.select((part,))[0].name for part in ("attention", "ffn", "residual", "output", "heads")
 )
 
 
 def batches() -> Iterable[Mapping[str, Tensor]]:
-    """Return a client's labelled rows."""
     generator = torch.Generator().manual_seed(3)
     for _ in range(2):
         ids = torch.randint(VOCABULARY, (16, 8), generator=generator)
@@ -69,7 +59,6 @@ def batches() -> Iterable[Mapping[str, Tensor]]:
 
 
 def client(batches: Callable[[], Iterable[Mapping[str, Tensor]]] = batches) -> Client:
-    """Return a node with a real ``ClientApp`` that matches."""
     app = ClientApp()
     match_at_client(app, lambda message, context: Matching(build, batches, learning=LEARNING))
     return node_of(app)
@@ -90,7 +79,6 @@ def elements_of(answer: Message) -> dict[str, Tensor]:
 
 
 def edited(edit: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> Client:
-    """Return a node that answers with other elements than it found."""
     node = client()
 
     def answer(message: Message) -> Message | None:
@@ -103,11 +91,7 @@ def edited(edit: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> Client:
 
 
 def put(name: str, value: Edit | Tensor) -> Client:
-    """Return a node that answers with one other, or more, element."""
     return edited(lambda e: {**e, name: value if isinstance(value, Tensor) else value(e[name])})
-
-
-# One exchange
 
 
 @pytest.mark.parametrize("learn", [False, True], ids=["closed", "learned"])
@@ -161,14 +145,6 @@ def test_learned_elements_travel_exactly() -> None:
     assert error(alignment.apply(OTHER), OTHER) <= 1e-4
 
 
-def test_an_empty_answer_moves_nothing() -> None:
-    alignment = read(ask(edited(lambda elements: {}), OTHER), OTHER)
-    assert difference(alignment.apply(OTHER), OTHER) == 0
-
-
-# Answers that are refused
-
-
 def undecodable(message: Message) -> Message | None:
     answer = client()(message)
     assert answer is not None
@@ -208,15 +184,9 @@ REFUSED: dict[str, Client] = {
     "an order of the stream twice": put(STREAM, doubled),
     "no sign": put(OUTPUT, lambda e: e.abs() - 1),
     "singular": put(ATTENTION, identity(0.0)),
+    "half precision": put(ATTENTION, identity(1.0, torch.float16)),
     "NaN": put(ATTENTION, one_head(lambda e: e * math.nan)),
     "a flat rotation": put(ATTENTION, lambda e: e[0].contiguous()),
-    "NaN scale": put(RESCALE, torch.full((4,), math.nan)),
-}
-#: Elements of the group, but far from the identity: read or refused, the function must survive.
-EXTREME: dict[str, Client] = {
-    "half precision": put(ATTENTION, identity(1.0, torch.float16)),
-    "huge scale": put(RESCALE, torch.full((4,), 1e38)),
-    "tiny scale": put(RESCALE, torch.full((4,), 1e-42)),
 }
 
 
@@ -226,86 +196,37 @@ def test_what_is_no_element_is_refused(case: str) -> None:
         read(ask(REFUSED[case], OTHER), OTHER)
 
 
-@pytest.mark.parametrize("case", EXTREME)
-def test_whatever_is_read_preserves_the_function(case: str) -> None:
-    answer = ask(EXTREME[case], OTHER)
-    with suppress(fedrot.UpdateError):
-        assert error(read(answer, OTHER).apply(OTHER), OTHER) <= 1e-3
-    sent = [BASE, permuted(BASE, 1), BASE]
-    result, _ = play(strategy(alignment=GLOBAL), BASE, sent, [EXTREME[case]] * 3)
-    assert error(result, BASE) <= 0.1
-
-
 #: Groups that act on 12 entries, and what is next to an element of theirs, but is none.
-BESIDE: dict[str, tuple[Kind, dict[str, Edit]]] = {
-    "rotation": (
+BESIDE: list[tuple[Kind, list[Edit]]] = [
+    (
         HeadRotation(3, 4),
-        {
-            "stretched": lambda e: 1.001 * e,
-            "shrunk": lambda e: 0.999 * e,
-            "one head stretched": one_head(lambda e: 1.001 * e),
-            "one column stretched": lambda e: e * torch.tensor([1.0, 1.0, 1.0, 1.001]),
-            "one column twice": doubled,
-            "whole numbers": lambda e: torch.eye(4, dtype=torch.int64).expand(3, 4, 4),
-            "infinite": lambda e: e / 0,
-            "zeros": lambda e: 0 * e,
-            "a head too few": lambda e: e[1:],
-        },
+        [
+            one_head(lambda e: 1.001 * e),
+            lambda e: e * torch.tensor([1.0, 1.0, 1.0, 0.999]),
+            doubled,
+            lambda e: torch.eye(4, dtype=torch.int64).expand(3, 4, 4),
+            lambda e: e / 0,
+            lambda e: e[1:],
+        ],
     ),
-    "phases": (
-        RotaryPhases(3, 4),
-        {
-            "infinite": lambda e: e / 0,
-            "one head NaN": one_head(lambda e: e * math.nan),
-            "whole numbers": lambda e: e.long(),
-            "an angle too few": lambda e: e[:, 1:],
-        },
-    ),
-    "rotary signs": (
-        RotarySigns(3, 4),
-        {
-            "one head stretched": one_head(lambda e: 2 * e),
-            "one head zero": one_head(lambda e: 0 * e),
-            "floats": lambda e: e.float(),
-            "floats next to signs": lambda e: 1.001 * e,
-        },
-    ),
-    "rescale": (
-        Rescale(3),
-        {"one head zero": one_head(lambda e: 0 * e), "one head huge": one_head(lambda e: 1e5 * e)},
-    ),
-    "permutation": (
-        Permutation(12),
-        {
-            "one twice": doubled,
-            "floats": lambda e: e.double(),
-            "int32": lambda e: e.int(),
-            "beyond the end": lambda e: e + 1,
-            "before the start": lambda e: e - 1,
-        },
-    ),
-    "signed permutation": (
+    (RotaryPhases(3, 4), [one_head(lambda e: e * math.nan), lambda e: e.long(), lambda e: e[:, 1:]]),
+    (RotarySigns(3, 4), [one_head(lambda e: 2 * e), one_head(lambda e: 0 * e), lambda e: 1.001 * e]),
+    (Permutation(12), [doubled, lambda e: e.double(), lambda e: e + 1, lambda e: e - 1]),
+    (
         SignedPermutation(12),
-        {
-            "one twice": doubled,
-            "one twice with either sign": lambda e: torch.cat([-e[-1:], e[1:]]),
-            "counted from 0": lambda e: e.sign() * (e.abs() - 1),
-            "floats": lambda e: e.double(),
-        },
+        [
+            doubled,
+            lambda e: torch.cat([-e[-1:], e[1:]]),
+            lambda e: e.sign() * (e.abs() - 1),
+            lambda e: e.double(),
+        ],
     ),
-    "head permutation": (
-        HeadPermutation(3),
-        {"one twice": doubled, "before the start": lambda e: e - 1},
-    ),
-    "query permutation": (
+    (HeadPermutation(3), [doubled, lambda e: e - 1]),
+    (
         QueryPermutation(2, 3),
-        {
-            "one group with one twice": one_head(doubled),
-            "counted across groups": lambda e: e + 3 * torch.arange(2)[:, None],
-            "a group too few": lambda e: e[:1],
-        },
+        [one_head(doubled), lambda e: e + 3 * torch.arange(2)[:, None], lambda e: e[:1]],
     ),
-}
+]
 
 
 def element_read(kind: Kind, element: Tensor) -> Tensor:
@@ -320,30 +241,25 @@ def element_read(kind: Kind, element: Tensor) -> Tensor:
     return move.element
 
 
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize(("kind", "beside"), BESIDE)
 def test_elements_of_every_kind_are_read_as_they_were_sent_and_what_is_beside_them_is_refused(
-    name: str,
+    kind: Kind, beside: list[Edit]
 ) -> None:
-    kind, beside = BESIDE[name]
     for element in [kind.random(torch.Generator().manual_seed(seed)) for seed in range(5)]:
         assert torch.equal(element_read(kind, element), element)
         if element.is_floating_point():
             assert torch.equal(element_read(kind, element.float()), element.float())
-        for change in beside.values():
+        for change in beside:
             with pytest.raises(fedrot.UpdateError, match="not an element of the model's symmetry"):
                 element_read(kind, change(element))
 
 
-# Rounds
-
-
 def strategy(**given: Any) -> FedRot:
-    """Return a strategy whose clients match themselves."""
     others = OtherBasis(**{"options": WHOLE, "at_clients": True, **given.pop("others", {})})
     return FedRot(config_of(NAME), other_basis=others, **given)
 
 
-@pytest.mark.parametrize("most", [True, False], ids=["most-in-another-basis", "one-in-another-basis"])
+@pytest.mark.parametrize("most", [True, False], ids=["most", "one"])
 def test_a_round_matched_by_its_clients_keeps_the_function(
     most: bool, warnings: Callable[[], str]
 ) -> None:
@@ -359,12 +275,10 @@ def test_a_round_matched_by_its_clients_keeps_the_function(
 def test_nobody_is_asked_in_an_ordinary_round() -> None:
     sent = [near(BASE, 0.05, i) for i in range(3)]
     expected, _ = play(FedRot(config_of(NAME)), BASE, sent, [failure] * 3)
-    grid, given = grid_of([failure] * 3), {"options": None, "model": build}
-    result, _ = play(strategy(others=given), BASE, sent, grid)
+    grid = grid_of([failure] * 3)
+    result, _ = play(strategy(others={"options": None, "model": build}), BASE, sent, grid)
     assert grid.asked == []
     assert largest_difference(expected, result) == 0
-    kinds = [m.metadata.message_type for m in broadcast(strategy(others=given), BASE)]
-    assert kinds == ["train"] * 3
 
 
 def test_what_a_client_found_is_averaged_and_reported_as_it_is() -> None:
@@ -398,7 +312,6 @@ def nothing_moved(message: Message) -> Message:
 def test_beside_clients_that_matched_themselves_the_others_keep_their_own_alignment() -> None:
     sent = [permuted(near(BASE, 0.01, seed), seed) for seed in (1, 2, 3)]
     _, metrics = play(strategy(), BASE, sent, [nothing_moved, failure, failure])
-    assert metrics["fedrot-replies-dropped"] == 0
     assert metrics["fedrot-replies-accepted"] == 3
 
 
@@ -426,8 +339,6 @@ def test_the_first_answer_of_who_was_asked_counts(warnings: Callable[[], str]) -
 
 
 class Silent(FakeGrid):
-    """A grid whose clients never answer."""
-
     def send_and_receive(self, messages: Iterable[Message], **kwargs: Any) -> Iterable[Message]:
         return []
 

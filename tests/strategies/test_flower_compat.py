@@ -13,9 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.common import FitIns, Parameters
 from flwr.common.constant import ErrorCode
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
-from flwr.compat.common.recorddict_compat import (
-    fitins_to_recorddict,
-)
+from flwr.compat.common.recorddict_compat import fitins_to_recorddict
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideAdaptiveClipping,
     DifferentialPrivacyServerSideFixedClipping,
@@ -50,9 +48,6 @@ def test_records_of_the_legacy_workflows_have_these_names() -> None:
     content = fitins_to_recorddict(FitIns(Parameters([], ""), {}), keep_input=True)
     assert UNNAMED_MODEL in content.array_records
     assert SECURE_AGGREGATION == RECORD_KEY_CONFIGS
-
-
-# What is changed inside a block
 
 
 def _one(contents: list[RecordDict], weighted_by: str) -> MetricRecord:
@@ -100,8 +95,6 @@ def test_what_is_changed_inside_a_block_is_flowers_again_behind_it(
     assert metrics_function(AVERAGE) is _one
 
 
-# Attributes of strategies
-
 NOISE = {"noise_multiplier": 0.1, "num_sampled_clients": 2}
 
 
@@ -134,9 +127,6 @@ def test_a_class_among_a_strategys_attributes_is_no_state() -> None:
     strategy: Any = FedRot(alignment=None)
     strategy.kind = torch.optim.SGD
     RunState(strategy, ConfigRecord(), ConfigRecord()).encoded({})
-
-
-# Grids
 
 
 class Malformed(FakeGrid):

@@ -1,4 +1,4 @@
-"""Our public methods take what the installed Flower's take; ``should_stop``; Flower's own tests."""
+"""Our public methods take what the installed Flower's take; and ``should_stop``."""
 
 from __future__ import annotations
 
@@ -102,14 +102,7 @@ def test_the_loop_of_checkpoints_takes_what_flowers_start_takes() -> None:
     assert missing(start, run) == []
 
 
-# should_stop
-
-
 HAS_IT = "should_stop" in inspect.signature(Strategy.start).parameters
-
-
-class _StoppedError(Exception):
-    """A run has ended early."""
 
 
 @pytest.fixture
@@ -132,14 +125,14 @@ def newest(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def stop_after(number: int) -> None:
             if number > 0 and should_stop is not None and should_stop(number, result):
-                raise _StoppedError
+                raise StopIteration
 
         def configure_train(number: int, *given: Any) -> Any:
             stop_after(number - 1)
             return self.configure_train(number, *given)
 
         asking.configure_train = configure_train
-        with monkeypatch.context() as patch, suppress(_StoppedError):
+        with monkeypatch.context() as patch, suppress(StopIteration):
             patch.setattr("flwr.serverapp.strategy.strategy.Result", lambda: result)
             older(asking, grid, initial_arrays, num_rounds, *args, **kwargs)
             stop_after(num_rounds)
@@ -245,18 +238,10 @@ def test_an_argument_that_is_unknown_is_refused_or_passed_on(tmp_path: Path) -> 
             refusing.start(FakeGrid(MOVED), ARRAYS, 1, colour="red")
 
 
-@pytest.mark.usefixtures("newest")
-def test_should_stop_of_the_loop_needs_no_checkpoints() -> None:
-    arrays, strategy = ArrayRecord([np.ones(3)]), FedAvg(fraction_evaluate=0.0)
-    result = run(strategy, FakeGrid(MOVED), arrays, 4, should_stop=lambda n, r: n == 3)
-    assert sorted(result.train_metrics_clientapp) == [1, 2, 3]
-
-
-# Flower's own tests of its strategies, over ours without alignment
+# Replies that nobody has asked for
 
 
 def replies(given: Iterable[tuple[Any, float]]) -> list[Message]:
-    """Return replies that nobody has asked for, each with arrays and a number of examples."""
     made = []
     for node, (arrays, examples) in enumerate(given, start=1):
         with outside_of_the_engine():
@@ -267,84 +252,44 @@ def replies(given: Iterable[tuple[Any, float]]) -> list[Message]:
     return made
 
 
-def over(base: Any, *args: Any, **kwargs: Any) -> Any:
-    return in_front_of(base)(None, *args, alignment=None, **kwargs)
-
-
-def scalars(*values: float) -> list[Any]:
-    return [([np.array(value)], weight) for weight, value in enumerate(values, start=1)]
-
-
-def fours(*values: float) -> list[Any]:
-    return [([np.full(4, value)], 5) for value in values]
-
-
-TWO = [
-    [np.array([[1, 2, 3], [4, 5, 6]], dtype=np.float32), np.array([7, 8, 9, 10], dtype=np.float32)],
-    [np.array([[29, 23, 19], [17, 13, 11]], dtype=np.float32), np.array([7, 5, 3, 2], dtype=np.float32)],
-]
-SENT_TWO = list(zip(TWO, (1, 2), strict=True))
-OF_TWO = [(one + 2 * other) / 3 for one, other in zip(*TWO, strict=True)]
-ROWS = [
-    ([np.array([0.5, 0.5, 0.5, 0.5])], 1),
-    ([np.array([1.0, 0.2, 0.5, 1.0])], 5),
-    ([np.array([0.2, 0.5, 1.0, 0.2])], 2),
-    ([np.array([0.5, 1.0, 0.2, 0.5])], 9),
-]
-NEAR_1 = 1.0 + 1e-9
-
-#: A strategy, what clients send in each round, and the model.
-FLOWERS: dict[str, tuple[Callable[[], Any], list[Any], list[Any]]] = {
-    "FedRot": (lambda: FedRot(alignment=None), SENT_TWO, OF_TWO),
-    "FedRot, scalars": (lambda: FedRot(alignment=None), scalars(1, 3), [np.array(7 / 3)]),
-    "FedAvg": (lambda: over(FedAvg), SENT_TWO, OF_TWO),
-    "FedAvg, scalars": (lambda: over(FedAvg), scalars(1, 3), [np.array(7 / 3)]),
-    "FedAvgM": (lambda: over(FedAvgM, server_learning_rate=NEAR_1), SENT_TWO, OF_TWO),
-    "FedAvgM, momentum": (
-        lambda: over(FedAvgM, server_learning_rate=NEAR_1, server_momentum=1e-9),
-        *(SENT_TWO, OF_TWO),
-    ),
-    "FedMedian": (lambda: over(FedMedian), ROWS[1:], [np.full(4, 0.5)]),
-    "FedMedian, scalars": (lambda: over(FedMedian), scalars(1, 3, 2), [np.array(2.0)]),
-    "FedTrimmedAvg": (lambda: over(FedTrimmedAvg, beta=0.25), ROWS, [np.full(4, 0.5)]),
-    "FedTrimmedAvg, scalars": (
-        lambda: over(FedTrimmedAvg, beta=0.25),
-        *(scalars(0.5, 1, 2, 100), [np.array(1.5)]),
-    ),
-    "Krum": (lambda: over(Krum, num_malicious_nodes=1), fours(0.2, 0.7, 1.0), [np.full(4, 0.7)]),
-    "MultiKrum": (
-        lambda: over(MultiKrum, num_malicious_nodes=1, num_nodes_to_select=2),
-        *(fours(0.2, 0.5, 1.0), [np.full(4, 0.35)]),
-    ),
+#: Arrays and numbers of examples that clients send.
+SENT: dict[str, list[tuple[list[Any], int]]] = {
+    "two arrays": [([np.full((2, 3), i, np.float32), np.arange(4.0) + i], i) for i in (1, 2, 3, 7)],
+    "scalars": [([np.array(value)], weight) for weight, value in enumerate((0.5, 1, 2, 100), start=1)],
 }
+#: Strategies of Flower, and their arguments.
+FLOWERS: list[tuple[Any, dict[str, Any]]] = [
+    (FedAvg, {}),
+    (FedAvgM, {"server_learning_rate": 0.5, "server_momentum": 0.5}),
+    (FedMedian, {}),
+    (FedTrimmedAvg, {"beta": 0.25}),
+    (Krum, {"num_malicious_nodes": 1}),
+    (MultiKrum, {"num_malicious_nodes": 1, "num_nodes_to_select": 2}),
+    *((base, {}) for base in (FedAdagrad, FedAdam, FedYogi)),
+]
 
 
-@pytest.mark.parametrize("name", FLOWERS)
-def test_flowers_own_examples_give_what_flower_expects(name: str) -> None:
-    build, sent, expected = FLOWERS[name]
-    strategy = build()
-    if "FedAvgM" in name:
-        strategy.current_arrays = ArrayRecord([np.zeros_like(one) for one in OF_TWO])
-    for number in (1, 2) if "momentum" in name else (1,):
-        arrays, _ = strategy.aggregate_train(number, replies(sent))
-    for found, wanted in zip(arrays.to_numpy_ndarrays(), expected, strict=True):
-        assert found.shape == wanted.shape
-        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-5 if "FedAvgM" in name else 0)
-
-
-@pytest.mark.parametrize("base", [FedAdagrad, FedAdam, FedYogi])
-def test_adaptive_strategies_take_scalars(base: Any) -> None:
-    strategy = over(base)
-    strategy.current_arrays = {"0": np.array(0.0)}
-    arrays, _ = strategy.aggregate_train(1, replies(scalars(1, 3)))
-    (found,) = arrays.to_numpy_ndarrays()
-    assert found.shape == ()
-    assert np.isfinite(found)
+@pytest.mark.parametrize("sent", SENT)
+@pytest.mark.parametrize(("base", "given"), FLOWERS)
+def test_replies_that_nobody_asked_for_are_aggregated_as_by_flowers_strategy(
+    base: Any, given: dict[str, Any], sent: str
+) -> None:
+    strategies = [base(**given), in_front_of(base)(alignment=None, **given)]
+    results = []
+    for strategy in [*strategies, FedRot(alignment=None)] if base is FedAvg else strategies:
+        zeros = {str(n): np.zeros_like(one) for n, one in enumerate(SENT[sent][0][0])}
+        strategy.current_arrays = ArrayRecord([*zeros.values()]) if base is FedAvgM else zeros
+        rounds = [strategy.aggregate_train(number, replies(SENT[sent]))[0] for number in (1, 2)]
+        results.append([one for arrays in rounds for one in arrays.to_numpy_ndarrays()])
+    for theirs, *ours in zip(*results, strict=True):
+        for found in ours:
+            assert found.shape == theirs.shape
+            assert np.array_equal(found, theirs)
 
 
 def test_replies_to_nothing_known_need_no_alignment() -> None:
     with pytest.raises(FedrotError, match="configure_train"):
-        FedRot(SYMMETRY).aggregate_train(1, replies(SENT_TWO))
+        FedRot(SYMMETRY).aggregate_train(1, replies(SENT["scalars"]))
 
 
 def test_evaluations_are_weighted_whoever_has_asked_for_them() -> None:
@@ -353,6 +298,5 @@ def test_evaluations_are_weighted_whoever_has_asked_for_them() -> None:
     with outside_of_the_engine():
         asked = [Message(RecordDict(), node, "evaluate") for node in (1, 2)]
     given = [Message(RecordDict({"m": m}), reply_to=a) for m, a in zip(metrics, asked, strict=True)]
-    found = FedRot(SYMMETRY).aggregate_evaluate(1, [*given, given[0], failure(asked[0])])
-    assert found is not None
+    found: Any = FedRot(SYMMETRY).aggregate_evaluate(1, [*given, given[0], failure(asked[0])])
     assert found["score"] == 0.75

@@ -12,25 +12,19 @@ from flwr.app import ArrayRecord, Message
 
 import fedrot
 from fedrot.strategies import FedRot, Guard, evaluate_at_clients
-from fedrot.strategies.sums.requests import LOSSES, MESSAGE_TYPE
+from fedrot.strategies.sums.requests import MESSAGE_TYPE
 from fedrot.temperature import TEMPERATURES
 from tests.models import EAGER, config_of, near
+from tests.strategies.aggregating import loaded
 from tests.strategies.classifier import NAME, SYMMETRY, build, state
 from tests.strategies.fakes import Client, failure, grid_of, reply, tensors_of
-from tests.strategies.heads import SINGLE, Answer, Rows, State, as_predicted, edited
+from tests.strategies.heads import SINGLE, Rows, State, as_predicted
 
 STATE, ARRAYS = state(), ArrayRecord(state())
 WORSE = near(STATE, 0.3, 1)
 
 
-def loaded(tensors: State) -> Any:
-    model = build()
-    model.load_state_dict(tensors)
-    return model
-
-
 def predicted(seed: int, count: int) -> Rows:
-    """Return rows with the labels that the model predicts."""
     return as_predicted(SINGLE.rows(seed, count), loaded(STATE))
 
 
@@ -39,7 +33,6 @@ def judge(held_out: Rows) -> Client:
 
 
 def judged(tensors: State, *held_out: Rows) -> Any:
-    """Return the metrics by one model that sees all rows."""
     labels = torch.cat([given["labels"] for given in held_out])
     logits = torch.cat([SINGLE.logits(loaded(tensors), given) for given in held_out])
     losses = {t: float(SINGLE.loss(logits / t, labels).mean()) for t in TEMPERATURES}
@@ -110,8 +103,6 @@ def test_models_of_one_round_are_judged_by_the_same_clients() -> None:
 
 
 def trains(node: Client, update: State, weight: int) -> Client:
-    """Return a node that sends an update when it is asked to train."""
-
     def answer(message: Message) -> Message | None:
         asked = message.metadata.message_type == MESSAGE_TYPE
         return node(message) if asked else reply(message, update, weight, weight)
@@ -144,19 +135,3 @@ def test_a_guard_keeps_what_the_clients_rows_prefer() -> None:
     assert metrics["fedrot-guard-kept-aligned"] == 0
     assert math.isnan(metrics["fedrot-guard-aligned"])
     assert metrics["fedrot-guard-plain"] > 0
-
-
-@pytest.mark.parametrize("rows", [0.001, 60.0, 1e9])
-def test_a_client_that_lies_about_its_losses_turns_no_comparison(rows: float) -> None:
-    """It is one of four, and says that the better model is worse by a million."""
-
-    def lying(answer: Answer) -> None:
-        lies.append(len(lies) % 2)
-        answer[LOSSES]["losses"].fill_(lies[-1] * 1e6 * rows)
-        answer[LOSSES]["counts"] = torch.tensor([rows, 0.0], dtype=torch.float64)
-
-    lies: list[int] = []
-    honest = [judge(predicted(seed, 60)) for seed in range(4)]
-    evaluate = evaluate_at_clients(grid_of([*honest[:3], edited(honest[3], lying)]))
-    first, second = (evaluate(1, one)["loss"] for one in (ArrayRecord(WORSE), ARRAYS))
-    assert second < first < 3

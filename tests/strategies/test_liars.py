@@ -34,13 +34,9 @@ def of_points(points: Tensor, counts: Tensor, spread: float = 1e-9) -> Sums:
     return {"counts": counts, "sums": points * counts[:, None], "gram": gram}
 
 
-def turned(sums: Sums) -> Sums:
-    return {**sums, "counts": sums["counts"][TURNED], "sums": sums["sums"][TURNED]}
-
-
 #: What a liar makes of its own sums. Each can be the sums of some rows.
 SPOILT: dict[str, Callable[[Sums], Sums]] = {
-    "labels turned": turned,
+    "labels turned": lambda s: {**s, "counts": s["counts"][TURNED], "sums": s["sums"][TURNED]},
     "labels swapped": lambda s: {**s, "counts": s["counts"][[1, 0, 2]], "sums": s["sums"][[1, 0, 2]]},
     "features negated": lambda s: {**s, "sums": -s["sums"]},
     "means of others": lambda s: of_points(CENTRES[TURNED] * 3, s["counts"]),
@@ -84,8 +80,6 @@ VOTES: dict[str, Callable[[dict[str, Tensor]], None]] = {
 
 
 def lie(spoilt: str, votes: str, factor: float) -> Lie:
-    """Return a lie: sums of so many times the rows, and losses."""
-
     def edit(answer: Answer) -> None:
         if ROWS in answer:
             answer[ROWS]["training"] = int(answer[ROWS]["training"] * factor)

@@ -61,8 +61,6 @@ class Clock:
 
 @dataclass
 class Plan:
-    """What one client does in one round, and when it answers."""
-
     node: int
     fault: str
     seed: int
@@ -73,12 +71,7 @@ class Plan:
         return 0 if self.fault == "no examples" else 1 + self.seed % 50
 
     def update(self, received: State) -> State:
-        """Return an update whose coordinates are those of the received model beyond doubt.
-
-        Every tensor is the received one times a positive number of its own, so that what alignment
-        maximises, the trace of a positive definite matrix, is largest where nothing moves: alignment of
-        the update, in whatever coordinates, ends exactly here, and the oracle needs no alignment.
-        """
+        """Return the received tensors, each times a positive number: alignment of it moves nothing."""
         generator = torch.Generator().manual_seed(self.seed)
         return {n: t * (0.9 + 0.2 * torch.rand((), generator=generator)) for n, t in received.items()}
 
@@ -100,16 +93,12 @@ class Plan:
 
 
 class FaultyGrid(FakeGrid):
-    """Clients that answer at times of their own, and some of them wrongly; it keeps the accounts.
-
-    Attributes:
-        expected: after a round was played, the average of what has to be accepted.
-        faults: what has to be reported, how often: round, client, and part of the reason.
-    """
+    """Clients that answer at times of their own, and some of them wrongly; it keeps the accounts."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(dict.fromkeys(range(100, 100 + CLIENTS), failure))
         self.clock, self.random, self.round, self._start = clock, random.Random(0), 0, 0.0
+        #: The average of what has to be accepted; and what has to be reported, how often.
         self.expected: State = {}
         self.faults: Counter[tuple[int, int, str]] = Counter()
         self.accepted: list[int] = []
@@ -164,7 +153,6 @@ class FaultyGrid(FakeGrid):
 
 
 def memory() -> tuple[int, Counter[str]]:
-    """Return the bytes that the process holds, and how many objects of some kinds are alive."""
     gc.collect()
     kinds = (Message, ArrayRecord, Array, Tensor)
     alive = Counter(type(o).__name__ for o in gc.get_objects() if type(o) in kinds)

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.clientapp import ClientApp
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import fedrot
-from fedrot.aggregation import Mean, RegMean
-from fedrot.strategies import (
-    FedRot,
-    Guard,
-    Matching,
-    OtherBasis,
-    Server,
-    match_at_client,
-)
+from fedrot.strategies import FedRot, Matching, OtherBasis, match_at_client
 from tests.families import config_of, model_of, state_of, symmetry_for
-from tests.fedrot.pairs import with_other_gains
 from tests.models import State, near, with_separate_tables
-from tests.strategies.aggregating import Client as ClientWithStatistics
-from tests.strategies.aggregating import mean
-from tests.strategies.aggregating import play as play_with_statistics
 from tests.strategies.fakes import Client, grid_of, node_of, play, tensors_of
 
 WHOLE = fedrot.AlignmentOptions(fedrot.WHOLE_MODEL)
@@ -48,13 +37,11 @@ def float32(tensors: State) -> State:
 
 
 def built(name: str) -> nn.Module:
-    """Return a float32 model whose tables are separate tensors."""
     model: nn.Module = with_separate_tables(model_of(name).float())
     return model
 
 
 def answers(name: str, tensors: State) -> torch.Tensor:
-    """Return the outputs of a model with these tensors on a few rows, float32."""
     model = built(name)
     model.load_state_dict(tensors)
     ids = torch.arange(1, 19).reshape(2, 9)
@@ -68,7 +55,6 @@ def silent(message: Any) -> Any:
 
 
 def matching(name: str) -> Client:
-    """Return a node that matches on rows of its own."""
     app, generator = ClientApp(), torch.Generator().manual_seed(5)
     rows = [{"input_ids": torch.randint(1, 39, (8, 9), generator=generator)} for _ in range(3)]
     match_at_client(app, lambda *_: Matching(lambda: built(name), lambda: rows, STREAM))
@@ -118,48 +104,34 @@ def test_replies_in_the_broadcast_basis_become_canonical_beside_one_from_another
     assert all(bool((result[fold.gain] == 1).all()) for fold in symmetry.folds)
 
 
-def test_without_a_reply_from_another_basis_nothing_becomes_canonical() -> None:
-    """Then the round is that of a strategy without the setting, to the last bit."""
-    name = "llama"
-    base = float32(state_of(name))
-    sent = [float32(near(base, 1e-3, seed)) for seed in (1, 2)]
-    results = []
-    for others in (OtherBasis(options=STREAM), None):
-        strategy = FedRot(config_of(name), other_basis=others, server=Server(deterministic=True))
-        results.append(tensors_of(play(strategy, base, sent, [silent] * 2)[0]))
-    assert all(torch.equal(results[0][key], results[1][key]) for key in base)
-
-
 TIED = GPT2Config(vocab_size=12, n_layer=1, n_head=2, n_embd=8, n_positions=4, pad_token_id=0)
 COPIED = GPT2LMHeadModel(TIED).state_dict()
 SEPARATE = {**COPIED, "lm_head.weight": torch.randn(12, 8)}
 PERMUTED: dict[str, Any] = {"alignment": fedrot.AlignmentOptions(("heads", "ffn"))}
 LLAMA = (config_of("llama"), float32(state_of("llama")))
 
-#: Other bases, configuration and model, more settings, and whether the stream is rotated. Gram matrices
-#: can be brought to canonical form, diagonal Fisher information cannot. Tied tables are found in the
-#: model, and without one in arrays, where they are two equal ones.
+#: Other bases, configuration and model, more settings, and whether the stream is rotated. Statistics
+#: cannot be brought to canonical form. Tied tables are found in the model, and without one in arrays,
+#: where they are two equal ones.
 ROTATES: list[tuple[OtherBasis, Any, State, dict[str, Any], bool]] = [
-    (OtherBasis(lambda: built("llama")), *LLAMA, {}, True),
-    (OtherBasis(lambda: built("bert")), config_of("bert"), float32(state_of("bert")), {}, False),
+    *(
+        (OtherBasis(partial(built, name)), config_of(name), float32(state_of(name)), {}, rotates)
+        for name, rotates in (("llama", True), ("vit", True), ("bert", False))
+    ),
     *(
         (
             OtherBasis(options=fedrot.AlignmentOptions(("residual", "heads", "ffn"))),
             *LLAMA,
             {**PERMUTED, "aggregation": aggregation},
-            rotates,
+            False,
         )
-        for aggregation, rotates in (("regmean", True), ("fisher", False))
+        for aggregation in ("regmean", "fisher")
     ),
     (OtherBasis(lambda: GPT2LMHeadModel(TIED)), TIED, COPIED, {}, False),
     (OtherBasis(lambda: GPT2LMHeadModel(TIED)), TIED, SEPARATE, {}, False),
     (OtherBasis(options=WHOLE), TIED, COPIED, {}, False),
     (OtherBasis(options=WHOLE), TIED, SEPARATE, {}, True),
-    (
-        OtherBasis(lambda: with_separate_tables(GPT2LMHeadModel(TIED))),
-        *(TIED, SEPARATE, {}),
-        True,
-    ),
+    (OtherBasis(lambda: with_separate_tables(GPT2LMHeadModel(TIED))), TIED, SEPARATE, {}, True),
 ]
 
 
@@ -173,6 +145,8 @@ def test_by_default_the_stream_is_rotated_where_it_can_be(
     assert strategy.other_bases.rotates is rotates
     if config is not TIED and others.model:
         assert (strategy.other_bases.evidence is None) is rotates
+    assert strategy.alignment is not None
+    assert strategy.alignment.canonical is (False if "aggregation" in more else None)
 
 
 @pytest.mark.parametrize(("config", "word"), [(TIED, "tie_word_embeddings=False"), (None, "be rotated")])
@@ -185,91 +159,3 @@ def test_tied_tables_and_post_norm_models_are_refused_before_clients_train(
         strategy.symmetry = fedrot.symmetry_of(TIED, base)
     with pytest.raises(fedrot.SymmetryError, match=word):
         strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), grid_of([silent] * 2))
-
-
-def collected(name: str, tensors: State, seed: int) -> Any:
-    """Return Gram matrices and means of a client's own rows."""
-    model = built(name)
-    model.load_state_dict(tensors)
-    ids = torch.randint(1, 39, (16, 9), generator=torch.Generator().manual_seed(seed))
-    return fedrot.collect_gram(model, [{"input_ids": ids}])
-
-
-def turned_clients(name: str) -> tuple[State, list[State], list[ClientWithStatistics]]:
-    """Return a broadcast model, clients near it, and the clients in rotated bases with other gains."""
-    symmetry, base = symmetry_for(name), state_of(name)
-    clients = [near(base, 0.05, seed) for seed in (1, 2, 3)]
-    sent = []
-    for seed, client in enumerate(clients):
-        folded = fedrot.canonical(client, symmetry)
-        turned = fedrot.random_equivalent(folded, symmetry.rotated, seed, ("residual",))
-        update = float32(with_other_gains(turned, symmetry, seed))
-        sent.append(ClientWithStatistics(update, 1.0 + seed, collected(name, update, seed)))
-    return float32(base), list(map(float32, clients)), sent
-
-
-@pytest.mark.parametrize(
-    ("name", "others"), [*zip(NAMES, (False, True), strict=True), (NAMES[1], False)]
-)
-def test_regmean_of_rotated_clients_is_that_of_the_clients_as_they_were(name: str, others: bool) -> None:
-    symmetry, (base, clients, sent) = symmetry_for(name), turned_clients(name)
-    options = fedrot.AlignmentOptions(("residual",), anchor="global")
-    how: dict[str, Any] = {"alignment": options}
-    if others:
-        how = {"alignment": replace(options, parts=()), "other_basis": OtherBasis(options=options)}
-    strategy = FedRot(config_of(name), aggregation="regmean", **how)
-    arrays, metrics = play_with_statistics(strategy, sent, base=base)
-    assert metrics["fedrot-replies-accepted"] == 3
-    result = tensors_of(arrays)
-    assert all(bool((result[fold.gain] == 1).all()) for fold in symmetry.folds)
-    # The clients were not rotated here, and their statistics are those of the aligned models. If all
-    # replies come from other bases, the round is in the coordinates of the one with the largest weight.
-    anchor = sent[-1].update if others else base
-    regmean, mean = RegMean(), Mean()
-    for seed, (client, own) in enumerate(zip(clients, sent, strict=True)):
-        aligned = fedrot.align(client, anchor, symmetry, options).apply(client)
-        regmean.add(aligned, own.weight, collected(name, aligned, seed))
-        mean.add(aligned, own.weight)
-    expected, averaged = (answers(name, found.result()) for found in (regmean, mean))
-    found = answers(name, result)
-    assert (found - expected).abs().max() <= 1e-3 * expected.abs().max()
-    assert (averaged - expected).abs().max() > 1e-2 * expected.abs().max()
-
-
-@pytest.mark.parametrize("keeps", ["plain", "merged"])
-def test_a_guard_compares_with_the_mean_of_what_was_sent(keeps: str) -> None:
-    name = "gpt2-classifier"
-    base, _, sent = turned_clients(name)
-    gain = symmetry_for(name).folds[0].gain
-
-    def evaluate(_: int, arrays: ArrayRecord) -> MetricRecord:
-        canonical = bool((tensors_of(arrays)[gain] == 1).all())
-        return MetricRecord({"loss": float(canonical == (keeps == "plain"))})
-
-    def merged(guard: Guard | None) -> State:
-        options = fedrot.AlignmentOptions(("residual",))
-        given: dict[str, Any] = {"aggregation": "regmean", "server": Server(deterministic=True)}
-        strategy = FedRot(config_of(name), alignment=options, guard=guard, **given)
-        return tensors_of(play_with_statistics(strategy, sent, base=base)[0])
-
-    expected = merged(None) if keeps == "merged" else mean(sent)
-    found = merged(Guard("loss", evaluate=evaluate))
-    assert all(torch.allclose(found[key], expected[key], atol=1e-5) for key in base)
-
-
-def test_a_reply_without_means_is_dropped_with_the_name_of_what_is_missing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    name = "gpt2-classifier"
-    base, _, sent = turned_clients(name)
-    grams = {kind: v for kind, v in sent[0].statistics.items() if kind.startswith("gram")}
-    strategy = FedRot(
-        config_of(name),
-        aggregation="regmean",
-        alignment=fedrot.AlignmentOptions(("residual",)),
-    )
-    _, metrics = play_with_statistics(
-        strategy, [replace(sent[0], statistics=grams), *sent[1:]], base=base
-    )
-    assert metrics["fedrot-replies-accepted"] == 2
-    assert "input_mean" in caplog.text

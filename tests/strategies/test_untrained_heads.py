@@ -13,10 +13,10 @@ from torch import Tensor
 import fedrot
 from fedrot.aggregation import RegMean
 from fedrot.collect.statistics import TRAINED
-from fedrot.lora.adapter_options import AdapterOptions
+from fedrot.lora import AdapterOptions
 from fedrot.strategies import FedRot
 from fedrot.strategies.lora import AdapterMean
-from tests.models import EAGER, WIDTH, State, config_of
+from tests.models import EAGER, config_of
 from tests.strategies.aggregating import HEAD, Client, headless, honest, play
 from tests.strategies.classifier import NAME, SYMMETRY, state
 from tests.strategies.fakes import largest_difference, tensors_of
@@ -81,17 +81,6 @@ def test_rows_of_the_head_are_averaged_over_whoever_trained_them(
         torch.testing.assert_close(found[name], others[name], atol=1e-6, rtol=0)
 
 
-def test_a_client_without_a_head_has_no_inputs_of_it_either() -> None:
-    """Its Gram matrices are those of the layers that it has."""
-    bare = headless(honest()[1], None)
-    left = {name: gram for name, gram in bare.statistics["gram"].items() if name not in HEAD}
-    without_head = replace(bare, statistics={**bare.statistics, "gram": left})
-    alignment = fedrot.AlignmentOptions(anchor="global")
-    strategy = FedRot(config_of(NAME), alignment=alignment, aggregation=RegMean)
-    _, metrics = play(strategy, [honest()[0], without_head, honest()[2]])
-    assert metrics["fedrot-replies-dropped"] == 0
-
-
 def test_scrambled_clients_keep_their_marks() -> None:
     clients = [replace(c, statistics={}) for c in honest()]
     bare = marking(clients, ROWS["all mark"])
@@ -109,41 +98,3 @@ def test_an_average_of_adapters_receives_the_marks_of_untrained_rows() -> None:
     other = {**base, head: base[head] + 8}
     mean.add(other, 3.0, {TRAINED: {head: torch.tensor([True, False, True, False])}})
     torch.testing.assert_close(mean.result()[head] - base[head], torch.tensor([6.0, 0, 8, 6]).double())
-
-
-# ``completed``
-
-UPDATE = honest()[0].update
-WITHOUT = {name: tensor for name, tensor in UPDATE.items() if name not in HEAD}
-
-
-def test_what_is_completed_is_what_was_received() -> None:
-    full, marked = fedrot.completed(WITHOUT, BASE)
-    assert list(full) == list(BASE)
-    assert all(torch.equal(full[name], BASE[name]) for name in HEAD)
-    assert all(full[name] is UPDATE[name] for name in WITHOUT)
-    assert {name: bool(mask) for name, mask in marked[TRAINED].items()} == dict.fromkeys(HEAD, False)
-    full, marked = fedrot.completed(UPDATE, BASE, {HEAD[0]: [2, 0]})
-    assert marked[TRAINED][HEAD[0]].tolist() == [True, False, True]
-    assert torch.equal(full[HEAD[0]][1], BASE[HEAD[0]][1])
-    assert torch.equal(full[HEAD[0]][::2], UPDATE[HEAD[0]][::2])
-    assert fedrot.completed(UPDATE, BASE) == (full | UPDATE, {})
-    _, marked = fedrot.completed(WITHOUT, BASE, {HEAD[0]: []})
-    assert not marked[TRAINED][HEAD[0]].any()
-
-
-@pytest.mark.parametrize(
-    ("update", "rows", "word"),
-    [
-        ({**UPDATE, "more": torch.ones(2)}, {}, "'more' is not part of the received model"),
-        (UPDATE, {"nowhere": [0]}, "'nowhere' is not part of the received model"),
-        *((UPDATE, {HEAD[1]: rows}, r"bias' has 3 rows") for rows in ([3], [-1], [0, 7])),
-        ({**UPDATE, HEAD[0]: torch.ones(4, WIDTH)}, {HEAD[0]: [0]}, r"classifier\.weight"),
-        (WITHOUT, {HEAD[0]: [1]}, ""),
-    ],
-)
-def test_what_cannot_be_completed_is_refused(
-    update: State, rows: dict[str, list[int]], word: str
-) -> None:
-    with pytest.raises(fedrot.UpdateError, match=word):
-        fedrot.completed(update, BASE, rows)

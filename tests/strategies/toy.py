@@ -52,7 +52,6 @@ def rows(seed: int, count: int) -> Rows:
 
 
 def state(body: float) -> State:
-    """Return a model with an untrained head."""
     weight, bias = torch.zeros(CLASSES, WIDTH), torch.zeros(CLASSES)
     return {"body": torch.tensor([body]), f"{HEAD}.weight": weight, f"{HEAD}.bias": bias}
 
@@ -63,7 +62,6 @@ def client(
     to: Callable[[float], float] = lambda body: body,
     count: int = 90,
 ) -> Client:
-    """Return a node whose training turns a body into another one."""
     app = ClientApp()
     training, held_out = [rows(seed, count)], [rows(1000 + seed, count)]
     answer_with_sums(
@@ -82,7 +80,6 @@ def client(
 
 
 def loss(tensors: State, clients: int, count: int = 90) -> float:
-    """Return the loss of a model on the clients' held-out rows."""
     model = Toy()
     model.load_state_dict(tensors)
     every = [rows(1000 + seed, count) for seed in range(clients)]

@@ -18,7 +18,7 @@ from fedrot.errors import UpdateError
 from fedrot.strategies import statistics_record, to_arrays
 from fedrot.strategies.round.inbox import Asked, Inbox, Schema
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.wire.arrays import BFLOAT16, STATISTICS, TIED, from_arrays, wire_bytes
+from fedrot.strategies.wire.arrays import BFLOAT16, STATISTICS, TIED, from_arrays
 from fedrot.tensors import compute_dtype
 from tests.fuzz.cases import EDGES, fuzzed, mutated
 from tests.strategies.fakes import broadcast
@@ -148,9 +148,7 @@ metric_values = floats | st.integers(-(2**63), 2**64 - 1) | st.lists(floats, max
 metrics = st.dictionaries(st.sampled_from(("num-examples", "loss", "")), metric_values, max_size=3)
 good_metrics = st.just({"num-examples": 7})
 GOOD_STATISTICS = statistics_record(STATS)
-SKETCHES = statistics_record(STATS, budget=wire_bytes(GOOD_STATISTICS) // 2)
 statistics = records(GOOD_STATISTICS) | records(statistics_record(STATS, torch.bfloat16))
-statistics |= records(SKETCHES)
 
 
 @st.composite

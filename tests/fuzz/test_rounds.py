@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,8 +26,6 @@ from fedrot.lora import AdapterOptions
 from fedrot.strategies import Aligned, FedRotLoRA
 from fedrot.strategies.round.evaluations import readable_evaluations
 from fedrot.strategies.round.inbox import Asked
-from fedrot.strategies.wire.arrays import STATISTICS
-from fedrot.strategies.wire.statistics import statistics_record
 from fedrot.tensors import LARGEST_NORM, check_finite
 from tests.fuzz.cases import fuzzed
 from tests.strategies.fakes import FakeGrid, failure, reply, tensors_of
@@ -76,7 +74,7 @@ INPUTS, OUTPUTS, RANK = 5, 4, 3
 MODULES = ("layer.0.query", "layer.0.value")
 LORA = {"peft_type": "LORA", "lora_alpha": 6}
 ADAPTERS = (
-    *(AdapterOptions(method) for method in ("mean", "regmean")),
+    AdapterOptions("mean"),
     *(AdapterOptions("exact", gauge=gauge) for gauge in ("keep-a", "none", "previous")),
 )
 
@@ -109,20 +107,16 @@ def adapters(draw: st.DrawFn) -> dict[str, Tensor]:
     3,
     options=st.sampled_from(ADAPTERS),
     hostile=adapters(),
-    gram=grams(INPUTS),
     examples=weights,
     place=st.integers(0, 2),
 )
 def test_adapters_are_averaged_or_dropped(
-    options: AdapterOptions, hostile: dict[str, Tensor], gram: Tensor, examples: float, place: int
+    options: AdapterOptions, hostile: dict[str, Tensor], examples: float, place: int
 ) -> bool:
     strategy = FedRotLoRA(LORA, options, fraction_evaluate=0.0)
     honest = [(adapter(seed), 10.0) for seed in (1, 2)]
     honest.insert(place, (hostile, examples))
-    statistics = [torch.eye(INPUTS) for _ in honest]
-    statistics[place] = gram.float()
-    given = statistics if options.method == "regmean" else ()
-    accepted, arrays = played(strategy, adapter(0), honest, given)
+    accepted, arrays = played(strategy, adapter(0), honest)
     check_finite(tensors_of(arrays))
     assert accepted >= 2
     return accepted == 3
@@ -132,7 +126,6 @@ def played(
     strategy: Any,
     base: dict[str, Tensor],
     sent: list[tuple[dict[str, Tensor], Any]],
-    grams: Sequence[Tensor] = (),
     **metrics: Any,
 ) -> tuple[int, ArrayRecord]:
     """Play a round, and return how many replies were accepted, and the model."""
@@ -144,9 +137,6 @@ def played(
         own = given if isinstance(given, dict) else {"num-examples": given, **metrics}
         replies.append(reply(message, tensors, own.get("num-examples", 1), i))
         replies[-1].content["metrics"] = MetricRecord(own)
-        if grams:
-            of_inputs = {name: grams[i] for name in base if "lora_A" in name}
-            replies[-1].content[STATISTICS] = statistics_record({"gram": of_inputs})
     arrays, found = strategy.aggregate_train(1, replies)
     assert arrays is not None
     return len(sent) - int((found or {}).get("fedrot-replies-dropped", 0)), arrays

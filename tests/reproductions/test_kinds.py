@@ -86,7 +86,6 @@ REFUSED: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
     ({"kind": "adapters", "options": {"chance": -1}}, {"lora": LORA}, "chance is -1"),
     (rival("x"), {}, "is for adapters; give lora"),
     (rival("x", method="pads"), {"lora": LORA}, "Unknown method 'pads'"),
-    (rival("x", method="regmean"), {"lora": LORA}, "takes no options of rivals"),
     (rival("x", ridge=1), {"lora": LORA}, "ridge"),
     (rival("x", method="rotate"), {"lora": {**LORA, "r": [2, 4]}}, "different ranks have no mean"),
 )

@@ -136,7 +136,6 @@ def test_rotations_by_one_factor_in_turns(server_round: int, kept: str) -> None:
         ({"limit": 0}, "limit is 0; it is a rank, 1 at least"),
         ({"method": "mean", "gauge": "mean"}, "gauge is an option of 'exact'"),
         ({"method": "exact", "by": "alternate"}, "by is an option of method 'rotate'"),
-        ({"method": "regmean"}, "Method 'regmean' takes no options of rivals. Give AdapterOptions"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], said: str) -> None:

@@ -188,7 +188,7 @@ def test_what_is_not_known_or_not_lost_is_no_metric(
     report = SimpleNamespace(
         mean_error=0.1, mean_error_of_factors=of_factors, mean_lost=lost, notes={"m": "why"}
     )
-    fake: Any = SimpleNamespace(result=lambda: ({}, report), method=SimpleNamespace(needs=()))
+    fake: Any = SimpleNamespace(result=lambda: ({}, report))
     average = AdapterMean(cast(Any, fake))
     average.result()
     assert average.measured == measured

@@ -121,7 +121,9 @@ def attention(
         suffix = "qk.still" if heads.rotary else "qk"
         inside.append((suffix, "attention", HeadRotation(kv, dim - heads.rotary), still))
     inside.append(("vo", "attention", HeadRotation(kv, dim), value_output))
-    groups = [Group(f"{name}{suffix}", NO_LAYER, *given, own) for suffix, *given in inside]
+    groups = [
+        Group(f"{name}{end}", NO_LAYER, part, kind, slots, own) for end, part, kind, slots in inside
+    ]
     if not order and not heads.ordered:
         permuted = Group(own, NO_LAYER, "heads", HeadPermutation(kv), query_key + value_output)
         groups.insert(0, permuted)

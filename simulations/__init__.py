@@ -1,4 +1,4 @@
-"""The simulation harness: comparisons of aligned and plain averaging with Flower's apps."""
+"""``fedrot.simulations``: comparisons of aligned and plain averaging with Flower's apps."""
 
 from importlib.util import find_spec
 

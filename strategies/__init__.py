@@ -1,4 +1,4 @@
-"""Flower strategies that align every reply to a common anchor before it is averaged."""
+"""``fedrot.strategies``: Flower strategies that align every reply to an anchor before the average."""
 
 from importlib.util import find_spec
 

@@ -307,5 +307,5 @@ def _arrays_digest(arrays: Mapping[str, np.ndarray]) -> str:
     found = hashlib.sha256()
     for name, array in sorted(arrays.items()):
         found.update(f"{name} {array.dtype} {array.shape}\n".encode())
-        found.update(array)
+        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return found.hexdigest()

@@ -6,7 +6,8 @@ down here by name and counted by formula. Most of it stretches weights, which ch
 and Adam see; of what does not, rotations of DeBERTa's relative positions are the largest.
 
 Norms have a large epsilon: a small one would make scales of a stream, and of queries and keys under a
-norm, all but flat. Tables have more rows than columns, so that no direction is unseen by accident.
+norm, all but flat. Tables have many more rows than columns: with fewer tokens, a feed-forward beside the
+first attention, which reads nothing but tokens, would be free in more directions.
 """
 
 from __future__ import annotations

@@ -227,6 +227,7 @@ def test_noise_exceeds_the_quantile_once_in_so_many_times(
 BEYOND: list[tuple[list[float], list[float], list[bool]]] = [
     ([2.0, 2.0, 0.1], [1.0, 1.0, 1.0], [True, True, True]),
     ([2.0, 2.0, 2.0, 0.1], [1.0] * 4, [True] * 4),
+    ([1.0, 1.0, 0.1], [1.0] * 3, [True] * 3),
     ([9.0, 0.1, 0.1], [1.0, 1.0, 1.0], [True, False, False]),
     ([1.1, 1.1, 0.1, 0.1], [1.0] * 4, [True, True, False, False]),
     # Groups in place say nothing, and nothing is required of them.

@@ -27,8 +27,6 @@ from tests import families
 from tests.fedrot.oracles import seeded
 from tests.models import State
 
-#: The parts whose groups are judged one by one.
-JUDGED = ("heads", "attention", "ffn")
 #: Members with rotations, phases and signs, with biases, ties, shared heads and experts.
 SHAPES = ("bert", "deberta-v3", "bart", "t5-gated", "gpt-neox", "gptj", "llama", "gemma3")
 
@@ -58,28 +56,19 @@ def isotropic(state: State, scale: float, seed: int) -> State:
     }
 
 
-def available(symmetry: fedrot.Symmetry, parts: tuple[str, ...]) -> tuple[str, ...]:
-    present = {group.part for group in symmetry.groups}
-    return tuple(part for part in parts if part not in symmetry.refused and part in present)
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_near_an_anchor_chance_is_the_share_of_free_dimensions(name: str) -> None:
     """Biases, ties, shared heads, phases and signs are counted: sampled shares agree for every group."""
     state, symmetry = families.state_of(name), families.symmetry_for(name)
     found, expected = defaultdict[str, float](float), dict[str, float]()
-    seeds = 12
+    seeds, options = 12, fedrot.AlignmentOptions(parts=("attention",), chance=0)
     for seed in range(seeds):
         update = isotropic(state, 1e-4, seed)
-        for part in available(symmetry, ("attention",)):
-            options = fedrot.AlignmentOptions(parts=(part,), chance=0)
-            for row in fedrot.align(update, state, symmetry, options).report.groups:
-                assert row.chance is not None
-                found[row.group] += row.found / row.before / seeds
-                expected[row.group] = row.chance / row.before
-    assert set(found) == {
-        g.name for g in symmetry.groups if g.part in available(symmetry, ("attention",))
-    }
+        for row in fedrot.align(update, state, symmetry, options).report.groups:
+            assert row.chance is not None
+            found[row.group] += row.found / row.before / seeds
+            expected[row.group] = row.chance / row.before
+    assert set(found) == {group.name for group in symmetry.select(("attention",))}
     free = {group.name: group.kind.free for group in symmetry.groups}
     for group, share in found.items():
         # The sampled share is a mean of chi-squared variables: four standard errors.
@@ -97,18 +86,18 @@ def test_near_an_anchor_chance_is_the_share_of_free_dimensions(name: str) -> Non
 )
 def test_noise_moves_hardly_any_group(name: str, scale: float) -> None:
     state, symmetry = families.state_of(name), families.symmetry_for(name)
-    options = fedrot.AlignmentOptions(parts=available(symmetry, JUDGED))
+    parts = tuple(part for part in ("heads", "attention", "ffn") if part not in symmetry.refused)
+    options = fedrot.AlignmentOptions(parts=parts)
     updates = (isotropic(state, scale, seed) for seed in range(8))
     rows = [row for u in updates for row in fedrot.align(u, state, symmetry, options).report.groups]
     assert len(rows) >= 20
     assert sum(row.moved > 0 for row in rows) <= 0.01 * len(rows)
 
 
-@pytest.mark.parametrize("scale", [0.01, 0.06])
-def test_far_from_an_anchor_chance_is_drawn(scale: float) -> None:
+def test_far_from_an_anchor_chance_is_drawn() -> None:
     """An independent sample of noisy clients loses what the report of one of them says."""
     state, symmetry = bert()
-    parts = ("attention", "ffn")
+    parts, scale = ("attention", "ffn"), 0.06
     found, claimed = defaultdict[str, float](float), defaultdict[str, float](float)
     for seed in range(8):
         judged = fedrot.AlignmentOptions(parts=parts)
@@ -238,6 +227,7 @@ def test_noise_exceeds_the_quantile_once_in_so_many_times(
 BEYOND: list[tuple[list[float], list[float], list[bool]]] = [
     ([2.0, 2.0, 0.1], [1.0, 1.0, 1.0], [True, True, True]),
     ([2.0, 2.0, 2.0, 0.1], [1.0] * 4, [True] * 4),
+    ([1.0, 1.0, 0.1], [1.0] * 3, [True] * 3),
     ([9.0, 0.1, 0.1], [1.0, 1.0, 1.0], [True, False, False]),
     ([1.1, 1.1, 0.1, 0.1], [1.0] * 4, [True, True, False, False]),
     # Groups in place say nothing, and nothing is required of them.
@@ -306,33 +296,8 @@ def test_spread_of_a_mean_of_equals() -> None:
     assert Spread(0.5, {"g": 2.0}).factor(group, entries) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("width", "noise"), [(16, 0.05), (32, 0.02), (64, 0.01)])
-def test_rounds_of_independent_noise_move_nothing(width: int, noise: float) -> None:
-    """Clients that are the broadcast model plus noise, from near to far beyond its weights of 0.02."""
-    state, symmetry = bert(width, heads=4, layers=2)
-    options = fedrot.AlignmentOptions(parts=("heads", "attention", "ffn"))
-    for anchor in ("running", "global"):
-        updates = [(isotropic(state, noise, client), 1.0) for client in range(3)]
-        for result in align_round(updates, state, symmetry, replace(options, anchor=anchor)):
-            assert not result.alignment.moves
-
-
-def test_clients_in_other_coordinates_are_found_in_much_noise() -> None:
-    """Noise as large as the weights hides nothing at a width of 64."""
-    state, symmetry = bert(64, heads=4, layers=2)
-    parts = ("heads", "attention", "ffn")
-    updates = [isotropic(state, 0.02, client) for client in range(3)]
-    sent = [(fedrot.random_equivalent(u, symmetry, 5 + i, parts), 1.0) for i, u in enumerate(updates)]
-    found = align_round(sent, state, symmetry, fedrot.AlignmentOptions(parts=parts))
-    for update, result in zip(updates, found, strict=True):
-        assert all(result.alignment.moved.values())
-        for name, tensor in result.tensors.items():
-            if "intermediate" in name and tensor.is_floating_point():
-                assert torch.equal(tensor, update[name]), name
-
-
 @pytest.mark.parametrize(("part", "inner"), [("ffn", False), ("heads", True)])
-@pytest.mark.parametrize("scale", [0.01, 0.03, 0.1])
+@pytest.mark.parametrize("scale", [0.01, 0.1])
 def test_what_noise_removes_stays_below_its_quantile(part: str, inner: bool, scale: float) -> None:
     """Of orders of neurons, and of heads with the best rotation inside, from near to far."""
     state, symmetry = bert(16, heads=4)

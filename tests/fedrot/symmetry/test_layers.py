@@ -1,4 +1,4 @@
-"""Where the units of fused projections lie, heads that keep their order, and stored experts."""
+"""Fused projections that are refused, heads that keep their order, and stored experts."""
 
 from __future__ import annotations
 
@@ -18,32 +18,12 @@ from fedrot.symmetry.signs import SignedPermutation
 from tests.families import MEMBERS, model_of, outputs, state_of, symmetry_for
 from tests.models import EVERYTHING, largest_difference, squared_distance
 
-#: Four query heads of two units, two to a key head: q0 q1 k0 v0 q2 q3 k1 v1.
-HEADS = Heads(4, 2, 2)
-BY_HEAD, IN_TURN = (
-    Projections.fused("qkv", HEADS, Units("out"), by_head=by_head) for by_head in (True, False)
-)
 
-
-def _places(units: Units, heads: int) -> list[list[int]]:
-    """Return the entries that a projection writes, of its weight and of its bias."""
-    slots = units.written(heads, 2)
-    for slot in slots:
-        of = slot.slice.of(torch.arange(16), 0)
-        assert slot.slice.mask(16).nonzero()[:, 0].tolist() == of.tolist()
-        assert slot.size == len(of)
-    return [slot.slice.of(torch.arange(16), 0).tolist() for slot in slots]
-
-
-def test_queries_lie_beside_their_key_and_value_or_before_all_of_them() -> None:
-    assert _places(BY_HEAD.query, 4) == [[0, 1, 2, 3, 8, 9, 10, 11]] * 2
-    assert _places(BY_HEAD.key, 2) == [[4, 5, 12, 13]] * 2
-    assert _places(BY_HEAD.value, 2) == [[6, 7, 14, 15]] * 2
-    assert _places(IN_TURN.query, 4) == [[0, 1, 2, 3, 4, 5, 6, 7]] * 2
-    assert _places(IN_TURN.key, 2) == [[8, 9, 10, 11]] * 2
-    assert _places(IN_TURN.value, 2) == [[12, 13, 14, 15]] * 2
+def test_rotary_heads_that_lie_beside_their_keys_and_values_are_refused() -> None:
+    heads = Heads(4, 2, 2, rotary=1)
+    projections = Projections.fused("qkv", heads, Units("out"), by_head=True)
     with pytest.raises(fedrot.SymmetryError, match=r"'qkv' stores 2 heads side by side"):
-        attention("", replace(HEADS, rotary=1), BY_HEAD)
+        attention("", heads, projections)
 
 
 def test_a_space_is_there_with_one_tensor_and_without_another() -> None:

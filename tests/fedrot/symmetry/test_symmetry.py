@@ -140,6 +140,7 @@ def ones(*shape: int) -> Tensor:
 BERT, DISTILBERT = "bert-classifier", "distilbert-mlm"
 SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size")
 MODULES = ("query", "key", "value", "output", "up", "down")
+UP = "intermediate.dense.weight"
 FIRST = next(iter(state_of(BERT)))
 ADAPTER = f"{QUERY}.lora_A.default.weight"
 
@@ -157,15 +158,8 @@ REFUSED: dict[str, tuple[str, Change, tuple[str, ...]]] = {
     },
     "no heads": (BERT, setting(num_attention_heads=0), ("does not describe", "family 'bert'")),
     "heads that do not divide": (BERT, setting(num_attention_heads=5), ("shape",)),
-    **{
-        f"{key} times {factor}": (
-            BERT,
-            lambda c, s, key=key, factor=factor: c.update({key: int(c[key] * factor)}),
-            ("shape",),
-        )
-        for key in SIZES[2:]
-        for factor in (0.5, 2)
-    },
+    "twice the width": (BERT, setting(hidden_size=2 * WIDTH), ("shape",)),
+    "half the neurons": (BERT, setting(intermediate_size=models.NEURONS // 2), ("shape",)),
     "more layers": (BERT, setting(num_hidden_layers=1), ("encoder.layer.1.",)),
     "fewer layers": (BERT, setting(num_hidden_layers=3), ("bert.encoder.layer.2.", "missing")),
     **{
@@ -189,23 +183,14 @@ REFUSED: dict[str, tuple[str, Change, tuple[str, ...]]] = {
     "no tensors": (BERT, copies(), ("no tensors",)),
     "two encoders": (BERT, copies("left.", "right."), ("Several", "left.bert.", "right.bert.")),
     "with and without a wrapper": (BERT, copies("", "module."), ("differ only in a wrapper",)),
-    **{
-        f"shared {module}": (BERT, tied(second, first), ("share storage", first, second))
-        for module in ("query", "output", "up", "down")
-        for first, second in [
-            [f"{models.CASES[BERT].names.of(i, module)}.weight" for i in range(models.LAYERS)]
-        ]
-    },
+    "layers share": (BERT, tied(f"{LAYER}{UP}", f"{LAYER[:-2]}0.{UP}"), ("share storage", LAYER + UP)),
     "query and key share": (BERT, tied(f"{KEY}.weight", f"{QUERY}.weight"), ("share storage",)),
     "a head shares": (BERT, tied("bert.pooler.dense.weight", f"{QUERY}.weight"), ("share storage",)),
-    **{
-        f"{still} shares": (
-            "bert-bare",
-            tied(still, "encoder.layer.0.attention.self.query.bias"),
-            ("share storage",),
-        )
-        for still in ("embeddings.LayerNorm.bias", "encoder.layer.1.output.LayerNorm.bias")
-    },
+    "a norm shares": (
+        "bert-bare",
+        tied("encoder.layer.1.output.LayerNorm.bias", "encoder.layer.0.attention.self.query.bias"),
+        ("share storage",),
+    ),
     "a table shares with hidden units": (
         BERT,
         lambda c, s: s.update(dict.fromkeys((POSITIONS, "classifier.weight"), ones(3, WIDTH))),
@@ -228,9 +213,7 @@ REFUSED: dict[str, tuple[str, Change, tuple[str, ...]]] = {
         for name in ("prompt_encoder.default.embedding.weight", "base_model.model.x.adaption_prompt")
     },
     **{
-        f"{name} in {dtype}": (name, cast(key, dtype), (f"'{key}'", str(dtype), "quantised"))
-        for name in (BERT, DISTILBERT)
-        for key in [f"{models.CASES[name].names.of(1, 'query')}.weight"]
+        f"in {dtype}": (BERT, cast(FIRST, dtype), (f"'{FIRST}'", str(dtype), "quantised"))
         for dtype in (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn)
     },
     # Two weights in a byte, in a column: not a matter of a wrong shape.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot.symmetry.actions import HeadRotation, Kind, Permutation
-from fedrot.symmetry.groups import Move, Slot
+from fedrot.symmetry.groups import Move
 from fedrot.symmetry.signs import SignedPermutation
 from tests.models import DIM, Names, State
 
@@ -53,26 +53,9 @@ def dense(kind: Kind, element: Tensor, size: int) -> Tensor:
     return matrix
 
 
-def dense_on(move: Move, slot: Slot, size: int) -> Tensor:
-    """Return the matrix by which a move acts on one axis: the inverse transpose on the other side."""
-    matrix = dense(move.group.kind, move.element, size)
-    return torch.linalg.inv(matrix).T if slot.contravariant else matrix
-
-
 def along(matrix: Tensor, tensor: Tensor, axis: int) -> Tensor:
     """Return a matrix applied to one axis of a tensor."""
     return torch.tensordot(matrix, tensor, dims=([1], [axis])).movedim(0, axis)
-
-
-def moved_densely(state: State, moves: tuple[Move, ...]) -> State:
-    """Apply moves in order as dense matrices."""
-    out = dict(state)
-    for move in moves:
-        for slot in move.group.slots:
-            tensor = out[slot.tensor]
-            assert (slot.slice.start, slot.slice.stop) == (0, tensor.shape[slot.axis])
-            out[slot.tensor] = along(dense_on(move, slot, slot.size), tensor, slot.axis)
-    return out
 
 
 def random_moves(symmetry: fedrot.Symmetry, seed: int, parts: tuple[str, ...]) -> tuple[Move, ...]:

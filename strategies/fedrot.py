@@ -47,8 +47,8 @@ class FedRot(FitsHead, Aligned, FedAvg):
         server: of ``ReplyStrategy``, like ``checkpoints`` and ``reporting``.
 
     Raises:
-        FedrotError: as ``Aligned``; the aggregation needs diagonal Fisher information, but heads are
-            rotated; or, in ``start``, the model has no such task head.
+        FedrotError: as ``Aligned``; the aggregation needs statistics, but the options say
+            ``canonical=True``, or diagonal Fisher information, but heads are rotated; or, in ``start``, the model has no such task head.
     """
 
     uses_statistics = True
@@ -108,6 +108,11 @@ class FedRot(FitsHead, Aligned, FedAvg):
     def _check_rotations(self) -> None:
         other = self.other_bases.options if self.other_bases is not None else None
         aligned = (self.alignment, other) if self.aligns else ()
+        if {*self._kinds} - {TRAINED} and any(o and o.canonical for o in aligned):
+            raise FedrotError(
+                f"The statistics '{self._kinds[0]}' cannot be brought to canonical form. Give "
+                "canonical=False, or None, in the options of alignment and other_basis."
+            )
         rotates = any(o and "attention" in o.parts and o.within_heads == "rotation" for o in aligned)
         fixed = [kind for kind in self._kinds if not kind_named(kind).follows_rotations]
         if fixed and rotates:

@@ -1,4 +1,4 @@
-"""Solvers inside heads: ``HeadSolver``, and closed forms for rotations, rotary groups and scales."""
+"""Solvers inside heads: ``HeadSolver``, and closed forms for rotations."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ from fedrot.aggregation import Fisher
 from fedrot.collect.statistics import FISHER
 from fedrot.strategies import FedRot, align_mod, from_arrays, to_arrays, wanted_statistics
 from fedrot.strategies.client_matching import ACTION, MESSAGE_TYPE
-from fedrot.strategies.wire.arrays import STATISTICS, wire_bytes
+from fedrot.strategies.wire.arrays import STATISTICS
 from fedrot.strategies.wire.statistics import read_statistics, statistics_record
 from tests import families
 from tests.models import EAGER, State, config_of, near
 from tests.models import largest_difference as difference
-from tests.strategies.classifier import NAME, SYMMETRY, build, state
+from tests.strategies.classifier import NAME, SYMMETRY, state
 from tests.strategies.fakes import (
     Client,
     failure,
@@ -261,18 +261,6 @@ def test_clipping_before_alignment_is_refused_at_the_first_message(case: str) ->
             node_of(app)(instruction(clipping_norm=CLIP))
 
 
-class Callback:
-    """A way to the client that is no function."""
-
-    def __call__(self, message: Message, context: Context) -> Message:
-        return reply(message, UPDATE, 10)
-
-
-def test_a_chain_that_cannot_be_seen_through_is_trusted() -> None:
-    answer = align_mod(CONFIG)(instruction(), Context(1, 1, {}, RecordDict(), {}), Callback())
-    assert difference(arrays(answer), ALIGNED) == 0
-
-
 def with_statistics(statistics: Any) -> Train:
     return spoilt(lambda content: content.update({STATISTICS: statistics_record(statistics)}))
 
@@ -284,22 +272,6 @@ def test_statistics_are_of_the_aligned_update_if_the_server_asks_for_them() -> N
     found = read_statistics(answer.content)
     assert list(found) == [FISHER]
     assert difference(found[FISHER], {k: v.square() + 0.1 for k, v in ALIGNED.items()}) == 0
-
-
-def test_gram_matrices_of_the_client_move_with_its_update_and_are_sketched_afterwards() -> None:
-    model = build().eval()
-    model.load_state_dict(UPDATE)
-    grams = fedrot.collect_gram(model, [{"input_ids": torch.arange(4, 36).reshape(4, 8)}])
-    expected = fedrot.align(UPDATE, BASE, SYMMETRY).transport(grams)
-    answer = answered(with_statistics(grams), align_mod(CONFIG))
-    found = read_statistics(answer.content)["gram"]
-    assert difference(found, expected["gram"]) < 1e-6
-    assert difference(found, grams["gram"]) > 1e-2
-    answer = answered(with_statistics(grams), align_mod(CONFIG, share=0.15))
-    record = answer.content.array_records[STATISTICS]
-    budget = int(0.15 * wire_bytes(answer.content.array_records["arrays"]))
-    assert wire_bytes(record) <= budget
-    assert record == statistics_record(expected, budget=budget)
 
 
 def test_statistics_of_the_client_and_of_the_mod_leave_together_in_the_precision_of_the_mod() -> None:
@@ -372,11 +344,6 @@ def test_what_cannot_go_on_says_so_at_the_client(
 ) -> None:
     with pytest.raises(fedrot.FedrotError, match=word):
         answered(train, mod, message)
-
-
-def test_a_share_of_nothing_is_refused() -> None:
-    with pytest.raises(fedrot.FedrotError, match="give a positive share"):
-        align_mod(CONFIG, share=0)
 
 
 def test_without_secure_aggregation_the_same_is_sent(warnings: Callable[[], str]) -> None:

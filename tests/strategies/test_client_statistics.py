@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from fedrot.aggregation import Fisher, RegMean
 from fedrot.collect.statistics import STATISTIC_KINDS, StatisticKind
 from fedrot.errors import FedrotError
 from fedrot.strategies import FedRot, add_statistics, statistics_record
-from fedrot.strategies.wire.arrays import STATISTICS, wire_bytes
+from fedrot.strategies.wire.arrays import STATISTICS
 from fedrot.strategies.wire.statistics import read_statistics
 from tests.models import State, config_of, near
 from tests.strategies.aggregating import Client as Given
@@ -85,19 +84,6 @@ def test_forms_of_batches_and_precisions_on_the_wire() -> None:
     for rows in (lambda: iter(batches(0)), iter(batches(0)), [labelled]):
         assert added(rows=rows) == statistics_record(grams)
     assert added(dtype=torch.bfloat16) == statistics_record(grams, torch.bfloat16)
-
-
-def test_a_share_of_the_models_bytes_bounds_the_gram_matrices() -> None:
-    """Of the reply's model, or of the received one if the reply has none; other kinds stay whole."""
-    grams = fedrot.collect_gram(model(), batches(0))
-    half = {name: tensor.half() for name, tensor in state().items()}
-    for reply in (content(), content(half), RecordDict()):
-        models = reply.array_records.get("arrays", ArrayRecord(state()))
-        budget = int(0.15 * wire_bytes(models))
-        record = added(to=reply, share=0.15)
-        assert record == statistics_record(grams, budget=budget)
-        assert 0.8 * budget <= wire_bytes(record) <= budget
-    assert added("fisher", share=0.01) == added("fisher")
 
 
 @pytest.mark.parametrize(("most", "expected"), [(3, 3), (None, 100), (102, 102)])
@@ -249,22 +235,6 @@ def test_a_run_merges_what_the_clients_add(aggregation: Any) -> None:
     collect: Any = fedrot.collect_gram if aggregation is RegMean else fedrot.collect_fisher
     expected = merged(aggregation(), clients(collect))
     assert largest_difference(found, ArrayRecord(expected)) <= 1e-6
-
-
-@pytest.mark.parametrize("alignment", [None, fedrot.AlignmentOptions()])
-def test_a_run_merges_the_sketches_that_the_clients_add(alignment: Any) -> None:
-    """RegMean of matrices that are rebuilt from each client's own sketch."""
-    found = played(RegMean, partial(add_statistics, share=0.15), alignment=alignment)
-    budget = int(0.15 * wire_bytes(ArrayRecord(state())))
-
-    def rebuilt(network: Any, rows: Any) -> Any:
-        record = statistics_record(fedrot.collect_gram(network, rows), budget=budget)
-        return read_statistics(RecordDict({STATISTICS: record}))
-
-    expected, exact = (
-        ArrayRecord(merged(RegMean(), clients(collect))) for collect in (rebuilt, fedrot.collect_gram)
-    )
-    assert largest_difference(found, expected) <= 0.02 * largest_difference(exact, expected)
 
 
 def test_the_error_of_a_run_without_statistics_names_the_call() -> None:

@@ -169,27 +169,6 @@ def test_updates_and_metrics_are_weighted_by_the_metric_that_is_named(build: Any
     assert found[0][1] == found[1][1] == pytest.approx((1 + 25 + 196) / 20)
 
 
-@pytest.mark.parametrize(
-    ("more", "taken"),
-    [
-        ({"a": [1] * 50_000, "b": [0.5] * 49_996, "c": 2}, True),
-        ({"a": [1] * 50_000, "b": [0.5] * 49_997, "c": 2}, False),
-        (dict.fromkeys(map(str, range(100_000)), 0.5), False),
-    ],
-    ids=["at most", "lists too long together", "too many names"],
-)
-def test_a_reply_may_have_a_hundred_thousand_numbers_of_metrics(
-    more: dict[str, Any], taken: bool
-) -> None:
-    base = {"w": torch.zeros(3)}
-    strategy = FedRot(CONFIG, alignment=None, aggregation=Mean)
-    messages = broadcast(strategy, base, 2)
-    flood = reply(messages[0], {"w": torch.ones(3)}, 10, 0, **more)
-    arrays, metrics = strategy.aggregate_train(1, [flood, reply(messages[1], base, 10, 1)])
-    assert arrays_of(arrays)["w"].tolist() == [0.5 if taken else 0.0] * 3
-    assert (metrics or {}).get("fedrot-replies-dropped", 0) == (0 if taken else 1)
-
-
 def renamed_record(message: Message) -> Message:
     answer = reply(message, BASE, 10, -1)
     answer.content["weights"] = answer.content.pop("arrays")

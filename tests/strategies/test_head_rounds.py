@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -291,23 +291,6 @@ def test_adapters_are_never_worse_over_rounds(method: str) -> None:
     assert all(after <= before + 1e-5 for before, after in pairwise(losses))
     steps = [one["fedrot-head-step"] for one in result.train_metrics_clientapp.values()]
     assert set(steps) <= ({0.0, 0.5, 1.0} if method == "mean" else {0.0, 1.0})
-
-
-@pytest.mark.parametrize("guard", [None, "loss"])
-def test_evaluations_are_of_the_models_with_the_fitted_head(guard: str | None) -> None:
-    """Also before the first round, and with a guard, which has evaluated the model before."""
-    evaluated: dict[int, float] = {}
-
-    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        evaluated[server_round] = SINGLE.judged(tensors_of(arrays))
-        return MetricRecord({"loss": evaluated[server_round]})
-
-    strategy = FedRot(SINGLE.config, fit_head=True, fraction_evaluate=0.0, guard=guard)
-    initial = ArrayRecord(SINGLE.state())
-    result = strategy.start(grid_of(LEARNERS), initial, 1, timeout=1, evaluate_fn=evaluate)
-    assert evaluated[0] < SINGLE.judged(SINGLE.state()) - 0.1
-    assert evaluated[1] == SINGLE.judged(tensors_of(result.arrays)) <= evaluated[0]
-    assert result.evaluate_metrics_serverapp[1]["loss"] == evaluated[1]
 
 
 def test_a_later_round_without_answers_keeps_its_head(warnings: Callable[[], str]) -> None:

@@ -3,7 +3,7 @@
 Transformers have further continuous symmetries. They are not used: most of them scale weights, which
 would change weight decay and Adam's steps. A test counts the dimensions of all of them.
 
-* Attention heads: ``GL(d_h)`` beyond rotations and one scale; under rotary positions a scale per
+* Attention heads: ``GL(d_h)`` beyond rotations; under rotary positions a scale per
   frequency; under a norm on queries and keys, scales between their gains.
 * Attention biases: a key's bias without rotary positions, and a value's bias if the output projection
   has a bias. See ``fedrot.canonical``.

@@ -59,7 +59,6 @@ def found(*reports: AlignmentReport, **about: Any) -> str:
 
 NEAR = [rows("attention", 0.3, moved=1), rows("ffn", 0.0, chance=0.0)]
 FAR = [rows("attention", 0.1, moved=1, of=1000.0), rows("ffn", 0.0, chance=0.0, of=1000.0)]
-SCALED = rows("rescale", 0.001, chance=0.004, moved=1)
 BOTH = "rotation 24.0 % of the distance, chance 6.1 %; permutation 20.0 % of the distance, chance 0.0 %"
 #: The groups of each reply, and the verdict's beginning.
 VERDICTS: dict[str, tuple[list[list[list[GroupReport]]], str]] = {
@@ -82,7 +81,7 @@ VERDICTS: dict[str, tuple[list[list[list[GroupReport]]], str]] = {
         "too little beyond chance (rotation 7.0 %, chance 6.1 %): averaged as they are",
     ),
     "permutations near an anchor find nothing, and chance neither": (
-        [[rows("ffn", 0.0, chance=0.0), rows("rescale", 0.0, chance=0.0)]],
+        [[rows("ffn", 0.0, chance=0.0)]],
         "nothing beyond chance (permutation 0.0 %, chance 0.0 %): averaged as they are",
     ),
     "units had changed places": (
@@ -91,9 +90,9 @@ VERDICTS: dict[str, tuple[list[list[list[GroupReport]]], str]] = {
         "1 of 2 groups moved",
     ),
     "every movement is named, and only those beyond chance are a cause": (
-        [[rows("attention", 0.24, moved=1), rows("heads", 0.2, chance=0.0, moved=1), SCALED]],
-        f"{BOTH}; rescaling 0.1 % of the distance, chance 0.4 %: heads are rotated relative to each "
-        "other and units are in another order; 3 of 3 groups moved",
+        [[rows("attention", 0.24, moved=1), rows("heads", 0.2, chance=0.0, moved=1)]],
+        f"{BOTH}: heads are rotated relative to each other and units are in another order; "
+        "2 of 2 groups moved",
     ),
     "a group moved, and all of them together are no more than chance": (
         [[rows("attention", 0.12, 0.0, 0.0, moved=1)]],

@@ -47,8 +47,9 @@ class FedRot(FitsHead, Aligned, FedAvg):
         server: of ``ReplyStrategy``, like ``checkpoints`` and ``reporting``.
 
     Raises:
-        FedrotError: as ``Aligned``; the aggregation needs statistics, but the options say
-            ``canonical=True``, or diagonal Fisher information, but heads are rotated; or, in ``start``, the model has no such task head.
+        FedrotError: as ``Aligned``; the aggregation needs statistics, and the options say
+            ``canonical=True``; it needs diagonal Fisher information, and heads are rotated; or, in
+            ``start``, the model has no such task head.
     """
 
     uses_statistics = True

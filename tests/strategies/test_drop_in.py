@@ -248,17 +248,6 @@ def test_models_of_the_clients_own_are_fedavgs_without_alignment() -> None:
     assert ends(ours[0]) == ends(theirs[0])
 
 
-def test_a_second_run_of_own_messages_starts_from_its_own_model() -> None:
-    twice = {name: 2 * t if t.is_floating_point() else t for name, t in state().items()}
-    used, fresh = (own_messages(FedRot)(CONFIG) for _ in range(2))
-    played(used)
-    found, expected = (
-        [m["fedrot-share-found"] for m in played(one, twice)[0].train_metrics_clientapp.values()]
-        for one in (used, fresh)
-    )
-    assert found == pytest.approx(expected)
-
-
 def fails_until(number: int) -> Client:
     def answer(message: Message) -> Message:
         return (failure if message.content["config"]["server-round"] < number else client)(message)

@@ -340,15 +340,6 @@ def test_a_privacy_wrapper_is_refused_around_a_strategy_that_aligns_or_fits_a_he
     assert gap(result, expected) < ROUNDED * gap(expected, state())
 
 
-def test_the_weights_are_those_of_the_wrapped_strategy() -> None:
-    renamed = with_metrics(lambda metrics, _: metrics.update(rows=metrics.pop("num-examples")))
-    wrapped = FedAvg(weighted_by_key="rows", **COMMON)
-    aligned = in_front_of(DifferentialPrivacyServerSideFixedClipping)
-    strategy = aligned(CONFIG, wrapped, alignment=replace(EAGER, anchor="global"), **FIXED)
-    expected = finished("server, fixed", scramble=True, aligned=True)
-    assert gap(run(strategy, True, (renamed,)), expected) < 1e-5
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_without_a_good_reply_the_model_stays(name: str) -> None:
     # Each with a fault of its own: one fault of all would end the run.

@@ -188,26 +188,6 @@ def test_what_a_strategy_that_needs_all_updates_cannot_compare_is_dropped(odd: A
     assert (metrics or {})["fedrot-replies-dropped"] == 1
 
 
-@pytest.mark.parametrize(
-    ("odd", "said"),
-    [({"loss": [0.5, 0.4]}, "loss (list of 2), num-examples in"), ({}, "it has num-examples in")],
-)
-def test_metrics_unlike_the_others_are_left_out_but_the_update_is_not(
-    odd: Any, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    strategy = FedRot(CONFIG, alignment=GLOBAL)
-    sent = list(zip(broadcast(strategy, BASE), updates(), strict=True))
-    with caplog.at_level("INFO", logger="flwr"):
-        replies = [reply(*pair, 10, i, loss=0.5) for i, pair in enumerate(sent)]
-        expected, _ = strategy.aggregate_train(1, replies)
-        replies[0] = reply(*sent[0], 10, 0, **odd)
-        result, metrics = strategy.aggregate_train(1, replies)
-    assert largest_difference(expected, result) == 0.0
-    assert metrics is not None
-    assert (metrics["loss"], metrics["fedrot-replies-accepted"]) == (0.5, 3)
-    assert said in caplog.text
-
-
 def test_failed_clients_keep_their_names_in_rounds_in_which_they_say_nothing(tmp_path: Path) -> None:
     """An error holds no id, and neither does silence; the average is left to the others."""
     report = tmp_path / "report.jsonl"

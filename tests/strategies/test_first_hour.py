@@ -231,17 +231,6 @@ def _run(home: Path, rounds: int, **given: Any) -> list[int]:
     return list(dict.fromkeys(json.loads(line)["round"] for line in rows.read_text().splitlines()))
 
 
-def test_a_second_run_begins_files_of_its_own_and_loses_nothing(tmp_path: Path) -> None:
-    (tmp_path / "alignment.jsonl").write_text("earlier\n")
-    (tmp_path / "alignment.1.jsonl").write_text("earliest\n")
-    before = {"alignment.1.jsonl": b"earliest\n", "alignment.2.jsonl": b"earlier\n"}
-    for run, (rounds, given) in enumerate(((2, {}), (1, {"folder": tmp_path / "first"}), (1, {}))):
-        assert _run(tmp_path, rounds, **given) == list(range(1, rounds + 1))
-        aside = {path.name: path.read_bytes() for path in tmp_path.glob("*.[0-9].jsonl")}
-        assert aside == before
-        before[f"alignment.{run + 3}.jsonl"] = (tmp_path / "alignment.jsonl").read_bytes()
-
-
 def test_a_resumed_run_goes_on_in_its_files_and_a_refused_one_leaves_them(tmp_path: Path) -> None:
     """An empty file is nobody's; rows of a run that was killed in its first round are removed."""
     kept, path = tmp_path / "kept", tmp_path / "alignment.jsonl"

@@ -58,7 +58,6 @@ DRAWN.putpalette([255, 0, 0, 0, 255, 0])
 ODD = np.array([[np.nan, np.inf], [1, 3]], dtype=np.float32)
 FLAT = np.full((2, 2), 0.5, dtype=np.float32)
 
-RED = Image.new("RGB", (1, 1), "red")
 TURNED: dict[str, dict[str, Any]] = {"png": {}, "jpeg": {"quality": 100}}
 
 #: A file, and the pixels of its grey or coloured image.

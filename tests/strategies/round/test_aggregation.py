@@ -402,6 +402,11 @@ def test_fisher_is_refused_at_once_if_heads_are_rotated(name: str) -> None:
         FedRot(CONFIG, aggregation=Fisher, **given)
 
 
+def test_statistics_in_canonical_form_are_refused_at_once() -> None:
+    with pytest.raises(fedrot.FedrotError, match=r"'gram' cannot be .* canonical=False"):
+        FedRot(CONFIG, aggregation=RegMean, alignment=fedrot.AlignmentOptions(canonical=True))
+
+
 @ALIGN
 def test_an_aggregator_in_the_place_of_its_class_is_refused(alignment: Any) -> None:
     with pytest.raises(fedrot.FedrotError, match="or a class, aggregation=fedrot"):

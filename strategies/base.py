@@ -159,7 +159,7 @@ class ReplyStrategy(Strategy):
             evaluating = reporting_evaluations(self.reporting, evaluating)
         given = (num_rounds, timeout, train_config, evaluate_config, evaluating)
         if self.checkpoints is not None:
-            result = run(self, lazy, initial_arrays, self.checkpoints, *given, **further)
+            result = run(self, lazy, initial_arrays, *given, checkpoints=self.checkpoints, **further)
         else:
             self.begin(None)
             result = super().start(lazy, initial_arrays, *given, **further)

@@ -24,13 +24,14 @@ def run(
     strategy: Strategy,
     grid: Grid,
     initial_arrays: ArrayRecord,
-    checkpoints: Checkpointing,
     num_rounds: int = 3,
     timeout: float = 3600,
     train_config: ConfigRecord | None = None,
     evaluate_config: ConfigRecord | None = None,
     evaluate_fn: Evaluate | None = None,
     should_stop: Stop | None = None,
+    *,
+    checkpoints: Checkpointing,
 ) -> Result:
     """Run a strategy by Flower's ``Strategy.start``, and write a checkpoint after every round.
 

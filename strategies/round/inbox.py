@@ -14,7 +14,7 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from fedrot.collect.statistics import brings
+from fedrot.collect.statistics import TRAINED, brings
 from fedrot.errors import UpdateError, legible
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.round.record import RoundRecord
@@ -263,6 +263,8 @@ class Inbox:
             unused = "', '".join(sorted(statistics))
             log(WARNING, "The statistics '%s' are not used: this strategy uses none.", unused)
             statistics = {}
+        if not self.needs:
+            statistics = {kind: found for kind, found in statistics.items() if kind == TRAINED}
         return Update(client_id(message), message, record, tensors, weight, statistics)
 
     def close(self) -> None:

@@ -139,7 +139,7 @@ def test_the_app_of_the_page_about_statistics_runs(
     client = importlib.import_module("client_app").client
     server = importlib.import_module("server_app").server
     server(local_clients(client, 3), Context(1, 0, {}, RecordDict(), {}))
-    _executed("how-to/statistics.md", 5)
+    _executed("how-to/statistics.md", 3)
     for name in files:
         monkeypatch.delitem(sys.modules, name)
     found = re.findall(r"round (\d): accuracy (\S+)\n", capsys.readouterr().out)

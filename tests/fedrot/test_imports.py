@@ -21,17 +21,18 @@ FORBIDDEN = {
 PACKAGES = {"fedrot": "fedrot", "strategies": "fedrot.strategies", "simulations": "fedrot.simulations"}
 #: Modules and folders of fedrot; each may import what stands before its row.
 LAYERS = (
-    ("errors", "precision"),
+    ("errors",),
     ("_io",),
     ("tensors",),
     ("symmetry",),
-    ("options", "report", "feature_bounds"),
+    ("options", "report", "shares", "feature_bounds"),
     ("problems",),
     ("collect",),
     ("check", "matching"),
     ("alignment",),
     ("aggregation", "learning", "head"),
     ("temperature",),
+    ("ballots",),
     ("anchors", "lora"),
     ("diagnosis",),
 )

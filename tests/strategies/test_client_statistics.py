@@ -170,20 +170,17 @@ WRONG = [
     ({"dtype": torch.float16}, r"not as torch\.float16"),
     ({"max_batches": 0}, "max_batches is 0"),
     ({"max_batches": -1}, "max_batches is -1"),
-    *(({"share": share}, "positive share") for share in (0.0, -0.1, torch.inf, torch.nan)),
 ]
 #: Arguments other than those of a good call, and a word of the error.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     *WRONG,
     *(({**given, "message": request("")}, word) for given, word in WRONG),
-    ({"share": 1e-6}, "larger share"),
     ({"batches": []}, "at least one batch"),
     ({"batches": [(BATCH["input_ids"],)]}, "A batch is a tuple"),
     ({"batches": iter(batches(0)), "message": request("gram,fisher")}, "gram and fisher, but an iter"),
     ({"message": request("hessian")}, "Unknown statistics 'hessian'"),
     ({"message": request("trained")}, "'trained' cannot be computed"),
     ({"model": torch.nn.DataParallel(model())}, r"of 'module\..*' belong to no tensor of the reply"),
-    ({"share": 0.15, "message": without_model(), "content": RecordDict()}, "there is no model"),
 ]
 
 

@@ -6,6 +6,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from inspect import Parameter
 from pathlib import Path
 from types import SimpleNamespace
@@ -203,13 +204,14 @@ def test_should_stop_of_a_resumed_run_is_asked_where_the_whole_run_asked_it(tmp_
         random.seed(seed)
         asked.clear()
         strategy, grid = FedAdam(fraction_evaluate=0.0), FakeGrid(MOVED)
-        run(strategy, grid, ArrayRecord([np.ones(3)]), rounds, should_stop=should_stop, **given)
+        start = partial(run, strategy) if given else strategy.start
+        start(grid, ArrayRecord([np.ones(3)]), rounds, should_stop=should_stop, **given)
         return asked.copy()
 
     whole = play(4, seed=0)
     assert play(2, seed=0, checkpoints=Checkpointing(tmp_path)) == whole[:2]
-    assert play(2, seed=9, resume=tmp_path) == whole[1:2]
-    assert play(4, seed=9, resume=tmp_path) == whole[1:]
+    assert play(2, seed=9, checkpoints=Checkpointing(tmp_path)) == whole[1:2]
+    assert play(4, seed=9, checkpoints=Checkpointing(tmp_path)) == whole[1:]
 
 
 @pytest.mark.skipif(HAS_IT, reason="the installed Flower has should_stop")

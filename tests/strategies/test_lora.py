@@ -185,11 +185,8 @@ def test_what_does_not_go_together_is_refused_before_training() -> None:
 def test_what_is_not_known_or_not_lost_is_no_metric(
     of_factors: float | None, lost: float, measured: dict[str, float]
 ) -> None:
-    report = SimpleNamespace(
-        mean_error=0.1, mean_error_of_factors=of_factors, mean_lost=lost, notes={"m": "why"}
-    )
+    report = SimpleNamespace(mean_error=0.1, mean_error_of_factors=of_factors, mean_lost=lost)
     fake: Any = SimpleNamespace(result=lambda: ({}, report))
     average = AdapterMean(cast(Any, fake))
     average.result()
     assert average.measured == measured
-    assert average.notes == {"m": "why"}

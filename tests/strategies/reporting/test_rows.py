@@ -13,7 +13,7 @@ from flwr.serverapp.strategy import FedAdam
 
 import fedrot
 from fedrot.strategies import Aligned, FedRot
-from fedrot.strategies.reporting.rows import cut_rows, report_metrics, reporting_evaluations
+from fedrot.strategies.reporting.rows import cut_rows, report_metrics
 from fedrot.strategies.settings import Checkpointing, Reporting
 from tests.models import State, near
 from tests.strategies.classifier import SYMMETRY, state
@@ -94,7 +94,6 @@ def test_what_is_not_finite_is_null_in_a_row(tmp_path: Path) -> None:
     reporting = Reporting(path, lambda number, metrics: heard.update(metrics))
     given = MetricRecord({"loss": math.nan, "best": [math.inf, 1.0, -math.inf], "n": 3})
     report_metrics(reporting, 1, "train", given)
-    report_metrics(reporting, 2, "train", None)
     (row,) = rows_of(path)
     assert row["metrics"] == {"loss": None, "best": [None, 1.0, None], "n": 3}
     assert math.isnan(heard.pop("train/loss"))
@@ -104,15 +103,6 @@ def test_what_is_not_finite_is_null_in_a_row(tmp_path: Path) -> None:
         "train/best/2": -math.inf,
         "train/n": 3.0,
     }
-
-
-def test_without_rows_or_a_function_nothing_is_wrapped_or_written(tmp_path: Path) -> None:
-    def evaluate(number: int, arrays: ArrayRecord) -> None: ...
-
-    assert reporting_evaluations(Reporting(), evaluate) is evaluate
-    assert reporting_evaluations(Reporting(tmp_path / "rows.jsonl"), None) is None
-    report_metrics(Reporting(), 1, "train", {"loss": 0.5})
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_error_of_the_function_ends_the_run() -> None:

@@ -122,9 +122,9 @@ def play(folder: Path, mark: Mark) -> None:
         ),
         FakeGrid({100 + i: client(i) for i in range(CLIENTS)}),
         ArrayRecord(state()),
-        MarkedCheckpoints(folder / "checkpoints", keep=2),
         ROUNDS,
         evaluate_fn=evaluate,
+        checkpoints=MarkedCheckpoints(folder / "checkpoints", keep=2),
     )
     rows = (folder / "rows.jsonl").read_text("utf-8")
     (folder / "end").write_text(repr((ending(result), rows)))

@@ -129,12 +129,12 @@ def play(
     given = {"evaluate_fn": evaluate, **settings}
     if checkpoints is None:
         return strategy.start(grid(), arrays, num_rounds=rounds, **given)
-    return run(strategy, grid(), arrays, checkpoints, rounds, **given)
+    return run(strategy, grid(), arrays, rounds, checkpoints=checkpoints, **given)
 
 
 def resumable(strategy: Strategy, checkpoints: Checkpointing, *args: Any, **settings: Any) -> Result:
     """Run a strategy with checkpoints, with the arguments of its own ``start``."""
-    return run(strategy, *args[:2], checkpoints, *args[2:], **settings)
+    return run(strategy, *args, checkpoints=checkpoints, **settings)
 
 
 def both(folder: Path) -> dict[str, Any]:
@@ -288,7 +288,12 @@ def test_a_resumed_run_asks_nobody_in_the_rounds_that_are_finished(
             return evaluate(number, arrays)
 
         found = run(
-            rest, clients, ArrayRecord(SMALL), Checkpointing(tmp_path), rounds, evaluate_fn=evaluation
+            rest,
+            clients,
+            ArrayRecord(SMALL),
+            rounds,
+            evaluate_fn=evaluation,
+            checkpoints=Checkpointing(tmp_path),
         )
         assert ending(found) == expected
         # Those before are in the checkpoint: the list is state of this strategy.
@@ -316,7 +321,7 @@ def test_a_failed_round_is_kept_too(tmp_path: Path) -> None:
     expected = ending(FedAvg().start(grid(2), ArrayRecord(SMALL), 3))
     seeded(0)
     for rounds in (1, 2, 3):
-        found = run(FedAvg(), grid(2), ArrayRecord(SMALL), Checkpointing(tmp_path), rounds)
+        found = run(FedAvg(), grid(2), ArrayRecord(SMALL), rounds, checkpoints=Checkpointing(tmp_path))
         assert (found.arrays == ArrayRecord(SMALL)) == (rounds < 3)
         assert Checkpointing(tmp_path).newest().result.arrays == found.arrays
     assert ending(found) == expected

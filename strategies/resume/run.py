@@ -38,7 +38,8 @@ def run(
     A resumed run continues after the newest valid checkpoint. It restores the model, the result so far,
     the strategy's state, the changed entries of the configurations, and the random generators. If the
     strategy has a method ``begin``, it is called first, with the last finished round: 0 if the run was
-    killed in round 1, None for a new run.
+    killed in round 1, None for a new run. If it has a method ``model_of``, the arrays that this method
+    returns are compared to recognise a checkpoint of another model.
 
     Args:
         strategy: built as for the run that is resumed.
@@ -61,7 +62,7 @@ def run(
         if not checkpoints.rounds():
             log(INFO, "There is no checkpoint in '%s' yet: starting from round 1.", checkpoints.folder)
         else:
-            done, result = _restored(checkpoints, initial_arrays, state)
+            done, result = _restored(checkpoints, strategy, initial_arrays, state)
             if done > num_rounds:
                 said = (
                     f"'{checkpoints.folder}' holds round {done}, and num_rounds is {num_rounds}: no "
@@ -181,10 +182,13 @@ def _noted(
     return metrics
 
 
-def _restored(source: Checkpointing, initial: ArrayRecord, state: RunState) -> tuple[int, Result]:
+def _restored(
+    source: Checkpointing, strategy: Strategy, initial: ArrayRecord, state: RunState
+) -> tuple[int, Result]:
     """Return the last finished round and the result so far, and restore the state of the strategy."""
     found = source.newest()
-    both = found.result.arrays, initial
+    compared = getattr(strategy, "model_of", lambda arrays: arrays)
+    both = compared(found.result.arrays), compared(initial)
     saved, ours = ({name: array.shape for name, array in arrays.items()} for arrays in both)
     different = sorted(name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name))
     if different:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from logging import WARNING
 
-from flwr.app import Error, Message, RecordDict
+from flwr.app import Error, Message, MetricRecord, RecordDict
 from flwr.common import log
 
 from fedrot.errors import UpdateError, legible
@@ -21,6 +21,7 @@ from fedrot.strategies.round.inbox import (
     unlike,
     with_common_layout,
 )
+from fedrot.strategies.wire.arrays import of_kind
 
 
 def readable_evaluations(replies: Iterable[Message], asked: Asked, weighted_by: str) -> list[Message]:
@@ -59,7 +60,7 @@ def readable_evaluations(replies: Iterable[Message], asked: Asked, weighted_by: 
 
 def _check_finite_metrics(content: RecordDict, weighted_by: str) -> None:
     """Raise ``UpdateError`` if an evaluation without examples has a metric that is NaN or infinite."""
-    (metrics,) = content.metric_records.values()
+    (metrics,) = of_kind(content, MetricRecord).values()
     for key, number in numbers_of(metrics):
         if not math.isfinite(number):
             raise UpdateError(

@@ -9,7 +9,7 @@ from logging import DEBUG, WARNING
 from typing import TypeVar
 
 import torch
-from flwr.app import ArrayRecord, Message, Metadata, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 from torch import Tensor
@@ -19,7 +19,7 @@ from fedrot.errors import UpdateError, legible
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Question, Update, question_of
-from fedrot.strategies.wire.arrays import STATISTICS, from_arrays, model_records
+from fedrot.strategies.wire.arrays import STATISTICS, from_arrays, model_records, of_kind
 from fedrot.strategies.wire.statistics import read_statistics
 from fedrot.tensors import (
     LARGEST_WEIGHT,
@@ -118,7 +118,7 @@ def with_common_layout(
 
 def metrics_layout(content: RecordDict) -> tuple[str, tuple[tuple[str, int | None], ...]]:
     """Return the name, keys and list lengths of a content's only MetricRecord."""
-    ((name, record),) = content.metric_records.items()
+    ((name, record),) = of_kind(content, MetricRecord).items()
     lengths = {key: len(v) if isinstance(v, list) else None for key, v in record.items()}
     return name, tuple(sorted(lengths.items()))
 
@@ -136,7 +136,7 @@ def _listed(content: RecordDict) -> str:
 
 def client_id(message: Message) -> int:
     """Return the client's own partition id if it sent one, else its node id."""
-    record = message.content.config_records.get(CLIENT_RECORD) if message.has_content() else None
+    record = of_kind(message.content, ConfigRecord).get(CLIENT_RECORD) if message.has_content() else None
     own = record.get(CLIENT_KEY) if record is not None else None
     return own if isinstance(own, int) else message.metadata.src_node_id
 
@@ -236,10 +236,10 @@ class Inbox:
         if len(records) != 1:
             raise UpdateError(
                 f"The reply holds {len(records)} ArrayRecords and "
-                f"{len(content.metric_records)} MetricRecords; send exactly one of each."
+                f"{len(of_kind(content, MetricRecord))} MetricRecords; send exactly one of each."
             )
         weight = read_weight(content, self.weighted_by, SMALLEST_WEIGHT)
-        (metrics,) = content.metric_records.values()
+        (metrics,) = of_kind(content, MetricRecord).values()
         for name, most in self.figures.items():
             value = metrics.get(name)
             if not isinstance(value, (int, float)) or not 0 <= value <= most:
@@ -250,7 +250,7 @@ class Inbox:
         ((record, arrays),) = records.items()
         tensors = self.schema.read(arrays, self.copy)
         statistics = {}
-        if STATISTICS in content.array_records:
+        if STATISTICS in of_kind(content, ArrayRecord):
             statistics = read_statistics(content, self.schema.shapes, self.copy)
         missing = [kind for kind in self.needs if not brings(statistics, kind)]
         if missing:
@@ -275,11 +275,11 @@ class Inbox:
 
 def read_weight(content: RecordDict, weighted_by_key: str, smallest: float = 0.0) -> float:
     """Return the weight in a content's only MetricRecord; raises ``UpdateError`` if that is invalid."""
-    if len(content.metric_records) != 1:
+    if len(of_kind(content, MetricRecord)) != 1:
         raise UpdateError(
-            f"The reply holds {len(content.metric_records)} MetricRecords; send exactly one."
+            f"The reply holds {len(of_kind(content, MetricRecord))} MetricRecords; send exactly one."
         )
-    (metrics,) = content.metric_records.values()
+    (metrics,) = of_kind(content, MetricRecord).values()
     if weighted_by_key not in metrics:
         raise UpdateError(
             f"The MetricRecord has no '{weighted_by_key}' (it has: {', '.join(metrics) or 'nothing'}). "

@@ -27,7 +27,7 @@ from fedrot.strategies.round.inbox import metrics_layout, unlike, with_common_la
 from fedrot.strategies.round.outbox import as_sent, integers_of, of_mean, plain, restored, with_tensors
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Moved, Update
-from fedrot.strategies.wire.arrays import from_arrays, without_arrays
+from fedrot.strategies.wire.arrays import from_arrays, of_kind, without_arrays
 from fedrot.tensors import Tensors
 
 #: The result of a round: the new model, None if the old one stays, and metrics.
@@ -221,7 +221,7 @@ class Listed:
         merge = Averaged(Mean, self.record)
         while self._held:
             update = self._held.pop(0)
-            tensors = from_arrays(update.message.content.array_records[update.record])
+            tensors = from_arrays(of_kind(update.message.content, ArrayRecord)[update.record])
             merge.add(Moved(update, (tensors,), update.statistics))
         return merge
 

@@ -17,6 +17,7 @@ from fedrot.strategies.wire.arrays import (
     encode,
     from_arrays,
     model_records,
+    of_kind,
     replace_changed,
     same_bits,
     to_arrays,
@@ -111,9 +112,9 @@ def with_tensors(moved: Moved, integers: Tensors) -> Message:
     """
     update, tensors = moved.update, {**moved.tensors, **integers}
     content = RecordDict(dict(update.message.content))
-    if STATISTICS in content.array_records:
+    if STATISTICS in of_kind(content, ArrayRecord):
         del content[STATISTICS]
-    arrays = content.array_records.get(update.record, ArrayRecord())
+    arrays = of_kind(content, ArrayRecord).get(update.record, ArrayRecord())
     content[update.record] = replace_changed(arrays, update.tensors, tensors)
     message = copy.copy(update.message)
     message.content = content

@@ -12,17 +12,19 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from io import BytesIO
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from numpy.lib import format as npy
 from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.flower_compat import NUMPY
 from fedrot.tensors import unusable
+
+R = TypeVar("R", ArrayRecord, MetricRecord, ConfigRecord)
 
 #: The ``stype`` of: npy bytes of the bits as uint16; the name of another tensor of the record.
 BFLOAT16, TIED = "fedrot.bfloat16", "fedrot.tied"
@@ -228,19 +230,24 @@ def replace_changed(
     return ArrayRecord(found)
 
 
+def of_kind(content: RecordDict, kind: type[R]) -> dict[str, R]:
+    """Return the records of one kind; Flower's own views are cycles, which keep a content alive."""
+    return {name: record for name, record in content.items() if isinstance(record, kind)}
+
+
 def model_records(content: RecordDict) -> dict[str, ArrayRecord]:
     """Return a reply's ArrayRecords that are models, not ours; a valid reply has exactly one."""
-    return {name: arrays for name, arrays in content.array_records.items() if name != STATISTICS}
+    return {name: arrays for name, arrays in of_kind(content, ArrayRecord).items() if name != STATISTICS}
 
 
 def without_arrays(content: RecordDict) -> RecordDict:
     """Return the metrics of a content, and its configurations as long as all fit into 64 KiB."""
     small, left = dict[str, ConfigRecord](), _LARGEST_CONFIGURATIONS
-    for name, record in content.config_records.items():
+    for name, record in of_kind(content, ConfigRecord).items():
         left -= _size(name, record)
         if left >= 0:
             small[name] = record
-    return RecordDict({**content.metric_records, **small})
+    return RecordDict({**of_kind(content, MetricRecord), **small})
 
 
 #: Approximate bytes of a reply's configurations that are kept until the round ends.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
-from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from torch import Tensor
 
 from fedrot.aggregation import Statistics
 from fedrot.collect.statistics import check_statistics
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.strategies.wire.arrays import STATISTICS, decode, encode
+from fedrot.strategies.wire.arrays import STATISTICS, decode, encode, of_kind
 
 #: Separators of a kind from names, and of the names that share one matrix.
 _KIND, _NAMES = "/", "|"
@@ -19,7 +19,7 @@ _KIND, _NAMES = "/", "|"
 
 def wanted_statistics(message: Message) -> tuple[str, ...]:
     """Return the kinds of statistics that the server asks for in a training request."""
-    for config in message.content.config_records.values():
+    for config in of_kind(message.content, ConfigRecord).values():
         if STATISTICS in config:
             return tuple(kind for kind in str(config[STATISTICS]).split(",") if kind)
     return ()
@@ -82,7 +82,7 @@ def read_statistics(
         UpdateError: they cannot be decoded, a tensor has two of one kind, or see ``check_statistics``.
     """
     found: dict[str, dict[str, Tensor]] = {}
-    for key, array in content.array_records.get(STATISTICS, {}).items():
+    for key, array in of_kind(content, ArrayRecord).get(STATISTICS, {}).items():
         kind, separator, joined = key.partition(_KIND)
         if not separator:
             raise UpdateError(f"The statistics '{key}' have no kind; use statistics_record.")

@@ -242,7 +242,8 @@ class ReplyStrategy(Strategy):
             append_rows(self.reporting.rows_path, record.rows())
         self._verdicts[server_round] = record.log_end(self.aligns)
         metrics = MetricRecord({**(metrics or {}), **ours}) if ours or metrics is not None else None
-        self._report(server_round, TRAIN, metrics)
+        if self._reports:
+            self._report(server_round, TRAIN, metrics)
         record.check_start(lambda: self._grid.get_node_ids() if self._grid is not None else ())
         return arrays, metrics
 

@@ -72,8 +72,10 @@ def _match_neurons(groups: Sequence[Group], problem: Problem) -> list[Match]:
             after = max(before - gain, 0.0)
         else:
             element, gain = assignment.best_assignment(*scores)
-            moved = problem.moved([] if element is None else [Move(group, element)])
-            after = moved.distance(group, moved.pairs(group))
+            after = before
+            if element is not None:
+                moved = problem.moved([Move(group, element)])
+                after = moved.distance(group, moved.pairs(group))
         matches.append(Match(element, before, after, gain))
     return matches
 

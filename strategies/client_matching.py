@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from torch import Tensor, nn
 
 from fedrot.alignment import Alignment, align, alignment_of
@@ -22,7 +22,7 @@ from fedrot.errors import UpdateError
 from fedrot.learning import LearningOptions, learn_alignment, loss_of
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.flower_compat import failure_of
-from fedrot.strategies.wire.arrays import from_arrays, to_arrays
+from fedrot.strategies.wire.arrays import from_arrays, of_kind, to_arrays
 from fedrot.symmetry import WHOLE_MODEL, Symmetry, symmetry_of
 from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.groups import Move
@@ -134,7 +134,7 @@ def read_moves(message: Message, symmetry: Symmetry) -> tuple[Move, ...]:
     """Return the moves of a client's answer; raises ``UpdateError`` unless all are of the symmetry."""
     if message.has_error():
         raise UpdateError(failure_of(message, "fedrot.strategies.match_at_client"))
-    record = message.content.array_records.get(ELEMENTS)
+    record = of_kind(message.content, ArrayRecord).get(ELEMENTS)
     if record is None:
         raise UpdateError(f"the answer holds no ArrayRecord '{ELEMENTS}'.")
     try:

@@ -27,7 +27,7 @@ from fedrot.strategies.flower_compat import failure_of
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.round.inbox import Asked, refusal
 from fedrot.strategies.sums.bodies import Body, Shelf
-from fedrot.strategies.wire.arrays import from_arrays, to_arrays
+from fedrot.strategies.wire.arrays import from_arrays, of_kind, to_arrays
 from fedrot.temperature import Heads, LossSums, collect_losses, compare_losses
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Clients:
         lacking: list[int] = []
 
         def read_kept(node: int, content: RecordDict) -> list[T]:
-            if LACKS in content.config_records:
+            if LACKS in of_kind(content, ConfigRecord):
                 lacking.append(node)
                 return []
             found = read(node, content)
@@ -231,7 +231,7 @@ class Clients:
 
 def read_rows(node: int, content: RecordDict) -> Rows:
     """Return the numbers of a client's rows."""
-    found = Rows(**content.metric_records[ROWS])  # type: ignore[arg-type]
+    found = Rows(**of_kind(content, MetricRecord)[ROWS])  # type: ignore[arg-type]
     if any(type(count) is not int or not 0 <= count <= 10**12 for count in found):
         raise UpdateError(f"The numbers of rows are {tuple(found)!r:.100}.")
     return found
@@ -254,7 +254,7 @@ def read_losses(node: int, content: RecordDict, heads: int) -> LossSums:
 
 
 def _record(content: RecordDict, name: str) -> ArrayRecord:
-    given = content.array_records.get(name)
+    given = of_kind(content, ArrayRecord).get(name)
     if given is None:
         raise UpdateError(f"The answer has no ArrayRecord '{name}'.")
     return given

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias
 
@@ -125,12 +126,13 @@ class _Processes:
         if pipe is None:
             pipe, theirs = self._spawn.Pipe()
             process = self._spawn.Process(target=_serve, args=(theirs,), daemon=True)
-            # Processes inherit that Ctrl-C is ignored: this one ends them.
-            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            # Processes inherit that Ctrl-C is blocked: this one ends them. It waits here meanwhile.
+            resource_tracker.ensure_running()  # Its start would unblock it.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 process.start()
             finally:
-                signal.signal(signal.SIGINT, before)
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()  # Else this end would not see that the process has ended.
             self._processes[pipe] = process
         self.running[pipe] = job

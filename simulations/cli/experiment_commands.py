@@ -4,37 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from importlib import resources
+from inspect import Signature, signature
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from fedrot._io import replacing
-from fedrot.simulations.cli.commands import app, command, command_line, console, say
+from fedrot.simulations.cli.commands import Function, app, command, command_line, console, say
 from fedrot.simulations.settings import Experiment, read_experiments
 
 #: The name of ``--set`` for the address of a Ray cluster.
 RAY = "ray"
 
 
-def _option(name: str) -> Any:
-    return typer.Option(help=Experiment.model_fields[name].description, show_default=False)
+#: Fields of an experiment that have an option of their own; ``--set`` takes all others.
+_FIELDS = "data data_dir text_column label_column task model clients partition strategies seeds rounds"
+
+
+def _with_fields(function: Function) -> Function:
+    """Give a command an option for each of ``_FIELDS`` behind ``out``; it takes them as keywords."""
+    file, out, *others, _ = signature(function, eval_str=True).parameters.values()
+    own = []
+    for name in _FIELDS.split():
+        field = Experiment.model_fields[name]
+        kind = field.annotation if field.annotation in (int, Path | None) else str
+        annotation = Annotated[kind | None, typer.Option(help=field.description)]
+        own.append(out.replace(name=name, default=None, annotation=annotation))
+    function.__dict__["__signature__"] = Signature([file, out, *own, *others])
+    return function
 
 
 # Arguments are hidden, and docstrings describe them: some versions of click drop their help.
+Workers = Annotated[int | None, typer.Option(min=1, help="Processes; default: one per core.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, run nothing.")]
-Workers = Annotated[
-    int | None, typer.Option(min=1, help="Processes; default: one per core.", show_default=False)
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="NAME=VALUE",
-        help="Any other setting (docs/reference/settings.md); repeatable.",
-        show_default=False,
-    ),
-]
+_SET = "Any other setting (docs/reference/settings.md); repeatable."
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help=_SET)]
 
 
 @command(
@@ -42,32 +47,22 @@ Settings = Annotated[
     "fedrot simulate --data mine.csv --label-column mood --out runs/mine",
     "fedrot simulate demo --seeds 1 --out runs/demo",
 )
+@_with_fields
 def simulate(
     file: Annotated[Path | None, typer.Argument(hidden=True)] = None,
     *,
     out: Annotated[Path, typer.Option(help="Folder for results; what it has is not run again.")],
-    data: Annotated[str | None, _option("data")] = None,
-    data_dir: Annotated[Path | None, _option("data_dir")] = None,
-    text_column: Annotated[str | None, _option("text_column")] = None,
-    label_column: Annotated[str | None, _option("label_column")] = None,
-    task: Annotated[str | None, _option("task")] = None,
-    model: Annotated[str | None, _option("model")] = None,
-    clients: Annotated[int | None, _option("clients")] = None,
-    partition: Annotated[str | None, _option("partition")] = None,
-    strategies: Annotated[str | None, _option("strategies")] = None,
-    seeds: Annotated[str | None, _option("seeds")] = None,
-    rounds: Annotated[int | None, _option("rounds")] = None,
     workers: Workers = None,
     dry_run: DryRun = False,
     settings: Settings = None,
+    **fields: Any,
 ) -> None:
     """Which average helps on your data? Trains clients, and compares strategies.
 
     FILE is a TOML file of experiments, or a bundled one, such as demo; options replace its values.
     Without it: one experiment from the options. Repeat the command to go on after an interrupt.
     """
-    given = {name: value for name, value in locals().items() if name in Experiment.model_fields}
-    given = _with_settings({n: v for n, v in given.items() if v is not None}, settings or ())
+    given = _with_settings({n: v for n, v in fields.items() if v is not None}, settings or ())
     ray = given.pop(RAY, "")
     experiments = read_experiments(file, given) if file else [Experiment.from_flat(given)]
     # After the settings have been checked: these modules import torch and transformers.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,18 @@ def test_nothing_is_left_running_when_the_caller_stops() -> None:
         run_jobs([Job(name, sleep, (60.0,)) for name in "abc"], TWO, stop, lambda: None)
     left = set(psutil.Process().children(recursive=True)) - before
     assert not [child for child in left if "--multiprocessing-fork" in child.cmdline()]
+
+
+def test_ctrl_c_while_a_process_starts_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, stop = SpawnProcess.start, signal.SIGINT
+    monkeypatch.setattr(SpawnProcess, "start", lambda own: (signal.raise_signal(stop), start(own)))
+    before = signal.signal(stop, signal.default_int_handler)  # A shell's background ignores it.
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            heard([Job("a", sleep, (0.0,)), Job("b", sleep, (0.0,))], TWO)
+    finally:
+        signal.signal(stop, before)
+    assert stop not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_ctrl_c_is_no_failure_of_a_job() -> None:

@@ -39,6 +39,7 @@ from torch import Tensor
 import fedrot
 from fedrot.aggregation import Mean
 from fedrot.aggregation.layerwise import (
+    STACKED,
     align_by_layer,
     copied,
     moved_by_layer,
@@ -58,7 +59,7 @@ STAGES = ("upload", "finite", "neurons", "heads", "apply", "fold", "download")
 DRIFT = 0.02
 #: Bytes per copy in the measurement of bandwidth.
 COPIED = 2**28
-#: Times the floor, layers' worth of memory, |R^T R - I|, and units in the last place.
+#: Times the floor, pieces' worth of memory, |R^T R - I|, and units in the last place.
 BARS = {"floor": 3.0, "memory": 2.0, "orthogonal": 1e-6, "difference": 2.0}
 
 
@@ -311,7 +312,9 @@ def measure(name: str, options: argparse.Namespace, speed: Mapping[str, float]) 
     for tensors in (update, anchor):
         check_finite(tensors)  # and made, before anything is timed
     first, later, held = clients(*given, device, options.repeats)
-    _, _, alone = clients(*models(1), device, 0)
+    # As many layers as are moved together.
+    stacked = max(1, min(layers, STACKED * layers // sum(sizes[n] for n in moving)))
+    _, _, alone = clients(*models(stacked), device, 0)
     # Read: update and mean; written: moved update and mean.
     traffic = dtype.itemsize * (parameters + moved) + 4 * 2 * parameters
     floor = max(dtype.itemsize * parameters / speed["host"], traffic / speed["device"])
@@ -327,7 +330,7 @@ def measure(name: str, options: argparse.Namespace, speed: Mapping[str, float]) 
         "uploaded_per_second": dtype.itemsize * parameters / following,
         "moved_per_second": traffic / following,
         "held_beside_mean": held,
-        "held_by_one_layer": alone,
+        "held_by_one_piece": alone,
         **errors(*given, device, dtype),
     }
 
@@ -341,8 +344,8 @@ def bars(row: dict[str, Any]) -> dict[str, bool]:
     }
     if row["held_beside_mean"] is not None:
         found[f"at most {BARS['floor']:g}x the floor"] = row["of_floor"] <= BARS["floor"]
-        name = f"beside the mean at most {BARS['memory']:g}x what one layer takes"
-        found[name] = row["held_beside_mean"] <= BARS["memory"] * row["held_by_one_layer"]
+        name = f"beside the mean at most {BARS['memory']:g}x what one piece takes"
+        found[name] = row["held_beside_mean"] <= BARS["memory"] * row["held_by_one_piece"]
     return found
 
 

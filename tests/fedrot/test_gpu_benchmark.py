@@ -39,7 +39,7 @@ def test_its_path_on_a_gpu(
     assert row["of_floor"] == pytest.approx(row["next"] / row["floor"])
     assert 0 < row["orthogonal"] <= 1e-6
     assert row["difference"] <= 1
-    assert 0 < row["held_by_one_layer"] < row["held_beside_mean"]
+    assert 0 < row["held_by_one_piece"] < row["held_beside_mean"]
     assert "met     llama-8b: beside the mean at most 2x what one layer takes" in capsys.readouterr().out
 
 

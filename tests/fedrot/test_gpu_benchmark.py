@@ -40,7 +40,7 @@ def test_its_path_on_a_gpu(
     assert 0 < row["orthogonal"] <= 1e-6
     assert row["difference"] <= 1
     assert 0 < row["held_by_one_piece"] < row["held_beside_mean"]
-    assert "met     llama-8b: beside the mean at most 2x what one layer takes" in capsys.readouterr().out
+    assert "met     llama-8b: beside the mean at most 2x what one piece takes" in capsys.readouterr().out
 
 
 def test_a_missing_gpu_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

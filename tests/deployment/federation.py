@@ -22,9 +22,9 @@ PATIENCE = 300
 
 
 def documented_commands() -> dict[str, str]:
-    """Return the page's commands by the name that stands behind ``bash``."""
+    """Return the page's commands by their titles."""
     text = (ROOT / "docs" / "how-to" / "deploy.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```bash ([\w-]+)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r'^```bash title="([\w-]+)"\n(.*?)^```$', text, flags=re.DOTALL | re.MULTILINE)
     assert len(blocks) == text.count("```bash"), "A command of the page has no name."
     return dict(blocks)
 
@@ -51,7 +51,7 @@ class Federation:
         self.stop()
 
     def command(self, name: str, node: int = 0, port: int | None = None) -> str:
-        """Return a command of the page, for the given node, our number of nodes and ports that are free."""
+        """Return a command of the page, for the given node, our nodes and free ports."""
         changes = {
             "8000": str(self.port),
             "$((9094 + NODE))": str(port or self.node_ports[node]),

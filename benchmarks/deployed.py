@@ -70,7 +70,7 @@ def start(federation: Federation, options: argparse.Namespace, out: Path) -> Non
         "drift": options.drift,
     }
     given = " ".join(f"{name}={value}" for name, value in settings.items())
-    federation.start("run", f"flwr run my-app deployment --stream -c 'out=\"{out}\" {given}'")
+    federation.start("run", f"flwr run my-app secure --stream -c 'out=\"{out}\" {given}'")
 
 
 def resident(federation: Federation) -> int:

@@ -15,7 +15,7 @@ def math(source: str, *_: Any, **__: Any) -> str:
     unknown = re.findall(r"\\[a-zA-Z]+", made)
     if unknown:
         raise ValueError(f"latex2mathml does not know {unknown[0]} in {source!r}")
-    return f'<div class="math">{made}</div>'
+    return f'<div class="math" style="overflow-x: auto">{made}</div>'
 
 
 def commands() -> str:

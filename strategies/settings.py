@@ -108,7 +108,7 @@ class Reporting:
             reply, one row per round and stage with its metrics (docs/reference/metrics.md).
         on_round: called as ``on_round(1, {"train/loss": 0.5, ...})`` after each stage of a round
             (``train``, ``evaluate``, ``server``) with its metrics, for trackers
-            (docs/how-to/deploy.md).
+            (docs/how-to/checkpoints.md).
 
     Raises:
         FedrotError: ``rows`` is a folder, or ``on_round`` is not a function.

@@ -22,9 +22,9 @@ PATIENCE = 300
 
 
 def documented_commands() -> dict[str, str]:
-    """Return the page's commands by the name that stands behind ``bash``."""
+    """Return the page's commands by their titles."""
     text = (ROOT / "docs" / "how-to" / "deploy.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```bash ([\w-]+)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r'^```bash title="([\w-]+)"\n(.*?)^```$', text, flags=re.DOTALL | re.MULTILINE)
     assert len(blocks) == text.count("```bash"), "A command of the page has no name."
     return dict(blocks)
 
@@ -36,8 +36,9 @@ class Federation:
     included that Flower detaches.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, nodes: int = 4) -> None:
         self.folder = folder
+        self.nodes = " ".join(map(str, range(nodes)))  # the page has two
         self.commands = documented_commands()
         self.used: set[str] = set()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -50,11 +51,13 @@ class Federation:
         self.stop()
 
     def command(self, name: str, node: int = 0, port: int | None = None) -> str:
-        """Return a command of the page, for the given node and ports that are free."""
+        """Return a command of the page, for the given node, our nodes and free ports."""
         changes = {
             "8000": str(self.port),
             "$((9094 + NODE))": str(port or self.node_ports[node]),
             "NODE=0": f"NODE={node}",
+            "node in 0 1;": f"node in {self.nodes};",
+            "num-partitions=2": f"num-partitions={len(self.nodes.split())}",
         }
         command = self.commands[name]
         self.used.add(name)

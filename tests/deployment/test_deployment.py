@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,9 +28,13 @@ from tests.deployment.app.scenario.task import (
     trained,
 )
 from tests.deployment.federation import Federation
+from tests.examples import test_examples
 from tests.models import largest_difference
 
 APP = Path(__file__).parent / "app"
+#: The page's commands without encryption.
+INSECURE = {f"insecure-{name}" for name in ("superlink", "node", "connection", "run")}
+toy = test_examples.toy
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +130,8 @@ def test_flower_lists_the_run_and_the_nodes(federation: Federation) -> None:
     assert run["status"] == "finished:completed"
     nodes = listed(federation, "nodes")["nodes"]
     assert sorted(node["status"] for node in nodes) == ["offline", "online", "online", "online"]
-    assert federation.used == set(federation.commands), "The page has a command that nobody tried."
+    tried = federation.used | INSECURE
+    assert tried == set(federation.commands), "The page has a command that nobody tried."
 
 
 def listed(federation: Federation, name: str) -> dict[str, Any]:
@@ -176,13 +182,28 @@ def test_a_node_is_refused(federation: Federation, what: str) -> None:
 def test_flwr_refuses_a_server_of_another_authority(federation: Federation) -> None:
     connection = federation.command("connection")
     for old, new in (
-        ("superlink.deployment", "superlink.other"),
+        ("superlink.secure", "superlink.other"),
         ("certificates/", "stranger/certificates/"),
     ):
         assert old in connection
         connection = connection.replace(old, new)
     federation.run("other-connection", connection)
-    code = federation.wait("other-runs", federation.command("runs").replace("deployment", "other"))
+    code = federation.wait("other-runs", federation.command("runs").replace("secure", "other"))
     assert code != 0
     # This is all that flwr says.
     assert "Connection to the SuperLink is unavailable" in federation.log("other-runs")
+
+
+@pytest.mark.long
+def test_the_quickstart_runs_without_encryption(toy: str, tmp_path: Path) -> None:
+    shutil.copytree(test_examples.EXAMPLES, tmp_path / "examples")
+    with Federation(tmp_path, nodes=2) as federation:
+        offline = f"export UV_OFFLINE=1 UV_CACHE_DIR={tmp_path / 'uv'}\n"
+        federation.start("superlink", offline + federation.command("insecure-superlink"))
+        federation.until(federation.listens, "the SuperLink listens")
+        federation.run("insecure-connection")
+        for node in range(2):
+            federation.start(f"node{node}", federation.command("insecure-node", node))
+        run = f"{federation.command('insecure-run').rstrip()} -c {shlex.quote(toy)}"
+        test_examples.aligned_once(federation.run("run", run))
+        assert federation.used == INSECURE

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import Context, Message, RecordDict
+from typer.main import get_command
 
 from fedrot.aggregation import aggregations, registry
 from fedrot.collect.statistics import STATISTIC_KINDS
 from fedrot.simulations import strategy
+from fedrot.simulations.cli.app import app
 from fedrot.simulations.federation import cells
 from fedrot.simulations.federation.grids import local_clients
 from tests.strategies.fakes import FakeGrid, reply, tensors_of
@@ -27,7 +29,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 #: Python that readers see, and what it needs first, which stands in a comment.
 _CODE = re.compile(r"^(?:```python|<!-- setup)\n(.*?)^(?:```|-->)$", flags=re.DOTALL | re.MULTILINE)
 #: Pages with tests of their own below.
-_TESTED = {"how-to/aggregation.md", "how-to/statistics.md"}
+_TESTED = {"how-to/own-model.md", "how-to/statistics.md"}
 #: What pages print.
 _PRINTED = {
     "explanation/stream.md": r"canonical=False: [3-9]\d\.\d% of the distance left\n"
@@ -80,6 +82,13 @@ def test_the_page_about_comparisons_lists_the_named_strategies() -> None:
     assert listed == [(name, own["says"]) for name, own in strategy.NAMED.items()]
 
 
+def test_the_page_about_commands_lists_all_of_them() -> None:
+    text = (DOCS / "reference/commands.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `fedrot (\S+)` \|", text, flags=re.MULTILINE)
+    group: Any = get_command(app)
+    assert listed == list(group.commands)
+
+
 def test_the_notebook_about_own_models_runs(capsys: pytest.CaptureFixture[str]) -> None:
     notebook = json.loads((DOCS / "tutorials" / "own-model.ipynb").read_text(encoding="utf-8"))
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
@@ -96,7 +105,7 @@ def test_the_notebook_about_own_models_runs(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_page_about_aggregations_lists_all_of_them() -> None:
-    text = (DOCS / "how-to/aggregation.md").read_text(encoding="utf-8")
+    text = (DOCS / "how-to/statistics.md").read_text(encoding="utf-8")
     for entry in aggregations():
         if not entry.path.startswith("reproductions."):
             names = (", ".join(f"`{name}`" for name in each) for each in (entry.needs, entry.inputs))
@@ -110,7 +119,7 @@ def test_the_page_about_aggregations_lists_all_of_them() -> None:
 def test_the_page_about_aggregations_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
     monkeypatch.setattr("fedrot.collect.statistics.STATISTIC_KINDS", dict(STATISTIC_KINDS))
-    scope = _executed("how-to/aggregation.md", 3)
+    scope = _executed("how-to/own-model.md", 3)
     name = "bert.embeddings.word_embeddings.weight"
     last = scope["model"].state_dict()[name]
     merged = scope["merged"][name]

@@ -58,7 +58,7 @@ def test_no_client_of_four_has_half_of_the_rows(rows: list[int]) -> None:
 def test_a_quarter_of_the_clients_turns_nothing(
     clients: list[tuple[int, float]], lies: list[tuple[int, float]]
 ) -> None:
-    """The guarantee of docs/methods/head.md, for any honest changes of loss and any lies."""
+    """The guarantee of docs/how-to/different-labels.md, for any honest changes of loss and any lies."""
     lies = lies[: len(clients) // 3]
     rows, changes = zip(*clients, *lies, strict=True)
     weights, honest = weights_of([*rows]), len(clients)

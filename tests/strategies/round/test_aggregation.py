@@ -56,7 +56,7 @@ CONFIG = config_of(NAME)
 GLOBAL = fedrot.AlignmentOptions(anchor="global")
 ALIGN = pytest.mark.parametrize("alignment", [GLOBAL, None], ids=["aligned", "unaligned"])
 WITHIN = fedrot.AlignmentOptions(("heads", "attention", "ffn"), within_heads="permutation")
-PAGE = Path(__file__).parents[3] / "docs/how-to/aggregation.md"
+PAGE = Path(__file__).parents[3] / "docs/how-to/own-model.md"
 EMBEDDING = "bert.embeddings.word_embeddings.weight"
 
 

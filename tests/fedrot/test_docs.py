@@ -6,13 +6,18 @@ import importlib
 import json
 import logging
 import re
+import shlex
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from flwr.app import Context, Message, RecordDict
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from peft import LoraConfig
+from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 from typer.main import get_command
 
 from fedrot.aggregation import aggregations, registry
@@ -21,6 +26,9 @@ from fedrot.simulations import strategy
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.federation import cells
 from fedrot.simulations.federation.grids import local_clients
+from fedrot.strategies import LabelledRows, answer_with_sums
+from tests.simulations.commands import run
+from tests.simulations.saved.folders import tokenizer
 from tests.strategies.fakes import FakeGrid, reply, tensors_of
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -29,7 +37,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 #: Python that readers see, and what it needs first, which stands in a comment.
 _CODE = re.compile(r"^(?:```python|<!-- setup)\n(.*?)^(?:```|-->)$", flags=re.DOTALL | re.MULTILINE)
 #: Pages with tests of their own below.
-_TESTED = {"how-to/own-model.md", "how-to/statistics.md"}
+_TESTED = {"how-to/own-model.md", "how-to/statistics.md", "symptoms.md"}
 #: What pages print.
 _PRINTED = {
     "explanation/stream.md": r"canonical=False: [3-9]\d\.\d% of the distance left\n"
@@ -74,6 +82,57 @@ def test_the_python_of_every_page_runs(
     monkeypatch.setattr(cells, "RUNS", dict(cells.RUNS))
     _executed(page, len(_code(page)))
     assert re.fullmatch(_PRINTED.get(page, ".*"), capsys.readouterr().out, flags=re.DOTALL)
+
+
+def _batches() -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": torch.randint(40, (60, 8)), "labels": torch.arange(60) % 6}]
+
+
+@pytest.mark.parametrize("page", ["../README.md", "symptoms.md"])
+def test_every_block_of_the_front_pages_runs(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what the pages call the reader's own: an app, a grid, a model, and the commands' files."""
+    monkeypatch.chdir(tmp_path)
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=40, num_labels=6, **small)
+    model, app = BertForSequenceClassification(config), ClientApp()
+    for folder in ("my-encoder", "path/to/encoder", "models/a", "models/b"):
+        model.save_pretrained(folder)
+        tokenizer(tmp_path / folder)
+    rows = "\n".join(f"w{n % 30},LABEL_{n % 6},c{n % 3}" for n in range(90))
+    Path("mine.csv").write_text(f"text,label,client\n{rows}\n", encoding="utf-8")
+
+    def client(message: Message) -> Message:
+        if message.metadata.message_type in ("train", "evaluate"):
+            return _unchanged(message)
+        return app(message, Context(1, 1, {}, RecordDict(), {}))
+
+    own = {
+        "app": app,
+        "grid": FakeGrid({1: client, 2: client}),
+        "model": model,
+        "build_model": lambda: BertForSequenceClassification(config),
+        "training": _batches,
+        "held_out": _batches,
+        "peft_config": LoraConfig(target_modules=["query"], modules_to_save=["classifier"]),
+        "ArrayRecord": ArrayRecord,
+        "AutoModelForSequenceClassification": AutoModelForSequenceClassification,
+    }
+    if page == "symptoms.md":  # Its first entry links to this call.
+        answer_with_sums(app, lambda *_: LabelledRows(own["build_model"], _batches, _batches))
+    text = (DOCS / page).read_text(encoding="utf-8")
+    for kind, block in re.findall(r"^```(\w+)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
+        if kind == "toml":
+            assert "fedrot" in tomllib.loads(block)["tool"]["uv"]["exclude-dependencies"]
+        elif kind == "bash":
+            for program, *command in map(shlex.split, block.splitlines()):
+                assert program in ("fedrot", "pip")
+                if program == "fedrot":
+                    run(*command, *(["--dry-run"] if command[0] == "simulate" else []))
+        else:
+            after = re.sub(r"^(-.*\n|[ +])", "", block, flags=re.MULTILINE) if kind == "diff" else block
+            exec(compile(after, page, "exec"), own)
 
 
 def test_the_page_about_comparisons_lists_the_named_strategies() -> None:

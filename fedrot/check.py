@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from fedrot.collect.random_inputs import random_inputs
 from fedrot.errors import SymmetryError
-from fedrot.symmetry.canonical import canonical
+from fedrot.symmetry.canonical import canonical, check_rotates
 from fedrot.symmetry.groups import WHOLE_MODEL, Group, Move, Symmetry, apply_moves
-from fedrot.symmetry.resolve import settings_of
+from fedrot.symmetry.resolve import settings_of, tied_tensors
 
 #: Accepted change of an output, relative to the output's largest entry, in float64.
 TOLERANCE = 1e-6
@@ -63,8 +64,8 @@ def output_change(
     Args: those of ``check_function``.
 
     Raises:
-        SymmetryError: a part cannot be moved; or the model does not run on random inputs, or returns no
-            tensor.
+        SymmetryError: a part cannot be moved, also because tensors are tied; or the model does not run
+            on random inputs, or returns no tensor.
     """
     settings = settings_of(config)
     model = _doubled(model)
@@ -80,6 +81,7 @@ def output_change(
     before = _outputs(model, given)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     if symmetry.rotates:
+        check_rotates(replace(symmetry, tied=tied_tensors(model.state_dict())))
         state = canonical(state, symmetry)
     moves = [Move(group, _drawn(group, generator)) for group in symmetry.select(tuple(parts))]
 

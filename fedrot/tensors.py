@@ -85,8 +85,7 @@ def check_update(update: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, .
     """Check names and shapes of an update.
 
     Raises:
-        UpdateError: the update is not a mapping; or a tensor is missing, extra, has another shape, or is
-            ``unusable``.
+        UpdateError: the update is no mapping; or a tensor is missing, extra, ``unusable`` or misshapen.
     """
     if not isinstance(update, Mapping):
         raise UpdateError(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertForSequenceClassification
+from transformers import BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 import fedrot
 from fedrot.check import Float64, output_change
@@ -61,6 +61,10 @@ def test_what_cannot_be_checked_is_refused() -> None:
     with pytest.raises(fedrot.SymmetryError, match="Part 'residual' cannot be moved"):
         _check("bert-bare", bare)
     assert _check("bert-bare", bare, parts=("heads", "attention", "ffn")) <= 1e-10
+    tied = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=50))
+    symmetry = fedrot.symmetry_of(tied.config, tied.state_dict()).rotated
+    with pytest.raises(fedrot.SymmetryError, match="'lm_head.weight' are tied"):
+        fedrot.check_function(tied, tied.config, symmetry)
 
 
 class _Wrapped(nn.Module):

@@ -63,7 +63,7 @@ def test_what_cannot_be_checked_is_refused() -> None:
     assert _check("bert-bare", bare, parts=("heads", "attention", "ffn")) <= 1e-10
     tied = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=50))
     symmetry = fedrot.symmetry_of(tied.config, tied.state_dict()).rotated
-    with pytest.raises(fedrot.SymmetryError, match="'lm_head.weight' are tied"):
+    with pytest.raises(fedrot.SymmetryError, match="are tied, so"):
         fedrot.check_function(tied, tied.config, symmetry)
 
 

@@ -52,7 +52,7 @@ class Browser:
         self.session = self.call("Target.attachToTarget", **made, flatten=True)
         self.call("Page.enable")
         size = {"width": 360, "height": 900, "deviceScaleFactor": 1}
-        self.call("Emulation.setDeviceMetricsOverride", **size, mobile=True)
+        self.call("Emulation.setDeviceMetricsOverride", **size, mobile=False)
 
     def call(self, method: str, until: str = '"id":1', **params: Any) -> Any:
         """Return the answer, or wait for a message with other words."""

@@ -18,15 +18,15 @@ RESULTS = Path(__file__).parent / "results"
 #: Pages with rows of several rounds or strategies, and the folders of their rows.
 PAGES = {
     "heads": ["heads"],
-    "archive/regress-rounds": ["regress-rounds"],
+    "regress-rounds": ["regress-rounds"],
     "guard": ["guard"],
     "one-shot": ["one-shot"],
-    "archive/rounds": ["rounds"],
+    "rounds": ["rounds"],
     "different-one-shot": ["different-one-shot"],
     "different-rounds": ["different-rounds"],
-    "archive/different-short-rounds": ["different-short-rounds"],
+    "different-short-rounds": ["different-short-rounds"],
     "stream-one-shot": ["stream-one-shot"],
-    "archive/stream-rounds": ["stream-rounds"],
+    "stream-rounds": ["stream-rounds"],
     "lora": ["lora", "lora-llm"],
 }
 #: What strategies are in words. They stand first, in this order.
@@ -97,10 +97,11 @@ def tables() -> str:
 
 
 def _of_page(page: str) -> Iterator[str]:
-    first = (RESULTS / f"{page}.md").read_text(encoding="utf-8").partition("\n")[0]
-    title = first.removeprefix("# Results: ")
+    (file,) = RESULTS.rglob(f"{page}.md")  # some are in the archive
+    first = file.read_text(encoding="utf-8").partition("\n")[0]
+    title = first.removeprefix("# ").removeprefix("Results: ")
     title = title[0].upper() + title[1:]
-    yield f"### [{title}]({page}.md)"
+    yield f"### [{title}]({file.relative_to(RESULTS).as_posix()})"
     for (data, skew), own in concat(map(rows_of, PAGES[page])).groupby(["data", "skew"], sort=False):
         told = {"page": page, "title": title, "data": data, "skew": skew}
         about = " ".join(f'data-{key}="{escape(value)}"' for key, value in told.items())
@@ -113,9 +114,8 @@ def _table(rows: DataFrame) -> str:
     if {*rows["round"]} == {0, 1}:  # nothing is trained before the one round
         rows = rows[rows["round"] == 1]
     values: dict[tuple[str, int, str], dict[int, float]] = {}
-    for *place, seed, value in rows[["strategy", "round", "metric", "seed", "value"]].itertuples(
-        index=False
-    ):
+    columns = rows[["strategy", "round", "metric", "seed", "value"]]
+    for *place, seed, value in columns.itertuples(index=False):
         values.setdefault(tuple(place), {})[seed] = value
     strategies = sorted(rows["strategy"].unique(), key=lambda name: [*SAYS, name].index(name))
     reference = next(name for name in REFERENCES if name in strategies)

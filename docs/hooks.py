@@ -38,6 +38,14 @@ def _as_code(examples: re.Match[str]) -> str:
     return f"**{examples[1]}**\n\n```bash\n{lines}\n```\n\n"
 
 
+def rows() -> str:
+    """Return what `explorer.js` draws, as tables, with the script itself."""
+    from docs.explorer import tables
+
+    style = '<link rel="stylesheet" href="../../assets/explorer.css">'
+    return f'{tables()}\n\n{style}<script src="../../assets/explorer.js"></script>'
+
+
 def settings() -> str:
     """Return the fields of an experiment as a table."""
     from fedrot.simulations.settings import Experiment
@@ -67,6 +75,7 @@ def _fields(model: Any, called: str) -> str:
 #: What stands in a page as a comment ``generated: NAME`` alone on its line.
 GENERATED: Mapping[str, Callable[[], str]] = {
     "commands": commands,
+    "rows": rows,
     "settings": settings,
     "strategies": strategies,
 }

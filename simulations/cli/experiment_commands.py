@@ -106,11 +106,30 @@ def flower_app(
     say(f"Flower app: {folder}")
 
 
-@command(app, "fedrot report runs/first", "fedrot report alignment.jsonl")
-def report(run_or_file: Annotated[Path, typer.Argument(hidden=True)]) -> None:
-    """Write the page of a run folder, complete or not, or beside a file of rows of a strategy."""
+@command(
+    app,
+    "fedrot report runs/first",
+    "fedrot report alignment.jsonl",
+    "fedrot report alignment.jsonl --verify runs/tuesday",
+)
+def report(
+    run_or_file: Annotated[Path, typer.Argument(hidden=True)],
+    *,
+    verify: Annotated[
+        Path | None,
+        typer.Option(help="Folder of checkpoints: are they those of the file?", show_default=False),
+    ] = None,
+) -> None:
+    """Write the page of a run folder, complete or not, or beside a file of rows of a strategy.
+
+    With --verify the hashes in the file, those of Reporting(hashes=True), are compared with checkpoints.
+    """
     from fedrot.simulations.report.pages import present, write_strategy_report
 
+    if verify is not None:
+        from fedrot.simulations.report.hashes import verified
+
+        say(verified(run_or_file, verify))
     if run_or_file.is_file():
         say(f"Report: {write_strategy_report(run_or_file)}")
     else:

@@ -106,24 +106,14 @@ def flower_app(
     say(f"Flower app: {folder}")
 
 
-@command(
-    app,
-    "fedrot report runs/first",
-    "fedrot report alignment.jsonl",
-    "fedrot report alignment.jsonl --verify runs/tuesday",
-)
+@command(app, "fedrot report runs/first", "fedrot report alignment.jsonl --verify runs/tuesday")
 def report(
     run_or_file: Annotated[Path, typer.Argument(hidden=True)],
-    *,
     verify: Annotated[
-        Path | None,
-        typer.Option(help="Folder of checkpoints: are they those of the file?", show_default=False),
+        Path | None, typer.Option(help="Check that the checkpoints of a folder have the file's hashes.")
     ] = None,
 ) -> None:
-    """Write the page of a run folder, complete or not, or beside a file of rows of a strategy.
-
-    With --verify the hashes in the file, those of Reporting(hashes=True), are compared with checkpoints.
-    """
+    """Write the page of a run folder, complete or not, or beside a file of rows of a strategy."""
     from fedrot.simulations.report.pages import present, write_strategy_report
 
     if verify is not None:

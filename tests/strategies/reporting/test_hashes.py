@@ -23,11 +23,15 @@ from fedrot.strategies import (
     Server,
     from_arrays,
     model_hash,
+    statistics_record,
     to_arrays,
+    wanted_statistics,
 )
 from fedrot.strategies.wire import arrays
+from fedrot.strategies.wire.arrays import STATISTICS
 from tests.models import State
 from tests.simulations.commands import run
+from tests.strategies.aggregating import grams
 from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import FakeGrid, in_front_of, reply
 from tests.strategies.reporting.test_rows import rows_of, update
@@ -71,6 +75,8 @@ def client(index: int, *, half: bool = False, says: int | None = None, bad: bool
         made = reply(message, sent, 10 + index, index if says is None else says)
         if says is not None:
             made.content["hashes"] = ConfigRecord({"sha256": oracle(update(says)), "node": 100 + says})
+        if wanted_statistics(message):
+            made.content[STATISTICS] = statistics_record(grams(update(index)))
         return made
 
     return answer
@@ -82,6 +88,7 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     "running": FedRot,
     "deterministic": lambda config, **more: FedRot(config, server=Server(deterministic=True), **more),
     "not aligned": lambda config, **more: FedRot(config, alignment=None, **more),
+    "regmean": lambda config, **more: FedRot(config, aggregation="regmean", **more),
     "FedAdam": in_front_of(FedAdam),
     "FedMedian": in_front_of(FedMedian),
 }
@@ -101,6 +108,8 @@ def test_rows_name_what_was_averaged_as_it_was_received(name: str, tmp_path: Pat
         assert {node: row["sha256"] for node, row in found.items()} == expected
         assert [found[node]["weight"] for node in expected] == [10, 11, 12]
         assert [found[node]["client"] for node in expected] == [0, 1, 0]
+        kinds = ["gram"] if name == "regmean" else []
+        assert [found[node]["statistics"] for node in expected] == [kinds] * 3
         assert [row["client"] for row in own if "dropped" in row] == [3]
     first, second = (row for row in rows if "sha256_before" in row)
     assert first["sha256_before"] == oracle(state())

@@ -146,9 +146,9 @@ class AdapterSchema(Schema):
 
     def check(self, given: Mapping[str, Shaped]) -> None:
         """Raise ``UpdateError`` unless names and shapes, except ranks, are those of the broadcast."""
-        targets, own = _targets(self.like), _targets(given)
-        if own and own != targets:
-            what = f"The adapter's targets are {', '.join(own)}, the server's {', '.join(targets)}."
+        targets, theirs = _targets(self.like), _targets(given)
+        if theirs and theirs != targets:
+            what = f"The adapter's targets are {', '.join(theirs)}, the server's {', '.join(targets)}."
             raise UpdateError(f"{what} Build it with the server's LoraConfig.")
         shapes = self.shapes
         for pair in pairs_of(self.like):

@@ -168,5 +168,4 @@ class RoundRecord:
         lost = [{"lost": self.lost}] if self.lost else []
         said = [{"said": self.said, **self.measured}] if self.said else []
         rows = [*aligned, *dropped, *failed, *notes, *lost, *said, *([self.guard] if self.guard else [])]
-        rows += self.origins
-        return [{"round": self.number, **row} for row in rows]
+        return [{"round": self.number, **row} for row in (*rows, *self.origins)]

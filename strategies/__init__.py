@@ -11,13 +11,13 @@ from fedrot.strategies.client import align_mod
 from fedrot.strategies.client_matching import Matching, match_at_client
 from fedrot.strategies.client_statistics import add_statistics
 from fedrot.strategies.fedrot import FedRot
-from fedrot.strategies.lora import AlignedLoRA, FedRotLoRA
+from fedrot.strategies.lora import AlignedLoRA, FedRotLoRA, adapter_record
 from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
 from fedrot.strategies.sums.held_out import evaluate_at_clients
 from fedrot.strategies.sums.requests import LabelledRows, answer_with_sums
 from fedrot.strategies.sums.task_head import fit_task_head
-from fedrot.strategies.wire.arrays import from_arrays, to_arrays
+from fedrot.strategies.wire.arrays import from_arrays, model_hash, to_arrays
 from fedrot.strategies.wire.statistics import statistics_record, wanted_statistics
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "ReplyStrategy",
     "Reporting",
     "Server",
+    "adapter_record",
     "add_statistics",
     "align_mod",
     "answer_with_sums",
@@ -40,6 +41,7 @@ __all__ = [
     "fit_task_head",
     "from_arrays",
     "match_at_client",
+    "model_hash",
     "statistics_record",
     "to_arrays",
     "wanted_statistics",

@@ -31,6 +31,16 @@ ERROR, ERROR_OF_FACTORS = "fedrot-adapter-error", "fedrot-adapter-error-of-facto
 LOST = "fedrot-adapter-lost"
 
 
+def adapter_record(config: LoraSettings | Mapping[str, Any] | object) -> ConfigRecord:
+    """Return the settings of a client's adapter, for the server to compare them with its own.
+
+    Example: ``content["fedrot-adapter"] = adapter_record(peft_model.peft_config["default"])``.
+    """
+    own = LoraSettings.of(config)
+    alphas = [f"{name}={alpha}" for name, alpha in sorted(own.alpha_pattern.items())]
+    return ConfigRecord({"lora_alpha": own.alpha, "use_rslora": own.use_rslora, "alpha_pattern": alphas})
+
+
 class AlignedLoRA(ReplyStrategy):
     """Mixin that averages LoRA adapters, and passes the average to a base strategy.
 
@@ -98,7 +108,8 @@ class AlignedLoRA(ReplyStrategy):
 
     def schema(self, broadcast: Tensors) -> Schema:
         """Return the tensors that a reply must hold: an adapter of at most the broadcast ranks."""
-        return AdapterSchema(broadcast, self.adapters.kind.any_rank)
+        smaller, settings = self.adapters.kind.any_rank, adapter_record(self.settings)
+        return AdapterSchema(broadcast, smaller, settings=settings)
 
     def aggregator(self, server_round: int) -> Callable[[], Aggregator]:
         """Return the function that builds a round's average of adapters."""
@@ -135,6 +146,10 @@ class AdapterSchema(Schema):
 
     def check(self, given: Mapping[str, Shaped]) -> None:
         """Raise ``UpdateError`` unless names and shapes, except ranks, are those of the broadcast."""
+        targets, theirs = _targets(self.like), _targets(given)
+        if theirs and theirs != targets:
+            what = f"The adapter's targets are {', '.join(theirs)}, the server's {', '.join(targets)}."
+            raise UpdateError(f"{what} Build it with the server's LoraConfig.")
         shapes = self.shapes
         for pair in pairs_of(self.like):
             for name, axis in ((pair.a, 0), (pair.b, 1)):
@@ -149,6 +164,16 @@ class AdapterSchema(Schema):
                         )
                     shapes[name] = (*wanted[:axis], rank, *wanted[axis + 1 :])
         check_update(given, shapes)
+
+    def about(self, tensors: Tensors) -> dict[str, Any]:
+        """Return the ranks and targets of an adapter."""
+        ranks = {len(tensors[pair.a]) for pair in pairs_of(tensors)}
+        return {"rank": sorted(ranks), "targets": _targets(tensors)}
+
+
+def _targets(tensors: Iterable[str]) -> list[str]:
+    """Return the last parts of the names of the modules that an adapter changes."""
+    return sorted({name.split(".lora_")[0].split(".")[-1] for name in tensors if ".lora_" in name})
 
 
 class AdapterMean:

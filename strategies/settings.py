@@ -106,16 +106,20 @@ class Reporting:
     Attributes:
         rows: a JSON-lines file: one row per round, client and group, one row per dropped or failed
             reply, one row per round and stage with its metrics (docs/reference/metrics.md).
+        hashes: add the ``model_hash`` of every averaged update, as it was received, and of the model
+            before and after each round, for ``fedrot report ROWS --verify CHECKPOINTS``. A round with
+            three BERT-base updates needs 1.4 times the CPU time, without alignment 2.7 times.
         on_round: called as ``on_round(1, {"train/loss": 0.5, ...})`` after each stage of a round
             (``train``, ``evaluate``, ``server``) with its metrics, for trackers
             (docs/how-to/checkpoints.md).
 
     Raises:
-        FedrotError: ``rows`` is a folder, or ``on_round`` is not a function.
+        FedrotError: ``rows`` is a folder, or missing with ``hashes``; ``on_round`` is not a function.
     """
 
     rows: str | Path | None = None
     on_round: Callable[[int, dict[str, float]], object] | None = None
+    hashes: bool = False
 
     @property
     def rows_path(self) -> Path | None:
@@ -125,6 +129,8 @@ class Reporting:
     def __post_init__(self) -> None:
         if self.rows_path is not None and self.rows_path.is_dir():
             raise FedrotError(f"rows is the folder '{self.rows}'; give a file in this folder.")
+        if self.hashes and self.rows is None:
+            raise FedrotError("hashes=True needs a file for the hashes: Reporting(rows=...).")
         given: object = self.on_round
         if not (given is None or callable(given)):
             kind = type(given).__name__

@@ -101,11 +101,20 @@ def flower_app(
     say(f"Flower app: {folder}")
 
 
-@command(app, "fedrot report runs/first", "fedrot report alignment.jsonl")
-def report(run_or_file: Annotated[Path, typer.Argument(hidden=True)]) -> None:
+@command(app, "fedrot report runs/first", "fedrot report alignment.jsonl --verify runs/tuesday")
+def report(
+    run_or_file: Annotated[Path, typer.Argument(hidden=True)],
+    verify: Annotated[
+        Path | None, typer.Option(help="Check that the checkpoints of a folder have the file's hashes.")
+    ] = None,
+) -> None:
     """Write the page of a run folder, complete or not, or beside a file of rows of a strategy."""
     from fedrot.simulations.report.pages import present, write_strategy_report
 
+    if verify is not None:
+        from fedrot.simulations.report.hashes import verified
+
+        say(verified(run_or_file, verify))
     if run_or_file.is_file():
         say(f"Report: {write_strategy_report(run_or_file)}")
     else:

@@ -189,7 +189,7 @@ class Checkpointing:
         """
         for number in reversed(self.rounds()):
             try:
-                return _read(self._path(number), number)
+                return self.read(number)
             except _DamagedError as error:
                 log(WARNING, "The checkpoint '%s' cannot be used: %s", self._path(number), error)
         raise FedrotError(
@@ -197,11 +197,15 @@ class Checkpointing:
             "new folder to start from round 1."
         )
 
+    def read(self, number: int) -> Checkpoint:
+        """Return a round's checkpoint; raises ``FedrotError`` if a file is changed or missing."""
+        return _read(self._path(number), number)
+
     def _path(self, number: int) -> Path:
         return self.folder / f"round-{number:06d}"
 
 
-class _DamagedError(Exception):
+class _DamagedError(FedrotError):
     """A checkpoint is damaged."""
 
 

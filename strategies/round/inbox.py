@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import DEBUG, WARNING
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord, RecordDict
@@ -19,7 +19,7 @@ from fedrot.errors import UpdateError, legible
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Question, Update, question_of
-from fedrot.strategies.wire.arrays import STATISTICS, from_arrays, model_records, of_kind
+from fedrot.strategies.wire.arrays import STATISTICS, from_arrays, model_hash, model_records, of_kind
 from fedrot.strategies.wire.statistics import read_statistics
 from fedrot.tensors import (
     LARGEST_WEIGHT,
@@ -33,6 +33,9 @@ from fedrot.tensors import (
 
 #: Optional ConfigRecord of a reply with the client's own id, independent of its node id.
 CLIENT_RECORD, CLIENT_KEY = "client", "partition-id"
+
+#: Optional ConfigRecord of a reply with settings of the client's adapter, see ``adapter_record``.
+ADAPTER_RECORD = "fedrot-adapter"
 
 #: Integers of metrics from this size on cannot be averaged as floats.
 _LARGEST_INTEGER = 2**63
@@ -146,6 +149,8 @@ class Schema:
     """The tensors that a reply must hold: names, shapes and dtypes of ``like``, the broadcast model."""
 
     like: Tensors
+    #: What ``ADAPTER_RECORD`` must not contradict; empty if the model is no adapter.
+    settings: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -177,6 +182,10 @@ class Schema:
         # Flower's wrappers identify tensors by their position.
         return {name: self._cast(name, tensors[name]) for name in self.like}
 
+    def about(self, tensors: Tensors) -> dict[str, Any]:
+        """Return what rows with hashes say about a model or an update."""
+        return {}
+
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
         """Return a tensor in the broadcast dtype, or in float32 if this rounds it before the mean."""
         dtype = self.like[name].dtype
@@ -201,6 +210,7 @@ class Inbox:
         copy: see ``Schema.read``.
         figures: the metrics that the strategy uses, each with its largest accepted value.
         in_front: the name of a subclass's overriding ``aggregate_train``; empty without an override.
+        hashes: see ``Reporting``.
     """
 
     asked: Asked
@@ -212,6 +222,7 @@ class Inbox:
     copy: bool = False
     figures: Mapping[str, float] = field(default_factory=dict)
     in_front: str = ""
+    hashes: bool = False
 
     def read(self, message: Message) -> Update | None:
         """Return a reply's update, or None if the reply is dropped or is an error."""
@@ -247,6 +258,12 @@ class Inbox:
                     f"The metric '{name}' is {value!r:.60}; the strategy needs a number from 0 to "
                     f"{most:g}."
                 )
+        wanted = self.schema.settings
+        said = of_kind(content, ConfigRecord).get(ADAPTER_RECORD, {}) if wanted else {}
+        for name, value in wanted.items():
+            if (own := said.get(name, value)) != value:
+                what = f"The adapter's {name} is {own!r:.60}, the server's {value!r:.60}."
+                raise UpdateError(f"{what} Build it with the server's LoraConfig.")
         ((record, arrays),) = records.items()
         tensors = self.schema.read(arrays, self.copy)
         statistics = {}
@@ -265,7 +282,18 @@ class Inbox:
             statistics = {}
         if not self.needs:
             statistics = {kind: found for kind, found in statistics.items() if kind == TRAINED}
-        return Update(client_id(message), message, record, tensors, weight, statistics)
+        client, origin = client_id(message), dict[str, Any]()
+        if self.hashes:
+            origin = {
+                "client": client,
+                "node": message.metadata.src_node_id,
+                "sha256": model_hash(from_arrays(arrays)),
+                "weight": weight,
+                "statistics": sorted(statistics),
+                **{name: said.get(name) for name in wanted},
+                **self.schema.about(tensors),
+            }
+        return Update(client, message, record, tensors, weight, statistics, origin)
 
     def close(self) -> None:
         """Record the clients that have not answered."""

@@ -108,6 +108,8 @@ class Averaged:
             return False
         self._contents.append(without_arrays(update.message.content))
         self.record.merged(moved)
+        if update.origin:
+            self.record.origins.append(update.origin)
         return True
 
     def result(self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None) -> Aggregated:
@@ -203,6 +205,7 @@ class Listed:
                 what = f"Its weight is {update.weight:g}, most clients' is {good[0].weight:g}."
                 record.drop(update.client, f"{what} The privacy accountant needs equal weights.")
         record.accepted = len(good)
+        record.origins += [update.origin for update in good if update.origin]
         if not record.enough(wrapped.min_replies):
             return None, None
         with clips_zero():

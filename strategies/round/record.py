@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -37,6 +37,8 @@ class RoundRecord:
     #: a fitted head are among them.
     said: str = ""
     measured: dict[str, float] = field(default_factory=dict)
+    #: With ``Reporting(hashes=True)``: the rows with hashes of the averaged updates, and of the model.
+    origins: list[Mapping[str, Any]] = field(default_factory=list)
 
     def drop(self, client: int, reason: str) -> None:
         """Record a reply that is not averaged, with the reason."""
@@ -166,4 +168,4 @@ class RoundRecord:
         lost = [{"lost": self.lost}] if self.lost else []
         said = [{"said": self.said, **self.measured}] if self.said else []
         rows = [*aligned, *dropped, *failed, *notes, *lost, *said, *([self.guard] if self.guard else [])]
-        return [{"round": self.number, **row} for row in rows]
+        return [{"round": self.number, **row} for row in (*rows, *self.origins)]

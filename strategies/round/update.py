@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from flwr.app import Message
@@ -39,6 +39,7 @@ class Update:
             views of the message's arrays if possible.
         weight: number of examples, or another positive weight.
         statistics: by kind, then by tensor name.
+        origin: the row with the update's hash; empty without ``Reporting(hashes=True)``.
     """
 
     client: int
@@ -47,6 +48,7 @@ class Update:
     tensors: Tensors
     weight: float
     statistics: Statistics = field(default_factory=dict)
+    origin: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def question(self) -> Question:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from logging import WARNING
 from pathlib import Path
 
-import torch
 from flwr.app import ArrayRecord
 from flwr.common import log
 from safetensors import SafetensorError
@@ -23,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedrot._io import replacing, write_tensors
+from fedrot.strategies.wire.arrays import model_hash
 from fedrot.tensors import Tensors
 
 #: Bodies of other runs are deleted after so many seconds.
@@ -30,14 +30,8 @@ _OLD = 24 * 3600
 
 
 def hash_of(tensors: Tensors, head: str) -> str:
-    """Return the BLAKE2b of a body: of names, dtypes, shapes and bits; of the head without bits."""
-    found = hashlib.blake2b(digest_size=32)
-    for name, tensor in sorted(tensors.items()):
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        if name not in head_names(head):
-            value = tensor.detach().cpu().contiguous()
-            found.update(value.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+    """Return the hash of a body: that of the model without the values of its head."""
+    return model_hash(tensors, head_names(head))
 
 
 def head_names(head: str) -> tuple[str, str]:

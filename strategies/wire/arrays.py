@@ -8,7 +8,9 @@ mistake.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from io import BytesIO
 from math import prod
@@ -103,6 +105,22 @@ def from_arrays(record: ArrayRecord, *, writable: bool = False) -> dict[str, Ten
             found[name] = tensor.clone(memory_format=torch.contiguous_format) if writable else tensor
     # In the record's order: a tie may point to a later name.
     return {name: found[name] if name in found else _tied(name, record, found) for name in record}
+
+
+def model_hash(tensors: Mapping[str, Tensor], without: Collection[str] = ()) -> str:
+    """Return the SHA-256 of a model, also of one that was sent: ``model_hash(from_arrays(record))``.
+
+    Hashed are, in the order of the names, a line of JSON such as ``["fc.weight", "float32", [2, 3]]``
+    and the values of each tensor in C order; of the names in ``without`` only the line.
+    """
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        found.update(f"{json.dumps([name, dtype, [*tensor.shape]])}\n".encode())
+        if name not in without:
+            value = tensor.detach().cpu().contiguous()
+            found.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def wire_bytes(record: ArrayRecord) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,7 +19,8 @@ from flwr.serverapp.strategy import (
 
 from fedrot.errors import FedrotError
 from fedrot.lora import AdapterOptions, AdapterUpdate, average_adapters, fitted
-from fedrot.strategies import FedRotLoRA
+from fedrot.simulations.folder import read_rows
+from fedrot.strategies import FedRotLoRA, adapter_record
 from fedrot.strategies.lora import ERROR, ERROR_OF_FACTORS, LOST, AdapterMean, AlignedLoRA
 from fedrot.strategies.settings import Checkpointing, Reporting, Server
 from tests.fedrot.lora.test_averaging import MODULES, SETTINGS, Adapter, adapter, product, truncated
@@ -122,6 +124,36 @@ def test_replies_of_other_ranks_are_dropped(
     assert result.train_metrics_clientapp[1]["fedrot-replies-dropped"] == 1
     said = [r.getMessage() for r in caplog.records if "client 7 dropped" in r.getMessage()]
     assert re.search(needed, said[0])
+
+
+def test_an_adapter_of_other_settings_is_dropped_by_name_and_rows_have_the_settings(
+    warnings: Callable[[], str], tmp_path: Any
+) -> None:
+    """Client 0 says nothing, client 1 the server's settings; client 4 has other targets."""
+    said: dict[int, Any] = {1: {}, 2: {"lora_alpha": 2 * SETTINGS.alpha}, 3: {"use_rslora": True}}
+
+    def train(index: int, message: Message) -> Message:
+        made = client(index)(message)
+        if index in said:
+            made.content["fedrot-adapter"] = adapter_record(CONFIG | said[index])
+        if index == 4:
+            renamed = {n.replace("query", "key"): a for n, a in dict(made.content["arrays"]).items()}
+            made.content["arrays"] = ArrayRecord(renamed)
+        return made
+
+    grid = FakeGrid({100 + i: partial(train, i) for i in range(5)})
+    reporting, alpha = Reporting(tmp_path / "rows.jsonl", hashes=True), SETTINGS.alpha
+    FedRotLoRA(CONFIG, reporting=reporting, **EVERY).start(grid, ArrayRecord(floats(adapter(9))), 1)
+    for client_and_setting in (
+        f"2 dropped: The adapter's lora_alpha is {2 * alpha}, the server's {alpha}.",
+        "3 dropped: The adapter's use_rslora is True, the server's False.",
+        "4 dropped: The adapter's targets are classifier, key, the server's classifier, query.",
+    ):
+        assert client_and_setting in warnings()
+    rows = [row for row in read_rows(tmp_path / "rows.jsonl") if "sha256" in str(row)]
+    rows.sort(key=lambda row: row.get("client", 9))
+    assert [row["lora_alpha"] for row in rows] == [None, alpha, alpha]  # the last is the server's
+    assert all((row["rank"], row["targets"]) == ([3], ["classifier", "query"]) for row in rows)
 
 
 def test_a_first_model_that_is_no_adapter_is_refused_before_anyone_trains(

@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import math
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -101,6 +102,7 @@ HELD: dict[str, tuple[Callable[[], Any], int]] = {
     "global": (lambda: FedRot(CONFIG, alignment=GLOBAL), 1),
     "not aligned": (lambda: FedRot(CONFIG, aggregation=Mean, alignment=None), 1),
     "FedAdam": (lambda: behind(FedAdam)(CONFIG), 1),
+    "hashes": (lambda: FedRot(CONFIG, reporting=Reporting(os.devnull, hashes=True)), 1),
     "deterministic": (lambda: FedRot(CONFIG, server=Server(deterministic=True)), COUNT),
 }
 

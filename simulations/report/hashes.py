@@ -1,0 +1,41 @@
+"""``verified``: whether checkpoints have the hashes that a strategy wrote."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+from fedrot.errors import FedrotError
+from fedrot.simulations.folder import read_rows
+from fedrot.strategies import Checkpointing, from_arrays, model_hash
+
+
+def verified(file: Path, folder: Path) -> str:
+    """Return which checkpoints have the hashes in a file of ``Reporting(rows=..., hashes=True)``.
+
+    Raises:
+        RuntimeError: a checkpoint has not, or a round did not begin with the model of the one before.
+        ValueError: there are no hashes, or no checkpoints.
+    """
+    rows = [row for row in read_rows(file) if row.keys() >= {"round", "sha256_before", "sha256_after"}]
+    checkpoints = Checkpointing(folder)
+    if not rows or not (numbers := checkpoints.rounds()):
+        lacking = f"'{folder}' has no checkpoints" if rows else f"'{file}' has no hashes of models"
+        raise ValueError(f"{lacking}: there is nothing to verify.")
+    wrong = [
+        f"Round {later['round']}: it did not begin with the model of round {row['round']} ('{file}')."
+        for row, later in pairwise(rows)
+        if row["sha256_after"] != later["sha256_before"]
+    ]
+    for number in numbers:
+        # A round in which nobody was asked has no row, and leaves the model as it was.
+        told = ["", *(row["sha256_after"] for row in rows if row["round"] <= number)]
+        where = f"Round {number}: the checkpoint '{folder / f'round-{number:06d}'}'"
+        try:
+            if model_hash(from_arrays(checkpoints.read(number).result.arrays)) != told[-1]:
+                wrong.append(f"{where} has another model than '{file}' says.")
+        except FedrotError as error:
+            wrong.append(f"{where} cannot be used: {error}")
+    if wrong:
+        raise RuntimeError("\n".join(wrong))
+    return f"Rounds {', '.join(map(str, numbers))}: the models in '{folder}' are those of '{file}'."

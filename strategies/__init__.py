@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 
 if find_spec("flwr") is None:
-    raise ModuleNotFoundError("The strategies need Flower: pip install 'fedrot[flower]'")
+    raise ModuleNotFoundError("The strategies need Flower: in a checkout, pip install '.[flower]'")
 
 from fedrot.strategies.aligned import Aligned
 from fedrot.strategies.base import ReplyStrategy

@@ -164,7 +164,7 @@ SCRIPT = (
 @pytest.mark.parametrize(
     ("code", "named", "lines"),
     [
-        ("import fedrot.strategies", "fedrot[flower]", None),
+        ("import fedrot.strategies", "in a checkout, pip install '.[flower]'", None),
         ("from fedrot.simulations.cli.app import main", "constraints.txt '.[simulation]'", None),
         (RUN, "pip install -c constraints.txt '.[simulation]'", 1),
         (SCRIPT, "pip install -c constraints.txt '.[simulation]'", 1),

@@ -43,8 +43,9 @@ def _best(found: Verdict, metric: str) -> str:
     gains = {own: pair for own, pair in pairs.items() if sign * pair.mean > ROUNDING}
     clear = {own: pair for own, pair in gains.items() if pair.verdict == "better"} or gains
     top = max(clear, key=lambda own: abs(clear[own].mean), default=found.recommended)
-    gain = f" Best in {spoken(metric)}: {top.name}, {format_difference(pairs[top])}."
-    return gain if top is not found.recommended else ""
+    if top is found.recommended:
+        return ""
+    return f" Best in {spoken(metric)}: {top.name}, {format_difference(clear[top])}."
 
 
 def sentences(found: Verdict) -> list[str]:

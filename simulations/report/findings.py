@@ -52,7 +52,8 @@ def sentences(found: Verdict) -> list[str]:
     """Return the sentences below ``lead``: gains, noise, worst client, messages, other strategies."""
     ours, theirs, metric = found.recommended, found.reference, found.judged[0]
     alone = ours is theirs
-    said = [f"Means: {_means(ours, found)}"] if alone else [f"Also {g}" for g in _gains(found)[1:]]
+    means = f"Means of {ours.name}: {_means(ours, found)}"
+    said = [means] if alone else [f"Also {gain}" for gain in _gains(found)[1]]
     models = [own for own in found.standings if not own.bound] if alone else [ours]
     halves = sorted(half for own in models if (half := own.against[metric].smallest) > 0)
     if halves:
@@ -75,17 +76,20 @@ def sentences(found: Verdict) -> list[str]:
     return [f"{one}." for one in said]
 
 
-def _gains(found: Verdict) -> list[str]:
-    """Return ``accuracy 0.6, fedavg 0.5 (+0.1 [+0.0, +0.2])`` by metric, large gains first."""
-    pairs = {metric: found.recommended.against[metric] for metric in found.judged}
-    order = sorted(
-        pairs.items(), key=lambda p: (p[1].verdict != "better", p[0] == "loss", -abs(p[1].mean))
-    )
-    return [
-        f"{spoken(metric)} {number(pair.ours)}, {found.reference.name} {number(pair.theirs)} "
-        f"({format_difference(pair)})"
-        for metric, pair in order
+def _gains(found: Verdict) -> tuple[str, list[str]]:
+    """Return all clear gains in scores, or else the first gain, and the other differences.
+
+    Each is ``accuracy 0.6, fedavg 0.5 (+0.1 [+0.0, +0.2])``.
+    """
+    pairs, name = found.recommended.against, found.reference.name
+    clear = [metric for metric in found.judged if pairs[metric].verdict == "better"]
+    count = max(1, sum(metric != "loss" for metric in clear))
+    said = [
+        f"{spoken(metric)} {number(pairs[metric].ours)}, {name} {number(pairs[metric].theirs)} "
+        f"({format_difference(pairs[metric])})"
+        for metric in dict.fromkeys([*clear, *found.judged])
     ]
+    return "; ".join(said[:count]), said[count:]
 
 
 def _other(own: Standing, found: Verdict) -> str:

@@ -169,9 +169,11 @@ def test_macro_f1_beside_accuracy_can_decide() -> None:
     found = judged(rows)
     assert (found.judged, found.recommended.name) == (["accuracy", "macro_f1", "loss"], "fit_head")
     assert told(rows).startswith("Use fit_head: macro F1 0.699, fedavg 0.520 (+0.179")
-    # The largest gain comes first, also where the accuracy is better, and the loss by more.
+    # All clear gains in scores are named, whatever the loss gains.
     both = levels("fit_head", {"accuracy": raised(0.01), "loss": [0.1, 0.2, 0.3]})
-    assert lead(judged([*rows, *both])).startswith("Use fit_head: macro F1 0.699, fedavg 0.520 (+0.179")
+    said = lead(judged([*rows, *both]))
+    assert said.startswith("Use fit_head: accuracy 0.531, fedavg 0.520 (+0.011")
+    assert said.endswith("; macro F1 0.699, fedavg 0.520 (+0.179 [+0.177, +0.181]).")
 
 
 @pytest.mark.parametrize(

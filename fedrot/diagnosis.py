@@ -88,10 +88,10 @@ class Diagnosis:
         shown = next(filter(beyond_chance, both), both[0] if both else ())
         turned, groups = summed(shown, ROTATED), summed(shown)
         whole = summed(self.whole, TOGETHER)
-        by_weights = whole.chance is None or whole.exceeds(1)
+        by_weights, rotation = whole.chance is None or whole.exceeds(1), _shares(turned, " of the heads")
         return {
-            "rotation": f"rotation {_shares(turned)}" if turned.groups else "nothing was rotated",
-            "beyond": f"{groups.beyond} of {groups.groups} groups exceed {TIMES_CHANCE:g} times it",
+            "rotation": f"rotation {rotation}" if turned.groups else "nothing was rotated",
+            "beyond": f"{groups.beyond} of {groups.groups} groups exceed {TIMES_CHANCE:g} times chance",
             "matching": f"matching removes {_shares(whole)}" if whole.groups else "chance is not known",
             "data": "" if by_weights else " The weights give no evidence; match on data.",
         }
@@ -105,7 +105,7 @@ class Diagnosis:
 ROTATED = "attention"
 
 _ADVICE = {
-    PLAIN: "nothing beyond chance: average as they are; {rotation}.",
+    PLAIN: "nothing beyond chance: an average needs no alignment; {rotation}.",
     ALIGNED: (
         "clients are in different coordinates: average with FedRot, anchor 'running'; {rotation}, and "
         "{beyond}."
@@ -250,10 +250,10 @@ def summed(lines: Iterable[Evidence], part: str | None = None) -> Evidence:
     return Evidence(**vars(of_part), part=part or TOGETHER)
 
 
-def _shares(line: Evidence) -> str:
+def _shares(line: Evidence, whose: str = "") -> str:
     chance = line.chance_share
     beside = "not known" if chance is None else f"{100 * chance:.1f} %"
-    return f"{100 * line.share:.1f} % of the distance, chance {beside}"
+    return f"{100 * line.share:.1f} % of the distance{whose}, chance {beside}"
 
 
 def _ranged(values: Sequence[float]) -> str:

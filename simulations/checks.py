@@ -114,7 +114,7 @@ def _remarks(task: Task, names: Sequence[str], sizes: Sequence[int]) -> Iterator
     if experiment.task in ("classification", "image") and task.data.kind == "single":
         largest = int(np.bincount(labels).argmax())
         share = float(np.mean(task.data.test.labels == largest))
-        yield f"Always '{names[largest]}' would have accuracy {share:.3f}."
+        yield f"A model that always answers '{names[largest]}' would have accuracy {share:.3f}."
     if lost := len(labels) - sum(sizes):
         yield f"Partition {experiment.partition} leaves out {lost} of {len(labels)} rows (seed {seed})."
     choosing = [strategy.name for strategy in experiment.strategies if strategy.chooses]
@@ -122,7 +122,7 @@ def _remarks(task: Task, names: Sequence[str], sizes: Sequence[int]) -> Iterator
     if choosing and rows < FEW:
         yield (
             f"Clients hold out {rows} rows in all (seed {seed}), by which {', '.join(choosing)} choose: "
-            "the choice may be noise. --set holdout=0.3 gives more."
+            f"the choice may be noise. Give more rows, or a holdout above {experiment.holdout:g}."
         )
 
 

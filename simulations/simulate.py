@@ -64,8 +64,9 @@ def simulate(
     """
     with _logged():
         known = {experiment.name: checked(experiment) for experiment in experiments}
-    for sentence in dict.fromkeys(sentence for own in known.values() for sentence in own.said):
-        console.print(sentence, highlight=False)
+    for name, own in known.items():
+        said = [*([f"{name}:"] if len(known) > 1 else []), *filter(None, own.said)]
+        console.print("\n".join(said), highlight=False, markup=False)
     cells = cells_of(experiments)
     costs = costs_of(cells, known)
     if dry_run:

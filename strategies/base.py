@@ -248,7 +248,7 @@ class ReplyStrategy(Strategy):
             self._add_hashes(record, arrays)
         if self.reporting.rows_path is not None:
             append_rows(self.reporting.rows_path, record.rows())
-        self._verdicts[server_round] = record.log_end(self.aligns)
+        self._verdicts[server_round] = record.log_end(self.aligns, getattr(self, "fit_head", True))
         metrics = MetricRecord({**(metrics or {}), **ours}) if ours or metrics is not None else None
         if self._reports:
             self._report(server_round, TRAIN, metrics)

@@ -5,55 +5,68 @@ from __future__ import annotations
 import math
 
 from fedrot.simulations.report.tables import format_difference, number, spoken
-from fedrot.simulations.summary import MOST_SEEDS, Standing, Verdict
+from fedrot.simulations.summary import LOWER_IS_BETTER, MOST_SEEDS, ROUNDING, Standing, Verdict
 
 #: What is said of the strategies of each judgement; the reference is named in it.
 JUDGED = {
     "better": "Also better than {}",
     "undecided": "Undecided against {}",
-    "same": "As {}, but for rounding",
+    "same": "Same as {}, up to rounding",
     "mixed": "Better than {} in one metric and worse in another",
     "worse": "Worse than {}",
-    "diverged": "With values that are not finite, as {} or it diverged",
+    "diverged": "Not compared, because values (or those of {}) are not finite",
 }
 
 
 def lead(found: Verdict) -> str:
-    """Return the verdict in one sentence: what to use, and what it gains."""
+    """Return the verdict: what to use and what it gains most, and what others are best in."""
     ours, others = found.recommended, [own for own in found.standings if own is not found.reference]
     if not found.learned:
         naming = f"always naming the most frequent class, accuracy {number(found.most_frequent)}"
         return f"Nothing was learned: no strategy is better than {naming}."
-    if ours is not found.reference:
-        return f"Use {ours.name}: {_gains(found)[0]}."
     if not others:
         return f"Only {ours.name} has results: there is nothing to compare it with."
-    if not any(paired.n > 1 for own in others for paired in own.against.values()):
-        return "Undecided: one seed in common gives no interval. Run at least three seeds."
-    return f"Keep {ours.name}: nothing is better beyond noise with {found.seeds}."
+    said = f"Keep {ours.name}: nothing is better beyond noise with {found.seeds}"
+    if ours is not found.reference:
+        said = f"Use {ours.name}: {_gains(found)[0]}"
+    elif not any(paired.n > 1 for own in others for paired in own.against.values()):
+        said = "Undecided: one seed gives no interval. Run at least three seeds"
+    elif any(own.judgement == "mixed" and not own.bound for own in others):
+        said = f"Keep {ours.name}: what is better in one metric is worse in another"
+    return f"{said}.{''.join(_best(found, metric) for metric in found.judged if metric != 'loss')}"
+
+
+def _best(found: Verdict, metric: str) -> str:
+    """Return who gains most in a metric, clearly if anyone does; empty for the recommended strategy."""
+    sign = -1 if metric in LOWER_IS_BETTER else 1
+    pairs = {own: own.against[metric] for own in found.standings if not own.bound}
+    gains = {own: pair for own, pair in pairs.items() if sign * pair.mean > ROUNDING}
+    clear = {own: pair for own, pair in gains.items() if pair.verdict == "better"} or gains
+    top = max(clear, key=lambda own: abs(clear[own].mean), default=found.recommended)
+    if top is found.recommended:
+        return ""
+    return f" Best in {spoken(metric)}: {top.name}, {format_difference(clear[top])}."
 
 
 def sentences(found: Verdict) -> list[str]:
     """Return the sentences below ``lead``: gains, noise, worst client, messages, other strategies."""
     ours, theirs, metric = found.recommended, found.reference, found.judged[0]
     alone = ours is theirs
-    said = [f"Means: {_means(ours, found)}"] if alone else [f"Also {g}" for g in _gains(found)[1:]]
+    means = f"Means of {ours.name}: {_means(ours, found)}"
+    said = [means] if alone else [f"Also {gain}" for gain in _gains(found)[1]]
     models = [own for own in found.standings if not own.bound] if alone else [ours]
     halves = sorted(half for own in models if (half := own.against[metric].smallest) > 0)
     if halves:
         between = " to ".join(dict.fromkeys(map(number, (halves[0], halves[-1]))))
-        shows = f"With {found.seeds}, a difference of {spoken(metric)} shows from {between} on"
+        shows = f"With {found.seeds}, {spoken(metric)} has to differ by {between} to be beyond noise"
         said.append(f"{shows}; brackets are 95 % intervals")
     if not math.isnan(ours.worst):
         worst = number(ours.worst) + ("" if alone else f", {theirs.name} {number(theirs.worst)}")
         said.append(f"Worst client, on its own held-out rows: {spoken(metric)} {worst}")
     if not math.isnan(ours.traffic):
-        costs = [
-            f"{number(own.traffic / 1e6)} MB, {own.requests:.0f} requests" for own in (ours, theirs)
-        ]
-        said.append(
-            f"All messages of the run: {costs[0]}" + ("" if alone else f"; {theirs.name} {costs[1]}")
-        )
+        costs = [f"{number(o.traffic / 1e6)} MB, {o.requests:.0f} requests" for o in (ours, theirs)]
+        beside = "" if alone else f"; {theirs.name} {costs[1]}"
+        said.append(f"All messages of the run: {costs[0]}{beside}")
     others = [own for own in found.standings if own not in (ours, theirs)]
     for judged, words in JUDGED.items():
         names = [_other(o, found) for o in others if not o.bound and o.judgement == judged]
@@ -63,15 +76,20 @@ def sentences(found: Verdict) -> list[str]:
     return [f"{one}." for one in said]
 
 
-def _gains(found: Verdict) -> list[str]:
-    """Return ``accuracy 0.6, fedavg 0.5 (+0.1 [+0.0, +0.2])`` by metric, better ones first."""
-    pairs = {metric: found.recommended.against[metric] for metric in found.judged}
-    order = sorted(pairs.items(), key=lambda item: item[1].verdict != "better")
-    return [
-        f"{spoken(metric)} {number(pair.ours)}, {found.reference.name} {number(pair.theirs)} "
-        f"({format_difference(pair)})"
-        for metric, pair in order
+def _gains(found: Verdict) -> tuple[str, list[str]]:
+    """Return all clear gains in scores, or else the first gain, and the other differences.
+
+    Each is ``accuracy 0.6, fedavg 0.5 (+0.1 [+0.0, +0.2])``.
+    """
+    pairs, name = found.recommended.against, found.reference.name
+    clear = [metric for metric in found.judged if pairs[metric].verdict == "better"]
+    count = max(1, sum(metric != "loss" for metric in clear))
+    said = [
+        f"{spoken(metric)} {number(pairs[metric].ours)}, {name} {number(pairs[metric].theirs)} "
+        f"({format_difference(pairs[metric])})"
+        for metric in dict.fromkeys([*clear, *found.judged])
     ]
+    return "; ".join(said[:count]), said[count:]
 
 
 def _other(own: Standing, found: Verdict) -> str:

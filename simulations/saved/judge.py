@@ -19,7 +19,7 @@ from fedrot.simulations.saved.load import SavedModel
 from fedrot.simulations.settings import TASKS, Experiment
 from fedrot.simulations.tasks.objectives import TokenClassification
 from fedrot.simulations.tasks.training import Task, evaluate, step_batches, task_of
-from fedrot.strategies.sums.choice import SHRINKAGES
+from fedrot.strategies.sums.choice import SHRINKAGES, temperature_in_words
 from fedrot.temperature import ONE, TEMPERATURES, Heads, compare_losses, smallest
 from fedrot.tensors import Tensors
 
@@ -70,7 +70,7 @@ def verdict(
 ) -> tuple[Tensors, list[str]]:
     """Return the merged model, with the best task head if asked for, and sentences.
 
-    The first sentence compares it with the best of the models. ``judge`` is from ``prepared``.
+    The first compares it with the best of the models and says what to do; ``judge`` is ``prepared``'s.
     """
     task, model, order = judge
 
@@ -88,7 +88,8 @@ def verdict(
     ours = worth.pop("merged")
     best = max(worth, key=lambda name: worth[name])
     how = "better than" if ours > worth[best] else "worse than" if ours < worth[best] else "as good as"
-    advice = "" if ours >= worth[best] else f" Use {best} as it is, or try --fit-head or other --parts."
+    advice = "" if ours > worth[best] else f" Keep {best}, or try other --parts."
+    advice += " --fit-head fits the task head to the training rows." if order and not fit_head else ""
     first = (
         f"The merged model is {how} the best single one: {metric} {found[metric]:.3f} against "
         f"{scores[best][metric]:.3f} ({best}) on {len(task.test)} held-out rows.{advice}"
@@ -123,7 +124,7 @@ def _fitted(task: Task, model: Any, order: list[int], tensors: Tensors) -> tuple
     found = with_head(tensors, head, *(part[best][back] / TEMPERATURES[place] for part in parts))
     which = f"a fitted one (shrinkage {SHRINKAGES[best - 1]:g})" if best else "its own"
     loss = f"loss {losses[best, place]:.3f} on {len(split[0])} other rows, {losses[0, ONE]:.3f} before"
-    return found, [f"The task head is {which} at temperature {TEMPERATURES[place]:.2f}: {loss}."]
+    return found, [f"The task head is {which} at {temperature_in_words(TEMPERATURES[place])}: {loss}."]
 
 
 def _order(task: Task, saved: SavedModel) -> list[int]:

@@ -35,6 +35,10 @@ MOVED, ACCEPTED = "fedrot-groups-moved", "fedrot-replies-accepted"
 DROPPED, FAILED = "fedrot-replies-dropped", "fedrot-replies-failed"
 KEPT_ALIGNED = "fedrot-guard-kept-aligned"
 
+#: What the log adds after a first round in which no group moved, the latter without ``fit_head``.
+UNMOVED = "No group was moved, so this average is the one without alignment."
+TRY_HEAD = " For classifiers whose clients have different labels, fit_head=True may help."
+
 #: The verdict on a round without alignment.
 OFF = "alignment is off: averaged as they are"
 
@@ -86,12 +90,12 @@ def verdict(
 def figures(reports: Sequence[AlignmentReport]) -> dict[str, float | int]:
     """Return the metrics of a round's reports.
 
-    The shares found and of chance are those of the replies with known chance, and left out without any.
+    The shares found and of chance are those that ``verdict`` names first, of the distance of this
+    movement's groups, and left out if no reply has a known chance. The share removed is of the distance
+    of all groups.
     """
-    known = known_chance(reports)
-    found = _share((report.found(), report.before) for report in known)
-    chance = _share((report.chance() or 0.0, report.before) for report in known)
-    shares = {FOUND: found, CHANCE: chance} if known else {}
+    first = next(iter(shares_shown(reports).values()), None)
+    shares = {FOUND: first[0], CHANCE: first[1]} if first else {}
     return {**shares, REMOVED: share_removed(reports), MOVED: groups_moved(reports)}
 
 
@@ -108,13 +112,9 @@ def groups_moved(reports: Iterable[AlignmentReport], *parts: str) -> int:
 
 def share_removed(reports: Sequence[AlignmentReport], *parts: str) -> float:
     """Return the share of all reports' squared distance that the given parts removed (all if none)."""
-    return _share((report.share(*parts), report.before) for report in reports)
-
-
-def _share(shares: Iterable[tuple[float, float]]) -> float:
-    weighted = [(share * before, before) for share, before in shares]
-    before = sum(own for _, own in weighted)
-    return sum(removed for removed, _ in weighted) / before if before > 0 else 0.0
+    before = sum(report.before for report in reports)
+    removed = sum(report.share(*parts) * report.before for report in reports)
+    return removed / before if before > 0 else 0.0
 
 
 def percent(share: float) -> str:
@@ -122,9 +122,9 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _against_chance(reports: Sequence[AlignmentReport]) -> str:
-    """Return the shares found and the shares of chance, and the cause; empty without groups."""
-    known = {}
+def shares_shown(reports: Iterable[AlignmentReport]) -> dict[str, tuple[float, float]]:
+    """Return by movement the shares found and of chance to show, of replies with known chance."""
+    reports, known = known_chance(reports), {}
     for name, movement in MOVEMENTS.items():
         groups = [g for report in reports for g in report.groups if g.part in movement.parts]
         if groups:
@@ -133,8 +133,12 @@ def _against_chance(reports: Sequence[AlignmentReport]) -> str:
             found, chance = sum(g.found for g in groups), sum(g.chance or 0.0 for g in groups)
             known[name] = (found / before, chance / before)
     # If all shares are 0, only the first movement is shown.
-    shown = {name: shares for name, shares in known.items() if any(shares)} or dict([*known.items()][:1])
-    if not shown:
+    return {name: shares for name, shares in known.items() if any(shares)} or dict([*known.items()][:1])
+
+
+def _against_chance(reports: Sequence[AlignmentReport]) -> str:
+    """Return the shares found and the shares of chance, and the cause; empty without groups."""
+    if not (shown := shares_shown(reports)):
         return ""
     beyond = [name for name, (found, chance) in shown.items() if found > chance]
     if not groups_moved(reports):

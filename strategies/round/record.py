@@ -146,17 +146,23 @@ class RoundRecord:
                 f"start again. The reason: {reasons.pop()}"
             )
 
-    def log_end(self, aligned: bool) -> str:
-        """Log the numbers of replies and the seconds, and then the verdict, which is returned."""
+    def log_end(self, aligned: bool, fits_head: bool) -> str:
+        """Log the numbers of replies and what alignment removed, then the verdict, which is returned.
+
+        After a first round in which nothing was moved, also log what that means.
+        """
         reports = [report for _, report in self.reports]
         seconds = sum(report.seconds for report in reports)
-        counts = (self.accepted, len(self.dropped), len(self.failed), seconds)
-        message = "Round %d: replies: %d accepted, %d dropped, %d failed; %.2f s of alignment"
-        log(INFO, message, self.number, *counts)
+        share = verdict.percent(verdict.share_removed(reports))
+        all_groups = f"; alignment removed {share} of the distance of all groups in {seconds:.2f} s"
+        counts = (self.accepted, len(self.dropped), len(self.failed), all_groups if reports else "")
+        log(INFO, "Round %d: replies: %d accepted, %d dropped, %d failed%s", self.number, *counts)
         about = {"accepted": self.accepted, "other_basis": self.other_basis}
         said = "" if self.lost else self.said
         found = said or verdict.verdict(reports, aligned=aligned, lost=self.lost, **about)
         log(INFO, "Round %d: %s", self.number, found)
+        if self.number == 1 and reports and not self.lost and not verdict.groups_moved(reports):
+            log(INFO, "%s%s", verdict.UNMOVED, "" if fits_head else verdict.TRY_HEAD)
         return found
 
     def rows(self) -> list[dict[str, Any]]:

@@ -63,7 +63,7 @@ SHRINKAGES = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 REFERENCE = 0.3
 
 #: What is taken of a round's change.
-_TAKEN = {1.0: "the new model with a fitted head", 0.5: "the model half way with a fitted head"}
+_TAKEN = {1.0: "the new model", 0.5: "the mean of the old and the new model"}
 
 
 @dataclass(frozen=True)
@@ -117,13 +117,14 @@ class FittedHead:
         if not self.clients:
             return
         sure = "standard error" if abs(self.change) > 2 * self.error else "standard error: within noise"
+        taken = f"{_TAKEN[self.step]} with a fitted head" if self.fitted else "the model before"
         log(
             INFO,
             "%s, %d clients, %g held-out rows: taken is %s. The loss of the best model with a fitted "
-            "head is %.4g, %s than before by %.2g ± %.1g (%s); temperature %.3g.",
-            *(when, self.clients, self.rows, _TAKEN[self.step] if self.fitted else "the model before"),
+            "head is %.4g, %s than before by %.2g ± %.1g (%s); %s.",
+            *(when, self.clients, self.rows, taken),
             *(self.losses[2], "lower" if self.change < 0 else "higher", abs(self.change), self.error),
-            *(sure, self.temperature),
+            *(sure, temperature_in_words(self.temperature)),
         )
         if self.rows < FEW:
             log(WARNING, "%g held-out rows are few: the choice may be noise. Hold out more.", self.rows)
@@ -135,6 +136,13 @@ class FittedHead:
             return {**kept}
         change = {"fedrot-head-change": self.change, "fedrot-head-error": self.error}
         return {**kept, "fedrot-head-loss": self.loss, "fedrot-head-step": self.step, **change}
+
+
+def temperature_in_words(temperature: float) -> str:
+    """Return ``temperature 6.17 (over-confident before; logits are divided by it)``, for a log."""
+    how = f"{'over' if temperature > 1 else 'under'}-confident before; logits are divided by it"
+    near = 0.8 <= temperature <= 1.25
+    return f"temperature {temperature:.2f} ({'near 1: no correction was needed' if near else how})"
 
 
 class Exchange:
@@ -251,7 +259,7 @@ class Exchange:
         weights, biases = fit_heads(total, shrinkages, biased, priors)
         logits = total.means() @ weights.mT + biases.unsqueeze(1)
         if not bool((logits.abs() <= LARGEST_LOSS).all()):
-            raise UpdateError(f"The logits of a class's mean are absurd, above {LARGEST_LOSS:g}.")
+            raise UpdateError(f"The logits of a class's mean are too large, above {LARGEST_LOSS:g}.")
         for name, own in {"weight": weights, "bias": biases}.items() if like else ():
             theirs = torch.stack([getattr(one, name) for one in like]).to(own)
             own[:, total.absent] = theirs[:, total.absent]

@@ -135,7 +135,10 @@ def test_the_lowest_loss_is_recommended_but_no_bound(monkeypatch: pytest.MonkeyP
     found = judged(rows, *about)
     assert [own.name for own in found.standings][:3] == ["fit_head", "fedavg", "ensemble"]
     assert found.code == "FedRot(fit_head)"
-    assert lead(found) == "Use fit_head: accuracy 0.571, fedavg 0.520 (+0.051 [+0.049, +0.053])."
+    assert lead(found) == (
+        "Use fit_head: accuracy 0.571, fedavg 0.520 (+0.051 [+0.049, +0.053]). "
+        "Best in accuracy: aligned, +0.101 [+0.099, +0.103]."
+    )
     said = " ".join(sentences(found))
     assert "Also better than fedavg: aligned, accuracy +0.101" in said
     assert "Worse than fedavg: worse, accuracy -0.099" in said
@@ -148,7 +151,7 @@ def test_without_a_decided_difference_the_reference_stays_and_seeds_are_counted(
     rows = [*FEDAVG, *of("aligned", raised(0, WIDE), [0.9, 1.2, 1.15])]
     assert told(rows).startswith("Keep fedavg: nothing is better beyond noise with 3 seeds.")
     # Differences of accuracy 0.03, -0.03, 0.01: mean 0.00333, half of the interval 0.0759.
-    assert "a difference of accuracy shows from 0.076 on" in told(rows)
+    assert "accuracy has to differ by 0.076 to be" in told(rows)
     assert "accuracy +0.003 [-0.073, +0.079], more than 100 seeds would decide" in told(rows)
     rows = [*FEDAVG, *of("aligned", raised(0.02, WIDE), [0.9, 1.2, 1.15]), row("b", 0, 1.0)]
     needed = judged(rows).standings[1].against["accuracy"].seeds_needed
@@ -156,6 +159,7 @@ def test_without_a_decided_difference_the_reference_stays_and_seeds_are_counted(
     assert "with 1 to 3 seeds" in told(rows)
     one = [own for own in [*FEDAVG, *other("aligned", 0.1, 0.2)] if own["seed"] == 0]
     assert told(one).startswith("Undecided: one seed")
+    assert "Best in accuracy: aligned, +0.100." in lead(judged(one))
     assert "there is nothing to compare it with" in told(FEDAVG)
 
 
@@ -165,6 +169,42 @@ def test_macro_f1_beside_accuracy_can_decide() -> None:
     found = judged(rows)
     assert (found.judged, found.recommended.name) == (["accuracy", "macro_f1", "loss"], "fit_head")
     assert told(rows).startswith("Use fit_head: macro F1 0.699, fedavg 0.520 (+0.179")
+    # All clear gains in scores are named, whatever the loss gains.
+    both = levels("fit_head", {"accuracy": raised(0.01), "loss": [0.1, 0.2, 0.3]})
+    said = lead(judged([*rows, *both]))
+    assert said.startswith("Use fit_head: accuracy 0.531, fedavg 0.520 (+0.011")
+    assert said.endswith("; macro F1 0.699, fedavg 0.520 (+0.179 [+0.177, +0.181]).")
+
+
+@pytest.mark.parametrize(
+    ("metric", "gain", "spread", "best"),
+    [
+        ("macro_f1", 0.178, (0.0, 0.001, 0.002), "fit_head, +0.179 [+0.177, +0.181]"),
+        ("macro_f1", 0.1, (0.0, 0.001, 0.002), "fit_head, +0.101 [+0.099, +0.103]"),  # less, and clear
+        ("macro_f1", 0.03, WIDE, "aligned, +0.200 [-"),
+        ("macro_f1", -0.2, WIDE, "aligned, +0.200 [-"),
+        ("perplexity", -0.1, (0.0, 0.001, 0.002), "fit_head, -0.099 [-0.101, -0.097]"),
+        ("perplexity", -0.5, WIDE, "fit_head, -0.497 [-0.573, -0.421]"),
+    ],
+)
+def test_the_best_in_a_score_is_in_the_verdict(metric: str, gain: float, spread: Any, best: str) -> None:
+    """Whichever strategy it is, also if its loss is worse; undecided ones only without clear ones."""
+    losses = {"fedavg": BASE, "fit_head": raised(1.0), "aligned": BASE}
+    values = {"fedavg": BASE, "fit_head": raised(gain, spread), "aligned": raised(0.1, (0.4, -0.3, 0.2))}
+    names = ("accuracy", metric) if metric == "macro_f1" else (metric,)
+    rows = [
+        own
+        for name, loss in losses.items()
+        for key in (*names, "loss")
+        for own in levels(
+            name, {key: values[name] if key == metric else loss if key == "loss" else BASE}
+        )
+    ]
+    found = lead(judged(rows))
+    kept = "nothing is better beyond noise" if "aligned" in best else "what is better in one metric"
+    assert found.startswith(f"Keep fedavg: {kept}")
+    assert f". Best in {metric.replace('macro_f1', 'macro F1')}: {best}" in found
+    assert "Best in accuracy" not in found
 
 
 @pytest.mark.parametrize(

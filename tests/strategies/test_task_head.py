@@ -14,6 +14,7 @@ from flwr.clientapp import ClientApp
 import fedrot
 from fedrot.head import ClassSums
 from fedrot.strategies import FedRot
+from fedrot.strategies.sums.choice import temperature_in_words
 from fedrot.strategies.sums.requests import LOSSES, ROWS, STEP, SUMS
 from fedrot.strategies.wire.arrays import to_arrays, wire_bytes
 from tests.strategies.fakes import Client, failure, grid_of, largest_difference, node_of, tensors_of
@@ -45,6 +46,14 @@ def test_the_head_is_that_of_one_place_at_the_best_temperature(
         old = kind.judged(kind.state(), kind.temperatures)
         assert calibrated == pytest.approx(old, rel=1e-4)
         assert kind.judged(tensors_of(found.arrays)) == pytest.approx(best, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "word"),
+    [(6.17, "over-confident"), (1.26, "over-"), (1.25, "near 1"), (0.8, "near 1"), (0.71, "under-")],
+)
+def test_a_temperature_is_explained(temperature: float, word: str) -> None:
+    assert temperature_in_words(temperature).startswith(f"temperature {temperature:.2f} ({word}")
 
 
 def test_a_head_that_is_worse_on_held_out_rows_is_not_taken(caplog: pytest.LogCaptureFixture) -> None:

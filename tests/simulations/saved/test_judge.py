@@ -45,7 +45,9 @@ def test_a_worse_an_equal_and_a_better_mean_are_said_first(own: Path, tmp_path: 
     line = (a, b, "--data", own, "--label-column", "mood")
     said = judged(*line, "--out", tmp_path / "plain")
     first = f"worse than the best single one: accuracy 0.300 against 0.500 ('{a}') on 40 held-out rows."
-    assert said.startswith(f"{first} Use '{a}' as it is, or try --fit-head"), said
+    keep = f"{first} Keep '{a}', or try other --parts. --fit-head fits the task head"
+    assert said.startswith(keep), said
+    assert "--data" in run("merge", a, b)
     assert f"'{b}': accuracy 0.300, macro_f1 " in said
     assert (tmp_path / "plain" / WEIGHTS).exists()
     assert judged(*line, "--weights", "2,1").startswith("as good as the best single one")
@@ -53,6 +55,9 @@ def test_a_worse_an_equal_and_a_better_mean_are_said_first(own: Path, tmp_path: 
     said = judged(*line, "--fit-head", "--out", out)
     assert said.startswith("better than the best single one: accuracy 1.000 against 0.500"), said
     assert "on 32 other rows" in said
+    # Nothing is advised that was done.
+    assert "Keep" not in said
+    assert "--fit-head" not in said
     before, after = load_file(a / WEIGHTS), load_file(out / WEIGHTS)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"classifier.weight", "classifier.bias"}
@@ -83,7 +88,9 @@ def test_other_tasks(name: str, own: Path, tmp_path: Path) -> None:
     tokenized(a, w37="[MASK]")
     line = (a, b, "--data", own)
     if name != "t5-gated":
-        assert judged(*line).startswith("as good as the best single one: ")
+        said = judged(*line)
+        assert said.startswith("as good as the best single one: ")
+        assert (f"Keep '{a}'" in said, "--fit-head" in said) == (True, False)
         assert "perplexity" in judged(*line, "--parts", "none")
     words = "is a T5For" if name == "t5-gated" else "--fit-head is for classifiers"
     run("merge", *line, "--fit-head", code=2, says=words)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,17 @@ from fedrot.strategies.reporting.verdict import (
     MOVED,
     NOBODY,
     OFF,
+    REMOVED,
+    TRY_HEAD,
+    UNMOVED,
     empty_rounds,
+    percent,
     run_lines,
     told,
     verdict,
 )
+from fedrot.strategies.reporting.verdict import figures as metrics_of
+from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.settings import Checkpointing, Reporting
 from fedrot.symmetry.groups import Move, apply_moves
 from tests.models import HEADS, State, near
@@ -129,8 +137,14 @@ VERDICTS: dict[str, tuple[list[list[list[GroupReport]]], str]] = {
 @pytest.mark.parametrize("name", VERDICTS)
 def test_the_verdict_on_replies(name: str) -> None:
     replies, expected = VERDICTS[name]
-    said = found(*(report(*(group for part in parts for group in part)) for parts in replies))
+    reports = [report(*(group for part in parts for group in part)) for parts in replies]
+    said = found(*reports)
     assert said.startswith(expected)
+    # The first shares of the sentence are the metrics of the round.
+    shares = re.findall(r"([\d.]+ %)(?: of the distance)?, chance ([\d.]+ %)", said)
+    metrics = metrics_of(reports)
+    named = [percent(metrics[name]) for name in (FOUND, CHANCE) if name in metrics]
+    assert [*sum(shares[:1], ())] == named
 
 
 def test_another_basis_has_no_chance() -> None:
@@ -233,6 +247,9 @@ def test_a_round_ends_with_its_verdict_and_a_run_with_its_sum(
     assert "heads are rotated relative to each other; 2 of 18 groups moved" in sentence
     first, *_, last = lines[lines.index(sentence) + 1 :]
     assert "Aggregated MetricRecord" in first
+    metrics = ast.literal_eval(first.split(": ", 1)[1])
+    assert f"{percent(metrics[FOUND])} of the distance, chance {percent(metrics[CHANCE])}" in sentence
+    assert f" removed {percent(metrics[REMOVED])} of the distance of all groups in " in counts
     assert lines[-3:-1] == ["Alignment moved groups in 1 of 1 round.", f"{sentence}."]
     assert str(path) in last
 
@@ -240,11 +257,31 @@ def test_a_round_ends_with_its_verdict_and_a_run_with_its_sum(
 def test_noise_is_averaged_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     updates = [near(state(), 0.02, client) for client in range(3)]
-    lines = lines_of(caplog, FedRot(SYMMETRY, fraction_evaluate=0.0), updates, 1)
+    lines = lines_of(caplog, FedRot(SYMMETRY, fraction_evaluate=0.0), updates, 2)
+    assert lines.count(UNMOVED + TRY_HEAD) == 1
     sentence = next(line for line in lines if "chance" in line)
     assert sentence.startswith("Round 1: nothing beyond chance (rotation ")
     assert sentence.endswith("): averaged as they are")
-    assert lines[-2:] == ["Alignment moved nothing in 1 round.", f"{sentence}."]
+    assert lines[-3:-1] == ["Alignment moved nothing in 2 rounds.", f"{sentence}."]
+
+
+@pytest.mark.parametrize(
+    ("fits", "moved", "number", "lost", "added"),
+    [
+        (False, 0, 1, "", [UNMOVED + TRY_HEAD]),
+        (True, 0, 1, "", [UNMOVED]),
+        (False, 1, 1, "", []),
+        (False, 0, 2, "", []),
+        (False, 0, 1, "too few", []),
+    ],
+)
+def test_a_first_round_without_moves_says_what_to_do(
+    caplog: pytest.LogCaptureFixture, fits: bool, moved: int, number: int, lost: str, added: list[str]
+) -> None:
+    caplog.set_level(logging.INFO)
+    reports = [(0, report(*rows("attention", 0.1, moved=moved)))]
+    RoundRecord(number, reports=reports, accepted=1, lost=lost).log_end(True, fits)
+    assert [record.getMessage() for record in caplog.records][2:] == added
 
 
 def test_a_resumed_run_sums_up_the_rounds_before(

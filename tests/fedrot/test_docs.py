@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import re
 import shlex
@@ -146,21 +145,6 @@ def test_the_page_about_commands_lists_all_of_them() -> None:
     listed = re.findall(r"^\| `fedrot (\S+)` \|", text, flags=re.MULTILINE)
     group: Any = get_command(app)
     assert listed == list(group.commands)
-
-
-def test_the_notebook_about_own_models_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    notebook = json.loads((DOCS / "tutorials" / "own-model.ipynb").read_text(encoding="utf-8"))
-    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert len(cells) == 4
-    torch.manual_seed(0)
-    scope: dict[str, Any] = {"__name__": "page"}
-    for cell in cells:
-        exec(compile(cell, "own-model.ipynb", "exec"), scope)
-    printed = capsys.readouterr().out
-    assert re.fullmatch(r"(\d+ groups, largest change of an output: \S+\n){2}", printed)
-    assert 0 < scope["change"] <= 1e-9
-    parts = {group.part for group in scope["symmetry"].groups}
-    assert parts == {"residual", "heads", "attention", "ffn"}
 
 
 def test_the_page_about_aggregations_lists_all_of_them() -> None:

@@ -1,0 +1,52 @@
+"""The notebooks of the documentation have outputs and pictures, which a new run repeats."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import nbformat
+import pytest
+
+from docs.notebooks import TUTORIALS, executed
+
+NAMES = sorted(path.stem for path in TUTORIALS.glob("*.ipynb"))
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in NAMES if name != "own-model"]
+NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]\d+)?")
+
+
+def stored(name: str) -> Any:
+    return nbformat.read(TUTORIALS / f"{name}.ipynb", as_version=4)
+
+
+def printed(notebook: Any) -> str:
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    return "".join(output.text for output in outputs if output.output_type == "stream")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_has_clean_outputs(name: str) -> None:
+    notebook, pictures = stored(name), []
+    for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
+        kinds = [output.get("name", output.output_type) for output in cell.outputs]
+        assert ("stdout" in kinds) == (re.search(r"^ *print\(", cell.source, re.MULTILINE) is not None)
+        assert kinds.count("display_data") == cell.source.count("plt.show()")
+        assert {*kinds, *cell.metadata} <= {"stdout", "display_data", "alt"}
+        pictures += [output for output in cell.outputs if "data" in output]
+    for picture in pictures:
+        assert len(picture.data["image/png"]) < 80_000  # in base 64: 60 kB
+        assert picture.metadata["image/png"]["alt"]
+    assert 0 < len(pictures) < 3
+    assert not re.search(r"(?<!\w)/\w+/|[Ww]arning|it/s", printed(notebook))
+    # What the last cell says was printed.
+    assert {*re.findall(r"\d+\.\d+", notebook.cells[-1].source)} <= {*NUMBER.findall(printed(notebook))}
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", [*LONG, "own-model"])
+def test_a_new_run_prints_the_same(name: str) -> None:
+    shown, now = printed(stored(name)), printed(executed(TUTORIALS / f"{name}.ipynb"))
+    assert NUMBER.sub("#", now) == NUMBER.sub("#", shown)
+    # Other processors add up in another order.
+    figures = [[float(figure) for figure in NUMBER.findall(text)] for text in (now, shown)]
+    assert figures[0] == pytest.approx(figures[1], rel=0.02, abs=0.02)

@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lab test-all flower docs pages fuzz ceilings lint types wheel clean
+.PHONY: help demo test lab test-all versions docs pages fuzz ceilings lint types wheel clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,27 +29,34 @@ lab: .venv/installed ## tests of reproductions/, which are no part of the packag
 	FEDROT_PLUGINS=reproductions.plugins $(PYTEST) tests/reproductions
 
 # Before a release, and for whoever changes a family or a notebook.
-test-all: lint types docs flower lab ## every family in every test, notebooks, newer versions of Flower
+test-all: lint types docs versions lab ## every family in every test, notebooks, other versions
 	FEDROT_TEST_ALL=1 $(PYTEST)
 
-# The environment has the oldest Flower that pyproject.toml allows (constraints.txt). Beside it lie its
-# newest release that is allowed, and the nightly build of the next: what was the newest when it was made.
-NEWER := .venv/flower-release .venv/flower-nightly
-.venv/flower-release/installed: ALLOWED = '$(shell sed -n 's/^flower = \["\([^"]*\)".*/\1/p' pyproject.toml)'
-.venv/flower-nightly/installed: ALLOWED = --pre flwr-nightly
-$(NEWER:%=%/installed): .venv/installed
+# Environments over .venv, which have in its place the oldest versions that pyproject.toml allows, the newest of
+# when they were made, and the nightly build of Flower. torch is .venv's: no index has another CPU build for Linux.
+# pip names conflicts with packages that these tests do not use.
+VERSIONS := .venv/oldest .venv/newest .venv/nightly
+VARIED := flwr|numpy|scipy|safetensors|transformers|tokenizers|peft
+.venv/oldest/installed: PACKAGES = $(shell grep -oE '"($(VARIED))>=[0-9.]+' pyproject.toml | tr -d '">' | sed 's/=/==/')
+.venv/newest/installed: PACKAGES = --upgrade $(shell grep -oE '"(flwr|transformers|peft)>=[^"]+' pyproject.toml | sed "s/.*/'&'/" | tr -d '"')
+.venv/nightly/installed: PACKAGES = --no-deps --pre flwr-nightly
+$(VERSIONS:%=%/installed): .venv/installed
 	rm -rf $(@D)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(@D) $(ALLOWED)
+	$(PYTHON) -m venv --without-pip $(@D)
+	echo "import site; site.addsitedir('$$(echo $$PWD/.venv/lib/python*/site-packages)')" \
+		> $$(echo $(@D)/lib/python*/site-packages)/below.pth
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(PACKAGES)
 	touch $@
 
-# The tests that touch Flower's interfaces; those of killed runs take long, and see nothing else of it.
+# The tests that touch interfaces of Flower and PEFT; those of killed runs take long, and see nothing else of them.
 INTERFACE := $(addprefix tests/strategies/, test_flower_interface.py test_flower_compat.py test_drop_in.py \
-	test_fedrot.py test_lora.py test_first_hour.py round/test_streaming.py resume/test_resume.py)
+	test_fedrot.py test_lora.py test_first_hour.py round/test_streaming.py resume/test_resume.py) \
+	$(addprefix tests/fedrot/lora/, test_peft.py test_peft_model.py)
 
-flower: $(NEWER:%=%/installed) ## the strategies' tests with newer versions of Flower
-	set -e; for flower in $(NEWER); do export PYTHONPATH=$$PWD/$$flower; ls -d $$flower/*.dist-info; \
-	$(BIN)/python -c "import flwr, os; assert flwr.__file__.startswith(os.environ['PYTHONPATH'])"; \
-	$(PYTEST) --quiet -k 'not kill' $(INTERFACE); done
+versions: $(VERSIONS:%=%/installed) ## the strategies' tests with the oldest and the newest versions
+	set -e; for other in $(VERSIONS); do ls -d $$other/lib/python*/site-packages/*.dist-info; \
+	$$other/bin/python -c "import flwr, sys; assert flwr.__file__.startswith(sys.prefix)"; \
+	$$other/bin/python -m pytest --numprocesses $(PROCESSES) --dist worksteal --quiet -k 'not kill' $(INTERFACE); done
 
 # Random replies, partitions, configurations and models, new ones every time: five minutes of one core.
 # (`make test` tries 4,000, always the same.) What fails is printed with what repeats it.
@@ -76,9 +83,9 @@ pages: wheel ## the documentation site, with notebooks as they are
 docs: wheel ## the documentation site, site/index.html, with notebooks that are run
 	FEDROT_NOTEBOOKS=true $(PAGES)
 
-wheel: .venv/installed ## dist/fedrot-*.whl
+wheel: .venv/installed ## dist/: the source distribution, and the wheel that is built from it
 	rm -rf build dist
-	$(BIN)/python -m build --quiet --wheel --no-isolation .
+	$(BIN)/python -m build --quiet --no-isolation .
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/installed dist/*.whl
 
 clean: ## delete what make and runs wrote

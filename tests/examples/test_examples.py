@@ -13,12 +13,14 @@ import re
 import shlex
 import shutil
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 from tests.deployment.federation import ROOT, Federation
 
@@ -66,11 +68,18 @@ class Run(Federation):
         assert self.status("local") == "finished:completed", log
         return log
 
+    def deployed(self, app: Path, settings: str) -> str:
+        """Return the log of an app that ran to its end on the SuperLink that was started."""
+        log = self.flower(app.name, f"flwr run {app} deployment --stream -c {shlex.quote(settings)}")
+        assert self.status("deployment") == "finished:completed", self.logs()
+        return log
+
     def status(self, connection: str) -> str:
-        """Return how the only run ended; ``flwr run`` itself ends with 0 whatever happens."""
-        text = self.flower("list", f"flwr list {connection} --format json")
-        (run,) = json.loads(text[text.index("{") :])["runs"]
-        return str(run["status"])
+        """Return how all runs ended; ``flwr run`` itself ends with 0 whatever happens."""
+        self.flower("list", f"flwr list {connection} --format json > runs.json")
+        text = (self.folder / "runs.json").read_text()
+        runs = json.loads(text[text.index("{") :])["runs"]
+        return " ".join({run["status"] for run in runs})
 
 
 @pytest.fixture
@@ -106,6 +115,28 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{names} max-length=32 num-server-rounds=1"
 
 
+@pytest.fixture(scope="module")
+def language(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A language model of random weights and some instructions, as settings of its example."""
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("language")
+    model, data = folder / "model", folder / "data"
+    bundled = resources.files("fedrot.simulations.data") / "bundled" / "tokenizer.json"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(bundled), pad_token="[PAD]")
+    tokenizer.save_pretrained(model)
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(model)
+    data.mkdir()
+    with (data / "train.csv").open("w", newline="") as file:
+        rows = (("Say how you liked it.", TEXTS[n % 2]) for n in range(24))
+        csv.writer(file).writerows([("instruction", "output"), *rows])
+    return (
+        f'model.name="{model}" static.dataset.name="{data}" strategy.method="exact" '
+        "train.max-steps=3 train.seq-length=32"
+    )
+
+
 def aligned_once(log: str) -> None:
     """Check a log: two replies were aligned, and both clients evaluated the average."""
     assert re.search(r"Round 1: .*2 (replies )?accepted", log), log
@@ -134,21 +165,28 @@ def test_the_quickstart_runs_in_simulation_and_fits_the_task_head_as_its_page_sa
     assert re.search(r"Before round 1, 2 clients, 8 held-out rows", log), log
 
 
-@pytest.mark.long
-def test_the_quickstart_runs_unchanged_in_a_deployment(run: Run, toy: str) -> None:
+@pytest.mark.timeout(1800)
+def test_all_run_unchanged_on_a_superlink_with_two_supernodes(run: Run, toy: str, language: str) -> None:
+    """One federation for all: every request to a node starts a process, and these are slow."""
     offline = f"UV_OFFLINE=1 UV_CACHE_DIR={run.folder / 'uv'}"
     run.start("superlink", f"{offline} flower-superlink --insecure --port {run.port}")
     run.until(run.listens, "the SuperLink listens")
+    # In one Flower home, as the quickstart's page starts them.
     for node in range(2):
         run.start(
             f"node{node}",
-            f"FLWR_HOME={run.folder / f'home{node}'} flower-supernode --insecure "
-            f"--superlink 127.0.0.1:{run.port} --port {run.node_ports[node]} "
-            f'--node-config "partition-id={node} num-partitions=2"',
+            f"flower-supernode --insecure --superlink 127.0.0.1:{run.port} "
+            f'--port {run.node_ports[node]} --node-config "partition-id={node} num-partitions=2"',
         )
-    log = run.flower("run", f"flwr run {QUICKSTART} deployment --stream -c {shlex.quote(toy)}")
-    assert run.status("deployment") == "finished:completed", run.logs()
-    aligned_once(log)
+    aligned_once(run.deployed(QUICKSTART, toy))
+    log = run.deployed(CLASSIFIER, f'{toy} lora-ranks="2+4" fraction-evaluate=0.0')
+    assert "factors of 4 modules have no mean: their ranks differ" in log, log
+    log = run.deployed(LANGUAGE, f"{language} num-server-rounds=1")
+    assert "Round 1: 2 adapters: this average is " in log, log
+    log = run.deployed(INSTITUTIONS, "width=32 rows=100 epochs=1")
+    assert re.findall(r"loss of (.+):", log)[2:] == ["plain average", "aligned average"], log
+    log = run.deployed(SECURE, "clients=2 rows=60 num-server-rounds=1")
+    assert re.search(r"loss before: [\d.]+, after 1 rounds: [\d.]+", log), log
 
 
 @pytest.mark.long
@@ -170,28 +208,15 @@ def test_clients_align_under_secure_aggregation(run: Run) -> None:
 
 
 @pytest.mark.long
-def test_a_language_model_is_tuned_by_adapters(run: Run, tmp_path: Path) -> None:
+def test_a_language_model_is_tuned_by_adapters(run: Run, language: str, tmp_path: Path) -> None:
     import peft
-    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+    from transformers import GPT2LMHeadModel
 
-    bundled = resources.files("fedrot.simulations.data") / "bundled" / "tokenizer.json"
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(bundled), pad_token="[PAD]")
-    model, data, saved = tmp_path / "model", tmp_path / "data", tmp_path / "saved"
-    tokenizer.save_pretrained(model)
-    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
-    GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(model)
-    data.mkdir()
-    with (data / "train.csv").open("w", newline="") as file:
-        rows = (("Say how you liked it.", TEXTS[n % 2]) for n in range(24))
-        csv.writer(file).writerows([("instruction", "output"), *rows])
-    log = run.simulated(
-        LANGUAGE,
-        2,
-        f'model.name="{model}" static.dataset.name="{data}" train.save-folder="{saved}" '
-        'strategy.method="exact" num-server-rounds=2 train.max-steps=3 train.seq-length=32',
-    )
+    saved = tmp_path / "saved"
+    log = run.simulated(LANGUAGE, 2, f'{language} num-server-rounds=2 train.save-folder="{saved}"')
     for server_round in (1, 2):
         assert f"Round {server_round}: 2 adapters: this average is " in log, log
+    model = shlex.split(language)[0].removeprefix("model.name=")
     tuned = peft.PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(model), saved)
     assert tuned.peft_config["default"].r == 8
     factors = [tensor for name, tensor in tuned.state_dict().items() if "lora_B" in name]
@@ -216,6 +241,33 @@ def test_every_dependency_is_taken_from_beside_flower(app: Path) -> None:
     project = tomllib.loads((app / "pyproject.toml").read_text())
     declared = {re.split(r"[\[<>=!~; ]", text)[0] for text in project["project"]["dependencies"]}
     assert set(project["tool"]["uv"]["exclude-dependencies"]) == declared
+
+
+@pytest.mark.parametrize("app", APPS, ids=lambda app: app.name)
+def test_flwr_build_bundles_it_within_the_limits_of_flowers_hub(
+    app: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flwr.cli.app import app as flwr
+
+    monkeypatch.chdir(tmp_path)
+    copy = shutil.copytree(app, tmp_path / app.name, ignore=shutil.ignore_patterns("__pycache__"))
+    built = CliRunner().invoke(flwr, ["build", "--app", str(copy)])
+    assert built.exit_code == 0, built.output
+    (bundle,) = tmp_path.glob("*.fab")
+    with zipfile.ZipFile(bundle) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    # What the hub does not take, such as images, Flower leaves out.
+    own = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
+    assert set(files) == own | {".info/CONTENT"}
+    assert len(files) <= 1000
+    assert max(map(len, files.values())) <= 1e6
+    assert sum(map(len, files.values())) <= 1e7
+    assert files["LICENSE"] == (ROOT / "LICENSE").read_bytes()
+    matter = rb"---\ntags: \[.+\]\ndataset: \[.+\]\nframework: \[.+\]\n---\n\n# "
+    assert re.match(matter, files["README.md"])
+    declared = tomllib.loads(files["pyproject.toml"].decode())["tool"]["flwr"]["app"]
+    assert declared["fab-format-version"] == 1
+    assert f"flwr=={declared['flwr-version-target']}\n" in (ROOT / "constraints.txt").read_text()
 
 
 def test_the_readme_shows_every_line_that_turns_fedavg_into_fedrot() -> None:

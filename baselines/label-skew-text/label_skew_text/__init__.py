@@ -1,0 +1,1 @@
+"""label_skew_text: A Flower Baseline."""

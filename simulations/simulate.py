@@ -64,9 +64,9 @@ def simulate(
     """
     with _logged():
         known = {experiment.name: checked(experiment) for experiment in experiments}
-    for name, own in known.items():
-        said = [*([f"{name}:"] if len(known) > 1 else []), *filter(None, own.said)]
-        console.print("\n".join(said), highlight=False, markup=False)
+    said = dict.fromkeys(sentence for own in known.values() for sentence in own.said if sentence)
+    for sentence in said:
+        console.print(sentence, highlight=False)
     cells = cells_of(experiments)
     costs = costs_of(cells, known)
     if dry_run:

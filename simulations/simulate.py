@@ -64,8 +64,7 @@ def simulate(
     """
     with _logged():
         known = {experiment.name: checked(experiment) for experiment in experiments}
-    said = dict.fromkeys(sentence for own in known.values() for sentence in own.said if sentence)
-    for sentence in said:
+    for sentence in dict.fromkeys(said for own in known.values() for said in own.said if said):
         console.print(sentence, highlight=False)
     cells = cells_of(experiments)
     costs = costs_of(cells, known)

@@ -64,9 +64,8 @@ def simulate(
     """
     with _logged():
         known = {experiment.name: checked(experiment) for experiment in experiments}
-    for name, own in known.items():
-        said = [*([f"{name}:"] if len(known) > 1 else []), *filter(None, own.said)]
-        console.print("\n".join(said), highlight=False, markup=False)
+    for sentence in dict.fromkeys(said for own in known.values() for said in own.said if said):
+        console.print(sentence, highlight=False)
     cells = cells_of(experiments)
     costs = costs_of(cells, known)
     if dry_run:

@@ -77,10 +77,7 @@ def sentences(found: Verdict) -> list[str]:
 
 
 def _gains(found: Verdict) -> tuple[str, list[str]]:
-    """Return all clear gains in scores, or else the first gain, and the other differences.
-
-    Each is ``accuracy 0.6, fedavg 0.5 (+0.1 [+0.0, +0.2])``.
-    """
+    """Return ``accuracy 0.6, fedavg 0.5 (+0.1)`` of all clear gains in scores (or one), and the rest."""
     pairs, name = found.recommended.against, found.reference.name
     clear = [metric for metric in found.judged if pairs[metric].verdict == "better"]
     count = max(1, sum(metric != "loss" for metric in clear))

@@ -94,7 +94,10 @@ def test_of_several_experiments_each_part_has_a_name(tmp_path: Path) -> None:
     assert page.count("<h3>skewed</h3>") == page.count("<h3>apart</h3>") == 5
     assert (page.count("It is fedavg."), len(Outline(page).links)) == (1, 8)
     has_in_order(page, ["Use fit_head", "Keep fedavg: nothing", "Lost replies: skewed"])
-    assert [line.split(":")[0] for line in two[:2]] == ["skewed", "apart"]
+    assert [line.split(":")[0] for line in two if re.search(": (Use|Keep) ", line)] == [
+        "skewed",
+        "apart",
+    ]
     assert (two.count("skewed"), two.count("apart")) == (1, 1)
 
 

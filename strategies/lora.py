@@ -108,8 +108,8 @@ class AlignedLoRA(ReplyStrategy):
 
     def schema(self, broadcast: Tensors) -> Schema:
         """Return the tensors that a reply must hold: an adapter of at most the broadcast ranks."""
-        smaller, settings = self.adapters.kind.any_rank, adapter_record(self.settings)
-        return AdapterSchema(broadcast, smaller, settings=settings)
+        settings = adapter_record(self.settings)
+        return AdapterSchema(broadcast, self.adapters.kind.any_rank, settings=settings)
 
     def aggregator(self, server_round: int) -> Callable[[], Aggregator]:
         """Return the function that builds a round's average of adapters."""
@@ -167,8 +167,8 @@ class AdapterSchema(Schema):
 
     def about(self, tensors: Tensors) -> dict[str, Any]:
         """Return the ranks and targets of an adapter."""
-        ranks = {len(tensors[pair.a]) for pair in pairs_of(tensors)}
-        return {"rank": sorted(ranks), "targets": _targets(tensors)}
+        ranks = sorted({len(tensors[pair.a]) for pair in pairs_of(tensors)})
+        return {"rank": ranks, "targets": _targets(tensors)}
 
 
 def _targets(tensors: Iterable[str]) -> list[str]:

@@ -28,7 +28,7 @@ def _with_fields(function: Function) -> Function:
     own = []
     for name in _FIELDS.split():
         field = Experiment.model_fields[name]
-        kind = field.annotation if field.annotation in (int, Path | None) else str
+        kind: Any = field.annotation if field.annotation in (int, Path | None) else str
         annotation = Annotated[kind | None, typer.Option(help=field.description)]
         own.append(out.replace(name=name, default=None, annotation=annotation))
     function.__dict__["__signature__"] = Signature([file, out, *own, *others])
@@ -36,10 +36,7 @@ def _with_fields(function: Function) -> Function:
 
 
 # Arguments are hidden, and docstrings describe them: some versions of click drop their help.
-Workers = Annotated[int | None, typer.Option(min=1, help="Processes; default: one per core.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, run nothing.")]
 _SET = "Any other setting (docs/reference/settings.md); repeatable."
-Settings = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help=_SET)]
 
 
 @command(
@@ -52,9 +49,9 @@ def simulate(
     file: Annotated[Path | None, typer.Argument(hidden=True)] = None,
     *,
     out: Annotated[Path, typer.Option(help="Folder for results; what it has is not run again.")],
-    workers: Workers = None,
-    dry_run: DryRun = False,
-    settings: Settings = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one per core.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, run nothing.")] = False,
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help=_SET)] = None,
     **fields: Any,
 ) -> None:
     """Which average helps on your data? Trains clients, and compares strategies.
@@ -104,16 +101,13 @@ def flower_app(
 @command(app, "fedrot report runs/first", "fedrot report alignment.jsonl --verify runs/tuesday")
 def report(
     run_or_file: Annotated[Path, typer.Argument(hidden=True)],
-    verify: Annotated[
-        Path | None, typer.Option(help="Check that the checkpoints of a folder have the file's hashes.")
-    ] = None,
+    verify: Annotated[Path | None, typer.Option(help="Checkpoints, to compare with hashes.")] = None,
 ) -> None:
     """Write the page of a run folder, complete or not, or beside a file of rows of a strategy."""
+    from fedrot.simulations.report.hashes import verified
     from fedrot.simulations.report.pages import present, write_strategy_report
 
     if verify is not None:
-        from fedrot.simulations.report.hashes import verified
-
         say(verified(run_or_file, verify))
     if run_or_file.is_file():
         say(f"Report: {write_strategy_report(run_or_file)}")

@@ -14,18 +14,16 @@ def verified(file: Path, folder: Path) -> str:
     """Return which checkpoints have the hashes in a file of ``Reporting(rows=..., hashes=True)``.
 
     Raises:
-        RuntimeError: a checkpoint has not, or a round did not begin with the model of the one before.
-        ValueError: there are no hashes, or no checkpoints.
+        RuntimeError: models differ. ValueError: there are no hashes, or no checkpoints.
     """
     rows = [row for row in read_rows(file) if row.keys() >= {"round", "sha256_before", "sha256_after"}]
     checkpoints = Checkpointing(folder)
     if not rows or not (numbers := checkpoints.rounds()):
         lacking = f"'{folder}' has no checkpoints" if rows else f"'{file}' has no hashes of models"
         raise ValueError(f"{lacking}: there is nothing to verify.")
+    broken = [(a, b) for a, b in pairwise(rows) if a["sha256_after"] != b["sha256_before"]]
     wrong = [
-        f"Round {later['round']}: it did not begin with the model of round {row['round']} ('{file}')."
-        for row, later in pairwise(rows)
-        if row["sha256_after"] != later["sha256_before"]
+        f"Round {b['round']}: it did not begin with the model of round {a['round']}." for a, b in broken
     ]
     for number in numbers:
         # A round in which nobody was asked has no row, and leaves the model as it was.

@@ -86,9 +86,7 @@ def merge_models(
         merged, verdict = judge.verdict(judged, models, merged, fit_head)
         said = [*verdict, *said]
     else:
-        said.append(
-            "Is it better than the best model? --data tells; for classifiers see also --fit-head."
-        )
+        said.append("--data tells whether it is better than the best model; see also --fit-head.")
     if out is not None:
         first.model.load_state_dict(merged, strict=False)  # without the names of tied tensors
         with writing(out) as folder:

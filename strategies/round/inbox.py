@@ -259,7 +259,7 @@ class Inbox:
                     f"{most:g}."
                 )
         wanted = self.schema.settings
-        said = of_kind(content, ConfigRecord).get(ADAPTER_RECORD, {}) if wanted else {}
+        said: Mapping[str, Any] = of_kind(content, ConfigRecord).get(ADAPTER_RECORD, {})
         for name, value in wanted.items():
             if (own := said.get(name, value)) != value:
                 what = f"The adapter's {name} is {own!r:.60}, the server's {value!r:.60}."

@@ -147,10 +147,7 @@ class RoundRecord:
             )
 
     def log_end(self, aligned: bool, fits_head: bool) -> str:
-        """Log the numbers of replies and what alignment removed, then the verdict, which is returned.
-
-        After a first round in which nothing was moved, also log what that means.
-        """
+        """Log replies, what alignment removed, and the verdict, which is returned; if unmoved, a hint."""
         reports = [report for _, report in self.reports]
         seconds = sum(report.seconds for report in reports)
         share = verdict.percent(verdict.share_removed(reports))

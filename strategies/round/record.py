@@ -147,7 +147,7 @@ class RoundRecord:
             )
 
     def log_end(self, aligned: bool, fits_head: bool) -> str:
-        """Log replies, what alignment removed, and the verdict, which is returned; if unmoved, a hint."""
+        """Log replies, what alignment removed, the verdict, which is returned, and once a hint."""
         reports = [report for _, report in self.reports]
         seconds = sum(report.seconds for report in reports)
         share = verdict.percent(verdict.share_removed(reports))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
+from html import escape
+from pathlib import Path
+from posixpath import dirname, join, normpath
 from typing import Any
 
 
@@ -86,3 +90,25 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return re.sub(
         r"^<!-- generated: (\w+) -->$", lambda found: GENERATED[found[1]](), markdown, flags=re.MULTILINE
     )
+
+
+def on_page_content(html: str, page: Any, files: Any, **_: Any) -> str:
+    """Complete a notebook: links to other sources become links to pages, pictures get their texts.
+
+    A picture has the text of its cell's metadata ``alt``. Raises ``ValueError`` for a link to no page.
+    """
+    source = page.file.src_uri
+    if not source.endswith(".ipynb"):
+        return html
+
+    def link(found: re.Match[str]) -> str:
+        target = files.get_file_from_path(normpath(join(dirname(source), found[1])))
+        if target is None:
+            raise ValueError(f"{source} links to {found[1]}, which is no page")
+        return f'href="{target.url_relative_to(page.file)}{found[2]}"'
+
+    html = re.sub(r'href="([^":#]+\.(?:md|ipynb))(#[^"]*|)"', link, html)
+    cells = json.loads(Path(page.file.abs_src_path).read_text(encoding="utf-8"))["cells"]
+    texts = iter([cell["metadata"]["alt"] for cell in cells if "alt" in cell["metadata"]])
+    missing = 'alt="No description has been provided for this image"'
+    return re.sub(missing, lambda _: f'alt="{escape(next(texts))}"', html)

@@ -1,5 +1,7 @@
 """label_skew_text: A Flower Baseline."""
 
+from typing import Any
+
 from fedrot.strategies import LabelledRows, answer_with_sums
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -21,9 +23,10 @@ def load_data(context: Context) -> tuple[Division, int]:
 @app.train()
 def train(msg: Message, context: Context) -> Message:
     """Train the received model on the client's rows."""
-    config = msg.content["config"]
+    config: Any = msg.content["config"]
+    received: Any = msg.content["arrays"]
     model = build_model(Setup.of(context.run_config))
-    model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+    model.load_state_dict(received.to_torch_state_dict())
     data, client = load_data(context)
     numbers = data.epoch(client, int(config["server-round"]))
     train_fn(

@@ -1,5 +1,7 @@
 """label_skew_text: A Flower Baseline."""
 
+from typing import Any
+
 from fedrot.strategies import fit_task_head
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
@@ -43,7 +45,8 @@ def partitions_of(grid: Grid) -> dict[int, int]:
     """Ask the nodes which client of the division each is."""
     nodes = grid.get_node_ids()
     ask = [Message(RecordDict(), node, "query.partition") for node in nodes]
-    return {
-        answer.metadata.src_node_id: int(answer.content["metrics"]["partition-id"])
-        for answer in grid.send_and_receive(ask)
-    }
+    found = {}
+    for answer in grid.send_and_receive(ask):
+        metrics: Any = answer.content["metrics"]
+        found[answer.metadata.src_node_id] = int(metrics["partition-id"])
+    return found

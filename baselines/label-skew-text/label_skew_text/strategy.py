@@ -19,13 +19,14 @@ class SameClients:
     def __init__(
         self, *args: Any, partitions: dict[int, int], seed: int, **kwargs: Any
     ) -> None:
-        super().__init__(*args, fraction_evaluate=0.0, **kwargs)
+        super().__init__(*args, **kwargs)
         self.partitions, self.seed = partitions, seed
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return the messages to the clients of the round."""
+        # pylint: disable-next=no-member
         messages = super().configure_train(  # type: ignore[misc]
             server_round, arrays, config, grid
         )
@@ -51,17 +52,15 @@ def build_strategy(
     name: str, config: UserConfig, model_config: Any, partitions: dict[int, int]
 ) -> tuple[Strategy, ConfigRecord]:
     """Return a strategy by name, and what clients need to know of it."""
-    same = {"partitions": partitions, "seed": int(config["seed"])}
-    rate = {"learning-rate": float(config["learning-rate"]), "head-only": False}
-    if name == "fedavg":
-        return SameFedAvg(**same), ConfigRecord(rate)
-    if name == "head-only":
-        rate |= {"learning-rate": float(config["learning-rate-head"])}
-        return SameFedAvg(**same), ConfigRecord(rate | {"head-only": True})
+    same: dict[str, Any] = {"partitions": partitions, "seed": int(config["seed"])}
+    same["fraction_evaluate"] = 0.0
+    rates = {"head-only": "learning-rate-head", "fedrot": "learning-rate-fedrot"}
+    told = ConfigRecord({"head-only": name == "head-only"})
+    told["learning-rate"] = float(config[rates.get(name, "learning-rate")])
+    if name in ("fedavg", "head-only"):
+        return SameFedAvg(**same), told
     if name == "fedprox":
-        mu = float(config["proximal-mu"])
-        return SameFedProx(proximal_mu=mu, **same), ConfigRecord(rate)
+        return SameFedProx(proximal_mu=float(config["proximal-mu"]), **same), told
     if name == "fedrot":
-        rate |= {"learning-rate": float(config["learning-rate-fedrot"])}
-        return SameFedRot(model_config, fit_head=True, **same), ConfigRecord(rate)
+        return SameFedRot(model_config, fit_head=True, **same), told
     raise ValueError(f"No strategy '{name}': head-only, fedavg, fedprox or fedrot")

@@ -165,6 +165,7 @@ def test_the_quickstart_runs_in_simulation_and_fits_the_task_head_as_its_page_sa
     assert re.search(r"Before round 1, 2 clients, 8 held-out rows", log), log
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_all_run_unchanged_on_a_superlink_with_two_supernodes(run: Run, toy: str, language: str) -> None:
     """One federation for all: every request to a node starts a process, and these are slow."""

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from fedrot.simulations.cli.commands import command, command_line, console, say
-from fedrot.simulations.cli.experiment_commands import DryRun, Workers
 from fedrot.simulations.engine import Machine
 from fedrot.simulations.settings import Experiment, read_experiments
 
@@ -35,9 +34,9 @@ def repeat(
     data_dir: Annotated[
         Path | None, typer.Option(help=Experiment.model_fields["data_dir"].description)
     ] = None,
-    workers: Workers = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one per core.")] = None,
     ray: Annotated[str, typer.Option(help="Address of a Ray cluster.")] = "",
-    dry_run: DryRun = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, run nothing.")] = False,
 ) -> None:
     """Repeat a page of docs/results: experiments, or loss barriers."""
     file = file if file.suffix else GRIDS / f"{file}.toml"

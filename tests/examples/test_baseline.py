@@ -6,14 +6,13 @@ import csv
 import re
 import shutil
 import zipfile
-from importlib import resources
 from pathlib import Path
 
 import pandas
 import pytest
 
 from tests.deployment.federation import ROOT
-from tests.examples.test_examples import TEXTS, Run
+from tests.examples.test_examples import TEXTS, Run, save_tokenizer
 
 BASELINE = ROOT / "baselines" / "label-skew-text"
 STRATEGIES = ["+fit", "head-only", "fedavg", "fedavg+fit", "fedprox", "fedrot"]
@@ -22,14 +21,11 @@ STRATEGIES = ["+fit", "head-only", "fedavg", "fedavg+fit", "fedprox", "fedrot"]
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random model and reviews of two classes, as settings of the baseline."""
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+    from transformers import BertConfig, BertModel
 
     folder = tmp_path_factory.mktemp("tiny")
-    bundled = resources.files("fedrot.simulations.data") / "bundled" / "tokenizer.json"
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(bundled), pad_token="[PAD]")
-    tokenizer.save_pretrained(folder / "model")
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    config = BertConfig(vocab_size=len(tokenizer), hidden_size=32, **sizes)
+    config = BertConfig(vocab_size=save_tokenizer(folder / "model"), hidden_size=32, **sizes)
     BertModel(config).save_pretrained(folder / "model")
     (folder / "data").mkdir()
     for split, size in (("train", 160), ("test", 40)):

@@ -88,17 +88,24 @@ def run(tmp_path: Path) -> Iterator[Run]:
         yield run
 
 
+def save_tokenizer(folder: Path) -> int:
+    """Save the bundled tokenizer; return the size of its vocabulary."""
+    from transformers import PreTrainedTokenizerFast
+
+    bundled = resources.files("fedrot.simulations.data") / "bundled" / "tokenizer.json"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(bundled), pad_token="[PAD]")
+    tokenizer.save_pretrained(folder)
+    return len(tokenizer)
+
+
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model of random weights and forty reviews, as settings of the quickstart."""
-    from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+    from transformers import BertConfig, BertForSequenceClassification
 
     folder = tmp_path_factory.mktemp("toy")
-    bundled = resources.files("fedrot.simulations.data") / "bundled" / "tokenizer.json"
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(bundled), pad_token="[PAD]")
-    tokenizer.save_pretrained(folder / "model")
     config = BertConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=save_tokenizer(folder / "model"),
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -118,15 +125,12 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def language(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A language model of random weights and some instructions, as settings of its example."""
-    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     folder = tmp_path_factory.mktemp("language")
     model, data = folder / "model", folder / "data"
-    bundled = resources.files("fedrot.simulations.data") / "bundled" / "tokenizer.json"
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(bundled), pad_token="[PAD]")
-    tokenizer.save_pretrained(model)
     sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
-    GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(model)
+    GPT2LMHeadModel(GPT2Config(vocab_size=save_tokenizer(model), **sizes)).save_pretrained(model)
     data.mkdir()
     with (data / "train.csv").open("w", newline="") as file:
         rows = (("Say how you liked it.", TEXTS[n % 2]) for n in range(24))

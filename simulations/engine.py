@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import resource_tracker
@@ -126,15 +126,10 @@ class _Processes:
         if pipe is None:
             pipe, theirs = self._spawn.Pipe()
             process = self._spawn.Process(target=_serve, args=(theirs,), daemon=True)
-            # Processes inherit that Ctrl-C is blocked: this one ends them. It waits here meanwhile.
-            resource_tracker.ensure_running()  # Its start would unblock it.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
+            with _no_interrupt():
                 process.start()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                self._processes[pipe] = process
             theirs.close()  # Else this end would not see that the process has ended.
-            self._processes[pipe] = process
         self.running[pipe] = job
         pipe.send(job)
 
@@ -155,6 +150,29 @@ class _Processes:
             process.kill()
             process.join()
             pipe.close()
+
+
+@contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM wait for the end of the context. Processes begun in it never get Ctrl-C.
+
+    A terminal sends it to them, too; the process that began them ends them.
+    """
+    came = list[int]()
+    resource_tracker.ensure_running()  # Its start would unblock the signal.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Processes inherit it.
+    # The mask holds for one thread; another one's signal is handled in the main thread all the same.
+    main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
+    handlers = {one: signal.signal(one, lambda number, _: came.append(number)) for one in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for arrived in came:
+            signal.raise_signal(arrived)
 
 
 def _serve(pipe: Connection) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.context import SpawnProcess
@@ -131,15 +132,28 @@ def test_nothing_is_left_running_when_the_caller_stops() -> None:
     assert not [child for child in left if "--multiprocessing-fork" in child.cmdline()]
 
 
-def test_ctrl_c_while_a_process_starts_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, stop = SpawnProcess.start, signal.SIGINT
-    monkeypatch.setattr(SpawnProcess, "start", lambda own: (signal.raise_signal(stop), start(own)))
+def test_ctrl_c_while_a_process_starts_comes_when_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal of a terminal goes to any thread, and Python raises it in the main one."""
+    start, stop, ended = SpawnProcess.start, signal.SIGINT, list[None]()
+
+    def interrupted_start(own: SpawnProcess) -> None:
+        os.kill(os.getpid(), stop)
+        time.sleep(0.2)
+        start(own)
+        ended.append(None)
+
+    monkeypatch.setattr(SpawnProcess, "start", interrupted_start)
     before = signal.signal(stop, signal.default_int_handler)  # A shell's background ignores it.
+    end = threading.Event()
+    threading.Thread(target=end.wait).start()
     try:
         with pytest.raises(KeyboardInterrupt):
             heard([Job("a", sleep, (0.0,)), Job("b", sleep, (0.0,))], TWO)
     finally:
         signal.signal(stop, before)
+        end.set()
+    assert len(ended) == 1
+    assert not [own for own in psutil.Process().children() if "--multiprocessing-fork" in own.cmdline()]
     assert stop not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 

@@ -6,14 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import INFO, WARNING
 from typing import Any, NoReturn
 
-import flwr
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-import fedrot
 from fedrot._io import append_rows
 from fedrot.aggregation import Aggregator, Mean
 from fedrot.errors import FedrotError
@@ -38,16 +35,13 @@ from fedrot.strategies.round.outbox import common_model, integers_of, plain, to_
 from fedrot.strategies.round.play import Order, by_client, by_contents, play
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.settings import Checkpointing, Reporting, Server
-from fedrot.strategies.wire.arrays import STATISTICS, from_arrays, model_hash
+from fedrot.strategies.wire.arrays import STATISTICS, from_arrays
 from fedrot.tensors import Tensors, checked_device
 
 #: Attributes with data of one round, or of one call of ``start``.
 _OF_ONE_ROUND = frozenset(
     ("_broadcast", "_config", "_grid", "_timeout", "_sent", "_sent_to_evaluate", "_begun")
 )
-
-#: Of what computes a round, for rows with hashes.
-_VERSIONS = {package.__name__: str(package.__version__) for package in (fedrot, flwr, torch)}
 
 
 class ReplyStrategy(Strategy):
@@ -79,6 +73,9 @@ class ReplyStrategy(Strategy):
 
     #: True if a round whose broadcast model is unknown is an error, not only unchecked.
     needs_model = False
+
+    #: Whether, or by which name, the task head is fitted; None if the strategy has no such option.
+    fit_head: bool | str | None = None
 
     #: The model's configuration or symmetry, if it is known.
     model_config: object = None
@@ -245,10 +242,14 @@ class ReplyStrategy(Strategy):
         arrays = arrays and self.finished(arrays, record)
         ours = record.metrics(self.aligns)
         if self.reporting.hashes:
-            self._add_hashes(record, arrays)
+            broadcast = from_arrays(self._broadcast)
+            schema = self.schema(broadcast)
+            about = {**schema.settings, **schema.about(broadcast)}
+            after = None if arrays is None else from_arrays(arrays)
+            record.add_hashes(broadcast, after, about)
         if self.reporting.rows_path is not None:
             append_rows(self.reporting.rows_path, record.rows())
-        self._verdicts[server_round] = record.log_end(self.aligns, getattr(self, "fit_head", True))
+        self._verdicts[server_round] = record.log_end(self.aligns, self.fit_head is not False)
         metrics = MetricRecord({**(metrics or {}), **ours}) if ours or metrics is not None else None
         if self._reports:
             self._report(server_round, TRAIN, metrics)
@@ -270,16 +271,6 @@ class ReplyStrategy(Strategy):
     def _report(self, server_round: int, stage: str, metrics: MetricRecord | None) -> None:
         if metrics is not None and self._reports:
             report_metrics(self.reporting, server_round, stage, metrics)
-
-    def _add_hashes(self, record: RoundRecord, arrays: ArrayRecord | None) -> None:
-        """Add the row of the model's hashes; a round without a new model has averaged nothing."""
-        broadcast = from_arrays(self._broadcast)
-        schema, before = self.schema(broadcast), model_hash(broadcast)
-        if arrays is None:
-            record.origins.clear()
-        after = before if arrays is None else model_hash(from_arrays(arrays))
-        row = {"sha256_before": before, "sha256_after": after, "versions": _VERSIONS}
-        record.origins.append({**row, **schema.settings, **schema.about(broadcast)})
 
     # What a subclass may override
 

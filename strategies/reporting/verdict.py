@@ -40,7 +40,7 @@ UNMOVED = "No group was moved, so this average is the one without alignment."
 TRY_HEAD = " For classifiers whose clients have different labels, fit_head=True may help."
 
 #: The verdict on a round without alignment.
-OFF = "alignment is off: averaged as they are"
+OFF = "alignment is off"
 
 #: The verdict on a round without an accepted reply, and the start of the verdict on a failed round.
 NOBODY = "no reply accepted: the model stays as it was"
@@ -84,7 +84,7 @@ def verdict(
     said = [*filter(None, (_against_chance(known), _removed(others, other_basis)))]
     moved, groups = groups_moved(reports), sum(len(report.groups) for report in reports)
     found = "; ".join(said) or "nothing to align"
-    return f"{found}; {moved} of {groups} groups moved" if moved else f"{found}: averaged as they are"
+    return f"{found}; {moved} of {groups} groups moved" if moved else f"{found}: no group moved"
 
 
 def figures(reports: Sequence[AlignmentReport]) -> dict[str, float | int]:

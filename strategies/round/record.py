@@ -9,15 +9,21 @@ from itertools import islice
 from logging import DEBUG, INFO, WARNING
 from typing import Any
 
+import flwr
 import torch
 from flwr.common import log
 
+import fedrot
 from fedrot.aggregation import Aggregator
 from fedrot.errors import FedrotError, SymmetryError, UpdateError, legible
 from fedrot.report import AlignmentReport
 from fedrot.strategies.reporting import verdict
 from fedrot.strategies.round.update import Moved
+from fedrot.strategies.wire.arrays import model_hash
 from fedrot.tensors import Tensors, check_finite
+
+#: Versions of what computes a round, for rows with hashes.
+VERSIONS = {package.__name__: str(package.__version__) for package in (fedrot, flwr, torch)}
 
 
 @dataclass
@@ -128,6 +134,17 @@ class RoundRecord:
         else:
             found = {name: number for name, number in lost.items() if number}
         return found | self.guard | self.measured
+
+    def add_hashes(self, before: Tensors, after: Tensors | None, about: Mapping[str, Any]) -> None:
+        """Add the row of the model's hashes and what is known ``about`` it.
+
+        A round without a new model has averaged nothing: its updates' rows are left out.
+        """
+        if after is None:
+            self.origins.clear()
+        first, last = (model_hash(before if model is None else model) for model in (before, after))
+        row = {"sha256_before": first, "sha256_after": last, "versions": VERSIONS}
+        self.origins.append({**row, **about})
 
     def check_start(self, nodes: Callable[[], Iterable[int]]) -> None:
         """End the run if every reply of the first round was dropped for the same reason.

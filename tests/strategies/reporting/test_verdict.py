@@ -82,15 +82,15 @@ VERDICTS: dict[str, tuple[list[list[list[GroupReport]]], str]] = {
     ),
     "nothing beyond chance": (
         [[rows("attention", 0.035, 0.035), rows("ffn", 0.0, chance=0.0, of=0.0)]] * 2,
-        "nothing beyond chance (rotation 3.5 %, chance 6.1 %): averaged as they are",
+        "nothing beyond chance (rotation 3.5 %, chance 6.1 %): no group moved",
     ),
     "more than chance and less than is required": (
         [[rows("attention", 0.07)]],
-        "too little beyond chance (rotation 7.0 %, chance 6.1 %): averaged as they are",
+        "too little beyond chance (rotation 7.0 %, chance 6.1 %): no group moved",
     ),
     "permutations near an anchor find nothing, and chance neither": (
         [[rows("ffn", 0.0, chance=0.0)]],
-        "nothing beyond chance (permutation 0.0 %, chance 0.0 %): averaged as they are",
+        "nothing beyond chance (permutation 0.0 %, chance 0.0 %): no group moved",
     ),
     "units had changed places": (
         [[rows("ffn", 0.2, 0.0, chance=0.004, moved=1)]],
@@ -124,12 +124,12 @@ VERDICTS: dict[str, tuple[list[list[list[GroupReport]]], str]] = {
     ),
     "the whole model has no chance": (
         [[rows("attention", 0.3, chance=None), rows("residual", 0.0, chance=None)]],
-        "nothing removed, chance not known: averaged as they are",
+        "nothing removed, chance not known: no group moved",
     ),
-    "no groups": ([[]], "nothing to align: averaged as they are"),
+    "no groups": ([[]], "nothing to align: no group moved"),
     "no distance": (
         [[rows("attention", 0.0, 0.0, of=0.0)]],
-        "nothing to align: averaged as they are",
+        "nothing to align: no group moved",
     ),
 }
 
@@ -175,7 +175,7 @@ def test_some_replies_from_another_basis(share: float, moved: int, beginning: st
 
 
 def test_alignment_off() -> None:
-    assert found(accepted=3, aligned=False) == "alignment is off: averaged as they are"
+    assert found(accepted=3, aligned=False) == "alignment is off"
 
 
 @pytest.mark.parametrize("aligned", [True, False])
@@ -261,7 +261,7 @@ def test_noise_is_averaged_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     assert lines.count(UNMOVED + TRY_HEAD) == 1
     sentence = next(line for line in lines if "chance" in line)
     assert sentence.startswith("Round 1: nothing beyond chance (rotation ")
-    assert sentence.endswith("): averaged as they are")
+    assert sentence.endswith("): no group moved")
     assert lines[-3:-1] == ["Alignment moved nothing in 2 rounds.", f"{sentence}."]
 
 

@@ -159,9 +159,17 @@ class Verdict:
     learned: bool
 
     @property
+    def undecided(self) -> bool:
+        """Whether nothing is better beyond noise, and no comparison has three seeds."""
+        others = [own for own in self.standings if own is not self.reference]
+        counts = [paired.n for own in others for paired in own.against.values()]
+        return self.recommended is self.reference and bool(counts) and max(counts) < 3
+
+    @property
     def code(self) -> str:
-        """The line of code of the recommended strategy; empty if nothing was learned."""
-        return str(self.recommended.about.get("code", "")) if self.learned else ""
+        """The recommended strategy's line of code; empty if nothing was learned or is decided."""
+        known = self.learned and not self.undecided
+        return str(self.recommended.about.get("code", "")) if known else ""
 
     @property
     def seeds(self) -> str:

@@ -29,8 +29,8 @@ def lead(found: Verdict) -> str:
     said = f"Keep {ours.name}: nothing is better beyond noise with {found.seeds}"
     if ours is not found.reference:
         said = f"Use {ours.name}: {_gains(found)[0]}"
-    elif not any(paired.n > 1 for own in others for paired in own.against.values()):
-        said = "Undecided: one seed gives no interval. Run at least three seeds"
+    elif found.undecided:
+        said = "Undecided: fewer than three seeds do not show what is noise. Run five seeds"
     elif any(own.judgement == "mixed" and not own.bound for own in others):
         said = f"Keep {ours.name}: what is better in one metric is worse in another"
     return f"{said}.{''.join(_best(found, metric) for metric in found.judged if metric != 'loss')}"

@@ -158,7 +158,9 @@ def test_without_a_decided_difference_the_reference_stays_and_seeds_are_counted(
     assert f"about {needed:.0f} seeds" in told(rows)
     assert "with 1 to 3 seeds" in told(rows)
     one = [own for own in [*FEDAVG, *other("aligned", 0.1, 0.2)] if own["seed"] == 0]
-    assert told(one).startswith("Undecided: one seed")
+    assert told(one).startswith("Undecided: fewer than three seeds do not show what is noise.")
+    named = (strategy("fedavg"), strategy("aligned"))
+    assert (judged(one, *named).code, bool(judged(FEDAVG, *named).code)) == ("", True)
     assert "Best in accuracy: aligned, +0.100." in lead(judged(one))
     assert "there is nothing to compare it with" in told(FEDAVG)
 

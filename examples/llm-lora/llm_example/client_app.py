@@ -9,6 +9,7 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedrot.lora import adapter_tensors, load_adapter
+from fedrot.strategies import adapter_record
 from llm_example.dataset import load_data
 from llm_example.models import DEVICE, get_model, learning_rate
 
@@ -37,4 +38,5 @@ def train(message: Message, context: Context) -> Message:
     metrics = {"num-examples": len(rows.dataset), "train-loss": sum(losses) / len(losses)}
     adapter = {name: tensor.cpu() for name, tensor in adapter_tensors(model).items()}
     content = RecordDict({"arrays": ArrayRecord(adapter), "metrics": MetricRecord(metrics)})
+    content["fedrot-adapter"] = adapter_record(model.peft_config["default"])
     return Message(content, reply_to=message)

@@ -8,6 +8,7 @@ from peft import PeftModel
 
 from classifier_example import task
 from fedrot.lora import adapter_tensors, load_adapter
+from fedrot.strategies import adapter_record
 
 app = ClientApp()
 
@@ -22,6 +23,7 @@ def train(message: Message, context: Context) -> Message:
     adapter = {name: tensor.cpu() for name, tensor in adapter_tensors(model).items()}
     metrics = {"num-examples": len(rows.dataset), "train-loss": loss}
     content = RecordDict({"arrays": ArrayRecord(adapter), "metrics": MetricRecord(metrics)})
+    content["fedrot-adapter"] = adapter_record(model.peft_config["default"])
     return Message(content, reply_to=message)
 
 

@@ -25,6 +25,10 @@ OLD = 0
 #: a quarter from so many groups on.
 SURE, FEWEST = 1.0, 4
 
+#: These groups stay if without them the mean of all clients rises, unless the centre falls by this share
+#: of the most that a client's change counts.
+TOLERATED = 0.05
+
 
 def in_order(answers: Mapping[int, LossSums]) -> dict[int, LossSums]:
     """Return answers in an order that depends neither on the arrival nor on the nodes' ids."""
@@ -92,8 +96,11 @@ class Ballot:
         """Return the centre of the changes from ``old`` losses of clients, within the range of these."""
         return self.centre(self._clipped(new, old))
 
+    def _reach(self, old: Tensor) -> Tensor:
+        return self.centre(old) + LEAST_RANGE
+
     def _clipped(self, new: Tensor, old: Tensor) -> Tensor:
-        reach = self.centre(old) + LEAST_RANGE
+        reach = self._reach(old)
         return (new - old.reshape(-1, *[1] * (new.ndim - 1))).clamp(-reach, reach)
 
     def temperature(self, head: int) -> int:
@@ -132,6 +139,16 @@ class Ballot:
             if change.centre < -needed * change.error:
                 found.append((change.centre, group))
         return sorted(group for _, group in sorted(found)[: len(without) // FEWEST])
+
+    def pays(self, without: int, fitted: int) -> bool:
+        """Return whether the head ``without`` harmful groups is better than the ``fitted`` one of all.
+
+        Where labels differ, honest groups may help a few clients much and cost the others little. The
+        mean of all clients tells that; liars can turn it, so a large loss of the others decides, too.
+        """
+        before = self.means[:, fitted, self.temperature(fitted)]
+        change = self._change(without, self.temperature(without), before, before)
+        return change.mean < 0 or change.centre < -TOLERATED * float(self._reach(before))
 
     def _change(self, head: int, at: int, before: Tensor, partner: Tensor) -> Change:
         """Return the change from the losses ``before`` to those of a head at a temperature.

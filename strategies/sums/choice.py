@@ -195,7 +195,8 @@ class Exchange:
     def _compared(self, bodies: Mapping[float, Body]) -> tuple[dict[int, Candidate], Ballot]:
         """Return the candidates, by their places among the heads of the ballot, and the ballot.
 
-        Groups of clients without whose sums the first body's head is better are left out.
+        Groups of clients without whose sums the first body's head is better are left out, if it is also
+        better without all of them.
         """
         if not self._training:
             raise UpdateError("No client has training rows with 'labels'.")
@@ -214,14 +215,22 @@ class Exchange:
         heads = [old, *own, *without.values(), *(one for _, rest in others for one in rest)]
         places = {group: heads.index(one) for group, one in without.items()}
         ballot = self._ballot(heads, heads.index(judged), [*places.values()])
-        if left_out := ballot.harmful(heads.index(judged), places):
-            message = "Task head: it is better without %d of %d groups of clients, which are left out."
-            log(WARNING, message, len(left_out), len(sums[first]))
-            heads, without = [old], {}
-            for step, body in bodies.items():
-                heads += self._fitted(step, body, sums[step], SHRINKAGES, left_out, fitted[step])
-            ballot = self._ballot(heads, OLD)
-        elif math.isnan(judged.shrinkage):
+        left_out, fits = ballot.harmful(heads.index(judged), places), not math.isnan(judged.shrinkage)
+        if left_out:
+            kept = {
+                step: self._fitted(step, body, sums[step], SHRINKAGES, left_out, fitted[step])
+                for step, body in bodies.items()
+            }
+            again = [old, judged, *(one for own in kept.values() for one in own)]
+            second = self._ballot(again, OLD)
+            like = next(one for one in kept[first] if one.shrinkage == REFERENCE)
+            if not fits or second.pays(again.index(like), again.index(judged)):
+                message = (
+                    "Task head: it is better without %d of %d groups of clients, which are left out."
+                )
+                log(WARNING, message, len(left_out), len(sums[first]))
+                return {i: one for i, one in enumerate(again) if one is not judged}, second
+        if not fits:
             raise UpdateError(why)
         return {i: one for i, one in enumerate(heads) if one not in without.values()}, ballot
 

@@ -132,7 +132,7 @@ def test_nothing_is_left_running_when_the_caller_stops() -> None:
     assert not [child for child in left if "--multiprocessing-fork" in child.cmdline()]
 
 
-def test_ctrl_c_while_a_process_starts_comes_when_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_waits_until_a_process_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """The signal of a terminal goes to any thread, and Python raises it in the main one."""
     start, stop, ended = SpawnProcess.start, signal.SIGINT, list[None]()
 

@@ -18,6 +18,7 @@ from tests.strategies.fakes import Client, FakeGrid, tensors_of
 
 CLASSES, WIDTH = 3, 12
 CENTRES = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(3)).double()
+EVEN = torch.full((CLASSES,), 1 / CLASSES).double()
 OLD = {"classifier.weight": torch.zeros(CLASSES, WIDTH), "classifier.bias": torch.zeros(CLASSES)}
 
 #: Numbers of an answer by record, which a lie changes in place.
@@ -25,10 +26,9 @@ Answer = dict[str, dict[str, Any]]
 Lie = Callable[[Answer], None]
 
 
-def drawn(seed: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Return features and labels."""
+def drawn(seed: int, rows: int, shares: Tensor = EVEN) -> tuple[Tensor, Tensor]:
+    """Return features and labels, given the shares of the classes."""
     generator = torch.Generator().manual_seed(seed)
-    shares = torch.full((CLASSES,), 1 / CLASSES).double()
     labels = torch.multinomial(shares, rows, replacement=True, generator=generator)
     noise = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
     return CENTRES[labels] * 0.7 + noise, labels
@@ -81,8 +81,10 @@ def losses_of(heads: dict[str, Tensor], features: Tensor, labels: Tensor) -> dic
     }
 
 
-def client(seed: int, rows: int = 60, held_out: int = 40, lie: Lie | None = None) -> Client:
-    training, judged = drawn(seed, rows), drawn(1000 + seed, held_out)
+def client(
+    seed: int, rows: int = 60, held_out: int = 40, lie: Lie | None = None, shares: Tensor = EVEN
+) -> Client:
+    training, judged = drawn(seed, rows, shares), drawn(1000 + seed, held_out, shares)
 
     def answer(message: Message) -> Message:
         (config,) = message.content.config_records.values()

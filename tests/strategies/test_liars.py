@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from fedrot.ballots import Ballot
 from fedrot.strategies.sums.requests import LOSSES, ROWS, SUMS
 from tests.strategies.feature_clients import (
     CENTRES,
@@ -72,6 +74,7 @@ VOTES: dict[str, Callable[[dict[str, Tensor]], None]] = {
     "for the old head": prefers(0),
     "for the fitted head": prefers(1),
     "for another head": prefers(2),
+    "for the own sums": prefers(5),
     "inverted": inverted,
     "many rows": lambda losses: (
         [value.mul_(1e9) for value in (inverted(losses) or losses).values()] and None
@@ -110,3 +113,17 @@ def test_a_quarter_of_liars_costs_little_accuracy(sizes: tuple[int, int, int]) -
         found[case] = played(at, lie(*case))
     assert honest > 0.8
     assert not {case: value for case, value in found.items() if value < honest - 0.03}
+
+
+@pytest.mark.parametrize("seed", [3, 6, 13])
+def test_honest_clients_with_labels_of_their_own_are_not_left_out(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a group most clients gain a little, by more than a standard error, and few lose much."""
+    drawn = np.random.default_rng(seed).dirichlet([0.1] * CLASSES, size=8)
+    clients = [client(100 * seed + k, shares=own) for k, own in enumerate(torch.tensor(drawn))]
+    found, harmful = fitted(clients), Ballot.harmful
+    suspected = list[int]()
+    monkeypatch.setattr(Ballot, "harmful", lambda *told: suspected.extend(harmful(*told)))
+    assert found.arrays == fitted(clients).arrays
+    assert suspected

@@ -75,9 +75,11 @@ def test_a_quarter_of_the_clients_turns_nothing(
         assert worse <= quarter / (weights.sum() - quarter) * reach + 1e-9
 
 
-def losses_of(rows: int, loss: float) -> LossSums:
-    grid = torch.full((1, len(TEMPERATURES)), rows * loss, dtype=torch.float64)
-    return LossSums(grid, torch.zeros_like(grid), torch.tensor([rows, 0], dtype=torch.float64))
+def losses_of(rows: int, *losses: float) -> LossSums:
+    grid = torch.tensor(losses, dtype=torch.float64).unsqueeze(1).repeat(1, len(TEMPERATURES)) * rows
+    return LossSums(
+        grid, torch.zeros_like(grid), torch.tensor([rows, *[0] * len(losses)], dtype=torch.float64)
+    )
 
 
 def test_a_huge_loss_of_the_servers_model_counts_against_it() -> None:
@@ -86,6 +88,22 @@ def test_a_huge_loss_of_the_servers_model_counts_against_it() -> None:
     old = ballot.means[:, 0, ONE]
     new = torch.tensor([2.0, 2.0, 2.0, 1e6]).double()
     assert float(ballot.change(new, old)) == pytest.approx(2 - 1e6)
+
+
+@pytest.mark.parametrize(
+    ("others", "two", "pays"),
+    [
+        pytest.param(-0.01, 0.02, True, id="the mean falls"),
+        pytest.param(-0.01, 0.04, False, id="the mean rises"),
+        pytest.param(-0.09, 9.0, False, id="the others lose less than 5 %"),
+        pytest.param(-0.11, 9.0, True, id="the others lose more than 5 %"),
+        pytest.param(0.01, 0.0, False, id="nobody gains"),
+    ],
+)
+def test_groups_that_few_clients_need_stay(others: float, two: float, pays: bool) -> None:
+    """Of eight clients, two lose. A change counts up to 2, and 0.1 of the others' loss is tolerated."""
+    ballot = Ballot([losses_of(10, 1.0, 1.0 + change) for change in [others] * 6 + [two] * 2])
+    assert ballot.pays(without=1, fitted=0) is pays
 
 
 def drawn(seed: int, rows: int) -> ClassSums:

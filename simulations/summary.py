@@ -22,8 +22,6 @@ REFERENCE = "fedavg"
 BOUNDS: dict[str, str] = {}
 #: The scope of rows about the global model on the test rows, and the start of that of a client's rows.
 CENTRAL, OF_CLIENT = "central", "client:"
-#: Largest number of seeds that is worth naming.
-MOST_SEEDS = 100
 LOWER_IS_BETTER = frozenset({"loss", "calibrated_loss", "ece", "perplexity", "pseudo_perplexity"})
 #: Largest difference of metrics between models that differ only by the order of float32 sums.
 ROUNDING = 1e-6
@@ -47,19 +45,6 @@ class Paired:
     verdict: str
     ours: float = math.nan
     theirs: float = math.nan
-
-    @property
-    def seeds_needed(self) -> float:
-        """The smallest number of seeds whose interval excludes 0, for this mean and spread.
-
-        Infinite above ``MOST_SEEDS``.
-        """
-        from scipy import stats
-
-        counts = np.arange(2, MOST_SEEDS + 1)
-        ours, theirs = (stats.t.ppf(0.975, n - 1) / np.sqrt(n) for n in (self.n, counts))
-        enough = counts[theirs / ours * self.smallest < abs(self.mean)]
-        return float(min(enough, default=math.inf))
 
 
 def paired_difference(differences: Sequence[float], *, lower_is_better: bool = False) -> Paired:
@@ -105,13 +90,6 @@ class Standing:
     def bound(self) -> str:
         """What a strategy gives that gives no model of a federation; empty for others."""
         return BOUNDS.get(str(self.about.get("kind", self.name)), "")
-
-    @property
-    def seeds_needed(self) -> float:
-        """The number of seeds that would decide a metric; NaN without intervals, or if one is same."""
-        pairs = [pair for pair in self.against.values() if not math.isnan(pair.smallest)]
-        same = any(pair.verdict == "same" for pair in self.against.values())
-        return math.nan if same else min((pair.seeds_needed for pair in pairs), default=math.nan)
 
     def mean(self, metric: str) -> float:
         """Return the mean of a metric over seeds; NaN if the strategy lacks it."""
@@ -161,8 +139,7 @@ class Verdict:
     @property
     def undecided(self) -> bool:
         """Whether nothing is better beyond noise, and no comparison has three seeds."""
-        others = [own for own in self.standings if own is not self.reference]
-        counts = [paired.n for own in others for paired in own.against.values()]
+        counts = [own.against[self.judged[0]].n for own in self.standings if own is not self.reference]
         return self.recommended is self.reference and bool(counts) and max(counts) < 3
 
     @property

@@ -244,15 +244,13 @@ class ReplyStrategy(Strategy):
         if self.reporting.hashes:
             broadcast = from_arrays(self._broadcast)
             schema = self.schema(broadcast)
-            about = {**schema.settings, **schema.about(broadcast)}
             after = None if arrays is None else from_arrays(arrays)
-            record.add_hashes(broadcast, after, about)
+            record.add_hashes(broadcast, after, {**schema.settings, **schema.about(broadcast)})
         if self.reporting.rows_path is not None:
             append_rows(self.reporting.rows_path, record.rows())
         self._verdicts[server_round] = record.log_end(self.aligns, self.fit_head is not False)
         metrics = MetricRecord({**(metrics or {}), **ours}) if ours or metrics is not None else None
-        if self._reports:
-            self._report(server_round, TRAIN, metrics)
+        self._report(server_round, TRAIN, metrics)
         record.check_start(lambda: self._grid.get_node_ids() if self._grid is not None else ())
         return arrays, metrics
 

@@ -145,7 +145,4 @@ class LazyGrid(Grid):
     push_messages = _forwarded("push_messages")
     pull_messages = _forwarded("pull_messages")
 
-    @property
-    def run(self) -> Any:
-        """The run."""
-        return self.grid.run
+    run = property(lambda own: own.grid.run)

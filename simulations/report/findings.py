@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from fedrot.simulations.report.tables import format_difference, number, spoken
-from fedrot.simulations.summary import LOWER_IS_BETTER, MOST_SEEDS, ROUNDING, Standing, Verdict
+from fedrot.simulations.summary import LOWER_IS_BETTER, ROUNDING, Standing, Verdict
 
 #: What is said of the strategies of each judgement; the reference is named in it.
 JUDGED = {
@@ -90,14 +90,11 @@ def _gains(found: Verdict) -> tuple[str, list[str]]:
 
 
 def _other(own: Standing, found: Verdict) -> str:
-    """Return a strategy with its clear differences, or the number of seeds that would decide it."""
+    """Return a strategy with its clear differences, or the one of the headline metric."""
     if own.judgement in ("same", "diverged"):
         return own.name
     clear = [m for m in found.judged if own.against[m].verdict in ("better", "worse")]
     said = [f"{spoken(m)} {format_difference(own.against[m])}" for m in clear or found.judged[:1]]
-    if own.judgement == "undecided" and not math.isnan(needed := own.seeds_needed):
-        count = f"about {needed:.0f}" if needed <= MOST_SEEDS else f"more than {MOST_SEEDS}"
-        said.append(f"{count} seeds would decide it")
     return ", ".join([own.name, *said])
 
 

@@ -40,7 +40,9 @@ def readable_evaluations(replies: Iterable[Message], asked: Asked, weighted_by: 
     for message in replies:
         if message.has_error():
             if asked.failed(message) is not None:
-                failed.append(_legible_failure(message))
+                failed.append(copy.copy(message))
+                reason = legible(message.error.reason or "no reason given")
+                failed[-1].error = Error(message.error.code, reason)
             continue
         try:
             asked.check(message)
@@ -67,9 +69,3 @@ def _check_finite_metrics(content: RecordDict, weighted_by: str) -> None:
                 f"The metric '{weighted_by}' is {metrics[weighted_by]!r:.60}: there are no examples, "
                 f"and the metric '{key:.60}' is {number!r}. Omit this metric, or send a finite number."
             )
-
-
-def _legible_failure(message: Message) -> Message:
-    found = copy.copy(message)
-    found.error = Error(message.error.code, legible(message.error.reason or "no reason given"))
-    return found

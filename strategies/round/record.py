@@ -142,9 +142,8 @@ class RoundRecord:
         """
         if after is None:
             self.origins.clear()
-        first, last = (model_hash(before if model is None else model) for model in (before, after))
-        row = {"sha256_before": first, "sha256_after": last, "versions": VERSIONS}
-        self.origins.append({**row, **about})
+        old, new = (model_hash(before if model is None else model) for model in (before, after))
+        self.origins.append({"sha256_before": old, "sha256_after": new, "versions": VERSIONS, **about})
 
     def check_start(self, nodes: Callable[[], Iterable[int]]) -> None:
         """End the run if every reply of the first round was dropped for the same reason.
@@ -172,8 +171,8 @@ class RoundRecord:
         counts = (self.accepted, len(self.dropped), len(self.failed), all_groups if reports else "")
         log(INFO, "Round %d: replies: %d accepted, %d dropped, %d failed%s", self.number, *counts)
         about = {"accepted": self.accepted, "other_basis": self.other_basis}
-        said = "" if self.lost else self.said
-        found = said or verdict.verdict(reports, aligned=aligned, lost=self.lost, **about)
+        said = verdict.verdict(reports, aligned=aligned, lost=self.lost, **about)
+        found = self.said if self.said and not self.lost else said
         log(INFO, "Round %d: %s", self.number, found)
         if self.number == 1 and reports and not self.lost and not verdict.groups_moved(reports):
             log(INFO, "%s%s", verdict.UNMOVED, "" if fits_head else verdict.TRY_HEAD)

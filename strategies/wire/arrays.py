@@ -123,11 +123,6 @@ def model_hash(tensors: Mapping[str, Tensor], without: Collection[str] = ()) -> 
     return found.hexdigest()
 
 
-def wire_bytes(record: ArrayRecord) -> int:
-    """Return the size of a record's arrays on the wire in bytes, without names and metadata."""
-    return sum(len(array.data) for array in record.values())
-
-
 def encode(name: str, tensor: Tensor) -> Array:
     """Return a tensor as an array: one of Flower's own, except for bfloat16."""
     value = tensor.detach().cpu().contiguous()

@@ -207,22 +207,3 @@ def test_a_permutation_acts_hard_and_learns_softly() -> None:
     (expected,) = torch.autograd.grad(soft(scores), scores)
     assert torch.allclose(gradient, expected, atol=1e-10)
     assert gradient.abs().max() > 1e-3
-
-
-BAD: list[dict[str, Any]] = [
-    {"parts": ("output",)},
-    {"steps": -1},
-    {"lr": 0.0},
-    {"permutation_lr": -1e-3},
-    {"temperature": 0.0},
-    {"lr": float("nan")},
-    {"points": (0.6, 0.5)},
-    {"points": (-0.1, 0.5)},
-    {"points": (0.5, 1.1)},
-]
-
-
-@pytest.mark.parametrize("settings", BAD, ids=str)
-def test_bad_options_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(fedrot.FedrotError):
-        LearningOptions(**settings)

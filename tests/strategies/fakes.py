@@ -94,6 +94,10 @@ def arrays_of(record: ArrayRecord | None) -> dict[str, np.ndarray]:
     return {name: array.numpy() for name, array in record.items()}
 
 
+def wire_bytes(record: ArrayRecord) -> int:
+    return sum(len(array.data) for array in record.values())
+
+
 def tensors_of(record: ArrayRecord | None) -> dict[str, Tensor]:
     return {name: torch.from_numpy(array) for name, array in arrays_of(record).items()}
 

@@ -28,15 +28,8 @@ from transformers import BertConfig, BertForMaskedLM
 import fedrot
 from fedrot.errors import UpdateError
 from fedrot.strategies import from_arrays, to_arrays
-from fedrot.strategies.wire.arrays import (
-    BFLOAT16,
-    PRECISIONS,
-    TIED,
-    decode,
-    replace_changed,
-    same_bits,
-    wire_bytes,
-)
+from fedrot.strategies.wire.arrays import BFLOAT16, PRECISIONS, TIED, decode, replace_changed, same_bits
+from tests.strategies.fakes import wire_bytes
 
 INTEGERS = tuple(getattr(torch, f"{u}int{n}") for u in ("", "u") for n in (8, 16, 32, 64))
 DTYPES = (*PRECISIONS, *INTEGERS, torch.bool)

@@ -14,11 +14,11 @@ import fedrot
 from fedrot.errors import UpdateError
 from fedrot.strategies import statistics_record, wanted_statistics
 from fedrot.strategies.wire import statistics as records
-from fedrot.strategies.wire.arrays import STATISTICS, encode, model_records, wire_bytes, without_arrays
+from fedrot.strategies.wire.arrays import STATISTICS, encode, model_records, without_arrays
 from fedrot.strategies.wire.statistics import read_statistics
 from tests.models import inputs
 from tests.strategies.classifier import build
-from tests.strategies.fakes import broadcast, reply
+from tests.strategies.fakes import broadcast, reply, wire_bytes
 
 SHARED = ("layer.query.weight", "layer.key.weight", "layer.value.weight")
 Found = dict[str, dict[str, Tensor]]

@@ -154,13 +154,11 @@ class _Processes:
 
 @contextmanager
 def _no_interrupt() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM wait for the end of the context. Processes begun in it never get Ctrl-C.
-
-    A terminal sends it to them, too; the process that began them ends them.
-    """
+    """Let Ctrl-C and SIGTERM wait for the end; processes begun inside never get a terminal's Ctrl-C."""
     came = list[int]()
     resource_tracker.ensure_running()  # Its start would unblock the signal.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Processes inherit it.
+    # Processes inherit the mask: this one ends them.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     # The mask holds for one thread; another one's signal is handled in the main thread all the same.
     main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if main else ()

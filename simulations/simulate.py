@@ -177,6 +177,7 @@ class _Run:
         running = sum(done for _, done in self._of_job.values())
         left = sum(self._costs[name] for name in self._untried)
         done = max(self._cost - left + running, 0.0)
+        self._start = self._start if done else perf_counter()  # Processes start before anything is done.
         spent = perf_counter() - self._start
         rest = f"about {in_words(spent * (self._cost / done - 1))} left" if done and spent > 5 else ""
         said = "; ".join([*filter(None, [rest]), *(text for text, _ in self._of_job.values())])

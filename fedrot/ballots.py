@@ -110,10 +110,10 @@ class Ballot:
     def losses(self, head: int) -> tuple[float, float, float]:
         """Return the loss of the old model, of it at its best temperature, and of a head at its own."""
         given = self.means[:, OLD, ONE]
-        old, new = (self.means[:, one, self.temperature(one)] for one in (OLD, head))
+        old = self.means[:, OLD, self.temperature(OLD)]
         first = float(self.centre(given))
         calibrated = first + float(self.change(old, given))
-        return first, calibrated, calibrated + float(self.change(new, old))
+        return first, calibrated, calibrated + self.from_old(head).decisive
 
     def from_old(self, head: int) -> Change:
         """Return the change from the old model to a head, both at their best temperatures."""

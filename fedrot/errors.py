@@ -14,8 +14,10 @@ def safe(text: str) -> str:
 
 
 def legible(reason: str) -> str:
-    """Return a reason, which may quote a client, on one line and of limited length."""
-    return "".join(c if c.isprintable() else " " for c in reason[:LONGEST_REASON])
+    """Return a reason, which may quote a client, on one line; of a long one both ends are kept."""
+    if len(reason) > LONGEST_REASON:
+        reason = f"{reason[: LONGEST_REASON // 2]} ... {reason[5 - LONGEST_REASON // 2 :]}"
+    return "".join(c if c.isprintable() else " " for c in reason)
 
 
 class FedrotError(ValueError):

@@ -226,7 +226,7 @@ class Exchange:
             like = next(one for one in kept[first] if one.shrinkage == REFERENCE)
             if not fits or second.pays(again.index(like), again.index(judged)):
                 message = (
-                    "Task head: it is better without %d of %d groups of clients, which are left out."
+                    "Task head: without the sums of %d of %d groups of clients it is better: left out."
                 )
                 log(WARNING, message, len(left_out), len(sums[first]))
                 return {i: one for i, one in enumerate(again) if one is not judged}, second

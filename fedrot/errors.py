@@ -36,3 +36,8 @@ class UpdateError(FedrotError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(legible(reason))
+
+
+def refusal(error: Exception) -> str:
+    """Return why a reply is dropped, for any error: no reply may end the run."""
+    return str(error) if isinstance(error, FedrotError) else f"Unusable, {type(error).__name__}: {error}"

@@ -306,7 +306,8 @@ def fit_heads(
     size, (values, vectors) = sums.gram.trace() / sums.rows, torch.linalg.eigh(sums.within())
     kind, found = PROBLEMS[sums.problem], []
     for shrinkage in shrinkages:
-        check_shrinkage(shrinkage)
+        if not 0 <= shrinkage <= 1:
+            raise FedrotError(f"shrinkage is {shrinkage}; it must be from 0 to 1.")
         inverse = Inverse(values, vectors, size, shrinkage)
         weight, own = kind.fit(sums.counts, sums.sums, inverse, priors)
         if not bias:
@@ -315,12 +316,6 @@ def fit_heads(
         found.append((weight, own))
     weights, biases = zip(*found, strict=True)
     return torch.stack(weights), torch.stack(biases)
-
-
-def check_shrinkage(shrinkage: float) -> None:
-    """Raise ``FedrotError`` unless the shrinkage of ``fit_head`` is from 0 to 1."""
-    if not 0 <= shrinkage <= 1:
-        raise FedrotError(f"shrinkage is {shrinkage}; it must be from 0 to 1.")
 
 
 def with_head(tensors: Tensors, head: str, weight: Tensor, bias: Tensor) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideFixedClipping,
     Strategy,
 )
+from torch import nn
 
 from fedrot.errors import FedrotError, SymmetryError
 from fedrot.strategies.flower_compat import callers
@@ -32,6 +33,15 @@ _SERVER_SIDE = (
     DifferentialPrivacyServerSideAdaptiveClipping,
     DifferentialPrivacyServerSideFixedClipping,
 )
+
+
+def check_functions(owner: object, *names: str) -> None:
+    """Check that settings are functions, and not what the functions return."""
+    for name in names:
+        given = getattr(owner, name)
+        if isinstance(given, nn.Module) or not callable(given):
+            kind, of = type(given).__name__, type(owner).__name__
+            raise FedrotError(f"{name} of {of} is a {kind}; give a function, like {name}=lambda: ...")
 
 
 def check_described(name: str, given: object, align: bool) -> None:

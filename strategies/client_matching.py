@@ -21,6 +21,7 @@ from fedrot.collect.random_inputs import forward_inputs
 from fedrot.errors import UpdateError
 from fedrot.learning import LearningOptions, learn_alignment, loss_of
 from fedrot.options import AlignmentOptions
+from fedrot.strategies.arguments import check_functions
 from fedrot.strategies.flower_compat import failure_of
 from fedrot.strategies.wire.arrays import from_arrays, of_kind, to_arrays
 from fedrot.symmetry import WHOLE_MODEL, Symmetry, symmetry_of
@@ -62,6 +63,9 @@ class Matching:
     batches: Callable[[], Iterable[Mapping[str, Tensor]]]
     options: AlignmentOptions = OTHER_BASIS_OPTIONS
     learning: LearningOptions = field(default_factory=LearningOptions)
+
+    def __post_init__(self) -> None:
+        check_functions(self, "build", "batches")
 
 
 def match_at_client(app: ClientApp, setup: Callable[[Message, Context], Matching]) -> None:

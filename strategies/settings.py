@@ -11,6 +11,7 @@ from torch import nn
 
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
+from fedrot.strategies.arguments import check_functions
 from fedrot.strategies.resume.checkpoints import Checkpointing as Checkpointing
 from fedrot.strategies.wire.arrays import PRECISIONS
 
@@ -50,13 +51,8 @@ class OtherBasis:
     learning_passes: int = 0
 
     def __post_init__(self) -> None:
-        kind = type(self.model).__name__
-        if isinstance(self.model, nn.Module) or not (self.model is None or callable(self.model)):
-            example = kind if isinstance(self.model, nn.Module) else "MyModel"
-            raise FedrotError(
-                f"OtherBasis has a {kind} as model, but needs a function that builds the model: write "
-                f"model=lambda: {example}(config)."
-            )
+        if self.model is not None:
+            check_functions(self, "model")
         if self.model is None and self.options is None:
             raise FedrotError("OtherBasis needs 'model' or 'options', or both.")
         if self.learning_passes < 0:
@@ -131,7 +127,5 @@ class Reporting:
             raise FedrotError(f"rows is the folder '{self.rows}'; give a file in this folder.")
         if self.hashes and self.rows is None:
             raise FedrotError("hashes=True needs a file for the hashes: Reporting(rows=...).")
-        given: object = self.on_round
-        if not (given is None or callable(given)):
-            kind = type(given).__name__
-            raise FedrotError(f"on_round is a {kind}; give a function of a round's number and metrics.")
+        if self.on_round is not None:
+            check_functions(self, "on_round")

@@ -10,14 +10,13 @@ from logging import WARNING
 from flwr.app import Error, Message, MetricRecord, RecordDict
 from flwr.common import log
 
-from fedrot.errors import UpdateError, legible
+from fedrot.errors import UpdateError, legible, refusal
 from fedrot.strategies.round.inbox import (
     Asked,
     client_id,
     metrics_layout,
     numbers_of,
     read_weight,
-    refusal,
     unlike,
     with_common_layout,
 )

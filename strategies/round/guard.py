@@ -12,6 +12,7 @@ from flwr.common import log
 
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
+from fedrot.strategies.arguments import check_functions
 from fedrot.strategies.reporting.rows import Evaluate
 from fedrot.strategies.reporting.verdict import KEPT_ALIGNED
 from fedrot.strategies.round.record import RoundRecord
@@ -61,12 +62,11 @@ class Guard:
     evaluate: Evaluate | None = None
 
     def __post_init__(self) -> None:
-        given: dict[str, object] = {"metric": self.metric, "evaluate": self.evaluate}
-        if not isinstance(given["metric"], str) or not self.metric:
+        metric: object = self.metric
+        if not isinstance(metric, str) or not metric:
             raise FedrotError(f"metric is {self.metric!r}; give the name of a metric, like 'accuracy'.")
-        if not (self.evaluate is None or callable(given["evaluate"])):
-            kind = type(self.evaluate).__name__
-            raise FedrotError(f"Guard's evaluate is a {kind}; give a function like evaluate_fn.")
+        if self.evaluate is not None:
+            check_functions(self, "evaluate")
         if self.higher_is_better is None:
             words = set(re.split(r"[^a-z0-9]+", self.metric.lower()))
             if bool(words & HIGHER) == bool(words & LOWER):

@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedrot.collect.statistics import TRAINED, brings
-from fedrot.errors import UpdateError, legible
+from fedrot.errors import UpdateError, legible, refusal
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Question, Update, question_of
@@ -332,9 +332,3 @@ def numbers_of(metrics: MetricRecord) -> Iterator[tuple[str, int | float]]:
     for key, value in metrics.items():
         for number in value if isinstance(value, list) else [value]:
             yield key, number
-
-
-def refusal(error: Exception) -> str:
-    """Return why a reply is dropped, for any error: no reply may end the run."""
-    known = isinstance(error, UpdateError)
-    return str(error) if known else f"It cannot be read, {type(error).__name__}: {error}"

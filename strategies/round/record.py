@@ -15,7 +15,7 @@ from flwr.common import log
 
 import fedrot
 from fedrot.aggregation import Aggregator
-from fedrot.errors import FedrotError, SymmetryError, UpdateError, legible
+from fedrot.errors import FedrotError, SymmetryError, UpdateError, legible, refusal
 from fedrot.report import AlignmentReport
 from fedrot.strategies.reporting import verdict
 from fedrot.strategies.round.update import Moved
@@ -62,10 +62,8 @@ class RoundRecord:
             yield
         except (SymmetryError, MemoryError, torch.cuda.OutOfMemoryError):
             raise
-        except FedrotError as error:
-            self.drop(client, str(error))
         except Exception as error:
-            self.drop(client, f"It cannot be aligned, {type(error).__name__}: {error}")
+            self.drop(client, refusal(error))
 
     def fail(self, client: int, reason: str, who: str = "Received error in reply from node") -> None:
         """Record a client that answered with an error."""

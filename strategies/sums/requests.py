@@ -19,13 +19,14 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from torch import Tensor, nn
 
-from fedrot.errors import FedrotError, UpdateError, legible
+from fedrot.errors import FedrotError, UpdateError, legible, refusal
 from fedrot.head import ClassSums, collect_classes
 from fedrot.lora.peft_model import load_as_sent
 from fedrot.problems import PROBLEMS, SINGLE
+from fedrot.strategies.arguments import check_functions
 from fedrot.strategies.flower_compat import failure_of
 from fedrot.strategies.lazy_grid import LazyGrid
-from fedrot.strategies.round.inbox import Asked, refusal
+from fedrot.strategies.round.inbox import Asked
 from fedrot.strategies.sums.bodies import Body, Shelf
 from fedrot.strategies.wire.arrays import from_arrays, of_kind, to_arrays
 from fedrot.temperature import Heads, LossSums, collect_losses, compare_losses
@@ -67,6 +68,9 @@ class LabelledRows:
     build: Callable[[], nn.Module]
     training: Callable[[], Batches]
     held_out: Callable[[], Batches]
+
+    def __post_init__(self) -> None:
+        check_functions(self, "build", "training", "held_out")
 
 
 class Rows(NamedTuple):

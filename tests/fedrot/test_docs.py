@@ -32,7 +32,6 @@ from tests.strategies.fakes import FakeGrid, reply, tensors_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 
-
 #: Python that readers see, and what it needs first, which stands in a comment.
 _CODE = re.compile(r"^(?:```python|<!-- setup)\n(.*?)^(?:```|-->)$", flags=re.DOTALL | re.MULTILINE)
 #: Pages with tests of their own below.

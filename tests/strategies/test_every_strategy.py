@@ -115,7 +115,6 @@ CASES = {
 #: Strategies that subtract the broadcast model.
 COMPARING = ("FedAvgM", "FedAdam", "FedYogi", "FedAdagrad", "QFedAvg")
 
-
 #: Buffers that Flower's own arithmetic fails on, or counts as distance between clients.
 INTEGERS = {"steps": torch.tensor(7), "mask": torch.tensor([True, False])}
 

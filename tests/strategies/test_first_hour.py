@@ -18,7 +18,7 @@ from torch import nn
 from transformers import BertConfig
 
 import fedrot
-from fedrot.strategies import Aligned, FedRot
+from fedrot.strategies import Aligned, FedRot, LabelledRows, Matching
 from fedrot.strategies.settings import Checkpointing
 from tests.models import config_of, near
 from tests.strategies.classifier import NAME, build, state
@@ -28,7 +28,6 @@ from tests.strategies.grouped import grouped
 CONFIG, BASE, ARRAYS = config_of(NAME), state(), ArrayRecord(state())
 WEIGHT, BIAS = "classifier.weight", "classifier.bias"
 UNNAMED = ArrayRecord([tensor.numpy() for tensor in BASE.values()])
-
 
 STRATEGY = pytest.mark.parametrize("strategy", [FedRot, in_front_of(FedAdam), in_front_of(Krum)])
 
@@ -60,17 +59,22 @@ def test_the_constructor_says_what_to_write(strategy: type[Aligned], what: str) 
     ("given", "says"),
     [
         ({"rows": "."}, "rows is the folder"),
-        ({"on_round": "wandb"}, "on_round is a str; give a function"),
+        ({"on_round": "wandb"}, "on_round of Reporting is a str; give a function, like on_round=lambda"),
         ({"wire": "bfloat16"}, "wire is 'bfloat16'; choose from"),
-        ({"aggregation": 3}, r"aggregation=fedrot\.aggregation\.RegMean"),
+        ({"aggregation": 3}, "a name, or a class: aggregation=RegMean"),
         ({"aggregation": "regmeen"}, r"regmeen.*regmean"),
-        ({"model": build()}, r"model=lambda: BertForSequenceClassification\("),
-        ({"model": "bert-tiny"}, r"a str as model.* write model=lambda: MyModel\("),
+        ({"model": build()}, "model of OtherBasis is a BertForSequenceClassification; give a function"),
     ],
 )
 def test_what_is_known_to_be_wrong_is_said_by_the_constructor(given: dict[str, Any], says: str) -> None:
     with pytest.raises(fedrot.FedrotError, match=says):
         FedRot(CONFIG, **grouped(**given))
+
+
+def test_data_is_given_as_a_function() -> None:
+    for kind in (Matching, LabelledRows):
+        with pytest.raises(fedrot.FedrotError, match=r"is a list; give a function, like \w+=lambda"):
+            kind(build, [{}], list)
 
 
 def _start(strategy: Aligned, initial: Any = ARRAYS, *nodes: Client, rounds: int = 1) -> FakeGrid:

@@ -199,7 +199,6 @@ def test_a_head_that_cannot_be_fitted_stays_as_it_is(warnings: Callable[[], str]
 @pytest.mark.parametrize(
     ("clients", "given", "word"),
     [
-        ([], {}, "No client gave a usable answer"),
         ([failure, failure], {}, "No client gave a usable answer"),
         ([SINGLE.client(SINGLE.rows(1), None)], {}, "no client has held-out rows"),
         ([], {"head": "elsewhere"}, "no layer 'elsewhere'"),

@@ -409,7 +409,7 @@ def test_statistics_in_canonical_form_are_refused_at_once() -> None:
 
 @ALIGN
 def test_an_aggregator_in_the_place_of_its_class_is_refused(alignment: Any) -> None:
-    with pytest.raises(fedrot.FedrotError, match="or a class, aggregation=fedrot"):
+    with pytest.raises(fedrot.FedrotError, match="RegMean; give a name, or a class"):
         FedRot(CONFIG, alignment=alignment, aggregation=RegMean())  # type: ignore[arg-type]
 
 

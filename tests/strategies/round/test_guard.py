@@ -328,7 +328,7 @@ REFUSED: dict[str, tuple[Callable[[FakeGrid], Any], str, int]] = {
     "points": (lambda grid: Guard("points"), r"'points' does not show.*higher_is_better=True", 0),
     "both": (lambda grid: Guard("loss_of_accuracy"), "'loss_of_accuracy' does not show", 0),
     "no name": (lambda grid: Guard(""), "name of a metric", 0),
-    "a dictionary": (lambda grid: Guard("loss", None, {}), "evaluate is a dict", 0),  # type: ignore[arg-type]
+    "a dictionary": (lambda grid: Guard("loss", None, {}), "evaluate of Guard is a dict", 0),  # type: ignore[arg-type]
     "medians": (
         lambda grid: run(behind(FedMedian), points("plain"), grid=grid, guard="accuracy"),
         "needs every update",

@@ -550,7 +550,7 @@ FORGED = "crashed\n\x1b[31msecond " * 50_000
 #: Evaluations that are left out, and a word of the line of the log.
 LEFT_OUT: dict[str, tuple[Callable[[Message], Message], str]] = {
     "nothing": (lambda m: Message(RecordDict(), reply_to=m), "0 MetricRecords"),
-    "no content": (without_content, "cannot be read"),
+    "no content": (without_content, "Unusable"),
     "negative": (evaluation(rows=-1, loss=9.0), "'rows' is -1"),
     "infinite": (evaluation(rows=math.inf, loss=9.0), "'rows' is inf"),
     "no weight": (evaluation(loss=9.0), "no 'rows'"),

@@ -38,7 +38,6 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 Function = Callable[..., None]
 
-
 #: Help is plain text: markup would drop brackets, and panels would not fit a screen.
 app = typer.Typer(
     no_args_is_help=True,

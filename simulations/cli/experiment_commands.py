@@ -17,7 +17,6 @@ from fedrot.simulations.settings import Experiment, read_experiments
 #: The name of ``--set`` for the address of a Ray cluster.
 RAY = "ray"
 
-
 #: Fields of an experiment that have an option of their own; ``--set`` takes all others.
 _FIELDS = "data data_dir text_column label_column task model clients partition strategies seeds rounds"
 

@@ -90,11 +90,12 @@ def _gains(found: Verdict) -> tuple[str, list[str]]:
 
 
 def _other(own: Standing, found: Verdict) -> str:
-    """Return a strategy with its clear differences, or the one of the headline metric."""
+    """Return a strategy with its clear differences, or the one of the headline metric, and its bytes."""
     if own.judgement in ("same", "diverged"):
         return own.name
     clear = [m for m in found.judged if own.against[m].verdict in ("better", "worse")]
     said = [f"{spoken(m)} {format_difference(own.against[m])}" for m in clear or found.judged[:1]]
+    said += [f"{number(own.traffic / 1e6)} MB"] * (own.traffic > 0)
     return ", ".join([own.name, *said])
 
 

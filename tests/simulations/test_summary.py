@@ -46,9 +46,9 @@ def of(name: str, accuracy: Any, loss: Any, size: float = 1e6) -> list[dict[str,
 FEDAVG = of("fedavg", BASE, [1.0, 1.1, 1.2])
 
 
-def other(name: str, gain: float, fall: float) -> list[dict[str, Any]]:
+def other(name: str, gain: float, fall: float, size: float = 1e6) -> list[dict[str, Any]]:
     """Return rows of a strategy with a higher accuracy and a lower loss than FedAvg's."""
-    return of(name, raised(gain), [1.0 - fall, 1.101 - fall, 1.199 - fall])
+    return of(name, raised(gain), [1.0 - fall, 1.101 - fall, 1.199 - fall], size)
 
 
 @given(
@@ -123,7 +123,7 @@ def test_metrics_are_judged_together(accuracy: Any, f1: Any, loss: Any, expected
 
 def test_the_lowest_loss_is_recommended_but_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BOUNDS, "ensemble", "no model for clients")
-    rows = [*FEDAVG, *other("aligned", 0.1, 0.2), *other("fit_head", 0.05, 0.4)]
+    rows = [*FEDAVG, *other("aligned", 0.1, 0.2, 2e5), *other("fit_head", 0.05, 0.4)]
     rows += [*other("joined", 0.3, 0.8), *other("ensemble", 0.2, 0.7), *other("worse", -0.1, -0.3)]
     about = [strategy("fit_head"), strategy("fedavg"), strategy("ensemble", kind="ensemble")]
     found = judged(rows, *about)
@@ -134,10 +134,10 @@ def test_the_lowest_loss_is_recommended_but_no_bound(monkeypatch: pytest.MonkeyP
         "Best in accuracy: aligned, +0.101 [+0.099, +0.103]."
     )
     said = " ".join(sentences(found))
-    assert "Also better than fedavg: aligned, accuracy +0.101" in said
-    assert "Worse than fedavg: worse, accuracy -0.099" in said
+    assert "Also better than fedavg: aligned, accuracy +0.101 [+0.099, +0.103], loss -0.200" in said
     assert "For comparison joined (all rows in one place, an upper bound): accuracy 0.821" in said
     assert "For comparison ensemble (no model for clients)" in said
+    assert "0.400 MB. Worse than fedavg: worse, accuracy -0.099" in said
     assert "All messages of the run: 2.000 MB, 4 requests; fedavg 2.000 MB, 4 requests." in said
 
 
@@ -146,7 +146,7 @@ def test_without_a_decided_difference_the_reference_stays() -> None:
     assert told(rows).startswith("Keep fedavg: nothing is better beyond noise with 3 seeds.")
     # Differences of accuracy 0.03, -0.03, 0.01: mean 0.00333, half of the interval 0.0759.
     assert "accuracy has to differ by 0.076 to be" in told(rows)
-    assert "accuracy +0.003 [-0.073, +0.079]." in told(rows)
+    assert "accuracy +0.003 [-0.073, +0.079], 2.000 MB." in told(rows)
     rows = [*FEDAVG, *of("aligned", raised(0.02, WIDE), [0.9, 1.2, 1.15]), row("b", 0, 1.0)]
     assert "with 1 to 3 seeds" in told(rows)
     one = [own for own in [*FEDAVG, *other("aligned", 0.1, 0.2)] if own["seed"] == 0]

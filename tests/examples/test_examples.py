@@ -27,7 +27,7 @@ from tests.deployment.federation import ROOT, Federation
 EXAMPLES = ROOT / "examples"
 QUICKSTART, INSTITUTIONS = EXAMPLES / "quickstart", EXAMPLES / "institutions"
 SECURE, LANGUAGE = EXAMPLES / "secure-aggregation", EXAMPLES / "llm-lora"
-CLASSIFIER = EXAMPLES / "lora-classifier"
+CLASSIFIER, BASELINE = EXAMPLES / "lora-classifier", ROOT / "baselines" / "label-skew-text"
 TEXTS = ("a fine film , I liked it", "a dull film , I hated it")
 
 
@@ -67,6 +67,18 @@ class Run(Federation):
         log = self.flower("run", f"flwr run {app} local {options}")
         assert self.status("local") == "finished:completed", log
         return log
+
+    def serve(self) -> None:
+        """Start a SuperLink and two SuperNodes, in one Flower home, as the quickstart's page does."""
+        offline = f"UV_OFFLINE=1 UV_CACHE_DIR={self.folder / 'uv'}"
+        self.start("superlink", f"{offline} flower-superlink --insecure --port {self.port}")
+        self.until(self.listens, "the SuperLink listens")
+        for node in range(2):
+            self.start(
+                f"node{node}",
+                f"flower-supernode --insecure --superlink 127.0.0.1:{self.port} "
+                f'--port {self.node_ports[node]} --node-config "partition-id={node} num-partitions=2"',
+            )
 
     def deployed(self, app: Path, settings: str) -> str:
         """Return the log of an app that ran to its end on the SuperLink that was started."""
@@ -173,16 +185,7 @@ def test_the_quickstart_runs_in_simulation_and_fits_the_task_head_as_its_page_sa
 @pytest.mark.timeout(1800)
 def test_all_run_unchanged_on_a_superlink_with_two_supernodes(run: Run, toy: str, language: str) -> None:
     """One federation for all: every request to a node starts a process, and these are slow."""
-    offline = f"UV_OFFLINE=1 UV_CACHE_DIR={run.folder / 'uv'}"
-    run.start("superlink", f"{offline} flower-superlink --insecure --port {run.port}")
-    run.until(run.listens, "the SuperLink listens")
-    # In one Flower home, as the quickstart's page starts them.
-    for node in range(2):
-        run.start(
-            f"node{node}",
-            f"flower-supernode --insecure --superlink 127.0.0.1:{run.port} "
-            f'--port {run.node_ports[node]} --node-config "partition-id={node} num-partitions=2"',
-        )
+    run.serve()
     aligned_once(run.deployed(QUICKSTART, toy))
     log = run.deployed(CLASSIFIER, f'{toy} lora-ranks="2+4" fraction-evaluate=0.0')
     assert "factors of 4 modules have no mean: their ranks differ" in log, log
@@ -248,14 +251,14 @@ def test_every_dependency_is_taken_from_beside_flower(app: Path) -> None:
     assert set(project["tool"]["uv"]["exclude-dependencies"]) == declared
 
 
-@pytest.mark.parametrize("app", APPS, ids=lambda app: app.name)
+@pytest.mark.parametrize("app", [*APPS, BASELINE], ids=lambda app: app.name)
 def test_flwr_build_bundles_it_within_the_limits_of_flowers_hub(
     app: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flwr.cli.app import app as flwr
 
     monkeypatch.chdir(tmp_path)
-    copy = shutil.copytree(app, tmp_path / app.name, ignore=shutil.ignore_patterns("__pycache__"))
+    copy = shutil.copytree(app, tmp_path / app.name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
     built = CliRunner().invoke(flwr, ["build", "--app", str(copy)])
     assert built.exit_code == 0, built.output
     (bundle,) = tmp_path.glob("*.fab")
@@ -263,13 +266,14 @@ def test_flwr_build_bundles_it_within_the_limits_of_flowers_hub(
         files = {name: archive.read(name) for name in archive.namelist()}
     # What the hub does not take, such as images, Flower leaves out.
     own = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
-    assert set(files) == own | {".info/CONTENT"}
+    assert set(files) == own - {"results.csv"} | {".info/CONTENT"}
     assert len(files) <= 1000
     assert max(map(len, files.values())) <= 1e6
     assert sum(map(len, files.values())) <= 1e7
     assert files["LICENSE"] == (ROOT / "LICENSE").read_bytes()
-    matter = rb"---\ntags: \[.+\]\ndataset: \[.+\]\nframework: \[.+\]\n---\n\n# "
-    assert re.match(matter, files["README.md"])
+    keys = ["title", "url", "labels", "dataset"] if app == BASELINE else ["tags", "dataset", "framework"]
+    matter = "---\n" + "".join(f"{key}: .+\n" for key in keys) + "---\n\n# "
+    assert re.match(matter, files["README.md"].decode())
     declared = tomllib.loads(files["pyproject.toml"].decode())["tool"]["flwr"]["app"]
     assert declared["fab-format-version"] == 1
     assert f"flwr=={declared['flwr-version-target']}\n" in (ROOT / "constraints.txt").read_text()

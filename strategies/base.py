@@ -352,7 +352,7 @@ class ReplyStrategy(Strategy):
 
     def _passed_on(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Let the base strategy aggregate replies to an unknown model."""
-        if self.needs_model or self.aggregator(server_round) is not None:
+        if self.needs_model or self.reporting.hashes or self.aggregator(server_round) is not None:
             name = type(self).__name__
             raise FedrotError(
                 f"The model that the clients received in round {server_round} is not known: {name} "

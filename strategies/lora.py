@@ -37,7 +37,7 @@ def adapter_record(config: LoraSettings | Mapping[str, Any] | object) -> ConfigR
     Example: ``content["fedrot-adapter"] = adapter_record(peft_model.peft_config["default"])``.
     """
     own = LoraSettings.of(config)
-    alphas = [f"{name}={alpha}" for name, alpha in sorted(own.alpha_pattern.items())]
+    alphas = [f"{name}={alpha}" for name, alpha in own.alpha_pattern.items()]
     return ConfigRecord({"lora_alpha": own.alpha, "use_rslora": own.use_rslora, "alpha_pattern": alphas})
 
 

@@ -102,13 +102,13 @@ def report(
     run_or_file: Annotated[Path, typer.Argument(hidden=True)],
     verify: Annotated[Path | None, typer.Option(help="Checkpoints, to compare with hashes.")] = None,
 ) -> None:
-    """Write the page of a run folder, complete or not, or beside a file of rows of a strategy."""
+    """Write the page of a run folder, or of a strategy's file of rows; or verify checkpoints."""
     from fedrot.simulations.report.hashes import verified
     from fedrot.simulations.report.pages import present, write_strategy_report
 
     if verify is not None:
         say(verified(run_or_file, verify))
-    if run_or_file.is_file():
+    elif run_or_file.is_file():
         say(f"Report: {write_strategy_report(run_or_file)}")
     else:
         present(run_or_file, console)

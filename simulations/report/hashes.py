@@ -22,18 +22,19 @@ def verified(file: Path, folder: Path) -> str:
         lacking = f"'{folder}' has no checkpoints" if rows else f"'{file}' has no hashes of models"
         raise ValueError(f"{lacking}: there is nothing to verify.")
     broken = [(a, b) for a, b in pairwise(rows) if a["sha256_after"] != b["sha256_before"]]
-    wrong = [
-        f"Round {b['round']}: it did not begin with the model of round {a['round']}." for a, b in broken
-    ]
+    wrong = [f"Round {b['round']} did not begin with round {a['round']}'s model." for a, b in broken]
+    known = f"'{file}', which can be read from round {rows[0]['round']} to {rows[-1]['round']}"
+    odd = {*folder.glob("round-*")} - {folder / f"round-{number:06d}" for number in numbers}
+    wrong += [f"'{path}' is no checkpoint." for path in sorted(odd)]
     for number in numbers:
         # A round in which nobody was asked has no row, and leaves the model as it was.
-        told = ["", *(row["sha256_after"] for row in rows if row["round"] <= number)]
+        told = [rows[0]["sha256_before"], *(r["sha256_after"] for r in rows if r["round"] <= number)]
         where = f"Round {number}: the checkpoint '{folder / f'round-{number:06d}'}'"
         try:
             if model_hash(from_arrays(checkpoints.read(number).result.arrays)) != told[-1]:
-                wrong.append(f"{where} has another model than '{file}' says.")
+                wrong.append(f"{where} has not the model of {known}.")
         except FedrotError as error:
             wrong.append(f"{where} cannot be used: {error}")
     if wrong:
         raise RuntimeError("\n".join(wrong))
-    return f"Rounds {', '.join(map(str, numbers))}: the models in '{folder}' are those of '{file}'."
+    return f"Rounds {', '.join(map(str, numbers))}: the models in '{folder}' are those of {known}."

@@ -29,7 +29,7 @@ from fedrot._io import NO_LOCKS, replacing, sync
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.resume.state import RunState
 from fedrot.strategies.resume.values import decode, encode
-from fedrot.strategies.wire.arrays import TIED, from_arrays, to_arrays
+from fedrot.strategies.wire.arrays import TIED, from_arrays, model_hash, to_arrays
 
 _FORMAT = 1
 _MODEL, _STATE = "model.safetensors", "state.safetensors"
@@ -38,7 +38,7 @@ _ABOUT = "checkpoint"
 #: Beside the checkpoints: the metrics of all rounds, a line a round.
 _LINES = "checkpoint-metrics.jsonl"
 _LOCK = ".lock"
-_NAME = re.compile(r"round-(\d{6,})")
+_NAME = re.compile(r"round-([0-9]{6}|[1-9][0-9]{6,})")
 #: The temporary names of ``replacing``.
 _UNFINISHED = re.compile(r"\.round-\d{6,}\.\d+")
 _METRICS = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
@@ -190,7 +190,7 @@ class Checkpointing:
         for number in reversed(self.rounds()):
             try:
                 return self.read(number)
-            except _DamagedError as error:
+            except FedrotError as error:
                 log(WARNING, "The checkpoint '%s' cannot be used: %s", self._path(number), error)
         raise FedrotError(
             f"There is no usable checkpoint in '{self.folder}'. Give a folder with checkpoints, or a "
@@ -203,10 +203,6 @@ class Checkpointing:
 
     def _path(self, number: int) -> Path:
         return self.folder / f"round-{number:06d}"
-
-
-class _DamagedError(FedrotError):
-    """A checkpoint is damaged."""
 
 
 def _acquire(lock: FileLock, path: Path) -> None:
@@ -254,13 +250,11 @@ def _write(folder: Path, result: Result, state: RunState, about: dict[str, Any])
 
 
 def _read(folder: Path, number: int) -> Checkpoint:
-    """Return a checkpoint; raises ``_DamagedError`` if a file is changed, missing or a link."""
+    """Return a checkpoint; raises ``FedrotError`` if a file is changed, missing or a link."""
     model, state, lines = folder / _MODEL, folder / _STATE, folder.with_name(_LINES)
     for path in (folder, model, state, lines):
-        if path.is_symlink():
-            raise _DamagedError(
-                f"'{path.name}' is a link; checkpoints and their files must be no links."
-            )
+        if path.is_symlink() or path.is_fifo():
+            raise FedrotError(f"'{path.name}' is a link or a pipe; put the file itself there.")
     try:
         with safe_open(state, "numpy") as file:
             bulk = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -268,10 +262,12 @@ def _read(folder: Path, number: int) -> Checkpoint:
         about = json.loads(bulk.pop(_ABOUT).tobytes())
         if (about["format"], about["round"]) != (_FORMAT, number):
             said = f"It is of round {about['round']} in format {about['format']}"
-            raise _DamagedError(f"{said}; this fedrot reads format {_FORMAT}.")
+            raise FedrotError(f"{said}, but this is round {number} in format {_FORMAT}.")
         _check(model, _digest(model), about["sha256"])
         tensors = safetensors.torch.load_file(model)
-        result = Result(to_arrays({name: tensors[tied] for name, tied in about["tied"].items()}))
+        shared = {name: tensors[tied] for name, tied in about["tied"].items()}
+        _check(model, model_hash(tensors), model_hash(shared))
+        result = Result(to_arrays(shared))
         length, digest = about["lines"]
         with lines.open("rb") as file:
             data = file.read(length)
@@ -280,15 +276,16 @@ def _read(folder: Path, number: int) -> Checkpoint:
             for name in metrics.keys() & _METRICS:
                 getattr(result, name)[metrics["round"]] = decode(metrics[name], {})
         return Checkpoint(folder, number, result, about["state"], bulk)
-    except OSError as error:
-        raise _DamagedError(f"{error}.") from error
-    except (ValueError, LookupError, TypeError, SafetensorError) as error:
-        raise _DamagedError(f"'{_STATE}' is damaged ({error!r}).") from error
+    except FedrotError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise FedrotError(f"'{_STATE}', or what it refers to, cannot be read, {why}") from error
 
 
 def _check(path: Path, found: str, digest: str) -> None:
     if found != digest:
-        raise _DamagedError(f"'{path.name}' was changed after it was written.")
+        raise FedrotError(f"'{path.name}' was changed after it was written.")
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

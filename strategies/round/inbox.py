@@ -263,7 +263,7 @@ class Inbox:
         for name, value in wanted.items():
             if (own := said.get(name, value)) != value:
                 what = f"The adapter's {name} is {own!r:.60}, the server's {value!r:.60}."
-                raise UpdateError(f"{what} Build it with {name}={value!r:.60}.")
+                raise UpdateError(f"{what} Build it with the server's LoraConfig.")
         ((record, arrays),) = records.items()
         tensors = self.schema.read(arrays, self.copy)
         statistics = {}

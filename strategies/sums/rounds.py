@@ -76,6 +76,8 @@ class FitsHead(ReplyStrategy):
             return arrays
         found = self._logged(when, found.after(self.head_loss))
         record.measured = {**record.measured, **found.metrics()}
+        if found.step == 0:
+            record.origins.clear()
         return found.arrays
 
     def _logged(self, when: str, found: FittedHead) -> FittedHead:

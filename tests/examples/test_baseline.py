@@ -26,9 +26,8 @@ def settings(tmp_path: Path) -> str:
         with (tmp_path / "data" / f"{split}.csv").open("w", newline="") as file:
             rows = ((f"{TEXTS[n % 2]} {n} times", n % 2) for n in range(size))
             csv.writer(file).writerows([("text", "label"), *rows])
-    names = (
-        f'dataset="{tmp_path / "data"}" model="{tmp_path / "model"}" results="{tmp_path / "rows.csv"}"'
-    )
+    given = {"dataset": "data", "model": "model", "results": "rows.csv"}
+    names = " ".join(f'{name}="{tmp_path / own}"' for name, own in given.items())
     return f"{names} num-classes=2 trained-layers=1 num-server-rounds=1 learning-rate-fedrot=1e-3"
 
 

@@ -20,15 +20,14 @@ from flwr.serverapp.strategy import (
     FedAvg,
     FedMedian,
 )
-from torch import Tensor
-from transformers import BertConfig, BertForSequenceClassification
 
 import fedrot
 from fedrot.aggregation import Mean
 from fedrot.strategies import FedRot
 from fedrot.strategies.settings import Reporting, Server
 from fedrot.tensors import check_update
-from tests.models import EAGER
+from tests.models import EAGER, State, config_of
+from tests.strategies.classifier import NAME, SYMMETRY, state
 from tests.strategies.fakes import (
     FakeGrid,
     aggregated,
@@ -41,33 +40,15 @@ from tests.strategies.fakes import (
     reply,
 )
 
-CONFIG = BertConfig(
-    hidden_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=3,
-    intermediate_size=40,
-    vocab_size=50,
-    max_position_embeddings=20,
-)
-Tensors = dict[str, Tensor]
+CONFIG, BASE = config_of(NAME), state()
 GLOBAL = fedrot.AlignmentOptions(anchor="global")
 ANCHORS = pytest.mark.parametrize("anchor", sorted(fedrot.anchors.ANCHORS))
-
-
-def model() -> Tensors:
-    torch.manual_seed(0)
-    tensors = dict(BertForSequenceClassification(CONFIG).state_dict())
-    return {name: t + 0.05 * torch.randn_like(t) for name, t in tensors.items()}
-
-
-BASE = model()
-SYMMETRY = fedrot.symmetry_of(CONFIG, BASE)
 
 
 AlignedMedian = in_front_of(FedMedian)
 
 
-def updates(count: int = 3, scale: float = 0.01) -> list[Tensors]:
+def updates(count: int = 3, scale: float = 0.01) -> list[State]:
     generator = torch.Generator().manual_seed(1)
     return [
         {k: v + scale * torch.randn(v.shape, generator=generator) for k, v in BASE.items()}
@@ -75,7 +56,7 @@ def updates(count: int = 3, scale: float = 0.01) -> list[Tensors]:
     ]
 
 
-def turned(given: list[Tensors]) -> list[Tensors]:
+def turned(given: list[State]) -> list[State]:
     return [fedrot.random_equivalent(update, SYMMETRY, seed) for seed, update in enumerate(given)]
 
 
@@ -229,7 +210,7 @@ def test_metrics_and_report_agree_with_the_alignments(tmp_path: Path) -> None:
     assert metrics["fedrot-replies-dropped"] == 0
     moved = {slot.tensor for g in SYMMETRY.select(("attention", "ffn")) for slot in g.slots}
 
-    def distance(tensors: Tensors) -> float:
+    def distance(tensors: State) -> float:
         return sum(float((tensors[n] - BASE[n]).double().square().sum()) for n in moved)
 
     after = [distance(fedrot.align(u, BASE, SYMMETRY).apply(u)) for u in sent]

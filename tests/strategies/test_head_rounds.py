@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 import fedrot
 from fedrot.lora import AdapterOptions, adapter_tensors, load_adapter
-from fedrot.strategies import Checkpointing, FedRot, FedRotLoRA, Server, fit_task_head
+from fedrot.strategies import Checkpointing, FedRot, FedRotLoRA, Reporting, Server, fit_task_head
 from fedrot.strategies.sums.requests import EVALUATE, LACKS, MODEL, STEP, SUM
 from fedrot.strategies.wire.arrays import TIED, from_arrays, to_arrays
 from tests.models import near
@@ -102,10 +102,12 @@ STEPS: dict[str, tuple[float, Callable[[float], float], float]] = {
 
 
 @pytest.mark.parametrize("case", STEPS)
-def test_the_best_of_old_new_and_half_way_is_taken(case: str) -> None:
+def test_the_best_of_old_new_and_half_way_is_taken(case: str, tmp_path: Path) -> None:
     start, to, step = STEPS[case]
+    reporting = Reporting(tmp_path / "rows.jsonl", hashes=True)
     # Below four clients losses are means.
-    result, (first,) = run(clients(to, count=3), 1, start)
+    result, (first,) = run(clients(to, count=3), 1, start, reporting=reporting)
+    assert (tmp_path / "rows.jsonl").read_text().count('"sha256"') == (3 if step else 0)
     last = tensors_of(result.arrays)
     assert (float(first["body"]), float(last["body"])) == (start, start + step * (to(start) - start))
     metrics = result.train_metrics_clientapp[1]
@@ -338,10 +340,11 @@ def test_a_subclass_that_hides_the_model_is_refused() -> None:
             return [Message(content, node, "train") for node in grid.get_node_ids()]
 
     grid, initial = grid_of(LEARNERS), ArrayRecord(SINGLE.state())
-    strategy = Own(SINGLE.config, alignment=None, fit_head=True)
-    messages = strategy.configure_train(1, initial, ConfigRecord(), grid)
-    with pytest.raises(fedrot.FedrotError, match="round 1 is not known"):
-        strategy.aggregate_train(1, list(grid.send_and_receive(messages)))
+    for more in ({"fit_head": True}, {"reporting": Reporting(os.devnull, hashes=True)}):
+        strategy = Own(SINGLE.config, alignment=None, **more)
+        messages = strategy.configure_train(1, initial, ConfigRecord(), grid)
+        with pytest.raises(fedrot.FedrotError, match="round 1 is not known"):
+            strategy.aggregate_train(1, list(grid.send_and_receive(messages)))
 
 
 def of_precision(index: int, dtype: torch.dtype | None = None) -> Client:

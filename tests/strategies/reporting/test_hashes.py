@@ -27,6 +27,7 @@ from fedrot.strategies import (
     to_arrays,
     wanted_statistics,
 )
+from fedrot.strategies.resume import checkpoints
 from fedrot.strategies.wire import arrays
 from fedrot.strategies.wire.arrays import STATISTICS
 from tests.models import State
@@ -146,9 +147,10 @@ def play(folder: Path, rounds: int, offset: int = 0) -> tuple[Path, Path]:
 def test_checkpoints_of_a_resumed_run_are_those_of_its_rows_and_no_others(tmp_path: Path) -> None:
     play(tmp_path, 2)
     file, kept = play(tmp_path, 3)
-    said = f"Rounds 1, 2, 3: the models in '{kept}' are those of '{file}'."
+    known = f"'{file}', which can be read from round 1 to 3"
+    said = f"Rounds 1, 2, 3: the models in '{kept}' are those of {known}."
     assert verified(file, kept) == said
-    run("report", file, "--verify", kept, code=0, says="Report: ")
+    run("report", file, "--verify", kept, code=0, says="Rounds 1, 2, 3: ")
     # One bit of a value.
     model = kept / "round-000002" / "model.safetensors"
     whole = model.read_bytes()
@@ -163,9 +165,22 @@ def test_checkpoints_of_a_resumed_run_are_those_of_its_rows_and_no_others(tmp_pa
     # A whole checkpoint of another run, which is valid for itself.
     _, others = play(tmp_path / "other", 3, offset=5)
     shutil.copytree(others, kept, dirs_exist_ok=True)
-    with pytest.raises(RuntimeError, match=r"Round 3: .* has another model than") as wrong:
+    (kept / "round-latest").mkdir()
+    with pytest.raises(
+        RuntimeError, match=r"round-latest' is no check(.|\n)*Round 3: .* has not"
+    ) as wrong:
         verified(file, kept)
-    assert len(str(wrong.value).splitlines()) == 3
+    assert len(str(wrong.value).splitlines()) == 4
+
+
+def test_a_model_file_with_other_tensors_than_a_run_would_load_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:  # so that all digests fit
+        patch.setattr(checkpoints, "_unshared", lambda own: {**own, "more": torch.ones(2)})
+        file, kept = play(tmp_path, 1)
+    with pytest.raises(RuntimeError, match=r"Round 1: .*'model\.safetensors' was changed"):
+        verified(file, kept)
 
 
 def test_a_file_that_was_changed_or_has_no_hashes_verifies_nothing(tmp_path: Path) -> None:
@@ -173,7 +188,9 @@ def test_a_file_that_was_changed_or_has_no_hashes_verifies_nothing(tmp_path: Pat
     text = file.read_text()
     after = next(row["sha256_after"] for row in rows_of(file) if "sha256_after" in row)
     file.write_text(text.replace(f'"sha256_after": "{after}"', f'"sha256_after": "{"0" * 64}"'))
-    with pytest.raises(RuntimeError, match=r"Round 2: it did not begin with .* round 1(.|\n)*Round 1: "):
+    with pytest.raises(
+        RuntimeError, match=r"Round 2 did not begin with round 1's model(.|\n)*Round 1: "
+    ):
         verified(file, kept)
     file.write_text("".join(line for line in text.splitlines(True) if "sha256_after" not in line))
     run("report", file, "--verify", kept, code=2, says="has no hashes of models")

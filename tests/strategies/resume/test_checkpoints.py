@@ -326,7 +326,7 @@ def test_another_format_is_named(
         save(tmp_path, 1)
     with pytest.raises(FedrotError, match="no usable checkpoint"):
         Checkpointing(tmp_path).newest()
-    assert "in format 99; this fedrot reads format 1" in warnings()
+    assert "in format 99, but this is round 1 in format 1" in warnings()
 
 
 # What lies in the folder beside checkpoints

@@ -143,6 +143,5 @@ def _builder(aggregation: str | Callable[[], Aggregator] | None) -> Callable[[],
     """Return the function that builds an aggregation, given the function itself or a name."""
     found = aggregation_named(aggregation) if isinstance(aggregation, str) else aggregation
     if found is not None and not callable(found):
-        kind = type(found).__name__
-        raise FedrotError(f"aggregation is a {kind}; give a name, or a class: aggregation=RegMean.")
+        raise FedrotError(f"aggregation is a {type(found).__name__}; give a name, or a class: RegMean.")
     return found

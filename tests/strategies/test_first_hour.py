@@ -61,7 +61,7 @@ def test_the_constructor_says_what_to_write(strategy: type[Aligned], what: str) 
         ({"rows": "."}, "rows is the folder"),
         ({"on_round": "wandb"}, "on_round of Reporting is a str; give a function, like on_round=lambda"),
         ({"wire": "bfloat16"}, "wire is 'bfloat16'; choose from"),
-        ({"aggregation": 3}, "a name, or a class: aggregation=RegMean"),
+        ({"aggregation": 3}, "a name, or a class: RegMean"),
         ({"aggregation": "regmeen"}, r"regmeen.*regmean"),
         ({"model": build()}, "model of OtherBasis is a BertForSequenceClassification; give a function"),
     ],

@@ -110,7 +110,10 @@ def _remarks(task: Task, names: Sequence[str], sizes: Sequence[int]) -> Iterator
     experiment, labels, seed = task.experiment, task.data.train.labels, task.experiment.seeds[0]
     between = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
     yield f"{len(labels)} training rows and {len(task.test)} test rows, {len(names)} classes."
-    yield f"{len(sizes)} clients have {between} rows each (seed {seed})."
+    kind, _, column = experiment.partition.partition(":")
+    values = {*map(str, task.data.train.columns[column])} if kind == "column" else sizes
+    shared = f", of {len(values)} values of '{column}'" if len(values) > len(sizes) else ""
+    yield f"{len(sizes)} clients have {between} rows each (seed {seed}){shared}."
     if experiment.task in ("classification", "image") and task.data.kind == "single":
         largest = int(np.bincount(labels).argmax())
         share = float(np.mean(task.data.test.labels == largest))

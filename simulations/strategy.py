@@ -125,7 +125,7 @@ class Strategy(BaseModel):
         else:
             called = "FedRotLoRA" if experiment.lora else "FedRot"
             line = f"{called}({', '.join([model, *said, *shared])})"
-        return line + (f"; then fit_task_head(grid, result.arrays, {model})" if self.fit_at_end else "")
+        return line + f"  # then fit_task_head(grid, result.arrays, {model})" * self.fit_at_end
 
 
 def _call(name: str, arguments: object, *first: str) -> str:

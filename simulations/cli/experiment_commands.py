@@ -83,9 +83,7 @@ def _with_settings(given: Mapping[str, Any], settings: Iterable[str]) -> dict[st
 
 
 @command(app, "fedrot flower-app my-app")
-def flower_app(
-    folder: Annotated[Path, typer.Argument(hidden=True)],
-) -> None:
+def flower_app(folder: Annotated[Path, typer.Argument(hidden=True)]) -> None:
     """Write a Flower app to a new FOLDER; it runs a comparison in your own federation, with flwr run."""
     source = resources.files("fedrot.simulations") / "flower_app" / "pyproject.toml"
     if folder.exists():

@@ -23,7 +23,7 @@ def verified(file: Path, folder: Path) -> str:
         raise ValueError(f"{lacking}: there is nothing to verify.")
     broken = [(a, b) for a, b in pairwise(rows) if a["sha256_after"] != b["sha256_before"]]
     wrong = [f"Round {b['round']} did not begin with round {a['round']}'s model." for a, b in broken]
-    known = f"'{file}', which can be read from round {rows[0]['round']} to {rows[-1]['round']}"
+    known = f"'{file}', with rounds {rows[0]['round']} to {rows[-1]['round']}"
     odd = {*folder.glob("round-*")} - {folder / f"round-{number:06d}" for number in numbers}
     wrong += [f"'{path}' is no checkpoint." for path in sorted(odd)]
     for number in numbers:
@@ -32,7 +32,7 @@ def verified(file: Path, folder: Path) -> str:
         where = f"Round {number}: the checkpoint '{folder / f'round-{number:06d}'}'"
         try:
             if model_hash(from_arrays(checkpoints.read(number).result.arrays)) != told[-1]:
-                wrong.append(f"{where} has not the model of {known}.")
+                wrong.append(f"{where} differs from {known}.")
         except FedrotError as error:
             wrong.append(f"{where} cannot be used: {error}")
     if wrong:

@@ -182,7 +182,7 @@ def test_every_aggregation_has_a_strategy() -> None:
         ({}, "aligned", "FedRot(model.config)"),
         ({"start": "different"}, "aligned", "FedRot(model.config, other_basis=OtherBasis(make_model))"),
         ({}, "fisher", 'FedRot(model.config, alignment=None, aggregation="fisher")'),
-        ({}, "fedavg_head", "FedAvg(); then fit_task_head(grid, result.arrays, model.config)"),
+        ({}, "fedavg_head", "FedAvg()  # then fit_task_head(grid, result.arrays, model.config)"),
         (OF_LORA, "fedavg", "FedAvg()"),
         (OF_LORA, "exact", "FedRotLoRA(peft_config, AdapterOptions(method='exact'))"),
         (OF_LORA, "fit_head", "FedRotLoRA(peft_config, fit_head=True)"),

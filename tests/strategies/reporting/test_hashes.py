@@ -147,7 +147,7 @@ def play(folder: Path, rounds: int, offset: int = 0) -> tuple[Path, Path]:
 def test_checkpoints_of_a_resumed_run_are_those_of_its_rows_and_no_others(tmp_path: Path) -> None:
     play(tmp_path, 2)
     file, kept = play(tmp_path, 3)
-    known = f"'{file}', which can be read from round 1 to 3"
+    known = f"'{file}', with rounds 1 to 3"
     said = f"Rounds 1, 2, 3: the models in '{kept}' are those of {known}."
     assert verified(file, kept) == said
     run("report", file, "--verify", kept, code=0, says="Rounds 1, 2, 3: ")
@@ -167,7 +167,7 @@ def test_checkpoints_of_a_resumed_run_are_those_of_its_rows_and_no_others(tmp_pa
     shutil.copytree(others, kept, dirs_exist_ok=True)
     (kept / "round-latest").mkdir()
     with pytest.raises(
-        RuntimeError, match=r"round-latest' is no check(.|\n)*Round 3: .* has not"
+        RuntimeError, match=r"round-latest' is no check(.|\n)*Round 3: .* differs"
     ) as wrong:
         verified(file, kept)
     assert len(str(wrong.value).splitlines()) == 4

@@ -360,8 +360,8 @@ def test_what_is_known_and_said_of_the_data() -> None:
     said = " ".join(checked(of(train_limit=80, **chosen)).said)
     assert (few in said, "leaves out" in said, "have 40 rows each" in said) == (True, False, True)
     assert "holdout above 0.5" in said  # not one that the run has
-    more = " ".join(checked(of(train_limit=400, **chosen)).said)
-    assert "hold out" not in more
+    more = " ".join(checked(of(train_limit=400, partition="column:label_name", **chosen)).said)
+    assert ("hold out" in more, "(seed 0), of 7 values of 'label_name'." in more) == (False, True)
     assert "always" not in " ".join(checked(of(task="mlm", strategies="fedavg")).said)
 
 

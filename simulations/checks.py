@@ -111,7 +111,7 @@ def _remarks(task: Task, names: Sequence[str], sizes: Sequence[int]) -> Iterator
     between = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
     yield f"{len(labels)} training rows and {len(task.test)} test rows, {len(names)} classes."
     kind, _, column = experiment.partition.partition(":")
-    values = {*map(str, task.data.train.columns[column])} if kind == "column" else sizes
+    values = {*map(str, task.data.train.columns[column])} if kind == "column" else ()
     shared = f", of {len(values)} values of '{column}'" if len(values) > len(sizes) else ""
     yield f"{len(sizes)} clients have {between} rows each (seed {seed}){shared}."
     if experiment.task in ("classification", "image") and task.data.kind == "single":

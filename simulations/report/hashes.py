@@ -24,12 +24,12 @@ def verified(file: Path, folder: Path) -> str:
     broken = [(a, b) for a, b in pairwise(rows) if a["sha256_after"] != b["sha256_before"]]
     wrong = [f"Round {b['round']} did not begin with round {a['round']}'s model." for a, b in broken]
     known = f"'{file}', with rounds {rows[0]['round']} to {rows[-1]['round']}"
-    odd = {*folder.glob("round-*")} - {folder / f"round-{number:06d}" for number in numbers}
+    odd = {*folder.glob("round-*")} - {*map(checkpoints.path, numbers)}
     wrong += [f"'{path}' is no checkpoint." for path in sorted(odd)]
     for number in numbers:
         # A round in which nobody was asked has no row, and leaves the model as it was.
         told = [rows[0]["sha256_before"], *(r["sha256_after"] for r in rows if r["round"] <= number)]
-        where = f"Round {number}: the checkpoint '{folder / f'round-{number:06d}'}'"
+        where = f"Round {number}: the checkpoint '{checkpoints.path(number)}'"
         try:
             if model_hash(from_arrays(checkpoints.read(number).result.arrays)) != told[-1]:
                 wrong.append(f"{where} differs from {known}.")

@@ -145,7 +145,7 @@ class Checkpointing:
             FedrotError: the checkpoint cannot be written, and nothing of it is left; or old checkpoints
                 cannot be removed.
         """
-        target = self._path(number)
+        target = self.path(number)
         try:
             with replacing(target) as temporary:
                 temporary.mkdir()
@@ -154,7 +154,7 @@ class Checkpointing:
                 if target.exists():  # A damaged checkpoint: the run resumed from an earlier one.
                     shutil.rmtree(target)
             for old in [r for r in self.rounds() if r <= number][: -self.keep]:
-                shutil.rmtree(self._path(old))
+                shutil.rmtree(self.path(old))
         except (OSError, SafetensorError, UpdateError) as error:
             raise FedrotError(
                 f"The checkpoint of round {number} cannot be written to '{self.folder}': {error}. The "
@@ -191,7 +191,7 @@ class Checkpointing:
             try:
                 return self.read(number)
             except FedrotError as error:
-                log(WARNING, "The checkpoint '%s' cannot be used: %s", self._path(number), error)
+                log(WARNING, "The checkpoint '%s' cannot be used: %s", self.path(number), error)
         raise FedrotError(
             f"There is no usable checkpoint in '{self.folder}'. Give a folder with checkpoints, or a "
             "new folder to start from round 1."
@@ -199,9 +199,10 @@ class Checkpointing:
 
     def read(self, number: int) -> Checkpoint:
         """Return a round's checkpoint; raises ``FedrotError`` if a file is changed or missing."""
-        return _read(self._path(number), number)
+        return _read(self.path(number), number)
 
-    def _path(self, number: int) -> Path:
+    def path(self, number: int) -> Path:
+        """Return the folder of a round's checkpoint, which need not exist."""
         return self.folder / f"round-{number:06d}"
 
 

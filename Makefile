@@ -66,7 +66,7 @@ fuzz: .venv/installed ## random input for five minutes
 	FEDROT_FUZZ_CASES=$${FEDROT_FUZZ_CASES:-100000} $(BIN)/python -m pytest --timeout 3600 tests/fuzz
 
 # Before anything is installed: it needs Python and git alone.
-ceilings: ## lines of code and words of documentation (.ci/ceilings.toml)
+ceilings: ## AST nodes of code and words of documentation (.ci/ceilings.toml)
 	$(PYTHON) .ci/ceilings
 
 lint: .venv/installed ## ruff

@@ -1,15 +1,18 @@
-"""Speed and memory of aggregating a round at the server, against Flower's own FedAvg, on the CPU.
+"""Speed and memory of aggregating a round at the server, against Flower's own FedAvg,
+on the CPU.
 
-Both strategies get the same replies of BERT-base size, near the broadcast model. They take turns
-within every repetition; a ratio is the median of the ratios within the repetitions. Ours decodes,
-checks, aligns and averages; FedAvg decodes and averages.
+Both strategies get the same replies of BERT-base size, near the broadcast model. They
+take turns within every repetition; a ratio is the median of the ratios within the
+repetitions. Ours decodes, checks, aligns and averages; FedAvg decodes and averages.
 
-Memory is measured in a separate process per strategy and number of clients: the high-water mark of the
-resident set during ``aggregate_train``, less the resident set before, broadcast model included.
-Replies come from an iterator that makes each one on demand, like a grid that fetches them one at a time.
-In these processes glibc returns freed blocks at once: memory that the allocator keeps is not counted.
+Memory is measured in a separate process per strategy and number of clients: the
+high-water mark of the resident set during ``aggregate_train``, less the resident set
+before, broadcast model included. Replies come from an iterator that makes each one on
+demand, like a grid that fetches them one at a time. In these processes glibc returns
+freed blocks at once: memory that the allocator keeps is not counted.
 
-    python benchmarks/aggregate.py [--clients 10] [--memory-clients 4 16 64] [--repeats 5] [--json FILE]
+    python benchmarks/aggregate.py [--clients 10] [--memory-clients 4 16 64] [--repeats
+    5] [--json FILE]
 """
 
 from __future__ import annotations
@@ -48,14 +51,18 @@ State = dict[str, Tensor]
 CONTESTANTS = {
     "FedAvg": lambda layers: FedAvg(),
     "running": lambda layers: FedRot(config(layers)),
-    "global": lambda layers: FedRot(config(layers), alignment=AlignmentOptions(anchor="global")),
+    "global": lambda layers: FedRot(
+        config(layers), alignment=AlignmentOptions(anchor="global")
+    ),
 }
 OURS = ("running", "global")
 
-#: Environment in which glibc's malloc returns freed blocks of a megabyte and more to the system.
+#: Environment in which glibc's malloc returns freed blocks of a megabyte and more to
+#: the system.
 GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 
-#: Limits: extra memory at the most clients over that at the fewest, and seconds over FedAvg's.
+#: Limits: extra memory at the most clients over that at the fewest, and seconds over
+#: FedAvg's.
 BARS = {"memory": 1.05, "seconds": 1.15}
 
 
@@ -72,7 +79,9 @@ def reply(to: Message, arrays: ArrayRecord) -> Message:
 
 
 def arriving(messages: list[Message], model: State, client: State) -> Iterator[Message]:
-    """Yield the replies one at a time; their updates lie on the line from the model to a client's."""
+    """Yield the replies one at a time; their updates lie on the line from the model to
+    a client's.
+    """
     for place, message in enumerate(messages):
         update = ArrayRecord()
         for name, tensor in model.items():
@@ -84,12 +93,16 @@ def arriving(messages: list[Message], model: State, client: State) -> Iterator[M
 
 
 def seconds(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Return the seconds of every contestant in every repetition; the first, untimed one warms up."""
+    """Return the seconds of every contestant in every repetition; the first, untimed
+    one warms up.
+    """
     model = initialise(options.layers, 0)
     client = drifted(model, options.drift, 1)
     record = to_arrays(model)
     strategies = {name: build(options.layers) for name, build in CONTESTANTS.items()}
-    messages = {name: asked(s, record, options.clients) for name, s in strategies.items()}
+    messages = {
+        name: asked(s, record, options.clients) for name, s in strategies.items()
+    }
     times: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     replies = list(arriving(messages["FedAvg"], model, client))
     for repetition in range(options.repeats + 1):
@@ -104,7 +117,9 @@ def memory_child(name: str, clients: int, layers: int, drift: float) -> None:
     """Print the peak extra memory of one aggregation, in model sizes."""
     small = initialise(1, 5)
     warm = CONTESTANTS[name](1)
-    warm.aggregate_train(1, arriving(asked(warm, to_arrays(small), 2), small, drifted(small, drift, 6)))
+    warm.aggregate_train(
+        1, arriving(asked(warm, to_arrays(small), 2), small, drifted(small, drift, 6))
+    )
     model = initialise(layers, 0)
     client = drifted(model, drift, 1)
     size = sum(tensor.numel() * tensor.element_size() for tensor in model.values())
@@ -121,11 +136,19 @@ def memory_child(name: str, clients: int, layers: int, drift: float) -> None:
 
 def peak_memory(name: str, clients: int, options: argparse.Namespace) -> float:
     """Return the peak extra memory in model sizes, from a process of its own."""
-    command = [sys.executable, os.path.abspath(__file__), "--memory-child", name, str(clients)]
+    command = [
+        sys.executable,
+        os.path.abspath(__file__),
+        "--memory-child",
+        name,
+        str(clients),
+    ]
     command += ["--layers", str(options.layers), "--drift", str(options.drift)]
     command += ["--threads", str(options.threads)]
     environment = {**os.environ, **GIVEN_BACK}
-    result = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    result = subprocess.run(
+        command, check=True, capture_output=True, text=True, env=environment
+    )
     return float(result.stdout.strip().splitlines()[-1])
 
 
@@ -143,7 +166,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
     return {
         "layers": options.layers,
-        "parameters": sum(torch.Size(shape).numel() for shape in shapes(options.layers).values()),
+        "parameters": sum(
+            torch.Size(shape).numel() for shape in shapes(options.layers).values()
+        ),
         "clients": options.clients,
         "threads": torch.get_num_threads(),
         "repeats": options.repeats,
@@ -174,16 +199,17 @@ def show(result: dict[str, Any], console: Console) -> None:
         table.add_row(label, f"{result['seconds'][name]:.2f}", of_fedavg, *cells)
     console.print(table)
     console.print(
-        "seconds: medians of one aggregate_train. memory: peak above the resident set before, in model "
-        "sizes, at K clients whose replies come one at a time."
+        "seconds: medians of one aggregate_train. memory: peak above the resident set "
+        "before, in model sizes, at K clients whose replies come one at a time."
     )
     for name in OURS:
         memory = result["peak_memory_model_sizes"][name]
         grown = memory[numbers[-1]] / memory[numbers[0]]
         bars = {
-            f"at most {BARS['seconds']:g}x FedAvg's time": result["of_fedavg"][name] <= BARS["seconds"],
-            f"memory at K={numbers[-1]} within 5 % of K={numbers[0]} ({grown:.3f})": grown
-            <= BARS["memory"],
+            f"at most {BARS['seconds']:g}x FedAvg's time": result["of_fedavg"][name]
+            <= BARS["seconds"],
+            f"memory at K={numbers[-1]} within 5 % of K={numbers[0]} "
+            f"({grown:.3f})": grown <= BARS["memory"],
         }
         for bar, ok in bars.items():
             console.print(f"{'met   ' if ok else 'MISSED'}  anchor {name}: {bar}")
@@ -193,13 +219,23 @@ def main() -> None:
     """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--clients", type=int, default=10, help="replies of the timed rounds")
+    parser.add_argument(
+        "--clients", type=int, default=10, help="replies of the timed rounds"
+    )
     parser.add_argument("--memory-clients", type=int, nargs="+", default=[4, 16, 64])
-    parser.add_argument("--fedavg-clients", type=int, default=16, help="most replies FedAvg must hold")
+    parser.add_argument(
+        "--fedavg-clients", type=int, default=16, help="most replies FedAvg must hold"
+    )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=0, help="torch threads; 0: torch's own choice")
-    parser.add_argument("--drift", type=float, default=0.02, help="relative change of the clients")
-    parser.add_argument("--json", type=Path, default=None, help="also write the numbers to this file")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="torch threads; 0: torch's own choice"
+    )
+    parser.add_argument(
+        "--drift", type=float, default=0.02, help="relative change of the clients"
+    )
+    parser.add_argument(
+        "--json", type=Path, default=None, help="also write the numbers to this file"
+    )
     parser.add_argument("--memory-child", nargs=2, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.threads:

@@ -2,18 +2,19 @@
 
 Attention and feed-forward alignment (``fedrot.align(...).apply(...)``) is compared with
 
-* a per-head loop: scipy's assignment in every layer, permutations as dense matrices that are
-  multiplied, one SVD per head, like published research code; and
+* a per-head loop: scipy's assignment in every layer, permutations as dense matrices
+  that are multiplied, one SVD per head, like published research code; and
 * the time that Flower's own ``FedAvg`` spends on one reply (decode, multiply, add).
 
-The contestants take turns within every repetition; a ratio is the median of the ratios within the
-repetitions, so that a slow minute of the machine hits all of them. Peak memory is measured in a
-separate process: the high-water mark of its resident set during one ``align`` and ``apply``, less the
-resident set before (anchor and update are loaded, and an untimed pass over the numbers of one layer has
-loaded the numerical libraries). On systems without ``/proc`` it is the rise of
-``ru_maxrss``.
+The contestants take turns within every repetition; a ratio is the median of the ratios
+within the repetitions, so that a slow minute of the machine hits all of them. Peak
+memory is measured in a separate process: the high-water mark of its resident set during
+one ``align`` and ``apply``, less the resident set before (anchor and update are loaded,
+and an untimed pass over the numbers of one layer has loaded the numerical libraries).
+On systems without ``/proc`` it is the rise of ``ru_maxrss``.
 
-    python benchmarks/align.py [--regimes near] [--repeats 5] [--threads N] [--clock cpu] [--json FILE]
+    python benchmarks/align.py [--regimes near] [--repeats 5] [--threads N] [--clock
+    cpu] [--json FILE]
 """
 
 from __future__ import annotations
@@ -101,7 +102,9 @@ def initialise(layers: int, seed: int) -> State:
 
 
 def drifted(anchor: State, drift: float, seed: int) -> State:
-    """Return the anchor plus Gaussian noise of relative norm ``drift`` in every tensor."""
+    """Return the anchor plus Gaussian noise of relative norm ``drift`` in every
+    tensor.
+    """
     generator = torch.Generator().manual_seed(seed)
     out: State = {}
     for name, tensor in anchor.items():
@@ -111,16 +114,24 @@ def drifted(anchor: State, drift: float, seed: int) -> State:
 
 
 def client(anchor: State, regime: str, layers: int, drift: float, seed: int) -> State:
-    """Return a client's update: near the anchor, or from an initialisation of its own."""
-    return drifted(anchor, drift, seed) if regime == "near" else initialise(layers, seed)
+    """Return a client's update: near the anchor, or from an initialisation of its
+    own.
+    """
+    return (
+        drifted(anchor, drift, seed) if regime == "near" else initialise(layers, seed)
+    )
 
 
 def loop_baseline(update: State, anchor: State, layers: int) -> State:
-    """Align head by head and layer by layer with dense permutation matrices (Zhang et al. 2025)."""
+    """Align head by head and layer by layer with dense permutation matrices (Zhang et
+    al. 2025).
+    """
     out = dict(update)
     for layer in range(layers):
         prefix = f"encoder.layer.{layer}."
-        q, k, v = (f"{prefix}attention.self.{part}" for part in ("query", "key", "value"))
+        q, k, v = (
+            f"{prefix}attention.self.{part}" for part in ("query", "key", "value")
+        )
         modules = ("attention.output.dense", "intermediate.dense", "output.dense")
         o, up, down = (f"{prefix}{module}" for module in modules)
         for name in (q, k, v):
@@ -132,17 +143,29 @@ def loop_baseline(update: State, anchor: State, layers: int) -> State:
             for names, columns in (((q, k), ()), ((v,), (o,))):
                 m = torch.zeros(DIM, DIM)
                 for name in names:
-                    m += anchor[f"{name}.weight"][rows] @ update[f"{name}.weight"][rows].T
-                    m += torch.outer(anchor[f"{name}.bias"][rows], update[f"{name}.bias"][rows])
+                    m += (
+                        anchor[f"{name}.weight"][rows]
+                        @ update[f"{name}.weight"][rows].T
+                    )
+                    m += torch.outer(
+                        anchor[f"{name}.bias"][rows], update[f"{name}.bias"][rows]
+                    )
                 for name in columns:
-                    m += anchor[f"{name}.weight"][:, rows].T @ update[f"{name}.weight"][:, rows]
+                    m += (
+                        anchor[f"{name}.weight"][:, rows].T
+                        @ update[f"{name}.weight"][:, rows]
+                    )
                 left, _, right = torch.linalg.svd(m)
                 rotation = left @ right
                 for name in names:
-                    out[f"{name}.weight"][rows] = rotation @ update[f"{name}.weight"][rows]
+                    out[f"{name}.weight"][rows] = (
+                        rotation @ update[f"{name}.weight"][rows]
+                    )
                     out[f"{name}.bias"][rows] = rotation @ update[f"{name}.bias"][rows]
                 for name in columns:
-                    out[f"{name}.weight"][:, rows] = update[f"{name}.weight"][:, rows] @ rotation.T
+                    out[f"{name}.weight"][:, rows] = (
+                        update[f"{name}.weight"][:, rows] @ rotation.T
+                    )
         score = anchor[f"{up}.weight"] @ update[f"{up}.weight"].T
         score += torch.outer(anchor[f"{up}.bias"], update[f"{up}.bias"])
         score += anchor[f"{down}.weight"].T @ update[f"{down}.weight"]
@@ -171,13 +194,19 @@ def flower_round(layers: int) -> Callable[[], object]:
     return lambda: aggregate_arrayrecords(replies, "num-examples")
 
 
-def align_and_apply(update: State, anchor: fedrot.Anchor, symmetry: fedrot.Symmetry) -> State:
+def align_and_apply(
+    update: State, anchor: fedrot.Anchor, symmetry: fedrot.Symmetry
+) -> State:
     """Align attention and neurons, and return the moved update."""
     return fedrot.align(update, anchor, symmetry).apply(update)
 
 
-#: Seconds on the wall, or of this process's CPU: on a busy machine only the latter can be compared.
-CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+#: Seconds on the wall, or of this process's CPU: on a busy machine only the latter can
+#: be compared.
+CLOCKS: dict[str, Callable[[], float]] = {
+    "wall": time.perf_counter,
+    "cpu": time.process_time,
+}
 
 
 def timed(run: Callable[[], object], clock: str) -> float:
@@ -188,13 +217,17 @@ def timed(run: Callable[[], object], clock: str) -> float:
 
 
 def seconds(regime: str, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Return the seconds of every contestant in every repetition; the first, untimed one warms up."""
+    """Return the seconds of every contestant in every repetition; the first, untimed
+    one warms up.
+    """
     layers = options.layers
     anchor = initialise(layers, 0)
     symmetry = fedrot.symmetry_of(config(layers), anchor)
     update = client(anchor, regime, layers, options.drift, 1)
     flower = flower_round(layers)
-    times: dict[str, list[float]] = {name: [] for name in ("first", "next", "loop", "flower")}
+    times: dict[str, list[float]] = {
+        name: [] for name in ("first", "next", "loop", "flower")
+    }
     for repetition in range(options.repeats + 1):
         reused = fedrot.Anchor(anchor)
         runs: dict[str, Callable[[], object]] = {
@@ -211,17 +244,23 @@ def seconds(regime: str, options: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def status(field: str) -> int:
-    """Return one field of ``/proc/self/status`` in bytes, or ``ru_maxrss`` where there is none."""
+    """Return one field of ``/proc/self/status`` in bytes, or ``ru_maxrss`` where there
+    is none.
+    """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if platform.system() == "Darwin" else peak * 1024
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+    return next(
+        int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")
+    )
 
 
 def reset_peak() -> None:
-    """Set the high-water mark of the resident set to its present size, where Linux allows it."""
+    """Set the high-water mark of the resident set to its present size, where Linux
+    allows it.
+    """
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -256,8 +295,12 @@ def peak_memory(regime: str, options: argparse.Namespace) -> float:
 
 
 def ratio(times: dict[str, list[float]], above: str, below: str) -> float:
-    """Return the median over the repetitions of one contestant's seconds by another's."""
-    return statistics.median(a / b for a, b in zip(times[above], times[below], strict=True))
+    """Return the median over the repetitions of one contestant's seconds by
+    another's.
+    """
+    return statistics.median(
+        a / b for a, b in zip(times[above], times[below], strict=True)
+    )
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -277,7 +320,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for regime in options.regimes:
         times = seconds(regime, options)
         result["regimes"][regime] = {
-            "seconds": {name: statistics.median(values) for name, values in times.items()},
+            "seconds": {
+                name: statistics.median(values) for name, values in times.items()
+            },
             "faster_than_loop": {a: ratio(times, "loop", a) for a in ("first", "next")},
             "of_flower": {a: ratio(times, a, "flower") for a in ("first", "next")},
             "peak_memory_model_sizes": peak_memory(regime, options),
@@ -290,13 +335,26 @@ def show(result: dict[str, Any], console: Console) -> None:
     table = Table(
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        title=f"Aligning one client: {result['layers']} layers, {result['parameters'] / 1e6:.0f} M "
+        title=f"Aligning one client: {result['layers']} layers, "
+        f"{result['parameters'] / 1e6:.0f} M "
         f"parameters, {result['threads']} threads, drift {result['drift']:g}",
     )
-    for column in ("regime", "client", "ours", "loop", "loop/ours", "Flower", "ours/Flower", "memory"):
+    for column in (
+        "regime",
+        "client",
+        "ours",
+        "loop",
+        "loop/ours",
+        "Flower",
+        "ours/Flower",
+        "memory",
+    ):
         text = column in ("regime", "client")
         table.add_column(
-            column, justify="left" if text else "right", no_wrap=True, min_width=len(column)
+            column,
+            justify="left" if text else "right",
+            no_wrap=True,
+            min_width=len(column),
         )
     for regime, row in result["regimes"].items():
         for which in ("first", "next"):
@@ -312,19 +370,25 @@ def show(result: dict[str, Any], console: Console) -> None:
             )
     console.print(table)
     console.print(
-        f"Medians, in seconds ({result['clock']} clock). client: first of a round (new anchor) or next "
-        "(anchor reused). ours: align + apply. Flower: FedAvg per reply. memory: peak extra, in model "
-        "sizes."
+        f"Medians, in seconds ({result['clock']} clock). client: first of a round (new "
+        "anchor) or next (anchor reused). ours: align + apply. Flower: FedAvg per "
+        "reply. memory: peak extra, in model sizes."
     )
     near = result["regimes"].get("near")
     if near is None:
         return
     met = {
-        f"next clients at least {BARS['loop']:g}x faster than the loop": near["faster_than_loop"]["next"]
+        f"next clients at least {BARS['loop']:g}x faster than the loop": near[
+            "faster_than_loop"
+        ]["next"]
         >= BARS["loop"],
-        f"next clients at most {BARS['flower']:g}x Flower's time": near["of_flower"]["next"]
+        f"next clients at most {BARS['flower']:g}x Flower's time": near["of_flower"][
+            "next"
+        ]
         <= BARS["flower"],
-        f"peak extra memory below {BARS['memory']:g} model sizes": near["peak_memory_model_sizes"]
+        f"peak extra memory below {BARS['memory']:g} model sizes": near[
+            "peak_memory_model_sizes"
+        ]
         < BARS["memory"],
     }
     for bar, ok in met.items():
@@ -336,12 +400,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=0, help="torch threads; 0: torch's own choice")
-    parser.add_argument("--drift", type=float, default=0.02, help="relative change of the near client")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: on a busy machine")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="torch threads; 0: torch's own choice"
+    )
+    parser.add_argument(
+        "--drift", type=float, default=0.02, help="relative change of the near client"
+    )
+    parser.add_argument(
+        "--clock", choices=CLOCKS, default="wall", help="cpu: on a busy machine"
+    )
     parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=REGIMES)
-    parser.add_argument("--json", type=Path, default=None, help="also write the numbers to this file")
-    parser.add_argument("--memory-child", choices=REGIMES, default=None, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--json", type=Path, default=None, help="also write the numbers to this file"
+    )
+    parser.add_argument(
+        "--memory-child", choices=REGIMES, default=None, help=argparse.SUPPRESS
+    )
     options = parser.parse_args()
     if options.threads > 0:
         torch.set_num_threads(options.threads)

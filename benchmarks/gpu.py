@@ -1,17 +1,19 @@
 """Speed and memory of aligning one client on a GPU, layer by layer, against the floor.
 
-The floor is a lower bound, the time of moving every byte once at the measured bandwidths: the copy of
-the update to the device, or the work on the device (update and mean read, moved update and mean
-written). The longer of the two counts, because they overlap.
+The floor is a lower bound, the time of moving every byte once at the measured
+bandwidths: the copy of the update to the device, or the work on the device (update and
+mean read, moved update and mean written). The longer of the two counts, because they
+overlap.
 
-Every layer takes a server's path (``fedrot.aggregation.layerwise``): the updates are near the
-anchor, and are added to a float32 mean on the device, which is the anchor of all clients but the first.
-All layers of a model hold the same random numbers, so that the host holds one layer only. ``first`` and
-``next`` are clients from the host's memory to the mean, with copies and work overlapped; the stages are
-timed one after the other. Required packages: torch, rich and fedrot.
+Every layer takes a server's path (``fedrot.aggregation.layerwise``): the updates are
+near the anchor, and are added to a float32 mean on the device, which is the anchor of
+all clients but the first. All layers of a model hold the same random numbers, so that
+the host holds one layer only. ``first`` and ``next`` are clients from the host's memory
+to the mean, with copies and work overlapped; the stages are timed one after the other.
+Required packages: torch, rich and fedrot.
 
-    python benchmarks/gpu.py [--device cuda] [--models llama-8b] [--layers N] [--repeats 3] [--json FILE]
-    python benchmarks/gpu.py --device cpu --models bert-base --layers 2
+    python benchmarks/gpu.py [--device cuda] [--models llama-8b] [--layers N] [--repeats
+    3] [--json FILE] python benchmarks/gpu.py --device cpu --models bert-base --layers 2
 """
 
 from __future__ import annotations
@@ -51,10 +53,15 @@ from fedrot.tensors import check_finite, checked_device
 Seconds = dict[str, float]
 Model = Mapping[str, Tensor]
 
-#: Updates near the anchor are noise: the benchmark moves them all the same, as the dearest case.
+#: Updates near the anchor are noise: the benchmark moves them all the same, as the
+#: dearest case.
 EAGER = fedrot.AlignmentOptions(chance=0)
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
 STAGES = ("upload", "finite", "neurons", "heads", "apply", "fold", "download")
 DRIFT = 0.02
 #: Bytes per copy in the measurement of bandwidth.
@@ -67,8 +74,8 @@ BARS = {"floor": 3.0, "memory": 2.0, "orthogonal": 1e-6, "difference": 2.0}
 class Shape:
     """The sizes of a model.
 
-    ``keys`` is the number of key heads: that of query heads in an encoder. ``tied``: logits are computed
-    with the embeddings.
+    ``keys`` is the number of key heads: that of query heads in an encoder. ``tied``:
+    logits are computed with the embeddings.
     """
 
     family: str
@@ -104,7 +111,9 @@ def _bert(shape: Shape, layers: int) -> dict[str, tuple[int, ...]]:
         "embeddings.LayerNorm.weight": (width,),
         "embeddings.LayerNorm.bias": (width,),
     }
-    linears = {f"attention.self.{part}": (width, width) for part in ("query", "key", "value")}
+    linears = {
+        f"attention.self.{part}": (width, width) for part in ("query", "key", "value")
+    }
     linears |= {
         "attention.output.dense": (width, width),
         "intermediate.dense": (neurons, width),
@@ -123,7 +132,9 @@ def _bert(shape: Shape, layers: int) -> dict[str, tuple[int, ...]]:
 def _llama(shape: Shape, layers: int) -> dict[str, tuple[int, ...]]:
     width, neurons = shape.width, shape.neurons
     keys = width // shape.heads * shape.keys
-    out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, width)}
+    out: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (shape.vocabulary, width)
+    }
     linears = {
         "self_attn.q_proj": (width, width),
         "self_attn.k_proj": (keys, width),
@@ -151,7 +162,9 @@ MODELS = {
 
 
 class Repeated(Mapping[str, Tensor]):
-    """A model whose layers all hold the same random numbers, made when they are first asked for."""
+    """A model whose layers all hold the same random numbers, made when they are first
+    asked for.
+    """
 
     def __init__(
         self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, near: Model | None
@@ -162,7 +175,9 @@ class Repeated(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         key = re.sub(r"\.\d+\.", ".", name)
         if key not in self._made:
-            generator = torch.Generator().manual_seed(zlib.crc32(key.encode()) + (self._near is None))
+            generator = torch.Generator().manual_seed(
+                zlib.crc32(key.encode()) + (self._near is None)
+            )
             made = torch.randn(self._shapes[name], generator=generator).mul_(0.02)
             if self._near is not None:
                 made = made.mul_(DRIFT).add_(self._near[name])
@@ -177,7 +192,9 @@ class Repeated(Mapping[str, Tensor]):
 
 
 class Clock:
-    """Adds up the seconds of stages, with events on a GPU and the wall clock elsewhere."""
+    """Adds up the seconds of stages, with events on a GPU and the wall clock
+    elsewhere.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -200,7 +217,9 @@ class Clock:
 
 
 def bandwidth(source: Tensor, target: Tensor) -> float:
-    """Return the bytes per second of copying one tensor to another, the best of five."""
+    """Return the bytes per second of copying one tensor to another, the best of
+    five.
+    """
     found = []
     for _ in range(6):
         clock = Clock(target.device)
@@ -211,31 +230,46 @@ def bandwidth(source: Tensor, target: Tensor) -> float:
 
 
 def bandwidths(device: torch.device, size: int) -> dict[str, float]:
-    """Return bytes per second from pinned memory to the device, and read plus written on the device."""
+    """Return bytes per second from pinned memory to the device, and read plus written
+    on the device.
+    """
     host = torch.ones(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     here, there = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
     return {"host": bandwidth(host, here), "device": 2 * bandwidth(here, there)}
 
 
 def staged(
-    update: Model, anchor: Model, symmetry: fedrot.Symmetry, device: torch.device, repeats: int
+    update: Model,
+    anchor: Model,
+    symmetry: fedrot.Symmetry,
+    device: torch.device,
+    repeats: int,
 ) -> Seconds:
-    """Return the median seconds of each stage, for a client that is not the first of a round."""
+    """Return the median seconds of each stage, for a client that is not the first of a
+    round.
+    """
     parts, reused, found = parts_of(symmetry), fedrot.Anchor(anchor), []
     means = [Mean() for _ in parts]
     for _ in range(repeats + 1):
         clock = Clock(device)
         with clock("upload"):
-            for _ in copied([[(update, name) for name in part.shapes] for part in parts], device):
+            for _ in copied(
+                [[(update, name) for name in part.shapes] for part in parts], device
+            ):
                 pass
         for part, mean in zip(parts, means, strict=True):
-            ours, theirs = ({n: model[n].to(device) for n in part.shapes} for model in (update, anchor))
+            ours, theirs = (
+                {n: model[n].to(device) for n in part.shapes}
+                for model in (update, anchor)
+            )
             with clock("finite"):
                 check_finite(ours)
             for stage, kind in (("neurons", "ffn"), ("heads", "attention")):
                 options = replace(EAGER, parts=(kind,))
                 with clock(stage):
-                    alignment = fedrot.align(ours, replace(reused, tensors=theirs), part, options)
+                    alignment = fedrot.align(
+                        ours, replace(reused, tensors=theirs), part, options
+                    )
                 with clock("apply"):
                     ours = alignment.apply(ours)
             with clock("fold"):
@@ -244,13 +278,22 @@ def staged(
             for mean in means:
                 mean.result("cpu")
         found.append(clock.seconds)
-    return {stage: statistics.median(seconds[stage] for seconds in found[1:]) for stage in STAGES}
+    return {
+        stage: statistics.median(seconds[stage] for seconds in found[1:])
+        for stage in STAGES
+    }
 
 
 def clients(
-    update: Model, anchor: Model, symmetry: fedrot.Symmetry, device: torch.device, repeats: int
+    update: Model,
+    anchor: Model,
+    symmetry: fedrot.Symmetry,
+    device: torch.device,
+    repeats: int,
 ) -> tuple[float, list[float], int | None]:
-    """Return the seconds of a round's first client, of others, and the most bytes beside the mean."""
+    """Return the seconds of a round's first client, of others, and the most bytes
+    beside the mean.
+    """
     mean, to, seconds = Mean(), fedrot.Anchor(anchor), []
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -269,16 +312,24 @@ def clients(
 
 
 def errors(
-    update: Model, anchor: Model, symmetry: fedrot.Symmetry, device: torch.device, dtype: torch.dtype
+    update: Model,
+    anchor: Model,
+    symmetry: fedrot.Symmetry,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> dict[str, float]:
-    """Return how far a layer's rotations are from orthogonal, and its tensors from the CPU's.
+    """Return how far a layer's rotations are from orthogonal, and its tensors from the
+    CPU's.
 
     The latter in units in the last place of the largest entry.
     """
     part = next(part for part in parts_of(symmetry) if part.groups)
-    ours, theirs = ({name: model[name] for name in part.shapes} for model in (update, anchor))
+    ours, theirs = (
+        {name: model[name] for name in part.shapes} for model in (update, anchor)
+    )
     (wanted,), (found,) = (
-        list(align_by_layer(ours, theirs, part, EAGER, where)) for where in ("cpu", device)
+        list(align_by_layer(ours, theirs, part, EAGER, where))
+        for where in ("cpu", device)
     )
     orthogonal = 0.0
     for move in found.alignment.moves:
@@ -294,7 +345,9 @@ def errors(
     return {"orthogonal": orthogonal, "difference": apart}
 
 
-def measure(name: str, options: argparse.Namespace, speed: Mapping[str, float]) -> dict[str, Any]:
+def measure(
+    name: str, options: argparse.Namespace, speed: Mapping[str, float]
+) -> dict[str, Any]:
     """Return all measurements of one model as plain data."""
     shape, device, dtype = MODELS[name], options.device, DTYPES[options.dtype]
     layers = options.layers or shape.layers
@@ -307,7 +360,9 @@ def measure(name: str, options: argparse.Namespace, speed: Mapping[str, float]) 
 
     update, anchor, symmetry = given = models(layers)
     sizes = {n: math.prod(s) for n, s in symmetry.shapes.items()}
-    moving = {s.tensor for part in parts_of(symmetry) for g in part.groups for s in g.slots}
+    moving = {
+        s.tensor for part in parts_of(symmetry) for g in part.groups for s in g.slots
+    }
     parameters, moved = sum(sizes.values()), sum(sizes[n] for n in moving)
     for tensors in (update, anchor):
         check_finite(tensors)  # and made, before anything is timed
@@ -336,16 +391,25 @@ def measure(name: str, options: argparse.Namespace, speed: Mapping[str, float]) 
 
 
 def bars(row: dict[str, Any]) -> dict[str, bool]:
-    """Return the limits for one model and whether they hold; speed and memory count on a GPU only."""
+    """Return the limits for one model and whether they hold; speed and memory count on
+    a GPU only.
+    """
     found = {
-        f"rotations orthogonal to {BARS['orthogonal']:g}": row["orthogonal"] <= BARS["orthogonal"],
-        f"within {BARS['difference']:g} units in the last place of the CPU": row["difference"]
+        f"rotations orthogonal to {BARS['orthogonal']:g}": row["orthogonal"]
+        <= BARS["orthogonal"],
+        f"within {BARS['difference']:g} units in the last place of the CPU": row[
+            "difference"
+        ]
         <= BARS["difference"],
     }
     if row["held_beside_mean"] is not None:
-        found[f"at most {BARS['floor']:g}x the floor"] = row["of_floor"] <= BARS["floor"]
+        found[f"at most {BARS['floor']:g}x the floor"] = (
+            row["of_floor"] <= BARS["floor"]
+        )
         name = f"beside the mean at most {BARS['memory']:g}x what one piece takes"
-        found[name] = row["held_beside_mean"] <= BARS["memory"] * row["held_by_one_piece"]
+        found[name] = (
+            row["held_beside_mean"] <= BARS["memory"] * row["held_by_one_piece"]
+        )
     return found
 
 
@@ -355,10 +419,22 @@ def show(result: dict[str, Any], console: Console) -> None:
     table = Table(
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        title=f"Aligning one client on {result['card']}, {result['dtype']}, drift {DRIFT:g}",
+        title=(
+            f"Aligning one client on {result['card']}, {result['dtype']}, drift "
+            f"{DRIFT:g}"
+        ),
     )
     table.add_column("model", no_wrap=True)
-    for column in ("layers", "first", "next", *STAGES, "floor", "next/floor", "GB/s", "memory"):
+    for column in (
+        "layers",
+        "first",
+        "next",
+        *STAGES,
+        "floor",
+        "next/floor",
+        "GB/s",
+        "memory",
+    ):
         table.add_column(column, justify="right", no_wrap=True)
     for name, row in result["models"].items():
         held = row["held_beside_mean"]
@@ -374,11 +450,12 @@ def show(result: dict[str, Any], console: Console) -> None:
         )
     console.print(table)
     console.print(
-        f"Seconds, medians of {result['repeats']}. first, next: clients of a round, from the host's "
-        "memory to the mean. neurons: certificate. heads: cross matrices and polar factors. download: "
-        "the mean, once a round. floor: every byte moved once, "
-        f"{speed['host'] / 1e9:.1f} GB/s from the host, {speed['device'] / 1e9:.1f} GB/s on the device. "
-        "GB/s: read and written on the device by next. memory: GiB beside the mean at most."
+        f"Seconds, medians of {result['repeats']}. first, next: clients of a round, "
+        "from the host's memory to the mean. neurons: certificate. heads: cross "
+        "matrices and polar factors. download: the mean, once a round. floor: every "
+        f"byte moved once, {speed['host'] / 1e9:.1f} GB/s from the host, "
+        f"{speed['device'] / 1e9:.1f} GB/s on the device. GB/s: read and written on "
+        "the device by next. memory: GiB beside the mean at most."
     )
     for name, row in result["models"].items():
         for bar, met in bars(row).items():
@@ -389,7 +466,10 @@ def card(device: torch.device) -> str:
     """Return the name of the processor or GPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    return (
+        f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} "
+        "threads"
+    )
 
 
 def main() -> None:
@@ -398,9 +478,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--layers", type=int, default=0, help="cut the models; 0: all they have")
+    parser.add_argument(
+        "--layers", type=int, default=0, help="cut the models; 0: all they have"
+    )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, default=None, help="also write the numbers to this file")
+    parser.add_argument(
+        "--json", type=Path, default=None, help="also write the numbers to this file"
+    )
     options = parser.parse_args()
     if options.repeats < 1 or options.layers < 0:
         parser.error("--repeats takes 1 or more, --layers 0 or more")

@@ -1,9 +1,11 @@
-"""Wall time of a small grid on two Ray nodes against one, each node with one core of this machine.
+"""Wall time of a small grid on two Ray nodes against one, each node with one core of
+this machine.
 
     python benchmarks/grid.py [GRID] --data-dir DIR [--json FILE]
 
-Both runs are the same command, ``fedrot simulate GRID --set ray=ADDRESS``, in a process of its own,
-with loading and tables. The ratio is two nodes' time over one node's; 0.5 would be perfect.
+Both runs are the same command, ``fedrot simulate GRID --set ray=ADDRESS``, in a process
+of its own, with loading and tables. The ratio is two nodes' time over one node's; 0.5
+would be perfect.
 """
 
 from __future__ import annotations
@@ -33,7 +35,12 @@ def seconds(grid: str, data_dir: Path, nodes: int) -> float:
     try:
         with tempfile.TemporaryDirectory() as out:
             command = [sys.executable, "-m", "fedrot", "simulate", grid, "--out", out]
-            command += ["--set", f"ray={cluster.address}", "--data-dir", str(data_dir.resolve())]
+            command += [
+                "--set",
+                f"ray={cluster.address}",
+                "--data-dir",
+                str(data_dir.resolve()),
+            ]
             start = perf_counter()
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             return perf_counter() - start
@@ -53,9 +60,17 @@ def main() -> None:
     one, two = (seconds(given.grid, given.data_dir, nodes) for nodes in (1, 2))
     ratio = two / one
     console = Console()
-    console.print(f"{given.grid}: one node {one:.0f} s, two nodes {two:.0f} s, ratio {ratio:.2f}")
+    console.print(
+        f"{given.grid}: one node {one:.0f} s, two nodes {two:.0f} s, ratio {ratio:.2f}"
+    )
     console.print(f"bar: {BAR}", style="green" if ratio <= BAR else "red")
-    found = {"grid": given.grid, "seconds_one": one, "seconds_two": two, "ratio": ratio, "bar": BAR}
+    found = {
+        "grid": given.grid,
+        "seconds_one": one,
+        "seconds_two": two,
+        "ratio": ratio,
+        "bar": BAR,
+    }
     if given.json:
         given.json.write_text(json.dumps(found, indent=2) + "\n")
 

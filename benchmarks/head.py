@@ -1,9 +1,9 @@
 """Memory of the server while it fits a task head to the sums of many clients.
 
-The clients answer with sums of random features and have no network, so that the memory is the server's:
-the model that it sends, and what it keeps of the answers. Printed is the largest memory of the process
-beyond that before the fit, in sizes of the model, for each number of clients. The default is the size of
-BERT-base.
+The clients answer with sums of random features and have no network, so that the memory
+is the server's: the model that it sends, and what it keeps of the answers. Printed is
+the largest memory of the process beyond that before the fit, in sizes of the model, for
+each number of clients. The default is the size of BERT-base.
 
     python benchmarks/head.py [--clients 4 50 200] [--width 768] [--megabytes 440]
 """
@@ -35,17 +35,25 @@ def client(seed: int, width: int) -> Callable[[Message], Message]:
         (config,) = message.content.config_records.values()
         if config[STEP] == COUNT:
             counts = {"training": ROWS_OF_A_CLIENT, "held_out": ROWS_OF_A_CLIENT}
-            return Message(RecordDict({ROWS: MetricRecord({**counts})}), reply_to=message)
+            return Message(
+                RecordDict({ROWS: MetricRecord({**counts})}), reply_to=message
+            )
         if config[STEP] == SUM:
             features = torch.randn(
                 ROWS_OF_A_CLIENT, width, generator=torch.Generator().manual_seed(seed)
             )
-            hot = torch.nn.functional.one_hot(torch.arange(ROWS_OF_A_CLIENT) % CLASSES, CLASSES).double()
+            hot = torch.nn.functional.one_hot(
+                torch.arange(ROWS_OF_A_CLIENT) % CLASSES, CLASSES
+            ).double()
             wide = features.double()
             sums = ClassSums(hot.sum(0), hot.mT @ wide, wide.mT @ wide)
-            return Message(RecordDict({SUMS: to_arrays(sums.packed())}), reply_to=message)
+            return Message(
+                RecordDict({SUMS: to_arrays(sums.packed())}), reply_to=message
+            )
         heads = message.content.array_records[f"{HEADS}-0"]["bias"].shape[0]
-        losses = torch.full((heads, len(TEMPERATURES)), 100.0 + seed, dtype=torch.float64)
+        losses = torch.full(
+            (heads, len(TEMPERATURES)), 100.0 + seed, dtype=torch.float64
+        )
         counts = torch.full((1 + heads,), float(ROWS_OF_A_CLIENT), dtype=torch.float64)
         found = {"losses": losses, "squares": losses, "counts": counts}
         return Message(RecordDict({LOSSES: to_arrays(found)}), reply_to=message)
@@ -57,13 +65,20 @@ def measure(clients: int, width: int, megabytes: int) -> float:
     """Return the additional memory of a fit, in sizes of the model."""
     rows = megabytes * 2**18 // width
     model = {"embeddings.weight": torch.randn(rows, width)}
-    model |= {"classifier.weight": torch.zeros(CLASSES, width), "classifier.bias": torch.zeros(CLASSES)}
+    model |= {
+        "classifier.weight": torch.zeros(CLASSES, width),
+        "classifier.bias": torch.zeros(CLASSES),
+    }
     arrays = ArrayRecord(model)
     grid = LocalGrid({node: client(node, width) for node in range(1, clients + 1)})
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with outside_of_the_engine():
         fit_task_head(grid, arrays, {"model_type": "distilbert"}, head="classifier")
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10 / megabytes
+    return (
+        (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+        / 2**10
+        / megabytes
+    )
 
 
 def main() -> None:
@@ -76,7 +91,9 @@ def main() -> None:
     for clients in options.clients:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             found = pool.apply(measure, (clients, options.width, options.megabytes))
-        print(f"{clients} clients: {found:.2f} sizes of a model of {options.megabytes} MB")
+        print(
+            f"{clients} clients: {found:.2f} sizes of a model of {options.megabytes} MB"
+        )
 
 
 if __name__ == "__main__":

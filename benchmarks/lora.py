@@ -1,11 +1,13 @@
-"""Speed and memory of averaging LoRA adapters by products, against PEFT's ``add_weighted_adapter``.
+"""Speed and memory of averaging LoRA adapters by products, against PEFT's
+``add_weighted_adapter``.
 
-Ours is timed on all linear layers of a LLaMA 3.2 1B shape. Each adapter is drawn before it is added,
-and drawing is not timed. PEFT forms dense updates and takes their SVD, so both are compared on one
-layer, with the same adapters in the same run; so are the other methods, against a mean of all tensors
-as FedAvg computes it. Memory is the high-water mark of the resident set above
-that before, in units of one adapter, less what the sums keep. It is measured in a process of its own
-whose allocator returns what is freed: the client's adapter, the means of the factors, and copies.
+Ours is timed on all linear layers of a LLaMA 3.2 1B shape. Each adapter is drawn before
+it is added, and drawing is not timed. PEFT forms dense updates and takes their SVD, so
+both are compared on one layer, with the same adapters in the same run; so are the other
+methods, against a mean of all tensors as FedAvg computes it. Memory is the high-water
+mark of the resident set above that before, in units of one adapter, less what the sums
+keep. It is measured in a process of its own whose allocator returns what is freed: the
+client's adapter, the means of the factors, and copies.
 
     python benchmarks/lora.py [--clients 50] [--rank 16] [--layers 16] [--json FILE]
 """
@@ -57,28 +59,45 @@ BARS = {"seconds": 10.0, "adapters": 2.0, "speed-up": 10.0}
 
 
 def adapter(seed: int, rank: int, layers: int) -> dict[str, Tensor]:
-    """Return a random adapter of all linear layers, near a common start as after a round."""
-    start, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed + 1)
+    """Return a random adapter of all linear layers, near a common start as after a
+    round.
+    """
+    start, own = (
+        torch.Generator().manual_seed(0),
+        torch.Generator().manual_seed(seed + 1),
+    )
     found = {}
     for layer in range(layers):
         for name, (width, outputs) in SHAPES.items():
             for half, shape in (("A", (rank, width)), ("B", (outputs, rank))):
                 tensor = torch.randn(shape, generator=start)
                 tensor += 0.5 * torch.randn(shape, generator=own)
-                found[f"base_model.model.layers.{layer}.{name}.lora_{half}.weight"] = tensor
+                found[f"base_model.model.layers.{layer}.{name}.lora_{half}.weight"] = (
+                    tensor
+                )
     return found
 
 
 def warm_up(rank: int) -> None:
-    """Average adapters of one layer, so many that a sum is full: loads libraries and their buffers."""
-    few = (AdapterUpdate(adapter(n, rank, 1), 1.0, SETTINGS) for n in range(2 * KEPT_RANKS + 1))
+    """Average adapters of one layer, so many that a sum is full: loads libraries and
+    their buffers.
+    """
+    few = (
+        AdapterUpdate(adapter(n, rank, 1), 1.0, SETTINGS)
+        for n in range(2 * KEPT_RANKS + 1)
+    )
     average_adapters(few, SETTINGS, AdapterOptions("exact"))
 
 
 def ours(
-    clients: int, rank: int, layers: int, options: AdapterOptions = METHODS["exact, keep-a"]
+    clients: int,
+    rank: int,
+    layers: int,
+    options: AdapterOptions = METHODS["exact, keep-a"],
 ) -> tuple[float, float, float]:
-    """Return seconds, memory in adapters beside the sums, and the share that was lost."""
+    """Return seconds, memory in adapters beside the sums, and the share that was
+    lost.
+    """
     seconds, average = 0.0, options.average(SETTINGS)
     size = sum(t.nbytes for t in adapter(0, rank, layers).values())
     warm_up(rank)
@@ -93,7 +112,8 @@ def ours(
     start = time.perf_counter()
     _, report = average.result()
     seconds += time.perf_counter() - start
-    # A sum is full at twice the ranks that it keeps; means of the factors take one adapter.
+    # A sum is full at twice the ranks that it keeps; means of the factors take one
+    # adapter.
     beside = (status("VmHWM") - before) / size - 2 * KEPT_RANKS
     return seconds, beside, max(report.lost.values())
 
@@ -121,12 +141,16 @@ class Block(nn.Module):
 
 def theirs(clients: int, rank: int) -> float:
     """Return the seconds of PEFT on one block."""
-    config = peft.LoraConfig(r=rank, lora_alpha=int(SETTINGS.alpha), target_modules=list(SHAPES))
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=int(SETTINGS.alpha), target_modules=list(SHAPES)
+    )
     model = peft.get_peft_model(Block(), config, adapter_name="0")
     for client in range(clients):
         if client:
             model.add_adapter(str(client), config)
-        peft.set_peft_model_state_dict(model, adapter(client, rank, 1), adapter_name=str(client))
+        peft.set_peft_model_state_dict(
+            model, adapter(client, rank, 1), adapter_name=str(client)
+        )
     names = [str(client) for client in range(clients)]
     start = time.perf_counter()
     model.add_weighted_adapter(
@@ -136,12 +160,18 @@ def theirs(clients: int, rank: int) -> float:
 
 
 def memory(clients: int, rank: int, layers: int) -> float:
-    """Return the memory in adapters beside the sums, with an allocator that keeps nothing."""
+    """Return the memory in adapters beside the sums, with an allocator that keeps
+    nothing.
+    """
     script = "import sys, lora; print(lora.ours(*map(int, sys.argv[1:]))[1])"
     returns = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", script, *map(str, (clients, rank, layers))]
     found = subprocess.run(
-        command, env=os.environ | returns, cwd=Path(__file__).parent, check=True, capture_output=True
+        command,
+        env=os.environ | returns,
+        cwd=Path(__file__).parent,
+        check=True,
+        capture_output=True,
     )
     return float(found.stdout)
 
@@ -156,14 +186,26 @@ def main() -> None:
     given = parser.parse_args()
     seconds, _, lost = ours(given.clients, given.rank, given.layers)
     adapters = memory(given.clients, given.rank, given.layers)
-    methods = {name: ours(given.clients, given.rank, 1, how)[0] for name, how in METHODS.items()}
+    methods = {
+        name: ours(given.clients, given.rank, 1, how)[0]
+        for name, how in METHODS.items()
+    }
     methods["FedAvg"] = fedavg(given.clients, given.rank, 1)
     one, peer = methods["exact, keep-a"], theirs(given.clients, given.rank)
     found = {"seconds": seconds, "adapters": adapters, "speed-up": peer / one}
     print_ = Console(highlight=False).print
-    print_(f"{given.clients} adapters of rank {given.rank}, {given.layers} layers of a LLaMA 3.2 1B")
-    print_(f"all layers: {seconds:.1f} s, {adapters:.1f} adapters beside the sums; lost {lost:.1e}")
-    print_(f"one layer: {one:.2f} s, PEFT's svd {peer:.2f} s: {peer / one:.1f} times as long")
+    print_(
+        f"{given.clients} adapters of rank {given.rank}, {given.layers} layers of a "
+        "LLaMA 3.2 1B"
+    )
+    print_(
+        f"all layers: {seconds:.1f} s, {adapters:.1f} adapters beside the sums; lost "
+        f"{lost:.1e}"
+    )
+    print_(
+        f"one layer: {one:.2f} s, PEFT's svd {peer:.2f} s: {peer / one:.1f} times as "
+        "long"
+    )
     for name, of_method in methods.items():
         print_(f"one layer, {name}: {of_method:.3f} s")
     for name, bar in BARS.items():

@@ -1,9 +1,10 @@
 """Speed of matching one whole model of BERT-base size from another start, on the CPU.
 
-``whole`` is ``fedrot.align`` with ``WHOLE_MODEL``, from weights alone, until it converges. It is
-compared with ``layers``, one default alignment of attention and neurons in the same run. Regimes:
-``unrelated`` models (nothing matches, the slowest case) and ``moved``, a client that drifted and was
-moved to a random equivalent basis, which matching has to find.
+``whole`` is ``fedrot.align`` with ``WHOLE_MODEL``, from weights alone, until it
+converges. It is compared with ``layers``, one default alignment of attention and
+neurons in the same run. Regimes: ``unrelated`` models (nothing matches, the slowest
+case) and ``moved``, a client that drifted and was moved to a random equivalent basis,
+which matching has to find.
 
     python benchmarks/match.py [--repeats 1] [--layers 12] [--threads N] [--json FILE]
 """
@@ -35,16 +36,22 @@ def classifier(layers: int, seed: int) -> State:
     """Return a model with a classifier on its pooler."""
     generator = torch.Generator().manual_seed(1000 + seed)
     head = {
-        "classifier.weight": torch.randn(CLASSES, WIDTH, generator=generator).mul_(0.02),
+        "classifier.weight": torch.randn(CLASSES, WIDTH, generator=generator).mul_(
+            0.02
+        ),
         "classifier.bias": torch.zeros(CLASSES),
     }
-    encoder = {f"bert.{name}": tensor for name, tensor in initialise(layers, seed).items()}
+    encoder = {
+        f"bert.{name}": tensor for name, tensor in initialise(layers, seed).items()
+    }
     return encoder | head
 
 
 def main() -> None:
     """Run both regimes and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--drift", type=float, default=0.02)
@@ -59,7 +66,9 @@ def main() -> None:
     near = drifted(anchor, options.drift, 1)
     clients = {
         "unrelated": classifier(options.layers, 1),
-        "moved": fedrot.random_equivalent(near, symmetry, seed=2, parts=fedrot.WHOLE_MODEL),
+        "moved": fedrot.random_equivalent(
+            near, symmetry, seed=2, parts=fedrot.WHOLE_MODEL
+        ),
     }
     rows = []
     for regime, client in clients.items():
@@ -75,13 +84,21 @@ def main() -> None:
         ratio = statistics.median(
             a / b for a, b in zip(seconds["whole"], seconds["layers"], strict=True)
         )
-        rows.append({"regime": regime, **medians, "ratio": ratio, "removed": removed["whole"]})
+        rows.append(
+            {"regime": regime, **medians, "ratio": ratio, "removed": removed["whole"]}
+        )
 
-    table = Table(title=f"Whole-model matching, {options.layers} layers; bar: {BAR:.0f} s")
+    table = Table(
+        title=f"Whole-model matching, {options.layers} layers; bar: {BAR:.0f} s"
+    )
     for column in ("regime", "whole", "layers", "whole / layers", "distance removed"):
         table.add_column(column, justify="right")
     for row in rows:
-        figures = f"{row['whole']:.1f} s", f"{row['layers']:.1f} s", f"{row['ratio']:.1f}"
+        figures = (
+            f"{row['whole']:.1f} s",
+            f"{row['layers']:.1f} s",
+            f"{row['ratio']:.1f}",
+        )
         table.add_row(row["regime"], *figures, f"{100 * row['removed']:.1f} %")
     Console().print(table)
     if options.json:

@@ -1,4 +1,6 @@
-"""What the documentation takes from the code: formulas as MathML, and pages that are generated."""
+"""What the documentation takes from the code: formulas as MathML, and pages that are
+generated.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,14 @@ def commands() -> str:
     from fedrot.simulations.cli.app import app
 
     command = get_command(app)
-    text = get_docs_for_click(obj=command, ctx=click.Context(command, info_name="fedrot"), name="fedrot")
+    text = get_docs_for_click(
+        obj=command, ctx=click.Context(command, info_name="fedrot"), name="fedrot"
+    )
     # What stands before the first command is its list again, cut short.
     text = text[text.index("\n## ") :]
-    return re.sub(r"^(Examples?:)\n\n((?:fedrot .*\n+)+)", _as_code, text, flags=re.MULTILINE)
+    return re.sub(
+        r"^(Examples?:)\n\n((?:fedrot .*\n+)+)", _as_code, text, flags=re.MULTILINE
+    )
 
 
 def _as_code(examples: re.Match[str]) -> str:
@@ -70,9 +76,15 @@ def _fields(model: Any, called: str) -> str:
         default = field.default
         shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
         empty = field.is_required() or shown in (None, "", {})
-        lines.append((f"`{name}`", "" if empty else f"`{shown}`", field.description or ""))
+        lines.append(
+            (f"`{name}`", "" if empty else f"`{shown}`", field.description or "")
+        )
     escape = str.maketrans({"&": "&amp;", "<": "&lt;", "|": "\\|"})
-    rows = [header, ["---"] * 3, *([cell.translate(escape) for cell in line] for line in lines)]
+    rows = [
+        header,
+        ["---"] * 3,
+        *([cell.translate(escape) for cell in line] for line in lines),
+    ]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
@@ -88,14 +100,19 @@ GENERATED: Mapping[str, Callable[[], str]] = {
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fill in what is generated; raises ``KeyError`` for an unknown name."""
     return re.sub(
-        r"^<!-- generated: (\w+) -->$", lambda found: GENERATED[found[1]](), markdown, flags=re.MULTILINE
+        r"^<!-- generated: (\w+) -->$",
+        lambda found: GENERATED[found[1]](),
+        markdown,
+        flags=re.MULTILINE,
     )
 
 
 def on_page_content(html: str, page: Any, files: Any, **_: Any) -> str:
-    """Complete a notebook: links to other sources become links to pages, pictures get their texts.
+    """Complete a notebook: links to other sources become links to pages, pictures get
+    their texts.
 
-    A picture has the text of its cell's metadata ``alt``. Raises ``ValueError`` for a link to no page.
+    A picture has the text of its cell's metadata ``alt``. Raises ``ValueError`` for a
+    link to no page.
     """
     source = page.file.src_uri
     if not source.endswith(".ipynb"):
@@ -108,7 +125,11 @@ def on_page_content(html: str, page: Any, files: Any, **_: Any) -> str:
         return f'href="{target.url_relative_to(page.file)}{found[2]}"'
 
     html = re.sub(r'href="([^":#]+\.(?:md|ipynb))(#[^"]*|)"', link, html)
-    cells = json.loads(Path(page.file.abs_src_path).read_text(encoding="utf-8"))["cells"]
-    texts = iter([cell["metadata"]["alt"] for cell in cells if "alt" in cell["metadata"]])
+    cells = json.loads(Path(page.file.abs_src_path).read_text(encoding="utf-8"))[
+        "cells"
+    ]
+    texts = iter(
+        [cell["metadata"]["alt"] for cell in cells if "alt" in cell["metadata"]]
+    )
     missing = 'alt="No description has been provided for this image"'
     return re.sub(missing, lambda _: f'alt="{escape(next(texts))}"', html)

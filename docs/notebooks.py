@@ -1,4 +1,6 @@
-"""Runs the notebooks of the documentation and stores their outputs: ``notebooks.py [NAME ...]``."""
+"""Runs the notebooks of the documentation and stores their outputs: ``notebooks.py
+[NAME ...]``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 
-#: With more threads sums are added in another order, and the last digits of figures differ.
+#: With more threads sums are added in another order, and the last digits of figures
+#: differ.
 os.environ["OMP_NUM_THREADS"] = "1"
 TUTORIALS = Path(__file__).parent / "tutorials"
 
@@ -20,7 +23,9 @@ def executed(path: Path) -> Any:
     notebook = nbformat.read(path, as_version=4)
     metadata = notebook.metadata.copy()
     options = {"timeout": 1800, "startup_timeout": 300}
-    NotebookClient(notebook, record_timing=False, coalesce_streams=True, **options).execute()
+    NotebookClient(
+        notebook, record_timing=False, coalesce_streams=True, **options
+    ).execute()
     notebook.metadata = metadata  # without versions
     return notebook
 

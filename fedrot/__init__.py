@@ -1,8 +1,9 @@
 """fedrot: alignment of clients' transformers before they are averaged.
 
-Sources: Zhang et al., "Beyond the Permutation Symmetry of Transformers" (ICML 2025); Verma & Elbayad,
-"Merging Text Transformer Models from Different Initializations" (TMLR 2024); Jin et al., "Dataless
-Knowledge Fusion by Merging Weights of Language Models" (ICLR 2023).
+Sources: Zhang et al., "Beyond the Permutation Symmetry of Transformers" (ICML 2025);
+Verma & Elbayad, "Merging Text Transformer Models from Different Initializations" (TMLR
+2024); Jin et al., "Dataless Knowledge Fusion by Merging Weights of Language Models"
+(ICLR 2023).
 """
 
 from importlib import import_module
@@ -55,8 +56,8 @@ __all__ = [
     "symmetry_of",
 ]
 
-#: The names above by module; the other names are packages. All are imported at first use, so that the
-#: command line shows its help without torch.
+#: The names above by module; the other names are packages. All are imported at first
+#: use, so that the command line shows its help without torch.
 _NAMES = {
     "fedrot.alignment": ("Alignment", "align", "random_equivalent"),
     "fedrot.anchors": ("align_round",),

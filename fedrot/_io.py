@@ -1,4 +1,6 @@
-"""Files: atomic replacement, JSON and JSON lines, safetensors, and checks of pointers and links."""
+"""Files: atomic replacement, JSON and JSON lines, safetensors, and checks of pointers
+and links.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,12 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``; it is renamed to ``path`` if the block succeeds.
+    """Yield a temporary path beside ``path``; it is renamed to ``path`` if the block
+    succeeds.
 
-    A file is flushed to the disk before the rename: a power cut leaves the old or the new file. A link
-    at ``path`` is replaced, not followed. An ``OSError`` names ``path``, not the temporary path.
+    A file is flushed to the disk before the rename: a power cut leaves the old or the
+    new file. A link at ``path`` is replaced, not followed. An ``OSError`` names
+    ``path``, not the temporary path.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -73,7 +77,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file's contents, or a folder's entries, to the disk; does nothing on Windows."""
+    """Flush a file's contents, or a folder's entries, to the disk; does nothing on
+    Windows.
+    """
     if os.name == "nt":
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -84,7 +90,9 @@ def sync(path: Path) -> None:
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Append rows to a JSON-lines file, all or none; create the file and its folder if needed."""
+    """Append rows to a JSON-lines file, all or none; create the file and its folder if
+    needed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     data = "".join(json_line(row) for row in rows).encode()
     with _naming(path, path), path.open("ab", buffering=0) as file:
@@ -100,7 +108,9 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write contiguous tensors as a safetensors file; raises ``OSError`` if it cannot be written."""
+    """Write contiguous tensors as a safetensors file; raises ``OSError`` if it cannot
+    be written.
+    """
     from safetensors.torch import save_file
 
     with as_os_error(path):
@@ -121,7 +131,9 @@ def as_os_error(path: Path) -> Iterator[None]:
 
 
 def shallow(data: bytes) -> bytes:
-    """Return JSON; raises ``ValueError`` if it is so deep that parsers may end the process."""
+    """Return JSON; raises ``ValueError`` if it is so deep that parsers may end the
+    process.
+    """
     import numpy as np
 
     unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -141,34 +153,44 @@ def read_json(path: Path) -> dict[str, Any]:
             f"'{path}' is damaged: it is not JSON ({error}). Copy or save it again."
         ) from error
     if not isinstance(found, dict):
-        raise FedrotError(f"'{path}' is damaged: it holds a {type(found).__name__}, not a JSON object.")
+        raise FedrotError(
+            f"'{path}' is damaged: it holds a {type(found).__name__}, not a JSON "
+            "object."
+        )
     return found
 
 
 def refuse_pointer(file: Path) -> None:
-    """Raise ``FedrotError`` if a file is a git-lfs pointer: git-lfs was missing at the checkout."""
+    """Raise ``FedrotError`` if a file is a git-lfs pointer: git-lfs was missing at the
+    checkout.
+    """
     start = b"version https://git-lfs"
     with file.open("rb") as opened:
         if opened.read(len(start)) == start:
             raise FedrotError(
-                f"'{file}' is a pointer of git-lfs, not the file itself. Run git lfs pull in its "
-                "folder, or download it again."
+                f"'{file}' is a pointer of git-lfs, not the file itself. Run git lfs "
+                "pull in its folder, or download it again."
             )
 
 
 def refuse_links(folder: Path) -> None:
-    """Raise ``FedrotError`` if a link in a folder leads out of it; the folder itself may be a link."""
+    """Raise ``FedrotError`` if a link in a folder leads out of it; the folder itself
+    may be a link.
+    """
     inside = folder.resolve()
     for path in folder.rglob("*"):
         if path.is_symlink() and not path.resolve().is_relative_to(inside):
             raise FedrotError(
-                f"'{path}' is a link to '{path.resolve()}', outside of the folder: results would be "
-                "written there. Remove the link, or choose another folder."
+                f"'{path}' is a link to '{path.resolve()}', outside of the folder: "
+                "results would be written there. Remove the link, or choose another "
+                "folder."
             )
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """Return a row as a line of JSON; non-finite numbers become null, unknown types text."""
+    """Return a row as a line of JSON; non-finite numbers become null, unknown types
+    text.
+    """
     return json.dumps(_finite(row), allow_nan=False, default=str) + "\n"
 
 
@@ -177,4 +199,6 @@ def _finite(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return (
+        [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+    )

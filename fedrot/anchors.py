@@ -2,9 +2,10 @@
 
 (``matching.problem.Anchor`` holds such a model's tensors for the solvers.)
 
-``global`` aligns to the broadcast model. ``running`` aligns clients to each other, because clients that
-trained long are closer to each other than to the broadcast model. The first update is aligned to the
-broadcast model, so that the round stays in the broadcast model's coordinates.
+``global`` aligns to the broadcast model. ``running`` aligns clients to each other,
+because clients that trained long are closer to each other than to the broadcast model.
+The first update is aligned to the broadcast model, so that the round stays in the
+broadcast model's coordinates.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from fedrot.tensors import Tensors, compute_dtype, full_float32
 #: Finds the alignment of an update to an anchor.
 Finder = Callable[[Tensors, Anchor], Alignment]
 
-#: Returns the activations of an anchor and an update on the same inputs, see ``probing``.
+#: Returns the activations of an anchor and an update on the same inputs, see
+#: ``probing``.
 Evidence = Callable[[Tensors, Tensors], Activations]
 
-#: An update comes from another basis if the cosine of its embeddings with the anchor's is smaller. The
-#: cosine of unrelated models is near 0, that of models trained far from a common start at least 0.4.
+#: An update comes from another basis if the cosine of its embeddings with the anchor's
+#: is smaller. The cosine of unrelated models is near 0, that of models trained far from
+#: a common start at least 0.4.
 SAME_BASIS = 0.25
 
 #: Maximum number of entries of one embedding that ``base_cosine`` compares.
@@ -44,7 +47,9 @@ Weighted = tuple[Tensors, float]
 
 @dataclass(frozen=True)
 class AlignedUpdate:
-    """An update in the round's coordinates, its weight, and the alignment that moved it there."""
+    """An update in the round's coordinates, its weight, and the alignment that moved it
+    there.
+    """
 
     tensors: Tensors
     weight: float
@@ -54,8 +59,8 @@ class AlignedUpdate:
 class GlobalAnchor:
     """The broadcast model; base class of the other anchors.
 
-    A round calls ``align`` for each update in turn, and ``accept`` with the aligned update if the update
-    is merged.
+    A round calls ``align`` for each update in turn, and ``accept`` with the aligned
+    update if the update is merged.
 
     Attributes:
         current: the anchor of the next update.
@@ -68,8 +73,8 @@ class GlobalAnchor:
     def align(self, update: Tensors) -> Alignment:
         """Return the alignment of one update.
 
-        If the update cannot be matched to an anchor made of other clients' updates, it is aligned to the
-        broadcast model.
+        If the update cannot be matched to an anchor made of other clients' updates, it
+        is aligned to the broadcast model.
 
         Raises:
             UpdateError: the update cannot be aligned to the broadcast model.
@@ -84,7 +89,9 @@ class GlobalAnchor:
             return alignment
 
     def accept(self, aligned: Tensors, weight: float) -> None:
-        """Follow an update that ``align`` has aligned and that is part of the round's mean."""
+        """Follow an update that ``align`` has aligned and that is part of the round's
+        mean.
+        """
 
     def include(self, aligned: Tensors, weight: float) -> None:
         """Follow an update of the round's mean that was aligned at its client."""
@@ -94,11 +101,13 @@ class RunningAnchor(GlobalAnchor):
     """The weighted mean of the updates accepted so far.
 
     Args:
-        mean: a mean to which the caller adds each update before ``accept``; if None, the anchor adds
-            them to a mean of its own.
+        mean: a mean to which the caller adds each update before ``accept``; if None,
+            the anchor adds them to a mean of its own.
     """
 
-    def __init__(self, broadcast: Anchor, find: Finder, mean: Mean | None = None) -> None:
+    def __init__(
+        self, broadcast: Anchor, find: Finder, mean: Mean | None = None
+    ) -> None:
         super().__init__(broadcast, find)
         self._shared, self._weight = mean is not None, 0.0
         self.mean = Mean() if mean is None else mean
@@ -107,7 +116,9 @@ class RunningAnchor(GlobalAnchor):
         """Move the anchor towards the update."""
         before = self._weight
         self.include(aligned, weight)
-        self.current = self.current.towards_last(self.mean.current, 1 - before / self._weight)
+        self.current = self.current.towards_last(
+            self.mean.current, 1 - before / self._weight
+        )
 
     def include(self, aligned: Tensors, weight: float) -> None:
         """Add the update to the mean; the anchor follows at the next ``accept``."""
@@ -131,15 +142,20 @@ def check_anchor(name: str) -> None:
 
 @full_float32()
 def base_cosine(update: Tensors, anchor: Tensors, symmetry: Symmetry) -> float:
-    """Return the cosine of two models' embeddings: near 0 if the models have different bases.
+    """Return the cosine of two models' embeddings: near 0 if the models have different
+    bases.
 
-    Training changes the embeddings of rare tokens little, so that models from one start have similar
-    embeddings. Embeddings of models from different starts, or with another order of the residual stream,
-    are uncorrelated. Large embeddings are compared in evenly spaced rows. The result is 1 if the model
-    has no such embeddings.
+    Training changes the embeddings of rare tokens little, so that models from one start
+    have similar embeddings. Embeddings of models from different starts, or with another
+    order of the residual stream, are uncorrelated. Large embeddings are compared in
+    evenly spaced rows. The result is 1 if the model has no such embeddings.
     """
-    inside = {s.tensor for g in symmetry.groups if g.part != "residual" for s in g.slots}
-    stream = {s.tensor for g in symmetry.groups if g.part == "residual" for s in g.slots}
+    inside = {
+        s.tensor for g in symmetry.groups if g.part != "residual" for s in g.slots
+    }
+    stream = {
+        s.tensor for g in symmetry.groups if g.part == "residual" for s in g.slots
+    }
     names = [name for name in stream - inside if len(symmetry.shapes[name]) > 1]
     products = []
     for name in names:
@@ -147,8 +163,12 @@ def base_cosine(update: Tensors, anchor: Tensors, symmetry: Symmetry) -> float:
         u, a = (t[name].detach()[::step] for t in (update, anchor))
         wide = torch.promote_types(compute_dtype(u), compute_dtype(a))
         u, a = (t.to(wide).flatten() for t in (u, a))
-        products.append(torch.stack([torch.dot(u, a), torch.dot(u, u), torch.dot(a, a)]).double())
-    across, ours, theirs = torch.stack(products).sum(0).tolist() if products else (0.0, 0.0, 0.0)
+        products.append(
+            torch.stack([torch.dot(u, a), torch.dot(u, u), torch.dot(a, a)]).double()
+        )
+    across, ours, theirs = (
+        torch.stack(products).sum(0).tolist() if products else (0.0, 0.0, 0.0)
+    )
     size = math.sqrt(ours * theirs)
     return across / size if size > 0 else 1.0
 
@@ -163,7 +183,8 @@ def decided(
 ) -> tuple[AlignmentOptions, AlignmentOptions | None]:
     """Return the options of a round, with ``canonical`` decided for a model.
 
-    If one of the two is canonical, both are: a mean must not mix canonical and other tensors.
+    If one of the two is canonical, both are: a mean must not mix canonical and other
+    tensors.
     """
     options = options.for_model(symmetry)
     if other_basis is None:
@@ -180,7 +201,9 @@ def finder(
     other_basis: AlignmentOptions | None = None,
     evidence: Evidence | None = None,
 ) -> Finder:
-    """Return the function that aligns one update to one anchor; arguments as in ``align_round``."""
+    """Return the function that aligns one update to one anchor; arguments as in
+    ``align_round``.
+    """
 
     options, other_basis = decided(options, other_basis, symmetry)
 
@@ -189,13 +212,20 @@ def finder(
 
     def find(update: Tensors, to: Anchor) -> Alignment:
         chosen = options
-        # Clients that trained far from one start may be further from each other than from this start.
+        # Clients that trained far from one start may be further from each other than
+        # from this start.
         if other_basis is not None and far(update, to.tensors):
-            chosen = other_basis if far(update, broadcast) or far(to.tensors, broadcast) else options
+            chosen = (
+                other_basis
+                if far(update, broadcast) or far(to.tensors, broadcast)
+                else options
+            )
         asked = evidence if "residual" in chosen.parts else None
         activations = None
         if asked is not None and chosen.canonical:
-            activations = asked(canonical(to.tensors, symmetry), canonical(update, symmetry))
+            activations = asked(
+                canonical(to.tensors, symmetry), canonical(update, symmetry)
+            )
         elif asked is not None:
             activations = asked(to.tensors, update)
         return align(update, to, symmetry, chosen, activations)
@@ -217,13 +247,15 @@ def align_round(
         updates: pairs of tensors and positive weight, which are read one at a time.
         broadcast: the model that the clients received.
         symmetry: from ``symmetry_of``.
-        options: see ``AlignmentOptions``. Their anchor is ``running`` (the weighted mean of the updates
-            so far) or ``global`` (the broadcast model).
-        other_basis: options for an update from another basis than its anchor (``base_cosine`` below
-            ``SAME_BASIS``, unless both are near the broadcast model); if None, ``options`` hold for it
-            too. If one of the two is ``canonical``, both are.
-        evidence: returns the activations of an anchor and an update; called wherever the residual
-            stream is matched, with canonical tensors where the options say so.
+        options: see ``AlignmentOptions``. Their anchor is ``running`` (the weighted
+            mean of the updates so far) or ``global`` (the broadcast model).
+        other_basis: options for an update from another basis than its anchor
+            (``base_cosine`` below ``SAME_BASIS``, unless both are near the broadcast
+            model); if None, ``options`` hold for it too. If one of the two is
+            ``canonical``, both are.
+        evidence: returns the activations of an anchor and an update; called wherever
+            the residual stream is matched, with canonical tensors where the options say
+            so.
 
     Raises:
         FedrotError: the anchor is unknown.
@@ -242,5 +274,6 @@ def align_round(
         rule.accept(result.tensors, weight)
         return result
 
-    # Not a generator: its variables would hold the last update until the next one has arrived.
+    # Not a generator: its variables would hold the last update until the next one has
+    # arrived.
     return map(aligned, updates)

@@ -11,28 +11,33 @@ from torch import Tensor
 
 from fedrot.temperature import ONE, LossSums, smallest
 
-#: Rows of a client count at most as this multiple of the median client's. A client of four then has
-#: less than half of all rows, whatever it claims.
+#: Rows of a client count at most as this multiple of the median client's. A client of
+#: four then has less than half of all rows, whatever it claims.
 MOST = 1.5
 
-#: A client's difference of two losses counts up to the first loss of all clients and this, in nats.
+#: A client's difference of two losses counts up to the first loss of all clients and
+#: this, in nats.
 LEAST_RANGE = 1.0
 
 #: Place of the old model's head among those that clients evaluate.
 OLD = 0
 
-#: A group is left out if the loss without it is smaller by so many standard errors. One group is
-#: a quarter from so many groups on.
+#: A group is left out if the loss without it is smaller by so many standard errors. One
+#: group is a quarter from so many groups on.
 SURE, FEWEST = 1.0, 4
 
-#: These groups stay if without them the mean of all clients rises, unless the centre falls by this share
-#: of the most that a client's change counts.
+#: These groups stay if without them the mean of all clients rises, unless the centre
+#: falls by this share of the most that a client's change counts.
 TOLERATED = 0.05
 
 
 def in_order(answers: Mapping[int, LossSums]) -> dict[int, LossSums]:
-    """Return answers in an order that depends neither on the arrival nor on the nodes' ids."""
-    return dict(sorted(answers.items(), key=lambda item: item[1].losses.flatten().tolist()))
+    """Return answers in an order that depends neither on the arrival nor on the nodes'
+    ids.
+    """
+    return dict(
+        sorted(answers.items(), key=lambda item: item[1].losses.flatten().tolist())
+    )
 
 
 def capped(rows: Sequence[float]) -> list[float]:
@@ -48,9 +53,10 @@ def capped(rows: Sequence[float]) -> list[float]:
 def centre(values: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted mean of clients' values without the smallest and the largest.
 
-    From each end as much weight is left out as a quarter of the clients can have, so that no quarter
-    moves the result out of the range of the others' values. With fewer than four clients this is the
-    mean; if a quarter can have half of the weight, it is the median.
+    From each end as much weight is left out as a quarter of the clients can have, so
+    that no quarter moves the result out of the range of the others' values. With fewer
+    than four clients this is the mean; if a quarter can have half of the weight, it is
+    the median.
 
     Args:
         values: ``[clients, ...]``, finite.
@@ -60,7 +66,9 @@ def centre(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def _shares(values: Tensor, weights: Tensor) -> Tensor:
-    """Return the share of each client's value in the centre, in ascending order of the values."""
+    """Return the share of each client's value in the centre, in ascending order of the
+    values.
+    """
     own = weights[values.argsort(dim=0, stable=True)]
     total, quarter = weights.sum(), weights.topk(len(weights) // 4).values.sum()
     left_out = quarter.clamp(max=total / 2 * (1 - 1e-9))
@@ -70,7 +78,8 @@ def _shares(values: Tensor, weights: Tensor) -> Tensor:
 
 
 class Ballot:
-    """The losses of the same heads at all clients: the old model's, the fitted one, and others.
+    """The losses of the same heads at all clients: the old model's, the fitted one, and
+    others.
 
     Attributes:
         rows: ``[clients]``.
@@ -93,7 +102,9 @@ class Ballot:
         return centre(values, self.weights)
 
     def change(self, new: Tensor, old: Tensor) -> Tensor:
-        """Return the centre of the changes from ``old`` losses of clients, within the range of these."""
+        """Return the centre of the changes from ``old`` losses of clients, within the
+        range of these.
+        """
         return self.centre(self._clipped(new, old))
 
     def _reach(self, old: Tensor) -> Tensor:
@@ -108,7 +119,9 @@ class Ballot:
         return smallest(self.change(self.means[:, head], self.means[:, head, ONE]))
 
     def losses(self, head: int) -> tuple[float, float, float]:
-        """Return the loss of the old model, of it at its best temperature, and of a head at its own."""
+        """Return the loss of the old model, of it at its best temperature, and of a
+        head at its own.
+        """
         given = self.means[:, OLD, ONE]
         old = self.means[:, OLD, self.temperature(OLD)]
         first = float(self.centre(given))
@@ -116,16 +129,19 @@ class Ballot:
         return first, calibrated, calibrated + self.from_old(head).decisive
 
     def from_old(self, head: int) -> Change:
-        """Return the change from the old model to a head, both at their best temperatures."""
+        """Return the change from the old model to a head, both at their best
+        temperatures.
+        """
         old = self.means[:, OLD]
         before = old[:, self.temperature(OLD)]
         return self._change(head, self.temperature(head), before, old[:, ONE])
 
     def harmful(self, fitted: int, without: Mapping[int, int]) -> list[int]:
-        """Return the groups without which the ``fitted`` head is better, at most a quarter of them.
+        """Return the groups without which the ``fitted`` head is better, at most a
+        quarter of them.
 
-        A gain counts from ``SURE`` standard errors on, and any gain if the fitted head is no better than
-        the old model.
+        A gain counts from ``SURE`` standard errors on, and any gain if the fitted head
+        is no better than the old model.
 
         Args:
             without: the places of the heads without one group each, by group.
@@ -141,20 +157,26 @@ class Ballot:
         return sorted(group for _, group in sorted(found)[: len(without) // FEWEST])
 
     def pays(self, without: int, fitted: int) -> bool:
-        """Return whether the head ``without`` harmful groups is better than the ``fitted`` one of all.
+        """Return whether the head ``without`` harmful groups is better than the
+        ``fitted`` one of all.
 
-        Where labels differ, honest groups may help a few clients much and cost the others little. The
-        mean of all clients tells that; liars can turn it, so a large loss of the others decides, too.
+        Where labels differ, honest groups may help a few clients much and cost the
+        others little. The mean of all clients tells that; liars can turn it, so a large
+        loss of the others decides, too.
         """
         before = self.means[:, fitted, self.temperature(fitted)]
         change = self._change(without, self.temperature(without), before, before)
-        return change.mean < 0 or change.centre < -TOLERATED * float(self._reach(before))
+        return change.mean < 0 or change.centre < -TOLERATED * float(
+            self._reach(before)
+        )
 
     def _change(self, head: int, at: int, before: Tensor, partner: Tensor) -> Change:
-        """Return the change from the losses ``before`` to those of a head at a temperature.
+        """Return the change from the losses ``before`` to those of a head at a
+        temperature.
 
-        ``partner``: the mean losses from whose rows the squares of the head are differences. The error
-        is the centre's standard error if the rows of every client vary as the median client's.
+        ``partner``: the mean losses from whose rows the squares of the head are
+        differences. The error is the centre's standard error if the rows of every
+        client vary as the median client's.
         """
         changes = self._clipped(self.means[:, head, at], before)
         same = self.means[:, head, at] - partner
@@ -180,7 +202,9 @@ class Change(NamedTuple):
 
     @property
     def decisive(self) -> float:
-        """The centre if it is beyond its standard error; else the mean, within the error."""
+        """The centre if it is beyond its standard error; else the mean, within the
+        error.
+        """
         if abs(self.centre) > self.error:
             return self.centre
         return min(max(self.mean, -self.error), self.error)

@@ -1,4 +1,6 @@
-"""The function-preservation check: move a model inside its symmetry, and compare its outputs."""
+"""The function-preservation check: move a model inside its symmetry, and compare its
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from fedrot.symmetry.resolve import settings_of, tied_tensors
 #: Accepted change of an output, relative to the output's largest entry, in float64.
 TOLERANCE = 1e-6
 
-#: Standard deviation of the noise added to the parameters: zero biases and unit gains hide mistakes.
+#: Standard deviation of the noise added to the parameters: zero biases and unit gains
+#: hide mistakes.
 _NOISE = 0.05
 
 #: Maximum number of a group's tensors that a message names.
@@ -30,8 +33,9 @@ _SHOWN = 8
 #: Maximum number of further draws if an element moves nothing.
 _DRAWS = 64
 
-#: Outputs that are not compared, because their coordinates may move: caches of keys and values, encoder
-#: states that a decoder reads, and hidden states if the embeddings projected from them are outputs too.
+#: Outputs that are not compared, because their coordinates may move: caches of keys and
+#: values, encoder states that a decoder reads, and hidden states if the embeddings
+#: projected from them are outputs too.
 _INSIDE = frozenset({"past_key_values", "encoder_last_hidden_state"})
 _PROJECTED = frozenset({"text_embeds", "image_embeds"})
 _BESIDE_PROJECTED = frozenset({"last_hidden_state"})
@@ -51,30 +55,36 @@ def output_change(
     seed: int = 0,
     batch: Mapping[str, Tensor] | None = None,
 ) -> Callable[[Selection], float]:
-    """Draw one element per group, and return a function that applies those of selected groups.
+    """Draw one element per group, and return a function that applies those of selected
+    groups.
 
-    This function returns the largest change of an output relative to that output's largest entry, NaN if
-    an output is NaN. The elements are the same in every call. If the symmetry rotates the residual
-    stream, the norms are folded first (``fedrot.canonical``), and the result includes this change.
+    This function returns the largest change of an output relative to that output's
+    largest entry, NaN if an output is NaN. The elements are the same in every call. If
+    the symmetry rotates the residual stream, the norms are folded first
+    (``fedrot.canonical``), and the result includes this change.
 
-    Only tensors at the top level of the model's output are compared. Nested outputs (each tower of CLIP
-    returns one), caches, encoder states that a decoder reads, and the hidden states beside CLIP's
-    projected embeddings are left out: their coordinates may move.
+    Only tensors at the top level of the model's output are compared. Nested outputs
+    (each tower of CLIP returns one), caches, encoder states that a decoder reads, and
+    the hidden states beside CLIP's projected embeddings are left out: their coordinates
+    may move.
 
     Args: those of ``check_function``.
 
     Raises:
-        SymmetryError: a part cannot be moved, also because tensors are tied; or the model does not run
-            on random inputs, or returns no tensor.
+        SymmetryError: a part cannot be moved, also because tensors are tied; or the
+            model does not run on random inputs, or returns no tensor.
     """
     settings = settings_of(config)
     model = _doubled(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(_NOISE * torch.randn(parameter.shape, generator=generator).to(parameter))
+            parameter.add_(
+                _NOISE * torch.randn(parameter.shape, generator=generator).to(parameter)
+            )
     if batch is None:
-        # Classifiers on decoders accept one text at a time if the configuration has no padding token.
+        # Classifiers on decoders accept one text at a time if the configuration has no
+        # padding token.
         alone = settings.get("pad_token_id", 0) is None
         batch = next(random_inputs(settings, rows=1 if alone else 4, seed=seed))
     given = _prepared(model, batch)
@@ -83,12 +93,18 @@ def output_change(
     if symmetry.rotates:
         check_rotates(replace(symmetry, tied=tied_tensors(model.state_dict())))
         state = canonical(state, symmetry)
-    moves = [Move(group, _drawn(group, generator)) for group in symmetry.select(tuple(parts))]
+    moves = [
+        Move(group, _drawn(group, generator)) for group in symmetry.select(tuple(parts))
+    ]
 
     def change(selected: Selection) -> float:
-        model.load_state_dict(apply_moves(state, (m for m in moves if selected(m.group))))
+        model.load_state_dict(
+            apply_moves(state, (m for m in moves if selected(m.group)))
+        )
         both = zip(_outputs(model, given), before, strict=True)
-        changes = [(a - b).abs().max() / b.abs().max().clamp_min(1e-30) for a, b in both]
+        changes = [
+            (a - b).abs().max() / b.abs().max().clamp_min(1e-30) for a, b in both
+        ]
         return float(torch.stack(changes).max())
 
     return change
@@ -102,35 +118,46 @@ def check_function(
     seed: int = 0,
     batch: Mapping[str, Tensor] | None = None,
 ) -> float:
-    """Move a model by random elements of its groups; return the largest change of an output.
+    """Move a model by random elements of its groups; return the largest change of an
+    output.
 
-    Changes are relative to the largest entry of that output. A family's description only names tensors:
-    a run shows whether the model uses them as described.
+    Changes are relative to the largest entry of that output. A family's description
+    only names tensors: a run shows whether the model uses them as described.
 
     Args:
-        model: a copy of it is run in evaluation mode and float64, with noise on its parameters.
+        model: a copy of it is run in evaluation mode and float64, with noise on its
+            parameters.
         config: its transformers configuration, object or dictionary.
         symmetry: of this model.
         seed: of noise, elements and inputs.
         batch: keyword arguments of the model's forward; ``random_inputs`` if None.
 
     Raises:
-        SymmetryError: the model does not run on its inputs, or the change exceeds ``TOLERANCE``. The
-            message names, for each part, the first group that changes the outputs, with its tensors.
+        SymmetryError: the model does not run on its inputs, or the change exceeds
+            ``TOLERANCE``. The message names, for each part, the first group that
+            changes the outputs, with its tensors.
     """
     change = output_change(model, config, symmetry, parts, seed, batch)
     largest = change(lambda group: True)
     if not largest <= TOLERANCE:
-        broken = [part for part in parts if not change(_only(symmetry.select((part,)))) <= TOLERANCE]
+        broken = [
+            part
+            for part in parts
+            if not change(_only(symmetry.select((part,)))) <= TOLERANCE
+        ]
         raise SymmetryError(
-            f"Moving {' and '.join(broken) or 'all parts together'} changes this model's outputs by "
-            f"{largest:.2g} of their size. {suspects(symmetry, change, broken)}"
+            f"Moving {' and '.join(broken) or 'all parts together'} changes this "
+            f"model's outputs by {largest:.2g} of their size. "
+            f"{suspects(symmetry, change, broken)}"
         )
     return largest
 
 
-def suspects(symmetry: Symmetry, change: Callable[[Selection], float], parts: Sequence[str]) -> str:
-    """Return an error message that names, for each part, the first group that changes the outputs.
+def suspects(
+    symmetry: Symmetry, change: Callable[[Selection], float], parts: Sequence[str]
+) -> str:
+    """Return an error message that names, for each part, the first group that changes
+    the outputs.
 
     ``parts`` are those that change the outputs, ``change`` is from ``output_change``.
     """
@@ -140,14 +167,19 @@ def suspects(symmetry: Symmetry, change: Callable[[Selection], float], parts: Se
         broken = (group for group in groups if not change(_only((group,))) <= TOLERANCE)
         if group := next(broken, None):
             names = list(dict.fromkeys(f"'{slot.tensor}'" for slot in group.slots))
-            more = f" and {len(names) - _SHOWN} more tensors" if len(names) > _SHOWN else ""
+            more = (
+                f" and {len(names) - _SHOWN} more tensors"
+                if len(names) > _SHOWN
+                else ""
+            )
             shown = ", ".join(names[:_SHOWN]) + more
             named.append(f"group '{group.name}' ({part}), which acts on {shown}")
     return (
-        f"The description of family '{symmetry.family}' is wrong for this model. Look at "
-        f"{'; and '.join(named) or 'its groups'}. Correct the description, or describe the "
-        "model as a family of its own (docs/how-to/own-model.md; if forward adds something to the "
-        "stream that is no tensor, refuse the part 'residual'), or align it without these parts."
+        f"The description of family '{symmetry.family}' is wrong for this model. Look "
+        f"at {'; and '.join(named) or 'its groups'}. Correct the description, or "
+        "describe the model as a family of its own (docs/how-to/own-model.md; if "
+        "forward adds something to the stream that is no tensor, refuse the part "
+        "'residual'), or align it without these parts."
     )
 
 
@@ -168,12 +200,17 @@ def _doubled(model: nn.Module) -> nn.Module:
 def _prepared(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return a batch for a model in float64, with ``use_cache`` off.
 
-    Texts are removed if the model's class reads only images (its configuration may describe both).
+    Texts are removed if the model's class reads only images (its configuration may
+    describe both).
     """
     taken = inspect.signature(model.forward).parameters
-    left_out = _TEXT if "pixel_values" in taken and "input_ids" not in taken else frozenset()
+    left_out = (
+        _TEXT if "pixel_values" in taken and "input_ids" not in taken else frozenset()
+    )
     found: dict[str, Any] = {
-        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        name: value.double()
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
         for name, value in batch.items()
         if name not in left_out
     }
@@ -198,30 +235,35 @@ def _outputs(model: nn.Module, batch: Mapping[str, Any]) -> list[Tensor]:
             out = model(**batch)
     except Exception as error:
         raise SymmetryError(
-            f"The model does not run on its inputs ({error}), so its symmetry cannot be checked. If its "
-            "inputs are neither rows of tokens nor images, call check_function with a batch of your "
-            "own."
+            f"The model does not run on its inputs ({error}), so its symmetry cannot "
+            "be checked. If its inputs are neither rows of tokens nor images, call "
+            "check_function with a batch of your own."
         ) from error
     if isinstance(out, Mapping):
-        inside = _INSIDE | (_BESIDE_PROJECTED if _PROJECTED & out.keys() else frozenset())
+        inside = _INSIDE | (
+            _BESIDE_PROJECTED if _PROJECTED & out.keys() else frozenset()
+        )
         values = [value for name, value in out.items() if name not in inside]
     else:
         values = list(out) if isinstance(out, tuple) else [out]
     found = [value for value in values if isinstance(value, Tensor)]
     if not found:
         raise SymmetryError(
-            f"The model returns a {type(out).__name__} without a tensor at its top level, so "
-            "its symmetry cannot be checked. Wrap it in a module that returns the tensors to compare."
+            f"The model returns a {type(out).__name__} without a tensor at its top "
+            "level, so its symmetry cannot be checked. Wrap it in a module that "
+            "returns the tensors to compare."
         )
     return found
 
 
 class Float64(TorchFunctionMode):
-    """Replace ``float32`` by ``float64`` in all calls of torch functions inside the context.
+    """Replace ``float32`` by ``float64`` in all calls of torch functions inside the
+    context.
 
-    Norms and softmaxes of many models compute in float32, whatever the model's dtype. Sums in another
-    order then differ by 1e-7, which would hide small mistakes. ``torch.full`` of a float without a dtype
-    makes float64 too, because XGLM fills a mask with the smallest number of its dtype.
+    Norms and softmaxes of many models compute in float32, whatever the model's dtype.
+    Sums in another order then differ by 1e-7, which would hide small mistakes.
+    ``torch.full`` of a float without a dtype makes float64 too, because XGLM fills a
+    mask with the smallest number of its dtype.
     """
 
     def __torch_function__(
@@ -236,7 +278,9 @@ class Float64(TorchFunctionMode):
         args = [_wide(value) for value in args]
         named = {name: _wide(value) for name, value in (kwargs or {}).items()}
         filled = func is torch.full and named.get("dtype") is None
-        if filled and isinstance(named.get("fill_value", args[-1] if args else None), float):
+        if filled and isinstance(
+            named.get("fill_value", args[-1] if args else None), float
+        ):
             named["dtype"] = torch.float64
         return func(*args, **named)
 

@@ -1,4 +1,6 @@
-"""``diagnose``: whether clients are in different coordinates, and which average to take."""
+"""``diagnose``: whether clients are in different coordinates, and which average to
+take.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,13 @@ from fedrot.shares import TIMES_CHANCE, Shares, shares_by, total
 from fedrot.symmetry.groups import NO_LAYER, WHOLE_MODEL, Symmetry, check_symmetry
 from fedrot.tensors import Tensors, check_update
 
-#: What to do with updates: average them as they are, align them first, or match the whole models.
+#: What to do with updates: average them as they are, align them first, or match the
+#: whole models.
 PLAIN, ALIGNED, WHOLE = "plain", "aligned", "whole"
 
-#: Alignment is advised if the rotations of all heads together remove more than ``TIMES_CHANCE`` times
-#: chance, or if at least this share of the groups does, each judged alone.
+#: Alignment is advised if the rotations of all heads together remove more than
+#: ``TIMES_CHANCE`` times chance, or if at least this share of the groups does, each
+#: judged alone.
 GROUPS_BEYOND = 0.1
 
 #: The ``part`` of evidence about all parts.
@@ -32,7 +36,8 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Evidence(Shares):
-    """The distances that the best elements of one part and layer remove, over all groups and updates.
+    """The distances that the best elements of one part and layer remove, over all
+    groups and updates.
 
     ``layer`` is None for groups of the whole model, and for a sum over layers.
     """
@@ -43,16 +48,18 @@ class Evidence(Shares):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What updates gain from alignment; ``print(diagnosis)`` shows the advice in one sentence.
+    """What updates gain from alignment; ``print(diagnosis)`` shows the advice in one
+    sentence.
 
     Attributes:
-        cosines: of each update's embeddings with the base's, see ``fedrot.anchors.base_cosine``; empty
-            if unknown.
-        clients: evidence from aligning each update, except the first, to the mean of the updates before.
+        cosines: of each update's embeddings with the base's, see
+            ``fedrot.anchors.base_cosine``; empty if unknown.
+        clients: evidence from aligning each update, except the first, to the mean of
+            the updates before.
         base: evidence from aligning each update to the base.
-        whole: evidence from matching updates from another basis as whole models. Chance is the distance
-            that matching removes from a random model of the same size. In the evidence ``TOGETHER`` each
-            entry of the model counts once.
+        whole: evidence from matching updates from another basis as whole models. Chance
+            is the distance that matching removes from a random model of the same size.
+            In the evidence ``TOGETHER`` each entry of the model counts once.
     """
 
     cosines: tuple[float, ...]
@@ -68,7 +75,11 @@ class Diagnosis:
         """The average to take: ``plain``, ``aligned`` or ``whole``."""
         if self.whole:
             return WHOLE
-        return ALIGNED if beyond_chance(self.clients) or beyond_chance(self.base) else PLAIN
+        return (
+            ALIGNED
+            if beyond_chance(self.clients) or beyond_chance(self.base)
+            else PLAIN
+        )
 
     @property
     def sentence(self) -> str:
@@ -79,8 +90,8 @@ class Diagnosis:
             return advice[0].upper() + advice[1:]
         shared = "" if self.whole else ", and share one"
         return (
-            f"{len(far)} of {len(self.cosines)} updates come from another basis than the base (cosine "
-            f"of the embeddings {_ranged(far)}){shared}; {advice}"
+            f"{len(far)} of {len(self.cosines)} updates come from another basis than "
+            f"the base (cosine of the embeddings {_ranged(far)}){shared}; {advice}"
         )
 
     def _numbers(self) -> dict[str, str]:
@@ -88,12 +99,22 @@ class Diagnosis:
         shown = next(filter(beyond_chance, both), both[0] if both else ())
         turned, groups = summed(shown, ROTATED), summed(shown)
         whole = summed(self.whole, TOGETHER)
-        by_weights, rotation = whole.chance is None or whole.exceeds(1), _shares(turned, " of the heads")
+        by_weights, rotation = (
+            whole.chance is None or whole.exceeds(1),
+            _shares(turned, " of the heads"),
+        )
         return {
-            "rotation": f"rotation {rotation}" if turned.groups else "nothing was rotated",
-            "beyond": f"{groups.beyond} of {groups.groups} groups exceed {TIMES_CHANCE:g} times chance",
-            "matching": f"matching removes {_shares(whole)}" if whole.groups else "chance is not known",
-            "data": "" if by_weights else " The weights give no evidence; match on data.",
+            "rotation": f"rotation {rotation}"
+            if turned.groups
+            else "nothing was rotated",
+            "beyond": f"{groups.beyond} of {groups.groups} groups exceed "
+            f"{TIMES_CHANCE:g} times chance",
+            "matching": f"matching removes {_shares(whole)}"
+            if whole.groups
+            else "chance is not known",
+            "data": ""
+            if by_weights
+            else " The weights give no evidence; match on data.",
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,44 +128,55 @@ ROTATED = "attention"
 _ADVICE = {
     PLAIN: "nothing beyond chance: an average needs no alignment; {rotation}.",
     ALIGNED: (
-        "clients are in different coordinates: average with FedRot, anchor 'running'; {rotation}, and "
-        "{beyond}."
+        "clients are in different coordinates: average with FedRot, anchor 'running'; "
+        "{rotation}, and {beyond}."
     ),
-    WHOLE: "match the whole models, FedRot(other_basis=OtherBasis(...)); {matching}.{data}",
+    WHOLE: "match the whole models, FedRot(other_basis=OtherBasis(...)); "
+    "{matching}.{data}",
 }
 
 
 def beyond_chance(lines: Sequence[Evidence]) -> bool:
-    """Return whether all rotations together, or ``GROUPS_BEYOND`` of the groups, exceed chance."""
+    """Return whether all rotations together, or ``GROUPS_BEYOND`` of the groups, exceed
+    chance.
+    """
     turned, groups = summed(lines, ROTATED), summed(lines)
-    return turned.exceeds(TIMES_CHANCE) or 0 < groups.beyond >= GROUPS_BEYOND * groups.groups
+    return (
+        turned.exceeds(TIMES_CHANCE)
+        or 0 < groups.beyond >= GROUPS_BEYOND * groups.groups
+    )
 
 
-def diagnose(base: Tensors, updates: Sequence[Tensors], symmetry: Symmetry) -> Diagnosis:
+def diagnose(
+    base: Tensors, updates: Sequence[Tensors], symmetry: Symmetry
+) -> Diagnosis:
     """Find out whether clients are in different coordinates, and which average to take.
 
-    Each update is aligned to the mean of the updates before it, and to the base. The squared distance
-    that alignment removes is compared with what chance removes (``fedrot.matching.chance``). An update
-    from another basis is matched as a whole model, and a random model of its size shows what chance
-    removes. The inputs are not changed.
+    Each update is aligned to the mean of the updates before it, and to the base. The
+    squared distance that alignment removes is compared with what chance removes
+    (``fedrot.matching.chance``). An update from another basis is matched as a whole
+    model, and a random model of its size shows what chance removes. The inputs are not
+    changed.
 
     Example: ``print(fedrot.diagnose(base, [update_1, update_2], symmetry))``.
 
     Args:
         base: tensors of the model that the clients received.
-        updates: tensors of the clients' models, of the same names and shapes; only two or more show
-            whether clients are in different coordinates.
+        updates: tensors of the clients' models, of the same names and shapes; only two
+            or more show whether clients are in different coordinates.
         symmetry: from ``symmetry_of``.
 
     Raises:
         FedrotError: there are no updates.
         UpdateError: see ``align``.
-        SymmetryError: ``symmetry`` is not a ``Symmetry``; or an update comes from another basis, and the
-            residual stream of this model cannot be moved.
+        SymmetryError: ``symmetry`` is not a ``Symmetry``; or an update comes from
+            another basis, and the residual stream of this model cannot be moved.
     """
     check_symmetry(symmetry)
     if not updates:
-        raise FedrotError("There are no updates to diagnose. Give at least one, better two or more.")
+        raise FedrotError(
+            "There are no updates to diagnose. Give at least one, better two or more."
+        )
     for tensors in (base, *updates):
         check_update(tensors, symmetry.shapes)
     cosines = tuple(base_cosine(update, base, symmetry) for update in updates)
@@ -164,12 +196,18 @@ def _to_each_other(
     symmetry: Symmetry,
     options: AlignmentOptions,
 ) -> tuple[list[Row], list[Row]]:
-    """Align updates to their running mean; return rows of updates in its basis and in other bases.
+    """Align updates to their running mean; return rows of updates in its basis and in
+    other bases.
 
-    If most updates come from another basis than the base, the mean starts with the first of these
-    updates, not with the base. Alignments to the base itself are left out, unless whole models.
+    If most updates come from another basis than the base, the mean starts with the
+    first of these updates, not with the base. Alignments to the base itself are left
+    out, unless whole models.
     """
-    far = [update for update, cosine in zip(updates, cosines, strict=True) if cosine < SAME_BASIS]
+    far = [
+        update
+        for update, cosine in zip(updates, cosines, strict=True)
+        if cosine < SAME_BASIS
+    ]
     centre = far[0] if 2 * len(far) > len(updates) > 1 else base
     matched = AlignmentOptions(WHOLE_MODEL).movable(symmetry)
     near, whole = list[Row](), list[Row]()
@@ -187,7 +225,9 @@ def _to_each_other(
         return alignment
 
     running = RunningAnchor(Anchor(centre), find)
-    for update in [centre] * (centre is not base) + [u for u in updates if u is not centre]:
+    for update in [centre] * (centre is not base) + [
+        u for u in updates if u is not centre
+    ]:
         running.accept(running.align(update).apply(update), 1.0)
     return near, whole
 
@@ -198,16 +238,23 @@ def _coupled(rows: Iterable[Row]) -> bool:
 
 
 def _whole_rows(report: AlignmentReport, null: AlignmentReport) -> list[Row]:
-    """Return the rows of a whole model; chance is what matching removes from the null model."""
+    """Return the rows of a whole model; chance is what matching removes from the null
+    model.
+    """
     all_parts = {"part": TOGETHER, "layer": NO_LAYER, "moved": 1}
     given, drawn = (
-        [*r.rows(), {**all_parts, "before": r.before, "after": r.after}] for r in (report, null)
+        [*r.rows(), {**all_parts, "before": r.before, "after": r.after}]
+        for r in (report, null)
     )
-    return [_whole_row(row, _removed(other)) for row, other in zip(given, drawn, strict=True)]
+    return [
+        _whole_row(row, _removed(other))
+        for row, other in zip(given, drawn, strict=True)
+    ]
 
 
 def _whole_row(row: Row, chance: float | None = None) -> dict[str, Any]:
-    # For whole models, ``found`` of a row leaves out the first guess of the residual stream.
+    # For whole models, ``found`` of a row leaves out the first guess of the residual
+    # stream.
     return {**row, "found": _removed(row), "chance": chance}
 
 
@@ -219,13 +266,15 @@ def diagnosis_of(rows: Iterable[Row]) -> Diagnosis:
     """Return the diagnosis of a finished run from its alignment's rows.
 
     Args:
-        rows: of ``GroupReport`` for each group, with ``client``, ``round`` and, if there are several,
-            ``seed``.
+        rows: of ``GroupReport`` for each group, with ``client``, ``round`` and, if
+            there are several, ``seed``.
     """
     near, whole = list[Row](), list[Row]()
     by_update: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        by_update.setdefault((row.get("seed"), row["round"], row["client"]), []).append(row)
+        by_update.setdefault((row.get("seed"), row["round"], row["client"]), []).append(
+            row
+        )
     for own in by_update.values():
         if _coupled(own):
             whole += map(_whole_row, own)
@@ -241,7 +290,10 @@ def evidence(rows: Iterable[Row]) -> tuple[Evidence, ...]:
         return row["part"], None if row["layer"] == NO_LAYER else row["layer"]
 
     found = shares_by(rows, key).items()
-    return tuple(Evidence(**vars(shares), part=part, layer=layer) for (part, layer), shares in found)
+    return tuple(
+        Evidence(**vars(shares), part=part, layer=layer)
+        for (part, layer), shares in found
+    )
 
 
 def summed(lines: Iterable[Evidence], part: str | None = None) -> Evidence:

@@ -1,11 +1,17 @@
-"""Errors that fedrot raises on purpose; every message says what was wrong, where, and what to do."""
+"""Errors that fedrot raises on purpose; every message says what was wrong, where, and
+what to do.
+"""
 
 import re
 
-#: Maximum length of a reason in errors, logs and reports, in characters; it may quote a client.
+#: Maximum length of a reason in errors, logs and reports, in characters; it may quote a
+#: client.
 LONGEST_REASON = 500
-#: Control characters except tab and newline, marks of the direction of text, and lone surrogates.
-_UNSAFE = re.compile(r"[\0-\b\v-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+#: Control characters except tab and newline, marks of the direction of text, and lone
+#: surrogates.
+_UNSAFE = re.compile(
+    r"[\0-\b\v-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def safe(text: str) -> str:
@@ -14,9 +20,13 @@ def safe(text: str) -> str:
 
 
 def legible(reason: str) -> str:
-    """Return a reason, which may quote a client, on one line; of a long one both ends are kept."""
+    """Return a reason, which may quote a client, on one line; of a long one both ends
+    are kept.
+    """
     if len(reason) > LONGEST_REASON:
-        reason = f"{reason[: LONGEST_REASON // 2]} ... {reason[5 - LONGEST_REASON // 2 :]}"
+        reason = (
+            f"{reason[: LONGEST_REASON // 2]} ... {reason[5 - LONGEST_REASON // 2 :]}"
+        )
     return "".join(c if c.isprintable() else " " for c in reason)
 
 
@@ -25,11 +35,14 @@ class FedrotError(ValueError):
 
 
 class SymmetryError(FedrotError):
-    """The architecture is unknown, or the tensors differ from the description of the family."""
+    """The architecture is unknown, or the tensors differ from the description of the
+    family.
+    """
 
 
 class UpdateError(FedrotError):
-    """A client update cannot be used: a tensor is missing, extra, misshapen or not finite.
+    """A client update cannot be used: a tensor is missing, extra, misshapen or not
+    finite.
 
     The message, which may quote the client, is one line of limited length.
     """
@@ -40,4 +53,8 @@ class UpdateError(FedrotError):
 
 def refusal(error: Exception) -> str:
     """Return why a reply is dropped, for any error: no reply may end the run."""
-    return str(error) if isinstance(error, FedrotError) else f"Unusable, {type(error).__name__}: {error}"
+    return (
+        str(error)
+        if isinstance(error, FedrotError)
+        else f"Unusable, {type(error).__name__}: {error}"
+    )

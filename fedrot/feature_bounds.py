@@ -8,11 +8,13 @@ from torch import Tensor
 from fedrot.symmetry.resolve import settings_of
 from fedrot.tensors import Tensors
 
-#: What precedes the task head, by ``model_type``, and the end of its name: a layer whose output goes
-#: through tanh, or a norm.
+#: What precedes the task head, by ``model_type``, and the end of its name: a layer
+#: whose output goes through tanh, or a norm.
 _TANH = {
     **dict.fromkeys(("bert", "albert"), ("pooler.dense", "pooler")),
-    **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "mpnet"), ("classifier.dense",)),
+    **dict.fromkeys(
+        ("roberta", "xlm-roberta", "camembert", "mpnet"), ("classifier.dense",)
+    ),
     **dict.fromkeys(("bart", "t5"), ("classification_head.dense",)),
 }
 _NORMS = {
@@ -22,10 +24,11 @@ _NORMS = {
 
 
 def largest_inputs(config: object, tensors: Tensors, head: str) -> Tensor | None:
-    """Return the largest absolute value that each input of a task head can have, float64 ``[inputs]``.
+    """Return the largest absolute value that each input of a task head can have,
+    float64 ``[inputs]``.
 
-    1 after tanh; ``|g| sqrt(d) + |b|`` after a norm of ``d`` units with gain ``g`` and bias ``b``. None
-    for other models, and if other layers stand before the head.
+    1 after tanh; ``|g| sqrt(d) + |b|`` after a norm of ``d`` units with gain ``g`` and
+    bias ``b``. None for other models, and if other layers stand before the head.
 
     Args:
         config: a transformers configuration, or its dictionary.

@@ -1,7 +1,8 @@
 """Learned matching: gradient descent over rotations on the loss between two models.
 
-The rotation of a head, or of the residual stream, is ``exp(X)`` with a skew-symmetric ``X``. Heads with
-rotary positions have phases instead. The cost is ``steps`` training steps of the model.
+The rotation of a head, or of the residual stream, is ``exp(X)`` with a skew-symmetric
+``X``. Heads with rotary positions have phases instead. The cost is ``steps`` training
+steps of the model.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ Loss = Callable[[Tensors, Tensors], Tensor]
 LEARNED_PARTS = ("attention", "residual")
 #: Adam's learning rate, which decays linearly to 0.
 LR = 1e-3
-#: The loss is computed on the line from the anchor (0) to the update (1). Each step draws its position
-#: on this line uniformly between these two.
+#: The loss is computed on the line from the anchor (0) to the update (1). Each step
+#: draws its position on this line uniformly between these two.
 POINTS = (0.2, 0.8)
 
 
@@ -38,10 +39,10 @@ class LearningOptions:
     """Settings of ``learn_alignment``.
 
     Attributes:
-        parts: any of ``attention``, ``residual`` (if the stream is rotated); the elements of other parts
-            stay as in ``start``.
-        steps: gradient steps; 0 returns ``start``. The default is small, because in a federation the
-            other clients learn at the same time.
+        parts: any of ``attention``, ``residual`` (if the stream is rotated); the
+            elements of other parts stay as in ``start``.
+        steps: gradient steps; 0 returns ``start``. The default is small, because in a
+            federation the other clients learn at the same time.
     """
 
     parts: tuple[str, ...] = ("residual", "attention")
@@ -51,14 +52,18 @@ class LearningOptions:
         for part in self.parts:
             if part not in LEARNED_PARTS:
                 known = ", ".join(LEARNED_PARTS)
-                raise FedrotError(f"Part '{part}' cannot be learned; choose from {known}.")
+                raise FedrotError(
+                    f"Part '{part}' cannot be learned; choose from {known}."
+                )
         if self.steps < 0:
             raise FedrotError(f"steps is {self.steps}; it must not be negative.")
 
 
 @dataclass(frozen=True)
 class Learned:
-    """A learned alignment, the loss before each step, at its point, and the wall time in seconds."""
+    """A learned alignment, the loss before each step, at its point, and the wall time
+    in seconds.
+    """
 
     alignment: Alignment
     losses: tuple[float, ...]
@@ -66,10 +71,11 @@ class Learned:
 
 
 def loss_of(model: nn.Module) -> Loss:
-    """Return the loss of a ``transformers`` model as a function of its parameters and a batch.
+    """Return the loss of a ``transformers`` model as a function of its parameters and a
+    batch.
 
-    Batches are keyword arguments of its forward, labels included. The model is not changed; put it into
-    evaluation mode for a loss without dropout.
+    Batches are keyword arguments of its forward, labels included. The model is not
+    changed; put it into evaluation mode for a loss without dropout.
     """
     names = {name for name, _ in model.named_parameters()}
 
@@ -77,7 +83,9 @@ def loss_of(model: nn.Module) -> Loss:
         parameters = {name: tensors[name] for name in names}
         value = torch.func.functional_call(model, parameters, (), dict(batch)).loss
         if value is None:
-            raise FedrotError("The model returns no loss; put 'labels' into the batches.")
+            raise FedrotError(
+                "The model returns no loss; put 'labels' into the batches."
+            )
         return value
 
     return loss
@@ -112,7 +120,9 @@ def learn_alignment(
     moved = {name: tensor.detach() for name, tensor in start.apply(update).items()}
     fixed = {name: tensor.detach() for name, tensor in anchor.items()}
     chosen = symmetry.select(options.parts) if options.steps else ()
-    learned = [(group, initial(group.kind)) for group in chosen if is_continuous(group.kind)]
+    learned = [
+        (group, initial(group.kind)) for group in chosen if is_continuous(group.kind)
+    ]
 
     low, high = POINTS
     drawn = torch.Generator().manual_seed(0)
@@ -123,7 +133,9 @@ def learn_alignment(
         for group, parameter in learned:
             element = turned(group.kind, parameter)
             for slot in group.slots:
-                found[slot.tensor] = multiplied(found[slot.tensor], slot, group, element)
+                found[slot.tensor] = multiplied(
+                    found[slot.tensor], slot, group, element
+                )
         return loss(between(fixed, found, point), batch)
 
     losses: tuple[float, ...] = ()
@@ -131,10 +143,14 @@ def learn_alignment(
         optimizer = torch.optim.Adam([parameter for _, parameter in learned], lr=LR)
         losses = descend(value, batches, optimizer, options.steps)
     with torch.no_grad():
-        elements = [Move(group, turned(group.kind, p.detach().double())) for group, p in learned]
+        elements = [
+            Move(group, turned(group.kind, p.detach().double())) for group, p in learned
+        ]
     seconds = time.perf_counter() - begin
     moves = compact([*start.moves, *elements])
-    return Learned(alignment_of(moves, update, anchor, symmetry, seconds), losses, seconds)
+    return Learned(
+        alignment_of(moves, update, anchor, symmetry, seconds), losses, seconds
+    )
 
 
 def descend(
@@ -143,7 +159,8 @@ def descend(
     optimizer: torch.optim.Optimizer,
     steps: int,
 ) -> tuple[float, ...]:
-    """Minimise a value of batches; return the value before every step. Learning rates decay to 0.
+    """Minimise a value of batches; return the value before every step. Learning rates
+    decay to 0.
 
     Raises:
         FedrotError: there are no batches, or the value is not finite.
@@ -155,8 +172,8 @@ def descend(
         losses.append(float(found.detach()))
         if not torch.isfinite(found):
             raise FedrotError(
-                f"The loss is {losses[-1]} at step {len(losses)}. Check the models and the batches, or "
-                "lower the learning rate if you chose it."
+                f"The loss is {losses[-1]} at step {len(losses)}. Check the models and "
+                "the batches, or lower the learning rate if you chose it."
             )
         optimizer.zero_grad(set_to_none=True)
         found.backward()
@@ -170,13 +187,17 @@ def descend(
 def between(fixed: Tensors, moved: Tensors, point: float) -> dict[str, Tensor]:
     """Return a point of the line between two models."""
     return {
-        name: torch.lerp(fixed[name], tensor, point) if tensor.is_floating_point() else tensor
+        name: torch.lerp(fixed[name], tensor, point)
+        if tensor.is_floating_point()
+        else tensor
         for name, tensor in moved.items()
     }
 
 
 def is_continuous(kind: Kind) -> bool:
-    """Whether elements of an action can be learned by gradients: rotations and phases."""
+    """Whether elements of an action can be learned by gradients: rotations and
+    phases.
+    """
     return isinstance(kind, HeadRotation | RotaryPhases)
 
 
@@ -199,5 +220,7 @@ def multiplied(tensor: Tensor, slot: Slot, group: Group, element: Tensor) -> Ten
     """Return the tensor with one slot moved by an element, differentiably."""
     out = tensor.clone()
     units = slot.of(tensor)
-    slot.slice.write(out, slot.axis, group.kind.act(element, units, slot.axis, slot.contravariant))
+    slot.slice.write(
+        out, slot.axis, group.kind.act(element, units, slot.axis, slot.contravariant)
+    )
     return out

@@ -20,24 +20,28 @@ class AlignmentOptions:
     """Options of ``align``, ``align_round`` and the strategies.
 
     Attributes:
-        parts: ``"whole"`` (``fedrot.WHOLE_MODEL``, all parts), or any of ``residual`` (permutation of
-            the residual stream, or rotation, see ``canonical``), ``output`` (permutation of the task
-            heads' hidden units, with signs under odd activations), ``heads`` (permutation of the
-            attention heads), ``attention`` (rotation inside each head), ``ffn`` (permutation of the
+        parts: ``"whole"`` (``fedrot.WHOLE_MODEL``, all parts), or any of ``residual``
+            (permutation of the residual stream, or rotation, see ``canonical``),
+            ``output`` (permutation of the task heads' hidden units, with signs under
+            odd activations), ``heads`` (permutation of the attention heads),
+            ``attention`` (rotation inside each head), ``ffn`` (permutation of the
             neurons).
-        anchor: of a round, see ``align_round`` and ``fedrot.anchors``; ``align`` ignores it.
+        anchor: of a round, see ``align_round`` and ``fedrot.anchors``; ``align``
+            ignores it.
         layers: ``"all"``, ``"first:N"``, ``"last:N"`` or a sequence of layer indices.
-        within_heads: ``rotation``, or ``permutation`` for the best order of each head's units, as in Git
-            Re-Basin and Verma & Elbayad.
-        chance: a group moves only if its element removes more than ``chance`` times the squared distance
-            that chance removes (``fedrot.matching.chance``). With 0, a group moves if its element
-            removes anything. With ``residual`` or ``output``, groups are coupled, and chance is ignored.
-        activation_weight: share of activations against weights in a group's similarity, 0 to 1; used
-            only where activations are given.
-        canonical: anchor and update are brought to canonical form before matching, and the result of
-            ``Alignment.apply`` is canonical (see ``fedrot.canonical``); the function stays the same. The
-            part ``residual`` is then a rotation of the whole stream, in pre-norm models. None means True
-            if ``residual`` is among the parts and can be rotated in the model (``for_model``).
+        within_heads: ``rotation``, or ``permutation`` for the best order of each head's
+            units, as in Git Re-Basin and Verma & Elbayad.
+        chance: a group moves only if its element removes more than ``chance`` times the
+            squared distance that chance removes (``fedrot.matching.chance``). With 0, a
+            group moves if its element removes anything. With ``residual`` or
+            ``output``, groups are coupled, and chance is ignored.
+        activation_weight: share of activations against weights in a group's similarity,
+            0 to 1; used only where activations are given.
+        canonical: anchor and update are brought to canonical form before matching, and
+            the result of ``Alignment.apply`` is canonical (see ``fedrot.canonical``);
+            the function stays the same. The part ``residual`` is then a rotation of the
+            whole stream, in pre-norm models. None means True if ``residual`` is among
+            the parts and can be rotated in the model (``for_model``).
     """
 
     parts: Sequence[str] = DEFAULT_PARTS
@@ -54,30 +58,49 @@ class AlignmentOptions:
             object.__setattr__(self, "parts", WHOLE_MODEL)
         elif isinstance(parts, str):
             named = tuple(parts.split("+"))
-            known = repr(named) if set(named) <= {*PARTS} else f"a tuple of some of {tuple(PARTS)}"
-            raise FedrotError(f"parts is the string '{parts}'; write parts={known}, or parts='whole'.")
+            known = (
+                repr(named)
+                if set(named) <= {*PARTS}
+                else f"a tuple of some of {tuple(PARTS)}"
+            )
+            raise FedrotError(
+                f"parts is the string '{parts}'; write parts={known}, or parts='whole'."
+            )
         else:
             object.__setattr__(self, "parts", tuple(self.parts))
         unknown = [part for part in self.parts if part not in PARTS]
         if unknown:
-            raise FedrotError(f"Unknown part '{unknown[0]}' in parts; choose from {tuple(PARTS)}.")
+            raise FedrotError(
+                f"Unknown part '{unknown[0]}' in parts; choose from {tuple(PARTS)}."
+            )
         if not isinstance(self.layers, Collection):
-            raise FedrotError(f"layers is {self.layers!r}; give a list of indices, [{self.layers!r}].")
+            raise FedrotError(
+                f"layers is {self.layers!r}; give a list of indices, [{self.layers!r}]."
+            )
         if isinstance(self.layers, str) and not _LAYERS.fullmatch(self.layers):
             raise FedrotError(
-                f"layers is '{self.layers}'; use 'all', 'first:N', 'last:N' or a list of indices."
+                f"layers is '{self.layers}'; use 'all', 'first:N', 'last:N' or a list "
+                "of indices."
             )
         for name, fits, needed in (
-            ("within_heads", self.within_heads in WITHIN_HEADS, f"be one of {WITHIN_HEADS}"),
+            (
+                "within_heads",
+                self.within_heads in WITHIN_HEADS,
+                f"be one of {WITHIN_HEADS}",
+            ),
             ("chance", 0 <= self.chance < float("inf"), "be 0 or positive"),
             ("activation_weight", 0 <= self.activation_weight <= 1, "lie in [0, 1]"),
         ):
             if not fits:
-                raise FedrotError(f"{name} is {getattr(self, name)!r}; it must {needed}.")
+                raise FedrotError(
+                    f"{name} is {getattr(self, name)!r}; it must {needed}."
+                )
 
     @property
     def coupled(self) -> bool:
-        """True if a chosen part shares tensors with the others: their best elements are coupled."""
+        """True if a chosen part shares tensors with the others: their best elements are
+        coupled.
+        """
         return bool({"residual", "output"} & set(self.parts))
 
     def for_model(self, symmetry: Symmetry) -> AlignmentOptions:
@@ -89,10 +112,13 @@ class AlignmentOptions:
     def movable(self, symmetry: Symmetry) -> AlignmentOptions:
         """Return the options without the parts that cannot be moved in a model.
 
-        ``residual`` stays, so that ``align`` refuses it: whole models cannot be matched without it.
+        ``residual`` stays, so that ``align`` refuses it: whole models cannot be matched
+        without it.
         """
         still = symmetry.refused.keys() - {"residual"}
-        return replace(self, parts=tuple(part for part in self.parts if part not in still))
+        return replace(
+            self, parts=tuple(part for part in self.parts if part not in still)
+        )
 
     def as_it_is(self) -> AlignmentOptions:
         """Return the options with ``canonical=False``, unless it is True."""
@@ -100,7 +126,9 @@ class AlignmentOptions:
 
     @property
     def rotates(self) -> bool:
-        """True if the residual stream is rotated, not permuted; meaningful after ``for_model``."""
+        """True if the residual stream is rotated, not permuted; meaningful after
+        ``for_model``.
+        """
         return bool(self.canonical) and "residual" in self.parts
 
     @property
@@ -113,7 +141,9 @@ class AlignmentOptions:
         if not isinstance(self.layers, str):
             outside = [layer for layer in self.layers if not 0 <= layer < count]
             if outside:
-                raise FedrotError(f"Layer {outside[0]} is not in the model, which has {count}.")
+                raise FedrotError(
+                    f"Layer {outside[0]} is not in the model, which has {count}."
+                )
             return tuple(self.layers)
         if self.layers == "all":
             return tuple(range(count))
@@ -122,11 +152,15 @@ class AlignmentOptions:
         return tuple(range(n) if side == "first" else range(count - n, count))
 
 
-def checked_options(options: AlignmentOptions | None, name: str = "options") -> AlignmentOptions:
-    """Return options, the defaults if None; raise ``FedrotError``, with ``name``, for another type."""
+def checked_options(
+    options: AlignmentOptions | None, name: str = "options"
+) -> AlignmentOptions:
+    """Return options, the defaults if None; raise ``FedrotError``, with ``name``, for
+    another type.
+    """
     if not isinstance(options, AlignmentOptions | None):
         raise FedrotError(
-            f"{name} is a {type(options).__name__}; pass fedrot.AlignmentOptions, for example "
-            "AlignmentOptions(parts=('attention',))."
+            f"{name} is a {type(options).__name__}; pass fedrot.AlignmentOptions, for "
+            "example AlignmentOptions(parts=('attention',))."
         )
     return options or AlignmentOptions()

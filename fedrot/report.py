@@ -1,4 +1,6 @@
-"""Reports of an alignment as plain data: one row per group, and shares summed over rows."""
+"""Reports of an alignment as plain data: one row per group, and shares summed over
+rows.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,14 @@ class GroupReport:
         moved: number of heads or neurons that were moved.
         of: number of heads or neurons in the group.
         angle: mean rotation of the moved heads, in degrees.
-        certified: True if the order of the neurons was proved optimal without an assignment.
-        skipped: True if a move was found, but removed less than ``AlignmentOptions.chance`` requires.
-        found: squared distance that the best element removes, whether the group moved or not; or an
-            upper bound of this distance that is below what is required.
-        chance: squared distance that chance removes, see ``fedrot.matching.chance``; None if unknown.
+        certified: True if the order of the neurons was proved optimal without an
+            assignment.
+        skipped: True if a move was found, but removed less than
+            ``AlignmentOptions.chance`` requires.
+        found: squared distance that the best element removes, whether the group moved
+            or not; or an upper bound of this distance that is below what is required.
+        chance: squared distance that chance removes, see ``fedrot.matching.chance``;
+            None if unknown.
     """
 
     group: str
@@ -44,20 +49,25 @@ class GroupReport:
     @classmethod
     def unmoved(cls, group: Group, before: float) -> GroupReport:
         """Return the report of a group that is not moved."""
-        return cls(group.name, group.layer, group.part, before, before, 0, group.kind.units)
+        return cls(
+            group.name, group.layer, group.part, before, before, 0, group.kind.units
+        )
 
     def moved_by(self, group: Group, element: Tensor) -> GroupReport:
-        """Return the report with the number of moved units and the angle of an element."""
+        """Return the report with the number of moved units and the angle of an
+        element.
+        """
         moved = int(group.kind.moved(element).sum())
         return replace(self, moved=moved, angle=group.kind.angle(element))
 
 
 @dataclass(frozen=True)
 class AlignmentReport:
-    """One ``GroupReport`` per group, and the totals over the tensors that the groups act on.
+    """One ``GroupReport`` per group, and the totals over the tensors that the groups
+    act on.
 
-    ``before`` and ``after`` are squared distances to the anchor, ``seconds`` is the wall time of the
-    matching.
+    ``before`` and ``after`` are squared distances to the anchor, ``seconds`` is the
+    wall time of the matching.
     """
 
     groups: tuple[GroupReport, ...] = field(repr=False)
@@ -72,23 +82,33 @@ class AlignmentReport:
         ]
         for part in dict.fromkeys(group.part for group in self.groups):
             rows = [group for group in self.groups if group.part == part]
-            moved, certified = sum(r.moved > 0 for r in rows), sum(r.certified for r in rows)
+            moved, certified = (
+                sum(r.moved > 0 for r in rows),
+                sum(r.certified for r in rows),
+            )
             best = f", {certified} already in the best order" if certified else ""
             lines.append(
-                f"  {part}: {self.share(part):.1%} removed, {moved} of {len(rows)} groups moved{best}"
+                f"  {part}: {self.share(part):.1%} removed, {moved} of {len(rows)} "
+                f"groups moved{best}"
             )
         return "\n".join(lines)
 
     def share(self, *parts: str) -> float:
-        """Return the share of the squared distance removed by the given parts (all if none)."""
+        """Return the share of the squared distance removed by the given parts (all if
+        none).
+        """
         return self._share(g.before - g.after for g in self._of(parts))
 
     def found(self, *parts: str) -> float:
-        """Return the share that the best elements of the given parts remove, whether moved or not."""
+        """Return the share that the best elements of the given parts remove, whether
+        moved or not.
+        """
         return self._share(g.found for g in self._of(parts))
 
     def chance(self, *parts: str) -> float | None:
-        """Return the share that chance removes, None if it is unknown for one of the groups."""
+        """Return the share that chance removes, None if it is unknown for one of the
+        groups.
+        """
         known = [g.chance for g in self._of(parts) if g.chance is not None]
         return self._share(known) if len(known) == len(self._of(parts)) else None
 

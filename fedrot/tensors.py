@@ -1,4 +1,6 @@
-"""``Tensors``, a mapping from names to tensors, their precision, and checks of tensors and weights."""
+"""``Tensors``, a mapping from names to tensors, their precision, and checks of tensors
+and weights.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +18,39 @@ Tensors = Mapping[str, Tensor]
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype for computations with a tensor: float64 for float64 tensors, else float32."""
+    """Return the dtype for computations with a tensor: float64 for float64 tensors,
+    else float32.
+    """
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor with values that a dtype can hold, rounded for integer and boolean dtypes."""
+    """Return a tensor with values that a dtype can hold, rounded for integer and
+    boolean dtypes.
+    """
     if dtype.is_floating_point or not tensor.is_floating_point():
         return tensor
-    least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    least, most = (
+        (0, 1)
+        if dtype == torch.bool
+        else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    )
     # float64 rounds the largest int64 up to 2**63, which is no int64.
     most = min(most, 2**63 - 1024)
     return tensor.double().round().clamp(least, most)
 
 
 def along_axis(vector: Tensor, axis: int, like: Tensor) -> Tensor:
-    """Return a vector reshaped to broadcast along one axis of a tensor, in its dtype and device."""
+    """Return a vector reshaped to broadcast along one axis of a tensor, in its dtype
+    and device.
+    """
     return vector.to(like).reshape([-1 if d == axis else 1 for d in range(like.ndim)])
 
 
 def diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
-    """Return the blocks on the diagonal of a matrix ``[n, n]`` as a copy ``[n / size, size, size]``."""
+    """Return the blocks on the diagonal of a matrix ``[n, n]`` as a copy ``[n / size,
+    size, size]``.
+    """
     starts = range(0, len(matrix), size)
     return torch.stack([matrix[i : i + size, i : i + size] for i in starts])
 
@@ -49,8 +63,9 @@ class Shaped(Protocol):
         """The size of every axis."""
 
 
-#: Limits of the norms of tensors in alignment. Squares of larger norms, summed over all tensors of a
-#: model, could overflow float32 (3.4e38); squares of smaller norms are denormal (below 1.2e-38).
+#: Limits of the norms of tensors in alignment. Squares of larger norms, summed over all
+#: tensors of a model, could overflow float32 (3.4e38); squares of smaller norms are
+#: denormal (below 1.2e-38).
 SMALLEST_NORM, LARGEST_NORM = 1e-17, 1e17
 
 #: Weights of updates outside of this range would overflow or vanish in float32 sums.
@@ -58,7 +73,9 @@ SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-9, 1e12
 
 
 def check_weight(weight: float) -> None:
-    """Raise ``UpdateError`` if an update's weight is not positive, too small or too large."""
+    """Raise ``UpdateError`` if an update's weight is not positive, too small or too
+    large.
+    """
     if not SMALLEST_WEIGHT <= weight <= LARGEST_WEIGHT:
         raise UpdateError(
             f"The weight is {weight}; it must be positive, from {SMALLEST_WEIGHT:g} to "
@@ -67,37 +84,47 @@ def check_weight(weight: float) -> None:
 
 
 def unusable(tensor: object) -> str:
-    """Return why a tensor cannot be used; empty if it can, or for an object that is no tensor."""
+    """Return why a tensor cannot be used; empty if it can, or for an object that is no
+    tensor.
+    """
     if not isinstance(tensor, Tensor):
         return ""
     if tensor.layout != torch.strided:
         return f"is sparse ({tensor.layout}); give it as a dense tensor: to_dense()"
     if tensor.is_complex():
-        return f"is {tensor.dtype}; give real numbers, such as its real and imaginary part"
+        return (
+            f"is {tensor.dtype}; give real numbers, such as its real and imaginary part"
+        )
     if tensor.is_quantized:
         return f"is quantised ({tensor.dtype}); give its values: dequantize()"
     if tensor.is_meta:
-        return "is on the device 'meta' and has no values; load the model's weights first"
+        return (
+            "is on the device 'meta' and has no values; load the model's weights first"
+        )
     return ""
 
 
-def check_update(update: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_update(
+    update: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
     """Check names and shapes of an update.
 
     Raises:
-        UpdateError: the update is no mapping; or a tensor is missing, extra, ``unusable`` or misshapen.
+        UpdateError: the update is no mapping; or a tensor is missing, extra,
+            ``unusable`` or misshapen.
     """
     if not isinstance(update, Mapping):
         raise UpdateError(
-            f"The update is a {type(update).__name__}, not tensors by name; pass model.state_dict()."
+            f"The update is a {type(update).__name__}, not tensors by name; pass "
+            "model.state_dict()."
         )
     for name, shape in shapes.items():
         if name not in update:
             raise UpdateError(_missing(name, update, shapes))
         if tuple(update[name].shape) != shape:
             raise UpdateError(
-                f"The tensor '{name}' has shape {list(update[name].shape)}, the model has "
-                f"{list(shape)}. Send the tensors of the same model."
+                f"The tensor '{name}' has shape {list(update[name].shape)}, the model "
+                f"has {list(shape)}. Send the tensors of the same model."
             )
         why = unusable(update[name])
         if why:
@@ -105,42 +132,50 @@ def check_update(update: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, .
     extra = [name for name in update if name not in shapes]
     if extra:
         raise UpdateError(
-            f"The tensor '{extra[0]}' is not part of the model ({len(extra)} extra in all). Send "
-            "only the tensors that were received."
+            f"The tensor '{extra[0]}' is not part of the model ({len(extra)} extra in "
+            "all). Send only the tensors that were received."
         )
 
 
-def _missing(name: str, update: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]]) -> str:
+def _missing(
+    name: str, update: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]]
+) -> str:
     """Return the message for a missing tensor, with the likely reason."""
     if update and all(other.isdigit() for other in update):
         return (
-            "The tensors have numbers in place of names ('0', '1', ...), as in a record made from a "
-            "list. Send ArrayRecord(model.state_dict())."
+            "The tensors have numbers in place of names ('0', '1', ...), as in a "
+            "record made from a list. Send ArrayRecord(model.state_dict())."
         )
-    if any(".lora_" in other for other in update) and not any(".lora_" in other for other in shapes):
+    if any(".lora_" in other for other in update) and not any(
+        ".lora_" in other for other in shapes
+    ):
         return (
-            f"The tensors are a LoRA adapter's; the model's tensors, such as '{name}', are missing. "
-            "Average adapters with FedRotLoRA, or merge the adapter (peft: merge_and_unload) and send "
-            "the whole model."
+            f"The tensors are a LoRA adapter's; the model's tensors, such as '{name}', "
+            "are missing. Average adapters with FedRotLoRA, or merge the adapter "
+            "(peft: merge_and_unload) and send the whole model."
         )
     extra = (other for other in update if other not in shapes)
     like = next((other for other in extra if _alike(other, name)), None)
     instead = f"; the update has '{like}' instead" if like else ""
     count = sum(other not in update for other in shapes)
     return (
-        f"The tensor '{name}' is missing ({count} of {len(shapes)} are){instead}. Send every tensor of "
-        "the model, under the name that it was received with."
+        f"The tensor '{name}' is missing ({count} of {len(shapes)} are){instead}. Send "
+        "every tensor of the model, under the name that it was received with."
     )
 
 
 def _alike(other: str, name: str) -> bool:
-    """Return whether two names differ by a prefix, or by the name of PEFT's default adapter."""
+    """Return whether two names differ by a prefix, or by the name of PEFT's default
+    adapter.
+    """
     unnamed = other.replace(".default", "")
     return unnamed == name or other.endswith(f".{name}") or name.endswith(f".{other}")
 
 
 def check_finite(update: Tensors) -> None:
-    """Raise ``UpdateError`` if a tensor holds NaN, Inf, or values whose squares overflow float32."""
+    """Raise ``UpdateError`` if a tensor holds NaN, Inf, or values whose squares
+    overflow float32.
+    """
     for name, tensor in update.items():
         if not tensor.is_floating_point():
             continue
@@ -149,8 +184,8 @@ def check_finite(update: Tensors) -> None:
             finite = bool(torch.isfinite(tensor).all())
             what = "values whose squares overflow float32" if finite else "NaN or Inf"
             raise UpdateError(
-                f"The tensor '{name}' holds {what}. Check the client's training (learning rate, mixed "
-                "precision) before sending it."
+                f"The tensor '{name}' holds {what}. Check the client's training "
+                "(learning rate, mixed precision) before sending it."
             )
 
 
@@ -169,22 +204,26 @@ def checked_device(device: torch.device | str) -> torch.device:
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:
         raise FedrotError(
-            f"The device '{device}' cannot be used: {error}. Take 'cpu', or install the torch that is "
-            "built for this device."
+            f"The device '{device}' cannot be used: {error}. Take 'cpu', or install "
+            "the torch that is built for this device."
         ) from error
     return found
 
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Multiply float32 matrices without rounding to TF32 or bfloat16; a context and a decorator.
+    """Multiply float32 matrices without rounding to TF32 or bfloat16; a context and a
+    decorator.
 
-    Users may allow the rounding for training (``torch.set_float32_matmul_precision``); rotations would
-    then be orthogonal only to 1e-3. The user's setting, which holds for all threads, is restored.
+    Users may allow the rounding for training (``torch.set_float32_matmul_precision``);
+    rotations would then be orthogonal only to 1e-3. The user's setting, which holds for
+    all threads, is restored.
     """
     try:
         chosen = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the user set the switches below to values that have no common name
+    except (
+        RuntimeError
+    ):  # the user set the switches below to values that have no common name
         chosen = "highest"
     had = [switch.fp32_precision for switch in _SWITCHES]
     torch.set_float32_matmul_precision("highest")
@@ -201,6 +240,9 @@ def full_float32() -> Iterator[None]:
 #: The settings of the backends; torch before 2.9 has one setting for all.
 _SWITCHES: tuple[Any, ...] = tuple(
     products
-    for products in (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+    for products in (
+        torch.backends.cuda.matmul,
+        getattr(torch.backends.mkldnn, "matmul", None),
+    )
     if hasattr(products, "fp32_precision")
 )

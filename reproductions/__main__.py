@@ -12,9 +12,14 @@ PROGRAM = ["python", "-m", "reproductions"]
 
 
 def main() -> None:
-    """Entry point; every process that it starts knows the laboratory's plug-ins, too."""
+    """Entry point; every process that it starts knows the laboratory's plug-ins,
+    too.
+    """
     paths = [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ |= {PLUGINS: "reproductions.plugins", "PYTHONPATH": os.pathsep.join(paths)}
+    os.environ |= {
+        PLUGINS: "reproductions.plugins",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
     from fedrot.simulations.cli import commands
     from fedrot.simulations.cli.app import prepare
     from reproductions.commands import app

@@ -26,29 +26,36 @@ _ROTATION = MOVEMENTS["rotation"]
 MOVEMENTS["rotation"] = replace(_ROTATION, parts=(*_ROTATION.parts, ADAPTERS))
 
 
-def adapter_symmetry(tensors: Mapping[str, Tensor] | Mapping[str, Sequence[int]]) -> Symmetry:
+def adapter_symmetry(
+    tensors: Mapping[str, Tensor] | Mapping[str, Sequence[int]],
+) -> Symmetry:
     """Describe the symmetry of LoRA adapters: every pair of factors can be rotated.
 
-    ``R A`` and ``B R^T`` have the product ``B A`` for every orthogonal ``R``. Give the result to
-    ``FedRot``, ``Aligned``, ``align_mod`` or ``fedrot.align`` where they expect a model's configuration,
-    with ``AlignmentOptions(parts=("adapters",))``. All clients need one rank.
+    ``R A`` and ``B R^T`` have the product ``B A`` for every orthogonal ``R``. Give the
+    result to ``FedRot``, ``Aligned``, ``align_mod`` or ``fedrot.align`` where they
+    expect a model's configuration, with ``AlignmentOptions(parts=("adapters",))``. All
+    clients need one rank.
 
-    Example: ``align_mod(adapter_symmetry(adapter), AlignmentOptions(parts=("adapters",)))``.
+    Example: ``align_mod(adapter_symmetry(adapter),
+    AlignmentOptions(parts=("adapters",)))``.
 
     Args:
-        tensors: of an adapter, or their shapes, as ``fedrot.lora.adapter_tensors`` returns them.
+        tensors: of an adapter, or their shapes, as ``fedrot.lora.adapter_tensors``
+            returns them.
 
     Raises:
         UpdateError: they are no adapter, or two factors have different ranks.
     """
-    shapes = {n: tuple(getattr(t, "shape", t)) for n, t in without_residuals(tensors).items()}
+    shapes = {
+        n: tuple(getattr(t, "shape", t)) for n, t in without_residuals(tensors).items()
+    }
     groups = []
     for pair in pairs_of(shapes):
         rank = shapes[pair.a][0]
         if shapes[pair.b][1] != rank:
             raise UpdateError(
-                f"The factors '{pair.a}' {list(shapes[pair.a])} and '{pair.b}' {list(shapes[pair.b])} "
-                "have no common rank."
+                f"The factors '{pair.a}' {list(shapes[pair.a])} and '{pair.b}' "
+                f"{list(shapes[pair.b])} have no common rank."
             )
         found = _LAYER.search(pair.module)
         layer = int(found.group(1)) if found else NO_LAYER

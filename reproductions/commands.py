@@ -27,16 +27,25 @@ def repeat(
     file: Annotated[
         Path,
         typer.Argument(
-            help="Name of a page's file, or a TOML file of [[experiment]] or, of barriers, [[task]].",
+            help=(
+                "Name of a page's file, or a TOML file of [[experiment]] or, of "
+                "barriers, [[task]]."
+            ),
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for results; what it has is not run again.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder for results; what it has is not run again.")
+    ],
     data_dir: Annotated[
         Path | None, typer.Option(help=Experiment.model_fields["data_dir"].description)
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one per core.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; default: one per core.")
+    ] = None,
     ray: Annotated[str, typer.Option(help="Address of a Ray cluster.")] = "",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, run nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, run nothing.")
+    ] = False,
 ) -> None:
     """Repeat a page of docs/results: experiments, or loss barriers."""
     file = file if file.suffix else GRIDS / f"{file}.toml"
@@ -53,7 +62,9 @@ def repeat(
         return
     for name, value in {"ray": ray, "dry-run": dry_run}.items():
         if value:
-            raise ValueError(f"--{name} has an effect only on experiments. Leave it out.")
+            raise ValueError(
+                f"--{name} has an effect only on experiments. Leave it out."
+            )
     from reproductions.barriers.grid import read_cells, run_grid
     from reproductions.barriers.summary import tables
 
@@ -61,7 +72,10 @@ def repeat(
     try:
         lines = run_grid(cells, out, command_line(), say, workers)
     except KeyboardInterrupt:
-        say(f"Interrupted; the finished cells are in {out}. Repeat the command to continue.")
+        say(
+            f"Interrupted; the finished cells are in {out}. Repeat the command to "
+            "continue."
+        )
         raise
     for table in tables(lines):
         console.print(table)

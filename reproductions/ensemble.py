@@ -16,10 +16,12 @@ from fedrot.tensors import Tensors
 
 
 class Ensemble(nn.Module):
-    """The average prediction of ``transformers`` classifiers (Jin et al. 2023, section 4.2).
+    """The average prediction of ``transformers`` classifiers (Jin et al. 2023, section
+    4.2).
 
-    With ``probabilities``, these are averaged instead of logits; ``logits`` of the output are then their
-    logarithms (log odds of several labels). Regressions always average their outputs.
+    With ``probabilities``, these are averaged instead of logits; ``logits`` of the
+    output are then their logarithms (log odds of several labels). Regressions always
+    average their outputs.
     """
 
     def __init__(self, models: Sequence[Any], probabilities: bool = False) -> None:
@@ -29,13 +31,17 @@ class Ensemble(nn.Module):
         self.probabilities = probabilities and self.config.problem_type != "regression"
 
     def forward(self, **inputs: Tensor) -> SimpleNamespace:
-        """Return an object with the ``logits`` ``[rows, labels]`` of all models together."""
+        """Return an object with the ``logits`` ``[rows, labels]`` of all models
+        together.
+        """
         logits = torch.stack([model(**inputs).logits for model in self.models])
         if not self.probabilities:
             return SimpleNamespace(logits=logits.mean(0))
         if self.config.problem_type == "multi_label_classification":
             return SimpleNamespace(logits=logits.sigmoid().mean(0).logit(eps=1e-7))
-        return SimpleNamespace(logits=logits.log_softmax(-1).logsumexp(0) - np.log(len(logits)))
+        return SimpleNamespace(
+            logits=logits.log_softmax(-1).logsumexp(0) - np.log(len(logits))
+        )
 
 
 def with_state(shell: nn.Module, state: Tensors) -> nn.Module:

@@ -1,4 +1,6 @@
-"""Kinds of strategies: ensembles, rivals' adapters, rotated adapters, and one model on all rows."""
+"""Kinds of strategies: ensembles, rivals' adapters, rotated adapters, and one model on
+all rows.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from torch import nn
 
 from fedrot.lora import load_adapter, train_only
 from fedrot.options import AlignmentOptions
-from fedrot.simulations.federation.cells import RUNS, CellRun, CellStrategy, run_federated
+from fedrot.simulations.federation.cells import (
+    RUNS,
+    CellRun,
+    CellStrategy,
+    run_federated,
+)
 from fedrot.simulations.models import LOADERS, model_config, tensors_of
 from fedrot.simulations.settings import TASKS, Experiment
 from fedrot.simulations.strategy import KINDS, NAMED, Strategy
@@ -30,11 +37,21 @@ from reproductions.lora_rivals import RivalOptions
 from reproductions.lora_strategies import FedAvgRivalLoRA
 
 #: Fields of a strategy that these kinds read; others are FedRot's.
-OF_ALL = {"name", "kind", "learning_rate", "fraction_train", "weighted_by_key", "clients", "options"}
+OF_ALL = {
+    "name",
+    "kind",
+    "learning_rate",
+    "fraction_train",
+    "weighted_by_key",
+    "clients",
+    "options",
+}
 
 
 class _Keeping(Aligner):
-    """Leaves updates as they were received, and adds a client's model to ``models`` for each."""
+    """Leaves updates as they were received, and adds a client's model to ``models`` for
+    each.
+    """
 
     def __init__(self, network: nn.Module) -> None:
         self.network, self.models = network, list[nn.Module]()
@@ -45,7 +62,9 @@ class _Keeping(Aligner):
 
 
 class EnsembleCell(CellStrategy, FedRot):
-    """FedAvg for one cell, whose clients' models answer together by the options of ``Ensemble``."""
+    """FedAvg for one cell, whose clients' models answer together by the options of
+    ``Ensemble``.
+    """
 
     def __init__(self, cell: CellRun, model: nn.Module) -> None:
         settings = model_config(cell.experiment, cell.task.data)
@@ -58,7 +77,9 @@ class EnsembleCell(CellStrategy, FedRot):
         self._models = kept.models
         return kept
 
-    def evaluate_centrally(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
+    def evaluate_centrally(
+        self, server_round: int, arrays: ArrayRecord
+    ) -> MetricRecord:
         """Evaluate the clients' models of the round together."""
         if not self._models:
             return super().evaluate_centrally(server_round, arrays)
@@ -72,7 +93,9 @@ class RivalCell(CellStrategy, FedAvgRivalLoRA):
     def __init__(self, cell: CellRun, model: Any) -> None:
         adapters = RivalOptions(**cell.strategy.options)
         super().__init__(cell, model, model.peft_config["default"], adapters)
-        self._how = "fold" if adapters.folds else "first" if adapters.method == "pad" else "all"
+        self._how = (
+            "fold" if adapters.folds else "first" if adapters.method == "pad" else "all"
+        )
         self.loads = f"{self._how} both"
 
     def configure_train(
@@ -84,11 +107,15 @@ class RivalCell(CellStrategy, FedAvgRivalLoRA):
 
 
 class AdaptersCell(CellStrategy, FedRot):
-    """``FedRot`` of adapters for one cell, by options of ``AlignmentOptions`` other than ``parts``."""
+    """``FedRot`` of adapters for one cell, by options of ``AlignmentOptions`` other
+    than ``parts``.
+    """
 
     def __init__(self, cell: CellRun, model: nn.Module) -> None:
         options = AlignmentOptions(parts=(ADAPTERS,), **cell.strategy.options)
-        super().__init__(cell, model, adapter_symmetry(tensors_of(model)), alignment=options)
+        super().__init__(
+            cell, model, adapter_symmetry(tensors_of(model)), alignment=options
+        )
 
 
 def _load(load: Any, factors: str, model: Any, tensors: Tensors) -> None:
@@ -100,11 +127,15 @@ def _load(load: Any, factors: str, model: Any, tensors: Tensors) -> None:
 # What refuses a strategy of a kind
 
 
-def _check(strategy: Strategy, experiment: Experiment, of_adapters: bool | None = None) -> None:
+def _check(
+    strategy: Strategy, experiment: Experiment, of_adapters: bool | None = None
+) -> None:
     """Refuse what the kind does not read, and experiments with or without adapters."""
     for name, usual in Strategy.model_fields.items():
         if name not in OF_ALL and getattr(strategy, name) != usual.default:
-            raise ValueError(f"kind '{strategy.kind}' does not read {name}; leave it out")
+            raise ValueError(
+                f"kind '{strategy.kind}' does not read {name}; leave it out"
+            )
     if of_adapters is not None and of_adapters != bool(experiment.lora):
         what = "adapters; give lora" if of_adapters else "whole models; leave out lora"
         raise ValueError(f"kind '{strategy.kind}' is for {what}")
@@ -113,9 +144,13 @@ def _check(strategy: Strategy, experiment: Experiment, of_adapters: bool | None 
 def _check_ensemble(strategy: Strategy, experiment: Experiment) -> None:
     _check(strategy, experiment, of_adapters=False)
     if strategy.options.keys() - {"probabilities"}:
-        raise ValueError(f"options of an ensemble are {strategy.options}; give probabilities or none")
+        raise ValueError(
+            f"options of an ensemble are {strategy.options}; give probabilities or none"
+        )
     if not TASKS[experiment.task].classifies:
-        able = " or ".join(f"'{task}'" for task, traits in TASKS.items() if traits.classifies)
+        able = " or ".join(
+            f"'{task}'" for task, traits in TASKS.items() if traits.classifies
+        )
         raise ValueError(f"ensembles are for task {able}, not for '{experiment.task}'")
 
 
@@ -130,21 +165,38 @@ def _check_rival(strategy: Strategy, experiment: Experiment) -> None:
     _check(strategy, experiment, of_adapters=True)
     adapters = RivalOptions(**strategy.options)
     if len(set(experiment.ranks)) > 1 and not adapters.kind.any_rank:
-        raise ValueError(f"factors of different ranks have no mean (method '{adapters.method}')")
+        raise ValueError(
+            f"factors of different ranks have no mean (method '{adapters.method}')"
+        )
 
 
 def run_joined(cell: CellRun, fewer: bool = False) -> None:
-    """Train one model on all clients' rows, with ``fewer`` for as many steps as one client."""
-    model, experiment, clients = cell.model(), cell.experiment, cell.client_rows(held_out=False)
-    rows, share = np.sort(np.concatenate([*clients.values()])), 1 / len(clients) if fewer else 1.0
+    """Train one model on all clients' rows, with ``fewer`` for as many steps as one
+    client.
+    """
+    model, experiment, clients = (
+        cell.model(),
+        cell.experiment,
+        cell.client_rows(held_out=False),
+    )
+    rows, share = (
+        np.sort(np.concatenate([*clients.values()])),
+        1 / len(clients) if fewer else 1.0,
+    )
     cell.finish_round(0, model)
     for server_round in range(1, experiment.rounds + 1):
-        stream, epochs = cell.seed * 1_000 + server_round, share * experiment.epochs(server_round)
+        stream, epochs = (
+            cell.seed * 1_000 + server_round,
+            share * experiment.epochs(server_round),
+        )
         training.train(model, cell.task, rows, stream, epochs, cell.job["lr"])
         cell.finish_round(server_round, model)
 
 
-NAMED["joined"] = {"kind": "joined", "says": "One model, trained on the rows of all clients."}
+NAMED["joined"] = {
+    "kind": "joined",
+    "says": "One model, trained on the rows of all clients.",
+}
 KINDS |= {
     "joined": _check,
     "ensemble": _check_ensemble,
@@ -166,6 +218,10 @@ BOUNDS |= {
 }
 LOADERS |= {
     f"{how} {factors}": partial(_load, load, factors)
-    for how, load in (("all", load_adapter), ("first", load_first), ("fold", load_folded))
+    for how, load in (
+        ("all", load_adapter),
+        ("first", load_first),
+        ("fold", load_folded),
+    )
     for factors in ("A", "B", "both")
 }

@@ -1,9 +1,10 @@
 """Learned matching beyond rotations: ``GL(d_h)`` in heads, and soft permutations.
 
-Every head gets a matrix ``exp(X)``, with ``X`` skew for rotations and unconstrained for ``GL(d_h)``, and
-so does a residual stream that is rotated. Every permutation gets a matrix of scores: the best assignment
-is applied, and the gradient is that of Sinkhorn iterations (a straight-through estimator). The cost is
-``steps`` training steps of the model.
+Every head gets a matrix ``exp(X)``, with ``X`` skew for rotations and unconstrained for
+``GL(d_h)``, and so does a residual stream that is rotated. Every permutation gets a
+matrix of scores: the best assignment is applied, and the gradient is that of Sinkhorn
+iterations (a straight-through estimator). The cost is ``steps`` training steps of the
+model.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from torch import Tensor
 
 from fedrot.alignment import Alignment, align, alignment_of
 from fedrot.errors import FedrotError
-from fedrot.learning import Learned, Loss, between, descend, is_continuous, multiplied, turned
+from fedrot.learning import (
+    Learned,
+    Loss,
+    between,
+    descend,
+    is_continuous,
+    multiplied,
+    turned,
+)
 from fedrot.learning import initial as initial_of
 from fedrot.matching.assignment import best_columns
 from fedrot.matching.descent import compact
@@ -35,10 +44,12 @@ _SINKHORN_STEPS = 10
 
 @dataclass(frozen=True)
 class HeadLinear(HeadRotation):
-    """``GL(dim)`` in each head, the full symmetry of a head; an element is ``[heads, dim, dim]``.
+    """``GL(dim)`` in each head, the full symmetry of a head; an element is ``[heads,
+    dim, dim]``.
 
-    The contravariant side moves by the inverse transpose. The action is no isometry and changes what
-    weight decay and Adam see: learned matching may use it, alignment in rounds does not.
+    The contravariant side moves by the inverse transpose. The action is no isometry and
+    changes what weight decay and Adam see: learned matching may use it, alignment in
+    rounds does not.
 
     Source: Zhang et al. 2025, Theorem 4.1.
     """
@@ -47,15 +58,21 @@ class HeadLinear(HeadRotation):
     def free(self) -> int:
         return self.heads * self.dim**2
 
-    def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
-        return super().act(torch.linalg.inv(element).mT if contravariant else element, x, axis)
+    def act(
+        self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False
+    ) -> Tensor:
+        return super().act(
+            torch.linalg.inv(element).mT if contravariant else element, x, axis
+        )
 
     def inverse(self, element: Tensor) -> Tensor:
         return torch.linalg.inv(element)
 
     def random(self, generator: torch.Generator) -> Tensor:
         shape = (self.heads, self.dim, self.dim)
-        small = torch.randn(shape, generator=generator, dtype=torch.float64) / (2 * self.dim**0.5)
+        small = torch.randn(shape, generator=generator, dtype=torch.float64) / (
+            2 * self.dim**0.5
+        )
         return super().random(generator) @ torch.matrix_exp(small)
 
     def exponential(self, parameter: Tensor) -> Tensor:
@@ -73,14 +90,17 @@ class LearningOptions:
     """Settings of ``learn_alignment``.
 
     Attributes:
-        parts: any of ``attention``, ``ffn``, ``residual``; other parts keep their elements.
-        general: learn ``GL(d_h)`` in place of rotations of the heads. The distance to the anchor may
-            grow. The loss of the average falls for two models and rises for more.
+        parts: any of ``attention``, ``ffn``, ``residual``; other parts keep their
+            elements.
+        general: learn ``GL(d_h)`` in place of rotations of the heads. The distance to
+            the anchor may grow. The loss of the average falls for two models and rises
+            for more.
         steps: gradient steps; 0 returns the start.
-        points: where on the line from the anchor (0) to the update (1) the loss is taken: evenly drawn
-            between these two for every step. Equal ones are a fixed point; 0.5 is the average.
-        lr, permutation_lr: Adam's learning rates for the heads' matrices and for the permutations'
-            scores; both decay linearly to 0.
+        points: where on the line from the anchor (0) to the update (1) the loss is
+            taken: evenly drawn between these two for every step. Equal ones are a fixed
+            point; 0.5 is the average.
+        lr, permutation_lr: Adam's learning rates for the heads' matrices and for the
+            permutations' scores; both decay linearly to 0.
         temperature: of the Sinkhorn iterations.
     """
 
@@ -96,12 +116,18 @@ class LearningOptions:
         for part in self.parts:
             if part not in LEARNED_PARTS:
                 known = ", ".join(LEARNED_PARTS)
-                raise FedrotError(f"Part '{part}' cannot be learned; choose from {known}.")
+                raise FedrotError(
+                    f"Part '{part}' cannot be learned; choose from {known}."
+                )
         sizes = (self.lr, self.permutation_lr, self.temperature)
         if self.steps < 0 or not all(0 < size < float("inf") for size in sizes):
-            raise FedrotError("steps must not be negative; rates and temperature must be positive.")
+            raise FedrotError(
+                "steps must not be negative; rates and temperature must be positive."
+            )
         if not 0 <= self.points[0] <= self.points[1] <= 1:
-            raise FedrotError(f"points are {self.points}; they must ascend, from 0 to 1 at most.")
+            raise FedrotError(
+                f"points are {self.points}; they must ascend, from 0 to 1 at most."
+            )
 
 
 def learn_alignment(
@@ -113,7 +139,8 @@ def learn_alignment(
     start: Alignment | None = None,
     options: LearningOptions | None = None,
 ) -> Learned:
-    """Learn the update's group elements that minimise the loss between it and the anchor.
+    """Learn the update's group elements that minimise the loss between it and the
+    anchor.
 
     Args:
         loss: a differentiable loss, such as ``loss_of(model)``.
@@ -132,14 +159,24 @@ def learn_alignment(
     moved = {name: tensor.detach() for name, tensor in start.apply(update).items()}
     fixed = {name: tensor.detach() for name, tensor in anchor.items()}
     chosen = symmetry.select(options.parts) if options.steps else ()
-    # Signs have no gradient, and the neurons of experts no matrix: they stay as they were found.
+    # Signs have no gradient, and the neurons of experts no matrix: they stay as they
+    # were found.
     kept = (RotarySigns, ExpertNeurons)
-    groups = [_learnable(group, options) for group in chosen if not isinstance(group.kind, kept)]
+    groups = [
+        _learnable(group, options)
+        for group in chosen
+        if not isinstance(group.kind, kept)
+    ]
     learned = [(group, initial(group.kind)) for group in groups]
     heads = [parameter for group, parameter in learned if is_continuous(group.kind)]
-    orders = [parameter for group, parameter in learned if not is_continuous(group.kind)]
+    orders = [
+        parameter for group, parameter in learned if not is_continuous(group.kind)
+    ]
     optimizer = torch.optim.Adam(
-        [{"params": heads, "lr": options.lr}, {"params": orders, "lr": options.permutation_lr}]
+        [
+            {"params": heads, "lr": options.lr},
+            {"params": orders, "lr": options.permutation_lr},
+        ]
     )
     low, high = options.points
     drawn = torch.Generator().manual_seed(0)
@@ -150,10 +187,14 @@ def learn_alignment(
 
     losses = descend(value, batches, optimizer, options.steps if groups else 0)
     with torch.no_grad():
-        found = [Move(group, _element(group, parameter)) for group, parameter in learned]
+        found = [
+            Move(group, _element(group, parameter)) for group, parameter in learned
+        ]
     seconds = time.perf_counter() - begin
     moves = compact([*start.moves, *found])
-    return Learned(alignment_of(moves, update, anchor, symmetry, seconds), losses, seconds)
+    return Learned(
+        alignment_of(moves, update, anchor, symmetry, seconds), losses, seconds
+    )
 
 
 def _moved_by(
@@ -185,23 +226,30 @@ def _matrix(group: Group, parameter: Tensor, options: LearningOptions) -> Tensor
     """Return the element in a form that has a gradient: a permutation as a matrix."""
     if is_continuous(group.kind):
         return turned(group.kind, parameter)
-    # A straight-through estimator: the value is the best assignment, the gradient is Sinkhorn's.
+    # A straight-through estimator: the value is the best assignment, the gradient is
+    # Sinkhorn's.
     soft = parameter / options.temperature
     for _ in range(_SINKHORN_STEPS):
         soft = soft - soft.logsumexp(1, keepdim=True)
         soft = soft - soft.logsumexp(0, keepdim=True)
     soft = soft.exp()
-    hard = torch.eye(len(parameter)).to(parameter)[best_columns(parameter.detach()).to(parameter.device)]
+    hard = torch.eye(len(parameter)).to(parameter)[
+        best_columns(parameter.detach()).to(parameter.device)
+    ]
     return hard + soft - soft.detach()
 
 
 def _multiplied(tensor: Tensor, slot: Slot, group: Group, matrix: Tensor) -> Tensor:
-    """Return the tensor with one slot moved by an element from ``_matrix``, differentiably."""
+    """Return the tensor with one slot moved by an element from ``_matrix``,
+    differentiably.
+    """
     if is_continuous(group.kind):
         return multiplied(tensor, slot, group, matrix)
     units = slot.of(tensor)
     out = tensor.clone()
-    moved = torch.tensordot(matrix.to(units), units, ([1], [slot.axis])).movedim(0, slot.axis)
+    moved = torch.tensordot(matrix.to(units), units, ([1], [slot.axis])).movedim(
+        0, slot.axis
+    )
     slot.slice.write(out, slot.axis, moved)
     return out
 

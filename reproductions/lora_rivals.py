@@ -1,4 +1,6 @@
-"""Rival ways to average LoRA adapters: HetLoRA, FedRot-LoRA, FedEx-LoRA, FLoRA, FFA-LoRA and RoLoRA."""
+"""Rival ways to average LoRA adapters: HetLoRA, FedRot-LoRA, FedEx-LoRA, FLoRA,
+FFA-LoRA and RoLoRA.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,17 @@ T = TypeVar("T")
 
 
 def residual_name(pair: Pair) -> str:
-    """Return the name of what a module's base weights receive: a dense ``[out, in]`` matrix."""
+    """Return the name of what a module's base weights receive: a dense ``[out, in]``
+    matrix.
+    """
     return f"{pair.module}{_RESIDUAL}"
 
 
 def without_residuals(tensors: Mapping[str, T]) -> dict[str, T]:
     """Return an adapter without what is for the base weights."""
-    return {name: tensor for name, tensor in tensors.items() if not name.endswith(_RESIDUAL)}
+    return {
+        name: tensor for name, tensor in tensors.items() if not name.endswith(_RESIDUAL)
+    }
 
 
 @dataclass(frozen=True)
@@ -53,25 +59,29 @@ class RivalOptions(AdapterOptions):
     """Options for averages of adapters by rivals.
 
     Attributes:
-        method: ``mean`` and ``exact`` of ``AdapterOptions``, and three more. ``pad`` averages the
-            factors of clients of different ranks: smaller factors are padded with zeros (as HetLoRA,
-            which also weights clients by the size of their updates and prunes). ``rotate`` rotates each
-            client's factors to those that it received, or to the mean so far, and averages them.
-            ``stack`` adds the mean product to the base weights, and begins anew with a random ``A`` and
-            ``B = 0`` (FLoRA); it needs ``residual="fold"``.
+        method: ``mean`` and ``exact`` of ``AdapterOptions``, and three more. ``pad``
+            averages the factors of clients of different ranks: smaller factors are
+            padded with zeros (as HetLoRA, which also weights clients by the size of
+            their updates and prunes). ``rotate`` rotates each client's factors to those
+            that it received, or to the mean so far, and averages them. ``stack`` adds
+            the mean product to the base weights, and begins anew with a random ``A``
+            and ``B = 0`` (FLoRA); it needs ``residual="fold"``.
         gauge: of ``exact``, those of ``AdapterOptions``, and ``mean``.
         strength: of ``rotate``: 1 applies the best rotation, 0 applies none.
-        by: of ``rotate``: ``both`` computes the rotation from ``A`` and ``B``; ``alternate`` from ``A``
-            in odd rounds and from ``B`` in even ones (FedRot-LoRA).
-        limit: a sum of products with more than twice so many terms is cut to this rank. None: four times
-            the largest rank, the result's if that is larger. ``fold`` ignores it, and keeps all.
-        residual: the difference between the mean product and the product of the new factors. ``drop``
-            discards it. ``fold`` adds it to the base weights (with ``mean``: FedEx-LoRA). Clients
-            receive its sum over the rounds as a dense matrix for each module, see
-            ``reproductions.lora_clients.load_folded``.
-        schedule: of ``mean``, the factors that clients train: ``both``; ``B`` alone (``freeze-a``,
-            FFA-LoRA); or ``B`` in odd and ``A`` in even rounds (``alternate``, RoLoRA). The mean is
-            exact where one factor is the same at all clients.
+        by: of ``rotate``: ``both`` computes the rotation from ``A`` and ``B``;
+            ``alternate`` from ``A`` in odd rounds and from ``B`` in even ones
+            (FedRot-LoRA).
+        limit: a sum of products with more than twice so many terms is cut to this rank.
+            None: four times the largest rank, the result's if that is larger. ``fold``
+            ignores it, and keeps all.
+        residual: the difference between the mean product and the product of the new
+            factors. ``drop`` discards it. ``fold`` adds it to the base weights (with
+            ``mean``: FedEx-LoRA). Clients receive its sum over the rounds as a dense
+            matrix for each module, see ``reproductions.lora_clients.load_folded``.
+        schedule: of ``mean``, the factors that clients train: ``both``; ``B`` alone
+            (``freeze-a``, FFA-LoRA); or ``B`` in odd and ``A`` in even rounds
+            (``alternate``, RoLoRA). The mean is exact where one factor is the same at
+            all clients.
 
     Raises:
         FedrotError: a value is unknown, or two of them do not go together.
@@ -89,33 +99,52 @@ class RivalOptions(AdapterOptions):
         for name, values in known.items():
             if getattr(self, name) not in values:
                 raise FedrotError(
-                    f"Unknown {name} '{getattr(self, name)}' of adapters; one of {', '.join(values)}."
+                    f"Unknown {name} '{getattr(self, name)}' of adapters; one of "
+                    f"{', '.join(values)}."
                 )
         if not isinstance(self.strength, int | float) or not 0 <= self.strength <= 1:
-            raise FedrotError(f"strength is {self.strength!r}; it is a number from 0 to 1.")
-        if self.limit is not None and (not isinstance(self.limit, int) or self.limit < 1):
+            raise FedrotError(
+                f"strength is {self.strength!r}; it is a number from 0 to 1."
+            )
+        if self.limit is not None and (
+            not isinstance(self.limit, int) or self.limit < 1
+        ):
             raise FedrotError(f"limit is {self.limit!r}; it is a rank, 1 at least.")
         for name in ("strength", "by"):
-            if self.method != "rotate" and getattr(self, name) != getattr(type(self), name):
+            if self.method != "rotate" and getattr(self, name) != getattr(
+                type(self), name
+            ):
                 raise FedrotError(
-                    f"{name} is an option of method 'rotate', and does nothing with '{self.method}'."
+                    f"{name} is an option of method 'rotate', and does nothing with "
+                    f"'{self.method}'."
                 )
         if self.schedule != "both" and self.method != "mean":
             raise FedrotError(
-                f"schedule is '{self.schedule}', but method '{self.method}' changes both factors. Take "
-                "method='mean': it is exact where one factor is frozen."
+                f"schedule is '{self.schedule}', but method '{self.method}' changes "
+                "both factors. Take method='mean': it is exact where one factor is "
+                "frozen."
             )
         if self.schedule == "freeze-a" and self.folds:
-            raise FedrotError("Where A is frozen the mean is exact: there is nothing to fold.")
+            raise FedrotError(
+                "Where A is frozen the mean is exact: there is nothing to fold."
+            )
         if self.method == "stack" and not self.folds:
             raise FedrotError(
-                "Method 'stack' begins anew with a product of 0 in every round, and what clients have "
-                "learned would be lost. Give residual='fold', which adds it to the base weights."
+                "Method 'stack' begins anew with a product of 0 in every round, and "
+                "what clients have learned would be lost. Give residual='fold', which "
+                "adds it to the base weights."
             )
 
     def __str__(self) -> str:
-        others = {"residual": self.residual != "drop", "schedule": self.schedule != "both"}
-        said = (f", {name} '{getattr(self, name)}'" for name, differs in others.items() if differs)
+        others = {
+            "residual": self.residual != "drop",
+            "schedule": self.schedule != "both",
+        }
+        said = (
+            f", {name} '{getattr(self, name)}'"
+            for name, differs in others.items()
+            if differs
+        )
         return super().__str__() + "".join(said)
 
     @property
@@ -124,7 +153,9 @@ class RivalOptions(AdapterOptions):
         return self.residual == "fold"
 
     def frozen(self, server_round: int) -> Factor | None:
-        """Return the factor that clients do not train in a round; rounds count from 1."""
+        """Return the factor that clients do not train in a round; rounds count from
+        1.
+        """
         if self.schedule == "both":
             return None
         return "A" if self.schedule == "freeze-a" or server_round % 2 else "B"
@@ -134,7 +165,9 @@ class RivalOptions(AdapterOptions):
         return {None: "both", "A": "B", "B": "A"}[self.frozen(server_round)]
 
     def rotates_by(self, server_round: int) -> Factor | None:
-        """Return the factor that alone decides the rotations of a round, None for both."""
+        """Return the factor that alone decides the rotations of a round, None for
+        both.
+        """
         if self.by == "both":
             return None
         return "A" if server_round % 2 else "B"
@@ -145,11 +178,14 @@ class RivalOptions(AdapterOptions):
         return replace(METHODS[self.method], sums=partial(RivalSums, self))
 
 
-def rotation(factors: Factors, to: Factors, strength: float = 1.0, by: Factor | None = None) -> Tensor:
-    """Return the ``R`` ``[rank, rank]`` for which ``R A`` and ``B R^T`` are nearest to others.
+def rotation(
+    factors: Factors, to: Factors, strength: float = 1.0, by: Factor | None = None
+) -> Tensor:
+    """Return the ``R`` ``[rank, rank]`` for which ``R A`` and ``B R^T`` are nearest to
+    others.
 
-    One factor alone, ``by``, may find a rotation that is not there. A ``strength`` below 1 goes a part
-    of the way: ``polar((1 - strength) I + strength R)``.
+    One factor alone, ``by``, may find a rotation that is not there. A ``strength``
+    below 1 goes a part of the way: ``polar((1 - strength) I + strength R)``.
     """
     a, b = factors
     near_a, near_b = to[0] @ a.mT, to[1].mT @ b
@@ -161,9 +197,11 @@ def rotation(factors: Factors, to: Factors, strength: float = 1.0, by: Factor | 
 
 
 class RivalSums(ModuleSums):
-    """The sums of one module by ``RivalOptions``; the plan's ``previous`` may have residuals.
+    """The sums of one module by ``RivalOptions``; the plan's ``previous`` may have
+    residuals.
 
-    ``mean`` is that of the factors as the clients sent them, ``used`` that of the rotated ones.
+    ``mean`` is that of the factors as the clients sent them, ``used`` that of the
+    rotated ones.
     """
 
     def __init__(self, options: RivalOptions, pair: Pair, plan: Plan) -> None:
@@ -172,25 +210,35 @@ class RivalSums(ModuleSums):
         self.used = Mean() if options.method == "rotate" else self.mean
 
     def check(self, a: Tensor, b: Tensor, settings: LoraSettings) -> None:
-        """Raise ``UpdateError`` as ``ModuleSums``; or if a frozen factor was trained."""
+        """Raise ``UpdateError`` as ``ModuleSums``; or if a frozen factor was
+        trained.
+        """
         super().check(a, b, settings)
         self._padding(a)
         received = self.received(a)
         if self.frozen is None or received is None or received[0].shape != a.shape:
             return
         of_a = self.frozen == "A"
-        name, own, sent = (self.pair.a, a, received[0]) if of_a else (self.pair.b, b, received[1])
-        # Rounding on the wire is no training, that to float16's smallest numbers neither.
-        allowed = FROZEN * torch.linalg.vector_norm(sent) + SMALLEST * sent.numel() ** 0.5
+        name, own, sent = (
+            (self.pair.a, a, received[0]) if of_a else (self.pair.b, b, received[1])
+        )
+        # Rounding on the wire is no training, that to float16's smallest numbers
+        # neither.
+        allowed = (
+            FROZEN * torch.linalg.vector_norm(sent) + SMALLEST * sent.numel() ** 0.5
+        )
         if torch.linalg.vector_norm(own - sent) > allowed:
             raise UpdateError(
-                f"The factor '{name}' is not the one that the client received, but {self.frozen} is "
-                "frozen in this round. Call reproductions.lora_clients.train_only(model, config) before "
-                "the client trains."
+                f"The factor '{name}' is not the one that the client received, but "
+                f"{self.frozen} is frozen in this round. Call "
+                "reproductions.lora_clients.train_only(model, config) before the "
+                "client trains."
             )
 
     def add(self, sent: Factors, weight: float) -> None:
-        """Add the factors of one client, rotated to what it received or to the mean so far if asked."""
+        """Add the factors of one client, rotated to what it received or to the mean so
+        far if asked.
+        """
         used, padding = self._used(sent), self._padding(sent[0])
         (a, b), self.products.limit = used, self.limit(*sent)
         self.products.add(b, a, weight)
@@ -205,7 +253,9 @@ class RivalSums(ModuleSums):
             self.mean.add({"a": a, "b": b}, weight)
 
     def limit(self, a: Tensor, b: Tensor) -> int:
-        """Return the rank that a module's sum keeps: with a residual as much as a product can have."""
+        """Return the rank that a module's sum keeps: with a residual as much as a
+        product can have.
+        """
         if self.options.folds:
             return min(len(b), a.shape[1])
         if self.options.limit is None:
@@ -213,8 +263,13 @@ class RivalSums(ModuleSums):
         return max(self.options.limit, self.plan.rank or 0)
 
     def wanted(self, terms: Terms, rank: int) -> Wanted:
-        """Return the mean product, and the factors that were used; a frozen one stays as it was."""
-        found, scale = super().wanted(terms, rank), self.plan.settings.scale(self.pair.module, rank)
+        """Return the mean product, and the factors that were used; a frozen one stays
+        as it was.
+        """
+        found, scale = (
+            super().wanted(terms, rank),
+            self.plan.settings.scale(self.pair.module, rank),
+        )
         near = self._used_factors(scale)
         if near is None or len(near[0]) != rank:
             return replace(found, mean=None)
@@ -254,26 +309,34 @@ class RivalSums(ModuleSums):
         return r @ a, scale * (own[1] @ r.mT)
 
     def _padding(self, a: Tensor) -> int:
-        """Return by how much the rank of a client's factors is smaller than the result's."""
+        """Return by how much the rank of a client's factors is smaller than the
+        result's.
+        """
         if self.options.method != "pad":
             return 0
         received = self.received(a)
         if received is None:
             raise UpdateError(
-                "Method 'pad' pads factors to the rank of the adapter that the clients received. Give "
-                "it as previous."
+                "Method 'pad' pads factors to the rank of the adapter that the clients "
+                "received. Give it as previous."
             )
         return max(len(received[0]) - len(a), 0)
 
 
 def anew(sums: ModuleSums, terms: Terms, rank: int) -> Factors:
-    """Return a start of LoRA as PEFT draws it: ``A`` uniform, for embeddings normal, and ``B = 0``."""
+    """Return a start of LoRA as PEFT draws it: ``A`` uniform, for embeddings normal,
+    and ``B = 0``.
+    """
     of_embedding = sums.pair.of_embedding
     seed = zlib.crc32(f"{sums.pair.module} {sums.plan.server_round}".encode())
 
     def start(of: Wanted) -> Factors:
         draw = torch.randn if of_embedding else torch.rand
-        drawn = draw(of.vt.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        drawn = draw(
+            of.vt.shape,
+            generator=torch.Generator().manual_seed(seed),
+            dtype=torch.float64,
+        )
         a = drawn if of_embedding else (2 * drawn - 1) * of.vt.shape[1] ** -0.5
         return a.to(of.vt), torch.zeros_like(of.u)
 

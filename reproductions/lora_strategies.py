@@ -1,4 +1,6 @@
-"""The strategies ``RivalLoRA`` and ``FedAvgRivalLoRA``: rival averages of LoRA adapters in Flower."""
+"""The strategies ``RivalLoRA`` and ``FedAvgRivalLoRA``: rival averages of LoRA adapters
+in Flower.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +24,27 @@ from reproductions.lora_rivals import RivalOptions, without_residuals
 
 
 class RivalLoRA(AlignedLoRA):
-    """``AlignedLoRA`` by ``RivalOptions``: clients are told which factors to train, and get residuals.
+    """``AlignedLoRA`` by ``RivalOptions``: clients are told which factors to train, and
+    get residuals.
 
-    Clients call ``reproductions.lora_clients.train_only(model, config)`` before they train, and
-    ``load_folded`` or ``load_first`` in place of ``fedrot.lora.load_adapter``.
+    Clients call ``reproductions.lora_clients.train_only(model, config)`` before they
+    train, and ``load_folded`` or ``load_first`` in place of
+    ``fedrot.lora.load_adapter``.
 
     Raises:
-        FedrotError: as ``AlignedLoRA``; or ``residual="fold"`` is asked for and the base strategy is not
-            FedAvg. In the first round: ``freeze-a`` is asked for and embeddings are adapted.
+        FedrotError: as ``AlignedLoRA``; or ``residual="fold"`` is asked for and the
+            base strategy is not FedAvg. In the first round: ``freeze-a`` is asked for
+            and embeddings are adapted.
     """
 
     adapters: RivalOptions
 
     def __init__(
-        self, settings: object, adapters: AdapterOptions | None = None, *args: Any, **kwargs: Any
+        self,
+        settings: object,
+        adapters: AdapterOptions | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         given = checked_adapter_options(adapters)
         if not isinstance(given, RivalOptions):
@@ -43,19 +52,23 @@ class RivalLoRA(AlignedLoRA):
         super().__init__(settings, given, *args, **kwargs)
         if self.adapters.folds and self.wrapped_class is not FedAvg:
             raise FedrotError(
-                f"residual='fold' changes the base weights, for which {self.wrapped_class.__name__} has "
-                "no step. Take FedAvgRivalLoRA, or residual='drop'."
+                "residual='fold' changes the base weights, for which "
+                f"{self.wrapped_class.__name__} has no step. Take FedAvgRivalLoRA, or "
+                "residual='drop'."
             )
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Tell the clients which factors they train, and whether a residual will come."""
+        """Tell the clients which factors they train, and whether a residual will
+        come.
+        """
         tables = [name for name in arrays if "lora_embedding_A" in name]
         if tables and self.adapters.schedule == "freeze-a":
             raise FedrotError(
-                f"'{tables[0]}' is 0 at the start, as PEFT draws adapters of embeddings: with "
-                "schedule='freeze-a' it would stay so. Adapt no embeddings, or take 'alternate'."
+                f"'{tables[0]}' is 0 at the start, as PEFT draws adapters of "
+                "embeddings: with schedule='freeze-a' it would stay so. Adapt no "
+                "embeddings, or take 'alternate'."
             )
         config[TRAIN] = self.adapters.trained(server_round)
         if self.adapters.folds:
@@ -63,14 +76,17 @@ class RivalLoRA(AlignedLoRA):
         return super().configure_train(server_round, arrays, config, grid)
 
     def check_own_messages(self, messages: Sequence[Message]) -> None:
-        """Refuse messages that do not say which factors to train, where the answer is not: both."""
+        """Refuse messages that do not say which factors to train, where the answer is
+        not: both.
+        """
         configs = (c for m in messages for c in m.content.config_records.values())
         must_say = self.adapters.schedule != "both" or self.adapters.folds
         if must_say and not any(TRAIN in config for config in configs):
             raise FedrotError(
-                f"The messages of {type(self).__name__} do not say which factors to train, or that a "
-                "residual will come. Let its configure_train call super().configure_train(server_round, "
-                "arrays, config, grid), and change the messages that this returns."
+                f"The messages of {type(self).__name__} do not say which factors to "
+                "train, or that a residual will come. Let its configure_train call "
+                "super().configure_train(server_round, arrays, config, grid), and "
+                "change the messages that this returns."
             )
 
     def model_of(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -78,7 +94,9 @@ class RivalLoRA(AlignedLoRA):
         return without_residuals(arrays)
 
     def schema(self, broadcast: Tensors) -> Schema:
-        """Return the tensors that a reply may hold: an adapter, whose residuals are left out."""
+        """Return the tensors that a reply may hold: an adapter, whose residuals are
+        left out.
+        """
         return RivalSchema(without_residuals(broadcast), self.adapters.kind.any_rank)
 
 
@@ -88,7 +106,9 @@ class FedAvgRivalLoRA(RivalLoRA, FedAvg):
 
 @dataclass(frozen=True)
 class RivalSchema(AdapterSchema):
-    """Adapters as ``AdapterSchema`` takes them; residuals that clients send back are left out."""
+    """Adapters as ``AdapterSchema`` takes them; residuals that clients send back are
+    left out.
+    """
 
     def read(self, arrays: ArrayRecord, copy: bool) -> dict[str, Tensor]:
         """Return a reply's tensors as ``Schema`` does."""

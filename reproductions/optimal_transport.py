@@ -1,4 +1,6 @@
-"""``OptimalTransport``: the mean of updates whose units were transported to the anchor's units."""
+"""``OptimalTransport``: the mean of updates whose units were transported to the
+anchor's units.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,25 @@ MIXED = ("heads", "ffn")
 
 #: Sinkhorn's iterations stop at this number, or at this error of the plan's sums.
 _ITERATIONS, _TOLERANCE = 2000, 1e-7
-#: With less regularisation, Sinkhorn computes in logarithms, ten times slower: exp(-1 / regularisation)
-#: and its inverse must be in the range of float64.
+#: With less regularisation, Sinkhorn computes in logarithms, ten times slower: exp(-1 /
+#: regularisation) and its inverse must be in the range of float64.
 _SAFE = 1 / 300
 
 
-@register_aggregation("ot", "the mean after a transport of neurons and heads to the anchor's")
+@register_aggregation(
+    "ot", "the mean after a transport of neurons and heads to the anchor's"
+)
 class OptimalTransport(Mean):
     """Optimal-transport fusion (Singh & Jaggi 2020, OTFusion); needs the POT library.
 
-    Units are FFN neurons and heads. A transport plan ``T`` ``[n, n]``, whose rows and columns sum to 1,
-    replaces the update's units by mixtures ``u_i = sum_j T_ij u_j``, in the tensors that write the units
-    and in the tensors that read them; then updates are averaged. The plan minimises the squared distance
-    to the anchor's units, divided by the largest, plus ``regularisation`` times its negative entropy.
-    Without regularisation the plan is a permutation, which preserves the update's function; other plans
-    do not. A unit that may change its sign gets the sign nearer to the anchor. Align rotations first.
+    Units are FFN neurons and heads. A transport plan ``T`` ``[n, n]``, whose rows and
+    columns sum to 1, replaces the update's units by mixtures ``u_i = sum_j T_ij u_j``,
+    in the tensors that write the units and in the tensors that read them; then updates
+    are averaged. The plan minimises the squared distance to the anchor's units, divided
+    by the largest, plus ``regularisation`` times its negative entropy. Without
+    regularisation the plan is a permutation, which preserves the update's function;
+    other plans do not. A unit that may change its sign gets the sign nearer to the
+    anchor. Align rotations first.
 
     Args:
         symmetry: from ``symmetry_of``.
@@ -45,7 +51,8 @@ class OptimalTransport(Mean):
         anchor: tensors that updates are transported to; the first update if None.
 
     Raises:
-        FedrotError: a part cannot be mixed, regularisation is negative, or POT is not installed.
+        FedrotError: a part cannot be mixed, regularisation is negative, or POT is not
+            installed.
     """
 
     def __init__(
@@ -57,35 +64,54 @@ class OptimalTransport(Mean):
     ) -> None:
         unknown = [part for part in parts if part not in MIXED]
         if unknown:
-            raise FedrotError(f"Part '{unknown[0]}' cannot be mixed; choose from {', '.join(MIXED)}.")
+            raise FedrotError(
+                f"Part '{unknown[0]}' cannot be mixed; choose from {', '.join(MIXED)}."
+            )
         if not 0 <= regularisation < float("inf"):
-            raise FedrotError(f"regularisation is {regularisation}; it must not be negative.")
+            raise FedrotError(
+                f"regularisation is {regularisation}; it must not be negative."
+            )
         _pot()
         super().__init__()
         self.regularisation = regularisation
-        # Query heads that share a key head are mixed together with it, not with each other.
+        # Query heads that share a key head are mixed together with it, not with each
+        # other.
         found = [g for g in symmetry.select(parts) if isinstance(g.kind, Permutation)]
         experts = [g for g in found if isinstance(g.kind, ExpertPermutation)]
         self._groups = [g for g in found if g not in experts]
         self._anchor = anchor
-        in_place = "experts are not transported: the neurons of two experts have no common order"
-        #: The groups that are not mixed, and those whose plan had not converged in any update.
-        self.notes: dict[str, str] = dict.fromkeys((group.name for group in experts), in_place)
+        in_place = (
+            "experts are not transported: the neurons of two experts have no common "
+            "order"
+        )
+        #: The groups that are not mixed, and those whose plan had not converged in any
+        #: update.
+        self.notes: dict[str, str] = dict.fromkeys(
+            (group.name for group in experts), in_place
+        )
 
-    def add(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
+    def add(
+        self, update: Tensors, weight: float, statistics: Statistics | None = None
+    ) -> None:
         """Transport one update and add it.
 
         Raises:
-            UpdateError: as ``Mean.add``, or a mask of trained rows covers only some rows of a tensor
-                whose units are mixed. After an error, nothing has been added.
+            UpdateError: as ``Mean.add``, or a mask of trained rows covers only some
+                rows of a tensor whose units are mixed. After an error, nothing has been
+                added.
         """
         self.check(update, weight, statistics)
-        moved = {slot.tensor for group in self._groups for slot in group.slots if slot.axis == 0}
+        moved = {
+            slot.tensor
+            for group in self._groups
+            for slot in group.slots
+            if slot.axis == 0
+        }
         for name, mask in (statistics or {}).get(TRAINED, {}).items():
             if name in moved and bool(mask.any()) and not bool(mask.all()):
                 raise UpdateError(
-                    f"Only some rows of '{name}' are marked as trained, but its units are mixed. Mark "
-                    "all of its rows or none."
+                    f"Only some rows of '{name}' are marked as trained, but its units "
+                    "are mixed. Mark all of its rows or none."
                 )
         if self._anchor is None:
             self._anchor = dict(update)
@@ -100,12 +126,16 @@ class OptimalTransport(Mean):
             for slot in group.slots:
                 tensor = moved[slot.tensor].detach().clone()
                 mixing = plan if slot.unsigned else plan * signs
-                slot.slice.write(tensor, slot.axis, _mixed(mixing, slot.of(tensor), slot.axis))
+                slot.slice.write(
+                    tensor, slot.axis, _mixed(mixing, slot.of(tensor), slot.axis)
+                )
                 moved[slot.tensor] = tensor
         return moved
 
     def _plan(self, group: Group, update: Tensors) -> tuple[Tensor, Tensor]:
-        """Return the plan ``[n (anchor), n (update)]``, whose rows sum to 1, and its signs; float64."""
+        """Return the plan ``[n (anchor), n (update)]``, whose rows sum to 1, and its
+        signs; float64.
+        """
         assert self._anchor is not None
         n = group.kind.units
         cost, negated = torch.zeros(2, n, n, dtype=torch.float64)
@@ -124,13 +154,16 @@ class OptimalTransport(Mean):
             plan = pot.emd(even, even, cost.numpy())
         else:
             limits: dict[str, Any] = {"numItermax": _ITERATIONS, "stopThr": _TOLERANCE}
-            limits["method"] = "sinkhorn" if self.regularisation >= _SAFE else "sinkhorn_log"
+            limits["method"] = (
+                "sinkhorn" if self.regularisation >= _SAFE else "sinkhorn_log"
+            )
             given = (even, even, cost.numpy(), self.regularisation)
             plan, log = pot.sinkhorn(*given, log=True, warn=False, **limits)
             if log["err"][-1] > _TOLERANCE:
                 self.notes[group.name] = (
-                    f"the sums of the transport plan are wrong by {log['err'][-1]:.1g} after "
-                    f"{_ITERATIONS} iterations; more regularisation converges faster"
+                    f"the sums of the transport plan are wrong by {log['err'][-1]:.1g} "
+                    f"after {_ITERATIONS} iterations; more regularisation converges "
+                    "faster"
                 )
         plan = torch.from_numpy(plan)
         # The rows of a plan that has not converged do not sum to 1.
@@ -138,7 +171,9 @@ class OptimalTransport(Mean):
 
 
 def _mixed(plan: Tensor, x: Tensor, axis: int) -> Tensor:
-    """Return the plan applied to the units on one axis of ``x``, each a slice of equal length."""
+    """Return the plan applied to the units on one axis of ``x``, each a slice of equal
+    length.
+    """
     units = x.movedim(axis, 0).reshape(len(plan), -1).to(compute_dtype(x))
     mixed = plan.to(units) @ units
     return mixed.reshape(x.movedim(axis, 0).shape).movedim(0, axis).to(x.dtype)
@@ -148,5 +183,7 @@ def _pot() -> Any:
     try:
         import ot
     except ImportError as error:
-        raise FedrotError("Optimal-transport fusion needs the POT library: pip install POT.") from error
+        raise FedrotError(
+            "Optimal-transport fusion needs the POT library: pip install POT."
+        ) from error
     return ot

@@ -1,4 +1,6 @@
-"""``run_jobs``: jobs in this process, in processes of this machine, or as tasks of a Ray cluster."""
+"""``run_jobs``: jobs in this process, in processes of this machine, or as tasks of a
+Ray cluster.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,12 @@ Tell: TypeAlias = Callable[[Any], None]
 
 @dataclass(frozen=True)
 class Job:
-    """One job. The function, at the top of a module, and its arguments are pickled for other processes.
+    """One job. The function, at the top of a module, and its arguments are pickled for
+    other processes.
 
     Attributes:
-        work: is called with ``arguments`` and a function that takes what it says: picklable values.
+        work: is called with ``arguments`` and a function that takes what it says:
+            picklable values.
     """
 
     name: str
@@ -43,7 +47,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Ended:
-    """The last word of a job: the traceback if it failed, and whether its process died."""
+    """The last word of a job: the traceback if it failed, and whether its process
+    died.
+    """
 
     failure: str = ""
     died: bool = False
@@ -54,9 +60,12 @@ class Machine:
     """Where jobs run.
 
     Attributes:
-        workers: jobs at a time on this machine; None: one per core; 1: jobs run in this process.
-        ray: address of a Ray cluster, all of whose cores are used; empty for this machine.
-        grid: an ``OrderedGrid`` of the clients, for one worker; None: clients in the jobs' processes.
+        workers: jobs at a time on this machine; None: one per core; 1: jobs run in this
+            process.
+        ray: address of a Ray cluster, all of whose cores are used; empty for this
+            machine.
+        grid: an ``OrderedGrid`` of the clients, for one worker; None: clients in the
+            jobs' processes.
     """
 
     workers: int | None = None
@@ -69,12 +78,16 @@ class Machine:
 
 
 def run_jobs(
-    jobs: Sequence[Job], machine: Machine, hear: Callable[[Job, Any], None], tick: Callable[[], None]
+    jobs: Sequence[Job],
+    machine: Machine,
+    hear: Callable[[Job, Any], None],
+    tick: Callable[[], None],
 ) -> None:
     """Run all jobs; return when they have ended.
 
-    Jobs start in the order of the list. If the process of a job dies, only this job ends, and it is not
-    tried again. After an exception, also Ctrl-C, running jobs are stopped and no other is started.
+    Jobs start in the order of the list. If the process of a job dies, only this job
+    ends, and it is not tried again. After an exception, also Ctrl-C, running jobs are
+    stopped and no other is started.
 
     Args:
         hear: called with a job and what it said, at the end an ``Ended``.
@@ -94,7 +107,11 @@ def run_jobs(
             while waiting and len(engine.running) < engine.places():
                 engine.start(waiting.popleft())
             for place, said in engine.heard():
-                job = engine.running.pop(place) if isinstance(said, Ended) else engine.running[place]
+                job = (
+                    engine.running.pop(place)
+                    if isinstance(said, Ended)
+                    else engine.running[place]
+                )
                 hear(job, said)
             tick()
 
@@ -110,7 +127,9 @@ def attempt(job: Job, tell: Tell) -> None:
 
 
 class _Processes:
-    """Jobs in new processes, which wait for the next job on a pipe; ``running`` has the jobs."""
+    """Jobs in new processes, which wait for the next job on a pipe; ``running`` has the
+    jobs.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -134,7 +153,9 @@ class _Processes:
         pipe.send(job)
 
     def heard(self) -> Iterator[tuple[Any, Any]]:
-        """Yield keys of ``running`` and what these jobs said, after ``PAUSE`` seconds at most."""
+        """Yield keys of ``running`` and what these jobs said, after ``PAUSE`` seconds
+        at most.
+        """
         for pipe in wait([*self.running], PAUSE):
             assert isinstance(pipe, Connection)
             try:
@@ -142,7 +163,10 @@ class _Processes:
             except (EOFError, OSError):
                 process = self._processes.pop(pipe)
                 process.join()
-                said = Ended(f"The process of the job ended with code {process.exitcode}.", died=True)
+                said = Ended(
+                    f"The process of the job ended with code {process.exitcode}.",
+                    died=True,
+                )
             yield pipe, said
 
     def close(self) -> None:
@@ -154,15 +178,21 @@ class _Processes:
 
 @contextmanager
 def _no_interrupt() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM wait for the end; processes begun inside never get a terminal's Ctrl-C."""
+    """Let Ctrl-C and SIGTERM wait for the end; processes begun inside never get a
+    terminal's Ctrl-C.
+    """
     came = list[int]()
     resource_tracker.ensure_running()  # Its start would unblock the signal.
     # Processes inherit the mask: this one ends them.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    # The mask holds for one thread; another one's signal is handled in the main thread all the same.
+    # The mask holds for one thread; another one's signal is handled in the main thread
+    # all the same.
     main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
-    handlers = {one: signal.signal(one, lambda number, _: came.append(number)) for one in numbers}
+    handlers = {
+        one: signal.signal(one, lambda number, _: came.append(number))
+        for one in numbers
+    }
     try:
         yield
     finally:
@@ -174,10 +204,13 @@ def _no_interrupt() -> Iterator[None]:
 
 
 def _serve(pipe: Connection) -> None:
-    """Run the jobs that come through a pipe until the other end is closed, as by the parent's death."""
+    """Run the jobs that come through a pipe until the other end is closed, as by the
+    parent's death.
+    """
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    # tqdm's default lock is a semaphore of the system, which would remain after the process is killed.
+    # tqdm's default lock is a semaphore of the system, which would remain after the
+    # process is killed.
     tqdm.set_lock(threading.RLock())
     with suppress(EOFError, OSError):
         while True:
@@ -204,8 +237,8 @@ class _Tasks:
             ray.init(address=address, log_to_driver=False, runtime_env=told)
         except (OSError, ValueError) as error:
             raise FedrotError(
-                f"There is no Ray cluster at '{address}': {error} Start one with 'ray start --head', or "
-                "leave ray out to use this machine."
+                f"There is no Ray cluster at '{address}': {error} Start one with 'ray "
+                "start --head', or leave ray out to use this machine."
             ) from error
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, ours)  # Ray's own handler exits.
@@ -213,19 +246,24 @@ class _Tasks:
         self._task = self._ray.remote(**options)(_said)
 
     def places(self) -> int:
-        # At most one job per core is submitted, so that jobs start in the order of the list.
+        # At most one job per core is submitted, so that jobs start in the order of the
+        # list.
         return max(1, int(self._ray.cluster_resources().get("CPU", 1)))
 
     def start(self, job: Job) -> None:
         self.running[self._task.remote(job)] = job
 
     def heard(self) -> Iterator[tuple[Any, Any]]:
-        found, _ = self._ray.wait([*self.running], num_returns=1, timeout=PAUSE, fetch_local=False)
+        found, _ = self._ray.wait(
+            [*self.running], num_returns=1, timeout=PAUSE, fetch_local=False
+        )
         for stream in found:
             try:
                 said = self._ray.get(next(stream))
             except (StopIteration, self._ray.exceptions.RayError) as error:
-                said = Ended(f"The task of the job ended: {error or 'it was stopped'}", died=True)
+                said = Ended(
+                    f"The task of the job ended: {error or 'it was stopped'}", died=True
+                )
             yield stream, said
 
     def close(self) -> None:

@@ -1,4 +1,6 @@
-"""Environment variables of the commands and of the processes that they start; plug-ins."""
+"""Environment variables of the commands and of the processes that they start;
+plug-ins.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,11 @@ import os
 from functools import cache
 from importlib import import_module
 
-#: Names of modules that add anchors, aggregations, strategies or sections of reports, with commas
-#: between them. Worker processes have it, too.
+#: Names of modules that add anchors, aggregations, strategies or sections of reports,
+#: with commas between them. Worker processes have it, too.
 PLUGINS = "FEDROT_PLUGINS"
-#: Variables to set before Flower and Ray are imported: no telemetry, no update checks, less output.
+#: Variables to set before Flower and Ray are imported: no telemetry, no update checks,
+#: less output.
 ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -25,7 +28,9 @@ ENVIRONMENT = {
 
 
 def prepare_environment() -> None:
-    """Set the variables of ``ENVIRONMENT`` that are not set; call before importing Flower."""
+    """Set the variables of ``ENVIRONMENT`` that are not set; call before importing
+    Flower.
+    """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 

@@ -1,4 +1,6 @@
-"""``RunFolder``: the folder of a run, which is filled piece by piece, so that runs can be resumed."""
+"""``RunFolder``: the folder of a run, which is filled piece by piece, so that runs can
+be resumed.
+"""
 
 from __future__ import annotations
 
@@ -17,36 +19,59 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from fedrot._io import json_line, read_json, refuse_links, replacing, write_json, write_text
+from fedrot._io import (
+    json_line,
+    read_json,
+    refuse_links,
+    replacing,
+    write_json,
+    write_text,
+)
 from fedrot.errors import FedrotError
 
 if TYPE_CHECKING:
     from fedrot.simulations.federation.cells import Cell
 
-#: The keys of ``config.json`` and the types of their values, which are those of ``Run``.
+#: The keys of ``config.json`` and the types of their values, which are those of
+#: ``Run``.
 _CONFIG = {"commands": list, "versions": dict, "experiments": dict}
 FIELDS = ("experiment", "strategy", "seed", "round", "scope", "metric", "value")
 #: The types of the fields of rows that readers use.
 _TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("experiment", "strategy", "scope", "metric", "part"), str),
     **dict.fromkeys(("seed", "round", "layer", "client"), int),
-    **dict.fromkeys(("value", "before", "after", "found", "moved", "of"), (int, float, type(None))),
+    **dict.fromkeys(
+        ("value", "before", "after", "found", "moved", "of"), (int, float, type(None))
+    ),
 }
 
 
-def _checked(rows: list[dict[str, Any]], file: Path, *needed: str) -> list[dict[str, Any]]:
-    """Return rows with NaN for null values; raises ``FedrotError`` if fedrot did not write them."""
+def _checked(
+    rows: list[dict[str, Any]], file: Path, *needed: str
+) -> list[dict[str, Any]]:
+    """Return rows with NaN for null values; raises ``FedrotError`` if fedrot did not
+    write them.
+    """
     for row in rows:
         right = isinstance(row, dict) and row.keys() >= {*needed}
-        if not right or not all(isinstance(row[n], kind) for n, kind in _TYPES.items() if n in row):
-            raise FedrotError(f"'{file}' has a row that fedrot did not write: {row!r:.100}.")
-    return [{**row, "value": math.nan} if row.get("value", 0) is None else row for row in rows]
+        if not right or not all(
+            isinstance(row[n], kind) for n, kind in _TYPES.items() if n in row
+        ):
+            raise FedrotError(
+                f"'{file}' has a row that fedrot did not write: {row!r:.100}."
+            )
+    return [
+        {**row, "value": math.nan} if row.get("value", 0) is None else row
+        for row in rows
+    ]
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Read the rows that a strategy wrote, JSON lines; those after an unreadable line are left out.
+    """Read the rows that a strategy wrote, JSON lines; those after an unreadable line
+    are left out.
 
-    Raises ``OSError`` if the file cannot be read, ``ValueError`` if fedrot did not write it.
+    Raises ``OSError`` if the file cannot be read, ``ValueError`` if fedrot did not
+    write it.
     """
     rows = []
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -106,10 +131,21 @@ def read_run(path: Path) -> Run:
             continue
         found = read_json(cell)
         if not all(isinstance(found.get(key), list) for key in ("rows", "alignment")):
-            raise FedrotError(f"'{cell}' is damaged: it has no rows. Delete it to run that part again.")
+            raise FedrotError(
+                f"'{cell}' is damaged: it has no rows. Delete it to run that part "
+                "again."
+            )
         rows += _checked(found["rows"], cell, *FIELDS)
         alignment += _checked(found["alignment"], cell, "strategy")
-    _checked([r for r in alignment if "before" in r], path, "part", "layer", "after", "found", "moved")
+    _checked(
+        [r for r in alignment if "before" in r],
+        path,
+        "part",
+        "layer",
+        "after",
+        "found",
+        "moved",
+    )
     return Run(**known, rows=rows, alignment=alignment, missing=missing)
 
 
@@ -125,30 +161,47 @@ def file_name(title: str) -> str:
 
 
 class RunFolder:
-    """The folder of a run: a file under ``cells/`` for each experiment, seed and strategy.
+    """The folder of a run: a file under ``cells/`` for each experiment, seed and
+    strategy.
 
-    It also has ``config.json`` and, after a command, ``rows.csv``. Later commands may add experiments,
-    seeds and strategies.
+    It also has ``config.json`` and, after a command, ``rows.csv``. Later commands may
+    add experiments, seeds and strategies.
 
     Raises:
         FileExistsError: the folder has something else.
-        FedrotError: the folder has an experiment of the same name with other values or rows.
+        FedrotError: the folder has an experiment of the same name with other values or
+            rows.
     """
 
-    def __init__(self, path: Path, experiments: Mapping[str, Any], command: str) -> None:
+    def __init__(
+        self, path: Path, experiments: Mapping[str, Any], command: str
+    ) -> None:
         """Open a folder for experiments by name, see ``checks.Checked.described``."""
         self.path, file = path, path / "config.json"
-        config = read_json(file) if file.is_file() else {name: kind() for name, kind in _CONFIG.items()}
-        if not all(isinstance(config.get(name), kind) for name, kind in _CONFIG.items()):
+        config = (
+            read_json(file)
+            if file.is_file()
+            else {name: kind() for name, kind in _CONFIG.items()}
+        )
+        if not all(
+            isinstance(config.get(name), kind) for name, kind in _CONFIG.items()
+        ):
             raise FileExistsError(
-                f"The folder '{path}' has a config.json of another kind, for example of a model, which "
-                "results would overwrite. Choose another --out."
+                f"The folder '{path}' has a config.json of another kind, for example "
+                "of a model, which results would overwrite. Choose another --out."
             )
         held = config["experiments"]
-        united = {name: self._united(held.get(name, own), own) for name, own in experiments.items()}
+        united = {
+            name: self._united(held.get(name, own), own)
+            for name, own in experiments.items()
+        }
         (path / "cells").mkdir(parents=True, exist_ok=True)
         commands = [*dict.fromkeys([*config["commands"], command])]
-        told = {"commands": commands, "versions": versions(), "experiments": {**held, **united}}
+        told = {
+            "commands": commands,
+            "versions": versions(),
+            "experiments": {**held, **united},
+        }
         write_json(file, told)
 
     def has(self, cell: Cell) -> bool:
@@ -156,7 +209,11 @@ class RunFolder:
         return self._file(cell).is_file()
 
     def add(
-        self, cell: Cell, rows: list[dict[str, Any]], alignment: list[dict[str, Any]], log: str = ""
+        self,
+        cell: Cell,
+        rows: list[dict[str, Any]],
+        alignment: list[dict[str, Any]],
+        log: str = "",
     ) -> None:
         """Write a finished cell's rows, alignment report and Flower's log."""
         found = {"title": cell.title, "rows": rows, "alignment": alignment, "log": log}
@@ -174,12 +231,16 @@ class RunFolder:
         import pandas
 
         with replacing(self.path / "rows.csv") as file:
-            pandas.DataFrame(read_run(self.path).rows, columns=[*FIELDS]).to_csv(file, index=False)
+            pandas.DataFrame(read_run(self.path).rows, columns=[*FIELDS]).to_csv(
+                file, index=False
+            )
 
     def _file(self, cell: Cell) -> Path:
         return self.path / "cells" / f"{cell.name}.json"
 
-    def _united(self, held: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    def _united(
+        self, held: Mapping[str, Any], own: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Return an experiment with the folder's seeds and strategies, too."""
         united = dict(own)
         for key, value in own.items():
@@ -194,16 +255,19 @@ class RunFolder:
                 }
                 raise FedrotError(
                     f"The folder '{self.path}' has the experiment '{own['name']}' with "
-                    f"{other.get(key, f'another {key} ({before!r:.80})')}. Choose another --out or name."
+                    f"{other.get(key, f'another {key} ({before!r:.80})')}. Choose "
+                    "another --out or name."
                 )
         return united
 
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Make a folder if needed, and lock it against other writing processes; the process holds the lock.
+    """Make a folder if needed, and lock it against other writing processes; the process
+    holds the lock.
 
-    Raises ``FedrotError`` if another process holds it, or a link in the folder leads out of it.
+    Raises ``FedrotError`` if another process holds it, or a link in the folder leads
+    out of it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     refuse_links(folder)
@@ -215,11 +279,16 @@ def only_writer(folder: Path) -> Iterator[None]:
                 (folder / ".lock").unlink(missing_ok=True)
     except Timeout as error:
         raise FedrotError(
-            f"Another run is writing to '{folder}'. Wait until it ends, or choose another folder."
+            f"Another run is writing to '{folder}'. Wait until it ends, or choose "
+            "another folder."
         ) from error
 
 
 def versions() -> dict[str, str]:
     """Return the date, and the versions of Python and of all installed packages."""
     packages = sorted((own.name, own.version) for own in distributions() if own.name)
-    return {"date": date.today().isoformat(), "python": platform.python_version(), **dict(packages)}
+    return {
+        "date": date.today().isoformat(),
+        "python": platform.python_version(),
+        **dict(packages),
+    }

@@ -1,4 +1,6 @@
-"""``Experiment``: the settings of one comparison, validated and serialisable; files of experiments."""
+"""``Experiment``: the settings of one comparison, validated and serialisable; files of
+experiments.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,13 @@ class TaskTraits:
 
     Attributes:
         architectures: architectures of models from scratch, the default first.
-        auto_model: what the class of transformers that builds models is for: ``AutoModelFor...``.
+        auto_model: what the class of transformers that builds models is for:
+            ``AutoModelFor...``.
         data: the default data set; empty if the user has to name one.
-        peft: PEFT's task type, which decides what is trained beside an adapter; empty: no adapters.
-        classifies: whether models have one output per row, and a task head that can be fitted.
+        peft: PEFT's task type, which decides what is trained beside an adapter; empty:
+            no adapters.
+        classifies: whether models have one output per row, and a task head that can be
+            fitted.
     """
 
     architectures: tuple[Architecture, ...]
@@ -48,7 +53,9 @@ TASKS: Mapping[str, TaskTraits] = {
     ),
     "mlm": TaskTraits(("bert", "distilbert"), "MaskedLM"),
     "clm": TaskTraits(("gpt2", "llama"), "CausalLM", peft="CAUSAL_LM"),
-    "ner": TaskTraits(("bert", "distilbert"), "TokenClassification", data="", peft="TOKEN_CLS"),
+    "ner": TaskTraits(
+        ("bert", "distilbert"), "TokenClassification", data="", peft="TOKEN_CLS"
+    ),
     "image": TaskTraits(("vit",), "ImageClassification", data=DIGITS, classifies=True),
 }
 
@@ -61,19 +68,30 @@ OF_SMALL_MODEL = ("architecture", "layers", "width", "heads", "dropout")
 class Experiment(BaseModel):
     """One comparison of strategies over the same data, partitions, seeds and batches.
 
-    The fields are the options and ``--set`` names of ``fedrot simulate``, the keys of an
-    ``[[experiment]]`` table and, with dashes, the keys of the Flower app's run configuration.
+    The fields are the options and ``--set`` names of ``fedrot simulate``, the keys of
+    an ``[[experiment]]`` table and, with dashes, the keys of the Flower app's run
+    configuration.
     """
 
     # Help needs the fields alone: what validates them is built at first use.
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
-    name: str = Field("", description="In tables and rows; default: data, partition and task.")
-    data: str = Field("", description="File, folder, bundled or hub name; several: domains.")
+    name: str = Field(
+        "", description="In tables and rows; default: data, partition and task."
+    )
+    data: str = Field(
+        "", description="File, folder, bundled or hub name; several: domains."
+    )
     unseen_data: str = Field("", description="Data of further domains, for tests only.")
-    task: TaskName = Field("classification", description="classification, mlm, clm, ner or image.")
-    data_dir: Path | None = Field(None, description="Folder in which names of data are looked up.")
-    text_column: str | None = Field(None, description="Of the text (a,b: pairs), words or image.")
+    task: TaskName = Field(
+        "classification", description="classification, mlm, clm, ner or image."
+    )
+    data_dir: Path | None = Field(
+        None, description="Folder in which names of data are looked up."
+    )
+    text_column: str | None = Field(
+        None, description="Of the text (a,b: pairs), words or image."
+    )
     label_column: str | None = Field(None, description="Of the label or the tags.")
     label_kind: Literal["", "single", "multi", "regression"] = Field(
         "", description="single, multi or regression; default: by the column's type."
@@ -81,34 +99,54 @@ class Experiment(BaseModel):
     train_limit: int | None = Field(None, gt=0, description="Most training rows.")
     test_limit: int | None = Field(None, gt=0, description="Most test rows.")
 
-    model: str | None = Field(None, description="Folder, hub name, minilm; default: a small new one.")
-    architecture: Architecture = Field("", description="Of the small model; default: by task.")
+    model: str | None = Field(
+        None, description="Folder, hub name, minilm; default: a small new one."
+    )
+    architecture: Architecture = Field(
+        "", description="Of the small model; default: by task."
+    )
     layers: int = Field(2, gt=0, description="Layers of the small model.")
     width: int = Field(128, gt=0, description="Hidden size of the small model.")
     heads: int = Field(4, gt=0, description="Attention heads of the small model.")
     dropout: float = Field(0.1, ge=0, lt=1, description="Dropout of the small model.")
     max_length: int = Field(64, gt=3, description="Most tokens of a text.")
     lora: dict[str, Any] = Field(
-        {}, description="Of adapters: arguments of PEFT's LoraConfig. A list as r: ranks in turn."
+        {},
+        description=(
+            "Of adapters: arguments of PEFT's LoraConfig. A list as r: ranks in turn."
+        ),
     )
 
     clients: int = Field(4, gt=0, description="Number of clients.")
     partition: str = Field(
-        "iid", description="iid, dirichlet:ALPHA, pathological:K, keyclass:SHARE, column:NAME."
+        "iid",
+        description=(
+            "iid, dirichlet:ALPHA, pathological:K, keyclass:SHARE, column:NAME."
+        ),
     )
-    holdout: float = Field(0.1, ge=0, lt=1, description="Share of a client's rows that it holds out.")
-    fraction_train: float = Field(1.0, gt=0, le=1, description="Share of clients in a round.")
+    holdout: float = Field(
+        0.1, ge=0, lt=1, description="Share of a client's rows that it holds out."
+    )
+    fraction_train: float = Field(
+        1.0, gt=0, le=1, description="Share of clients in a round."
+    )
     start: Literal["same", "different", "scrambled"] = Field(
         "same", description="Clients' first models; scrambled: in other coordinates."
     )
 
-    strategies: tuple[Strategy, ...] = Field((), description="Names; others are [[strategy]] tables.")
+    strategies: tuple[Strategy, ...] = Field(
+        (), description="Names; others are [[strategy]] tables."
+    )
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        (0, 1, 2), max_length=MOST_SEEDS, description="Their number (3: 0, 1 and 2), or a list 1,4,9."
+        (0, 1, 2),
+        max_length=MOST_SEEDS,
+        description="Their number (3: 0, 1 and 2), or a list 1,4,9.",
     )
     rounds: int = Field(3, gt=0, description="Rounds of training.")
     local_epochs: float = Field(1, gt=0, description="Epochs of a client in a round.")
-    first_epochs: float | None = Field(None, gt=0, description="In the first round, if others.")
+    first_epochs: float | None = Field(
+        None, gt=0, description="In the first round, if others."
+    )
     batch_size: int = Field(32, gt=0, description="Rows per step.")
     lr: float = Field(1e-3, gt=0, description="AdamW's learning rate.")
     weight_decay: float = Field(0.01, ge=0, description="AdamW's weight decay.")
@@ -120,7 +158,9 @@ class Experiment(BaseModel):
             return value
         numbers = [part.strip() for part in str(value).split(",")]
         if not all(map(str.isdecimal, numbers)) or numbers == ["0"]:
-            raise ValueError(f"'{value}' is no choice of seeds; give their number, or a list 1,4,9")
+            raise ValueError(
+                f"'{value}' is no choice of seeds; give their number, or a list 1,4,9"
+            )
         if len(numbers) > 1:
             return numbers
         return range(int(numbers[0]))
@@ -128,8 +168,13 @@ class Experiment(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _completed(cls, values: Any) -> Any:
-        """Fill in what depends on other fields: data, architecture, strategies and the name."""
-        given = {**{name: field.default for name, field in cls.model_fields.items()}, **values}
+        """Fill in what depends on other fields: data, architecture, strategies and the
+        name.
+        """
+        given = {
+            **{name: field.default for name, field in cls.model_fields.items()},
+            **values,
+        }
         if given["task"] not in [*TASKS]:  # also a list is compared
             return values
         traits = TASKS[given["task"]]
@@ -138,11 +183,15 @@ class Experiment(BaseModel):
         given["architecture"] = given["architecture"] or own
         unusual = {"task": "classification", "architecture": own}
         what = [str(given["data"]), str(given["partition"])]
-        what += [str(given[key]) for key, usual in unusual.items() if given[key] != usual]
+        what += [
+            str(given[key]) for key, usual in unusual.items() if given[key] != usual
+        ]
         given["name"] = given["name"] or ", ".join(what)
         chosen = given["strategies"] or default_strategies(given, traits.classifies)
         if isinstance(chosen, list | tuple):
-            given["strategies"] = [named(s, given["lora"]) if isinstance(s, str) else s for s in chosen]
+            given["strategies"] = [
+                named(s, given["lora"]) if isinstance(s, str) else s for s in chosen
+            ]
         return given
 
     @model_validator(mode="after")
@@ -158,80 +207,123 @@ class Experiment(BaseModel):
 
     def _problems(self) -> Iterator[str]:
         """Yield what is wrong, and what to do."""
-        traits, names = TASKS[self.task], [strategy.name for strategy in self.strategies]
-        shares = [self.fraction_train, *(s.fraction_train or 1 for s in self.strategies)]
+        traits, names = (
+            TASKS[self.task],
+            [strategy.name for strategy in self.strategies],
+        )
+        shares = [
+            self.fraction_train,
+            *(s.fraction_train or 1 for s in self.strategies),
+        ]
         if not self.data:
             yield (
-                f"there is no bundled data set for task '{self.task}'; name a file, a data set in "
-                "data_dir, or one of the hub"
+                f"there is no bundled data set for task '{self.task}'; name a file, a "
+                "data set in data_dir, or one of the hub"
             )
         if self.label_kind and not traits.classifies:
-            yield f"label_kind is for tasks 'classification' and 'image', not for '{self.task}'"
+            yield (
+                "label_kind is for tasks 'classification' and 'image', not for "
+                f"'{self.task}'"
+            )
         if self.unseen_data and self.task != "classification":
             yield f"unseen_data is for task 'classification', not for '{self.task}'"
         usual = type(self).model_fields
-        idle = [name for name in OF_SMALL_MODEL if getattr(self, name) != usual[name].default]
+        idle = [
+            name
+            for name in OF_SMALL_MODEL
+            if getattr(self, name) != usual[name].default
+        ]
         if self.model is not None and idle:
-            yield f"{idle[0]} is for small models from scratch, and '{self.model}' has its own"
+            yield (
+                f"{idle[0]} is for small models from scratch, and '{self.model}' has "
+                "its own"
+            )
         if self.model is None and self.architecture not in traits.architectures:
             able = " or ".join(traits.architectures)
-            yield f"architecture '{self.architecture}' is not for '{self.task}'; choose {able}"
+            yield (
+                f"architecture '{self.architecture}' is not for '{self.task}'; choose "
+                f"{able}"
+            )
         if self.start == "different" and min(shares) < 1:
             yield (
-                "start 'different' needs fraction_train 1: a client that joins in a later round starts "
-                "from the broadcast model"
+                "start 'different' needs fraction_train 1: a client that joins in a "
+                "later round starts from the broadcast model"
             )
         if self.start == "different" and self.model is not None:
-            yield f"start 'different' draws new models, but all have '{self.model}'; use start 'same'"
+            yield (
+                f"start 'different' draws new models, but all have '{self.model}'; use "
+                "start 'same'"
+            )
         if self.lora:
             needs = {
                 "a pretrained model; give model": self.model is None,
-                f"task {', '.join(name for name in TASKS if TASKS[name].peft)}": not traits.peft,
+                f"task {', '.join(n for n in TASKS if TASKS[n].peft)}": not traits.peft,
                 "one data set": "," in self.data,
                 "start 'same'": self.start != "same",
                 "r, a rank or a list of ranks": not all(
                     isinstance(r, int) and r > 0 for r in self.ranks
                 ),
             }
-            yield from (f"lora needs {what}" for what, lacking in needs.items() if lacking)
+            yield from (
+                f"lora needs {what}" for what, lacking in needs.items() if lacking
+            )
         if len(set(self.seeds)) < max(len(self.seeds), 1):
             yield "seeds needs at least one value, each once"
         if len(set(names)) < len(names):
             yield f"two strategies have the same name among {', '.join(names)}"
 
     @classmethod
-    def from_flat(cls, settings: Mapping[str, Any], tables: Mapping[str, Any] = {}) -> Experiment:
-        """Build from the values of a command line, a file's table or Flower's run configuration.
+    def from_flat(
+        cls, settings: Mapping[str, Any], tables: Mapping[str, Any] = {}
+    ) -> Experiment:
+        """Build from the values of a command line, a file's table or Flower's run
+        configuration.
 
-        ``strategies`` may be a text with commas, and name some of the ``[[strategy]]`` tables, which are
-        given by name. ``lora`` may be the text of a TOML table. An empty string, and 0 for
-        limits and ``first_epochs``, mean the default. Names may have dashes. Raises ``ValueError`` if a
-        setting is unknown or wrong.
+        ``strategies`` may be a text with commas, and name some of the ``[[strategy]]``
+        tables, which are given by name. ``lora`` may be the text of a TOML table. An
+        empty string, and 0 for limits and ``first_epochs``, mean the default. Names may
+        have dashes. Raises ``ValueError`` if a setting is unknown or wrong.
         """
-        flat = {k.replace("-", "_"): v for k, v in settings.items() if v is not None and v != ""}
+        flat = {
+            k.replace("-", "_"): v
+            for k, v in settings.items()
+            if v is not None and v != ""
+        }
         for name in ("train_limit", "test_limit", "first_epochs"):
             flat[name] = flat.get(name) or None
         if isinstance(flat.get("strategies"), str):
-            flat["strategies"] = [part.strip() for part in flat["strategies"].split(",") if part.strip()]
+            flat["strategies"] = [
+                part.strip() for part in flat["strategies"].split(",") if part.strip()
+            ]
         if isinstance(chosen := flat.get("strategies"), list):
-            flat["strategies"] = [tables.get(s, s) if isinstance(s, str) else s for s in chosen]
+            flat["strategies"] = [
+                tables.get(s, s) if isinstance(s, str) else s for s in chosen
+            ]
         if isinstance(flat.get("lora"), str):
             try:
                 flat["lora"] = tomllib.loads(f"lora = {flat['lora']}")["lora"]
             except ValueError as error:
                 example = '{r = 8, target_modules = ["query", "value"]}'
-                raise ValueError(f"lora is '{flat['lora']}'; write {example}") from error
+                raise ValueError(
+                    f"lora is '{flat['lora']}'; write {example}"
+                ) from error
         return cls.model_validate(flat)
 
     @property
     def ranks(self) -> tuple[Any, ...]:
-        """The ranks of the clients' adapters, in turn, or None; the global adapter has the largest."""
+        """The ranks of the clients' adapters, in turn, or None; the global adapter has
+        the largest.
+        """
         rank = self.lora.get("r")
         return tuple(rank) if isinstance(rank, list) and rank else (rank,)
 
     def epochs(self, server_round: int) -> float:
         """Return the epochs of a client in a round; rounds count from 1."""
-        return self.first_epochs or self.local_epochs if server_round == 1 else self.local_epochs
+        return (
+            self.first_epochs or self.local_epochs
+            if server_round == 1
+            else self.local_epochs
+        )
 
     def to_json(self) -> str:
         """Return the experiment as one line of JSON, the same for equal experiments."""
@@ -239,7 +331,9 @@ class Experiment(BaseModel):
 
     @property
     def training(self) -> str:
-        """The fields that decide how clients train and are tested, as JSON; others are compared."""
+        """The fields that decide how clients train and are tested, as JSON; others are
+        compared.
+        """
         # Updates are moved into random coordinates after training.
         start = "same" if self.start == "scrambled" else self.start
         others = {"name": "", "strategies": (), "seeds": (), "start": start}
@@ -249,28 +343,31 @@ class Experiment(BaseModel):
 def read_experiments(path: Path, given: Mapping[str, Any]) -> list[Experiment]:
     """Return the experiments of a file, with the given values in place of its own.
 
-    ``[base]`` has the values that all ``[[experiment]]`` tables share. ``strategies`` may name tables
-    ``[[strategy]]``; without this key, an experiment has ``fedavg`` and all such tables, if there are
-    any.
+    ``[base]`` has the values that all ``[[experiment]]`` tables share. ``strategies``
+    may name tables ``[[strategy]]``; without this key, an experiment has ``fedavg`` and
+    all such tables, if there are any.
 
     Args:
         path: path of a TOML file, or the name of a bundled file, such as ``demo``.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: there is no such bundled file, no valid TOML, or a wrong table or value.
+        ValueError: there is no such bundled file, no valid TOML, or a wrong table or
+            value.
     """
     try:
         described = tomllib.loads(_text(path))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FedrotError(f"'{path}' is no TOML: {error}") from error
-    base, found, own = (described.pop(n, {}) for n in ("base", "experiment", "strategy"))
+    base, found, own = (
+        described.pop(n, {}) for n in ("base", "experiment", "strategy")
+    )
     tables = [base, *found, *own]
     if described or not found or not all(isinstance(table, dict) for table in tables):
         other = f", but no '{min(described)}'" if described else ""
         raise FedrotError(
-            f"'{path}' needs a table [[experiment]] for each experiment; it may have [base], with the "
-            f"values of all, and [[strategy]]{other}."
+            f"'{path}' needs a table [[experiment]] for each experiment; it may have "
+            f"[base], with the values of all, and [[strategy]]{other}."
         )
     known = {str(table.get("name", "")): table for table in own}
     experiments = []
@@ -281,7 +378,10 @@ def read_experiments(path: Path, given: Mapping[str, Any]) -> list[Experiment]:
     names = [experiment.name for experiment in experiments]
     if len(set(names)) < len(names) or len(known) < len(own):
         said = ", ".join([*names, *known])
-        raise FedrotError(f"'{path}': each [[experiment]] and [[strategy]] needs its own name: {said}.")
+        raise FedrotError(
+            f"'{path}': each [[experiment]] and [[strategy]] needs its own name: "
+            f"{said}."
+        )
     return experiments
 
 
@@ -292,7 +392,7 @@ def _text(path: Path) -> str:
     bundled = {Path(file.name).stem: file for file in folder.iterdir()}
     if str(path) not in bundled:
         raise FedrotError(
-            f"There is no bundled file '{path}'. Give the path of a TOML file, or one of "
-            f"{', '.join(sorted(bundled))}."
+            f"There is no bundled file '{path}'. Give the path of a TOML file, or one "
+            f"of {', '.join(sorted(bundled))}."
         )
     return bundled[str(path)].read_text("utf-8")

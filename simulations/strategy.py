@@ -1,4 +1,6 @@
-"""``Strategy``: one way to train and to average, and the strategies that have a name."""
+"""``Strategy``: one way to train and to average, and the strategies that have a
+name.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +18,51 @@ if TYPE_CHECKING:
 
 
 class Strategy(BaseModel):
-    """One strategy of a comparison: the arguments of ``FedRot`` by their names, and how it is trained.
+    """One strategy of a comparison: the arguments of ``FedRot`` by their names, and how
+    it is trained.
 
-    The fields are the keys of a ``[[strategy]]`` table. A table with nothing but a name is
-    ``FedRot(model.config)``; in an experiment with ``lora`` it is ``FedRotLoRA(peft_config)``.
+    The fields are the keys of a ``[[strategy]]`` table. A table with nothing but a name
+    is ``FedRot(model.config)``; in an experiment with ``lora`` it is
+    ``FedRotLoRA(peft_config)``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
-    name: str = Field(min_length=1, max_length=80, description="Its name in tables and rows.")
-    kind: str = Field("fedrot", description="fedrot, head_only (nobody trains), or a plug-in's.")
-    learning_rate: float | None = Field(None, gt=0, description="Of the clients; default: lr.")
-    fit_at_end: bool = Field(False, description="Fit the task head once, after the last round.")
-    alignment: bool | dict[str, Any] = Field(True, description="Or fields of AlignmentOptions.")
-    other_basis: bool | dict[str, Any] = Field(False, description="true, or fields of OtherBasis.")
-    aggregation: str | dict[str, Any] = Field("", description="A name, or name and arguments.")
+    name: str = Field(
+        min_length=1, max_length=80, description="Its name in tables and rows."
+    )
+    kind: str = Field(
+        "fedrot", description="fedrot, head_only (nobody trains), or a plug-in's."
+    )
+    learning_rate: float | None = Field(
+        None, gt=0, description="Of the clients; default: lr."
+    )
+    fit_at_end: bool = Field(
+        False, description="Fit the task head once, after the last round."
+    )
+    alignment: bool | dict[str, Any] = Field(
+        True, description="Or fields of AlignmentOptions."
+    )
+    other_basis: bool | dict[str, Any] = Field(
+        False, description="true, or fields of OtherBasis."
+    )
+    aggregation: str | dict[str, Any] = Field(
+        "", description="A name, or name and arguments."
+    )
     fit_head: bool | str = Field(False, description="Fit the task head in every round.")
     guard: str = Field("", description="A metric on the clients' held-out rows.")
     server: dict[str, Any] = Field({}, description="Fields of Server.")
-    fraction_train: float | None = Field(None, gt=0, le=1, description="Default: the experiment's.")
+    fraction_train: float | None = Field(
+        None, gt=0, le=1, description="Default: the experiment's."
+    )
     weighted_by_key: str = Field("num-examples", description="As in FedAvg.")
-    adapters: dict[str, Any] = Field({}, description="Of LoRA adapters: fields of AdapterOptions.")
+    adapters: dict[str, Any] = Field(
+        {}, description="Of LoRA adapters: fields of AdapterOptions."
+    )
     batches: int = Field(0, ge=0, description="Most batches for statistics; 0: all.")
-    clients: tuple[int, ...] = Field((), description="The clients that take part; default: all.")
+    clients: tuple[int, ...] = Field(
+        (), description="The clients that take part; default: all."
+    )
     options: dict[str, Any] = Field({}, description="Of a plug-in's kind.")
 
     @property
@@ -63,7 +87,9 @@ class Strategy(BaseModel):
         from fedrot.aggregation import aggregations
 
         name = self.aggregation_arguments.get("name")
-        return next((entry for entry in aggregations({"symmetry"}) if entry.name == name), None)
+        return next(
+            (entry for entry in aggregations({"symmetry"}) if entry.name == name), None
+        )
 
     @property
     def options_of_alignment(self) -> AlignmentOptions | None:
@@ -76,7 +102,8 @@ class Strategy(BaseModel):
     def check(self, experiment: Experiment) -> None:
         """Raise ``ValueError`` if the strategy does not go with an experiment.
 
-        Arguments of ``FedRot`` are checked by ``FedRot``, which is built before anything is run.
+        Arguments of ``FedRot`` are checked by ``FedRot``, which is built before
+        anything is run.
         """
         from fedrot.aggregation import aggregations
         from fedrot.simulations.environment import load_plugins
@@ -86,38 +113,75 @@ class Strategy(BaseModel):
             raise ValueError(f"unknown kind '{self.kind}'; one of {', '.join(KINDS)}")
         if self.entry is None:
             known = ", ".join(entry.name for entry in aggregations({"symmetry"}))
-            raise ValueError(f"unknown aggregation {self.aggregation!r}; its name is one of {known}")
+            raise ValueError(
+                f"unknown aggregation {self.aggregation!r}; its name is one of {known}"
+            )
         if self.batches and not self.entry.needs:
-            raise ValueError(f"aggregation '{self.entry.name}' needs no statistics; leave out batches")
-        idle = ("alignment", "other_basis", "aggregation", "guard") if experiment.lora else ("adapters",)
+            raise ValueError(
+                f"aggregation '{self.entry.name}' needs no statistics; leave out "
+                "batches"
+            )
+        idle = (
+            ("alignment", "other_basis", "aggregation", "guard")
+            if experiment.lora
+            else ("adapters",)
+        )
         for name in idle:
             if getattr(self, name) != type(self).model_fields[name].default:
-                what = "an experiment without lora" if experiment.lora else "adapters; give lora"
+                what = (
+                    "an experiment without lora"
+                    if experiment.lora
+                    else "adapters; give lora"
+                )
                 raise ValueError(f"'{name}' is for {what}")
         if not {*self.clients} <= {*range(experiment.clients)}:
-            raise ValueError(f"clients are {self.clients}; there are {experiment.clients}, from 0")
+            raise ValueError(
+                f"clients are {self.clients}; there are {experiment.clients}, from 0"
+            )
         if self.chooses and not experiment.holdout:
-            raise ValueError("it needs held-out rows of the clients; holdout must not be 0")
+            raise ValueError(
+                "it needs held-out rows of the clients; holdout must not be 0"
+            )
         KINDS[self.kind](self, experiment)
 
     def code(self, experiment: Experiment) -> str:
-        """Return the line of a server app that runs the strategy, to copy; empty if there is none."""
+        """Return the line of a server app that runs the strategy, to copy; empty if
+        there is none.
+        """
         model = "peft_config" if experiment.lora else "model.config"
         if self.kind != "fedrot":
-            return f"fit_task_head(grid, arrays, {model})" if self.kind == "head_only" else ""
+            return (
+                f"fit_task_head(grid, arrays, {model})"
+                if self.kind == "head_only"
+                else ""
+            )
         share = self.fraction_train or experiment.fraction_train
         said = [_call("AdapterOptions", self.adapters)] if self.adapters else []
-        said += ["alignment=None"] if self.alignment is False and not experiment.lora else []
+        said += (
+            ["alignment=None"]
+            if self.alignment is False and not experiment.lora
+            else []
+        )
         if isinstance(self.alignment, Mapping):
             said.append(f"alignment={_call('AlignmentOptions', self.alignment)}")
         if self.other_basis and experiment.start != "same":
-            said.append(f"other_basis={_call('OtherBasis', self.other_basis, 'make_model')}")
+            said.append(
+                f"other_basis={_call('OtherBasis', self.other_basis, 'make_model')}"
+            )
         given, entry = self.aggregation_arguments, self.entry
         name = given.pop("name")
         if entry is not None and name != "mean":
-            built = f"lambda: {_call(entry.build.__name__, given)}" if given else f'"{name}"'
+            built = (
+                f"lambda: {_call(entry.build.__name__, given)}"
+                if given
+                else f'"{name}"'
+            )
             said.append(f"aggregation={built}")
-        said += [f"{key}={getattr(self, key)!r}" for key in ("fit_head", "guard") if getattr(self, key)]
+        said += [
+            f"{key}={getattr(self, key)!r}"
+            for key in ("fit_head", "guard")
+            if getattr(self, key)
+        ]
         said += [f"server={_call('Server', self.server)}"] if self.server else []
         shared = [f"fraction_train={share:g}"] if share < 1 else []
         if said == ([] if experiment.lora else ["alignment=None"]):
@@ -125,13 +189,17 @@ class Strategy(BaseModel):
         else:
             called = "FedRotLoRA" if experiment.lora else "FedRot"
             line = f"{called}({', '.join([model, *said, *shared])})"
-        return line + f"  # then fit_task_head(grid, result.arrays, {model})" * self.fit_at_end
+        return (
+            line
+            + f"  # then fit_task_head(grid, result.arrays, {model})" * self.fit_at_end
+        )
 
 
 def _call(name: str, arguments: object, *first: str) -> str:
     """Return a call as Python text; ``arguments`` are those of a mapping."""
     given = arguments if isinstance(arguments, Mapping) else {}
-    return f"{name}({', '.join([*first, *(f'{k}={v!r}' for k, v in given.items() if k != 'model')])})"
+    more = [f"{key}={value!r}" for key, value in given.items() if key != "model"]
+    return f"{name}({', '.join([*first, *more])})"
 
 
 def _of_adapters(strategy: Strategy, experiment: Experiment) -> None:
@@ -143,13 +211,13 @@ def _of_adapters(strategy: Strategy, experiment: Experiment) -> None:
     options = AdapterOptions(**strategy.adapters)
     if len(set(experiment.ranks)) > 1 and not options.kind.any_rank:
         raise ValueError(
-            f"factors of different ranks have no mean (method '{options.method}'); take the strategy "
-            "exact, adapters = {method = 'exact'}"
+            f"factors of different ranks have no mean (method '{options.method}'); "
+            "take the strategy exact, adapters = {method = 'exact'}"
         )
 
 
-#: What refuses a strategy that does not go with an experiment, by kind. Plug-ins add theirs; how a kind
-#: runs is in ``federation.cells.RUNS``.
+#: What refuses a strategy that does not go with an experiment, by kind. Plug-ins add
+#: theirs; how a kind runs is in ``federation.cells.RUNS``.
 KINDS: dict[str, Callable[[Strategy, Experiment], None]] = {
     "fedrot": _of_adapters,
     "head_only": lambda strategy, experiment: None,
@@ -165,26 +233,38 @@ def named(name: str, of_adapters: object = False) -> Strategy:
     """Return a named strategy; raises ``ValueError``."""
     if name not in NAMED:
         raise ValueError(
-            f"unknown strategy '{name}'; named ones are {', '.join(NAMED)}; write any other as a table "
-            "[[strategy]] of a TOML file"
+            f"unknown strategy '{name}'; named ones are {', '.join(NAMED)}; write any "
+            "other as a table [[strategy]] of a TOML file"
         )
     left_out = {"says", *(("alignment", "other_basis") if of_adapters else ())}
-    return Strategy(name=name, **{k: v for k, v in NAMED[name].items() if k not in left_out})
+    return Strategy(
+        name=name, **{k: v for k, v in NAMED[name].items() if k not in left_out}
+    )
 
 
 def default_strategies(experiment: Mapping[str, Any], classifies: bool) -> list[str]:
-    """Return the names of the strategies that answer the question "which average helps?".
+    """Return the names of the strategies that answer the question "which average
+    helps?".
 
     Args:
         experiment: the fields of an experiment.
         classifies: whether the task has a head that can be fitted.
     """
-    lora, domains = experiment["lora"], "," in str(experiment["data"]) or experiment["unseen_data"]
+    lora, domains = (
+        experiment["lora"],
+        "," in str(experiment["data"]) or experiment["unseen_data"],
+    )
     fits = classifies and experiment["holdout"] and not domains
     heads = ["fedavg_head", "head_only", "fit_head"] if fits else []
     if lora and isinstance(lora, Mapping):
         rank = lora.get("r")
-        if isinstance(rank, list) and len(set(rank)) > 1:  # there is no mean of their factors
+        if (
+            isinstance(rank, list) and len(set(rank)) > 1
+        ):  # there is no mean of their factors
             return ["exact", *heads[1:2]]
         return ["fedavg", "exact", *heads[1:]]
-    return ["fedavg", *heads, *(["aligned"] if experiment["start"] != "same" or not fits else ())]
+    return [
+        "fedavg",
+        *heads,
+        *(["aligned"] if experiment["start"] != "same" or not fits else ()),
+    ]

@@ -1,9 +1,13 @@
-"""``fedrot.strategies``: Flower strategies that align every reply to an anchor before the average."""
+"""``fedrot.strategies``: Flower strategies that align every reply to an anchor before
+the average.
+"""
 
 from importlib.util import find_spec
 
 if find_spec("flwr") is None:
-    raise ModuleNotFoundError("The strategies need Flower: pip install -c constraints.txt '.[flower]'")
+    raise ModuleNotFoundError(
+        "The strategies need Flower: pip install -c constraints.txt '.[flower]'"
+    )
 
 from fedrot.strategies.aligned import Aligned
 from fedrot.strategies.base import ReplyStrategy

@@ -29,30 +29,33 @@ DEFAULT_ALIGNMENT = AlignmentOptions()
 class Aligned(ReplyStrategy):
     """Mixin that aligns every reply before the base strategy aggregates it.
 
-    ``class MyStrategy(Aligned, FedAdam): ...``, then ``MyStrategy(config, eta=0.01)``. With a
-    differential-privacy wrapper such as ``DifferentialPrivacyServerSideFixedClipping``, name ``Aligned``
-    first, and give ``alignment=AlignmentOptions(anchor="global")``.
+    ``class MyStrategy(Aligned, FedAdam): ...``, then ``MyStrategy(config, eta=0.01)``.
+    With a differential-privacy wrapper such as
+    ``DifferentialPrivacyServerSideFixedClipping``, name ``Aligned`` first, and give
+    ``alignment=AlignmentOptions(anchor="global")``.
 
-    Replies are aligned and added to the mean one at a time, in the order of arrival. All updates of a
-    round are held with base strategies that need all of them (medians, Krum, privacy wrappers),
-    ``alignment=None``, and some settings of ``server`` and ``other_basis``. See
-    ``ReplyStrategy`` for replies that are dropped.
+    Replies are aligned and added to the mean one at a time, in the order of arrival.
+    All updates of a round are held with base strategies that need all of them (medians,
+    Krum, privacy wrappers), ``alignment=None``, and some settings of ``server`` and
+    ``other_basis``. See ``ReplyStrategy`` for replies that are dropped.
 
     Args:
-        model_config: the model's transformers configuration (object or dictionary), or a ``Symmetry``;
-            may be None with ``alignment=None``.
+        model_config: the model's transformers configuration (object or dictionary), or
+            a ``Symmetry``; may be None with ``alignment=None``.
         *args: of the base strategy.
-        alignment: what to align, and to which anchor, see ``fedrot.AlignmentOptions``. None aligns
-            nothing: accepted replies reach the base strategy unchanged.
-        other_basis: how to align replies from another basis; None aligns them like all others.
-        guard: name of a metric, or ``Guard``: the mean without alignment is kept if it is better.
+        alignment: what to align, and to which anchor, see ``fedrot.AlignmentOptions``.
+            None aligns nothing: accepted replies reach the base strategy unchanged.
+        other_basis: how to align replies from another basis; None aligns them like all
+            others.
+        guard: name of a metric, or ``Guard``: the mean without alignment is kept if it
+            is better.
         **kwargs: of ``ReplyStrategy``, and of the base strategy.
 
     Raises:
-        FedrotError: ``model_config`` has another type; the anchor is unknown, or would break the
-            privacy guarantee of the base strategy. In the first round: the symmetry does not fit the
-            model, a privacy wrapper contains this strategy, or every reply is dropped for the same
-            reason.
+        FedrotError: ``model_config`` has another type; the anchor is unknown, or would
+            break the privacy guarantee of the base strategy. In the first round: the
+            symmetry does not fit the model, a privacy wrapper contains this strategy,
+            or every reply is dropped for the same reason.
     """
 
     #: Builds the aggregator of a round; None for the mean, see ``FedRot``.
@@ -67,7 +70,9 @@ class Aligned(ReplyStrategy):
         guard: str | Guard | None = None,
         **kwargs: Any,
     ) -> None:
-        arguments.check_described(type(self).__name__, model_config, alignment is not None)
+        arguments.check_described(
+            type(self).__name__, model_config, alignment is not None
+        )
         super().__init__(*args, **kwargs)
         if alignment is not None:
             check_anchor(checked_options(alignment, "alignment").anchor)
@@ -82,19 +87,33 @@ class Aligned(ReplyStrategy):
             self.waits = self.waits or self.other_bases.needs_all
         if guard is not None:
             aggregates = self.aggregation is not None
-            self.comparison = comparison_of(guard, alignment, other, aggregates=aggregates)
+            self.comparison = comparison_of(
+                guard, alignment, other, aggregates=aggregates
+            )
 
     def summary(self) -> None:
-        """Log what is aligned, then the summary of ``ReplyStrategy`` and of the base strategy."""
+        """Log what is aligned, then the summary of ``ReplyStrategy`` and of the base
+        strategy.
+        """
         chosen = self.alignment
-        what = f"{' + '.join(chosen.parts)} to anchor '{chosen.anchor}'" if chosen else "off"
+        what = (
+            f"{' + '.join(chosen.parts)} to anchor '{chosen.anchor}'"
+            if chosen
+            else "off"
+        )
         log(INFO, "\t├──> Alignment: %s", what)
         if self.comparison is not None:
-            log(INFO, "\t├──> Guard: the better mean by '%s'", self.comparison.guard.metric)
+            log(
+                INFO,
+                "\t├──> Guard: the better mean by '%s'",
+                self.comparison.guard.metric,
+            )
         super().summary()
 
     def aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
-        """Return the function that builds a round's aggregator; None passes all updates on."""
+        """Return the function that builds a round's aggregator; None passes all updates
+        on.
+        """
         return Mean if self.aligns and self.wrapped_class in OF_THE_MEAN else None
 
     def begin_round(self, arrays: ArrayRecord) -> None:
@@ -107,7 +126,9 @@ class Aligned(ReplyStrategy):
         if self.other_bases is not None:
             self.other_bases.prepare(found)
 
-    def aligner(self, broadcast: Tensors, mean: Mean | None, record: RoundRecord) -> Aligner:
+    def aligner(
+        self, broadcast: Tensors, mean: Mean | None, record: RoundRecord
+    ) -> Aligner:
         """Return the aligner of a round's updates."""
         if self.alignment is None:
             return super().aligner(broadcast, mean, record)
@@ -116,5 +137,7 @@ class Aligned(ReplyStrategy):
         if self.other_bases is None:
             return ToAnchor(plan, broadcast, record, mean)
         grid = self._grid
-        exchange = Exchange(grid, self._config, self._timeout) if grid is not None else None
+        exchange = (
+            Exchange(grid, self._config, self._timeout) if grid is not None else None
+        )
         return FromOtherBases(plan, self.other_bases, broadcast, record, mean, exchange)

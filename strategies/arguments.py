@@ -1,4 +1,6 @@
-"""Checks of a strategy's arguments, and of privacy wrappers, before any client trains."""
+"""Checks of a strategy's arguments, and of privacy wrappers, before any client
+trains.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def check_functions(owner: object, *names: str) -> None:
         given = getattr(owner, name)
         if isinstance(given, nn.Module) or not callable(given):
             kind, of = type(given).__name__, type(owner).__name__
-            raise FedrotError(f"{name} of {of} is a {kind}; give a function, like {name}=lambda: ...")
+            raise FedrotError(
+                f"{name} of {of} is a {kind}; give a function, like {name}=lambda: ..."
+            )
 
 
 def check_described(name: str, given: object, align: bool) -> None:
@@ -56,28 +60,46 @@ def check_described(name: str, given: object, align: bool) -> None:
         return
     what = "nothing" if given is None else f"an object of type {type(given).__name__}"
     instead = (
-        f"{name}(model.config, ...), with the transformers configuration, or {name}(symmetry, ...) for "
-        "your own architecture (docs/how-to/own-model.md)"
+        f"{name}(model.config, ...), with the transformers configuration, or "
+        f"{name}(symmetry, ...) for your own architecture (docs/how-to/own-model.md)"
     )
-    if isinstance(given, (bool, int, float)):  # FedAvg's first argument is fraction_train.
+    if isinstance(
+        given, (bool, int, float)
+    ):  # FedAvg's first argument is fraction_train.
         what = f"the number {given}"
-        instead = f"{name}(model.config, fraction_train={given}), and name other arguments too"
-    raise FedrotError(f"{name} needs the model's configuration, and was given {what}: write {instead}.")
+        instead = (
+            f"{name}(model.config, fraction_train={given}), and name other arguments "
+            "too"
+        )
+    raise FedrotError(
+        f"{name} needs the model's configuration, and was given {what}: write "
+        f"{instead}."
+    )
 
 
 def symmetry_for(described: object, arrays: ArrayRecord) -> Symmetry:
-    """Return the symmetry of the broadcast model: the given symmetry, or the configuration's."""
+    """Return the symmetry of the broadcast model: the given symmetry, or the
+    configuration's.
+    """
     if not isinstance(described, Symmetry):
         tensors = from_arrays(arrays)
         symmetry = symmetry_of(described, tensors)
         return replace(symmetry, tied=symmetry.tied or _equal_tables(symmetry, tensors))
-    check_shapes(described, {name: tuple(array.shape) for name, array in arrays.items()}, "broadcast")
+    check_shapes(
+        described,
+        {name: tuple(array.shape) for name, array in arrays.items()},
+        "broadcast",
+    )
     return described
 
 
 def _equal_tables(symmetry: Symmetry, tensors: Tensors) -> tuple[tuple[str, ...], ...]:
-    """Return pairs of an embedding and an equal output table: tied tensors are sent twice."""
-    streams = {s.tensor for g in symmetry.groups if g.part == "residual" for s in g.slots}
+    """Return pairs of an embedding and an equal output table: tied tensors are sent
+    twice.
+    """
+    streams = {
+        s.tensor for g in symmetry.groups if g.part == "residual" for s in g.slots
+    }
     return tuple(
         (other, reader)
         for reader in sorted(symmetry.readers)
@@ -87,84 +109,110 @@ def _equal_tables(symmetry: Symmetry, tensors: Tensors) -> tuple[tuple[str, ...]
     )
 
 
-def check_shapes(symmetry: Symmetry, shapes: Mapping[str, tuple[int, ...]], origin: str) -> None:
-    """Raise ``SymmetryError`` if shapes differ; ``origin`` is "broadcast" or "received"."""
+def check_shapes(
+    symmetry: Symmetry, shapes: Mapping[str, tuple[int, ...]], origin: str
+) -> None:
+    """Raise ``SymmetryError`` if shapes differ; ``origin`` is "broadcast" or
+    "received".
+    """
     different = sorted(dict(shapes.items() ^ symmetry.shapes.items()))
     if different:
         raise SymmetryError(
-            f"The symmetry was built for another model: '{different[0]}' differs from the model that "
-            f"was {origin}. Give the configuration, or the symmetry, of this model."
+            f"The symmetry was built for another model: '{different[0]}' differs from "
+            f"the model that was {origin}. Give the configuration, or the symmetry, of "
+            "this model."
         )
 
 
 def check_initial_arrays(arrays: object, described: object, align: bool) -> None:
     """Check that the first model is a record of finite tensors by name.
 
-    If ``align`` is set, numbers instead of names are refused, unless the symmetry has the same names.
+    If ``align`` is set, numbers instead of names are refused, unless the symmetry has
+    the same names.
     """
     if not isinstance(arrays, ArrayRecord):
         raise FedrotError(
-            f"initial_arrays is a {type(arrays).__name__}: write ArrayRecord(model.state_dict())."
+            f"initial_arrays is a {type(arrays).__name__}: write "
+            "ArrayRecord(model.state_dict())."
         )
     known = isinstance(described, Symmetry) and described.shapes.keys() == arrays.keys()
     if align and arrays and not known and all(name.isdigit() for name in arrays):
         raise FedrotError(
-            "The arrays of initial_arrays have numbers in place of names ('0', '1', ...), as in a "
-            "record made from a list. Alignment needs names: write ArrayRecord(model.state_dict())."
+            "The arrays of initial_arrays have numbers in place of names ('0', '1', "
+            "...), as in a record made from a list. Alignment needs names: write "
+            "ArrayRecord(model.state_dict())."
         )
     for name, tensor in from_arrays(arrays).items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise FedrotError(f"'{name}' in initial_arrays holds NaN or Inf. Give a finite model.")
+            raise FedrotError(
+                f"'{name}' in initial_arrays holds NaN or Inf. Give a finite model."
+            )
 
 
 def check_numbers(strategy: object, num_rounds: object) -> None:
-    """Check numbers of a run's configuration; with wrong ones Flower fails late, or waits for ever."""
+    """Check numbers of a run's configuration; with wrong ones Flower fails late, or
+    waits for ever.
+    """
     wholes = ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")
-    found = {"num_rounds": num_rounds, **{name: getattr(strategy, name, 0) for name in wholes}}
+    found = {
+        "num_rounds": num_rounds,
+        **{name: getattr(strategy, name, 0) for name in wholes},
+    }
     for name, value in found.items():
         if not isinstance(value, Integral) or int(value) < 0:
-            raise FedrotError(f"{name} is {value!r:.60}; it must be a whole number{_UNQUOTED}")
+            raise FedrotError(
+                f"{name} is {value!r:.60}; it must be a whole number{_UNQUOTED}"
+            )
     for name in ("fraction_train", "fraction_evaluate"):
         value = getattr(strategy, name, 0)
         if not isinstance(value, Real) or not 0 <= float(value) <= 1:
-            raise FedrotError(f"{name} is {value!r:.60}; it must be a number from 0 to 1{_UNQUOTED}")
+            raise FedrotError(
+                f"{name} is {value!r:.60}; it must be a number from 0 to 1{_UNQUOTED}"
+            )
 
 
 def check_in_front(strategy: Strategy, anchor: str, other_basis: bool) -> None:
-    """Refuse alignment with a privacy wrapper if it would break the wrapper's guarantee.
+    """Refuse alignment with a privacy wrapper if it would break the wrapper's
+    guarantee.
 
-    The guarantee breaks if clients clip before the server aligns, or if one client's reply changes how
-    the updates of others are moved: through the ``anchor`` or ``other_basis``.
+    The guarantee breaks if clients clip before the server aligns, or if one client's
+    reply changes how the updates of others are moved: through the ``anchor`` or
+    ``other_basis``.
     """
     if isinstance(strategy, _CLIENT_SIDE):
         raise FedrotError(
-            "Clients clip their updates before the server can align them. Align at the clients, "
-            "mods=[fixedclipping_mod, align_mod(...)], and give alignment=None here."
+            "Clients clip their updates before the server can align them. Align at the "
+            "clients, mods=[fixedclipping_mod, align_mod(...)], and give "
+            "alignment=None here."
         )
     if isinstance(strategy, _SERVER_SIDE) and (anchor != "global" or other_basis):
         raise FedrotError(
-            "With differential privacy every update must be aligned to the broadcast model: otherwise "
-            "one client's reply moves the updates of others, and clipping the reply does not bound its "
-            "influence. Give alignment=AlignmentOptions(anchor='global'), and no other_basis."
+            "With differential privacy every update must be aligned to the broadcast "
+            "model: otherwise one client's reply moves the updates of others, and "
+            "clipping the reply does not bound its influence. Give "
+            "alignment=AlignmentOptions(anchor='global'), and no other_basis."
         )
 
 
 def check_not_behind(strategy: Strategy) -> None:
     """Refuse to run inside a privacy wrapper.
 
-    The wrapper clips updates before the strategy aligns them, and does not see the sums that a task head
-    is fitted to.
+    The wrapper clips updates before the strategy aligns them, and does not see the sums
+    that a task head is fitted to.
     """
     for caller in callers():
-        if isinstance(caller, _SERVER_SIDE + _CLIENT_SIDE) and caller.strategy is strategy:
+        if (
+            isinstance(caller, _SERVER_SIDE + _CLIENT_SIDE)
+            and caller.strategy is strategy
+        ):
             name = type(caller).__name__
             if getattr(strategy, "fit_head", False):
                 raise FedrotError(
-                    f"{name} bounds what updates tell, and the task head is fitted to other sums of the "
-                    "clients. Omit fit_head."
+                    f"{name} bounds what updates tell, and the task head is fitted to "
+                    "other sums of the clients. Omit fit_head."
                 )
             raise FedrotError(
-                f"{name} clips updates before {type(strategy).__name__} aligns them. Write "
-                f"class Private(Aligned, {name}): pass and Private(config, FedAvg(), ..., "
-                "alignment=AlignmentOptions(anchor='global'))."
+                f"{name} clips updates before {type(strategy).__name__} aligns them. "
+                f"Write class Private(Aligned, {name}): pass and Private(config, "
+                "FedAvg(), ..., alignment=AlignmentOptions(anchor='global'))."
             )

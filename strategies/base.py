@@ -1,4 +1,6 @@
-"""The mixin ``ReplyStrategy``: Flower's hooks, which check every reply for any base strategy."""
+"""The mixin ``ReplyStrategy``: Flower's hooks, which check every reply for any base
+strategy.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ from fedrot.strategies.reporting.rows import (
     report_metrics,
     reporting_evaluations,
 )
-from fedrot.strategies.reporting.verdict import NOBODY, OFF, empty_rounds, run_lines, told
+from fedrot.strategies.reporting.verdict import (
+    NOBODY,
+    OFF,
+    empty_rounds,
+    run_lines,
+    told,
+)
 from fedrot.strategies.resume.run import run
 from fedrot.strategies.round.aligner import Aligner
 from fedrot.strategies.round.evaluations import readable_evaluations
@@ -40,17 +48,25 @@ from fedrot.tensors import Tensors, checked_device
 
 #: Attributes with data of one round, or of one call of ``start``.
 _OF_ONE_ROUND = frozenset(
-    ("_broadcast", "_config", "_grid", "_timeout", "_sent", "_sent_to_evaluate", "_begun")
+    (
+        "_broadcast",
+        "_config",
+        "_grid",
+        "_timeout",
+        "_sent",
+        "_sent_to_evaluate",
+        "_begun",
+    )
 )
 
 
 class ReplyStrategy(Strategy):
     """Mixin that reads and checks every reply before the base strategy aggregates.
 
-    This class does not align. ``Aligned`` and ``AlignedLoRA`` inherit from it, and override the methods
-    below that move and merge a round's updates. A reply is dropped with a warning if it is not a finite
-    update of the broadcast model, has no positive weight (``num-examples``), is sent twice, or matches
-    no request of the round.
+    This class does not align. ``Aligned`` and ``AlignedLoRA`` inherit from it, and
+    override the methods below that move and merge a round's updates. A reply is dropped
+    with a warning if it is not a finite update of the broadcast model, has no positive
+    weight (``num-examples``), is sent twice, or matches no request of the round.
 
     Args:
         *args: of the base strategy, like ``**kwargs``.
@@ -65,16 +81,19 @@ class ReplyStrategy(Strategy):
     #: True if statistics of replies are used.
     uses_statistics = False
 
-    #: True in simulations: deterministic rounds sort replies by the ids that clients send.
+    #: True in simulations: deterministic rounds sort replies by the ids that clients
+    #: send.
     trusts_ids = False
 
-    #: True if a round's updates are aligned; metrics and the verdict then report the alignment.
+    #: True if a round's updates are aligned; metrics and the verdict then report the
+    #: alignment.
     aligns = False
 
     #: True if a round whose broadcast model is unknown is an error, not only unchecked.
     needs_model = False
 
-    #: Whether, or by which name, the task head is fitted; None if the strategy has no such option.
+    #: Whether, or by which name, the task head is fitted; None if the strategy has no
+    #: such option.
     fit_head: bool | str | None = None
 
     #: The model's configuration or symmetry, if it is known.
@@ -111,7 +130,9 @@ class ReplyStrategy(Strategy):
         self._verdicts: dict[int, str] = {}
 
     def summary(self) -> None:
-        """Log how replies are processed and what they need, then the summary of the base strategy."""
+        """Log how replies are processed and what they need, then the summary of the
+        base strategy.
+        """
         streams = self.aggregator(1) is not None and not self.waits
         how = "averaged as they arrive" if streams else "held until all have arrived"
         order = ", sorted by their contents" if self.server.deterministic else ""
@@ -134,17 +155,19 @@ class ReplyStrategy(Strategy):
         should_stop: Callable[[int, Result], bool] | None = None,
         **further: Any,
     ) -> Result:
-        """Run the rounds, as ``Strategy.start`` of Flower does; replies are fetched one at a time.
+        """Run the rounds, as ``Strategy.start`` of Flower does; replies are fetched one
+        at a time.
 
         Args:
-            should_stop: as in Flower 1.43 and later. A resumed run calls it first with the checkpoint's
-                round, so that a stopped run stays stopped.
+            should_stop: as in Flower 1.43 and later. A resumed run calls it first with
+                the checkpoint's round, so that a stopped run stays stopped.
             **further: arguments of later versions of Flower, which are passed on.
 
         Raises:
-            FedrotError: ``initial_arrays`` is not a model; rounds, nodes or fractions are impossible; or
-                a checkpoint is wrong, see ``run``.
-            TypeError: the installed Flower, or a run with checkpoints, has no such argument.
+            FedrotError: ``initial_arrays`` is not a model; rounds, nodes or fractions
+                are impossible; or a checkpoint is wrong, see ``run``.
+            TypeError: the installed Flower, or a run with checkpoints, has no such
+                argument.
         """
         self.check_initial(initial_arrays)
         arguments.check_numbers(self._weighting, num_rounds)
@@ -154,15 +177,26 @@ class ReplyStrategy(Strategy):
         self._sent = self._sent_to_evaluate = self._begun = None
         self._grid = lazy = grid if isinstance(grid, LazyGrid) else LazyGrid(grid)
         if self.checkpoints is None or not self.checkpoints.rounds():
-            initial_arrays = self.prepared(lazy, initial_arrays, train_config or ConfigRecord())
+            initial_arrays = self.prepared(
+                lazy, initial_arrays, train_config or ConfigRecord()
+            )
         evaluating = evaluate_fn
         if self.comparison is not None:
-            evaluating = self.comparison.evaluating(evaluating, self.aggregator(1) is not None)
+            evaluating = self.comparison.evaluating(
+                evaluating, self.aggregator(1) is not None
+            )
         if evaluating is not None and self._reports:
             evaluating = reporting_evaluations(self.reporting, evaluating)
         given = (num_rounds, timeout, train_config, evaluate_config, evaluating)
         if self.checkpoints is not None:
-            result = run(self, lazy, initial_arrays, *given, checkpoints=self.checkpoints, **further)
+            result = run(
+                self,
+                lazy,
+                initial_arrays,
+                *given,
+                checkpoints=self.checkpoints,
+                **further,
+            )
         else:
             self.begin(None)
             result = super().start(lazy, initial_arrays, *given, **further)
@@ -170,29 +204,38 @@ class ReplyStrategy(Strategy):
         result.arrays = result.arrays or initial_arrays
         if empty := empty_rounds(self._verdicts):
             log(WARNING, empty)
-        for line in run_lines(result.train_metrics_clientapp, self._verdicts, self.reporting.rows_path):
+        for line in run_lines(
+            result.train_metrics_clientapp, self._verdicts, self.reporting.rows_path
+        ):
             log(INFO, line)
         return result
 
     def initialize_parameters(self, client_manager: object) -> NoReturn:
         """Refuse Flower's legacy server, which calls this method first."""
         raise FedrotError(
-            f"{type(self).__name__} cannot be run by Flower's legacy server (ServerAppComponents, "
-            "ServerApp(server_fn=...)): write app = ServerApp(), and in a function main(grid, context) "
-            "under @app.main() strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=...)."
+            f"{type(self).__name__} cannot be run by Flower's legacy server "
+            "(ServerAppComponents, ServerApp(server_fn=...)): write app = ServerApp(), "
+            "and in a function main(grid, context) under @app.main() "
+            "strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=...)."
         )
 
     def begin(self, after_round: int | None) -> None:
-        """Prepare for a run: the file of rows, see ``begin_rows``, and the ids that clients send."""
+        """Prepare for a run: the file of rows, see ``begin_rows``, and the ids that
+        clients send.
+        """
         if self.reporting.rows_path is not None:
             begin_rows(self.reporting.rows_path, after_round)
-        self._verdicts = {n: said for n, said in self._verdicts.items() if n <= (after_round or 0)}
+        self._verdicts = {
+            n: said for n, said in self._verdicts.items() if n <= (after_round or 0)
+        }
         self._clients = self._clients if after_round else {}
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask for statistics, and store the broadcast model and the requests for ``aggregate_train``."""
+        """Ask for statistics, and store the broadcast model and the requests for
+        ``aggregate_train``.
+        """
         self._config, self._grid = config, grid
         kinds = self.needs(server_round)
         if kinds or STATISTICS in config:
@@ -217,8 +260,12 @@ class ReplyStrategy(Strategy):
         self._sent_to_evaluate = [message.metadata for message in sent]
         return sent
 
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
-        """Read and move the replies, let the base strategy aggregate them, and report."""
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> Aggregated:
+        """Read and move the replies, let the base strategy aggregate them, and
+        report.
+        """
         sent = sent_by(self._grid, self._sent)
         if not sent and not replies:
             self._verdicts[server_round] = NOBODY
@@ -226,9 +273,12 @@ class ReplyStrategy(Strategy):
         if not self._knows_model(server_round):
             return self._passed_on(server_round, replies)
         record = RoundRecord(server_round)
-        # A subclass that overrides this method may read the replies before and afterwards.
+        # A subclass that overrides this method may read the replies before and
+        # afterwards.
         one_pass = replies if self._in_front else streamed(replies)
-        merge, moved_broadcast = self._played(one_pass, Asked(sent, self._clients), record)
+        merge, moved_broadcast = self._played(
+            one_pass, Asked(sent, self._clients), record
+        )
         wrapped = Wrapped(
             strategy=self,
             wrapped_class=self.wrapped_class,
@@ -245,16 +295,28 @@ class ReplyStrategy(Strategy):
             broadcast = from_arrays(self._broadcast)
             schema = self.schema(broadcast)
             after = None if arrays is None else from_arrays(arrays)
-            record.add_hashes(broadcast, after, {**schema.settings, **schema.about(broadcast)})
+            record.add_hashes(
+                broadcast, after, {**schema.settings, **schema.about(broadcast)}
+            )
         if self.reporting.rows_path is not None:
             append_rows(self.reporting.rows_path, record.rows())
-        self._verdicts[server_round] = record.log_end(self.aligns, self.fit_head is not False)
-        metrics = MetricRecord({**(metrics or {}), **ours}) if ours or metrics is not None else None
+        self._verdicts[server_round] = record.log_end(
+            self.aligns, self.fit_head is not False
+        )
+        metrics = (
+            MetricRecord({**(metrics or {}), **ours})
+            if ours or metrics is not None
+            else None
+        )
         self._report(server_round, TRAIN, metrics)
-        record.check_start(lambda: self._grid.get_node_ids() if self._grid is not None else ())
+        record.check_start(
+            lambda: self._grid.get_node_ids() if self._grid is not None else ()
+        )
         return arrays, metrics
 
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
         """Let the base strategy aggregate the readable evaluations."""
         sent = sent_by(self._grid, self._sent_to_evaluate)
         if sent == []:
@@ -266,7 +328,9 @@ class ReplyStrategy(Strategy):
         self._report(server_round, EVALUATE, found)
         return found
 
-    def _report(self, server_round: int, stage: str, metrics: MetricRecord | None) -> None:
+    def _report(
+        self, server_round: int, stage: str, metrics: MetricRecord | None
+    ) -> None:
         if metrics is not None and self._reports:
             report_metrics(self.reporting, server_round, stage, metrics)
 
@@ -277,34 +341,47 @@ class ReplyStrategy(Strategy):
         return Schema(broadcast)
 
     def aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
-        """Return the function that builds a round's aggregator; None passes all updates on."""
+        """Return the function that builds a round's aggregator; None passes all updates
+        on.
+        """
         return None
 
     def needs(self, server_round: int) -> tuple[str, ...]:
         """Return the kinds of statistics that every reply of a round must have."""
         return ()
 
-    def aligner(self, broadcast: Tensors, mean: Mean | None, record: RoundRecord) -> Aligner:
-        """Return the aligner of a round's updates; ``mean`` is the round's, if it only needs a mean."""
+    def aligner(
+        self, broadcast: Tensors, mean: Mean | None, record: RoundRecord
+    ) -> Aligner:
+        """Return the aligner of a round's updates; ``mean`` is the round's, if it only
+        needs a mean.
+        """
         return Aligner()
 
     def check_initial(self, arrays: ArrayRecord) -> None:
         """Check the first model before any client trains; raises ``FedrotError``."""
         arguments.check_initial_arrays(arrays, self.model_config, self.aligns)
 
-    def prepared(self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord) -> ArrayRecord:
-        """Return the first model of a run that is not resumed, given ``initial_arrays``."""
+    def prepared(
+        self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord
+    ) -> ArrayRecord:
+        """Return the first model of a run that is not resumed, given
+        ``initial_arrays``.
+        """
         return arrays
 
     def begin_round(self, arrays: ArrayRecord) -> None:
         """Called with the model that a round broadcasts, before any message is made."""
 
     def finished(self, arrays: ArrayRecord, record: RoundRecord) -> ArrayRecord:
-        """Return a round's new model, given the merged one; called after the round's last reply."""
+        """Return a round's new model, given the merged one; called after the round's
+        last reply.
+        """
         return arrays
 
     def check_own_messages(self, messages: Sequence[Message]) -> None:
-        """Called with a round's messages if a subclass did not call ``super().configure_train``.
+        """Called with a round's messages if a subclass did not call
+        ``super().configure_train``.
 
         Raises:
             FedrotError: the messages lack something that clients need.
@@ -320,11 +397,17 @@ class ReplyStrategy(Strategy):
     # Checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Return, by name, the attributes that may be a run's state: all but those of one round.
+        """Return, by name, the attributes that may be a run's state: all but those of
+        one round.
 
-        A checkpoint holds those that changed since the run began. A subclass may leave out others.
+        A checkpoint holds those that changed since the run began. A subclass may leave
+        out others.
         """
-        found = {name: value for name, value in vars(self).items() if name not in _OF_ONE_ROUND}
+        found = {
+            name: value
+            for name, value in vars(self).items()
+            if name not in _OF_ONE_ROUND
+        }
         return found | {"_verdicts": told(self._verdicts)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -338,26 +421,39 @@ class ReplyStrategy(Strategy):
         self.begin_round(arrays)
 
     def _knows_model(self, server_round: int) -> bool:
-        """Return whether the round's broadcast model is known, or can be read from the messages."""
+        """Return whether the round's broadcast model is known, or can be read from the
+        messages.
+        """
         if self._begun == server_round:
             return True
-        messages = [*self._grid.replies.asked.values()] if isinstance(self._grid, LazyGrid) else []
+        messages = (
+            [*self._grid.replies.asked.values()]
+            if isinstance(self._grid, LazyGrid)
+            else []
+        )
         if not messages:
             return bool(self._broadcast)
         self.check_own_messages(messages)
-        arrays = common_model(messages, getattr(self._weighting, "arrayrecord_key", None))
+        arrays = common_model(
+            messages, getattr(self._weighting, "arrayrecord_key", None)
+        )
         if arrays is not None:
             self._begin_round(server_round, arrays)
         return arrays is not None
 
     def _passed_on(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Let the base strategy aggregate replies to an unknown model."""
-        if self.needs_model or self.reporting.hashes or self.aggregator(server_round) is not None:
+        if (
+            self.needs_model
+            or self.reporting.hashes
+            or self.aggregator(server_round) is not None
+        ):
             name = type(self).__name__
             raise FedrotError(
-                f"The model that the clients received in round {server_round} is not known: {name} "
-                "makes the messages itself, and these hold different ArrayRecords, or it overrides "
-                "start. Call super().configure_train(server_round, arrays, config, grid) in its "
+                f"The model that the clients received in round {server_round} is not "
+                f"known: {name} makes the messages itself, and these hold different "
+                "ArrayRecords, or it overrides start. Call "
+                "super().configure_train(server_round, arrays, config, grid) in its "
                 "configure_train, and change the messages that this call returns."
             )
         arrays, metrics = super().aggregate_train(server_round, replies)  # type: ignore[safe-super]
@@ -368,15 +464,21 @@ class ReplyStrategy(Strategy):
     @property
     def _in_front(self) -> str:
         """The name of an overriding ``aggregate_train``; empty without an override."""
-        if getattr(self.aggregate_train, "__func__", None) is ReplyStrategy.aggregate_train:
+        if (
+            getattr(self.aggregate_train, "__func__", None)
+            is ReplyStrategy.aggregate_train
+        ):
             return ""
-        first = next(cls for cls in type(self).__mro__ if "aggregate_train" in vars(cls))
+        first = next(
+            cls for cls in type(self).__mro__ if "aggregate_train" in vars(cls)
+        )
         return f"{first.__name__}.aggregate_train"
 
     def _played(
         self, replies: Iterable[Message], asked: Asked, record: RoundRecord
     ) -> tuple[Merge, Callable[[], Tensors] | None]:
-        """Process a round's replies; return the filled merge, and ``Aligner.moved_broadcast``.
+        """Process a round's replies; return the filled merge, and
+        ``Aligner.moved_broadcast``.
 
         All other objects of the round are released.
         """
@@ -384,7 +486,9 @@ class ReplyStrategy(Strategy):
         merge: Merge
         build = self.aggregator(record.number)
         if build is None:
-            merge = Listed(record, integers_of(self._broadcast) if self.aligns else ArrayRecord())
+            merge = Listed(
+                record, integers_of(self._broadcast) if self.aligns else ArrayRecord()
+            )
         else:
             merge = Averaged(build, record, self.comparison)
         aligner = self.aligner(broadcast, merge.mean, record)

@@ -1,4 +1,6 @@
-"""``align_mod``: alignment at the client, for updates that leave it clipped, noisy or masked."""
+"""``align_mod``: alignment at the client, for updates that leave it clipped, noisy or
+masked.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ from fedrot.errors import FedrotError, UpdateError
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.strategies.arguments import check_shapes
 from fedrot.strategies.client_matching import ACTION
-from fedrot.strategies.flower_compat import SECURE_AGGREGATION, UNNAMED_MODEL, inner_mods
+from fedrot.strategies.flower_compat import (
+    SECURE_AGGREGATION,
+    UNNAMED_MODEL,
+    inner_mods,
+)
 from fedrot.strategies.wire.arrays import (
     STATISTICS,
     TIED,
@@ -38,11 +44,18 @@ if TYPE_CHECKING:
 #: Computes statistics of an aligned update.
 Collector = Callable[[Message, Context, Mapping[str, Tensor]], Statistics]
 
-#: A symmetry, the configuration from which it is built, or a function that returns one of them.
+#: A symmetry, the configuration from which it is built, or a function that returns one
+#: of them.
 Described = Symmetry | Mapping[str, Any] | object | Callable[[Message, Context], Any]
 
 #: Mods that change the update, which must be aligned before.
-_CHANGING = {"fixedclipping_mod", "adaptiveclipping_mod", "LocalDpMod", "secagg_mod", "secaggplus_mod"}
+_CHANGING = {
+    "fixedclipping_mod",
+    "adaptiveclipping_mod",
+    "LocalDpMod",
+    "secagg_mod",
+    "secaggplus_mod",
+}
 
 
 def align_mod(
@@ -53,40 +66,52 @@ def align_mod(
 ) -> Mod:
     """Return a mod that aligns every training reply to the model in the message.
 
-    Use it as ``@app.train(mods=[fixedclipping_mod, align_mod(config)])``. Mods see a reply from the last
-    to the first, so ``align_mod`` comes after the mods that clip, add noise or encrypt. (Put mods on the
-    function, not on the ``ClientApp``: there Flower's clipping mods answer evaluations with an error.)
+    Use it as ``@app.train(mods=[fixedclipping_mod, align_mod(config)])``. Mods see a
+    reply from the last to the first, so ``align_mod`` comes after the mods that clip,
+    add noise or encrypt. (Put mods on the function, not on the ``ClientApp``: there
+    Flower's clipping mods answer evaluations with an error.)
 
-    A reply that is not a finite update of the received model is sent unchanged, with a warning, and the
-    server drops it. Under secure aggregation the server cannot; there the client leaves the round.
+    A reply that is not a finite update of the received model is sent unchanged, with a
+    warning, and the server drops it. Under secure aggregation the server cannot; there
+    the client leaves the round.
 
     Args:
-        symmetry: a ``Symmetry``; or the model's transformers configuration (object or dictionary); or
-            a function of message and context that returns one of them, called for every message.
-            Messages of Flower's legacy workflows (``SecAggPlusWorkflow``) have no tensor names: there
-            give a ``Symmetry`` whose ``shapes`` are in the order of the parameters.
+        symmetry: a ``Symmetry``; or the model's transformers configuration (object or
+            dictionary); or a function of message and context that returns one of them,
+            called for every message. Messages of Flower's legacy workflows
+            (``SecAggPlusWorkflow``) have no tensor names: there give a ``Symmetry``
+            whose ``shapes`` are in the order of the parameters.
         options: what to align, see ``fedrot.AlignmentOptions``.
-        statistics: a function of the message before alignment, the context and the aligned tensors by
-            name. It returns statistics that are added to the reply, or an empty mapping. Use it for the
-            diagonal Fisher information, which cannot follow a rotation; ``wanted_statistics`` tells what
-            the server asks for. Statistics that are in the reply already are moved with the update.
+        statistics: a function of the message before alignment, the context and the
+            aligned tensors by name. It returns statistics that are added to the reply,
+            or an empty mapping. Use it for the diagonal Fisher information, which
+            cannot follow a rotation; ``wanted_statistics`` tells what the server asks
+            for. Statistics that are in the reply already are moved with the update.
         dtype: of the statistics on the wire, see ``statistics_record``.
 
     Raises:
-        FedrotError: by the mod: a mod that clips, adds noise or encrypts runs
-            before alignment (as far as this can be detected), the model does not fit the symmetry, or
-            statistics cannot follow or would be lost under secure aggregation.
-        UpdateError: by the mod, under secure aggregation: the reply is not an update of the model.
+        FedrotError: by the mod: a mod that clips, adds noise or encrypts runs before
+            alignment (as far as this can be detected), the model does not fit the
+            symmetry, or statistics cannot follow or would be lost under secure
+            aggregation.
+        UpdateError: by the mod, under secure aggregation: the reply is not an update of
+            the model.
     """
 
-    def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    def mod(
+        message: Message, context: Context, call_next: ClientAppCallable
+    ) -> Message:
         category, _, action = message.metadata.message_type.partition(".")
         if category != MessageType.TRAIN or action == ACTION:
             return call_next(message, context)
         _check_order(call_next)
         models = model_records(message.content)
         if len(models) != 1:
-            log(WARNING, "Not aligned: the message holds %d ArrayRecords instead of one.", len(models))
+            log(
+                WARNING,
+                "Not aligned: the message holds %d ArrayRecords instead of one.",
+                len(models),
+            )
             return call_next(message, context)
         described = symmetry(message, context) if callable(symmetry) else symmetry
         model = _received(*models.popitem(), described)
@@ -109,8 +134,8 @@ def align_mod(
             found = {**found, **statistics(message, context, moved)}
         if found and secure:
             raise FedrotError(
-                f"Secure aggregation drops the statistics '{next(iter(found))}': it adds up the model's "
-                "parameters and nothing else. Do not compute them."
+                f"Secure aggregation drops the statistics '{next(iter(found))}': it "
+                "adds up the model's parameters and nothing else. Do not compute them."
             )
         content = RecordDict(dict(reply.content))
         content[name] = _changed(content.array_records[name], update, moved)
@@ -126,12 +151,16 @@ def align_mod(
 def _check_order(call_next: ClientAppCallable) -> None:
     """Refuse mods between ``align_mod`` and the client that change the update."""
     for mod in inner_mods(call_next):
-        names = {getattr(mod, "__name__", ""), *(base.__name__ for base in type(mod).__mro__)}
+        names = {
+            getattr(mod, "__name__", ""),
+            *(base.__name__ for base in type(mod).__mro__),
+        }
         wrong = sorted(names & _CHANGING)
         if wrong:
             raise FedrotError(
-                f"{wrong[0]} is behind align_mod in the client's mods, so it changes the update first: "
-                f"mods see a reply from the last to the first. Write mods=[{wrong[0]}, align_mod(...)]."
+                f"{wrong[0]} is behind align_mod in the client's mods, so it changes "
+                "the update first: mods see a reply from the last to the first. Write "
+                f"mods=[{wrong[0]}, align_mod(...)]."
             )
 
 
@@ -149,8 +178,9 @@ class _Model:
             return arrays
         if len(arrays) != len(self.names):
             raise UpdateError(
-                f"There are {len(arrays)} tensors without names, but the symmetry names "
-                f"{len(self.names)}. Pass all parameters and buffers in the order of its shapes."
+                f"There are {len(arrays)} tensors without names, but the symmetry "
+                f"names {len(self.names)}. Pass all parameters and buffers in the "
+                "order of its shapes."
             )
         return ArrayRecord(dict(zip(self.names, arrays.values(), strict=True)))
 
@@ -166,11 +196,14 @@ def _received(record: str, arrays: ArrayRecord, described: object) -> _Model:
     elif isinstance(described, Symmetry):
         model = _Model(kept, described, tuple(described.shapes))
         # Legacy arrays have no shapes either.
-        shapes = {name: tuple(t.shape) for name, t in from_arrays(model.named(kept)).items()}
+        shapes = {
+            name: tuple(t.shape) for name, t in from_arrays(model.named(kept)).items()
+        }
     else:
         raise FedrotError(
-            "The message's tensors have no names, as in all of Flower's legacy workflows. Give "
-            "align_mod a Symmetry (fedrot.symmetry_of) whose shapes are in their order."
+            "The message's tensors have no names, as in all of Flower's legacy "
+            "workflows. Give align_mod a Symmetry (fedrot.symmetry_of) whose shapes "
+            "are in their order."
         )
     check_shapes(described, shapes, "received")
     return model
@@ -180,21 +213,28 @@ def _update(content: RecordDict, model: _Model) -> tuple[str, dict[str, Tensor]]
     """Return the name of the reply's ArrayRecord, and its tensors."""
     models = model_records(content)
     if len(models) != 1:
-        raise UpdateError(f"The reply holds {len(models)} ArrayRecords; send exactly one.")
+        raise UpdateError(
+            f"The reply holds {len(models)} ArrayRecords; send exactly one."
+        )
     ((name, arrays),) = models.items()
     return name, from_arrays(model.named(arrays))
 
 
-def _align(update: Mapping[str, Tensor], model: _Model, options: AlignmentOptions | None) -> Alignment:
+def _align(
+    update: Mapping[str, Tensor], model: _Model, options: AlignmentOptions | None
+) -> Alignment:
     check_finite(update)
     anchor = from_arrays(model.named(model.arrays))
     # Clients may train in half precision, and secure aggregation broadcasts float64.
     like = {name: anchor.get(name, tensor) for name, tensor in update.items()}
     cast = {
-        name: t.to(like[name].dtype) if t.is_floating_point() and like[name].is_floating_point() else t
+        name: t.to(like[name].dtype)
+        if t.is_floating_point() and like[name].is_floating_point()
+        else t
         for name, t in update.items()
     }
-    # Whether the model ties its tables is not in the message: only options that ask for it fold norms.
+    # Whether the model ties its tables is not in the message: only options that ask for
+    # it fold norms.
     alignment = align(cast, anchor, model.symmetry, checked_options(options).as_it_is())
     report = alignment.report
     message = "Alignment: distance to the received model %.4g -> %.4g, %.2f s"
@@ -210,7 +250,11 @@ def _changed(
     An array that was tied to a moved tensor stays tied to it if both were moved alike.
     """
     names = dict(zip(arrays, before, strict=True))
-    moved = {key: after[name] for key, name in names.items() if after[name] is not before[name]}
+    moved = {
+        key: after[name]
+        for key, name in names.items()
+        if after[name] is not before[name]
+    }
     for key, array in arrays.items():
         other = array.data.decode() if array.stype == TIED else None
         if other in moved:

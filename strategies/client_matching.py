@@ -1,8 +1,9 @@
 """Matching at a client: the request, the client's answer, and how the server reads it.
 
-The server sends a client its own update and the anchor. The client matches them on its own data, and
-answers with group elements; no activation leaves the client. The server checks that these are elements
-of the model's symmetry before it applies them, so that every answer preserves the update's function.
+The server sends a client its own update and the anchor. The client matches them on its
+own data, and answers with group elements; no activation leaves the client. The server
+checks that these are elements of the model's symmetry before it applies them, so that
+every answer preserves the update's function.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ ACTION = "fedrot_match"
 MESSAGE_TYPE = f"train.{ACTION}"
 ANCHOR, UPDATE, ELEMENTS = "fedrot-anchor", "fedrot-update", "fedrot-elements"
 
-#: Keys of the request's configuration: whether the server brings the models to canonical form, and
-#: whether the client learns rotations instead of matching.
+#: Keys of the request's configuration: whether the server brings the models to
+#: canonical form, and whether the client learns rotations instead of matching.
 CANONICAL, LEARN = "fedrot-canonical", "fedrot-learn"
 
 #: Updates from another basis differ in every part.
@@ -51,12 +52,13 @@ class Matching:
 
     Attributes:
         build: returns a ``transformers`` model, or another model with a ``config``.
-        batches: returns the client's inputs: keyword arguments of forward, with ``labels`` for
-            ``learning``.
+        batches: returns the client's inputs: keyword arguments of forward, with
+            ``labels`` for ``learning``.
         options: what to align. If ``canonical`` is None, the server decides.
-        learning: how to learn rotations if the server asks for it (``OtherBasis.learning_passes``): by
-            gradient descent on the loss between this client's model and the mean of the others. A pass
-            costs ``learning.steps`` training steps.
+        learning: how to learn rotations if the server asks for it
+            (``OtherBasis.learning_passes``): by gradient descent on the loss between
+            this client's model and the mean of the others. A pass costs
+            ``learning.steps`` training steps.
     """
 
     build: Callable[[], nn.Module]
@@ -68,7 +70,9 @@ class Matching:
         check_functions(self, "build", "batches")
 
 
-def match_at_client(app: ClientApp, setup: Callable[[Message, Context], Matching]) -> None:
+def match_at_client(
+    app: ClientApp, setup: Callable[[Message, Context], Matching]
+) -> None:
     """Add an action to a ``ClientApp`` that answers the server's requests for matching.
 
     Args:
@@ -78,7 +82,8 @@ def match_at_client(app: ClientApp, setup: Callable[[Message, Context], Matching
 
     @app.train(ACTION)
     def answer(message: Message, context: Context) -> Message:
-        # Building models and drawing batches must not change the random numbers of training.
+        # Building models and drawing batches must not change the random numbers of
+        # training.
         with torch.random.fork_rng(devices=[]):
             alignment = _match(message, setup(message, context))
         elements = {move.group.name: move.element for move in alignment.moves}
@@ -86,13 +91,17 @@ def match_at_client(app: ClientApp, setup: Callable[[Message, Context], Matching
 
 
 def _match(message: Message, matching: Matching) -> Alignment:
-    anchor, update = (from_arrays(message.content.array_records[name]) for name in (ANCHOR, UPDATE))
+    anchor, update = (
+        from_arrays(message.content.array_records[name]) for name in (ANCHOR, UPDATE)
+    )
     ours, theirs = matching.build(), matching.build()
     symmetry = symmetry_of(getattr(ours, "config", None), ours.state_dict())
     told = [*message.content.config_records.values()]
     options = matching.options
     if options.canonical is None:
-        options = replace(options, canonical=any(config.get(CANONICAL) for config in told))
+        options = replace(
+            options, canonical=any(config.get(CANONICAL) for config in told)
+        )
     if options.rotates:
         anchor, update = (canonical(tensors, symmetry) for tensors in (anchor, update))
         symmetry = symmetry.rotated
@@ -107,7 +116,11 @@ def _match(message: Message, matching: Matching) -> Alignment:
 
 
 def _learned(
-    model: nn.Module, update: Tensors, anchor: Tensors, symmetry: Symmetry, matching: Matching
+    model: nn.Module,
+    update: Tensors,
+    anchor: Tensors,
+    symmetry: Symmetry,
+    matching: Matching,
 ) -> Alignment:
     """Learn rotations; a residual stream that can only be permuted is not moved."""
     parts = matching.learning.parts
@@ -115,7 +128,15 @@ def _learned(
         parts = tuple(part for part in parts if part != "residual")
     options = replace(matching.learning, parts=parts)
     start = alignment_of((), update, anchor, symmetry)
-    given = (loss_of(model), matching.batches(), update, anchor, symmetry, start, options)
+    given = (
+        loss_of(model),
+        matching.batches(),
+        update,
+        anchor,
+        symmetry,
+        start,
+        options,
+    )
     return learn_alignment(*given).alignment
 
 
@@ -128,14 +149,20 @@ def request(
     canonical_form: bool = False,
     learn: bool = False,
 ) -> Message:
-    """Return the message that asks a node to match its update to an anchor, or to learn rotations."""
+    """Return the message that asks a node to match its update to an anchor, or to learn
+    rotations.
+    """
     told = ConfigRecord({**config, CANONICAL: canonical_form, LEARN: learn})
-    content = RecordDict({ANCHOR: to_arrays(anchor), UPDATE: to_arrays(update), "config": told})
+    content = RecordDict(
+        {ANCHOR: to_arrays(anchor), UPDATE: to_arrays(update), "config": told}
+    )
     return Message(content, dst_node_id=node, message_type=MESSAGE_TYPE)
 
 
 def read_moves(message: Message, symmetry: Symmetry) -> tuple[Move, ...]:
-    """Return the moves of a client's answer; raises ``UpdateError`` unless all are of the symmetry."""
+    """Return the moves of a client's answer; raises ``UpdateError`` unless all are of
+    the symmetry.
+    """
     if message.has_error():
         raise UpdateError(failure_of(message, "fedrot.strategies.match_at_client"))
     record = of_kind(message.content, ArrayRecord).get(ELEMENTS)
@@ -149,9 +176,13 @@ def read_moves(message: Message, symmetry: Symmetry) -> tuple[Move, ...]:
     for name, element in elements.items():
         found = groups.get(name)
         if found is None or not found.kind.contains(element):
-            raise UpdateError(f"the tensor '{name}' is not an element of the model's symmetry.")
+            raise UpdateError(
+                f"the tensor '{name}' is not an element of the model's symmetry."
+            )
         # The server's elements are in float64, and elements compose only in one dtype.
-        moves.append(Move(found, element.double() if element.is_floating_point() else element))
+        moves.append(
+            Move(found, element.double() if element.is_floating_point() else element)
+        )
     # Head permutations must come before elements inside heads.
     return tuple(sorted(moves, key=lambda move: bool(move.group.within)))
 
@@ -159,7 +190,9 @@ def read_moves(message: Message, symmetry: Symmetry) -> tuple[Move, ...]:
 def alignment_by(
     moves: Iterable[Move], update: Tensors, anchor: Tensors, symmetry: Symmetry
 ) -> Alignment:
-    """Return moves as an alignment, of canonical models if the residual stream is rotated."""
+    """Return moves as an alignment, of canonical models if the residual stream is
+    rotated.
+    """
     if symmetry.rotates:
         update, anchor = (canonical(tensors, symmetry) for tensors in (update, anchor))
     found = alignment_of(moves, update, anchor, symmetry)

@@ -1,4 +1,6 @@
-"""The strategy ``FedRot``: aligned FedAvg, and other aggregations of aligned updates."""
+"""The strategy ``FedRot``: aligned FedAvg, and other aggregations of aligned
+updates.
+"""
 
 from __future__ import annotations
 
@@ -24,32 +26,35 @@ from fedrot.symmetry import Symmetry
 class FedRot(FitsHead, Aligned, FedAvg):
     """Aligned FedAvg.
 
-    Write ``FedRot(config, fraction_train=0.5)`` instead of ``FedAvg(fraction_train=0.5)``; every
-    argument of FedAvg works as before. ``FedRot(alignment=None)`` is FedAvg, except that the average
-    leaves out rows that clients mark as not trained (``fedrot.collect.completed``).
+    Write ``FedRot(config, fraction_train=0.5)`` instead of
+    ``FedAvg(fraction_train=0.5)``; every argument of FedAvg works as before.
+    ``FedRot(alignment=None)`` is FedAvg, except that the average leaves out rows that
+    clients mark as not trained (``fedrot.collect.completed``).
 
-    ``train_metrics_aggr_fn`` receives the metrics and small configurations of the replies, but not the
-    arrays of updates that are added one at a time.
+    ``train_metrics_aggr_fn`` receives the metrics and small configurations of the
+    replies, but not the arrays of updates that are added one at a time.
 
     Args:
         model_config: the model's transformers configuration, see ``Aligned``.
         fraction_train: of FedAvg, like all up to ``evaluate_metrics_aggr_fn``.
-        aggregation: a name such as ``"regmean"``, a class such as ``fedrot.aggregation.RegMean``, or a
-            function without arguments that builds an aggregator; None is FedAvg's weighted mean. If the
-            aggregation needs statistics, the training configuration asks clients for them, and clients
-            send them with ``add_statistics``. Replies without statistics are dropped. With statistics
-            the residual stream is permuted and not rotated.
+        aggregation: a name such as ``"regmean"``, a class such as
+            ``fedrot.aggregation.RegMean``, or a function without arguments that builds
+            an aggregator; None is FedAvg's weighted mean. If the aggregation needs
+            statistics, the training configuration asks clients for them, and clients
+            send them with ``add_statistics``. Replies without statistics are dropped.
+            With statistics the residual stream is permuted and not rotated.
         alignment: of ``Aligned``, like ``other_basis`` and ``guard``.
-        fit_head: whether to fit the task head before the first round (``fit_task_head``) and after every
-            round, see ``FitsHead``. The name of a layer in place of True fits this layer. Clients need
-            ``answer_with_sums`` on their ``ClientApp``. An error after a round is a warning, and the
-            round's model is taken.
+        fit_head: whether to fit the task head before the first round
+            (``fit_task_head``) and after every round, see ``FitsHead``. The name of a
+            layer in place of True fits this layer. Clients need ``answer_with_sums`` on
+            their ``ClientApp``. An error after a round is a warning, and the round's
+            model is taken.
         server: of ``ReplyStrategy``, like ``checkpoints`` and ``reporting``.
 
     Raises:
-        FedrotError: as ``Aligned``; the aggregation needs statistics, and the options say
-            ``canonical=True``; it needs diagonal Fisher information, and heads are rotated; or, in
-            ``start``, the model has no such task head.
+        FedrotError: as ``Aligned``; the aggregation needs statistics, and the options
+            say ``canonical=True``; it needs diagonal Fisher information, and heads are
+            rotated; or, in ``start``, the model has no such task head.
     """
 
     uses_statistics = True
@@ -100,7 +105,8 @@ class FedRot(FitsHead, Aligned, FedAvg):
         )
         self._kinds = self.aggregation().needs if self.aggregation is not None else ()
         if self.alignment is not None and {*self._kinds} - {TRAINED}:
-            # Clients' statistics are those of the sent update, not of its canonical form.
+            # Clients' statistics are those of the sent update, not of its canonical
+            # form.
             self.alignment = self.alignment.as_it_is()
             if self.other_bases is not None:
                 self.other_bases.as_it_is()
@@ -111,17 +117,22 @@ class FedRot(FitsHead, Aligned, FedAvg):
         aligned = (self.alignment, other) if self.aligns else ()
         if {*self._kinds} - {TRAINED} and any(o and o.canonical for o in aligned):
             raise FedrotError(
-                f"The statistics '{self._kinds[0]}' cannot be brought to canonical form. Give "
-                "canonical=False, or None, in the options of alignment and other_basis."
+                f"The statistics '{self._kinds[0]}' cannot be brought to canonical "
+                "form. Give canonical=False, or None, in the options of alignment and "
+                "other_basis."
             )
-        rotates = any(o and "attention" in o.parts and o.within_heads == "rotation" for o in aligned)
+        rotates = any(
+            o and "attention" in o.parts and o.within_heads == "rotation"
+            for o in aligned
+        )
         fixed = [kind for kind in self._kinds if not kind_named(kind).follows_rotations]
         if fixed and rotates:
             raise FedrotError(
-                f"Rotations of heads cannot be applied to the statistics '{fixed[0]}'. Let the clients "
-                "align before they compute statistics (fedrot.strategies.align_mod) and give "
-                "alignment=None here, or align by permutations only, "
-                "alignment=AlignmentOptions(parts=('heads', 'ffn'))."
+                f"Rotations of heads cannot be applied to the statistics '{fixed[0]}'. "
+                "Let the clients align before they compute statistics "
+                "(fedrot.strategies.align_mod) and give alignment=None here, or align "
+                "by permutations only, alignment=AlignmentOptions(parts=('heads', "
+                "'ffn'))."
             )
 
     def summary(self) -> None:
@@ -139,9 +150,18 @@ class FedRot(FitsHead, Aligned, FedAvg):
         return self.aggregation or super().aggregator(server_round)
 
 
-def _builder(aggregation: str | Callable[[], Aggregator] | None) -> Callable[[], Aggregator] | None:
-    """Return the function that builds an aggregation, given the function itself or a name."""
-    found = aggregation_named(aggregation) if isinstance(aggregation, str) else aggregation
+def _builder(
+    aggregation: str | Callable[[], Aggregator] | None,
+) -> Callable[[], Aggregator] | None:
+    """Return the function that builds an aggregation, given the function itself or a
+    name.
+    """
+    found = (
+        aggregation_named(aggregation) if isinstance(aggregation, str) else aggregation
+    )
     if found is not None and not callable(found):
-        raise FedrotError(f"aggregation is a {type(found).__name__}; give a name, or a class: RegMean.")
+        raise FedrotError(
+            f"aggregation is a {type(found).__name__}; give a name, or a class: "
+            "RegMean."
+        )
     return found

@@ -1,4 +1,6 @@
-"""Flower's internals that fedrot uses, and why; tested with Flower 1.41 to 1.43 and protobuf 6."""
+"""Flower's internals that fedrot uses, and why; tested with Flower 1.41 to 1.43 and
+protobuf 6.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,16 @@ SECURE_AGGREGATION = "secaggplus_configs"
 #: The ``stype`` of Flower's own arrays, which has no public name.
 NUMPY = SType.NUMPY
 
-#: Errors of ``Grid.pull_messages`` for a malformed reply; transport errors have other classes.
-UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, AssertionError, DecodeError)
+#: Errors of ``Grid.pull_messages`` for a malformed reply; transport errors have other
+#: classes.
+UNREADABLE = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    DecodeError,
+)
 
 _NO_ACTION = "function registered with name"
 
@@ -55,7 +65,9 @@ _REMEMBER_THE_BROADCAST = (
 
 
 def metrics_function(strategy: Strategy) -> MetricsFunction:
-    """Return the function that aggregates the clients' training metrics: it has no public accessor."""
+    """Return the function that aggregates the clients' training metrics: it has no
+    public accessor.
+    """
     return vars(strategy)["train_metrics_aggr_fn"]
 
 
@@ -73,19 +85,29 @@ def _replaced(holder: object, **values: object) -> Iterator[None]:
 
 
 def without_metrics(strategy: Strategy) -> AbstractContextManager[None]:
-    """Turn off a strategy's aggregation of training metrics inside the ``with`` block."""
+    """Turn off a strategy's aggregation of training metrics inside the ``with``
+    block.
+    """
     return _replaced(strategy, train_metrics_aggr_fn=lambda *_: MetricRecord())
 
 
 def transient_attributes(strategy: Strategy) -> frozenset[str]:
-    """Return the attributes with the broadcast model, which a checkpoint need not repeat."""
-    return frozenset({"current_arrays"} if isinstance(strategy, _REMEMBER_THE_BROADCAST) else ())
+    """Return the attributes with the broadcast model, which a checkpoint need not
+    repeat.
+    """
+    return frozenset(
+        {"current_arrays"} if isinstance(strategy, _REMEMBER_THE_BROADCAST) else ()
+    )
 
 
 def set_broadcast(strategy: Strategy, make: Callable[[], ArrayRecord]) -> None:
-    """Replace the broadcast model that a strategy, or its wrapped strategy, subtracts from the mean."""
+    """Replace the broadcast model that a strategy, or its wrapped strategy, subtracts
+    from the mean.
+    """
     both = (strategy, getattr(strategy, "strategy", None))
-    comparing = [one for one in both if getattr(one, "current_arrays", None) is not None]
+    comparing = [
+        one for one in both if getattr(one, "current_arrays", None) is not None
+    ]
     if not comparing:
         return
     arrays = make()
@@ -93,32 +115,45 @@ def set_broadcast(strategy: Strategy, make: Callable[[], ArrayRecord]) -> None:
         if isinstance(getattr(one, "current_arrays", None), ArrayRecord):
             vars(one)["current_arrays"] = arrays.copy()
         else:
-            vars(one)["current_arrays"] = {name: array.numpy() for name, array in arrays.items()}
+            vars(one)["current_arrays"] = {
+                name: array.numpy() for name, array in arrays.items()
+            }
 
 
 def clips_zero() -> AbstractContextManager[None]:
-    """Let privacy wrappers, which divide by the norm of the change, clip an update without a change."""
+    """Let privacy wrappers, which divide by the norm of the change, clip an update
+    without a change.
+    """
     norm = differential_privacy.get_norm
     # Positive, but below every norm of float32 entries: such an update is not clipped.
     return _replaced(
-        differential_privacy, get_norm=lambda input_arrays: norm(input_arrays) or sys.float_info.min
+        differential_privacy,
+        get_norm=lambda input_arrays: norm(input_arrays) or sys.float_info.min,
     )
 
 
 def equal_weights(strategy: Strategy) -> bool:
-    """Return whether a strategy accepts only clients of equal weight, for its privacy accountant."""
+    """Return whether a strategy accepts only clients of equal weight, for its privacy
+    accountant.
+    """
     return getattr(strategy, "accountant", None) is not None
 
 
 def figures_of(strategy: object) -> dict[str, float]:
-    """Return the metrics without which a strategy ends the run, each with its largest accepted value."""
+    """Return the metrics without which a strategy ends the run, each with its largest
+    accepted value.
+    """
     loss = getattr(strategy, "train_loss_key", None)
     clipped = isinstance(strategy, DifferentialPrivacyClientSideAdaptiveClipping)
-    return ({loss: LARGEST_WEIGHT} if loss else {}) | ({KEY_NORM_BIT: 1.0} if clipped else {})
+    return ({loss: LARGEST_WEIGHT} if loss else {}) | (
+        {KEY_NORM_BIT: 1.0} if clipped else {}
+    )
 
 
 def callers() -> Iterator[object]:
-    """Yield the objects whose methods are on the call stack: a wrapped strategy can find its wrapper."""
+    """Yield the objects whose methods are on the call stack: a wrapped strategy can
+    find its wrapper.
+    """
     frame = inspect.currentframe()
     while frame is not None:
         if "self" in frame.f_locals:
@@ -127,13 +162,18 @@ def callers() -> Iterator[object]:
 
 
 def inner_mods(call_next: Any) -> Iterator[Any]:
-    """Yield the mods between a mod and the client, without ``partial`` and ``functools.wraps``.
+    """Yield the mods between a mod and the client, without ``partial`` and
+    ``functools.wraps``.
 
-    The iterator ends at the first callable that ``make_ffn`` has not built, from ``call_next`` on.
+    The iterator ends at the first callable that ``make_ffn`` has not built, from
+    ``call_next`` on.
     """
     link = call_next
     while True:
-        code, cells = getattr(link, "__code__", None), getattr(link, "__closure__", None)
+        code, cells = (
+            getattr(link, "__code__", None),
+            getattr(link, "__closure__", None),
+        )
         free = dict(zip(code.co_freevars, cells, strict=True)) if code and cells else {}
         if not {"_mod", "_ffn"} <= free.keys():
             return
@@ -144,14 +184,20 @@ def inner_mods(call_next: Any) -> Iterator[Any]:
 
 
 def outside_of_the_engine() -> AbstractContextManager[None]:
-    """Allow messages to be made inside the ``with`` block, in a process without Flower's engine."""
+    """Allow messages to be made inside the ``with`` block, in a process without
+    Flower's engine.
+    """
     return _replaced(TaskIdentity, _task_id=1, _run_id=1, _node_id=1)
 
 
 def failure_of(reply: Message, call: str) -> str:
-    """Return why a client failed, and the ``call`` that its app lacks if it does not know the action."""
+    """Return why a client failed, and the ``call`` that its app lacks if it does not
+    know the action.
+    """
     reason = reply.error.reason or "no reason given"
-    return f"it failed: {reason}" + (f" Call {call} with its ClientApp." if _NO_ACTION in reason else "")
+    return f"it failed: {reason}" + (
+        f" Call {call} with its ClientApp." if _NO_ACTION in reason else ""
+    )
 
 
 def unavailable(asked: Message, reason: str) -> Message:

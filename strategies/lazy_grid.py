@@ -13,7 +13,8 @@ from flwr.serverapp import Grid
 from fedrot.errors import FedrotError
 from fedrot.strategies.flower_compat import UNREADABLE, unavailable
 
-#: Seconds between two polls for replies: the pause doubles up to the pause of Flower's own grids.
+#: Seconds between two polls for replies: the pause doubles up to the pause of Flower's
+#: own grids.
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0
 
 
@@ -29,15 +30,17 @@ def _forwarded(name: str) -> Callable[..., Any]:
 class Replies(Sequence[Message]):
     """The replies to some messages, in the order of arrival.
 
-    As a sequence, replies can be read any number of times: the first access waits for all replies and
-    stores them. ``stream`` reads them once, and stores none.
+    As a sequence, replies can be read any number of times: the first access waits for
+    all replies and stores them. ``stream`` reads them once, and stores none.
 
     Attributes:
         asked: the messages, by message id; empty after ``stream`` was called.
     """
 
     def __init__(
-        self, asked: dict[str, Message], fetch: Callable[[dict[str, Message]], Iterator[Message]]
+        self,
+        asked: dict[str, Message],
+        fetch: Callable[[dict[str, Message]], Iterator[Message]],
     ) -> None:
         self.asked = asked
         self._fetch = fetch
@@ -45,7 +48,9 @@ class Replies(Sequence[Message]):
         self._streamed = False
 
     def stream(self) -> Iterator[Message]:
-        """Return each reply as it arrives; unless already stored, replies cannot be read again."""
+        """Return each reply as it arrives; unless already stored, replies cannot be
+        read again.
+        """
         if self._kept is not None:
             return iter(self._kept)
         self._check_not_streamed()
@@ -68,9 +73,10 @@ class Replies(Sequence[Message]):
     def _check_not_streamed(self) -> None:
         if self._streamed:
             raise FedrotError(
-                "The replies were averaged as they arrived and were not stored. Read them in a method "
-                "aggregate_train of your strategy, before or after it calls super().aggregate_train: "
-                "with such a method, replies are stored until the next messages are sent."
+                "The replies were averaged as they arrived and were not stored. Read "
+                "them in a method aggregate_train of your strategy, before or after it "
+                "calls super().aggregate_train: with such a method, replies are stored "
+                "until the next messages are sent."
             )
 
 
@@ -80,12 +86,14 @@ def streamed(replies: Iterable[Message]) -> Iterable[Message]:
 
 
 class LazyGrid(Grid):
-    """Wraps a grid: ``send_and_receive`` sends at once, and fetches replies when they are read.
+    """Wraps a grid: ``send_and_receive`` sends at once, and fetches replies when they
+    are read.
 
-    Flower's own grids fetch all replies before they return. Here replies come in the order of arrival,
-    and only one is in memory at a time if they are streamed, see ``Replies``. Replies that have not
-    arrived at the timeout are left out, as in Flower. ``push_messages`` and ``pull_messages`` of the
-    wrapped ``grid`` are called, but not its ``send_and_receive``.
+    Flower's own grids fetch all replies before they return. Here replies come in the
+    order of arrival, and only one is in memory at a time if they are streamed, see
+    ``Replies``. Replies that have not arrived at the timeout are left out, as in
+    Flower. ``push_messages`` and ``pull_messages`` of the wrapped ``grid`` are called,
+    but not its ``send_and_receive``.
 
     Attributes:
         sent: the metadata of the most recently sent messages.
@@ -97,17 +105,27 @@ class LazyGrid(Grid):
         self.sent: list[Metadata] = []
         self.replies = Replies({}, lambda asked: iter(()))
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Replies:
-        """Send the messages, and return their replies, which are fetched when they are read."""
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Replies:
+        """Send the messages, and return their replies, which are fetched when they are
+        read.
+        """
         asked = list(messages)
         self.sent = [message.metadata for message in asked]
         ids = list(self.push_messages(asked))
-        waiting = {one: message for one, message in zip(ids, asked, strict=False) if one is not None}
+        waiting = {
+            one: message
+            for one, message in zip(ids, asked, strict=False)
+            if one is not None
+        }
         end = None if timeout is None else time.monotonic() + timeout
         self.replies = Replies(waiting, partial(self._replies, end=end))
         return self.replies
 
-    def _replies(self, waiting: dict[str, Message], end: float | None) -> Iterator[Message]:
+    def _replies(
+        self, waiting: dict[str, Message], end: float | None
+    ) -> Iterator[Message]:
         pause, arrived = FIRST_PAUSE, set[str]()
 
         def noted(message: Message) -> Message:
@@ -122,18 +140,28 @@ class LazyGrid(Grid):
             for message_id, asked in waiting.items():
                 # A loop variable would hold the reply until the next one arrives.
                 yield from map(noted, self._pulled(message_id, asked))
-            waiting = {one: asked for one, asked in waiting.items() if one not in arrived}
+            waiting = {
+                one: asked for one, asked in waiting.items() if one not in arrived
+            }
             if last or not waiting:
                 return
             pause = FIRST_PAUSE if arrived else min(2 * pause, LONGEST_PAUSE)
-            self.pause(pause if end is None else min(pause, max(end - time.monotonic(), 0.0)))
+            self.pause(
+                pause if end is None else min(pause, max(end - time.monotonic(), 0.0))
+            )
 
     def _pulled(self, message_id: str, asked: Message) -> Iterable[Message]:
-        """Return the reply if it has arrived, or an error reply if Flower cannot read it."""
+        """Return the reply if it has arrived, or an error reply if Flower cannot read
+        it.
+        """
         try:
             return self.pull_messages([message_id])
         except UNREADABLE as error:
-            return [unavailable(asked, f"The reply cannot be read, {type(error).__name__}: {error}")]
+            return [
+                unavailable(
+                    asked, f"The reply cannot be read, {type(error).__name__}: {error}"
+                )
+            ]
 
     def pause(self, seconds: float) -> None:
         """Wait between two polls for replies."""

@@ -17,7 +17,11 @@ from fedrot.aggregation import Aggregator
 from fedrot.collect.statistics import Statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora.adapters import AdapterUpdate, LoraSettings, pairs_of
-from fedrot.lora.averaging import AdapterAverage, AdapterOptions, checked_adapter_options
+from fedrot.lora.averaging import (
+    AdapterAverage,
+    AdapterOptions,
+    checked_adapter_options,
+)
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.round.inbox import Schema
 from fedrot.strategies.round.merge import OF_THE_MEAN
@@ -25,41 +29,49 @@ from fedrot.strategies.sums.rounds import FitsHead
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.tensors import Shaped, Tensors, check_update
 
-#: Metrics of a round: relative distances of the new adapter, and of the mean of the factors, to the mean
-#: of the products; and the relative error of the sum of products, whose rank is bounded.
+#: Metrics of a round: relative distances of the new adapter, and of the mean of the
+#: factors, to the mean of the products; and the relative error of the sum of products,
+#: whose rank is bounded.
 ERROR, ERROR_OF_FACTORS = "fedrot-adapter-error", "fedrot-adapter-error-of-factors"
 LOST = "fedrot-adapter-lost"
 
 
 def adapter_record(config: LoraSettings | Mapping[str, Any] | object) -> ConfigRecord:
-    """Return the settings of a client's adapter, for the server to compare them with its own.
+    """Return the settings of a client's adapter, for the server to compare them with
+    its own.
 
-    Example: ``content["fedrot-adapter"] = adapter_record(peft_model.peft_config["default"])``.
+    Example: ``content["fedrot-adapter"] =
+    adapter_record(peft_model.peft_config["default"])``.
     """
     own = LoraSettings.of(config)
     alphas = [f"{name}={alpha}" for name, alpha in own.alpha_pattern.items()]
-    return ConfigRecord({"lora_alpha": own.alpha, "use_rslora": own.use_rslora, "alpha_pattern": alphas})
+    return ConfigRecord(
+        {"lora_alpha": own.alpha, "use_rslora": own.use_rslora, "alpha_pattern": alphas}
+    )
 
 
 class AlignedLoRA(ReplyStrategy):
     """Mixin that averages LoRA adapters, and passes the average to a base strategy.
 
-    ``class AdamLoRA(AlignedLoRA, FedAdam): pass``, then ``AdamLoRA(peft_config, eta=0.01)``. Supported
-    base strategies: FedAvg, FedAvgM, FedAdagrad, FedAdam and FedYogi. They receive only the average.
+    ``class AdamLoRA(AlignedLoRA, FedAdam): pass``, then ``AdamLoRA(peft_config,
+    eta=0.01)``. Supported base strategies: FedAvg, FedAvgM, FedAdagrad, FedAdam and
+    FedYogi. They receive only the average.
 
-    All clients need the same settings. With the method ``exact``, a client may have a smaller rank than
-    the received adapter (``fedrot.lora.load_adapter`` reduces it). Each round logs the distances of the
-    average, and of the mean of the factors, to the mean of the clients' products.
+    All clients need the same settings. With the method ``exact``, a client may have a
+    smaller rank than the received adapter (``fedrot.lora.load_adapter`` reduces it).
+    Each round logs the distances of the average, and of the mean of the factors, to the
+    mean of the clients' products.
 
     Args:
-        settings: the adapter's ``LoraConfig``, or the content of ``adapter_config.json``, for alpha.
+        settings: the adapter's ``LoraConfig``, or the content of
+            ``adapter_config.json``, for alpha.
         adapters: how adapters are averaged; None averages the factors.
         *args: of the base strategy.
         **kwargs: of the base strategy, and of ``ReplyStrategy``.
 
     Raises:
-        FedrotError: the settings are not those of a LoRA adapter; the base strategy is not supported.
-            In the first round: ``initial_arrays`` is not an adapter.
+        FedrotError: the settings are not those of a LoRA adapter; the base strategy is
+            not supported. In the first round: ``initial_arrays`` is not an adapter.
     """
 
     uses_statistics = True
@@ -78,8 +90,9 @@ class AlignedLoRA(ReplyStrategy):
         if behind not in OF_THE_MEAN:
             able = ", ".join(strategy.__name__ for strategy in OF_THE_MEAN)
             raise FedrotError(
-                f"{type(self).__name__} passes only the average on, but {behind.__name__} needs every "
-                f"update. Supported base strategies: {able}."
+                f"{type(self).__name__} passes only the average on, but "
+                f"{behind.__name__} needs every update. Supported base strategies: "
+                f"{able}."
             )
 
     def summary(self) -> None:
@@ -90,53 +103,70 @@ class AlignedLoRA(ReplyStrategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Check the first model before any client trains; warn of base weights in it."""
+        """Check the first model before any client trains; warn of base weights in
+        it.
+        """
         if server_round == 1:
             try:
                 pairs_of(arrays)
             except UpdateError as error:
-                raise FedrotError(f"initial_arrays is not a LoRA adapter: {error}") from error
+                raise FedrotError(
+                    f"initial_arrays is not a LoRA adapter: {error}"
+                ) from error
             # Biases that an adapter trains have such names, too.
-            base = (name for name in arrays if ".base_layer." in name and not name.endswith(".bias"))
+            base = (
+                name
+                for name in arrays
+                if ".base_layer." in name and not name.endswith(".bias")
+            )
             if name := next(base, None):
                 said = (
-                    "initial_arrays holds base weights ('%s'), which would be sent and averaged in "
-                    "every round. Send only the adapter: fedrot.lora.adapter_tensors(model)."
+                    "initial_arrays holds base weights ('%s'), which would be sent and "
+                    "averaged in every round. Send only the adapter: "
+                    "fedrot.lora.adapter_tensors(model)."
                 )
                 log(WARNING, said, name)
         return super().configure_train(server_round, arrays, config, grid)
 
     def schema(self, broadcast: Tensors) -> Schema:
-        """Return the tensors that a reply must hold: an adapter of at most the broadcast ranks."""
+        """Return the tensors that a reply must hold: an adapter of at most the
+        broadcast ranks.
+        """
         settings = adapter_record(self.settings)
         return AdapterSchema(broadcast, self.adapters.kind.any_rank, settings=settings)
 
     def aggregator(self, server_round: int) -> Callable[[], Aggregator]:
         """Return the function that builds a round's average of adapters."""
         return lambda: AdapterMean(
-            self.adapters.average(self.settings, from_arrays(self._broadcast), server_round)
+            self.adapters.average(
+                self.settings, from_arrays(self._broadcast), server_round
+            )
         )
 
 
 class FedRotLoRA(FitsHead, AlignedLoRA, FedAvg):
     """FedAvg for LoRA adapters: clients send ``fedrot.lora.adapter_tensors(model)``.
 
-    Every argument of ``FedAvg`` works by its name; see ``AlignedLoRA`` and ``FitsHead`` for the other
-    arguments. With ``fit_head=True`` the adapter has a task head among its ``modules_to_save``. Clients
-    evaluate adapters at the broadcast ranks, also if their own are smaller.
+    Every argument of ``FedAvg`` works by its name; see ``AlignedLoRA`` and ``FitsHead``
+    for the other arguments. With ``fit_head=True`` the adapter has a task head among
+    its ``modules_to_save``. Clients evaluate adapters at the broadcast ranks, also if
+    their own are smaller.
 
     Example: ``FedRotLoRA(peft_config, AdapterOptions("exact"), fraction_train=0.5)``.
     """
 
     @property
     def half_way(self) -> bool:
-        """Whether the adapter half way is a candidate: factors of a product cannot be averaged."""
+        """Whether the adapter half way is a candidate: factors of a product cannot be
+        averaged.
+        """
         return self.adapters.method == "mean"
 
 
 @dataclass(frozen=True)
 class AdapterSchema(Schema):
-    """Adapters of the broadcast modules, with ranks up to those of the broadcast factors.
+    """Adapters of the broadcast modules, with ranks up to those of the broadcast
+    factors.
 
     Attributes:
         smaller: whether smaller ranks are allowed.
@@ -145,22 +175,37 @@ class AdapterSchema(Schema):
     smaller: bool = True
 
     def check(self, given: Mapping[str, Shaped]) -> None:
-        """Raise ``UpdateError`` unless names and shapes, except ranks, are those of the broadcast."""
+        """Raise ``UpdateError`` unless names and shapes, except ranks, are those of the
+        broadcast.
+        """
         targets, theirs = _targets(self.like), _targets(given)
         if theirs and theirs != targets:
-            what = f"The adapter's targets are {', '.join(theirs)}, the server's {', '.join(targets)}."
+            what = (
+                f"The adapter's targets are {', '.join(theirs)}, the server's "
+                f"{', '.join(targets)}."
+            )
             raise UpdateError(f"{what} Build it with the server's LoraConfig.")
         shapes = self.shapes
         for pair in pairs_of(self.like):
             for name, axis in ((pair.a, 0), (pair.b, 1)):
-                wanted, own = shapes[name], tuple(given[name].shape) if name in given else ()
-                if len(own) == len(wanted) and 0 < (rank := own[axis]) != (most := wanted[axis]):
+                wanted, own = (
+                    shapes[name],
+                    tuple(given[name].shape) if name in given else (),
+                )
+                if len(own) == len(wanted) and 0 < (rank := own[axis]) != (
+                    most := wanted[axis]
+                ):
                     needed = [] if self.smaller else ["AdapterOptions('exact')"]
-                    needed += ["an initial adapter of the largest rank"] if rank > most else []
+                    needed += (
+                        ["an initial adapter of the largest rank"]
+                        if rank > most
+                        else []
+                    )
                     if needed:
                         raise UpdateError(
-                            f"The factor '{name}' has rank {rank}, the broadcast factor {most}. Clients "
-                            f"of different ranks need {' and '.join(needed)}."
+                            f"The factor '{name}' has rank {rank}, the broadcast "
+                            f"factor {most}. Clients of different ranks need "
+                            f"{' and '.join(needed)}."
                         )
                     shapes[name] = (*wanted[:axis], rank, *wanted[axis + 1 :])
         check_update(given, shapes)
@@ -173,11 +218,15 @@ class AdapterSchema(Schema):
 
 def _targets(tensors: Iterable[str]) -> list[str]:
     """Return the last parts of the names of the modules that an adapter changes."""
-    return sorted({name.split(".lora_")[0].split(".")[-1] for name in tensors if ".lora_" in name})
+    return sorted(
+        {name.split(".lora_")[0].split(".")[-1] for name in tensors if ".lora_" in name}
+    )
 
 
 class AdapterMean:
-    """An ``Aggregator`` of adapters; ``said`` and ``measured`` are the report of its result."""
+    """An ``Aggregator`` of adapters; ``said`` and ``measured`` are the report of its
+    result.
+    """
 
     needs: tuple[str, ...] = ()
     notes: Mapping[str, str] = {}
@@ -186,15 +235,24 @@ class AdapterMean:
         self._average = average
         self.said, self.measured = "", dict[str, float]()
 
-    def add(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
+    def add(
+        self, update: Tensors, weight: float, statistics: Statistics | None = None
+    ) -> None:
         """Add one adapter; raises ``UpdateError`` as ``AdapterAverage.add``."""
-        self._average.add(AdapterUpdate(update, weight, self._average.plan.settings, statistics or {}))
+        self._average.add(
+            AdapterUpdate(update, weight, self._average.plan.settings, statistics or {})
+        )
 
     def result(self) -> dict[str, Tensor]:
         """Return the average, and store its report."""
         tensors, report = self._average.result()
         self.said = str(report)
-        errors = {ERROR: report.mean_error, ERROR_OF_FACTORS: report.mean_error_of_factors}
+        errors = {
+            ERROR: report.mean_error,
+            ERROR_OF_FACTORS: report.mean_error_of_factors,
+        }
         errors[LOST] = report.mean_lost or None
-        self.measured = {name: error for name, error in errors.items() if error is not None}
+        self.measured = {
+            name: error for name, error in errors.items() if error is not None
+        }
         return tensors

@@ -20,29 +20,32 @@ from fedrot.strategies.wire.arrays import PRECISIONS
 class OtherBasis:
     """How to align replies from another basis than the broadcast model's.
 
-    Such replies come from clients that trained from a different initialisation, or that join late with
-    their own model. If most replies of a round come from another basis and the residual stream is
-    aligned, the reply with the largest weight is the round's anchor.
+    Such replies come from clients that trained from a different initialisation, or that
+    join late with their own model. If most replies of a round come from another basis
+    and the residual stream is aligned, the reply with the largest weight is the round's
+    anchor.
 
     Example: ``FedRot(config, other_basis=OtherBasis(lambda: MyModel(config)))``.
 
     Attributes:
-        model: returns a model of the broadcast architecture. fedrot checks once that alignment preserves
-            its function, and then matches replies by weights; if the residual stream is permuted, also
-            by activations on random tokens.
-        options: what to align; the whole model if None. Without ``model`` nothing is checked: you assert
-            that the model is a standard model of its family.
-        at_clients: ask the senders to match their updates on their own data, which needs
-            ``match_at_client`` on their ``ClientApp``. Each sender receives two more models per round:
-            its update and the anchor, which is another client's update if most are in another basis.
-        learning_passes: number of passes in which the round's clients learn a common basis after
-            matching. In a pass, each client receives its model and the mean of the others, takes a few
-            gradient steps on rotations of its model (``Matching.learning``), and answers with the
-            rotations. This needs ``match_at_client`` on the ``ClientApp``.
+        model: returns a model of the broadcast architecture. fedrot checks once that
+            alignment preserves its function, and then matches replies by weights; if
+            the residual stream is permuted, also by activations on random tokens.
+        options: what to align; the whole model if None. Without ``model`` nothing is
+            checked: you assert that the model is a standard model of its family.
+        at_clients: ask the senders to match their updates on their own data, which
+            needs ``match_at_client`` on their ``ClientApp``. Each sender receives two
+            more models per round: its update and the anchor, which is another client's
+            update if most are in another basis.
+        learning_passes: number of passes in which the round's clients learn a common
+            basis after matching. In a pass, each client receives its model and the mean
+            of the others, takes a few gradient steps on rotations of its model
+            (``Matching.learning``), and answers with the rotations. This needs
+            ``match_at_client`` on the ``ClientApp``.
 
     Raises:
-        FedrotError: ``model`` is not a function, neither ``model`` nor ``options`` is given, or the
-            passes are negative.
+        FedrotError: ``model`` is not a function, neither ``model`` nor ``options`` is
+            given, or the passes are negative.
     """
 
     model: Callable[[], nn.Module] | None = None
@@ -56,7 +59,9 @@ class OtherBasis:
         if self.model is None and self.options is None:
             raise FedrotError("OtherBasis needs 'model' or 'options', or both.")
         if self.learning_passes < 0:
-            raise FedrotError(f"learning_passes is {self.learning_passes}; it must not be negative.")
+            raise FedrotError(
+                f"learning_passes is {self.learning_passes}; it must not be negative."
+            )
 
 
 @dataclass(frozen=True)
@@ -66,16 +71,17 @@ class Server:
     Example: ``FedRot(config, server=Server(device="cuda", min_replies=5))``.
 
     Attributes:
-        min_replies: with fewer accepted replies the round fails, and the model does not change.
-        device: where updates are aligned and averaged. With the anchors ``global`` and ``running`` a
-            GPU holds one model, the mean, and two layers; other anchors and aggregations, and replies in
-            another basis, need whole updates there.
-        wire: precision of the model that is sent to the clients, float16 or bfloat16; None sends it
-            unchanged. The server's model keeps its precision. Clients read the model with
-            ``from_arrays``, and may answer in any precision.
-        deterministic: sort replies by their contents, not by arrival, so that two runs are identical in
-            every bit. No client can choose its place. All updates of a round are then held until every
-            reply has arrived.
+        min_replies: with fewer accepted replies the round fails, and the model does not
+            change.
+        device: where updates are aligned and averaged. With the anchors ``global`` and
+            ``running`` a GPU holds one model, the mean, and two layers; other anchors
+            and aggregations, and replies in another basis, need whole updates there.
+        wire: precision of the model that is sent to the clients, float16 or bfloat16;
+            None sends it unchanged. The server's model keeps its precision. Clients
+            read the model with ``from_arrays``, and may answer in any precision.
+        deterministic: sort replies by their contents, not by arrival, so that two runs
+            are identical in every bit. No client can choose its place. All updates of a
+            round are then held until every reply has arrived.
 
     Raises:
         FedrotError: ``min_replies`` is below 1, or ``wire`` is not a precision.
@@ -88,9 +94,13 @@ class Server:
 
     def __post_init__(self) -> None:
         if self.min_replies < 1:
-            raise FedrotError(f"min_replies is {self.min_replies}; it must be at least 1.")
+            raise FedrotError(
+                f"min_replies is {self.min_replies}; it must be at least 1."
+            )
         if self.wire is not None and self.wire not in PRECISIONS:
-            raise FedrotError(f"wire is {self.wire!r}; choose from {', '.join(map(str, PRECISIONS))}.")
+            raise FedrotError(
+                f"wire is {self.wire!r}; choose from {', '.join(map(str, PRECISIONS))}."
+            )
 
 
 @dataclass(frozen=True)
@@ -100,17 +110,20 @@ class Reporting:
     Example: ``FedRot(config, reporting=Reporting(rows="alignment.jsonl"))``.
 
     Attributes:
-        rows: a JSON-lines file: one row per round, client and group, one row per dropped or failed
-            reply, one row per round and stage with its metrics (docs/reference/metrics.md).
-        hashes: add the ``model_hash`` of every averaged update, as it was received, and of the model
-            before and after each round, for ``fedrot report ROWS --verify CHECKPOINTS``. A round with
-            four BERT-base updates needs 1.3 times the CPU time, without alignment 2.6 times.
-        on_round: called as ``on_round(1, {"train/loss": 0.5, ...})`` after each stage of a round
-            (``train``, ``evaluate``, ``server``) with its metrics, for trackers
-            (docs/how-to/checkpoints.md).
+        rows: a JSON-lines file: one row per round, client and group, one row per
+            dropped or failed reply, one row per round and stage with its metrics
+            (docs/reference/metrics.md).
+        hashes: add the ``model_hash`` of every averaged update, as it was received, and
+            of the model before and after each round, for ``fedrot report ROWS --verify
+            CHECKPOINTS``. A round with four BERT-base updates needs 1.3 times the CPU
+            time, without alignment 2.6 times.
+        on_round: called as ``on_round(1, {"train/loss": 0.5, ...})`` after each stage
+            of a round (``train``, ``evaluate``, ``server``) with its metrics, for
+            trackers (docs/how-to/checkpoints.md).
 
     Raises:
-        FedrotError: ``rows`` is a folder, or missing with ``hashes``; ``on_round`` is not a function.
+        FedrotError: ``rows`` is a folder, or missing with ``hashes``; ``on_round`` is
+            not a function.
     """
 
     rows: str | Path | None = None
@@ -124,8 +137,12 @@ class Reporting:
 
     def __post_init__(self) -> None:
         if self.rows_path is not None and self.rows_path.is_dir():
-            raise FedrotError(f"rows is the folder '{self.rows}'; give a file in this folder.")
+            raise FedrotError(
+                f"rows is the folder '{self.rows}'; give a file in this folder."
+            )
         if self.hashes and self.rows is None:
-            raise FedrotError("hashes=True needs a file for the hashes: Reporting(rows=...).")
+            raise FedrotError(
+                "hashes=True needs a file for the hashes: Reporting(rows=...)."
+            )
         if self.on_round is not None:
             check_functions(self, "on_round")

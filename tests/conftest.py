@@ -1,4 +1,6 @@
-"""Settings of all test processes, made before torch is imported: one thread, wide terminals, no hub."""
+"""Settings of all test processes, made before torch is imported: one thread, wide
+terminals, no hub.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,23 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="fedrot-tests-")
 # Messages with long paths stay on one line.
 os.environ["COLUMNS"] = "1000"
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Flower's simulations start a Ray of their own, and do not join a cluster that another test has started.
+# Flower's simulations start a Ray of their own, and do not join a cluster that another
+# test has started.
 os.environ["RAY_ADDRESS"] = "local"
-# Ray's workers would run at niceness 15, behind all other test processes: tests of Ray would time out.
+# Ray's workers would run at niceness 15, behind all other test processes: tests of Ray
+# would time out.
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
 
-#: The laboratory changes registries that other tests read: its tests run in processes of their own,
-#: ``make lab``.
-collect_ignore = [] if "reproductions" in os.environ.get("FEDROT_PLUGINS", "") else ["reproductions"]
+#: The laboratory changes registries that other tests read: its tests run in processes
+#: of their own, ``make lab``.
+collect_ignore = (
+    [] if "reproductions" in os.environ.get("FEDROT_PLUGINS", "") else ["reproductions"]
+)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     """Leave tests marked ``long`` to ``make test-all``."""
     if not os.environ.get("FEDROT_TEST_ALL"):
         long = [item for item in items if item.get_closest_marker("long")]
@@ -35,6 +43,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module", autouse=True)
 def _frozen() -> None:
-    """Spare garbage collections what is older than the module: Flower asks for many of them."""
+    """Spare garbage collections what is older than the module: Flower asks for many of
+    them.
+    """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,6 @@
-"""Small real ``transformers`` models of every supported family, all parameters random and non-zero."""
+"""Small real ``transformers`` models of every supported family, all parameters random
+and non-zero.
+"""
 
 from __future__ import annotations
 
@@ -61,16 +63,27 @@ _BART = {
     "max_position_embeddings": 24,
     "num_labels": 3,
 }
-_DECODER = {**_ENCODER, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
+_DECODER = {
+    **_ENCODER,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+}
 _DECODER |= {"pad_token_id": 0}
-_TEXT = {k: v for k, v in _ENCODER.items() if k != "num_labels"} | {"eos_token_id": VOCABULARY - 1}
+_TEXT = {k: v for k, v in _ENCODER.items() if k != "num_labels"} | {
+    "eos_token_id": VOCABULARY - 1
+}
 _VISION = {k: v for k, v in _IMAGE.items() if k != "num_labels"}
 _CLIP = {
     "text_config": _TEXT,
     "vision_config": _VISION,
     "projection_dim": 8,
 }
-_RELATIVE = {"relative_attention": True, "max_relative_positions": 6, "pooler_hidden_size": 24}
+_RELATIVE = {
+    "relative_attention": True,
+    "max_relative_positions": 6,
+    "pooler_hidden_size": 24,
+}
 _BOTH = {**_RELATIVE, "pos_att_type": ["c2p", "p2c"]}
 _GPT2 = {
     "vocab_size": VOCABULARY,
@@ -84,7 +97,12 @@ _GPT2 = {
 }
 
 _GPTJ = {**_GPT2, "rotary_dim": 4}
-_FALCON = {**_ENCODER, "num_attention_heads": 4, "ffn_hidden_size": 20, "pad_token_id": 0}
+_FALCON = {
+    **_ENCODER,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 20,
+    "pad_token_id": 0,
+}
 _BLOOM = {
     "vocab_size": VOCABULARY,
     "hidden_size": 24,
@@ -119,7 +137,8 @@ class Member:
         config: class name of the configuration if it is not ``model`` + ``Config``.
         attention: the implementations of attention that it has on a CPU.
         bare: whether its outputs are in coordinates of the residual stream.
-        default_dtype: whether it makes tensors of the default dtype, which float64 numbers overflow.
+        default_dtype: whether it makes tensors of the default dtype, which float64
+            numbers overflow.
     """
 
     model: str
@@ -133,7 +152,9 @@ class Member:
 
     def build(self, attention: str) -> Any:
         """Return the model as transformers initialises it, float32."""
-        config = getattr(transformers, f"{self.config or self.model}Config")(**self.settings)
+        config = getattr(transformers, f"{self.config or self.model}Config")(
+            **self.settings
+        )
         config._attn_implementation = attention
         return getattr(transformers, f"{self.model}{self.task}")._from_config(
             config, attn_implementation=attention
@@ -152,11 +173,21 @@ MEMBERS: dict[str, Member] = {
     "mpnet-mlm": Member("MPNet", _MLM, _ENCODER, attention=_EAGER),
     "albert": Member("Albert", _CLASSIFIER, {**_ENCODER, "embedding_size": 12}),
     "albert-groups": Member(
-        "Albert", _MLM, {**_ENCODER, "embedding_size": 12, "num_hidden_groups": 2, "inner_group_num": 2}
+        "Albert",
+        _MLM,
+        {
+            **_ENCODER,
+            "embedding_size": 12,
+            "num_hidden_groups": 2,
+            "inner_group_num": 2,
+        },
     ),
     "deberta": Member("Deberta", _CLASSIFIER, {**_ENCODER, **_BOTH}, attention=_EAGER),
     "deberta-c2p": Member(
-        "Deberta", _MLM, {**_ENCODER, **_RELATIVE, "pos_att_type": "c2p"}, attention=_EAGER
+        "Deberta",
+        _MLM,
+        {**_ENCODER, **_RELATIVE, "pos_att_type": "c2p"},
+        attention=_EAGER,
     ),
     "deberta-embedding": Member(
         "Deberta",
@@ -165,7 +196,10 @@ MEMBERS: dict[str, Member] = {
         attention=_EAGER,
     ),
     "deberta-v2": Member(
-        "DebertaV2", _CLASSIFIER, {**_ENCODER, **_BOTH, "share_att_key": False}, attention=_EAGER
+        "DebertaV2",
+        _CLASSIFIER,
+        {**_ENCODER, **_BOTH, "share_att_key": False},
+        attention=_EAGER,
     ),
     "deberta-v2-conv": Member(
         "DebertaV2",
@@ -207,18 +241,29 @@ MEMBERS: dict[str, Member] = {
         {**_T5, "feed_forward_proj": "gated-gelu"},
         "pair",
     ),
-    "t5-classifier": Member("T5", _CLASSIFIER, {**_T5, "feed_forward_proj": "gated-gelu"}),
-    "mt5": Member("MT5", "ForConditionalGeneration", {**_T5, "num_decoder_layers": 1}, "pair"),
+    "t5-classifier": Member(
+        "T5", _CLASSIFIER, {**_T5, "feed_forward_proj": "gated-gelu"}
+    ),
+    "mt5": Member(
+        "MT5", "ForConditionalGeneration", {**_T5, "num_decoder_layers": 1}, "pair"
+    ),
     "t5-encoder": Member("T5", "EncoderModel", _T5, bare=True),
     "bart": Member("Bart", "ForConditionalGeneration", _BART, "pair"),
     "bart-classifier": Member("Bart", _CLASSIFIER, _BART),
     "vit": Member("ViT", "ForImageClassification", _IMAGE, "image"),
-    "vit-plain": Member("ViT", "ForImageClassification", {**_IMAGE, "qkv_bias": False}, "image"),
+    "vit-plain": Member(
+        "ViT", "ForImageClassification", {**_IMAGE, "qkv_bias": False}, "image"
+    ),
     "deit": Member("DeiT", "ForImageClassificationWithTeacher", _IMAGE, "image"),
     "clip": Member("CLIP", "Model", _CLIP, "clip"),
-    "clip-classifier": Member("CLIP", "ForImageClassification", {**_CLIP, "num_labels": 3}, "image"),
+    "clip-classifier": Member(
+        "CLIP", "ForImageClassification", {**_CLIP, "num_labels": 3}, "image"
+    ),
     "clip-text": Member(
-        "CLIP", "TextModelWithProjection", {**_TEXT, "projection_dim": 8}, config="CLIPText"
+        "CLIP",
+        "TextModelWithProjection",
+        {**_TEXT, "projection_dim": 8},
+        config="CLIPText",
     ),
     "clip-image": Member(
         "CLIP",
@@ -242,12 +287,16 @@ MEMBERS: dict[str, Member] = {
             },
         },
     ),
-    "gpt-neox-odd": Member("GPTNeoX", "ForTokenClassification", {**_ENCODER, "hidden_size": 36}),
+    "gpt-neox-odd": Member(
+        "GPTNeoX", "ForTokenClassification", {**_ENCODER, "hidden_size": 36}
+    ),
     "gpt-neox-tokens": Member(
         "GPTNeoX", "ForTokenClassification", {**_ENCODER, "attention_bias": False}
     ),
     "gptj": Member("GPTJ", _CAUSAL, _GPTJ, attention=_EAGER),
-    "gptj-whole": Member("GPTJ", _CLASSIFIER, {**_GPTJ, "rotary_dim": 8}, attention=_EAGER),
+    "gptj-whole": Member(
+        "GPTJ", _CLASSIFIER, {**_GPTJ, "rotary_dim": 8}, attention=_EAGER
+    ),
     "falcon-7b": Member("Falcon", _CAUSAL, _FALCON),
     "falcon-11b": Member(
         "Falcon",
@@ -260,41 +309,70 @@ MEMBERS: dict[str, Member] = {
         },
     ),
     "falcon-40b": Member(
-        "Falcon", _CAUSAL, {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}
+        "Falcon",
+        _CAUSAL,
+        {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
     ),
     "falcon-rw": Member(
         "Falcon",
         "ForTokenClassification",
-        {**_FALCON, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True},
+        {
+            **_FALCON,
+            "multi_query": False,
+            "parallel_attn": False,
+            "alibi": True,
+            "bias": True,
+        },
     ),
     "bloom": Member("Bloom", _CAUSAL, _BLOOM, attention=_EAGER),
     "opt": Member("OPT", _CAUSAL, {**_OPT, "word_embed_proj_dim": 24}),
     "opt-open": Member(
-        "OPT", _CAUSAL, {**_OPT, "word_embed_proj_dim": 24, "_remove_final_layer_norm": True}
+        "OPT",
+        _CAUSAL,
+        {**_OPT, "word_embed_proj_dim": 24, "_remove_final_layer_norm": True},
     ),
-    "opt-projected": Member("OPT", _CLASSIFIER, {**_OPT, "do_layer_norm_before": False}),
+    "opt-projected": Member(
+        "OPT", _CLASSIFIER, {**_OPT, "do_layer_norm_before": False}
+    ),
     "xglm": Member("XGLM", _CAUSAL, _XGLM, attention=_EAGER, default_dtype=True),
     "llama": Member("Llama", _CAUSAL, _DECODER),
     "llama-biased": Member(
         "Llama",
         _CLASSIFIER,
-        {**_DECODER, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
+        {
+            **_DECODER,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "num_key_value_heads": 4,
+        },
     ),
     # The model does not heed the factor: it turns whole heads.
-    "llama-factor": Member("Llama", _CAUSAL, {**_DECODER, "partial_rotary_factor": 0.5}),
-    "mistral": Member("Mistral", "ForQuestionAnswering", {**_DECODER, "num_key_value_heads": 1}),
+    "llama-factor": Member(
+        "Llama", _CAUSAL, {**_DECODER, "partial_rotary_factor": 0.5}
+    ),
+    "mistral": Member(
+        "Mistral", "ForQuestionAnswering", {**_DECODER, "num_key_value_heads": 1}
+    ),
     "qwen2": Member("Qwen2", _CLASSIFIER, {**_DECODER, "tie_word_embeddings": True}),
     "qwen3": Member("Qwen3", _CAUSAL, {**_DECODER, "attention_bias": True}),
-    "gemma3": Member("Gemma3", _CAUSAL, {**_DECODER, "sliding_window": 4}, config="Gemma3Text"),
+    "gemma3": Member(
+        "Gemma3", _CAUSAL, {**_DECODER, "sliding_window": 4}, config="Gemma3Text"
+    ),
     "mixtral": Member("Mixtral", _CAUSAL, {**_MIXTRAL, "num_local_experts": 3}),
-    "phi3": Member("Phi3", _CAUSAL, {k: v for k, v in _DECODER.items() if k != "head_dim"}),
+    "phi3": Member(
+        "Phi3", _CAUSAL, {k: v for k, v in _DECODER.items() if k != "head_dim"}
+    ),
     "phi3-partial": Member(
         "Phi3",
         _CLASSIFIER,
         {
             **{k: v for k, v in _DECODER.items() if k != "head_dim"},
             "hidden_size": 32,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            },
         },
     ),
     "modernbert": Member("ModernBert", _MLM, {**_ENCODER, "pad_token_id": 0}),
@@ -313,20 +391,30 @@ MEMBERS: dict[str, Member] = {
 }
 
 
-#: One member of each kind of structure, or all of them (``make test-all``, for changes of a family).
-#: That moves preserve the function is always tested with every member.
+#: One member of each kind of structure, or all of them (``make test-all``, for changes
+#: of a family). That moves preserve the function is always tested with every member.
 KINDS = (
     tuple(MEMBERS)
     if os.environ.get("FEDROT_TEST_ALL")
     else (
         *("bert", "albert", "deberta-v3", "modernbert", "vit", "bart", "t5-gated"),
-        *("gpt2", "gpt-neox", "gptj", "bloom", "opt-projected", "llama", "gemma3", "mixtral"),
+        *(
+            "gpt2",
+            "gpt-neox",
+            "gptj",
+            "bloom",
+            "opt-projected",
+            "llama",
+            "gemma3",
+            "mixtral",
+        ),
     )
 )
 
 #: Members whose heads have slopes of their own.
 ALIBI = ("falcon-rw", "bloom")
-#: Members with positions that are no parameters, which hold the residual stream where it is.
+#: Members with positions that are no parameters, which hold the residual stream where
+#: it is.
 FIXED = ("xglm",)
 
 
@@ -368,7 +456,9 @@ def symmetry_for(name: str) -> fedrot.Symmetry:
     return fedrot.symmetry_of(config_of(name), state_of(name))
 
 
-def model_of(name: str, tensors: Mapping[str, Tensor] | None = None, attention: str = "eager") -> Any:
+def model_of(
+    name: str, tensors: Mapping[str, Tensor] | None = None, attention: str = "eager"
+) -> Any:
     """Return a float64 model of its own with these tensors, random ones if None."""
     model = copy.deepcopy(_model(name, attention))
     if tensors is not None:
@@ -382,7 +472,9 @@ def inputs(name: str, rows: int = 2) -> dict[str, Tensor]:
     takes, config = MEMBERS[name].takes, config_of(name)
     batch: dict[str, Tensor] = {}
     if takes in ("image", "clip"):
-        batch["pixel_values"] = torch.randn(rows, 3, 8, 8, generator=generator, dtype=torch.float64)
+        batch["pixel_values"] = torch.randn(
+            rows, 3, 8, 8, generator=generator, dtype=torch.float64
+        )
     if takes != "image":
         end = min(getattr(config, "eos_token_id", None) or VOCABULARY, VOCABULARY - 1)
         ids = torch.randint(4, VOCABULARY - 1, (rows, 9), generator=generator)
@@ -390,19 +482,36 @@ def inputs(name: str, rows: int = 2) -> dict[str, Tensor]:
         mask[1::2, 6:] = 0
         ids[0::2, -1] = ids[1::2, 5] = end
         padding = getattr(config, "pad_token_id", None)
-        batch["input_ids"] = torch.where(mask.bool(), ids, 1 if padding is None else padding)
+        batch["input_ids"] = torch.where(
+            mask.bool(), ids, 1 if padding is None else padding
+        )
         batch["attention_mask"] = mask
     if takes == "pair":
-        batch["decoder_input_ids"] = torch.randint(4, VOCABULARY, (rows, 5), generator=generator)
+        batch["decoder_input_ids"] = torch.randint(
+            4, VOCABULARY, (rows, 5), generator=generator
+        )
     return batch
 
 
 def answers(name: str, model: Any, rows: int = 2) -> Tensor:
-    """Return what a member computes from its inputs, flat: logits, scores, embeddings."""
+    """Return what a member computes from its inputs, flat: logits, scores,
+    embeddings.
+    """
     with Float64():
         found = model(**inputs(name, rows))
-    wanted = ("logits", "start_logits", "end_logits", "logits_per_text", "text_embeds", "image_embeds")
-    wanted += ("cls_logits", "distillation_logits", "last_hidden_state") if MEMBERS[name].bare else ()
+    wanted = (
+        "logits",
+        "start_logits",
+        "end_logits",
+        "logits_per_text",
+        "text_embeds",
+        "image_embeds",
+    )
+    wanted += (
+        ("cls_logits", "distillation_logits", "last_hidden_state")
+        if MEMBERS[name].bare
+        else ()
+    )
     seen = [found[key].flatten() for key in wanted if key in found]
     assert seen
     return torch.cat(seen)
@@ -410,11 +519,15 @@ def answers(name: str, model: Any, rows: int = 2) -> Tensor:
 
 @cache
 def _loaded(name: str, attention: str) -> Any:
-    """Return a model whose tied tensors became separate ones, as canonical tensors need it."""
+    """Return a model whose tied tensors became separate ones, as canonical tensors need
+    it.
+    """
     return with_separate_tables(model_of(name, attention=attention))
 
 
-def outputs(name: str, tensors: Mapping[str, Tensor], attention: str = "eager") -> Tensor:
+def outputs(
+    name: str, tensors: Mapping[str, Tensor], attention: str = "eager"
+) -> Tensor:
     """Return what the model with these tensors computes; see ``answers``."""
     model = _loaded(name, attention)
     model.load_state_dict(dict(tensors))

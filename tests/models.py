@@ -11,11 +11,18 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import BertConfig, DistilBertConfig, ElectraConfig, RobertaConfig, XLMRobertaConfig
+from transformers import (
+    BertConfig,
+    DistilBertConfig,
+    ElectraConfig,
+    RobertaConfig,
+    XLMRobertaConfig,
+)
 
 import fedrot
 
-# Small tensors gain nothing from threads, and on busy cores their barriers cost twenty times the work.
+# Small tensors gain nothing from threads, and on busy cores their barriers cost twenty
+# times the work.
 torch.set_num_threads(1)
 
 LAYERS, HEADS, DIM, NEURONS, VOCABULARY = 2, 4, 8, 48, 60
@@ -27,13 +34,16 @@ State = dict[str, Tensor]
 FULL = ("heads", "attention", "ffn")
 EVERYTHING = fedrot.WHOLE_MODEL
 
-#: Moves whatever removes distance, even from noise, for tests whose clients differ by noise alone.
+#: Moves whatever removes distance, even from noise, for tests whose clients differ by
+#: noise alone.
 EAGER = fedrot.AlignmentOptions(chance=0)
 
 
 @dataclass(frozen=True)
 class Names:
-    """Module names of one layer, written down here independently of the library's own tables."""
+    """Module names of one layer, written down here independently of the library's own
+    tables.
+    """
 
     stack: str
     query: str
@@ -73,7 +83,9 @@ _DISTILBERT_NAMES = Names(
 
 @dataclass(frozen=True)
 class Case:
-    """One architecture with one head on top: how to build it, and what its modules are called."""
+    """One architecture with one head on top: how to build it, and what its modules are
+    called.
+    """
 
     name: str
     build: Callable[[str], Any]
@@ -110,8 +122,18 @@ _FAMILIES: dict[str, tuple[str, Any, dict[str, Any], Names]] = {
     "bert": ("Bert", BertConfig, {}, _bert_names("bert")),
     "roberta": ("Roberta", RobertaConfig, {}, _bert_names("roberta")),
     "xlm-r": ("XLMRoberta", XLMRobertaConfig, {}, _bert_names("roberta")),
-    "electra": ("Electra", ElectraConfig, {"embedding_size": 16}, _bert_names("electra")),
-    "electra-wide": ("Electra", ElectraConfig, {"embedding_size": WIDTH}, _bert_names("electra")),
+    "electra": (
+        "Electra",
+        ElectraConfig,
+        {"embedding_size": 16},
+        _bert_names("electra"),
+    ),
+    "electra-wide": (
+        "Electra",
+        ElectraConfig,
+        {"embedding_size": WIDTH},
+        _bert_names("electra"),
+    ),
     "distilbert": ("DistilBert", DistilBertConfig, {}, _DISTILBERT_NAMES),
 }
 
@@ -138,14 +160,20 @@ def _case(family: str, task: str) -> Case:
     def build(attention: str) -> Any:
         merged = {**_settings(attention), **own, **settings}
         if family == "distilbert":
-            merged = {_DISTILBERT_KEYS.get(key, key): value for key, value in merged.items()}
+            merged = {
+                _DISTILBERT_KEYS.get(key, key): value for key, value in merged.items()
+            }
         return getattr(transformers, prefix + suffix)(configuration(**merged))
 
     return Case(f"{family}-{task}", build, names)
 
 
 def _cases(tasks: Mapping[str, str]) -> dict[str, Case]:
-    found = [_case(family, task) for family, listed in tasks.items() for task in listed.split()]
+    found = [
+        _case(family, task)
+        for family, listed in tasks.items()
+        for task in listed.split()
+    ]
     return {case.name: case for case in found}
 
 
@@ -173,7 +201,9 @@ EVERY: dict[str, Case] = CASES | _cases(
 
 #: Encoders whose output is the residual stream itself.
 BARE: dict[str, Case] = _cases(
-    dict.fromkeys(("bert", "roberta", "xlm-r", "electra", "electra-wide", "distilbert"), "bare")
+    dict.fromkeys(
+        ("bert", "roberta", "xlm-r", "electra", "electra-wide", "distilbert"), "bare"
+    )
 )
 
 _ALL = EVERY | BARE
@@ -183,11 +213,15 @@ FEW = ("bert-classifier", "distilbert-mlm")
 
 
 def randomise(model: Any, seed: int = 0) -> Any:
-    """Set every parameter, biases and norms included, to random non-zero values, in place."""
+    """Set every parameter, biases and norms included, to random non-zero values, in
+    place.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            noise = torch.randn(
+                parameter.shape, generator=generator, dtype=torch.float64
+            )
             is_gain = "norm" in name.lower() and name.endswith("weight")
             parameter.copy_(1 + 0.2 * noise if is_gain else 0.25 * noise)
     return model
@@ -210,11 +244,16 @@ def config_of(name: str) -> Any:
 
 @cache
 def _state(name: str, seed: int) -> State:
-    return {k: v.detach().clone() for k, v in fresh_model(name, seed=seed).state_dict().items()}
+    return {
+        k: v.detach().clone()
+        for k, v in fresh_model(name, seed=seed).state_dict().items()
+    }
 
 
 def state_of(name: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> State:
-    """Return a private copy of a case's random state dict; another seed is an unrelated model."""
+    """Return a private copy of a case's random state dict; another seed is an unrelated
+    model.
+    """
     return {
         k: v.to(dtype, copy=True) if v.is_floating_point() else v.clone()
         for k, v in _state(name, seed).items()
@@ -227,7 +266,8 @@ def symmetry_for(name: str) -> fedrot.Symmetry:
 
 
 def inputs(name: str = "") -> dict[str, Tensor]:
-    """Return two token sequences, the second one padded; RoBERTa's padding index is avoided.
+    """Return two token sequences, the second one padded; RoBERTa's padding index is
+    avoided.
 
     For a multiple-choice case they are the two choices of one question.
     """
@@ -239,13 +279,21 @@ def inputs(name: str = "") -> dict[str, Tensor]:
     return {k: v[None] for k, v in batch.items()} if name.endswith("-choice") else batch
 
 
-def logits(name: str, tensors: Mapping[str, Tensor], attention: str = "eager") -> Tensor:
-    """Return all outputs of the model with these tensors, flat, in the dtype of the tensors."""
+def logits(
+    name: str, tensors: Mapping[str, Tensor], attention: str = "eager"
+) -> Tensor:
+    """Return all outputs of the model with these tensors, flat, in the dtype of the
+    tensors.
+    """
     dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
     model = copy.deepcopy(_model(name, attention, dtype))
     model.load_state_dict(dict(tensors))
     with torch.no_grad():
-        found = model(**inputs(name), use_cache=False) if "causal" in name else model(**inputs(name))
+        found = (
+            model(**inputs(name), use_cache=False)
+            if "causal" in name
+            else model(**inputs(name))
+        )
     return torch.cat([output.flatten() for output in found.to_tuple()])
 
 
@@ -264,7 +312,9 @@ def near(state: Mapping[str, Tensor], scale: float, seed: int = 1) -> State:
 
 
 def squared_distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """Return the squared distance over all floating-point tensors, summed in float64."""
+    """Return the squared distance over all floating-point tensors, summed in
+    float64.
+    """
     total = 0.0
     for name, tensor in one.items():
         if tensor.is_floating_point():
@@ -282,7 +332,9 @@ def with_separate_tables(model: nn.Module) -> nn.Module:
     """Return the model itself, in which every parameter has storage of its own now."""
     seen: set[int] = set()
     for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        for name, parameter in module.named_parameters(
+            recurse=False, remove_duplicate=False
+        ):
             if id(parameter) in seen:
                 setattr(module, name, nn.Parameter(parameter.detach().clone()))
             seen.add(id(parameter))

@@ -10,7 +10,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
-    *sorted(path for folder in ("docs", "examples") for path in (ROOT / folder).rglob("*.md")),
+    *sorted(
+        path
+        for folder in ("docs", "examples")
+        for path in (ROOT / folder).rglob("*.md")
+    ),
     *sorted((ROOT / "docs").rglob("*.ipynb")),
 ]
 #: What is not written, and what is written in its place.
@@ -48,5 +52,11 @@ def test_a_page_has_the_projects_words(page: Path) -> None:
 
 
 def test_the_check_finds_words_outside_of_code() -> None:
-    said = found_in("Two replies are set aside, simply. `foreign`\n```\na gauge\n```\nA stretch.")
-    assert [word.split("'")[1] for word in said] == ["stretch", "are set aside", "simply"]
+    said = found_in(
+        "Two replies are set aside, simply. `foreign`\n```\na gauge\n```\nA stretch."
+    )
+    assert [word.split("'")[1] for word in said] == [
+        "stretch",
+        "are set aside",
+        "simply",
+    ]

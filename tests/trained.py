@@ -27,7 +27,9 @@ def build() -> LlamaForCausalLM:
 
 
 def rows(seed: int, count: int) -> Iterable[Mapping[str, Tensor]]:
-    """Return texts in which each token follows from the two before it, but for one in five."""
+    """Return texts in which each token follows from the two before it, but for one in
+    five.
+    """
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
         ids = torch.randint(10, (16, 12), generator=generator)
@@ -50,7 +52,9 @@ def trained(seed: int) -> State:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return {
+        name: tensor.detach().clone() for name, tensor in model.state_dict().items()
+    }
 
 
 def loss(tensors: State) -> float:

@@ -21,23 +21,27 @@ from fedrot.errors import FedrotError, UpdateError
 from fedrot.tensors import Tensors
 
 
-@register_aggregation("fisher", "the mean, every entry weighted by its diagonal Fisher information")
+@register_aggregation(
+    "fisher", "the mean, every entry weighted by its diagonal Fisher information"
+)
 class Fisher:
-    """Mean weighted by diagonal Fisher information (Matena & Raffel 2021; Jin et al. 2023, sec. 3.1).
+    """Mean weighted by diagonal Fisher information (Matena & Raffel 2021; Jin et al.
+    2023, sec. 3.1).
 
-    ``theta = sum_i w_i F_i theta_i / sum_i w_i F_i``, entry by entry. Tensors without a Fisher, and
-    entries whose Fisher is zero at every client, get the weighted mean. Sums are float64. Rows that a
-    client has not trained (statistics ``trained``) have weight zero. A tensor is averaged over the
-    clients that sent its Fisher, if these are most of those that trained it by weight; otherwise it gets
-    the weighted mean, and ``notes`` say so.
+    ``theta = sum_i w_i F_i theta_i / sum_i w_i F_i``, entry by entry. Tensors without a
+    Fisher, and entries whose Fisher is zero at every client, get the weighted mean.
+    Sums are float64. Rows that a client has not trained (statistics ``trained``) have
+    weight zero. A tensor is averaged over the clients that sent its Fisher, if these
+    are most of those that trained it by weight; otherwise it gets the weighted mean,
+    and ``notes`` say so.
 
-    A rotation cannot be applied to a diagonal Fisher. Either the clients align first and compute it
-    afterwards (``align_mod``), or only permutations are aligned.
+    A rotation cannot be applied to a diagonal Fisher. Either the clients align first
+    and compute it afterwards (``align_mod``), or only permutations are aligned.
 
     Args:
-        floor: added to every ``F_i``, as a share of the mean over all entries of all updates. Entries
-            that do not affect the loss (such as a key's bias) are then averaged; without a floor, their
-            weights would be rounding errors.
+        floor: added to every ``F_i``, as a share of the mean over all entries of all
+            updates. Entries that do not affect the loss (such as a key's bias) are then
+            averaged; without a floor, their weights would be rounding errors.
     """
 
     needs: tuple[str, ...] = (FISHER,)
@@ -52,20 +56,27 @@ class Fisher:
         self._totals: dict[str, Tensor] = {}
         self._size = 0.0
         self._coverage = Coverage()
-        #: The tensors that some client sent no Fisher of, after ``result``, with what became of them.
+        #: The tensors that some client sent no Fisher of, after ``result``, with what
+        #: became of them.
         self.notes: Mapping[str, str] = {}
 
-    def add(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
+    def add(
+        self, update: Tensors, weight: float, statistics: Statistics | None = None
+    ) -> None:
         """Add one update with its Fisher information.
 
         Raises:
-            UpdateError: as ``Mean.add``; or there is no Fisher information. After an error, nothing has
-                been added.
+            UpdateError: as ``Mean.add``; or there is no Fisher information. After an
+                error, nothing has been added.
         """
         self._mean.check(update, weight, statistics)
         statistics, lacking = statistics or {}, untrained(statistics)
         masks = statistics.get(TRAINED, {})
-        fisher = {n: value for n, value in statistics.get(FISHER, {}).items() if n not in lacking}
+        fisher = {
+            n: value
+            for n, value in statistics.get(FISHER, {}).items()
+            if n not in lacking
+        }
         if not fisher:
             raise UpdateError(
                 "The update has no Fisher information, which this average needs; see "
@@ -81,14 +92,21 @@ class Fisher:
             trained = rows.to(theirs.dtype).expand_as(theirs)
             share = value.detach().double().to(theirs.device) * trained
             total, entries = total + float(share.sum()), entries + float(trained.sum())
-            self._products[name] = self._products.get(name, 0) + weight * share * (theirs - reference)
+            self._products[name] = self._products.get(name, 0) + weight * share * (
+                theirs - reference
+            )
             self._totals[name] = self._totals.get(name, 0) + weight * share
         self._size += weight * total / max(entries, 1.0)
 
     def result(self) -> dict[str, Tensor]:
-        """Return the merged tensors so far; raises ``UpdateError`` if nothing was added."""
+        """Return the merged tensors so far; raises ``UpdateError`` if nothing was
+        added.
+        """
         merged, floor = self._mean.result(), self.floor * self._size
-        notes = {name: self._coverage.note("Fisher information", name) for name in self._reference}
+        notes = {
+            name: self._coverage.note("Fisher information", name)
+            for name in self._reference
+        }
         self.notes = {name: note for name, note in notes.items() if note}
         for name, reference in self._reference.items():
             if not self._coverage.most(name):
@@ -97,5 +115,7 @@ class Fisher:
             known = total > 0
             apart = self._products[name] + floor * (merged[name].double() - reference)
             found = reference + apart / torch.where(known, total, 1.0)
-            merged[name] = torch.where(known, found.to(merged[name].dtype), merged[name])
+            merged[name] = torch.where(
+                known, found.to(merged[name].dtype), merged[name]
+            )
         return merged

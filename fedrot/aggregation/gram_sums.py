@@ -1,4 +1,6 @@
-"""Parts of regressions on Gram matrices: their sums over clients, and the inverse of a sum."""
+"""Parts of regressions on Gram matrices: their sums over clients, and the inverse of a
+sum.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ Grams = Mapping[Layer, Tensor]
 
 
 def grams_of(statistics: Statistics, lacking: AbstractSet[str]) -> Grams:
-    """Return the Gram matrices in statistics, without those of the tensors ``lacking``."""
+    """Return the Gram matrices in statistics, without those of the tensors
+    ``lacking``.
+    """
     return {
         (kind, name): gram
         for kind in INPUT_AXIS
@@ -33,8 +37,8 @@ def grams_of(statistics: Statistics, lacking: AbstractSet[str]) -> Grams:
 def unseen_note(inverse: Inverse) -> str:
     """Return the note about a layer whose equations are singular."""
     return (
-        f"{inverse.unseen} of {inverse.size} directions of its input are zero at every client; in these "
-        "directions the weights are the mean"
+        f"{inverse.unseen} of {inverse.size} directions of its input are zero at every "
+        "client; in these directions the weights are the mean"
     )
 
 
@@ -43,9 +47,11 @@ UNBOUNDED = "its equations have no bounded solution; its weights are the mean"
 
 
 class GramSums:
-    """Sums of weighted Gram matrices in float64, one for all layers with the same inputs.
+    """Sums of weighted Gram matrices in float64, one for all layers with the same
+    inputs.
 
-    Off-diagonal entries are first multiplied by ``alpha``, then ``beta`` is added to the diagonal.
+    Off-diagonal entries are first multiplied by ``alpha``, then ``beta`` is added to
+    the diagonal.
 
     Attributes:
         totals: the sums by layer, ``[n, n]``.
@@ -63,7 +69,8 @@ class GramSums:
         """Raise ``UpdateError`` if there are no Gram matrices."""
         if not grams:
             raise UpdateError(
-                "The update has no Gram matrices, which RegMean needs; see fedrot.collect_gram."
+                "The update has no Gram matrices, which RegMean needs; see "
+                "fedrot.collect_gram."
             )
 
     def added(
@@ -71,14 +78,18 @@ class GramSums:
     ) -> Iterator[tuple[list[Layer], Tensor]]:
         """Add Gram matrices that ``check`` has accepted; yield each as it is added.
 
-        The matrices are added while the result is read. Each comes weighted and shrunk, ``[n, n]``, with
-        all layers whose inputs it is of.
+        The matrices are added while the result is read. Each comes weighted and shrunk,
+        ``[n, n]``, with all layers whose inputs it is of.
 
         Args:
-            lacking: tensors that the client has not trained; they need no Gram matrices.
+            lacking: tensors that the client has not trained; they need no Gram
+                matrices.
         """
-        self.coverage.add(grams, ((kind, name) for kind in INPUT_AXIS for name in lacking), weight)
-        # Layers with the same inputs have the same matrix, and share its sum while this is so.
+        self.coverage.add(
+            grams, ((kind, name) for kind in INPUT_AXIS for name in lacking), weight
+        )
+        # Layers with the same inputs have the same matrix, and share its sum while this
+        # is so.
         groups: dict[tuple[int, int], list[Layer]] = {}
         for layer, gram in grams.items():
             groups.setdefault((id(self.totals.get(layer)), id(gram)), []).append(layer)
@@ -86,44 +97,64 @@ class GramSums:
             gram = grams[layers[0]]
             wide = gram.double()
             eye = torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
-            shrunk = self.alpha * wide + (1 - self.alpha) * wide.diagonal().diag() + self.beta * eye
+            shrunk = (
+                self.alpha * wide
+                + (1 - self.alpha) * wide.diagonal().diag()
+                + self.beta * eye
+            )
             shrunk = weight * shrunk
             before = self.totals.get(layers[0])
             total = shrunk if before is None else before + shrunk
-            # Rounding errors of bfloat16 look like small inputs, and are treated as inputs.
+            # Rounding errors of bfloat16 look like small inputs, and are treated as
+            # inputs.
             exact = torch.float64 if gram.dtype == torch.float64 else torch.float32
             for layer in layers:
                 self.totals[layer] = total
-                self._rounding[layer] = max(self._rounding.get(layer, 0.0), torch.finfo(exact).eps)
+                self._rounding[layer] = max(
+                    self._rounding.get(layer, 0.0), torch.finfo(exact).eps
+                )
             yield layers, shrunk
 
     def inverses(self) -> dict[Layer, Inverse]:
-        """Return the inverses of the sums that most clients are in; layers that share a sum share it."""
-        known = {layer: total for layer, total in self.totals.items() if self.coverage.most(layer)}
+        """Return the inverses of the sums that most clients are in; layers that share a
+        sum share it.
+        """
+        known = {
+            layer: total
+            for layer, total in self.totals.items()
+            if self.coverage.most(layer)
+        }
         ones = {id(total): layer for layer, total in known.items()}
-        found = {key: Inverse(known[layer], self._rounding[layer]) for key, layer in ones.items()}
+        found = {
+            key: Inverse(known[layer], self._rounding[layer])
+            for key, layer in ones.items()
+        }
         return {layer: found[id(total)] for layer, total in known.items()}
 
     def note(self, layer: Layer) -> str:
-        """Return the note about a layer of which some client sent no Gram matrix; empty if all did."""
+        """Return the note about a layer of which some client sent no Gram matrix; empty
+        if all did.
+        """
         return self.coverage.note("a Gram matrix", layer)
 
 
 class Inverse:
     """The pseudo-inverse of a positive semi-definite matrix ``[n, n]``, float64.
 
-    ``rounding`` is the relative error of the entries; eigenvalues below this error are zero. ``unseen``
-    is the number of directions that the matrix maps to zero.
+    ``rounding`` is the relative error of the entries; eigenvalues below this error are
+    zero. ``unseen`` is the number of directions that the matrix maps to zero.
     """
 
     def __init__(self, matrix: Tensor, rounding: float) -> None:
         self.size = len(matrix)
-        # Rounding errors are proportional to the diagonal, so the diagonal is scaled to 1.
+        # Rounding errors are proportional to the diagonal, so the diagonal is scaled to
+        # 1.
         diagonal = matrix.diagonal()
         self._roots = diagonal.clamp_min(0).sqrt()
         self._scale = torch.where(diagonal > 0, diagonal.clamp_min(0).rsqrt(), 1.0)
         even = matrix * self._scale.unsqueeze(-1) * self._scale
-        # Entries of a scaled Gram matrix are at most 1; rounding errors beside a tiny diagonal are not.
+        # Entries of a scaled Gram matrix are at most 1; rounding errors beside a tiny
+        # diagonal are not.
         even = even.nan_to_num(0.0).clamp(-1, 1)
         smallest = (self.size + 32) * rounding
         # Units that were always zero are found without a decomposition.
@@ -132,11 +163,13 @@ class Inverse:
         even = even + null
         self.unseen = int(dead.sum())
         self._factor, failed = torch.linalg.cholesky_ex(even)
-        # The smallest eigenvalue is at least 1 / trace(even^-1); a pivot may be much larger than it.
+        # The smallest eigenvalue is at least 1 / trace(even^-1); a pivot may be much
+        # larger than it.
         eye = torch.eye(self.size, dtype=even.dtype, device=even.device)
         inverted = torch.linalg.solve_triangular(self._factor, eye, upper=False)
         bound = inverted.square().sum().reciprocal()
-        #: The eigenvalues, zero for unseen directions; None if a Cholesky factor was enough.
+        #: The eigenvalues, zero for unseen directions; None if a Cholesky factor was
+        #: enough.
         self._values: Tensor | None = None
         if bool(failed) or not bool(bound > smallest):
             values, vectors = torch.linalg.eigh(even)
@@ -164,7 +197,8 @@ class Inverse:
         return found if self._null is None else found - self.outside(found)
 
     def rooted(self, matrix: Tensor) -> Tensor:
-        """Return ``[out, n]`` times a square root ``S`` of the matrix itself, ``S S^T``.
+        """Return ``[out, n]`` times a square root ``S`` of the matrix itself, ``S
+        S^T``.
 
         The norm of the result is that of ``matrix`` in the metric of the matrix.
         """

@@ -18,12 +18,14 @@ from fedrot.tensors import Tensors, check_update, check_weight, compute_dtype, r
 class Mean:
     """Running weighted mean (McMahan et al. 2017, FedAvg).
 
-    The mean is held in float32, or float64 for float64 updates, and updated in place: it needs the
-    memory of one model for any number of updates. The result has the dtypes of the first update.
-    Integers and booleans are averaged in float64, and rounded to the nearest in the result.
+    The mean is held in float32, or float64 for float64 updates, and updated in place:
+    it needs the memory of one model for any number of updates. The result has the
+    dtypes of the first update. Integers and booleans are averaged in float64, and
+    rounded to the nearest in the result.
 
-    Statistics ``trained`` are masks of the rows that a client trained (for example the labels it saw).
-    A row is averaged over the clients that trained it, or over all clients if none did.
+    Statistics ``trained`` are masks of the rows that a client trained (for example the
+    labels it saw). A row is averaged over the clients that trained it, or over all
+    clients if none did.
 
     >>> mean = Mean()
     >>> mean.add({"w": torch.tensor([0.0, 4.0])}, weight=1)
@@ -40,41 +42,56 @@ class Mean:
         self.weight = 0.0
         self._mean: dict[str, Tensor] = {}
         self._dtypes: dict[str, torch.dtype] = {}
-        #: For tensors with masks: the mean of each row over its clients, and the sum of their weights.
+        #: For tensors with masks: the mean of each row over its clients, and the sum of
+        #: their weights.
         self._trained: dict[str, tuple[Tensor, Tensor]] = {}
 
     @property
     def current(self) -> Tensors:
-        """The mean over all clients, empty before the first update. It is no copy: do not write to it.
+        """The mean over all clients, empty before the first update. It is no copy: do
+        not write to it.
 
         Means of integers are not rounded.
         """
         return self._mean
 
-    def check(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
+    def check(
+        self, update: Tensors, weight: float, statistics: Statistics | None = None
+    ) -> None:
         """Raise the errors of ``add``, without adding."""
         check_weight(weight)
         like = self._mean or update
-        check_update(update, {name: tuple(tensor.shape) for name, tensor in like.items()})
-        check_statistics(statistics or {}, {name: tuple(t.shape) for name, t in update.items()})
+        check_update(
+            update, {name: tuple(tensor.shape) for name, tensor in like.items()}
+        )
+        check_statistics(
+            statistics or {}, {name: tuple(t.shape) for name, t in update.items()}
+        )
 
-    def add(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
+    def add(
+        self, update: Tensors, weight: float, statistics: Statistics | None = None
+    ) -> None:
         """Add one update.
 
         Raises:
-            UpdateError: the weight is not a positive number of a reasonable size, names or shapes differ
-                from the first update's, or a mask does not fit its tensor. After an error, nothing has
-                been added.
+            UpdateError: the weight is not a positive number of a reasonable size, names
+                or shapes differ from the first update's, or a mask does not fit its
+                tensor. After an error, nothing has been added.
         """
         self.check(update, weight, statistics)
         self.fold(update, weight, statistics)
 
-    def fold(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
+    def fold(
+        self, update: Tensors, weight: float, statistics: Statistics | None = None
+    ) -> None:
         """Add one update that ``check`` has accepted."""
         self.fold_parts([update], weight, statistics)
 
     def fold_parts(
-        self, parts: Iterable[Tensors], weight: float, statistics: Statistics | None = None
+        self,
+        parts: Iterable[Tensors],
+        weight: float,
+        statistics: Statistics | None = None,
     ) -> None:
         """Add one update that ``check`` has accepted and that comes in parts.
 
@@ -83,17 +100,22 @@ class Mean:
         masks = (statistics or {}).get(TRAINED, {})
         share = weight / (self.weight + weight)
         fold = partial(self._fold_part, weight=weight, share=share, masks=masks)
-        # A loop variable would hold a part while the next part is made; ``map`` does not.
+        # A loop variable would hold a part while the next part is made; ``map`` does
+        # not.
         for _ in map(fold, parts):
             pass
         self.weight += weight
 
-    def _fold_part(self, part: Tensors, weight: float, share: float, masks: Tensors) -> None:
+    def _fold_part(
+        self, part: Tensors, weight: float, share: float, masks: Tensors
+    ) -> None:
         for name, tensor in part.items():
             value, mean = tensor.detach(), self._mean.get(name)
             if mean is None:
                 self._dtypes[name] = tensor.dtype
-                held = compute_dtype(value) if value.is_floating_point() else torch.float64
+                held = (
+                    compute_dtype(value) if value.is_floating_point() else torch.float64
+                )
                 mean = self._mean[name] = value.to(held, copy=True)
             value = value.to(mean.dtype)
             if name in self._trained or (name in masks and tensor.is_floating_point()):
@@ -101,7 +123,9 @@ class Mean:
             if share < 1:
                 mean.lerp_(value, share)
 
-    def _fold_rows(self, name: str, value: Tensor, weight: float, mask: Tensor | None) -> None:
+    def _fold_rows(
+        self, name: str, value: Tensor, weight: float, mask: Tensor | None
+    ) -> None:
         rows = along_rows(torch.tensor(True) if mask is None else mask, value)
         theirs = weight * rows.to(value.dtype)
         if name not in self._trained:
@@ -110,10 +134,14 @@ class Mean:
             self._trained[name] = self._mean[name].clone(), before
         mean, weights = self._trained[name]
         total = weights + theirs
-        share = torch.where(total > 0, theirs / total.clamp_min(torch.finfo(total.dtype).tiny), 0.0)
+        share = torch.where(
+            total > 0, theirs / total.clamp_min(torch.finfo(total.dtype).tiny), 0.0
+        )
         self._trained[name] = mean + share * (value - mean), total
 
-    def result(self, device: torch.device | str | None = None, last: bool = False) -> dict[str, Tensor]:
+    def result(
+        self, device: torch.device | str | None = None, last: bool = False
+    ) -> dict[str, Tensor]:
         """Return the mean so far; more updates may be added afterwards.
 
         Args:

@@ -17,7 +17,9 @@ from fedrot.tensors import Tensors
 
 
 class Aggregator(Protocol):
-    """Averages updates in common coordinates; ``needs`` names the kinds of statistics it requires."""
+    """Averages updates in common coordinates; ``needs`` names the kinds of statistics
+    it requires.
+    """
 
     needs: tuple[str, ...]
 
@@ -25,8 +27,12 @@ class Aggregator(Protocol):
     def notes(self) -> Mapping[str, str]:
         """Remarks about the last result, by tensor; empty if there are none."""
 
-    def add(self, update: Tensors, weight: float, statistics: Statistics | None = None) -> None:
-        """Add one update; raises ``UpdateError``, after which nothing has been added."""
+    def add(
+        self, update: Tensors, weight: float, statistics: Statistics | None = None
+    ) -> None:
+        """Add one update; raises ``UpdateError``, after which nothing has been
+        added.
+        """
 
     def result(self) -> dict[str, Tensor]:
         """Return the merged tensors so far."""
@@ -66,7 +72,9 @@ class AggregationEntry:
 
     @property
     def follows_rotations(self) -> bool:
-        """Whether rotations of heads can be applied to the statistics that this aggregation needs."""
+        """Whether rotations of heads can be applied to the statistics that this
+        aggregation needs.
+        """
         return all(kind_named(kind).follows_rotations for kind in self.needs)
 
 
@@ -78,8 +86,12 @@ def _entries() -> Mapping[str, AggregationEntry]:
     return _ENTRIES
 
 
-def register_aggregation(name: str, meaning: str) -> Callable[[type[Built]], type[Built]]:
-    """Return a class decorator that registers an aggregation; see ``AggregationEntry``."""
+def register_aggregation(
+    name: str, meaning: str
+) -> Callable[[type[Built]], type[Built]]:
+    """Return a class decorator that registers an aggregation; see
+    ``AggregationEntry``.
+    """
 
     def register(build: type[Built]) -> type[Built]:
         _ENTRIES[name] = AggregationEntry(name, build, build.needs, meaning)
@@ -89,11 +101,17 @@ def register_aggregation(name: str, meaning: str) -> Callable[[type[Built]], typ
 
 
 def aggregations(given: Collection[str] | None = None) -> tuple[AggregationEntry, ...]:
-    """Return the registered aggregations that need no other inputs than ``given``; all if None."""
-    return tuple(e for e in _entries().values() if given is None or set(e.inputs) <= set(given))
+    """Return the registered aggregations that need no other inputs than ``given``; all
+    if None.
+    """
+    return tuple(
+        e for e in _entries().values() if given is None or set(e.inputs) <= set(given)
+    )
 
 
-def aggregation_named(name: str, **given: Callable[[], object]) -> Callable[[], Aggregator]:
+def aggregation_named(
+    name: str, **given: Callable[[], object]
+) -> Callable[[], Aggregator]:
     """Return a function that builds a new aggregator.
 
     >>> aggregation_named("regmean", alpha=lambda: 0.5)().alpha
@@ -101,14 +119,17 @@ def aggregation_named(name: str, **given: Callable[[], object]) -> Callable[[], 
 
     Args:
         name: of a registered aggregation.
-        **given: functions that return the constructor's arguments, by name; other names are ignored.
+        **given: functions that return the constructor's arguments, by name; other names
+            are ignored.
 
     Raises:
         FedrotError: the name is unknown, or an argument without a default is not given.
     """
     entries = _entries()
     if name not in entries:
-        raise FedrotError(f"Unknown aggregation '{name}'; choose from {', '.join(entries)}.")
+        raise FedrotError(
+            f"Unknown aggregation '{name}'; choose from {', '.join(entries)}."
+        )
     entry = entries[name]
     missing = [argument for argument in entry.inputs if argument not in given]
     if missing:

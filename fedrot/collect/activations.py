@@ -1,8 +1,10 @@
-"""Second moments of two models' activations on the same data (Verma & Elbayad 2024, section 3.1).
+"""Second moments of two models' activations on the same data (Verma & Elbayad 2024,
+section 3.1).
 
-A group's units are recorded at the inputs of the linear layers that read them: FFN units after their
-activation, heads before the output projection, the residual stream before each block. Units that no
-layer reads (queries and keys) are recorded at the outputs of the layers that write them.
+A group's units are recorded at the inputs of the linear layers that read them: FFN
+units after their activation, heads before the output projection, the residual stream
+before each block. Units that no layer reads (queries and keys) are recorded at the
+outputs of the layers that write them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from fedrot.symmetry.canonical import check_folded
 from fedrot.symmetry.groups import Group, Move, Slice, Symmetry, check_symmetry
 from fedrot.tensors import Tensors, check_update
 
-#: Choices of the layers at which the residual stream is recorded (Verma & Elbayad 2024, section 3.3).
+#: Choices of the layers at which the residual stream is recorded (Verma & Elbayad 2024,
+#: section 3.3).
 RESIDUAL_SITES = ("last", "all", "first", "identity")
 
 Moments = Literal["correlation", "covariance"]
@@ -36,8 +39,9 @@ MOMENTS = ("correlation", "covariance")
 class Activations:
     """Cross moments of anchor and client units, scaled to traces of at most 1.
 
-    ``matrices``, by group name, are float64 ``[n (anchor), n (client)]``. ``within``, by group name, is
-    the head permutation that moves the group's heads, or an empty string.
+    ``matrices``, by group name, are float64 ``[n (anchor), n (client)]``. ``within``,
+    by group name, is the head permutation that moves the group's heads, or an empty
+    string.
     """
 
     matrices: Tensors
@@ -49,7 +53,9 @@ class Activations:
         for move in moves:
             for name in matrices:
                 if move.group.name in (name, self.within[name]):
-                    matrices[name] = move.group.kind.act(move.element, matrices[name], 1)
+                    matrices[name] = move.group.kind.act(
+                        move.element, matrices[name], 1
+                    )
         return replace(self, matrices=matrices)
 
 
@@ -62,20 +68,25 @@ class _Moments:
     sums: Sequence[Tensor] = ()
 
     def add(self, a: Tensor, c: Tensor) -> None:
-        # A shift does not change covariances; without a shift, large means would cost digits.
+        # A shift does not change covariances; without a shift, large means would cost
+        # digits.
         self.shifts = self.shifts or (a.mean(0), c.mean(0))
         a, c = a - self.shifts[0], c - self.shifts[1]
         self.count += len(a)
         new = [s.double() for s in (a.sum(0), c.sum(0), a.mT @ a, c.mT @ c, a.mT @ c)]
-        self.sums = [s.add_(n) for s, n in zip(self.sums, new, strict=True)] if self.sums else new
+        self.sums = (
+            [s.add_(n) for s, n in zip(self.sums, new, strict=True)]
+            if self.sums
+            else new
+        )
 
     def check(self, group: str) -> None:
         """Raise ``UpdateError`` if the sums of one of the two models are not finite."""
         for model, squares in (("anchor", self.sums[2]), ("client", self.sums[3])):
             if not bool(torch.isfinite(squares.diagonal()).all()):
                 raise UpdateError(
-                    f"The {model}'s activations of '{group}' are not finite, or their squares overflow. "
-                    "Check the client's training."
+                    f"The {model}'s activations of '{group}' are not finite, or their "
+                    "squares overflow. Check the client's training."
                 )
 
     def centred(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,9 +102,13 @@ class _Moments:
 def _scaled(how: str, a: Tensor, c: Tensor, ac: Tensor) -> Tensor:
     """Return cross moments with a trace of at most 1 from the covariances."""
     if how == "correlation":
-        deviation = torch.outer(a.diagonal().clamp_min(0).sqrt(), c.diagonal().clamp_min(0).sqrt())
+        deviation = torch.outer(
+            a.diagonal().clamp_min(0).sqrt(), c.diagonal().clamp_min(0).sqrt()
+        )
         floor = 1e-12 * float(deviation.max()) if deviation.numel() else 0.0
-        return torch.where(deviation > floor, ac / deviation.clamp_min(floor or 1.0), 0.0) / len(ac)
+        return torch.where(
+            deviation > floor, ac / deviation.clamp_min(floor or 1.0), 0.0
+        ) / len(ac)
     traces = torch.stack([a.trace(), c.trace()]).clamp_min(0)
     size = traces.prod().sqrt()
     # Moments of constant activations are rounding errors.
@@ -112,7 +127,9 @@ class _Site:
 
 def _sites(group: Group, model: nn.Module) -> list[_Site]:
     action, modules = group.kind, dict(model.named_modules())
-    units = action.heads * action.dim if isinstance(action, InsideHeads) else action.units
+    units = (
+        action.heads * action.dim if isinstance(action, InsideHeads) else action.units
+    )
     read: list[_Site] = []
     written: list[_Site] = []
     for slot in group.slots:
@@ -121,11 +138,15 @@ def _sites(group: Group, model: nn.Module) -> list[_Site]:
         # If query heads share a key head, only keys and values have one entry per unit.
         if axis is not None and slot.size == units:
             reads = slot.axis == axis
-            (read if reads else written).append(_Site(group, name, slot.slice, output=not reads))
+            (read if reads else written).append(
+                _Site(group, name, slot.slice, output=not reads)
+            )
     return read or written
 
 
-def _run(model: nn.Module, sites: Sequence[_Site], batch: Mapping[str, Tensor]) -> dict[_Site, Tensor]:
+def _run(
+    model: nn.Module, sites: Sequence[_Site], batch: Mapping[str, Tensor]
+) -> dict[_Site, Tensor]:
     """Return the activations of one batch as ``[tokens, units]``, without padding.
 
     A module that runs several times counts every time.
@@ -134,18 +155,23 @@ def _run(model: nn.Module, sites: Sequence[_Site], batch: Mapping[str, Tensor]) 
     for site in sites:
         by_module[site.module].append(site)
     found: dict[_Site, list[Tensor]] = defaultdict(list)
-    read: dict[tuple[str, int], Tensor] = {}  # keeps the tensors alive, so that ids stay unique
+    read: dict[
+        tuple[str, int], Tensor
+    ] = {}  # keeps the tensors alive, so that ids stay unique
 
     def seen(module: str, given: Tensor, output: Tensor) -> None:
         for site in by_module[module]:
             tensor = output if site.output else given
-            # Queries, keys and values read the same tensor, which counts once per group.
+            # Queries, keys and values read the same tensor, which counts once per
+            # group.
             key = (site.group.name, id(tensor))
             if site.output or key not in read:
                 read[key] = tensor
                 units = site.slice.of(tensor, tensor.ndim - 1)
                 # A copy: the model may change the tensor in place later.
-                found[site].append(without_padding(units, mask_of(module, given)).clone())
+                found[site].append(
+                    without_padding(units, mask_of(module, given)).clone()
+                )
 
     inputs = forward_inputs(model, batch)
     with watched(model, by_module, seen), masks_of(model, inputs) as mask_of:
@@ -165,47 +191,57 @@ def collect_activations(
     """Run both models on the same batches and return the moments of every group.
 
     Args:
-        anchor: a ``torch`` model with the symmetry's tensor names; it is run in evaluation mode and
-            without gradients, and its mode is restored.
+        anchor: a ``torch`` model with the symmetry's tensor names; it is run in
+            evaluation mode and without gradients, and its mode is restored.
         client: a second such model.
-        batches: keyword arguments of the models' forward. ``attention_mask`` ``[rows, tokens]``, if
-            present, excludes padding.
+        batches: keyword arguments of the models' forward. ``attention_mask`` ``[rows,
+            tokens]``, if present, excludes padding.
         symmetry: from ``symmetry_of``.
-        residual: layers at which the residual stream is recorded: ``first`` (the first after the
-            embeddings), ``last`` (the task head), ``all``, or ``identity`` (none: the stream stays).
-        heads: moments that rotations are fitted to, of heads and of the residual stream. A rotation of
-            the units rotates covariances, but not correlations.
+        residual: layers at which the residual stream is recorded: ``first`` (the first
+            after the embeddings), ``last`` (the task head), ``all``, or ``identity``
+            (none: the stream stays).
+        heads: moments that rotations are fitted to, of heads and of the residual
+            stream. A rotation of the units rotates covariances, but not correlations.
         units: moments that permutations are fitted to; Eq. 1 uses correlations.
 
     Raises:
         FedrotError: no batch, or an unknown choice.
-        UpdateError: a model's tensors differ from the symmetry's, or are not canonical although the
-            symmetry rotates the residual stream; or activations overflow.
+        UpdateError: a model's tensors differ from the symmetry's, or are not canonical
+            although the symmetry rotates the residual stream; or activations overflow.
     """
     check_symmetry(symmetry)
     known = {"residual": RESIDUAL_SITES, "heads": MOMENTS, "units": MOMENTS}
-    for (name, choices), choice in zip(known.items(), (residual, heads, units), strict=True):
+    for (name, choices), choice in zip(
+        known.items(), (residual, heads, units), strict=True
+    ):
         if choice not in choices:
-            raise FedrotError(f"{name} is '{choice}'; choose from {', '.join(choices)}.")
+            raise FedrotError(
+                f"{name} is '{choice}'; choose from {', '.join(choices)}."
+            )
     for model in (anchor, client):
         if not isinstance(model, nn.Module):
             raise FedrotError(
-                f"The model is a {type(model).__name__}, not a torch module; pass the two models, not "
-                "their tensors."
+                f"The model is a {type(model).__name__}, not a torch module; pass the "
+                "two models, not their tensors."
             )
         check_update(model.state_dict(), symmetry.shapes)
         check_folded(model.state_dict(), symmetry)
-    parts = {"output", "attention", "ffn"} | ({"residual"} if residual != "identity" else set())
+    parts = {"output", "attention", "ffn"} | (
+        {"residual"} if residual != "identity" else set()
+    )
     groups = [group for group in symmetry.groups if group.part in parts]
     sites = [site for group in groups for site in _sites(group, anchor)]
-    moments: dict[str, dict[_Site, _Moments]] = defaultdict(lambda: defaultdict(_Moments))
+    moments: dict[str, dict[_Site, _Moments]] = defaultdict(
+        lambda: defaultdict(_Moments)
+    )
     for batch in batches:
         ours, theirs = _run(anchor, sites, batch), _run(client, sites, batch)
         for site, a in ours.items():
             moments[site.group.name][site].add(a.float(), theirs[site].float())
     if not moments:
         raise FedrotError(
-            "No activations were recorded: pass at least one batch and a torch model of this family."
+            "No activations were recorded: pass at least one batch and a torch model "
+            "of this family."
         )
     by_name = {group.name: group for group in groups}
     matrices = {}
@@ -231,11 +267,12 @@ def probing(
     *,
     batch_size: int = 128,
 ) -> Callable[[Tensors, Tensors], Activations]:
-    """Return a function from the tensors of an anchor and of a client to their activations.
+    """Return a function from the tensors of an anchor and of a client to their
+    activations.
 
     Args:
-        build: returns a model whose ``state_dict`` has the symmetry's tensors. It is called twice. The
-            models are copied, and torch's random state is restored.
+        build: returns a model whose ``state_dict`` has the symmetry's tensors. It is
+            called twice. The models are copied, and torch's random state is restored.
         config, rows, seed, batch_size: of ``random_inputs``.
         symmetry: from ``symmetry_of``.
     """

@@ -28,29 +28,32 @@ def collect_fisher(
     max_rows: int | None = 256,
     seed: int = 0,
 ) -> dict[str, dict[str, Tensor]]:
-    """Return the diagonal Fisher information of every parameter, ``{"fisher": {name: F}}``.
+    """Return the diagonal Fisher information of every parameter, ``{"fisher": {name:
+    F}}``.
 
-    ``F = E_x E_{y ~ p(y|x)} (grad log p(y|x))^2``, the mean over rows (Jin et al. 2023, section 3.1;
-    Matena & Raffel 2021), in the parameter's shape, float64 for float64 models, else float32. Tied
-    parameters share one tensor.
+    ``F = E_x E_{y ~ p(y|x)} (grad log p(y|x))^2``, the mean over rows (Jin et al. 2023,
+    section 3.1; Matena & Raffel 2021), in the parameter's shape, float64 for float64
+    models, else float32. Tied parameters share one tensor.
 
-    ``y`` is one label, several labels, or a score with unit variance, after the configuration's
-    ``problem_type`` and ``num_labels``. The expectation over ``y`` is exact for up to ``EXACT_LABELS``
-    labels; with more, one label is sampled per row. For logits ``[rows, tokens, classes]``, a class is
-    sampled for every token in ``attention_mask`` (encoder-decoders: ``decoder_attention_mask``).
+    ``y`` is one label, several labels, or a score with unit variance, after the
+    configuration's ``problem_type`` and ``num_labels``. The expectation over ``y`` is
+    exact for up to ``EXACT_LABELS`` labels; with more, one label is sampled per row.
+    For logits ``[rows, tokens, classes]``, a class is sampled for every token in
+    ``attention_mask`` (encoder-decoders: ``decoder_attention_mask``).
 
     Args:
-        model: a ``transformers`` model whose output has ``logits``; it is run in evaluation mode, and
-            its mode is restored.
+        model: a ``transformers`` model whose output has ``logits``; it is run in
+            evaluation mode, and its mode is restored.
         batches: keyword arguments of forward; with ``labels`` if ``labels="data"``.
-        labels: ``model`` for the expectation over the model's own labels, ``data`` for the empirical
-            Fisher.
-        max_rows: maximum number of rows, None for all; each row costs a backward pass per label.
+        labels: ``model`` for the expectation over the model's own labels, ``data`` for
+            the empirical Fisher.
+        max_rows: maximum number of rows, None for all; each row costs a backward pass
+            per label.
         seed: of the sampled labels.
 
     Raises:
-        FedrotError: no batch, an unknown choice of ``labels``, no ``labels`` in the batches although
-            ``labels="data"``, or no logits in the model's output.
+        FedrotError: no batch, an unknown choice of ``labels``, no ``labels`` in the
+            batches although ``labels="data"``, or no logits in the model's output.
     """
     if labels not in ("model", "data"):
         raise FedrotError(f"labels is '{labels}'; choose from model, data.")
@@ -60,7 +63,9 @@ def collect_fisher(
         if parameter.requires_grad:
             names.setdefault(parameter, []).append(name)
     if not names:
-        raise FedrotError("No parameter of the model is trained: requires_grad is false for all.")
+        raise FedrotError(
+            "No parameter of the model is trained: requires_grad is false for all."
+        )
     sums = {p: torch.zeros_like(p, dtype=compute_dtype(p)) for p in names}
     rows = 0
     with torch.enable_grad(), evaluating(model):
@@ -73,8 +78,8 @@ def collect_fisher(
             logits = getattr(output, "logits", None)
             if logits is None:
                 raise FedrotError(
-                    f"The output of {type(model).__name__} has no logits. Compute the Fisher "
-                    "information of a model with one task head."
+                    f"The output of {type(model).__name__} has no logits. Compute the "
+                    "Fisher information of a model with one task head."
                 )
             for share, likelihood in _log_likelihoods(
                 model, logits, {**row, **inputs}, labels, generator
@@ -89,7 +94,11 @@ def collect_fisher(
     if not rows:
         raise FedrotError("No rows were given; pass at least one batch.")
     means = {parameter: total / rows for parameter, total in sums.items()}
-    return {FISHER: {name: means[parameter] for parameter in names for name in names[parameter]}}
+    return {
+        FISHER: {
+            name: means[parameter] for parameter in names for name in names[parameter]
+        }
+    }
 
 
 def _rows(batches: Iterable[Tensors]) -> Iterator[Tensors]:
@@ -99,11 +108,16 @@ def _rows(batches: Iterable[Tensors]) -> Iterator[Tensors]:
 
 
 def _log_likelihoods(
-    model: nn.Module, logits: Tensor, row: Tensors, labels: str, generator: torch.Generator
+    model: nn.Module,
+    logits: Tensor,
+    row: Tensors,
+    labels: str,
+    generator: torch.Generator,
 ) -> list[tuple[float, Tensor]]:
     """Return pairs ``(p, f)`` with ``sum p (grad f)^2`` equal to one row's expectation.
 
-    For one label per row, they are the probability and the log likelihood of each label.
+    For one label per row, they are the probability and the log likelihood of each
+    label.
     """
     config: Any = model.config
     architecture = type(model).__name__
@@ -113,11 +127,18 @@ def _log_likelihoods(
         if label is not None and architecture.endswith(("LMHeadModel", "ForCausalLM")):
             z, label = z[:-1], label[1:]
         decoder = "decoder_" if getattr(config, "is_encoder_decoder", False) else ""
-        return [(1.0, _of_tokens(z, label, row.get(f"{decoder}attention_mask"), generator))]
+        return [
+            (1.0, _of_tokens(z, label, row.get(f"{decoder}attention_mask"), generator))
+        ]
     problem = getattr(config, "problem_type", None) or _guessed_problem(z, label)
     if architecture == "ElectraForPreTraining":  # labels every token
-        problem, counted = "multi_label_classification", torch.ones_like(z, dtype=torch.bool)
-        counted = row["attention_mask"][0].bool() if "attention_mask" in row else counted
+        problem, counted = (
+            "multi_label_classification",
+            torch.ones_like(z, dtype=torch.bool),
+        )
+        counted = (
+            row["attention_mask"][0].bool() if "attention_mask" in row else counted
+        )
         z, label = z[counted], None if label is None else label[counted]
     if label is not None:
         return [(1.0, _of_data(problem, z, label))]
@@ -129,11 +150,15 @@ def _log_likelihoods(
         if len(p) > EXACT_LABELS:
             drawn = torch.bernoulli(p.cpu(), generator=generator).to(z)
             return [(1.0, _of_data(problem, z, drawn))]
-        return [(float(share), value) for share, value in zip(p * (1 - p), z, strict=True)]
+        return [
+            (float(share), value) for share, value in zip(p * (1 - p), z, strict=True)
+        ]
     likelihoods = z.log_softmax(0)
     p = likelihoods.detach().exp()
     if len(p) <= EXACT_LABELS:
-        return [(float(share), value) for share, value in zip(p, likelihoods, strict=True)]
+        return [
+            (float(share), value) for share, value in zip(p, likelihoods, strict=True)
+        ]
     return [(1.0, likelihoods[int(torch.multinomial(p.cpu(), 1, generator=generator))])]
 
 
@@ -157,15 +182,23 @@ def _of_data(problem: str, z: Tensor, label: Tensor) -> Tensor:
 def _of_tokens(
     z: Tensor, label: Tensor | None, mask: Tensor | None, generator: torch.Generator
 ) -> Tensor:
-    """Return the log likelihood of a class per token, given logits ``[tokens, classes]``.
+    """Return the log likelihood of a class per token, given logits ``[tokens,
+    classes]``.
 
-    The classes are sampled if ``label`` is None; otherwise tokens with a negative label are left out.
+    The classes are sampled if ``label`` is None; otherwise tokens with a negative label
+    are left out.
     """
     likelihoods = z.log_softmax(-1)
     if label is None:
-        chosen = torch.multinomial(likelihoods.detach().exp().cpu(), 1, generator=generator)[:, 0]
+        chosen = torch.multinomial(
+            likelihoods.detach().exp().cpu(), 1, generator=generator
+        )[:, 0]
         chosen = chosen.to(z.device)
-        counted = torch.ones_like(chosen, dtype=torch.bool) if mask is None else mask[0].bool()
+        counted = (
+            torch.ones_like(chosen, dtype=torch.bool)
+            if mask is None
+            else mask[0].bool()
+        )
     else:
         chosen = label.long()
         counted = chosen >= 0

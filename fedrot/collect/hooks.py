@@ -1,4 +1,6 @@
-"""Forward hooks for all collectors: inputs and outputs of named modules, without padding."""
+"""Forward hooks for all collectors: inputs and outputs of named modules, without
+padding.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,30 @@ from torch import Tensor, nn
 
 @contextmanager
 def watched(
-    model: nn.Module, names: Iterable[str], seen: Callable[[str, Tensor, Tensor], Tensor | None]
+    model: nn.Module,
+    names: Iterable[str],
+    seen: Callable[[str, Tensor, Tensor], Tensor | None],
 ) -> Iterator[None]:
     """Call ``seen(name, input, output)`` whenever a named module runs.
 
-    If ``seen`` returns a tensor, this tensor replaces the module's output. Inside the context the model
-    is in evaluation mode and no gradients are recorded.
+    If ``seen`` returns a tensor, this tensor replaces the module's output. Inside the
+    context the model is in evaluation mode and no gradients are recorded.
     """
     with ExitStack() as stack, torch.no_grad(), evaluating(model):
         for name in names:
 
             def hook(
-                module: nn.Module, args: Any, kwargs: Any, output: Tensor, name: str = name
+                module: nn.Module,
+                args: Any,
+                kwargs: Any,
+                output: Tensor,
+                name: str = name,
             ) -> Tensor | None:
                 return seen(name, (*args, *kwargs.values())[0], output)
 
-            handle = model.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
+            handle = model.get_submodule(name).register_forward_hook(
+                hook, with_kwargs=True
+            )
             stack.callback(handle.remove)
         yield
 
@@ -45,12 +55,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def without_padding(units: Tensor, mask: Tensor | None) -> Tensor:
-    """Return ``[..., units]`` as rows ``[tokens, units]``, without tokens that the mask excludes.
+    """Return ``[..., units]`` as rows ``[tokens, units]``, without tokens that the mask
+    excludes.
 
-    A mask is one of the units' ``[rows, tokens]``, or of choices, ``[rows, choices, tokens]``, which the
-    model reads as rows.
+    A mask is one of the units' ``[rows, tokens]``, or of choices, ``[rows, choices,
+    tokens]``, which the model reads as rows.
     """
-    if mask is not None and units.ndim == 3 and mask.flatten(0, -2).shape == units.shape[:2]:
+    if (
+        mask is not None
+        and units.ndim == 3
+        and mask.flatten(0, -2).shape == units.shape[:2]
+    ):
         return units[mask.flatten(0, -2).bool()]
     return units.flatten(0, -2)
 
@@ -61,10 +76,10 @@ def masks_of(
 ) -> Iterator[Callable[[str, Tensor], Tensor | None]]:
     """Yield a function that returns the mask of the tokens that a named module reads.
 
-    Modules of an encoder, and those of a decoder that read the encoder's output, read the tokens of
-    ``attention_mask``. Other modules of an encoder-decoder read those of ``decoder_attention_mask``, or
-    of ``attention_mask`` if the decoder reads the same tokens. Modules that read images beside texts
-    have no mask.
+    Modules of an encoder, and those of a decoder that read the encoder's output, read
+    the tokens of ``attention_mask``. Other modules of an encoder-decoder read those of
+    ``decoder_attention_mask``, or of ``attention_mask`` if the decoder reads the same
+    tokens. Modules that read images beside texts have no mask.
 
     Args:
         inputs: keyword arguments of forward, which runs inside of the context.
@@ -73,15 +88,23 @@ def masks_of(
     encoder = _encoder(model)
     if encoder is None:
         images = _of_images(model) if "pixel_values" in inputs else set()
-        yield lambda name, given: None if id(model.get_submodule(name)) in images else mask
+        yield (
+            lambda name, given: (
+                None if id(model.get_submodule(name)) in images else mask
+            )
+        )
         return
     same = "decoder_input_ids" not in inputs and "decoder_inputs_embeds" not in inputs
     of_decoder = inputs.get("decoder_attention_mask", mask if same else None)
     inside = {id(module) for module in encoder.modules()}
-    encoded: list[Tensor] = [inputs["encoder_outputs"][0]] if "encoder_outputs" in inputs else []
+    encoded: list[Tensor] = (
+        [inputs["encoder_outputs"][0]] if "encoder_outputs" in inputs else []
+    )
 
     def mask_of(name: str, given: Tensor) -> Tensor | None:
-        reads_text = id(model.get_submodule(name)) in inside or any(given is one for one in encoded)
+        reads_text = id(model.get_submodule(name)) in inside or any(
+            given is one for one in encoded
+        )
         return mask if reads_text else of_decoder
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -89,7 +112,9 @@ def masks_of(
 
     # EncoderDecoderModel projects the output of an encoder of another width.
     sources = (encoder, getattr(model, "enc_to_dec_proj", None))
-    handles = [source.register_forward_hook(hook) for source in sources if source is not None]
+    handles = [
+        source.register_forward_hook(hook) for source in sources if source is not None
+    ]
     try:
         yield mask_of
     finally:
@@ -102,13 +127,16 @@ def _of_images(model: nn.Module) -> set[int]:
     return {
         id(inner)
         for module in model.modules()
-        if module is not model and hasattr(getattr(module, "config", None), "image_size")
+        if module is not model
+        and hasattr(getattr(module, "config", None), "image_size")
         for inner in module.modules()
     }
 
 
 def _encoder(model: nn.Module) -> nn.Module | None:
-    """Return the encoder of an encoder-decoder of transformers; None for other models."""
+    """Return the encoder of an encoder-decoder of transformers; None for other
+    models.
+    """
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return None
     for owner in (model, getattr(model, "base_model", None)):
@@ -120,8 +148,11 @@ def _encoder(model: nn.Module) -> nn.Module | None:
 
 
 def input_axis(module: nn.Module | None) -> int | None:
-    """Return the input axis of a module's weight; None if the module is no linear layer."""
+    """Return the input axis of a module's weight; None if the module is no linear
+    layer.
+    """
     if isinstance(module, nn.Linear):
         return 1
-    # Conv1D of transformers, recognised by name: this package does not import transformers.
+    # Conv1D of transformers, recognised by name: this package does not import
+    # transformers.
     return 0 if type(module).__name__ == "Conv1D" and hasattr(module, "nf") else None

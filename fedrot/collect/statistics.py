@@ -1,7 +1,8 @@
 """Statistics of updates by kind: Gram matrices, Fisher information, trained rows.
 
-The statistics of an update are mappings by kind, then by tensor name: ``{"gram": {"fc.weight": G}}``.
-``STATISTIC_KINDS`` holds, for each kind, how it is checked, moved with the weights, and collected.
+The statistics of an update are mappings by kind, then by tensor name: ``{"gram":
+{"fc.weight": G}}``. ``STATISTIC_KINDS`` holds, for each kind, how it is checked, moved
+with the weights, and collected.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from fedrot.tensors import Tensors, compute_dtype, full_float32
 Statistics = Mapping[str, Tensors]
 Shape = tuple[int, ...]
 
-#: Kinds of Gram matrices, by the axis of the weight that the inputs are multiplied with: ``nn.Linear``
-#: has weights ``[out, in]``, the ``Conv1D`` of GPT-2 ``[in, out]``.
+#: Kinds of Gram matrices, by the axis of the weight that the inputs are multiplied
+#: with: ``nn.Linear`` has weights ``[out, in]``, the ``Conv1D`` of GPT-2 ``[in, out]``.
 GRAMS = {1: "gram", 0: "gram_conv1d"}
 #: The input axis of the weight by kind.
 INPUT_AXIS = {kind: axis for axis, kind in GRAMS.items()}
 #: Diagonal Fisher information in the shape of the tensor.
 FISHER = "fisher"
-#: Masks ``[rows]`` of the rows of a tensor that the client trained; ``[]`` for all or none.
+#: Masks ``[rows]`` of the rows of a tensor that the client trained; ``[]`` for all or
+#: none.
 TRAINED = "trained"
 
 #: Sums of larger values could overflow.
@@ -46,15 +48,19 @@ class StatisticKind:
     """One kind of statistics, under its name in ``Statistics``.
 
     Attributes:
-        check: takes a value and the shape of its tensor; returns a problem ("are negative") or None.
-        move: takes a value, a slot of its tensor and the move that acts on the slot; returns the moved
-            value, or raises ``FedrotError`` if the move cannot be applied to the value.
+        check: takes a value and the shape of its tensor; returns a problem ("are
+            negative") or None.
+        move: takes a value, a slot of its tensor and the move that acts on the slot;
+            returns the moved value, or raises ``FedrotError`` if the move cannot be
+            applied to the value.
         meaning: one line for the documentation.
-        collect: takes a model and batches, returns statistics. None if statistics are not computed from
-            batches; the training code then sends them.
-        limit: the argument of ``collect`` that limits the data, for which None means no limit.
+        collect: takes a model and batches, returns statistics. None if statistics are
+            not computed from batches; the training code then sends them.
+        limit: the argument of ``collect`` that limits the data, for which None means no
+            limit.
         follows_rotations: whether ``move`` accepts rotations of heads.
-        dtypes: accepted dtypes, ``torch.bool`` for masks; every floating-point dtype if empty.
+        dtypes: accepted dtypes, ``torch.bool`` for masks; every floating-point dtype if
+            empty.
     """
 
     name: str
@@ -69,23 +75,32 @@ class StatisticKind:
     def collected(
         self, model: nn.Module, batches: Iterable[Tensors], limited: bool = True
     ) -> Statistics:
-        """Return statistics of a model; raises ``FedrotError`` if they are not computed from batches."""
+        """Return statistics of a model; raises ``FedrotError`` if they are not computed
+        from batches.
+        """
         if self.collect is None:
             raise FedrotError(
-                f"Statistics '{self.name}' cannot be computed from batches: they come from training. "
-                "The client's training code must send them."
+                f"Statistics '{self.name}' cannot be computed from batches: they come "
+                "from training. The client's training code must send them."
             )
-        return self.collect(model, batches, **({} if limited or not self.limit else {self.limit: None}))
+        return self.collect(
+            model, batches, **({} if limited or not self.limit else {self.limit: None})
+        )
 
 
-#: All registered kinds by name. Add your own kind with ``STATISTIC_KINDS[kind.name] = kind``.
+#: All registered kinds by name. Add your own kind with ``STATISTIC_KINDS[kind.name] =
+#: kind``.
 STATISTIC_KINDS: dict[str, StatisticKind] = {}
 
 
 def kind_named(name: str) -> StatisticKind:
-    """Return a registered kind; raises ``UpdateError`` if there is none of this name."""
+    """Return a registered kind; raises ``UpdateError`` if there is none of this
+    name.
+    """
     if name not in STATISTIC_KINDS:
-        raise UpdateError(f"Unknown statistics '{name}'; known kinds: {', '.join(STATISTIC_KINDS)}.")
+        raise UpdateError(
+            f"Unknown statistics '{name}'; known kinds: {', '.join(STATISTIC_KINDS)}."
+        )
     return STATISTIC_KINDS[name]
 
 
@@ -100,27 +115,37 @@ def collects(name: str) -> Callable[[Collector], Collector]:
 
 
 def brings(statistics: Statistics, kind: str) -> bool:
-    """Return whether there are statistics of a kind; ``gram`` and ``gram_conv1d`` count as one kind."""
+    """Return whether there are statistics of a kind; ``gram`` and ``gram_conv1d`` count
+    as one kind.
+    """
     kinds = INPUT_AXIS if kind in INPUT_AXIS else (kind,)
     return any(statistics.get(one) for one in kinds)
 
 
 def untrained(statistics: Statistics | None) -> set[str]:
     """Return the tensors of which the client trained no row."""
-    return {n for n, mask in (statistics or {}).get(TRAINED, {}).items() if not bool(mask.any())}
+    return {
+        n
+        for n, mask in (statistics or {}).get(TRAINED, {}).items()
+        if not bool(mask.any())
+    }
 
 
 def along_rows(mask: Tensor, like: Tensor) -> Tensor:
-    """Return a mask ``[rows]`` or ``[]`` reshaped to broadcast along the rows of a tensor."""
-    return mask.to(like.device).reshape((-1, *[1] * (like.ndim - 1)) if like.ndim else ())
+    """Return a mask ``[rows]`` or ``[]`` reshaped to broadcast along the rows of a
+    tensor.
+    """
+    return mask.to(like.device).reshape(
+        (-1, *[1] * (like.ndim - 1)) if like.ndim else ()
+    )
 
 
 def check_statistics(statistics: Statistics, shapes: Mapping[str, Shape]) -> None:
     """Check statistics against the shapes of the tensors they belong to.
 
     Raises:
-        UpdateError: an unknown kind or tensor, a shape that does not fit, values that are not finite, or
-            a problem that the kind's own ``check`` finds.
+        UpdateError: an unknown kind or tensor, a shape that does not fit, values that
+            are not finite, or a problem that the kind's own ``check`` finds.
     """
     for name_of_kind, by_name in statistics.items():
         kind = kind_named(name_of_kind)
@@ -145,7 +170,10 @@ def _number_problem(value: Tensor, kind: StatisticKind) -> str | None:
         return f"are {value.dtype}, not floating-point"
     # The limit exceeds the range of float16.
     if not bool((value.to(compute_dtype(value)).abs() <= LARGEST).all()):
-        return f"hold NaN, Inf or values above {LARGEST:g}. Check the client's model and data"
+        return (
+            f"hold NaN, Inf or values above {LARGEST:g}. Check the client's model and "
+            "data"
+        )
     return None
 
 
@@ -164,7 +192,10 @@ def transport_statistics(
         out[kind_named(kind).name] = dict(by_name)
         for name in by_name:
             if name not in shapes:
-                raise UpdateError(f"The {kind} statistics of '{name}' belong to no tensor of the model.")
+                raise UpdateError(
+                    f"The {kind} statistics of '{name}' belong to no tensor of the "
+                    "model."
+                )
     for move in moves:
         for kind, moved in out.items():
             # Layers with the same input share one Gram matrix, also after the move.
@@ -186,7 +217,10 @@ def _check_gram(value: Tensor, shape: Shape, axis: int) -> str | None:
         return "belong to a tensor that is no matrix, and so to no linear layer"
     inputs = shape[axis]
     if list(value.shape) != [inputs, inputs]:
-        return f"have shape {list(value.shape)}, but the layer reads {inputs}; send {[inputs, inputs]}"
+        return (
+            f"have shape {list(value.shape)}, but the layer reads {inputs}; send "
+            f"{[inputs, inputs]}"
+        )
     matrix = value.detach().to(compute_dtype(value))
     negative = "have negative eigenvalues; a Gram matrix is X^T X"
     if bool((matrix.diagonal() < 0).any()):
@@ -197,14 +231,16 @@ def _check_gram(value: Tensor, shape: Shape, axis: int) -> str | None:
     slack = _ROUNDING * torch.linalg.vector_norm(even) + _ROUNDING**2
     if bool(((even - even.mT).abs() > slack).any()):
         return "are not symmetric; a Gram matrix is X^T X"
-    # Rounding may have made a small eigenvalue negative, so the largest rounding error is added.
+    # Rounding may have made a small eigenvalue negative, so the largest rounding error
+    # is added.
     eye = torch.eye(len(even), dtype=even.dtype, device=even.device)
     _, failed = torch.linalg.cholesky_ex(even + slack * eye)
     return negative if bool(failed) else None
 
 
 def _unit_diagonal(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a matrix with a diagonal of 1 as in RegMean, and the factors ``[n]`` that make it so.
+    """Return a matrix with a diagonal of 1 as in RegMean, and the factors ``[n]`` that
+    make it so.
 
     With another diagonal, one large entry would hide all others.
     """
@@ -217,9 +253,10 @@ def _unit_diagonal(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def semidefinite(moved: Tensor, received: Tensor) -> Tensor:
     """Return a moved Gram matrix without the negative eigenvalues of rounding.
 
-    A matrix that was rounded may have negative eigenvalues after a rotation or a
-    shift of its inputs, which changes how large its units are. They become 0. If the matrix was none of
-    inputs when it was received, it stays as it is, for ``check_statistics``.
+    A matrix that was rounded may have negative eigenvalues after a rotation or a shift
+    of its inputs, which changes how large its units are. They become 0. If the matrix
+    was none of inputs when it was received, it stays as it is, for
+    ``check_statistics``.
     """
     shape = tuple(moved.shape)
     if not _check_gram(moved, shape, 1) or _check_gram(received, shape, 1):
@@ -240,23 +277,30 @@ def _move_inputs(value: Tensor, slot: Slot, move: Move, axis: int) -> Tensor:
         return value
     other = replace(slot, axis=0, contravariant=not slot.contravariant)
     moved = move.on(move.on(value, other), replace(other, axis=1))
-    exact = move.group.kind.on_fisher(move.element) is not None  # a permutation or signs
+    exact = (
+        move.group.kind.on_fisher(move.element) is not None
+    )  # a permutation or signs
     return moved if exact else semidefinite(moved, value)
 
 
 def _check_fisher(value: Tensor, shape: Shape) -> str | None:
     if tuple(value.shape) != shape:
         return f"have shape {list(value.shape)}, the tensor has {list(shape)}"
-    return "are negative; they are means of squares" if bool((value < 0).any()) else None
+    return (
+        "are negative; they are means of squares" if bool((value < 0).any()) else None
+    )
 
 
-def _move_squares(value: Tensor, slot: Slot, move: Move, what: str, instead: str) -> Tensor:
+def _move_squares(
+    value: Tensor, slot: Slot, move: Move, what: str, instead: str
+) -> Tensor:
     """Move squares of a gradient's coordinates by a permutation or signs."""
     element = move.group.kind.on_fisher(move.element)
     if element is None:
         raise FedrotError(
-            f"The rotation '{move.group.name}' cannot be applied to the {what} of '{slot.tensor}': a "
-            f"diagonal does not determine the rotated diagonal. {instead}"
+            f"The rotation '{move.group.name}' cannot be applied to the {what} of "
+            f"'{slot.tensor}': a diagonal does not determine the rotated diagonal. "
+            f"{instead}"
         )
     return replace(move, element=element).on(value, slot)
 
@@ -272,7 +316,9 @@ def _move_trained(value: Tensor, slot: Slot, move: Move) -> Tensor:
     uniform = value.ndim == 0 or bool(value.all()) or not bool(value.any())
     if uniform or slot.axis != 0:
         return value
-    return _move_squares(value, slot, move, "mask of trained rows", "Mark all of its rows or none.")
+    return _move_squares(
+        value, slot, move, "mask of trained rows", "Mark all of its rows or none."
+    )
 
 
 for _axis, _name in GRAMS.items():
@@ -280,7 +326,10 @@ for _axis, _name in GRAMS.items():
         _name,
         check=partial(_check_gram, axis=_axis),
         move=partial(_move_inputs, axis=_axis),
-        meaning=f"Gram matrix `X^T X / n` of the inputs `X`, which multiply axis {_axis} of the weight",
+        meaning=(
+            f"Gram matrix `X^T X / n` of the inputs `X`, which multiply axis {_axis} "
+            "of the weight"
+        ),
         limit="max_batches",
         dtypes=(torch.float32, torch.float64, torch.bfloat16),
     )
@@ -290,7 +339,10 @@ STATISTIC_KINDS[FISHER] = StatisticKind(
     move=partial(
         _move_squares,
         what="diagonal Fisher",
-        instead="Compute it after aligning, or align by permutations only, parts=('heads', 'ffn').",
+        instead=(
+            "Compute it after aligning, or align by permutations only, parts=('heads', "
+            "'ffn')."
+        ),
     ),
     meaning="diagonal Fisher information, in the shape of the tensor",
     limit="max_rows",

@@ -17,19 +17,23 @@ def completed(
     received: Tensors,
     rows: Mapping[str, Iterable[int]] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Complete a partly trained update with the received tensors, and mark those as not trained.
+    """Complete a partly trained update with the received tensors, and mark those as not
+    trained.
 
     Args:
-        update: the client's tensors; tensors that it has not trained (a task head) may be absent.
+        update: the client's tensors; tensors that it has not trained (a task head) may
+            be absent.
         received: the model that the client received, with every tensor.
-        rows: by tensor, the rows that the client trained, such as the labels in its data for the weight
-            and bias of a classifier. The other rows are replaced by the received rows.
+        rows: by tensor, the rows that the client trained, such as the labels in its
+            data for the weight and bias of a classifier. The other rows are replaced by
+            the received rows.
 
-    Returns the complete update, and its statistics ``{"trained": masks}`` for ``fedrot.aggregation``.
+    Returns the complete update, and its statistics ``{"trained": masks}`` for
+    ``fedrot.aggregation``.
 
     Raises:
-        UpdateError: a tensor was not received or has another shape, or ``rows`` names a tensor or row
-            that is not in the update.
+        UpdateError: a tensor was not received or has another shape, or ``rows`` names a
+            tensor or row that is not in the update.
     """
     for name in (*update, *(rows or {})):
         if name not in received:
@@ -42,10 +46,16 @@ def completed(
         mask = torch.zeros(len(received[name]), dtype=torch.bool)
         places = list(chosen)
         if places and name not in update:
-            raise UpdateError(f"rows names the tensor '{name}', which is not in the update.")
+            raise UpdateError(
+                f"rows names the tensor '{name}', which is not in the update."
+            )
         if any(not 0 <= place < len(mask) for place in places):
-            raise UpdateError(f"The tensor '{name}' has {len(mask)} rows, but rows names {places}.")
+            raise UpdateError(
+                f"The tensor '{name}' has {len(mask)} rows, but rows names {places}."
+            )
         mask[places] = True
         masks[name] = mask
-        full[name] = torch.where(along_rows(mask, full[name]), full[name], received[name])
+        full[name] = torch.where(
+            along_rows(mask, full[name]), full[name], received[name]
+        )
     return full, {TRAINED: masks} if masks else {}

@@ -2,7 +2,13 @@
 
 from fedrot.lora.adapters import AdapterUpdate, LoraSettings
 from fedrot.lora.averaging import AdapterOptions, average_adapters
-from fedrot.lora.peft_model import adapter_tensors, fitted, load_adapter, load_as_sent, train_only
+from fedrot.lora.peft_model import (
+    adapter_tensors,
+    fitted,
+    load_adapter,
+    load_as_sent,
+    train_only,
+)
 from fedrot.lora.report import AdapterReport
 
 __all__ = [

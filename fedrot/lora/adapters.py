@@ -1,4 +1,6 @@
-"""LoRA adapters as clients send them: pairs of factors, their scale, and other tensors."""
+"""LoRA adapters as clients send them: pairs of factors, their scale, and other
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,25 @@ from fedrot.tensors import Tensors, compute_dtype
 
 T = TypeVar("T")
 
-#: Names of the first factor: ``lora_A.weight``, ``lora_A.NAME.weight``, ``lora_embedding_A``.
+#: Names of the first factor: ``lora_A.weight``, ``lora_A.NAME.weight``,
+#: ``lora_embedding_A``.
 _FIRST = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?A(?P<rest>(\..+)?)")
 #: PEFT's prefix of the names of a model's modules.
 _WRAPPER = "base_model.model."
-_WHOLE = "Give all tensors of an adapter, as get_peft_model_state_dict(model) returns them."
+_WHOLE = (
+    "Give all tensors of an adapter, as get_peft_model_state_dict(model) returns them."
+)
 #: Fields of ``LoraConfig`` with which an update is not a single product ``B A``.
 _NO_PRODUCT = {
-    "target_parameters": "its factors hold several products each (experts of a mixture)",
+    "target_parameters": "its factors hold several products each "
+    "(experts of a mixture)",
     "kasa_config": "KaSA has a diagonal matrix between the factors",
     "use_bdlora": "the factors of BD-LoRA are block-diagonal",
     "monteclora_config": "MonteCLoRA learns noise in the coordinates of A",
 }
-#: Values of ``LoraConfig.init_lora_weights`` that do not change the base weights. The others (PiSSA,
-#: OLoRA, CorDA, LoftQ, LoRA-GA) subtract from the base weights a matrix that depends on the rank.
+#: Values of ``LoraConfig.init_lora_weights`` that do not change the base weights. The
+#: others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) subtract from the base weights a matrix
+#: that depends on the rank.
 _STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
@@ -42,8 +49,9 @@ class Pair:
         module: the module's name, with PEFT's prefix.
         a: of the factor ``[rank, in]``; of an embedding ``[rank, tokens]``.
         b: of the factor ``[out, rank]``.
-        of_embedding: whether the module is an embedding. PEFT starts these pairs with ``A = 0`` and a
-            random ``B``, all other pairs with ``B = 0`` and a random ``A``.
+        of_embedding: whether the module is an embedding. PEFT starts these pairs with
+            ``A = 0`` and a random ``B``, all other pairs with ``B = 0`` and a random
+            ``A``.
     """
 
     module: str
@@ -53,7 +61,9 @@ class Pair:
 
     @property
     def bias(self) -> str:
-        """The name of the bias of ``B`` (``LoraConfig(lora_bias=True)``), scaled like ``B A``."""
+        """The name of the bias of ``B`` (``LoraConfig(lora_bias=True)``), scaled like
+        ``B A``.
+        """
         return f"{self.b.removesuffix('.weight')}.bias"
 
 
@@ -61,16 +71,18 @@ class Pair:
 class LoraSettings:
     """The fields of PEFT's ``LoraConfig`` that determine an adapter's scale.
 
-    The update of a module is ``scale * B A``, with ``scale = alpha / rank``, or ``alpha / sqrt(rank)``
-    with ``use_rslora``. The rank is that of the tensors.
+    The update of a module is ``scale * B A``, with ``scale = alpha / rank``, or ``alpha
+    / sqrt(rank)`` with ``use_rslora``. The rank is that of the tensors.
 
     Example: ``LoraSettings.of(peft_model.peft_config["default"])``.
 
     Attributes:
         alpha: of all modules that no pattern names.
-        alpha_pattern: alpha by name of a module, or by a regular expression for the end of its name.
+        alpha_pattern: alpha by name of a module, or by a regular expression for the end
+            of its name.
         use_rslora: see above.
-        changed_base: the initialisation if it changed the base weights, such as ``pissa``; else empty.
+        changed_base: the initialisation if it changed the base weights, such as
+            ``pissa``; else empty.
     """
 
     alpha: float = 8.0
@@ -85,39 +97,52 @@ class LoraSettings:
 
     @classmethod
     def of(cls, config: Any) -> LoraSettings:
-        """Read a ``LoraConfig``, or a dictionary as in ``adapter_config.json``; alpha is 8 by default.
+        """Read a ``LoraConfig``, or a dictionary as in ``adapter_config.json``; alpha
+        is 8 by default.
 
         Raises:
-            FedrotError: ``config`` is neither of them, is of another kind of adapter, or its alpha is
-                not positive.
+            FedrotError: ``config`` is neither of them, is of another kind of adapter,
+                or its alpha is not positive.
         """
         if isinstance(config, cls):
             return config
         found = config.to_dict() if hasattr(config, "to_dict") else config
-        if not isinstance(found, Mapping) or not {"lora_alpha", "peft_type", "r"} & found.keys():
+        if (
+            not isinstance(found, Mapping)
+            or not {"lora_alpha", "peft_type", "r"} & found.keys()
+        ):
             raise FedrotError(
-                f"A {type(config).__name__} is no configuration of a LoRA adapter. Give the LoraConfig "
-                'of the model, peft_model.peft_config["default"], or the content of adapter_config.json.'
+                f"A {type(config).__name__} is no configuration of a LoRA adapter. "
+                'Give the LoraConfig of the model, peft_model.peft_config["default"], '
+                "or the content of adapter_config.json."
             )
         kind = str(getattr(given := found.get("peft_type"), "value", given or "LORA"))
         if kind != "LORA":
-            raise FedrotError(f"The adapter is of kind {kind}; only LORA adapters can be averaged.")
+            raise FedrotError(
+                f"The adapter is of kind {kind}; only LORA adapters can be averaged."
+            )
         for name, what in _NO_PRODUCT.items():
             if found.get(name):
                 raise FedrotError(
-                    f"The adapter has {name}: {what}, which fedrot does not average. Take a LoraConfig "
-                    "with target_modules and without this field."
+                    f"The adapter has {name}: {what}, which fedrot does not average. "
+                    "Take a LoraConfig with target_modules and without this field."
                 )
-        patterns = {str(key): float(value) for key, value in (found.get("alpha_pattern") or {}).items()}
+        patterns = {
+            str(key): float(value)
+            for key, value in (found.get("alpha_pattern") or {}).items()
+        }
         start = found.get("init_lora_weights")
         if start == "mica":
             raise FedrotError(
-                "The adapter has init_lora_weights='mica': clients train A from 0 while B is frozen. "
-                "fedrot has no method for this. Take another initialisation, or Flower's FedAvg."
+                "The adapter has init_lora_weights='mica': clients train A from 0 "
+                "while B is frozen. fedrot has no method for this. Take another "
+                "initialisation, or Flower's FedAvg."
             )
         changed = "" if start in _STARTS else str(start)
         alpha, rooted = found.get("lora_alpha"), bool(found.get("use_rslora"))
-        return cls(cls.alpha if alpha is None else float(alpha), patterns, rooted, changed)
+        return cls(
+            cls.alpha if alpha is None else float(alpha), patterns, rooted, changed
+        )
 
     def scale(self, module: str, rank: int) -> float:
         """Return the factor of ``B A`` in a module of this name and rank."""
@@ -133,8 +158,8 @@ class AdapterUpdate:
         tensors: as ``get_peft_model_state_dict`` returns them.
         weight: positive, such as the number of examples.
         settings: of the client's adapter.
-        statistics: those that the method ``needs``, and ``trained``, the rows of task heads that the
-            client trained, see ``Mean``. Others are not used.
+        statistics: those that the method ``needs``, and ``trained``, the rows of task
+            heads that the client trained, see ``Mean``. Others are not used.
     """
 
     tensors: Tensors
@@ -146,7 +171,10 @@ class AdapterUpdate:
 def by_pattern(pattern: Mapping[str, T], module: str, default: T) -> T:
     """Return a module's value in ``LoraConfig.alpha_pattern`` or ``rank_pattern``."""
     name = module.removeprefix(_WRAPPER)
-    return next((v for key, v in pattern.items() if re.match(rf"(.*\.)?({key})$", name)), default)
+    return next(
+        (v for key, v in pattern.items() if re.match(rf"(.*\.)?({key})$", name)),
+        default,
+    )
 
 
 def pairs_of(tensors: Mapping[str, Any]) -> tuple[Pair, ...]:
@@ -162,13 +190,14 @@ def pairs_of(tensors: Mapping[str, Any]) -> tuple[Pair, ...]:
             continue
         if found["module"].endswith(".base_layer"):
             raise UpdateError(
-                f"The factor '{name}' belongs to parameters inside a module (target_parameters), which "
-                "fedrot does not average. Adapt whole modules, target_modules=[...]."
+                f"The factor '{name}' belongs to parameters inside a module "
+                "(target_parameters), which fedrot does not average. Adapt whole "
+                "modules, target_modules=[...]."
             )
         if any(pair.module == found["module"] for pair in pairs):
             raise UpdateError(
-                f"'{found['module']}' has two pairs of factors. Give the tensors of one adapter: "
-                "adapter_tensors(model, name)."
+                f"'{found['module']}' has two pairs of factors. Give the tensors of "
+                "one adapter: adapter_tensors(model, name)."
             )
         other = f"{found['module']}.lora_{found['kind'] or ''}B{found['rest']}"
         if other not in tensors:
@@ -185,8 +214,8 @@ def pairs_of(tensors: Mapping[str, Any]) -> tuple[Pair, ...]:
         raise UpdateError(f"The factor '{alone[0]}' has no partner. {_WHOLE}")
     if not pairs:
         raise UpdateError(
-            "There are no factors of a LoRA adapter among the tensors (names with lora_A and lora_B). "
-            f"{_WHOLE}"
+            "There are no factors of a LoRA adapter among the tensors (names with "
+            f"lora_A and lora_B). {_WHOLE}"
         )
     return tuple(pairs)
 
@@ -203,34 +232,44 @@ def factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
     Kernels of convolutions are flattened.
 
     Raises:
-        UpdateError: the ranks of the two differ (grouped convolutions), or the rank is 0.
+        UpdateError: the ranks of the two differ (grouped convolutions), or the rank is
+            0.
     """
     a, b = (tensors[name] for name in (pair.a, pair.b))
     for name, factor in ((pair.a, a), (pair.b, b)):
         if factor.ndim < 2 or not factor.numel():
             raise UpdateError(
-                f"The factors '{pair.a}' and '{pair.b}' have no common rank: '{name}' has shape "
-                f"{list(factor.shape)}, like weights of sharded training (ZeRO-3, FSDP) that are not "
-                "gathered. Gather the weights before you read the adapter."
+                f"The factors '{pair.a}' and '{pair.b}' have no common rank: '{name}' "
+                f"has shape {list(factor.shape)}, like weights of sharded training "
+                "(ZeRO-3, FSDP) that are not gathered. Gather the weights before you "
+                "read the adapter."
             )
     if len(a) != b.shape[1]:
         raise UpdateError(
-            f"The factors '{pair.a}' {list(a.shape)} and '{pair.b}' {list(b.shape)} have no common "
-            "rank. Adapters of grouped convolutions are not supported."
+            f"The factors '{pair.a}' {list(a.shape)} and '{pair.b}' {list(b.shape)} "
+            "have no common rank. Adapters of grouped convolutions are not supported."
         )
     return a.detach().flatten(1), b.detach().flatten(1)
 
 
 def wide_factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
-    """Return ``factors`` in the dtype for computations; raises the errors of ``factors``."""
+    """Return ``factors`` in the dtype for computations; raises the errors of
+    ``factors``.
+    """
     a, b = factors(tensors, pair)
     wide = torch.promote_types(compute_dtype(a), compute_dtype(b))
     return a.to(wide), b.to(wide)
 
 
 def shaped(matrix: Tensor, like: torch.Size) -> Tensor:
-    """Return a factor matrix in the shape of a tensor of any rank; the inverse of ``factors``."""
+    """Return a factor matrix in the shape of a tensor of any rank; the inverse of
+    ``factors``.
+    """
     if len(like) == 2:
         return matrix
-    inner = like[1:] if matrix.shape[1] == like[1:].numel() else (matrix.shape[1], *like[2:])
+    inner = (
+        like[1:]
+        if matrix.shape[1] == like[1:].numel()
+        else (matrix.shape[1], *like[2:])
+    )
     return matrix.reshape(len(matrix), *inner)

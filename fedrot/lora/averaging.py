@@ -1,4 +1,6 @@
-"""``average_adapters``: the average of several clients' LoRA adapters; ``AdapterOptions``."""
+"""``average_adapters``: the average of several clients' LoRA adapters;
+``AdapterOptions``.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,15 @@ class AdapterOptions:
     """Options for averages of adapters.
 
     Attributes:
-        method: ``mean`` averages the factors (FedIT). ``exact`` averages the products, and keeps the
-            best approximation of the result's rank (FlexLoRA, with ``gauge="none"``).
+        method: ``mean`` averages the factors (FedIT). ``exact`` averages the products,
+            and keeps the best approximation of the result's rank (FlexLoRA, with
+            ``gauge="none"``).
         gauge: for ``exact``, the choice among the pairs of factors with the same
             product: ``keep-a``, ``none`` or ``previous``, see ``fedrot.lora.gauges``.
 
     Raises:
-        FedrotError: a value is unknown or out of range, or is given with a method that does not use it.
+        FedrotError: a value is unknown or out of range, or is given with a method that
+            does not use it.
     """
 
     method: str = "mean"
@@ -53,17 +57,25 @@ class AdapterOptions:
         for name, values in known.items():
             if getattr(self, name) not in values:
                 raise FedrotError(
-                    f"Unknown {name} '{getattr(self, name)}' of adapters; one of {', '.join(values)}."
+                    f"Unknown {name} '{getattr(self, name)}' of adapters; one of "
+                    f"{', '.join(values)}."
                 )
-        for name in (name for name in _OPTIONS if name not in METHODS[self.method].used):
+        for name in (
+            name for name in _OPTIONS if name not in METHODS[self.method].used
+        ):
             if getattr(self, name) != getattr(type(self), name):
-                able = " and ".join(f"'{key}'" for key, kind in METHODS.items() if name in kind.used)
+                able = " and ".join(
+                    f"'{key}'" for key, kind in METHODS.items() if name in kind.used
+                )
                 raise FedrotError(
-                    f"{name} is an option of {able}, and has no effect with '{self.method}'; omit it."
+                    f"{name} is an option of {able}, and has no effect with "
+                    f"'{self.method}'; omit it."
                 )
 
     def __str__(self) -> str:
-        given = (f"{name} {getattr(self, name)!r}" for name in METHODS[self.method].used)
+        given = (
+            f"{name} {getattr(self, name)!r}" for name in METHODS[self.method].used
+        )
         return ", ".join([self.method, *given])
 
     def average(
@@ -73,7 +85,9 @@ class AdapterOptions:
         server_round: int = 1,
         rank: int | None = None,
     ) -> AdapterAverage:
-        """Return an empty average by the method; arguments are those of ``average_adapters``."""
+        """Return an empty average by the method; arguments are those of
+        ``average_adapters``.
+        """
         of = LoraSettings.of(settings)
         if rank is not None:
             check_rank(rank)
@@ -86,7 +100,9 @@ class AdapterOptions:
 
 
 def checked_adapter_options(options: AdapterOptions | None) -> AdapterOptions:
-    """Return options, the defaults if None; raise ``FedrotError`` if they are something else."""
+    """Return options, the defaults if None; raise ``FedrotError`` if they are something
+    else.
+    """
     if not isinstance(options, AdapterOptions | None):
         raise FedrotError(
             f"options is {options!r}; pass fedrot.lora.AdapterOptions, for example "
@@ -105,31 +121,38 @@ def average_adapters(
 ) -> tuple[dict[str, Tensor], AdapterReport]:
     """Average LoRA adapters, which are read one at a time.
 
-    Other tensors than factors (task heads, biases, DoRA's magnitudes) become their weighted mean.
+    Other tensors than factors (task heads, biases, DoRA's magnitudes) become their
+    weighted mean.
 
-    Example: ``average_adapters([AdapterUpdate(tensors, 10, settings), ...], settings)``.
+    Example: ``average_adapters([AdapterUpdate(tensors, 10, settings), ...],
+    settings)``.
 
     Args:
         updates: the clients' adapters. Alphas may differ; with ``exact``, ranks too.
         settings: of the result.
         options: see ``AdapterOptions``.
         previous: the adapter that the clients received, with ``settings``.
-        rank: of the result. None means the rank of ``previous`` in each module, or the largest rank of
-            the clients without ``previous``. A mean of factors has the clients' rank.
+        rank: of the result. None means the rank of ``previous`` in each module, or the
+            largest rank of the clients without ``previous``. A mean of factors has the
+            clients' rank.
         server_round: for methods that differ by round.
 
     Raises:
-        FedrotError: there are no updates, settings or options have another type, or the rank is below 1.
+        FedrotError: there are no updates, settings or options have another type, or the
+            rank is below 1.
         UpdateError: an update is no adapter, or does not fit the others.
     """
-    average = checked_adapter_options(options).average(settings, previous, server_round, rank)
+    average = checked_adapter_options(options).average(
+        settings, previous, server_round, rank
+    )
     for update in updates:
         average.add(update)
     return average.result()
 
 
 class AdapterAverage:
-    """An average to which adapters are added one at a time; made by ``AdapterOptions.average``.
+    """An average to which adapters are added one at a time; made by
+    ``AdapterOptions.average``.
 
     ``plan`` is that of the result.
     """
@@ -137,7 +160,8 @@ class AdapterAverage:
     def __init__(self, options: AdapterOptions, plan: Plan) -> None:
         self.options, self.method, self.plan = options, options.kind, plan
         self._modules: dict[str, ModuleSums] = {}
-        #: Pairs and scales of the first adapter; biases of ``B`` are averaged in these scales.
+        #: Pairs and scales of the first adapter; biases of ``B`` are averaged in these
+        #: scales.
         self._pairs: tuple[Pair, ...] = ()
         self._scales: dict[str, float] = {}
         #: The tensors of the first adapter, without memory for their values.
@@ -150,24 +174,32 @@ class AdapterAverage:
 
         Raises:
             FedrotError: ``update`` is not an ``AdapterUpdate``.
-            UpdateError: the tensors are no adapter, or have NaN, Inf or huge factors, other modules or
-                sizes than the first, or another rank although the initialisation changed the base
-                weights; or statistics are missing or wrong. After an error, nothing has been added.
+            UpdateError: the tensors are no adapter, or have NaN, Inf or huge factors,
+                other modules or sizes than the first, or another rank although the
+                initialisation changed the base weights; or statistics are missing or
+                wrong. After an error, nothing has been added.
         """
         if not isinstance(update, AdapterUpdate):
-            raise FedrotError(f"The update is a {type(update).__name__}; pass an AdapterUpdate.")
+            raise FedrotError(
+                f"The update is a {type(update).__name__}; pass an AdapterUpdate."
+            )
         tensors, pairs = update.tensors, pairs_of(update.tensors)
         settings = LoraSettings.of(update.settings)
         check_weight(update.weight)
         check_finite(tensors)
         if odd := tensors.keys() ^ (self._like or tensors).keys():
             raise UpdateError(
-                f"The tensor '{min(odd)}' is in some adapters and missing in others. All clients need "
-                "the same target_modules, modules_to_save and bias in their LoraConfig."
+                f"The tensor '{min(odd)}' is in some adapters and missing in others. "
+                "All clients need the same target_modules, modules_to_save and bias in "
+                "their LoraConfig."
             )
         paired = {name for pair in pairs for name in (pair.a, pair.b)}
-        others = {name: tensor for name, tensor in tensors.items() if name not in paired}
-        modules = self._modules or {pair.module: self.method.sums(pair, self.plan) for pair in pairs}
+        others = {
+            name: tensor for name, tensor in tensors.items() if name not in paired
+        }
+        modules = self._modules or {
+            pair.module: self.method.sums(pair, self.plan) for pair in pairs
+        }
         scales: dict[str, float] = {}
         for pair in pairs:  # Errors must come before anything is added.
             a, b = factors(tensors, pair)
@@ -175,11 +207,15 @@ class AdapterAverage:
             self._check_sizes(pair, a, b)
             modules[pair.module].check(a, b, settings)
             _rescale(others, pair.bias, scale / self._scales.get(pair.module, scale))
-        statistics = {kind: of for kind, of in update.statistics.items() if kind == TRAINED}
+        statistics = {
+            kind: of for kind, of in update.statistics.items() if kind == TRAINED
+        }
         self._others.check(others, update.weight, statistics)
         if not self._updates:
             self._pairs, self._scales, self._modules = pairs, scales, modules
-            self._like = {name: t.new_empty(()).expand(t.shape) for name, t in tensors.items()}
+            self._like = {
+                name: t.new_empty(()).expand(t.shape) for name, t in tensors.items()
+            }
         if others:
             self._others.fold(others, update.weight, statistics)
 
@@ -203,7 +239,9 @@ class AdapterAverage:
         def averaged(pair: Pair) -> AveragedModule:
             return self._modules[pair.module].averaged(self.method.merge, self._like)
 
-        tensors: dict[str, Tensor] = self._others.result() if self._others.weight else {}
+        tensors: dict[str, Tensor] = (
+            self._others.result() if self._others.weight else {}
+        )
         found = in_threads(averaged, self._pairs, self._like[self._pairs[0].a].device)
         for pair, module in zip(self._pairs, found, strict=True):
             tensors |= module.tensors
@@ -211,18 +249,24 @@ class AdapterAverage:
         modules = dict(zip([pair.module for pair in self._pairs], found, strict=True))
         return tensors, AdapterReport(
             self._updates,
-            error_of_factors={name: module.error_of_factors for name, module in modules.items()},
+            error_of_factors={
+                name: module.error_of_factors for name, module in modules.items()
+            },
             error={name: module.error for name, module in modules.items()},
             lost={name: module.lost for name, module in modules.items()},
             magnitudes=any(_MAGNITUDE in name for name in self._like),
         )
 
     def _check_sizes(self, pair: Pair, a: Tensor, b: Tensor) -> None:
-        wanted = self._like.get(pair.a, a).shape[1:].numel(), len(self._like.get(pair.b, b))
+        wanted = (
+            self._like.get(pair.a, a).shape[1:].numel(),
+            len(self._like.get(pair.b, b)),
+        )
         if (a.shape[1], len(b)) != wanted:
             raise UpdateError(
-                f"The factors of '{pair.module}' map {a.shape[1]} inputs to {len(b)} outputs, those "
-                f"of the first adapter {wanted[0]} to {wanted[1]}. Use one base model."
+                f"The factors of '{pair.module}' map {a.shape[1]} inputs to {len(b)} "
+                f"outputs, those of the first adapter {wanted[0]} to {wanted[1]}. Use "
+                "one base model."
             )
 
 

@@ -1,7 +1,7 @@
 """Gauges: the choice among the pairs of factors that have the same product.
 
-Adam updates the factors, not their product. Two pairs with the same product therefore train differently,
-so the choice is a part of the aggregation.
+Adam updates the factors, not their product. Two pairs with the same product therefore
+train differently, so the choice is a part of the aggregation.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from fedrot.matching.procrustes import polar
 
-#: Largest ratio of the squared norms of ``keep-a``'s factors to those of the factors that it keeps close
-#: to. With a large ``B``, one step of Adam in ``A`` changes the product too much.
+#: Largest ratio of the squared norms of ``keep-a``'s factors to those of the factors
+#: that it keeps close to. With a large ``B``, one step of Adam in ``A`` changes the
+#: product too much.
 LARGEST_GROWTH = 2.0
 
 Factors = tuple[Tensor, Tensor]
@@ -27,8 +28,10 @@ class Wanted:
 
     Attributes:
         u, s, vt: the terms of the product, ``[out, rank]``, ``[rank]``, ``[rank, in]``.
-        mean: the clients' mean factors ``A [rank, in]``, ``B [out, rank]``, None if their ranks differ.
-        previous: the factors that the clients received, None if unknown or of another rank.
+        mean: the clients' mean factors ``A [rank, in]``, ``B [out, rank]``, None if
+            their ranks differ.
+        previous: the factors that the clients received, None if unknown or of another
+            rank.
     """
 
     u: Tensor
@@ -41,8 +44,9 @@ class Wanted:
     def transposed(self) -> Wanted:
         """The same for the transposed product, whose factors are ``B^T`` and ``A^T``.
 
-        In directions that the product does not use, a gauge keeps ``A`` and sets ``B`` to 0, as at
-        LoRA's start. Adapters of embeddings are transposed, because they start with ``A = 0``.
+        In directions that the product does not use, a gauge keeps ``A`` and sets ``B``
+        to 0, as at LoRA's start. Adapters of embeddings are transposed, because they
+        start with ``A = 0``.
         """
         mean, previous = (f and transposed(f) for f in (self.mean, self.previous))
         return Wanted(self.vt.mT, self.s, self.u.mT, mean, previous)
@@ -53,18 +57,24 @@ def transposed(factors: Factors) -> Factors:
     return factors[1].mT, factors[0].mT
 
 
-def gauged(gauge: Callable[[Wanted], Factors], of: Wanted, of_embedding: bool) -> Factors:
-    """Return the factors of a gauge, which for an embedding chooses those of the transposed product."""
+def gauged(
+    gauge: Callable[[Wanted], Factors], of: Wanted, of_embedding: bool
+) -> Factors:
+    """Return the factors of a gauge, which for an embedding chooses those of the
+    transposed product.
+    """
     return transposed(gauge(of.transposed)) if of_embedding else gauge(of)
 
 
 def balanced(of: Wanted) -> Factors:
-    """Return ``A = sqrt(S) V^T`` and ``B = U sqrt(S)``: factors of equal norm, not rotated to a client.
+    """Return ``A = sqrt(S) V^T`` and ``B = U sqrt(S)``: factors of equal norm, not
+    rotated to a client.
 
-    If the rank of the product is smaller than that of the factors, the remaining columns of ``B`` are 0.
-    The remaining rows of ``A`` come from the part of the old ``A`` outside of the product's row space,
-    because a direction in which both are 0 would never be trained again. The largest entry of each row
-    of ``A`` is positive, so that the factors do not depend on the signs of a decomposition.
+    If the rank of the product is smaller than that of the factors, the remaining
+    columns of ``B`` are 0. The remaining rows of ``A`` come from the part of the old
+    ``A`` outside of the product's row space, because a direction in which both are 0
+    would never be trained again. The largest entry of each row of ``A`` is positive, so
+    that the factors do not depend on the signs of a decomposition.
     """
     u, s, vt = _terms(of)
     kept, root = of.mean or of.previous, s.sqrt()
@@ -87,7 +97,8 @@ def _terms(of: Wanted) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _around(a: Tensor, vt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``A V``, the part of ``A`` outside of the row space, and its left singular vectors.
+    """Return ``A V``, the part of ``A`` outside of the row space, and its left singular
+    vectors.
 
     The vectors are ``[rank, rank]``, in ascending order of the singular values.
     """
@@ -98,11 +109,12 @@ def _around(a: Tensor, vt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rotated(factors: Factors, to: Factors | None) -> Factors:
-    """Return ``R A`` and ``B R^T`` for the rotation that brings them nearest to the factors ``to``.
+    """Return ``R A`` and ``B R^T`` for the rotation that brings them nearest to the
+    factors ``to``.
 
-    Without ``to``, factors stay as they are.
-    ``R = polar(A_to A^T + B_to^T B)`` is the best rotation for both factors together. The best rotation
-    for one factor may be noise: after a short training ``B`` is nearly 0.
+    Without ``to``, factors stay as they are. ``R = polar(A_to A^T + B_to^T B)`` is the
+    best rotation for both factors together. The best rotation for one factor may be
+    noise: after a short training ``B`` is nearly 0.
     """
     if to is None:
         return factors
@@ -112,24 +124,30 @@ def rotated(factors: Factors, to: Factors | None) -> Factors:
 
 
 def near_mean(of: Wanted) -> Factors:
-    """Return balanced factors, rotated to the clients' mean, else to the factors they received."""
+    """Return balanced factors, rotated to the clients' mean, else to the factors they
+    received.
+    """
     return rotated(balanced(of), of.mean or of.previous)
 
 
 def near_previous(of: Wanted) -> Factors:
-    """Return balanced factors, rotated to those the clients received, else to the clients' mean."""
+    """Return balanced factors, rotated to those the clients received, else to the
+    clients' mean.
+    """
     return rotated(balanced(of), of.previous or of.mean)
 
 
 def keep_a(of: Wanted) -> Factors:
-    """Return the factors whose ``A`` is as near to the clients' mean ``A`` as the product allows.
+    """Return the factors whose ``A`` is as near to the clients' mean ``A`` as the
+    product allows.
 
-    The row space of ``A`` must contain that of the product, of rank ``k``. The nearest ``A`` is the mean
-    without the ``k`` smallest singular directions ``Z`` of its part outside of this row space:
-    ``A = A_mean - Z Z^T A_mean (I - V V^T)``, and ``B = U S (Z^T A_mean V)^-1 Z^T``. If ``k`` is the
-    rank of the factors, this is ``A = A_mean V V^T``. If the clients' ranks differ, ``A_mean`` is the
-    ``A`` that they received. If the mean ``A`` is nearly orthogonal to the product's row space, the
-    inverse makes ``B`` large; beyond ``LARGEST_GROWTH`` the factors are those of ``near_mean``.
+    The row space of ``A`` must contain that of the product, of rank ``k``. The nearest
+    ``A`` is the mean without the ``k`` smallest singular directions ``Z`` of its part
+    outside of this row space: ``A = A_mean - Z Z^T A_mean (I - V V^T)``, and ``B = U S
+    (Z^T A_mean V)^-1 Z^T``. If ``k`` is the rank of the factors, this is ``A = A_mean V
+    V^T``. If the clients' ranks differ, ``A_mean`` is the ``A`` that they received. If
+    the mean ``A`` is nearly orthogonal to the product's row space, the inverse makes
+    ``B`` large; beyond ``LARGEST_GROWTH`` the factors are those of ``near_mean``.
     """
     kept = of.mean or of.previous
     if kept is None:

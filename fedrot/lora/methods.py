@@ -19,7 +19,8 @@ class Method:
         merge: the function, see ``Merge``.
         any_rank: whether clients may have different ranks.
         used: the names of the fields of ``AdapterOptions`` that the method uses.
-        sums: builds the sums of a module; for methods that change clients' factors before the sum.
+        sums: builds the sums of a module; for methods that change clients' factors
+            before the sum.
     """
 
     merge: Merge

@@ -1,4 +1,6 @@
-"""``ModuleSums``: one module's sums over the clients, and its average; ``in_threads``."""
+"""``ModuleSums``: one module's sums over the clients, and its average;
+``in_threads``.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,14 @@ from fedrot.tensors import Tensors, compute_dtype
 _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
 
-#: A sum of products keeps this many times the largest rank so far, or the result's rank if it is larger.
-#: The sum is cut to this rank when it has more than twice as many terms.
+#: A sum of products keeps this many times the largest rank so far, or the result's rank
+#: if it is larger. The sum is cut to this rank when it has more than twice as many
+#: terms.
 KEPT_RANKS = 4
 #: Maximum norm of a factor, times its scale: products of larger factors could overflow.
 LARGEST_FACTOR = 1e7
-#: Maximum number of modules computed at a time; each needs memory for intermediate results.
+#: Maximum number of modules computed at a time; each needs memory for intermediate
+#: results.
 MOST_AT_A_TIME = 8
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -55,7 +59,9 @@ class AveragedModule:
 
 
 class ModuleSums:
-    """The sums over the clients of one module's products and factors; both include the scale."""
+    """The sums over the clients of one module's products and factors; both include the
+    scale.
+    """
 
     def __init__(self, pair: Pair, plan: Plan) -> None:
         self.pair, self.plan = pair, plan
@@ -63,23 +69,27 @@ class ModuleSums:
         self.ranks: set[int] = set()
 
     def check(self, a: Tensor, b: Tensor, settings: LoraSettings) -> None:
-        """Raise ``UpdateError`` if a client's factors, in its own scale, cannot be added."""
+        """Raise ``UpdateError`` if a client's factors, in its own scale, cannot be
+        added.
+        """
         received = self._previous()
         known = {len(received[0])} if received else self.ranks or {len(a)}
         if settings.changed_base and len(a) != (rank := min(known)):
             raise UpdateError(
-                f"'{self.pair.module}' has rank {len(a)}, others {rank}. With init_lora_weights="
-                f"'{settings.changed_base}' base weights depend on the rank: adapters of different "
-                "ranks belong to different models. Use one rank, or another initialisation."
+                f"'{self.pair.module}' has rank {len(a)}, others {rank}. With "
+                f"init_lora_weights='{settings.changed_base}' base weights depend on "
+                "the rank: adapters of different ranks belong to different models. Use "
+                "one rank, or another initialisation."
             )
         scale = settings.scale(self.pair.module, len(a))
         for name, factor, by in ((self.pair.a, a, 1.0), (self.pair.b, b, scale)):
             norm = by * float(torch.linalg.vector_norm(factor, dtype=torch.float64))
             if not norm <= LARGEST_FACTOR:
                 raise UpdateError(
-                    f"The factor '{name}' has norm {norm:.3g} (with the adapter's scale), above "
-                    f"{LARGEST_FACTOR:g}: products of it would overflow. Check the client's training "
-                    "(learning rate, mixed precision) before sending it."
+                    f"The factor '{name}' has norm {norm:.3g} (with the adapter's "
+                    f"scale), above {LARGEST_FACTOR:g}: products of it would overflow. "
+                    "Check the client's training (learning rate, mixed precision) "
+                    "before sending it."
                 )
 
     def add(self, sent: Factors, weight: float) -> None:
@@ -93,13 +103,17 @@ class ModuleSums:
             self.mean.add({"a": a, "b": b}, weight)
 
     def limit(self, a: Tensor, b: Tensor) -> int:
-        """Return the rank that the sum of products keeps when these factors are added."""
+        """Return the rank that the sum of products keeps when these factors are
+        added.
+        """
         received, before = self._previous(), self.products.limit or 0
         largest = max(len(a), len(received[0]) if received else 0)
         return max(KEPT_RANKS * largest, before, self.plan.rank or 0)
 
     def received(self, like: Tensor) -> Factors | None:
-        """Return the factors that clients received, on the device and in the dtype for computations."""
+        """Return the factors that clients received, on the device and in the dtype for
+        computations.
+        """
         if (found := self._previous()) is None:
             return None
         a, b = (factor.to(like.device, compute_dtype(like)) for factor in found)
@@ -110,43 +124,63 @@ class ModuleSums:
             return None
         if self.pair.a not in self.plan.previous:
             raise UpdateError(
-                f"The adapter that the clients received does not contain '{self.pair.module}'."
+                "The adapter that the clients received does not contain "
+                f"'{self.pair.module}'."
             )
         return factors(self.plan.previous, self.pair)
 
     def factors(self, scale: float) -> Factors | None:
-        """Return the means of the factors, with ``B`` divided by a scale; None if ranks differ."""
+        """Return the means of the factors, with ``B`` divided by a scale; None if ranks
+        differ.
+        """
         if len(self.ranks) > 1:
             return None
         return self.mean.current["a"], self.mean.current["b"] / scale
 
     def wanted(self, terms: Terms, rank: int) -> Wanted:
-        """Return a sum of products, divided by weight and scale, and the factors for the gauge."""
-        scale, first = self.plan.settings.scale(self.pair.module, rank), terms.first(rank)
+        """Return a sum of products, divided by weight and scale, and the factors for
+        the gauge.
+        """
+        scale, first = (
+            self.plan.settings.scale(self.pair.module, rank),
+            terms.first(rank),
+        )
         near = self.factors(scale), self.received(terms.vt)
-        mean, previous = (f if f is not None and len(f[0]) == rank else None for f in near)
-        return Wanted(first.u, first.s / (self.weight * scale), first.vt, mean, previous)
+        mean, previous = (
+            f if f is not None and len(f[0]) == rank else None for f in near
+        )
+        return Wanted(
+            first.u, first.s / (self.weight * scale), first.vt, mean, previous
+        )
 
     def gauged(self, terms: Terms, rank: int) -> Factors:
         """Return the factors that the gauge chooses for a sum of products."""
-        return gauged(GAUGES[self.plan.gauge], self.wanted(terms, rank), self.pair.of_embedding)
+        return gauged(
+            GAUGES[self.plan.gauge], self.wanted(terms, rank), self.pair.of_embedding
+        )
 
     def averaged(self, merge: Merge, like: Mapping[str, Tensor]) -> AveragedModule:
-        """Return the average by a method, in the shapes and dtypes of the tensors ``like``.
+        """Return the average by a method, in the shapes and dtypes of the tensors
+        ``like``.
 
         Raises:
             UpdateError: the method has no factors of the result's rank.
         """
         previous, pair = self.plan.previous, self.pair
-        rank = self.plan.rank or (len(previous[pair.a]) if previous else max(self.ranks))
-        terms, scale = self.products.terms(rank), self.plan.settings.scale(pair.module, rank)
+        rank = self.plan.rank or (
+            len(previous[pair.a]) if previous else max(self.ranks)
+        )
+        terms, scale = (
+            self.products.terms(rank),
+            self.plan.settings.scale(pair.module, rank),
+        )
         merged = merge(self, terms, rank)
         if merged is None:
             of = "factors of different ranks have no mean"
             what = of if len(self.ranks) > 1 else f"their mean cannot have rank {rank}"
             raise UpdateError(
-                f"The clients' ranks of '{pair.module}' are {sorted(self.ranks)}: {what}. Take "
-                "method='exact'."
+                f"The clients' ranks of '{pair.module}' are {sorted(self.ranks)}: "
+                f"{what}. Take method='exact'."
             )
         tensors = {
             name: shaped(matrix, like[name].shape).to(like[name], copy=True)
@@ -158,21 +192,25 @@ class ModuleSums:
         lost = share(self.products.lost, terms.norm)
         return AveragedModule(tensors, scale, next(iter(of_factors), None), error, lost)
 
-    def _errors(self, terms: Terms, scale: float, found: Sequence[Factors]) -> list[float]:
+    def _errors(
+        self, terms: Terms, scale: float, found: Sequence[Factors]
+    ) -> list[float]:
         """Return ``|D - s B A| / |D|`` for each pair of factors; 0 if both are 0.
 
-        The terms that the bounded sum left out are assumed orthogonal to the rest of ``D`` and to
-        ``B A``.
+        The terms that the bounded sum left out are assumed orthogonal to the rest of
+        ``D`` and to ``B A``.
         """
         left_out = self.products.left_out
         whole = math.hypot(terms.norm, left_out)
-        distances = self.products.distances(*((self.weight * scale * b, a) for a, b in found))
+        distances = self.products.distances(
+            *((self.weight * scale * b, a) for a, b in found)
+        )
         return [share(math.hypot(distance, left_out), whole) for distance in distances]
 
 
-#: A method's function: it returns the new factors of one module, None if the clients' have no mean.
-#: Arguments: the sums over the clients; the terms of the weighted sum of their products, with vectors of
-#: the first ``rank``; the rank of the result.
+#: A method's function: it returns the new factors of one module, None if the clients'
+#: have no mean. Arguments: the sums over the clients; the terms of the weighted sum of
+#: their products, with vectors of the first ``rank``; the rank of the result.
 Merge = Callable[[ModuleSums, Terms, int], Factors | None]
 
 
@@ -186,8 +224,9 @@ def in_threads(
 ) -> list[_Found]:
     """Return ``work`` of every item; on a CPU, several items are computed at a time.
 
-    The matrices of one module are too small to use several threads. PyTorch's number of threads, which
-    holds for the process, is divided among the items and restored afterwards.
+    The matrices of one module are too small to use several threads. PyTorch's number of
+    threads, which holds for the process, is divided among the items and restored
+    afterwards.
 
     Args:
         work: reads and writes only data of its item.
@@ -201,7 +240,9 @@ def in_threads(
         each = threads // workers
         torch.set_num_threads(each)
         try:
-            with ThreadPoolExecutor(workers, "fedrot", torch.set_num_threads, (each,)) as pool:
+            with ThreadPoolExecutor(
+                workers, "fedrot", torch.set_num_threads, (each,)
+            ) as pool:
                 return list(pool.map(work, items))
         finally:
             torch.set_num_threads(threads)

@@ -1,4 +1,6 @@
-"""A client's PEFT model: ``adapter_tensors``, ``load_adapter``, ``train_only``, ``fitted``."""
+"""A client's PEFT model: ``adapter_tensors``, ``load_adapter``, ``train_only``,
+``fitted``.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,20 @@ from fedrot.lora.products import decomposed
 from fedrot.tensors import Tensors
 
 
-def fitted(tensors: Tensors, settings: object, rank: int | Tensors) -> dict[str, Tensor]:
+def fitted(
+    tensors: Tensors, settings: object, rank: int | Tensors
+) -> dict[str, Tensor]:
     """Return an adapter of a smaller rank: the best approximation of the products.
 
-    A client of rank 4 can start from an adapter of rank 16. The new factors are rotated as near as
-    possible to the first ``rank`` rows and columns of the given factors. A product of 0 stays 0.
+    A client of rank 4 can start from an adapter of rank 16. The new factors are rotated
+    as near as possible to the first ``rank`` rows and columns of the given factors. A
+    product of 0 stays 0.
 
     Args:
-        settings: the ``LoraConfig`` of either adapter; only alpha is used, ranks are read from tensors.
-        rank: rank of the result, or an adapter with the same names whose ranks are used. Modules of
-            smaller ranks stay as they are.
+        settings: the ``LoraConfig`` of either adapter; only alpha is used, ranks are
+            read from tensors.
+        rank: rank of the result, or an adapter with the same names whose ranks are
+            used. Modules of smaller ranks stay as they are.
 
     Raises:
         FedrotError: the rank is below 1.
@@ -47,7 +53,8 @@ def fitted(tensors: Tensors, settings: object, rank: int | Tensors) -> dict[str,
         a, b = wide_factors(tensors, pair)
         if isinstance(rank, Mapping) and pair.a not in rank:
             raise UpdateError(
-                f"'{pair.module}' is adapted at the server but not here. Use one LoraConfig."
+                f"'{pair.module}' is adapted at the server but not here. Use one "
+                "LoraConfig."
             )
         wanted = len(rank[pair.a]) if isinstance(rank, Mapping) else index(rank)
         if wanted >= len(a):
@@ -58,7 +65,9 @@ def fitted(tensors: Tensors, settings: object, rank: int | Tensors) -> dict[str,
         product = Wanted(first.u, first.s, first.vt, None, (a[:wanted], b[:, :wanted]))
         # A product of 0 determines no direction of A; keep_a leaves A as it is.
         near = near_previous if first.s.any() else keep_a
-        for name, matrix in zip((pair.a, pair.b), gauged(near, product, pair.of_embedding), strict=True):
+        for name, matrix in zip(
+            (pair.a, pair.b), gauged(near, product, pair.of_embedding), strict=True
+        ):
             found[name] = shaped(matrix, tensors[name].shape).to(tensors[name])
         if pair.bias in tensors:
             found[pair.bias] = own * tensors[pair.bias]
@@ -68,7 +77,8 @@ def fitted(tensors: Tensors, settings: object, rank: int | Tensors) -> dict[str,
 def adapter_tensors(model: Any, adapter: str = "default") -> dict[str, Tensor]:
     """Return copies of an adapter's tensors, to be sent to ``FedRotLoRA``.
 
-    These are the tensors of ``peft.get_peft_model_state_dict``, without the base model's embeddings.
+    These are the tensors of ``peft.get_peft_model_state_dict``, without the base
+    model's embeddings.
 
     Args:
         model: a ``peft.PeftModel``.
@@ -77,14 +87,17 @@ def adapter_tensors(model: Any, adapter: str = "default") -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
     _check_adapter(model, adapter)
-    found = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+    found = get_peft_model_state_dict(
+        model, adapter_name=adapter, save_embedding_layers=False
+    )
     return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
 def load_adapter(model: Any, tensors: Tensors, adapter: str = "default") -> None:
     """Load the tensors that ``FedRotLoRA`` sends into a PEFT model in place.
 
-    An adapter of larger ranks is reduced to the ranks of the model's ``LoraConfig`` (``fitted``).
+    An adapter of larger ranks is reduced to the ranks of the model's ``LoraConfig``
+    (``fitted``).
 
     Args:
         model: a ``peft.PeftModel``.
@@ -99,11 +112,12 @@ def load_adapter(model: Any, tensors: Tensors, adapter: str = "default") -> None
 
 
 def load_as_sent(model: Any, tensors: Tensors, adapter: str = "default") -> None:
-    """Load the tensors that ``FedRotLoRA`` sends into a PEFT model in place, and reduce nothing.
+    """Load the tensors that ``FedRotLoRA`` sends into a PEFT model in place, and reduce
+    nothing.
 
-    The model takes the ranks and scales of the tensors, so that clients of all ranks compute the same;
-    ``load_adapter`` gives it its own again. Build optimisers after that. Errors are those of
-    ``load_adapter``.
+    The model takes the ranks and scales of the tensors, so that clients of all ranks
+    compute the same; ``load_adapter`` gives it its own again. Build optimisers after
+    that. Errors are those of ``load_adapter``.
 
     Args:
         model: a ``peft.PeftModel`` of any rank, with the sender's alpha.
@@ -114,12 +128,13 @@ def load_as_sent(model: Any, tensors: Tensors, adapter: str = "default") -> None
 
 
 def train_only(model: Any, factors: str, adapter: str = "default") -> None:
-    """Set ``requires_grad`` of an adapter's factors; task heads and other parameters are unchanged.
+    """Set ``requires_grad`` of an adapter's factors; task heads and other parameters
+    are unchanged.
 
     Call this function before the optimiser is built.
 
-    Example: ``train_only(model, "B")``. The mean of the factors is exact if all clients have the same
-    ``A``.
+    Example: ``train_only(model, "B")``. The mean of the factors is exact if all clients
+    have the same ``A``.
 
     Args:
         model: a ``peft.PeftModel``.
@@ -139,43 +154,69 @@ def train_only(model: Any, factors: str, adapter: str = "default") -> None:
 
 
 def factor_parameters(model: Any, adapter: str) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of an adapter's factors by the names of ``adapter_tensors``."""
-    named = re.compile(rf"(.+\.lora_(?:embedding_)?[AB])\.{re.escape(adapter)}(\.weight)?")
-    found = ((named.fullmatch(name), parameter) for name, parameter in model.named_parameters())
-    return {match[1] + (match[2] or ""): parameter for match, parameter in found if match}
+    """Return the parameters of an adapter's factors by the names of
+    ``adapter_tensors``.
+    """
+    named = re.compile(
+        rf"(.+\.lora_(?:embedding_)?[AB])\.{re.escape(adapter)}(\.weight)?"
+    )
+    found = (
+        (named.fullmatch(name), parameter)
+        for name, parameter in model.named_parameters()
+    )
+    return {
+        match[1] + (match[2] or ""): parameter for match, parameter in found if match
+    }
 
 
 def _load(model: Any, tensors: Tensors, adapter: str, reduced: bool) -> None:
-    """Load an adapter, reduced to the ranks of the ``LoraConfig`` or at the ranks that it has."""
+    """Load an adapter, reduced to the ranks of the ``LoraConfig`` or at the ranks that
+    it has.
+    """
     from peft import set_peft_model_state_dict
 
     own = adapter_tensors(model, adapter)
     inside = rf"\.lora_(embedding_)?[AB]\.{re.escape(adapter)}(\.weight)?"
-    named = [name for name in tensors if name not in own and re.search(f"{inside}$", name)]
+    named = [
+        name for name in tensors if name not in own and re.search(f"{inside}$", name)
+    ]
     if named:
         raise UpdateError(
-            f"The name of the received tensor '{named[0]}' contains the adapter's name, as in "
-            "model.state_dict(). Send adapter_tensors(model)."
+            f"The name of the received tensor '{named[0]}' contains the adapter's "
+            "name, as in model.state_dict(). Send adapter_tensors(model)."
         )
-    merged = [n for n, m in model.named_modules() if adapter in getattr(m, "merged_adapters", ())]
+    merged = [
+        n
+        for n, m in model.named_modules()
+        if adapter in getattr(m, "merged_adapters", ())
+    ]
     if merged:
         raise FedrotError(
-            f"The adapter is merged into the weights of '{merged[0]}'. Call model.unmerge_adapter()."
+            f"The adapter is merged into the weights of '{merged[0]}'. Call "
+            "model.unmerge_adapter()."
         )
     config, pairs = model.peft_config[adapter], pairs_of(own)
-    ranks = {pair: by_pattern(config.rank_pattern, pair.module, config.r) for pair in pairs}
+    ranks = {
+        pair: by_pattern(config.rank_pattern, pair.module, config.r) for pair in pairs
+    }
     if not reduced:
-        ranks |= {pair: len(factors(tensors, pair)[0]) for pair in pairs_of(tensors) if pair in ranks}
+        ranks |= {
+            pair: len(factors(tensors, pair)[0])
+            for pair in pairs_of(tensors)
+            if pair in ranks
+        }
     for pair, rank in ranks.items():
         for name, axis in ((pair.a, 0), (pair.b, 1)):
             own[name] = own[name].narrow(axis, 0, 1).repeat_interleave(rank, axis)
     found = fitted(tensors, config, own)
-    different = own.keys() ^ found.keys() or [n for n in own if found[n].shape != own[n].shape]
+    different = own.keys() ^ found.keys() or [
+        n for n in own if found[n].shape != own[n].shape
+    ]
     if different:
         raise UpdateError(
-            f"The tensor '{min(different)}' of the model's adapter '{adapter}' and the received tensor "
-            "differ in shape, or one of the two is missing. Client and server need the same "
-            "LoraConfig; only the client's rank may be smaller."
+            f"The tensor '{min(different)}' of the model's adapter '{adapter}' and the "
+            "received tensor differ in shape, or one of the two is missing. Client and "
+            "server need the same LoraConfig; only the client's rank may be smaller."
         )
     for pair, rank in ranks.items():
         layer = model.get_submodule(pair.module)
@@ -184,18 +225,28 @@ def _load(model: Any, tensors: Tensors, adapter: str, reduced: bool) -> None:
             layer.r[adapter], layer.scaling[adapter] = rank, scale
             for name in (pair.a, pair.b):
                 table = name.removesuffix(".weight")
-                path, _, leaf = f"{table}.{adapter}{name.removeprefix(table)}".rpartition(".")
+                path, _, leaf = (
+                    f"{table}.{adapter}{name.removeprefix(table)}".rpartition(".")
+                )
                 owner = model.get_submodule(path)
-                setattr(owner, leaf, torch.nn.Parameter(own[name], getattr(owner, leaf).requires_grad))
+                setattr(
+                    owner,
+                    leaf,
+                    torch.nn.Parameter(own[name], getattr(owner, leaf).requires_grad),
+                )
     set_peft_model_state_dict(model, found, adapter_name=adapter)
 
 
 def _check_adapter(model: Any, adapter: str) -> None:
     configs = getattr(model, "peft_config", {})
     if adapter not in configs:
-        known = f"its adapters are {', '.join(configs)}" if configs else "it has no adapters"
+        known = (
+            f"its adapters are {', '.join(configs)}"
+            if configs
+            else "it has no adapters"
+        )
         raise FedrotError(
-            f"The {type(model).__name__} has no adapter '{adapter}'; {known}. Give the model that "
-            "peft.get_peft_model returned."
+            f"The {type(model).__name__} has no adapter '{adapter}'; {known}. Give the "
+            "model that peft.get_peft_model returned."
         )
     LoraSettings.of(configs[adapter])

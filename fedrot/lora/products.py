@@ -10,13 +10,15 @@ from torch import Tensor
 
 #: Terms below this share of the largest are rounding errors of float32.
 SMALLEST = 1e-7
-#: A sum of products is a rounding error if it is below this many times ``eps`` times the sum of their
-#: norms. PEFT's initialisation ``orthogonal``, whose products are 0, gives such sums.
+#: A sum of products is a rounding error if it is below this many times ``eps`` times
+#: the sum of their norms. PEFT's initialisation ``orthogonal``, whose products are 0,
+#: gives such sums.
 ROUNDING = 10.0
-#: A Cholesky factor replaces eigenvectors if its smallest pivot is above this share of the largest. It
-#: takes a tenth of the time.
+#: A Cholesky factor replaces eigenvectors if its smallest pivot is above this share of
+#: the largest. It takes a tenth of the time.
 WELL_CONDITIONED = 1e-4
-#: A stack begins with room for twice this number of products of the first product's rank.
+#: A stack begins with room for twice this number of products of the first product's
+#: rank.
 ROOM = 4
 #: Number of columns that are copied to float64 at a time.
 BLOCK = 1024
@@ -28,7 +30,8 @@ class Terms:
 
     Attributes:
         u: ``[out, k]``.
-        s: ``[n]``, descending; all singular values, also those without vectors (beyond ``k``).
+        s: ``[n]``, descending; all singular values, also those without vectors (beyond
+            ``k``).
         vt: ``[k, in]``.
     """
 
@@ -52,8 +55,8 @@ class Terms:
     def first(self, rank: int) -> Terms:
         """Return the first ``rank`` terms.
 
-        Beyond the rank of the sum, singular values are 0. Their vectors are orthogonal to the others, or
-        0 if no orthogonal direction is left.
+        Beyond the rank of the sum, singular values are 0. Their vectors are orthogonal
+        to the others, or 0 if no orthogonal direction is left.
         """
         u, s, vt = self.u, self.s[: self.u.shape[1]], self.vt
         missing = rank - len(s)
@@ -66,33 +69,45 @@ class Terms:
 class ProductSum:
     """The sum ``sum_i w_i B_i A_i`` as two stacked factors.
 
-    When a product does not fit into ``2 * limit`` terms, the sum is replaced by its best approximation
-    of rank ``limit`` (Eckart and Young). Sums of at most ``2 * limit`` terms are exact.
+    When a product does not fit into ``2 * limit`` terms, the sum is replaced by its
+    best approximation of rank ``limit`` (Eckart and Young). Sums of at most ``2 *
+    limit`` terms are exact.
 
     Args:
         limit: the rank to keep; None keeps everything.
 
     Attributes:
         lost: upper bound of the Frobenius norm of the terms that compressions left out.
-        left_out: this norm if the terms of different compressions are orthogonal to each other.
+        left_out: this norm if the terms of different compressions are orthogonal to
+            each other.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
         self.lost = self.left_out = 0.0
-        self._left, self._right = torch.empty(0, 0), torch.empty(0, 0)  # [terms, out], [terms, in]
+        self._left, self._right = (
+            torch.empty(0, 0),
+            torch.empty(0, 0),
+        )  # [terms, out], [terms, in]
         self._used = 0
-        #: Singular values of the first terms, which are orthogonal; these are their squared norms.
+        #: Singular values of the first terms, which are orthogonal; these are their
+        #: squared norms.
         self._known = torch.empty(0)
 
     def add(self, b: Tensor, a: Tensor, weight: float) -> None:
         """Add ``weight * b @ a``; ``b`` is ``[out, rank]``, ``a`` is ``[rank, in]``."""
         rank = len(a)
-        if self.limit is not None and self._used + rank > 2 * self.limit and self._used > self.limit:
+        if (
+            self.limit is not None
+            and self._used + rank > 2 * self.limit
+            and self._used > self.limit
+        ):
             self._compress(self.limit)
         if self._used + rank > len(self._left):
             usual = 2 * max(self._used, ROOM * rank)
-            room = max(min(usual, 2 * self.limit) if self.limit else usual, self._used + rank)
+            room = max(
+                min(usual, 2 * self.limit) if self.limit else usual, self._used + rank
+            )
             self._left, self._right = (
                 _enlarged(stack, self._used, room, like)
                 for stack, like in ((self._left, b.mT), (self._right, a))
@@ -109,7 +124,8 @@ class ProductSum:
         return decomposed(left.mT, right, self._known, most)
 
     def distances(self, *factors: tuple[Tensor, Tensor]) -> list[float]:
-        """Return the Frobenius norm of the difference between the sum and each ``b @ a``.
+        """Return the Frobenius norm of the difference between the sum and each ``b @
+        a``.
 
         The error is below 1e-8 of the norm of the added products.
         """
@@ -123,7 +139,9 @@ class ProductSum:
 
     @property
     def stacks(self) -> tuple[Tensor, Tensor]:
-        """The factors ``L [terms, out]`` and ``R [terms, in]`` of the sum ``L^T R``; no copies."""
+        """The factors ``L [terms, out]`` and ``R [terms, in]`` of the sum ``L^T R``; no
+        copies.
+        """
         return self._left[: self._used], self._right[: self._used]
 
     def _compress(self, rank: int) -> None:
@@ -137,9 +155,11 @@ class ProductSum:
 
 
 def _balance(left: Tensor, right: Tensor) -> None:
-    """Scale each row of both stacks to about the same norm, by powers of two, which are exact.
+    """Scale each row of both stacks to about the same norm, by powers of two, which are
+    exact.
 
-    Otherwise the rows of a client with a huge ``B`` and a tiny ``A`` would hide all other rows.
+    Otherwise the rows of a client with a huge ``B`` and a tiny ``A`` would hide all
+    other rows.
     """
     ours, theirs = _norms(left), _norms(right)
     ratio = torch.where((ours > 0) & (theirs > 0), theirs / ours, 1.0)
@@ -153,7 +173,9 @@ def _norms(rows: Tensor) -> Tensor:
 
 
 def _enlarged(stack: Tensor, used: int, room: int, like: Tensor) -> Tensor:
-    """Return a copy of a stack's used rows in a larger stack, in the dtype and width of ``like``."""
+    """Return a copy of a stack's used rows in a larger stack, in the dtype and width of
+    ``like``.
+    """
     found = like.new_empty(room, like.shape[1])
     if used:
         found[:used] = stack[:used]
@@ -163,16 +185,18 @@ def _enlarged(stack: Tensor, used: int, room: int, like: Tensor) -> Tensor:
 def decomposed(
     left: Tensor, right: Tensor, known: Tensor | None = None, most: int | None = None
 ) -> Terms:
-    """Return the singular value decomposition of ``left @ right``, without forming the product.
+    """Return the singular value decomposition of ``left @ right``, without forming the
+    product.
 
-    All singular values are 0 if the product is a rounding error of its terms. There are no singular
-    values if the terms are too small for float32.
+    All singular values are 0 if the product is a rounding error of its terms. There are
+    no singular values if the terms are too small for float32.
 
     Args:
         left: ``[out, k]``.
         right: ``[k, in]``.
-        known: singular values of the first terms, as many as there are values. Their columns of ``left``
-            and rows of ``right`` are orthogonal, and the values are the squared norms.
+        known: singular values of the first terms, as many as there are values. Their
+            columns of ``left`` and rows of ``right`` are orthogonal, and the values are
+            the squared norms.
         most: maximum number of terms with vectors; None for all.
     """
     norms = _norms(left.mT) * _norms(right)
@@ -197,10 +221,12 @@ def _by_qr(left: Tensor, right: Tensor, most: int | None) -> Terms:
 
 
 def _by_gram(left: Tensor, right: Tensor, known: Tensor, most: int | None) -> Terms:
-    """Decompose float32 stacks by their Gram matrices in float64, several times faster than by QR.
+    """Decompose float32 stacks by their Gram matrices in float64, several times faster
+    than by QR.
 
-    With ``left = Q R``, the singular values of ``R right`` are those of the product. Their error is
-    below 1e-7 of the largest, the precision of float32. Smaller terms are left out.
+    With ``left = Q R``, the singular values of ``R right`` are those of the product.
+    Their error is below 1e-7 of the largest, the precision of float32. Smaller terms
+    are left out.
     """
     r, inverse = _root(_gram(left.mT, known))
     if not len(r):
@@ -215,7 +241,9 @@ def _by_gram(left: Tensor, right: Tensor, known: Tensor, most: int | None) -> Te
 
 
 def _root(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``R`` with ``R^T R = gram`` and its inverse, without directions of rounding errors."""
+    """Return ``R`` with ``R^T R = gram`` and its inverse, without directions of
+    rounding errors.
+    """
     lower, failed = torch.linalg.cholesky_ex(gram)
     pivots = lower.diagonal()
     if not failed and pivots.min() > WELL_CONDITIONED * pivots.max():
@@ -228,7 +256,9 @@ def _root(gram: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gram(rows: Tensor, known: Tensor) -> Tensor:
-    """Return ``X X^T`` in float64, given the squared norms of the first rows, which are orthogonal."""
+    """Return ``X X^T`` in float64, given the squared norms of the first rows, which are
+    orthogonal.
+    """
     count = len(known)
     new = _inner(rows[count:], rows)
     gram = torch.block_diag(torch.diag(known), new[:, count:])
@@ -246,10 +276,14 @@ def _inner(rows: Tensor, others: Tensor) -> Tensor:
 
 
 def _extended(basis: Tensor, count: int) -> Tensor:
-    """Return orthonormal columns with ``count`` more, the same in every run; zeros if none are left."""
+    """Return orthonormal columns with ``count`` more, the same in every run; zeros if
+    none are left.
+    """
     room = min(count, len(basis) - basis.shape[1])
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(len(basis), room, generator=generator, dtype=torch.float64).to(basis)
+    drawn = torch.randn(len(basis), room, generator=generator, dtype=torch.float64).to(
+        basis
+    )
     for _ in range(2):  # Twice is enough for orthogonality in floating point.
         drawn = torch.linalg.qr(drawn - basis @ (basis.mT @ drawn))[0]
     return torch.cat([basis, drawn, basis.new_zeros(len(basis), count - room)], 1)

@@ -11,18 +11,21 @@ SHOWN = 0.001
 
 @dataclass(frozen=True)
 class AdapterReport:
-    """The errors of an average of adapters; ``print(report)`` shows them in one sentence.
+    """The errors of an average of adapters; ``print(report)`` shows them in one
+    sentence.
 
     Attributes:
         updates: number of adapters.
-        error_of_factors: by module, ``|D - s B A| / |D|``, where ``D`` is the weighted mean of the
-            clients' products, and ``A`` and ``B`` are the means of their factors. None if ranks differ.
+        error_of_factors: by module, ``|D - s B A| / |D|``, where ``D`` is the weighted
+            mean of the clients' products, and ``A`` and ``B`` are the means of their
+            factors. None if ranks differ.
         error: by module, the same for the factors of the result.
-        lost: by module, upper bound of the relative error in ``D`` itself, a sum of bounded rank
-            (``module_sums.KEPT_RANKS``). Both errors include an estimate of it, in which the terms that
-            were left out are orthogonal to all others.
-        magnitudes: whether the adapters have DoRA's magnitudes ``m``. The weights are then
-            ``m (W + s B A) / |W + s B A|`` with the base's ``W``, but the errors are of products only.
+        lost: by module, upper bound of the relative error in ``D`` itself, a sum of
+            bounded rank (``module_sums.KEPT_RANKS``). Both errors include an estimate
+            of it, in which the terms that were left out are orthogonal to all others.
+        magnitudes: whether the adapters have DoRA's magnitudes ``m``. The weights are
+            then ``m (W + s B A) / |W + s B A|`` with the base's ``W``, but the errors
+            are of products only.
     """
 
     updates: int
@@ -43,7 +46,9 @@ class AdapterReport:
 
     @property
     def mean_error_of_factors(self) -> float | None:
-        """The mean of ``error_of_factors`` over the modules in which it is not None, None if all are."""
+        """The mean of ``error_of_factors`` over the modules in which it is not None,
+        None if all are.
+        """
         known = [error for error in self.error_of_factors.values() if error is not None]
         return sum(known) / len(known) if known else None
 
@@ -52,15 +57,28 @@ class AdapterReport:
         naive = self.mean_error_of_factors
         given = "adapter" if self.updates == 1 else "adapters"
         error = f"{100 * self.mean_error:.1f} %"
-        said = f"{self.updates} {given}: this average is {error} from the mean of their products"
-        said += f", the mean of the factors {100 * naive:.1f} %" if naive is not None else ""
-        said += f"; factors of {differ} modules have no mean: their ranks differ" if differ else ""
+        said = (
+            f"{self.updates} {given}: this average is {error} from the mean of their "
+            "products"
+        )
+        said += (
+            f", the mean of the factors {100 * naive:.1f} %"
+            if naive is not None
+            else ""
+        )
+        said += (
+            f"; factors of {differ} modules have no mean: their ranks differ"
+            if differ
+            else ""
+        )
         if self.mean_lost > SHOWN:
             at_most = f"{100 * self.mean_lost:.1f} %"
-            said += f"; these are estimates: the sum of bounded rank leaves out at most {at_most}"
+            said += "; these are estimates: the sum of bounded rank leaves out at "
+            said += f"most {at_most}"
         if self.magnitudes:
             said += (
-                "; these are errors of products only: DoRA's magnitudes were averaged separately, so "
-                "the weights may be far from the mean of the adapters' weights"
+                "; these are errors of products only: DoRA's magnitudes were averaged "
+                "separately, so the weights may be far from the mean of the adapters' "
+                "weights"
             )
         return said

@@ -1,12 +1,16 @@
-"""Chance levels: formula and null models for the squared distance that alignment removes from noise.
+"""Chance levels: formula and null models for the squared distance that alignment
+removes from noise.
 
-The best element is a maximum, so it removes some distance from any client, even from noise. Suppose that
-the client's difference from the anchor is isotropic and small beside the anchor. Then a group with ``k``
-free dimensions on ``n`` entries removes the share ``k / n`` of the squared distance: the part along the
-group's orbit. Otherwise a null model is drawn and matched like a client: ``t a + s g`` with standard
-Gaussian ``g``. Its projection on the anchor ``a`` and its distance are the client's, by ``t`` and ``s``.
+The best element is a maximum, so it removes some distance from any client, even from
+noise. Suppose that the client's difference from the anchor is isotropic and small
+beside the anchor. Then a group with ``k`` free dimensions on ``n`` entries removes the
+share ``k / n`` of the squared distance: the part along the group's orbit. Otherwise a
+null model is drawn and matched like a client: ``t a + s g`` with standard Gaussian
+``g``. Its projection on the anchor ``a`` and its distance are the client's, by ``t``
+and ``s``.
 
-A group moves if it removes more than a quantile of what noise removes, see ``requirement``.
+A group moves if it removes more than a quantile of what noise removes, see
+``requirement``.
 """
 
 from __future__ import annotations
@@ -26,33 +30,44 @@ from fedrot.symmetry.actions import Orders
 from fedrot.symmetry.groups import Group, Move
 from fedrot.tensors import SMALLEST_NORM, Tensors
 
-#: The share ``k / n`` holds up to this ratio of the squared distance to the anchor's squared norm.
+#: The share ``k / n`` holds up to this ratio of the squared distance to the anchor's
+#: squared norm.
 NEAR = 0.05
 
-#: Null models are drawn until they have this many free dimensions or units, at most ``MOST_DRAWS``.
+#: Null models are drawn until they have this many free dimensions or units, at most
+#: ``MOST_DRAWS``.
 ENOUGH, MOST_DRAWS = 2000, 8
 
-#: Noise exceeds ``requirement`` at most once in this many groups. So noise moves a group in at most 1 %
-#: of the rounds, if a round has up to 100,000 pairs of client and group.
+#: Noise exceeds ``requirement`` at most once in this many groups. So noise moves a
+#: group in at most 1 % of the rounds, if a round has up to 100,000 pairs of client and
+#: group.
 ONCE_IN = 10_000_000
 
-#: The grid of ``quantile``: the number of values, and the ratio of each to the one before.
+#: The grid of ``quantile``: the number of values, and the ratio of each to the one
+#: before.
 _LEVELS, _STEP = 100, 1.2
 
 
 def chance_known(problem: Problem) -> bool:
-    """Return whether chance is known: groups are independent, and no activations are used."""
+    """Return whether chance is known: groups are independent, and no activations are
+    used.
+    """
     return not problem.options.coupled and problem.activations is None
 
 
 def near_chance(problem: Problem, group: Group, before: float) -> float | None:
-    """Return the squared distance that chance removes from a group, None without a formula.
+    """Return the squared distance that chance removes from a group, None without a
+    formula.
 
-    There is none for orders and signs, because their chance depends on the single units, or if the
-    distance ``before`` is not small beside the anchor.
+    There is none for orders and signs, because their chance depends on the single
+    units, or if the distance ``before`` is not small beside the anchor.
     """
     anchor = problem.anchor
-    if not chance_known(problem) or not group.kind.free or before > NEAR * anchor.size(group):
+    if (
+        not chance_known(problem)
+        or not group.kind.free
+        or before > NEAR * anchor.size(group)
+    ):
         return None
     entries = entries_of(group, anchor.tensors)
     return group.kind.free / entries * anchor.spread.factor(group, entries) * before
@@ -60,18 +75,24 @@ def near_chance(problem: Problem, group: Group, before: float) -> float | None:
 
 def entries_of(group: Group, tensors: Tensors) -> int:
     """Return the number of entries that a group acts on, each counted once."""
-    return count_once(group.slots, {s.tensor: tuple(tensors[s.tensor].shape) for s in group.slots})
+    return count_once(
+        group.slots, {s.tensor: tuple(tensors[s.tensor].shape) for s in group.slots}
+    )
 
 
 def requirement(
-    group: Group, before: float, chance: float, factor: float, quantile: float = math.inf
+    group: Group,
+    before: float,
+    chance: float,
+    factor: float,
+    quantile: float = math.inf,
 ) -> float:
     """Return the squared distance that a group has to remove to be beyond chance.
 
-    This is the larger of ``factor`` times chance and a quantile of what noise removes, see ``ONCE_IN``.
-    Near the anchor, the share that a group with free dimensions removes from noise has a beta
-    distribution. The factor multiplies the odds ``share / (1 - share)``, so that never the whole
-    distance is required.
+    This is the larger of ``factor`` times chance and a quantile of what noise removes,
+    see ``ONCE_IN``. Near the anchor, the share that a group with free dimensions
+    removes from noise has a beta distribution. The factor multiplies the odds ``share /
+    (1 - share)``, so that never the whole distance is required.
 
     Args:
         before: the group's squared distance to the anchor.
@@ -83,22 +104,33 @@ def requirement(
         return 0.0
     share = min(max(chance / before, 0.0), 1.0)
     times = factor * share / (1 + (factor - 1) * share)
-    of_share = before * _quantile(group.kind.free, share) if group.kind.free else math.inf
+    of_share = (
+        before * _quantile(group.kind.free, share) if group.kind.free else math.inf
+    )
     return max(before * times, min(of_share, quantile))
 
 
 def required(
-    problem: Problem, group: Group, before: float, chance: float | None, quantile: float = math.inf
+    problem: Problem,
+    group: Group,
+    before: float,
+    chance: float | None,
+    quantile: float = math.inf,
 ) -> float:
-    """Return the squared distance that a group of a problem has to remove to be beyond chance.
+    """Return the squared distance that a group of a problem has to remove to be beyond
+    chance.
 
-    The result is 0 inside a moved head, because the head's place was chosen for the best element. It is
-    infinite if all blocks of the anchor or of the client are 0 or denormal.
+    The result is 0 inside a moved head, because the head's place was chosen for the
+    best element. It is infinite if all blocks of the anchor or of the client are 0 or
+    denormal.
     """
     if before > problem.anchor.size(group) / 4:  # else neither can be 0
-        norms = [[torch.linalg.vector_norm(t) for t in pair] for pair in problem.pairs(group)]
+        norms = [
+            [torch.linalg.vector_norm(t) for t in pair] for pair in problem.pairs(group)
+        ]
         largest = torch.stack([torch.stack(pair) for pair in norms]).amax(0)
-        # Products of smaller numbers vanish in float32; the best element would be a rounding error.
+        # Products of smaller numbers vanish in float32; the best element would be a
+        # rounding error.
         if not float(largest.min()) >= SMALLEST_NORM:
             return math.inf
     if chance is None or group.within in problem.applied:
@@ -107,7 +139,9 @@ def required(
 
 
 def least(problem: Problem, group: Group, before: float) -> float:
-    """Return a lower bound of ``required``, for groups that need not be solved exactly."""
+    """Return a lower bound of ``required``, for groups that need not be solved
+    exactly.
+    """
     chance = near_chance(problem, group, before)
     needed = required(problem, group, before, chance)
     times = 0.0 if chance is None else problem.options.chance * chance
@@ -115,52 +149,70 @@ def least(problem: Problem, group: Group, before: float) -> float:
 
 
 def quantile(
-    group: Group, anchor: Tensors, element: Tensor, line: NullLine, mean: float, inner: bool
+    group: Group,
+    anchor: Tensors,
+    element: Tensor,
+    line: NullLine,
+    mean: float,
+    inner: bool,
 ) -> float:
-    """Return a distance that the best element exceeds on noise at most once in ``ONCE_IN`` times.
+    """Return a distance that the best element exceeds on noise at most once in
+    ``ONCE_IN`` times.
 
-    On the null model ``t a + s g``, an element ``h`` removes ``2 s <h a, g> - t |h a - a|^2``.
+    On the null model ``t a + s g``, an element ``h`` removes ``2 s <h a, g> - t |h a -
+    a|^2``.
 
-    *Orders of units*: orthogonal to ``a``, ``g`` has no preferred direction. On ``n`` entries, the
-    cosine of one element with ``g`` exceeds ``x`` with a probability of at most
-    ``(1 - x^2)^((n - 2) / 2)``. At most ``(2 k)^m`` orders with signs move ``m`` of ``k`` units: the
-    bound holds for all of them.
+    *Orders of units*: orthogonal to ``a``, ``g`` has no preferred direction. On ``n``
+    entries, the cosine of one element with ``g`` exceeds ``x`` with a probability of at
+    most ``(1 - x^2)^((n - 2) / 2)``. At most ``(2 k)^m`` orders with signs move ``m``
+    of ``k`` units: the bound holds for all of them.
 
-    *Other elements* are infinitely many. The distance that the best one removes is a Lipschitz function
-    of ``g``. It exceeds its mean by ``u`` with a probability of at most ``exp(-u^2 / (8 s^2 D))``, where
-    ``D`` is the largest ``|h a - h' a|^2`` (Gaussian concentration; Boucheron, Lugosi and Massart 2013,
-    Theorem 5.6). Here ``h'`` is the identity, and ``D`` is that of the best element. The draw determines
-    this ``D``, so the bound holds for a grid of ``_LEVELS`` values at once. If heads also get elements
-    inside them, these are parts of ``h`` and ``h'``, and ``D`` is at most four times the squared norm of
-    the moved units.
+    *Other elements* are infinitely many. The distance that the best one removes is a
+    Lipschitz function of ``g``. It exceeds its mean by ``u`` with a probability of at
+    most ``exp(-u^2 / (8 s^2 D))``, where ``D`` is the largest ``|h a - h' a|^2``
+    (Gaussian concentration; Boucheron, Lugosi and Massart 2013, Theorem 5.6). Here
+    ``h'`` is the identity, and ``D`` is that of the best element. The draw determines
+    this ``D``, so the bound holds for a grid of ``_LEVELS`` values at once. If heads
+    also get elements inside them, these are parts of ``h`` and ``h'``, and ``D`` is at
+    most four times the squared norm of the moved units.
 
     Args:
         anchor: the anchor's tensors.
         element: the best element found.
         line: the null model.
         mean: the distance that the best element removes from noise on average.
-        inner: whether units that move also get the best elements inside them, as heads do.
+        inner: whether units that move also get the best elements inside them, as heads
+            do.
     """
     move, way, norm = Move(group, element), 0.0, 0.0
     for slot in group.slots:
         tensor = anchor[slot.tensor].detach().double()
         moved = move.on(tensor, slot)
-        way += float((2 * tensor[moved != tensor] if inner else moved - tensor).square().sum())
+        way += float(
+            (2 * tensor[moved != tensor] if inner else moved - tensor).square().sum()
+        )
         norm += float(slot.of(tensor).square().sum())
     if inner or not isinstance(group.kind, Orders):
-        return mean + 2 * line.size * math.sqrt(2 * _STEP * way * math.log(ONCE_IN * _LEVELS))
+        return mean + 2 * line.size * math.sqrt(
+            2 * _STEP * way * math.log(ONCE_IN * _LEVELS)
+        )
     units, entries = group.kind.units, entries_of(group, anchor)
-    orders = int(group.kind.moved(element).sum()) * math.log(2 * units) + math.log(units)
-    cosine = math.sqrt(-math.expm1(-2 * (math.log(ONCE_IN) + orders) / max(entries - 2, 1)))
+    orders = int(group.kind.moved(element).sum()) * math.log(2 * units) + math.log(
+        units
+    )
+    cosine = math.sqrt(
+        -math.expm1(-2 * (math.log(ONCE_IN) + orders) / max(entries - 2, 1))
+    )
     across = math.sqrt(max(way - way**2 / (4 * norm), 0.0)) if norm else 0.0
     return 2 * line.size * math.sqrt(entries) * across * cosine - line.slope * way
 
 
 def beyond(gains: Sequence[float], required: Sequence[float]) -> list[bool]:
-    """Return which groups of one action remove enough: all of them if the median group does.
+    """Return which groups of one action remove enough: all of them if the median group
+    does.
 
-    Clients usually rotate in all layers or in none. So if more than half of the groups are beyond
-    chance, all are accepted. A single group is evidence only for itself.
+    Clients usually rotate in all layers or in none. So if more than half of the groups
+    are beyond chance, all are accepted. A single group is evidence only for itself.
     """
     both = list(zip(gains, required, strict=True))
     judged = [gain / needed for gain, needed in both if needed > 0]
@@ -170,7 +222,9 @@ def beyond(gains: Sequence[float], required: Sequence[float]) -> list[bool]:
 
 @lru_cache(maxsize=4096)
 def _quantile(free: int, share: float) -> float:
-    """Return the share that isotropic noise exceeds once in ``ONCE_IN`` times, given its mean."""
+    """Return the share that isotropic noise exceeds once in ``ONCE_IN`` times, given
+    its mean.
+    """
     from scipy.special import betaincinv
 
     if not 0 < share < 1:
@@ -196,14 +250,18 @@ def line_of(group: Group, anchor: Tensors, client: Tensors) -> NullLine:
     return _line(entries_once(group.slots, anchor, client), entries_of(group, anchor))
 
 
-def null_models(lines: Mapping[Group, NullLine], anchor: Tensors, client: Tensors) -> Iterator[Tensors]:
+def null_models(
+    lines: Mapping[Group, NullLine], anchor: Tensors, client: Tensors
+) -> Iterator[Tensors]:
     """Yield null models of a client: its tensors, with those of some groups replaced.
 
-    The groups must share no tensor. Numbers are drawn on the CPU, with a seed for each group that is the
-    same in every run.
+    The groups must share no tensor. Numbers are drawn on the CPU, with a seed for each
+    group that is the same in every run.
     """
     seeds = {group.name: zlib.crc32(group.name.encode()) for group in lines}
-    generators = {name: torch.Generator().manual_seed(seed) for name, seed in seeds.items()}
+    generators = {
+        name: torch.Generator().manual_seed(seed) for name, seed in seeds.items()
+    }
     fewest = min(max(group.kind.free, group.kind.units) for group in lines)
     for _ in range(min(-(-ENOUGH // fewest), MOST_DRAWS)):
         drawn = {}
@@ -239,11 +297,13 @@ def without_common_tensors(groups: Iterable[Group]) -> list[list[Group]]:
     return [batch for batch, _ in batches]
 
 
-def null_model(anchor: Tensors, client: Tensors, groups: Iterable[Group]) -> dict[str, Tensor]:
+def null_model(
+    anchor: Tensors, client: Tensors, groups: Iterable[Group]
+) -> dict[str, Tensor]:
     """Return one null model for groups that depend on each other.
 
-    Each tensor that the groups act on is replaced by a random tensor, with a ``t`` and ``s`` for each.
-    Tied tensors stay tied.
+    Each tensor that the groups act on is replaced by a random tensor, with a ``t`` and
+    ``s`` for each. Tied tensors stay tied.
     """
     drawn: dict[tuple[int, tuple[int, ...]], Tensor] = {}
     null = dict(client)

@@ -1,7 +1,7 @@
 """Coordinate descent: sweeps over all stages, each solved exactly given the others.
 
-Source: Ainsworth et al. 2023 (Git Re-Basin), Algorithm 1, extended from permutations of neurons to
-heads, rotations, signs and the residual stream.
+Source: Ainsworth et al. 2023 (Git Re-Basin), Algorithm 1, extended from permutations of
+neurons to heads, rotations, signs and the residual stream.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Solution:
-    """The best moves found, one per moved group in the order of application, and their report.
+    """The best moves found, one per moved group in the order of application, and their
+    report.
 
-    The report's ``seconds`` are 0. ``certified`` is ``Match.certified`` by group name; empty if groups
-    depend on each other.
+    The report's ``seconds`` are 0. ``certified`` is ``Match.certified`` by group name;
+    empty if groups depend on each other.
     """
 
     moves: tuple[Move, ...]
@@ -76,7 +77,9 @@ def solve(problem: Problem, groups: Sequence[Group]) -> Solution:
 
 @dataclass(frozen=True)
 class _Chance:
-    """The distance that chance removes from a group: its mean, None if unknown, and its quantile."""
+    """The distance that chance removes from a group: its mean, None if unknown, and its
+    quantile.
+    """
 
     mean: float | None
     quantile: float = math.inf
@@ -85,21 +88,28 @@ class _Chance:
 def _coupled(groups: Sequence[Group]) -> bool:
     """Return whether groups depend on each other, so that one sweep is not enough.
 
-    Groups are independent if no tensor lies on two slots, even in parts that usually share tensors.
+    Groups are independent if no tensor lies on two slots, even in parts that usually
+    share tensors.
     """
     tensors = [slot.tensor for group in groups for slot in group.slots]
-    return any(group.part in COUPLED for group in groups) and len(set(tensors)) < len(tensors)
+    return any(group.part in COUPLED for group in groups) and len(set(tensors)) < len(
+        tensors
+    )
 
 
 class _Descent:
-    """One run of coordinate descent: the problem after the moves so far, the moves, and the rows."""
+    """One run of coordinate descent: the problem after the moves so far, the moves, and
+    the rows.
+    """
 
     def __init__(self, problem: Problem, groups: Sequence[Group]) -> None:
         self.problem = problem
         self.groups = groups
         for group in groups:
             solver_of(group)
-        self.stages = {stage: tuple(g for g in groups if stage_of(g) == stage) for stage in STAGES}
+        self.stages = {
+            stage: tuple(g for g in groups if stage_of(g) == stage) for stage in STAGES
+        }
         self.coupled = _coupled(groups)
         self.moves: list[Move] = []
         self.rows: dict[str, GroupReport] = {}
@@ -112,7 +122,8 @@ class _Descent:
         started = self._start()
         objective = self.problem.objective(self.groups)
         if started:
-            # Match the layers in the new order of the stream before the stream is matched again.
+            # Match the layers in the new order of the stream before the stream is
+            # matched again.
             self.sweep(skip="residual")
         for _ in range(SWEEPS):
             before = objective
@@ -122,12 +133,15 @@ class _Descent:
                 break
 
     def _start(self) -> bool:
-        """Choose a first element of the residual stream; return whether anything was moved.
+        """Choose a first element of the residual stream; return whether anything was
+        moved.
 
-        This element matches activations and the tensors that no other stage moves (embeddings, norms,
-        biases). It is kept if the objective falls.
+        This element matches activations and the tensors that no other stage moves
+        (embeddings, norms, biases). It is kept if the objective falls.
         """
-        elsewhere = _tensors(group for group in self.groups if stage_of(group) != "residual")
+        elsewhere = _tensors(
+            group for group in self.groups if stage_of(group) != "residual"
+        )
         for group in self.stages["residual"]:
             alone = tuple(slot for slot in group.slots if slot.tensor not in elsewhere)
             reduced = replace(group, slots=alone)
@@ -154,33 +168,57 @@ class _Descent:
             found = [
                 move
                 for group, match, chance in zip(groups, matches, chances, strict=True)
-                if (move := self._accepted(group, match, chance.mean, group.name in enough)) is not None
+                if (
+                    move := self._accepted(
+                        group, match, chance.mean, group.name in enough
+                    )
+                )
+                is not None
             ]
             self.moves += found
-            later = (group for groups in [*self.stages.values()][place + 1 :] for group in groups)
-            # In a single sweep, only tensors that a later stage compares need to be moved.
+            later = (
+                group
+                for groups in [*self.stages.values()][place + 1 :]
+                for group in groups
+            )
+            # In a single sweep, only tensors that a later stage compares need to be
+            # moved.
             if self.coupled or _tensors(m.group for m in found) & _tensors(later):
                 self.problem = self.problem.moved(found)
 
-    def _chances(self, groups: Sequence[Group], matches: Sequence[Match]) -> list[_Chance]:
+    def _chances(
+        self, groups: Sequence[Group], matches: Sequence[Match]
+    ) -> list[_Chance]:
         """Return the distance that chance removes from each group.
 
-        Without a formula, null models are drawn for groups with an element, unless ``chance`` is 0.
+        Without a formula, null models are drawn for groups with an element, unless
+        ``chance`` is 0.
         """
         problem = self.problem
         if not chance_known(problem):
             return [_Chance(None)] * len(groups)
-        asked, found, far = problem.options.chance > 0, list[_Chance](), dict[Group, Tensor]()
+        asked, found, far = (
+            problem.options.chance > 0,
+            list[_Chance](),
+            dict[Group, Tensor](),
+        )
         for group, match in zip(groups, matches, strict=True):
             near = near_chance(problem, group, match.before)
-            found.append(_Chance(0.0 if near is None and match.element is None else near))
+            found.append(
+                _Chance(0.0 if near is None and match.element is None else near)
+            )
             if near is None and match.element is not None and asked:
                 far[group] = match.element
         drawn = self._drawn(far)
-        return [drawn.get(group.name, chance) for group, chance in zip(groups, found, strict=True)]
+        return [
+            drawn.get(group.name, chance)
+            for group, chance in zip(groups, found, strict=True)
+        ]
 
     def _drawn(self, elements: Mapping[Group, Tensor]) -> dict[str, _Chance]:
-        """Return chance by null models for each group, given the best elements found."""
+        """Return chance by null models for each group, given the best elements
+        found.
+        """
         anchor, client = self.problem.anchor, self.problem.client
         options = replace(self.problem.options, chance=0.0)
         drawn: dict[str, _Chance] = {}
@@ -189,30 +227,49 @@ class _Descent:
             gains: dict[str, list[float]] = {group.name: [] for group in batch}
             for null in null_models(lines, anchor.tensors, client):
                 problem = replace(self.problem, client=null, options=options)
-                for group, match in zip(batch, match_stage(batch, problem), strict=True):
+                for group, match in zip(
+                    batch, match_stage(batch, problem), strict=True
+                ):
                     gains[group.name].append(match.gain)
             for group, line in lines.items():
-                inner = any(other.within == group.name for other in self.problem.symmetry.groups)
+                inner = any(
+                    other.within == group.name for other in self.problem.symmetry.groups
+                )
                 mean = statistics.fmean(gains[group.name])
-                most = quantile(group, anchor.tensors, elements[group], line, mean, inner)
+                most = quantile(
+                    group, anchor.tensors, elements[group], line, mean, inner
+                )
                 drawn[group.name] = _Chance(mean, most)
         return drawn
 
     def _beyond(
-        self, groups: Sequence[Group], matches: Sequence[Match], chances: Sequence[_Chance]
+        self,
+        groups: Sequence[Group],
+        matches: Sequence[Match],
+        chances: Sequence[_Chance],
     ) -> set[str]:
-        """Return the names of the groups that remove enough; one action is judged together."""
+        """Return the names of the groups that remove enough; one action is judged
+        together.
+        """
         by_action: dict[type, list[tuple[str, float, float]]] = {}
         for group, match, chance in zip(groups, matches, chances, strict=True):
-            needed = required(self.problem, group, match.before, chance.mean, chance.quantile)
-            by_action.setdefault(type(group.kind), []).append((group.name, match.gain, needed))
+            needed = required(
+                self.problem, group, match.before, chance.mean, chance.quantile
+            )
+            by_action.setdefault(type(group.kind), []).append(
+                (group.name, match.gain, needed)
+            )
         names: set[str] = set()
         for rows in by_action.values():
             own, gains, needs = zip(*rows, strict=True)
-            names |= {name for name, ok in zip(own, beyond(gains, needs), strict=True) if ok}
+            names |= {
+                name for name, ok in zip(own, beyond(gains, needs), strict=True) if ok
+            }
         return names
 
-    def _accepted(self, group: Group, match: Match, chance: float | None, enough: bool) -> Move | None:
+    def _accepted(
+        self, group: Group, match: Match, chance: float | None, enough: bool
+    ) -> Move | None:
         """Record a match; return its move if the group removes enough."""
         element = match.element if enough else None
         skipped = element is None and match.gain > 0
@@ -221,18 +278,28 @@ class _Descent:
         if match.certified is not None and not self.problem.options.coupled:
             self.certified[group.name] = match.certified
         row = self.rows[group.name]
-        self.rows[group.name] = replace(row, found=row.found + match.gain, chance=chance)
+        self.rows[group.name] = replace(
+            row, found=row.found + match.gain, chance=chance
+        )
         return None if element is None else Move(group, element)
 
     def _note(
-        self, group: Group, before: float, after: float, certified: bool = False, skipped: bool = False
+        self,
+        group: Group,
+        before: float,
+        after: float,
+        certified: bool = False,
+        skipped: bool = False,
     ) -> None:
         row = self.rows.get(group.name)
         if row is None:
             self.first_seen += self._unseen(group, before)
             row = GroupReport.unmoved(group, before)
         self.rows[group.name] = replace(
-            row, after=row.after - (before - after), certified=certified, skipped=skipped
+            row,
+            after=row.after - (before - after),
+            certified=certified,
+            skipped=skipped,
         )
 
     def _unseen(self, group: Group, before: float) -> float:
@@ -241,9 +308,13 @@ class _Descent:
         for slot in group.slots:
             shape = self.problem.symmetry.shapes[slot.tensor]
             mask = slot.slice.mask(shape[slot.axis])
-            seen = self._seen.setdefault((slot.tensor, slot.axis), torch.zeros_like(mask))
+            seen = self._seen.setdefault(
+                (slot.tensor, slot.axis), torch.zeros_like(mask)
+            )
             # All entries of the tensor may have been seen on another axis.
-            masks = (other for (name, _), other in self._seen.items() if name == slot.tensor)
+            masks = (
+                other for (name, _), other in self._seen.items() if name == slot.tensor
+            )
             if bool((seen & mask).any()) or any(bool(other.all()) for other in masks):
                 continue
             new.append(slot)
@@ -261,11 +332,15 @@ class _Descent:
             if element is not None:
                 row = replace(row, skipped=False).moved_by(group, element)
             rows.append(row)
-        return Solution(moves, AlignmentReport(tuple(rows), before, after, 0.0), self.certified)
+        return Solution(
+            moves, AlignmentReport(tuple(rows), before, after, 0.0), self.certified
+        )
 
 
 def compact(moves: Iterable[Move]) -> tuple[Move, ...]:
-    """Return equivalent moves, one per group; groups that lie within others are last."""
+    """Return equivalent moves, one per group; groups that lie within others are
+    last.
+    """
     total: dict[str, Move] = {}
     for move in moves:
         name, action = move.group.name, move.group.kind
@@ -273,7 +348,11 @@ def compact(moves: Iterable[Move]) -> tuple[Move, ...]:
             carried = action.act(move.element, other.element, 0)
             total[other.group.name] = replace(other, element=carried)
         earlier = total.get(name)
-        element = move.element if earlier is None else action.compose(move.element, earlier.element)
+        element = (
+            move.element
+            if earlier is None
+            else action.compose(move.element, earlier.element)
+        )
         total[name] = replace(move, element=element)
     return tuple(sorted(total.values(), key=lambda move: bool(move.group.within)))
 

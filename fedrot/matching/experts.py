@@ -1,7 +1,9 @@
-"""Matching of a mixture's experts: their order, and the order of the neurons inside each.
+"""Matching of a mixture's experts: their order, and the order of the neurons inside
+each.
 
-The score of client expert ``j`` at anchor expert ``i`` is the similarity of their router rows plus the
-similarity of their neurons in the best order, which is another assignment.
+The score of client expert ``j`` at anchor expert ``i`` is the similarity of their
+router rows plus the similarity of their neurons in the best order, which is another
+assignment.
 """
 
 from __future__ import annotations
@@ -15,7 +17,14 @@ import torch
 from torch import Tensor
 
 from fedrot.matching import assignment
-from fedrot.matching.problem import Match, Pair, Problem, by_sign, solves, squared_distance
+from fedrot.matching.problem import (
+    Match,
+    Pair,
+    Problem,
+    by_sign,
+    solves,
+    squared_distance,
+)
 from fedrot.symmetry.describe.mixture import ExpertNeurons, ExpertPermutation
 from fedrot.symmetry.groups import Group
 
@@ -31,7 +40,9 @@ class _Pool:
     signed: list[Pair]
 
     def scores(self, i: int, j: int) -> tuple[Tensor, Tensor]:
-        """Return the similarities ``[n, n]`` of anchor expert ``i`` and client expert ``j``."""
+        """Return the similarities ``[n, n]`` of anchor expert ``i`` and client expert
+        ``j``.
+        """
         plain, signed = (
             sum((a[i] @ c[j].mT for a, c in side), start=torch.zeros(()))
             for side in (self.plain, self.signed)
@@ -39,7 +50,9 @@ class _Pool:
         return plain, signed
 
     def bound(self, i: int, j: int) -> Tensor:
-        """Return an upper bound of ``worth``: every neuron of the anchor gets its best partner."""
+        """Return an upper bound of ``worth``: every neuron of the anchor gets its best
+        partner.
+        """
         plain, signed = self.scores(i, j)
         return (plain + signed.abs()).amax(1).double().sum()
 
@@ -52,7 +65,9 @@ class _Pool:
 
 @solves(ExpertPermutation)
 def match_experts(groups: Sequence[Group], problem: Problem) -> list[Match]:
-    """Assign experts by the similarity of their router rows and of their neurons in the best order."""
+    """Assign experts by the similarity of their router rows and of their neurons in the
+    best order.
+    """
     return [_match(group, problem) for group in groups]
 
 
@@ -60,22 +75,32 @@ def _match(group: Group, problem: Problem) -> Match:
     neurons = next(g for g in problem.symmetry.groups if g.within == group.name)
     inside = {slot.tensor for slot in neurons.slots}
     blocks = problem.pairs(group)
-    router = [b for slot, b in zip(group.slots, blocks, strict=True) if slot.tensor not in inside]
+    router = [
+        b
+        for slot, b in zip(group.slots, blocks, strict=True)
+        if slot.tensor not in inside
+    ]
     before = after = problem.distance(group, blocks)
     bound = assignment.separation([a for a, _ in router])
     distances = assignment.row_distances(problem.pairs(neurons))
     routed = assignment.row_distances(router)
-    if bool(assignment.certified(routed, bound)) and _in_place(neurons, distances, problem):
+    if bool(assignment.certified(routed, bound)) and _in_place(
+        neurons, distances, problem
+    ):
         return Match(None, before, before, certified=routed)
     scores = torch.stack([(a @ c.mT).double() for a, c in router]).sum(0)
     element, gain = _best_order(_pool(neurons, problem), scores)
     if element is not None:
-        after = float(squared_distance([(a, group.kind.act(element, c, 0)) for a, c in blocks]))
+        after = float(
+            squared_distance([(a, group.kind.act(element, c, 0)) for a, c in blocks])
+        )
     return Match(element, before, after, gain)
 
 
 def _in_place(neurons: Group, distances: Tensor, problem: Problem) -> bool:
-    """Return whether the identity is the best order, even of neurons that may change experts."""
+    """Return whether the identity is the best order, even of neurons that may change
+    experts.
+    """
     bound = partial(problem.anchor.separation, neurons)
     return assignment.identities_certified([distances], [bound])[0]
 
@@ -83,19 +108,27 @@ def _in_place(neurons: Group, distances: Tensor, problem: Problem) -> bool:
 def _pool(neurons: Group, problem: Problem) -> _Pool:
     kind = cast(ExpertNeurons, neurons.kind)
     size = (kind.experts, kind.n)
-    blocks = [(a.unflatten(0, size), c.unflatten(0, size)) for a, c in problem.pairs(neurons)]
+    blocks = [
+        (a.unflatten(0, size), c.unflatten(0, size)) for a, c in problem.pairs(neurons)
+    ]
     return _Pool(*by_sign(neurons, blocks))
 
 
 def _best_order(pool: _Pool, routed: Tensor) -> tuple[Tensor | None, float]:
     """Return the best order of the experts, and the decrease of the squared distance.
 
-    The worth of a pair costs an assignment of all neurons. It is computed only for pairs that the best
-    order uses; the other scores are upper bounds.
+    The worth of a pair costs an assignment of all neurons. It is computed only for
+    pairs that the best order uses; the other scores are upper bounds.
     """
     experts, routed = range(len(routed)), routed.cpu()
-    scores = torch.stack([pool.bound(i, j) for i in experts for j in experts]).cpu().view_as(routed)
-    scores.diagonal().copy_(torch.tensor([pool.worth(i, i) for i in experts], dtype=torch.float64))
+    scores = (
+        torch.stack([pool.bound(i, j) for i in experts for j in experts])
+        .cpu()
+        .view_as(routed)
+    )
+    scores.diagonal().copy_(
+        torch.tensor([pool.worth(i, i) for i in experts], dtype=torch.float64)
+    )
     exact = torch.eye(len(routed), dtype=torch.bool)
     while True:
         element, gain = assignment.best_assignment(scores + routed)

@@ -1,8 +1,10 @@
-"""Solvers for the order of attention heads (Verma & Elbayad 2024, Alg. 1), and of shared query heads.
+"""Solvers for the order of attention heads (Verma & Elbayad 2024, Alg. 1), and of
+shared query heads.
 
-The score of a pair of heads is ``<R, M>`` for the best element ``R`` inside this pair: heads are
-compared after the best rotation. If query heads share a key head, this element is found from keys and
-values; then the query heads of the two key heads are assigned to each other.
+The score of a pair of heads is ``<R, M>`` for the best element ``R`` inside this pair:
+heads are compared after the best rotation. If query heads share a key head, this
+element is found from keys and values; then the query heads of the two key heads are
+assigned to each other.
 """
 
 from __future__ import annotations
@@ -17,7 +19,14 @@ from torch import Tensor
 from fedrot.errors import SymmetryError
 from fedrot.matching.assignment import MINIMUM_GAIN, best_assignment, best_columns
 from fedrot.matching.inside_heads import HeadSolver
-from fedrot.matching.problem import Match, Pair, Problem, solver_of, solves, squared_distance
+from fedrot.matching.problem import (
+    Match,
+    Pair,
+    Problem,
+    solver_of,
+    solves,
+    squared_distance,
+)
 from fedrot.options import AlignmentOptions
 from fedrot.symmetry.actions import HeadPermutation, InsideHeads, QueryPermutation
 from fedrot.symmetry.groups import Group
@@ -31,11 +40,12 @@ class Inside:
     Attributes:
         kind: the group's action.
         solver: of the group.
-        blocks: one pair per slot. A block of ``heads * dim`` rows belongs to key heads; a longer block
-            to query heads that share key heads.
-        factor: of the similarity of key heads' blocks. With 0, query heads' blocks are used only for
-            the order of query heads.
-        extra: cross matrix ``[heads * dim, heads * dim]`` of activations, added to the similarity.
+        blocks: one pair per slot. A block of ``heads * dim`` rows belongs to key heads;
+            a longer block to query heads that share key heads.
+        factor: of the similarity of key heads' blocks. With 0, query heads' blocks are
+            used only for the order of query heads.
+        extra: cross matrix ``[heads * dim, heads * dim]`` of activations, added to the
+            similarity.
     """
 
     kind: InsideHeads
@@ -46,13 +56,23 @@ class Inside:
 
     def own(self) -> Sequence[Pair]:
         """Return the blocks of key heads."""
-        return [pair for pair in self.blocks if len(pair[0]) == self.kind.heads * self.kind.dim]
+        return [
+            pair
+            for pair in self.blocks
+            if len(pair[0]) == self.kind.heads * self.kind.dim
+        ]
 
     def shared(self) -> Sequence[Pair]:
         """Return the blocks of query heads that share key heads."""
-        return [pair for pair in self.blocks if len(pair[0]) > self.kind.heads * self.kind.dim]
+        return [
+            pair
+            for pair in self.blocks
+            if len(pair[0]) > self.kind.heads * self.kind.dim
+        ]
 
-    def ordered(self, order: HeadPermutation | QueryPermutation, element: Tensor) -> Inside:
+    def ordered(
+        self, order: HeadPermutation | QueryPermutation, element: Tensor
+    ) -> Inside:
         """Return the evidence after an order has moved heads of the client."""
         if isinstance(order, QueryPermutation):
             blocks = [(a, order.act(element, c, 0)) for a, c in self.shared()]
@@ -62,7 +82,9 @@ class Inside:
         return replace(self, blocks=blocks, extra=extra)
 
     def worth(self, options: AlignmentOptions) -> float:
-        """Return the sum of ``<R, M>`` for the best elements ``R`` over all heads in their places."""
+        """Return the sum of ``<R, M>`` for the best elements ``R`` over all heads in
+        their places.
+        """
         evidence = self.factor * self.solver.similarity(self.kind, self.own())
         if self.shared():
             evidence = evidence + self.solver.similarity(self.kind, self.shared())
@@ -77,9 +99,13 @@ class Inside:
         return self.solver.best(self.kind, evidence, options, precise)
 
     def every_pair(self) -> Tensor:
-        """Return the evidence of every pair of key heads, ``[heads (anchor), heads (client), ...]``."""
+        """Return the evidence of every pair of key heads, ``[heads (anchor), heads
+        (client), ...]``.
+        """
         heads = self.kind.heads
-        cross = _summed(self.factor * _by_head((a @ c.mT).double(), heads) for a, c in self.own())
+        cross = _summed(
+            self.factor * _by_head((a @ c.mT).double(), heads) for a, c in self.own()
+        )
         if self.extra is not None:
             cross = cross + _by_head(self.extra, heads)
         return self.solver.of_cross(self.kind, cross)
@@ -94,7 +120,8 @@ class Inside:
         return self.solver.of_cross(self.kind, cross)
 
     def of_queries(self, element: Tensor, i: int, j: int) -> Tensor:
-        """Return ``<a_h, R c_k>`` for the query heads of anchor group ``i`` and client group ``j``.
+        """Return ``<a_h, R c_k>`` for the query heads of anchor group ``i`` and client
+        group ``j``.
 
         Only weights are used: activations are known for key heads, not for query heads.
         """
@@ -124,16 +151,23 @@ def match_heads(groups: Sequence[Group], problem: Problem) -> list[Match]:
             for slot, pair in zip(group.slots, blocks, strict=True)
             if (slot.tensor, slot.axis) not in moved
         ]
-        element, gain = best_assignment(head_scores(inside, alone, heads, problem.options))
+        element, gain = best_assignment(
+            head_scores(inside, alone, heads, problem.options)
+        )
         queries = [g.kind for g in problem.symmetry.groups if g.within == group.name]
         for order in (kind for kind in queries if isinstance(kind, QueryPermutation)):
             if element is not None and any(g.factor for g in inside):
-                # Scores from weights are lower bounds: the true gain of the order is computed.
+                # Scores from weights are lower bounds: the true gain of the order is
+                # computed.
                 ordered = [g.ordered(HeadPermutation(heads), element) for g in inside]
                 _, gain = _gain(inside, ordered, order, problem)
                 element = element if gain > 0 else None
         if element is not None:
-            after = float(squared_distance([(a, group.kind.act(element, c, 0)) for a, c in blocks]))
+            after = float(
+                squared_distance(
+                    [(a, group.kind.act(element, c, 0)) for a, c in blocks]
+                )
+            )
         matches.append(Match(element, before, after, gain))
     return matches
 
@@ -153,37 +187,55 @@ def match_queries(groups: Sequence[Group], problem: Problem) -> list[Match]:
         else:
             element, gain = _alike(kind, blocks)
         if gain > 0:
-            after = float(squared_distance([(a, kind.act(element, c, 0)) for a, c in blocks]))
+            after = float(
+                squared_distance([(a, kind.act(element, c, 0)) for a, c in blocks])
+            )
         matches.append(Match(element if gain > 0 else None, before, after, gain))
     return matches
 
 
 def _following(heads: str, problem: Problem) -> list[Group]:
-    """Return the groups inside the heads of the group ``heads`` that will be matched after it."""
+    """Return the groups inside the heads of the group ``heads`` that will be matched
+    after it.
+    """
     asked = "attention" in problem.options.parts
-    return [g for g in problem.symmetry.groups if asked and g.part == "attention" and g.within == heads]
+    return [
+        g
+        for g in problem.symmetry.groups
+        if asked and g.part == "attention" and g.within == heads
+    ]
 
 
 def _inside(group: Group, problem: Problem) -> Inside:
     solver: object = solver_of(group)
     if not isinstance(solver, HeadSolver):
         raise SymmetryError(
-            f"Heads cannot be ordered: the solver of the group '{group.name}' inside them is not a "
-            f"HeadSolver. Register one for {type(group.kind).__name__} (fedrot.matching.inside_heads)."
+            f"Heads cannot be ordered: the solver of the group '{group.name}' inside "
+            f"them is not a HeadSolver. Register one for {type(group.kind).__name__} "
+            "(fedrot.matching.inside_heads)."
         )
     blocks = problem.pairs(group)
-    return Inside(cast(InsideHeads, group.kind), solver, blocks, *problem.evidence(group, blocks))
+    return Inside(
+        cast(InsideHeads, group.kind), solver, blocks, *problem.evidence(group, blocks)
+    )
 
 
 def _gain(
-    before: Sequence[Inside], after: Sequence[Inside], order: QueryPermutation, problem: Problem
+    before: Sequence[Inside],
+    after: Sequence[Inside],
+    order: QueryPermutation,
+    problem: Problem,
 ) -> tuple[Tensor, float]:
-    """Return the best order of queries after heads have moved, and the gain of both orders.
+    """Return the best order of queries after heads have moved, and the gain of both
+    orders.
 
     The gain is the decrease of the squared distance; 0 if within rounding.
     """
     elements = [(g, g.best(g.own_pair(), problem.options)) for g in after]
-    scores = [_summed(g.of_queries(e[i], i, i) for g, e in elements) for i in range(order.groups)]
+    scores = [
+        _summed(g.of_queries(e[i], i, i) for g, e in elements)
+        for i in range(order.groups)
+    ]
     queries, _ = _assigned(torch.stack(scores))
     worth = sum(g.ordered(order, queries).worth(problem.options) for g in after)
     still = sum(g.worth(problem.options) for g in before)
@@ -192,19 +244,25 @@ def _gain(
 
 
 def _alike(kind: QueryPermutation, blocks: Sequence[Pair]) -> tuple[Tensor, float]:
-    """Assign queries by the inner products of their blocks; no group inside the heads is matched."""
+    """Assign queries by the inner products of their blocks; no group inside the heads
+    is matched.
+    """
     shape = (kind.groups, kind.n, -1)
     sides = ((a.double().reshape(shape), c.double().reshape(shape)) for a, c in blocks)
     return _assigned(_summed(a @ c.mT for a, c in sides))
 
 
 def head_scores(
-    inside: Sequence[Inside], alone: Sequence[Pair], heads: int, options: AlignmentOptions
+    inside: Sequence[Inside],
+    alone: Sequence[Pair],
+    heads: int,
+    options: AlignmentOptions,
 ) -> Tensor:
-    """Return the score of every pair of key heads, float64 ``[heads (anchor), heads (client)]``.
+    """Return the score of every pair of key heads, float64 ``[heads (anchor), heads
+    (client)]``.
 
-    ``inside`` are the groups inside the heads that are matched afterwards, ``alone`` the blocks that
-    none of these groups moves.
+    ``inside`` are the groups inside the heads that are matched afterwards, ``alone``
+    the blocks that none of these groups moves.
     """
     products = (_by_head((a @ c.mT).double(), heads) for a, c in alone)
     scores = _summed(torch.diagonal(p, dim1=-2, dim2=-1).sum(-1) for p in products)
@@ -225,16 +283,22 @@ def head_scores(
         ]
         # Assignments are solved on the CPU: one copy for all pairs.
         rows = torch.arange(len(every[0]))
-        worth = torch.stack([s[rows, best_columns(s)].sum() for s in torch.stack(every).cpu()])
+        worth = torch.stack(
+            [s[rows, best_columns(s)].sum() for s in torch.stack(every).cpu()]
+        )
         scores = scores + worth.reshape(heads, heads).to(scores.device)
     return scores
 
 
 def _assigned(scores: Tensor) -> tuple[Tensor, float]:
-    """Return the best order for each of the scores ``[groups, n, n]``, and the sum of their gains."""
+    """Return the best order for each of the scores ``[groups, n, n]``, and the sum of
+    their gains.
+    """
     found = [best_assignment(score) for score in scores.cpu()]
     still = torch.arange(scores.shape[-1])
-    orders = torch.stack([still if element is None else element for element, _ in found])
+    orders = torch.stack(
+        [still if element is None else element for element, _ in found]
+    )
     return orders.to(scores.device), sum(gain for _, gain in found)
 
 

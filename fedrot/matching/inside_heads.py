@@ -12,23 +12,31 @@ import torch
 from torch import Tensor
 
 from fedrot.matching.chance import beyond, least
-from fedrot.matching.problem import Match, Pair, Problem, in_batches, solves, squared_distance
+from fedrot.matching.problem import (
+    Match,
+    Pair,
+    Problem,
+    in_batches,
+    solves,
+    squared_distance,
+)
 from fedrot.matching.procrustes import best_orders, identity, polar, singular_values
 from fedrot.options import AlignmentOptions
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Group
 from fedrot.tensors import diagonal_blocks
 
-#: An element must gain more than this share of ``|<I, M>|``; smaller gains are rounding errors.
+#: An element must gain more than this share of ``|<I, M>|``; smaller gains are rounding
+#: errors.
 MINIMUM_GAIN = 1e-12
 
 
 class HeadSolver(ABC):
     """A solver for groups inside heads: all heads of all layers in one batch.
 
-    The evidence ``M`` of a pair of heads determines the best element. ``<R, M>`` is the similarity of
-    the heads after the element ``R`` has moved the client's head. Leading axes (layers, pairs of heads)
-    are batches.
+    The evidence ``M`` of a pair of heads determines the best element. ``<R, M>`` is the
+    similarity of the heads after the element ``R`` has moved the client's head. Leading
+    axes (layers, pairs of heads) are batches.
     """
 
     @abstractmethod
@@ -41,9 +49,15 @@ class HeadSolver(ABC):
 
     @abstractmethod
     def best(
-        self, action: Any, evidence: Tensor, options: AlignmentOptions, precise: bool = True
+        self,
+        action: Any,
+        evidence: Tensor,
+        options: AlignmentOptions,
+        precise: bool = True,
     ) -> Tensor:
-        """Return the elements with the largest ``<R, M>``; ``precise`` means float64 weights."""
+        """Return the elements with the largest ``<R, M>``; ``precise`` means float64
+        weights.
+        """
 
     @abstractmethod
     def value(self, action: Any, element: Tensor, evidence: Tensor) -> Tensor:
@@ -58,11 +72,17 @@ class HeadSolver(ABC):
         return self.value(action, self.best(action, evidence, options), evidence)
 
     def __call__(self, groups: Sequence[Group], problem: Problem) -> list[Match]:
-        """Return the matches of all groups; groups with equal actions form one batch."""
-        return in_batches(groups, lambda group: group.kind, lambda _, own: self._batch(own, problem))
+        """Return the matches of all groups; groups with equal actions form one
+        batch.
+        """
+        return in_batches(
+            groups, lambda group: group.kind, lambda _, own: self._batch(own, problem)
+        )
 
     def ceiling(self, action: Any, evidence: Tensor) -> Tensor | None:
-        """Return upper bounds of ``<R, M> - <I, M>``, ``[...]``; None if ``best`` costs no more."""
+        """Return upper bounds of ``<R, M> - <I, M>``, ``[...]``; None if ``best`` costs
+        no more.
+        """
         return None
 
     def _batch(self, groups: Sequence[Group], problem: Problem) -> list[Match]:
@@ -79,14 +99,27 @@ class HeadSolver(ABC):
                 crosses[-1] = crosses[-1] + self.of_cross(action, own)
         # One transfer from the device for all groups.
         values = torch.stack(distances).tolist()
-        before = [problem.finite(v, group) for v, group in zip(values, groups, strict=True)]
-        required = [least(problem, group, b) for b, group in zip(before, groups, strict=True)]
+        before = [
+            problem.finite(v, group) for v, group in zip(values, groups, strict=True)
+        ]
+        required = [
+            least(problem, group, b) for b, group in zip(before, groups, strict=True)
+        ]
         cross, weight = torch.stack(crosses), torch.stack(weights)
         ceiling = self.ceiling(action, cross) if any(required) else None
-        most = [torch.inf] * len(groups) if ceiling is None else (2 * ceiling.sum(1)).tolist()
+        most = (
+            [torch.inf] * len(groups)
+            if ceiling is None
+            else (2 * ceiling.sum(1)).tolist()
+        )
         # Groups that cannot be compared gain nothing.
-        most = [gain if needed < torch.inf else 0.0 for gain, needed in zip(most, required, strict=True)]
-        matches = [Match(None, b, b, gain) for b, gain in zip(before, most, strict=True)]
+        most = [
+            gain if needed < torch.inf else 0.0
+            for gain, needed in zip(most, required, strict=True)
+        ]
+        matches = [
+            Match(None, b, b, gain) for b, gain in zip(before, most, strict=True)
+        ]
         # If chance is drawn later, a group may still be evidence for the others.
         enough = beyond(most, [max(needed, float_info.min) for needed in required])
         left = [i for i in range(len(groups)) if enough[i]]
@@ -95,7 +128,9 @@ class HeadSolver(ABC):
             cross, weight = cross[left], weight[left]
             best = self.best(action, cross, problem.options, precise)
             gains, removed = (
-                (2 * (self.value(action, best, m) - self.still(action, m)).sum(1)).tolist()
+                (
+                    2 * (self.value(action, best, m) - self.still(action, m)).sum(1)
+                ).tolist()
                 for m in (cross, weight)
             )
             traces = self.still(action, cross).sum(1).abs().tolist()
@@ -103,7 +138,9 @@ class HeadSolver(ABC):
             after = max(before[i] - removed[place], 0.0)
             found = gains[place] > MINIMUM_GAIN * traces[place]
             still = Match(None, before[i], before[i])
-            matches[i] = Match(best[place], before[i], after, gains[place]) if found else still
+            matches[i] = (
+                Match(best[place], before[i], after, gains[place]) if found else still
+            )
         return matches
 
 
@@ -112,12 +149,15 @@ ROUNDED = 1.01
 
 
 class RotationSolver(HeadSolver):
-    """Rotations: the evidence is ``M = sum over slots of A C^T``, float64 ``[heads, dim, dim]``."""
+    """Rotations: the evidence is ``M = sum over slots of A C^T``, float64 ``[heads,
+    dim, dim]``.
+    """
 
     def similarity(self, action: HeadRotation, blocks: Sequence[Pair]) -> Tensor:
         sides = ([_by_key_head(action, x) for x in pair] for pair in blocks)
         total = reduce(Tensor.add_, (torch.bmm(a, c.mT) for a, c in sides))
-        # Directions of M below its rounding error do not determine the rotation and stay as they are.
+        # Directions of M below its rounding error do not determine the rotation and
+        # stay as they are.
         m = total.double()
         noise = torch.finfo(total.dtype).eps * torch.linalg.matrix_norm(m)
         return m + noise[:, None, None] * identity(m)
@@ -126,10 +166,11 @@ class RotationSolver(HeadSolver):
         return cross
 
     def ceiling(self, action: HeadRotation, evidence: Tensor) -> Tensor:
-        """Return ``|H^-1/2 K|^2 / 2``, where ``M = H + K`` with ``H`` symmetric and ``K`` skew.
+        """Return ``|H^-1/2 K|^2 / 2``, where ``M = H + K`` with ``H`` symmetric and
+        ``K`` skew.
 
-        For every ``P > 0``, ``|M|_* <= tr(P + M^T P^-1 M) / 2``; here ``P = H``. The bound is infinite
-        if ``H`` is not positive definite.
+        For every ``P > 0``, ``|M|_* <= tr(P + M^T P^-1 M) / 2``; here ``P = H``. The
+        bound is infinite if ``H`` is not positive definite.
         """
         single = evidence.float()
         symmetric, skew = ((single + s * single.mT) / 2 for s in (1, -1))
@@ -139,7 +180,11 @@ class RotationSolver(HeadSolver):
         return torch.where(failed > 0, torch.inf, bound)
 
     def best(
-        self, action: HeadRotation, evidence: Tensor, options: AlignmentOptions, precise: bool = True
+        self,
+        action: HeadRotation,
+        evidence: Tensor,
+        options: AlignmentOptions,
+        precise: bool = True,
     ) -> Tensor:
         if options.within_heads == "permutation":
             return best_orders(evidence)
@@ -151,14 +196,18 @@ class RotationSolver(HeadSolver):
     def still(self, action: HeadRotation, evidence: Tensor) -> Tensor:
         return torch.diagonal(evidence, dim1=-2, dim2=-1).sum(-1)
 
-    def worth(self, action: HeadRotation, evidence: Tensor, options: AlignmentOptions) -> Tensor:
+    def worth(
+        self, action: HeadRotation, evidence: Tensor, options: AlignmentOptions
+    ) -> Tensor:
         if options.within_heads == "rotation":
             return singular_values(evidence).sum(-1)
         return super().worth(action, evidence, options)
 
 
 def _by_key_head(action: HeadRotation, rows: Tensor) -> Tensor:
-    """Return ``[heads, dim, rest]``; query heads that share a key head are joined in ``rest``."""
+    """Return ``[heads, dim, rest]``; query heads that share a key head are joined in
+    ``rest``.
+    """
     if len(rows) == action.heads * action.dim:
         return rows.unflatten(0, (action.heads, action.dim))
     return rows.unflatten(0, (action.heads, -1, action.dim)).transpose(1, 2).flatten(2)

@@ -1,4 +1,6 @@
-"""Batched orthogonal Procrustes (Zhang et al. 2025, Eq. 8-10 and Algorithm 1): ``polar``."""
+"""Batched orthogonal Procrustes (Zhang et al. 2025, Eq. 8-10 and Algorithm 1):
+``polar``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from torch import Tensor
 from fedrot.errors import UpdateError
 from fedrot.matching.assignment import best_columns
 
-#: Accepted ``|R^T R - I|`` (Frobenius) of an iterated rotation; one more step leaves 3/4 of its square.
+#: Accepted ``|R^T R - I|`` (Frobenius) of an iterated rotation; one more step leaves
+#: 3/4 of its square.
 RESIDUAL = 1e-4
 
 #: Enough for condition numbers of about 1,000; other matrices need the SVD.
@@ -17,13 +20,14 @@ NEWTON_SCHULZ_STEPS = 24
 
 
 def polar(m: Tensor, precise: bool = True) -> Tensor:
-    """Return the polar factor ``argmax <R, M>`` over orthogonal ``R``, shape ``[..., d, d]``.
+    """Return the polar factor ``argmax <R, M>`` over orthogonal ``R``, shape ``[..., d,
+    d]``.
 
     Args:
         m: matrices ``[..., d, d]``; an all-zero matrix gives the identity.
-        precise: True for a float64 SVD. False, for matrices computed in float32: Newton-Schulz steps in
-            float32 and one step in float64, with an SVD for matrices that do not converge; the result is
-            orthogonal to 1e-8.
+        precise: True for a float64 SVD. False, for matrices computed in float32:
+            Newton-Schulz steps in float32 and one step in float64, with an SVD for
+            matrices that do not converge; the result is orthogonal to 1e-8.
 
     The result is float64.
     """
@@ -39,13 +43,19 @@ def polar(m: Tensor, precise: bool = True) -> Tensor:
 
 
 def best_orders(m: Tensor) -> Tensor:
-    """Return ``argmax <P, M>`` over permutation matrices ``P``, float64 ``[..., d, d]``."""
-    orders = torch.stack([best_columns(score) for score in m.reshape(-1, *m.shape[-2:]).cpu()])
+    """Return ``argmax <P, M>`` over permutation matrices ``P``, float64 ``[..., d,
+    d]``.
+    """
+    orders = torch.stack(
+        [best_columns(score) for score in m.reshape(-1, *m.shape[-2:]).cpu()]
+    )
     return identity(m)[orders.to(m.device)].reshape(m.shape)
 
 
 def _newton_schulz(m: Tensor) -> Tensor:
-    """Iterate ``X <- X (3 I - X^T X) / 2`` from ``M`` scaled to singular values of at most 1."""
+    """Iterate ``X <- X (3 I - X^T X) / 2`` from ``M`` scaled to singular values of at
+    most 1.
+    """
     columns, rows = (torch.linalg.matrix_norm(m, ord=order) for order in (1, torch.inf))
     bound = torch.minimum((columns * rows).sqrt(), torch.linalg.matrix_norm(m))
     x = m / bound.clamp_min(torch.finfo(m.dtype).tiny)[..., None, None]
@@ -53,13 +63,21 @@ def _newton_schulz(m: Tensor) -> Tensor:
         gram = x.mT @ x
         if bool((_residual(gram) <= RESIDUAL / 2).all()):
             break
-        x = torch.baddbmm(x.flatten(0, -3), x.flatten(0, -3), gram.flatten(0, -3), beta=1.5, alpha=-0.5)
+        x = torch.baddbmm(
+            x.flatten(0, -3),
+            x.flatten(0, -3),
+            gram.flatten(0, -3),
+            beta=1.5,
+            alpha=-0.5,
+        )
         x = x.reshape(m.shape)
     return x
 
 
 def _residual(gram: Tensor) -> Tensor:
-    """Return ``|X^T X - I|`` (Frobenius) per matrix, an upper bound of the spectral norm."""
+    """Return ``|X^T X - I|`` (Frobenius) per matrix, an upper bound of the spectral
+    norm.
+    """
     return torch.linalg.matrix_norm(gram - identity(gram))
 
 
@@ -74,9 +92,13 @@ def singular_values(m: Tensor) -> Tensor:
 
 
 def _finite(m: Tensor) -> Tensor:
-    """Return the matrices if finite, else raise: LAPACK prints errors or never ends with others."""
+    """Return the matrices if finite, else raise: LAPACK prints errors or never ends
+    with others.
+    """
     if not bool(torch.isfinite(m).all()):
-        raise UpdateError("The similarity of the two models overflows. Check the client's training.")
+        raise UpdateError(
+            "The similarity of the two models overflows. Check the client's training."
+        )
     return m
 
 
@@ -89,5 +111,8 @@ def _polar_by_svd(m: Tensor) -> Tensor:
 
         flat = m.reshape(-1, *m.shape[-2:]).cpu().numpy()
         factors = [scipy.linalg.svd(matrix, lapack_driver="gesvd") for matrix in flat]
-        u, vh = (torch.from_numpy(np.stack([f[i] for f in factors])).view(m.shape).to(m) for i in (0, 2))
+        u, vh = (
+            torch.from_numpy(np.stack([f[i] for f in factors])).view(m.shape).to(m)
+            for i in (0, 2)
+        )
     return u @ vh

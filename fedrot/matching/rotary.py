@@ -16,11 +16,13 @@ Rotary = RotaryPhases | RotarySigns
 
 
 class RotarySolver(HeadSolver):
-    """Rotary phases and signs: the evidence is ``s_f``, complex128 ``[heads, dim / 2]``.
+    """Rotary phases and signs: the evidence is ``s_f``, complex128 ``[heads, dim /
+    2]``.
 
-    With the two coordinates of a frequency as real and imaginary part, ``s_f = sum a_f conj(c_f)`` over
-    queries, keys and their biases. The best phase is the angle of ``s_f``, the best sign the sign of its
-    real part; a frequency with ``s_f = 0`` does not move.
+    With the two coordinates of a frequency as real and imaginary part, ``s_f = sum a_f
+    conj(c_f)`` over queries, keys and their biases. The best phase is the angle of
+    ``s_f``, the best sign the sign of its real part; a frequency with ``s_f = 0`` does
+    not move.
     """
 
     def similarity(self, action: Rotary, blocks: Sequence[Pair]) -> Tensor:
@@ -28,9 +30,12 @@ class RotarySolver(HeadSolver):
         for pair in blocks:
             (a0, a1), (c0, c1) = (action.pairs(x).unbind(2) for x in pair)
             real, imaginary = (a0 * c0).add_(a1 * c1), (a1 * c0).sub_(a0 * c1)
-            found.append(torch.complex(real.sum((1, 3)).double(), imaginary.sum((1, 3)).double()))
+            found.append(
+                torch.complex(real.sum((1, 3)).double(), imaginary.sum((1, 3)).double())
+            )
         total = torch.stack(found).sum(0)
-        # Frequencies below the rounding error do not determine their phase and stay as they are.
+        # Frequencies below the rounding error do not determine their phase and stay as
+        # they are.
         eps = torch.finfo(blocks[0][1].dtype).eps
         return total + eps * torch.linalg.vector_norm(total, dim=1)[:, None]
 
@@ -38,15 +43,26 @@ class RotarySolver(HeadSolver):
         units = torch.arange(action.heads * action.dim, device=cross.device)
         first, second = action.pairs(units)[0, 0, :, :, 0]
         upper, lower = cross[..., first, second], cross[..., second, first]
-        return torch.complex(cross[..., first, first] + cross[..., second, second], lower - upper)
+        return torch.complex(
+            cross[..., first, first] + cross[..., second, second], lower - upper
+        )
 
     def best(
-        self, action: Rotary, evidence: Tensor, options: AlignmentOptions, precise: bool = True
+        self,
+        action: Rotary,
+        evidence: Tensor,
+        options: AlignmentOptions,
+        precise: bool = True,
     ) -> Tensor:
         phases = isinstance(action, RotaryPhases)
-        # Under rotary positions, permutations of a head's units are no symmetry: nothing moves.
+        # Under rotary positions, permutations of a head's units are no symmetry:
+        # nothing moves.
         if options.within_heads == "permutation":
-            return torch.zeros_like(evidence.real) if phases else torch.ones_like(evidence.real).long()
+            return (
+                torch.zeros_like(evidence.real)
+                if phases
+                else torch.ones_like(evidence.real).long()
+            )
         return evidence.angle() if phases else torch.where(evidence.real < 0, -1, 1)
 
     def value(self, action: Rotary, element: Tensor, evidence: Tensor) -> Tensor:

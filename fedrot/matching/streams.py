@@ -1,4 +1,6 @@
-"""Solver for rotations of the residual stream: orthogonal Procrustes over all tensors on the stream."""
+"""Solver for rotations of the residual stream: orthogonal Procrustes over all tensors
+on the stream.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from fedrot.symmetry.stream import StreamRotation
 
 @solves(StreamRotation)
 def match_stream(groups: Sequence[Group], problem: Problem) -> list[Match]:
-    """Return for each stream ``argmax <Q, sum of A C^T>``, with the activations' term if given."""
+    """Return for each stream ``argmax <Q, sum of A C^T>``, with the activations' term
+    if given.
+    """
     matches = []
     for group in groups:
         kind = cast(StreamRotation, group.kind)
@@ -25,12 +29,15 @@ def match_stream(groups: Sequence[Group], problem: Problem) -> list[Match]:
         factor, addition = problem.evidence(group)
         cross = factor * weights if addition is None else factor * weights + addition
         if kind.centred:
-            # The best rotation of this matrix is the best of those that keep the vector of ones.
+            # The best rotation of this matrix is the best of those that keep the vector
+            # of ones.
             centred = cross - cross.mean(0)
             centred = centred - centred.mean(1, keepdim=True)
             cross = centred + torch.linalg.matrix_norm(centred) / len(cross)
         element = polar(cross[None], precise=precise)
-        gain, removed = (2 * float((element * m).sum() - m.trace()) for m in (cross, weights))
+        gain, removed = (
+            2 * float((element * m).sum() - m.trace()) for m in (cross, weights)
+        )
         if gain > MINIMUM_GAIN * abs(float(cross.trace())):
             matches.append(Match(element, before, max(before - removed, 0.0), gain))
         else:
@@ -39,9 +46,11 @@ def match_stream(groups: Sequence[Group], problem: Problem) -> list[Match]:
 
 
 def _looked_through(group: Group, problem: Problem) -> tuple[float, Tensor, bool]:
-    """Return the squared distance, ``sum of A C^T`` ``[dim, dim]``, and whether all tensors are float64.
+    """Return the squared distance, ``sum of A C^T`` ``[dim, dim]``, and whether all
+    tensors are float64.
 
-    Tensors are read in blocks, because two large models may not fit into memory in float32.
+    Tensors are read in blocks, because two large models may not fit into memory in
+    float32.
     """
     distance, cross, precise = 0.0, torch.zeros((), dtype=torch.float64), True
     for slot in group.slots:

@@ -1,4 +1,6 @@
-"""Solvers for permutations of units: neurons, hidden units of task heads, the residual stream."""
+"""Solvers for permutations of units: neurons, hidden units of task heads, the residual
+stream.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ def match_units(groups: Sequence[Group], problem: Problem) -> list[Match]:
 def _match_across_layers(groups: Sequence[Group], problem: Problem) -> list[Match]:
     """Match one group after another, because groups may share tensors.
 
-    A tensor with two axes in the group depends on the element twice. While one axis is matched, the
-    other is held fixed; the element is kept only if the objective falls.
+    A tensor with two axes in the group depends on the element twice. While one axis is
+    matched, the other is held fixed; the element is kept only if the objective falls.
     """
     matches = []
     for group in groups:
@@ -53,7 +55,9 @@ def _match_neurons(groups: Sequence[Group], problem: Problem) -> list[Match]:
     distances = {g.name: assignment.row_distances(problem.pairs(g)) for g in groups}
     sums = torch.stack([own.sum() for own in distances.values()]).tolist()
     alone = [
-        g for g in groups if problem.activations is None or g.name not in problem.activations.matrices
+        g
+        for g in groups
+        if problem.activations is None or g.name not in problem.activations.matrices
     ]
     bounds = [partial(problem.anchor.separation, group) for group in alone]
     known = assignment.identities_certified([distances[g.name] for g in alone], bounds)
@@ -83,10 +87,13 @@ def _match_neurons(groups: Sequence[Group], problem: Problem) -> list[Match]:
 def _scores(
     group: Group, blocks: Sequence[Pair], evidence: tuple[float, Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the similarities ``[n, n]`` of slots that keep their signs, and of slots that may not."""
+    """Return the similarities ``[n, n]`` of slots that keep their signs, and of slots
+    that may not.
+    """
     factor, addition = evidence
     plain, signed = (
-        factor * _product(side) if factor else torch.zeros(()) for side in by_sign(group, blocks)
+        factor * _product(side) if factor else torch.zeros(())
+        for side in by_sign(group, blocks)
     )
     if not isinstance(group.kind, SignedPermutation):
         return plain if addition is None else plain + addition, None
@@ -94,7 +101,9 @@ def _scores(
 
 
 def _product(blocks: Sequence[Pair]) -> Tensor:
-    """Return ``sum of A C^T`` over the blocks, ``[n, n]``; a scalar 0 if there are none."""
+    """Return ``sum of A C^T`` over the blocks, ``[n, n]``; a scalar 0 if there are
+    none.
+    """
     total: Tensor | None = None
     for a, c in blocks:
         total = a @ c.mT if total is None else torch.addmm(total, a, c.mT)

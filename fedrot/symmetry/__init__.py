@@ -1,4 +1,6 @@
-"""The symmetry of a model: ``symmetry_of``, the supported families, and the data of groups."""
+"""The symmetry of a model: ``symmetry_of``, the supported families, and the data of
+groups.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,15 @@ def symmetry_of(
     """Describe the symmetry groups of a model.
 
     Args:
-        config: a transformers configuration or its dictionary; ``model_type`` selects the family.
-        tensors: the state dict, or ``{name: shape}``. Prefixes of models (``bert.``, ``model.``) and
-            wrappers (``module.``, ``_orig_mod.``) are accepted. Tied tensors are recognised only in a
-            state dict.
+        config: a transformers configuration or its dictionary; ``model_type`` selects
+            the family.
+        tensors: the state dict, or ``{name: shape}``. Prefixes of models (``bert.``,
+            ``model.``) and wrappers (``module.``, ``_orig_mod.``) are accepted. Tied
+            tensors are recognised only in a state dict.
         families: the known architectures; put your own family in front of ``FAMILIES``.
 
     Raises:
-        SymmetryError: the family is not supported, a tensor is missing or misshapen, or a tensor
-            inside the layers is not in the family's description.
+        SymmetryError: the family is not supported, a tensor is missing or misshapen, or
+            a tensor inside the layers is not in the family's description.
     """
     return resolve(config, tensors, families)

@@ -1,7 +1,8 @@
 """Actions of groups on a tensor axis: permutations and rotations.
 
-An element is one tensor. On a *contravariant* slot, the element's inverse transpose acts. Permutations
-and rotations act alike on both kinds of slots, because ``R^{-T} = R``.
+An element is one tensor. On a *contravariant* slot, the element's inverse transpose
+acts. Permutations and rotations act alike on both kinds of slots, because ``R^{-T} =
+R``.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ class Kind(Protocol):
     """The action of a group: how its elements act, compose and are drawn.
 
     Attributes:
-        stage: the stage in which its groups are matched, one of ``fedrot.matching.problem.STAGES``;
-            empty for the stage with the name of the group's part.
+        stage: the stage in which its groups are matched, one of
+            ``fedrot.matching.problem.STAGES``; empty for the stage with the name of the
+            group's part.
     """
 
     stage: ClassVar[str] = ""
@@ -33,8 +35,12 @@ class Kind(Protocol):
         """The dimension of the group: 0 for permutations and signs."""
         return 0
 
-    def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
-        """Return the element applied to one axis of ``x``: a new tensor of its shape and dtype."""
+    def act(
+        self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False
+    ) -> Tensor:
+        """Return the element applied to one axis of ``x``: a new tensor of its shape
+        and dtype.
+        """
 
     def inverse(self, element: Tensor) -> Tensor:
         """Return the inverse element."""
@@ -46,26 +52,33 @@ class Kind(Protocol):
         """Return the element that acts like ``first`` followed by ``second``."""
 
     def on_fisher(self, element: Tensor) -> Tensor | None:
-        """Return the element that moves a diagonal Fisher, None if the diagonal is not enough.
+        """Return the element that moves a diagonal Fisher, None if the diagonal is not
+        enough.
 
-        Gradients move by the inverse transpose, and signs have no effect on their squares. Permutations
-        move weights and squares alike.
+        Gradients move by the inverse transpose, and signs have no effect on their
+        squares. Permutations move weights and squares alike.
         """
         return element
 
     def moved(self, element: Tensor) -> Tensor:
-        """Return which of the ``units`` heads or neurons the element moves, bool ``[units]``."""
+        """Return which of the ``units`` heads or neurons the element moves, bool
+        ``[units]``.
+        """
 
     def angle(self, element: Tensor) -> float:
         """Return the average angle of a rotation in degrees; 0 for other actions."""
         return 0.0
 
     def contains(self, element: Tensor) -> bool:
-        """Return whether a tensor is an element of this group, up to rounding in float32."""
+        """Return whether a tensor is an element of this group, up to rounding in
+        float32.
+        """
 
 
 class Orders(Kind):
-    """Orders of the last axis of an element, int64 of ``shape``; other axes are batches."""
+    """Orders of the last axis of an element, int64 of ``shape``; other axes are
+    batches.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,7 +94,9 @@ class Orders(Kind):
 
     def random(self, generator: torch.Generator) -> Tensor:
         *batches, n = self.shape
-        orders = [torch.randperm(n, generator=generator) for _ in range(math.prod(batches))]
+        orders = [
+            torch.randperm(n, generator=generator) for _ in range(math.prod(batches))
+        ]
         return torch.stack(orders).reshape(self.shape)
 
     def compose(self, second: Tensor, first: Tensor) -> Tensor:
@@ -92,12 +107,16 @@ class Orders(Kind):
 
     def contains(self, element: Tensor) -> bool:
         right = element.dtype == torch.int64 and tuple(element.shape) == self.shape
-        return right and bool((element.sort().values.cpu() == torch.arange(self.shape[-1])).all())
+        return right and bool(
+            (element.sort().values.cpu() == torch.arange(self.shape[-1])).all()
+        )
 
 
 @dataclass(frozen=True)
 class Permutation(Orders):
-    """All orders of ``n`` equal blocks; element ``e`` is an index ``[n]``: block ``i`` was ``e[i]``."""
+    """All orders of ``n`` equal blocks; element ``e`` is an index ``[n]``: block ``i``
+    was ``e[i]``.
+    """
 
     n: int
 
@@ -105,11 +124,17 @@ class Permutation(Orders):
     def shape(self) -> tuple[int, ...]:
         return (self.n,)
 
-    def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
+    def act(
+        self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False
+    ) -> Tensor:
         index = element.to(x.device)
         if x.shape[axis] == self.n:
             return x.index_select(axis, index)
-        return x.unflatten(axis, (self.n, -1)).index_select(axis, index).flatten(axis, axis + 1)
+        return (
+            x.unflatten(axis, (self.n, -1))
+            .index_select(axis, index)
+            .flatten(axis, axis + 1)
+        )
 
 
 @dataclass(frozen=True)
@@ -121,9 +146,11 @@ class HeadPermutation(Permutation):
 
 @dataclass(frozen=True)
 class QueryPermutation(Orders):
-    """The orders of the ``n`` query heads that share a key head, in each of ``groups`` groups.
+    """The orders of the ``n`` query heads that share a key head, in each of ``groups``
+    groups.
 
-    Element ``e`` is ``[groups, n]``: head ``i`` of group ``g`` was its head ``e[g, i]``.
+    Element ``e`` is ``[groups, n]``: head ``i`` of group ``g`` was its head ``e[g,
+    i]``.
     """
 
     stage: ClassVar[str] = "queries"
@@ -135,17 +162,21 @@ class QueryPermutation(Orders):
     def shape(self) -> tuple[int, ...]:
         return (self.groups, self.n)
 
-    def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
+    def act(
+        self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False
+    ) -> Tensor:
         first = self.n * torch.arange(self.groups, device=element.device)
-        return Permutation(self.units).act((first[:, None] + element).flatten(), x, axis)
+        return Permutation(self.units).act(
+            (first[:, None] + element).flatten(), x, axis
+        )
 
 
 @dataclass(frozen=True)
 class InsideHeads(Kind):
     """An action inside each of ``heads`` key heads, on ``dim`` units of a head.
 
-    If an axis has several times ``heads * dim`` entries, it holds query heads that share a key head:
-    consecutive query heads are moved by the same element.
+    If an axis has several times ``heads * dim`` entries, it holds query heads that
+    share a key head: consecutive query heads are moved by the same element.
     """
 
     stage: ClassVar[str] = "attention"
@@ -160,30 +191,40 @@ class InsideHeads(Kind):
 
 @dataclass(frozen=True)
 class HeadRotation(InsideHeads):
-    """``O(dim)`` in each of ``heads`` heads, reflections included; an element is ``[heads, dim, dim]``.
+    """``O(dim)`` in each of ``heads`` heads, reflections included; an element is
+    ``[heads, dim, dim]``.
 
-    Source: Zhang et al. 2025, Eq. 5 and Theorem 4.1 (orthogonal part of the head's symmetry).
+    Source: Zhang et al. 2025, Eq. 5 and Theorem 4.1 (orthogonal part of the head's
+    symmetry).
     """
 
     @property
     def free(self) -> int:
         return self.heads * self.dim * (self.dim - 1) // 2
 
-    def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
+    def act(
+        self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False
+    ) -> Tensor:
         if x.ndim == 2 and axis == 1 and x.shape[1] == self.heads * self.dim:
             # The general case would copy the transposed matrix twice.
             heads = x.unflatten(1, (self.heads, self.dim)).transpose(0, 1)
             return (heads @ element.to(x).mT).transpose(0, 1).flatten(1)
         leading = x.movedim(axis, 0)
         blocks = leading.reshape(self.heads, -1, self.dim, leading[0].numel())
-        return (element.to(x).unsqueeze(1) @ blocks).reshape(leading.shape).movedim(0, axis)
+        return (
+            (element.to(x).unsqueeze(1) @ blocks)
+            .reshape(leading.shape)
+            .movedim(0, axis)
+        )
 
     def inverse(self, element: Tensor) -> Tensor:
         return element.mT
 
     def random(self, generator: torch.Generator) -> Tensor:
         shape = (self.heads, self.dim, self.dim)
-        q, r = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64))
+        q, r = torch.linalg.qr(
+            torch.randn(shape, generator=generator, dtype=torch.float64)
+        )
         # Without the signs of R's diagonal, Q would not be uniform on O(dim).
         return q * torch.sign(torch.diagonal(r, dim1=-2, dim2=-1)).unsqueeze(-2)
 
@@ -199,7 +240,9 @@ class HeadRotation(InsideHeads):
         return (element - eye).abs().amax(dim=(-2, -1)) > 1e-6
 
     def exponential(self, parameter: Tensor) -> Tensor:
-        """Return ``exp(X - X^T)``, a rotation, for any matrices ``X`` ``[heads, dim, dim]``."""
+        """Return ``exp(X - X^T)``, a rotation, for any matrices ``X`` ``[heads, dim,
+        dim]``.
+        """
         return torch.matrix_exp(parameter - parameter.mT)
 
     def angle(self, element: Tensor) -> float:
@@ -210,10 +253,17 @@ class HeadRotation(InsideHeads):
         if not is_real(element, (self.heads, self.dim, self.dim)):
             return False
         eye = torch.eye(self.dim, dtype=torch.float64, device=element.device)
-        return bool(((element.double() @ element.double().mT - eye).abs() <= 1e-4).all())
+        return bool(
+            ((element.double() @ element.double().mT - eye).abs() <= 1e-4).all()
+        )
 
 
 def is_real(element: Tensor, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor has this shape and finite entries in float32 or float64."""
-    right = element.dtype in (torch.float32, torch.float64) and tuple(element.shape) == shape
+    """Return whether a tensor has this shape and finite entries in float32 or
+    float64.
+    """
+    right = (
+        element.dtype in (torch.float32, torch.float64)
+        and tuple(element.shape) == shape
+    )
     return right and bool(torch.isfinite(element).all())

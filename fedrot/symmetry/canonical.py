@@ -1,4 +1,6 @@
-"""``canonical``: redundant biases become 0, and gains of norms are folded into the next weights."""
+"""``canonical``: redundant biases become 0, and gains of norms are folded into the next
+weights.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,17 @@ from fedrot.tensors import along_axis, check_update, compute_dtype, full_float32
 def canonical(tensors: Mapping[str, Tensor], symmetry: Symmetry) -> dict[str, Tensor]:
     """Return tensors of the same function in canonical form.
 
-    * If the residual stream can be rotated (``symmetry.folds``), the gains of its norms become 1: each
-      gain is folded into the weights that read the norm, and the norm's bias into their biases, if all
-      of them have one. Under LayerNorm, the weights that write the stream are centred. A weight that
-      reads a norm and was tied to an embedding becomes a separate tensor: the model must then have
+    * If the residual stream can be rotated (``symmetry.folds``), the gains of its norms
+      become 1: each gain is folded into the weights that read the norm, and the norm's
+      bias into their biases, if all of them have one. Under LayerNorm, the weights that
+      write the stream are centred. A weight that reads a norm and was tied to an
+      embedding becomes a separate tensor: the model must then have
       ``tie_word_embeddings=False``.
-    * Redundant attention biases become 0. A key's bias adds the same number to every score of a softmax.
-      A value's bias adds a constant to the block's output; this constant is moved to the bias of the
-      output projection: ``b_O <- b_O + sum_h O_h b_V``. Other biases stay: a key's bias under rotary
-      positions, and a value's bias if the output projection has no bias.
+    * Redundant attention biases become 0. A key's bias adds the same number to every
+      score of a softmax. A value's bias adds a constant to the block's output; this
+      constant is moved to the bias of the output projection: ``b_O <- b_O + sum_h O_h
+      b_V``. Other biases stay: a key's bias under rotary positions, and a value's bias
+      if the output projection has no bias.
 
     The input is not changed. Unchanged tensors are returned as the same objects.
 
@@ -34,8 +38,8 @@ def canonical(tensors: Mapping[str, Tensor], symmetry: Symmetry) -> dict[str, Te
     Sources: Ashkboos et al. 2024 (SliceGPT), section 3; Zhang et al. 2025, Theorem 4.1.
 
     Raises:
-        UpdateError: the tensors differ from the symmetry's, or a norm has a bias at a gain of 0 that
-            cannot be folded.
+        UpdateError: the tensors differ from the symmetry's, or a norm has a bias at a
+            gain of 0 that cannot be folded.
         SymmetryError: ``symmetry`` is not a ``Symmetry``.
     """
     check_symmetry(symmetry)
@@ -65,7 +69,9 @@ class CanonicalView(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         part = self._symmetry.around([name])
-        return canonical({other: self._tensors[other] for other in part.shapes}, part)[name]
+        return canonical({other: self._tensors[other] for other in part.shapes}, part)[
+            name
+        ]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -75,28 +81,38 @@ class CanonicalView(Mapping[str, Tensor]):
 
 
 def check_rotates(symmetry: Symmetry) -> None:
-    """Raise ``SymmetryError`` if tied tensors prevent a rotation of the residual stream."""
+    """Raise ``SymmetryError`` if tied tensors prevent a rotation of the residual
+    stream.
+    """
     if symmetry.rotated and symmetry.untied:
         names = " and ".join(f"'{name}'" for name in symmetry.untied[0])
         raise SymmetryError(
-            f"The tensors {names} are tied, so the residual stream cannot be rotated. Start from a "
-            "model with tie_word_embeddings=False, or align with canonical=False."
+            f"The tensors {names} are tied, so the residual stream cannot be rotated. "
+            "Start from a model with tie_word_embeddings=False, or align with "
+            "canonical=False."
         )
 
 
 def check_folded(tensors: Mapping[str, Tensor], symmetry: Symmetry) -> None:
-    """Raise ``UpdateError`` if the symmetry rotates a stream and a gain of its norms is not 1."""
+    """Raise ``UpdateError`` if the symmetry rotates a stream and a gain of its norms is
+    not 1.
+    """
     for fold in symmetry.folds if symmetry.rotates else ():
         if not bool((tensors[fold.gain] == 1).all()):
             raise UpdateError(
-                f"The norm '{fold.gain}' has a gain other than 1, so the residual stream cannot be "
-                "rotated. Fold the gains first: fedrot.canonical(tensors, symmetry)."
+                f"The norm '{fold.gain}' has a gain other than 1, so the residual "
+                "stream cannot be rotated. Fold the gains first: "
+                "fedrot.canonical(tensors, symmetry)."
             )
 
 
 def _fold(out: dict[str, Tensor], fold: Fold) -> None:
-    """Fold a norm's gain into its readers' weights, and its bias into their biases if all have one."""
-    if bool((out[fold.gain] == 1).all()) and not (fold.bias and bool(out[fold.bias].any())):
+    """Fold a norm's gain into its readers' weights, and its bias into their biases if
+    all have one.
+    """
+    if bool((out[fold.gain] == 1).all()) and not (
+        fold.bias and bool(out[fold.bias].any())
+    ):
         return
     dtype = compute_dtype(out[fold.gain])
     gain = out[fold.gain].detach().to(dtype)
@@ -109,20 +125,29 @@ def _fold(out: dict[str, Tensor], fold: Fold) -> None:
             own = out[reader.bias].detach()
             added = torch.tensordot(wide, bias.to(wide), dims=([reader.axis], [0]))
             out[reader.bias] = (own.to(added.dtype) + added).to(own.dtype)
-        out[reader.weight] = wide.mul_(along_axis(gain, reader.axis, wide)).to(weight.dtype)
+        out[reader.weight] = wide.mul_(along_axis(gain, reader.axis, wide)).to(
+            weight.dtype
+        )
     if bias is not None:
         if not fold.holds_bias and bool(((gain == 0) & (bias != 0)).any()):
             raise UpdateError(
-                f"The gain of the norm '{fold.gain}' cannot be folded: a unit has a bias and a gain of "
-                "0, and a layer that reads the norm has no bias. Align with canonical=False."
+                f"The gain of the norm '{fold.gain}' cannot be folded: a unit has a "
+                "bias and a gain of 0, and a layer that reads the norm has no bias. "
+                "Align with canonical=False."
             )
-        left = torch.zeros_like(bias) if fold.holds_bias else torch.where(gain == 0, 0, bias / gain)
+        left = (
+            torch.zeros_like(bias)
+            if fold.holds_bias
+            else torch.where(gain == 0, 0, bias / gain)
+        )
         out[fold.bias] = left.to(out[fold.bias].dtype)
     out[fold.gain] = torch.ones_like(out[fold.gain])
 
 
 def _drop(out: dict[str, Tensor], redundant: RedundantBias) -> None:
-    """Set a redundant attention bias to 0, and add its effect to the output projection's bias."""
+    """Set a redundant attention bias to 0, and add its effect to the output
+    projection's bias.
+    """
     name, entries = redundant.bias.tensor, redundant.bias.slice
     before = out[name]
     after = before.detach().clone()
@@ -138,7 +163,9 @@ def _drop(out: dict[str, Tensor], redundant: RedundantBias) -> None:
 
 
 def per_query(bias: Tensor, redundant: RedundantBias, size: int) -> Tensor:
-    """Return the constant that a value's bias adds to the ``size`` inputs of the output projection."""
+    """Return the constant that a value's bias adds to the ``size`` inputs of the output
+    projection.
+    """
     entries = redundant.bias.slice.of(bias, 0)
     by_head = entries.unflatten(0, (redundant.heads, -1))
     return by_head.repeat_interleave(size // len(entries), 0).flatten()

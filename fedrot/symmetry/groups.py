@@ -1,4 +1,6 @@
-"""A model's symmetry as data: ``Symmetry``, its groups, slots and slices, and moves by its elements."""
+"""A model's symmetry as data: ``Symmetry``, its groups, slots and slices, and moves by
+its elements.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,12 @@ NO_LAYER = -1
 
 @dataclass(frozen=True)
 class Slice:
-    """Entries of an axis: ``[start, stop)``, or only ``[low, high)`` of each block of ``every`` entries.
+    """Entries of an axis: ``[start, stop)``, or only ``[low, high)`` of each block of
+    ``every`` entries.
 
-    Blocks are for fused projections, which store queries, keys and values of each head together, and for
-    partial rotary positions, which rotate the first entries of each head.
+    Blocks are for fused projections, which store queries, keys and values of each head
+    together, and for partial rotary positions, which rotate the first entries of each
+    head.
     """
 
     start: int
@@ -49,11 +53,15 @@ class Slice:
         return whole // self.every * (self.high - self.low) if self.every else whole
 
     def view(self, x: Tensor, axis: int) -> Tensor:
-        """Return the slice of ``x`` as a view, with two axes ``[blocks, high - low]`` for blocks."""
+        """Return the slice of ``x`` as a view, with two axes ``[blocks, high - low]``
+        for blocks.
+        """
         found = x.narrow(axis, self.start, self.stop - self.start)
         if not self.every:
             return found
-        return found.unflatten(axis, (-1, self.every)).narrow(axis + 1, self.low, self.high - self.low)
+        return found.unflatten(axis, (-1, self.every)).narrow(
+            axis + 1, self.low, self.high - self.low
+        )
 
     def of(self, x: Tensor, axis: int) -> Tensor:
         """Return the slice of ``x`` on one axis, as a view if possible."""
@@ -76,8 +84,9 @@ class Slice:
 class Slot:
     """A slice of one axis of one tensor, on the co- or contravariant side of a group.
 
-    ``unsigned``: signs of an element are ignored (gain of an RMSNorm, gate of a gated feed-forward).
-    ``experts``: axis 0 is the number of experts; each expert has its own units on ``axis``.
+    ``unsigned``: signs of an element are ignored (gain of an RMSNorm, gate of a gated
+    feed-forward). ``experts``: axis 0 is the number of experts; each expert has its own
+    units on ``axis``.
     """
 
     tensor: str
@@ -97,7 +106,8 @@ class Slot:
         return self.slice.of(tensor, self.axis)
 
     def rows(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return this slice as a matrix ``[size, rest]`` of ``dtype``, as a view if possible.
+        """Return this slice as a matrix ``[size, rest]`` of ``dtype``, as a view if
+        possible.
 
         With ``experts`` it is ``[experts * size, rest]``.
         """
@@ -114,7 +124,8 @@ class Group:
 
     Attributes:
         layer: ``NO_LAYER`` if the group acts on the whole model.
-        within: the name of the head permutation that moves this group's heads as a whole, if any.
+        within: the name of the head permutation that moves this group's heads as a
+            whole, if any.
     """
 
     name: str
@@ -129,13 +140,14 @@ class Group:
 class RedundantBias:
     """An attention bias that can be 0 without changing the function.
 
-    A key's bias adds the same number to every score of a softmax. A value's bias adds a constant to the
-    block's output, as the bias of the output projection does.
+    A key's bias adds the same number to every score of a softmax. A value's bias adds a
+    constant to the block's output, as the bias of the output projection does.
 
     Attributes:
         bias: the entries of the bias.
         heads: the number of its heads.
-        read: the inputs of the output projection that contain the bias; None for a key's bias.
+        read: the inputs of the output projection that contain the bias; None for a
+            key's bias.
         taken_up: the output projection's bias, to which the constant is added.
     """
 
@@ -146,7 +158,9 @@ class RedundantBias:
 
     @property
     def tensors(self) -> set[str]:
-        """The names of all tensors that are read or changed when the bias is dropped."""
+        """The names of all tensors that are read or changed when the bias is
+        dropped.
+        """
         read = {self.read.tensor} if self.read is not None else set()
         return {self.bias.tensor, self.taken_up, *read} - {""}
 
@@ -158,11 +172,14 @@ class Symmetry:
     Attributes:
         groups: in the order in which their elements are applied.
         shapes: of every tensor of the model, moved or not.
-        tied: the sets of names that share storage; empty if the symmetry was built from shapes alone.
+        tied: the sets of names that share storage; empty if the symmetry was built from
+            shapes alone.
         refused: the parts that cannot be moved in this model, with the reason.
         redundant_biases: see ``fedrot.canonical``.
-        folds: the norms of the residual streams that can be rotated, see ``fedrot.canonical``.
-        centred: the axes, by name of the tensor, on which canonical tensors have mean 0.
+        folds: the norms of the residual streams that can be rotated, see
+            ``fedrot.canonical``.
+        centred: the axes, by name of the tensor, on which canonical tensors have mean
+            0.
         unfolded: the residual streams that can only be permuted, with the reason.
         rotates: whether the streams with ``folds`` are rotated; see ``rotated``.
     """
@@ -181,7 +198,8 @@ class Symmetry:
 
     @cached_property
     def rotated(self) -> Symmetry:
-        """The symmetry of canonical tensors: streams with folded norms are rotated, not permuted.
+        """The symmetry of canonical tensors: streams with folded norms are rotated, not
+        permuted.
 
         Raises:
             SymmetryError: there is no such stream.
@@ -192,7 +210,8 @@ class Symmetry:
         if not streams:
             reason = next(iter(self.unfolded.values()), "the model has no such stream")
             raise SymmetryError(
-                f"The residual stream cannot be rotated: {reason}. Permute it with canonical=False."
+                f"The residual stream cannot be rotated: {reason}. Permute it with "
+                "canonical=False."
             )
         gains = {fold.gain for fold in self.folds}
         centred = {name for name, _ in self.centred}
@@ -200,58 +219,85 @@ class Symmetry:
         for group in self.groups:
             if group.name in streams:
                 slots = tuple(slot for slot in group.slots if slot.tensor not in gains)
-                kind = StreamRotation(1, slots[0].size, any(s.tensor in centred for s in slots))
+                kind = StreamRotation(
+                    1, slots[0].size, any(s.tensor in centred for s in slots)
+                )
                 group = replace(group, kind=kind, slots=slots)
             groups.append(group)
-        alike = (tuple(n for n in names if n not in self.readers) for names in self.tied)
+        alike = (
+            tuple(n for n in names if n not in self.readers) for names in self.tied
+        )
         tied = tuple(names for names in alike if len(names) > 1)
         return replace(self, groups=tuple(groups), tied=tied, rotates=True)
 
     @property
     def can_rotate(self) -> bool:
-        """True if the model has a stream that can be rotated, and no tied tensors prevent this."""
+        """True if the model has a stream that can be rotated, and no tied tensors
+        prevent this.
+        """
         return bool(self.folds) and not self.untied
 
     @property
     def untied(self) -> tuple[tuple[str, ...], ...]:
-        """The tied tensors that are separate in canonical form: embeddings that also read a norm."""
-        return tuple(names for names in self.tied if 0 < len(self.readers & {*names}) < len(names))
+        """The tied tensors that are separate in canonical form: embeddings that also
+        read a norm.
+        """
+        return tuple(
+            names
+            for names in self.tied
+            if 0 < len(self.readers & {*names}) < len(names)
+        )
 
     @cached_property
     def readers(self) -> frozenset[str]:
         """The weights that read the norms of ``folds``."""
-        return frozenset(reader.weight for fold in self.folds for reader in fold.readers)
+        return frozenset(
+            reader.weight for fold in self.folds for reader in fold.readers
+        )
 
     def around(self, names: Collection[str]) -> Symmetry:
-        """Return the symmetry without groups that suffices for the canonical form of some tensors.
+        """Return the symmetry without groups that suffices for the canonical form of
+        some tensors.
 
-        Its ``shapes`` are these tensors, and the tensors that folds and redundant biases connect to
-        them.
+        Its ``shapes`` are these tensors, and the tensors that folds and redundant
+        biases connect to them.
         """
         chosen, size = {*names}, -1
-        bound = [fold.tensors for fold in self.folds] + [r.tensors for r in self.redundant_biases]
+        bound = [fold.tensors for fold in self.folds] + [
+            r.tensors for r in self.redundant_biases
+        ]
         while len(chosen) != size:
             size = len(chosen)
             chosen = chosen.union(*(tensors for tensors in bound if tensors & chosen))
         return self.restricted(chosen)
 
-    def restricted(self, names: Collection[str], groups: tuple[Group, ...] = ()) -> Symmetry:
+    def restricted(
+        self, names: Collection[str], groups: tuple[Group, ...] = ()
+    ) -> Symmetry:
         """Return the symmetry of some tensors only, with these groups.
 
-        ``names`` must contain all tensors of a fold or of a redundant bias, or none of them.
+        ``names`` must contain all tensors of a fold or of a redundant bias, or none of
+        them.
         """
         return replace(
             self,
             groups=groups,
-            shapes={name: shape for name, shape in self.shapes.items() if name in names},
+            shapes={
+                name: shape for name, shape in self.shapes.items() if name in names
+            },
             tied=(),
-            redundant_biases=tuple(r for r in self.redundant_biases if r.bias.tensor in names),
+            redundant_biases=tuple(
+                r for r in self.redundant_biases if r.bias.tensor in names
+            ),
             folds=tuple(fold for fold in self.folds if fold.gain in names),
             centred=tuple(place for place in self.centred if place[0] in names),
         )
 
-    def select(self, parts: Sequence[str], layers: tuple[int, ...] | None = None) -> tuple[Group, ...]:
-        """Return the groups of the given parts and layers (all layers if None), in order.
+    def select(
+        self, parts: Sequence[str], layers: tuple[int, ...] | None = None
+    ) -> tuple[Group, ...]:
+        """Return the groups of the given parts and layers (all layers if None), in
+        order.
 
         Groups of the whole model are selected by part only.
 
@@ -261,18 +307,21 @@ class Symmetry:
         for part in parts:
             if part in self.refused:
                 raise SymmetryError(
-                    f"Part '{part}' cannot be moved: {self.refused[part]} Leave '{part}' out of the "
-                    "parts."
+                    f"Part '{part}' cannot be moved: {self.refused[part]} Leave "
+                    f"'{part}' out of the parts."
                 )
         return tuple(
             group
             for group in self.groups
-            if group.part in parts and (layers is None or group.layer in (NO_LAYER, *layers))
+            if group.part in parts
+            and (layers is None or group.layer in (NO_LAYER, *layers))
         )
 
 
 def check_symmetry(symmetry: object) -> None:
-    """Raise ``SymmetryError`` if the argument is not a ``Symmetry`` (a configuration, for example)."""
+    """Raise ``SymmetryError`` if the argument is not a ``Symmetry`` (a configuration,
+    for example).
+    """
     if not isinstance(symmetry, Symmetry):
         raise SymmetryError(
             f"The symmetry is a {type(symmetry).__name__}; build it first with "
@@ -293,10 +342,14 @@ class Move:
         return Move(self.group, self.group.kind.inverse(self.element))
 
     def on(self, tensor: Tensor, slot: Slot) -> Tensor:
-        """Return a contiguous copy of a tensor with one slot moved, in the same dtype."""
+        """Return a contiguous copy of a tensor with one slot moved, in the same
+        dtype.
+        """
         element = self.element.abs() if slot.unsigned else self.element
         part = slot.of(tensor.detach()).to(compute_dtype(tensor))
-        moved = self.group.kind.act(element, part, slot.axis, slot.contravariant).to(tensor.dtype)
+        moved = self.group.kind.act(element, part, slot.axis, slot.contravariant).to(
+            tensor.dtype
+        )
         if slot.size == tensor.shape[slot.axis]:
             return moved.contiguous()
         out = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -306,7 +359,9 @@ class Move:
 
 @full_float32()
 def apply_moves(tensors: Tensors, moves: Iterable[Move]) -> dict[str, Tensor]:
-    """Return a new dictionary with the moves applied in order; untouched tensors are shared."""
+    """Return a new dictionary with the moves applied in order; untouched tensors are
+    shared.
+    """
     out = dict(tensors)
     with torch.no_grad():
         for move in moves:

@@ -1,4 +1,6 @@
-"""``resolve``: the ``Symmetry`` of a model from its family's description and its tensors."""
+"""``resolve``: the ``Symmetry`` of a model from its family's description and its
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from torch import Tensor
 from fedrot.errors import SymmetryError
 from fedrot.symmetry.describe.family import Family
 from fedrot.symmetry.describe.layers import Block
-from fedrot.symmetry.describe.spaces import Axes, Space, merged, read_to_the_end, space_of, spaces_of
+from fedrot.symmetry.describe.spaces import (
+    Axes,
+    Space,
+    merged,
+    read_to_the_end,
+    space_of,
+    spaces_of,
+)
 from fedrot.symmetry.groups import NO_LAYER, Group, Slice, Slot, Symmetry
 from fedrot.symmetry.signs import SignedPermutation
 from fedrot.symmetry.stream import Fold, folds_of, without_mean
@@ -23,11 +32,12 @@ from fedrot.tensors import unusable
 #: A state dict, or the shapes of one.
 TensorsOrShapes = Mapping[str, Tensor] | Mapping[str, Sequence[int]]
 
-#: Prefix for a tensor outside the encoder whose module has the name of a module of the encoder. No
-#: family has this prefix, so the tensor is not in the description.
+#: Prefix for a tensor outside the encoder whose module has the name of a module of the
+#: encoder. No family has this prefix, so the tensor is not in the description.
 _BESIDE = "(beside the encoder) "
 
-#: Pieces that wrappers insert into names: data parallel, compiled, sharded, adapted models.
+#: Pieces that wrappers insert into names: data parallel, compiled, sharded, adapted
+#: models.
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "base_layer"})
 
 #: The dtypes that can be moved. Weights of smaller floating-point types are quantised.
@@ -39,12 +49,15 @@ _ADAPTERS = re.compile(
 )
 
 
-def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]) -> Symmetry:
+def resolve(
+    config: object, tensors: TensorsOrShapes, families: Sequence[Family]
+) -> Symmetry:
     """Return the symmetry of a model; see ``symmetry_of``."""
     settings = settings_of(config)
     if not isinstance(tensors, Mapping):
         raise SymmetryError(
-            f"The model is a {type(tensors).__name__}, not tensors by name; pass model.state_dict()."
+            f"The model is a {type(tensors).__name__}, not tensors by name; pass "
+            "model.state_dict()."
         )
     for name, tensor in tensors.items():
         on_meta = isinstance(tensor, Tensor) and tensor.is_meta
@@ -63,32 +76,51 @@ def resolve(config: object, tensors: TensorsOrShapes, families: Sequence[Family]
     ]:
         if name not in names:
             raise SymmetryError(
-                f"The tensor '{prefix}{name}' of family '{family.name}' is missing. Pass the "
-                f"complete state dict of a model with {layers} layers."
+                f"The tensor '{prefix}{name}' of family '{family.name}' is missing. "
+                f"Pass the complete state dict of a model with {layers} layers."
             )
-    unplaced = [name for name in names if name not in body.axes and name not in task_heads]
+    unplaced = [
+        name for name in names if name not in body.axes and name not in task_heads
+    ]
     for name in unplaced:
         if name.startswith(tuple(f"{stack}." for stack in family.stacks)):
             raise SymmetryError(_unplaced(names[name], family, families))
-    missing = [name for name in body.axes if name not in names and not name.endswith(".bias")]
+    missing = [
+        name for name in body.axes if name not in names and not name.endswith(".bias")
+    ]
     inside = _renamed(body, names)
     heads = {names[name]: axes for name, axes in task_heads.items() if name in names}
     across, refused = _across_layers(inside.axes, heads, shapes, family.spaces)
     refused |= body.refused
     refused |= _refusals([names[name] for name in unplaced], missing)
     groups = (*(group for group in across if group.part not in refused), *inside.groups)
-    folds, centred, unfolded = _foldable(groups, merged(inside.axes, heads), inside.norms)
+    folds, centred, unfolded = _foldable(
+        groups, merged(inside.axes, heads), inside.norms
+    )
     _check_slots(groups, tensors, shapes, family)
     tied = tied_tensors(tensors)
     _check_ties(groups, tied, family)
     biases = inside.redundant_biases
-    return Symmetry(family.name, layers, groups, shapes, tied, refused, biases, folds, centred, unfolded)
+    return Symmetry(
+        family.name,
+        layers,
+        groups,
+        shapes,
+        tied,
+        refused,
+        biases,
+        folds,
+        centred,
+        unfolded,
+    )
 
 
 def _foldable(
     groups: Sequence[Group], axes: Axes, norms: Mapping[str, tuple[str, ...]]
 ) -> tuple[tuple[Fold, ...], tuple[tuple[str, int], ...], dict[str, str]]:
-    """Return the norms to fold, the axes to centre, and the other streams with the reason."""
+    """Return the norms to fold, the axes to centre, and the other streams with the
+    reason.
+    """
     folds: list[Fold] = []
     centred: list[tuple[str, int]] = []
     unfolded: dict[str, str] = {}
@@ -105,7 +137,9 @@ def _foldable(
 
 
 def _renamed(body: Block, names: Mapping[str, str]) -> Block:
-    """Return the body with the model's names of tensors, without tensors that the model lacks."""
+    """Return the body with the model's names of tensors, without tensors that the model
+    lacks.
+    """
 
     def real(slot: Slot) -> Slot:
         return replace(slot, tensor=names[slot.tensor])
@@ -116,12 +150,17 @@ def _renamed(body: Block, names: Mapping[str, str]) -> Block:
         axes={names[name]: axes for name, axes in body.axes.items() if name in names},
         redundant_biases=tuple(
             replace(
-                r, bias=real(r.bias), read=r.read and real(r.read), taken_up=names.get(r.taken_up, "")
+                r,
+                bias=real(r.bias),
+                read=r.read and real(r.read),
+                taken_up=names.get(r.taken_up, ""),
             )
             for r in body.redundant_biases
         ),
         norms={
-            names[f"{module}.weight"]: tuple(names[weight] for weight in weights if weight in names)
+            names[f"{module}.weight"]: tuple(
+                names[weight] for weight in weights if weight in names
+            )
             for module, weights in body.norms.items()
             if f"{module}.weight" in names
         },
@@ -135,22 +174,27 @@ def _described(
         return family.describe(settings, names)
     except KeyError as missing:
         raise SymmetryError(
-            f"The config has no {missing}, which family '{family.name}' needs. Pass the complete "
-            "transformers configuration of the model."
+            f"The config has no {missing}, which family '{family.name}' needs. Pass "
+            "the complete transformers configuration of the model."
         ) from missing
     except SymmetryError:
         raise
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise SymmetryError(
-            f"The config does not describe a model of family '{family.name}': {error}. Pass the "
-            "transformers configuration that the model was built from."
+            f"The config does not describe a model of family '{family.name}': {error}. "
+            "Pass the transformers configuration that the model was built from."
         ) from error
 
 
 def _across_layers(
-    body: Axes, task_heads: Axes, shapes: Mapping[str, tuple[int, ...]], spaces: Mapping[str, Space]
+    body: Axes,
+    task_heads: Axes,
+    shapes: Mapping[str, tuple[int, ...]],
+    spaces: Mapping[str, Space],
 ) -> tuple[list[Group], dict[str, str]]:
-    """Return a group for every space that may be moved, and the parts that are refused."""
+    """Return a group for every space that may be moved, and the parts that are
+    refused.
+    """
     axes_of = merged(body, task_heads)
     streams = spaces_of(body)
     slots: dict[str, list[Slot]] = {}
@@ -166,14 +210,19 @@ def _across_layers(
                 found.append(Slot(name, axis, whole, unsigned=entry.startswith("|")))
                 fits = fits and whole == found[0].slice
         if not fits:
-            reason = f"the tensor '{name}' of shape {list(shape)} does not fit other tensors."
+            reason = (
+                f"the tensor '{name}' of shape {list(shape)} does not fit other "
+                "tensors."
+            )
             refused = {"residual": reason, "output": reason}
-    ends = read_to_the_end({n: axes for n, axes in axes_of.items() if n in task_heads or axes[0]})
+    ends = read_to_the_end(
+        {n: axes for n, axes in axes_of.items() if n in task_heads or axes[0]}
+    )
     if not streams <= ends:
         refused.setdefault(
             "residual",
-            "no task head reads the residual stream, so the stream is the model's output; describe the "
-            "model together with its task head.",
+            "no task head reads the residual stream, so the stream is the model's "
+            "output; describe the model together with its task head.",
         )
     groups = []
     for space in (space for space in slots if space in ends):
@@ -184,7 +233,9 @@ def _across_layers(
 
 
 def _refusals(unplaced: Sequence[str], missing: Sequence[str]) -> dict[str, str]:
-    """Return the parts across layers that cannot be moved because of these tensors, with the reason."""
+    """Return the parts across layers that cannot be moved because of these tensors,
+    with the reason.
+    """
     if unplaced:
         reason = (
             f"the tensor '{unplaced[0]}' ({len(unplaced)} in all) is not in the "
@@ -192,7 +243,9 @@ def _refusals(unplaced: Sequence[str], missing: Sequence[str]) -> dict[str, str]
         )
         return {"residual": reason, "output": reason}
     if missing:
-        return {"residual": f"the tensor '{missing[0]}' is missing; pass the whole model."}
+        return {
+            "residual": f"the tensor '{missing[0]}' is missing; pass the whole model."
+        }
     return {}
 
 
@@ -202,14 +255,16 @@ def settings_of(config: object) -> Mapping[str, Any]:
     settings = to_dict() if callable(to_dict) else config
     if not isinstance(settings, Mapping):
         raise SymmetryError(
-            f"The config is a {type(config).__name__}; pass a transformers configuration, model.config, "
-            "or its dictionary."
+            f"The config is a {type(config).__name__}; pass a transformers "
+            "configuration, model.config, or its dictionary."
         )
     return settings
 
 
 def family_of(
-    settings: Mapping[str, Any], families: Sequence[Family], first_tensor: str | None = None
+    settings: Mapping[str, Any],
+    families: Sequence[Family],
+    first_tensor: str | None = None,
 ) -> Family:
     """Return the family of ``model_type``; raise ``SymmetryError`` if there is none."""
     model_type = settings.get("model_type")
@@ -218,8 +273,8 @@ def family_of(
             return family
     unplaced = f" First tensor: '{first_tensor}'." if first_tensor else ""
     raise SymmetryError(
-        f"The architecture '{model_type}' is not supported (config key 'model_type'); supported: "
-        f"{_supported(families)}.{unplaced}"
+        f"The architecture '{model_type}' is not supported (config key 'model_type'); "
+        f"supported: {_supported(families)}.{unplaced}"
     )
 
 
@@ -228,22 +283,27 @@ def _unwrapped(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     for name in shapes:
         if _ADAPTERS.search(name):
             raise SymmetryError(
-                f"The tensor '{name}' belongs to an adapter, which must move with the adapted weights. "
-                "Average LoRA adapters with fedrot.strategies.FedRotLoRA, or merge adapters into the "
-                "model first (peft: merge_and_unload), or pass only the base model's tensors."
+                f"The tensor '{name}' belongs to an adapter, which must move with the "
+                "adapted weights. Average LoRA adapters with "
+                "fedrot.strategies.FedRotLoRA, or merge adapters into the model first "
+                "(peft: merge_and_unload), or pass only the base model's tensors."
             )
         clean = ".".join(piece for piece in name.split(".") if piece not in _WRAPPERS)
         if clean in names:
             raise SymmetryError(
-                f"The tensors '{names[clean]}' and '{name}' differ only in a wrapper prefix. Pass "
-                "the state dict of one model."
+                f"The tensors '{names[clean]}' and '{name}' differ only in a wrapper "
+                "prefix. Pass the state dict of one model."
             )
         names[clean] = name
     return names
 
 
-def _without_prefix(names: Mapping[str, str], prefix: str, encoder: Collection[str]) -> dict[str, str]:
-    """Return the model's names by the family's names, which have no prefix such as ``bert.``."""
+def _without_prefix(
+    names: Mapping[str, str], prefix: str, encoder: Collection[str]
+) -> dict[str, str]:
+    """Return the model's names by the family's names, which have no prefix such as
+    ``bert.``.
+    """
     outer = prefix.rstrip(".").rpartition(".")[0]
     found = {}
     for name, real in names.items():
@@ -253,7 +313,9 @@ def _without_prefix(names: Mapping[str, str], prefix: str, encoder: Collection[s
     return found
 
 
-def _prefix(family: Family, names: Mapping[str, str], families: Sequence[Family]) -> str:
+def _prefix(
+    family: Family, names: Mapping[str, str], families: Sequence[Family]
+) -> str:
     """Return the prefix of the names of the family's stacks."""
     stacks = "|".join(map(re.escape, family.stacks))
     layer = re.compile(rf"((?:.+\.)?)(?:{stacks})\.\d+\.")
@@ -261,20 +323,21 @@ def _prefix(family: Family, names: Mapping[str, str], families: Sequence[Family]
     if not found:
         first = next(iter(names.values()), "(no tensors)")
         raise SymmetryError(
-            f"No tensor lies under '{family.stacks[0]}.0'. {_unplaced(first, family, families)}"
+            f"No tensor lies under '{family.stacks[0]}.0'. "
+            f"{_unplaced(first, family, families)}"
         )
     if len(found) > 1:
         raise SymmetryError(
-            f"Several stacks of family '{family.name}' were found, under the prefixes {found}. "
-            "Describe one model at a time."
+            f"Several stacks of family '{family.name}' were found, under the prefixes "
+            f"{found}. Describe one model at a time."
         )
     return found[0]
 
 
 def _unplaced(name: str, family: Family, families: Sequence[Family]) -> str:
     return (
-        f"The tensor '{name}' has no place in family '{family.name}', so moving other tensors could "
-        f"change the model's function. Supported: {_supported(families)}."
+        f"The tensor '{name}' has no place in family '{family.name}', so moving other "
+        f"tensors could change the model's function. Supported: {_supported(families)}."
     )
 
 
@@ -288,23 +351,26 @@ def _check_slots(
     shapes: Mapping[str, tuple[int, ...]],
     family: Family,
 ) -> None:
-    """Raise ``SymmetryError`` if a tensor has a dtype that cannot be moved, or another size."""
+    """Raise ``SymmetryError`` if a tensor has a dtype that cannot be moved, or another
+    size.
+    """
     ends: dict[tuple[str, int], int] = defaultdict(int)
     for slot in (slot for group in groups for slot in group.slots):
         t, key = tensors[slot.tensor], (slot.tensor, slot.axis)
         ends[key] = max(ends[key], slot.slice.stop)
         if isinstance(t, Tensor) and t.dtype not in _MOVABLE:
             raise SymmetryError(
-                f"The tensor '{slot.tensor}' is {t.dtype}: quantised weights cannot be moved. Load the "
-                "model without quantisation, or dequantise it (transformers: model.dequantize())."
+                f"The tensor '{slot.tensor}' is {t.dtype}: quantised weights cannot be "
+                "moved. Load the model without quantisation, or dequantise it "
+                "(transformers: model.dequantize())."
             )
     for (name, axis), end in ends.items():
         shape = shapes[name]
         if axis >= len(shape) or shape[axis] != end:
             raise SymmetryError(
-                f"The tensor '{name}' has shape {list(shape)}, but family '{family.name}' with this "
-                f"config needs length {end} on axis {axis}. Check that config and tensors belong "
-                "together."
+                f"The tensor '{name}' has shape {list(shape)}, but family "
+                f"'{family.name}' with this config needs length {end} on axis {axis}. "
+                "Check that config and tensors belong together."
             )
 
 
@@ -317,8 +383,12 @@ def tied_tensors(tensors: TensorsOrShapes) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(names) for names in places.values() if len(names) > 1)
 
 
-def _check_ties(groups: tuple[Group, ...], tied: tuple[tuple[str, ...], ...], family: Family) -> None:
-    """Raise ``SymmetryError`` if tensors that share storage would be moved differently."""
+def _check_ties(
+    groups: tuple[Group, ...], tied: tuple[tuple[str, ...], ...], family: Family
+) -> None:
+    """Raise ``SymmetryError`` if tensors that share storage would be moved
+    differently.
+    """
     moves: dict[str, set[object]] = defaultdict(set)
     for group in groups:
         for slot in group.slots:
@@ -326,6 +396,7 @@ def _check_ties(groups: tuple[Group, ...], tied: tuple[tuple[str, ...], ...], fa
     for names in tied:
         if any(moves[name] != moves[names[0]] for name in names):
             raise SymmetryError(
-                f"The tensors {list(names)} share storage, but family '{family.name}' would move them "
-                "separately. Models with shared layers need a family of their own."
+                f"The tensors {list(names)} share storage, but family '{family.name}' "
+                "would move them separately. Models with shared layers need a family "
+                "of their own."
             )

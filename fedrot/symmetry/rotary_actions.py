@@ -14,8 +14,9 @@ from fedrot.symmetry.actions import InsideHeads, is_real
 class _Rotary(InsideHeads):
     """The rotary frequencies of ``heads`` key heads of ``dim`` units.
 
-    Each frequency rotates two coordinates: ``f`` and ``f + dim / 2``, or ``2 f`` and ``2 f + 1`` if
-    ``interleaved``. Query heads that share a key head are moved by the key head's element.
+    Each frequency rotates two coordinates: ``f`` and ``f + dim / 2``, or ``2 f`` and
+    ``2 f + 1`` if ``interleaved``. Query heads that share a key head are moved by the
+    key head's element.
     """
 
     interleaved: bool = False
@@ -36,28 +37,37 @@ class _Rotary(InsideHeads):
 class RotaryPhases(_Rotary):
     """One angle for each of the ``dim / 2`` rotary frequencies of ``heads`` key heads.
 
-    An element is ``[heads, dim / 2]`` in radians. Rotary positions allow no other rotation of queries
-    and keys.
+    An element is ``[heads, dim / 2]`` in radians. Rotary positions allow no other
+    rotation of queries and keys.
 
-    Source: Su et al. 2021 (RoFormer), Eq. 34: these rotations commute with every rotary matrix.
+    Source: Su et al. 2021 (RoFormer), Eq. 34: these rotations commute with every rotary
+    matrix.
     """
 
     @property
     def free(self) -> int:
         return self.heads * self.dim // 2
 
-    def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
+    def act(
+        self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False
+    ) -> Tensor:
         leading = x.movedim(axis, 0)
         first, second = self.pairs(leading).unbind(2)
-        cos, sin = (part.to(x)[:, None, :, None] for part in (element.cos(), element.sin()))
-        turned = torch.stack([cos * first - sin * second, sin * first + cos * second], 2)
+        cos, sin = (
+            part.to(x)[:, None, :, None] for part in (element.cos(), element.sin())
+        )
+        turned = torch.stack(
+            [cos * first - sin * second, sin * first + cos * second], 2
+        )
         return self.joined(turned, leading.shape).movedim(0, axis)
 
     def inverse(self, element: Tensor) -> Tensor:
         return -element
 
     def random(self, generator: torch.Generator) -> Tensor:
-        uniform = torch.rand(self.heads, self.dim // 2, generator=generator, dtype=torch.float64)
+        uniform = torch.rand(
+            self.heads, self.dim // 2, generator=generator, dtype=torch.float64
+        )
         return torch.pi * (2 * uniform - 1)
 
     def compose(self, second: Tensor, first: Tensor) -> Tensor:
@@ -83,12 +93,16 @@ class RotaryPhases(_Rotary):
 
 @dataclass(frozen=True)
 class RotarySigns(_Rotary):
-    """One sign for each rotary frequency of ``heads`` key heads, ``[heads, dim / 2]`` of 1 and -1.
+    """One sign for each rotary frequency of ``heads`` key heads, ``[heads, dim / 2]``
+    of 1 and -1.
 
-    If queries and keys pass a norm with gains, no other ``RotaryPhases`` preserve the function.
+    If queries and keys pass a norm with gains, no other ``RotaryPhases`` preserve the
+    function.
     """
 
-    def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
+    def act(
+        self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False
+    ) -> Tensor:
         leading = x.movedim(axis, 0)
         pairs = self.pairs(leading) * element.to(x)[:, None, None, :, None]
         return self.joined(pairs, leading.shape).movedim(0, axis)
@@ -97,7 +111,9 @@ class RotarySigns(_Rotary):
         return element
 
     def random(self, generator: torch.Generator) -> Tensor:
-        return 2 * torch.randint(2, (self.heads, self.dim // 2), generator=generator) - 1
+        return (
+            2 * torch.randint(2, (self.heads, self.dim // 2), generator=generator) - 1
+        )
 
     def compose(self, second: Tensor, first: Tensor) -> Tensor:
         return second * first
@@ -109,5 +125,8 @@ class RotarySigns(_Rotary):
         return (element < 0).any(1)
 
     def contains(self, element: Tensor) -> bool:
-        right = element.dtype == torch.int64 and tuple(element.shape) == (self.heads, self.dim // 2)
+        right = element.dtype == torch.int64 and tuple(element.shape) == (
+            self.heads,
+            self.dim // 2,
+        )
         return right and bool((element.abs() == 1).all())

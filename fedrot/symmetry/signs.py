@@ -12,7 +12,9 @@ from fedrot.tensors import along_axis
 
 
 class SignedOrders(Orders):
-    """Orders and signs: unit ``i`` was ``sign(e[i])`` times unit ``|e[i]| - 1``, an index from 1."""
+    """Orders and signs: unit ``i`` was ``sign(e[i])`` times unit ``|e[i]| - 1``, an
+    index from 1.
+    """
 
     def inverse(self, element: Tensor) -> Tensor:
         order = torch.argsort(element.abs())
@@ -37,8 +39,12 @@ class SignedOrders(Orders):
 
 @dataclass(frozen=True)
 class SignedPermutation(SignedOrders, Permutation):
-    """All orders and signs of ``n`` units of an odd activation (or of an RMSNorm's stream)."""
+    """All orders and signs of ``n`` units of an odd activation (or of an RMSNorm's
+    stream).
+    """
 
-    def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
+    def act(
+        self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False
+    ) -> Tensor:
         moved = super().act(element.abs() - 1, x, axis)
         return moved * along_axis(element.sign(), axis, moved)

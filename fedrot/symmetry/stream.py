@@ -1,9 +1,11 @@
-"""Rotations of the residual stream of pre-norm models, and the norms that must be folded before.
+"""Rotations of the residual stream of pre-norm models, and the norms that must be
+folded before.
 
-Every block reads the stream through a norm, and the skip path has no gain. If the gains are folded into
-the weights that read the norms, any orthogonal ``Q`` may rotate the stream, because ``rms(Q x) =
-rms(x)``. LayerNorm also removes the mean of its input, so the weights that write the stream are centred,
-and ``Q`` must keep the vector of ones. (Ashkboos et al. 2024, SliceGPT, section 3; Theus et al. 2025.)
+Every block reads the stream through a norm, and the skip path has no gain. If the gains
+are folded into the weights that read the norms, any orthogonal ``Q`` may rotate the
+stream, because ``rms(Q x) = rms(x)``. LayerNorm also removes the mean of its input, so
+the weights that write the stream are centred, and ``Q`` must keep the vector of ones.
+(Ashkboos et al. 2024, SliceGPT, section 3; Theus et al. 2025.)
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ from fedrot.symmetry.describe.spaces import Axes, read
 
 @dataclass(frozen=True)
 class StreamRotation(HeadRotation):
-    """``O(dim)`` on the residual stream; with ``centred``, its elements that keep the vector of ones.
+    """``O(dim)`` on the residual stream; with ``centred``, its elements that keep the
+    vector of ones.
 
-    An element is ``[1, dim, dim]``; ``heads`` is 1. Under LayerNorm the stream is ``centred``.
+    An element is ``[1, dim, dim]``; ``heads`` is 1. Under LayerNorm the stream is
+    ``centred``.
     """
 
     stage: ClassVar[str] = ""
@@ -40,7 +44,9 @@ class StreamRotation(HeadRotation):
             return super().random(generator)
         inside = HeadRotation(1, self.dim - 1).random(generator)[0]
         basis = centred_basis(self.dim)
-        return (torch.full_like(basis @ basis.mT, 1 / self.dim) + basis @ inside @ basis.mT)[None]
+        return (
+            torch.full_like(basis @ basis.mT, 1 / self.dim) + basis @ inside @ basis.mT
+        )[None]
 
     def exponential(self, parameter: Tensor) -> Tensor:
         skew = parameter - parameter.mT
@@ -52,13 +58,19 @@ class StreamRotation(HeadRotation):
     def contains(self, element: Tensor) -> bool:
         if not super().contains(element):
             return False
-        return not self.centred or bool(((element.double().sum(-1) - 1).abs() <= 1e-4).all())
+        return not self.centred or bool(
+            ((element.double().sum(-1) - 1).abs() <= 1e-4).all()
+        )
 
 
 def centred_basis(dim: int) -> Tensor:
-    """Return an orthonormal basis of the vectors without mean, float64 ``[dim, dim - 1]``."""
+    """Return an orthonormal basis of the vectors without mean, float64 ``[dim, dim -
+    1]``.
+    """
     ones = torch.ones(dim, 1, dtype=torch.float64)
-    return torch.linalg.qr(torch.cat([ones, torch.eye(dim, dtype=torch.float64)[:, 1:]], 1))[0][:, 1:]
+    return torch.linalg.qr(
+        torch.cat([ones, torch.eye(dim, dtype=torch.float64)[:, 1:]], 1)
+    )[0][:, 1:]
 
 
 @dataclass(frozen=True)
@@ -94,31 +106,42 @@ class Fold:
     @property
     def tensors(self) -> set[str]:
         """The names of all tensors that folding changes."""
-        read_by = {name for reader in self.readers for name in (reader.weight, reader.bias)}
+        read_by = {
+            name for reader in self.readers for name in (reader.weight, reader.bias)
+        }
         return {self.gain, self.bias, *read_by} - {""}
 
     @property
     def holds_bias(self) -> bool:
-        """True if all readers have a bias, so that the norm's bias can be folded into them."""
+        """True if all readers have a bias, so that the norm's bias can be folded into
+        them.
+        """
         return all(reader.bias for reader in self.readers)
 
 
-def folds_of(space: str, axes: Axes, norms: Mapping[str, tuple[str, ...]]) -> tuple[Fold, ...] | str:
+def folds_of(
+    space: str, axes: Axes, norms: Mapping[str, tuple[str, ...]]
+) -> tuple[Fold, ...] | str:
     """Return the norms of a stream, or the reason why it cannot be rotated.
 
     Args:
         axes: of all tensors of the model, by the model's names.
-        norms: by gain, the weights that read the norm; empty for the last norm, which all other weights
-            read.
+        norms: by gain, the weights that read the norm; empty for the last norm, which
+            all other weights read.
     """
     entry = read(space)
-    reading = {name: entries.index(entry) for name, entries in axes.items() if entry in entries}
+    reading = {
+        name: entries.index(entry) for name, entries in axes.items() if entry in entries
+    }
     gains = [name for name, entries in axes.items() if f"|{space}|" in entries]
     if not gains:
         return "no norm reads it"
     for gain in gains:
         if gain not in norms:
-            return f"the gain '{gain}' acts on the stream itself or on the output of a block"
+            return (
+                f"the gain '{gain}' acts on the stream itself or on the output of a "
+                "block"
+            )
     both = next((name for name in reading if space in axes[name]), None)
     if both is not None:
         return f"'{both}' reads the stream and writes it"
@@ -132,16 +155,25 @@ def folds_of(space: str, axes: Axes, norms: Mapping[str, tuple[str, ...]]) -> tu
         return NormReader(name, reading[name], _bias_beside(name, axes))
 
     return tuple(
-        Fold(space, gain, _bias_beside(gain, axes), tuple(map(reader, norms[gain] or rest)))
+        Fold(
+            space,
+            gain,
+            _bias_beside(gain, axes),
+            tuple(map(reader, norms[gain] or rest)),
+        )
         for gain in gains
     )
 
 
-def without_mean(places: Iterable[tuple[str, int]], folds: Sequence[Fold]) -> Iterator[tuple[str, int]]:
-    """Yield the places on a stream under LayerNorm, as tensor and axis, that may be centred.
+def without_mean(
+    places: Iterable[tuple[str, int]], folds: Sequence[Fold]
+) -> Iterator[tuple[str, int]]:
+    """Yield the places on a stream under LayerNorm, as tensor and axis, that may be
+    centred.
 
-    Weights that write the stream may be centred, because LayerNorm removes the mean of its input.
-    Weights that read the norm may be centred if its bias is folded: its output then has mean 0.
+    Weights that write the stream may be centred, because LayerNorm removes the mean of
+    its input. Weights that read the norm may be centred if its bias is folded: its
+    output then has mean 0.
     """
     kept = {name for fold in folds for name in (fold.gain, fold.bias)}
     for fold in folds:

@@ -1,1 +1,3 @@
-"""Grids of loss barriers between small models, and the methods of the papers to match them."""
+"""Grids of loss barriers between small models, and the methods of the papers to match
+them.
+"""

@@ -1,4 +1,6 @@
-"""Grids of barriers: pairs of small models as TOML files describe them, and the run of a grid."""
+"""Grids of barriers: pairs of small models as TOML files describe them, and the run of
+a grid.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,21 @@ from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.symmetry import symmetry_of
-from reproductions.barriers.line import BarrierLine, lines_of, measure, training_batches, write_rows
+from reproductions.barriers.line import (
+    BarrierLine,
+    lines_of,
+    measure,
+    training_batches,
+    write_rows,
+)
 from reproductions.barriers.methods import METHODS
 
 #: Folder of tracebacks.
 FAILURES = "failures"
 Sharing = Literal["same", "thirds", "disjoint"]
 
-#: The number of pieces of the training rows, and the pieces that each of the two models sees.
+#: The number of pieces of the training rows, and the pieces that each of the two models
+#: sees.
 SHARING: Mapping[Sharing, tuple[int, tuple[int, ...], tuple[int, ...]]] = {
     "same": (1, (0,), (0,)),
     "thirds": (3, (0, 1), (1, 2)),
@@ -41,9 +50,10 @@ class Cell(BaseModel):
     """Pairs of models of one experiment that share their training data in one way.
 
     Attributes:
-        experiment: model, data and training; fields about clients, strategies and rounds are ignored.
-        pairs: seeds of the two models. A seed decides the initialisation and the batches of its model;
-            both seeds together decide how the rows are divided.
+        experiment: model, data and training; fields about clients, strategies and
+            rounds are ignored.
+        pairs: seeds of the two models. A seed decides the initialisation and the
+            batches of its model; both seeds together decide how the rows are divided.
         points: positions on the line.
         rows: training rows for the methods that look at data.
         methods: those that are measured.
@@ -63,7 +73,9 @@ class Cell(BaseModel):
     def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         unknown = [name for name in value if name not in METHODS]
         if unknown or not value:
-            problem = f"unknown method '{unknown[0]}'" if unknown else "no method is given"
+            problem = (
+                f"unknown method '{unknown[0]}'" if unknown else "no method is given"
+            )
             raise ValueError(f"{problem}; choose from {', '.join(METHODS)}")
         return value
 
@@ -71,14 +83,21 @@ class Cell(BaseModel):
     @classmethod
     def _has_a_middle(cls, value: int) -> int:
         if value % 2 == 0:
-            raise ValueError(f"is {value}; it must be odd, so that the middle is one of them")
+            raise ValueError(
+                f"is {value}; it must be odd, so that the middle is one of them"
+            )
         return value
 
     @field_validator("pairs")
     @classmethod
-    def _different(cls, value: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    def _different(
+        cls, value: tuple[tuple[int, int], ...]
+    ) -> tuple[tuple[int, int], ...]:
         if not value or len(set(value)) != len(value) or any(a == b for a, b in value):
-            raise ValueError(f"are {value}; at least one is needed, each once, of two different seeds")
+            raise ValueError(
+                f"are {value}; at least one is needed, each once, of two different "
+                "seeds"
+            )
         return value
 
     @property
@@ -89,7 +108,9 @@ class Cell(BaseModel):
     @property
     def settings(self) -> dict[str, Any]:
         """All settings that a pair's results depend on, without the seeds."""
-        return self.model_dump(mode="json", exclude={"pairs": True, "experiment": {"data_dir"}})
+        return self.model_dump(
+            mode="json", exclude={"pairs": True, "experiment": {"data_dir"}}
+        )
 
     def file(self, out: Path, seeds: tuple[int, int]) -> Path:
         """Return the file of a pair's lines in the folder of a grid."""
@@ -99,9 +120,10 @@ class Cell(BaseModel):
 def read_cells(path: Path, data_dir: Path | None = None) -> tuple[Cell, ...]:
     """Read the cells of a TOML file of ``[base]`` and one ``[[task]]`` per data set.
 
-    A task has the fields of ``Experiment``, ``points``, ``rows``, ``methods`` and ``pairs``, a table
-    from sharing to pairs of seeds. ``base`` has the fields that tasks share.
-    ``ValueError`` if the file is no TOML, or describes no task or an impossible one.
+    A task has the fields of ``Experiment``, ``points``, ``rows``, ``methods`` and
+    ``pairs``, a table from sharing to pairs of seeds. ``base`` has the fields that
+    tasks share. ``ValueError`` if the file is no TOML, or describes no task or an
+    impossible one.
     """
     given = {"data_dir": data_dir} if data_dir else {}
     try:
@@ -112,25 +134,35 @@ def read_cells(path: Path, data_dir: Path | None = None) -> tuple[Cell, ...]:
     cells = tuple(cell for task in tasks for cell in _cells({**base, **task, **given}))
     # Names of files are the same in capitals on some systems.
     if not cells or len({cell.name.casefold() for cell in cells}) != len(cells):
-        raise FedrotError(f"'{path}' needs at least one [[task]], each with a name of its own.")
+        raise FedrotError(
+            f"'{path}' needs at least one [[task]], each with a name of its own."
+        )
     return cells
 
 
 def _cells(task: dict[str, Any]) -> Iterator[Cell]:
     pairs = task.pop("pairs", {})
     if not isinstance(pairs, dict) or not pairs:
-        raise FedrotError(f"Task '{task.get('name', task.get('data'))}' of the grid has no pairs.")
-    own = {name: task.pop(name) for name in ("points", "rows", "methods") if name in task}
+        raise FedrotError(
+            f"Task '{task.get('name', task.get('data'))}' of the grid has no pairs."
+        )
+    own = {
+        name: task.pop(name) for name in ("points", "rows", "methods") if name in task
+    }
     experiment = Experiment.from_flat(task)
     for sharing, seeds in pairs.items():
         yield Cell(experiment=experiment, sharing=sharing, pairs=seeds, **own)
 
 
-def shared_rows(count: int, sharing: Sharing, seeds: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+def shared_rows(
+    count: int, sharing: Sharing, seeds: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the training rows of the two models of a pair, ascending."""
     pieces, *chosen = SHARING[sharing]
     parts = np.array_split(np.random.default_rng(seeds).permutation(count), pieces)
-    first, second = (np.sort(np.concatenate([parts[i] for i in which])) for which in chosen)
+    first, second = (
+        np.sort(np.concatenate([parts[i] for i in which])) for which in chosen
+    )
     return first, second
 
 
@@ -143,18 +175,21 @@ def run_grid(
 ) -> list[BarrierLine]:
     """Measure the pairs that ``out`` does not contain yet; return all lines.
 
-    ``out`` contains ``config.json``, ``versions.json`` and ``lines/`` with a file per finished pair.
-    ``rows.jsonl`` with all lines is written at the end, or when the run is stopped.
+    ``out`` contains ``config.json``, ``versions.json`` and ``lines/`` with a file per
+    finished pair. ``rows.jsonl`` with all lines is written at the end, or when the run
+    is stopped.
 
     Args:
         report: called with one sentence per pair.
-        workers: processes, each with one thread, one per core if None; 1 works in this process.
+        workers: processes, each with one thread, one per core if None; 1 works in this
+            process.
 
     Raises:
         FileExistsError: ``out`` contains a run that is no grid of barriers.
-        FedrotError: ``out`` contains a cell of the same name with other settings, or another run
-            writes to it.
-        RuntimeError: pairs failed; their tracebacks are in ``failures/``, and the others are finished.
+        FedrotError: ``out`` contains a cell of the same name with other settings, or
+            another run writes to it.
+        RuntimeError: pairs failed; their tracebacks are in ``failures/``, and the
+            others are finished.
     """
     with only_writer(out):
         _record(cells, out, command)
@@ -175,7 +210,9 @@ def run_grid(
                 failed.append(job)
                 (file := out / FAILURES / f"{job.name}.txt").parent.mkdir(exist_ok=True)
                 write_text(file, said.failure)
-                report(f"{job.name}: FAILED, see {file}: {said.failure.splitlines()[-1]}")
+                report(
+                    f"{job.name}: FAILED, see {file}: {said.failure.splitlines()[-1]}"
+                )
 
         try:
             run_jobs(jobs, Machine(workers), hear, lambda: None)
@@ -183,23 +220,29 @@ def run_grid(
             lines = _summarised(out)
     if failed:
         raise RuntimeError(
-            f"{len(failed)} of {len(jobs)} pairs failed; the tracebacks are in {out / FAILURES}. Repeat "
-            "the command to try them again."
+            f"{len(failed)} of {len(jobs)} pairs failed; the tracebacks are in "
+            f"{out / FAILURES}. Repeat the command to try them again."
         )
     return lines
 
 
 def run_pair(cell: Cell, seeds: tuple[int, int], out: Path, tell: Tell) -> None:
-    """Train the two models of a pair, measure and write the line of every method, and tell barriers."""
+    """Train the two models of a pair, measure and write the line of every method, and
+    tell barriers.
+    """
     torch.set_num_threads(1)
     task = task_of(cell.experiment.to_json())
     parts = shared_rows(len(task.train), cell.sharing, seeds)
-    anchor, client = (trained(task, seed, rows) for seed, rows in zip(seeds, parts, strict=True))
+    anchor, client = (
+        trained(task, seed, rows) for seed, rows in zip(seeds, parts, strict=True)
+    )
     symmetry = symmetry_of(anchor.config, anchor.state_dict())
     batches = training_batches(task, anchor, cell.rows)
     names = {"cell": cell.name, "pair": f"{seeds[0]}-{seeds[1]}"}
     lines = [
-        measure(method, anchor, client, symmetry, task, batches, points=cell.points, **names)
+        measure(
+            method, anchor, client, symmetry, task, batches, points=cell.points, **names
+        )
         for method in cell.methods
     ]
     write_rows(cell.file(out, seeds), lines)
@@ -218,13 +261,15 @@ def _record(cells: Sequence[Cell], out: Path, command: str) -> None:
     path = out / "config.json"
     held = read_json(path) if path.exists() else {}
     if held and "cells" not in held:
-        raise FileExistsError(f"The folder '{out}' holds a run of another kind; choose another --out.")
+        raise FileExistsError(
+            f"The folder '{out}' holds a run of another kind; choose another --out."
+        )
     known = held.get("cells", {})
     for cell in cells:
         if known.setdefault(cell.name, cell.settings) != cell.settings:
             raise FedrotError(
-                f"The folder '{out}' holds cell '{cell.name}' with other settings. Choose another "
-                "--out, or give the settings in its config.json."
+                f"The folder '{out}' holds cell '{cell.name}' with other settings. "
+                "Choose another --out, or give the settings in its config.json."
             )
     write_json(path, {"commands": [*held.get("commands", []), command], "cells": known})
     write_json(out / "versions.json", versions())
@@ -234,7 +279,10 @@ def _summarised(out: Path) -> list[BarrierLine]:
     """Write ``rows.jsonl``, and return all lines of the folder."""
     files = sorted((out / "lines").glob("[!.]*.jsonl"))
     lines = lines_of(row for file in files for row in read_rows(file))
-    places = {name: place for place, name in enumerate(read_json(out / "config.json")["cells"])}
+    places = {
+        name: place
+        for place, name in enumerate(read_json(out / "config.json")["cells"])
+    }
     lines.sort(key=lambda line: places[line.cell])
     write_rows(out / "rows.jsonl", lines)
     return lines

@@ -1,4 +1,6 @@
-"""The line between two models after one was matched to the other: losses, barrier and rows."""
+"""The line between two models after one was matched to the other: losses, barrier and
+rows.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,24 @@ from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task
 from fedrot.symmetry import Symmetry
 from fedrot.tensors import Tensors, compute_dtype
-from reproductions.barriers.methods import METHODS, Batches, State, canonical_pair, match
+from reproductions.barriers.methods import (
+    METHODS,
+    Batches,
+    State,
+    canonical_pair,
+    match,
+)
 
 
 @dataclass(frozen=True)
 class BarrierLine:
-    """The line between two models (``cell``, ``pair``) after ``method`` has matched one to the other.
+    """The line between two models (``cell``, ``pair``) after ``method`` has matched one
+    to the other.
 
-    ``seconds`` is the wall time of the matching, with the collection of activations. ``before`` and
-    ``after`` are the squared distances over all parameters before and after matching. ``metrics`` are
-    those of the models at ``positions``, which are evenly spaced from 0 to 1 and include 0.5.
+    ``seconds`` is the wall time of the matching, with the collection of activations.
+    ``before`` and ``after`` are the squared distances over all parameters before and
+    after matching. ``metrics`` are those of the models at ``positions``, which are
+    evenly spaced from 0 to 1 and include 0.5.
     """
 
     cell: str
@@ -43,7 +53,8 @@ class BarrierLine:
 
     @property
     def barrier(self) -> float:
-        """The largest loss on the line minus the mean of the losses at its ends, at least 0.
+        """The largest loss on the line minus the mean of the losses at its ends, at
+        least 0.
 
         Verma & Elbayad (2024), Eq. 10, after Frankle & Carbin. NaN if a loss is NaN.
         """
@@ -51,7 +62,9 @@ class BarrierLine:
         return float((losses - (losses[0] + losses[-1]) / 2).max())
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield one flat row per position: the fields of this line, and all metrics at the position."""
+        """Yield one flat row per position: the fields of this line, and all metrics at
+        the position.
+        """
         own = {name: getattr(self, name) for name in _OWN}
         for position, metrics in zip(self.positions, self.metrics, strict=True):
             yield {**own, "position": position, **metrics}
@@ -64,20 +77,27 @@ def lines_of(rows: Iterable[Mapping[str, Any]]) -> list[BarrierLine]:
     """Return lines from rows in the order of positions; null becomes NaN."""
     grouped: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        clean = {name: math.nan if value is None else value for name, value in row.items()}
+        clean = {
+            name: math.nan if value is None else value for name, value in row.items()
+        }
         grouped.setdefault(tuple(row[name] for name in _OWN), []).append(clean)
     return [
         BarrierLine(
             **{name: own[0][name] for name in _OWN},
             positions=tuple(row["position"] for row in own),
-            metrics=tuple({k: v for k, v in row.items() if k not in (*_OWN, "position")} for row in own),
+            metrics=tuple(
+                {k: v for k, v in row.items() if k not in (*_OWN, "position")}
+                for row in own
+            ),
         )
         for own in grouped.values()
     ]
 
 
 def write_rows(path: Path, lines: Iterable[BarrierLine]) -> None:
-    """Write the rows as JSON lines, all or none of them; numbers that are not finite become null."""
+    """Write the rows as JSON lines, all or none of them; numbers that are not finite
+    become null.
+    """
     write_text(path, "".join(json_line(row) for line in lines for row in line.rows()))
 
 
@@ -93,10 +113,12 @@ def measure(
     cell: str,
     pair: str,
 ) -> BarrierLine:
-    """Match two models by a method of ``METHODS`` and evaluate ``points`` models on the line.
+    """Match two models by a method of ``METHODS`` and evaluate ``points`` models on the
+    line.
 
-    The anchor is at position 0, the matched client at position 1; both are in canonical form if the
-    method needs it. Metrics are those of ``task`` on all its held-out rows. Neither model is changed.
+    The anchor is at position 0, the matched client at position 1; both are in canonical
+    form if the method needs it. Metrics are those of ``task`` on all its held-out rows.
+    Neither model is changed.
 
     Raises:
         FedrotError: the models cannot be aligned.
@@ -115,17 +137,24 @@ def measure(
         shell.load_state_dict(interpolate(ours, matched, position))
         metrics.append(training.evaluate(shell, task, task.test, held_out))
     before, after = (
-        float(squared_distance([(ours[name], theirs[name]) for name, _ in anchor.named_parameters()]))
+        float(
+            squared_distance(
+                [(ours[name], theirs[name]) for name, _ in anchor.named_parameters()]
+            )
+        )
         for theirs in (client.state_dict(), matched)
     )
-    return BarrierLine(cell, pair, name, seconds, before, after, positions, tuple(metrics))
+    return BarrierLine(
+        cell, pair, name, seconds, before, after, positions, tuple(metrics)
+    )
 
 
 def interpolate(a: Tensors, b: Tensors, t: float) -> dict[str, Tensor]:
-    """Return the model at position ``t`` of the line from ``a`` (0) to ``b`` (1), in ``a``'s dtypes.
+    """Return the model at position ``t`` of the line from ``a`` (0) to ``b`` (1), in
+    ``a``'s dtypes.
 
-    The result is exact at both ends. It is computed in float32, or float64 for float64 tensors. Integer
-    and boolean tensors are copies of ``a``'s.
+    The result is exact at both ends. It is computed in float32, or float64 for float64
+    tensors. Integer and boolean tensors are copies of ``a``'s.
 
     >>> interpolate({"w": torch.tensor([0.0])}, {"w": torch.tensor([4.0])}, 0.25)
     {'w': tensor([1.])}
@@ -133,11 +162,17 @@ def interpolate(a: Tensors, b: Tensors, t: float) -> dict[str, Tensor]:
     found = {name: tensor.detach().clone() for name, tensor in a.items()}
     for name, start in found.items():
         if start.is_floating_point():
-            first, last = (x.detach().to(compute_dtype(start)) for x in (start, b[name]))
+            first, last = (
+                x.detach().to(compute_dtype(start)) for x in (start, b[name])
+            )
             found[name] = torch.lerp(first, last, t).to(start.dtype)
     return found
 
 
 def training_batches(task: Task, model: nn.Module, rows: int) -> list[State]:
     """Return at most ``rows`` random training rows, in batches of a training step."""
-    return list(training.step_batches(task, model, np.arange(len(task.train)), rows, 128, seed=0))
+    return list(
+        training.step_batches(
+            task, model, np.arange(len(task.train)), rows, 128, seed=0
+        )
+    )

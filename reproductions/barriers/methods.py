@@ -1,4 +1,6 @@
-"""Methods of the papers to match two models before the loss on the line between them is measured."""
+"""Methods of the papers to match two models before the loss on the line between them is
+measured.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ State = dict[str, Tensor]
 #: Batches of a training step: the models' inputs, and ``labels``.
 Batches = Sequence[Mapping[str, Tensor]]
 
-#: Function of (anchor, aligned client, symmetry, batches) that returns the client's new tensors.
+#: Function of (anchor, aligned client, symmetry, batches) that returns the client's new
+#: tensors.
 Refine = Callable[[nn.Module, nn.Module, Symmetry, Batches], State]
 
 
@@ -36,8 +39,8 @@ class MatchingMethod:
 
     Attributes:
         options: alignment options; None: nothing is aligned.
-        evidence: ``weights``, or weights and activations: on random tokens (``probe``) or on training
-            rows (``data``).
+        evidence: ``weights``, or weights and activations: on random tokens (``probe``)
+            or on training rows (``data``).
         residual, heads: which activations, as in ``fedrot.collect_activations``.
         limit: the number of training rows that are used; 0 for all.
         refine: changes the aligned client.
@@ -63,13 +66,18 @@ VANILLA = "vanilla"
 EAGER = AlignmentOptions(chance=0, canonical=False)
 WHOLE = replace(EAGER, parts=WHOLE_MODEL)
 STREAM = replace(WHOLE, canonical=True)
-# What learned methods learn: matrices of the heads, and the rotation of the residual stream.
+# What learned methods learn: matrices of the heads, and the rotation of the residual
+# stream.
 HEADS = LearningOptions(general=True)
 ROTATION = LearningOptions(parts=("residual",), steps=150, lr=3e-3, points=(0.2, 0.8))
 
 
 def _learned(
-    options: LearningOptions, anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: Batches
+    options: LearningOptions,
+    anchor: nn.Module,
+    client: nn.Module,
+    symmetry: Symmetry,
+    batches: Batches,
 ) -> State:
     """Learn group elements by gradient descent, starting from the aligned client."""
     theirs, ours = client.state_dict(), anchor.state_dict()
@@ -85,8 +93,12 @@ def _learned(
 
 
 def _verma(*parts: str, residual: str = "first", **changes: Any) -> MatchingMethod:
-    """Return a variant of Verma & Elbayad (2024): permutations found from correlations on data."""
-    options = replace(EAGER, parts=parts, within_heads="permutation", activation_weight=1.0)
+    """Return a variant of Verma & Elbayad (2024): permutations found from correlations
+    on data.
+    """
+    options = replace(
+        EAGER, parts=parts, within_heads="permutation", activation_weight=1.0
+    )
     how: dict[str, Any] = {"residual": residual, "heads": "correlation"}
     return MatchingMethod(options, "data", **{**how, **changes})
 
@@ -96,11 +108,13 @@ METHODS: dict[str, MatchingMethod] = {
     VANILLA: MatchingMethod(),
     # Zhang et al. (2025)
     "rotation": MatchingMethod(EAGER),
-    "rotation+heads": MatchingMethod(replace(EAGER, parts=("heads", "attention", "ffn"))),
+    "rotation+heads": MatchingMethod(
+        replace(EAGER, parts=("heads", "attention", "ffn"))
+    ),
     # Ainsworth et al. (2023): permutations found from weights
     "git-rebasin": MatchingMethod(replace(WHOLE, within_heads="permutation")),
-    # Verma & Elbayad (2024): all of it as for GLUE (Table 3), by component (Figure 3, Table 1), the
-    # residual stream alone (Table 2), and with less data (Figure 6)
+    # Verma & Elbayad (2024): all of it as for GLUE (Table 3), by component (Figure 3,
+    # Table 1), the residual stream alone (Table 2), and with less data (Figure 6)
     "verma": _verma("residual", "heads", "attention", "ffn"),
     "verma-ffn": _verma("ffn"),
     "verma-attention": _verma("heads", "attention"),
@@ -121,12 +135,18 @@ METHODS: dict[str, MatchingMethod] = {
     "stream": MatchingMethod(STREAM),
     "stream+probe": MatchingMethod(STREAM, "probe"),
     "stream+data": MatchingMethod(STREAM, "data"),
-    "stream+learned": MatchingMethod(STREAM, "data", refine=partial(_learned, ROTATION)),
+    "stream+learned": MatchingMethod(
+        STREAM, "data", refine=partial(_learned, ROTATION)
+    ),
 }
 
 
 def match(
-    method: MatchingMethod, anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: Batches
+    method: MatchingMethod,
+    anchor: nn.Module,
+    client: nn.Module,
+    symmetry: Symmetry,
+    batches: Batches,
 ) -> State:
     """Return the client's tensors, matched to the anchor; neither model is changed.
 
@@ -152,11 +172,13 @@ def canonical_pair(
     """Return both models in canonical form, and the symmetry that rotates their stream.
 
     Raises:
-        SymmetryError: the stream cannot be rotated, or tables are tied that must be separate.
+        SymmetryError: the stream cannot be rotated, or tables are tied that must be
+            separate.
     """
     check_rotates(symmetry)
     ours, theirs = (
-        with_state(model, canonical(model.state_dict(), symmetry)) for model in (anchor, client)
+        with_state(model, canonical(model.state_dict(), symmetry))
+        for model in (anchor, client)
     )
     return ours, theirs, symmetry.rotated
 
@@ -174,7 +196,11 @@ def _first(batches: Batches, limit: int) -> Batches:
 
 
 def _activations(
-    method: MatchingMethod, anchor: nn.Module, client: nn.Module, symmetry: Symmetry, batches: Batches
+    method: MatchingMethod,
+    anchor: nn.Module,
+    client: nn.Module,
+    symmetry: Symmetry,
+    batches: Batches,
 ) -> Activations | None:
     if method.evidence == "weights":
         return None
@@ -182,7 +208,12 @@ def _activations(
     inputs: Iterable[Mapping[str, Tensor]] = (
         random_inputs(config.to_dict())
         if method.evidence == "probe"
-        else [{name: value for name, value in batch.items() if name != "labels"} for batch in batches]
+        else [
+            {name: value for name, value in batch.items() if name != "labels"}
+            for batch in batches
+        ]
     )
     residual, heads = method.residual, method.heads
-    return collect_activations(anchor, client, inputs, symmetry, residual=residual, heads=heads)
+    return collect_activations(
+        anchor, client, inputs, symmetry, residual=residual, heads=heads
+    )

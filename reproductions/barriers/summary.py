@@ -13,7 +13,8 @@ from reproductions.barriers.methods import METHODS, VANILLA
 
 
 def tables(lines: Iterable[BarrierLine]) -> Iterator[Table]:
-    """Yield one table per cell, a line per method: means over pairs with 95 % t intervals.
+    """Yield one table per cell, a line per method: means over pairs with 95 % t
+    intervals.
 
     The share is the barrier divided by that of the vanilla line of the same pair.
     """
@@ -23,7 +24,13 @@ def tables(lines: Iterable[BarrierLine]) -> Iterator[Table]:
     for cell, methods in found.items():
         yield Table(
             f"{cell}: loss barrier and first metric, means over pairs",
-            ("method (pairs)", "barrier", "share of vanilla", "metric in the middle", "at the ends"),
+            (
+                "method (pairs)",
+                "barrier",
+                "share of vanilla",
+                "metric in the middle",
+                "at the ends",
+            ),
             [_cells(name, methods) for name in METHODS if name in methods],
             texts=("method (pairs)", "at the ends"),
         )
@@ -48,5 +55,7 @@ def _cells(method: str, methods: Mapping[str, Mapping[str, BarrierLine]]) -> lis
         over(lambda line: line.barrier),
         over(share),
         over(lambda line: headline(line, len(line.metrics) // 2)),
-        ", ".join(over(partial(headline, place=end), interval=False) for end in (0, -1)),
+        ", ".join(
+            over(partial(headline, place=end), interval=False) for end in (0, -1)
+        ),
     ]

@@ -1,4 +1,6 @@
-"""``python -m reproductions.heads``: repeats a cell, and prints the tables of docs/results/heads.md."""
+"""``python -m reproductions.heads``: repeats a cell, and prints the tables of
+docs/results/heads.md.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from reproductions.heads.arms import ARMS, RIVALS, Arm
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 OURS, METRICS = "ours-lowest", ("accuracy", "macro_f1", "loss", "ece", "worst")
-#: Parameters of a layer, and numbers of a triangle of sums for width 384 and seven classes.
+#: Parameters of a layer, and numbers of a triangle of sums for width 384 and seven
+#: classes.
 LAYER, SUMS = 1_774_464, 384 * 385 // 2 + 7 * 385
 
 
@@ -22,13 +25,19 @@ def run(
     skew: float,
     seed: int,
     data_dir: Annotated[Path, typer.Option(help="Folder of the data card.")],
-    out: Annotated[Path, typer.Option(help="File of rows, one JSON object a line; it is continued.")],
-    arms: Annotated[str, typer.Option(help="Names in arms.py, separated by commas.")] = ",".join(ARMS),
+    out: Annotated[
+        Path,
+        typer.Option(help="File of rows, one JSON object a line; it is continued."),
+    ],
+    arms: Annotated[
+        str, typer.Option(help="Names in arms.py, separated by commas.")
+    ] = ",".join(ARMS),
     rounds: int = 5,
     layers: int = 3,
     pooling: str = "mean",
 ) -> None:
-    """Repeat a cell: DATA (a name in cell.py), SKEW (Dirichlet's concentration, 0 for IID) and SEED.
+    """Repeat a cell: DATA (a name in cell.py), SKEW (Dirichlet's concentration, 0 for
+    IID) and SEED.
 
     The upper LAYERS of MiniLM are trained; POOLING is mean or pooler.
     """
@@ -44,7 +53,13 @@ def run(
     with loading(source_of("minilm")):
         bert = BertModel.from_pretrained(model)
     federation = Federation(cell, bert.half().float(), layers, pooling)
-    place = {"data": data, "skew": skew, "seed": seed, "pooling": pooling, "layers": layers}
+    place = {
+        "data": data,
+        "skew": skew,
+        "seed": seed,
+        "pooling": pooling,
+        "layers": layers,
+    }
     for name in arms.split(","):
         arm = ARMS[name]
         told = place | {"rounds": rounds, "arm": name, "rate": arm.rate}
@@ -55,20 +70,30 @@ def run(
 
 
 def cost(arm: Arm, layers: int, rounds: int) -> tuple[str, str]:
-    """Return gigabytes (float32) between server and clients, and a client's passes over rows for sums.
+    """Return gigabytes (float32) between server and clients, and a client's passes over
+    rows for sums.
 
-    Four of eight clients train in a round; a fit asks all, and they keep the body that it sends for the
-    next round. SCAFFOLD's variates are as large as the body.
+    Four of eight clients train in a round; a fit asks all, and they keep the body that
+    it sends for the next round. SCAFFOLD's variates are as large as the body.
     """
     first, rounds = int(arm.start != ""), rounds if arm.rate else 0
     fits = {"never": 0, "last": min(1, rounds), "every": rounds}[arm.fit]
-    passes, sent = first + fits * len(arm.steps), rounds + max(0, rounds - first - max(0, fits - 1))
+    passes, sent = (
+        first + fits * len(arm.steps),
+        rounds + max(0, rounds - first - max(0, fits - 1)),
+    )
     bodies = (8 * (first + fits) + 4 * sent) * layers * LAYER * (1 + arm.scaffold)
-    return ("-", "-") if arm.everyone else (f"{4e-9 * (bodies + 8 * passes * SUMS):.2f}", str(passes))
+    return (
+        ("-", "-")
+        if arm.everyone
+        else (f"{4e-9 * (bodies + 8 * passes * SUMS):.2f}", str(passes))
+    )
 
 
 def ahead(f1: Any, ours: str, arm: str) -> str:
-    """Return the mean by which ours is ahead of an arm, with half of its paired 95 % interval."""
+    """Return the mean by which ours is ahead of an arm, with half of its paired 95 %
+    interval.
+    """
     from fedrot.simulations.summary import paired_difference
 
     found = paired_difference((f1[ours] - f1[arm]).dropna().tolist())
@@ -76,8 +101,16 @@ def ahead(f1: Any, ours: str, arm: str) -> str:
 
 
 @app.command()
-def table(rows: Path, rounds: int = 5, layers: int = 3, pooling: str = "mean", ours: str = OURS) -> None:
-    """Print the best rival of every cell beside ours, and the means of all arms, from ROWS of `run`."""
+def table(
+    rows: Path,
+    rounds: int = 5,
+    layers: int = 3,
+    pooling: str = "mean",
+    ours: str = OURS,
+) -> None:
+    """Print the best rival of every cell beside ours, and the means of all arms, from
+    ROWS of `run`.
+    """
     import pandas
 
     from fedrot.simulations.cli.commands import console
@@ -85,9 +118,16 @@ def table(rows: Path, rounds: int = 5, layers: int = 3, pooling: str = "mean", o
 
     lines = rows.suffix != ".parquet"
     frame = pandas.read_json(rows, lines=True) if lines else pandas.read_parquet(rows)
-    wanted = (frame["pooling"] == pooling) & (frame["layers"] == layers) & (frame["rounds"] == rounds)
+    wanted = (
+        (frame["pooling"] == pooling)
+        & (frame["layers"] == layers)
+        & (frame["rounds"] == rounds)
+    )
     final = frame[wanted & frame["macro_f1"].notna()]
-    wide = {m: final.pivot_table(m, ["data", "skew", "seed"], "arm", observed=True) for m in METRICS}
+    wide = {
+        m: final.pivot_table(m, ["data", "skew", "seed"], "arm", observed=True)
+        for m in METRICS
+    }
     f1, accuracy, cells, pooled = wide["macro_f1"], wide["accuracy"], [], []
     for (data, skew), own in f1.groupby(["data", "skew"]):
         mean = own.mean()
@@ -100,7 +140,15 @@ def table(rows: Path, rounds: int = 5, layers: int = 3, pooling: str = "mean", o
         kept = f"{(accuracy[arm] / accuracy.get('central', float('nan'))).mean():.3f}"
         paid = cost(ARMS[arm], layers, rounds) if arm in ARMS else ("", "")
         pooled.append((arm, *values, kept, *paid, ahead(f1, ours, arm)))
-    header = ("data", "skew", "best rival", "macro F1", "ours", "ahead of it", "ahead of FedAvg + fit")
+    header = (
+        "data",
+        "skew",
+        "best rival",
+        "macro F1",
+        "ours",
+        "ahead of it",
+        "ahead of FedAvg + fit",
+    )
     console.print(Table("", header, cells, header[:3]))
     more = ("share of central", "GB", "passes", "F1 of ours above")
     console.print(Table("", ("arm", *METRICS, *more), pooled, ("arm",)))

@@ -13,23 +13,32 @@ from fedrot.simulations.data.partition import PartitionError, split_clients
 Array = npt.NDArray[np.int64]
 
 CLIENTS, ROWS, TEST_ROWS, LENGTH, HELD_OUT = 8, 1600, 1000, 48, 0.25
-#: Rows of a client whose accuracy is counted: the worst of tiny clients would be one class's recall.
+#: Rows of a client whose accuracy is counted: the worst of tiny clients would be one
+#: class's recall.
 FEWEST = 20
-#: Files of training and of test rows, the column of texts; splits of the test, if the files are one.
+#: Files of training and of test rows, the column of texts; splits of the test, if the
+#: files are one.
 SETS = {
     "dair_emotion": ("emotion/dair_emotion", "emotion/dair_emotion", "text", ["test"]),
     "crowdflower": ("emotion/crowdflower", "emotion/crowdflower", "text", ["test"]),
     "isear": ("emotion/isear", "emotion/isear", "text", ["validation", "test"]),
     "sst2": ("glue/sst2/train", "glue/sst2/validation", "sentence", []),
-    "goemotions": ("embedded/goemotions_ekman_train", "embedded/goemotions_ekman_test", "text", []),
+    "goemotions": (
+        "embedded/goemotions_ekman_train",
+        "embedded/goemotions_ekman_test",
+        "text",
+        [],
+    ),
 }
 
 
 class Cell:
-    """One division of rows among clients; a quarter of a client's rows, never its only one, is held out.
+    """One division of rows among clients; a quarter of a client's rows, never its only
+    one, is held out.
 
     Attributes:
-        ids: token numbers, 0 is padding, ``[rows, tokens]``; ``labels``: the rows' classes.
+        ids: token numbers, 0 is padding, ``[rows, tokens]``; ``labels``: the rows'
+            classes.
         client: the client of each of the first rows; the others are test rows.
         seed: of the division, the batches and the first head.
         training, held_out, test: numbers of rows.
@@ -40,34 +49,51 @@ class Cell:
         self.ids, self.labels, self.client, self.seed = ids, labels, client, seed
         rng, rows = np.random.default_rng([seed, 1]), np.arange(len(client))
         mixed = [rng.permutation(rows[client == number]) for number in range(CLIENTS)]
-        self.held_out = np.sort(np.concatenate([own[: round(HELD_OUT * len(own))] for own in mixed]))
+        self.held_out = np.sort(
+            np.concatenate([own[: round(HELD_OUT * len(own))] for own in mixed])
+        )
         self.training = np.setdiff1d(rows, self.held_out)
-        self.test, self.classes = np.arange(len(client), len(labels)), int(labels.max()) + 1
+        self.test, self.classes = (
+            np.arange(len(client), len(labels)),
+            int(labels.max()) + 1,
+        )
         self.counts = self.counted(self.training)
 
     def counted(self, rows: Array) -> Array:
-        """Return the numbers of some rows by client and class, ``[clients, classes]``."""
-        own = [self.labels[rows[self.client[rows] == number]] for number in range(CLIENTS)]
+        """Return the numbers of some rows by client and class, ``[clients,
+        classes]``.
+        """
+        own = [
+            self.labels[rows[self.client[rows] == number]] for number in range(CLIENTS)
+        ]
         return np.stack([np.bincount(labels, minlength=self.classes) for labels in own])
 
     def batches(self, number: int) -> list[Array]:
         """Return each client's training rows in the order of a round."""
-        rows = np.random.default_rng([self.seed, 2, number + 100]).permutation(self.training)
+        rows = np.random.default_rng([self.seed, 2, number + 100]).permutation(
+            self.training
+        )
         return [rows[self.client[rows] == client] for client in range(CLIENTS)]
 
     def worst(self, guess: Array) -> float:
-        """Return the worst client's accuracy: recalls of test rows, weighted by its own rows."""
+        """Return the worst client's accuracy: recalls of test rows, weighted by its own
+        rows.
+        """
         from sklearn.metrics import recall_score
 
         truth, classes = self.labels[self.test], range(self.classes)
-        recall = recall_score(truth, guess, labels=classes, average=None, zero_division=0)
+        recall = recall_score(
+            truth, guess, labels=classes, average=None, zero_division=0
+        )
         counts = self.counted(np.arange(len(self.client)))
         counts = counts[counts.sum(1) >= FEWEST]
         return float((counts @ recall / counts.sum(1)).min())
 
 
 def load(name: str, skew: float, seed: int, folder: Path, tokenizer: Path) -> Cell:
-    """Return a cell of the data card's Parquet files; all seeds have the same test rows."""
+    """Return a cell of the data card's Parquet files; all seeds have the same test
+    rows.
+    """
     from tokenizers import Tokenizer
 
     train_file, test_file, column, splits = SETS[name]
@@ -96,11 +122,15 @@ def _read(path: Path, column: str, splits: list[str]) -> tuple[npt.NDArray[Any],
 
 
 def divided(labels: Array, skew: float, seed: int) -> Array:
-    """Return each row's client, by Dirichlet(skew) or, if 0, in equal parts; every client has rows."""
+    """Return each row's client, by Dirichlet(skew) or, if 0, in equal parts; every
+    client has rows.
+    """
     division, client = f"dirichlet:{skew}" if skew else "iid", np.zeros_like(labels)
     while True:
         try:
-            for number, part in enumerate(split_clients(labels, {}, division, CLIENTS, seed)):
+            for number, part in enumerate(
+                split_clients(labels, {}, division, CLIENTS, seed)
+            ):
                 client[part] = number
             return client
         except PartitionError:

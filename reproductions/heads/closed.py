@@ -12,7 +12,8 @@ from fedrot.head import ClassSums, fit_heads
 from fedrot.problems import REGRESSION
 
 RIDGES = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-#: From 1/32 to 32, wider than fedrot.temperature's: regressions and normalised means need small ones.
+#: From 1/32 to 32, wider than fedrot.temperature's: regressions and normalised means
+#: need small ones.
 TEMPERATURES = tuple(2.0 ** (step / 8) for step in range(-40, 41))
 #: Weights ``[candidates, classes, width]`` and biases ``[candidates, classes]``.
 Head = tuple[Tensor, Tensor]
@@ -20,43 +21,66 @@ Losses = npt.NDArray[np.float64]
 
 
 def sums_of(features: Tensor, labels: Tensor, classes: int) -> ClassSums:
-    """Return the sums over rows; every client could send its own, and the server add them."""
+    """Return the sums over rows; every client could send its own, and the server add
+    them.
+    """
     wide, one_hot = features.double(), functional.one_hot(labels, classes).double()
     return ClassSums(one_hot.sum(0), one_hot.mT @ wide, wide.mT @ wide)
 
 
-def from_means(features: Tensor, labels: Tensor, client: Tensor, classes: int) -> ClassSums:
-    """Return sums whose covariance inside the classes is FedCOF's (arXiv 2412.14326, equation 6).
+def from_means(
+    features: Tensor, labels: Tensor, client: Tensor, classes: int
+) -> ClassSums:
+    """Return sums whose covariance inside the classes is FedCOF's (arXiv 2412.14326,
+    equation 6).
 
-    ``S_c = 1 / (K_c - 1) sum_k n_kc (m_kc - m_c)(m_kc - m_c)^T`` over the ``K_c`` clients with rows of
-    the class, averaged over classes by rows. Classes at one client have no estimate.
+    ``S_c = 1 / (K_c - 1) sum_k n_kc (m_kc - m_c)(m_kc - m_c)^T`` over the ``K_c``
+    clients with rows of the class, averaged over classes by rows. Classes at one client
+    have no estimate.
     """
-    own, one_hot = functional.one_hot(client).double(), functional.one_hot(labels, classes).double()
-    counts, sums = own.mT @ one_hot, torch.einsum("nk,nc,nd->kcd", own, one_hot, features.double())
+    own, one_hot = (
+        functional.one_hot(client).double(),
+        functional.one_hot(labels, classes).double(),
+    )
+    counts, sums = (
+        own.mT @ one_hot,
+        torch.einsum("nk,nc,nd->kcd", own, one_hot, features.double()),
+    )
     total, degrees = counts.sum(0), (counts > 0).sum(0) - 1
     means = sums.sum(0) / total.clamp_min(1)[:, None]
     shares = torch.where(degrees > 0, total, 0.0)
     weights = counts * shares / shares.sum() / degrees.clamp_min(1)
     parts = (sums / counts.clamp_min(1)[..., None] - means) * weights.sqrt()[..., None]
     covariance = parts.flatten(0, 1).mT @ parts.flatten(0, 1)
-    return ClassSums(total, sums.sum(0), total.sum() * covariance + means.mT @ sums.sum(0))
+    return ClassSums(
+        total, sums.sum(0), total.sum() * covariance + means.mT @ sums.sum(0)
+    )
 
 
 def ridge(total: ClassSums) -> Head:
-    """Return ridge regressions with an intercept: AFL (CVPR 2025) and Fed3R (ICML 2024) have none."""
+    """Return ridge regressions with an intercept: AFL (CVPR 2025) and Fed3R (ICML 2024)
+    have none.
+    """
     counts = torch.cat([total.counts.sum(0, keepdim=True), total.counts])
     sums = torch.cat([total.sums.sum(0, keepdim=True), total.sums])
-    return fit_heads(ClassSums(counts, sums, total.gram, REGRESSION), [r / (1 + r) for r in RIDGES])
+    return fit_heads(
+        ClassSums(counts, sums, total.gram, REGRESSION), [r / (1 + r) for r in RIDGES]
+    )
 
 
 def nearest_mean(total: ClassSums) -> Head:
-    """Return FedNCM's head, the normalised class means (Legate et al., NeurIPS 2023)."""
+    """Return FedNCM's head, the normalised class means (Legate et al., NeurIPS
+    2023).
+    """
     weight = functional.normalize(total.means(), dim=1)
     return weight[None], torch.zeros(1, len(weight)).double()
 
 
-def drawn(features: Tensor, labels: Tensor, classes: int, seed: int, rows: int = 2000) -> Head:
-    """Return CCVR's head (Luo et al., NeurIPS 2021): logistic regression on drawn features.
+def drawn(
+    features: Tensor, labels: Tensor, classes: int, seed: int, rows: int = 2000
+) -> Head:
+    """Return CCVR's head (Luo et al., NeurIPS 2021): logistic regression on drawn
+    features.
 
     Each class has a Gaussian, and draws in proportion to its rows.
     """
@@ -66,9 +90,13 @@ def drawn(features: Tensor, labels: Tensor, classes: int, seed: int, rows: int =
         if len(own) < 2:
             continue
         covariance, number = own.mT.cov(), max(2, rows * len(own) // len(labels))
-        jitter = 1e-6 * covariance.diagonal().mean() * torch.eye(len(covariance)).double()
+        jitter = (
+            1e-6 * covariance.diagonal().mean() * torch.eye(len(covariance)).double()
+        )
         noise = torch.randn(number, len(covariance), generator=generator).double()
-        found.append(own.mean(0) + noise @ torch.linalg.cholesky(covariance + jitter).mT)
+        found.append(
+            own.mean(0) + noise @ torch.linalg.cholesky(covariance + jitter).mT
+        )
         targets += [c] * number
     x, y = functional.pad(torch.cat(found), (0, 1), value=1.0), torch.tensor(targets)
     head = torch.zeros(classes, x.shape[1]).double().requires_grad_()
@@ -84,16 +112,23 @@ def drawn(features: Tensor, labels: Tensor, classes: int, seed: int, rows: int =
     return head.detach()[None, :, :-1], head.detach()[None, :, -1]
 
 
-def fourier(total: ClassSums, width: float, seed: int, features: Tensor, size: int = 2048) -> Tensor:
-    """Return random Fourier features of a Gaussian kernel (Rahimi & Recht, NeurIPS 2007).
+def fourier(
+    total: ClassSums, width: float, seed: int, features: Tensor, size: int = 2048
+) -> Tensor:
+    """Return random Fourier features of a Gaussian kernel (Rahimi & Recht, NeurIPS
+    2007).
 
-    A non-linear closed form on frozen features is the idea of SAFLe; its own map is another one. The
-    kernel's variance is ``width`` times the trace of the covariance of all rows, which sums give.
+    A non-linear closed form on frozen features is the idea of SAFLe; its own map is
+    another one. The kernel's variance is ``width`` times the trace of the covariance of
+    all rows, which sums give.
     """
     generator, n = torch.Generator().manual_seed(seed), total.counts.sum()
     mean = total.sums.sum(0) / n
     variance = width * (total.gram.trace() / n - mean.square().sum())
-    turns = torch.randn(features.shape[1], size, generator=generator).double() / variance.sqrt()
+    turns = (
+        torch.randn(features.shape[1], size, generator=generator).double()
+        / variance.sqrt()
+    )
     phases = 2 * torch.pi * torch.rand(size, generator=generator).double()
     return ((features.double() - mean) @ turns + phases).cos() * (2 / size) ** 0.5
 
@@ -104,9 +139,15 @@ def scores(features: Tensor, head: Head) -> Tensor:
 
 
 def calibrated(features: Tensor, labels: Tensor, head: Head) -> tuple[Head, Losses]:
-    """Return the candidate with the lowest loss, divided by its best temperature, and its losses."""
+    """Return the candidate with the lowest loss, divided by its best temperature, and
+    its losses.
+    """
     tried = [
-        (functional.cross_entropy(logits / t, labels, reduction="none"), weight / t, bias / t)
+        (
+            functional.cross_entropy(logits / t, labels, reduction="none"),
+            weight / t,
+            bias / t,
+        )
         for weight, bias, logits in zip(*head, scores(features, head), strict=True)
         for t in TEMPERATURES
     ]

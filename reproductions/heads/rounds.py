@@ -1,4 +1,6 @@
-"""Arms through the same rounds: local training, averages, fitted heads, refused rounds."""
+"""Arms through the same rounds: local training, averages, fitted heads, refused
+rounds.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,16 @@ from reproductions.heads.federation import Federation, Model, epoch
 def average(
     federation: Federation, arm: Arm, flat: Tensor, variates: list[Tensor], number: int
 ) -> Tensor:
-    """Return the average of half of the clients; SCAFFOLD's variates, the server's last, are updated."""
+    """Return the average of half of the clients; SCAFFOLD's variates, the server's
+    last, are updated.
+    """
     cell, ends, server = federation.cell, [], variates[-1]
     rng, batches = np.random.default_rng([cell.seed, 3, number]), cell.batches(number)
     clients = sorted(rng.choice(CLIENTS, CLIENTS // 2, replace=False).tolist())
     if arm.everyone:
-        return epoch(federation.loss, flat, rng.permutation(np.concatenate(batches)), arm)[0]
+        return epoch(
+            federation.loss, flat, rng.permutation(np.concatenate(batches)), arm
+        )[0]
     for client in clients:
         shift = -(np.maximum(cell.counts[client], 1e-8) ** -0.25) * arm.shifted
         loss = partial(federation.loss, offset=torch.from_numpy(shift).float())
@@ -38,7 +44,9 @@ def average(
 def candidates(
     federation: Federation, arm: Arm, old: Model, new: Tensor, last: bool
 ) -> dict[str, Model]:
-    """Return the models from which a round takes the one with the lowest held-out loss, by name."""
+    """Return the models from which a round takes the one with the lowest held-out loss,
+    by name.
+    """
     if arm.fit != "every" and not (last and arm.fit == "last"):
         return {"1": federation.evaluate(new)}
     bodies = {f"{step:g}": old.flat.lerp(new, step) for step in arm.steps}
@@ -47,10 +55,16 @@ def candidates(
 
 
 def play(federation: Federation, arm: Arm, rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each round, the last with measures of test rows; of untrained arms for round 0."""
+    """Yield a row for each round, the last with measures of test rows; of untrained
+    arms for round 0.
+    """
     model = federation.evaluate(federation.start, arm.start)
     if not arm.rate:
-        yield {"round": 0, "held_loss": model.losses.mean(), **federation.measure(model)}
+        yield {
+            "round": 0,
+            "held_loss": model.losses.mean(),
+            **federation.measure(model),
+        }
     variates = [torch.zeros_like(model.flat)] * (CLIENTS + 1)
     for number in range(1, rounds + 1) if arm.rate else ():
         new = average(federation, arm, model.flat, variates, number)

@@ -1,1 +1,3 @@
-"""Sections of reports that published pages need: the map of regimes, and merged subsets of clients."""
+"""Sections of reports that published pages need: the map of regimes, and merged subsets
+of clients.
+"""

@@ -24,10 +24,15 @@ class _Console(Console):
 
     def render(self, *args: Any, **options: Any) -> Iterator[Segment]:
         for segment in super().render(*args, **options):
-            yield segment if segment.control else segment._replace(text=safe(segment.text))
+            yield (
+                segment
+                if segment.control
+                else segment._replace(text=safe(segment.text))
+            )
 
 
-#: Console without markup, because names, paths and extras may contain brackets and colons.
+#: Console without markup, because names, paths and extras may contain brackets and
+#: colons.
 console = _Console(markup=False, emoji=False)
 
 #: First words of a command line.
@@ -56,14 +61,21 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Show the version."
+        ),
     ] = False,
 ) -> None:
-    """Which average of your clients' models helps? Averages of transformers, compared."""
+    """Which average of your clients' models helps? Averages of transformers,
+    compared.
+    """
 
 
 class _Command(TyperCommand):
-    """A command whose expected errors are one line and an exit code, and whose help is plain text."""
+    """A command whose expected errors are one line and an exit code, and whose help is
+    plain text.
+    """
 
     def get_help(self, ctx: click.Context) -> str:
         # Typer escapes brackets as if they were markup.
@@ -86,18 +98,24 @@ class _Command(TyperCommand):
         except ValidationError as error:
             for problem in error.errors():
                 where = ".".join(map(str, problem["loc"])) or "the settings"
-                complain_in_red(f"Error in {where}: {problem['msg'].removeprefix('Value error, ')}")
+                complain_in_red(
+                    f"Error in {where}: {problem['msg'].removeprefix('Value error, ')}"
+                )
             raise typer.Exit(BAD_INPUT) from None
         except (OSError, ValueError, RuntimeError) as error:
             said = str(error)
             if isinstance(error, OSError) and error.filename is not None:
                 said = f"'{error.filename}': {error.strerror}."
             complain_in_red(f"Error: {said}")
-            raise typer.Exit(FAILED if isinstance(error, RuntimeError) else BAD_INPUT) from None
+            raise typer.Exit(
+                FAILED if isinstance(error, RuntimeError) else BAD_INPUT
+            ) from None
 
 
 def command(app: typer.Typer, *lines: str) -> Callable[[Function], Function]:
-    """Register a function as a command of ``app``; its help ends with these example command lines."""
+    """Register a function as a command of ``app``; its help ends with these example
+    command lines.
+    """
     return app.command(cls=_Command, epilog="\n\n".join(("Examples:", *lines)))
 
 

@@ -11,18 +11,30 @@ from typing import Annotated, Any
 import typer
 
 from fedrot._io import replacing
-from fedrot.simulations.cli.commands import Function, app, command, command_line, console, say
+from fedrot.simulations.cli.commands import (
+    Function,
+    app,
+    command,
+    command_line,
+    console,
+    say,
+)
 from fedrot.simulations.settings import Experiment, read_experiments
 
 #: The name of ``--set`` for the address of a Ray cluster.
 RAY = "ray"
 
 #: Fields of an experiment that have an option of their own; ``--set`` takes all others.
-_FIELDS = "data data_dir text_column label_column task model clients partition strategies seeds rounds"
+_FIELDS = (
+    "data data_dir text_column label_column task model clients partition strategies "
+    "seeds rounds"
+)
 
 
 def _with_fields(function: Function) -> Function:
-    """Give a command an option for each of ``_FIELDS`` behind ``out``; it takes them as keywords."""
+    """Give a command an option for each of ``_FIELDS`` behind ``out``; it takes them as
+    keywords.
+    """
     file, out, *others, _ = signature(function, eval_str=True).parameters.values()
     own = []
     for name in _FIELDS.split():
@@ -34,7 +46,8 @@ def _with_fields(function: Function) -> Function:
     return function
 
 
-# Arguments are hidden, and docstrings describe them: some versions of click drop their help.
+# Arguments are hidden, and docstrings describe them: some versions of click drop their
+# help.
 _SET = "Any other setting (docs/reference/settings.md); repeatable."
 
 
@@ -47,25 +60,45 @@ _SET = "Any other setting (docs/reference/settings.md); repeatable."
 def simulate(
     file: Annotated[Path | None, typer.Argument(hidden=True)] = None,
     *,
-    out: Annotated[Path, typer.Option(help="Folder for results; what it has is not run again.")],
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one per core.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, run nothing.")] = False,
-    settings: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help=_SET)] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for results; what it has is not run again.")
+    ],
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; default: one per core.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, run nothing.")
+    ] = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help=_SET)
+    ] = None,
     **fields: Any,
 ) -> None:
     """Which average helps on your data? Trains clients, and compares strategies.
 
-    FILE is a TOML file of experiments, or a bundled one, such as demo; options replace its values.
-    Without it: one experiment from the options. Repeat the command to go on after an interrupt.
+    FILE is a TOML file of experiments, or a bundled one, such as demo; options replace
+    its values. Without it: one experiment from the options. Repeat the command to go on
+    after an interrupt.
     """
-    given = _with_settings({n: v for n, v in fields.items() if v is not None}, settings or ())
+    given = _with_settings(
+        {n: v for n, v in fields.items() if v is not None}, settings or ()
+    )
     ray = given.pop(RAY, "")
-    experiments = read_experiments(file, given) if file else [Experiment.from_flat(given)]
+    experiments = (
+        read_experiments(file, given) if file else [Experiment.from_flat(given)]
+    )
     # After the settings have been checked: these modules import torch and transformers.
     from fedrot.simulations.engine import Machine
     from fedrot.simulations.simulate import simulate as run
 
-    run(experiments, out, command_line(), console, Machine(workers, ray), dry_run=dry_run)
+    run(
+        experiments,
+        out,
+        command_line(),
+        console,
+        Machine(workers, ray),
+        dry_run=dry_run,
+    )
 
 
 def _with_settings(given: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
@@ -75,7 +108,9 @@ def _with_settings(given: Mapping[str, Any], settings: Iterable[str]) -> dict[st
         name, is_set, value = (part.strip() for part in entry.partition("="))
         name = name.replace("-", "_")
         if not is_set or name not in known:
-            raise ValueError(f"--set {entry}: give NAME=VALUE; names are {', '.join(known)}")
+            raise ValueError(
+                f"--set {entry}: give NAME=VALUE; names are {', '.join(known)}"
+            )
         if name in found:
             raise ValueError(f"--set {entry}: '{name}' is given twice")
         found[name] = value
@@ -84,7 +119,9 @@ def _with_settings(given: Mapping[str, Any], settings: Iterable[str]) -> dict[st
 
 @command(app, "fedrot flower-app my-app")
 def flower_app(folder: Annotated[Path, typer.Argument(hidden=True)]) -> None:
-    """Write a Flower app to a new FOLDER; it runs a comparison in your own federation, with flwr run."""
+    """Write a Flower app to a new FOLDER; it runs a comparison in your own federation,
+    with flwr run.
+    """
     source = resources.files("fedrot.simulations") / "flower_app" / "pyproject.toml"
     if folder.exists():
         raise FileExistsError(f"'{folder}' exists already. Choose a new folder.")
@@ -95,12 +132,20 @@ def flower_app(folder: Annotated[Path, typer.Argument(hidden=True)]) -> None:
     say(f"Flower app: {folder}")
 
 
-@command(app, "fedrot report runs/first", "fedrot report alignment.jsonl --verify runs/tuesday")
+@command(
+    app,
+    "fedrot report runs/first",
+    "fedrot report alignment.jsonl --verify runs/tuesday",
+)
 def report(
     run_or_file: Annotated[Path, typer.Argument(hidden=True)],
-    verify: Annotated[Path | None, typer.Option(help="Checkpoints, to compare with hashes.")] = None,
+    verify: Annotated[
+        Path | None, typer.Option(help="Checkpoints, to compare with hashes.")
+    ] = None,
 ) -> None:
-    """Write the page of a run folder, or of a strategy's file of rows; or verify checkpoints."""
+    """Write the page of a run folder, or of a strategy's file of rows; or verify
+    checkpoints.
+    """
     from fedrot.simulations.report.hashes import verified
     from fedrot.simulations.report.pages import present, write_strategy_report
 

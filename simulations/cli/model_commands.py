@@ -9,35 +9,63 @@ import typer
 from rich.markup import escape
 
 from fedrot.errors import FedrotError, SymmetryError
-from fedrot.simulations.cli.commands import FAILED, app, command, complain_in_red, console, say
+from fedrot.simulations.cli.commands import (
+    FAILED,
+    app,
+    command,
+    complain_in_red,
+    console,
+    say,
+)
 
 
 @command(app, "fedrot merge models/a models/b --out models/merged --data own.csv")
 def merge(
     models: Annotated[list[str], typer.Argument(hidden=True)],
     *,
-    out: Annotated[Path | None, typer.Option(help="A new or empty folder; default: none.")] = None,
-    parts: Annotated[str | None, typer.Option(help="whole, none, attention+ffn or diagnosed.")] = None,
-    weights: Annotated[str | None, typer.Option(help="Such as 1,3; default: equal.")] = None,
-    allow: Annotated[list[str] | None, typer.Option(help="A field that may differ; repeatable.")] = None,
-    data: Annotated[str | None, typer.Option(help="Evaluate on a file, folder or hub name.")] = None,
-    text_column: Annotated[str | None, typer.Option(help="Text, words or image.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A new or empty folder; default: none.")
+    ] = None,
+    parts: Annotated[
+        str | None, typer.Option(help="whole, none, attention+ffn or diagnosed.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Such as 1,3; default: equal.")
+    ] = None,
+    allow: Annotated[
+        list[str] | None, typer.Option(help="A field that may differ; repeatable.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Evaluate on a file, folder or hub name.")
+    ] = None,
+    text_column: Annotated[
+        str | None, typer.Option(help="Text, words or image.")
+    ] = None,
     label_column: Annotated[str | None, typer.Option(help="Label or tags.")] = None,
-    fit_head: Annotated[bool, typer.Option("--fit-head", help="Fit the task head to the data.")] = False,
-    rank: Annotated[int | None, typer.Option(min=1, help="Of adapters; default: the largest.")] = None,
+    fit_head: Annotated[
+        bool, typer.Option("--fit-head", help="Fit the task head to the data.")
+    ] = False,
+    rank: Annotated[
+        int | None, typer.Option(min=1, help="Of adapters; default: the largest.")
+    ] = None,
 ) -> None:
     """Diagnose, align and average saved MODELS: folders, hub names, LoRA adapters."""
     adapters = any((Path(model) / "adapter_config.json").is_file() for model in models)
     columns = {"text_column": text_column, "label_column": label_column}
-    given: dict[str, object] = {"--parts": parts, "--data": data} if adapters else {"--rank": rank}
+    given: dict[str, object] = (
+        {"--parts": parts, "--data": data} if adapters else {"--rank": rank}
+    )
     given |= {} if data else {**columns, "--fit-head": fit_head}
     if idle := [name for name, value in given.items() if value]:
         raise FedrotError(
-            f"Here, {' and '.join(idle)} would have no effect: --rank is for LoRA adapters, --parts and "
-            "--data are for models, and --fit-head and columns need --data. Leave it out."
+            f"Here, {' and '.join(idle)} would have no effect: --rank is for LoRA "
+            "adapters, --parts and --data are for models, and --fit-head and columns "
+            "need --data. Leave it out."
         )
     if out and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"'{out}' exists and is not an empty folder. Choose another --out.")
+        raise FileExistsError(
+            f"'{out}' exists and is not an empty folder. Choose another --out."
+        )
     shares, allowed = _weights(weights, len(models)), allow or []
     with console.status(escape(f"Merging {len(models)} models")):
         from fedrot.simulations.saved.merge import merge_adapters, merge_models
@@ -55,13 +83,19 @@ def merge(
 def _weights(text: str | None, count: int) -> list[float]:
     """Read one weight per model, by default 1."""
     try:
-        weights = [float(number) for number in text.split(",")] if text else [1.0] * count
+        weights = (
+            [float(number) for number in text.split(",")] if text else [1.0] * count
+        )
     except ValueError:
         weights = []
-    if count < 2 or len(weights) != count or not all(0 < weight < float("inf") for weight in weights):
+    if (
+        count < 2
+        or len(weights) != count
+        or not all(0 < weight < float("inf") for weight in weights)
+    ):
         raise FedrotError(
-            f"The weights of {count} models are {text}. Give two or more models and, separated by "
-            "commas, a positive weight for each."
+            f"The weights of {count} models are {text}. Give two or more models and, "
+            "separated by commas, a positive weight for each."
         )
     return weights
 
@@ -69,13 +103,17 @@ def _weights(text: str | None, count: int) -> list[float]:
 @command(app, "fedrot check models/a", "fedrot check models/a --parts attention+ffn")
 def check(
     model: Annotated[str, typer.Argument(hidden=True)],
-    parts: Annotated[str | None, typer.Option(help="attention+ffn, whole; default: all.")] = None,
+    parts: Annotated[
+        str | None, typer.Option(help="attention+ffn, whole; default: all.")
+    ] = None,
 ) -> None:
-    """Move a MODEL by random elements of its symmetry group, and check that its outputs stay the same.
+    """Move a MODEL by random elements of its symmetry group, and check that its outputs
+    stay the same.
 
     MODEL is the folder of a saved model, or a hub name.
 
-    The exit code is 0 if they do, 1 if they do not, and 2 if the model cannot be checked.
+    The exit code is 0 if they do, 1 if they do not, and 2 if the model cannot be
+    checked.
     """
     from fedrot.check import check_function
     from fedrot.simulations.saved.load import about, load
@@ -85,11 +123,20 @@ def check(
     with console.status(escape(f"Checking {model}")):
         saved = load(model)
         with about(model):
-            config, symmetry = saved.model.config, symmetry_of(saved.model.config, saved.tensors)
+            config, symmetry = (
+                saved.model.config,
+                symmetry_of(saved.model.config, saved.tensors),
+            )
             movable = {group.part for group in symmetry.groups}
-            chosen = options_of(parts).parts if parts else tuple(p for p in PARTS if p in movable)
+            chosen = (
+                options_of(parts).parts
+                if parts
+                else tuple(p for p in PARTS if p in movable)
+            )
             if not symmetry.select(chosen):
-                raise FedrotError(f"It has no groups of the parts {', '.join(chosen) or '(none)'}.")
+                raise FedrotError(
+                    f"It has no groups of the parts {', '.join(chosen) or '(none)'}."
+                )
             rotates = "residual" in chosen and symmetry.can_rotate
             try:
                 for one in (symmetry, symmetry.rotated) if rotates else (symmetry,):
@@ -97,4 +144,7 @@ def check(
             except SymmetryError as error:
                 complain_in_red(str(error))
                 raise typer.Exit(FAILED) from None
-    say(f"The function is preserved: outputs change by at most {change:.1e} of their size.")
+    say(
+        f"The function is preserved: outputs change by at most {change:.1e} of their "
+        "size."
+    )

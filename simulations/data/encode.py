@@ -1,4 +1,6 @@
-"""Texts, tagged words and images as inputs of models: ``read_encoded`` loads and encodes them."""
+"""Texts, tagged words and images as inputs of models: ``read_encoded`` loads and
+encodes them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from torch.nn.utils.rnn import pad_sequence
 from fedrot.simulations.data.labels import DataSet, Rows, Split, label_columns, labelled
 from fedrot.simulations.data.read import Content, find, refuse
 from fedrot.simulations.data.texts import DOMAIN, load_domains, load_tags, load_texts
-from fedrot.simulations.models import loading, pad_id_of, pretrained_settings, settings_of, source_of
+from fedrot.simulations.models import (
+    loading,
+    pad_id_of,
+    pretrained_settings,
+    settings_of,
+    source_of,
+)
 from fedrot.simulations.settings import Experiment
 
 #: Label of tokens that are not predicted.
@@ -42,7 +50,9 @@ class Encoded(ABC):
         return len(self.labels)
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Return the lengths of the rows, int64; batches are made of rows with similar lengths."""
+        """Return the lengths of the rows, int64; batches are made of rows with similar
+        lengths.
+        """
         return np.zeros(len(rows), dtype=np.int64)
 
     @abstractmethod
@@ -60,7 +70,8 @@ class EncodedText(Encoded):
 
     Attributes:
         domains: if there are several domains, those of the rows.
-        tags: of tagged words by row, the tag of each token; only the first of a word is not ``IGNORED``.
+        tags: of tagged words by row, the tag of each token; only the first of a word is
+            not ``IGNORED``.
     """
 
     ids: Sequence[np.ndarray]
@@ -82,16 +93,22 @@ class EncodedText(Encoded):
         }
 
     def targets(self, rows: np.ndarray) -> torch.Tensor:
-        return padded([self.tags[row] for row in rows], IGNORED) if self.tags else super().targets(rows)
+        return (
+            padded([self.tags[row] for row in rows], IGNORED)
+            if self.tags
+            else super().targets(rows)
+        )
 
 
 @dataclass(frozen=True)
 class EncodedImages(Encoded):
-    """Images as standardised ``pixel_values``, float32 ``[rows, channels, side, side]``.
+    """Images as standardised ``pixel_values``, float32 ``[rows, channels, side,
+    side]``.
 
     Attributes:
         pixels: uint8 ``[rows, side, side, channels]``.
-        mean, deviation: mean and standard deviation of each channel, for values in [0, 1].
+        mean, deviation: mean and standard deviation of each channel, for values in [0,
+            1].
     """
 
     pixels: Any
@@ -99,24 +116,34 @@ class EncodedImages(Encoded):
     deviation: Sequence[float]
 
     def batch(self, rows: np.ndarray) -> Batch:
-        mean, deviation = (np.array(v, dtype=np.float32) for v in (self.mean, self.deviation))
+        mean, deviation = (
+            np.array(v, dtype=np.float32) for v in (self.mean, self.deviation)
+        )
         values = (self.pixels[rows] / np.float32(255) - mean) / deviation
         return {"pixel_values": torch.from_numpy(values.transpose(0, 3, 1, 2).copy())}
 
 
 def padded(rows: Sequence[np.ndarray], value: int) -> torch.Tensor:
-    """Return rows of numbers as int64 ``[rows, longest row]``, padded with ``value`` at the end."""
-    return pad_sequence([*map(torch.from_numpy, rows)], batch_first=True, padding_value=value)
+    """Return rows of numbers as int64 ``[rows, longest row]``, padded with ``value`` at
+    the end.
+    """
+    return pad_sequence(
+        [*map(torch.from_numpy, rows)], batch_first=True, padding_value=value
+    )
 
 
 @lru_cache(maxsize=1)
 def bundled_tokenizer() -> Tokenizer:
-    """Return the package's uncased WordPiece tokenizer, trained on the training texts of GoEmotions.
+    """Return the package's uncased WordPiece tokenizer, trained on the training texts
+    of GoEmotions.
 
-    Texts become ``[CLS] A [SEP]``, pairs ``[CLS] A [SEP] B [SEP]`` with type ids 0 and 1. The object is
-    shared: copy it before enabling padding or truncation. See ``tests/simulations/data/wordpiece.py``.
+    Texts become ``[CLS] A [SEP]``, pairs ``[CLS] A [SEP] B [SEP]`` with type ids 0 and
+    1. The object is shared: copy it before enabling padding or truncation. See
+    ``tests/simulations/data/wordpiece.py``.
     """
-    return Tokenizer.from_file(str(Path(__file__).with_name("bundled") / "tokenizer.json"))
+    return Tokenizer.from_file(
+        str(Path(__file__).with_name("bundled") / "tokenizer.json")
+    )
 
 
 def tokenizer_for(experiment: Experiment) -> Tokenizer:
@@ -127,20 +154,32 @@ def tokenizer_for(experiment: Experiment) -> Tokenizer:
 
     with loading(experiment.model):
         found = AutoTokenizer.from_pretrained(source_of(experiment.model))
-        if set(found.get_vocab()) <= set(found.all_special_tokens):  # transformers makes an empty one
-            refuse(f"model '{experiment.model}'", "has no tokenizer", "save tokenizer.json beside it")
+        if set(found.get_vocab()) <= set(
+            found.all_special_tokens
+        ):  # transformers makes an empty one
+            refuse(
+                f"model '{experiment.model}'",
+                "has no tokenizer",
+                "save tokenizer.json beside it",
+            )
         return found.backend_tokenizer
 
 
 def encode(
     split: Split, tokenizer: Tokenizer, max_length: int, pad_id: int, tagged: bool
 ) -> EncodedText:
-    """Tokenise texts or tagged words, truncated to ``max_length`` tokens; see ``EncodedText``."""
-    tokenizer = copy.deepcopy(tokenizer)  # the bundled tokenizer is shared in the process
+    """Tokenise texts or tagged words, truncated to ``max_length`` tokens; see
+    ``EncodedText``.
+    """
+    tokenizer = copy.deepcopy(
+        tokenizer
+    )  # the bundled tokenizer is shared in the process
     tokenizer.no_padding()
     tokenizer.enable_truncation(max_length)
     before: Any = tokenizer.pre_tokenizer
-    if tagged and hasattr(before, "add_prefix_space"):  # in byte-level vocabularies, words start so
+    if tagged and hasattr(
+        before, "add_prefix_space"
+    ):  # in byte-level vocabularies, words start so
         before.add_prefix_space = True
         tokenizer.pre_tokenizer = before
     second, rows = split.second or (), [*split.inputs]
@@ -150,7 +189,9 @@ def encode(
     segments = [np.asarray(encoding.type_ids, dtype=np.int64) for encoding in encodings]
     tags = []
     for encoding, of_words in zip(encodings, second, strict=True) if tagged else ():
-        words = np.array([-1 if word is None else word for word in encoding.word_ids], dtype=np.int64)
+        words = np.array(
+            [-1 if word is None else word for word in encoding.word_ids], dtype=np.int64
+        )
         first = (words >= 0) & (np.diff(words, prepend=-1) != 0)
         tags.append(np.full(len(words), IGNORED, dtype=np.int64))
         tags[-1][first] = of_words[words[first]]
@@ -159,21 +200,29 @@ def encode(
 
 
 def read_encoded(experiment: Experiment) -> tuple[DataSet, Any, Any]:
-    """Return the data of an experiment, and its training and held-out rows encoded for its model."""
+    """Return the data of an experiment, and its training and held-out rows encoded for
+    its model.
+    """
     if experiment.task == "image":
         return _encoded_images(experiment)
-    load = {"classification": load_domains, "ner": load_tags}.get(experiment.task, load_texts)
+    load = {"classification": load_domains, "ner": load_tags}.get(
+        experiment.task, load_texts
+    )
     data = load(experiment)
     pad_id = pad_id_of(settings_of(experiment, data))
     how = tokenizer_for(experiment), experiment.max_length, pad_id, bool(data.tags)
     return data, encode(data.train, *how), encode(data.test, *how)
 
 
-def _encoded_images(experiment: Experiment) -> tuple[DataSet, EncodedImages, EncodedImages]:
-    """Load images for a model's size; standardise them by its processor's numbers, or by one half.
+def _encoded_images(
+    experiment: Experiment,
+) -> tuple[DataSet, EncodedImages, EncodedImages]:
+    """Load images for a model's size; standardise them by its processor's numbers, or
+    by one half.
 
-    Without a model, their side is that of the largest image, at most ``LARGEST_SIDE``; above 8 it is a
-    multiple of 4, since patches cannot divide a prime number. There is one channel if all are grey.
+    Without a model, their side is that of the largest image, at most ``LARGEST_SIDE``;
+    above 8 it is a multiple of 4, since patches cannot divide a prime number. There is
+    one channel if all are grey.
     """
     found: Mapping[str, Any] = {}
     side = channels = None
@@ -181,25 +230,39 @@ def _encoded_images(experiment: Experiment) -> tuple[DataSet, EncodedImages, Enc
         from transformers.image_processing_base import ImageProcessingMixin
 
         settings = pretrained_settings(model)
-        side, channels = getattr(settings, "image_size", None), getattr(settings, "num_channels", 3)
+        side, channels = (
+            getattr(settings, "image_size", None),
+            getattr(settings, "num_channels", 3),
+        )
         if not isinstance(side, int) or channels not in (1, 3):
-            what = f"takes no square images of 1 or 3 channels (image_size {side}, {channels} channels)"
-            refuse(f"model '{model}'", what, "choose a vision transformer, or another task")
+            what = (
+                f"takes no square images of 1 or 3 channels (image_size {side}, "
+                f"{channels} channels)"
+            )
+            refuse(
+                f"model '{model}'", what, "choose a vision transformer, or another task"
+            )
         with suppress(OSError):  # saved without a processor
             # Not the processor itself, which needs torchvision.
             found, _ = ImageProcessingMixin.get_image_processor_dict(source_of(model))
     source = find(experiment.data, experiment.data_dir)
     column = source.column(IMAGE, experiment.text_column)
     read = partial(_images, column=column, bound=side or LARGEST_SIDE)
-    data = labelled(source, experiment, label_columns(source, experiment), [column], read)
+    data = labelled(
+        source, experiment, label_columns(source, experiment), [column], read
+    )
     every = [*data.train.inputs, *data.test.inputs]
     channels = channels or (1 if all(image.mode == "L" for image in every) else 3)
     largest = max(max(image.size) for image in every)
     side = side or (largest if largest <= 8 else -(-largest // 4) * 4)
-    of_pixels = [(found.get(key) or (0.5,))[:channels] for key in ("image_mean", "image_std")]
+    of_pixels = [
+        (found.get(key) or (0.5,))[:channels] for key in ("image_mean", "image_std")
+    ]
     splits = []
     for split in (data.train, data.test):
-        images = [image.convert("L" if channels == 1 else "RGB") for image in split.inputs]
+        images = [
+            image.convert("L" if channels == 1 else "RGB") for image in split.inputs
+        ]
         pixels = np.stack([image.resize((side, side), BILINEAR) for image in images])
         pixels = pixels.reshape(-1, side, side, channels)
         splits.append(EncodedImages(split.labels, pixels, *of_pixels))
@@ -207,22 +270,36 @@ def _encoded_images(experiment: Experiment) -> tuple[DataSet, EncodedImages, Enc
 
 
 def _images(rows: Rows, column: str, bound: int) -> list[list[Image.Image]]:
-    """Return grey (mode L) or coloured (RGB) images, of which no side is above ``bound``."""
+    """Return grey (mode L) or coloured (RGB) images, of which no side is above
+    ``bound``.
+    """
     found = []
     for number, value in zip(rows.numbers, rows.table[column], strict=True):
         cell: Any = value.as_py()
-        content, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
+        content, path = (
+            (cell.get("bytes"), cell.get("path"))
+            if isinstance(cell, dict)
+            else (cell, None)
+        )
         file: Any = path if content is None else io.BytesIO(content)
         try:
             with Image.open(file) as image:
                 image.load()
-                with suppress(Exception):  # damaged EXIF is no reason to refuse a picture
+                with suppress(
+                    Exception
+                ):  # damaged EXIF is no reason to refuse a picture
                     ImageOps.exif_transpose(image, in_place=True)
                 seen = _own_range(image) if image.mode[0] in "IF" else _on_white(image)
         except Exception as error:  # Pillow raises many unrelated kinds
             where = path if path and content is None else f"{rows.where}, row {number}"
-            refuse(where, f"cannot be read as an image ({error})", "remove it or replace it")
-        found.append(seen.resize((min(seen.width, bound), min(seen.height, bound)), BILINEAR))
+            refuse(
+                where,
+                f"cannot be read as an image ({error})",
+                "remove it or replace it",
+            )
+        found.append(
+            seen.resize((min(seen.width, bound), min(seen.height, bound)), BILINEAR)
+        )
     return [found]
 
 
@@ -235,9 +312,13 @@ def _on_white(image: Image.Image) -> Image.Image:
 
 
 def _own_range(image: Image.Image) -> Image.Image:
-    """Scale 16 bits, and other numbers from the smallest to the largest finite value."""
+    """Scale 16 bits, and other numbers from the smallest to the largest finite
+    value.
+    """
     values = np.asarray(image)
-    if image.mode.startswith("I;") or (image.mode == "I" and image.format in ("PPM", "PNG")):
+    if image.mode.startswith("I;") or (
+        image.mode == "I" and image.format in ("PPM", "PNG")
+    ):
         return Image.fromarray((values >> 8).astype(np.uint8))
     finite = values[np.isfinite(values)].astype(np.float64)
     low, high = (finite.min(), finite.max()) if finite.size else (0, 0)

@@ -18,18 +18,26 @@ from fedrot.errors import FedrotError
 Rows: TypeAlias = npt.NDArray[np.int64]
 
 KINDS = ("iid", "dirichlet", "pathological", "keyclass", "column")
-SPECS = "iid, dirichlet:ALPHA, pathological:CLASSES, keyclass:SHARE (above 0, at most 1), column:NAME"
+SPECS = (
+    "iid, dirichlet:ALPHA, pathological:CLASSES, keyclass:SHARE (above 0, at most 1), "
+    "column:NAME"
+)
 
-#: Largest range of scores that are rounded to integers. Wider ranges have ``WIDE_BINS`` equal intervals.
+#: Largest range of scores that are rounded to integers. Wider ranges have ``WIDE_BINS``
+#: equal intervals.
 MOST_BINS, WIDE_BINS = 1000, 10
 
 
 class PartitionError(FedrotError):
-    """A partition is unknown, impossible for these rows, or leaves a client without rows."""
+    """A partition is unknown, impossible for these rows, or leaves a client without
+    rows.
+    """
 
 
 def parse_partition(spec: str) -> tuple[str, Any]:
-    """Read a partition such as ``dirichlet:0.5``: its kind and parameter; raises ``PartitionError``."""
+    """Read a partition such as ``dirichlet:0.5``: its kind and parameter; raises
+    ``PartitionError``.
+    """
     kind, _, value = spec.strip().partition(":")
     if kind not in KINDS or (kind == "iid") != (value == ""):
         raise PartitionError(f"unknown partition {spec!r}; choose from {SPECS}")
@@ -41,7 +49,9 @@ def parse_partition(spec: str) -> tuple[str, Any]:
         number = math.nan
     fits = {"keyclass": number <= 1, "pathological": number % 1 == 0}.get(kind, True)
     if not (0 < number < math.inf and fits):
-        raise PartitionError(f"partition {spec!r}: {value!r} is no such number; choose from {SPECS}")
+        raise PartitionError(
+            f"partition {spec!r}: {value!r} is no such number; choose from {SPECS}"
+        )
     return kind, int(number) if kind == "pathological" else number
 
 
@@ -52,29 +62,35 @@ def split_clients(
     clients: int,
     seed: int,
 ) -> list[Rows]:
-    """Divide the rows of a split among ``clients``; the same seed gives the same division.
+    """Divide the rows of a split among ``clients``; the same seed gives the same
+    division.
 
     * ``iid``: a random division into equal parts.
     * ``dirichlet:ALPHA``: each class is divided in Dirichlet(ALPHA) proportions.
-    * ``pathological:K``: each client has exactly K classes. With fewer than classes/K clients some
-      classes have no client; their rows are dropped. Every other partition keeps all rows.
+    * ``pathological:K``: each client has exactly K classes. With fewer than classes/K
+      clients some classes have no client; their rows are dropped. Every other partition
+      keeps all rows.
     * ``keyclass:SHARE``: see ``_key_class_rows``.
-    * ``column:NAME``: one client per value of the column, in the order of the values as texts. If there
-      are more values than clients, values are grouped: the most frequent first, each into the smallest
-      group. The seed has no influence.
+    * ``column:NAME``: one client per value of the column, in the order of the values as
+      texts. If there are more values than clients, values are grouped: the most
+      frequent first, each into the smallest group. The seed has no influence.
 
     Args:
         split_labels, columns: see ``Split``; classes are those of ``partition_keys``.
 
     Returns:
-        For each client a sorted int64 array of row numbers. Arrays are disjoint and not empty.
+        For each client a sorted int64 array of row numbers. Arrays are disjoint and not
+        empty.
 
     Raises:
-        PartitionError: the rows cannot be divided in this way, or a client would have no rows.
+        PartitionError: the rows cannot be divided in this way, or a client would have
+            no rows.
     """
     rows = len(split_labels)
     if not 1 <= clients <= rows:
-        raise PartitionError(f"{rows} rows cannot be divided among {clients} clients; give 1 to {rows}")
+        raise PartitionError(
+            f"{rows} rows cannot be divided among {clients} clients; give 1 to {rows}"
+        )
     (kind, value), (keys, _) = parse_partition(partition), partition_keys(split_labels)
     if kind == "iid":
         parts = np.array_split(np.random.default_rng(seed).permutation(rows), clients)
@@ -86,16 +102,22 @@ def split_clients(
         parts = _flower_rows(kind, value, keys, clients, seed)
     if not all(map(len, parts)):
         what = f"partition {partition}: of {clients} clients one would have no rows"
-        raise PartitionError(f"{what}; use fewer clients, more rows or a less uneven partition")
+        raise PartitionError(
+            f"{what}; use fewer clients, more rows or a less uneven partition"
+        )
     return [np.sort(np.asarray(part, dtype=np.int64)) for part in parts]
 
 
-def partition_keys(labels: npt.NDArray[Any], names: Sequence[str] = ()) -> tuple[Rows, tuple[str, ...]]:
-    """Return the class by which each row is divided, int64 ``[n]``, from 0; and the classes' names.
+def partition_keys(
+    labels: npt.NDArray[Any], names: Sequence[str] = ()
+) -> tuple[Rows, tuple[str, ...]]:
+    """Return the class by which each row is divided, int64 ``[n]``, from 0; and the
+    classes' names.
 
-    Single label: the label. Multi-label: the first label that is 1, or the number of labels ("none") if
-    none is; unknown labels (NaN) are not 1. Regression: the score rounded to an integer, minus the
-    smallest one if that is negative; for wide ranges its interval, see ``MOST_BINS``.
+    Single label: the label. Multi-label: the first label that is 1, or the number of
+    labels ("none") if none is; unknown labels (NaN) are not 1. Regression: the score
+    rounded to an integer, minus the smallest one if that is negative; for wide ranges
+    its interval, see ``MOST_BINS``.
     """
     names = tuple(names)
     if labels.ndim == 2:
@@ -108,42 +130,60 @@ def partition_keys(labels: npt.NDArray[Any], names: Sequence[str] = ()) -> tuple
     if high - low > MOST_BINS:
         edges = np.linspace(float(labels.min()), high, WIDE_BINS + 1)
         names = tuple(f"{a:g} to {b:g}" for a, b in itertools.pairwise(edges))
-        return np.searchsorted(edges[1:-1], labels, side="right").astype(np.int64), names
+        return np.searchsorted(edges[1:-1], labels, side="right").astype(
+            np.int64
+        ), names
     bins = np.rint(labels).astype(np.int64)
     first = int(bins.min(initial=0))
     return bins - first, tuple(map(str, range(first, int(bins.max(initial=first)) + 1)))
 
 
-def _flower_rows(kind: str, value: float, keys: Rows, clients: int, seed: int) -> list[Rows]:
+def _flower_rows(
+    kind: str, value: float, keys: Rows, clients: int, seed: int
+) -> list[Rows]:
     from datasets import Dataset
     from flwr_datasets import partitioner as flower
 
     how: Any = {"shuffle": False, "seed": seed}
     if kind == "dirichlet":
-        chosen: Any = flower.DirichletPartitioner(clients, "key", value, min_partition_size=1, **how)
+        chosen: Any = flower.DirichletPartitioner(
+            clients, "key", value, min_partition_size=1, **how
+        )
     else:
-        chosen = flower.PathologicalPartitioner(clients, "key", value, "first-deterministic", **how)
+        chosen = flower.PathologicalPartitioner(
+            clients, "key", value, "first-deterministic", **how
+        )
     chosen.dataset = Dataset.from_dict({"row": np.arange(len(keys)), "key": keys})
     try:
-        # Flower warns of retried draws and dropped classes, which are part of the definitions. Its
-        # progress bar would disturb the caller's output.
+        # Flower warns of retried draws and dropped classes, which are part of the
+        # definitions. Its progress bar would disturb the caller's output.
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             parts = [chosen.load_partition(client) for client in range(clients)]
     except ValueError as error:
-        raise PartitionError(f"{kind}:{value}, {clients} clients: {error} Use fewer clients.") from error
-    return [np.asarray(part.with_format("numpy")["row"][:], dtype=np.int64) for part in parts]
+        raise PartitionError(
+            f"{kind}:{value}, {clients} clients: {error} Use fewer clients."
+        ) from error
+    return [
+        np.asarray(part.with_format("numpy")["row"][:], dtype=np.int64)
+        for part in parts
+    ]
 
 
-def _column_rows(column: str, columns: Mapping[str, Sequence[object]], clients: int) -> list[Rows]:
+def _column_rows(
+    column: str, columns: Mapping[str, Sequence[object]], clients: int
+) -> list[Rows]:
     values = columns.get(column, ())
     names, which = np.unique([*map(str, values)], return_inverse=True)
     if len(names) < clients or None in values:
         raise PartitionError(
-            f"partition column:{column}: {len(names)} values for {clients} clients, or missing values; "
-            f"use fewer clients, or another column of {', '.join(columns)}"
+            f"partition column:{column}: {len(names)} values for {clients} clients, or "
+            "missing values; use fewer clients, or another column of "
+            f"{', '.join(columns)}"
         )
-    parts = np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which))[:-1])
+    parts = np.split(
+        np.argsort(which, kind="stable"), np.cumsum(np.bincount(which))[:-1]
+    )
     if len(parts) == clients:
         return parts
     groups: list[list[Rows]] = [[] for _ in range(clients)]
@@ -153,16 +193,20 @@ def _column_rows(column: str, columns: Mapping[str, Sequence[object]], clients: 
 
 
 def _key_class_rows(keys: Rows, fraction: float, clients: int, seed: int) -> list[Rows]:
-    """RegMean's key-class split (Jin et al., ICLR 2023, appendix), for any number of clients.
+    """RegMean's key-class split (Jin et al., ICLR 2023, appendix), for any number of
+    clients.
 
-    Client k has key class k mod C of the C present classes. The clients of a key class share
-    ``fraction`` of its rows evenly; none gets more of them than an equal part of all rows. The other
-    rows are divided at random so that all clients have equal numbers of rows (to within one); as far as
-    possible they go to clients of another key class.
+    Client k has key class k mod C of the C present classes. The clients of a key class
+    share ``fraction`` of its rows evenly; none gets more of them than an equal part of
+    all rows. The other rows are divided at random so that all clients have equal
+    numbers of rows (to within one); as far as possible they go to clients of another
+    key class.
     """
     rng = np.random.default_rng(seed)
     present, classes = np.unique(keys, return_inverse=True)
-    rows_of = [rng.permutation(np.flatnonzero(classes == c)) for c in range(len(present))]
+    rows_of = [
+        rng.permutation(np.flatnonzero(classes == c)) for c in range(len(present))
+    ]
     key_of = np.arange(clients) % len(present)
     own = np.arange(len(present))[:, None] == key_of[None, :]
     room = np.full(clients, len(keys) // clients)
@@ -172,28 +216,39 @@ def _key_class_rows(keys: Rows, fraction: float, clients: int, seed: int) -> lis
     for c in range(min(len(present), clients)):
         holders = np.flatnonzero(own[c])
         share = round(fraction * len(rows_of[c]))
-        wanted = share // len(holders) + (np.arange(len(holders)) < share % len(holders))
+        wanted = share // len(holders) + (
+            np.arange(len(holders)) < share % len(holders)
+        )
         counts[c, holders] = np.minimum(wanted, room[holders])
     rest = np.array([len(rows) for rows in rows_of]) - counts.sum(axis=1)
     counts += _deal(rest, room - counts.sum(axis=0), own, rng)
     cuts = counts.cumsum(axis=1)[:, :-1]
     pieces = [np.split(rows, cut) for rows, cut in zip(rows_of, cuts, strict=True)]
-    return [np.concatenate([piece[client] for piece in pieces]) for client in range(clients)]
+    return [
+        np.concatenate([piece[client] for piece in pieces]) for client in range(clients)
+    ]
 
 
-def _deal(rest: Rows, room: Rows, forbidden: npt.NDArray[np.bool_], rng: np.random.Generator) -> Rows:
-    """Assign ``rest[c]`` rows of class c to clients with ``room[k]`` places; return counts ``[C, K]``.
+def _deal(
+    rest: Rows, room: Rows, forbidden: npt.NDArray[np.bool_], rng: np.random.Generator
+) -> Rows:
+    """Assign ``rest[c]`` rows of class c to clients with ``room[k]`` places; return
+    counts ``[C, K]``.
 
-    The assignment is random. Rows in a forbidden cell are then exchanged with rows for which both new
-    cells are allowed, as far as there are such rows.
+    The assignment is random. Rows in a forbidden cell are then exchanged with rows for
+    which both new cells are allowed, as far as there are such rows.
     """
     dealt = np.zeros(forbidden.shape, dtype=np.int64)
     places = rng.permutation(np.repeat(np.arange(len(room)), room))
     np.add.at(dealt, (np.repeat(np.arange(len(rest)), rest), places), 1)
     for c, k in np.argwhere(forbidden):
-        partners = np.where(~forbidden[c][None, :] & ~forbidden[:, k][:, None], dealt, 0)
+        partners = np.where(
+            ~forbidden[c][None, :] & ~forbidden[:, k][:, None], dealt, 0
+        )
         moves = min(int(dealt[c, k]), int(partners.sum()))
-        swap = rng.multivariate_hypergeometric(partners.ravel(), moves).reshape(dealt.shape)
+        swap = rng.multivariate_hypergeometric(partners.ravel(), moves).reshape(
+            dealt.shape
+        )
         dealt -= swap
         dealt[c] += swap.sum(axis=0)
         dealt[:, k] += swap.sum(axis=1)

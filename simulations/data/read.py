@@ -1,4 +1,6 @@
-"""Tables of data sets: bundled, in files and folders (see ``READERS``), or from the Hugging Face hub."""
+"""Tables of data sets: bundled, in files and folders (see ``READERS``), or from the
+Hugging Face hub.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from fedrot._io import refuse_pointer, shallow
 from fedrot.errors import FedrotError
 from fedrot.simulations.data import BUNDLED, DIGITS
 
-#: Held-out rows beside ``train``, the first that there is: the test labels of GLUE are hidden.
+#: Held-out rows beside ``train``, the first that there is: the test labels of GLUE are
+#: hidden.
 HELD_OUT = ("validation", "validation_matched", "val", "valid", "test")
 _IMAGE = re.compile(r"\.(bmp|gif|jpe?g|p[bgnp]m|png|tiff?|webp)", re.IGNORECASE)
 
@@ -34,14 +37,17 @@ def refuse(where: object, what: str, advice: str) -> NoReturn:
 
 
 def listed(values: Iterable[object]) -> str:
-    """Return the first ten values, of 80 characters, separated by commas, and the number of others."""
+    """Return the first ten values, of 80 characters, separated by commas, and the
+    number of others.
+    """
     found = [*values]
     more = f" and {len(found) - 10} more" if len(found) > 10 else ""
     return ", ".join(f"{value!s:.80}" for value in found[:10]) + more
 
 
 def _csv(path: Path, delimiters: str = ",;\t|") -> pa.Table:
-    """Read every cell as a text, with the first of the delimiters that the first line has.
+    """Read every cell as a text, with the first of the delimiters that the first line
+    has.
 
     Empty cells are missing. Excel's first line ``sep=,`` is left out.
     """
@@ -58,7 +64,10 @@ def _csv(path: Path, delimiters: str = ",;\t|") -> pa.Table:
             has = f"row {number} has {len(row)} cells, and the first {len(rows[0])}"
             raise ValueError(f"{has}; or a quotation mark is not closed")
     columns = [*zip(*rows, strict=True)]
-    cells = [pa.array([cell or None for cell in column[1:]], pa.string()) for column in columns]
+    cells = [
+        pa.array([cell or None for cell in column[1:]], pa.string())
+        for column in columns
+    ]
     return pa.table(cells, [column[0] for column in columns])
 
 
@@ -71,19 +80,26 @@ def _json(path: Path) -> pa.Table:
         rows.append(row)
     rows = rows[0] if len(rows) == 1 and isinstance(rows[0], list) else rows
     objects = all(isinstance(row, dict) for row in rows)
-    if not objects or (len(rows) == 1 and all(isinstance(v, dict | list) for v in rows[0].values())):
-        raise ValueError("it needs an object for each row: DataFrame.to_json with orient='records'")
+    if not objects or (
+        len(rows) == 1 and all(isinstance(v, dict | list) for v in rows[0].values())
+    ):
+        raise ValueError(
+            "it needs an object for each row: DataFrame.to_json with orient='records'"
+        )
     names = dict.fromkeys(name for row in rows for name in row)
     return pa.table({name: [row.get(name) for row in rows] for name in names})
 
 
 def _plain_text(path: Path) -> pa.Table:
     """Return the paragraphs of a text file, which are separated by empty lines."""
-    paragraphs = (part.strip() for part in re.split(r"\n\s*\n", path.read_text("utf-8-sig")))
+    paragraphs = (
+        part.strip() for part in re.split(r"\n\s*\n", path.read_text("utf-8-sig"))
+    )
     return pa.table({"text": pa.array(filter(None, paragraphs), pa.string())})
 
 
-# Not read by ``datasets``: it makes floats of integers beside an empty cell, and renames columns.
+# Not read by ``datasets``: it makes floats of integers beside an empty cell, and
+# renames columns.
 READERS: Mapping[str, Callable[[Path], pa.Table]] = {
     ".parquet": pq.read_table,
     ".csv": _csv,
@@ -95,9 +111,11 @@ READERS: Mapping[str, Callable[[Path], pa.Table]] = {
 
 
 def read_table(path: Path) -> pa.Table:
-    """Read a file in one of the formats of ``READERS``; raises ``DataError`` if it cannot be read.
+    """Read a file in one of the formats of ``READERS``; raises ``DataError`` if it
+    cannot be read.
 
-    Cells of CSV and TSV are texts; other formats keep their types. Parquet may have any suffix.
+    Cells of CSV and TSV are texts; other formats keep their types. Parquet may have any
+    suffix.
     """
     read = READERS[path.suffix.lower()]
     try:
@@ -107,19 +125,29 @@ def read_table(path: Path) -> pa.Table:
         if head.startswith(b"PAR1"):
             read = pq.read_table
         elif b"\0" in head and read is not pq.read_table:
-            raise ValueError("it is no text in UTF-8: a gzip or zip file, a workbook, Arrow, UTF-16?")
+            raise ValueError(
+                "it is no text in UTF-8: a gzip or zip file, a workbook, Arrow, UTF-16?"
+            )
         return _usable(read(path))
     except (OSError, ValueError, OverflowError, csv.Error, pa.ArrowException) as error:
-        advice = "save or export it as Parquet, or as CSV or JSON in UTF-8, not compressed"
+        advice = (
+            "save or export it as Parquet, or as CSV or JSON in UTF-8, not compressed"
+        )
         refuse(path, f"cannot be read ({error})", advice)
 
 
 def _usable(table: pa.Table) -> pa.Table:
-    """Return the columns with a name, trimmed; raises an error of pyarrow if it can take no rows."""
+    """Return the columns with a name, trimmed; raises an error of pyarrow if it can
+    take no rows.
+    """
     names = [name.strip() for name in table.column_names]
-    table = table.rename_columns(names).select([place for place, name in enumerate(names) if name])
+    table = table.rename_columns(names).select(
+        [place for place, name in enumerate(names) if name]
+    )
     if len(set(table.column_names)) < table.num_columns:
-        raise ValueError(f"two columns have equal names among {listed(table.column_names)}")
+        raise ValueError(
+            f"two columns have equal names among {listed(table.column_names)}"
+        )
     table.take(pa.array([], pa.int64()))
     return table
 
@@ -151,20 +179,29 @@ class Source:
     def column(self, content: Content, wanted: str | None) -> str:
         """Return the wanted column, or the first with a known name.
 
-        Raises ``DataError`` without such a column, or if values are missing or of a wrong type.
+        Raises ``DataError`` without such a column, or if values are missing or of a
+        wrong type.
         """
         name, known, fits = content
         names = known if wanted is None else [wanted.strip()]
         found = next((column for column in names if column in self.columns), "")
         if not found:
-            where = f"{' and '.join(self.tables)}: no {name} column {' or '.join(map(repr, names))}"
+            where = (
+                f"{' and '.join(self.tables)}: no {name} column "
+                f"{' or '.join(map(repr, names))}"
+            )
             advice = "choose one with --text-column or --label-column"
             refuse(where, f"among {listed(self.columns)}", advice)
         for origin, table in self.tables.items():
-            kind, where = table.schema.field(found).type, f"{origin}: {name} column {found!r}"
+            kind, where = (
+                table.schema.field(found).type,
+                f"{origin}: {name} column {found!r}",
+            )
             if not fits(kind):
                 refuse(where, f"holds {kind}, no {name}s", "choose another column")
-            refuse_rows(where, "no value", [_missing(cell.as_py()) for cell in table[found]])
+            refuse_rows(
+                where, "no value", [_missing(cell.as_py()) for cell in table[found]]
+            )
         return found
 
 
@@ -184,11 +221,13 @@ def refuse_rows(where: str, what: str, wrong: Sequence[bool]) -> None:
 
 
 def find(name: str, data_dir: Path | None) -> Source:
-    """Look ``name`` up in ``data_dir`` and the folders in it, among the bundled data, here, on the hub.
+    """Look ``name`` up in ``data_dir`` and the folders in it, among the bundled data,
+    here, on the hub.
 
-    A name stands for ``NAME``, ``NAME.parquet``, or for a folder: of ``train.parquet`` beside a held-out
-    split (in any format), saved by ``datasets``, or of images. Names of the hub are ``owner/name`` and
-    ``owner/name:configuration``. Raises ``DataError``.
+    A name stands for ``NAME``, ``NAME.parquet``, or for a folder: of ``train.parquet``
+    beside a held-out split (in any format), saved by ``datasets``, or of images. Names
+    of the hub are ``owner/name`` and ``owner/name:configuration``. Raises
+    ``DataError``.
     """
     if data_dir is not None and not data_dir.is_dir():
         refuse(f"data folder {data_dir}", "does not exist", "check its path")
@@ -198,17 +237,31 @@ def find(name: str, data_dir: Path | None) -> Source:
     for place in places:
         if source := _at(place):
             return source
-    if name == DIGITS:  # 1,797 grey images of 8 x 8 pixels, here as PGM files of 17 shades
+    if (
+        name == DIGITS
+    ):  # 1,797 grey images of 8 x 8 pixels, here as PGM files of 17 shades
         from sklearn.datasets import load_digits
 
         found = load_digits()
-        files = [b"P5 8 8 16\n" + image.astype(np.uint8).tobytes() for image in found.images]
+        files = [
+            b"P5 8 8 16\n" + image.astype(np.uint8).tobytes() for image in found.images
+        ]
         return Source({DIGITS: pa.table({"image": files, "label": found.target})})
-    names = sorted({*bundled, *(path.name for root in roots for path in root.glob("*"))})
+    names = sorted(
+        {*bundled, *(path.name for root in roots for path in root.glob("*"))}
+    )
     unknown = f"is not available, or has no known format. Available: {', '.join(names)}"
-    if name.count("/") != 1 or Path(name).suffix.lower() in READERS or any(map(Path.exists, places)):
-        advice = f"check --data-dir, the path and the format, one of {', '.join(READERS)}"
-        refuse(f"data set {name!r}", unknown, f"{advice}; names of the hub are owner/name")
+    if (
+        name.count("/") != 1
+        or Path(name).suffix.lower() in READERS
+        or any(map(Path.exists, places))
+    ):
+        advice = (
+            f"check --data-dir, the path and the format, one of {', '.join(READERS)}"
+        )
+        refuse(
+            f"data set {name!r}", unknown, f"{advice}; names of the hub are owner/name"
+        )
     from datasets import load_dataset
 
     path, _, configuration = name.partition(":")
@@ -240,7 +293,9 @@ def _held_out(train: Path) -> Path:
 
 
 def _loaded(name: str, load: Callable[[], Any], failed: str) -> Source:
-    """Return the training and held-out rows, or all rows, of a data set of ``datasets``."""
+    """Return the training and held-out rows, or all rows, of a data set of
+    ``datasets``.
+    """
     import datasets
 
     try:
@@ -248,18 +303,31 @@ def _loaded(name: str, load: Callable[[], Any], failed: str) -> Source:
         splits = found if isinstance(found, dict) else {"train": found}
         chosen = ("train", *[split for split in HELD_OUT if split in splits][:1])
         features = splits["train"].features
-        tables = {f"{name} ({s})": _usable(splits[s].with_format("arrow")[:]) for s in chosen}
+        tables = {
+            f"{name} ({s})": _usable(splits[s].with_format("arrow")[:]) for s in chosen
+        }
     except Exception as error:  # the hub's client raises many unrelated kinds
         advice = "check the name, the files, its split 'train' and the connection"
-        refuse(f"data set {name!r}", f"{failed} ({type(error).__name__}: {error})", advice)
+        refuse(
+            f"data set {name!r}", f"{failed} ({type(error).__name__}: {error})", advice
+        )
     # A column of tags is a list of classes.
-    kinds = {column: getattr(feature, "feature", feature) for column, feature in features.items()}
-    named = {n: tuple(k.names) for n, k in kinds.items() if isinstance(k, datasets.ClassLabel)}
+    kinds = {
+        column: getattr(feature, "feature", feature)
+        for column, feature in features.items()
+    }
+    named = {
+        n: tuple(k.names)
+        for n, k in kinds.items()
+        if isinstance(k, datasets.ClassLabel)
+    }
     return Source(tables, named)
 
 
 def _images(folder: Path) -> Source:
-    """Return the paths and classes of files ``CLASS/IMAGE``, perhaps below ``train`` and ``test``."""
+    """Return the paths and classes of files ``CLASS/IMAGE``, perhaps below ``train``
+    and ``test``.
+    """
     train, tables, left_out = folder / "train", {}, []
     for part in [train, _held_out(train)] if train.is_dir() else [folder]:
         seen = [place for place in part.glob("[!.]*") if place.name != "__MACOSX"]
@@ -268,15 +336,32 @@ def _images(folder: Path) -> Source:
         images = {
             file: parts[0]
             for file, parts in files.items()
-            if len(parts) > 1 and _IMAGE.fullmatch(file.suffix) and "/." not in "/".join(parts)
+            if len(parts) > 1
+            and _IMAGE.fullmatch(file.suffix)
+            and "/." not in "/".join(parts)
         }
-        rows = [{"image": {"bytes": None, "path": str(f)}, "label": name} for f, name in images.items()]
+        rows = [
+            {"image": {"bytes": None, "path": str(f)}, "label": name}
+            for f, name in images.items()
+        ]
         left_out += [file.name for file in files if file not in images]
         empty = {place.name for place in seen if place.is_dir()} - {*images.values()}
         if empty or not images:
-            advice = f"images lie in a folder for each class, as in {folder.name}/CLASS/IMAGE.png"
-            refuse(part, f"has no images, nor train.parquet, in {listed(empty or '.')}", advice)
+            advice = (
+                "images lie in a folder for each class, as in "
+                f"{folder.name}/CLASS/IMAGE.png"
+            )
+            refuse(
+                part,
+                f"has no images, nor train.parquet, in {listed(empty or '.')}",
+                advice,
+            )
         kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-        tables[str(part)] = pa.Table.from_pylist(rows, pa.schema({"image": kind, "label": pa.string()}))
-    said = f"{len(left_out)} file(s) of {folder} left out, hidden or no images: {listed(left_out)}."
+        tables[str(part)] = pa.Table.from_pylist(
+            rows, pa.schema({"image": kind, "label": pa.string()})
+        )
+    said = (
+        f"{len(left_out)} file(s) of {folder} left out, hidden or no images: "
+        f"{listed(left_out)}."
+    )
     return Source(tables, said=said if left_out else "")

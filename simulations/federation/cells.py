@@ -1,4 +1,6 @@
-"""Cells, an experiment with one seed and strategy each, and how they run in Flower's strategy loop."""
+"""Cells, an experiment with one seed and strategy each, and how they run in Flower's
+strategy loop.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,25 @@ from fedrot.lora import AdapterOptions
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.federation.grids import OrderedGrid
 from fedrot.simulations.folder import file_name, read_rows, title_of
-from fedrot.simulations.models import build_model, load_tensors, model_config, tensors_of
+from fedrot.simulations.models import (
+    build_model,
+    load_tensors,
+    model_config,
+    tensors_of,
+)
 from fedrot.simulations.settings import Experiment
 from fedrot.simulations.strategy import Strategy
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
-from fedrot.strategies import FedRot, FedRotLoRA, Guard, OtherBasis, Reporting, Server, fit_task_head
+from fedrot.strategies import (
+    FedRot,
+    FedRotLoRA,
+    Guard,
+    OtherBasis,
+    Reporting,
+    Server,
+    fit_task_head,
+)
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
 from fedrot.strategies.round.inbox import CLIENT_KEY, CLIENT_RECORD
@@ -69,8 +84,8 @@ def cells_of(experiments: Iterable[Experiment]) -> list[Cell]:
 class CellRun(Cell):
     """The run of a cell; its results are added to ``rows`` and ``alignment``.
 
-    ``grid`` has the clients that take part (None while the cell is only checked). Files go to the folder
-    ``scratch``, through which clients on this machine share trainings.
+    ``grid`` has the clients that take part (None while the cell is only checked). Files
+    go to the folder ``scratch``, through which clients on this machine share trainings.
     """
 
     grid: Any = None
@@ -85,7 +100,9 @@ class CellRun(Cell):
 
     @property
     def job(self) -> dict[str, Any]:
-        """What clients are told: ``batches`` for statistics, ``loads`` see ``models.LOADERS``."""
+        """What clients are told: ``batches`` for statistics, ``loads`` see
+        ``models.LOADERS``.
+        """
         return {
             "experiment": self.experiment.to_json(),
             "seed": self.seed,
@@ -99,7 +116,11 @@ class CellRun(Cell):
     @property
     def labels(self) -> dict[str, Any]:
         """The columns that all rows of the cell share."""
-        return {"experiment": self.experiment.name, "strategy": self.strategy.name, "seed": self.seed}
+        return {
+            "experiment": self.experiment.name,
+            "strategy": self.strategy.name,
+            "seed": self.seed,
+        }
 
     def model(self) -> nn.Module:
         """Return the initial model of the seed."""
@@ -108,15 +129,23 @@ class CellRun(Cell):
     def record(self, scope: str, server_round: int, metrics: Mapping[str, Any]) -> None:
         """Add one row per metric."""
         own = {**self.labels, "round": server_round, "scope": scope}
-        self.rows.extend({**own, "metric": name, "value": value} for name, value in metrics.items())
+        self.rows.extend(
+            {**own, "metric": name, "value": value} for name, value in metrics.items()
+        )
 
     def client_rows(self, held_out: bool = True) -> dict[int, np.ndarray]:
-        """Return the rows that each client of the strategy holds out, or its training rows."""
+        """Return the rows that each client of the strategy holds out, or its training
+        rows.
+        """
         clients = self.strategy.clients or range(self.experiment.clients)
-        return {client: self.task.client_rows(self.seed, client)[held_out] for client in clients}
+        return {
+            client: self.task.client_rows(self.seed, client)[held_out]
+            for client in clients
+        }
 
     def finish_round(self, server_round: int, model: nn.Module) -> dict[str, float]:
-        """Evaluate a round's global model, add the metrics and what messages cost; return the metrics.
+        """Evaluate a round's global model, add the metrics and what messages cost;
+        return the metrics.
 
         After the last round the model is evaluated on each client's held-out rows, too.
         """
@@ -131,17 +160,25 @@ class CellRun(Cell):
                     self.record(f"client:{client}", server_round, own)
         return metrics
 
-    def with_fitted_head(self, server_round: int, arrays: ArrayRecord, model: Any) -> ArrayRecord:
-        """Return a model with the better of two task heads: its own, or the fitted one."""
-        described = model.peft_config["default"] if self.experiment.lora else model.config
+    def with_fitted_head(
+        self, server_round: int, arrays: ArrayRecord, model: Any
+    ) -> ArrayRecord:
+        """Return a model with the better of two task heads: its own, or the fitted
+        one.
+        """
+        described = (
+            model.peft_config["default"] if self.experiment.lora else model.config
+        )
         config = ConfigRecord({**self.job, "server-round": server_round})
         return fit_task_head(self.grid, arrays, described, config=config).arrays
 
 
 class CellStrategy(ReplyStrategy):
-    """Mixin for the strategy of a cell: samples the same clients in every strategy, and adds rows.
+    """Mixin for the strategy of a cell: samples the same clients in every strategy, and
+    adds rows.
 
-    ``network`` is a model to load tensors into, ``report`` the file of the alignment report.
+    ``network`` is a model to load tensors into, ``report`` the file of the alignment
+    report.
     """
 
     trusts_ids = True
@@ -150,7 +187,11 @@ class CellStrategy(ReplyStrategy):
 
     def __init__(self, cell: CellRun, model: Any, *args: Any, **kwargs: Any) -> None:
         experiment, strategy = cell.experiment, cell.strategy
-        self.cell, self.network, self.report = cell, model, cell.scratch / "alignment.jsonl"
+        self.cell, self.network, self.report = (
+            cell,
+            model,
+            cell.scratch / "alignment.jsonl",
+        )
         self.current_round, self.trained_round = 0, 0
         super().__init__(
             *args,
@@ -173,29 +214,45 @@ class CellStrategy(ReplyStrategy):
         random.seed(f"{self.cell.seed}:{server_round}")
         return super().configure_train(server_round, arrays, config, grid)
 
-    def evaluate_centrally(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        """Evaluate a round's global model, in the last round with the head that it ends with."""
+    def evaluate_centrally(
+        self, server_round: int, arrays: ArrayRecord
+    ) -> MetricRecord:
+        """Evaluate a round's global model, in the last round with the head that it ends
+        with.
+        """
         if self.trained_round != server_round:
             raise RuntimeError(
-                f"No client returned a usable update in round {server_round} of {self.cell.title}. "
-                "Flower's log says which clients failed, and why replies were dropped."
+                f"No client returned a usable update in round {server_round} of "
+                f"{self.cell.title}. Flower's log says which clients failed, and why "
+                "replies were dropped."
             )
-        if self.cell.strategy.fit_at_end and server_round == self.cell.experiment.rounds:
+        if (
+            self.cell.strategy.fit_at_end
+            and server_round == self.cell.experiment.rounds
+        ):
             arrays = self.cell.with_fitted_head(server_round, arrays, self.network)
         load_tensors(self.network, arrays.to_torch_state_dict(), self.loads)
         return MetricRecord({**self.cell.finish_round(server_round, self.network)})
 
     def _after_training(self, contents: list[Any], key: str) -> MetricRecord:
-        """Add the clients' losses, in the order of the clients: replies arrive in any order."""
+        """Add the clients' losses, in the order of the clients: replies arrive in any
+        order.
+        """
         self.trained_round = self.current_round
-        losses = {c[CLIENT_RECORD][CLIENT_KEY]: c["metrics"]["train-loss"] for c in contents}
+        losses = {
+            c[CLIENT_RECORD][CLIENT_KEY]: c["metrics"]["train-loss"] for c in contents
+        }
         for client in sorted(losses):
-            self.cell.record(f"client:{client}", self.current_round, {"train-loss": losses[client]})
+            self.cell.record(
+                f"client:{client}", self.current_round, {"train-loss": losses[client]}
+            )
         return MetricRecord()
 
 
 class FedRotCell(CellStrategy, FedRot):
-    """``FedRot`` for one cell. All strategies use fedrot's mean: if none moves, all have equal bits."""
+    """``FedRot`` for one cell. All strategies use fedrot's mean: if none moves, all
+    have equal bits.
+    """
 
     def __init__(self, cell: CellRun, model: Any) -> None:
         strategy, options = cell.strategy, cell.strategy.options_of_alignment
@@ -204,7 +261,9 @@ class FedRotCell(CellStrategy, FedRot):
         aggregation = aggregation_named(
             name,
             symmetry=lambda: symmetry_of(model.config, model.state_dict()),
-            **{key: partial(lambda value: value, value) for key, value in given.items()},
+            **{
+                key: partial(lambda value: value, value) for key, value in given.items()
+            },
         )
         super().__init__(
             cell,
@@ -213,12 +272,16 @@ class FedRotCell(CellStrategy, FedRot):
             aggregation=aggregation,
             alignment=options,
             other_basis=_other_basis(cell) if options is not None else None,
-            guard=Guard(strategy.guard, evaluate=self.evaluate_mean) if strategy.guard else None,
+            guard=Guard(strategy.guard, evaluate=self.evaluate_mean)
+            if strategy.guard
+            else None,
             fit_head=strategy.fit_head,
         )
 
     def evaluate_mean(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        """Evaluate one of the guard's means on the clients' held-out rows, which no table reports."""
+        """Evaluate one of the guard's means on the clients' held-out rows, which no
+        table reports.
+        """
         load_tensors(self.network, arrays.to_torch_state_dict())
         task, rows = self.cell.task, np.concatenate([*self.cell.client_rows().values()])
         return MetricRecord({**training.evaluate(self.network, task, task.train, rows)})
@@ -243,13 +306,26 @@ def strategy_of(cell: CellRun, model: Any) -> CellStrategy:
     """Return the strategy of a cell, with a model to load tensors into."""
     if not cell.experiment.lora:
         return FedRotCell(cell, model)
-    options, settings = AdapterOptions(**cell.strategy.adapters), model.peft_config["default"]
-    return FedRotLoRACell(cell, model, settings, options, fit_head=cell.strategy.fit_head)
+    options, settings = (
+        AdapterOptions(**cell.strategy.adapters),
+        model.peft_config["default"],
+    )
+    return FedRotLoRACell(
+        cell, model, settings, options, fit_head=cell.strategy.fit_head
+    )
 
 
 def run_cell(cell: Cell, grid: OrderedGrid, scratch: Path) -> CellRun:
-    """Run a cell with its clients of a grid; it fails if no update of a round was accepted."""
-    run = CellRun(cell.experiment, cell.seed, cell.strategy, grid.of(cell.strategy.clients), scratch)
+    """Run a cell with its clients of a grid; it fails if no update of a round was
+    accepted.
+    """
+    run = CellRun(
+        cell.experiment,
+        cell.seed,
+        cell.strategy,
+        grid.of(cell.strategy.clients),
+        scratch,
+    )
     RUNS[cell.strategy.kind](run)
     return run
 
@@ -280,5 +356,9 @@ def _run_head_only(cell: CellRun) -> None:
     cell.finish_round(cell.experiment.rounds, model)
 
 
-#: How a kind of strategy runs. Plug-ins add theirs, and what refuses wrong ones to ``strategy.KINDS``.
-RUNS: dict[str, Callable[[CellRun], None]] = {"fedrot": run_federated, "head_only": _run_head_only}
+#: How a kind of strategy runs. Plug-ins add theirs, and what refuses wrong ones to
+#: ``strategy.KINDS``.
+RUNS: dict[str, Callable[[CellRun], None]] = {
+    "fedrot": run_federated,
+    "head_only": _run_head_only,
+}

@@ -16,14 +16,26 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 import fedrot
 from fedrot._io import replacing
 from fedrot.head import adapter_head_of, head_of
-from fedrot.simulations.models import build_model, load_tensors, model_config, tensors_of
+from fedrot.simulations.models import (
+    build_model,
+    load_tensors,
+    model_config,
+    tensors_of,
+)
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies import LabelledRows, add_statistics, answer_with_sums
@@ -35,7 +47,8 @@ from fedrot.symmetry import symmetry_of
 
 #: Size in bytes above which a folder of shared trainings takes none of later rounds.
 KEPT_BYTES = 2**30
-#: Rows per batch when a task head is fitted, and for statistics (Jin et al. 2023, section 5.1).
+#: Rows per batch when a task head is fitted, and for statistics (Jin et al. 2023,
+#: section 5.1).
 HEAD_BATCH, STATISTICS_BATCH = 64, 16
 #: Maximum number of training rows for matching at a client.
 MATCHING_ROWS = 4096
@@ -45,7 +58,9 @@ app = ClientApp()
 
 @dataclass(frozen=True)
 class ClientJob:
-    """One message: ``told``, as ``CellRun.job``, to the ``client`` of a partition id."""
+    """One message: ``told``, as ``CellRun.job``, to the ``client`` of a partition
+    id.
+    """
 
     told: Mapping[str, Any]
     client: int
@@ -59,7 +74,9 @@ class ClientJob:
     @property
     def stream(self) -> int:
         """The random seed of this client in this round and run."""
-        return (int(self.told["seed"]) * 1_000 + int(self.told["server-round"])) * 1_000 + self.client
+        return (
+            int(self.told["seed"]) * 1_000 + int(self.told["server-round"])
+        ) * 1_000 + self.client
 
     @property
     def task(self) -> Task:
@@ -81,14 +98,17 @@ class ClientJob:
 
     def batches(self, rows: np.ndarray, limit: int, size: int) -> Any:
         """Return batches of at most ``limit`` of these rows, in random order."""
-        return training.step_batches(self.task, self.model(), rows, limit, size, self.stream)
+        return training.step_batches(
+            self.task, self.model(), rows, limit, size, self.stream
+        )
 
 
 @lru_cache(maxsize=4)
 def _empty_model(experiment_json: str, rank: int | None, loads: str) -> nn.Module:
     """Return a model to load weights into; loading takes less time than building.
 
-    Adapters have one model per rank and loader: a plug-in's loader may change base weights.
+    Adapters have one model per rank and loader: a plug-in's loader may change base
+    weights.
     """
     # Clients share the machine's cores; more threads than cores are slower.
     torch.set_num_threads(1)
@@ -99,7 +119,8 @@ def _empty_model(experiment_json: str, rank: int | None, loads: str) -> nn.Modul
 def _labelled(message: Message, context: Context) -> LabelledRows:
     job = ClientJob.read(message, context)
     kept, held_out = (
-        partial(job.batches, rows, len(rows), HEAD_BATCH) for rows in map(job.rows, (False, True))
+        partial(job.batches, rows, len(rows), HEAD_BATCH)
+        for rows in map(job.rows, (False, True))
     )
     return LabelledRows(job.model, kept, held_out)
 
@@ -123,7 +144,9 @@ def who(message: Message, context: Context) -> Message:
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Train from the received model, or from the client's own initial model, and return the update."""
+    """Train from the received model, or from the client's own initial model, and return
+    the update.
+    """
     job = ClientJob.read(message, context)
     task, rows, content = job.task, job.rows(), _own(context)
     (arrays,) = message.content.array_records.values()
@@ -132,10 +155,16 @@ def train(message: Message, context: Context) -> Message:
     if not known.all():  # The client's data has only some of the labels.
         received = arrays.to_torch_state_dict()
         settings = model_config(task.experiment, task.data)
-        head = adapter_head_of(received) if task.experiment.lora else head_of(settings, received)
+        head = (
+            adapter_head_of(received)
+            if task.experiment.lora
+            else head_of(settings, received)
+        )
         names = received.keys() & {f"{head}.weight", f"{head}.bias"}
         labels = np.flatnonzero(known.any(axis=0)).tolist()
-        state, statistics = fedrot.completed(state, received, dict.fromkeys(names, labels))
+        state, statistics = fedrot.completed(
+            state, received, dict.fromkeys(names, labels)
+        )
         content[STATISTICS] = statistics_record(statistics)
     if task.experiment.start == "scrambled":
         symmetry = symmetry_of(model_config(task.experiment, task.data), state)
@@ -144,25 +173,42 @@ def train(message: Message, context: Context) -> Message:
     content["metrics"] = MetricRecord({"num-examples": len(rows), "train-loss": loss})
     if wanted_statistics(message):
         most = int(job.told["batches"])
-        batches = partial(job.batches, rows, most * STATISTICS_BATCH or len(rows), STATISTICS_BATCH)
-        add_statistics(content, message, job.model(state), batches, max_batches=most or None)
+        batches = partial(
+            job.batches, rows, most * STATISTICS_BATCH or len(rows), STATISTICS_BATCH
+        )
+        add_statistics(
+            content, message, job.model(state), batches, max_batches=most or None
+        )
     return Message(content, reply_to=message)
 
 
 def _own(context: Context) -> RecordDict:
     """Return a reply's content with the node's partition id."""
-    return RecordDict({CLIENT_RECORD: ConfigRecord({CLIENT_KEY: int(context.node_config[CLIENT_KEY])})})
+    return RecordDict(
+        {
+            CLIENT_RECORD: ConfigRecord(
+                {CLIENT_KEY: int(context.node_config[CLIENT_KEY])}
+            )
+        }
+    )
 
 
 def _trained(job: ClientJob, arrays: ArrayRecord) -> tuple[dict[str, Tensor], float]:
-    """Return the client's trained tensors and its loss; strategies that send the same model train once.
+    """Return the client's trained tensors and its loss; strategies that send the same
+    model train once.
 
-    In the first round all strategies send the same model. Later, two do so only as long as their
-    averages have the same bits; therefore trainings of later rounds are kept only while the folder is
-    small. Clients on other machines do not have the folder.
+    In the first round all strategies send the same model. Later, two do so only as long
+    as their averages have the same bits; therefore trainings of later rounds are kept
+    only while the folder is small. Clients on other machines do not have the folder.
     """
     task, told = job.task, job.told
-    what = [task.experiment.training, told["lr"], job.stream, told["loads"], arrays.object_id]
+    what = [
+        task.experiment.training,
+        told["lr"],
+        job.stream,
+        told["loads"],
+        arrays.object_id,
+    ]
     folder = Path(told["cache"])
     path = folder / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()}.pt"
     shared = told["cache"] != "" and os.access(folder, os.W_OK)

@@ -1,4 +1,6 @@
-"""``LocalGrid``, client apps in this process, and ``OrderedGrid``, nodes by partition id."""
+"""``LocalGrid``, client apps in this process, and ``OrderedGrid``, nodes by partition
+id.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class LocalGrid(Grid):
 
     run: Any = None  # All messages are of one run.
 
-    def __init__(self, nodes: Mapping[int, Callable[[Message], Message | None]]) -> None:
+    def __init__(
+        self, nodes: Mapping[int, Callable[[Message], Message | None]]
+    ) -> None:
         self.nodes = dict(nodes)
         self._sent: dict[str, Message] = {}
 
@@ -44,7 +48,9 @@ class LocalGrid(Grid):
         return ids
 
     def pull_messages(self, *args: Any, **kwargs: Any) -> list[Message]:
-        """Return the answers to messages, by their ids: Flower renames the only argument."""
+        """Return the answers to messages, by their ids: Flower renames the only
+        argument.
+        """
         (ids,) = (*args, *kwargs.values())
         answers = []
         for message_id in ids:
@@ -68,18 +74,25 @@ class LocalGrid(Grid):
 
 
 def local_clients(app: ClientApp, count: int) -> LocalGrid:
-    """Return a grid of ``count`` nodes with one app and the partition ids 0 to ``count - 1``."""
-    contexts = (Context(1, own, {CLIENT_KEY: own}, RecordDict(), {}) for own in range(count))
+    """Return a grid of ``count`` nodes with one app and the partition ids 0 to ``count
+    - 1``.
+    """
+    contexts = (
+        Context(1, own, {CLIENT_KEY: own}, RecordDict(), {}) for own in range(count)
+    )
     return LocalGrid({one.node_id: partial(app, context=one) for one in contexts})
 
 
 class OrderedGrid(LazyGrid):
-    """A grid of ``count`` nodes, ordered by partition id; it counts messages and their bytes.
+    """A grid of ``count`` nodes, ordered by partition id; it counts messages and their
+    bytes.
 
-    Node ids are random. Without this order, two runs with one seed would sample different clients.
+    Node ids are random. Without this order, two runs with one seed would sample
+    different clients.
 
     Attributes:
-        counted: the number of requests, and the bytes of the arrays of requests and of replies.
+        counted: the number of requests, and the bytes of the arrays of requests and of
+            replies.
 
     Raises:
         RuntimeError: the nodes do not have the partition ids 0 to ``count - 1``.
@@ -92,13 +105,18 @@ class OrderedGrid(LazyGrid):
             log(INFO, "Waiting for nodes: %d of %d are connected.", len(found), count)
             time.sleep(1.0)
         kind = MessageType.QUERY
-        asked = [Message(RecordDict(), dst_node_id=node, message_type=kind) for node in found]
-        answers = [reply for reply in self.send_and_receive(asked) if reply.has_content()]
+        asked = [
+            Message(RecordDict(), dst_node_id=node, message_type=kind) for node in found
+        ]
+        answers = [
+            reply for reply in self.send_and_receive(asked) if reply.has_content()
+        ]
         own = {client_id(reply): reply.metadata.src_node_id for reply in answers}
         if [*range(count)] != sorted(own) or len(found) > count:
             raise RuntimeError(
-                f"The {len(found)} nodes have the partition ids {sorted(map(client_id, answers))}, but "
-                f"the experiment has {count} clients. Start one node per partition id from 0 on."
+                f"The {len(found)} nodes have the partition ids "
+                f"{sorted(map(client_id, answers))}, but the experiment has {count} "
+                "clients. Start one node per partition id from 0 on."
             )
         self._nodes = [own[client] for client in range(count)]
 
@@ -115,11 +133,15 @@ class OrderedGrid(LazyGrid):
     def pull_messages(self, *args: Any, **kwargs: Any) -> Iterable[Message]:
         """Return replies that have arrived, and count their bytes."""
         replies = list(self.grid.pull_messages(*args, **kwargs))
-        self.counted["bytes-received"] += sum(_bytes_of(m) for m in replies if m.has_content())
+        self.counted["bytes-received"] += sum(
+            _bytes_of(m) for m in replies if m.has_content()
+        )
         return replies
 
     def of(self, clients: Sequence[int]) -> OrderedGrid:
-        """Return the grid of the nodes with these partition ids, all if there are none, uncounted."""
+        """Return the grid of the nodes with these partition ids, all if there are none,
+        uncounted.
+        """
         grid = copy.copy(self)
         grid.counted = Counter()
         grid._nodes = [self._nodes[client] for client in clients] or self._nodes

@@ -1,4 +1,6 @@
-"""The Flower ServerApp for ``flwr run``: the comparison of ``fedrot simulate`` in any federation."""
+"""The Flower ServerApp for ``flwr run``: the comparison of ``fedrot simulate`` in any
+federation.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,20 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run ``simulate`` with the app's run configuration and nodes; results go to the folder ``out``.
+    """Run ``simulate`` with the app's run configuration and nodes; results go to the
+    folder ``out``.
 
     Raises:
-        ValueError: ``out`` is not an absolute path (Flower chooses the working directory).
+        ValueError: ``out`` is not an absolute path (Flower chooses the working
+            directory).
         FileExistsError, FedrotError, RuntimeError: as ``simulate`` and ``OrderedGrid``.
     """
     settings = dict(context.run_config)
     out = Path(str(settings.pop("out", "")))
     if not out.is_absolute():
-        raise ValueError(f"out is '{out}'; give an absolute path, as in -c 'out=\"/data/run1\"'.")
+        raise ValueError(
+            f"out is '{out}'; give an absolute path, as in -c 'out=\"/data/run1\"'."
+        )
     experiment = Experiment.from_flat(settings)
     ordered = OrderedGrid(grid, experiment.clients)
     simulate([experiment], out, "flwr run", Console(), Machine(workers=1, grid=ordered))

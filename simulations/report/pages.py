@@ -1,4 +1,6 @@
-"""Pages of run folders and of a strategy's rows, from templates; and results on a terminal."""
+"""Pages of run folders and of a strategy's rows, from templates; and results on a
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,24 @@ _FOUND = {
 
 
 def present(path: Path, console: Console) -> Path:
-    """Print the results of a run folder, complete or not, and write its page; return the page's path.
+    """Print the results of a run folder, complete or not, and write its page; return
+    the page's path.
 
-    Printed are a line per experiment, and for each the line to copy, sentences and a table. Raises the
-    errors of ``read_run``.
+    Printed are a line per experiment, and for each the line to copy, sentences and a
+    table. Raises the errors of ``read_run``.
     """
     run = read_run(path)
     verdicts = verdicts_of(run)
     for found in verdicts:
-        console.print(f"{found.experiment}: {findings.lead(found)}", style="bold", markup=False)
+        console.print(
+            f"{found.experiment}: {findings.lead(found)}", style="bold", markup=False
+        )
     for found in verdicts:
         title = found.experiment if len(verdicts) > 1 else ""
         said = [f"- {sentence}" for sentence in findings.sentences(found)]
-        text = "\n".join(filter(None, [title, f"  {found.code}" if found.code else "", *said]))
+        text = "\n".join(
+            filter(None, [title, f"  {found.code}" if found.code else "", *said])
+        )
         console.print(f"\n{text}", markup=False, highlight=False)
         console.print(tables.results_table(found, found.judged))
     strategies = [own for found in verdicts for own in found.standings]
@@ -47,20 +54,26 @@ def present(path: Path, console: Console) -> Path:
         name=path.resolve().name,
         run=run,
         verdicts=verdicts,
-        says={own.name: own.about["says"] for own in strategies if own.about.get("says")},
+        says={
+            own.name: own.about["says"] for own in strategies if own.about.get("says")
+        },
     )
     console.print(f"Report: {page}", highlight=False)
     return page
 
 
 def write_strategy_report(file: Path) -> Path:
-    """Write the page of rows of ``Reporting(rows=...)`` beside their file; return the page's path.
+    """Write the page of rows of ``Reporting(rows=...)`` beside their file; return the
+    page's path.
 
     Raises:
         ValueError: the file was not written by a strategy.
         OSError: the file cannot be read, or the page cannot be written.
     """
-    rows, moved = read_rows(file), {"after", "found", "moved", "part", "layer", "client"}
+    rows, moved = (
+        read_rows(file),
+        {"after", "found", "moved", "part", "layer", "client"},
+    )
     right = (
         "round" in row
         and ("metrics" in row) == ("stage" in row)
@@ -68,7 +81,10 @@ def write_strategy_report(file: Path) -> Path:
         for row in rows
     )
     if not rows or not all(right):
-        raise ValueError(f"'{file}' is no file of Reporting(rows=...): JSON lines, each with 'round'.")
+        raise ValueError(
+            f"'{file}' is no file of Reporting(rows=...): JSON lines, each with "
+            "'round'."
+        )
     aligned: dict[int, list[Row]] = {}
     for row in rows:
         if "before" in row:
@@ -81,21 +97,28 @@ def write_strategy_report(file: Path) -> Path:
         rows=rows,
         aligned=aligned,
         moved=sum(any(row["moved"] for row in own) for own in aligned.values()),
-        said=[f"Round {n}: {_FOUND[diagnosis_of(aligned[n]).choice]}." for n in ends(aligned)]
+        said=[
+            f"Round {n}: {_FOUND[diagnosis_of(aligned[n]).choice]}."
+            for n in ends(aligned)
+        ]
         + [f"Round {n}: {told[n]}." for n in ends(told)],
         series={name: sorted(own.items()) for name, own in _series(rows).items()},
     )
 
 
 def _series(rows: Iterable[Row]) -> dict[str, dict[int, float]]:
-    """Return the metrics by name and round; a list becomes one metric per entry, null NaN."""
+    """Return the metrics by name and round; a list becomes one metric per entry, null
+    NaN.
+    """
     series: dict[str, dict[int, float]] = {}
     for row in rows:
         for name, value in row.get("metrics", {}).items():
             several = isinstance(value, list)
             for place, one in enumerate(value if several else [value]):
                 full = f"{row['stage']}/{name}" + (f"/{place}" if several else "")
-                series.setdefault(full, {})[row["round"]] = math.nan if one is None else float(one)
+                series.setdefault(full, {})[row["round"]] = (
+                    math.nan if one is None else float(one)
+                )
     return series
 
 

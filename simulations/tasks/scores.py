@@ -18,19 +18,22 @@ def evaluate_predictions(
     """Score model outputs; the result has ``metrics`` and ``loss``.
 
     Args:
-        kind: decides the loss, in float64: mean cross-entropy (``single``), mean binary cross-entropy
-            over rows and classes (``multi``), or mean squared error (``regression``).
-        metrics: ``accuracy`` (of whole rows if multi-label), ``macro_f1`` over the classes that occur
-            in labels or predictions, ``micro_f1``; ``pearson``, ``spearman`` for regression. For
-            ``single`` also ``ece``, the expected calibration error with 15 bins of equal width (Guo et
-            al. 2017, equation 3), and ``calibrated_loss``, the loss at that of ``TEMPERATURES`` that is
-            best on these same rows.
-        outputs: logits ``[n, classes]`` (a multi-label class is predicted if its logit is above 0), or
-            predictions ``[n]`` or ``[n, 1]`` for regression.
+        kind: decides the loss, in float64: mean cross-entropy (``single``), mean binary
+            cross-entropy over rows and classes (``multi``), or mean squared error
+            (``regression``).
+        metrics: ``accuracy`` (of whole rows if multi-label), ``macro_f1`` over the
+            classes that occur in labels or predictions, ``micro_f1``; ``pearson``,
+            ``spearman`` for regression. For ``single`` also ``ece``, the expected
+            calibration error with 15 bins of equal width (Guo et al. 2017, equation 3),
+            and ``calibrated_loss``, the loss at that of ``TEMPERATURES`` that is best
+            on these same rows.
+        outputs: logits ``[n, classes]`` (a multi-label class is predicted if its logit
+            is above 0), or predictions ``[n]`` or ``[n, 1]`` for regression.
         labels: int64 ``[n]``, 0/1 ``[n, classes]`` or scores ``[n]``.
 
-    A correlation that is not defined (constant predictions) is 0. All scores are NaN if an output is not
-    finite, because the model has diverged. Raises ``ValueError`` if shapes do not fit.
+    A correlation that is not defined (constant predictions) is 0. All scores are NaN if
+    an output is not finite, because the model has diverged. Raises ``ValueError`` if
+    shapes do not fit.
     """
     from scipy.stats import rankdata
     from sklearn.metrics import accuracy_score, f1_score
@@ -40,7 +43,9 @@ def evaluate_predictions(
         outputs = outputs.reshape(labels.shape)
     if not np.isfinite(outputs).all():
         return dict.fromkeys((*metrics, "loss"), math.nan)
-    predicted = outputs.argmax(axis=1) if kind == "single" else np.where(outputs > 0, 1, 0)
+    predicted = (
+        outputs.argmax(axis=1) if kind == "single" else np.where(outputs > 0, 1, 0)
+    )
 
     def f1(average: str) -> float:
         return f1_score(labels, predicted, average=average, zero_division=0)
@@ -52,7 +57,9 @@ def evaluate_predictions(
         "pearson": lambda: _correlation(labels, outputs),
         "spearman": lambda: _correlation(rankdata(labels), rankdata(outputs)),
         "ece": lambda: _calibration_error(labels, outputs),
-        "calibrated_loss": lambda: min(_loss(kind, labels, outputs / own) for own in TEMPERATURES),
+        "calibrated_loss": lambda: min(
+            _loss(kind, labels, outputs / own) for own in TEMPERATURES
+        ),
         "loss": lambda: _loss(kind, labels, outputs),
     }
     return {name: float(functions[name]()) for name in (*metrics, "loss")}
@@ -63,18 +70,24 @@ def entity_scores(
 ) -> dict[str, float]:
     """Score whole entities: micro-averaged ``f1``, ``precision`` and ``recall``.
 
-    An entity is correct if its type, its first and its last word are correct. As in CoNLL's evaluation,
-    an ``I-`` that does not continue an entity of its type starts one. Scores without entities are 0.
+    An entity is correct if its type, its first and its last word are correct. As in
+    CoNLL's evaluation, an ``I-`` that does not continue an entity of its type starts
+    one. Scores without entities are 0.
 
-    ``truth`` and ``predicted`` have int64 ``[words]`` per row: indices of ``tags``, which are BIO, such
-    as ``O``, ``B-PER``, ``I-PER``.
+    ``truth`` and ``predicted`` have int64 ``[words]`` per row: indices of ``tags``,
+    which are BIO, such as ``O``, ``B-PER``, ``I-PER``.
     """
     from nervaluate import Evaluator
 
-    named = [[[tags[tag] for tag in row] for row in rows] for rows in (truth, predicted)]
+    named = [
+        [[tags[tag] for tag in row] for row in rows] for rows in (truth, predicted)
+    ]
     types = sorted({tag[2:] for tag in tags if tag != "O"})
     strict = Evaluator(*named, types, loader="list").evaluate()["overall"]["strict"]
-    return {metric: float(getattr(strict, metric)) for metric in ("f1", "precision", "recall")}
+    return {
+        metric: float(getattr(strict, metric))
+        for metric in ("f1", "precision", "recall")
+    }
 
 
 def _loss(kind: Kind, labels: np.ndarray, outputs: np.ndarray) -> float:
@@ -89,7 +102,9 @@ def _calibration_error(labels: np.ndarray, logits: np.ndarray) -> float:
     probabilities = softmax(logits, axis=1)
     confidence, hits = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
     bins = np.minimum((confidence * 15).astype(int), 14)
-    return float(np.abs(np.bincount(bins, weights=hits - confidence)).sum() / len(labels))
+    return float(
+        np.abs(np.bincount(bins, weights=hits - confidence)).sum() / len(labels)
+    )
 
 
 def _correlation(labels: np.ndarray, predictions: np.ndarray) -> float:

@@ -1,4 +1,6 @@
-"""``Task``, the data of an experiment; training and evaluation on it, and checks before them."""
+"""``Task``, the data of an experiment; training and evaluation on it, and checks before
+them.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +46,15 @@ class Task:
         """Return names of the classes, and row counts by client and class."""
         labels, parts = self.data.train.labels, self.clients(seed)
         keys, names = partition_keys(labels, self.data.label_names)
-        return names, [np.bincount(keys[part], minlength=len(names)).tolist() for part in parts]
+        return names, [
+            np.bincount(keys[part], minlength=len(names)).tolist() for part in parts
+        ]
 
     def client_rows(self, seed: int, client: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of a client's training rows and of its held-out rows."""
-        rows = np.random.default_rng([seed, client]).permutation(self.clients(seed)[client])
+        rows = np.random.default_rng([seed, client]).permutation(
+            self.clients(seed)[client]
+        )
         held = int(len(rows) * self.experiment.holdout)
         return np.sort(rows[held:]), np.sort(rows[:held])
 
@@ -58,11 +64,14 @@ def task_of(experiment_json: str) -> Task:
     """Load and encode the data of an experiment.
 
     Raises:
-        DataError: the data cannot be used, or the tokenizer lacks a token that the task needs.
+        DataError: the data cannot be used, or the tokenizer lacks a token that the task
+            needs.
     """
     experiment = Experiment.model_validate_json(experiment_json)
     data, train, test = read_encoded(experiment)
-    return Task(experiment, data, OBJECTIVES[experiment.task](experiment, data), train, test)
+    return Task(
+        experiment, data, OBJECTIVES[experiment.task](experiment, data), train, test
+    )
 
 
 @lru_cache(maxsize=16)
@@ -74,7 +83,9 @@ def _clients(experiment_json: str, seed: int) -> list[np.ndarray]:
 
 
 def on_rows(rows: float) -> None:
-    """Take note of trained or evaluated rows; whoever shows the progress replaces this function."""
+    """Take note of trained or evaluated rows; whoever shows the progress replaces this
+    function.
+    """
 
 
 def batches(
@@ -94,7 +105,9 @@ def batches(
 def step_batches(
     task: Task, model: nn.Module, rows: np.ndarray, limit: int, size: int, seed: int
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield at most ``limit`` random training rows, as training batches of at most ``size`` rows."""
+    """Yield at most ``limit`` random training rows, as training batches of at most
+    ``size`` rows.
+    """
     rng = np.random.default_rng(seed)
     chosen = rng.permutation(task.objective.usable(task.train, rows))[:limit]
     for places in batches(task.train, chosen, size, rng):
@@ -109,10 +122,11 @@ def train(
     epochs: float | None = None,
     lr: float | None = None,
 ) -> float:
-    """Train in place with AdamW on rows of the training split; by default as the experiment says.
+    """Train in place with AdamW on rows of the training split; by default as the
+    experiment says.
 
-    Half an epoch is half of the batches, rounded up, chosen by the seed. Returns the mean loss over the
-    last epoch's steps; NaN if no row has anything to predict.
+    Half an epoch is half of the batches, rounded up, chosen by the seed. Returns the
+    mean loss over the last epoch's steps; NaN if no row has anything to predict.
     """
     experiment, objective = task.experiment, task.objective
     rows = objective.usable(task.train, rows)
@@ -125,7 +139,9 @@ def train(
     rate, decay = lr or experiment.lr, experiment.weight_decay
     optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=decay, fused=True)
     model.train()
-    endless = (batches(task.train, rows, experiment.batch_size, rng) for _ in itertools.count())
+    endless = (
+        batches(task.train, rows, experiment.batch_size, rng) for _ in itertools.count()
+    )
     for batch in itertools.islice(itertools.chain.from_iterable(endless), steps):
         loss = objective.loss(model, objective.batch(task.train, batch, masks))
         optimizer.zero_grad(set_to_none=True)
@@ -136,11 +152,14 @@ def train(
     return float(np.mean(losses[-an_epoch:])) if losses else float("nan")
 
 
-def evaluate(model: nn.Module, task: Task, split: Encoded, rows: np.ndarray) -> dict[str, float]:
-    """Return the task's metrics, the headline metric first, and the ``loss`` on rows of a split.
+def evaluate(
+    model: nn.Module, task: Task, split: Encoded, rows: np.ndarray
+) -> dict[str, float]:
+    """Return the task's metrics, the headline metric first, and the ``loss`` on rows of
+    a split.
 
-    All values are NaN if no row has anything to predict, or if the loss is not finite. ``split`` is
-    ``task.train`` or ``task.test``, and ``rows`` are int64 ``[n]``.
+    All values are NaN if no row has anything to predict, or if the loss is not finite.
+    ``split`` is ``task.train`` or ``task.test``, and ``rows`` are int64 ``[n]``.
     """
     rows = task.objective.usable(split, rows)
     if not len(rows):
@@ -156,22 +175,32 @@ def evaluate(model: nn.Module, task: Task, split: Encoded, rows: np.ndarray) -> 
 
 
 def check_labels(task: Task) -> None:
-    """Raise ``DataError`` if all labels are equal, or training and held-out rows share no class."""
+    """Raise ``DataError`` if all labels are equal, or training and held-out rows share
+    no class.
+    """
     data = task.data
     if not TASKS[task.experiment.task].classifies or data.kind == "multi":
         return
     train, test = (np.unique(split.labels) for split in (data.train, data.test))
     if len(np.union1d(train, test)) == 1:
-        raise DataError(f"{data.name}: all rows have one label; check the label column (--label-column)")
+        raise DataError(
+            f"{data.name}: all rows have one label; check the label column "
+            "(--label-column)"
+        )
     if data.kind == "single" and not np.intersect1d(train, test).size:
-        raise DataError(f"{data.name}: training and held-out rows share no class; give both the same")
+        raise DataError(
+            f"{data.name}: training and held-out rows share no class; give both the "
+            "same"
+        )
 
 
 def check_model(task: Task, model: nn.Module) -> None:
-    """Raise ``FedrotError`` if a model cannot compute its loss and gradient on the rows of a task.
+    """Raise ``FedrotError`` if a model cannot compute its loss and gradient on the rows
+    of a task.
 
-    The longest rows of each split are used, and that with the largest token, because the model's tables
-    may be too small for them. The gradient is computed, too, but nothing is trained.
+    The longest rows of each split are used, and that with the largest token, because
+    the model's tables may be too small for them. The gradient is computed, too, but
+    nothing is trained.
     """
     experiment = task.experiment
     name = experiment.model or experiment.architecture
@@ -190,16 +219,19 @@ def check_model(task: Task, model: nn.Module) -> None:
         except Exception as error:  # models raise many unrelated kinds
             said = " ".join(str(error).split())
             raise FedrotError(
-                f"model '{name}' cannot be trained on '{task.data.name}' for task '{experiment.task}': "
-                f"a trial step on {split} rows failed ({type(error).__name__}: {said:.300}). Texts may "
-                "be longer than its positions (--max-length), or the tokenizer another model's."
+                f"model '{name}' cannot be trained on '{task.data.name}' for task "
+                f"'{experiment.task}': a trial step on {split} rows failed "
+                f"({type(error).__name__}: {said:.300}). Texts may be longer than its "
+                "positions (--max-length), or the tokenizer another model's."
             ) from error
     if experiment.task == "clm":
         ids = encoded.batch(tried[:1])["input_ids"][:, :4]
         with torch.no_grad():
-            whole, alone = (model(input_ids=part).logits[0, 0] for part in (ids, ids[:, :1]))
+            whole, alone = (
+                model(input_ids=part).logits[0, 0] for part in (ids, ids[:, :1])
+            )
         if float((whole - alone).abs().max()) > 1e-5 * float(alone.abs().max()):
             raise FedrotError(
-                f"model '{name}' is an encoder: its outputs depend on the tokens that task 'clm' "
-                "predicts; choose a decoder, or task 'mlm'"
+                f"model '{name}' is an encoder: its outputs depend on the tokens that "
+                "task 'clm' predicts; choose a decoder, or task 'mlm'"
             )

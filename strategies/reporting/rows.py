@@ -1,4 +1,6 @@
-"""The file of a run's rows, and the metrics of every stage for it and for ``on_round``."""
+"""The file of a run's rows, and the metrics of every stage for it and for
+``on_round``.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +18,32 @@ from flwr.common import log
 from fedrot._io import append_rows, replacing
 from fedrot.strategies.settings import Reporting
 
-#: Stages of a round: training and evaluation at the clients, ``evaluate_fn`` at the server.
+#: Stages of a round: training and evaluation at the clients, ``evaluate_fn`` at the
+#: server.
 TRAIN, EVALUATE, SERVER = "train", "evaluate", "server"
 
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
-def report_metrics(reporting: Reporting, number: int, stage: str, metrics: Mapping[str, Any]) -> None:
-    """Report the metrics of one stage of a round immediately, so that a killed run keeps them.
+def report_metrics(
+    reporting: Reporting, number: int, stage: str, metrics: Mapping[str, Any]
+) -> None:
+    """Report the metrics of one stage of a round immediately, so that a killed run
+    keeps them.
 
-    The file of rows receives ``{"round": 1, "stage": "train", "metrics": {...}}``; numbers that are not
-    finite are null. ``on_round`` receives numbers as ``train/NAME``, and lists as ``train/NAME/0`` and
-    so on.
+    The file of rows receives ``{"round": 1, "stage": "train", "metrics": {...}}``;
+    numbers that are not finite are null. ``on_round`` receives numbers as
+    ``train/NAME``, and lists as ``train/NAME/0`` and so on.
     """
     if reporting.rows_path is not None:
-        append_rows(reporting.rows_path, [{"round": number, "stage": stage, "metrics": dict(metrics)}])
+        append_rows(
+            reporting.rows_path,
+            [{"round": number, "stage": stage, "metrics": dict(metrics)}],
+        )
     if reporting.on_round is not None:
-        reporting.on_round(number, {f"{stage}/{name}": value for name, value in _scalars(metrics)})
+        reporting.on_round(
+            number, {f"{stage}/{name}": value for name, value in _scalars(metrics)}
+        )
 
 
 def reporting_evaluations(reporting: Reporting, evaluate: Evaluate) -> Evaluate:
@@ -50,7 +61,9 @@ def reporting_evaluations(reporting: Reporting, evaluate: Evaluate) -> Evaluate:
 def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in metrics.items():
         if isinstance(value, (list, tuple)):
-            yield from ((f"{name}/{index}", float(item)) for index, item in enumerate(value))
+            yield from (
+                (f"{name}/{index}", float(item)) for index, item in enumerate(value)
+            )
         else:
             yield name, float(value)
 
@@ -58,8 +71,9 @@ def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 def begin_rows(path: Path, after_round: int | None) -> None:
     """Prepare the file of a run's rows.
 
-    In a resumed run, rows of rounds after ``after_round`` are removed; all rows if it is 0. In a new run
-    (None), the file of an earlier run is renamed to ``NAME.1.jsonl``, or to the next free number.
+    In a resumed run, rows of rounds after ``after_round`` are removed; all rows if it
+    is 0. In a new run (None), the file of an earlier run is renamed to
+    ``NAME.1.jsonl``, or to the next free number.
     """
     if not path.is_file():
         return

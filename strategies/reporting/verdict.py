@@ -1,4 +1,6 @@
-"""``verdict``, a sentence about a round's alignment, and ``run_lines``, the summary of a run."""
+"""``verdict``, a sentence about a round's alignment, and ``run_lines``, the summary of
+a run.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +28,33 @@ class Movement:
 #: The movements by name. Plug-ins add their own.
 MOVEMENTS = {
     "rotation": Movement(("attention",), "heads are rotated relative to each other"),
-    "permutation": Movement(("residual", "output", "heads", "ffn"), "units are in another order"),
+    "permutation": Movement(
+        ("residual", "output", "heads", "ffn"), "units are in another order"
+    ),
 }
 
 #: Names of metrics.
-FOUND, CHANCE, REMOVED = "fedrot-share-found", "fedrot-share-chance", "fedrot-share-removed"
+FOUND, CHANCE, REMOVED = (
+    "fedrot-share-found",
+    "fedrot-share-chance",
+    "fedrot-share-removed",
+)
 MOVED, ACCEPTED = "fedrot-groups-moved", "fedrot-replies-accepted"
 DROPPED, FAILED = "fedrot-replies-dropped", "fedrot-replies-failed"
 KEPT_ALIGNED = "fedrot-guard-kept-aligned"
 
-#: What the log adds after a first round in which no group moved, the latter without ``fit_head``.
+#: What the log adds after a first round in which no group moved, the latter without
+#: ``fit_head``.
 UNMOVED = "No group was moved, so this average is the one without alignment."
-TRY_HEAD = " For classifiers whose clients have different labels, fit_head=True may help."
+TRY_HEAD = (
+    " For classifiers whose clients have different labels, fit_head=True may help."
+)
 
 #: The verdict on a round without alignment.
 OFF = "alignment is off"
 
-#: The verdict on a round without an accepted reply, and the start of the verdict on a failed round.
+#: The verdict on a round without an accepted reply, and the start of the verdict on a
+#: failed round.
 NOBODY = "no reply accepted: the model stays as it was"
 _LOST = "no new model: "
 
@@ -60,17 +72,18 @@ def verdict(
 ) -> str:
     """Return a sentence about a round's alignment, for the log.
 
-    A movement's shares refer to the squared distance of its groups before alignment, over all replies
-    with known chance. For other replies (another basis, ``residual`` or ``output``, activations) the
-    sentence gives the share of the whole distance that was removed.
+    A movement's shares refer to the squared distance of its groups before alignment,
+    over all replies with known chance. For other replies (another basis, ``residual``
+    or ``output``, activations) the sentence gives the share of the whole distance that
+    was removed.
 
     Args:
         other_basis: number of replies from another basis.
         lost: why the round has no new model; empty if it has one.
 
     Returns:
-        For example ``rotation 12.7 % of the distance, chance 6.1 %: heads are rotated relative to each
-        other; 12 of 16 groups moved``.
+        For example ``rotation 12.7 % of the distance, chance 6.1 %: heads are rotated
+        relative to each other; 12 of 16 groups moved``.
     """
     if not accepted:
         return NOBODY
@@ -84,15 +97,19 @@ def verdict(
     said = [*filter(None, (_against_chance(known), _removed(others, other_basis)))]
     moved, groups = groups_moved(reports), sum(len(report.groups) for report in reports)
     found = "; ".join(said) or "nothing to align"
-    return f"{found}; {moved} of {groups} groups moved" if moved else f"{found}: no group moved"
+    return (
+        f"{found}; {moved} of {groups} groups moved"
+        if moved
+        else f"{found}: no group moved"
+    )
 
 
 def figures(reports: Sequence[AlignmentReport]) -> dict[str, float | int]:
     """Return the metrics of a round's reports.
 
-    The shares found and of chance are those that ``verdict`` names first, of the distance of this
-    movement's groups, and left out if no reply has a known chance. The share removed is of the distance
-    of all groups.
+    The shares found and of chance are those that ``verdict`` names first, of the
+    distance of this movement's groups, and left out if no reply has a known chance. The
+    share removed is of the distance of all groups.
     """
     first = next(iter(shares_shown(reports).values()), None)
     shares = {FOUND: first[0], CHANCE: first[1]} if first else {}
@@ -101,17 +118,30 @@ def figures(reports: Sequence[AlignmentReport]) -> dict[str, float | int]:
 
 def known_chance(reports: Iterable[AlignmentReport]) -> list[AlignmentReport]:
     """Return the reports with a known chance for every group and a distance above 0."""
-    return [report for report in reports if report.chance() is not None and report.before > 0]
+    return [
+        report
+        for report in reports
+        if report.chance() is not None and report.before > 0
+    ]
 
 
 def groups_moved(reports: Iterable[AlignmentReport], *parts: str) -> int:
-    """Return the number of groups that were moved in all reports (of the given parts, all if none)."""
-    groups = (group for report in reports for group in report.groups if group.part in parts or not parts)
+    """Return the number of groups that were moved in all reports (of the given parts,
+    all if none).
+    """
+    groups = (
+        group
+        for report in reports
+        for group in report.groups
+        if group.part in parts or not parts
+    )
     return sum(group.moved > 0 for group in groups)
 
 
 def share_removed(reports: Sequence[AlignmentReport], *parts: str) -> float:
-    """Return the share of all reports' squared distance that the given parts removed (all if none)."""
+    """Return the share of all reports' squared distance that the given parts removed
+    (all if none).
+    """
     before = sum(report.before for report in reports)
     removed = sum(report.share(*parts) * report.before for report in reports)
     return removed / before if before > 0 else 0.0
@@ -123,48 +153,85 @@ def percent(share: float) -> str:
 
 
 def shares_shown(reports: Iterable[AlignmentReport]) -> dict[str, tuple[float, float]]:
-    """Return by movement the shares found and of chance to show, of replies with known chance."""
+    """Return by movement the shares found and of chance to show, of replies with known
+    chance.
+    """
     reports, known = known_chance(reports), {}
     for name, movement in MOVEMENTS.items():
-        groups = [g for report in reports for g in report.groups if g.part in movement.parts]
+        groups = [
+            g for report in reports for g in report.groups if g.part in movement.parts
+        ]
         if groups:
-            # Shares refer to the movement's own groups, so they do not depend on other parts.
+            # Shares refer to the movement's own groups, so they do not depend on other
+            # parts.
             before = sum(g.before for g in groups) or 1.0
-            found, chance = sum(g.found for g in groups), sum(g.chance or 0.0 for g in groups)
+            found, chance = (
+                sum(g.found for g in groups),
+                sum(g.chance or 0.0 for g in groups),
+            )
             known[name] = (found / before, chance / before)
     # If all shares are 0, only the first movement is shown.
-    return {name: shares for name, shares in known.items() if any(shares)} or dict([*known.items()][:1])
+    return {name: shares for name, shares in known.items() if any(shares)} or dict(
+        [*known.items()][:1]
+    )
 
 
 def _against_chance(reports: Sequence[AlignmentReport]) -> str:
-    """Return the shares found and the shares of chance, and the cause; empty without groups."""
+    """Return the shares found and the shares of chance, and the cause; empty without
+    groups.
+    """
     if not (shown := shares_shown(reports)):
         return ""
     beyond = [name for name, (found, chance) in shown.items() if found > chance]
     if not groups_moved(reports):
-        shares = "; ".join(f"{n} {percent(f)}, chance {percent(c)}" for n, (f, c) in shown.items())
+        shares = "; ".join(
+            f"{n} {percent(f)}, chance {percent(c)}" for n, (f, c) in shown.items()
+        )
         return f"{'too little' if beyond else 'nothing'} beyond chance ({shares})"
-    causes = [MOVEMENTS[n].cause for n in beyond if groups_moved(reports, *MOVEMENTS[n].parts)]
+    causes = [
+        MOVEMENTS[n].cause for n in beyond if groups_moved(reports, *MOVEMENTS[n].parts)
+    ]
     of = "of the distance, chance"
-    shares = "; ".join(f"{n} {percent(f)} {of} {percent(c)}" for n, (f, c) in shown.items())
+    shares = "; ".join(
+        f"{n} {percent(f)} {of} {percent(c)}" for n, (f, c) in shown.items()
+    )
     return f"{shares}: {' and '.join(causes) or 'no more than chance in all'}"
 
 
 def _removed(reports: Sequence[AlignmentReport], other_basis: int) -> str:
-    """Return the shares that were removed, for reports with unknown chance; empty without reports."""
+    """Return the shares that were removed, for reports with unknown chance; empty
+    without reports.
+    """
     if not reports:
         return ""
-    shares = {name: share_removed(reports, *movement.parts) for name, movement in MOVEMENTS.items()}
-    shown = [f"{name} {percent(share)}" for name, share in shares.items() if abs(share) >= _VISIBLE]
-    removed = f"{', '.join(shown)} of the distance removed" if shown else "nothing removed"
-    whose = f"{counted(other_basis, 'reply', 'replies')} from another basis: " if other_basis else ""
+    shares = {
+        name: share_removed(reports, *movement.parts)
+        for name, movement in MOVEMENTS.items()
+    }
+    shown = [
+        f"{name} {percent(share)}"
+        for name, share in shares.items()
+        if abs(share) >= _VISIBLE
+    ]
+    removed = (
+        f"{', '.join(shown)} of the distance removed" if shown else "nothing removed"
+    )
+    whose = (
+        f"{counted(other_basis, 'reply', 'replies')} from another basis: "
+        if other_basis
+        else ""
+    )
     return f"{whose}{removed}, chance not known"
 
 
 def run_lines(
-    rounds: Mapping[int, Mapping[str, Any]], verdicts: Mapping[int, str], rows: Path | None = None
+    rounds: Mapping[int, Mapping[str, Any]],
+    verdicts: Mapping[int, str],
+    rows: Path | None = None,
 ) -> list[str]:
-    """Return the last lines of a run's log, given the training metrics and verdicts by round."""
+    """Return the last lines of a run's log, given the training metrics and verdicts by
+    round.
+    """
     moved = [metrics[MOVED] > 0 for metrics in rounds.values() if MOVED in metrics]
     lines = []
     if moved:
@@ -172,12 +239,20 @@ def run_lines(
         did = f"groups in {sum(moved)} of {of}" if any(moved) else f"nothing in {of}"
         lines.append(f"Alignment moved {did}.")
     lines += [f"Round {number}: {verdicts[number]}." for number in ends(verdicts)]
-    dropped = {number: n for number, metrics in rounds.items() if (n := metrics.get(DROPPED, 0))}
+    dropped = {
+        number: n
+        for number, metrics in rounds.items()
+        if (n := metrics.get(DROPPED, 0))
+    }
     if dropped:
         replies = counted(sum(dropped.values()), "reply was", "replies were")
-        lines.append(f"{replies} dropped, in {counted(len(dropped), 'round', 'rounds')}.")
+        lines.append(
+            f"{replies} dropped, in {counted(len(dropped), 'round', 'rounds')}."
+        )
     if rows is not None:
-        lines.append(f"Rows of the rounds: '{rows}'. A page of them: fedrot report '{rows}'")
+        lines.append(
+            f"Rows of the rounds: '{rows}'. A page of them: fedrot report '{rows}'"
+        )
     return lines
 
 
@@ -186,23 +261,34 @@ def empty_rounds(verdicts: Mapping[int, str]) -> str:
 
     ``verdicts`` are those of all rounds, or those of ``told``.
     """
-    without = [number for number, said in verdicts.items() if said.startswith((NOBODY, _LOST))]
+    without = [
+        number for number, said in verdicts.items() if said.startswith((NOBODY, _LOST))
+    ]
     if not without:
         return ""
     return (
-        f"No new model in {len(without)} of {counted(max(verdicts), 'round', 'rounds')}, the first is "
-        f"round {min(without)}: no client is in the mean, and the model did not change."
+        f"No new model in {len(without)} of "
+        f"{counted(max(verdicts), 'round', 'rounds')}, the first is round "
+        f"{min(without)}: no client is in the mean, and the model did not change."
     )
 
 
 def told(verdicts: Mapping[int, str]) -> dict[int, str]:
-    """Return the verdicts that a run's last lines need, so that checkpoints do not grow."""
+    """Return the verdicts that a run's last lines need, so that checkpoints do not
+    grow.
+    """
     of_ends = ends(verdicts)
-    return {n: said for n, said in verdicts.items() if n in of_ends or said.startswith((NOBODY, _LOST))}
+    return {
+        n: said
+        for n, said in verdicts.items()
+        if n in of_ends or said.startswith((NOBODY, _LOST))
+    }
 
 
 def ends(rounds: Collection[int]) -> list[int]:
-    """Return the first and the last round; one round if they are the same, none without rounds."""
+    """Return the first and the last round; one round if they are the same, none without
+    rounds.
+    """
     return sorted({min(rounds), max(rounds)}) if rounds else []
 
 

@@ -1,4 +1,6 @@
-"""``Checkpointing``: a folder of checkpoints; a checkpoint is written completely or not at all."""
+"""``Checkpointing``: a folder of checkpoints; a checkpoint is written completely or not
+at all.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,18 @@ _LOCK = ".lock"
 _NAME = re.compile(r"round-([0-9]{6}|[1-9][0-9]{6,})")
 #: The temporary names of ``replacing``.
 _UNFINISHED = re.compile(r"\.round-\d{6,}\.\d+")
-_METRICS = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
+_METRICS = (
+    "train_metrics_clientapp",
+    "evaluate_metrics_clientapp",
+    "evaluate_metrics_serverapp",
+)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The result after a round, with the model, and arguments of ``RunState.restore``."""
+    """The result after a round, with the model, and arguments of
+    ``RunState.restore``.
+    """
 
     folder: Path
     round: int
@@ -63,10 +71,11 @@ class Checkpointing:
 
     Example: ``FedRot(config, checkpoints=Checkpointing("runs/tuesday"))``.
 
-    A checkpoint is a folder of two files: ``model.safetensors`` with the global model under its own
-    names and in C order, and ``state.safetensors`` with the run's state. All rounds' metrics are in
-    ``folder/checkpoint-metrics.jsonl``, which grows by a line a round. The state contains the SHA-256 of
-    the model, of the metrics so far and of itself.
+    A checkpoint is a folder of two files: ``model.safetensors`` with the global model
+    under its own names and in C order, and ``state.safetensors`` with the run's state.
+    All rounds' metrics are in ``folder/checkpoint-metrics.jsonl``, which grows by a
+    line a round. The state contains the SHA-256 of the model, of the metrics so far and
+    of itself.
 
     Args:
         folder: the folder for a checkpoint after every round; may be empty or missing.
@@ -90,7 +99,9 @@ class Checkpointing:
         try:
             names = [_NAME.fullmatch(path.name) for path in self.folder.iterdir()]
         except OSError as error:
-            raise FedrotError(f"The folder of checkpoints cannot be read: {error}.") from error
+            raise FedrotError(
+                f"The folder of checkpoints cannot be read: {error}."
+            ) from error
         return sorted(int(name[1]) for name in names if name)
 
     def used(self) -> bool:
@@ -99,15 +110,18 @@ class Checkpointing:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Make and lock the folder, and remove the unfinished checkpoint of a killed run.
+        """Make and lock the folder, and remove the unfinished checkpoint of a killed
+        run.
 
         Raises:
-            FedrotError: the folder cannot be made or written to, another run writes to it, or a file or
-                link has the name of a checkpoint.
+            FedrotError: the folder cannot be made or written to, another run writes to
+                it, or a file or link has the name of a checkpoint.
         """
         path = self.folder / _LOCK
         if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-            raise FedrotError(f"'{path}' is a link or a folder, not a lock file of fedrot. Remove it.")
+            raise FedrotError(
+                f"'{path}' is a link or a folder, not a lock file of fedrot. Remove it."
+            )
         lock = FileLock(path, timeout=0, fallback_to_soft=False)
         try:
             try:
@@ -116,10 +130,11 @@ class Checkpointing:
                 self._clear()
             except OSError as error:
                 raise FedrotError(
-                    f"Checkpoints cannot be written to '{self.folder}': {error}. Choose another folder, "
-                    "or make this one writable."
+                    f"Checkpoints cannot be written to '{self.folder}': {error}. "
+                    "Choose another folder, or make this one writable."
                 ) from error
-            #: The next round, and the length and digest of the lines of the rounds before it.
+            #: The next round, and the length and digest of the lines of the rounds
+            #: before it.
             self._written = (0, 0, hashlib.sha256())
             yield
         finally:
@@ -132,18 +147,19 @@ class Checkpointing:
             ours = unfinished or _NAME.fullmatch(path.name)
             if ours and (path.is_symlink() or not path.is_dir()):
                 raise FedrotError(
-                    f"'{path}' has the name of a checkpoint, but is a file or a link. Move it, or write "
-                    "to another folder."
+                    f"'{path}' has the name of a checkpoint, but is a file or a link. "
+                    "Move it, or write to another folder."
                 )
             if unfinished:
                 shutil.rmtree(path)
 
     def save(self, number: int, result: Result, state: RunState) -> Path:
-        """Write the checkpoint of a round, then remove old checkpoints; call it inside ``writing``.
+        """Write the checkpoint of a round, then remove old checkpoints; call it inside
+        ``writing``.
 
         Raises:
-            FedrotError: the checkpoint cannot be written, and nothing of it is left; or old checkpoints
-                cannot be removed.
+            FedrotError: the checkpoint cannot be written, and nothing of it is left; or
+                old checkpoints cannot be removed.
         """
         target = self.path(number)
         try:
@@ -151,25 +167,34 @@ class Checkpointing:
                 temporary.mkdir()
                 lines = self._write_lines(number, result, temporary)
                 _write(temporary, result, state, {"round": number, "lines": lines})
-                if target.exists():  # A damaged checkpoint: the run resumed from an earlier one.
+                if (
+                    target.exists()
+                ):  # A damaged checkpoint: the run resumed from an earlier one.
                     shutil.rmtree(target)
             for old in [r for r in self.rounds() if r <= number][: -self.keep]:
                 shutil.rmtree(self.path(old))
         except (OSError, SafetensorError, UpdateError) as error:
             raise FedrotError(
-                f"The checkpoint of round {number} cannot be written to '{self.folder}': {error}. The "
-                "run stops here. Earlier checkpoints are complete; resume from them."
+                f"The checkpoint of round {number} cannot be written to "
+                f"'{self.folder}': {error}. The run stops here. Earlier checkpoints "
+                "are complete; resume from them."
             ) from error
         return target
 
-    def _write_lines(self, number: int, result: Result, temporary: Path) -> tuple[int, str]:
-        """Write the metrics of the rounds up to this one; return their length in bytes and digest.
+    def _write_lines(
+        self, number: int, result: Result, temporary: Path
+    ) -> tuple[int, str]:
+        """Write the metrics of the rounds up to this one; return their length in bytes
+        and digest.
 
-        The first call replaces the file, which begins with the same lines as before; others append.
+        The first call replaces the file, which begins with the same lines as before;
+        others append.
         """
         path = self.folder / _LINES
         first, length, digest = self._written
-        lines = "".join(_line(done, result) for done in range(first, number + 1)).encode()
+        lines = "".join(
+            _line(done, result) for done in range(first, number + 1)
+        ).encode()
         if first == 0:
             (temporary / _LINES).write_bytes(lines)
             (temporary / _LINES).replace(path)
@@ -182,7 +207,8 @@ class Checkpointing:
         return length + len(lines), digest.hexdigest()
 
     def newest(self) -> Checkpoint:
-        """Return the newest valid checkpoint; log a warning for each newer, damaged one.
+        """Return the newest valid checkpoint; log a warning for each newer, damaged
+        one.
 
         Raises:
             FedrotError: there is no valid checkpoint in this format.
@@ -191,14 +217,21 @@ class Checkpointing:
             try:
                 return self.read(number)
             except FedrotError as error:
-                log(WARNING, "The checkpoint '%s' cannot be used: %s", self.path(number), error)
+                log(
+                    WARNING,
+                    "The checkpoint '%s' cannot be used: %s",
+                    self.path(number),
+                    error,
+                )
         raise FedrotError(
-            f"There is no usable checkpoint in '{self.folder}'. Give a folder with checkpoints, or a "
-            "new folder to start from round 1."
+            f"There is no usable checkpoint in '{self.folder}'. Give a folder with "
+            "checkpoints, or a new folder to start from round 1."
         )
 
     def read(self, number: int) -> Checkpoint:
-        """Return a round's checkpoint; raises ``FedrotError`` if a file is changed or missing."""
+        """Return a round's checkpoint; raises ``FedrotError`` if a file is changed or
+        missing.
+        """
         return _read(self.path(number), number)
 
     def path(self, number: int) -> Path:
@@ -210,14 +243,16 @@ def _acquire(lock: FileLock, path: Path) -> None:
     """Hold a lock, which ends with the process; the lock file names the process."""
     try:
         lock.acquire()
-        path.write_text(f"process {os.getpid()} on {platform.node()}\n", encoding="utf-8")
+        path.write_text(
+            f"process {os.getpid()} on {platform.node()}\n", encoding="utf-8"
+        )
     except Timeout as error:
         if not path.exists():
             raise
         owner = path.read_text(encoding="utf-8", errors="replace")[:1000].strip()
         raise FedrotError(
-            f"Another run ({owner}) is writing checkpoints to '{path.parent}'. End this run first, or "
-            "choose another folder."
+            f"Another run ({owner}) is writing checkpoints to '{path.parent}'. End "
+            "this run first, or choose another folder."
         ) from error
     except OSError as error:
         if error.errno not in NO_LOCKS:
@@ -228,16 +263,23 @@ def _acquire(lock: FileLock, path: Path) -> None:
 def _line(number: int, result: Result) -> str:
     """Return a round's metrics as a line of JSON; empty if it has none."""
     found = {name: getattr(result, name).get(number) for name in _METRICS}
-    metrics = {name: encode(one, name, {}) for name, one in found.items() if one is not None}
+    metrics = {
+        name: encode(one, name, {}) for name, one in found.items() if one is not None
+    }
     return json.dumps({"round": number, **metrics}) + "\n" if metrics else ""
 
 
-def _write(folder: Path, result: Result, state: RunState, about: dict[str, Any]) -> None:
+def _write(
+    folder: Path, result: Result, state: RunState, about: dict[str, Any]
+) -> None:
     arrays, bulk = result.arrays, dict[str, np.ndarray]()
     safetensors.torch.save_file(_unshared(from_arrays(arrays)), folder / _MODEL)
     about |= {
         "format": _FORMAT,
-        "tied": {name: a.data.decode() if a.stype == TIED else name for name, a in arrays.items()},
+        "tied": {
+            name: a.data.decode() if a.stype == TIED else name
+            for name, a in arrays.items()
+        },
         "state": state.encoded(bulk),
         "sha256": _digest(folder / _MODEL),
     }
@@ -251,11 +293,15 @@ def _write(folder: Path, result: Result, state: RunState, about: dict[str, Any])
 
 
 def _read(folder: Path, number: int) -> Checkpoint:
-    """Return a checkpoint; raises ``FedrotError`` if a file is changed, missing or a link."""
+    """Return a checkpoint; raises ``FedrotError`` if a file is changed, missing or a
+    link.
+    """
     model, state, lines = folder / _MODEL, folder / _STATE, folder.with_name(_LINES)
     for path in (folder, model, state, lines):
         if path.is_symlink() or path.is_fifo():
-            raise FedrotError(f"'{path.name}' is a link or a pipe; put the file itself there.")
+            raise FedrotError(
+                f"'{path.name}' is a link or a pipe; put the file itself there."
+            )
     try:
         with safe_open(state, "numpy") as file:
             bulk = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -263,7 +309,9 @@ def _read(folder: Path, number: int) -> Checkpoint:
         about = json.loads(bulk.pop(_ABOUT).tobytes())
         if (about["format"], about["round"]) != (_FORMAT, number):
             said = f"It is of round {about['round']} in format {about['format']}"
-            raise FedrotError(f"{said}, but this is round {number} in format {_FORMAT}.")
+            raise FedrotError(
+                f"{said}, but this is round {number} in format {_FORMAT}."
+            )
         _check(model, _digest(model), about["sha256"])
         tensors = safetensors.torch.load_file(model)
         shared = {name: tensors[tied] for name, tied in about["tied"].items()}
@@ -282,7 +330,9 @@ def _read(folder: Path, number: int) -> Checkpoint:
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-        raise FedrotError(f"'{_STATE}', or what it refers to, cannot be read, {why}") from error
+        raise FedrotError(
+            f"'{_STATE}', or what it refers to, cannot be read, {why}"
+        ) from error
 
 
 def _check(path: Path, found: str, digest: str) -> None:
@@ -291,12 +341,16 @@ def _check(path: Path, found: str, digest: str) -> None:
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors that share no memory, as safetensors requires; others are not copied."""
+    """Return tensors that share no memory, as safetensors requires; others are not
+    copied.
+    """
     found: dict[str, Tensor] = {}
     taken: set[int] = set()
     for name, tensor in tensors.items():
         memory = tensor.untyped_storage().data_ptr()
-        found[name] = tensor.clone().contiguous() if memory in taken else tensor.contiguous()
+        found[name] = (
+            tensor.clone().contiguous() if memory in taken else tensor.contiguous()
+        )
         taken.add(memory)
     return found
 

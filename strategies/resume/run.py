@@ -1,4 +1,6 @@
-"""``run``: Flower's loop with a checkpoint after every round, from round 1 or from a checkpoint."""
+"""``run``: Flower's loop with a checkpoint after every round, from round 1 or from a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -33,25 +35,29 @@ def run(
     *,
     checkpoints: Checkpointing,
 ) -> Result:
-    """Run a strategy by Flower's ``Strategy.start``, and write a checkpoint after every round.
+    """Run a strategy by Flower's ``Strategy.start``, and write a checkpoint after every
+    round.
 
-    A resumed run continues after the newest valid checkpoint. It restores the model, the result so far,
-    the strategy's state, the changed entries of the configurations, and the random generators. If the
-    strategy has a method ``begin``, it is called first, with the last finished round: 0 if the run was
-    killed in round 1, None for a new run. If it has a method ``model_of``, the arrays that this method
-    returns are compared to recognise a checkpoint of another model.
+    A resumed run continues after the newest valid checkpoint. It restores the model,
+    the result so far, the strategy's state, the changed entries of the configurations,
+    and the random generators. If the strategy has a method ``begin``, it is called
+    first, with the last finished round: 0 if the run was killed in round 1, None for a
+    new run. If it has a method ``model_of``, the arrays that this method returns are
+    compared to recognise a checkpoint of another model.
 
     Args:
         strategy: built as for the run that is resumed.
         grid: as in ``Strategy.start``, like all other arguments.
-        checkpoints: the folder to write to; a run resumes from the checkpoints that it holds.
+        checkpoints: the folder to write to; a run resumes from the checkpoints that it
+            holds.
         num_rounds: of the whole run, including the rounds before it was resumed.
-        should_stop: called after each checkpoint, and first with the round of the resumed checkpoint;
-            for Flower 1.43 and later.
+        should_stop: called after each checkpoint, and first with the round of the
+            resumed checkpoint; for Flower 1.43 and later.
 
     Raises:
-        FedrotError: no checkpoint of the folder is valid, or the newest is of another model or strategy;
-            another run writes to the folder; a checkpoint cannot be written.
+        FedrotError: no checkpoint of the folder is valid, or the newest is of another
+            model or strategy; another run writes to the folder; a checkpoint cannot be
+            written.
     """
     train_config = ConfigRecord() if train_config is None else train_config
     evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
@@ -60,14 +66,18 @@ def run(
         state = RunState(strategy, train_config, evaluate_config)
         done, result = 0, Result(arrays=initial_arrays)
         if not checkpoints.rounds():
-            log(INFO, "There is no checkpoint in '%s' yet: starting from round 1.", checkpoints.folder)
+            log(
+                INFO,
+                "There is no checkpoint in '%s' yet: starting from round 1.",
+                checkpoints.folder,
+            )
         else:
             done, result = _restored(checkpoints, strategy, initial_arrays, state)
             if done > num_rounds:
                 said = (
-                    f"'{checkpoints.folder}' holds round {done}, and num_rounds is {num_rounds}: no "
-                    f"round is run, and the model of round {done} is returned. Give another folder to "
-                    "start anew."
+                    f"'{checkpoints.folder}' holds round {done}, and num_rounds is "
+                    f"{num_rounds}: no round is run, and the model of round {done} is "
+                    "returned. Give another folder to start anew."
                 )
                 log(WARNING, said)
         if hasattr(strategy, "begin"):
@@ -84,7 +94,11 @@ def run(
             train_config,
             evaluate_config,
             rounds.evaluate if rounds.evaluates else None,
-            **({} if should_stop is None else {"should_stop": rounds.unfinished(should_stop)}),
+            **(
+                {}
+                if should_stop is None
+                else {"should_stop": rounds.unfinished(should_stop)}
+            ),
         )
     # Before 1.43, Flower returned no model if every round had failed.
     result.arrays = result.arrays or initial_arrays
@@ -93,11 +107,13 @@ def run(
 
 @dataclass(eq=False)
 class Run(Strategy):
-    """A strategy in Flower's loop: finished rounds are read from a checkpoint, other rounds are saved.
+    """A strategy in Flower's loop: finished rounds are read from a checkpoint, other
+    rounds are saved.
 
-    In a finished round no client is asked, and Flower receives the saved metrics, and in the last
-    finished round, ``done``, also the model. The random generators are restored at the end of this
-    round. ``result`` is of the finished rounds and of the new rounds.
+    In a finished round no client is asked, and Flower receives the saved metrics, and
+    in the last finished round, ``done``, also the model. The random generators are
+    restored at the end of this round. ``result`` is of the finished rounds and of the
+    new rounds.
     """
 
     strategy: Strategy
@@ -108,15 +124,22 @@ class Run(Strategy):
     result: Result
 
     def __post_init__(self) -> None:
-        #: Whether Flower ends a round with ``evaluate``; otherwise it ends with ``aggregate_evaluate``.
-        self.evaluates = self.evaluate_fn is not None or bool(self.result.evaluate_metrics_serverapp)
+        #: Whether Flower ends a round with ``evaluate``; otherwise it ends with
+        #: ``aggregate_evaluate``.
+        self.evaluates = self.evaluate_fn is not None or bool(
+            self.result.evaluate_metrics_serverapp
+        )
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask the clients to train, in a round that is not finished."""
         asked = server_round > self.done
-        return self.strategy.configure_train(server_round, arrays, config, grid) if asked else []
+        return (
+            self.strategy.configure_train(server_round, arrays, config, grid)
+            if asked
+            else []
+        )
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -124,7 +147,9 @@ class Run(Strategy):
         """Return a round's model and metrics."""
         noted = self.result.train_metrics_clientapp
         if server_round <= self.done:
-            return self.result.arrays if server_round == self.done else None, noted.get(server_round)
+            return self.result.arrays if server_round == self.done else None, noted.get(
+                server_round
+            )
         arrays, metrics = self.strategy.aggregate_train(server_round, replies)
         self.result.arrays = self.result.arrays if arrays is None else arrays
         return arrays, _noted(noted, server_round, metrics)
@@ -134,13 +159,23 @@ class Run(Strategy):
     ) -> Iterable[Message]:
         """Ask the clients to evaluate, in a round that is not finished."""
         asked = server_round > self.done
-        return self.strategy.configure_evaluate(server_round, arrays, config, grid) if asked else []
+        return (
+            self.strategy.configure_evaluate(server_round, arrays, config, grid)
+            if asked
+            else []
+        )
 
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
         """Return the metrics of the clients' evaluations."""
         noted = self.result.evaluate_metrics_clientapp
         if server_round > self.done:
-            _noted(noted, server_round, self.strategy.aggregate_evaluate(server_round, replies))
+            _noted(
+                noted,
+                server_round,
+                self.strategy.aggregate_evaluate(server_round, replies),
+            )
         if not self.evaluates:
             self._end_round(server_round)
         return noted.get(server_round)
@@ -149,7 +184,9 @@ class Run(Strategy):
         """Return the metrics of the server's evaluation: Flower's ``evaluate_fn``."""
         noted = self.result.evaluate_metrics_serverapp
         # Flower evaluates the initial model as round 0.
-        if self.evaluate_fn is not None and (server_round > self.done or self.done == 0):
+        if self.evaluate_fn is not None and (
+            server_round > self.done or self.done == 0
+        ):
             _noted(noted, server_round, self.evaluate_fn(server_round, arrays))
         if server_round > 0:
             self._end_round(server_round)
@@ -157,20 +194,29 @@ class Run(Strategy):
 
     def unfinished(self, should_stop: Stop) -> Stop:
         """Return a ``should_stop`` that is called from the last finished round on."""
-        return lambda number, result: number >= self.done and should_stop(number, result)
+        return lambda number, result: (
+            number >= self.done and should_stop(number, result)
+        )
 
     def summary(self) -> None:
         """Log the summary of the strategy."""
         self.strategy.summary()
 
     def _end_round(self, number: int) -> None:
-        """Save a round, or restore the random generators after the last finished round."""
+        """Save a round, or restore the random generators after the last finished
+        round.
+        """
         if number == self.done:
             self.state.restore_random()
         elif number > self.done:
             started = time.time()
             folder = self.checkpoints.save(number, self.result, self.state)
-            log(INFO, "Checkpoint written to '%s' in %.2fs", folder, time.time() - started)
+            log(
+                INFO,
+                "Checkpoint written to '%s' in %.2fs",
+                folder,
+                time.time() - started,
+            )
 
 
 def _noted(
@@ -185,17 +231,24 @@ def _noted(
 def _restored(
     source: Checkpointing, strategy: Strategy, initial: ArrayRecord, state: RunState
 ) -> tuple[int, Result]:
-    """Return the last finished round and the result so far, and restore the state of the strategy."""
+    """Return the last finished round and the result so far, and restore the state of
+    the strategy.
+    """
     found = source.newest()
     compared = getattr(strategy, "model_of", lambda arrays: arrays)
     both = compared(found.result.arrays), compared(initial)
-    saved, ours = ({name: array.shape for name, array in arrays.items()} for arrays in both)
-    different = sorted(name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name))
+    saved, ours = (
+        {name: array.shape for name, array in arrays.items()} for arrays in both
+    )
+    different = sorted(
+        name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name)
+    )
     if different:
         name = different[0]
         raise FedrotError(
-            f"'{found.folder}' is of another model: '{name}' is {saved.get(name, 'missing')} there and "
-            f"{ours.get(name, 'missing')} in initial_arrays ({len(different)} tensors differ)."
+            f"'{found.folder}' is of another model: '{name}' is "
+            f"{saved.get(name, 'missing')} there and {ours.get(name, 'missing')} in "
+            f"initial_arrays ({len(different)} tensors differ)."
         )
     state.restore(found.state, found.state_arrays)
     log(INFO, "Resumed after round %d from '%s'.", found.round, found.folder)

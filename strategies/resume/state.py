@@ -21,7 +21,8 @@ from fedrot.strategies.resume.values import UnknownValueError, decode, encode
 #: Functions that read and set the state of an object.
 Access = tuple[Callable[[], Any], Callable[[Any], Any]]
 
-#: The values of a strategy or configuration that may be state, and the function that sets some.
+#: The values of a strategy or configuration that may be state, and the function that
+#: sets some.
 Holder = tuple[dict[str, Any], Callable[[dict[str, Any]], Any]]
 
 #: The global random generators.
@@ -35,26 +36,37 @@ _GENERATORS: dict[str, Access] = {
 class RunState:
     """The state of a run, without the model.
 
-    These are values of the strategy and of strategies in its attributes: those that its method ``state``
-    returns by name and its method ``restore`` takes back; without these methods, all its attributes. Of
-    these values, a checkpoint contains
+    These are values of the strategy and of strategies in its attributes: those that its
+    method ``state`` returns by name and its method ``restore`` takes back; without
+    these methods, all its attributes. Of these values, a checkpoint contains
 
-    * those that hold arrays, tensors or Flower records, alone or in lists and dictionaries;
-    * plain values that changed since the run began; others may be set differently in a resumed run;
-    * the state of random generators and of objects with ``state_dict`` and ``load_state_dict``
-      (modules, optimizers, privacy accountants), which is loaded into the existing objects.
+    * those that hold arrays, tensors or Flower records, alone or in lists and
+      dictionaries;
+    * plain values that changed since the run began; others may be set differently in a
+      resumed run;
+    * the state of random generators and of objects with ``state_dict`` and
+      ``load_state_dict`` (modules, optimizers, privacy accountants), which is loaded
+      into the existing objects.
 
-    It also contains the changed entries of the training and evaluation configuration, and the global
-    random generators of Python, NumPy and torch (CPU). Other values are left out, with a warning if they
-    look like state.
+    It also contains the changed entries of the training and evaluation configuration,
+    and the global random generators of Python, NumPy and torch (CPU). Other values are
+    left out, with a warning if they look like state.
     """
 
     def __init__(
-        self, strategy: Strategy, train_config: ConfigRecord, evaluate_config: ConfigRecord
+        self,
+        strategy: Strategy,
+        train_config: ConfigRecord,
+        evaluate_config: ConfigRecord,
     ) -> None:
         self._strategy = strategy
-        self._configs = {"train_config": train_config, "evaluate_config": evaluate_config}
-        self._start = {key: (_plain(value), _parts(value)) for key, value in self._entries()}
+        self._configs = {
+            "train_config": train_config,
+            "evaluate_config": evaluate_config,
+        }
+        self._start = {
+            key: (_plain(value), _parts(value)) for key, value in self._entries()
+        }
         self._warned: set[str] = set()
         self._random: dict[str, Any] = {}
 
@@ -81,17 +93,21 @@ class RunState:
             "random": encode(generators, "random", arrays),
         }
 
-    def restore(self, saved: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    def restore(
+        self, saved: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+    ) -> None:
         """Restore the state that ``encoded`` returned, except the random generators.
 
         Raises:
-            FedrotError: the state is of another strategy, or of a strategy that wraps others.
+            FedrotError: the state is of another strategy, or of a strategy that wraps
+                others.
         """
         ours = type(self._strategy).__qualname__
         if saved["strategy"] != ours:
             raise FedrotError(
-                f"The checkpoint is of a {saved['strategy']}, the strategy is a {ours}. Resume with the "
-                "strategy of the checkpoint, or start a new run from its model.safetensors."
+                f"The checkpoint is of a {saved['strategy']}, the strategy is a "
+                f"{ours}. Resume with the strategy of the checkpoint, or start a new "
+                "run from its model.safetensors."
             )
         holders, existing = self._holders(), dict(self._entries())
         restored: dict[str, dict[str, Any]] = {where: {} for where in holders}
@@ -99,8 +115,8 @@ class RunState:
             access = _access(existing.get((where, name)))
             if where not in holders or (within and access is None):
                 raise FedrotError(
-                    f"The checkpoint has the state of '{where}.{name}', which this run does not have. "
-                    "Resume with the strategy of the checkpoint."
+                    f"The checkpoint has the state of '{where}.{name}', which this run "
+                    "does not have. Resume with the strategy of the checkpoint."
                 )
             if within and access is not None:
                 access[1](decode(coded, arrays))
@@ -116,7 +132,9 @@ class RunState:
             restore(self._random[name])
 
     def _holders(self) -> dict[str, Holder]:
-        """Return the values of the strategies and configurations, and how they are set, by path."""
+        """Return the values of the strategies and configurations, and how they are set,
+        by path.
+        """
         configs = {path: (dict(one), one.update) for path, one in self._configs.items()}
         return {**dict(_strategies(self._strategy, "strategy", set())), **configs}
 
@@ -128,19 +146,33 @@ class RunState:
 
     def _warn_of(self, value: Any, error: str) -> None:
         # fedrot's own objects have no state beyond a round.
-        if error not in self._warned and not type(value).__module__.startswith("fedrot."):
-            said = "Not in the checkpoints, and lost when the run is resumed: %s Give its class"
-            methods = "state_dict and load_state_dict, or the strategy the methods state and restore"
+        if error not in self._warned and not type(value).__module__.startswith(
+            "fedrot."
+        ):
+            said = (
+                "Not in the checkpoints, and lost when the run is resumed: %s Give its "
+                "class"
+            )
+            methods = (
+                "state_dict and load_state_dict, or the strategy the methods state and "
+                "restore"
+            )
             log(WARNING, f"{said} the methods {methods}.", error)
             self._warned.add(error)
 
 
-def _strategies(strategy: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Holder]]:
-    """Yield what may be state of a strategy and of those in its attributes, each with its path."""
+def _strategies(
+    strategy: Any, path: str, seen: set[int]
+) -> Iterator[tuple[str, Holder]]:
+    """Yield what may be state of a strategy and of those in its attributes, each with
+    its path.
+    """
     if id(strategy) in seen:
         return
     seen.add(id(strategy))
-    explicit = all(callable(getattr(strategy, name, None)) for name in ("state", "restore"))
+    explicit = all(
+        callable(getattr(strategy, name, None)) for name in ("state", "restore")
+    )
 
     values = strategy.state() if explicit else vars(strategy)
     left_out = transient_attributes(strategy)
@@ -167,7 +199,9 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _access(value: Any) -> Access | None:
-    """Return how an object's state is read and set in place; None if it has no state of its own."""
+    """Return how an object's state is read and set in place; None if it has no state of
+    its own.
+    """
     if isinstance(value, random.Random):
         return value.getstate, value.setstate
     if isinstance(value, np.random.Generator):
@@ -177,5 +211,12 @@ def _access(value: Any) -> Access | None:
         return lambda: value.get_state(legacy=False), value.set_state
     if isinstance(value, torch.Generator):
         return value.get_state, value.set_state
-    both = all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
-    return (value.state_dict, value.load_state_dict) if both and not isinstance(value, type) else None
+    both = all(
+        callable(getattr(value, name, None))
+        for name in ("state_dict", "load_state_dict")
+    )
+    return (
+        (value.state_dict, value.load_state_dict)
+        if both and not isinstance(value, type)
+        else None
+    )

@@ -1,4 +1,6 @@
-"""``encode`` and ``decode``: Python values as JSON and NumPy arrays, and back, bit for bit."""
+"""``encode`` and ``decode``: Python values as JSON and NumPy arrays, and back, bit for
+bit.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from torch import Tensor
 
-#: NumPy type codes that safetensors supports: booleans, integers and floats of up to eight bytes.
+#: NumPy type codes that safetensors supports: booleans, integers and floats of up to
+#: eight bytes.
 _NUMBERS = "?bBhHiIlLqQefd"
 
 
@@ -23,7 +26,12 @@ class UnknownValueError(TypeError):
 
 def _of_tensor(tensor: Tensor) -> list[Any]:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), str(tensor.device), flat]
+    return [
+        str(tensor.dtype).removeprefix("torch."),
+        list(tensor.shape),
+        str(tensor.device),
+        flat,
+    ]
 
 
 def _tensor(parts: list[Any]) -> Tensor:
@@ -31,17 +39,29 @@ def _tensor(parts: list[Any]) -> Tensor:
     return torch.from_numpy(flat).view(getattr(torch, dtype)).reshape(shape).to(device)
 
 
-#: By type that JSON lacks: functions that return a value of other types, and the value again.
+#: By type that JSON lacks: functions that return a value of other types, and the value
+#: again.
 _CODES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    float: (lambda x: struct.pack(">d", x).hex(), lambda x: struct.unpack(">d", bytes.fromhex(x))[0]),
+    float: (
+        lambda x: struct.pack(">d", x).hex(),
+        lambda x: struct.unpack(">d", bytes.fromhex(x))[0],
+    ),
     bytes: (bytes.hex, bytes.fromhex),
     tuple: (list, tuple),
     set: (list, set),
     frozenset: (list, frozenset),
     dict: (lambda items: [[*pair] for pair in items.items()], dict),
-    **{kind: (dict, kind) for kind in (OrderedDict, ArrayRecord, MetricRecord, ConfigRecord)},
+    **{
+        kind: (dict, kind)
+        for kind in (OrderedDict, ArrayRecord, MetricRecord, ConfigRecord)
+    },
     Array: (
-        lambda array: [array.dtype, [*array.shape], array.stype, np.frombuffer(array.data, np.uint8)],
+        lambda array: [
+            array.dtype,
+            [*array.shape],
+            array.stype,
+            np.frombuffer(array.data, np.uint8),
+        ],
         lambda parts: Array(parts[0], tuple(parts[1]), parts[2], parts[3].tobytes()),
     ),
     Tensor: (_of_tensor, _tensor),
@@ -53,15 +73,21 @@ _DECODERS = {kind.__name__: decoder for kind, (_, decoder) in _CODES.items()}
 def encode(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
     """Return a value as JSON values, and add its arrays to ``arrays``.
 
-    Supported types: None, bool, int, float, str, lists, NumPy arrays, and those of ``_CODES``, but no
-    subclasses. A type that JSON lacks becomes an object with one key, the name of the type. Arrays and
-    tensors are not copied if they are contiguous; their names in ``arrays`` contain ``path``.
+    Supported types: None, bool, int, float, str, lists, NumPy arrays, and those of
+    ``_CODES``, but no subclasses. A type that JSON lacks becomes an object with one
+    key, the name of the type. Arrays and tensors are not copied if they are contiguous;
+    their names in ``arrays`` contain ``path``.
 
     Raises:
-        UnknownValueError: the value has another type, or an array has a dtype that safetensors lacks.
+        UnknownValueError: the value has another type, or an array has a dtype that
+            safetensors lacks.
     """
     kind: type = np.generic if isinstance(value, np.generic) else type(value)
-    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
+    if (
+        value is None
+        or kind in (bool, int, str)
+        or (kind is float and math.isfinite(value))
+    ):
         return value
     if kind is list:
         return [encode(item, path, arrays) for item in value]

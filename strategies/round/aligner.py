@@ -13,7 +13,14 @@ from flwr.common import log
 from fedrot.aggregation import Mean
 from fedrot.aggregation.layerwise import moved_by_layer
 from fedrot.alignment import Alignment
-from fedrot.anchors import ANCHORS, Finder, GlobalAnchor, RunningAnchor, finder, in_other_basis
+from fedrot.anchors import (
+    ANCHORS,
+    Finder,
+    GlobalAnchor,
+    RunningAnchor,
+    finder,
+    in_other_basis,
+)
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.round.record import RoundRecord
@@ -22,9 +29,9 @@ from fedrot.symmetry import Symmetry
 from fedrot.tensors import Tensors, check_finite
 
 _OTHERS = (
-    "%d of %d replies seem not to have started from the broadcast model. Check that the ClientApp loads "
-    "it. If these clients have different initialisations, give the strategy "
-    "other_basis=OtherBasis(model=...) to match whole models."
+    "%d of %d replies seem not to have started from the broadcast model. Check that "
+    "the ClientApp loads it. If these clients have different initialisations, give the "
+    "strategy other_basis=OtherBasis(model=...) to match whole models."
 )
 
 
@@ -32,7 +39,9 @@ class Aligner:
     """Leaves every update as it was received; base class of the other aligners."""
 
     def prepare(self, held: Sequence[Update]) -> Sequence[Update]:
-        """Choose the round's coordinates from all updates; return the updates to move, in order."""
+        """Choose the round's coordinates from all updates; return the updates to move,
+        in order.
+        """
         return held
 
     def move(self, update: Update) -> Moved:
@@ -50,17 +59,20 @@ class Aligner:
         """Log messages about all updates of the round."""
 
     def moved_broadcast(self) -> Callable[[], Tensors] | None:
-        """Return a function that returns the broadcast model in the round's coordinates.
+        """Return a function that returns the broadcast model in the round's
+        coordinates.
 
-        None if the broadcast model is already in these coordinates. The function raises ``UpdateError``
-        if the broadcast model cannot be matched.
+        None if the broadcast model is already in these coordinates. The function raises
+        ``UpdateError`` if the broadcast model cannot be matched.
         """
         return None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The symmetry, options and device of an aligned strategy; the same in every round."""
+    """The symmetry, options and device of an aligned strategy; the same in every
+    round.
+    """
 
     symmetry: Symmetry
     options: AlignmentOptions
@@ -70,19 +82,32 @@ class Plan:
 class ToAnchor(Aligner):
     """Aligns each update of one round to the round's anchor, ``rule``.
 
-    On a GPU, with the anchors ``global`` and ``running``, an update is aligned layer by layer while it
-    is added to a mean on the GPU. Otherwise updates are aligned as a whole. Updates are added to the
-    mean ``shared`` before ``follow``; it is None with other aggregations.
+    On a GPU, with the anchors ``global`` and ``running``, an update is aligned layer by
+    layer while it is added to a mean on the GPU. Otherwise updates are aligned as a
+    whole. Updates are added to the mean ``shared`` before ``follow``; it is None with
+    other aggregations.
     """
 
     #: True if updates can be aligned layer by layer.
     by_layers = True
 
     def __init__(
-        self, plan: Plan, broadcast: Tensors, record: RoundRecord, shared: Mean | None = None
+        self,
+        plan: Plan,
+        broadcast: Tensors,
+        record: RoundRecord,
+        shared: Mean | None = None,
     ) -> None:
-        self.plan, self.broadcast, self.record, self.shared = plan, broadcast, record, shared
-        on_gpu = plan.device.type != "cpu" and plan.options.anchor in ("global", "running")
+        self.plan, self.broadcast, self.record, self.shared = (
+            plan,
+            broadcast,
+            record,
+            shared,
+        )
+        on_gpu = plan.device.type != "cpu" and plan.options.anchor in (
+            "global",
+            "running",
+        )
         self._by_layer = self.by_layers and on_gpu and shared is not None
         self.rule = self.rule_at(broadcast, shared)
 
@@ -103,11 +128,21 @@ class ToAnchor(Aligner):
         return bool(self.plan.options.for_model(self.plan.symmetry).canonical)
 
     def move(self, update: Update) -> Moved:
-        """Return the update with its statistics in the round's coordinates, see ``Aligner``."""
+        """Return the update with its statistics in the round's coordinates, see
+        ``Aligner``.
+        """
         plan, tensors = self.plan, update.tensors
-        self.record.other_basis += in_other_basis(tensors, self.broadcast, plan.symmetry)
+        self.record.other_basis += in_other_basis(
+            tensors, self.broadcast, plan.symmetry
+        )
         if self._by_layer:
-            how = (self.rule.current, plan.symmetry, plan.options, plan.device, update.statistics)
+            how = (
+                self.rule.current,
+                plan.symmetry,
+                plan.options,
+                plan.device,
+                update.statistics,
+            )
             return Moved(update, *moved_by_layer(tensors, *how))
         return self.moved_to_anchor(update)
 
@@ -118,11 +153,19 @@ class ToAnchor(Aligner):
 
     def moved(self, update: Update, tensors: Tensors, alignment: Alignment) -> Moved:
         """Return an update moved by an alignment, given its tensors on the device."""
-        given = {kind: self.there(by_name) for kind, by_name in update.statistics.items()}
+        given = {
+            kind: self.there(by_name) for kind, by_name in update.statistics.items()
+        }
         statistics = alignment.transport(given) if given else {}
         moved = self.there(alignment.apply(tensors))
         # The canonical form of huge values overflows.
-        check_finite({name: tensor for name, tensor in moved.items() if tensor is not tensors[name]})
+        check_finite(
+            {
+                name: tensor
+                for name, tensor in moved.items()
+                if tensor is not tensors[name]
+            }
+        )
         return Moved(update, (moved,), statistics, lambda: alignment.report)
 
     def follow(self, moved: Moved) -> None:
@@ -135,8 +178,12 @@ class ToAnchor(Aligner):
             log(WARNING, _OTHERS, self.record.other_basis, len(self.record.reports))
 
     def moved_broadcast(self) -> Callable[[], Tensors] | None:
-        """Return a function for the broadcast model in the round's coordinates, see ``Aligner``."""
-        return partial(self.in_coordinates_of, self.broadcast) if self.canonical else None
+        """Return a function for the broadcast model in the round's coordinates, see
+        ``Aligner``.
+        """
+        return (
+            partial(self.in_coordinates_of, self.broadcast) if self.canonical else None
+        )
 
     def in_coordinates_of(self, base: Tensors) -> Tensors:
         """Return the broadcast model in the coordinates of a round with this base."""
@@ -144,7 +191,9 @@ class ToAnchor(Aligner):
         return GlobalAnchor(Anchor(base), self.finder(base)).align(model).apply(model)
 
     def there(self, tensors: Tensors) -> Tensors:
-        """Return tensors on the device for whole updates; a tensor under several names stays one."""
+        """Return tensors on the device for whole updates; a tensor under several names
+        stays one.
+        """
         device = self.plan.device
         if self._by_layer or device.type == "cpu":
             return tensors

@@ -23,18 +23,27 @@ from fedrot.strategies.round.inbox import (
 from fedrot.strategies.wire.arrays import of_kind
 
 
-def readable_evaluations(replies: Iterable[Message], asked: Asked, weighted_by: str) -> list[Message]:
-    """Return the evaluations to average, then one error reply per client; log dropped evaluations.
+def readable_evaluations(
+    replies: Iterable[Message], asked: Asked, weighted_by: str
+) -> list[Message]:
+    """Return the evaluations to average, then one error reply per client; log dropped
+    evaluations.
 
-    No evaluation is returned if all together have no examples. An evaluation without examples is dropped
-    if a metric is NaN, because the mean over all clients would be NaN. Reasons of error replies are
-    shortened to one line, because Flower's strategies log them unchanged.
+    No evaluation is returned if all together have no examples. An evaluation without
+    examples is dropped if a metric is NaN, because the mean over all clients would be
+    NaN. Reasons of error replies are shortened to one line, because Flower's strategies
+    log them unchanged.
     """
     good: list[Message] = []
     failed: list[Message] = []
 
     def drop(message: Message, reason: str) -> None:
-        log(WARNING, "Evaluation of client %d dropped: %s", client_id(message), legible(reason))
+        log(
+            WARNING,
+            "Evaluation of client %d dropped: %s",
+            client_id(message),
+            legible(reason),
+        )
 
     for message in replies:
         if message.has_error():
@@ -52,19 +61,26 @@ def readable_evaluations(replies: Iterable[Message], asked: Asked, weighted_by: 
             drop(message, refusal(error))
         else:
             good.append(message)
-    good, odd = with_common_layout(good, lambda message: metrics_layout(message.content))
+    good, odd = with_common_layout(
+        good, lambda message: metrics_layout(message.content)
+    )
     for message in odd:
-        drop(message, f"Its metrics differ: {unlike(message.content, good[0].content)}.")
+        drop(
+            message, f"Its metrics differ: {unlike(message.content, good[0].content)}."
+        )
     examples = sum(read_weight(message.content, weighted_by) for message in good)
     return (good if examples else []) + failed
 
 
 def _check_finite_metrics(content: RecordDict, weighted_by: str) -> None:
-    """Raise ``UpdateError`` if an evaluation without examples has a metric that is NaN or infinite."""
+    """Raise ``UpdateError`` if an evaluation without examples has a metric that is NaN
+    or infinite.
+    """
     (metrics,) = of_kind(content, MetricRecord).values()
     for key, number in numbers_of(metrics):
         if not math.isfinite(number):
             raise UpdateError(
-                f"The metric '{weighted_by}' is {metrics[weighted_by]!r:.60}: there are no examples, "
-                f"and the metric '{key:.60}' is {number!r}. Omit this metric, or send a finite number."
+                f"The metric '{weighted_by}' is {metrics[weighted_by]!r:.60}: there "
+                f"are no examples, and the metric '{key:.60}' is {number!r}. Omit this "
+                "metric, or send a finite number."
             )

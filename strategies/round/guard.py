@@ -18,9 +18,22 @@ from fedrot.strategies.reporting.verdict import KEPT_ALIGNED
 from fedrot.strategies.round.record import RoundRecord
 
 #: Words in the names of metrics whose lower, or higher, values are better.
-LOWER = frozenset(("loss", "perplexity", "error", "mse", "rmse", "mae", "nll", "brier", "wer", "cer"))
+LOWER = frozenset(
+    ("loss", "perplexity", "error", "mse", "rmse", "mae", "nll", "brier", "wer", "cer")
+)
 HIGHER = frozenset(
-    ("accuracy", "acc", "precision", "recall", "f1", "auc", "matthews", "pearson", "spearman", "r2")
+    (
+        "accuracy",
+        "acc",
+        "precision",
+        "recall",
+        "f1",
+        "auc",
+        "matthews",
+        "pearson",
+        "spearman",
+        "r2",
+    )
 )
 
 #: Names of the two results in metrics; the first is kept if values are equal.
@@ -31,30 +44,34 @@ MERGED = "merged"
 
 @dataclass(frozen=True)
 class Guard:
-    """Keeps the plain mean of a round, without alignment, unless the round's result is better.
+    """Keeps the plain mean of a round, without alignment, unless the round's result is
+    better.
 
-    The round's result is the mean of the aligned updates, or the result of ``FedRot``'s ``aggregation``.
-    The plain mean is that of the same updates as they were received. At the end of the round the server
-    evaluates both and keeps the better one. It keeps the plain mean if they are equal, or if both are
-    means of updates that were not moved. A guard needs CPU memory for one more model, and up to two
-    evaluations a round.
+    The round's result is the mean of the aligned updates, or the result of ``FedRot``'s
+    ``aggregation``. The plain mean is that of the same updates as they were received.
+    At the end of the round the server evaluates both and keeps the better one. It keeps
+    the plain mean if they are equal, or if both are means of updates that were not
+    moved. A guard needs CPU memory for one more model, and up to two evaluations a
+    round.
 
-    Server optimisers (FedAvgM, FedAdam, ...) receive the mean that was kept. The guard evaluates means,
-    not the models after the optimiser's step.
+    Server optimisers (FedAvgM, FedAdam, ...) receive the mean that was kept. The guard
+    evaluates means, not the models after the optimiser's step.
 
-    Example: ``FedRot(config, guard="accuracy")``, or ``FedRot(config, guard=Guard("points", True))``.
+    Example: ``FedRot(config, guard="accuracy")``, or ``FedRot(config,
+    guard=Guard("points", True))``.
 
     Attributes:
         metric: name of a number that the evaluation returns.
-        higher_is_better: None derives it from the words of the metric's name: lower is better for
-            ``eval-loss``, higher for ``macro_f1``, see ``LOWER`` and ``HIGHER``.
-        evaluate: a function like ``evaluate_fn`` of ``start``, which returns the metric in every round.
-            Use other data than in ``evaluate_fn``: results on data that chose the model are too good.
-            None takes ``evaluate_fn``.
+        higher_is_better: None derives it from the words of the metric's name: lower is
+            better for ``eval-loss``, higher for ``macro_f1``, see ``LOWER`` and
+            ``HIGHER``.
+        evaluate: a function like ``evaluate_fn`` of ``start``, which returns the metric
+            in every round. Use other data than in ``evaluate_fn``: results on data that
+            chose the model are too good. None takes ``evaluate_fn``.
 
     Raises:
-        FedrotError: an argument has another type, or the metric's name does not show which values are
-            better.
+        FedrotError: an argument has another type, or the metric's name does not show
+            which values are better.
     """
 
     metric: str
@@ -64,23 +81,29 @@ class Guard:
     def __post_init__(self) -> None:
         metric: object = self.metric
         if not isinstance(metric, str) or not metric:
-            raise FedrotError(f"metric is {self.metric!r}; give the name of a metric, like 'accuracy'.")
+            raise FedrotError(
+                f"metric is {self.metric!r}; give the name of a metric, like "
+                "'accuracy'."
+            )
         if self.evaluate is not None:
             check_functions(self, "evaluate")
         if self.higher_is_better is None:
             words = set(re.split(r"[^a-z0-9]+", self.metric.lower()))
             if bool(words & HIGHER) == bool(words & LOWER):
                 raise FedrotError(
-                    f"The name '{self.metric}' does not show whether higher or lower values are better: "
-                    f"write guard=Guard('{self.metric}', higher_is_better=True), or False."
+                    f"The name '{self.metric}' does not show whether higher or lower "
+                    f"values are better: write guard=Guard('{self.metric}', "
+                    "higher_is_better=True), or False."
                 )
             object.__setattr__(self, "higher_is_better", bool(words & HIGHER))
 
 
 class Comparison:
-    """Evaluates the plain mean and the other result of a round, and keeps the better one.
+    """Evaluates the plain mean and the other result of a round, and keeps the better
+    one.
 
-    ``name`` is the other result's in the log; ``always`` evaluates also if no group was moved.
+    ``name`` is the other result's in the log; ``always`` evaluates also if no group was
+    moved.
     """
 
     def __init__(self, guard: Guard, name: str = ALIGNED, always: bool = False) -> None:
@@ -89,22 +112,26 @@ class Comparison:
         self._known: tuple[int, ArrayRecord, MetricRecord | None] | None = None
 
     def evaluating(self, evaluate: Evaluate | None, merges: bool) -> Evaluate | None:
-        """Return the server's evaluation function, which does not evaluate the kept mean again.
+        """Return the server's evaluation function, which does not evaluate the kept
+        mean again.
 
-        ``evaluate`` is that of ``start``; ``merges`` is False if the base strategy needs every update.
+        ``evaluate`` is that of ``start``; ``merges`` is False if the base strategy
+        needs every update.
         """
         if not merges:
             raise FedrotError(
-                "guard compares two means, but the base strategy needs every update (medians, Krum, "
-                "privacy wrappers) and makes no mean. Omit guard, or take FedRot, or Aligned with "
-                "FedAvg, FedAvgM, FedAdam, FedYogi or FedAdagrad."
+                "guard compares two means, but the base strategy needs every update "
+                "(medians, Krum, privacy wrappers) and makes no mean. Omit guard, or "
+                "take FedRot, or Aligned with FedAvg, FedAvgM, FedAdam, FedYogi or "
+                "FedAdagrad."
             )
         if self.guard.evaluate is not None:
             return evaluate
         if evaluate is None:
             raise FedrotError(
-                f"guard compares '{self.guard.metric}' at the server, which has no evaluation function: "
-                "write start(grid, arrays, evaluate_fn=...), or guard=Guard(..., evaluate=...)."
+                f"guard compares '{self.guard.metric}' at the server, which has no "
+                "evaluation function: write start(grid, arrays, evaluate_fn=...), or "
+                "guard=Guard(..., evaluate=...)."
             )
         self._evaluate = evaluate
 
@@ -114,7 +141,9 @@ class Comparison:
                 return known[2]
             found = evaluate(number, arrays)
             if number == 0 and found is not None:
-                self._value(number, found)  # Raises, before clients train, if the metric is missing.
+                self._value(
+                    number, found
+                )  # Raises, before clients train, if the metric is missing.
             return found
 
         return once
@@ -122,28 +151,46 @@ class Comparison:
     def needed(self, record: RoundRecord) -> bool:
         """Return whether the two means differ; if not, log it."""
         groups = (group for _, report in record.reports for group in report.groups)
-        if self._always or any(group.moved or group.after != group.before for group in groups):
+        if self._always or any(
+            group.moved or group.after != group.before for group in groups
+        ):
             return True
         record.guard = {KEPT_ALIGNED: 0}
-        message = "Round %d: nothing was moved, aligned and plain mean are equal: not evaluated"
+        message = (
+            "Round %d: nothing was moved, aligned and plain mean are equal: not "
+            "evaluated"
+        )
         log(INFO, message, record.number)
         return False
 
-    def kept(self, record: RoundRecord, aligned: ArrayRecord, plain: ArrayRecord) -> ArrayRecord:
+    def kept(
+        self, record: RoundRecord, aligned: ArrayRecord, plain: ArrayRecord
+    ) -> ArrayRecord:
         """Evaluate both results of a round, and return the better one."""
         number, means = record.number, {PLAIN: plain, ALIGNED: aligned}
         if self._evaluate is None:
-            raise FedrotError("guard needs evaluate_fn: call this strategy's start with evaluate_fn.")
+            raise FedrotError(
+                "guard needs evaluate_fn: call this strategy's start with evaluate_fn."
+            )
         found = {name: self._evaluate(number, mean) for name, mean in means.items()}
         values = {name: self._value(number, metrics) for name, metrics in found.items()}
         sign = 1 if self.guard.higher_is_better else -1
-        best = max(values, key=lambda name: (not math.isnan(values[name]), sign * values[name]))
+        best = max(
+            values, key=lambda name: (not math.isnan(values[name]), sign * values[name])
+        )
         if self.guard.evaluate is None:
             self._known = number, means[best], found[best]
         figures = {f"fedrot-guard-{name}": value for name, value in values.items()}
         record.guard = {**figures, KEPT_ALIGNED: int(best == ALIGNED)}
         kept = PLAIN if best == PLAIN else self._name
-        shown = (number, self._name, values[ALIGNED], values[PLAIN], self.guard.metric, kept)
+        shown = (
+            number,
+            self._name,
+            values[ALIGNED],
+            values[PLAIN],
+            self.guard.metric,
+            kept,
+        )
         log(INFO, "Round %d: %s %.4g, plain %.4g %s: kept %s", *shown)
         return means[best]
 
@@ -153,9 +200,10 @@ class Comparison:
         if not isinstance(value, (int, float)):
             what = "has no" if value is None else "returns a list for"
             raise FedrotError(
-                f"The evaluation of round {number} {what} metric '{self.guard.metric}', which guard "
-                f"compares; it has: {', '.join(metrics) or 'nothing'}. Return this metric as a number "
-                "in every round, or name another metric."
+                f"The evaluation of round {number} {what} metric "
+                f"'{self.guard.metric}', which guard compares; it has: "
+                f"{', '.join(metrics) or 'nothing'}. Return this metric as a number in "
+                "every round, or name another metric."
             )
         return float(value)
 
@@ -169,18 +217,22 @@ def comparison_of(
 ) -> Comparison:
     """Return the comparison for a strategy's argument ``guard``.
 
-    ``alignment`` and ``other_basis`` are the strategy's options for replies in the same and in another
-    basis; ``aggregates`` says whether it has an ``aggregation``.
+    ``alignment`` and ``other_basis`` are the strategy's options for replies in the same
+    and in another basis; ``aggregates`` says whether it has an ``aggregation``.
     """
     guard = Guard(given) if isinstance(given, str) else given
     if not isinstance(guard, Guard):
         kind = type(given).__name__
-        raise FedrotError(f"guard is a {kind}; give a metric's name, guard='accuracy', or a Guard.")
+        raise FedrotError(
+            f"guard is a {kind}; give a metric's name, guard='accuracy', or a Guard."
+        )
     if alignment is None and not aggregates:
         raise FedrotError(
-            "guard compares the aligned mean with the plain mean; with alignment=None there is only the "
-            "plain mean. Omit one of the two arguments."
+            "guard compares the aligned mean with the plain mean; with alignment=None "
+            "there is only the plain mean. Omit one of the two arguments."
         )
     # Canonical tensors differ even if no group is moved.
-    canonical = any(o is not None and o.may_be_canonical for o in (alignment, other_basis))
+    canonical = any(
+        o is not None and o.may_be_canonical for o in (alignment, other_basis)
+    )
     return Comparison(guard, MERGED if aggregates else ALIGNED, canonical)

@@ -1,4 +1,6 @@
-"""The inbox of a round, which reads updates from messages and drops invalid ones with a reason."""
+"""The inbox of a round, which reads updates from messages and drops invalid ones with a
+reason.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from logging import DEBUG, WARNING
 from typing import Any, TypeVar
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    Metadata,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.common import log
 from flwr.serverapp import Grid
 from torch import Tensor
@@ -19,7 +28,13 @@ from fedrot.errors import UpdateError, legible, refusal
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Question, Update, question_of
-from fedrot.strategies.wire.arrays import STATISTICS, from_arrays, model_hash, model_records, of_kind
+from fedrot.strategies.wire.arrays import (
+    STATISTICS,
+    from_arrays,
+    model_hash,
+    model_records,
+    of_kind,
+)
 from fedrot.strategies.wire.statistics import read_statistics
 from fedrot.tensors import (
     LARGEST_WEIGHT,
@@ -31,16 +46,19 @@ from fedrot.tensors import (
     compute_dtype,
 )
 
-#: Optional ConfigRecord of a reply with the client's own id, independent of its node id.
+#: Optional ConfigRecord of a reply with the client's own id, independent of its node
+#: id.
 CLIENT_RECORD, CLIENT_KEY = "client", "partition-id"
 
-#: Optional ConfigRecord of a reply with settings of the client's adapter, see ``adapter_record``.
+#: Optional ConfigRecord of a reply with settings of the client's adapter, see
+#: ``adapter_record``.
 ADAPTER_RECORD = "fedrot-adapter"
 
 #: Integers of metrics from this size on cannot be averaged as floats.
 _LARGEST_INTEGER = 2**63
 
-#: Maximum number of keys and numbers in a reply's metrics, which stay in memory until the round ends.
+#: Maximum number of keys and numbers in a reply's metrics, which stay in memory until
+#: the round ends.
 _MOST_NUMBERS = 100_000
 
 T = TypeVar("T")
@@ -50,16 +68,21 @@ class Asked:
     """The requests of one round, and which of them have been answered.
 
     Args:
-        messages: metadata of the messages after they were sent, with their ids. None if unknown: every
-            reply is then accepted as an answer.
-        clients: the clients' own ids by node, as far as clients have sent them in this run.
+        messages: metadata of the messages after they were sent, with their ids. None if
+            unknown: every reply is then accepted as an answer.
+        clients: the clients' own ids by node, as far as clients have sent them in this
+            run.
     """
 
     def __init__(
-        self, messages: Iterable[Metadata] | None = (), clients: dict[int, int] | None = None
+        self,
+        messages: Iterable[Metadata] | None = (),
+        clients: dict[int, int] | None = None,
     ) -> None:
         self._known = messages is not None
-        self.questions = [Question(one.message_id, one.dst_node_id) for one in messages or ()]
+        self.questions = [
+            Question(one.message_id, one.dst_node_id) for one in messages or ()
+        ]
         self._asked = set(self.questions)
         self._silent = set(self._asked)
         self._clients = {} if clients is None else clients
@@ -71,9 +94,14 @@ class Asked:
             self._asked.add(question)
             self._silent.add(question)
         if question not in self._asked:
-            raise UpdateError("It matches no request of this round (late, or of another run).")
+            raise UpdateError(
+                "It matches no request of this round (late, or of another run)."
+            )
         if question not in self._silent:
-            raise UpdateError("Its sender has already answered in this round; the first answer is used.")
+            raise UpdateError(
+                "Its sender has already answered in this round; the first answer is "
+                "used."
+            )
         self._silent.remove(question)
         self._clients[question.node] = client_id(message)
 
@@ -83,11 +111,17 @@ class Asked:
         If a node has left, the SuperLink answers with an error under its own node id.
         """
         to = message.metadata.reply_to_message_id
-        of = [q for q in self._asked if q.message_id == to] if message.has_error() else []
+        of = (
+            [q for q in self._asked if q.message_id == to]
+            if message.has_error()
+            else []
+        )
         return of[0] if len(of) == 1 else question_of(message)
 
     def failed(self, message: Message) -> int | None:
-        """Mark an error reply's request as answered; return its client, None if already answered."""
+        """Mark an error reply's request as answered; return its client, None if already
+        answered.
+        """
         question = self.question(message)
         if question not in self._silent:
             return None
@@ -97,12 +131,16 @@ class Asked:
 
     @property
     def silent(self) -> list[int]:
-        """The clients that have not answered, by their own ids if known, else by node id."""
+        """The clients that have not answered, by their own ids if known, else by node
+        id.
+        """
         return sorted(self._clients.get(one.node, one.node) for one in self._silent)
 
 
 def sent_by(grid: Grid | None, given: list[Metadata] | None) -> list[Metadata] | None:
-    """Return the messages that a grid has sent; a subclass may have changed the given ones."""
+    """Return the messages that a grid has sent; a subclass may have changed the given
+    ones.
+    """
     return (grid.sent if isinstance(grid, LazyGrid) else []) or given
 
 
@@ -119,15 +157,21 @@ def with_common_layout(
     )
 
 
-def metrics_layout(content: RecordDict) -> tuple[str, tuple[tuple[str, int | None], ...]]:
+def metrics_layout(
+    content: RecordDict,
+) -> tuple[str, tuple[tuple[str, int | None], ...]]:
     """Return the name, keys and list lengths of a content's only MetricRecord."""
     ((name, record),) = of_kind(content, MetricRecord).items()
-    lengths = {key: len(v) if isinstance(v, list) else None for key, v in record.items()}
+    lengths = {
+        key: len(v) if isinstance(v, list) else None for key, v in record.items()
+    }
     return name, tuple(sorted(lengths.items()))
 
 
 def unlike(odd: RecordDict, common: RecordDict) -> str:
-    """Return a description of how a content's metrics differ from the most common ones."""
+    """Return a description of how a content's metrics differ from the most common
+    ones.
+    """
     return f"it has {_listed(odd)}; most have {_listed(common)}"
 
 
@@ -139,14 +183,20 @@ def _listed(content: RecordDict) -> str:
 
 def client_id(message: Message) -> int:
     """Return the client's own partition id if it sent one, else its node id."""
-    record = of_kind(message.content, ConfigRecord).get(CLIENT_RECORD) if message.has_content() else None
+    record = (
+        of_kind(message.content, ConfigRecord).get(CLIENT_RECORD)
+        if message.has_content()
+        else None
+    )
     own = record.get(CLIENT_KEY) if record is not None else None
     return own if isinstance(own, int) else message.metadata.src_node_id
 
 
 @dataclass(frozen=True)
 class Schema:
-    """The tensors that a reply must hold: names, shapes and dtypes of ``like``, the broadcast model."""
+    """The tensors that a reply must hold: names, shapes and dtypes of ``like``, the
+    broadcast model.
+    """
 
     like: Tensors
     #: What ``ADAPTER_RECORD`` must not contradict; empty if the model is no adapter.
@@ -164,11 +214,12 @@ class Schema:
     def read(self, arrays: ArrayRecord, copy: bool) -> dict[str, Tensor]:
         """Return a reply's tensors, in the broadcast order and dtypes.
 
-        ``copy`` copies tensors instead of returning views of the received bytes. The order of summation
-        depends on memory alignment; a copy makes runs identical.
+        ``copy`` copies tensors instead of returning views of the received bytes. The
+        order of summation depends on memory alignment; a copy makes runs identical.
 
         Raises:
-            UpdateError: an array cannot be decoded, or the tensors are not a finite update of the model.
+            UpdateError: an array cannot be decoded, or the tensors are not a finite
+                update of the model.
         """
         tensors = from_arrays(arrays, writable=copy)
         self.check(tensors)
@@ -187,13 +238,16 @@ class Schema:
         return {}
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor in the broadcast dtype, or in float32 if this rounds it before the mean."""
+        """Return a tensor in the broadcast dtype, or in float32 if this rounds it
+        before the mean.
+        """
         dtype = self.like[name].dtype
         cast = tensor.to(dtype)
         if cast.dtype != tensor.dtype and not bool(torch.isfinite(cast).all()):
             raise UpdateError(
-                f"The tensor '{name}' has values outside the range of {dtype}, the broadcast dtype. "
-                "Check the client's training (learning rate, mixed precision) before sending it."
+                f"The tensor '{name}' has values outside the range of {dtype}, the "
+                "broadcast dtype. Check the client's training (learning rate, mixed "
+                "precision) before sending it."
             )
         narrower = dtype.itemsize < tensor.dtype.itemsize and dtype.is_floating_point
         return tensor.to(compute_dtype(cast)) if narrower else cast
@@ -208,8 +262,10 @@ class Inbox:
         needs: the kinds of statistics that a reply must have.
         uses_statistics: if False, statistics of replies are ignored, with a warning.
         copy: see ``Schema.read``.
-        figures: the metrics that the strategy uses, each with its largest accepted value.
-        in_front: the name of a subclass's overriding ``aggregate_train``; empty without an override.
+        figures: the metrics that the strategy uses, each with its largest accepted
+            value.
+        in_front: the name of a subclass's overriding ``aggregate_train``; empty without
+            an override.
         hashes: see ``Reporting``.
     """
 
@@ -241,13 +297,16 @@ class Inbox:
         return update
 
     def decode(self, message: Message) -> Update:
-        """Check a reply and return its update; raises ``UpdateError`` if it is invalid."""
+        """Check a reply and return its update; raises ``UpdateError`` if it is
+        invalid.
+        """
         content = message.content
         records = model_records(content)
         if len(records) != 1:
             raise UpdateError(
                 f"The reply holds {len(records)} ArrayRecords and "
-                f"{len(of_kind(content, MetricRecord))} MetricRecords; send exactly one of each."
+                f"{len(of_kind(content, MetricRecord))} MetricRecords; send exactly "
+                "one of each."
             )
         weight = read_weight(content, self.weighted_by, SMALLEST_WEIGHT)
         (metrics,) = of_kind(content, MetricRecord).values()
@@ -255,14 +314,16 @@ class Inbox:
             value = metrics.get(name)
             if not isinstance(value, (int, float)) or not 0 <= value <= most:
                 raise UpdateError(
-                    f"The metric '{name}' is {value!r:.60}; the strategy needs a number from 0 to "
-                    f"{most:g}."
+                    f"The metric '{name}' is {value!r:.60}; the strategy needs a "
+                    f"number from 0 to {most:g}."
                 )
         wanted = self.schema.settings
         said: Mapping[str, Any] = of_kind(content, ConfigRecord).get(ADAPTER_RECORD, {})
         for name, value in wanted.items():
             if (own := said.get(name, value)) != value:
-                what = f"The adapter's {name} is {own!r:.60}, the server's {value!r:.60}."
+                what = (
+                    f"The adapter's {name} is {own!r:.60}, the server's {value!r:.60}."
+                )
                 raise UpdateError(f"{what} Build it with the server's LoraConfig.")
         ((record, arrays),) = records.items()
         tensors = self.schema.read(arrays, self.copy)
@@ -272,16 +333,23 @@ class Inbox:
         missing = [kind for kind in self.needs if not brings(statistics, kind)]
         if missing:
             raise UpdateError(
-                f"The reply has no statistics '{missing[0]}', which the aggregation needs. Let the "
-                "client call fedrot.strategies.add_statistics(content, message, model, batches) before "
-                "it replies (docs/how-to/statistics.md)."
+                f"The reply has no statistics '{missing[0]}', which the aggregation "
+                "needs. Let the client call fedrot.strategies.add_statistics(content, "
+                "message, model, batches) before it replies "
+                "(docs/how-to/statistics.md)."
             )
         if statistics and not self.uses_statistics:
             unused = "', '".join(sorted(statistics))
-            log(WARNING, "The statistics '%s' are not used: this strategy uses none.", unused)
+            log(
+                WARNING,
+                "The statistics '%s' are not used: this strategy uses none.",
+                unused,
+            )
             statistics = {}
         if not self.needs:
-            statistics = {kind: found for kind, found in statistics.items() if kind == TRAINED}
+            statistics = {
+                kind: found for kind, found in statistics.items() if kind == TRAINED
+            }
         client, origin = client_id(message), dict[str, Any]()
         if self.hashes:
             origin = {
@@ -301,29 +369,43 @@ class Inbox:
             self.record.miss(client, self.in_front)
 
 
-def read_weight(content: RecordDict, weighted_by_key: str, smallest: float = 0.0) -> float:
-    """Return the weight in a content's only MetricRecord; raises ``UpdateError`` if that is invalid."""
+def read_weight(
+    content: RecordDict, weighted_by_key: str, smallest: float = 0.0
+) -> float:
+    """Return the weight in a content's only MetricRecord; raises ``UpdateError`` if
+    that is invalid.
+    """
     if len(of_kind(content, MetricRecord)) != 1:
         raise UpdateError(
-            f"The reply holds {len(of_kind(content, MetricRecord))} MetricRecords; send exactly one."
+            f"The reply holds {len(of_kind(content, MetricRecord))} MetricRecords; "
+            "send exactly one."
         )
     (metrics,) = of_kind(content, MetricRecord).values()
     if weighted_by_key not in metrics:
         raise UpdateError(
-            f"The MetricRecord has no '{weighted_by_key}' (it has: {', '.join(metrics) or 'nothing'}). "
-            "Send this metric, or name another one as weight of the clients: weighted_by_key=..."
+            f"The MetricRecord has no '{weighted_by_key}' (it has: "
+            f"{', '.join(metrics) or 'nothing'}). Send this metric, or name another "
+            "one as weight of the clients: weighted_by_key=..."
         )
     weight = metrics.get(weighted_by_key)
     if not isinstance(weight, (int, float)) or not smallest <= weight <= LARGEST_WEIGHT:
         raise UpdateError(
-            f"The metric '{weighted_by_key}' is {weight!r:.60}; it must be a positive number up to "
-            f"{LARGEST_WEIGHT:g} (a client without examples has nothing to average)."
+            f"The metric '{weighted_by_key}' is {weight!r:.60}; it must be a positive "
+            f"number up to {LARGEST_WEIGHT:g} (a client without examples has nothing "
+            "to average)."
         )
-    if sum(len(v) + 1 if isinstance(v, list) else 1 for v in metrics.values()) > _MOST_NUMBERS:
-        raise UpdateError(f"The MetricRecord holds more than {_MOST_NUMBERS} keys and numbers.")
+    if (
+        sum(len(v) + 1 if isinstance(v, list) else 1 for v in metrics.values())
+        > _MOST_NUMBERS
+    ):
+        raise UpdateError(
+            f"The MetricRecord holds more than {_MOST_NUMBERS} keys and numbers."
+        )
     for key, number in numbers_of(metrics):
         if isinstance(number, int) and abs(number) >= _LARGEST_INTEGER:
-            raise UpdateError(f"The metric '{key}' has an integer of more than 64 bits. Send a float.")
+            raise UpdateError(
+                f"The metric '{key}' has an integer of more than 64 bits. Send a float."
+            )
     return float(weight)
 
 

@@ -1,4 +1,6 @@
-"""Replies from another basis: the round's coordinates, and matching and learning at the clients."""
+"""Replies from another basis: the round's coordinates, and matching and learning at the
+clients.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ from fedrot.collect.activations import probing
 from fedrot.collect.random_inputs import reads_text
 from fedrot.errors import SymmetryError, UpdateError
 from fedrot.matching.descent import compact
-from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS, alignment_by, read_moves, request
+from fedrot.strategies.client_matching import (
+    OTHER_BASIS_OPTIONS,
+    alignment_by,
+    read_moves,
+    request,
+)
 from fedrot.strategies.lazy_grid import streamed
 from fedrot.strategies.round.aligner import Plan, ToAnchor
 from fedrot.strategies.round.inbox import Asked
@@ -35,12 +42,15 @@ from fedrot.symmetry.canonical import canonical, check_rotates
 from fedrot.symmetry.resolve import settings_of, tied_tensors
 from fedrot.tensors import Tensors, check_finite
 
-#: With a larger share of the mean's weight, the mean of the other clients would be a rounding error.
+#: With a larger share of the mean's weight, the mean of the other clients would be a
+#: rounding error.
 LARGEST_SHARE = 0.999
 
 
 class Exchange(NamedTuple):
-    """The grid, configuration and timeout for further requests to clients in a round."""
+    """The grid, configuration and timeout for further requests to clients in a
+    round.
+    """
 
     grid: Grid
     config: ConfigRecord
@@ -48,7 +58,11 @@ class Exchange(NamedTuple):
 
     def of(self, requests: Sequence[Message]) -> Iterable[Message]:
         """Send requests, and return the answers that arrive before the timeout."""
-        return streamed(self.grid.send_and_receive(requests, timeout=self.timeout)) if requests else ()
+        return (
+            streamed(self.grid.send_and_receive(requests, timeout=self.timeout))
+            if requests
+            else ()
+        )
 
 
 class OtherBases:
@@ -56,8 +70,8 @@ class OtherBases:
 
     Attributes:
         options: what to align in such replies; ``prepare`` decides on ``canonical``.
-        evidence: returns activations on random tokens. None before the model is verified, for models
-            without tokens, and if the residual stream is rotated.
+        evidence: returns activations on random tokens. None before the model is
+            verified, for models without tokens, and if the residual stream is rotated.
     """
 
     def __init__(self, settings: OtherBasis) -> None:
@@ -67,7 +81,9 @@ class OtherBases:
         self._prepared = False
 
     def as_it_is(self) -> None:
-        """Use no canonical form unless the options ask for it: the updates' statistics cannot follow."""
+        """Use no canonical form unless the options ask for it: the updates' statistics
+        cannot follow.
+        """
         self.options = self.options.as_it_is()
 
     @property
@@ -88,19 +104,24 @@ class OtherBases:
         if build is None:
             self._decide(symmetry)
             return
-        # Building a model draws random numbers; a resumed run would draw them in another round.
+        # Building a model draws random numbers; a resumed run would draw them in
+        # another round.
         with torch.random.fork_rng(devices=[]):
             model = build()
         config = settings_of(model.config)
-        # Ties are read from the model, because a record of arrays may hold tied tensors separately.
-        self._decide(replace(symmetry, tied=symmetry.tied or tied_tensors(model.state_dict())))
+        # Ties are read from the model, because a record of arrays may hold tied tensors
+        # separately.
+        self._decide(
+            replace(symmetry, tied=symmetry.tied or tied_tensors(model.state_dict()))
+        )
         symmetry = symmetry.rotated if self.rotates else symmetry
         try:
             check_function(model, config, symmetry, self.options.parts)
         except SymmetryError as error:
             raise SymmetryError(
-                "Replies from other bases cannot be matched with this 'model'. Omit other_basis to "
-                f"align them like all others, or give 'options' with fewer parts. {error}"
+                "Replies from other bases cannot be matched with this 'model'. Omit "
+                "other_basis to align them like all others, or give 'options' with "
+                f"fewer parts. {error}"
             ) from error
         # For rotated streams, weights are better evidence than random tokens
         # (docs/explanation/stream.md).
@@ -109,7 +130,9 @@ class OtherBases:
         self._prepared = True
 
     def _decide(self, symmetry: Symmetry) -> None:
-        """Decide whether the residual stream is rotated; raise if tied tensors prevent it."""
+        """Decide whether the residual stream is rotated; raise if tied tensors prevent
+        it.
+        """
         self.options = self.options.for_model(symmetry)
         if self.rotates:
             check_rotates(symmetry)
@@ -142,7 +165,9 @@ class FromOtherBases(ToAnchor):
         if not self._mixed:
             return super().finder(base)
         plan, others = self.plan, self.others
-        return finder(base, plan.symmetry, plan.options, others.options, others.evidence)
+        return finder(
+            base, plan.symmetry, plan.options, others.options, others.evidence
+        )
 
     @property
     def canonical(self) -> bool:
@@ -159,10 +184,11 @@ class FromOtherBases(ToAnchor):
             self.others.evidence(form, form)
 
     def prepare(self, held: Sequence[Update]) -> Sequence[Update]:
-        """Choose the round's coordinates; return updates that were matched at clients first.
+        """Choose the round's coordinates; return updates that were matched at clients
+        first.
 
-        An update whose canonical form or activations overflow is dropped, because it must not define the
-        round's coordinates.
+        An update whose canonical form or activations overflow is dropped, because it
+        must not define the round's coordinates.
         """
         others, symmetry, exchange = self.others, self.plan.symmetry, self.exchange
         if not others.needs_all:
@@ -179,7 +205,12 @@ class FromOtherBases(ToAnchor):
         self._mixed = bool(far)
         if far and others.settings.at_clients and exchange is not None:
             self._matched = self._matched_at_clients(updates, exchange)
-        if far and others.settings.learning_passes and len(updates) > 1 and exchange is not None:
+        if (
+            far
+            and others.settings.learning_passes
+            and len(updates) > 1
+            and exchange is not None
+        ):
             self._matched = self._learned_together(updates, exchange)
         self.rule = self.rule_at(self._base, self.shared)
         return sorted(updates, key=lambda update: update.question not in self._matched)
@@ -187,10 +218,10 @@ class FromOtherBases(ToAnchor):
     def _chosen_base(self, far: Sequence[Update], near: Sequence[Update]) -> Tensors:
         """Return the model that defines the round's coordinates.
 
-        This is the broadcast model, with two exceptions if the residual stream is matched. If most
-        updates come from another basis (``far``), it is the one of these with the largest
-        weight. If the broadcast model cannot be matched, it is the one with the largest weight among the
-        other updates.
+        This is the broadcast model, with two exceptions if the residual stream is
+        matched. If most updates come from another basis (``far``), it is the one of
+        these with the largest weight. If the broadcast model cannot be matched, it is
+        the one with the largest weight among the other updates.
         """
         options = self.others.options
         if "residual" not in options.parts or not far:
@@ -222,12 +253,22 @@ class FromOtherBases(ToAnchor):
     ) -> dict[Question, Alignment]:
         """Return the alignments that clients found for their own updates."""
         base, rotates = self._base, self.others.rotates
-        asked = [one for one in updates if in_other_basis(one.tensors, base, self._symmetry)]
+        asked = [
+            one for one in updates if in_other_basis(one.tensors, base, self._symmetry)
+        ]
         requests = [
-            request(base, one.tensors, exchange.config, one.question.node, canonical_form=rotates)
+            request(
+                base,
+                one.tensors,
+                exchange.config,
+                one.question.node,
+                canonical_form=rotates,
+            )
             for one in asked
         ]
-        return self._answers(requests, asked, exchange, {}, "Client %d is matched at the server: %s")
+        return self._answers(
+            requests, asked, exchange, {}, "Client %d is matched at the server: %s"
+        )
 
     def _answers(
         self,
@@ -237,10 +278,11 @@ class FromOtherBases(ToAnchor):
         before: Mapping[Question, Alignment],
         otherwise: str,
     ) -> dict[Question, Alignment]:
-        """Return the alignments that clients have found, each after the one ``before``, if there is one.
+        """Return the alignments that clients have found, each after the one ``before``,
+        if there is one.
 
-        The first answer to a request counts. An answer that is no alignment, or whose result is not
-        finite, is left out, and the warning ``otherwise`` tells why.
+        The first answer to a request counts. An answer that is no alignment, or whose
+        result is not finite, is left out, and the warning ``otherwise`` tells why.
         """
         answers = exchange.of(requests)  # Requests have ids once they are sent.
         sent = Asked(message.metadata for message in requests)
@@ -254,7 +296,9 @@ class FromOtherBases(ToAnchor):
                 moves = read_moves(answer, self._symmetry)
                 if update.question in before:
                     moves = compact([*before[update.question].moves, *moves])
-                alignment = alignment_by(moves, update.tensors, self._base, self._symmetry)
+                alignment = alignment_by(
+                    moves, update.tensors, self._base, self._symmetry
+                )
                 check_finite(alignment.apply(update.tensors))
             except UpdateError as error:
                 log(WARNING, otherwise, update.client, error)
@@ -265,11 +309,13 @@ class FromOtherBases(ToAnchor):
     def _learned_together(
         self, updates: Sequence[Update], exchange: Exchange
     ) -> dict[Question, Alignment]:
-        """Return the alignments of all updates after the clients have learned a common basis.
+        """Return the alignments of all updates after the clients have learned a common
+        basis.
 
-        In each pass all clients learn at the same time, each against the mean of the others after the
-        pass before. The alignment of a client does not change if its answer is missing or invalid, or
-        if the client has nearly all of the weight (``LARGEST_SHARE``).
+        In each pass all clients learn at the same time, each against the mean of the
+        others after the pass before. The alignment of a client does not change if its
+        answer is missing or invalid, or if the client has nearly all of the weight
+        (``LARGEST_SHARE``).
         """
         now = self._aligned_alone(updates)
         updates = [update for update in updates if update.question in now]
@@ -279,15 +325,24 @@ class FromOtherBases(ToAnchor):
                 mean.add(now[update.question].apply(update.tensors), update.weight)
             most = LARGEST_SHARE * mean.weight
             asked = [update for update in updates if update.weight <= most]
-            requests = [self._request(one, now[one.question], mean, exchange) for one in asked]
+            requests = [
+                self._request(one, now[one.question], mean, exchange) for one in asked
+            ]
             unchanged = "The rotations of client %d stay unchanged: %s"
             learned = self._answers(requests, asked, exchange, now, unchanged)
             now |= learned
-            log(INFO, "Common basis, pass %d: %d of %d clients.", number + 1, len(learned), len(now))
+            log(
+                INFO,
+                "Common basis, pass %d: %d of %d clients.",
+                number + 1,
+                len(learned),
+                len(now),
+            )
         return now
 
     def _aligned_alone(self, updates: Sequence[Update]) -> dict[Question, Alignment]:
-        """Return the alignments to start from: those of clients, or by an anchor with its own mean.
+        """Return the alignments to start from: those of clients, or by an anchor with
+        its own mean.
 
         Updates that cannot be aligned are left out.
         """
@@ -295,7 +350,10 @@ class FromOtherBases(ToAnchor):
         rest = [update for update in updates if update.question not in found]
         for update in updates:
             if update.question in found:
-                rule.include(found[update.question].apply(self.there(update.tensors)), update.weight)
+                rule.include(
+                    found[update.question].apply(self.there(update.tensors)),
+                    update.weight,
+                )
         for update in rest:
             tensors = self.there(update.tensors)
             with suppress(UpdateError):
@@ -304,8 +362,12 @@ class FromOtherBases(ToAnchor):
                 found[update.question] = alignment
         return found
 
-    def _request(self, update: Update, alignment: Alignment, mean: Mean, exchange: Exchange) -> Message:
-        """Return the request to learn between a client's own model and the mean of all others."""
+    def _request(
+        self, update: Update, alignment: Alignment, mean: Mean, exchange: Exchange
+    ) -> Message:
+        """Return the request to learn between a client's own model and the mean of all
+        others.
+        """
         own, share = alignment.apply(update.tensors), update.weight / mean.weight
         rest = {
             name: (total - share * own[name]) / (1 - share)
@@ -314,10 +376,14 @@ class FromOtherBases(ToAnchor):
             for name, total in mean.current.items()
         }
         rotates, node = self.others.rotates, update.question.node
-        return request(rest, own, exchange.config, node, canonical_form=rotates, learn=True)
+        return request(
+            rest, own, exchange.config, node, canonical_form=rotates, learn=True
+        )
 
     def move(self, update: Update) -> Moved:
-        """Return the update in the round's coordinates, by its client's alignment if there is one."""
+        """Return the update in the round's coordinates, by its client's alignment if
+        there is one.
+        """
         matched = self._matched.get(update.question)
         if matched is not None:
             return self.moved(update, update.tensors, matched)
@@ -336,6 +402,8 @@ class FromOtherBases(ToAnchor):
         """Log nothing: such replies are expected."""
 
     def moved_broadcast(self) -> Callable[[], Tensors] | None:
-        """Return a function for the broadcast model in the round's coordinates, see ``Aligner``."""
+        """Return a function for the broadcast model in the round's coordinates, see
+        ``Aligner``.
+        """
         there = self._base is self.broadcast and not self.canonical
         return None if there else partial(self.in_coordinates_of, self._base)

@@ -26,7 +26,9 @@ from fedrot.tensors import Tensors, rounded
 
 
 def plain(arrays: ArrayRecord) -> ArrayRecord:
-    """Return arrays in Flower's format, which every strategy reads; the same record if already so."""
+    """Return arrays in Flower's format, which every strategy reads; the same record if
+    already so.
+    """
     if all(array.stype == NUMPY for array in arrays.values()):
         return arrays
     tensors = from_arrays(arrays)
@@ -42,22 +44,32 @@ def common_model(messages: Sequence[Message], record: str | None) -> ArrayRecord
     for message in messages:
         records = model_records(message.content)
         (own,) = records.values() if len(records) == 1 else (records.get(record or ""),)
-        if own is None or (found is not None and own is not found and dict(own) != dict(found)):
+        if own is None or (
+            found is not None and own is not found and dict(own) != dict(found)
+        ):
             return None
         found = own
     return found
 
 
 def to_send(
-    messages: Iterable[Message], before: ArrayRecord, arrays: ArrayRecord, wire: torch.dtype | None
+    messages: Iterable[Message],
+    before: ArrayRecord,
+    arrays: ArrayRecord,
+    wire: torch.dtype | None,
 ) -> list[Message]:
-    """Return messages in which ``arrays``, in the precision of the wire, replace ``before``."""
+    """Return messages in which ``arrays``, in the precision of the wire, replace
+    ``before``.
+    """
     changed, contents = list(messages), dict[int, RecordDict]()
     after = arrays if wire is None else to_arrays(from_arrays(arrays), wire)
     for message in changed if after is not before else ():
         content = message.content
         if id(content) not in contents:
-            records = {name: after if record is before else record for name, record in content.items()}
+            records = {
+                name: after if record is before else record
+                for name, record in content.items()
+            }
             contents[id(content)] = RecordDict(records)
         message.content = contents[id(content)]
     return changed
@@ -66,13 +78,15 @@ def to_send(
 def as_sent(tensors: dict[str, Tensor], sent: ArrayRecord) -> ArrayRecord:
     """Return tensors encoded like the broadcast model: in its precision, with its ties.
 
-    Integers and booleans are rounded. Tensors that were not broadcast are last. ``tensors`` is emptied,
-    so that the memory of each tensor is free after it is encoded.
+    Integers and booleans are rounded. Tensors that were not broadcast are last.
+    ``tensors`` is emptied, so that the memory of each tensor is free after it is
+    encoded.
     """
     tied = {
         name
         for name, array in sent.items()
-        if array.stype == TIED and same_bits(tensors[name].cpu(), tensors[array.data.decode()].cpu())
+        if array.stype == TIED
+        and same_bits(tensors[name].cpu(), tensors[array.data.decode()].cpu())
     }
     arrays = ArrayRecord()
     for name, array in sent.items():
@@ -88,9 +102,13 @@ def as_sent(tensors: dict[str, Tensor], sent: ArrayRecord) -> ArrayRecord:
 
 
 def restored(arrays: ArrayRecord, sent: ArrayRecord) -> ArrayRecord:
-    """Return a strategy's new model encoded like the broadcast model, see ``as_sent``."""
+    """Return a strategy's new model encoded like the broadcast model, see
+    ``as_sent``.
+    """
     as_they_are = all(
-        array.dtype == sent[name].dtype and sent[name].stype == NUMPY and _floating(array)
+        array.dtype == sent[name].dtype
+        and sent[name].stype == NUMPY
+        and _floating(array)
         for name, array in arrays.items()
     )
     return arrays if as_they_are else as_sent(from_arrays(arrays), sent)
@@ -106,7 +124,8 @@ def integers_of(arrays: ArrayRecord) -> ArrayRecord:
 
 
 def with_tensors(moved: Moved, integers: Tensors) -> Message:
-    """Return a copy of a reply's message with the moved tensors and without fedrot's records.
+    """Return a copy of a reply's message with the moved tensors and without fedrot's
+    records.
 
     ``integers`` replace the update's integers.
     """
@@ -122,8 +141,12 @@ def with_tensors(moved: Moved, integers: Tensors) -> Message:
 
 
 def of_mean(arrays: ArrayRecord, weighted_by_key: str) -> Message:
-    """Return the mean of a round's updates as a message like a single client's reply."""
-    content = RecordDict({"arrays": arrays, "metrics": MetricRecord({weighted_by_key: 1})})
+    """Return the mean of a round's updates as a message like a single client's
+    reply.
+    """
+    content = RecordDict(
+        {"arrays": arrays, "metrics": MetricRecord({weighted_by_key: 1})}
+    )
     return Message(content, dst_node_id=0, message_type=MessageType.TRAIN)
 
 

@@ -26,12 +26,15 @@ def by_client(updates: list[Update]) -> list[Update]:
 def by_contents(updates: list[Update]) -> list[Update]:
     """Sort by a hash of each update's checksum and the checksums of all updates.
 
-    A client cannot choose its place, because it does not know the updates of the others.
+    A client cannot choose its place, because it does not know the updates of the
+    others.
     """
     numbers = [update.checksum for update in updates]
     every = sorted(numbers)
     keys = [sha256(repr((every, number)).encode()).digest() for number in numbers]
-    return [updates[place] for place in sorted(range(len(updates)), key=keys.__getitem__)]
+    return [
+        updates[place] for place in sorted(range(len(updates)), key=keys.__getitem__)
+    ]
 
 
 def play(
@@ -44,11 +47,12 @@ def play(
 ) -> None:
     """Process the replies of a round one at a time, in the order of arrival.
 
-    The inbox checks a reply, the aligner moves its update into the round's coordinates, and the merge
-    adds the update. Each of them may drop it.
+    The inbox checks a reply, the aligner moves its update into the round's coordinates,
+    and the merge adds the update. Each of them may drop it.
 
     Args:
-        order: sorts all updates after every reply has arrived; None holds one update at a time.
+        order: sorts all updates after every reply has arrived; None holds one update at
+            a time.
     """
     record = inbox.record
 

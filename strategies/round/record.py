@@ -1,4 +1,6 @@
-"""The record of one round: alignment reports, dropped and failed replies, figures, rows."""
+"""The record of one round: alignment reports, dropped and failed replies, figures,
+rows.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,16 @@ from fedrot.strategies.wire.arrays import model_hash
 from fedrot.tensors import Tensors, check_finite
 
 #: Versions of what computes a round, for rows with hashes.
-VERSIONS = {package.__name__: str(package.__version__) for package in (fedrot, flwr, torch)}
+VERSIONS = {
+    package.__name__: str(package.__version__) for package in (fedrot, flwr, torch)
+}
 
 
 @dataclass
 class RoundRecord:
-    """The events of one round; reports and reasons of lost replies are pairs with the client."""
+    """The events of one round; reports and reasons of lost replies are pairs with the
+    client.
+    """
 
     number: int
     failed: list[tuple[int, str]] = field(default_factory=list)
@@ -39,11 +45,12 @@ class RoundRecord:
     other_basis: int = 0
     notes: dict[str, str] = field(default_factory=dict)
     guard: dict[str, float | int] = field(default_factory=dict)
-    #: The sentence and the metrics of an aggregation of adapters, instead of alignment's; the metrics of
-    #: a fitted head are among them.
+    #: The sentence and the metrics of an aggregation of adapters, instead of
+    #: alignment's; the metrics of a fitted head are among them.
     said: str = ""
     measured: dict[str, float] = field(default_factory=dict)
-    #: With ``Reporting(hashes=True)``: the rows with hashes of the averaged updates, and of the model.
+    #: With ``Reporting(hashes=True)``: the rows with hashes of the averaged updates,
+    #: and of the model.
     origins: list[Mapping[str, Any]] = field(default_factory=list)
 
     def drop(self, client: int, reason: str) -> None:
@@ -54,9 +61,11 @@ class RoundRecord:
 
     @contextmanager
     def dropping(self, client: int) -> Iterator[None]:
-        """Drop a client's reply if the ``with`` block raises an error, so that no reply ends the run.
+        """Drop a client's reply if the ``with`` block raises an error, so that no reply
+        ends the run.
 
-        ``SymmetryError`` and a lack of memory are not caused by the client and are raised.
+        ``SymmetryError`` and a lack of memory are not caused by the client and are
+        raised.
         """
         try:
             yield
@@ -65,14 +74,18 @@ class RoundRecord:
         except Exception as error:
             self.drop(client, refusal(error))
 
-    def fail(self, client: int, reason: str, who: str = "Received error in reply from node") -> None:
+    def fail(
+        self, client: int, reason: str, who: str = "Received error in reply from node"
+    ) -> None:
         """Record a client that answered with an error."""
         reason = legible(reason)
         self.failed.append((client, reason))
         log(INFO, f"\t> {who} %d: %s", client, reason)
 
     def miss(self, client: int, in_front: str = "") -> None:
-        """Record a client without an answer, or whose reply ``in_front`` did not pass on."""
+        """Record a client without an answer, or whose reply ``in_front`` did not pass
+        on.
+        """
         left_out = f", or {in_front} left it out" if in_front else ""
         self.fail(client, f"No answer before the timeout{left_out}.", who="Client")
 
@@ -88,22 +101,36 @@ class RoundRecord:
     def lose(self, reason: str) -> None:
         """Record that the round has no new model."""
         self.lost = reason
-        log(WARNING, "Round %d failed, the model does not change: %s", self.number, reason)
+        log(
+            WARNING,
+            "Round %d failed, the model does not change: %s",
+            self.number,
+            reason,
+        )
 
     def note(self, aggregator: Aggregator) -> None:
-        """Store an aggregation's sentence, metrics and notes by tensor; log the first note."""
+        """Store an aggregation's sentence, metrics and notes by tensor; log the first
+        note.
+        """
         self.said = getattr(aggregator, "said", "")
         self.measured = getattr(aggregator, "measured", {})
         self.notes = dict(aggregator.notes)
         for name, what in islice(self.notes.items(), 1):
-            log(INFO, "Aggregation, '%s' (first of %d notes): %s", name, len(self.notes), what)
+            log(
+                INFO,
+                "Aggregation, '%s' (first of %d notes): %s",
+                name,
+                len(self.notes),
+                what,
+            )
 
     def enough(self, min_replies: int) -> bool:
         """Return whether enough replies were accepted; if not, the round fails."""
         if self.accepted >= min_replies:
             return True
         self.lose(
-            f"{verdict.counted(self.accepted, 'good reply', 'good replies')}, {min_replies} needed."
+            f"{verdict.counted(self.accepted, 'good reply', 'good replies')}, "
+            f"{min_replies} needed."
         )
         return False
 
@@ -119,8 +146,8 @@ class RoundRecord:
     def metrics(self, aligned: bool) -> dict[str, float | int]:
         """Return the round's figures over all clients (docs/reference/metrics.md).
 
-        Without alignment these are the numbers of lost replies that are not 0, and the figures of a
-        guard and of an aggregation.
+        Without alignment these are the numbers of lost replies that are not 0, and the
+        figures of a guard and of an aggregation.
         """
         lost = {verdict.DROPPED: len(self.dropped), verdict.FAILED: len(self.failed)}
         if aligned:
@@ -133,22 +160,31 @@ class RoundRecord:
             found = {name: number for name, number in lost.items() if number}
         return found | self.guard | self.measured
 
-    def add_hashes(self, before: Tensors, after: Tensors | None, about: Mapping[str, Any]) -> None:
+    def add_hashes(
+        self, before: Tensors, after: Tensors | None, about: Mapping[str, Any]
+    ) -> None:
         """Add the row of the model's hashes and what is known ``about`` it.
 
-        A round without a new model has averaged nothing: its updates' rows are left out.
+        A round without a new model has averaged nothing: its updates' rows are left
+        out.
         """
         if after is None:
             self.origins.clear()
-        old, new = (model_hash(before if model is None else model) for model in (before, after))
-        self.origins.append({"sha256_before": old, "sha256_after": new, "versions": VERSIONS, **about})
+        old, new = (
+            model_hash(before if model is None else model) for model in (before, after)
+        )
+        self.origins.append(
+            {"sha256_before": old, "sha256_after": new, "versions": VERSIONS, **about}
+        )
 
     def check_start(self, nodes: Callable[[], Iterable[int]]) -> None:
-        """End the run if every reply of the first round was dropped for the same reason.
+        """End the run if every reply of the first round was dropped for the same
+        reason.
 
-        Such a reason is an error of the program, and would occur in every round. The run continues if a
-        client has failed or has not answered, if reasons differ, or if one of several connected clients
-        was asked. ``nodes`` returns the ids of all connected nodes.
+        Such a reason is an error of the program, and would occur in every round. The
+        run continues if a client has failed or has not answered, if reasons differ, or
+        if one of several connected clients was asked. ``nodes`` returns the ids of all
+        connected nodes.
         """
         reasons = {reason for _, reason in self.dropped}
         clients = {client for client, _ in self.dropped}
@@ -156,33 +192,71 @@ class RoundRecord:
             return
         if len(clients) > 1 or len(list(nodes())) <= 1:
             raise FedrotError(
-                "Every reply of the first round was dropped for the same reason. Fix the ClientApp and "
-                f"start again. The reason: {reasons.pop()}"
+                "Every reply of the first round was dropped for the same reason. Fix "
+                f"the ClientApp and start again. The reason: {reasons.pop()}"
             )
 
     def log_end(self, aligned: bool, fits_head: bool) -> str:
-        """Log replies, what alignment removed, the verdict, which is returned, and once a hint."""
+        """Log replies, what alignment removed, the verdict, which is returned, and once
+        a hint.
+        """
         reports = [report for _, report in self.reports]
         seconds = sum(report.seconds for report in reports)
         share = verdict.percent(verdict.share_removed(reports))
-        all_groups = f"; alignment removed {share} of the distance of all groups in {seconds:.2f} s"
-        counts = (self.accepted, len(self.dropped), len(self.failed), all_groups if reports else "")
-        log(INFO, "Round %d: replies: %d accepted, %d dropped, %d failed%s", self.number, *counts)
+        all_groups = (
+            f"; alignment removed {share} of the distance of all groups in "
+            f"{seconds:.2f} s"
+        )
+        counts = (
+            self.accepted,
+            len(self.dropped),
+            len(self.failed),
+            all_groups if reports else "",
+        )
+        log(
+            INFO,
+            "Round %d: replies: %d accepted, %d dropped, %d failed%s",
+            self.number,
+            *counts,
+        )
         about = {"accepted": self.accepted, "other_basis": self.other_basis}
         said = verdict.verdict(reports, aligned=aligned, lost=self.lost, **about)
         found = self.said if self.said and not self.lost else said
         log(INFO, "Round %d: %s", self.number, found)
-        if self.number == 1 and reports and not self.lost and not verdict.groups_moved(reports):
+        if (
+            self.number == 1
+            and reports
+            and not self.lost
+            and not verdict.groups_moved(reports)
+        ):
             log(INFO, "%s%s", verdict.UNMOVED, "" if fits_head else verdict.TRY_HEAD)
         return found
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the report's rows: per client and group, per lost reply, per note."""
-        aligned = [{"client": client, **row} for client, report in self.reports for row in report.rows()]
-        dropped = [{"client": client, "dropped": reason} for client, reason in self.dropped]
-        failed = [{"client": client, "failed": reason} for client, reason in self.failed]
-        notes = [{"tensor": tensor, "note": note} for tensor, note in self.notes.items()]
+        aligned = [
+            {"client": client, **row}
+            for client, report in self.reports
+            for row in report.rows()
+        ]
+        dropped = [
+            {"client": client, "dropped": reason} for client, reason in self.dropped
+        ]
+        failed = [
+            {"client": client, "failed": reason} for client, reason in self.failed
+        ]
+        notes = [
+            {"tensor": tensor, "note": note} for tensor, note in self.notes.items()
+        ]
         lost = [{"lost": self.lost}] if self.lost else []
         said = [{"said": self.said, **self.measured}] if self.said else []
-        rows = [*aligned, *dropped, *failed, *notes, *lost, *said, *([self.guard] if self.guard else [])]
+        rows = [
+            *aligned,
+            *dropped,
+            *failed,
+            *notes,
+            *lost,
+            *said,
+            *([self.guard] if self.guard else []),
+        ]
         return [{"round": self.number, **row} for row in (*rows, *self.origins)]

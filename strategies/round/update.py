@@ -35,11 +35,12 @@ class Update:
         client: see ``inbox.client_id``.
         message: the reply, with its metrics and configurations.
         record: name of the reply's ArrayRecord.
-        tensors: in the broadcast model's dtypes, or in float32 at least if the reply had wider dtypes;
-            views of the message's arrays if possible.
+        tensors: in the broadcast model's dtypes, or in float32 at least if the reply
+            had wider dtypes; views of the message's arrays if possible.
         weight: number of examples, or another positive weight.
         statistics: by kind, then by tensor name.
-        origin: the row with the update's hash; empty without ``Reporting(hashes=True)``.
+        origin: the row with the update's hash; empty without
+            ``Reporting(hashes=True)``.
     """
 
     client: int
@@ -57,7 +58,9 @@ class Update:
 
     @property
     def checksum(self) -> int:
-        """A number that depends on the client's id and on every value of its tensors."""
+        """A number that depends on the client's id and on every value of its
+        tensors.
+        """
         found = zlib.crc32(str(self.client).encode())
         for tensor in self.tensors.values():
             values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -71,9 +74,11 @@ class Moved:
 
     Attributes:
         update: as it was received.
-        parts: the tensors on the device, as one mapping or layer by layer; layers can be read once.
+        parts: the tensors on the device, as one mapping or layer by layer; layers can
+            be read once.
         statistics: of the moved tensors.
-        report: returns the alignment's report after all of ``parts`` were read; None without alignment.
+        report: returns the alignment's report after all of ``parts`` were read; None
+            without alignment.
     """
 
     update: Update

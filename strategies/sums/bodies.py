@@ -1,7 +1,9 @@
-"""Bodies of models, all tensors but those of the task head, which clients keep between requests.
+"""Bodies of models, all tensors but those of the task head, which clients keep between
+requests.
 
-A request names the bodies that it is about. A client that has answered about a body keeps it in a
-folder, and receives later requests without it. A client that has lost it says so, and receives it.
+A request names the bodies that it is about. A client that has answered about a body
+keeps it in a folder, and receives later requests without it. A client that has lost it
+says so, and receives it.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class Body:
         tensors: the same.
         sent: the model in the precision of the wire.
         key: ``hash_of`` what is sent.
-        between: the two bodies whose ``half_way`` this is, if they may have the same bits.
+        between: the two bodies whose ``half_way`` this is, if they may have the same
+            bits.
         kept_by: the nodes that have answered about the body.
     """
 
@@ -68,17 +71,22 @@ class Body:
     kept_by: set[int] = field(default_factory=set)
 
     def has(self, node: int) -> bool:
-        """Return whether a node has the body, or can compute it, as far as the server knows."""
-        halves = bool(self.between) and all(node in half.kept_by for half in self.between)
+        """Return whether a node has the body, or can compute it, as far as the server
+        knows.
+        """
+        halves = bool(self.between) and all(
+            node in half.kept_by for half in self.between
+        )
         return halves or node in self.kept_by
 
 
 class Shelf:
-    """A client's folder of bodies, which other clients of the same run and user may share.
+    """A client's folder of bodies, which other clients of the same run and user may
+    share.
 
     Args:
-        folder: holds a folder ``fedrot-bodies`` for all runs; None is the user's folder of caches
-            (``XDG_CACHE_HOME``, else ``~/.cache``).
+        folder: holds a folder ``fedrot-bodies`` for all runs; None is the user's folder
+            of caches (``XDG_CACHE_HOME``, else ``~/.cache``).
         run: the number of the run.
         head: the name of the task head.
     """
@@ -89,8 +97,12 @@ class Shelf:
         self._folder = self._runs / f"{run:x}"
         self._head = head
 
-    def read(self, key: str, between: Iterable[str] = ()) -> Mapping[str, Tensor] | None:
-        """Return a body, from its file or from the two bodies that it is ``half_way`` between."""
+    def read(
+        self, key: str, between: Iterable[str] = ()
+    ) -> Mapping[str, Tensor] | None:
+        """Return a body, from its file or from the two bodies that it is ``half_way``
+        between.
+        """
         found = self._file(key)
         if found is not None:
             return found
@@ -107,17 +119,29 @@ class Shelf:
             if not path.exists():
                 with replacing(path) as temporary:
                     # Tied tensors share memory, which safetensors refuses.
-                    write_tensors(temporary, {name: value.clone() for name, value in tensors.items()})
+                    write_tensors(
+                        temporary,
+                        {name: value.clone() for name, value in tensors.items()},
+                    )
         except OSError as error:
-            log(WARNING, "The model is not kept for the next request and will be sent again: %s", error)
+            log(
+                WARNING,
+                "The model is not kept for the next request and will be sent again: %s",
+                error,
+            )
         return tensors
 
     def drop_others(self, keys: Iterable[str]) -> None:
-        """Delete the run's other bodies, and those that other runs have written a day ago."""
+        """Delete the run's other bodies, and those that other runs have written a day
+        ago.
+        """
         kept = {self._path(key) for key in keys}
         for path in self._runs.glob("*/*.safetensors"):
             with suppress(OSError):
-                old = path.parent != self._folder and path.stat().st_mtime < time.time() - _OLD
+                old = (
+                    path.parent != self._folder
+                    and path.stat().st_mtime < time.time() - _OLD
+                )
                 if old or (path.parent == self._folder and path not in kept):
                     path.unlink()
 

@@ -57,8 +57,8 @@ class Candidate:
 #: With fewer held-out rows of all clients together, a warning is logged.
 FEW = 100
 
-#: Shrinkages of the covariance among which held-out rows choose, and the one at which groups of clients
-#: are compared.
+#: Shrinkages of the covariance among which held-out rows choose, and the one at which
+#: groups of clients are compared.
 SHRINKAGES = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 REFERENCE = 0.3
 
@@ -73,17 +73,20 @@ class FittedHead:
     If no head can be fitted or compared, the model is the given one.
 
     Attributes:
-        arrays: the model that is taken, with the head and the temperature of the lowest loss.
+        arrays: the model that is taken, with the head and the temperature of the lowest
+            loss.
         fitted: whether its head is a fitted one.
         temperature: the divisor of the logits.
-        losses: loss of a held-out row: of the old model, of the old model at its best temperature, and
-            of the best model with a fitted head at its best temperature; means with fewer than four
-            clients, else centres (``fedrot.ballots``). NaN if no head could be fitted or compared.
+        losses: loss of a held-out row: of the old model, of the old model at its best
+            temperature, and of the best model with a fitted head at its best
+            temperature; means with fewer than four clients, else centres
+            (``fedrot.ballots``). NaN if no head could be fitted or compared.
         rows: number of held-out rows that count.
         clients: number of clients that evaluated the models.
         step: how much of a round's change of the body is taken: 0, 0.5 or 1.
         shrinkage: of the fitted head; NaN for the old head.
-        change: of the loss, from the old model to the best with a fitted head; negative is better.
+        change: of the loss, from the old model to the best with a fitted head; negative
+            is better.
         error: the standard error of ``change``, from the differences of rows.
     """
 
@@ -104,45 +107,81 @@ class FittedHead:
         return self.losses[2] if self.fitted else self.losses[1]
 
     def after(self, loss: float) -> FittedHead:
-        """Return the same with losses from another loss of the old model on, unless that is NaN.
+        """Return the same with losses from another loss of the old model on, unless
+        that is NaN.
 
-        Centres of losses and of their changes do not add up: losses of successive rounds have one scale
-        if each continues the one before.
+        Centres of losses and of their changes do not add up: losses of successive
+        rounds have one scale if each continues the one before.
         """
         shift = loss - self.losses[0] if not math.isnan(loss) else 0.0
         return replace(self, losses=tuple(one + shift for one in self.losses))
 
     def log(self, when: str) -> None:
-        """Log in a sentence what was taken, by how much its loss is lower, and how surely."""
+        """Log in a sentence what was taken, by how much its loss is lower, and how
+        surely.
+        """
         if not self.clients:
             return
-        sure = "standard error" if abs(self.change) > 2 * self.error else "standard error: within noise"
-        taken = f"{_TAKEN[self.step]} with a fitted head" if self.fitted else "the model before"
+        sure = (
+            "standard error"
+            if abs(self.change) > 2 * self.error
+            else "standard error: within noise"
+        )
+        taken = (
+            f"{_TAKEN[self.step]} with a fitted head"
+            if self.fitted
+            else "the model before"
+        )
         log(
             INFO,
-            "%s, %d clients, %g held-out rows: taken is %s. The loss of the best model with a fitted "
-            "head is %.4g, %s than before by %.2g ± %.1g (%s); %s.",
+            "%s, %d clients, %g held-out rows: taken is %s. The loss of the best model "
+            "with a fitted head is %.4g, %s than before by %.2g ± %.1g (%s); %s.",
             *(when, self.clients, self.rows, taken),
-            *(self.losses[2], "lower" if self.change < 0 else "higher", abs(self.change), self.error),
+            *(
+                self.losses[2],
+                "lower" if self.change < 0 else "higher",
+                abs(self.change),
+                self.error,
+            ),
             *(sure, temperature_in_words(self.temperature)),
         )
         if self.rows < FEW:
-            log(WARNING, "%g held-out rows are few: the choice may be noise. Hold out more.", self.rows)
+            log(
+                WARNING,
+                "%g held-out rows are few: the choice may be noise. Hold out more.",
+                self.rows,
+            )
 
     def metrics(self) -> dict[str, float | int]:
         """Return the metrics of a round; of the losses only if they are known."""
-        kept = {"fedrot-head-fitted": int(self.fitted), "fedrot-head-temperature": self.temperature}
+        kept = {
+            "fedrot-head-fitted": int(self.fitted),
+            "fedrot-head-temperature": self.temperature,
+        }
         if not self.clients:
             return {**kept}
         change = {"fedrot-head-change": self.change, "fedrot-head-error": self.error}
-        return {**kept, "fedrot-head-loss": self.loss, "fedrot-head-step": self.step, **change}
+        return {
+            **kept,
+            "fedrot-head-loss": self.loss,
+            "fedrot-head-step": self.step,
+            **change,
+        }
 
 
 def temperature_in_words(temperature: float) -> str:
-    """Return ``temperature 6.17 (over-confident before; logits are divided by it)``, for a log."""
-    how = f"{'over' if temperature > 1 else 'under'}-confident before; logits are divided by it"
+    """Return ``temperature 6.17 (over-confident before; logits are divided by it)``,
+    for a log.
+    """
+    how = (
+        f"{'over' if temperature > 1 else 'under'}-confident before; logits are "
+        "divided by it"
+    )
     near = 0.8 <= temperature <= 1.25
-    return f"temperature {temperature:.2f} ({'near 1: no correction was needed' if near else how})"
+    return (
+        f"temperature {temperature:.2f} "
+        f"({'near 1: no correction was needed' if near else how})"
+    )
 
 
 class Exchange:
@@ -159,26 +198,38 @@ class Exchange:
     def __init__(self, clients: Clients, old: Body) -> None:
         self._clients, self._old = clients, old
         rows = clients.ask([*clients.grid.get_node_ids()], COUNT, read_rows)
-        self._training = {node: own.training for node, own in rows.items() if own.training}
+        self._training = {
+            node: own.training for node, own in rows.items() if own.training
+        }
         self._held_out = [node for node, own in rows.items() if own.held_out]
         if not self._held_out:
-            raise FedrotError("Task head: no client has held-out rows with 'labels' to choose by.")
+            raise FedrotError(
+                "Task head: no client has held-out rows with 'labels' to choose by."
+            )
 
     def best(self, bodies: Mapping[float, Body]) -> FittedHead:
-        """Return the best of the old model and of the ``bodies`` with fitted heads, by their steps.
+        """Return the best of the old model and of the ``bodies`` with fitted heads, by
+        their steps.
 
         Raises:
-            FedrotError: no head can be fitted to the first body, or no client compares heads.
+            FedrotError: no head can be fitted to the first body, or no client compares
+                heads.
         """
         candidates, ballot = self._compared(bodies)
-        changes = {place: ballot.from_old(place) for place in candidates if place != OLD}
+        changes = {
+            place: ballot.from_old(place) for place in candidates if place != OLD
+        }
         found = min(changes, key=lambda place: changes[place].decisive)
         change = changes[found]
         place = found if change.decisive < 0 else OLD
         temperature, taken = TEMPERATURES[ballot.temperature(place)], candidates[place]
         name, body = self._clients.head, taken.body
-        own = {one: body.tensors[one] for one in head_names(name) if one in body.tensors}
-        head = with_head(own, name, taken.weight / temperature, taken.bias / temperature)
+        own = {
+            one: body.tensors[one] for one in head_names(name) if one in body.tensors
+        }
+        head = with_head(
+            own, name, taken.weight / temperature, taken.bias / temperature
+        )
         return FittedHead(
             ArrayRecord({**body.arrays, **to_arrays(head)}),
             fitted=not math.isnan(taken.shrinkage),
@@ -192,33 +243,51 @@ class Exchange:
             error=change.error,
         )
 
-    def _compared(self, bodies: Mapping[float, Body]) -> tuple[dict[int, Candidate], Ballot]:
-        """Return the candidates, by their places among the heads of the ballot, and the ballot.
+    def _compared(
+        self, bodies: Mapping[float, Body]
+    ) -> tuple[dict[int, Candidate], Ballot]:
+        """Return the candidates, by their places among the heads of the ballot, and the
+        ballot.
 
-        Groups of clients without whose sums the first body's head is better are left out, if it is also
-        better without all of them.
+        Groups of clients without whose sums the first body's head is better are left
+        out, if it is also better without all of them.
         """
         if not self._training:
             raise UpdateError("No client has training rows with 'labels'.")
         old = Candidate(0.0, self._old, *self._own_head(self._old))
-        sums = {step: self._sums(body, bodies.values()) for step, body in bodies.items()}
+        sums = {
+            step: self._sums(body, bodies.values()) for step, body in bodies.items()
+        }
         fitted, why = dict[float, list[Candidate]](), ""
         for step, body in bodies.items():
             try:
                 fitted[step] = self._fitted(step, body, sums[step], SHRINKAGES)
             except FedrotError as error:
-                fitted[step], why = [Candidate(step, body, *self._own_head(body))], str(error)
+                fitted[step], why = (
+                    [Candidate(step, body, *self._own_head(body))],
+                    str(error),
+                )
         (first, own), *others = fitted.items()
         judged = next((one for one in own if one.shrinkage == REFERENCE), own[0])
         without = self._without_each(judged, sums[first])
         # Candidates with one body stand together.
-        heads = [old, *own, *without.values(), *(one for _, rest in others for one in rest)]
+        heads = [
+            old,
+            *own,
+            *without.values(),
+            *(one for _, rest in others for one in rest),
+        ]
         places = {group: heads.index(one) for group, one in without.items()}
         ballot = self._ballot(heads, heads.index(judged), [*places.values()])
-        left_out, fits = ballot.harmful(heads.index(judged), places), not math.isnan(judged.shrinkage)
+        left_out, fits = (
+            ballot.harmful(heads.index(judged), places),
+            not math.isnan(judged.shrinkage),
+        )
         if left_out:
             kept = {
-                step: self._fitted(step, body, sums[step], SHRINKAGES, left_out, fitted[step])
+                step: self._fitted(
+                    step, body, sums[step], SHRINKAGES, left_out, fitted[step]
+                )
                 for step, body in bodies.items()
             }
             again = [old, judged, *(one for own in kept.values() for one in own)]
@@ -226,23 +295,32 @@ class Exchange:
             like = next(one for one in kept[first] if one.shrinkage == REFERENCE)
             if not fits or second.pays(again.index(like), again.index(judged)):
                 message = (
-                    "Task head: without the sums of %d of %d groups of clients it is better: left out."
+                    "Task head: without the sums of %d of %d groups of clients it is "
+                    "better: left out."
                 )
                 log(WARNING, message, len(left_out), len(sums[first]))
-                return {i: one for i, one in enumerate(again) if one is not judged}, second
+                return {
+                    i: one for i, one in enumerate(again) if one is not judged
+                }, second
         if not fits:
             raise UpdateError(why)
-        return {i: one for i, one in enumerate(heads) if one not in without.values()}, ballot
+        return {
+            i: one for i, one in enumerate(heads) if one not in without.values()
+        }, ballot
 
     def _sums(self, body: Body, bodies: Iterable[Body]) -> Groups:
         """Return the sums of features that clients compute with a body."""
         head, (outputs, inputs) = self._clients.head, self._own_head(body)[0].shape
         described = self._clients.described
-        largest = None if described is None else largest_inputs(described, body.tensors, head)
+        largest = (
+            None if described is None else largest_inputs(described, body.tensors, head)
+        )
         totals = Totals(self._training, largest)
 
         def read(node: int, content: RecordDict) -> None:
-            totals.add(node, read_sums(content, (outputs, inputs), self._clients.problem))
+            totals.add(
+                node, read_sums(content, (outputs, inputs), self._clients.problem)
+            )
 
         keep = (self._old, *bodies)
         self._clients.ask_about([body], self._training, SUM, read, keep=keep)
@@ -258,42 +336,59 @@ class Exchange:
         like: Sequence[Candidate] = (),
         priors: Tensor | None = None,
     ) -> list[Candidate]:
-        """Return a body with heads of all shrinkages that are fitted without the sums of some groups.
+        """Return a body with heads of all shrinkages that are fitted without the sums
+        of some groups.
 
-        Labels that only these groups have shown keep the weights of the heads ``like``. With the
-        ``priors`` of all sums, the heads differ in what the groups' sums say about others' classes.
+        Labels that only these groups have shown keep the weights of the heads ``like``.
+        With the ``priors`` of all sums, the heads differ in what the groups' sums say
+        about others' classes.
         """
         total = total_without(left_out, groups)
         biased = head_names(self._clients.head)[1] in body.tensors
         weights, biases = fit_heads(total, shrinkages, biased, priors)
         logits = total.means() @ weights.mT + biases.unsqueeze(1)
         if not bool((logits.abs() <= LARGEST_LOSS).all()):
-            raise UpdateError(f"The logits of a class's mean are too large, above {LARGEST_LOSS:g}.")
+            raise UpdateError(
+                f"The logits of a class's mean are too large, above {LARGEST_LOSS:g}."
+            )
         for name, own in {"weight": weights, "bias": biases}.items() if like else ():
             theirs = torch.stack([getattr(one, name) for one in like]).to(own)
             own[:, total.absent] = theirs[:, total.absent]
-        return [Candidate(step, body, *head) for head in zip(weights, biases, shrinkages, strict=True)]
+        return [
+            Candidate(step, body, *head)
+            for head in zip(weights, biases, shrinkages, strict=True)
+        ]
 
     def _without_each(self, like: Candidate, groups: Groups) -> dict[int, Candidate]:
-        """Return candidates without the sums of one group each; none if one is more than a quarter."""
+        """Return candidates without the sums of one group each; none if one is more
+        than a quarter.
+        """
         found = dict[int, Candidate]()
         priors = torch.stack([sums.counts for sums in groups.values()]).sum(0)
         for group in groups if len(groups) >= FEWEST else ():
             with suppress(FedrotError):
                 at = (REFERENCE,)
-                (found[group],) = self._fitted(like.step, like.body, groups, at, [group], [like], priors)
+                (found[group],) = self._fitted(
+                    like.step, like.body, groups, at, [group], [like], priors
+                )
         return found
 
-    def _ballot(self, candidates: Sequence[Candidate], like: int, without: Sequence[int] = ()) -> Ballot:
-        """Return the clients' losses of candidates, of which those with one body stand together.
+    def _ballot(
+        self, candidates: Sequence[Candidate], like: int, without: Sequence[int] = ()
+    ) -> Ballot:
+        """Return the clients' losses of candidates, of which those with one body stand
+        together.
 
-        The squares of the candidates ``without`` a group are differences from the candidate ``like``.
+        The squares of the candidates ``without`` a group are differences from the
+        candidate ``like``.
         """
         bodies = list(dict.fromkeys(one.body for one in candidates))
         content, first = dict[str, ArrayRecord](), 0
         for place, body in enumerate(bodies):
             own = [one for one in candidates if one.body is body]
-            partners = [like - first if first + i in without else -1 for i in range(len(own))]
+            partners = [
+                like - first if first + i in without else -1 for i in range(len(own))
+            ]
             dtype = compute_dtype(own[0].weight)
             heads = {
                 "weight": torch.stack([one.weight.to(dtype) for one in own]),
@@ -303,10 +398,14 @@ class Exchange:
             content[f"{HEADS}-{place}"] = to_arrays(heads)
             first += len(own)
         read = partial(read_losses, heads=len(candidates))
-        answers = self._clients.ask_about(bodies, self._held_out, EVALUATE, read, content)
+        answers = self._clients.ask_about(
+            bodies, self._held_out, EVALUATE, read, content
+        )
         return Ballot([*in_order(answers).values()])
 
     def _own_head(self, body: Body) -> tuple[Tensor, Tensor]:
-        weight, bias = (body.tensors.get(name) for name in head_names(self._clients.head))
+        weight, bias = (
+            body.tensors.get(name) for name in head_names(self._clients.head)
+        )
         assert weight is not None  # from TaskHeads.asked
         return weight, torch.zeros(len(weight)).to(weight) if bias is None else bias

@@ -1,7 +1,8 @@
 """Requests to clients with labelled rows, and the clients' answers.
 
 Three steps: a client counts its rows, sums the features of its training rows by class
-(``fedrot.head``), and evaluates heads of one or several bodies on its held-out rows (``losses``).
+(``fedrot.head``), and evaluates heads of one or several bodies on its held-out rows
+(``losses``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.common import log
 from flwr.serverapp import Grid
 from torch import Tensor, nn
@@ -34,16 +42,22 @@ from fedrot.temperature import Heads, LossSums, collect_losses, compare_losses
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
 
-#: The action of the requests, their message type, and the names of their records. A body and its heads
-#: have the names ``MODEL`` and ``HEADS`` with a place among the request's bodies.
+#: The action of the requests, their message type, and the names of their records. A
+#: body and its heads have the names ``MODEL`` and ``HEADS`` with a place among the
+#: request's bodies.
 ACTION = "fedrot_sums"
 MESSAGE_TYPE = f"query.{ACTION}"
 MODEL, HEADS = "fedrot-model", "fedrot-heads"
-ROWS, SUMS, LOSSES, LACKS = "fedrot-rows", "fedrot-class-sums", "fedrot-losses", "fedrot-lacks"
+ROWS, SUMS, LOSSES, LACKS = (
+    "fedrot-rows",
+    "fedrot-class-sums",
+    "fedrot-losses",
+    "fedrot-lacks",
+)
 
-#: Keys of a request's configuration: the step; the task head and its problem (empty evaluates the model
-#: itself); the keys of the bodies, of all that the client shall keep, and of those that a body is half
-#: way between.
+#: Keys of a request's configuration: the step; the task head and its problem (empty
+#: evaluates the model itself); the keys of the bodies, of all that the client shall
+#: keep, and of those that a body is half way between.
 STEP, HEAD, PROBLEM = "fedrot-step", "fedrot-head", "fedrot-problem"
 BODIES, KEEP, BETWEEN = "fedrot-bodies", "fedrot-keep", "fedrot-between"
 COUNT, SUM, EVALUATE = "count", "sum", "evaluate"
@@ -60,9 +74,10 @@ class LabelledRows:
 
     Attributes:
         build: returns a ``transformers`` classifier.
-        training: returns the client's training rows: keyword arguments of forward, with ``labels``.
-        held_out: returns rows that the client has not trained on, in the same form; the same rows in
-            every call.
+        training: returns the client's training rows: keyword arguments of forward, with
+            ``labels``.
+        held_out: returns rows that the client has not trained on, in the same form; the
+            same rows in every call.
     """
 
     build: Callable[[], nn.Module]
@@ -81,22 +96,28 @@ class Rows(NamedTuple):
 
 
 def answer_with_sums(
-    app: ClientApp, setup: Callable[[Message, Context], LabelledRows], folder: str | Path | None = None
+    app: ClientApp,
+    setup: Callable[[Message, Context], LabelledRows],
+    folder: str | Path | None = None,
 ) -> None:
-    """Add an action to a ``ClientApp`` that answers ``evaluate_at_clients`` and ``fit_task_head``.
+    """Add an action to a ``ClientApp`` that answers ``evaluate_at_clients`` and
+    ``fit_task_head``.
 
     Args:
         app: the client's app.
         setup: returns the model and the rows; called for every request.
-        folder: where the client keeps up to three received models between requests, so that they are
-            sent once: in a folder ``fedrot-bodies`` there; None is the user's folder of caches.
+        folder: where the client keeps up to three received models between requests, so
+            that they are sent once: in a folder ``fedrot-bodies`` there; None is the
+            user's folder of caches.
 
-    Example: ``answer_with_sums(app, lambda message, context: LabelledRows(build, training, held_out))``
+    Example: ``answer_with_sums(app, lambda message, context: LabelledRows(build,
+    training, held_out))``
     """
 
     @app.query(ACTION)
     def answer(message: Message, context: Context) -> Message:
-        # Building models and drawing batches must not change the random numbers of training.
+        # Building models and drawing batches must not change the random numbers of
+        # training.
         with torch.random.fork_rng(devices=[]):
             request = _Request(message.content, folder, context.run_id)
             content = request.answer(setup(message, context))
@@ -130,7 +151,8 @@ class Clients:
         read: Callable[[int, RecordDict], T],
         content: Mapping[str, Any] | None = None,
     ) -> dict[int, T]:
-        """Return what ``read`` makes of each answer, by node; warnings name the nodes without one.
+        """Return what ``read`` makes of each answer, by node; warnings name the nodes
+        without one.
 
         Answers are read as they arrive.
 
@@ -152,7 +174,8 @@ class Clients:
         content: Mapping[str, Any] | None = None,
         keep: Sequence[Body] = (),
     ) -> dict[int, T]:
-        """``ask`` about ``bodies``, which are sent to the nodes that have not kept them.
+        """``ask`` about ``bodies``, which are sent to the nodes that have not kept
+        them.
 
         Args:
             keep: bodies of later requests, which clients shall keep beside these.
@@ -177,24 +200,39 @@ class Clients:
 
         def content_for(kept: frozenset[int]) -> RecordDict:
             if kept not in contents:
-                sent = {f"{MODEL}-{i}": b.sent for i, b in enumerate(bodies) if i not in kept}
-                contents[kept] = self._content(step, {**(content or {}), **sent}, settings)
+                sent = {
+                    f"{MODEL}-{i}": b.sent
+                    for i, b in enumerate(bodies)
+                    if i not in kept
+                }
+                contents[kept] = self._content(
+                    step, {**(content or {}), **sent}, settings
+                )
             return contents[kept]
 
         has = {n: frozenset(i for i, b in enumerate(bodies) if b.has(n)) for n in nodes}
-        found = self._ask({node: content_for(own) for node, own in has.items()}, read_kept)
+        found = self._ask(
+            {node: content_for(own) for node, own in has.items()}, read_kept
+        )
         if lacking:
             for lost in (one for body in bodies for one in (body, *body.between)):
                 lost.kept_by.difference_update(lacking)
             with suppress(FedrotError):
-                found |= self._ask(dict.fromkeys(lacking, content_for(frozenset())), read_kept)
+                found |= self._ask(
+                    dict.fromkeys(lacking, content_for(frozenset())), read_kept
+                )
         answers = {node: one for node, own in found.items() for one in own}
         if not answers:
-            raise FedrotError("No client gave a usable answer: all say that they lack the model.")
+            raise FedrotError(
+                "No client gave a usable answer: all say that they lack the model."
+            )
         return answers
 
     def _content(
-        self, step: str, content: Mapping[str, Any], settings: Mapping[str, Any] | None = None
+        self,
+        step: str,
+        content: Mapping[str, Any],
+        settings: Mapping[str, Any] | None = None,
     ) -> RecordDict:
         about = {STEP: step, HEAD: self.head, PROBLEM: self.problem}
         config = ConfigRecord({**(self.config or {}), **about, **(settings or {})})
@@ -204,7 +242,9 @@ class Clients:
         self, contents: Mapping[int, RecordDict], read: Callable[[int, RecordDict], T]
     ) -> dict[int, T]:
         requests = [
-            Message(RecordDict({**content}), dst_node_id=node, message_type=MESSAGE_TYPE)
+            Message(
+                RecordDict({**content}), dst_node_id=node, message_type=MESSAGE_TYPE
+            )
             for node, content in contents.items()
         ]
         lazy = self.grid if isinstance(self.grid, LazyGrid) else LazyGrid(self.grid)
@@ -221,7 +261,9 @@ class Clients:
             try:
                 if answer.has_error():
                     node = asked.failed(answer) or node
-                    raise UpdateError(failure_of(answer, "fedrot.strategies.answer_with_sums"))
+                    raise UpdateError(
+                        failure_of(answer, "fedrot.strategies.answer_with_sums")
+                    )
                 asked.check(answer)
                 found[node] = read(node, answer.content)
             except Exception as error:
@@ -250,10 +292,18 @@ def read_losses(node: int, content: RecordDict, heads: int) -> LossSums:
     """Return a client's losses of so many heads."""
     given, names = _record(content, LOSSES), [field.name for field in fields(LossSums)]
     if set(given) != set(names):
-        raise UpdateError(f"The ArrayRecord '{LOSSES}' does not have {', '.join(names)}.")
+        raise UpdateError(
+            f"The ArrayRecord '{LOSSES}' does not have {', '.join(names)}."
+        )
     found = LossSums(**from_arrays(given))
-    if len(found.counts) != 1 + heads or not found.rows.is_integer() or found.rows > 10**12:
-        raise UpdateError(f"The losses are of {len(found.counts) - 1} heads and {found.rows:g} rows.")
+    if (
+        len(found.counts) != 1 + heads
+        or not found.rows.is_integer()
+        or found.rows > 10**12
+    ):
+        raise UpdateError(
+            f"The losses are of {len(found.counts) - 1} heads and {found.rows:g} rows."
+        )
     return found
 
 
@@ -277,7 +327,9 @@ class _Request:
         step, problem = self._config[STEP], str(self._config[PROBLEM])
         if step == COUNT:
             pair = {"training": data.training(), "held_out": data.held_out()}
-            counts = {name: _labelled(batches, problem) for name, batches in pair.items()}
+            counts = {
+                name: _labelled(batches, problem) for name, batches in pair.items()
+            }
             return RecordDict({ROWS: MetricRecord({**counts})})
         if not self._head:
             losses = collect_losses(
@@ -292,12 +344,17 @@ class _Request:
         if step == SUM:
             sums = collect_classes(next(models), data.training(), self._head, problem)
             return RecordDict({SUMS: to_arrays(sums.packed())})
-        heads = [Heads(**from_arrays(self._given[f"{HEADS}-{i}"])) for i in range(len(bodies))]
+        heads = [
+            Heads(**from_arrays(self._given[f"{HEADS}-{i}"]))
+            for i in range(len(bodies))
+        ]
         losses = compare_losses(models, [*data.held_out()], self._head, heads, problem)
         return RecordDict({LOSSES: to_arrays(vars(losses))})
 
     def _bodies(self) -> list[Mapping[str, Tensor] | None]:
-        """Return the request's bodies: those that came with it, and those that were kept."""
+        """Return the request's bodies: those that came with it, and those that were
+        kept.
+        """
         keys, between = self._keys(BODIES), self._keys(BETWEEN)
         found: list[Mapping[str, Tensor] | None] = []
         for place, key in enumerate(keys):
@@ -325,6 +382,10 @@ def _loaded(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _labelled(batches: Batches, problem: str) -> int:
-    """Return how many rows have a label; requests for sums and losses say what is wrong with others."""
+    """Return how many rows have a label; requests for sums and losses say what is wrong
+    with others.
+    """
     has_label = PROBLEMS[problem].has_label
-    return sum(int(has_label(batch["labels"]).sum()) for batch in batches if "labels" in batch)
+    return sum(
+        int(has_label(batch["labels"]).sum()) for batch in batches if "labels" in batch
+    )

@@ -1,4 +1,6 @@
-"""The mixin ``FitsHead``: runs that start from a fitted task head, in which no round is worse."""
+"""The mixin ``FitsHead``: runs that start from a fitted task head, in which no round is
+worse.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,10 @@ from fedrot.strategies.sums.task_head import TaskHeads
 class FitsHead(ReplyStrategy):
     """Mixin that fits task heads with the argument ``fit_head``.
 
-    Before the first round the head is fitted to the first model. After a round the clients' held-out
-    rows choose among the model before the round, the round's model, and the model half way, the last two
-    with fitted heads: no round is worse than the one before.
+    Before the first round the head is fitted to the first model. After a round the
+    clients' held-out rows choose among the model before the round, the round's model,
+    and the model half way, the last two with fitted heads: no round is worse than the
+    one before.
 
     Args:
         *args: of the strategy behind.
@@ -39,7 +42,9 @@ class FitsHead(ReplyStrategy):
             self.needs_model = True
             name = fit_head if isinstance(fit_head, str) else None
             # An adapter has no configuration of its model.
-            self._heads = TaskHeads(getattr(self, "model_config", None), name, self.server.wire)
+            self._heads = TaskHeads(
+                getattr(self, "model_config", None), name, self.server.wire
+            )
 
     @property
     def half_way(self) -> bool:
@@ -49,18 +54,29 @@ class FitsHead(ReplyStrategy):
     def summary(self) -> None:
         """Log that heads are fitted, then the summaries behind."""
         if self.fit_head:
-            log(INFO, "\t├──> Task head: fitted in every round; clients call answer_with_sums(app, ...)")
+            log(
+                INFO,
+                "\t├──> Task head: fitted in every round; clients call "
+                "answer_with_sums(app, ...)",
+            )
         super().summary()
 
-    def prepared(self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord) -> ArrayRecord:
+    def prepared(
+        self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord
+    ) -> ArrayRecord:
         """Return the first model of a run, with a fitted head."""
         if self._heads is None:
             return arrays
         config = ConfigRecord({**config, "server-round": 0})
         clients = self._heads.asked(grid, config, self._timeout, arrays)
-        needed = (getattr(self._weighting, f"min_{kind}_nodes", 0) for kind in ("available", "train"))
+        needed = (
+            getattr(self._weighting, f"min_{kind}_nodes", 0)
+            for kind in ("available", "train")
+        )
         sample_nodes(grid, max(needed), 0)  # waits for so many
-        return self._logged("Before round 1", self._heads.fitted(clients, arrays)).arrays
+        return self._logged(
+            "Before round 1", self._heads.fitted(clients, arrays)
+        ).arrays
 
     def finished(self, arrays: ArrayRecord, record: RoundRecord) -> ArrayRecord:
         """Return the best model that a round offers, or the one before."""

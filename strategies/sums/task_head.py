@@ -1,8 +1,10 @@
-"""The task head of a classifier, fitted to the rows of all clients, and the choice of a round's model.
+"""The task head of a classifier, fitted to the rows of all clients, and the choice of a
+round's model.
 
-The server asks for the numbers of rows, then for sums over the training rows (``requests``). It fits
-heads, and clients evaluate the old model and those with fitted heads on their held-out rows. The lowest
-loss wins; a quarter of the clients cannot turn the choice (``losses``).
+The server asks for the numbers of rows, then for sums over the training rows
+(``requests``). It fits heads, and clients evaluate the old model and those with fitted
+heads on their held-out rows. The lowest loss wins; a quarter of the clients cannot turn
+the choice (``losses``).
 """
 
 from __future__ import annotations
@@ -36,42 +38,49 @@ def fit_task_head(
 ) -> FittedHead:
     """Fit the task head of a model to the rows of all connected clients; nobody trains.
 
-    Clients tell how many rows they have. Then they receive the model, and answer with sums over their
-    training rows. Clients with held-out rows receive the heads to compare. The server sees each client's
-    sums; for a class with one row these are the row's features. The task head is fitted by linear
-    discriminant analysis, or by ridge regression (``fedrot.head.fit_heads``), at several shrinkages. It
-    is kept only if its loss on held-out rows is smaller than the given head's, each at its best
+    Clients tell how many rows they have. Then they receive the model, and answer with
+    sums over their training rows. Clients with held-out rows receive the heads to
+    compare. The server sees each client's sums; for a class with one row these are the
+    row's features. The task head is fitted by linear discriminant analysis, or by ridge
+    regression (``fedrot.head.fit_heads``), at several shrinkages. It is kept only if
+    its loss on held-out rows is smaller than the given head's, each at its best
     temperature.
 
-    Up to a quarter of the clients may lie. A client's rows count at most 1.5 times as much as the
-    median client's, sums without which the head is better are left out, and no quarter of the clients
-    turns a choice (``fedrot.ballots``).
+    Up to a quarter of the clients may lie. A client's rows count at most 1.5 times as
+    much as the median client's, sums without which the head is better are left out, and
+    no quarter of the clients turns a choice (``fedrot.ballots``).
 
     Args:
-        grid: of the server app. Clients need ``answer_with_sums`` on their ``ClientApp``.
-        arrays: the model, such as ``strategy.start(...).arrays`` or a pretrained one; or an adapter with
-            its task head, from ``fedrot.lora.adapter_tensors``.
-        model_config: the model's transformers configuration, or its dictionary; of an adapter its
-            ``LoraConfig``.
-        head: the name of the model's last linear layer; None finds it (``fedrot.head.head_of``).
+        grid: of the server app. Clients need ``answer_with_sums`` on their
+            ``ClientApp``.
+        arrays: the model, such as ``strategy.start(...).arrays`` or a pretrained one;
+            or an adapter with its task head, from ``fedrot.lora.adapter_tensors``.
+        model_config: the model's transformers configuration, or its dictionary; of an
+            adapter its ``LoraConfig``.
+        head: the name of the model's last linear layer; None finds it
+            (``fedrot.head.head_of``).
         config: sent with all requests, like ``train_config`` in a round.
         timeout: seconds to wait for the answers to each request.
         wire: precision of the model that is sent to the clients, as in ``Server``.
 
-    Example: ``final = fit_task_head(grid, strategy.start(grid, arrays).arrays, model.config).arrays``
+    Example: ``final = fit_task_head(grid, strategy.start(grid, arrays).arrays,
+    model.config).arrays``
 
     Raises:
-        FedrotError: the model has no such layer; no client has held-out rows; or no client gives a
-            usable answer, with the last reason.
+        FedrotError: the model has no such layer; no client has held-out rows; or no
+            client gives a usable answer, with the last reason.
     """
     heads = TaskHeads(model_config, head, wire)
-    found = heads.fitted(heads.asked(grid, config or ConfigRecord(), timeout, arrays), arrays)
+    found = heads.fitted(
+        heads.asked(grid, config or ConfigRecord(), timeout, arrays), arrays
+    )
     found.log("Task head")
     return found
 
 
 class TaskHeads:
-    """Fits the task heads of one run's models, and knows which bodies clients have kept.
+    """Fits the task heads of one run's models, and knows which bodies clients have
+    kept.
 
     Args:
         described: the model's configuration; not needed for an adapter.
@@ -79,11 +88,15 @@ class TaskHeads:
         wire: as in ``Server``.
     """
 
-    def __init__(self, described: object, head: str | None, wire: torch.dtype | None) -> None:
+    def __init__(
+        self, described: object, head: str | None, wire: torch.dtype | None
+    ) -> None:
         self._described, self._head, self._wire = described, head, wire
         self._kept_by = dict[str, set[int]]()
 
-    def asked(self, grid: Grid, config: ConfigRecord, timeout: float, arrays: ArrayRecord) -> Clients:
+    def asked(
+        self, grid: Grid, config: ConfigRecord, timeout: float, arrays: ArrayRecord
+    ) -> Clients:
         """Return the clients, to be asked about models like the given one.
 
         Raises:
@@ -91,31 +104,50 @@ class TaskHeads:
         """
         tensors = from_arrays(arrays)
         adapter = any(".lora_" in name for name in tensors)
-        head = self._head or (adapter_head_of(tensors) if adapter else head_of(self._described, tensors))
+        head = self._head or (
+            adapter_head_of(tensors) if adapter else head_of(self._described, tensors)
+        )
         if f"{head}.weight" not in tensors:
-            raise FedrotError(f"The model has no layer '{head}'; see fedrot.head.head_of.")
+            raise FedrotError(
+                f"The model has no layer '{head}'; see fedrot.head.head_of."
+            )
         if not adapter:
-            return Clients(grid, head, problem_of(self._described), config, timeout, self._described)
+            return Clients(
+                grid,
+                head,
+                problem_of(self._described),
+                config,
+                timeout,
+                self._described,
+            )
         problem = REGRESSION if len(tensors[f"{head}.weight"]) == 1 else SINGLE
         return Clients(grid, head, problem, config, timeout)
 
     def fitted(
-        self, clients: Clients, new: ArrayRecord, old: ArrayRecord | None = None, half: bool = True
+        self,
+        clients: Clients,
+        new: ArrayRecord,
+        old: ArrayRecord | None = None,
+        half: bool = True,
     ) -> FittedHead:
-        """Return the best of a round's models: the old one; the new one and the one half way, fitted.
+        """Return the best of a round's models: the old one; the new one and the one
+        half way, fitted.
 
         If no head can be fitted or compared, it is the new one as it is.
 
         Args:
             new: the round's model.
-            old: the model before the round, with its head; None for the new one, before all rounds.
+            old: the model before the round, with its head; None for the new one, before
+                all rounds.
             half: whether the model half way is a candidate.
         """
         after = self._body(new, clients.head)
         before = after if old is None else self._body(old, clients.head)
         bodies = {1.0: after}
         if half and old is not None:
-            middle = self._body(as_sent(half_way(before.tensors, after.tensors), new), clients.head)
+            middle = self._body(
+                as_sent(half_way(before.tensors, after.tensors), new), clients.head
+            )
             # Clients have rounded bodies, whose mean is not the rounded mean.
             middle.between = () if self._wire else (before, after)
             bodies[0.5] = middle
@@ -132,4 +164,6 @@ class TaskHeads:
         tensors = from_arrays(arrays)
         sent = arrays if self._wire is None else to_arrays(tensors, self._wire)
         key = hash_of(from_arrays(sent), head)
-        return Body(arrays, tensors, sent, key, kept_by=self._kept_by.setdefault(key, set()))
+        return Body(
+            arrays, tensors, sent, key, kept_by=self._kept_by.setdefault(key, set())
+        )

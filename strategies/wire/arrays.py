@@ -1,9 +1,9 @@
 """``to_arrays`` and ``from_arrays``: a model's tensors as Flower arrays, and back.
 
-Most tensors become Flower's own arrays (npy bytes). fedrot adds two kinds of arrays with another
-``stype``: bfloat16, which NumPy lacks; and tied tensors, which share the memory of another tensor and
-are sent as its name. ``Array.numpy()`` refuses both, so no stock strategy averages their bytes by
-mistake.
+Most tensors become Flower's own arrays (npy bytes). fedrot adds two kinds of arrays
+with another ``stype``: bfloat16, which NumPy lacks; and tied tensors, which share the
+memory of another tensor and are sent as its name. ``Array.numpy()`` refuses both, so no
+stock strategy averages their bytes by mistake.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from fedrot.tensors import unusable
 
 R = TypeVar("R", ArrayRecord, MetricRecord, ConfigRecord)
 
-#: The ``stype`` of: npy bytes of the bits as uint16; the name of another tensor of the record.
+#: The ``stype`` of: npy bytes of the bits as uint16; the name of another tensor of the
+#: record.
 BFLOAT16, TIED = "fedrot.bfloat16", "fedrot.tied"
 
-#: Name of the ArrayRecord of a reply's statistics. Also the key, in a request's configuration, of the
-#: kinds that the server wants this round, separated by commas.
+#: Name of the ArrayRecord of a reply's statistics. Also the key, in a request's
+#: configuration, of the kinds that the server wants this round, separated by commas.
 STATISTICS = "fedrot-statistics"
 
 #: The precisions in which floating-point tensors can be sent.
@@ -40,40 +41,52 @@ PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 _FLOATS = ("float16", "float32", "float64")
-_TORCH = {np.dtype(name): getattr(torch, name) for name in ("bool", *_INTEGERS, *_FLOATS)}
+_TORCH = {
+    np.dtype(name): getattr(torch, name) for name in ("bool", *_INTEGERS, *_FLOATS)
+}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: Largest number of dimensions, and of bytes in an npy header with this number.
 _DIMENSIONS, _HEADER = 32, 1024
 
-#: Largest number of elements in a tensor: far above real ones, and far below an overflow of sizes.
+#: Largest number of elements in a tensor: far above real ones, and far below an
+#: overflow of sizes.
 _ELEMENTS = 2**48
 
 
-def to_arrays(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> ArrayRecord:
+def to_arrays(
+    tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
+) -> ArrayRecord:
     """Return a model's tensors as arrays, under all of their names.
 
-    Tensors of one shape and layout that share memory (tied embeddings) are sent once. Values are not
-    checked: a value too large for float16 arrives as Inf, and the server drops the reply.
+    Tensors of one shape and layout that share memory (tied embeddings) are sent once.
+    Values are not checked: a value too large for float16 arrives as Inf, and the server
+    drops the reply.
 
     Args:
         tensors: on any device.
-        dtype: of floating-point tensors on the wire, one of ``PRECISIONS``; their own if None.
-            Integer and boolean tensors keep their dtypes.
+        dtype: of floating-point tensors on the wire, one of ``PRECISIONS``; their own
+            if None. Integer and boolean tensors keep their dtypes.
 
     Raises:
-        FedrotError: ``dtype`` is not in ``PRECISIONS``, or a tensor cannot be sent (complex, float8,
-            sparse).
+        FedrotError: ``dtype`` is not in ``PRECISIONS``, or a tensor cannot be sent
+            (complex, float8, sparse).
     """
     if dtype is not None and dtype not in PRECISIONS:
-        raise FedrotError(f"Weights are sent as {', '.join(map(str, PRECISIONS))}, not as {dtype}.")
+        raise FedrotError(
+            f"Weights are sent as {', '.join(map(str, PRECISIONS))}, not as {dtype}."
+        )
     arrays, first = ArrayRecord(), dict[tuple[object, ...], str]()
     for name, tensor in tensors.items():
         if why := unusable(tensor):
             raise FedrotError(f"The tensor '{name}' {why}.")
         cast = dtype is not None and tensor.is_floating_point()
         sent = tensor.detach().to(dtype if cast else tensor.dtype).cpu()
-        place = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
+        place = (
+            tensor.device,
+            tensor.untyped_storage().data_ptr(),
+            tensor.storage_offset(),
+        )
         memory = (*place, tensor.shape, tensor.stride(), tensor.dtype)
         if memory in first:
             arrays[name] = _array(sent, TIED, first[memory].encode())
@@ -85,33 +98,46 @@ def to_arrays(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -
 
 
 def from_arrays(record: ArrayRecord, *, writable: bool = False) -> dict[str, Tensor]:
-    """Return the arrays of ``to_arrays``, or a record of Flower's own arrays, as CPU tensors.
+    """Return the arrays of ``to_arrays``, or a record of Flower's own arrays, as CPU
+    tensors.
 
-    Received bytes are not trusted: an array whose contents differ from its claimed shape and dtype is
-    refused before memory of the claimed size is allocated. Tied names have the same tensor object.
+    Received bytes are not trusted: an array whose contents differ from its claimed
+    shape and dtype is refused before memory of the claimed size is allocated. Tied
+    names have the same tensor object.
 
     Args:
         record: the arrays.
-        writable: copy every tensor. Otherwise tensors are views of the received bytes if these are
-            aligned; writing to a view would change the record. (``load_state_dict`` copies.)
+        writable: copy every tensor. Otherwise tensors are views of the received bytes
+            if these are aligned; writing to a view would change the record.
+            (``load_state_dict`` copies.)
 
     Raises:
-        UpdateError: a tensor cannot be decoded; the error names the tensor and the reason.
+        UpdateError: a tensor cannot be decoded; the error names the tensor and the
+            reason.
     """
     found: dict[str, Tensor] = {}
     for name, array in record.items():
         if array.stype != TIED:
             tensor = decode(name, array)
-            found[name] = tensor.clone(memory_format=torch.contiguous_format) if writable else tensor
+            found[name] = (
+                tensor.clone(memory_format=torch.contiguous_format)
+                if writable
+                else tensor
+            )
     # In the record's order: a tie may point to a later name.
-    return {name: found[name] if name in found else _tied(name, record, found) for name in record}
+    return {
+        name: found[name] if name in found else _tied(name, record, found)
+        for name in record
+    }
 
 
 def model_hash(tensors: Mapping[str, Tensor], without: Collection[str] = ()) -> str:
-    """Return the SHA-256 of a model, also of one that was sent: ``model_hash(from_arrays(record))``.
+    """Return the SHA-256 of a model, also of one that was sent:
+    ``model_hash(from_arrays(record))``.
 
-    Hashed are, in the order of the names, a line of JSON such as ``["fc.weight", "float32", [2, 3]]``
-    and the values of each tensor in C order; of the names in ``without`` only the line.
+    Hashed are, in the order of the names, a line of JSON such as ``["fc.weight",
+    "float32", [2, 3]]`` and the values of each tensor in C order; of the names in
+    ``without`` only the line.
     """
     found = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
@@ -127,27 +153,46 @@ def encode(name: str, tensor: Tensor) -> Array:
     """Return a tensor as an array: one of Flower's own, except for bfloat16."""
     value = tensor.detach().cpu().contiguous()
     if value.dtype == torch.bfloat16:
-        return Array("bfloat16", tuple(value.shape), BFLOAT16, _npy(value.view(torch.uint16)))
+        return Array(
+            "bfloat16", tuple(value.shape), BFLOAT16, _npy(value.view(torch.uint16))
+        )
     if value.dtype not in _TORCH.values():
-        raise FedrotError(f"The tensor '{name}' is {value.dtype}, which cannot be sent; convert it.")
-    return Array(str(value.dtype).removeprefix("torch."), tuple(value.shape), NUMPY, _npy(value))
+        raise FedrotError(
+            f"The tensor '{name}' is {value.dtype}, which cannot be sent; convert it."
+        )
+    return Array(
+        str(value.dtype).removeprefix("torch."), tuple(value.shape), NUMPY, _npy(value)
+    )
 
 
 def decode(name: str, array: Array) -> Tensor:
-    """Return the tensor of an array, a view of its bytes if they are aligned, see ``from_arrays``."""
+    """Return the tensor of an array, a view of its bytes if they are aligned, see
+    ``from_arrays``.
+    """
     if array.stype not in (NUMPY, BFLOAT16):
-        raise _unreadable(name, f"is serialised as {array.stype!r:.60}, which is not supported here")
+        raise _unreadable(
+            name, f"is serialised as {array.stype!r:.60}, which is not supported here"
+        )
     bits = array.stype == BFLOAT16
     dtype, shape, fortran, offset = _header(name, array)
     held = "bfloat16" if bits and dtype == np.uint16 else str(dtype)
     # Flower's legacy workflows leave both fields empty.
     silent = not bits and (array.dtype, array.shape) == ("", ())
-    if not silent and (bits, array.dtype, array.shape) != (held == "bfloat16", held, shape):
+    if not silent and (bits, array.dtype, array.shape) != (
+        held == "bfloat16",
+        held,
+        shape,
+    ):
         claim = f"{array.dtype!r:.60} {array.shape!r:.60}"
-        raise _unreadable(name, f"claims to be {claim}, but its header says {held} {shape!r:.60}")
+        raise _unreadable(
+            name, f"claims to be {claim}, but its header says {held} {shape!r:.60}"
+        )
     expected = prod(shape) * dtype.itemsize
     if len(array.data) - offset != expected:
-        raise _unreadable(name, f"has {len(array.data) - offset} bytes of values instead of {expected}")
+        raise _unreadable(
+            name,
+            f"has {len(array.data) - offset} bytes of values instead of {expected}",
+        )
     values = np.frombuffer(array.data, dtype, prod(shape), offset)
     if dtype == np.bool_ and values.view(np.uint8).max(initial=0) > 1:
         raise _unreadable(name, "holds truth values other than 0 and 1")
@@ -158,38 +203,68 @@ def decode(name: str, array: Array) -> Tensor:
     return tensor.view(torch.bfloat16) if bits else tensor
 
 
-def _header(name: str, array: Array) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
-    """Return dtype, shape, Fortran order and length of an npy header, checked for plausibility."""
+def _header(
+    name: str, array: Array
+) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
+    """Return dtype, shape, Fortran order and length of an npy header, checked for
+    plausibility.
+    """
     try:
-        # Bytes 8 and 9 are the header's length in npy's version 1; a later version is read whole.
-        length = int.from_bytes(array.data[8:10], "little") + 10 if array.data[6:7] == b"\1" else _HEADER
+        # Bytes 8 and 9 are the header's length in npy's version 1; a later version is
+        # read whole.
+        length = (
+            int.from_bytes(array.data[8:10], "little") + 10
+            if array.data[6:7] == b"\1"
+            else _HEADER
+        )
         shape, fortran, dtype, length = _parsed(array.data[: min(length, _HEADER)])
     except Exception as error:  # NumPy calls Python's parser, which raises many types.
-        raise _unreadable(name, f"has no readable npy header ({error!s:.200})") from error
+        raise _unreadable(
+            name, f"has no readable npy header ({error!s:.200})"
+        ) from error
     if dtype not in _TORCH:
-        raise _unreadable(name, f"holds {str(dtype)!r:.60}, not numbers in this machine's byte order")
-    if len(shape) > _DIMENSIONS or min(shape, default=0) < 0 or prod(n or 1 for n in shape) > _ELEMENTS:
+        raise _unreadable(
+            name, f"holds {str(dtype)!r:.60}, not numbers in this machine's byte order"
+        )
+    if (
+        len(shape) > _DIMENSIONS
+        or min(shape, default=0) < 0
+        or prod(n or 1 for n in shape) > _ELEMENTS
+    ):
         raise _unreadable(name, f"has the impossible shape {shape!r:.60}")
     return dtype, tuple(map(int, shape)), fortran, length
 
 
-@lru_cache(maxsize=4096)  # A model's arrays have few headers, and Python's parser is slow.
+@lru_cache(
+    maxsize=4096
+)  # A model's arrays have few headers, and Python's parser is slow.
 def _parsed(header: bytes) -> tuple[Sequence[int], bool, np.dtype[Any], int]:
-    """Return shape, Fortran order, dtype and length of the npy header that some bytes begin with."""
+    """Return shape, Fortran order, dtype and length of the npy header that some bytes
+    begin with.
+    """
     stream = BytesIO(header)
     read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-    shape, fortran, dtype = read[npy.read_magic(stream)](stream, max_header_size=_HEADER)
+    shape, fortran, dtype = read[npy.read_magic(stream)](
+        stream, max_header_size=_HEADER
+    )
     return shape, fortran, dtype, stream.tell()
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two CPU tensors of one shape have one dtype and equal bits, also NaN and -0."""
-    a, b = (tensor.contiguous().view(_BITS[tensor.element_size()]) for tensor in (one, other))
+    """Return whether two CPU tensors of one shape have one dtype and equal bits, also
+    NaN and -0.
+    """
+    a, b = (
+        tensor.contiguous().view(_BITS[tensor.element_size()])
+        for tensor in (one, other)
+    )
     return one.dtype == other.dtype and torch.equal(a, b)
 
 
 class _Unlocked:
-    """A read-only array that is declared writable, because torch warns about read-only arrays."""
+    """A read-only array that is declared writable, because torch warns about read-only
+    arrays.
+    """
 
     def __init__(self, values: np.ndarray[Any, Any]) -> None:
         interface = values.__array_interface__
@@ -215,9 +290,13 @@ def _tied(name: str, record: ArrayRecord, found: Mapping[str, Tensor]) -> Tensor
     except UnicodeDecodeError as error:
         raise _unreadable(name, "is tied to bytes that are no name") from error
     if other not in record or record[other].stype not in (NUMPY, BFLOAT16):
-        raise _unreadable(name, f"is tied to {other!r:.60}, which is not in the record with values")
+        raise _unreadable(
+            name, f"is tied to {other!r:.60}, which is not in the record with values"
+        )
     if (array.shape, array.dtype) != (record[other].shape, record[other].dtype):
-        raise _unreadable(name, f"is tied to {other!r:.60}, which has another shape or dtype")
+        raise _unreadable(
+            name, f"is tied to {other!r:.60}, which has another shape or dtype"
+        )
     return found[other]
 
 
@@ -230,31 +309,49 @@ def replace_changed(
 ) -> ArrayRecord:
     """Return ``after`` as Flower's own arrays, which any strategy can read.
 
-    An array of Flower's own keeps its bytes if its tensor was neither replaced nor cast. bfloat16, which
-    NumPy lacks, becomes float32.
+    An array of Flower's own keeps its bytes if its tensor was neither replaced nor
+    cast. bfloat16, which NumPy lacks, becomes float32.
     """
     found: dict[str, Array] = {}
     for name, tensor in after.items():
         array = arrays.get(name)
-        kept = array is not None and array.stype == NUMPY and f"torch.{array.dtype}" == str(tensor.dtype)
+        kept = (
+            array is not None
+            and array.stype == NUMPY
+            and f"torch.{array.dtype}" == str(tensor.dtype)
+        )
         if array is None or not kept or tensor is not before[name]:
-            array = encode(name, tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
+            array = encode(
+                name, tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+            )
         found[name] = array
     return ArrayRecord(found)
 
 
 def of_kind(content: RecordDict, kind: type[R]) -> dict[str, R]:
-    """Return the records of one kind; Flower's own views are cycles, which keep a content alive."""
-    return {name: record for name, record in content.items() if isinstance(record, kind)}
+    """Return the records of one kind; Flower's own views are cycles, which keep a
+    content alive.
+    """
+    return {
+        name: record for name, record in content.items() if isinstance(record, kind)
+    }
 
 
 def model_records(content: RecordDict) -> dict[str, ArrayRecord]:
-    """Return a reply's ArrayRecords that are models, not ours; a valid reply has exactly one."""
-    return {name: arrays for name, arrays in of_kind(content, ArrayRecord).items() if name != STATISTICS}
+    """Return a reply's ArrayRecords that are models, not ours; a valid reply has
+    exactly one.
+    """
+    return {
+        name: arrays
+        for name, arrays in of_kind(content, ArrayRecord).items()
+        if name != STATISTICS
+    }
 
 
 def without_arrays(content: RecordDict) -> RecordDict:
-    """Return the metrics of a content, and its configurations as long as all fit into 64 KiB."""
+    """Return the metrics of a content, and its configurations as long as all fit into
+    64 KiB.
+    """
     small, left = dict[str, ConfigRecord](), _LARGEST_CONFIGURATIONS
     for name, record in of_kind(content, ConfigRecord).items():
         left -= _size(name, record)
@@ -269,6 +366,10 @@ _LARGEST_CONFIGURATIONS = 2**16
 
 def _size(name: str, record: ConfigRecord) -> int:
     """Return the approximate size of a configuration in bytes."""
-    values = [v for value in record.values() for v in (value if isinstance(value, list) else [value])]
+    values = [
+        v
+        for value in record.values()
+        for v in (value if isinstance(value, list) else [value])
+    ]
     numbers = sum(len(v) if isinstance(v, (str, bytes)) else 8 for v in values)
     return len(name) + numbers + sum(map(len, record))

@@ -28,10 +28,14 @@ def wanted_statistics(message: Message) -> tuple[str, ...]:
 def check_precision(dtype: torch.dtype) -> None:
     """Raise ``FedrotError`` unless statistics can be sent in a dtype."""
     if dtype not in (torch.float32, torch.bfloat16):
-        raise FedrotError(f"Statistics are sent as float32 or bfloat16, not as {dtype}.")
+        raise FedrotError(
+            f"Statistics are sent as float32 or bfloat16, not as {dtype}."
+        )
 
 
-def statistics_record(statistics: Statistics, dtype: torch.dtype = torch.float32) -> ArrayRecord:
+def statistics_record(
+    statistics: Statistics, dtype: torch.dtype = torch.float32
+) -> ArrayRecord:
     """Return statistics as the ArrayRecord ``fedrot-statistics`` of a client's reply.
 
     Matrices that several layers share are sent once.
@@ -44,17 +48,21 @@ def statistics_record(statistics: Statistics, dtype: torch.dtype = torch.float32
         FedrotError: another dtype, or the name of a tensor has a '|'.
     """
     check_precision(dtype)
-    odd = [name for by_name in statistics.values() for name in by_name if _NAMES in name]
+    odd = [
+        name for by_name in statistics.values() for name in by_name if _NAMES in name
+    ]
     if odd:
         raise FedrotError(
-            f"Statistics of '{odd[0]}' cannot be sent, because '{_NAMES}' separates names. Rename the "
-            "module."
+            f"Statistics of '{odd[0]}' cannot be sent, because '{_NAMES}' separates "
+            "names. Rename the module."
         )
     found: dict[str, Array] = {}
     for kind, by_name in statistics.items():
         for names in _sharing(by_name):
             key, value = f"{kind}{_KIND}{_NAMES.join(names)}", by_name[names[0]]
-            found[key] = encode(key, value.to(dtype) if value.is_floating_point() else value)
+            found[key] = encode(
+                key, value.to(dtype) if value.is_floating_point() else value
+            )
     return ArrayRecord(found)
 
 
@@ -67,34 +75,50 @@ def _sharing(by_name: Mapping[str, Tensor]) -> Iterable[list[str]]:
 
 
 def read_statistics(
-    content: RecordDict, shapes: Mapping[str, tuple[int, ...]] | None = None, copy: bool = False
+    content: RecordDict,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    copy: bool = False,
 ) -> dict[str, dict[str, Tensor]]:
     """Return the statistics of a reply, empty if it has none.
 
-    Each array is checked before the next one is decoded: many keys can share one large array, which
-    travels once.
+    Each array is checked before the next one is decoded: many keys can share one large
+    array, which travels once.
 
     Args:
-        shapes: of the model's tensors; None checks nothing, for a client's own statistics.
+        shapes: of the model's tensors; None checks nothing, for a client's own
+            statistics.
         copy: as in ``Schema.read``.
 
     Raises:
-        UpdateError: they cannot be decoded, a tensor has two of one kind, or see ``check_statistics``.
+        UpdateError: they cannot be decoded, a tensor has two of one kind, or see
+            ``check_statistics``.
     """
     found: dict[str, dict[str, Tensor]] = {}
     for key, array in of_kind(content, ArrayRecord).get(STATISTICS, {}).items():
         kind, separator, joined = key.partition(_KIND)
         if not separator:
-            raise UpdateError(f"The statistics '{key}' have no kind; use statistics_record.")
+            raise UpdateError(
+                f"The statistics '{key}' have no kind; use statistics_record."
+            )
         names = joined.split(_NAMES)
         try:
             value = decode(key, array)
         except UpdateError as error:
-            raise UpdateError(f"The statistics '{key}' cannot be decoded: {error}") from error
-        value = value.float() if value.dtype == torch.bfloat16 else value.clone() if copy else value
+            raise UpdateError(
+                f"The statistics '{key}' cannot be decoded: {error}"
+            ) from error
+        value = (
+            value.float()
+            if value.dtype == torch.bfloat16
+            else value.clone()
+            if copy
+            else value
+        )
         given, by_name = dict.fromkeys(names, value), found.setdefault(kind, {})
         if twice := given.keys() & by_name.keys():
-            raise UpdateError(f"The {kind} statistics of '{min(twice)}' come twice; send them once.")
+            raise UpdateError(
+                f"The {kind} statistics of '{min(twice)}' come twice; send them once."
+            )
         if shapes is not None:
             check_statistics({kind: given}, shapes)
         by_name |= given

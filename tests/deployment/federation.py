@@ -24,16 +24,19 @@ PATIENCE = 300
 def documented_commands() -> dict[str, str]:
     """Return the page's commands by their titles."""
     text = (ROOT / "docs" / "how-to" / "deploy.md").read_text(encoding="utf-8")
-    blocks = re.findall(r'^```bash title="([\w-]+)"\n(.*?)^```$', text, flags=re.DOTALL | re.MULTILINE)
+    blocks = re.findall(
+        r'^```bash title="([\w-]+)"\n(.*?)^```$', text, flags=re.DOTALL | re.MULTILINE
+    )
     assert len(blocks) == text.count("```bash"), "A command of the page has no name."
     return dict(blocks)
 
 
 class Federation:
-    """The commands of the page, run in one folder; leaving it kills whatever they started.
+    """The commands of the page, run in one folder; leaving it kills whatever they
+    started.
 
-    Every node has a Flower home of its own below the folder, by which its processes are found, the ones
-    included that Flower detaches.
+    Every node has a Flower home of its own below the folder, by which its processes are
+    found, the ones included that Flower detaches.
     """
 
     def __init__(self, folder: Path, nodes: int = 4) -> None:
@@ -51,7 +54,9 @@ class Federation:
         self.stop()
 
     def command(self, name: str, node: int = 0, port: int | None = None) -> str:
-        """Return a command of the page, for the given node, our nodes and free ports."""
+        """Return a command of the page, for the given node, our nodes and free
+        ports.
+        """
         changes = {
             "8000": str(self.port),
             "$((9094 + NODE))": str(port or self.node_ports[node]),
@@ -91,7 +96,9 @@ class Federation:
         return self.processes[name]
 
     def run(self, name: str, command: str | None = None) -> str:
-        """Run a command that ends, one of the page if none is given, and return its output."""
+        """Run a command that ends, one of the page if none is given, and return its
+        output.
+        """
         code = self.wait(name, command or self.command(name))
         assert code == 0, f"'{name}' ended with {code}.\n{self.logs()}"
         return self.log(name)
@@ -110,13 +117,20 @@ class Federation:
         """
         deadline = time.monotonic() + PATIENCE
         while not condition():
-            assert time.monotonic() < deadline, f"Not within {PATIENCE} s: {what}.\n{self.logs()}"
+            assert time.monotonic() < deadline, (
+                f"Not within {PATIENCE} s: {what}.\n{self.logs()}"
+            )
             time.sleep(0.1)
 
     def listens(self) -> bool:
         """Tell whether the SuperLink takes connections."""
-        assert self.processes["superlink"].poll() is None, f"The SuperLink ended.\n{self.logs()}"
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
+        assert self.processes["superlink"].poll() is None, (
+            f"The SuperLink ended.\n{self.logs()}"
+        )
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", self.port), timeout=1),
+        ):
             return True
         return False
 
@@ -129,7 +143,8 @@ class Federation:
         self.processes[name].wait()
 
     def stop(self) -> None:
-        """Kill everything that runs in this federation's Flower homes, until nothing is left.
+        """Kill everything that runs in this federation's Flower homes, until nothing is
+        left.
 
         Raises:
             AssertionError: something cannot be killed.
@@ -153,7 +168,9 @@ class Federation:
 
     def log(self, name: str) -> str:
         """Return what a command has printed, without colours."""
-        text = (self.folder / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+        text = (self.folder / f"{name}.log").read_text(
+            encoding="utf-8", errors="replace"
+        )
         return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
     def logs(self, lines: int = 40) -> str:
@@ -166,7 +183,9 @@ class Federation:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nothing listens on, all different because all are held at once."""
+    """Return ports that nothing listens on, all different because all are held at
+    once.
+    """
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

@@ -1,4 +1,6 @@
-"""A SuperLink and four SuperNodes, started as docs/how-to/deploy.md says: three of them go wrong."""
+"""A SuperLink and four SuperNodes, started as docs/how-to/deploy.md says: three of them
+go wrong.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ toy = test_examples.toy
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
     """Certificates, keys, and a SuperLink that knows the keys of four nodes."""
     folder = tmp_path_factory.mktemp("deployment")
-    shutil.copytree(APP, folder / "my-app", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        APP, folder / "my-app", ignore=shutil.ignore_patterns("__pycache__")
+    )
     with Federation(folder) as federation:
         federation.run("certificates")
         federation.start("superlink", federation.command("superlink"))
@@ -53,7 +57,9 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
 
 @pytest.fixture(scope="module")
 def results(federation: Federation) -> Path:
-    """The run: two rounds, and a node that is killed while it trains in the second one."""
+    """The run: two rounds, and a node that is killed while it trains in the second
+    one.
+    """
     results = federation.folder / "results"
     for client in CLIENTS:
         # The page shows two ways; the second one's loop is tried by a node that stays.
@@ -74,7 +80,8 @@ def results(federation: Federation) -> Path:
 
 
 def expected(scrambled: bool = False) -> dict[str, Tensor]:
-    """Return the model after two rounds in float64: weighted means of who is left in each.
+    """Return the model after two rounds in float64: weighted means of who is left in
+    each.
 
     Args:
         scrambled: what the means would be if nobody undid the scrambling.
@@ -82,20 +89,31 @@ def expected(scrambled: bool = False) -> dict[str, Tensor]:
     model = build_model()
     symmetry = fedrot.symmetry_of(model.config, model.state_dict())
     tensors = {name: tensor.double() for name, tensor in model.state_dict().items()}
-    for server_round, clients in ((1, (HONEST, SCRAMBLED, DYING)), (2, (HONEST, SCRAMBLED))):
+    for server_round, clients in (
+        (1, (HONEST, SCRAMBLED, DYING)),
+        (2, (HONEST, SCRAMBLED)),
+    ):
         updates = {client: trained(tensors, client, server_round) for client in clients}
         if scrambled:
-            updates[SCRAMBLED] = fedrot.random_equivalent(updates[SCRAMBLED], symmetry, server_round)
+            updates[SCRAMBLED] = fedrot.random_equivalent(
+                updates[SCRAMBLED], symmetry, server_round
+            )
         total = sum(map(examples, clients))
         tensors = {
-            name: sum((examples(c) / total * updates[c][name] for c in clients), torch.tensor(0.0))
+            name: sum(
+                (examples(c) / total * updates[c][name] for c in clients),
+                torch.tensor(0.0),
+            )
             for name in tensors
         }
     return tensors
 
 
 def rows(results: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (results / "alignment.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (results / "alignment.jsonl").read_text().splitlines()
+    ]
 
 
 def test_the_model_is_the_mean_of_who_is_left_unscrambled(results: Path) -> None:
@@ -106,22 +124,36 @@ def test_the_model_is_the_mean_of_who_is_left_unscrambled(results: Path) -> None
 
 def test_nan_is_dropped_by_name(results: Path) -> None:
     aside = [row for row in rows(results) if "dropped" in row]
-    assert [(row["round"], row["client"]) for row in aside] == [(1, BROKEN), (2, BROKEN)]
+    assert [(row["round"], row["client"]) for row in aside] == [
+        (1, BROKEN),
+        (2, BROKEN),
+    ]
     assert all("'classifier.weight' holds NaN" in row["dropped"] for row in aside)
 
 
 def test_the_dead_node_is_a_failure_of_its_round(results: Path) -> None:
     metrics = json.loads((results / "metrics.json").read_text())
     counts = [
-        (metrics[str(n)]["fedrot-replies-dropped"], metrics[str(n)]["fedrot-replies-failed"])
+        (
+            metrics[str(n)]["fedrot-replies-dropped"],
+            metrics[str(n)]["fedrot-replies-failed"],
+        )
         for n in range(1, ROUNDS + 1)
     ]
     assert counts == [(1, 0), (1, 1)]
     (failed,) = [row for row in rows(results) if "failed" in row]
     assert failed["round"] == 2
     assert "heartbeat" in failed["failed"]
-    aligned = {(row["round"], row["client"]) for row in rows(results) if "before" in row}
-    assert aligned == {(1, HONEST), (1, SCRAMBLED), (1, DYING), (2, HONEST), (2, SCRAMBLED)}
+    aligned = {
+        (row["round"], row["client"]) for row in rows(results) if "before" in row
+    }
+    assert aligned == {
+        (1, HONEST),
+        (1, SCRAMBLED),
+        (1, DYING),
+        (2, HONEST),
+        (2, SCRAMBLED),
+    }
 
 
 @pytest.mark.usefixtures("results")
@@ -129,9 +161,16 @@ def test_flower_lists_the_run_and_the_nodes(federation: Federation) -> None:
     (run,) = listed(federation, "runs")["runs"]
     assert run["status"] == "finished:completed"
     nodes = listed(federation, "nodes")["nodes"]
-    assert sorted(node["status"] for node in nodes) == ["offline", "online", "online", "online"]
+    assert sorted(node["status"] for node in nodes) == [
+        "offline",
+        "online",
+        "online",
+        "online",
+    ]
     tried = federation.used | INSECURE
-    assert tried == set(federation.commands), "The page has a command that nobody tried."
+    assert tried == set(federation.commands), (
+        "The page has a command that nobody tried."
+    )
 
 
 def listed(federation: Federation, name: str) -> dict[str, Any]:
@@ -143,7 +182,9 @@ def listed(federation: Federation, name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def stranger(federation: Federation) -> None:
-    """A key that nobody registered and an authority that nobody trusts, in a folder of their own."""
+    """A key that nobody registered and an authority that nobody trusts, in a folder of
+    their own.
+    """
     (federation.folder / "stranger").mkdir()
     federation.run("stranger", f"cd stranger\n{federation.command('certificates')}")
 
@@ -152,13 +193,19 @@ AUTHORITY = "--root-certificates certificates/ca.crt"
 KEY = "--auth-supernode-private-key keys/node$NODE"
 #: Changes to the documented command of a node that keep it out, and what it says then.
 REFUSED = {
-    "another key": ({KEY: "--auth-supernode-private-key stranger/keys/node0"}, "[code: 2004]"),
+    "another key": (
+        {KEY: "--auth-supernode-private-key stranger/keys/node0"},
+        "[code: 2004]",
+    ),
     "no key": ({KEY: ""}, "SuperNode authentication is enabled"),
     "another authority": (
         {AUTHORITY: "--root-certificates stranger/certificates/ca.crt"},
         "certificate verify failed",
     ),
-    "no TLS": ({AUTHORITY: "--insecure", KEY: ""}, "Failed to initialize the connection"),
+    "no TLS": (
+        {AUTHORITY: "--insecure", KEY: ""},
+        "Failed to initialize the connection",
+    ),
 }
 
 
@@ -188,7 +235,9 @@ def test_flwr_refuses_a_server_of_another_authority(federation: Federation) -> N
         assert old in connection
         connection = connection.replace(old, new)
     federation.run("other-connection", connection)
-    code = federation.wait("other-runs", federation.command("runs").replace("secure", "other"))
+    code = federation.wait(
+        "other-runs", federation.command("runs").replace("secure", "other")
+    )
     assert code != 0
     # This is all that flwr says.
     assert "Connection to the SuperLink is unavailable" in federation.log("other-runs")
@@ -199,7 +248,9 @@ def test_the_quickstart_runs_without_encryption(toy: str, tmp_path: Path) -> Non
     shutil.copytree(test_examples.EXAMPLES, tmp_path / "examples")
     with Federation(tmp_path, nodes=2) as federation:
         offline = f"export UV_OFFLINE=1 UV_CACHE_DIR={tmp_path / 'uv'}\n"
-        federation.start("superlink", offline + federation.command("insecure-superlink"))
+        federation.start(
+            "superlink", offline + federation.command("insecure-superlink")
+        )
         federation.until(federation.listens, "the SuperLink listens")
         federation.run("insecure-connection")
         for node in range(2):

@@ -19,7 +19,9 @@ def settings(tmp_path: Path) -> str:
     from transformers import BertConfig, BertModel
 
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    config = BertConfig(vocab_size=save_tokenizer(tmp_path / "model"), hidden_size=32, **sizes)
+    config = BertConfig(
+        vocab_size=save_tokenizer(tmp_path / "model"), hidden_size=32, **sizes
+    )
     BertModel(config).save_pretrained(tmp_path / "model")
     (tmp_path / "data").mkdir()
     for split, size in (("train", 160), ("test", 40)):
@@ -28,16 +30,22 @@ def settings(tmp_path: Path) -> str:
             csv.writer(file).writerows([("text", "label"), *rows])
     given = {"dataset": "data", "model": "model", "results": "rows.csv"}
     names = " ".join(f'{name}="{tmp_path / own}"' for name, own in given.items())
-    return f"{names} num-classes=2 trained-layers=1 num-server-rounds=1 learning-rate-fedrot=1e-3"
+    return (
+        f"{names} num-classes=2 trained-layers=1 num-server-rounds=1 "
+        "learning-rate-fedrot=1e-3"
+    )
 
 
 def test_every_strategy_gives_a_row(tmp_path: Path, settings: str) -> None:
     with Run(tmp_path) as run:
-        log = run.simulated(BASELINE, 4, f'{settings} strategies="{",".join(STRATEGIES)}"')
+        log = run.simulated(
+            BASELINE, 4, f'{settings} strategies="{",".join(STRATEGIES)}"'
+        )
     rows = pandas.read_csv(tmp_path / "rows.csv")
     assert [*rows["strategy"]] == STRATEGIES, log
     found = rows.set_index("strategy")["macro_f1"]
-    # Without training the fitted head tells the classes apart; one round on four clients does not.
+    # Without training the fitted head tells the classes apart; one round on four
+    # clients does not.
     assert found["+fit"] > 0.9
     assert found["fedrot"] > 0.9
     assert found["head-only"] < 0.9
@@ -46,7 +54,9 @@ def test_every_strategy_gives_a_row(tmp_path: Path, settings: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_it_runs_unchanged_on_a_superlink_with_two_supernodes(tmp_path: Path, settings: str) -> None:
+def test_it_runs_unchanged_on_a_superlink_with_two_supernodes(
+    tmp_path: Path, settings: str
+) -> None:
     with Run(tmp_path) as run:
         run.serve()
         log = run.deployed(BASELINE, f'{settings} strategies="fedavg+fit"')

@@ -1,7 +1,9 @@
-"""The examples at toy size, by ``flwr run``, in simulation and in a deployment, without a network.
+"""The examples at toy size, by ``flwr run``, in simulation and in a deployment, without
+a network.
 
-Flower installs what an app declares when its run starts, unless told not to. It is not told here: the
-examples' own ``[tool.uv]`` must be enough, with an empty cache and no registry.
+Flower installs what an app declares when its run starts, unless told not to. It is not
+told here: the examples' own ``[tool.uv]`` must be enough, with an empty cache and no
+registry.
 """
 
 from __future__ import annotations
@@ -27,24 +29,33 @@ from tests.deployment.federation import ROOT, Federation
 EXAMPLES = ROOT / "examples"
 QUICKSTART, INSTITUTIONS = EXAMPLES / "quickstart", EXAMPLES / "institutions"
 SECURE, LANGUAGE = EXAMPLES / "secure-aggregation", EXAMPLES / "llm-lora"
-CLASSIFIER, BASELINE = EXAMPLES / "lora-classifier", ROOT / "baselines" / "label-skew-text"
+CLASSIFIER, BASELINE = (
+    EXAMPLES / "lora-classifier",
+    ROOT / "baselines" / "label-skew-text",
+)
 TEXTS = ("a fine film , I liked it", "a dull film , I hated it")
 
 
 class Run(Federation):
-    """A Flower home, ports and a uv cache of their own; nothing that was started outlives it."""
+    """A Flower home, ports and a uv cache of their own; nothing that was started
+    outlives it.
+    """
 
     def __enter__(self) -> Run:
         home = self.folder / "flower"
         home.mkdir()
         (home / "config.toml").write_text(
-            f'[superlink]\ndefault = "local"\n\n[superlink.local]\naddress = ":local:"\n\n'
-            f'[superlink.deployment]\naddress = "127.0.0.1:{self.port}"\ninsecure = true\n'
+            '[superlink]\ndefault = "local"\n\n'
+            '[superlink.local]\naddress = ":local:"\n\n'
+            f'[superlink.deployment]\naddress = "127.0.0.1:{self.port}"\n'
+            "insecure = true\n"
         )
         return self
 
     def left(self) -> Iterator[psutil.Process]:
-        """Return what still runs, children first: Ray's hide their environment and outlive parents."""
+        """Return what still runs, children first: Ray's hide their environment and
+        outlive parents.
+        """
         found = list(super().left())
         for process in found:
             with contextlib.suppress(psutil.Error):
@@ -52,7 +63,9 @@ class Run(Federation):
         yield from found
 
     def flower(self, name: str, arguments: str) -> str:
-        """Run a Flower command that ends, and return its output; the managed SuperLink is our own."""
+        """Run a Flower command that ends, and return its output; the managed SuperLink
+        is our own.
+        """
         environment = (
             f"UV_OFFLINE=1 UV_CACHE_DIR={self.folder / 'uv'} "
             f"FLWR_LOCAL_SUPERLINK_HTTP_API_PORT={self.node_ports[0]} "
@@ -63,31 +76,45 @@ class Run(Federation):
     def simulated(self, app: Path, clients: int, settings: str) -> str:
         """Return the log of an app that ran to its end in simulation."""
         size = f"num-supernodes={clients} client-resources-num-cpus=1"
-        options = f"--stream --federation-config {shlex.quote(size)} -c {shlex.quote(settings)}"
+        options = (
+            f"--stream --federation-config {shlex.quote(size)} -c "
+            f"{shlex.quote(settings)}"
+        )
         log = self.flower("run", f"flwr run {app} local {options}")
         assert self.status("local") == "finished:completed", log
         return log
 
     def serve(self) -> None:
-        """Start a SuperLink and two SuperNodes, in one Flower home, as the quickstart's page does."""
+        """Start a SuperLink and two SuperNodes, in one Flower home, as the quickstart's
+        page does.
+        """
         offline = f"UV_OFFLINE=1 UV_CACHE_DIR={self.folder / 'uv'}"
-        self.start("superlink", f"{offline} flower-superlink --insecure --port {self.port}")
+        self.start(
+            "superlink", f"{offline} flower-superlink --insecure --port {self.port}"
+        )
         self.until(self.listens, "the SuperLink listens")
         for node in range(2):
             self.start(
                 f"node{node}",
                 f"flower-supernode --insecure --superlink 127.0.0.1:{self.port} "
-                f'--port {self.node_ports[node]} --node-config "partition-id={node} num-partitions=2"',
+                f"--port {self.node_ports[node]} --node-config "
+                f'"partition-id={node} num-partitions=2"',
             )
 
     def deployed(self, app: Path, settings: str) -> str:
-        """Return the log of an app that ran to its end on the SuperLink that was started."""
-        log = self.flower(app.name, f"flwr run {app} deployment --stream -c {shlex.quote(settings)}")
+        """Return the log of an app that ran to its end on the SuperLink that was
+        started.
+        """
+        log = self.flower(
+            app.name, f"flwr run {app} deployment --stream -c {shlex.quote(settings)}"
+        )
         assert self.status("deployment") == "finished:completed", self.logs()
         return log
 
     def status(self, connection: str) -> str:
-        """Return how all runs ended; ``flwr run`` itself ends with 0 whatever happens."""
+        """Return how all runs ended; ``flwr run`` itself ends with 0 whatever
+        happens.
+        """
         self.flower("list", f"flwr list {connection} --format json > runs.json")
         text = (self.folder / "runs.json").read_text()
         runs = json.loads(text[text.index("{") :])["runs"]
@@ -128,7 +155,10 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> str:
     (folder / "data").mkdir()
     with (folder / "data" / "train.csv").open("w", newline="") as file:
         csv.writer(file).writerows(
-            [("text", "label"), *((f"{TEXTS[n % 2]} {n} times", n % 2) for n in range(40))]
+            [
+                ("text", "label"),
+                *((f"{TEXTS[n % 2]} {n} times", n % 2) for n in range(40)),
+            ]
         )
     names = f'model-name="{folder / "model"}" dataset-name="{folder / "data"}"'
     return f"{names} max-length=32 num-server-rounds=1"
@@ -136,13 +166,17 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def language(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A language model of random weights and some instructions, as settings of its example."""
+    """A language model of random weights and some instructions, as settings of its
+    example.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel
 
     folder = tmp_path_factory.mktemp("language")
     model, data = folder / "model", folder / "data"
     sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
-    GPT2LMHeadModel(GPT2Config(vocab_size=save_tokenizer(model), **sizes)).save_pretrained(model)
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=save_tokenizer(model), **sizes)
+    ).save_pretrained(model)
     data.mkdir()
     with (data / "train.csv").open("w", newline="") as file:
         rows = (("Say how you liked it.", TEXTS[n % 2]) for n in range(24))
@@ -164,16 +198,25 @@ def test_the_quickstart_runs_in_simulation_and_fits_the_task_head_as_its_page_sa
     run: Run, toy: str, tmp_path: Path
 ) -> None:
     app = tmp_path / "app"
-    shutil.copytree(QUICKSTART, app, ignore=shutil.ignore_patterns("__pycache__", "*.fab"))
+    shutil.copytree(
+        QUICKSTART, app, ignore=shutil.ignore_patterns("__pycache__", "*.fab")
+    )
     page = (QUICKSTART / "README.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
-    client, server = (app / "huggingface_example" / f"{side}_app.py" for side in ("client", "server"))
-    client.write_text(f"{client.read_text(encoding='utf-8')}\n\n{block}", encoding="utf-8")
+    (block,) = re.findall(
+        r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE
+    )
+    client, server = (
+        app / "huggingface_example" / f"{side}_app.py" for side in ("client", "server")
+    )
+    client.write_text(
+        f"{client.read_text(encoding='utf-8')}\n\n{block}", encoding="utf-8"
+    )
     added = re.findall(r"^\+( .*\n)", page, flags=re.MULTILINE)[-1]
     code = server.read_text(encoding="utf-8")
     assert code.count("        model.config,\n") == 1
     server.write_text(
-        code.replace("        model.config,\n", f"        model.config,\n{added}"), encoding="utf-8"
+        code.replace("        model.config,\n", f"        model.config,\n{added}"),
+        encoding="utf-8",
     )
     log = run.simulated(app, 2, toy)
     aligned_once(log)
@@ -183,8 +226,12 @@ def test_the_quickstart_runs_in_simulation_and_fits_the_task_head_as_its_page_sa
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_all_run_unchanged_on_a_superlink_with_two_supernodes(run: Run, toy: str, language: str) -> None:
-    """One federation for all: every request to a node starts a process, and these are slow."""
+def test_all_run_unchanged_on_a_superlink_with_two_supernodes(
+    run: Run, toy: str, language: str
+) -> None:
+    """One federation for all: every request to a node starts a process, and these are
+    slow.
+    """
     run.serve()
     aligned_once(run.deployed(QUICKSTART, toy))
     log = run.deployed(CLASSIFIER, f'{toy} lora-ranks="2+4" fraction-evaluate=0.0')
@@ -192,7 +239,10 @@ def test_all_run_unchanged_on_a_superlink_with_two_supernodes(run: Run, toy: str
     log = run.deployed(LANGUAGE, f"{language} num-server-rounds=1")
     assert "Round 1: 2 adapters: this average is " in log, log
     log = run.deployed(INSTITUTIONS, "width=32 rows=100 epochs=1")
-    assert re.findall(r"loss of (.+):", log)[2:] == ["plain average", "aligned average"], log
+    assert re.findall(r"loss of (.+):", log)[2:] == [
+        "plain average",
+        "aligned average",
+    ], log
     log = run.deployed(SECURE, "clients=2 rows=60 num-server-rounds=1")
     assert re.search(r"loss before: [\d.]+, after 1 rounds: [\d.]+", log), log
 
@@ -216,25 +266,37 @@ def test_clients_align_under_secure_aggregation(run: Run) -> None:
 
 
 @pytest.mark.long
-def test_a_language_model_is_tuned_by_adapters(run: Run, language: str, tmp_path: Path) -> None:
+def test_a_language_model_is_tuned_by_adapters(
+    run: Run, language: str, tmp_path: Path
+) -> None:
     import peft
     from transformers import GPT2LMHeadModel
 
     saved = tmp_path / "saved"
-    log = run.simulated(LANGUAGE, 2, f'{language} num-server-rounds=2 train.save-folder="{saved}"')
+    log = run.simulated(
+        LANGUAGE, 2, f'{language} num-server-rounds=2 train.save-folder="{saved}"'
+    )
     for server_round in (1, 2):
         assert f"Round {server_round}: 2 adapters: this average is " in log, log
     model = shlex.split(language)[0].removeprefix("model.name=")
-    tuned = peft.PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(model), saved)
+    tuned = peft.PeftModel.from_pretrained(
+        GPT2LMHeadModel.from_pretrained(model), saved
+    )
     assert tuned.peft_config["default"].r == 8
-    factors = [tensor for name, tensor in tuned.state_dict().items() if "lora_B" in name]
+    factors = [
+        tensor for name, tensor in tuned.state_dict().items() if "lora_B" in name
+    ]
     assert all(tensor.abs().max() > 0 for tensor in factors)
 
 
-def test_clients_of_different_ranks_train_a_classifier(run: Run, toy: str, tmp_path: Path) -> None:
+def test_clients_of_different_ranks_train_a_classifier(
+    run: Run, toy: str, tmp_path: Path
+) -> None:
     import peft
 
-    log = run.simulated(CLASSIFIER, 2, f'{toy} lora-ranks="2+4" save-folder="{tmp_path / "saved"}"')
+    log = run.simulated(
+        CLASSIFIER, 2, f'{toy} lora-ranks="2+4" save-folder="{tmp_path / "saved"}"'
+    )
     assert "Round 1: 2 adapters: this average is " in log, log
     assert "factors of 4 modules have no mean: their ranks differ" in log, log
     assert "accuracy" in log, log
@@ -247,7 +309,9 @@ APPS = [QUICKSTART, INSTITUTIONS, SECURE, LANGUAGE, CLASSIFIER]
 @pytest.mark.parametrize("app", APPS, ids=lambda app: app.name)
 def test_every_dependency_is_taken_from_beside_flower(app: Path) -> None:
     project = tomllib.loads((app / "pyproject.toml").read_text())
-    declared = {re.split(r"[\[<>=!~; ]", text)[0] for text in project["project"]["dependencies"]}
+    declared = {
+        re.split(r"[\[<>=!~; ]", text)[0] for text in project["project"]["dependencies"]
+    }
     assert set(project["tool"]["uv"]["exclude-dependencies"]) == declared
 
 
@@ -258,7 +322,9 @@ def test_flwr_build_bundles_it_within_the_limits_of_flowers_hub(
     from flwr.cli.app import app as flwr
 
     monkeypatch.chdir(tmp_path)
-    copy = shutil.copytree(app, tmp_path / app.name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    copy = shutil.copytree(
+        app, tmp_path / app.name, ignore=shutil.ignore_patterns("__pycache__", ".*")
+    )
     built = CliRunner().invoke(flwr, ["build", "--app", str(copy)])
     assert built.exit_code == 0, built.output
     (bundle,) = tmp_path.glob("*.fab")
@@ -271,12 +337,19 @@ def test_flwr_build_bundles_it_within_the_limits_of_flowers_hub(
     assert max(map(len, files.values())) <= 1e6
     assert sum(map(len, files.values())) <= 1e7
     assert files["LICENSE"] == (ROOT / "LICENSE").read_bytes()
-    keys = ["title", "url", "labels", "dataset"] if app == BASELINE else ["tags", "dataset", "framework"]
+    keys = (
+        ["title", "url", "labels", "dataset"]
+        if app == BASELINE
+        else ["tags", "dataset", "framework"]
+    )
     matter = "---\n" + "".join(f"{key}: .+\n" for key in keys) + "---\n\n# "
     assert re.match(matter, files["README.md"].decode())
     declared = tomllib.loads(files["pyproject.toml"].decode())["tool"]["flwr"]["app"]
     assert declared["fab-format-version"] == 1
-    assert f"flwr=={declared['flwr-version-target']}\n" in (ROOT / "constraints.txt").read_text()
+    assert (
+        f"flwr=={declared['flwr-version-target']}\n"
+        in (ROOT / "constraints.txt").read_text()
+    )
 
 
 def test_the_readme_shows_every_line_that_turns_fedavg_into_fedrot() -> None:

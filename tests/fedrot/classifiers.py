@@ -1,4 +1,6 @@
-"""Classifiers of every family with labelled inputs, and what a loop over their rows finds."""
+"""Classifiers of every family with labelled inputs, and what a loop over their rows
+finds.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,20 @@ CLASSES = 3
 
 #: The last linear layer of every family's classifiers of sequences, tokens and images.
 LAST = {
-    **dict.fromkeys(("bert", "albert", "deberta", "deberta-v2", "modernbert-biased"), "classifier"),
+    **dict.fromkeys(
+        ("bert", "albert", "deberta", "deberta-v2", "modernbert-biased"), "classifier"
+    ),
     **dict.fromkeys(("vit", "vit-plain", "clip-classifier"), "classifier"),
-    **dict.fromkeys(("deberta-embedding", "gpt-neox-tokens", "falcon-rw"), "classifier"),
+    **dict.fromkeys(
+        ("deberta-embedding", "gpt-neox-tokens", "falcon-rw"), "classifier"
+    ),
     **dict.fromkeys(("camembert", "mpnet"), "classifier.out_proj"),
-    **dict.fromkeys(("t5-classifier", "bart-classifier"), "classification_head.out_proj"),
-    **dict.fromkeys(("gpt2-classifier", "gptj-whole", "falcon-11b", "opt-projected"), "score"),
+    **dict.fromkeys(
+        ("t5-classifier", "bart-classifier"), "classification_head.out_proj"
+    ),
+    **dict.fromkeys(
+        ("gpt2-classifier", "gptj-whole", "falcon-11b", "opt-projected"), "score"
+    ),
     **dict.fromkeys(("llama-biased", "qwen2", "phi3-partial"), "score"),
 }
 #: Those that label every token.
@@ -35,7 +45,9 @@ Batch = dict[str, Tensor]
 
 
 def batch_for(name: str, rows: int, seed: int = 0) -> Batch:
-    """Return inputs of a family's classifier with labels; the second row and padding have none."""
+    """Return inputs of a family's classifier with labels; the second row and padding
+    have none.
+    """
     batch = inputs(name, rows)
     shape = batch["input_ids"].shape if name in TOKENS else (rows,)
     batch["labels"] = torch.randint(CLASSES, shape, generator=seeded(seed))
@@ -50,8 +62,12 @@ def unlabelled(batch: Batch) -> Batch:
     return {key: value for key, value in batch.items() if key != "labels"}
 
 
-def rows_of(model: Any, batches: Sequence[Batch], name: str) -> tuple[Array, Array, Array]:
-    """Return the inputs of the last layer, the labels and the logits of every row that has a label."""
+def rows_of(
+    model: Any, batches: Sequence[Batch], name: str
+) -> tuple[Array, Array, Array]:
+    """Return the inputs of the last layer, the labels and the logits of every row that
+    has a label.
+    """
     seen: list[Tensor] = []
     layer = model.get_submodule(LAST[name])
     handle = layer.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -66,10 +82,16 @@ def rows_of(model: Any, batches: Sequence[Batch], name: str) -> tuple[Array, Arr
                 rows += [(features[row, i], label[i], logits[row, i]) for i in places]
             elif label >= 0:
                 # The texts are padded on the right.
-                last = int(batch["attention_mask"][row].sum()) - 1 if name in DECODERS else ...
+                last = (
+                    int(batch["attention_mask"][row].sum()) - 1
+                    if name in DECODERS
+                    else ...
+                )
                 rows.append((features[row][last], label, logits[row]))
     handle.remove()
-    features, labels, logits = (torch.stack(each).double().numpy() for each in zip(*rows, strict=True))
+    features, labels, logits = (
+        torch.stack(each).double().numpy() for each in zip(*rows, strict=True)
+    )
     return features, labels.astype(int), logits
 
 
@@ -79,8 +101,12 @@ def loss_of(logits: Array, labels: Array, temperature: float) -> Array:
     return np.log(np.exp(apart).sum(1)) - apart[np.arange(len(labels)), labels]
 
 
-def sums_of(features: Array, labels: Array, problem: str = SINGLE, outputs: int = CLASSES) -> ClassSums:
-    """Return the sums over rows; the labels are classes ``[rows]``, or values ``[rows, outputs]``."""
+def sums_of(
+    features: Array, labels: Array, problem: str = SINGLE, outputs: int = CLASSES
+) -> ClassSums:
+    """Return the sums over rows; the labels are classes ``[rows]``, or values ``[rows,
+    outputs]``.
+    """
     one_hot = (labels.reshape(len(labels), -1) == np.arange(outputs)).astype(float)
     factors = one_hot if problem == SINGLE else np.insert(labels, 0, 1, axis=1)
     terms = (factors.sum(0), factors.T @ features, features.T @ features)

@@ -20,13 +20,20 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def cross(state: State, other: State, names: Names, layer: int, head: int, pair: str) -> Tensor:
-    """Return one head's cross matrix from the definition, anchor rows times client rows."""
+def cross(
+    state: State, other: State, names: Names, layer: int, head: int, pair: str
+) -> Tensor:
+    """Return one head's cross matrix from the definition, anchor rows times client
+    rows.
+    """
     rows = slice(head * DIM, (head + 1) * DIM)
     total = torch.zeros(DIM, DIM, dtype=torch.float64)
     for module in ("query", "key") if pair == "qk" else ("value",):
         name = names.of(layer, module)
-        a, c = (torch.cat([s[f"{name}.weight"], s[f"{name}.bias"][:, None]], 1) for s in (state, other))
+        a, c = (
+            torch.cat([s[f"{name}.weight"], s[f"{name}.bias"][:, None]], 1)
+            for s in (state, other)
+        )
         total += a[rows].double() @ c[rows].double().T
     if pair == "vo":
         name = f"{names.of(layer, 'output')}.weight"
@@ -35,7 +42,9 @@ def cross(state: State, other: State, names: Names, layer: int, head: int, pair:
 
 
 def dense(kind: Kind, element: Tensor, size: int) -> Tensor:
-    """Return the matrix ``[size, size]`` of an element on the covariant side, entry by entry."""
+    """Return the matrix ``[size, size]`` of an element on the covariant side, entry by
+    entry.
+    """
     matrix = torch.zeros(size, size, dtype=torch.float64)
     width = size // kind.units
     for unit in range(kind.units):
@@ -58,7 +67,11 @@ def along(matrix: Tensor, tensor: Tensor, axis: int) -> Tensor:
     return torch.tensordot(matrix, tensor, dims=([1], [axis])).movedim(0, axis)
 
 
-def random_moves(symmetry: fedrot.Symmetry, seed: int, parts: tuple[str, ...]) -> tuple[Move, ...]:
+def random_moves(
+    symmetry: fedrot.Symmetry, seed: int, parts: tuple[str, ...]
+) -> tuple[Move, ...]:
     """Return a random element of every group of the parts."""
     rng = seeded(seed)
-    return tuple(Move(group, group.kind.random(rng)) for group in symmetry.select(parts))
+    return tuple(
+        Move(group, group.kind.random(rng)) for group in symmetry.select(parts)
+    )

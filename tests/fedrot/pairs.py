@@ -1,4 +1,6 @@
-"""Pairs of models that are hard to align, which tensors a part may touch, and what reports must say."""
+"""Pairs of models that are hard to align, which tensors a part may touch, and what
+reports must say.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,12 @@ MODULES = {
 }
 
 
-def touched_by(names: Names, parts: tuple[str, ...], layers: tuple[int, ...] = (0, 1)) -> set[str]:
-    """Return the tensors that the parts act on: output biases of ``output`` and ``down`` excluded."""
+def touched_by(
+    names: Names, parts: tuple[str, ...], layers: tuple[int, ...] = (0, 1)
+) -> set[str]:
+    """Return the tensors that the parts act on: output biases of ``output`` and
+    ``down`` excluded.
+    """
     found = set()
     for layer in layers:
         for module in {m for part in parts for m in MODULES[part]}:
@@ -53,14 +59,19 @@ def only(state: State, names: set[str]) -> State:
 
 
 def _conflicting(state: State, names: Names) -> State:
-    """Heads and neurons shuffled differently in every module: no single order serves them all."""
+    """Heads and neurons shuffled differently in every module: no single order serves
+    them all.
+    """
     out = near(state, 0.05)
     for layer in range(2):
         for shift, module in enumerate(("query", "key", "value"), start=0):
             for leaf in ("weight", "bias"):
                 key = f"{names.of(layer, module)}.{leaf}"
                 out[key] = out[key].roll(shift * DIM, 0)
-        output, up = f"{names.of(layer, 'output')}.weight", f"{names.of(layer, 'up')}.weight"
+        output, up = (
+            f"{names.of(layer, 'output')}.weight",
+            f"{names.of(layer, 'up')}.weight",
+        )
         out[output] = out[output].roll(3 * DIM, 1)
         out[up] = out[up].roll(1, 0)
     return out
@@ -71,11 +82,19 @@ PAIRS: dict[str, Callable[[State, Names], State]] = {
     "near": lambda state, names: near(state, 0.05),
     "barely": lambda state, names: near(state, 1e-9),
     "far": lambda state, names: near(state, 1.5),
-    "unrelated": lambda state, names: state_of(next(n for n in FEW if CASES[n].names == names), 7),
+    "unrelated": lambda state, names: state_of(
+        next(n for n in FEW if CASES[n].names == names), 7
+    ),
     "opposed": lambda state, names: {name: -tensor for name, tensor in state.items()},
-    "large": lambda state, names: {name: 1e3 * tensor for name, tensor in near(state, 0.2).items()},
-    "small": lambda state, names: {name: 1e-6 * tensor for name, tensor in near(state, 0.2).items()},
-    "zero": lambda state, names: {name: torch.zeros_like(tensor) for name, tensor in state.items()},
+    "large": lambda state, names: {
+        name: 1e3 * tensor for name, tensor in near(state, 0.2).items()
+    },
+    "small": lambda state, names: {
+        name: 1e-6 * tensor for name, tensor in near(state, 0.2).items()
+    },
+    "zero": lambda state, names: {
+        name: torch.zeros_like(tensor) for name, tensor in state.items()
+    },
     "conflicting": _conflicting,
 }
 
@@ -93,14 +112,22 @@ def checked_report(
     touched = {slot.tensor for group in groups for slot in group.slots}
     alignment = fedrot.align(update, anchor, symmetry, options)
     aligned, report = alignment.apply(update), alignment.report
-    assert {key for key in update if not torch.equal(aligned[key], update[key])} <= touched
+    assert {
+        key for key in update if not torch.equal(aligned[key], update[key])
+    } <= touched
     nothing = {key: torch.zeros(()) for key in update}
-    before, after = (squared_distance(only(state, touched), anchor) for state in (update, aligned))
+    before, after = (
+        squared_distance(only(state, touched), anchor) for state in (update, aligned)
+    )
     slack = 1e-11 * (before + squared_distance(only(update, touched), nothing))
-    assert squared_distance(aligned, anchor) <= squared_distance(update, anchor) * (1 + 1e-12)
+    assert squared_distance(aligned, anchor) <= squared_distance(update, anchor) * (
+        1 + 1e-12
+    )
     assert report.before == pytest.approx(before, rel=1e-9, abs=1e-20)
     assert report.after == pytest.approx(after, rel=1e-9, abs=slack)
-    assert report.share() * report.before == pytest.approx(before - after, rel=1e-6, abs=slack)
+    assert report.share() * report.before == pytest.approx(
+        before - after, rel=1e-6, abs=slack
+    )
     if options.coupled:
         return before, after
     assert touched == touched_by(names, tuple(options.parts), layers)
@@ -127,9 +154,11 @@ def checked_report(
 def scrambled(
     anchor: State, symmetry: fedrot.Symmetry, parts: tuple[str, ...], count: int = 2
 ) -> list[tuple[State, State, fedrot.Alignment]]:
-    """Return clients near the anchor and aligned to it, each scrambled, and the way back.
+    """Return clients near the anchor and aligned to it, each scrambled, and the way
+    back.
 
-    The difference between a client and its scrambled self is then a coordinate change and no more.
+    The difference between a client and its scrambled self is then a coordinate change
+    and no more.
     """
     options = fedrot.AlignmentOptions(parts=parts, chance=0, canonical=False)
     found = []
@@ -145,7 +174,9 @@ def scrambled(
 
 
 def with_other_gains(state: State, symmetry: fedrot.Symmetry, seed: int) -> State:
-    """Return the same function with other gains, biases of norms, and redundant attention biases."""
+    """Return the same function with other gains, biases of norms, and redundant
+    attention biases.
+    """
     out, rng = dict(state), seeded(seed)
 
     def noise(like: Tensor) -> Tensor:
@@ -162,7 +193,9 @@ def with_other_gains(state: State, symmetry: fedrot.Symmetry, seed: int) -> Stat
             by_input = gain if reader.axis == weight.ndim - 1 else gain[:, None]
             out[reader.weight] = weight / by_input
             if fold.bias and fold.holds_bias:
-                lost = torch.tensordot(out[reader.weight], shift, dims=([reader.axis], [0]))
+                lost = torch.tensordot(
+                    out[reader.weight], shift, dims=([reader.axis], [0])
+                )
                 out[reader.bias] = out[reader.bias] - lost
     for redundant in symmetry.redundant_biases:
         before = out[redundant.bias.tensor].clone()

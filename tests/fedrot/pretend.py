@@ -1,19 +1,23 @@
-"""An accelerator that is not there: tensors on it say so, and what CUDA would refuse is refused.
+"""An accelerator that is not there: tensors on it say so, and what CUDA would refuse is
+refused.
 
 The numbers live in the host's memory. While ``Pretend`` lasts,
 
-* an operation on tensors of the host and of the device together raises, as on CUDA (scalars of the host
-  excepted, where CUDA takes them), and so does giving a device tensor to numpy or scipy;
-* what makes the host wait for the device is counted (``reads``), and so are copies to it (``uploads``);
+* an operation on tensors of the host and of the device together raises, as on CUDA
+  (scalars of the host excepted, where CUDA takes them), and so does giving a device
+  tensor to numpy or scipy;
+* what makes the host wait for the device is counted (``reads``), and so are copies to
+  it (``uploads``);
 * products in half precision raise, and in float32 where TF32 is allowed;
 * ``peak`` is the most bytes that device tensors held at a time;
-* a copy from pinned memory that need not be waited for is made when somebody waits, and no earlier:
-  what reads the copy before reads NaN, and what changes the original before changes the copy;
-* ``unrecorded`` counts such copies that nobody recorded the stream of: their memory could go to the
-  next copy while something is still computed from them.
+* a copy from pinned memory that need not be waited for is made when somebody waits, and
+  no earlier: what reads the copy before reads NaN, and what changes the original before
+  changes the copy;
+* ``unrecorded`` counts such copies that nobody recorded the stream of: their memory
+  could go to the next copy while something is still computed from them.
 
-It is stricter than CUDA in one thing: indexing a device tensor by a host tensor raises too, for that is
-a copy each time.
+It is stricter than CUDA in one thing: indexing a device tensor by a host tensor raises
+too, for that is a copy each time.
 """
 
 from __future__ import annotations
@@ -34,9 +38,28 @@ from torch.utils._pytree import tree_leaves, tree_map
 DEVICE = torch.device("cuda", 0)
 
 _HOST = torch.device("cpu")
-_WAIT = {"item", "__float__", "__bool__", "__int__", "__index__", "__contains__", "tolist", "cpu"}
+_WAIT = {
+    "item",
+    "__float__",
+    "__bool__",
+    "__int__",
+    "__index__",
+    "__contains__",
+    "tolist",
+    "cpu",
+}
 _WAIT |= {"nonzero", "masked_select", "equal", "allclose"}
-_PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "dot", "einsum"}
+_PRODUCTS = {
+    "matmul",
+    "__matmul__",
+    "__rmatmul__",
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "dot",
+    "einsum",
+}
 _JOINS = {"cat", "stack", "block_diag"}
 
 
@@ -47,7 +70,9 @@ class OnDevice(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise AssertionError("a tensor of the pretended device, used where nothing is pretended")
+        raise AssertionError(
+            "a tensor of the pretended device, used where nothing is pretended"
+        )
 
 
 class Stream:
@@ -69,7 +94,9 @@ class Event:
         self._done = Lock()
 
     def record(self, stream: Stream | None = None) -> None:
-        """Mark what the stream has been told so far; without a stream there is nothing to wait for."""
+        """Mark what the stream has been told so far; without a stream there is nothing
+        to wait for.
+        """
         if stream is not None:
             self._before, stream.waiting = stream.waiting, []
 
@@ -130,7 +157,9 @@ class Pretend(TorchFunctionMode):
 
     @property
     def held(self) -> int:
-        """The bytes that device tensors hold now, those that share storage counted once."""
+        """The bytes that device tensors hold now, those that share storage counted
+        once.
+        """
         self._storages = [entry for entry in self._storages if entry[0]() is not None]
         return sum({place: size for _, place, size in self._storages}.values())
 
@@ -144,13 +173,17 @@ class Pretend(TorchFunctionMode):
         with torch._C.DisableTorchFunctionSubclass():
             return self._called(func, args, dict(kwargs or {}))
 
-    def _called(self, func: Callable[..., Any], args: Sequence[Any], given: dict[str, Any]) -> Any:
+    def _called(
+        self, func: Callable[..., Any], args: Sequence[Any], given: dict[str, Any]
+    ) -> Any:
         if func == Tensor.device.__get__:  # type: ignore[attr-defined]
             return _place(args[0])
         if func == Tensor.is_cuda.__get__:
             return isinstance(args[0], OnDevice)
         if func in (Tensor.to, Tensor.cpu):
-            return self._moved(args[0], (_HOST,) if func is Tensor.cpu else args[1:], given)
+            return self._moved(
+                args[0], (_HOST,) if func is Tensor.cpu else args[1:], given
+            )
         tensors = [t for t in tree_leaves((args, given)) if isinstance(t, Tensor)]
         there = any(isinstance(t, OnDevice) for t in tensors)
         name = getattr(func, "__name__", "")
@@ -174,20 +207,30 @@ class Pretend(TorchFunctionMode):
         if name in ("numpy", "__array__"):
             raise TypeError("can't convert a device tensor to numpy; use .cpu() first")
         host = [t for t in tensors if not isinstance(t, OnDevice)]
-        written = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+        written = (name.endswith("_") and not name.endswith("__")) or name.startswith(
+            "__i"
+        )
         mixed = any(t.ndim for t in host) or (host and name in _JOINS)
         mixed = mixed or (written and any(t is tensors[0] for t in host))
         if mixed and name != "copy_":
-            raise RuntimeError(f"'{name}': expected all tensors to be on the same device")
-        if name in _PRODUCTS and any(t.dtype in (torch.float16, torch.bfloat16) for t in tensors):
+            raise RuntimeError(
+                f"'{name}': expected all tensors to be on the same device"
+            )
+        if name in _PRODUCTS and any(
+            t.dtype in (torch.float16, torch.bfloat16) for t in tensors
+        ):
             raise RuntimeError(f"'{name}': a product in half precision")
         single = name in _PRODUCTS and any(t.dtype == torch.float32 for t in tensors)
         if single and torch.get_float32_matmul_precision() != "highest":
             raise RuntimeError(f"'{name}': a product that may be rounded to TF32")
-        selects = name == "__getitem__" and any(t.dtype == torch.bool for t in tensors[1:])
+        selects = name == "__getitem__" and any(
+            t.dtype == torch.bool for t in tensors[1:]
+        )
         self.reads += name in _WAIT or selects
 
-    def _moved(self, tensor: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    def _moved(
+        self, tensor: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Tensor:
         """Do what ``to`` and ``cpu`` do; another device's tensor is always a copy."""
         source, target, dtype = _place(tensor), None, kwargs.get("dtype")
         for value in (*args, kwargs.get("device"), kwargs.get("other")):
@@ -199,8 +242,13 @@ class Pretend(TorchFunctionMode):
                 target = torch.device(value)
         target = source if target is None else target
         self._count(source, target)
-        if kwargs.get("non_blocking") and tensor.untyped_storage().data_ptr() in self._pinned:
-            later = torch.full_like(tensor, 255 if tensor.dtype == torch.uint8 else torch.nan)
+        if (
+            kwargs.get("non_blocking")
+            and tensor.untyped_storage().data_ptr() in self._pinned
+        ):
+            later = torch.full_like(
+                tensor, 255 if tensor.dtype == torch.uint8 else torch.nan
+            )
             self._stream.waiting.append(lambda: later.copy_(tensor))
             packet, self.unrecorded = self._wrapped(later), self.unrecorded + 1
             packet.record_stream = self._record

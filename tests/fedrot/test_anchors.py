@@ -1,4 +1,6 @@
-"""A round's anchors: the mean does not depend on the coordinates in which the clients reply."""
+"""A round's anchors: the mean does not depend on the coordinates in which the clients
+reply.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ Round = list[tuple[State, float]]
 
 
 def _clients(broadcast: State, scale: float = 0.1) -> Round:
-    return [(near(broadcast, scale, 30 + i), weight) for i, weight in enumerate(WEIGHTS)]
+    return [
+        (near(broadcast, scale, 30 + i), weight) for i, weight in enumerate(WEIGHTS)
+    ]
 
 
 def _mean(clients: Round) -> State:
@@ -69,11 +73,17 @@ def _parts(result: AlignedUpdate) -> set[str]:
 
 
 @ANCHOR
-def test_by_default_clients_of_one_basis_are_averaged_as_they_are_and_others_brought_back(
+def test_clients_of_one_basis_are_averaged_as_they_are_and_others_brought_back(
     anchor: str,
 ) -> None:
-    """Brought back, a client is fitted to the noise of its anchor too: by that the means differ."""
-    broadcast, symmetry, defaults = state_of(NAME), symmetry_for(NAME), fedrot.AlignmentOptions()
+    """Brought back, a client is fitted to the noise of its anchor too: by that the
+    means differ.
+    """
+    broadcast, symmetry, defaults = (
+        state_of(NAME),
+        symmetry_for(NAME),
+        fedrot.AlignmentOptions(),
+    )
     clients = _clients(broadcast)
     scrambled = [
         (fedrot.random_equivalent(update, symmetry, seed), weight)
@@ -89,7 +99,9 @@ def test_by_default_clients_of_one_basis_are_averaged_as_they_are_and_others_bro
 
 @ANCHOR
 def test_each_update_is_aligned_to_its_anchor_and_inputs_stay(anchor: str) -> None:
-    """To the broadcast model, or to the weighted mean of the aligned updates before it."""
+    """To the broadcast model, or to the weighted mean of the aligned updates before
+    it.
+    """
     broadcast, symmetry = state_of(NAME), symmetry_for(NAME)
     clients = [(state_of(NAME, 60 + i), weight) for i, weight in enumerate(WEIGHTS)]
     _, results = _round(clients, broadcast, symmetry, anchor)
@@ -136,10 +148,17 @@ def test_embeddings_tell_one_base_from_another(name: str) -> None:
     for same in (base, inside):
         assert base_cosine(same, base, symmetry) == pytest.approx(1, abs=1e-12)
     assert base_cosine(near(base, 0.1), base, symmetry) > 0.98
-    assert base_cosine({k: -v for k, v in base.items()}, base, symmetry) == pytest.approx(-1)
-    for other in (fedrot.random_equivalent(base, symmetry, 1, ("residual",)), state_of(name, 5)):
+    assert base_cosine(
+        {k: -v for k, v in base.items()}, base, symmetry
+    ) == pytest.approx(-1)
+    for other in (
+        fedrot.random_equivalent(base, symmetry, 1, ("residual",)),
+        state_of(name, 5),
+    ):
         assert abs(base_cosine(other, base, symmetry)) < 0.25
-        assert base_cosine(other, base, symmetry) == pytest.approx(base_cosine(base, other, symmetry))
+        assert base_cosine(other, base, symmetry) == pytest.approx(
+            base_cosine(base, other, symmetry)
+        )
 
 
 @pytest.mark.parametrize("compared", [2**20, 100])
@@ -153,19 +172,32 @@ def test_embeddings_tell_one_base_from_another(name: str) -> None:
     ],
 )
 def test_the_cosine_is_that_of_the_matrices_of_the_stream(
-    ours: torch.dtype, theirs: torch.dtype, compared: int, monkeypatch: pytest.MonkeyPatch
+    ours: torch.dtype,
+    theirs: torch.dtype,
+    compared: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In any precision; of large ones, rows at even distances are compared."""
     monkeypatch.setattr(anchors, "_COMPARED", compared)
     one, other = state_of(NAME, dtype=ours), near(state_of(NAME, dtype=theirs), 0.7)
-    names = [f"bert.embeddings.{kind}_embeddings.weight" for kind in ("word", "position", "token_type")]
+    names = [
+        f"bert.embeddings.{kind}_embeddings.weight"
+        for kind in ("word", "position", "token_type")
+    ]
     steps = [-(-one[name].numel() // compared) for name in names]
     left, right = (
-        torch.cat([s[n].double()[::step].flatten() for n, step in zip(names, steps, strict=True)])
+        torch.cat(
+            [
+                s[n].double()[::step].flatten()
+                for n, step in zip(names, steps, strict=True)
+            ]
+        )
         for s in (one, other)
     )
     expected = float(left @ right / (left.norm() * right.norm()))
-    assert base_cosine(other, one, symmetry_for(NAME)) == pytest.approx(expected, abs=1e-5)
+    assert base_cosine(other, one, symmetry_for(NAME)) == pytest.approx(
+        expected, abs=1e-5
+    )
 
 
 def test_where_nothing_can_be_compared_all_bases_are_one() -> None:
@@ -179,13 +211,19 @@ def test_where_nothing_can_be_compared_all_bases_are_one() -> None:
 
 
 @ANCHOR
-def test_other_basis_updates_are_aligned_by_their_own_options_and_evidence(anchor: str) -> None:
-    """Evidence is asked for only where the residual stream is matched; empty one changes nothing."""
+def test_other_basis_updates_are_aligned_by_their_own_options_and_evidence(
+    anchor: str,
+) -> None:
+    """Evidence is asked for only where the residual stream is matched; empty one
+    changes nothing.
+    """
     broadcast, symmetry = state_of(NAME), symmetry_for(NAME)
     clients, asked = _clients(broadcast, 0.02), list[float]()
     moved = list(clients)
     for i in (1, 3):
-        update = fedrot.random_equivalent(clients[i][0], symmetry, i, fedrot.WHOLE_MODEL)
+        update = fedrot.random_equivalent(
+            clients[i][0], symmetry, i, fedrot.WHOLE_MODEL
+        )
         moved[i] = (update, clients[i][1])
 
     def evidence(to: State, update: State) -> fedrot.Activations:
@@ -201,7 +239,10 @@ def test_other_basis_updates_are_aligned_by_their_own_options_and_evidence(ancho
     assert asked == []
     found, results = _round(moved, *given, other_basis=WHOLE, evidence=evidence)
     assert largest_difference(found, expected) <= 1e-6
-    assert [_parts(result) for result in results] == [DEFAULT, {*fedrot.WHOLE_MODEL}] * 2
+    assert [_parts(result) for result in results] == [
+        DEFAULT,
+        {*fedrot.WHOLE_MODEL},
+    ] * 2
     assert len(asked) == 2
     assert max(asked) < SAME_BASIS
     again, _ = _round(moved, *given, other_basis=WHOLE)
@@ -216,8 +257,13 @@ def test_other_basis_updates_are_aligned_by_their_own_options_and_evidence(ancho
 
 
 def test_evidence_decides_what_weights_leave_open() -> None:
-    """Activations of both models, handed on as they were given: the oracle is ``align`` itself."""
-    broadcast, update = state_of(NAME, dtype=torch.float32), state_of(NAME, 5, torch.float32)
+    """Activations of both models, handed on as they were given: the oracle is ``align``
+    itself.
+    """
+    broadcast, update = (
+        state_of(NAME, dtype=torch.float32),
+        state_of(NAME, 5, torch.float32),
+    )
     symmetry, drawn = symmetry_for(NAME), [0]
 
     def initialised() -> Any:
@@ -226,10 +272,13 @@ def test_evidence_decides_what_weights_leave_open() -> None:
         drawn[0] += not torch.equal(torch.random.get_rng_state(), before)
         return model
 
-    evidence = probing(initialised, config_of(NAME).to_dict(), symmetry, rows=64, seed=1)
+    evidence = probing(
+        initialised, config_of(NAME).to_dict(), symmetry, rows=64, seed=1
+    )
     before = torch.random.get_rng_state()
     seen = evidence(broadcast, update)
-    # The models that it builds are initialised at random; the caller's random numbers stay.
+    # The models that it builds are initialised at random; the caller's random numbers
+    # stay.
     assert torch.equal(torch.random.get_rng_state(), before)
     assert drawn == [2]
     given = {"other_basis": WHOLE, "evidence": evidence}
@@ -242,17 +291,23 @@ def test_evidence_decides_what_weights_leave_open() -> None:
 
 @ANCHOR
 def test_clients_that_trained_far_from_one_start_share_a_basis(anchor: str) -> None:
-    """Their cosine with the broadcast model is above the limit; that with each other is not."""
+    """Their cosine with the broadcast model is above the limit; that with each other is
+    not.
+    """
     base, symmetry = state_of(NAME), symmetry_for(NAME)
     updates = [near(base, 2.5, seed) for seed in (1, 2)]
     assert all(base_cosine(update, base, symmetry) > SAME_BASIS for update in updates)
     assert base_cosine(*updates, symmetry) < SAME_BASIS
     given = [(update, 1.0) for update in updates]
-    _, results = _round(given, base, symmetry, anchor, fedrot.AlignmentOptions(), other_basis=WHOLE)
+    _, results = _round(
+        given, base, symmetry, anchor, fedrot.AlignmentOptions(), other_basis=WHOLE
+    )
     assert [_parts(result) for result in results] == [DEFAULT, DEFAULT]
 
 
-def test_the_running_anchor_moves_by_the_share_of_each_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_running_anchor_moves_by_the_share_of_each_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Bounds on its neurons shrink by as much."""
     shares = []
     move = Anchor.towards_last
@@ -263,13 +318,18 @@ def test_the_running_anchor_moves_by_the_share_of_each_update(monkeypatch: pytes
 
     monkeypatch.setattr(Anchor, "towards_last", recorded)
     base = state_of(NAME)
-    updates = [(near(base, 0.01, seed), weight) for seed, weight in ((1, 1.0), (2, 3.0), (3, 4.0))]
+    updates = [
+        (near(base, 0.01, seed), weight)
+        for seed, weight in ((1, 1.0), (2, 3.0), (3, 4.0))
+    ]
     _round(updates, base, symmetry_for(NAME), "running")
     assert shares == pytest.approx([1.0, 0.75, 0.5])
 
 
 def test_an_anchor_forgets_whom_it_was_not_moved_towards() -> None:
-    """An update is aligned to it and dropped; the next one is aligned to the broadcast model."""
+    """An update is aligned to it and dropped; the next one is aligned to the broadcast
+    model.
+    """
     base, symmetry = state_of(NAME), symmetry_for(NAME)
     broadcast, refused = Anchor(base), list[Anchor]()
 

@@ -33,7 +33,9 @@ NAME = "bert-classifier"
 def _check(name: str, model: nn.Module, **given: Any) -> float:
     if name.endswith("-choice"):
         given.setdefault("batch", inputs(name))
-    return fedrot.check_function(model, config_of(name).to_dict(), symmetry_for(name), **given)
+    return fedrot.check_function(
+        model, config_of(name).to_dict(), symmetry_for(name), **given
+    )
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -49,7 +51,9 @@ def test_attention_may_be_fused_and_the_model_stays(name: str) -> None:
     first, again, other = (_check(name, model, seed=seed) for seed in (1, 1, 2))
     assert first == again != other
     assert max(first, other) <= 1e-10
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, before[key]) for key, value in model.state_dict().items()
+    )
     change = output_change(model, config_of(name), symmetry_for(name), EVERYTHING, 1)
     assert change(lambda group: True) == change(lambda group: True) == first
 
@@ -57,7 +61,9 @@ def test_attention_may_be_fused_and_the_model_stays(name: str) -> None:
 def test_what_cannot_be_checked_is_refused() -> None:
     choice, bare = EVERY["bert-choice"].build("eager"), BARE["bert-bare"].build("eager")
     with pytest.raises(fedrot.SymmetryError, match="batch of your own"):
-        fedrot.check_function(choice, config_of("bert-choice").to_dict(), symmetry_for("bert-choice"))
+        fedrot.check_function(
+            choice, config_of("bert-choice").to_dict(), symmetry_for("bert-choice")
+        )
     with pytest.raises(fedrot.SymmetryError, match="Part 'residual' cannot be moved"):
         _check("bert-bare", bare)
     assert _check("bert-bare", bare, parts=("heads", "attention", "ffn")) <= 1e-10
@@ -68,9 +74,13 @@ def test_what_cannot_be_checked_is_refused() -> None:
 
 
 class _Wrapped(nn.Module):
-    """A classifier that answers what a test says; ``seen`` is the last output of one of its modules."""
+    """A classifier that answers what a test says; ``seen`` is the last output of one of
+    its modules.
+    """
 
-    def __init__(self, answer: Callable[..., Any], place: str = "", model: Any = None) -> None:
+    def __init__(
+        self, answer: Callable[..., Any], place: str = "", model: Any = None
+    ) -> None:
         super().__init__()
         self.inner = fresh_model(NAME) if model is None else model
         self.answer, self.seen, self.use_cache = answer, torch.zeros(0), None
@@ -97,28 +107,37 @@ def _heads(seen: Tensor) -> Tensor:
 
 
 NAMES = CASES[NAME].names
-#: A module, and a number that depends on one part's coordinates in it and on no other's.
+#: A module, and a number that depends on one part's coordinates in it and on no
+#: other's.
 READ: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "residual": (NAMES.of(0, "down"), lambda seen: seen.flatten(0, -2)[:3]),
     "output": ("bert.pooler.dense", lambda seen: seen[:3]),
     # The same whatever the heads' rotations.
     "heads": (NAMES.of(1, "query"), lambda seen: _heads(seen)[1].norm(dim=-1)),
     # The same whatever the heads' order.
-    "attention": (NAMES.of(1, "value"), lambda seen: _heads(seen)[..., 0].square().sum(-1)),
+    "attention": (
+        NAMES.of(1, "value"),
+        lambda seen: _heads(seen)[..., 0].square().sum(-1),
+    ),
     "ffn": (NAMES.of(0, "up"), lambda seen: seen.flatten(0, -2)[:3]),
 }
 
 
 def _reading(part: str, seen_in: str = "", factor: float = 1.0) -> _Wrapped:
-    """Return a model whose output also depends on what one module computes, unit by unit."""
+    """Return a model whose output also depends on what one module computes, unit by
+    unit.
+    """
     number = READ[part][1]
     return _Wrapped(
-        lambda model, logits, hidden: (logits, factor * number(model.seen)), READ[seen_in or part][0]
+        lambda model, logits, hidden: (logits, factor * number(model.seen)),
+        READ[seen_in or part][0],
     )
 
 
 @pytest.mark.parametrize("part", EVERYTHING)
-def test_a_wrong_head_is_caught_and_the_part_is_named_if_it_is_asked_for(part: str) -> None:
+def test_a_wrong_head_is_caught_and_the_part_is_named_if_it_is_asked_for(
+    part: str,
+) -> None:
     with pytest.raises(fedrot.SymmetryError) as caught:
         _check(NAME, _reading(part))
     message = str(caught.value)
@@ -139,7 +158,9 @@ def test_a_wrong_head_is_caught_and_the_part_is_named_if_it_is_asked_for(part: s
 
 def test_several_guilty_parts_are_named_together_and_nan_proves_nothing() -> None:
     # The units of a query as they are: heads move them, and rotations.
-    with pytest.raises(fedrot.SymmetryError, match="Moving heads and attention changes"):
+    with pytest.raises(
+        fedrot.SymmetryError, match="Moving heads and attention changes"
+    ):
         _check(NAME, _reading("residual", "heads"))
     with pytest.raises(fedrot.SymmetryError):
         _check(NAME, _reading("residual", factor=float("nan")))
@@ -181,16 +202,29 @@ def test_two_heads_are_moved_whatever_the_seed() -> None:
 #: What a model returns, and the largest change; or a word of the error.
 ANSWERS: dict[str, tuple[Callable[..., Any], float | str]] = {
     "a cache": (lambda m, z, h: {"logits": z, "past_key_values": h}, 1e-10),
-    "an encoder's states": (lambda m, z, h: {"logits": z, "encoder_last_hidden_state": h}, 1e-10),
+    "an encoder's states": (
+        lambda m, z, h: {"logits": z, "encoder_last_hidden_state": h},
+        1e-10,
+    ),
     "nested": (lambda m, z, h: {"logits": z, "hidden_states": (h,)}, 1e-10),
     "of a tower": (lambda m, z, h: {"logits": z, "a": {"last_hidden_state": h}}, 1e-10),
-    "beside projected": (lambda m, z, h: {"text_embeds": z, "last_hidden_state": h}, 1e-10),
-    "by itself": (lambda m, z, h: {"logits": z, "last_hidden_state": h}, "Moving residual changes"),
-    "no tensor": (lambda m, z, h: {"hidden_states": (z,)}, "returns a dict without a tensor"),
+    "beside projected": (
+        lambda m, z, h: {"text_embeds": z, "last_hidden_state": h},
+        1e-10,
+    ),
+    "by itself": (
+        lambda m, z, h: {"logits": z, "last_hidden_state": h},
+        "Moving residual changes",
+    ),
+    "no tensor": (
+        lambda m, z, h: {"hidden_states": (z,)},
+        "returns a dict without a tensor",
+    ),
     # As RMSNorms and rotary positions do.
     "rounded to float32": (
         lambda m, z, h: (
-            z.to(torch.float32).softmax(-1, dtype=torch.float32) * torch.arange(z.shape[-1]).float()
+            z.to(torch.float32).softmax(-1, dtype=torch.float32)
+            * torch.arange(z.shape[-1]).float()
         ),
         1e-13,
     ),
@@ -217,22 +251,36 @@ def test_caches_are_not_filled_unless_the_batch_says_so() -> None:
 
 
 def test_numbers_in_a_batch_are_taken_in_float64() -> None:
-    batch = {"inputs_embeds": torch.randn(2, 5, WIDTH), "attention_mask": torch.ones(2, 5)}
-    assert _check(NAME, fresh_model(NAME), parts=("attention", "ffn"), batch=batch) <= 1e-10
+    batch = {
+        "inputs_embeds": torch.randn(2, 5, WIDTH),
+        "attention_mask": torch.ones(2, 5),
+    }
+    assert (
+        _check(NAME, fresh_model(NAME), parts=("attention", "ffn"), batch=batch)
+        <= 1e-10
+    )
 
 
 def test_the_change_is_measured_for_any_selection() -> None:
-    change = output_change(_reading("heads"), config_of(NAME), symmetry_for(NAME), EVERYTHING)
+    change = output_change(
+        _reading("heads"), config_of(NAME), symmetry_for(NAME), EVERYTHING
+    )
     assert change(lambda group: False) == 0
     assert change(lambda group: group.part != "heads") <= 1e-10
     assert change(lambda group: group.part == "heads" and group.layer == 0) <= 1e-10
     broken = change(lambda group: group.part == "heads" and group.layer == 1)
     assert broken > 1e-4
-    assert change(lambda group: group.part == "heads") == pytest.approx(broken, rel=1e-6)
+    assert change(lambda group: group.part == "heads") == pytest.approx(
+        broken, rel=1e-6
+    )
 
 
 def test_numbers_beyond_float32_can_be_made_in_float64() -> None:
     smallest = torch.finfo(torch.float64).min
     with Float64():
-        assert torch.full((), smallest).item() == torch.full((), fill_value=smallest).item() == smallest
+        assert (
+            torch.full((), smallest).item()
+            == torch.full((), fill_value=smallest).item()
+            == smallest
+        )
         assert torch.full((), 1).dtype is torch.int64

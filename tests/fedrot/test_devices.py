@@ -1,4 +1,6 @@
-"""On an accelerator everything stays there, and comes out as on the CPU; proved on a pretended one."""
+"""On an accelerator everything stays there, and comes out as on the CPU; proved on a
+pretended one.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,10 @@ OPTIONS = {
     "whole": fedrot.AlignmentOptions(parts=EVERYTHING),
     "biases": fedrot.AlignmentOptions(canonical=True, chance=0),
 }
-#: How often the host may wait for the device while one layer is aligned to an anchor it is near or far
-#: from. A rotation's iterations ask after every step whether they are done, up to 24 times in a batch.
-#: The sizes of a layer's groups beside their anchor are four times more, and far from it the sizes of
-#: both once more for each group.
+#: How often the host may wait for the device while one layer is aligned to an anchor it
+#: is near or far from. A rotation's iterations ask after every step whether they are
+#: done, up to 24 times in a batch. The sizes of a layer's groups beside their anchor
+#: are four times more, and far from it the sizes of both once more for each group.
 READS = {"near": 16, "far": 37}
 
 
@@ -50,10 +52,16 @@ def rounding() -> Iterator[None]:
 def _models(family: str) -> tuple[State, State, State]:
     """Return an anchor, a client near it and one from another start, float32."""
     anchor, far = (
-        {name: t.float() if t.is_floating_point() else t for name, t in state_of(family, seed).items()}
+        {
+            name: t.float() if t.is_floating_point() else t
+            for name, t in state_of(family, seed).items()
+        }
         for seed in (0, 1)
     )
-    near = {name: t + 0.02 * far[name] if t.is_floating_point() else t for name, t in anchor.items()}
+    near = {
+        name: t + 0.02 * far[name] if t.is_floating_point() else t
+        for name, t in anchor.items()
+    }
     return anchor, near, far
 
 
@@ -99,7 +107,9 @@ def test_alignment_on_the_device_is_that_on_the_cpu(family: str, which: str) -> 
         assert largest_difference(ours[1], back) <= 1e-6
         assert largest_difference(elsewhere, moved) <= 1e-6
         assert found.report.after == pytest.approx(wanted.report.after, rel=1e-6)
-        assert [row.moved for row in found.report.groups] == [row.moved for row in wanted.report.groups]
+        assert [row.moved for row in found.report.groups] == [
+            row.moved for row in wanted.report.groups
+        ]
 
 
 @pytest.mark.parametrize(
@@ -113,8 +123,11 @@ def test_the_host_seldom_waits(family: str, which: str) -> None:
     symmetry = symmetry_for(family)
     anchor, near, far = _models(family)
     with Pretend() as device:
-        here, there = (device.put(t) for t in (anchor, near if which == "near" else far))
-        # Far from the anchor, chance is found by matching null models, for each of which the host waits.
+        here, there = (
+            device.put(t) for t in (anchor, near if which == "near" else far)
+        )
+        # Far from the anchor, chance is found by matching null models, for each of
+        # which the host waits.
         options = fedrot.AlignmentOptions() if which == "near" else EAGER
         alignment = fedrot.align(there, here, symmetry, options)
         assert 0 < device.reads <= READS[which] * symmetry.layers
@@ -125,7 +138,9 @@ def test_the_host_seldom_waits(family: str, which: str) -> None:
         assert (device.reads, device.uploads) == (0, 0)
 
 
-def _statistics(client: State, symmetry: fedrot.Symmetry) -> dict[str, dict[str, Tensor]]:
+def _statistics(
+    client: State, symmetry: fedrot.Symmetry
+) -> dict[str, dict[str, Tensor]]:
     """Return statistics of every kind that aggregators ask for."""
     generator = torch.Generator().manual_seed(3)
     grams, fisher = {}, {}
@@ -177,8 +192,12 @@ PRODUCTS = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 @pytest.mark.parametrize(
     "chosen", [("tf32", "none"), ("tf32", "bf16"), ("ieee", "ieee"), ("none", "tf32")]
 )
-def test_what_a_user_allowed_by_backend_is_forbidden_and_restored(chosen: tuple[str, str]) -> None:
-    """With switches that torch's older ones do not know of, and refuse to be read beside."""
+def test_what_a_user_allowed_by_backend_is_forbidden_and_restored(
+    chosen: tuple[str, str],
+) -> None:
+    """With switches that torch's older ones do not know of, and refuse to be read
+    beside.
+    """
     torch.set_float32_matmul_precision("highest")
     try:
         for backend, value in zip(PRODUCTS, chosen, strict=True):

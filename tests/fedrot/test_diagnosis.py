@@ -36,18 +36,26 @@ def trained(base: State, count: int = 3) -> list[State]:
     return [near(base, 0.1, seed) for seed in range(1, count + 1)]
 
 
-def turned(base: State, parts: tuple[str, ...] = ("attention", "ffn"), count: int = 3) -> list[State]:
+def turned(
+    base: State, parts: tuple[str, ...] = ("attention", "ffn"), count: int = 3
+) -> list[State]:
     """Models near the base that were moved to random equivalent ones."""
     updates = trained(base, count)
-    return [fedrot.random_equivalent(u, SYMMETRY, i, parts) for i, u in enumerate(updates)]
+    return [
+        fedrot.random_equivalent(u, SYMMETRY, i, parts) for i, u in enumerate(updates)
+    ]
 
 
 def diagnosis(base: State, updates: list[State]) -> Diagnosis:
     return fedrot.diagnose(base, updates, SYMMETRY)
 
 
-def line(found: float, chance: float | None, part: str = "attention", **counts: int) -> Evidence:
-    return Evidence(100.0, found, found, chance, **{"groups": 20, **counts}, part=part, layer=0)
+def line(
+    found: float, chance: float | None, part: str = "attention", **counts: int
+) -> Evidence:
+    return Evidence(
+        100.0, found, found, chance, **{"groups": 20, **counts}, part=part, layer=0
+    )
 
 
 # What is found
@@ -72,7 +80,10 @@ def test_noise_is_averaged_as_it_is(count: int) -> None:
     assert f"{100 * shown.share:.1f} % of the distance" in str(found)
     assert f"chance {100 * (shown.chance_share or 0):.1f} %" in str(found)
     # Nothing is changed, the same is found again, and plain data is JSON.
-    assert all(squared_distance(*pair) == 0 for pair in zip(before, [BASE, *updates], strict=True))
+    assert all(
+        squared_distance(*pair) == 0
+        for pair in zip(before, [BASE, *updates], strict=True)
+    )
     assert diagnosis(BASE, updates) == found
     read = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert (read["choice"], read["sentence"]) == (PLAIN, str(found))
@@ -84,7 +95,9 @@ def test_clients_that_turned_against_each_other_are_named() -> None:
     found = diagnosis(BASE, turned(BASE))
     assert found.choice == ALIGNED
     for lines in (found.clients, found.base):
-        assert (summed(lines).beyond, summed(lines).moved) == (summed(lines).groups,) * 2
+        assert (summed(lines).beyond, summed(lines).moved) == (
+            summed(lines).groups,
+        ) * 2
         assert summed(lines, "attention").share > 0.9
     assert [(each.part, each.layer) for each in found.clients] == [
         (part, layer) for layer in range(LAYERS) for part in ("attention", "ffn")
@@ -93,9 +106,10 @@ def test_clients_that_turned_against_each_other_are_named() -> None:
     assert f"{6 * LAYERS} of {6 * LAYERS} groups exceed 1.5 times" in str(found)
 
 
-def test_towards_the_base_alone_gain_a_first_client_and_clients_that_agree_in_what_they_turned() -> None:
+def test_towards_the_base_gain_a_first_client_and_clients_that_agree() -> None:
     first = [*turned(BASE, count=1), *trained(BASE)[1:]]
-    # All clients moved by one element: their mean needs no alignment, but the base's coordinates do.
+    # All clients moved by one element: their mean needs no alignment, but the base's
+    # coordinates do.
     same = [fedrot.random_equivalent(update, SYMMETRY, 7) for update in trained(BASE)]
     for updates, beyond in ((first, 3 * LAYERS), (same, 9 * LAYERS)):
         found = diagnosis(BASE, updates)
@@ -116,7 +130,9 @@ def test_an_update_from_another_basis_is_matched_as_a_whole() -> None:
     assert {each.part for each in found.whole} == {*fedrot.WHOLE_MODEL, TOGETHER}
     assert {each.layer for each in found.whole} == {None, *range(LAYERS)}
     assert str(found).startswith("1 of 3 updates come from another basis than the base")
-    assert f"removes {100 * together.share:.1f} % of the distance, chance " in str(found)
+    assert f"removes {100 * together.share:.1f} % of the distance, chance " in str(
+        found
+    )
 
 
 def test_unrelated_models_lose_no_more_than_chance() -> None:
@@ -128,7 +144,7 @@ def test_unrelated_models_lose_no_more_than_chance() -> None:
     assert together.ratio == pytest.approx(1, abs=0.1)
 
 
-def test_clients_of_one_basis_are_compared_with_each_other_if_the_base_is_the_wrong_one() -> None:
+def test_clients_are_compared_with_each_other_if_the_base_is_the_wrong_one() -> None:
     for updates, expected in ((trained(BASE), PLAIN), (turned(BASE), ALIGNED)):
         found = diagnosis(state_of(NAME, 9), updates)
         assert found.choice == expected
@@ -159,12 +175,18 @@ def test_clients_of_one_basis_are_compared_with_each_other_if_the_base_is_the_wr
 )
 def test_the_rule(clients: list[Evidence], expected: str) -> None:
     lines = tuple(clients)
-    assert Diagnosis((), lines, (), ()).choice == Diagnosis((), (), lines, ()).choice == expected
+    assert (
+        Diagnosis((), lines, (), ()).choice
+        == Diagnosis((), (), lines, ()).choice
+        == expected
+    )
     assert Diagnosis((), lines, (), (line(0.0, None),)).choice == WHOLE
 
 
 def test_the_sentence_shows_the_evidence_that_decides() -> None:
-    found = Diagnosis((0.9, 0.9), (line(3.5, 6.1),), (line(12.7, 6.1, moved=9, beyond=9),), ())
+    found = Diagnosis(
+        (0.9, 0.9), (line(3.5, 6.1),), (line(12.7, 6.1, moved=9, beyond=9),), ()
+    )
     for shown in ("rotation 12.7 %", "chance 6.1 %", "9 of 20 groups"):
         assert shown in str(found)
     for share, said in ((6.0, True), (12.7, False)):
@@ -178,7 +200,9 @@ def test_the_sentence_shows_the_evidence_that_decides() -> None:
 
 
 def rows_of(update: State, client: int, **options: Any) -> list[dict[str, Any]]:
-    report = fedrot.align(update, BASE, SYMMETRY, fedrot.AlignmentOptions(**options)).report
+    report = fedrot.align(
+        update, BASE, SYMMETRY, fedrot.AlignmentOptions(**options)
+    ).report
     return [{"round": 1, "client": client, **row} for row in report.rows()]
 
 
@@ -214,5 +238,7 @@ def test_what_cannot_be_diagnosed_is_refused() -> None:
     with pytest.raises(fedrot.UpdateError, match="has shape"):
         diagnosis({**BASE, "classifier.weight": torch.zeros(2, 2)}, [BASE])
     fixed = replace(SYMMETRY, refused={"residual": "fixed positions"})
-    with pytest.raises(fedrot.SymmetryError, match="'residual' cannot be moved: fixed positions"):
+    with pytest.raises(
+        fedrot.SymmetryError, match="'residual' cannot be moved: fixed positions"
+    ):
         fedrot.diagnose(BASE, [state_of(NAME, 2)], fixed)

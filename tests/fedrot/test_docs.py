@@ -16,7 +16,11 @@ import torch
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from peft import LoraConfig
-from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+)
 from typer.main import get_command
 
 from fedrot.aggregation import aggregations, registry
@@ -33,14 +37,17 @@ from tests.strategies.fakes import FakeGrid, reply, tensors_of
 DOCS = Path(__file__).parents[2] / "docs"
 
 #: Python that readers see, and what it needs first, which stands in a comment.
-_CODE = re.compile(r"^(?:```python|<!-- setup)\n(.*?)^(?:```|-->)$", flags=re.DOTALL | re.MULTILINE)
+_CODE = re.compile(
+    r"^(?:```python|<!-- setup)\n(.*?)^(?:```|-->)$", flags=re.DOTALL | re.MULTILINE
+)
 #: Pages with tests of their own below.
 _TESTED = {"how-to/own-model.md", "how-to/statistics.md", "symptoms.md"}
 #: What pages print.
 _PRINTED = {
     "explanation/stream.md": r"canonical=False: [3-9]\d\.\d% of the distance left\n"
     r"canonical=True: 0\.0% of the distance left\n",
-    "explanation/chance.md": r"noise: found \d\.\d%, chance \d\.\d%\nturned: found 99\.\d%, .*\n",
+    "explanation/chance.md": r"noise: found \d\.\d%, chance \d\.\d%\n"
+    r"turned: found 99\.\d%, .*\n",
     "how-to/saved-models.md": r"Clients are in different coordinates.*\n",
 }
 
@@ -54,7 +61,10 @@ def _executed(page: str, count: int) -> dict[str, Any]:
     blocks = _code(page)
     assert len(blocks) == count
     torch.manual_seed(0)
-    scope: dict[str, Any] = {"__name__": "page", "grid": FakeGrid(dict.fromkeys((1, 2, 3), _unchanged))}
+    scope: dict[str, Any] = {
+        "__name__": "page",
+        "grid": FakeGrid(dict.fromkeys((1, 2, 3), _unchanged)),
+    }
     for block in blocks:
         exec(compile(block, page, "exec"), scope)
     return scope
@@ -68,7 +78,9 @@ def _unchanged(message: Message) -> Message:
 _PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 
 
-@pytest.mark.parametrize("page", [page for page in _PAGES if _code(page) and page not in _TESTED])
+@pytest.mark.parametrize(
+    "page", [page for page in _PAGES if _code(page) and page not in _TESTED]
+)
 def test_the_python_of_every_page_runs(
     page: str,
     tmp_path: Path,
@@ -79,7 +91,9 @@ def test_the_python_of_every_page_runs(
     monkeypatch.setattr(strategy, "KINDS", dict(strategy.KINDS))
     monkeypatch.setattr(cells, "RUNS", dict(cells.RUNS))
     _executed(page, len(_code(page)))
-    assert re.fullmatch(_PRINTED.get(page, ".*"), capsys.readouterr().out, flags=re.DOTALL)
+    assert re.fullmatch(
+        _PRINTED.get(page, ".*"), capsys.readouterr().out, flags=re.DOTALL
+    )
 
 
 def _batches() -> list[dict[str, torch.Tensor]]:
@@ -90,7 +104,9 @@ def _batches() -> list[dict[str, torch.Tensor]]:
 def test_every_block_of_the_front_pages_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With what the pages call the reader's own: an app, a grid, a model, and the commands' files."""
+    """With what the pages call the reader's own: an app, a grid, a model, and the
+    commands' files.
+    """
     monkeypatch.chdir(tmp_path)
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = BertConfig(vocab_size=40, num_labels=6, **small)
@@ -113,23 +129,35 @@ def test_every_block_of_the_front_pages_runs(
         "build_model": lambda: BertForSequenceClassification(config),
         "training": _batches,
         "held_out": _batches,
-        "peft_config": LoraConfig(target_modules=["query"], modules_to_save=["classifier"]),
+        "peft_config": LoraConfig(
+            target_modules=["query"], modules_to_save=["classifier"]
+        ),
         "ArrayRecord": ArrayRecord,
         "AutoModelForSequenceClassification": AutoModelForSequenceClassification,
     }
     if page == "symptoms.md":  # Its first entry links to this call.
-        answer_with_sums(app, lambda *_: LabelledRows(own["build_model"], _batches, _batches))
+        answer_with_sums(
+            app, lambda *_: LabelledRows(own["build_model"], _batches, _batches)
+        )
     text = (DOCS / page).read_text(encoding="utf-8")
-    for kind, block in re.findall(r"^```(\w+)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
+    for kind, block in re.findall(
+        r"^```(\w+)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE
+    ):
         if kind == "toml":
-            assert "fedrot" in tomllib.loads(block)["tool"]["uv"]["exclude-dependencies"]
+            assert (
+                "fedrot" in tomllib.loads(block)["tool"]["uv"]["exclude-dependencies"]
+            )
         elif kind == "bash":
             for program, *command in map(shlex.split, block.splitlines()):
                 assert program in ("fedrot", "pip")
                 if program == "fedrot":
                     run(*command, *(["--dry-run"] if command[0] == "simulate" else []))
         else:
-            after = re.sub(r"^(-.*\n|[ +])", "", block, flags=re.MULTILINE) if kind == "diff" else block
+            after = (
+                re.sub(r"^(-.*\n|[ +])", "", block, flags=re.MULTILINE)
+                if kind == "diff"
+                else block
+            )
             exec(compile(after, page, "exec"), own)
 
 
@@ -150,17 +178,24 @@ def test_the_page_about_aggregations_lists_all_of_them() -> None:
     text = (DOCS / "how-to/statistics.md").read_text(encoding="utf-8")
     for entry in aggregations():
         if not entry.path.startswith("reproductions."):
-            names = (", ".join(f"`{name}`" for name in each) for each in (entry.needs, entry.inputs))
+            names = (
+                ", ".join(f"`{name}`" for name in each)
+                for each in (entry.needs, entry.inputs)
+            )
             cells = [f"`{entry.name}`", f"`{entry.path}`", *names, entry.meaning]
             assert f"| {' | '.join(cell or '-' for cell in cells)} |" in text
     for kind in STATISTIC_KINDS.values():
-        flags = ("yes" if flag else "no" for flag in (kind.follows_rotations, kind.collect))
+        flags = (
+            "yes" if flag else "no" for flag in (kind.follows_rotations, kind.collect)
+        )
         assert f"| `{kind.name}` | {kind.meaning} | {' | '.join(flags)} |" in text
 
 
 def test_the_page_about_aggregations_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
-    monkeypatch.setattr("fedrot.collect.statistics.STATISTIC_KINDS", dict(STATISTIC_KINDS))
+    monkeypatch.setattr(
+        "fedrot.collect.statistics.STATISTIC_KINDS", dict(STATISTIC_KINDS)
+    )
     scope = _executed("how-to/own-model.md", 3)
     name = "bert.embeddings.word_embeddings.weight"
     last = scope["model"].state_dict()[name]
@@ -197,5 +232,7 @@ def test_the_app_of_the_page_about_statistics_runs(
     assert [number for number, _ in found] == ["0", "1", "2", "3"]
     assert float(found[-1][1]) >= 0.75
     text = (DOCS / "how-to/statistics.md").read_text(encoding="utf-8")
-    (line,) = re.findall(r"^Statistics: every reply needs .*$", text, flags=re.MULTILINE)
+    (line,) = re.findall(
+        r"^Statistics: every reply needs .*$", text, flags=re.MULTILINE
+    )
     assert f"{line}\n" in caplog.text

@@ -19,7 +19,9 @@ STAGES = {"upload", "finite", "neurons", "heads", "apply", "fold", "download"}
 def test_its_path_on_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a model small enough; what the pretended device cannot say is how long anything takes."""
+    """Of a model small enough; what the pretended device cannot say is how long
+    anything takes.
+    """
     target = tmp_path / "numbers.json"
     script = runpy.run_path(str(SCRIPT))
     small = script["Shape"]("llama", 4, 64, 4, 2, 160, 100)
@@ -27,7 +29,9 @@ def test_its_path_on_a_gpu(
     arguments = ["--models", "llama-8b", "--repeats", "2", "--json", str(target)]
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
     monkeypatch.setitem(script["main"].__globals__, "COPIED", 2**10)
-    monkeypatch.setattr(layerwise, "STACKED", 0)  # A layer as small as these is a piece alone.
+    monkeypatch.setattr(
+        layerwise, "STACKED", 0
+    )  # A layer as small as these is a piece alone.
     with Pretend() as device:
         script["main"]()
         assert device.unrecorded == 0
@@ -39,4 +43,7 @@ def test_its_path_on_a_gpu(
     assert 0 < row["orthogonal"] <= 1e-6
     assert row["difference"] <= 1
     assert 0 < row["held_by_one_piece"] < row["held_beside_mean"]
-    assert "met     llama-8b: beside the mean at most 2x what one piece takes" in capsys.readouterr().out
+    assert (
+        "met     llama-8b: beside the mean at most 2x what one piece takes"
+        in capsys.readouterr().out
+    )

@@ -1,4 +1,6 @@
-"""One-way arrows: reproductions -> simulations -> strategies -> fedrot; ``import fedrot`` is light."""
+"""One-way arrows: reproductions -> simulations -> strategies -> fedrot; ``import
+fedrot`` is light.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,27 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = ("flwr", "flwr_datasets", "ray", "transformers", "datasets", "pandas", "sklearn", "matplotlib")
+HEAVY = (
+    "flwr",
+    "flwr_datasets",
+    "ray",
+    "transformers",
+    "datasets",
+    "pandas",
+    "sklearn",
+    "matplotlib",
+)
 FORBIDDEN = {
     "fedrot": (*HEAVY, "fedrot.strategies", "fedrot.simulations", "reproductions"),
     "strategies": ("fedrot.simulations", "reproductions"),
     "simulations": ("reproductions",),
 }
 #: The import name of each top-level folder.
-PACKAGES = {"fedrot": "fedrot", "strategies": "fedrot.strategies", "simulations": "fedrot.simulations"}
+PACKAGES = {
+    "fedrot": "fedrot",
+    "strategies": "fedrot.strategies",
+    "simulations": "fedrot.simulations",
+}
 #: Modules and folders of fedrot; each may import what stands before its row.
 LAYERS = (
     ("errors",),
@@ -39,7 +54,9 @@ LAYERS = (
 
 
 def imported(source: str, package: str) -> set[str]:
-    """Return every module that the source imports, wherever in the file, as absolute names."""
+    """Return every module that the source imports, wherever in the file, as absolute
+    names.
+    """
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -50,7 +67,10 @@ def imported(source: str, package: str) -> set[str]:
                 parents = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*parents, base]).rstrip(".")
             names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
+        elif (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "attr", "") == "import_module"
+        ):
             names |= {str(a.value) for a in node.args if isinstance(a, ast.Constant)}
     return names
 
@@ -73,7 +93,10 @@ def _imports(folder: str) -> dict[Path, set[str]]:
 
 @pytest.mark.parametrize("folder", FORBIDDEN)
 def test_arrows_point_one_way(folder: str) -> None:
-    wrong = {path: violations(names, FORBIDDEN[folder]) for path, names in _imports(folder).items()}
+    wrong = {
+        path: violations(names, FORBIDDEN[folder])
+        for path, names in _imports(folder).items()
+    }
     assert {path: names for path, names in wrong.items() if names} == {}
 
 
@@ -85,16 +108,27 @@ def test_arrows_inside_fedrot_point_one_way() -> None:
         if unit in ("__init__", "__main__", "strategies", "simulations"):
             continue
         parts = (name.split(".") for name in names)
-        units = {name[1] for name in parts if name[0] == "fedrot" and len(name) > 1} & {*rank}
-        wrong |= {(unit, other) for other in units - {unit} if rank[other] >= rank[unit]}
+        units = {name[1] for name in parts if name[0] == "fedrot" and len(name) > 1} & {
+            *rank
+        }
+        wrong |= {
+            (unit, other) for other in units - {unit} if rank[other] >= rank[unit]
+        }
     assert wrong == set()
 
 
 def test_importing_fedrot_loads_nothing_heavy(tmp_path: Path) -> None:
     code = "import sys, json, fedrot; print(json.dumps(sorted(sys.modules)))"
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     loaded = json.loads(result.stdout)
     assert "fedrot" in loaded
-    assert violations(set(loaded), (*HEAVY, "fedrot.strategies", "fedrot.simulations")) == set()
+    assert (
+        violations(set(loaded), (*HEAVY, "fedrot.strategies", "fedrot.simulations"))
+        == set()
+    )

@@ -48,16 +48,24 @@ def full(monkeypatch: pytest.MonkeyPatch) -> None:
 
     real = io.open
 
-    def opened(file: Any, mode: str = "r", buffering: int = -1, *args: Any, **kwargs: Any) -> Any:
+    def opened(
+        file: Any, mode: str = "r", buffering: int = -1, *args: Any, **kwargs: Any
+    ) -> Any:
         if not {*mode} & {"w", "a"}:
             return real(file, mode, buffering, *args, **kwargs)
         raw = Full(file, mode.replace("b", ""))
-        return raw if buffering == 0 else io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8")
+        return (
+            raw
+            if buffering == 0
+            else io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8")
+        )
 
     monkeypatch.setattr(io, "open", opened)
 
 
-def test_a_full_disk_leaves_what_was_there_and_is_named(tmp_path: Path, full: None) -> None:
+def test_a_full_disk_leaves_what_was_there_and_is_named(
+    tmp_path: Path, full: None
+) -> None:
     rows, page = tmp_path / "rows.jsonl", tmp_path / "page.html"
     append_rows(rows, [{"a": 1}])
     page.symlink_to(tmp_path / "elsewhere")
@@ -73,11 +81,15 @@ def test_a_full_disk_leaves_what_was_there_and_is_named(tmp_path: Path, full: No
     assert {*tmp_path.iterdir()} == {rows, page}
 
 
-def test_the_error_of_a_file_in_a_new_folder_names_the_place_that_was_asked_for(tmp_path: Path) -> None:
+def test_the_error_of_a_file_in_a_new_folder_names_the_place_that_was_asked_for(
+    tmp_path: Path,
+) -> None:
     def write() -> None:
         with replacing(tmp_path / "model") as folder:
             folder.mkdir()
-            write_tensors(folder / "no folder" / "model.safetensors", {"a": torch.zeros(1)})
+            write_tensors(
+                folder / "no folder" / "model.safetensors", {"a": torch.zeros(1)}
+            )
 
     with pytest.raises(FileNotFoundError) as caught:
         write()
@@ -90,10 +102,16 @@ def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     precious.write_text("one")
     link.symlink_to(precious)
     write_text(link, "two")
-    assert (precious.read_text(), link.read_text(), link.is_symlink()) == ("one", "two", False)
+    assert (precious.read_text(), link.read_text(), link.is_symlink()) == (
+        "one",
+        "two",
+        False,
+    )
 
 
-@pytest.mark.parametrize("text", [b"", b'{"a"', b"[]", b"null", b"\xff\xfe", 100_000 * b"["])
+@pytest.mark.parametrize(
+    "text", [b"", b'{"a"', b"[]", b"null", b"\xff\xfe", 100_000 * b"["]
+)
 def test_what_is_no_json_object_is_named(text: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(text)
     with pytest.raises(FedrotError, match=r"config\.json"):

@@ -1,4 +1,6 @@
-"""The notebooks of the documentation have outputs and pictures, which a new run repeats."""
+"""The notebooks of the documentation have outputs and pictures, which a new run
+repeats.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import pytest
 from docs.notebooks import TUTORIALS, executed
 
 NAMES = sorted(path.stem for path in TUTORIALS.glob("*.ipynb"))
-LONG = [pytest.param(name, marks=pytest.mark.long) for name in NAMES if name != "own-model"]
+LONG = [
+    pytest.param(name, marks=pytest.mark.long) for name in NAMES if name != "own-model"
+]
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]\d+)?")
 
 
@@ -29,15 +33,21 @@ def test_a_notebook_has_clean_outputs(name: str) -> None:
     notebook, pictures = stored(name), []
     for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
         kinds = [output.get("name", output.output_type) for output in cell.outputs]
-        assert ("stdout" in kinds) == (re.search(r"^ *print\(", cell.source, re.MULTILINE) is not None)
+        assert ("stdout" in kinds) == (
+            re.search(r"^ *print\(", cell.source, re.MULTILINE) is not None
+        )
         assert kinds.count("display_data") == cell.source.count("plt.show()")
         assert {*kinds} <= {"stdout", "display_data"}
         assert {*cell.metadata} == ({"alt"} if "display_data" in kinds else set())
-        pictures += [output.data["image/png"] for output in cell.outputs if "data" in output]
+        pictures += [
+            output.data["image/png"] for output in cell.outputs if "data" in output
+        ]
     assert max(map(len, pictures)) < 80_000  # in base 64: 60 kB
     assert not re.search(r"(?<!\w)/\w+/|[Ww]arning|it/s", printed(notebook))
     # What the last cell says was printed.
-    assert {*re.findall(r"\d+\.\d+", notebook.cells[-1].source)} <= {*NUMBER.findall(printed(notebook))}
+    assert {*re.findall(r"\d+\.\d+", notebook.cells[-1].source)} <= {
+        *NUMBER.findall(printed(notebook))
+    }
 
 
 @pytest.mark.timeout(1800)
@@ -46,5 +56,7 @@ def test_a_new_run_prints_the_same(name: str) -> None:
     shown, now = printed(stored(name)), printed(executed(TUTORIALS / f"{name}.ipynb"))
     assert NUMBER.sub("#", now) == NUMBER.sub("#", shown)
     # Other processors add up in another order.
-    figures = [[float(figure) for figure in NUMBER.findall(text)] for text in (now, shown)]
+    figures = [
+        [float(figure) for figure in NUMBER.findall(text)] for text in (now, shown)
+    ]
     assert figures[0] == pytest.approx(figures[1], rel=0.01, abs=0.02)

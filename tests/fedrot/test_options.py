@@ -34,8 +34,14 @@ NAME = "bert-classifier"
         (np.array([1]), ("ffn",), (1,)),
     ],
 )
-def test_layers_and_parts_restrict_what_moves(layers: Any, parts: Any, chosen: Any) -> None:
-    anchor, update, symmetry = state_of(NAME), state_of(NAME, seed=3), symmetry_for(NAME)
+def test_layers_and_parts_restrict_what_moves(
+    layers: Any, parts: Any, chosen: Any
+) -> None:
+    anchor, update, symmetry = (
+        state_of(NAME),
+        state_of(NAME, seed=3),
+        symmetry_for(NAME),
+    )
     options = fedrot.AlignmentOptions(parts=parts, layers=layers, chance=0)
     aligned = fedrot.align(update, anchor, symmetry, options).apply(update)
     changed = {key for key in update if not torch.equal(aligned[key], update[key])}
@@ -43,9 +49,18 @@ def test_layers_and_parts_restrict_what_moves(layers: Any, parts: Any, chosen: A
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    *(({"layers": layers}, "'first:N'") for layers in ("", "first", "first:", "first:-1", "last")),
-    *(({"layers": layers}, "'last:N'") for layers in ("last:x", "middle:1", "first:1.5", "first:²")),
-    *(({"layers": layers}, "(?i)layer .* is not in the model") for layers in ([2], [0, -1])),
+    *(
+        ({"layers": layers}, "'first:N'")
+        for layers in ("", "first", "first:", "first:-1", "last")
+    ),
+    *(
+        ({"layers": layers}, "'last:N'")
+        for layers in ("last:x", "middle:1", "first:1.5", "first:²")
+    ),
+    *(
+        ({"layers": layers}, "(?i)layer .* is not in the model")
+        for layers in ([2], [0, -1])
+    ),
     ({"layers": 1}, r"\[1\]"),
     # It would be empty the second time it is read.
     ({"layers": iter([1])}, "give a list of indices"),
@@ -56,7 +71,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"parts": "atention"}, r"a tuple of some of \('residual', "),
     *(({"chance": value}, "chance") for value in (-1.0, float("nan"), float("inf"))),
     ({"within_heads": "order"}, "within_heads"),
-    *(({"activation_weight": value}, "activation_weight") for value in (-0.1, 1.1, float("nan"))),
+    *(
+        ({"activation_weight": value}, "activation_weight")
+        for value in (-0.1, 1.1, float("nan"))
+    ),
 ]
 
 
@@ -68,12 +86,24 @@ def test_bad_options_are_refused(settings: dict[str, Any], message: str) -> None
 
 @pytest.mark.parametrize("value", [0, 1])
 def test_the_ends_of_ranges_are_allowed(value: int) -> None:
-    assert fedrot.AlignmentOptions(chance=value, activation_weight=value).chance == value
+    assert (
+        fedrot.AlignmentOptions(chance=value, activation_weight=value).chance == value
+    )
 
 
 def test_the_whole_model_has_a_name_and_parts_may_be_any_sequence() -> None:
-    assert fedrot.AlignmentOptions(parts="whole") == fedrot.AlignmentOptions(fedrot.WHOLE_MODEL)
-    assert len({fedrot.AlignmentOptions(parts=["heads"]), fedrot.AlignmentOptions(("heads",))}) == 1
+    assert fedrot.AlignmentOptions(parts="whole") == fedrot.AlignmentOptions(
+        fedrot.WHOLE_MODEL
+    )
+    assert (
+        len(
+            {
+                fedrot.AlignmentOptions(parts=["heads"]),
+                fedrot.AlignmentOptions(("heads",)),
+            }
+        )
+        == 1
+    )
 
 
 def test_random_equivalent_refuses_unknown_parts() -> None:
@@ -83,16 +113,23 @@ def test_random_equivalent_refuses_unknown_parts() -> None:
 
 @pytest.mark.parametrize("layers", ["first:1", []])
 def test_layers_do_not_restrict_what_belongs_to_none(layers: Any) -> None:
-    """The residual stream and the task head are of the whole model, whatever layers are chosen."""
+    """The residual stream and the task head are of the whole model, whatever layers are
+    chosen.
+    """
     anchor, update, symmetry = state_of(NAME), state_of(NAME, 3), symmetry_for(NAME)
     options = fedrot.AlignmentOptions(parts=EVERYTHING, layers=layers)
     alignment = fedrot.align(update, anchor, symmetry, options)
     chosen = options.layer_indices(LAYERS)
     inside = {move.group.layer for move in alignment.moves} - {NO_LAYER}
     assert inside == set(chosen)
-    assert {m.group.part for m in alignment.moves if m.group.layer == NO_LAYER} == {"residual", "output"}
+    assert {m.group.part for m in alignment.moves if m.group.layer == NO_LAYER} == {
+        "residual",
+        "output",
+    }
     assert {row["layer"] for row in alignment.report.rows()} == {NO_LAYER, *chosen}
-    assert (logits(NAME, alignment.apply(update)) - logits(NAME, update)).abs().max() <= 1e-10
+    assert (
+        logits(NAME, alignment.apply(update)) - logits(NAME, update)
+    ).abs().max() <= 1e-10
 
 
 def test_parts_that_cannot_be_moved_are_left_out_but_the_stream() -> None:

@@ -38,7 +38,9 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("name", FEW)
-def test_distance_never_grows_and_every_row_of_the_report_is_true(name: str, pair: str) -> None:
+def test_distance_never_grows_and_every_row_of_the_report_is_true(
+    name: str, pair: str
+) -> None:
     anchor = state_of(name)
     update = PAIRS[pair](anchor, CASES[name].names)
     # Every pair meets all settings, each with one of the models.
@@ -54,8 +56,12 @@ def test_distance_never_grows_in_low_precision(dtype: torch.dtype) -> None:
         anchor = {k: v.to(dtype) for k, v in state_of(NAME).items()}
         size = squared_distance(anchor, {k: torch.zeros(()) for k in anchor})
         aligned = fedrot.align(update, anchor, symmetry, EAGER).apply(update)
-        before, after = squared_distance(update, anchor), squared_distance(aligned, anchor)
-        # Storing a rotated weight rounds it: an error of the dtype's precision, relative to the weight.
+        before, after = (
+            squared_distance(update, anchor),
+            squared_distance(aligned, anchor),
+        )
+        # Storing a rotated weight rounds it: an error of the dtype's precision,
+        # relative to the weight.
         eps = torch.finfo(dtype).eps
         assert after <= before + eps * (before * size) ** 0.5 + eps**2 * size
 
@@ -73,7 +79,9 @@ def test_report_counts_moves_angles_and_shares() -> None:
         moved_units[group.part] += group.moved
     # Queries with keys, and values with outputs, in two layers.
     assert moved_units == {"ffn": changed, "attention": 4 * HEADS}
-    assert report.share("attention") + report.share("ffn") == pytest.approx(report.share())
+    assert report.share("attention") + report.share("ffn") == pytest.approx(
+        report.share()
+    )
     assert report.share() == pytest.approx(1)
     by_part: dict[str, float] = defaultdict(float)
     for row in report.rows():
@@ -81,9 +89,14 @@ def test_report_counts_moves_angles_and_shares() -> None:
         assert (row["angle"] > 5) == (row["part"] == "attention")
     assert by_part["ffn"] / report.before == pytest.approx(report.share("ffn"))
     assert report.seconds > 0
-    still = fedrot.align(anchor, anchor, symmetry, fedrot.AlignmentOptions(parts=FULL)).report
+    still = fedrot.align(
+        anchor, anchor, symmetry, fedrot.AlignmentOptions(parts=FULL)
+    ).report
     assert (still.before, still.after, still.share()) == (0, 0, 0)
-    assert [row["certified"] for row in still.rows() if row["part"] == "ffn"] == [True, True]
+    assert [row["certified"] for row in still.rows() if row["part"] == "ffn"] == [
+        True,
+        True,
+    ]
 
 
 def test_reported_angle_is_the_rotation_s_angle() -> None:
@@ -96,16 +109,28 @@ def test_reported_angle_is_the_rotation_s_angle() -> None:
         for leaf in ("weight", "bias"):
             key = f"bert.encoder.layer.0.attention.self.{module}.{leaf}"
             update[key] = turn @ update[key]
-    rows = {row["group"]: row for row in fedrot.align(update, anchor, symmetry).report.rows()}
+    rows = {
+        row["group"]: row
+        for row in fedrot.align(update, anchor, symmetry).report.rows()
+    }
     assert rows["encoder.layer.0.qk"]["angle"] == pytest.approx(28.6479, abs=1e-3)
-    assert (rows["encoder.layer.0.vo"]["angle"], rows["encoder.layer.0.vo"]["moved"]) == (0, 0)
+    assert (
+        rows["encoder.layer.0.vo"]["angle"],
+        rows["encoder.layer.0.vo"]["moved"],
+    ) == (0, 0)
 
 
 def test_an_alignment_prints_a_summary_of_a_few_lines() -> None:
     anchor, symmetry = state_of(NAME), symmetry_for(NAME)
-    alignment = fedrot.align(fedrot.random_equivalent(anchor, symmetry, 1), anchor, symmetry)
+    alignment = fedrot.align(
+        fedrot.random_equivalent(anchor, symmetry, 1), anchor, symmetry
+    )
     removed = alignment.report.share("attention")
-    assert f"  attention: {removed:.1%} removed, 4 of 4 groups moved\n" in str(alignment)
+    assert f"  attention: {removed:.1%} removed, 4 of 4 groups moved\n" in str(
+        alignment
+    )
     nothing = str(fedrot.align(anchor, anchor, symmetry))
-    assert "ffn: 0.0% removed, 0 of 2 groups moved, 2 already in the best order" in nothing
+    assert (
+        "ffn: 0.0% removed, 0 of 2 groups moved, 2 already in the best order" in nothing
+    )
     assert len(repr(alignment)) < 300

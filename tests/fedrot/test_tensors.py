@@ -1,4 +1,6 @@
-"""Updates, anchors and arguments that cannot be used are refused by name, with what to do instead."""
+"""Updates, anchors and arguments that cannot be used are refused by name, with what to
+do instead.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ from fedrot.aggregation import Mean
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
 from fedrot.strategies import to_arrays
 from tests.fedrot.pairs import MODULES
-from tests.models import CASES, EVERYTHING, FULL, config_of, fresh_model, near, state_of, symmetry_for
+from tests.models import (
+    CASES,
+    EVERYTHING,
+    FULL,
+    config_of,
+    fresh_model,
+    near,
+    state_of,
+    symmetry_for,
+)
 
 NAME = "bert-classifier"
 WHOLE = fedrot.WHOLE_MODEL
@@ -33,7 +44,8 @@ def _entry(value: float) -> Change:
 
 QUERY = "bert.encoder.layer.1.attention.self.query.weight"
 UP_BIAS = "bert.encoder.layer.0.intermediate.dense.bias"
-#: A tensor, what becomes of it (None: it is left out), and a word of the error beside its name.
+#: A tensor, what becomes of it (None: it is left out), and a word of the error beside
+#: its name.
 DAMAGES: list[tuple[str, Change, str]] = [
     (QUERY, lambda t: None, "missing"),
     ("classifier.bias", lambda t: None, "missing"),
@@ -49,7 +61,9 @@ DAMAGES: list[tuple[str, Change, str]] = [
 
 
 @pytest.mark.parametrize(("tensor", "change", "word"), DAMAGES)
-def test_a_bad_update_or_anchor_is_refused_by_name(tensor: str, change: Change, word: str) -> None:
+def test_a_bad_update_or_anchor_is_refused_by_name(
+    tensor: str, change: Change, word: str
+) -> None:
     good, symmetry = state_of(NAME), symmetry_for(NAME)
     bad = {**near(good, 0.1), tensor: change(good.get(tensor, torch.zeros(())))}
     bad = {name: value for name, value in bad.items() if value is not None}
@@ -62,7 +76,10 @@ def test_a_bad_update_or_anchor_is_refused_by_name(tensor: str, change: Change, 
 @pytest.mark.parametrize(
     ("part", "key"),
     [
-        *((part, f"{CASES[NAME].names.of(0, MODULES[part][0])}.weight") for part in FULL),
+        *(
+            (part, f"{CASES[NAME].names.of(0, MODULES[part][0])}.weight")
+            for part in FULL
+        ),
         ("residual", "bert.embeddings.word_embeddings.weight"),
         ("residual", "bert.encoder.layer.1.output.LayerNorm.bias"),
         ("residual", "bert.encoder.layer.0.attention.self.key.weight"),
@@ -70,7 +87,9 @@ def test_a_bad_update_or_anchor_is_refused_by_name(tensor: str, change: Change, 
         ("output", "bert.pooler.dense.bias"),
     ],
 )
-def test_every_part_refuses_values_that_are_not_finite_or_overflow(part: str, key: str) -> None:
+def test_every_part_refuses_values_that_are_not_finite_or_overflow(
+    part: str, key: str
+) -> None:
     for value, parts, damaged, dtype in (
         (float("nan"), (part,), "update", torch.float64),
         (float("inf"), (part,), "anchor", torch.float64),
@@ -95,7 +114,10 @@ STRANGE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "sparse": (lambda t: t.to_sparse(), "to_dense"),
     "compressed": (lambda t: t.to_sparse_csr(), "to_dense"),
     "complex": (lambda t: t.to(torch.complex64), "complex64"),
-    "quantised": (lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8), "dequantize"),
+    "quantised": (
+        lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8),
+        "dequantize",
+    ),
     "without values": (lambda t: t.to("meta"), "device 'meta'"),
 }
 
@@ -128,48 +150,86 @@ def _align(update: Any, anchor: Any, symmetry: Any = None, options: Any = None) 
 
 
 Call = Callable[[Any, Any], Any]
-#: Calls that a new user makes by mistake with a model and its state, and what the errors say to write.
+#: Calls that a new user makes by mistake with a model and its state, and what the
+#: errors say to write.
 CALLS: dict[type[Exception], list[tuple[Call, str]]] = {
     UpdateError: [
         (lambda model, state: _align(model, model), "model.state_dict()"),
         (lambda model, state: _align([*state.values()], state), "is a list"),
-        (lambda model, state: _align({n: t.numpy() for n, t in state.items()}, state), "as_tensor"),
-        (lambda model, state: fedrot.random_equivalent(model, symmetry_for(NAME)), "state_dict()"),
         (
-            lambda model, state: fedrot.random_equivalent({"a": state[QUERY]}, symmetry_for(NAME)),
+            lambda model, state: _align(
+                {n: t.numpy() for n, t in state.items()}, state
+            ),
+            "as_tensor",
+        ),
+        (
+            lambda model, state: fedrot.random_equivalent(model, symmetry_for(NAME)),
+            "state_dict()",
+        ),
+        (
+            lambda model, state: fedrot.random_equivalent(
+                {"a": state[QUERY]}, symmetry_for(NAME)
+            ),
             "is missing",
         ),
         (
-            lambda model, state: _align({f"module.{n}": t for n, t in state.items()}, state),
+            lambda model, state: _align(
+                {f"module.{n}": t for n, t in state.items()}, state
+            ),
             "'module.bert.embeddings.word_embeddings.weight' instead",
         ),
         (
             lambda model, state: _align(
-                {n.replace("query.", "query.default."): t for n, t in state.items()}, state
+                {n.replace("query.", "query.default."): t for n, t in state.items()},
+                state,
             ),
             "query.default.weight' instead",
         ),
         (
-            lambda model, state: _align({str(i): t for i, t in enumerate(state.values())}, state),
+            lambda model, state: _align(
+                {str(i): t for i, t in enumerate(state.values())}, state
+            ),
             "numbers in place of names",
         ),
     ],
     SymmetryError: [
-        (lambda model, state: _align(state, state, config_of(NAME)), "is a BertConfig; build it first"),
-        (lambda model, state: fedrot.random_equivalent(state, model.config), "fedrot.symmetry_of"),
-        (lambda model, state: fedrot.align_round([], state, model.config), "fedrot.symmetry_of"),
-        (lambda model, state: fedrot.diagnose(state, [state], {}), "fedrot.symmetry_of"),  # type: ignore[arg-type]
         (
-            lambda model, state: fedrot.collect_activations(model, model, [], model.config),
+            lambda model, state: _align(state, state, config_of(NAME)),
+            "is a BertConfig; build it first",
+        ),
+        (
+            lambda model, state: fedrot.random_equivalent(state, model.config),
+            "fedrot.symmetry_of",
+        ),
+        (
+            lambda model, state: fedrot.align_round([], state, model.config),
+            "fedrot.symmetry_of",
+        ),
+        (
+            lambda model, state: fedrot.diagnose(state, [state], {}),
+            "fedrot.symmetry_of",
+        ),  # type: ignore[arg-type]
+        (
+            lambda model, state: fedrot.collect_activations(
+                model, model, [], model.config
+            ),
             "fedrot.symmetry_of",
         ),
         (lambda model, state: fedrot.symmetry_of(model, state), "model.config"),
-        (lambda model, state: fedrot.symmetry_of(model.config, model), "model.state_dict()"),
+        (
+            lambda model, state: fedrot.symmetry_of(model.config, model),
+            "model.state_dict()",
+        ),
     ],
     FedrotError: [
-        (lambda model, state: _align(state, state, None, ("attention",)), "(parts=('attention',))"),
         (
-            lambda model, state: fedrot.collect_activations(state, state, [], symmetry_for(NAME)),
+            lambda model, state: _align(state, state, None, ("attention",)),
+            "(parts=('attention',))",
+        ),
+        (
+            lambda model, state: fedrot.collect_activations(
+                state, state, [], symmetry_for(NAME)
+            ),
             "pass the two models, not their tensors",
         ),
         (
@@ -183,7 +243,8 @@ CALLS: dict[type[Exception], list[tuple[Call, str]]] = {
 
 
 @pytest.mark.parametrize(
-    ("error", "call", "says"), [(error, *row) for error, rows in CALLS.items() for row in rows]
+    ("error", "call", "says"),
+    [(error, *row) for error, rows in CALLS.items() for row in rows],
 )
 def test_a_wrong_argument_is_answered_by_what_to_write(
     error: type[Exception], call: Call, says: str

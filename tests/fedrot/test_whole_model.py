@@ -1,4 +1,6 @@
-"""Models matched as a whole: residual stream, task head, heads, rotations and neurons together."""
+"""Models matched as a whole: residual stream, task head, heads, rotations and neurons
+together.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,17 @@ def _options(**settings: Any) -> fedrot.AlignmentOptions:
     return fedrot.AlignmentOptions(**({"parts": WHOLE} | settings))
 
 
-def _let_sweep(monkeypatch: pytest.MonkeyPatch, sweeps: int, tolerance: float = 0.0) -> None:
+def _let_sweep(
+    monkeypatch: pytest.MonkeyPatch, sweeps: int, tolerance: float = 0.0
+) -> None:
     monkeypatch.setattr(descent, "SWEEPS", sweeps)
     monkeypatch.setattr(descent, "TOLERANCE", tolerance)
 
 
 @pytest.mark.parametrize("name", ["bert-classifier", "electra-mlm", "distilbert-mlm"])
-def test_every_sweep_brings_unrelated_models_closer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_sweep_brings_unrelated_models_closer(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     anchor, update = state_of(name), state_of(name, 5)
     distances = []
     for sweeps in (1, 2, 3, 8):
@@ -85,19 +91,28 @@ def _disagreeing(state: State, key: str, other: int) -> State:
 def test_distance_never_grows_where_a_matrix_has_both_axes_in_the_stream(
     name: str, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A language model's transform depends on the order twice: what helps each axis may harm both."""
+    """A language model's transform depends on the order twice: what helps each axis may
+    harm both.
+    """
     symmetry, anchor = symmetry_for(name), state_of(name)
-    twice = {"bert-mlm": "cls.predictions.transform.dense", "distilbert-mlm": "vocab_transform"}[name]
+    twice = {
+        "bert-mlm": "cls.predictions.transform.dense",
+        "distilbert-mlm": "vocab_transform",
+    }[name]
     anchor[f"{twice}.weight"] *= 5
     for seed, parts in ((0, ("residual",)), (1, ("residual",)), (2, WHOLE)):
         update = _disagreeing(anchor, key, seed)
         distances = [squared_distance(update, anchor)]
         for sweeps in (1, 2, 3):
             _let_sweep(monkeypatch, sweeps)
-            aligned = fedrot.align(update, anchor, symmetry, _options(parts=parts)).apply(update)
+            aligned = fedrot.align(
+                update, anchor, symmetry, _options(parts=parts)
+            ).apply(update)
             distances.append(squared_distance(aligned, anchor))
         assert max(distances) <= distances[0] * (1 + 1e-12), (seed, parts)
-        assert distances[1:] == pytest.approx(sorted(distances[1:], reverse=True), rel=1e-12)
+        assert distances[1:] == pytest.approx(
+            sorted(distances[1:], reverse=True), rel=1e-12
+        )
 
 
 # Values that determine nothing
@@ -119,7 +134,9 @@ DEGRADE: dict[str, Callable[[str, Tensor], object]] = {
     "zero embeddings": _zero("embeddings"),
     "zero stream": _zero("LayerNorm", "layer_norm", "embeddings"),
     "equal units": _equal_units_of_the_stream,
-    "constant columns": lambda name, tensor: tensor.view(len(tensor), -1)[:, ::2].fill_(0.5),
+    "constant columns": lambda name, tensor: tensor.view(len(tensor), -1)[:, ::2].fill_(
+        0.5
+    ),
     "all zero": _zero(""),
     "all equal": lambda name, tensor: tensor.fill_(0.25),
 }
@@ -127,19 +144,26 @@ DEGRADE: dict[str, Callable[[str, Tensor], object]] = {
 
 @pytest.mark.parametrize("which", DEGRADE)
 @pytest.mark.parametrize(
-    ("name", "where"), [(FEW[0], "both"), (FEW[0], "anchor"), (FEW[1], "client"), (FEW[1], "both")]
+    ("name", "where"),
+    [(FEW[0], "both"), (FEW[0], "anchor"), (FEW[1], "client"), (FEW[1], "both")],
 )
-def test_degenerate_streams_keep_the_function(name: str, where: str, which: str) -> None:
+def test_degenerate_streams_keep_the_function(
+    name: str, where: str, which: str
+) -> None:
     anchor = state_of(name)
     client = near(anchor, 0.3)
     for side, state in (("client", client), ("anchor", anchor)):
         for key, tensor in state.items() if where in (side, "both") else ():
             DEGRADE[which](key, tensor)
     for options in (_options(), _options(within_heads="permutation")):
-        aligned = fedrot.align(client, anchor, symmetry_for(name), options).apply(client)
+        aligned = fedrot.align(client, anchor, symmetry_for(name), options).apply(
+            client
+        )
         assert all(bool(torch.isfinite(t).all()) for t in aligned.values())
         assert (logits(name, aligned) - logits(name, client)).abs().max() <= 1e-9
-        assert squared_distance(aligned, anchor) <= squared_distance(client, anchor) * (1 + 1e-12)
+        assert squared_distance(aligned, anchor) <= squared_distance(client, anchor) * (
+            1 + 1e-12
+        )
 
 
 # Against brute force, on a model that is small enough for it
@@ -160,10 +184,15 @@ def _tiny(seed: int) -> tuple[Any, State]:
 
 
 def _stream_moved(state: State, order: list[int]) -> State:
-    """Return the model with its residual stream in another order, written out name by name."""
+    """Return the model with its residual stream in another order, written out name by
+    name.
+    """
     out = dict(state)
     for name, tensor in state.items():
-        reads = any(m in name for m in ("query", "key", "value", "intermediate", "pooler", "embeddings"))
+        reads = any(
+            m in name
+            for m in ("query", "key", "value", "intermediate", "pooler", "embeddings")
+        )
         if name.startswith("classifier"):
             continue
         if "LayerNorm" in name or (".output.dense" in name):
@@ -184,9 +213,13 @@ def test_coordinate_descent_ends_in_the_best_for_its_order_of_a_tiny_stream(
     inside = _options(parts=[part for part in WHOLE if part != "residual"])
 
     def closest(order: tuple[int, ...]) -> float:
-        """Return the least distance that all parts but the stream reach: each has one best element."""
+        """Return the least distance that all parts but the stream reach: each has one
+        best element.
+        """
         moved = _stream_moved(update, list(order))
-        return squared_distance(fedrot.align(moved, anchor, symmetry, inside).apply(moved), anchor)
+        return squared_distance(
+            fedrot.align(moved, anchor, symmetry, inside).apply(moved), anchor
+        )
 
     every = {order: closest(order) for order in itertools.permutations(range(4))}
     best, start = min(every.values()), squared_distance(update, anchor)
@@ -194,7 +227,10 @@ def test_coordinate_descent_ends_in_the_best_for_its_order_of_a_tiny_stream(
     found = fedrot.align(update, anchor, symmetry, _options())
     reached = squared_distance(found.apply(update), anchor)
     assert best - 1e-9 <= reached < start
-    # Wherever descent stops, the parts inside are the exact best for its order of the stream.
-    stream = [move.element.tolist() for move in found.moves if move.group.part == "residual"]
+    # Wherever descent stops, the parts inside are the exact best for its order of the
+    # stream.
+    stream = [
+        move.element.tolist() for move in found.moves if move.group.part == "residual"
+    ]
     order = tuple(stream[0]) if stream else tuple(range(4))
     assert reached == pytest.approx(every[order], rel=1e-9)

@@ -10,7 +10,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-#: Cases of the whole run, shared out by weight. A run with the default tries the same ones every time.
+#: Cases of the whole run, shared out by weight. A run with the default tries the same
+#: ones every time.
 TOTAL = int(os.environ.get("FEDROT_FUZZ_CASES", "1500"))
 REPEATABLE = "FEDROT_FUZZ_CASES" not in os.environ
 
@@ -27,7 +28,8 @@ settings.register_profile(
 def fuzzed(weight: float, **arguments: st.SearchStrategy[Any]) -> Callable[[Any], Any]:
     """Return the decorator of a test that gets ``weight`` percent of all cases.
 
-    The test returns whether its case was accepted. Some are and some are not, or it tests nothing.
+    The test returns whether its case was accepted. Some are and some are not, or it
+    tests nothing.
     """
 
     def decorate(test: Callable[..., bool]) -> Any:
@@ -60,7 +62,9 @@ EDGES += (2**16, 2**31, 2**32, 2**40, 2**62, 2**63, 2**64)
 
 @st.composite
 def mutated(draw: st.DrawFn, data: bytes) -> bytes:
-    """Draw bytes like the given ones: some flipped, put in, taken out, cut off, or repeated."""
+    """Draw bytes like the given ones: some flipped, put in, taken out, cut off, or
+    repeated.
+    """
     found = bytearray(data)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, max(0, len(found) - 1)))
@@ -87,6 +91,19 @@ def misspelt(draw: st.DrawFn, text: str) -> str:
 
 
 def values(more: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Return values of a configuration, alone, in lists and in dictionaries; ``more`` among them."""
-    one = st.none() | st.booleans() | st.integers(-2, 40) | st.floats(-4, 4) | st.floats() | more
-    return one | st.lists(one, max_size=3) | st.dictionaries(st.text(max_size=3), one, max_size=2)
+    """Return values of a configuration, alone, in lists and in dictionaries; ``more``
+    among them.
+    """
+    one = (
+        st.none()
+        | st.booleans()
+        | st.integers(-2, 40)
+        | st.floats(-4, 4)
+        | st.floats()
+        | more
+    )
+    return (
+        one
+        | st.lists(one, max_size=3)
+        | st.dictionaries(st.text(max_size=3), one, max_size=2)
+    )

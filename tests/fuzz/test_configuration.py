@@ -27,12 +27,23 @@ FILES = {
 FIELDS = sorted({*Experiment.model_fields, "local-epochs", "x", "rows"})
 KEYS = sorted({*Strategy.model_fields, "checkpoints", "parts"})
 WORDS = (
-    *(*configuration.TASKS, *NAMED, "iid", "dirichlet:0.5", "same", "different,scrambled", "bert"),
+    *(
+        *configuration.TASKS,
+        *NAMED,
+        "iid",
+        "dirichlet:0.5",
+        "same",
+        "different,scrambled",
+        "bert",
+    ),
     *("llama", "loss", "head_only", "regmean"),
 )
 words = st.sampled_from(WORDS)
-anything = values(st.sampled_from(EDGES) | words | words.flatmap(misspelt) | st.text(max_size=5))
-TOML = """"" 0 -1 1e400 nan true '' "iid" [] [1,1] {} {a=1} 99999999999 [[0,0]] [1,[2]] {same=[[0,1]]}
+anything = values(
+    st.sampled_from(EDGES) | words | words.flatmap(misspelt) | st.text(max_size=5)
+)
+TOML = """"" 0 -1 1e400 nan true '' "iid" [] [1,1] {} {a=1} 99999999999
+[[0,0]] [1,[2]] {same=[[0,1]]}
 [{name="a"}] ["fedavg","aligned"] {r=2} {parts=["ffn"]}"""
 literals = st.sampled_from(TOML.split())
 
@@ -95,7 +106,9 @@ def test_a_file_is_simulated_or_refused_in_one_line(text: str) -> bool:
     with TemporaryDirectory() as folder:
         path = Path(folder, "a.toml")
         path.write_text(text, "utf-8")
-        result = CliRunner().invoke(app, ["simulate", str(path), "--out", f"{folder}/run"])
+        result = CliRunner().invoke(
+            app, ["simulate", str(path), "--out", f"{folder}/run"]
+        )
     assert result.exit_code in (0, BAD_INPUT), result.exception
     assert result.exit_code == 0 or "Error" in result.output
     return result.exit_code == 0

@@ -1,4 +1,6 @@
-"""Whatever a file holds or claims, it is read or refused in words, in seconds and without its memory."""
+"""Whatever a file holds or claims, it is read or refused in words, in seconds and
+without its memory.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,20 @@ from tests.fuzz.cases import fuzzed, mutated
 from tests.models import fresh_model
 from tests.simulations.data.files import bounded
 
-MARKS = ("[", "]", '{"a":', "}", '"', "\\", '"\\', "1", ",", "\n", '{"a":"b"}\n', '[{"a":1}]')
+MARKS = (
+    "[",
+    "]",
+    '{"a":',
+    "}",
+    '"',
+    "\\",
+    '"\\',
+    "1",
+    ",",
+    "\n",
+    '{"a":"b"}\n',
+    '[{"a":1}]',
+)
 CHANGED = ("a.parquet", "model.safetensors", "pytorch_model.bin", "config.json")
 parts = st.tuples(st.sampled_from(MARKS), st.sampled_from((1, 1, 1, 2, 190, 300_000)))
 nested = st.lists(parts.map(lambda part: part[0] * part[1]), max_size=6).map(
@@ -33,11 +48,15 @@ def made() -> dict[str, bytes]:
         model, texts = fresh_model("bert-classifier").float(), ["a" * 9, "b"] * 20
         model.save_pretrained(folder)
         torch.save(model.state_dict(), f"{folder}/pytorch_model.bin")
-        pq.write_table(pa.table({"text": texts, "words": [texts] * 40}), f"{folder}/a.parquet")
+        pq.write_table(
+            pa.table({"text": texts, "words": [texts] * 40}), f"{folder}/a.parquet"
+        )
         return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
 
 
-tables = st.tuples(st.sampled_from(("a.json", "a.jsonl", "a.csv", "config.json")), nested)
+tables = st.tuples(
+    st.sampled_from(("a.json", "a.jsonl", "a.csv", "config.json")), nested
+)
 changed = st.sampled_from(CHANGED).flatmap(
     lambda name: st.tuples(st.just(name), st.just(made()[name]) | mutated(made()[name]))
 )

@@ -1,4 +1,6 @@
-"""Whatever a client sends is an update that fits, or is refused as one that does not."""
+"""Whatever a client sends is an update that fits, or is refused as one that does
+not.
+"""
 
 from __future__ import annotations
 
@@ -42,16 +44,19 @@ STATS = {
     "trained": {"layer.weight": torch.tensor([True, False])},
 }
 HEADER = 128
+FLOATS = {name: t for name, t in UPDATE.items() if t.is_floating_point()}
 #: Records that good clients send.
 GOOD = (
     to_arrays(UPDATE),
     to_arrays(UPDATE, torch.bfloat16),
     to_arrays(UPDATE, torch.float16),
-    ArrayRecord({n: Array(t.float().numpy()) for n, t in UPDATE.items() if t.is_floating_point()}
+    ArrayRecord({n: Array(t.float().numpy()) for n, t in FLOATS.items()}
                 | {n: Array(UPDATE[n].numpy()) for n in ("count", "mask")}),
 )  # fmt: skip
 SHAPES = {name: tuple(t.shape) for name, t in MODEL.items()}
-(ASKED,) = broadcast(FedAvg(min_train_nodes=1, min_available_nodes=1), {"w": torch.ones(2)}, 1)
+(ASKED,) = broadcast(
+    FedAvg(min_train_nodes=1, min_available_nodes=1), {"w": torch.ones(2)}, 1
+)
 
 
 def inbox(needs: tuple[str, ...]) -> Inbox:
@@ -59,7 +64,18 @@ def inbox(needs: tuple[str, ...]) -> Inbox:
     return Inbox(Asked(), Schema(MODEL), RoundRecord(1), needs=needs)
 
 
-DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "bool", "uint16", "object", "", ">f4")
+DTYPES = (
+    "float32",
+    "float64",
+    "float16",
+    "bfloat16",
+    "int64",
+    "bool",
+    "uint16",
+    "object",
+    "",
+    ">f4",
+)
 STYPES = (SType.NUMPY, BFLOAT16, TIED, "fedrot.unchanged", "", "torch")
 NAMES = (*MODEL, "layer.weigh", "", "\0", "\n\x1b[31m", "x" * 300)
 NAMES += ("gram/layer.weight", "fisher/half|empty", "gram")
@@ -72,16 +88,20 @@ floats = st.floats() | st.sampled_from((0.0, 1e-320, 1e13, 1e38, 1e300))
 def headers(draw: st.DrawFn) -> bytes:
     """Draw npy bytes with a header of its own, true or not."""
     descr = draw(
-        st.sampled_from(("<f4", "<f8", "|b1", "<i8", "<u2", "|O", ">f4", "<f2", "<c8", "<U9", ""))
+        st.sampled_from(
+            ("<f4", "<f8", "|b1", "<i8", "<u2", "|O", ">f4", "<f2", "<c8", "<U9", "")
+        )
     )
     described: dict[str, Any] = {"descr": descr, "fortran_order": draw(st.booleans())}
     described["shape"] = draw(shapes)
     if draw(st.integers(0, 9)) == 0:
-        described[draw(st.sampled_from(("descr", "shape", "fortran_order", "more")))] = draw(
-            st.none() | st.text(max_size=5) | st.lists(st.integers(), max_size=3)
-        )
+        described[
+            draw(st.sampled_from(("descr", "shape", "fortran_order", "more")))
+        ] = draw(st.none() | st.text(max_size=5) | st.lists(st.integers(), max_size=3))
     stream = io.BytesIO()
-    text = (str(described) + " " * draw(st.integers(0, 70)) + "\n").encode("latin1", "replace")
+    text = (str(described) + " " * draw(st.integers(0, 70)) + "\n").encode(
+        "latin1", "replace"
+    )
     stream.write(b"\x93NUMPY" + bytes([draw(st.sampled_from((1, 1, 1, 2, 3))), 0]))
     stream.write(len(text).to_bytes(2, "little") + text + draw(st.binary(max_size=64)))
     return stream.getvalue()
@@ -90,10 +110,16 @@ def headers(draw: st.DrawFn) -> bytes:
 @st.composite
 def values(draw: st.DrawFn) -> Array:
     """Draw a well-formed array of edge values."""
-    dtype = draw(st.sampled_from(("float32", "float64", "float16", "int64", "bool", "uint16", "int8")))
+    dtype = draw(
+        st.sampled_from(
+            ("float32", "float64", "float16", "int64", "bool", "uint16", "int8")
+        )
+    )
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
     with np.errstate(all="ignore"):
-        value = np.full(shape, draw(floats if "f" in dtype else st.integers(0, 1))).astype(dtype)
+        value = np.full(
+            shape, draw(floats if "f" in dtype else st.integers(0, 1))
+        ).astype(dtype)
     return Array(np.asarray(value))
 
 
@@ -108,7 +134,9 @@ def arrays(draw: st.DrawFn, good: Array) -> Array:
             case 6 | 7 | 8:
                 # The values only: of the right size and, often, possible.
                 size = max(0, len(data) - HEADER)
-                data = data[: len(data) - size] + draw(st.binary(min_size=size, max_size=size))
+                data = data[: len(data) - size] + draw(
+                    st.binary(min_size=size, max_size=size)
+                )
             case 2:
                 data = draw(headers() | st.binary(max_size=40))
             case 3:
@@ -118,7 +146,9 @@ def arrays(draw: st.DrawFn, good: Array) -> Array:
             case 5:
                 stype = draw(st.sampled_from(STYPES))
                 if stype == TIED:
-                    data = draw(st.sampled_from(NAMES).map(str.encode) | st.binary(max_size=4))
+                    data = draw(
+                        st.sampled_from(NAMES).map(str.encode) | st.binary(max_size=4)
+                    )
             case _:
                 return draw(values())
     return Array(dtype=dtype, shape=shape, stype=stype, data=data)
@@ -145,25 +175,37 @@ def records(draw: st.DrawFn, good: Mapping[str, Array]) -> ArrayRecord:
 
 
 metric_values = floats | st.integers(-(2**63), 2**64 - 1) | st.lists(floats, max_size=3)
-metrics = st.dictionaries(st.sampled_from(("num-examples", "loss", "")), metric_values, max_size=3)
+metrics = st.dictionaries(
+    st.sampled_from(("num-examples", "loss", "")), metric_values, max_size=3
+)
 good_metrics = st.just({"num-examples": 7})
 GOOD_STATISTICS = statistics_record(STATS)
-statistics = records(GOOD_STATISTICS) | records(statistics_record(STATS, torch.bfloat16))
+statistics = records(GOOD_STATISTICS) | records(
+    statistics_record(STATS, torch.bfloat16)
+)
 
 
 @st.composite
 def contents(draw: st.DrawFn) -> RecordDict:
     """Draw what a reply holds."""
     good = draw(st.sampled_from(GOOD))
-    content = RecordDict({"arrays": draw(st.just(good) | records(good) | records(good))})
-    content["metrics"] = MetricRecord(draw(metrics if draw(st.integers(0, 9)) == 0 else good_metrics))
+    content = RecordDict(
+        {"arrays": draw(st.just(good) | records(good) | records(good))}
+    )
+    content["metrics"] = MetricRecord(
+        draw(metrics if draw(st.integers(0, 9)) == 0 else good_metrics)
+    )
     if draw(st.booleans()):
-        content[STATISTICS] = draw(st.just(GOOD_STATISTICS) | st.just(GOOD_STATISTICS) | statistics)
+        content[STATISTICS] = draw(
+            st.just(GOOD_STATISTICS) | st.just(GOOD_STATISTICS) | statistics
+        )
     match draw(st.integers(0, 30)):
         case 0:
             del content[draw(st.sampled_from(sorted(content)))]
         case 1:
-            content["more"] = draw(st.sampled_from((good, MetricRecord({"num-examples": 1}))))
+            content["more"] = draw(
+                st.sampled_from((good, MetricRecord({"num-examples": 1})))
+            )
         case 2:
             content["client"] = ConfigRecord(
                 {"partition-id": draw(st.text(max_size=3) | st.integers(-9, 9))}
@@ -171,8 +213,12 @@ def contents(draw: st.DrawFn) -> RecordDict:
     return content
 
 
-@fuzzed(30, content=contents(), needs=st.sampled_from(((), (), (), ("gram",), ("hessian",))))
-def test_a_reply_is_a_fitting_update_or_refused(content: RecordDict, needs: tuple[str, ...]) -> bool:
+@fuzzed(
+    30, content=contents(), needs=st.sampled_from(((), (), (), ("gram",), ("hessian",)))
+)
+def test_a_reply_is_a_fitting_update_or_refused(
+    content: RecordDict, needs: tuple[str, ...]
+) -> bool:
     try:
         reply = inbox(needs).decode(Message(content, reply_to=ASKED))
     except UpdateError:
@@ -185,7 +231,9 @@ def test_a_reply_is_a_fitting_update_or_refused(content: RecordDict, needs: tupl
         assert bool(tensor.to(MODEL[name].dtype).isfinite().all())
     assert 0 < reply.weight < float("inf")
     check_statistics(reply.statistics, SHAPES)
-    sums = (value for by_name in reply.statistics.values() for value in by_name.values())
+    sums = (
+        value for by_name in reply.statistics.values() for value in by_name.values()
+    )
     assert all(bool(value.isfinite().all()) for value in sums)
     return True
 
@@ -194,7 +242,9 @@ def test_good_replies_are_accepted() -> None:
     for good in GOOD:
         metrics = MetricRecord({"num-examples": 7})
         found = RecordDict({"arrays": good, "m": metrics, STATISTICS: GOOD_STATISTICS})
-        assert list(inbox(("gram",)).decode(Message(found, reply_to=ASKED)).tensors) == list(MODEL)
+        assert list(
+            inbox(("gram",)).decode(Message(found, reply_to=ASKED)).tensors
+        ) == list(MODEL)
 
 
 raw = st.binary(max_size=300) | headers() | mutated(GOOD[0]["embeddings"].data)

@@ -1,4 +1,6 @@
-"""Whatever a client sends, the round goes on with all honest clients, and its model is finite."""
+"""Whatever a client sends, the round goes on with all honest clients, and its model is
+finite.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,35 @@ from tests.fuzz.cases import fuzzed
 from tests.strategies.fakes import FakeGrid, failure, reply, tensors_of
 
 #: Sizes of numbers at which float32 and float64 break: too small, too large, none.
-SCALES = (0.0, 1e-320, 1e-44, 1e-20, 1e-6, 1.0, 1e6, 1e10, 1e15, 9e29, 1e38, float("nan"), float("inf"))
+SCALES = (
+    0.0,
+    1e-320,
+    1e-44,
+    1e-20,
+    1e-6,
+    1.0,
+    1e6,
+    1e10,
+    1e15,
+    9e29,
+    1e38,
+    float("nan"),
+    float("inf"),
+)
 WEIGHTS = (1e-9, 1.0, 10.0, 1e12)
-scales, weights, places = st.sampled_from(SCALES), st.sampled_from(WEIGHTS), st.integers(0, 3)
+scales, weights, places = (
+    st.sampled_from(SCALES),
+    st.sampled_from(WEIGHTS),
+    st.integers(0, 3),
+)
 usual = st.just(1.0)
 
 
 @st.composite
 def matrices(draw: st.DrawFn, *shape: int) -> Tensor:
-    """Draw a matrix in float64: random, of one value, or with one entry, and of any size."""
+    """Draw a matrix in float64: random, of one value, or with one entry, and of any
+    size.
+    """
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     found = torch.randn(shape, generator=generator, dtype=torch.float64)
     match draw(st.integers(0, 4)):
@@ -54,7 +76,9 @@ def matrices(draw: st.DrawFn, *shape: int) -> Tensor:
 @st.composite
 def grams(draw: st.DrawFn, size: int) -> Tensor:
     """Draw what may be a Gram matrix, with a size of its own for every input."""
-    own = torch.tensor(draw(st.lists(scales, min_size=size, max_size=size)), dtype=torch.float64)
+    own = torch.tensor(
+        draw(st.lists(scales, min_size=size, max_size=size)), dtype=torch.float64
+    )
     base = draw(matrices(size, size))
     match draw(st.integers(0, 3)):
         case 0 | 1:
@@ -64,7 +88,9 @@ def grams(draw: st.DrawFn, size: int) -> Tensor:
     root = own.sqrt() if draw(st.booleans()) else torch.ones(size)
     base = root[:, None] * base * root
     for _ in range(draw(st.sampled_from((0, 0, 1, 2)))):
-        base[draw(st.integers(0, size - 1)), draw(st.integers(0, size - 1))] = draw(scales)
+        base[draw(st.integers(0, size - 1)), draw(st.integers(0, size - 1))] = draw(
+            scales
+        )
     return base.to(draw(st.sampled_from((torch.float32, torch.float32, torch.float64))))
 
 
@@ -88,7 +114,11 @@ def adapter(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     sizes = {"A": (RANK, INPUTS), "B": (OUTPUTS, RANK)}
     return named(
-        {f"{m}.{f}": torch.randn(sizes[f], generator=generator) for m in MODULES for f in sizes}
+        {
+            f"{m}.{f}": torch.randn(sizes[f], generator=generator)
+            for m in MODULES
+            for f in sizes
+        }
     )
 
 
@@ -155,7 +185,9 @@ def fishers(draw: st.DrawFn) -> Tensor:
     """Draw what may be a diagonal Fisher."""
     found = draw(matrices(*SHAPES["w"]))
     found = found if draw(st.integers(0, 4)) == 0 else found.abs()
-    return found.to(draw(st.sampled_from((torch.float16, torch.float32, torch.float64))))
+    return found.to(
+        draw(st.sampled_from((torch.float16, torch.float32, torch.float64)))
+    )
 
 
 kinds = (
@@ -164,13 +196,22 @@ kinds = (
 )
 
 
-@fuzzed(4, drawn=st.one_of(kinds), update=matrices(*SHAPES["w"]), examples=weights, place=places)
+@fuzzed(
+    4,
+    drawn=st.one_of(kinds),
+    update=matrices(*SHAPES["w"]),
+    examples=weights,
+    place=places,
+)
 def test_statistics_leave_a_bounded_mean_or_are_refused(
     drawn: tuple[str, Tensor, float], update: Tensor, examples: float, place: int
 ) -> bool:
     kind, value, setting = drawn
     honest = HONEST_GRAM if kind == "gram" else torch.ones(SHAPES["w"])
-    clients = [(torch.full(SHAPES["w"], float(i)), 10.0, {kind: {"w": honest}}) for i in range(3)]
+    clients = [
+        (torch.full(SHAPES["w"], float(i)), 10.0, {kind: {"w": honest}})
+        for i in range(3)
+    ]
     hostile = update.float(), examples, {kind: {"w": value}}
     try:
         check_finite({"w": hostile[0]})
@@ -182,8 +223,12 @@ def test_statistics_leave_a_bounded_mean_or_are_refused(
     for tensor, rows, statistics in clients:
         merge.add({"w": tensor}, rows, statistics)
     found = merge.result()["w"]
-    largest = max(float(torch.linalg.vector_norm(tensor.double())) for tensor, _, _ in clients)
-    assert float(torch.linalg.vector_norm(found.double())) <= min(1.001 * LARGEST_NORM, 1e4 * largest)
+    largest = max(
+        float(torch.linalg.vector_norm(tensor.double())) for tensor, _, _ in clients
+    )
+    assert float(torch.linalg.vector_norm(found.double())) <= min(
+        1.001 * LARGEST_NORM, 1e4 * largest
+    )
     return True
 
 
@@ -195,23 +240,44 @@ ADAPTIVE = {"noise_multiplier": 0.1, "num_sampled_clients": 5}
 
 
 def in_front_of(strategy: type, *args: Any, **settings: Any) -> Any:
-    return type("Tried", (Aligned, strategy), {})(None, *args, alignment=None, **settings)
+    return type("Tried", (Aligned, strategy), {})(
+        None, *args, alignment=None, **settings
+    )
 
 
 BEHIND = {
-    **{s.__name__: lambda s=s: in_front_of(s) for s in (FedAvg, FedAdam, FedMedian, Krum)},
-    **{f"q={q}": lambda q=q: in_front_of(QFedAvg, q=q, client_learning_rate=0.1) for q in (0.2, 2.0)},
-    "fixed": lambda: in_front_of(DifferentialPrivacyServerSideFixedClipping, FedAvg(), **FIXED),
-    "adaptive": lambda: in_front_of(DifferentialPrivacyServerSideAdaptiveClipping, FedAvg(), **ADAPTIVE),
+    **{
+        s.__name__: lambda s=s: in_front_of(s)
+        for s in (FedAvg, FedAdam, FedMedian, Krum)
+    },
+    **{
+        f"q={q}": lambda q=q: in_front_of(QFedAvg, q=q, client_learning_rate=0.1)
+        for q in (0.2, 2.0)
+    },
+    "fixed": lambda: in_front_of(
+        DifferentialPrivacyServerSideFixedClipping, FedAvg(), **FIXED
+    ),
+    "adaptive": lambda: in_front_of(
+        DifferentialPrivacyServerSideAdaptiveClipping, FedAvg(), **ADAPTIVE
+    ),
 }
-HOSTILE = ("\n\x1b[31mFORGED", "\u202e", "x" * 10_000, "loss", "norm_bit", "fedrot-replies-dropped")
+HOSTILE = (
+    "\n\x1b[31mFORGED",
+    "\u202e",
+    "x" * 10_000,
+    "loss",
+    "norm_bit",
+    "fedrot-replies-dropped",
+)
 values = (
     scales
     | st.integers(-(2**63), 2**64 - 1)
     | st.lists(scales, max_size=3)
     | st.sampled_from((-1.0, 0.5, 1e12, 1e308))
 )
-given = st.fixed_dictionaries({"num-examples": usual | weights | values, "train_loss": usual | values})
+given = st.fixed_dictionaries(
+    {"num-examples": usual | weights | values, "train_loss": usual | values}
+)
 metrics = given | st.dictionaries(
     st.sampled_from(("num-examples", "train_loss", *HOSTILE)), values, max_size=4
 )
@@ -219,13 +285,23 @@ metrics = given | st.dictionaries(
 
 @st.composite
 def updates(draw: st.DrawFn) -> dict[str, Tensor]:
-    """Draw an update, which may be the broadcast model itself, or differ from it by hardly anything."""
+    """Draw an update, which may be the broadcast model itself, or differ from it by
+    hardly anything.
+    """
     if draw(st.integers(0, 3)) == 0:
         return BASE
-    return {name: draw(matrices(*tensor.shape)).float() for name, tensor in BASE.items()}
+    return {
+        name: draw(matrices(*tensor.shape)).float() for name, tensor in BASE.items()
+    }
 
 
-@fuzzed(2, behind=st.sampled_from(sorted(BEHIND)), update=updates(), own=metrics, place=places)
+@fuzzed(
+    2,
+    behind=st.sampled_from(sorted(BEHIND)),
+    update=updates(),
+    own=metrics,
+    place=places,
+)
 def test_a_round_goes_on(
     behind: str, update: dict[str, Tensor], own: dict[str, Any], place: int
 ) -> bool:
@@ -244,24 +320,35 @@ def test_a_round_goes_on(
 
 @st.composite
 def evaluations(draw: st.DrawFn, to: Message) -> Message:
-    """Draw a hostile evaluation, or an error reply with a reason that forges lines of the log."""
+    """Draw a hostile evaluation, or an error reply with a reason that forges lines of
+    the log.
+    """
     if draw(st.booleans()):
-        return Message(RecordDict({"metrics": MetricRecord(draw(metrics))}), reply_to=to)
+        return Message(
+            RecordDict({"metrics": MetricRecord(draw(metrics))}), reply_to=to
+        )
     reason = draw(st.sampled_from((*HOSTILE, None, "")) | st.text())
     return Message(Error(1, reason), reply_to=to)
 
 
 QUESTIONS = list(
     FedAvg(min_available_nodes=4, min_evaluate_nodes=4).configure_evaluate(
-        1, ArrayRecord(BASE), ConfigRecord(), FakeGrid({100 + i: failure for i in range(4)})
+        1,
+        ArrayRecord(BASE),
+        ConfigRecord(),
+        FakeGrid({100 + i: failure for i in range(4)}),
     )
 )
 
 
 @fuzzed(2, hostile=evaluations(QUESTIONS[0]), place=places)
-def test_evaluations_of_honest_clients_are_averaged(hostile: Message, place: int) -> bool:
+def test_evaluations_of_honest_clients_are_averaged(
+    hostile: Message, place: int
+) -> bool:
     own = MetricRecord({"num-examples": 10, "train_loss": 0.5})
-    replies = [Message(RecordDict({"metrics": own}), reply_to=to) for to in QUESTIONS[1:]]
+    replies = [
+        Message(RecordDict({"metrics": own}), reply_to=to) for to in QUESTIONS[1:]
+    ]
     honest = list(replies)
     replies[place:place] = [hostile, hostile]
     asked = Asked([message.metadata for message in QUESTIONS])

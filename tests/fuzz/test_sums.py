@@ -1,4 +1,6 @@
-"""Whatever a client answers about rows, sums and losses, the others keep a good and finite head."""
+"""Whatever a client answers about rows, sums and losses, the others keep a good and
+finite head.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tests.strategies.fakes import tensors_of
 from tests.strategies.feature_clients import OLD, Answer, accuracy, client, fitted
 
 edits = st.tuples(
-    st.sampled_from(("times", "entry", "row", "negated", "zero", "shape", "dtype", "gone")),
+    st.sampled_from(
+        ("times", "entry", "row", "negated", "zero", "shape", "dtype", "gone")
+    ),
     scales | st.floats(allow_nan=True),
     st.integers(0, 99),
 )
@@ -38,7 +42,9 @@ def changed(value: Tensor, how: str, number: float, at: int) -> Tensor | None:
         case "shape":
             found = found.flatten()[: at % (found.numel() + 1)]
         case "dtype":
-            found = found.to(torch.float32 if found.dtype == torch.float64 else torch.float64)
+            found = found.to(
+                torch.float32 if found.dtype == torch.float64 else torch.float64
+            )
         case _:
             return None
     return found
@@ -51,16 +57,22 @@ def lies(draw: st.DrawFn) -> Any:
     for name in draw(st.sets(st.sampled_from((ROWS, SUMS, LOSSES)), min_size=1)):
         one = st.integers(0, 300) | st.sampled_from(EDGES) | st.floats()
         kept = st.sampled_from(
-            ("counts", "sums", "scatter") if name == SUMS else ("losses", "squares", "counts")
+            ("counts", "sums", "scatter")
+            if name == SUMS
+            else ("losses", "squares", "counts")
         )
         told[name] = draw(
-            st.tuples(one, one) if name == ROWS else st.lists(st.tuples(kept, edits), max_size=2)
+            st.tuples(one, one)
+            if name == ROWS
+            else st.lists(st.tuples(kept, edits), max_size=2)
         )
 
     def lie(answer: Answer) -> None:
         for name in answer.keys() & told.keys():
             if name == ROWS:
-                answer[ROWS].update(zip(("training", "held_out"), told[ROWS], strict=True))
+                answer[ROWS].update(
+                    zip(("training", "held_out"), told[ROWS], strict=True)
+                )
             for kept, edit in told[name] if name != ROWS else ():
                 if kept in answer[name]:
                     found = changed(answer[name].pop(kept), *edit)
@@ -73,7 +85,10 @@ def lies(draw: st.DrawFn) -> Any:
 def test_a_head_is_fitted_to_the_others_over_rounds(lie: Any, place: int) -> bool:
     old, before = OLD, accuracy(fitted([client(seed) for seed in range(3)]), 500)
     for number in range(2):
-        clients = [client(10 * number + seed, lie=lie if seed == place else None) for seed in range(4)]
+        clients = [
+            client(10 * number + seed, lie=lie if seed == place else None)
+            for seed in range(4)
+        ]
         found = fitted(clients, old)
         old = tensors_of(found.arrays)
         assert all(bool(tensor.isfinite().all()) for tensor in old.values())

@@ -20,20 +20,30 @@ shapes = st.lists(st.integers(-1, 50), max_size=4).map(tuple)
 
 @cache
 def model(name: str) -> Model:
-    return config_of(name).to_dict(), {key: tuple(value.shape) for key, value in state_of(name).items()}
+    return config_of(name).to_dict(), {
+        key: tuple(value.shape) for key, value in state_of(name).items()
+    }
 
 
 @st.composite
 def models(draw: st.DrawFn) -> Model:
     """Draw a configuration and shapes that hardly differ from a real model's."""
-    config, tensors = (dict(part) for part in model(draw(st.sampled_from(sorted(MEMBERS)))))
+    config, tensors = (
+        dict(part) for part in model(draw(st.sampled_from(sorted(MEMBERS))))
+    )
     # What the families read, among the many settings that none does.
-    read = [key for key, value in config.items() if key != "architectures" and value is not None]
+    read = [
+        key
+        for key, value in config.items()
+        if key != "architectures" and value is not None
+    ]
     for _ in range(draw(st.integers(0, 3))):
         name = draw(st.sampled_from(sorted(tensors) or [""]))
         match draw(st.integers(0, 7)):
             case 0 | 1:
-                config[draw(st.sampled_from(read))] = draw(values(st.sampled_from(WORDS)))
+                config[draw(st.sampled_from(read))] = draw(
+                    values(st.sampled_from(WORDS))
+                )
             case 2:
                 config.pop(draw(st.sampled_from(read)), None)
             case 3:
@@ -43,12 +53,21 @@ def models(draw: st.DrawFn) -> Model:
             case 5:
                 tensors[draw(misspelt(name))] = tensors.pop(name, ())
             case 6:
-                prefix = draw(st.sampled_from(("module.", "bert.", "model.", "a.b.", ".")))
+                prefix = draw(
+                    st.sampled_from(("module.", "bert.", "model.", "a.b.", "."))
+                )
                 tensors = {prefix + key: shape for key, shape in tensors.items()}
             case _:
-                other = model(draw(st.sampled_from(sorted(MEMBERS))))[draw(st.integers(0, 1))]
+                other = model(draw(st.sampled_from(sorted(MEMBERS))))[
+                    draw(st.integers(0, 1))
+                ]
                 if other is not None and draw(st.booleans()):
-                    config = {**config, "model_type": draw(st.sampled_from(fedrot.symmetry.supported()))}
+                    config = {
+                        **config,
+                        "model_type": draw(
+                            st.sampled_from(fedrot.symmetry.supported())
+                        ),
+                    }
     return config, tensors
 
 
@@ -62,5 +81,10 @@ def test_a_model_has_a_symmetry_or_the_error_says_why(drawn: Model) -> bool:
     assert symmetry.shapes == tensors
     for group in symmetry.groups:
         for slot in group.slots:
-            assert 0 <= slot.slice.start <= slot.slice.stop <= tensors[slot.tensor][slot.axis]
+            assert (
+                0
+                <= slot.slice.start
+                <= slot.slice.stop
+                <= tensors[slot.tensor][slot.axis]
+            )
     return True

@@ -1,4 +1,6 @@
-"""The wheel as users get it, in an environment that holds the library's own dependencies only."""
+"""The wheel as users get it, in an environment that holds the library's own
+dependencies only.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def needed(asked: Requirement, fedrot: Distribution) -> dict[str, Distribution]:
-    """What has to be installed for ``asked``: it is installed here, in versions that agree."""
+    """What has to be installed for ``asked``: it is installed here, in versions that
+    agree.
+    """
     found, waiting, seen = {}, [asked], set()
     while waiting:
         asked = waiting.pop()
@@ -47,16 +51,24 @@ def needed(asked: Requirement, fedrot: Distribution) -> dict[str, Distribution]:
             continue
         seen.add((name, *extras))
         found[name] = fedrot if name == "fedrot" else distribution(name)
-        assert asked.specifier.contains(found[name].version, prereleases=True), f"{asked}"
+        assert asked.specifier.contains(found[name].version, prereleases=True), (
+            f"{asked}"
+        )
         for line in map(Requirement, found[name].requires or []):
-            if line.marker is None or any(line.marker.evaluate({"extra": extra}) for extra in extras):
+            if line.marker is None or any(
+                line.marker.evaluate({"extra": extra}) for extra in extras
+            ):
                 waiting.append(line)
     return found
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a site folder with the wheel and links to nothing but what it asks for with an extra."""
+def installed(
+    wheel: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Return a site folder with the wheel and links to nothing but what it asks for
+    with an extra.
+    """
 
     @cache
     def install(extra: str = "") -> Path:
@@ -66,9 +78,14 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
         (metadata,) = site.glob("*.dist-info")
         asked = Requirement(f"fedrot[{extra}]" if extra else "fedrot")
         found = needed(asked, Distribution.at(metadata))
-        assert extra or {"torch", "numpy", "scipy", "safetensors", "fedrot"} < set(found)
+        assert extra or {"torch", "numpy", "scipy", "safetensors", "fedrot"} < set(
+            found
+        )
         for dist in found.values():
-            for top in {file.parts[0] for file in dist.files or []} - {"..", "__pycache__"}:
+            for top in {file.parts[0] for file in dist.files or []} - {
+                "..",
+                "__pycache__",
+            }:
                 if not (site / top).exists():
                     (site / top).symlink_to(Path(str(dist.locate_file(top))))
         return site
@@ -84,7 +101,9 @@ def bare(installed: Callable[[str], Path]) -> Path:
 def python(site: Path, code: str) -> subprocess.CompletedProcess[str]:
     prelude = f"import sys; sys.path.insert(0, {str(site)!r})\n"
     command = [sys.executable, "-I", "-S", "-c", prelude + code]
-    return subprocess.run(command, capture_output=True, text=True, cwd=site.parent, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=site.parent, check=False
+    )
 
 
 def test_the_wheel_holds_every_module_types_data_and_licences(wheel: Path) -> None:
@@ -109,7 +128,9 @@ def test_the_wheel_holds_every_module_types_data_and_licences(wheel: Path) -> No
     assert sum(name.endswith("licenses/LICENSE") for name in names) == 1
     here = {str(path.relative_to(ROOT)) for path in (ROOT / "fedrot").rglob("*.py")}
     for folder in ("strategies", "simulations"):
-        here |= {f"fedrot/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*.py")}
+        here |= {
+            f"fedrot/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*.py")
+        }
     assert {name for name in names if name.endswith(".py")} == here
 
 
@@ -123,7 +144,10 @@ def test_the_metadata_is_complete(wheel: Path) -> None:
         assert source is not None
         assert source.read() == text
     assert metadata.license_expression == "Apache-2.0"
-    assert metadata.license_files == ["LICENSE", "simulations/data/bundled/LICENSE-goemotions.txt"]
+    assert metadata.license_files == [
+        "LICENSE",
+        "simulations/data/bundled/LICENSE-goemotions.txt",
+    ]
     assert metadata.description_content_type == "text/markdown"
     assert metadata.description == (ROOT / "README.md").read_text(encoding="utf-8")
     assert metadata.summary
@@ -139,13 +163,15 @@ def test_the_metadata_is_complete(wheel: Path) -> None:
     assert set(metadata.provides_extra or []) == {*ALONE, "dev"}
 
 
-def test_a_bundled_file_and_the_flower_app_come_with_the_wheel(wheel: Path, tmp_path: Path) -> None:
+def test_a_bundled_file_and_the_flower_app_come_with_the_wheel(
+    wheel: Path, tmp_path: Path
+) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     code = (
-        "from fedrot.simulations.cli.app import app\n"
-        "for line in ('simulate demo --seeds 1 --out run --dry-run', 'flower-app app'):\n"
-        "    app(line.split(), standalone_mode=False)\n"
+        "from fedrot.simulations.cli.app import app\nfor line in ('simulate demo "
+        "--seeds 1 --out run --dry-run', 'flower-app app'):\n    app(line.split(), "
+        "standalone_mode=False)\n"
     )
     result = subprocess.run(
         [sys.executable, "-c", code],
@@ -168,7 +194,8 @@ def test_the_library_works_without_flower_transformers_and_datasets(bare: Path) 
         bare,
         """
 import importlib.util, torch, fedrot
-for absent in ("flwr", "transformers", "datasets", "ray", "pydantic", "tokenizers", "pandas"):
+heavy = ("flwr", "transformers", "datasets", "ray", "pydantic", "tokenizers", "pandas")
+for absent in heavy:
     assert importlib.util.find_spec(absent) is None, absent
 d, shapes = 8, {}
 for i in range(2):
@@ -176,11 +203,13 @@ for i in range(2):
     for m in ("self.query", "self.key", "self.value", "output.dense"):
         m = "attention." + m
         shapes[p + m + ".weight"], shapes[p + m + ".bias"] = (d, d), (d,)
-    shapes[p + "intermediate.dense.weight"], shapes[p + "intermediate.dense.bias"] = (16, d), (16,)
+    shapes[p + "intermediate.dense.weight"] = (16, d)
+    shapes[p + "intermediate.dense.bias"] = (16,)
     shapes[p + "output.dense.weight"], shapes[p + "output.dense.bias"] = (d, 16), (d,)
     for m in ("attention.output.LayerNorm", "output.LayerNorm"):
         shapes[p + m + ".weight"], shapes[p + m + ".bias"] = (d,), (d,)
-config = {"model_type": "bert", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": d,
+config = {"model_type": "bert", "num_hidden_layers": 2, "num_attention_heads": 2,
+          "hidden_size": d,
           "intermediate_size": 16}
 symmetry = fedrot.symmetry_of(config, shapes)
 anchor = {k: torch.randn(s, dtype=torch.float64) for k, s in shapes.items()}
@@ -194,7 +223,8 @@ print("fine", fedrot.__file__)
     assert str(bare) in result.stdout
 
 
-#: What each extra is for, in an environment that has no other. "dev" is the environment of the tests.
+#: What each extra is for, in an environment that has no other. "dev" is the environment
+#: of the tests.
 ALONE = {
     "flower": "import fedrot.strategies",
     "lora": "import fedrot.lora, peft",
@@ -205,7 +235,9 @@ ALONE = {
 
 
 @pytest.mark.parametrize("extra", ALONE)
-def test_each_extra_is_enough_alone(installed: Callable[[str], Path], extra: str) -> None:
+def test_each_extra_is_enough_alone(
+    installed: Callable[[str], Path], extra: str
+) -> None:
     result = python(installed(extra), ALONE[extra])
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -221,7 +253,11 @@ SCRIPT = (
     ("code", "named", "lines"),
     [
         ("import fedrot.strategies", "constraints.txt '.[flower]'", None),
-        ("from fedrot.simulations.cli.app import main", "constraints.txt '.[simulation]'", None),
+        (
+            "from fedrot.simulations.cli.app import main",
+            "constraints.txt '.[simulation]'",
+            None,
+        ),
         (RUN, "pip install -c constraints.txt '.[simulation]'", 1),
         (SCRIPT, "pip install -c constraints.txt '.[simulation]'", 1),
     ],
@@ -231,5 +267,7 @@ def test_the_missing_package_is_named_by_commands_in_one_line(
 ) -> None:
     result = python(bare, code)
     assert result.returncode != 0
-    assert result.stderr.rstrip().endswith(named) or (lines is None and named in result.stderr)
+    assert result.stderr.rstrip().endswith(named) or (
+        lines is None and named in result.stderr
+    )
     assert lines in (None, len(result.stderr.splitlines()))

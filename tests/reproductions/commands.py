@@ -8,7 +8,9 @@ from reproductions.commands import app
 
 
 def run(*arguments: object, code: int = 0, says: str = "") -> str:
-    """Run the laboratory, which has to end with this code and say this; return the output."""
+    """Run the laboratory, which has to end with this code and say this; return the
+    output.
+    """
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     output = " ".join(result.output.split())
     assert (result.exit_code, says in output) == (code, True), output

@@ -30,7 +30,9 @@ EVERYTHING = fedrot.AlignmentOptions(parts=("adapters",), chance=0)
 def test_rotations_do_not_change_the_function(kind: str) -> None:
     build, options = SETTINGS[kind]
     torch.manual_seed(0)
-    model: Any = peft.get_peft_model(build(), peft.LoraConfig(r=4, lora_alpha=6, **options))
+    model: Any = peft.get_peft_model(
+        build(), peft.LoraConfig(r=4, lora_alpha=6, **options)
+    )
     model = model.double().eval()
     for name, parameter in model.named_parameters():
         if "lora_" in name and "magnitude" not in name:
@@ -38,7 +40,9 @@ def test_rotations_do_not_change_the_function(kind: str) -> None:
     before, tensors = outputs(model), adapter_tensors(model)
     symmetry = adapter_symmetry(tensors)
     turned = fedrot.random_equivalent(tensors, symmetry, seed=1, parts=("adapters",))
-    assert max(float((turned[name] - tensors[name]).abs().max()) for name in tensors) > 0.1
+    assert (
+        max(float((turned[name] - tensors[name]).abs().max()) for name in tensors) > 0.1
+    )
     load_adapter(model, turned)
     assert torch.allclose(outputs(model), before, atol=1e-10)
     # The way back is found.
@@ -56,7 +60,9 @@ def test_alignment_is_the_rotation_by_both_factors() -> None:
 
 
 def test_evidence_decides() -> None:
-    """Noise around the received adapter turns nothing; a client that has turned is turned back."""
+    """Noise around the received adapter turns nothing; a client that has turned is
+    turned back.
+    """
     generator = torch.Generator().manual_seed(5)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -72,7 +78,9 @@ def test_evidence_decides() -> None:
         (group,) = alignment.report.groups
         assert group.moved == moved
         if not moved:
-            assert all(alignment.apply(update)[n] is tensor for n, tensor in update.items())
+            assert all(
+                alignment.apply(update)[n] is tensor for n, tensor in update.items()
+            )
 
 
 def floats(tensors: Adapter) -> Adapter:
@@ -99,7 +107,10 @@ def turning(index: int) -> Client:
 def honest() -> Adapter:
     """The mean of the updates before they were rotated."""
     steps = [floats(adapter(i)) for i in range(3)]
-    return {n: t + 0.01 * sum(step[n] for step in steps) / 3 for n, t in floats(adapter(9)).items()}
+    return {
+        n: t + 0.01 * sum(step[n] for step in steps) / 3
+        for n, t in floats(adapter(9)).items()
+    }
 
 
 def started(strategy: Any) -> Adapter:
@@ -109,12 +120,16 @@ def started(strategy: Any) -> Adapter:
 
 
 def far(found: Adapter, expected: Adapter) -> float:
-    return max(float((found[name] - tensor).abs().max()) for name, tensor in expected.items())
+    return max(
+        float((found[name] - tensor).abs().max()) for name, tensor in expected.items()
+    )
 
 
 def test_the_server_aligns_adapters() -> None:
     symmetry = adapter_symmetry(adapter(9))
-    strategy = FedRot(symmetry, alignment=replace(EVERYTHING, anchor="global"), fraction_evaluate=0.0)
+    strategy = FedRot(
+        symmetry, alignment=replace(EVERYTHING, anchor="global"), fraction_evaluate=0.0
+    )
     assert far(started(strategy), honest()) < 1e-2
     assert far(started(FedRot(alignment=None, fraction_evaluate=0.0)), honest()) > 0.3
 
@@ -122,7 +137,9 @@ def test_the_server_aligns_adapters() -> None:
 def test_factors_need_a_common_rank() -> None:
     module = next(iter(MODULES))
     with pytest.raises(UpdateError, match="have no common rank"):
-        adapter_symmetry({f"{module}.lora_A.weight": (3, IN), f"{module}.lora_B.weight": (7, 2)})
+        adapter_symmetry(
+            {f"{module}.lora_A.weight": (3, IN), f"{module}.lora_B.weight": (7, 2)}
+        )
 
 
 def test_options_of_whole_models_are_refused_before_clients_train() -> None:

@@ -14,10 +14,15 @@ from reproductions.commands import GRIDS
 OF_BARRIERS = {file for file in GRIDS.iterdir() if "\n[[task]]" in file.read_text()}
 
 
-@pytest.mark.parametrize("file", sorted({*GRIDS.iterdir()} - OF_BARRIERS), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", sorted({*GRIDS.iterdir()} - OF_BARRIERS), ids=lambda file: file.stem
+)
 def test_experiments_of_files_are_possible(file: Path) -> None:
     for one in read_experiments(file, {}):
-        assert all(strategy.kind == "fedrot" or not strategy.code(one) for strategy in one.strategies)
+        assert all(
+            strategy.kind == "fedrot" or not strategy.code(one)
+            for strategy in one.strategies
+        )
 
 
 @pytest.mark.parametrize("file", sorted(OF_BARRIERS), ids=lambda file: file.stem)

@@ -30,8 +30,15 @@ from reproductions.heads.federation import PROBE_RATES, PROBE_ROUNDS, Federation
 from reproductions.heads.rounds import average, candidates, play
 
 torch.manual_seed(0)
-SIZES: Any = {"vocab_size": 40, "hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 3}
-BERT: Any = BertModel(BertConfig(**SIZES, num_hidden_layers=4, initializer_range=0.3)).eval()
+SIZES: Any = {
+    "vocab_size": 40,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_attention_heads": 3,
+}
+BERT: Any = BertModel(
+    BertConfig(**SIZES, num_hidden_layers=4, initializer_range=0.3)
+).eval()
 LABELS = torch.tensor([0, 1, 2, 4] * 15)  # no row of class 3
 FEATURES = torch.randn(60, 7) + one_hot(LABELS, 7)
 
@@ -55,20 +62,32 @@ def test_heads_read_what_bert_gives(federation: Federation, pooling: str) -> Non
     states = [state[row > 0].mean(0) for state, row in zip(found[0], ids, strict=True)]
     wanted = found.pooler_output if pooling == "pooler" else torch.stack(states)
     flat = Federation(federation.cell, other, 2, pooling).start
-    read = Federation(federation.cell, copy.deepcopy(BERT), 2, pooling).features(flat, rows)
+    read = Federation(federation.cell, copy.deepcopy(BERT), 2, pooling).features(
+        flat, rows
+    )
     torch.testing.assert_close(read, wanted, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("arm", [Arm(0.01), Arm(0.01, pull=0.5), Arm(0.1, scaffold=True, sgd=True)])
+@pytest.mark.parametrize(
+    "arm", [Arm(0.01), Arm(0.01, pull=0.5), Arm(0.1, scaffold=True, sgd=True)]
+)
 def test_an_epoch_is_that_of_torch_and_scaffold_has_its_option_two(arm: Arm) -> None:
-    x, labels, start, order = torch.randn(50, 3), torch.randint(3, (50,)), torch.randn(9), np.arange(50)
+    x, labels, start, order = (
+        torch.randn(50, 3),
+        torch.randint(3, (50,)),
+        torch.randn(9),
+        np.arange(50),
+    )
     shift = torch.randn(9) if arm.scaffold else torch.zeros(9)
 
     def loss(flat: Tensor, places: Any) -> Tensor:
         return cross_entropy(x[places] @ flat.view(3, 3), labels[places])
 
     end, gradient = epoch(loss, start, order, arm, shift)
-    weights, kind = nn.Parameter(start.clone()), torch.optim.SGD if arm.sgd else torch.optim.Adam
+    weights, kind = (
+        nn.Parameter(start.clone()),
+        torch.optim.SGD if arm.sgd else torch.optim.Adam,
+    )
     optimiser: Any = kind([weights], lr=arm.rate)
     for batch in (order[:16], order[16:32], order[32:48], order[48:]):
         optimiser.zero_grad()
@@ -85,12 +104,20 @@ def test_discriminants_and_ridges_are_those_of_sklearn() -> None:
     total = closed.sums_of(FEATURES, LABELS, 5)
     logits = closed.scores(FEATURES, fit_heads(total, SHRINKAGES))
     assert not (logits.argmax(-1) == 3).any()
-    for found, shrinkage in zip(logits[..., [0, 1, 2, 4]].softmax(-1), SHRINKAGES, strict=True):
-        lda = LinearDiscriminantAnalysis("lsqr", shrinkage=shrinkage).fit(FEATURES, LABELS)
+    for found, shrinkage in zip(
+        logits[..., [0, 1, 2, 4]].softmax(-1), SHRINKAGES, strict=True
+    ):
+        lda = LinearDiscriminantAnalysis("lsqr", shrinkage=shrinkage).fit(
+            FEATURES, LABELS
+        )
         np.testing.assert_allclose(found, lda.predict_proba(FEATURES), atol=1e-6)
     spread = 60 * FEATURES.double().var(0, correction=0).mean()
-    for found, strength in zip(closed.scores(FEATURES, closed.ridge(total)), closed.RIDGES, strict=True):
-        ridge = Ridge(float(strength * spread)).fit(FEATURES, one_hot(LABELS, 5).double())
+    for found, strength in zip(
+        closed.scores(FEATURES, closed.ridge(total)), closed.RIDGES, strict=True
+    ):
+        ridge = Ridge(float(strength * spread)).fit(
+            FEATURES, one_hot(LABELS, 5).double()
+        )
         np.testing.assert_allclose(found, ridge.predict(FEATURES), atol=1e-5)
 
 
@@ -98,17 +125,31 @@ def test_fedcof_and_fedncm_by_loops() -> None:
     client, wanted = torch.arange(60) % 7 // 2, torch.zeros(7, 7).double()
     for c in LABELS.unique():
         own, x = client[c == LABELS], FEATURES[c == LABELS].double()
-        parts = [(int((own == k).sum()), x[own == k].mean(0) - x.mean(0)) for k in own.unique()]
-        wanted += len(x) / 60 * sum(n * torch.outer(m, m) for n, m in parts) / (len(parts) - 1)
-    means = torch.stack([FEATURES[c == LABELS].double().mean(0) for c in LABELS.unique()])
+        parts = [
+            (int((own == k).sum()), x[own == k].mean(0) - x.mean(0))
+            for k in own.unique()
+        ]
+        wanted += (
+            len(x)
+            / 60
+            * sum(n * torch.outer(m, m) for n, m in parts)
+            / (len(parts) - 1)
+        )
+    means = torch.stack(
+        [FEATURES[c == LABELS].double().mean(0) for c in LABELS.unique()]
+    )
     found = closed.from_means(FEATURES, LABELS, client, 5)
-    torch.testing.assert_close(found.gram / 60 - means.mT @ means / 4, wanted)  # 15 rows of each class
+    torch.testing.assert_close(
+        found.gram / 60 - means.mT @ means / 4, wanted
+    )  # 15 rows of each class
     weight, bias = closed.nearest_mean(closed.sums_of(FEATURES, LABELS, 5))
-    torch.testing.assert_close(weight[0, [0, 1, 2, 4]], means / means.norm(dim=1, keepdim=True))
+    torch.testing.assert_close(
+        weight[0, [0, 1, 2, 4]], means / means.norm(dim=1, keepdim=True)
+    )
     assert not bias.any()
 
 
-def test_ccvr_is_near_the_posterior_of_gaussians_and_fourier_features_have_the_kernel() -> None:
+def test_ccvr_is_near_the_posterior_and_fourier_features_have_the_kernel() -> None:
     labels = torch.tensor([0, 1, 1] * 500)
     x = torch.randn(1500, 2) + 1.5 * labels[:, None]
     logits = closed.scores(x, closed.drawn(x, labels, 2, 0, rows=20000))[0]
@@ -116,7 +157,9 @@ def test_ccvr_is_near_the_posterior_of_gaussians_and_fourier_features_have_the_k
     np.testing.assert_allclose(logits.softmax(-1), wanted, atol=0.04)
     z = closed.fourier(closed.sums_of(x, labels, 2), 0.5, 0, x[:50], size=20000)
     variance = 0.5 * x.double().var(0, correction=0).sum()
-    kernel = (-torch.cdist(x[:50].double(), x[:50].double()).square() / (2 * variance)).exp()
+    kernel = (
+        -torch.cdist(x[:50].double(), x[:50].double()).square() / (2 * variance)
+    ).exp()
     torch.testing.assert_close(z @ z.T, kernel, atol=0.05, rtol=0)
 
 
@@ -124,30 +167,55 @@ def test_the_probe_is_fedavg_of_the_head_alone(federation: Federation) -> None:
     own, read = federation.cell, federation.features(federation.start, np.arange(230))
 
     def loss(flat: Tensor, rows: Any) -> Tensor:
-        return cross_entropy(read[rows] @ flat[:72].view(3, 24).T + flat[72:], federation.labels[rows])
+        return cross_entropy(
+            read[rows] @ flat[:72].view(3, 24).T + flat[72:], federation.labels[rows]
+        )
 
     flat, arm = federation.start[-75:], Arm(PROBE_RATES[2])
     for number in range(PROBE_ROUNDS):
-        ends = [len(rows) * epoch(loss, flat, rows, arm)[0] for rows in own.batches(-1 - number)]
+        ends = [
+            len(rows) * epoch(loss, flat, rows, arm)[0]
+            for rows in own.batches(-1 - number)
+        ]
         flat = torch.stack(ends).sum(0) / len(own.training)
     weight, bias = federation.heads("probe", read[own.training])
-    torch.testing.assert_close(torch.cat([weight[2].flatten(), bias[2]]), flat, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(
+        torch.cat([weight[2].flatten(), bias[2]]), flat, atol=1e-4, rtol=1e-3
+    )
 
 
 def test_the_best_candidate_and_temperature_are_taken() -> None:
-    loss, head = partial(cross_entropy, target=LABELS), (9 * torch.randn(3, 5, 7), torch.randn(3, 5))
+    loss, head = (
+        partial(cross_entropy, target=LABELS),
+        (9 * torch.randn(3, 5, 7), torch.randn(3, 5)),
+    )
     best, losses = closed.calibrated(FEATURES, LABELS, head)
-    tried = [loss(x / t) for x in closed.scores(FEATURES, head) for t in closed.TEMPERATURES]
+    tried = [
+        loss(x / t) for x in closed.scores(FEATURES, head) for t in closed.TEMPERATURES
+    ]
     assert losses.mean() == pytest.approx(float(min(tried)))
-    np.testing.assert_allclose(losses, loss(closed.scores(FEATURES, best), reduction="none"))
+    np.testing.assert_allclose(
+        losses, loss(closed.scores(FEATURES, best), reduction="none")
+    )
 
 
-def test_a_round_averages_half_of_the_clients_and_central_is_one_client(federation: Federation) -> None:
-    own, start, rng = federation.cell, federation.start, np.random.default_rng([5, 3, 1])
-    variates, clients = [torch.zeros_like(start)] * 9, rng.choice(8, 4, replace=False).tolist()
+def test_a_round_averages_half_of_the_clients_and_central_is_one_client(
+    federation: Federation,
+) -> None:
+    own, start, rng = (
+        federation.cell,
+        federation.start,
+        np.random.default_rng([5, 3, 1]),
+    )
+    variates, clients = (
+        [torch.zeros_like(start)] * 9,
+        rng.choice(8, 4, replace=False).tolist(),
+    )
     ends, batches, arm = [], own.batches(1), ARMS["fedlc"]
     for k in clients:  # FedLC: logits minus n_kc^(-1/4)
-        shift = torch.tensor([-100.0 if n == 0 else -(n**-0.25) for n in own.counts[k].tolist()])
+        shift = torch.tensor(
+            [-100.0 if n == 0 else -(n**-0.25) for n in own.counts[k].tolist()]
+        )
         loss = partial(federation.loss, offset=shift)
         ends.append(len(batches[k]) * epoch(loss, start, batches[k], arm)[0])
     wanted = torch.stack(ends).sum(0) / own.counts[clients].sum()
@@ -163,38 +231,56 @@ def test_a_round_averages_half_of_the_clients_and_central_is_one_client(federati
 
 
 @pytest.mark.parametrize("name", ARMS)
-def test_every_arm_plays(federation: Federation, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_arm_plays(
+    federation: Federation, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(closed, "fourier", partial(closed.fourier, size=64))
     arm, first = ARMS[name], federation.evaluate(federation.start, ARMS[name].start)
-    told = list(play(federation, replace(arm, rate=0.3 * (arm.rate > 0)), 2))  # far too large a rate
+    told = list(
+        play(federation, replace(arm, rate=0.3 * (arm.rate > 0)), 2)
+    )  # far too large a rate
     assert [row["round"] for row in told] == ([1, 2] if arm.rate else [0])
     assert {*__main__.METRICS} <= told[-1].keys()
     losses = [first.losses.mean(), *(row["held_loss"] for row in told)]
     assert np.isfinite(losses).all()
     assert not arm.old or (np.diff(losses) <= 0).all()
-    found, body = candidates(federation, arm, first, 2 * first.flat, True), slice(-federation.size)
+    found, body = (
+        candidates(federation, arm, first, 2 * first.flat, True),
+        slice(-federation.size),
+    )
     assert [*found] == ["old"] * arm.old + [f"{step:g}" for step in arm.steps]
     for step in arm.steps:  # a fitted head, with its temperature, goes with its body
         model = found[f"{step:g}"]
         torch.testing.assert_close(model.flat[body], (1 + step) * first.flat[body])
         loss = float(federation.loss(model.flat, federation.cell.held_out))
-        assert arm.fit == "never" or loss == pytest.approx(model.losses.mean(), abs=1e-4)
+        assert arm.fit == "never" or loss == pytest.approx(
+            model.losses.mean(), abs=1e-4
+        )
 
 
 @pytest.mark.parametrize("skew", [0, 0.1])
 def test_a_cell_divides_all_rows_and_knows_its_worst_client(skew: float) -> None:
     labels, client = np.arange(500) % 2, cell.divided(np.arange(400) % 2, skew, 11)
-    found, sizes = cell.Cell(np.ones((500, 4), dtype=np.int64), labels, client, 11), np.bincount(client)
+    found, sizes = (
+        cell.Cell(np.ones((500, 4), dtype=np.int64), labels, client, 11),
+        np.bincount(client),
+    )
     assert found.counts.sum(1).tolist() == [n - round(n / 4) for n in sizes]
     assert sorted([*found.training, *found.held_out, *found.test]) == [*range(500)]
     guess = np.random.default_rng(1).integers(0, 2, 100)
     recall = np.array([(guess[c::2] == c).mean() for c in range(2)])
     own = [recall[labels[:400][client == k]] for k in range(8)]
-    assert found.worst(guess) == pytest.approx(min(x.mean() for x in own if len(x) >= 20))
+    assert found.worst(guess) == pytest.approx(
+        min(x.mean() for x in own if len(x) >= 20)
+    )
 
 
-def test_a_cell_is_repeated_and_its_rows_are_a_table(tmp_path: Path, monkeypatch: Any) -> None:
-    Tokenizer(WordLevel({f"w{n}": n for n in range(40)}, "w0")).save(str(tmp_path / "tokenizer.json"))
+def test_a_cell_is_repeated_and_its_rows_are_a_table(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    Tokenizer(WordLevel({f"w{n}": n for n in range(40)}, "w0")).save(
+        str(tmp_path / "tokenizer.json")
+    )
     BERT.save_pretrained(tmp_path)
     monkeypatch.setattr(models, "source_of", lambda _: str(tmp_path))
     monkeypatch.setattr(cell, "ROWS", 160)
@@ -220,12 +306,24 @@ def test_a_cell_is_repeated_and_its_rows_are_a_table(tmp_path: Path, monkeypatch
         told = ["run", "isear", "0.3", seed, f"--out={out}", *shape, *more]
         CliRunner().invoke(__main__.app, told, catch_exceptions=False)
     f1 = pd.read_json(out, lines=True).pivot_table("macro_f1", "seed", "arm")
-    found = CliRunner().invoke(__main__.app, ["table", str(out), *shape], env={"COLUMNS": "200"})
+    found = CliRunner().invoke(
+        __main__.app, ["table", str(out), *shape], env={"COLUMNS": "200"}
+    )
     shown = " ".join(found.output.split())
     best, difference = f1[names[:2]].mean().idxmax(), f1.rsub(f1["ours-lowest"], axis=0)
-    half = 12.7062 * difference.std() / 2**0.5  # of the t distribution with one degree of freedom
-    assert f"isear 0.3 {best} {f1[best].mean():.3f} {f1['ours-lowest'].mean():.3f}" in shown
-    assert all(f"{difference[arm].mean():+.3f} ± {half[arm]:.3f}" in shown for arm in names[:3])
-    # Each fit sends a body to all eight, and four return theirs; two candidates are fitted.
-    traffic = 4e-9 * ((3 * 8 + 2 * 4) * 2 * 1_774_464 + 5 * 8 * (384 * 385 / 2 + 7 * 385))
+    half = (
+        12.7062 * difference.std() / 2**0.5
+    )  # of the t distribution with one degree of freedom
+    assert (
+        f"isear 0.3 {best} {f1[best].mean():.3f} {f1['ours-lowest'].mean():.3f}"
+        in shown
+    )
+    assert all(
+        f"{difference[arm].mean():+.3f} ± {half[arm]:.3f}" in shown for arm in names[:3]
+    )
+    # Each fit sends a body to all eight, and four return theirs; two candidates are
+    # fitted.
+    traffic = 4e-9 * (
+        (3 * 8 + 2 * 4) * 2 * 1_774_464 + 5 * 8 * (384 * 385 / 2 + 7 * 385)
+    )
     assert f" {traffic:.2f} 5 - " in shown

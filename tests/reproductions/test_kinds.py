@@ -1,4 +1,6 @@
-"""Kinds of strategies that plug-ins add: ensembles, rivals' adapters, rotated adapters, fewer steps."""
+"""Kinds of strategies that plug-ins add: ensembles, rivals' adapters, rotated adapters,
+fewer steps.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,23 @@ from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies.flower_compat import outside_of_the_engine
 from reproductions.ensemble import Ensemble, with_state
 
-SMALL: dict[str, Any] = {"train_limit": 64, "test_limit": 20, "max_length": 16, "clients": 2, "seeds": 1}
+SMALL: dict[str, Any] = {
+    "train_limit": 64,
+    "test_limit": 20,
+    "max_length": 16,
+    "clients": 2,
+    "seeds": 1,
+}
 SMALL |= {"layers": 1, "width": 16, "heads": 2, "lr": 0.01}
 LORA = {"r": 3, "target_modules": ["query", "value"], "lora_alpha": 6}
-OF_LORA = {"layers": 2, "width": 128, "heads": 4, "holdout": 0.0, "rounds": 2, "local_epochs": 2}
+OF_LORA = {
+    "layers": 2,
+    "width": 128,
+    "heads": 4,
+    "holdout": 0.0,
+    "rounds": 2,
+    "local_epochs": 2,
+}
 
 
 def rival(name: str, **options: Any) -> dict[str, Any]:
@@ -48,14 +63,18 @@ def run(experiment: Experiment, scratch: Path) -> dict[str, CellRun]:
     found = {}
     with outside_of_the_engine():
         for cell in cells_of([experiment]):
-            grid = OrderedGrid(local_clients(app, experiment.clients), experiment.clients)
+            grid = OrderedGrid(
+                local_clients(app, experiment.clients), experiment.clients
+            )
             found[cell.strategy.name] = run_cell(cell, grid, scratch)
     return found
 
 
 def value(cell: CellRun, metric: str, scope: str, server_round: int) -> float:
     (row,) = (
-        r for r in cell.rows if (r["metric"], r["scope"], r["round"]) == (metric, scope, server_round)
+        r
+        for r in cell.rows
+        if (r["metric"], r["scope"], r["round"]) == (metric, scope, server_round)
     )
     return float(row["value"])
 
@@ -78,16 +97,28 @@ REFUSED: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
     ({"kind": "ensemble", "guard": "loss"}, {}, "does not read guard"),
     ({"kind": "ensemble", "alignment": {"chance": 0}}, {}, "does not read alignment"),
     ({"kind": "ensemble", "options": {"mean": True}}, {}, "give probabilities or none"),
-    ({"kind": "ensemble"}, {"task": "mlm"}, "for task 'classification' or 'image', not for 'mlm'"),
+    (
+        {"kind": "ensemble"},
+        {"task": "mlm"},
+        "for task 'classification' or 'image', not for 'mlm'",
+    ),
     ({"kind": "ensemble"}, {"lora": LORA}, "for whole models; leave out lora"),
     ({"kind": "joined-steps", "fit_at_end": True}, {}, "does not read fit_at_end"),
     ({"kind": "adapters"}, {}, "is for adapters; give lora"),
-    ({"kind": "adapters"}, {"lora": {**LORA, "r": [2, 4]}}, "different ranks cannot be rotated"),
+    (
+        {"kind": "adapters"},
+        {"lora": {**LORA, "r": [2, 4]}},
+        "different ranks cannot be rotated",
+    ),
     ({"kind": "adapters", "options": {"chance": -1}}, {"lora": LORA}, "chance is -1"),
     (rival("x"), {}, "is for adapters; give lora"),
     (rival("x", method="pads"), {"lora": LORA}, "Unknown method 'pads'"),
     (rival("x", ridge=1), {"lora": LORA}, "ridge"),
-    (rival("x", method="rotate"), {"lora": {**LORA, "r": [2, 4]}}, "different ranks have no mean"),
+    (
+        rival("x", method="rotate"),
+        {"lora": {**LORA, "r": [2, 4]}},
+        "different ranks have no mean",
+    ),
 )
 
 
@@ -114,9 +145,13 @@ class Says(nn.Module):
         return SimpleNamespace(logits=self.rows)
 
 
-def together(problem: str, *rows: tuple[float, ...], probabilities: bool) -> list[float]:
+def together(
+    problem: str, *rows: tuple[float, ...], probabilities: bool
+) -> list[float]:
     models = [Says(problem, row) for row in rows]
-    found: list[float] = Ensemble(models, probabilities)(input_ids=torch.zeros(1, 2)).logits[0].tolist()
+    found: list[float] = (
+        Ensemble(models, probabilities)(input_ids=torch.zeros(1, 2)).logits[0].tolist()
+    )
     return found
 
 
@@ -125,7 +160,8 @@ def logs(*values: float) -> list[float]:
 
 
 SINGLE, MULTI = "single_label_classification", "multi_label_classification"
-#: Kind of labels, whether probabilities are averaged, and the answer to logits (0, ln 3), (ln 9, 0).
+#: Kind of labels, whether probabilities are averaged, and the answer to logits (0, ln
+#: 3), (ln 9, 0).
 ANSWERS: list[tuple[str, bool, list[float]]] = [
     (SINGLE, False, logs(3, math.sqrt(3))),
     (SINGLE, True, logs(0.575, 0.425)),  # of (1/4, 3/4) and (9/10, 1/10)
@@ -140,14 +176,23 @@ def test_an_ensemble_averages_logits_or_probabilities(
     problem: str, probabilities: bool, expected: list[float]
 ) -> None:
     rows = (0.0, math.log(3)), (math.log(9), 0.0)
-    assert together(problem, *rows, probabilities=probabilities) == pytest.approx(expected)
-    found = together(problem, (200.0, -200.0), (300.0, -300.0), probabilities=probabilities)
+    assert together(problem, *rows, probabilities=probabilities) == pytest.approx(
+        expected
+    )
+    found = together(
+        problem, (200.0, -200.0), (300.0, -300.0), probabilities=probabilities
+    )
     assert all(map(math.isfinite, found))
     assert found[0] > 10 + found[1]
 
 
-def test_the_ensemble_of_a_task_averages_its_models(task: Task, shell: nn.Module) -> None:
-    states = [dict(build_model(task.experiment, task.data, seed=s).state_dict()) for s in (1, 2)]
+def test_the_ensemble_of_a_task_averages_its_models(
+    task: Task, shell: nn.Module
+) -> None:
+    states = [
+        dict(build_model(task.experiment, task.data, seed=s).state_dict())
+        for s in (1, 2)
+    ]
     inputs = task.test.batch(np.arange(5))
     with torch.inference_mode():
         each = [with_state(shell, state).eval()(**inputs).logits for state in states]
@@ -158,9 +203,14 @@ def test_the_ensemble_of_a_task_averages_its_models(task: Task, shell: nn.Module
 
 
 @pytest.mark.parametrize("clients", [(), (1,)])
-def test_the_clients_models_of_a_round_answer_together(tmp_path: Path, clients: tuple[int, ...]) -> None:
+def test_the_clients_models_of_a_round_answer_together(
+    tmp_path: Path, clients: tuple[int, ...]
+) -> None:
     together = {"name": "together", "kind": "ensemble", "clients": clients}
-    ones = [{"name": str(client), "alignment": False, "clients": [client]} for client in range(2)]
+    ones = [
+        {"name": str(client), "alignment": False, "clients": [client]}
+        for client in range(2)
+    ]
     experiment = experiment_of("fedavg", together, *ones, rounds=1)
     found = run(experiment, tmp_path)
     alone = [value(found[one], "loss", "central", 1) for one in "01"]
@@ -168,21 +218,31 @@ def test_the_clients_models_of_a_round_answer_together(tmp_path: Path, clients: 
     if clients:
         assert loss == pytest.approx(alone[1], abs=1e-6)
     else:
-        # The loss of averaged logits is below the mean of the losses (it is convex), and not FedAvg's.
+        # The loss of averaged logits is below the mean of the losses (it is convex),
+        # and not FedAvg's.
         assert loss < np.mean(alone)
         assert abs(loss - value(found["fedavg"], "loss", "central", 1)) > 1e-5
-    assert value(found["together"], "loss", "central", 0) == value(found["fedavg"], "loss", "central", 0)
+    assert value(found["together"], "loss", "central", 0) == value(
+        found["fedavg"], "loss", "central", 0
+    )
 
 
-def test_joined_steps_are_those_of_one_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joined_steps_are_those_of_one_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[int, float]] = []
 
-    def train(model: Any, of: Task, rows: Any, seed: int, epochs: float, lr: float) -> float:
+    def train(
+        model: Any, of: Task, rows: Any, seed: int, epochs: float, lr: float
+    ) -> float:
         asked.append((len(rows), epochs))
         return 0.0
 
     monkeypatch.setattr(training, "train", train)
-    run(experiment_of("joined", {"name": "steps", "kind": "joined-steps"}, rounds=1), tmp_path)
+    run(
+        experiment_of("joined", {"name": "steps", "kind": "joined-steps"}, rounds=1),
+        tmp_path,
+    )
     (rows, epochs), (same, fewer) = asked
     assert (rows, fewer) == (same, epochs / 2)
 
@@ -194,7 +254,11 @@ STRATEGIES: tuple[Any, ...] = (
     rival("folded", residual="fold"),
     rival("frozen", schedule="freeze-a"),
     rival("stacked", method="stack", residual="fold"),
-    {"name": "rotated", "kind": "adapters", "options": {"anchor": "global", "chance": 0}},
+    {
+        "name": "rotated",
+        "kind": "adapters",
+        "options": {"anchor": "global", "chance": 0},
+    },
 )
 RIVALS = ("mean", "folded", "frozen", "stacked")
 
@@ -206,7 +270,9 @@ def of_lora(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Experimen
     small = experiment_of("fedavg")
     model: Any = build_model(small, task_of(small.to_json()).data, 0)
     model.save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=bundled_tokenizer()).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=bundled_tokenizer()).save_pretrained(
+        folder
+    )
     return lambda *names, **changes: experiment_of(
         *names, **{**OF_LORA, "model": str(folder), "lora": LORA, **changes}
     )
@@ -225,7 +291,8 @@ def test_errors_of_the_averages_are_recorded(ran: dict[str, CellRun]) -> None:
     assert max(errors(ran["frozen"])) < 1e-5
     assert min(errors(ran["fedavg"])) > 0.001
     assert errors(ran["mean"]) == pytest.approx(errors(ran["fedavg"]), rel=1e-4)
-    # Of the same updates no factors have a smaller one; later rounds start from different adapters.
+    # Of the same updates no factors have a smaller one; later rounds start from
+    # different adapters.
     assert errors(ran["previous"])[0] < errors(ran["fedavg"])[0]
 
 
@@ -238,10 +305,13 @@ def test_residuals_travel_to_the_clients(ran: dict[str, CellRun]) -> None:
     task = task_of(ran["fedavg"].task.experiment.to_json())
     tensors = adapter_tensors(build_model(task.experiment, task.data, 0))
     own = sum(len(array.data) for array in ArrayRecord(tensors).values())
-    residual = len(ArrayRecord({"of a module": torch.zeros(16, 16)})["of a module"].data)
+    residual = len(
+        ArrayRecord({"of a module": torch.zeros(16, 16)})["of a module"].data
+    )
     for name in RIVALS:
         sent, received = (
-            value(ran[name], f"bytes-{way}", "messages", 2) for way in ("sent", "received")
+            value(ran[name], f"bytes-{way}", "messages", 2)
+            for way in ("sent", "received")
         )
         # Two clients; residuals of two modules, of the first round.
         fold = 2 * 2 * residual if name in ("folded", "stacked") else 0
@@ -249,9 +319,13 @@ def test_residuals_travel_to_the_clients(ran: dict[str, CellRun]) -> None:
         assert sent == received + fold
 
 
-def test_clients_of_several_ranks(of_lora: Callable[..., Experiment], tmp_path: Path) -> None:
+def test_clients_of_several_ranks(
+    of_lora: Callable[..., Experiment], tmp_path: Path
+) -> None:
     ranks = {**LORA, "r": [2, 4], "target_modules": ["query"]}
     found = run(of_lora("exact", rival("padded", method="pad"), lora=ranks), tmp_path)
-    exact, padded = (value(found[name], "loss", "central", 2) for name in ("exact", "padded"))
+    exact, padded = (
+        value(found[name], "loss", "central", 2) for name in ("exact", "padded")
+    )
     assert exact != padded
     assert max(exact, padded) < 3

@@ -1,4 +1,6 @@
-"""Learned matching: the loss of the average falls, the function stays, gradients are the true ones."""
+"""Learned matching: the loss of the average falls, the function stays, gradients are
+the true ones.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def _learn(
     options = LearningOptions(**{"steps": 5, **settings})
     loss = loss_of(_model(anchor, name))
     given = _batches(name) if batches is None else batches
-    return learn_alignment(loss, given, update, anchor, symmetry_for(name), start, options)
+    return learn_alignment(
+        loss, given, update, anchor, symmetry_for(name), start, options
+    )
 
 
 def _in_gl(state: State, seed: int, spread: float = 1.0) -> State:
@@ -78,7 +82,11 @@ def _in_gl(state: State, seed: int, spread: float = 1.0) -> State:
     out = dict(state)
     for group in symmetry_for(NAME).select(("attention",)):
         kind = HeadLinear(group.kind.heads, group.kind.dim)  # type: ignore[attr-defined]
-        skew = spread * torch.randn(HEADS, DIM, DIM, generator=seeded(seed)).double() / DIM**0.5
+        skew = (
+            spread
+            * torch.randn(HEADS, DIM, DIM, generator=seeded(seed)).double()
+            / DIM**0.5
+        )
         move = Move(replace(group, kind=kind), torch.matrix_exp(skew))
         for slot in group.slots:
             out[slot.tensor] = move.on(out[slot.tensor], slot)
@@ -87,9 +95,13 @@ def _in_gl(state: State, seed: int, spread: float = 1.0) -> State:
 
 @pytest.mark.parametrize("general", [True, False])
 @pytest.mark.parametrize("name", FEW)
-def test_the_function_is_preserved_and_permutations_stay_permutations(name: str, general: bool) -> None:
+def test_the_function_is_preserved_and_permutations_stay_permutations(
+    name: str, general: bool
+) -> None:
     anchor, update = state_of(name), state_of(name, 4)
-    found = _learn(anchor, update, name, parts=ALL, general=general, lr=0.05, permutation_lr=1.0)
+    found = _learn(
+        anchor, update, name, parts=ALL, general=general, lr=0.05, permutation_lr=1.0
+    )
     moved = found.alignment.apply(update)
     assert (logits(name, moved) - logits(name, update)).abs().max() <= 1e-5
     assert len(found.losses) == 5
@@ -102,7 +114,10 @@ def test_the_function_is_preserved_and_permutations_stay_permutations(name: str,
     assert stream.group.kind.moved(stream.element).any()
     for group in symmetry_for(name).select(("attention",)):
         move = moves[group.name]
-        assert (isinstance(move.group.kind, HeadLinear), move.group.kind.contains(move.element)) == (
+        assert (
+            isinstance(move.group.kind, HeadLinear),
+            move.group.kind.contains(move.element),
+        ) == (
             general,
             True,
         )
@@ -111,16 +126,22 @@ def test_the_function_is_preserved_and_permutations_stay_permutations(name: str,
 
 
 def test_the_loss_of_the_average_falls_where_rotations_cannot_help() -> None:
-    """The client is the anchor in coordinates of GL(d_h): Procrustes leaves what learning removes."""
+    """The client is the anchor in coordinates of GL(d_h): Procrustes leaves what
+    learning removes.
+    """
     anchor = state_of(NAME)
     update = _in_gl(anchor, 1)
     assert (logits(NAME, update) - logits(NAME, anchor)).abs().max() <= 1e-8
     batches = _batches(count=1, labels=_model(anchor))
     losses = {}
     for general in (True, False):
-        found = _learn(anchor, update, batches=batches, steps=50, lr=3e-2, general=general)
+        found = _learn(
+            anchor, update, batches=batches, steps=50, lr=3e-2, general=general
+        )
         losses[general] = found.losses
-        average = {k: (anchor[k] + v) / 2 for k, v in found.alignment.apply(update).items()}
+        average = {
+            k: (anchor[k] + v) / 2 for k, v in found.alignment.apply(update).items()
+        }
         with torch.no_grad():
             last = float(_model(average)(**batches[0]).loss)
         assert last <= found.losses[0]
@@ -141,9 +162,14 @@ def test_without_steps_or_parts_the_start_is_returned_and_no_batch_is_read() -> 
     ):
         found = _learn(anchor, update, batches=[], start=given, **settings)
         assert found.losses == ()
-        assert largest_difference(found.alignment.apply(update), expected.apply(update)) <= 1e-12
+        assert (
+            largest_difference(found.alignment.apply(update), expected.apply(update))
+            <= 1e-12
+        )
         if given is start:
-            assert found.alignment.report.after == pytest.approx(start.report.after, rel=1e-6)
+            assert found.alignment.report.after == pytest.approx(
+                start.report.after, rel=1e-6
+            )
     with pytest.raises(fedrot.FedrotError, match="No batches"):
         _learn(anchor, update, batches=[])
 
@@ -153,8 +179,12 @@ def test_rotations_are_learned_as_fedrot_learns_them() -> None:
     anchor, update = state_of(NAME), state_of(NAME, 4)
     start = fedrot.align(update, anchor, symmetry)
     given: Any = (loss_of(_model(anchor)), _batches(), update, anchor, symmetry, start)
-    ours = learning.learn_alignment(*given, learning.LearningOptions(("attention",), steps=4))
-    options = LearningOptions(("attention",), steps=4, lr=learning.LR, points=learning.POINTS)
+    ours = learning.learn_alignment(
+        *given, learning.LearningOptions(("attention",), steps=4)
+    )
+    options = LearningOptions(
+        ("attention",), steps=4, lr=learning.LR, points=learning.POINTS
+    )
     theirs = learn_alignment(*given, options)
     assert ours.losses == theirs.losses
     for one, other in zip(ours.alignment.moves, theirs.alignment.moves, strict=True):
@@ -163,14 +193,23 @@ def test_rotations_are_learned_as_fedrot_learns_them() -> None:
 
 @pytest.mark.parametrize("contravariant", [True, False])
 @pytest.mark.parametrize(("axis", "start"), [(0, 0), (1, 3)])
-@pytest.mark.parametrize("kind", [HeadRotation(2, 3), HeadLinear(2, 3), Permutation(6)], ids=str)
+@pytest.mark.parametrize(
+    "kind", [HeadRotation(2, 3), HeadLinear(2, 3), Permutation(6)], ids=str
+)
 def test_a_slot_moves_as_by_the_groups_own_action_with_true_gradients(
     kind: Any, axis: int, start: int, contravariant: bool
 ) -> None:
-    slot = Slot("w", axis, Slice(start, start + 6), contravariant and isinstance(kind, HeadLinear))
+    slot = Slot(
+        "w",
+        axis,
+        Slice(start, start + 6),
+        contravariant and isinstance(kind, HeadLinear),
+    )
     group = Group("g", 0, "attention", kind, (slot,))
     shape = (10, 4) if axis == 0 else (4, 10)
-    tensor = torch.randn(shape, generator=seeded(1), dtype=torch.float64, requires_grad=True)
+    tensor = torch.randn(
+        shape, generator=seeded(1), dtype=torch.float64, requires_grad=True
+    )
     element = kind.random(seeded(2))
     matrix = dense(kind, element, 6) if isinstance(kind, Permutation) else element
     moved = _multiplied(tensor.detach(), slot, group, matrix)
@@ -180,7 +219,9 @@ def test_a_slot_moves_as_by_the_groups_own_action_with_true_gradients(
     slot.of(expected).copy_(along(on, slot.of(tensor.detach()), axis))
     assert (moved - expected).abs().max() <= 1e-12
     matrix = matrix.double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda t, m: _multiplied(t, slot, group, m), (tensor, matrix))
+    assert torch.autograd.gradcheck(
+        lambda t, m: _multiplied(t, slot, group, m), (tensor, matrix)
+    )
 
 
 def test_a_permutation_acts_hard_and_learns_softly() -> None:
@@ -188,7 +229,9 @@ def test_a_permutation_acts_hard_and_learns_softly() -> None:
     options = LearningOptions()
     parameter = initial(group.kind)
     assert (_matrix(group, parameter, options) - torch.eye(6)).abs().max() <= 1e-6
-    scores = torch.randn(6, 6, generator=seeded(1), dtype=torch.float64).requires_grad_()
+    scores = torch.randn(
+        6, 6, generator=seeded(1), dtype=torch.float64
+    ).requires_grad_()
     hard = _matrix(group, scores, options)
     rounded = hard.detach().round()
     assert (hard.detach() - rounded).abs().max() <= 1e-6

@@ -1,4 +1,6 @@
-"""What clients of rival averages do with PEFT models: residuals in base weights, frozen factors."""
+"""What clients of rival averages do with PEFT models: residuals in base weights, frozen
+factors.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.fedrot.lora.test_peft_model import Layers, adapted, layers
 
 @pytest.mark.parametrize("target", ["wte", "conv1d", "linear", "conv"])
 def test_a_residual_is_as_good_as_the_adapter(target: str) -> None:
-    """The product goes into the base weights, and factors of product 0 take its place."""
+    """The product goes into the base weights, and factors of product 0 take its
+    place.
+    """
     model = layers(target=target)
     before, own = outputs(model), adapter_tensors(model)
     settings = LoraSettings.of(model.peft_config["default"])
@@ -43,18 +47,27 @@ def test_quantised_weights_take_no_residual() -> None:
     own = adapter_tensors(model)
     (pair,) = pairs_of(own)
     layer = model.get_submodule(pair.module).get_base_layer()
-    layer.weight = nn.Parameter(torch.zeros(6, 6, dtype=torch.int8), requires_grad=False)
+    layer.weight = nn.Parameter(
+        torch.zeros(6, 6, dtype=torch.int8), requires_grad=False
+    )
     changed = {name: tensor + 1 for name, tensor in own.items()}
-    with pytest.raises(FedrotError, match=r"'base_model.model.linear' are quantised.*residual='drop'"):
+    with pytest.raises(
+        FedrotError, match=r"'base_model.model.linear' are quantised.*residual='drop'"
+    ):
         load_folded(model, {**changed, residual_name(pair): torch.ones(6, 6)})
-    assert all(torch.equal(tensor, own[name]) for name, tensor in adapter_tensors(model).items())
+    assert all(
+        torch.equal(tensor, own[name])
+        for name, tensor in adapter_tensors(model).items()
+    )
 
 
 def test_half_precision_is_told_that_it_loses_a_residual() -> None:
     model = layers().bfloat16()
     own = adapter_tensors(model)
     (pair,) = pairs_of(own)
-    with pytest.warns(UserWarning, match=r"torch.bfloat16, which rounds most of a residual away"):
+    with pytest.warns(
+        UserWarning, match=r"torch.bfloat16, which rounds most of a residual away"
+    ):
         load_folded(model, {**own, residual_name(pair): torch.ones(6, 6)})
 
 
@@ -76,7 +89,9 @@ def test_a_client_says_before_it_trains_that_it_cannot_take_a_residual() -> None
     conditional = adapted(Layers(), target_modules=["linear"])
     train_only(conditional, {FOLDS: True})
     conditional.peft_config["default"].alora_invocation_tokens = [3]
-    with pytest.raises(FedrotError, match="this adapter waits for its invocation tokens"):
+    with pytest.raises(
+        FedrotError, match="this adapter waits for its invocation tokens"
+    ):
         train_only(conditional, {FOLDS: True})
     with pytest.raises(FedrotError, match="factors is 'None'"):
         train_only(shared, {TRAIN: "None"})
@@ -91,4 +106,6 @@ def test_the_configuration_says_what_trains(said: str, trained: str) -> None:
             if f"lora_{factor}" in name:
                 assert parameter.requires_grad == (factor in trained)
     train_only(model, {})
-    assert all(p.requires_grad for name, p in model.named_parameters() if "lora_" in name)
+    assert all(
+        p.requires_grad for name, p in model.named_parameters() if "lora_" in name
+    )

@@ -1,4 +1,6 @@
-"""Rivals' averages against their dense formulas: residuals, stacks, frozen and alternating factors."""
+"""Rivals' averages against their dense formulas: residuals, stacks, frozen and
+alternating factors.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ FOLDED = [
 
 
 def averaged(
-    adapters: list[Adapter], options: RivalOptions, previous: Adapter, server_round: int = 1
+    adapters: list[Adapter],
+    options: RivalOptions,
+    previous: Adapter,
+    server_round: int = 1,
 ) -> Adapter:
     average = options.average(SETTINGS, previous, server_round)
     for update in updates(adapters):
@@ -46,7 +51,9 @@ def averaged(
 @pytest.mark.parametrize("options", FOLDED, ids=str)
 @settings(deadline=None, max_examples=8)
 @given(seed=st.integers(0, 10_000))
-def test_factors_and_residual_are_the_mean_product(options: RivalOptions, seed: int) -> None:
+def test_factors_and_residual_are_the_mean_product(
+    options: RivalOptions, seed: int
+) -> None:
     """FedEx-LoRA, FLoRA: nothing of the mean product is lost, over two rounds."""
     start = adapter(seed)
     total = {module: product(start, module) for module in MODULES}
@@ -92,17 +99,27 @@ def test_a_stack_begins_anew() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "number", "frozen"), [("freeze-a", 2, A), ("alternate", 1, A), ("alternate", 2, B)]
+    ("schedule", "number", "frozen"),
+    [("freeze-a", 2, A), ("alternate", 1, A), ("alternate", 2, B)],
 )
-def test_a_frozen_factor_stays_and_the_mean_is_exact(schedule: str, number: int, frozen: str) -> None:
+def test_a_frozen_factor_stays_and_the_mean_is_exact(
+    schedule: str, number: int, frozen: str
+) -> None:
     start = adapter(0)
-    sent = [{n: start[n] if n.endswith(frozen) else t for n, t in adapter(i).items()} for i in (1, 2)]
+    sent = [
+        {n: start[n] if n.endswith(frozen) else t for n, t in adapter(i).items()}
+        for i in (1, 2)
+    ]
     options = RivalOptions("mean", schedule=schedule)
     found = averaged(sent, options, start, number)
     for module in MODULES:
         assert torch.equal(found[f"{module}.{frozen}"], start[f"{module}.{frozen}"])
-        assert torch.allclose(product(found, module), dense_mean(updates(sent), module), atol=1e-12)
-    with pytest.raises(UpdateError, match=r"is not the one that the client received.*train_only"):
+        assert torch.allclose(
+            product(found, module), dense_mean(updates(sent), module), atol=1e-12
+        )
+    with pytest.raises(
+        UpdateError, match=r"is not the one that the client received.*train_only"
+    ):
         averaged([adapter(3)], options, start, number)
 
 
@@ -116,23 +133,42 @@ def test_rotations_by_one_factor_in_turns(server_round: int, kept: str) -> None:
         to, own = start[f"{module}.{kept}"], given[f"{module}.{kept}"]
         m = to @ own.mT if kept == A else to.mT @ own
         r = polar(0.6 * torch.eye(3, dtype=torch.float64) + 0.4 * polar(m))
-        assert torch.allclose(found[f"{module}.{A}"], r @ given[f"{module}.{A}"], atol=1e-10)
-        assert torch.allclose(found[f"{module}.{B}"], given[f"{module}.{B}"] @ r.mT, atol=1e-10)
+        assert torch.allclose(
+            found[f"{module}.{A}"], r @ given[f"{module}.{A}"], atol=1e-10
+        )
+        assert torch.allclose(
+            found[f"{module}.{B}"], given[f"{module}.{B}"] @ r.mT, atol=1e-10
+        )
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"method": "median"}, "Unknown method 'median' of adapters; one of mean, exact"),
+        (
+            {"method": "median"},
+            "Unknown method 'median' of adapters; one of mean, exact",
+        ),
         ({"gauge": "best"}, "Unknown gauge 'best'"),
-        ({"residual": "keep"}, "Unknown residual 'keep' of adapters; one of drop, fold"),
+        (
+            {"residual": "keep"},
+            "Unknown residual 'keep' of adapters; one of drop, fold",
+        ),
         ({"schedule": "never"}, "Unknown schedule 'never'"),
         ({"by": "C"}, "Unknown by 'C'"),
-        ({"method": "exact", "schedule": "freeze-a"}, "method 'exact' changes both factors"),
+        (
+            {"method": "exact", "schedule": "freeze-a"},
+            "method 'exact' changes both factors",
+        ),
         ({"method": "stack"}, "Give residual='fold'"),
-        ({"method": "mean", "schedule": "freeze-a", "residual": "fold"}, "there is nothing to fold"),
+        (
+            {"method": "mean", "schedule": "freeze-a", "residual": "fold"},
+            "there is nothing to fold",
+        ),
         ({"strength": 1.5}, "strength is 1.5; it is a number from 0 to 1"),
-        ({"method": "rotate", "strength": "0.4"}, "strength is '0.4'; it is a number from 0 to 1"),
+        (
+            {"method": "rotate", "strength": "0.4"},
+            "strength is '0.4'; it is a number from 0 to 1",
+        ),
         ({"limit": 0}, "limit is 0; it is a rank, 1 at least"),
         ({"method": "mean", "gauge": "mean"}, "gauge is an option of 'exact'"),
         ({"method": "exact", "by": "alternate"}, "by is an option of method 'rotate'"),
@@ -145,7 +181,9 @@ def test_options_are_checked(options: dict[str, Any], said: str) -> None:
 
 
 def test_smaller_factors_are_padded_with_zeros() -> None:
-    """HetLoRA: the mean of padded factors, and clients that keep the first directions."""
+    """HetLoRA: the mean of padded factors, and clients that keep the first
+    directions.
+    """
     start, ranks = adapter(0, 4), (2, 4, 1)
     sent = [adapter(i, rank) for i, rank in enumerate(ranks)]
     found = averaged(sent, RivalOptions("pad"), start)
@@ -160,21 +198,31 @@ def test_smaller_factors_are_padded_with_zeros() -> None:
         assert torch.allclose(found[f"{module}.{B}"], b, atol=1e-12)
         cut = first_directions(found, SETTINGS, adapter(0, 2))
         assert torch.equal(cut[f"{module}.{A}"], found[f"{module}.{A}"][:2])
-        first = SETTINGS.scale(module, 4) * found[f"{module}.{B}"][:, :2] @ found[f"{module}.{A}"][:2]
+        first = (
+            SETTINGS.scale(module, 4)
+            * found[f"{module}.{B}"][:, :2]
+            @ found[f"{module}.{A}"][:2]
+        )
         assert torch.allclose(product(cut, module), first, atol=1e-12)
     with pytest.raises(UpdateError, match="Give it as previous"):
         average_adapters(updates(sent), SETTINGS, RivalOptions("pad"))
 
 
 def test_rotation_undoes_rotations() -> None:
-    """Clients with one adapter in rotated coordinates average to it; the mean of factors does not."""
+    """Clients with one adapter in rotated coordinates average to it; the mean of
+    factors does not.
+    """
     start, clients = adapter(1), []
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
-        r, _ = torch.linalg.qr(torch.randn(3, 3, generator=generator, dtype=torch.float64))
+        r, _ = torch.linalg.qr(
+            torch.randn(3, 3, generator=generator, dtype=torch.float64)
+        )
         turned = {n: t @ r.mT if "lora_B" in n else t for n, t in start.items()}
         clients.append({n: r @ t if "lora_A" in n else t for n, t in turned.items()})
-    found, report = average_adapters(updates(clients), SETTINGS, RivalOptions("rotate"), previous=start)
+    found, report = average_adapters(
+        updates(clients), SETTINGS, RivalOptions("rotate"), previous=start
+    )
     for name in start:
         assert torch.allclose(found[name], start[name], atol=1e-10)
     assert max(report.error.values()) < 1e-6
@@ -190,9 +238,14 @@ def test_rotation_undoes_rotations() -> None:
 
 def test_a_low_rank_mean_of_many_is_exact_within_the_limit() -> None:
     start = adapter(0)
-    clients = [{n: (i + 1) * t if "_B" in n else t for n, t in start.items()} for i in range(40)]
+    clients = [
+        {n: (i + 1) * t if "_B" in n else t for n, t in start.items()}
+        for i in range(40)
+    ]
     asked = [AdapterUpdate(client, 1.0, SETTINGS) for client in clients]
     found, report = average_adapters(asked, SETTINGS, RivalOptions("exact", limit=3))
     for module in MODULES:
-        assert torch.allclose(product(found, module), dense_mean(asked, module), atol=1e-8)
+        assert torch.allclose(
+            product(found, module), dense_mean(asked, module), atol=1e-8
+        )
     assert max(report.lost.values()) < 1e-12

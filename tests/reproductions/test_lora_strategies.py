@@ -26,8 +26,12 @@ class RivalAdam(RivalLoRA, FedAdam):
     """FedAdam behind an average of adapters."""
 
 
-def of_the_schedule(index: int, seen: list[str], back: bool = False) -> Callable[[Message], Message]:
-    """Return a client that trains the factors that it is told to, and may send residuals back."""
+def of_the_schedule(
+    index: int, seen: list[str], back: bool = False
+) -> Callable[[Message], Message]:
+    """Return a client that trains the factors that it is told to, and may send
+    residuals back.
+    """
 
     def train(message: Message) -> Message:
         (config,) = message.content.config_records.values()
@@ -36,7 +40,10 @@ def of_the_schedule(index: int, seen: list[str], back: bool = False) -> Callable
         start, step = received.to_torch_state_dict(), floats(adapter(index))
         own = {n: t for n, t in start.items() if back or "residual" not in n}
         for name in own.keys() & step.keys():
-            if "lora_" not in name or seen[-1] in (name[name.index("lora_") + 5], "both"):
+            if "lora_" not in name or seen[-1] in (
+                name[name.index("lora_") + 5],
+                "both",
+            ):
                 own[name] = own[name] + 0.3 * step[name]
         return reply(message, own, 10, index)
 
@@ -44,13 +51,16 @@ def of_the_schedule(index: int, seen: list[str], back: bool = False) -> Callable
 
 
 @pytest.mark.parametrize(
-    ("schedule", "said"), [("freeze-a", "BBB"), ("alternate", "BAB"), ("both", ["both"] * 3)]
+    ("schedule", "said"),
+    [("freeze-a", "BBB"), ("alternate", "BAB"), ("both", ["both"] * 3)],
 )
 def test_clients_are_told_what_they_train(schedule: str, said: str | list[str]) -> None:
     seen: list[str] = []
     options = RivalOptions("mean", schedule=schedule)
     grid = FakeGrid({100 + i: of_the_schedule(i, seen) for i in range(2)})
-    result = FedAvgRivalLoRA(CONFIG, options, **EVERY).start(grid, ArrayRecord(floats(adapter(9))), 3)
+    result = FedAvgRivalLoRA(CONFIG, options, **EVERY).start(
+        grid, ArrayRecord(floats(adapter(9))), 3
+    )
     assert seen[::2] == list(said)
     errors = [result.train_metrics_clientapp[n][ERROR] for n in (1, 2, 3)]
     assert max(errors) < 1e-6 if schedule != "both" else min(errors) > 0.01
@@ -84,12 +94,21 @@ def test_residuals_travel_to_the_clients_who_may_send_them_back(back: bool) -> N
 
 def test_a_run_goes_on_from_the_result_of_another() -> None:
     """A residual stays where the next run adds none."""
-    folded = started(FedAvgRivalLoRA(CONFIG, RivalOptions("mean", residual="fold"), **EVERY)).arrays
-    residuals = {n: t for n, t in folded.to_torch_state_dict().items() if "residual" in n}
-    for strategy in (FedAvgRivalLoRA(CONFIG, **EVERY), RivalAdam(CONFIG, eta=0.01, **EVERY)):
+    folded = started(
+        FedAvgRivalLoRA(CONFIG, RivalOptions("mean", residual="fold"), **EVERY)
+    ).arrays
+    residuals = {
+        n: t for n, t in folded.to_torch_state_dict().items() if "residual" in n
+    }
+    for strategy in (
+        FedAvgRivalLoRA(CONFIG, **EVERY),
+        RivalAdam(CONFIG, eta=0.01, **EVERY),
+    ):
         grid = FakeGrid({100 + i: client(i) for i in range(3)})
         found = strategy.start(grid, folded, 1).arrays.to_torch_state_dict()
-        assert all(torch.equal(found[name], tensor) for name, tensor in residuals.items())
+        assert all(
+            torch.equal(found[name], tensor) for name, tensor in residuals.items()
+        )
 
 
 def test_small_frozen_factors_survive_half_precision_on_the_wire() -> None:
@@ -108,11 +127,18 @@ def test_small_frozen_factors_survive_half_precision_on_the_wire() -> None:
 
 def test_a_round_is_the_average_of_the_replies() -> None:
     options, start = RivalOptions("rotate"), floats(adapter(9))
-    found = started(FedAvgRivalLoRA(CONFIG, options, **EVERY)).arrays.to_torch_state_dict()
-    sent = [{n: t + 0.3 * floats(adapter(i))[n] for n, t in start.items()} for i in range(3)]
+    found = started(
+        FedAvgRivalLoRA(CONFIG, options, **EVERY)
+    ).arrays.to_torch_state_dict()
+    sent = [
+        {n: t + 0.3 * floats(adapter(i))[n] for n, t in start.items()} for i in range(3)
+    ]
     given = [AdapterUpdate(tensors, 10 + i, SETTINGS) for i, tensors in enumerate(sent)]
     expected, _ = average_adapters(given, SETTINGS, options, start)
-    assert all(torch.allclose(found[name], tensor, atol=1e-5) for name, tensor in expected.items())
+    assert all(
+        torch.allclose(found[name], tensor, atol=1e-5)
+        for name, tensor in expected.items()
+    )
 
 
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Any) -> None:
@@ -130,14 +156,23 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Any) -> None:
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    with pytest.raises(FedrotError, match=r"changes the base weights, for which FedAdam has no step"):
+    with pytest.raises(
+        FedrotError, match=r"changes the base weights, for which FedAdam has no step"
+    ):
         RivalAdam(CONFIG, RivalOptions("mean", residual="fold"))
     with pytest.raises(FedrotError, match=r"options is 'exact'; pass fedrot\.lora"):
         FedAvgRivalLoRA(CONFIG, "exact")  # type: ignore[arg-type]
-    table = {"m.lora_embedding_A": torch.zeros(2, 5), "m.lora_embedding_B": torch.ones(3, 2)}
-    strategy = FedAvgRivalLoRA(CONFIG, RivalOptions("mean", schedule="freeze-a"), **EVERY)
+    table = {
+        "m.lora_embedding_A": torch.zeros(2, 5),
+        "m.lora_embedding_B": torch.ones(3, 2),
+    }
+    strategy = FedAvgRivalLoRA(
+        CONFIG, RivalOptions("mean", schedule="freeze-a"), **EVERY
+    )
     grid = FakeGrid({100 + i: client(i) for i in range(3)})
-    with pytest.raises(FedrotError, match="is 0 at the start, as PEFT draws adapters of embeddings"):
+    with pytest.raises(
+        FedrotError, match="is 0 at the start, as PEFT draws adapters of embeddings"
+    ):
         strategy.start(grid, ArrayRecord(table), 1)
 
 

@@ -1,4 +1,6 @@
-"""Optimal-transport fusion: its hard limit is the permutation, and soft plans are plans."""
+"""Optimal-transport fusion: its hard limit is the permutation, and soft plans are
+plans.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,19 @@ def test_the_hard_limit_finds_the_permutation(name: str) -> None:
 
 
 def _oracle(name: str, anchor: State, update: State, regularisation: float) -> State:
-    """Mix the neurons of every layer by hand, with plain Sinkhorn iterations in numpy."""
+    """Mix the neurons of every layer by hand, with plain Sinkhorn iterations in
+    numpy.
+    """
     found = dict(update)
     for layer in range(2):
         up, down = (CASES[name].names.of(layer, module) for module in ("up", "down"))
 
         def units(state: State, up: str = up, down: str = down) -> Any:
-            parts = (state[f"{up}.weight"], state[f"{up}.bias"][:, None], state[f"{down}.weight"].T)
+            parts = (
+                state[f"{up}.weight"],
+                state[f"{up}.bias"][:, None],
+                state[f"{down}.weight"].T,
+            )
             return torch.cat(parts, 1).numpy()
 
         ours, theirs = units(anchor), units(update)
@@ -71,7 +79,9 @@ def test_soft_plans_are_those_of_sinkhorn(regularisation: float) -> None:
     anchor, update = state_of(name), state_of(name, 1)
     expected = _oracle(name, anchor, update, regularisation)
     symmetry = symmetry_for(name)
-    found = OptimalTransport(symmetry, regularisation, ("ffn",), anchor).transported(update)
+    found = OptimalTransport(symmetry, regularisation, ("ffn",), anchor).transported(
+        update
+    )
     for tensor in expected:
         assert (found[tensor] - expected[tensor]).abs().max() <= 1e-6, tensor
     assert (logits(name, found) - logits(name, update)).abs().max() > 1e-3
@@ -90,8 +100,12 @@ def test_the_first_update_is_the_anchor_and_the_result_their_mean() -> None:
         fused.add(scrambled, weight)
         mean.add(update, weight)
     expected = mean.result()
-    assert all((t - expected[name]).abs().max() <= 1e-12 for name, t in fused.result().items())
-    assert all(torch.equal(a[k], b[k]) for a, b in zip(kept, updates, strict=True) for k in a)
+    assert all(
+        (t - expected[name]).abs().max() <= 1e-12 for name, t in fused.result().items()
+    )
+    assert all(
+        torch.equal(a[k], b[k]) for a, b in zip(kept, updates, strict=True) for k in a
+    )
 
 
 def test_bad_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,9 @@ def invoke(*arguments: object) -> tuple[int, str]:
 
 
 def run(*arguments: object, code: int = 0, says: str = "") -> str:
-    """Run ``fedrot``, which has to end with this code and say this; return the output."""
+    """Run ``fedrot``, which has to end with this code and say this; return the
+    output.
+    """
     found, output = invoke(*arguments)
     assert (found, says in output) == (code, True), output
     return output
@@ -37,7 +39,9 @@ def run(*arguments: object, code: int = 0, says: str = "") -> str:
 
 def settings(values: Mapping[str, object]) -> list[str]:
     """Return settings as options of ``fedrot simulate``."""
-    return [part for name, value in values.items() for part in ("--set", f"{name}={value}")]
+    return [
+        part for name, value in values.items() for part in ("--set", f"{name}={value}")
+    ]
 
 
 def simulated(out: Path, values: Mapping[str, object], *others: object) -> str:
@@ -47,7 +51,9 @@ def simulated(out: Path, values: Mapping[str, object], *others: object) -> str:
 
 
 def values(out: Path, scope: str = "central") -> dict[tuple[str, int, int, str], float]:
-    """Return a run's results of a scope by strategy, seed, round and metric, without durations."""
+    """Return a run's results of a scope by strategy, seed, round and metric, without
+    durations.
+    """
     return {
         (row["strategy"], row["seed"], row["round"], row["metric"]): row["value"]
         for row in read_run(out).rows

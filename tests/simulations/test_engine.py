@@ -45,12 +45,18 @@ def interrupted(tell: Tell) -> None:
 def sleep(seconds: float, tell: Tell) -> None:
     """Say the plug-ins, and who works: a node of a cluster, or a process."""
     tell(os.getenv(PLUGINS))
-    tell(str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else os.getpid())
+    tell(
+        str(ray.get_runtime_context().get_node_id())
+        if ray.is_initialized()
+        else os.getpid()
+    )
     time.sleep(seconds)
 
 
 def running(path: str, name: str, tell: Tell) -> None:
-    """Say when the job began and ended; the first one waits until another one runs beside it."""
+    """Say when the job began and ended; the first one waits until another one runs
+    beside it.
+    """
     began = time.monotonic()
     Path(path, name).touch()
     while len([*Path(path).iterdir()]) < 2 and time.monotonic() < began + 60:
@@ -58,7 +64,9 @@ def running(path: str, name: str, tell: Tell) -> None:
     tell((began, time.monotonic()))
 
 
-def heard(jobs: list[Job], machine: Machine, tick: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def heard(
+    jobs: list[Job], machine: Machine, tick: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
     """Return what each job said, by name."""
     found: dict[str, list[Any]] = {job.name: [] for job in jobs}
     run_jobs(jobs, machine, lambda job, said: found[job.name].append(said), tick)
@@ -70,7 +78,11 @@ ONE, TWO = Machine(1), Machine(2)
 
 @pytest.fixture(params=["processes", "ray"])
 def machine(request: pytest.FixtureRequest) -> Machine:
-    return TWO if request.param == "processes" else Machine(ray=request.getfixturevalue("two_nodes"))
+    return (
+        TWO
+        if request.param == "processes"
+        else Machine(ray=request.getfixturevalue("two_nodes"))
+    )
 
 
 def test_jobs_of_this_process_say_what_they_do_and_how_they_end() -> None:
@@ -88,10 +100,17 @@ def test_a_job_whose_process_dies_ends_alone_and_is_not_tried_again(
     machine: Machine, tmp_path: Path
 ) -> None:
     file = tmp_path / "deaths"
-    jobs = [Job("dead", die, (str(file),)), *(Job(str(n), halves, (n,)) for n in (2, 5, 6))]
+    jobs = [
+        Job("dead", die, (str(file),)),
+        *(Job(str(n), halves, (n,)) for n in (2, 5, 6)),
+    ]
     found = heard(jobs, machine)
     said, end = found["dead"]
-    assert (said, end.died, "code 3" in end.failure or machine != TWO) == ("alive", True, True)
+    assert (said, end.died, "code 3" in end.failure or machine != TWO) == (
+        "alive",
+        True,
+        True,
+    )
     assert file.read_text() == "died\n"
     sound(found)
 
@@ -106,17 +125,26 @@ def test_two_places_share_the_jobs_and_the_caller_hears_and_looks_while_they_run
         said.setdefault(job.name, []).append(what)
         when.append(time.monotonic())
 
-    run_jobs([Job(n, sleep, (1.5,)) for n in "ab"], machine, hear, lambda: ticks.append(None))
-    assert [(plugins, end) for plugins, _, end in said.values()] == [("json", Ended())] * 2
+    run_jobs(
+        [Job(n, sleep, (1.5,)) for n in "ab"], machine, hear, lambda: ticks.append(None)
+    )
+    assert [(plugins, end) for plugins, _, end in said.values()] == [
+        ("json", Ended())
+    ] * 2
     assert len({place for _, place, _ in said.values()}) == 2
     assert max(when) - min(when) > 1
     assert len(ticks) >= 3
 
 
-def test_no_more_jobs_run_than_there_are_workers_and_they_begin_in_order(tmp_path: Path) -> None:
+def test_no_more_jobs_run_than_there_are_workers_and_they_begin_in_order(
+    tmp_path: Path,
+) -> None:
     found = heard([Job(name, running, (str(tmp_path), name)) for name in "abcd"], TWO)
     times = {name: said[0] for name, said in found.items()}
-    beside = [sum(began <= one < ended for began, ended in times.values()) for one, _ in times.values()]
+    beside = [
+        sum(began <= one < ended for began, ended in times.values())
+        for one, _ in times.values()
+    ]
     assert max(beside) == 2
     assert min(times["c"][0], times["d"][0]) >= min(times["a"][1], times["b"][1])
 
@@ -132,8 +160,12 @@ def test_nothing_is_left_running_when_the_caller_stops() -> None:
     assert not [child for child in left if "--multiprocessing-fork" in child.cmdline()]
 
 
-def test_ctrl_c_waits_until_a_process_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The signal of a terminal goes to any thread, and Python raises it in the main one."""
+def test_ctrl_c_waits_until_a_process_has_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The signal of a terminal goes to any thread, and Python raises it in the main
+    one.
+    """
     start, stop, ended = SpawnProcess.start, signal.SIGINT, list[None]()
 
     def interrupted_start(own: SpawnProcess) -> None:
@@ -143,7 +175,9 @@ def test_ctrl_c_waits_until_a_process_has_started(monkeypatch: pytest.MonkeyPatc
         ended.append(None)
 
     monkeypatch.setattr(SpawnProcess, "start", interrupted_start)
-    before = signal.signal(stop, signal.default_int_handler)  # A shell's background ignores it.
+    before = signal.signal(
+        stop, signal.default_int_handler
+    )  # A shell's background ignores it.
     end = threading.Event()
     threading.Thread(target=end.wait).start()
     try:
@@ -153,7 +187,11 @@ def test_ctrl_c_waits_until_a_process_has_started(monkeypatch: pytest.MonkeyPatc
         signal.signal(stop, before)
         end.set()
     assert len(ended) == 1
-    assert not [own for own in psutil.Process().children() if "--multiprocessing-fork" in own.cmdline()]
+    assert not [
+        own
+        for own in psutil.Process().children()
+        if "--multiprocessing-fork" in own.cmdline()
+    ]
     assert stop not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
@@ -162,15 +200,21 @@ def test_ctrl_c_is_no_failure_of_a_job() -> None:
         heard([Job("a", interrupted, ())], ONE)
 
 
-def test_without_a_number_of_workers_there_is_one_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_number_of_workers_there_is_one_per_core(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(engine.os, "cpu_count", lambda: 3)
     assert [Machine(workers).places(9) for workers in (None, 2, 20)] == [3, 2, 9]
     monkeypatch.setattr(engine.os, "cpu_count", lambda: None)
     assert Machine().places(9) == 1
 
 
-def test_plug_ins_are_imported_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "counting_plugin.py").write_text("import fedrot\nfedrot.loads.append(1)\n")
+def test_plug_ins_are_imported_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "counting_plugin.py").write_text(
+        "import fedrot\nfedrot.loads.append(1)\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv(PLUGINS, "counting_plugin,")
     monkeypatch.setattr(fedrot, "loads", [], raising=False)
@@ -187,7 +231,9 @@ def test_a_cluster_that_is_not_there_is_named(address: str) -> None:
         heard([Job("a", halves, (2,))], Machine(ray=address))
 
 
-def test_nothing_reports_home_unless_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_reports_home_unless_the_user_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     wanted = {
         "RAY_worker_niceness": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -1,4 +1,6 @@
-"""Run folders: what they hold, how they grow, what they refuse, and one writer at a time."""
+"""Run folders: what they hold, how they grow, what they refuse, and one writer at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,29 @@ import pytest
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.federation.cells import Cell, cells_of
-from fedrot.simulations.folder import RunFolder, only_writer, read_rows, read_run, versions
+from fedrot.simulations.folder import (
+    RunFolder,
+    only_writer,
+    read_rows,
+    read_run,
+    versions,
+)
 from fedrot.simulations.settings import Experiment
 
 
 def of(**fields: Any) -> Experiment:
-    return Experiment.from_flat({"name": "a", "seeds": [0], "strategies": "fedavg,aligned", **fields})
+    return Experiment.from_flat(
+        {"name": "a", "seeds": [0], "strategies": "fedavg,aligned", **fields}
+    )
 
 
 def described(*experiments: Experiment, counts: Any = ((1, 2),)) -> dict[str, Any]:
     """Return experiments by name, as in ``config.json``."""
     found = {}
     for experiment in experiments:
-        strategies = {own.name: own.model_dump(mode="json") for own in experiment.strategies}
+        strategies = {
+            own.name: own.model_dump(mode="json") for own in experiment.strategies
+        }
         seeds = {str(seed): [*map(list, counts)] for seed in experiment.seeds}
         more = {"label_names": ["x", "y"], "seeds": seeds, "strategies": strategies}
         found[experiment.name] = {**experiment.model_dump(mode="json"), **more}
@@ -33,8 +45,19 @@ def described(*experiments: Experiment, counts: Any = ((1, 2),)) -> dict[str, An
 
 
 def row(cell: Cell, value: float | None = 0.5, **others: Any) -> dict[str, Any]:
-    labels = {"experiment": cell.experiment.name, "strategy": cell.strategy.name, "seed": cell.seed}
-    return {**labels, "round": 1, "scope": "central", "metric": "loss", "value": value, **others}
+    labels = {
+        "experiment": cell.experiment.name,
+        "strategy": cell.strategy.name,
+        "seed": cell.seed,
+    }
+    return {
+        **labels,
+        "round": 1,
+        "scope": "central",
+        "metric": "loss",
+        "value": value,
+        **others,
+    }
 
 
 def filled(path: Path, *experiments: Experiment, command: str = "first") -> RunFolder:
@@ -42,7 +65,9 @@ def filled(path: Path, *experiments: Experiment, command: str = "first") -> RunF
     folder = RunFolder(path, described(*experiments), command)
     for cell in cells_of(experiments):
         if not folder.has(cell):
-            folder.add(cell, [row(cell)], [{"strategy": cell.strategy.name, "round": 1}], "log")
+            folder.add(
+                cell, [row(cell)], [{"strategy": cell.strategy.name, "round": 1}], "log"
+            )
     folder.write_rows()
     return folder
 
@@ -63,7 +88,9 @@ def test_a_folder_tells_the_whole_run(tmp_path: Path) -> None:
 def test_a_run_that_grows_forgets_nothing(tmp_path: Path) -> None:
     filled(tmp_path, of())
     other = of(name="b", rounds=7)
-    folder = RunFolder(tmp_path, described(other, of(seeds=[1], strategies="fit_head")), "second")
+    folder = RunFolder(
+        tmp_path, described(other, of(seeds=[1], strategies="fit_head")), "second"
+    )
     run = read_run(tmp_path)
     assert run.commands == ["first", "second"]
     assert [*run.experiments] == ["a", "b"]
@@ -86,7 +113,10 @@ def test_files_of_cells_are_of_their_own_and_short() -> None:
     names = ["a/b", "a b", "a-b", "x" * 300, "x" * 301, "ü", "é"]
     found = {cell.name for name in names for cell in cells_of([of(name=name)])}
     assert len(found) == 2 * len(names)
-    assert all(len(name) < 120 and name.replace(".", "-").replace("-", "").isalnum() for name in found)
+    assert all(
+        len(name) < 120 and name.replace(".", "-").replace("-", "").isalnum()
+        for name in found
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,13 +125,23 @@ def test_files_of_cells_are_of_their_own_and_short() -> None:
         ("config.json", '{"commands": [], "experiments": [3]}', "is not that of a run"),
         ("config.json", "[", "damaged"),
         ("cell", "{}", "Delete it to run that part again"),
-        ("cell", '{"rows": [{}], "alignment": []}', "row that fedrot did not write: {}"),
+        (
+            "cell",
+            '{"rows": [{}], "alignment": []}',
+            "row that fedrot did not write: {}",
+        ),
         ("cell", '{"rows": [3], "alignment": []}', "row that fedrot did not write: 3"),
         ("cell", '{"rows": [], "alignment": [{"before": 1}]}', "did not write"),
-        ("cell", '{"rows": [], "alignment": [{"strategy": "a", "before": "x"}]}', "did not write"),
+        (
+            "cell",
+            '{"rows": [], "alignment": [{"strategy": "a", "before": "x"}]}',
+            "did not write",
+        ),
     ],
 )
-def test_damaged_files_are_named(tmp_path: Path, name: str, text: str, said: str) -> None:
+def test_damaged_files_are_named(
+    tmp_path: Path, name: str, text: str, said: str
+) -> None:
     filled(tmp_path, of())
     file = next((tmp_path / "cells").iterdir()) if name == "cell" else tmp_path / name
     file.write_text(text)
@@ -114,7 +154,10 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, text: str, said: str
     ("fields", "said"),
     [
         ({"rounds": 5}, "another rounds"),
-        ({"strategies": [{"name": "aligned", "guard": "loss"}]}, "another strategy of the same name"),
+        (
+            {"strategies": [{"name": "aligned", "guard": "loss"}]},
+            "another strategy of the same name",
+        ),
     ],
 )
 def test_results_of_other_settings_are_not_mixed(
@@ -131,7 +174,10 @@ def test_results_of_other_settings_are_not_mixed(
 
 
 def test_a_folder_of_something_else_stays(tmp_path: Path) -> None:
-    for text in ('{"model_type": "bert"}', '{"commands": [], "versions": {}, "experiments": []}'):
+    for text in (
+        '{"model_type": "bert"}',
+        '{"commands": [], "versions": {}, "experiments": []}',
+    ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(FileExistsError, match="another kind"):
             RunFolder(tmp_path, described(of()), "first")
@@ -142,9 +188,16 @@ def test_a_folder_of_something_else_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("", 0), ('{"round": 1}\n{"round": 2}\n', 2), ('{"round": 1}\n{"rou', 1), ("\xff", 0)],
+    [
+        ("", 0),
+        ('{"round": 1}\n{"round": 2}\n', 2),
+        ('{"round": 1}\n{"rou', 1),
+        ("\xff", 0),
+    ],
 )
-def test_rows_end_where_a_line_is_unfinished(tmp_path: Path, text: str, count: int) -> None:
+def test_rows_end_where_a_line_is_unfinished(
+    tmp_path: Path, text: str, count: int
+) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(text, "latin-1")
     assert len(read_rows(file)) == count
@@ -159,11 +212,14 @@ def test_rows_that_no_strategy_wrote_are_named(tmp_path: Path, data: bytes) -> N
 
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from fedrot.simulations.folder import only_writer\n"
-        "with only_writer(Path(sys.argv[1])): print('mine', flush=True); input()"
+        "import sys; from pathlib import Path; from fedrot.simulations.folder import "
+        "only_writer\nwith only_writer(Path(sys.argv[1])): print('mine', flush=True); "
+        "input()"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
-    first = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    first = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert first.stdout is not None
     assert first.stdout.readline() == "mine\n"
     with pytest.raises(FedrotError, match="Another run"), only_writer(tmp_path):

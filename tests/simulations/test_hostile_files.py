@@ -1,4 +1,6 @@
-"""Damaged and hostile files: an error names the file, and nothing is written outside of the folder."""
+"""Damaged and hostile files: an error names the file, and nothing is written outside of
+the folder.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,23 @@ INDEX, PARTS = f"{WEIGHTS}.index.json", "pytorch_model.bin.index.json"
 FILES: list[tuple[str, str | bytes, str]] = [
     ("a.toml", b"\xff\xfe", "is no TOML"),
     ("a.toml", f"a = {DEEP}", "is no TOML"),
-    *((name, text, "cannot be") for name in (CONFIG, TOKENIZER) for text in ("[]", "3", "", "{", DEEP)),
-    *((name, text, "cannot be loaded") for name in (INDEX, PARTS) for text in (DEEP, HALF)),
+    *(
+        (name, text, "cannot be")
+        for name in (CONFIG, TOKENIZER)
+        for text in ("[]", "3", "", "{", DEEP)
+    ),
+    *(
+        (name, text, "cannot be loaded")
+        for name in (INDEX, PARTS)
+        for text in (DEEP, HALF)
+    ),
     (WEIGHTS, safetensors(DEEP.encode()), "cannot be loaded"),
     (WEIGHTS, safetensors(b"{}", length=8 << 30), "cannot be loaded"),
     (
         WEIGHTS,
-        safetensors({"a": {"dtype": "F32", "shape": [1 << 31], "data_offsets": [0, 8 << 30]}}),
+        safetensors(
+            {"a": {"dtype": "F32", "shape": [1 << 31], "data_offsets": [0, 8 << 30]}}
+        ),
         "",
     ),
     (WEIGHTS, safetensors(b" " * (1 << 24)), "cannot be loaded"),
@@ -46,13 +58,24 @@ FILES: list[tuple[str, str | bytes, str]] = [
 @pytest.mark.parametrize(("name", "content", "said"), FILES, ids=range(len(FILES)))
 def test_a_file_is_refused(name: str, content: Any, said: str, tmp_path: Path) -> None:
     file, out = tmp_path / "b" / name, tmp_path / "out"
-    a, b = (saved(fresh_model("bert-classifier").float(), tmp_path / name) for name in "ab")
+    a, b = (
+        saved(fresh_model("bert-classifier").float(), tmp_path / name) for name in "ab"
+    )
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     if name in (INDEX, PARTS):
         (b / WEIGHTS).unlink()
     lines: list[tuple[object, ...]] = [("merge", a, b, "--out", out), ("check", b)]
     if name[0] == "a":
-        lines = [("simulate", *["--data"][name == "a.toml" :], file, "--dry-run", "--out", out)]
+        lines = [
+            (
+                "simulate",
+                *["--data"][name == "a.toml" :],
+                file,
+                "--dry-run",
+                "--out",
+                out,
+            )
+        ]
     for line in lines[: 1 if name == TOKENIZER else 2]:
         with bounded():
             code, output = invoke(*line)
@@ -68,6 +91,8 @@ def test_a_damaged_run_is_named(file: str, tmp_path: Path) -> None:
     path.write_text(DEEP)
     with bounded():
         code, output = invoke("report", run)
-    assert (code, path.name in output.replace(" ", ""), "Traceback" in output) == (2, True, False), (
-        output
-    )
+    assert (code, path.name in output.replace(" ", ""), "Traceback" in output) == (
+        2,
+        True,
+        False,
+    ), output

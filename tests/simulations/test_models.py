@@ -1,4 +1,6 @@
-"""Models: small ones, saved ones of every precision, adapters, packages, and files that are refused."""
+"""Models: small ones, saved ones of every precision, adapters, packages, and files that
+are refused.
+"""
 
 from __future__ import annotations
 
@@ -18,39 +20,73 @@ from fedrot.errors import FedrotError
 from fedrot.lora import adapter_tensors
 from fedrot.simulations import models
 from fedrot.simulations.data.encode import bundled_tokenizer
-from fedrot.simulations.models import build_model, loading, pad_id_of, settings_of, source_of
+from fedrot.simulations.models import (
+    build_model,
+    loading,
+    pad_id_of,
+    settings_of,
+    source_of,
+)
 from fedrot.simulations.settings import TASKS
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import check_model, task_of
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
-from tests.simulations.tasks.cases import SIZES, experiment_of, model_for, parts, save, task_for
+from tests.simulations.tasks.cases import (
+    SIZES,
+    experiment_of,
+    model_for,
+    parts,
+    save,
+    task_for,
+)
 
 TOKENS = bundled_tokenizer().get_vocab_size()
 #: What a small model has beside common sizes, by architecture.
 EXPECTED: dict[str, dict[str, Any]] = {
-    "bert": dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.25),
-    "distilbert": dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout"), 0.25),
+    "bert": dict.fromkeys(
+        ("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.25
+    ),
+    "distilbert": dict.fromkeys(
+        ("dropout", "attention_dropout", "seq_classif_dropout"), 0.25
+    ),
     "gpt2": {
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.25),
         **{"tie_word_embeddings": False, "bos_token_id": 2, "eos_token_id": 3},
     },
-    "llama": {"intermediate_size": 128, "attention_dropout": 0.25, "tie_word_embeddings": False},
-    "vit": {"patch_size": 2, "image_size": 8, "num_channels": 1, "intermediate_size": 192},
+    "llama": {
+        "intermediate_size": 128,
+        "attention_dropout": 0.25,
+        "tie_word_embeddings": False,
+    },
+    "vit": {
+        "patch_size": 2,
+        "image_size": 8,
+        "num_channels": 1,
+        "intermediate_size": 192,
+    },
 }
 
 
 def test_every_architecture_is_described_here() -> None:
-    assert set(EXPECTED) == {own for traits in TASKS.values() for own in traits.architectures}
+    assert set(EXPECTED) == {
+        own for traits in TASKS.values() for own in traits.architectures
+    }
 
 
 @pytest.mark.parametrize("architecture", EXPECTED)
 def test_a_small_model_has_the_sizes_that_were_asked_for(architecture: str) -> None:
     case = "image" if architecture == "vit" else architecture
     sizes = {"layers": 3, "width": 48, "heads": 6, "max_length": 24, "dropout": 0.25}
-    settings = settings_of(experiment_of(case, **sizes), SimpleNamespace(side=8, channels=1))
+    settings = settings_of(
+        experiment_of(case, **sizes), SimpleNamespace(side=8, channels=1)
+    )
     expected = {"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 6}
     if architecture != "vit":
-        expected |= {"vocab_size": TOKENS, "max_position_embeddings": 24, "pad_token_id": 0}
+        expected |= {
+            "vocab_size": TOKENS,
+            "max_position_embeddings": 24,
+            "pad_token_id": 0,
+        }
     expected |= {"model_type": architecture, **EXPECTED[architecture]}
     assert {name: getattr(settings, name) for name in expected} == expected
     task = task_for(case)
@@ -60,14 +96,23 @@ def test_a_small_model_has_the_sizes_that_were_asked_for(architecture: str) -> N
 
 
 def test_rows_are_padded_with_the_padding_or_the_end_of_texts() -> None:
-    for pad, end, expected in ((0, 5, 0), (None, 5, 5), (None, [7, 8], 7), (None, None, 0)):
-        assert pad_id_of(SimpleNamespace(pad_token_id=pad, eos_token_id=end)) == expected
+    for pad, end, expected in (
+        (0, 5, 0),
+        (None, 5, 5),
+        (None, [7, 8], 7),
+        (None, None, 0),
+    ):
+        assert (
+            pad_id_of(SimpleNamespace(pad_token_id=pad, eos_token_id=end)) == expected
+        )
 
 
 def test_patches_divide_an_image_into_about_as_many_as_they_have_pixels() -> None:
     sides = {1: 1, 7: 1, 9: 3, 12: 3, 28: 4, 32: 4, 64: 8}
     for side, patch in sides.items():
-        settings = settings_of(experiment_of("image"), SimpleNamespace(side=side, channels=3))
+        settings = settings_of(
+            experiment_of("image"), SimpleNamespace(side=side, channels=3)
+        )
         assert (settings.patch_size, settings.num_channels) == (patch, 3)
 
 
@@ -86,31 +131,53 @@ SAVED: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, torch.bfloat16) for name in SAVED), ("bert", torch.float64)]
+    ("name", "dtype"),
+    [*((name, torch.bfloat16) for name in SAVED), ("bert", torch.float64)],
 )
 def test_training_does_not_depend_on_the_precision_of_a_file(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """What a trial accepts, runs: a step, an evaluation, and the way to the server and back."""
+    """What a trial accepts, runs: a step, an evaluation, and the way to the server and
+    back.
+    """
     config, auto, case, changes = SAVED[name]
     folder = save(tmp_path, config, auto, dtype)
-    assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {dtype}
-    task = task_of(experiment_of(case, model=str(folder), architecture="", **changes).to_json())
+    assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {
+        dtype
+    }
+    task = task_of(
+        experiment_of(case, model=str(folder), architecture="", **changes).to_json()
+    )
     model = build_model(task.experiment, task.data, 0)
-    assert {own.dtype for _, own in parts(model) if own.is_floating_point()} == {torch.float32}
+    assert {own.dtype for _, own in parts(model) if own.is_floating_point()} == {
+        torch.float32
+    }
     check_model(task, model)
     assert np.isfinite(training.train(model, task, np.arange(8), 0))
-    assert np.isfinite([*training.evaluate(model, task, task.test, np.arange(8)).values()]).all()
+    assert np.isfinite(
+        [*training.evaluate(model, task, task.test, np.arange(8)).values()]
+    ).all()
     tensors = models.tensors_of(model)
-    received = {name: t + 1 for name, t in from_arrays(to_arrays(tensors, None)).items()}
+    received = {
+        name: t + 1 for name, t in from_arrays(to_arrays(tensors, None)).items()
+    }
     models.load_tensors(model, received)
-    assert all(torch.equal(own, received[key]) for key, own in models.tensors_of(model).items())
+    assert all(
+        torch.equal(own, received[key]) for key, own in models.tensors_of(model).items()
+    )
     # What was taken is a copy.
-    assert not any(torch.equal(own, received[key]) for key, own in tensors.items() if len(own))
+    assert not any(
+        torch.equal(own, received[key]) for key, own in tensors.items() if len(own)
+    )
     # The values are those of the file.
     saved = load_file(folder / "model.safetensors")
     fresh = dict(parts(build_model(task.experiment, task.data, 0)))
-    pairs = [(own, saved[name]) for key, own in fresh.items() for name in saved if key.endswith(name)]
+    pairs = [
+        (own, saved[name])
+        for key, own in fresh.items()
+        for name in saved
+        if key.endswith(name)
+    ]
     assert pairs
     assert all(torch.equal(own, stored.float()) for own, stored in pairs)
 
@@ -121,39 +188,55 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def built(
-    folder: Path, case: str = "bert", rank: int | None = None, seed: int = 3, **changes: Any
+    folder: Path,
+    case: str = "bert",
+    rank: int | None = None,
+    seed: int = 3,
+    **changes: Any,
 ) -> Any:
     experiment = experiment_of(case, model=str(folder), architecture="", **changes)
     return build_model(experiment, task_of(experiment.to_json()).data, seed, rank)
 
 
 @pytest.mark.parametrize("prefix", ["", "backbone."])
-def test_a_body_that_would_be_random_is_refused(prefix: str, pretrained: Path, tmp_path: Path) -> None:
+def test_a_body_that_would_be_random_is_refused(
+    prefix: str, pretrained: Path, tmp_path: Path
+) -> None:
     tensors = load_file(pretrained / "model.safetensors")
     del tensors["bert.encoder.layer.0.attention.self.query.weight"]
     tensors = {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
     for file in pretrained.glob("*.json"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(FedrotError, match=rf"'{tmp_path}' has no tensor 'bert\..*it would be random"):
+    with pytest.raises(
+        FedrotError, match=rf"'{tmp_path}' has no tensor 'bert\..*it would be random"
+    ):
         built(tmp_path)
 
 
-def test_quantised_weights_are_refused(pretrained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_weights_are_refused(
+    pretrained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = transformers.AutoModelForSequenceClassification.from_pretrained
 
     def quantised(*name: str, **options: Any) -> Any:
         model, found = real(*name, **options)
         layer = model.bert.encoder.layer[0].output.dense
-        layer.weight = torch.nn.Parameter(layer.weight.to(torch.uint8), requires_grad=False)
+        layer.weight = torch.nn.Parameter(
+            layer.weight.to(torch.uint8), requires_grad=False
+        )
         return model, found
 
-    monkeypatch.setattr(transformers.AutoModelForSequenceClassification, "from_pretrained", quantised)
+    monkeypatch.setattr(
+        transformers.AutoModelForSequenceClassification, "from_pretrained", quantised
+    )
     with pytest.raises(FedrotError, match="is quantised"):
         built(pretrained)
 
 
-def test_a_new_task_head_is_said(pretrained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_task_head_is_said(
+    pretrained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said = list[str]()
     monkeypatch.setattr(logging.getLogger("flwr"), "info", said.append)
     for case in ("bert", "mlm bert"):
@@ -166,16 +249,29 @@ def test_a_new_task_head_is_said(pretrained: Path, monkeypatch: pytest.MonkeyPat
 def test_an_adapter_is_as_it_was_asked_for_on_one_base(pretrained: Path) -> None:
     """The task head, which the pretrained model lacks, is drawn alike for all seeds."""
     switches = {"use_rslora": True, "use_dora": True, "lora_dropout": 0.25}
-    lora = {"r": [2, 4], "target_modules": ["query", "value"], "lora_alpha": 6, **switches}
+    lora = {
+        "r": [2, 4],
+        "target_modules": ["query", "value"],
+        "lora_alpha": 6,
+        **switches,
+    }
     found = built(pretrained, lora=lora).peft_config["default"]
-    wanted = {**lora, "r": 4, "target_modules": {"query", "value"}, "task_type": "SEQ_CLS"}
+    wanted = {
+        **lora,
+        "r": 4,
+        "target_modules": {"query", "value"},
+        "task_type": "SEQ_CLS",
+    }
     assert {name: getattr(found, name) for name in wanted} == wanted
     plain = {"lora": {"r": 3, "target_modules": "all-linear"}}
     model = built(pretrained, **plain)
     one, same, other = (
-        dict(parts(m)) for m in (model, built(pretrained, **plain), built(pretrained, seed=4, **plain))
+        dict(parts(m))
+        for m in (model, built(pretrained, **plain), built(pretrained, seed=4, **plain))
     )
-    adapted = {name.split(".lora_A")[0].split(".")[-1] for name in one if "lora_A" in name}
+    adapted = {
+        name.split(".lora_A")[0].split(".")[-1] for name in one if "lora_A" in name
+    }
     assert adapted == {"query", "key", "value", "dense"}
     drawn = {name for name in one if not torch.equal(one[name], other[name])}
     assert drawn == {name for name in one if "lora_A" in name}
@@ -185,8 +281,13 @@ def test_an_adapter_is_as_it_was_asked_for_on_one_base(pretrained: Path) -> None
     assert models.tensors_of(model).keys() == adapter_tensors(model).keys()
 
 
-def test_an_adapter_that_cannot_be_is_refused(pretrained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = {"target_modules": "cannot adapt this BertFor", "targets": "unexpected keyword"}
+def test_an_adapter_that_cannot_be_is_refused(
+    pretrained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = {
+        "target_modules": "cannot adapt this BertFor",
+        "targets": "unexpected keyword",
+    }
     for name, said in refused.items():
         with pytest.raises(FedrotError, match=said):
             built(pretrained, lora={"r": 2, name: ["c_attn"]})
@@ -202,7 +303,9 @@ def test_a_packaged_model_is_the_folder_in_its_package(
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files
     assert source_of("google/bert") == "google/bert"
     monkeypatch.setitem(models.PACKAGED, "minilm", ("no_such_package", ""))
-    with pytest.raises(FedrotError, match="Model 'minilm' needs fedrot's extra 'minilm'"):
+    with pytest.raises(
+        FedrotError, match="Model 'minilm' needs fedrot's extra 'minilm'"
+    ):
         source_of("minilm")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "minilm").mkdir()
@@ -213,10 +316,20 @@ def test_a_packaged_model_is_the_folder_in_its_package(
     ("model", "error", "said"),
     [
         ("m", KeyError("x"), "'m' cannot be loaded: KeyError: 'x'. There is no folder"),
-        ("minilm", OSError("no\n  file"), "'minilm' cannot be loaded: OSError: no file. Check that its"),
-        ("m", RuntimeError("set `ignore_mismatched_sizes` to True"), "as many classes as the data"),
+        (
+            "minilm",
+            OSError("no\n  file"),
+            "'minilm' cannot be loaded: OSError: no file. Check that its",
+        ),
+        (
+            "m",
+            RuntimeError("set `ignore_mismatched_sizes` to True"),
+            "as many classes as the data",
+        ),
     ],
 )
-def test_errors_of_loading_are_one_sentence(model: str, error: Exception, said: str) -> None:
+def test_errors_of_loading_are_one_sentence(
+    model: str, error: Exception, said: str
+) -> None:
     with pytest.raises(FedrotError, match=said), loading(model):
         raise error

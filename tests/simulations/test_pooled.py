@@ -1,4 +1,6 @@
-"""Sentence-transformers models are classified by their own pooling, as one model like any other."""
+"""Sentence-transformers models are classified by their own pooling, as one model like
+any other.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,16 @@ POOLING = ("sentence_transformers.models.Pooling", "1_Pooling")
 NORMALIZE = ("sentence_transformers.models.Normalize", "2_Normalize")
 
 
-def pooled(folder: Path, pooling: Any = MEAN, config: Any = ENCODERS["bert"], **options: Any) -> Path:
+def pooled(
+    folder: Path, pooling: Any = MEAN, config: Any = ENCODERS["bert"], **options: Any
+) -> Path:
     """Save a sentence-transformers model; ``modules`` and ``auto`` are options."""
     auto = options.get("auto", "AutoModel")
     save(folder, config, auto, options.get("dtype", torch.float32))
     modules = options.get("modules", (TRANSFORMER, POOLING, NORMALIZE))
     listed = [
-        {"idx": i, "name": str(i), "path": path, "type": kind} for i, (kind, path) in enumerate(modules)
+        {"idx": i, "name": str(i), "path": path, "type": kind}
+        for i, (kind, path) in enumerate(modules)
     ]
     (folder / "modules.json").write_text(json.dumps(listed))
     (folder / "1_Pooling").mkdir()
@@ -60,21 +65,30 @@ def built(task: Task, seed: int = 0) -> Any:
 def features_of(model: Any, batch: Any) -> torch.Tensor:
     """Return what the classifier reads."""
     read: list[torch.Tensor] = []
-    handle = model.classifier.register_forward_pre_hook(lambda _, given: read.append(given[0]))
+    handle = model.classifier.register_forward_pre_hook(
+        lambda _, given: read.append(given[0])
+    )
     with torch.no_grad(), handle:
         model.eval()(**batch)
     return read[0]
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
-def test_a_pooled_model_has_the_symmetry_of_its_family(kind: str, tmp_path: Path) -> None:
-    """Moved by random elements its outputs stay, and a head fitted from clients' sums goes into it."""
+def test_a_pooled_model_has_the_symmetry_of_its_family(
+    kind: str, tmp_path: Path
+) -> None:
+    """Moved by random elements its outputs stay, and a head fitted from clients' sums
+    goes into it.
+    """
     task = task_with(pooled(tmp_path, config=ENCODERS[kind], dtype=torch.bfloat16))
     model, config = built(task), model_config(task.experiment, task.data)
     state = model.state_dict()
     assert {own.dtype for own in model.parameters()} == {torch.float32}
     assert type(model) is PooledForSequenceClassification
-    assert {name.split(".")[0] for name in state} == {model.base_model_prefix, "classifier"}
+    assert {name.split(".")[0] for name in state} == {
+        model.base_model_prefix,
+        "classifier",
+    }
     assert model.config.model_type == kind
     symmetry = fedrot.symmetry_of(config, state)
     assert {"attention", "ffn"} <= {group.part for group in symmetry.groups}
@@ -83,7 +97,9 @@ def test_a_pooled_model_has_the_symmetry_of_its_family(kind: str, tmp_path: Path
     # The seed draws the classifier alone.
     same, other = (dict(parts(built(task, seed))) for seed in (0, 1))
     assert all(torch.equal(own, state[name]) for name, own in same.items())
-    assert [n for n in state if not torch.equal(other[n], state[n])] == ["classifier.weight"]
+    assert [n for n in state if not torch.equal(other[n], state[n])] == [
+        "classifier.weight"
+    ]
     head = head_of(config, state)
     assert head == "classifier"
     batches = list(training.step_batches(task, model, np.arange(70), 70, 16, 0))
@@ -97,7 +113,9 @@ def test_a_pooled_model_has_the_symmetry_of_its_family(kind: str, tmp_path: Path
 
 @pytest.mark.parametrize("version", ["as packaged", "saved again"])
 def test_features_are_sentence_transformers_own(version: str, tmp_path: Path) -> None:
-    """Theirs are normalised. Version 6 writes another configuration than that of the package."""
+    """Theirs are normalised. Version 6 writes another configuration than that of the
+    package.
+    """
     from sentence_transformers import SentenceTransformer
 
     theirs = SentenceTransformer(source_of("minilm"), device="cpu")
@@ -110,25 +128,37 @@ def test_features_are_sentence_transformers_own(version: str, tmp_path: Path) ->
     features = features_of(built(task), task.test.batch(rows))
     texts = [task.data.test.inputs[row] for row in rows]
     expected = theirs.encode(texts, convert_to_tensor=True)
-    torch.testing.assert_close(functional.normalize(features), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        functional.normalize(features), expected, atol=1e-5, rtol=0
+    )
     assert (features.norm(dim=1) - 1).abs().min() > 0.1
 
 
-@pytest.mark.parametrize("pooling", [MEAN, CLS, {"pooling_mode": "cls"}, {"pooling_mode": ["mean"]}, {}])
+@pytest.mark.parametrize(
+    "pooling", [MEAN, CLS, {"pooling_mode": "cls"}, {"pooling_mode": ["mean"]}, {}]
+)
 def test_the_pooling_is_that_of_the_folder(pooling: Any, tmp_path: Path) -> None:
     task = task_with(pooled(tmp_path, pooling))
     model, batch = built(task), task.test.batch(np.arange(9))
-    tokens = transformers.AutoModel.from_pretrained(tmp_path).eval()(**batch).last_hidden_state
+    tokens = (
+        transformers.AutoModel.from_pretrained(tmp_path)
+        .eval()(**batch)
+        .last_hidden_state
+    )
     expected = tokens[:, 0]
     if "cls" not in str(pooling):
         lengths = batch["attention_mask"].sum(1)
         rows = zip(tokens, lengths, strict=True)
         expected = torch.stack([row[:length].mean(0) for row, length in rows])
         assert len(set(lengths.tolist())) > 3
-    torch.testing.assert_close(features_of(model, batch), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        features_of(model, batch), expected, atol=1e-5, rtol=1e-4
+    )
     # Without a mask every token is one of the text.
     one = {"input_ids": batch["input_ids"][:1, : int(batch["attention_mask"][0].sum())]}
-    torch.testing.assert_close(features_of(model, one)[0], expected[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        features_of(model, one)[0], expected[0], atol=1e-5, rtol=1e-4
+    )
     labels = torch.arange(9) % 7
     out = model(**batch, labels=labels)
     torch.testing.assert_close(out.loss, functional.cross_entropy(out.logits, labels))
@@ -143,20 +173,35 @@ def test_other_tasks_and_saved_classifiers_are_as_ever(tmp_path: Path) -> None:
 
 
 DENSE = ("sentence_transformers.models.WordWeights", "2_Weights")
-T5 = transformers.T5Config(vocab_size=6000, d_model=32, num_layers=1, num_heads=2, d_ff=64, d_kv=16)
+T5 = transformers.T5Config(
+    vocab_size=6000, d_model=32, num_layers=1, num_heads=2, d_ff=64, d_kv=16
+)
 #: Pooling, options of ``pooled``, and a part of the error.
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "max": ({"pooling_mode_max_tokens": True}, {}, "pooling pooling_mode_max_tokens;"),
     "max, version 6": ({"pooling_mode": "max"}, {}, "pooling max;"),
     "both, version 6": ({"pooling_mode": ["cls", "max"]}, {}, "pooling cls and max;"),
     "a number": ({"pooling_mode": 3}, {}, "pooling 3;"),
-    "a module between": (MEAN, {"modules": (TRANSFORMER, DENSE, POOLING)}, "Transformer, WordWeights"),
-    "no transformer": (MEAN, {"modules": (("models.StaticEmbedding", ""),)}, "StaticEmbedding"),
-    "no pooling": (MEAN, {"modules": (TRANSFORMER, (POOLING[0], "2"))}, "pooled by mean or cls"),
+    "a module between": (
+        MEAN,
+        {"modules": (TRANSFORMER, DENSE, POOLING)},
+        "Transformer, WordWeights",
+    ),
+    "no transformer": (
+        MEAN,
+        {"modules": (("models.StaticEmbedding", ""),)},
+        "StaticEmbedding",
+    ),
+    "no pooling": (
+        MEAN,
+        {"modules": (TRANSFORMER, (POOLING[0], "2"))},
+        "pooled by mean or cls",
+    ),
     "a decoder": (MEAN, {"config": T5}, "is a t5"),
     "no object": ([1], {}, "it holds a list"),
     **{
-        text: (MEAN, {"text": text}, "cannot be loaded") for text in ("[3]", '[{"type": 3, "path": ""}]')
+        text: (MEAN, {"text": text}, "cannot be loaded")
+        for text in ("[3]", '[{"type": 3, "path": ""}]')
     },
 }
 

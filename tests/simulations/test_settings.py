@@ -1,4 +1,6 @@
-"""Experiments and strategies: what completes them, what refuses them, the code to copy, and files."""
+"""Experiments and strategies: what completes them, what refuses them, the code to copy,
+and files.
+"""
 
 from __future__ import annotations
 
@@ -42,17 +44,27 @@ def test_every_task_has_an_experiment_of_its_own(task: str) -> None:
     ("fields", "strategies"),
     [
         ({}, ["fedavg", "fedavg_head", "head_only", "fit_head"]),
-        ({"start": "different"}, ["fedavg", "fedavg_head", "head_only", "fit_head", "aligned"]),
+        (
+            {"start": "different"},
+            ["fedavg", "fedavg_head", "head_only", "fit_head", "aligned"],
+        ),
         *(
             (fields, ["fedavg", "aligned"])
-            for fields in ({"holdout": 0}, {"data": "a,b"}, {"unseen_data": "c"}, {"task": "clm"})
+            for fields in (
+                {"holdout": 0},
+                {"data": "a,b"},
+                {"unseen_data": "c"},
+                {"task": "clm"},
+            )
         ),
         (OF_LORA, ["fedavg", "exact", "head_only", "fit_head"]),
         ({**OF_LORA, "lora": {**LORA, "r": [2, 4]}}, ["exact", "head_only"]),
         ({"model": "smollm2", "task": "clm", "lora": LORA}, ["fedavg", "exact"]),
     ],
 )
-def test_strategies_that_answer_the_question(fields: dict[str, Any], strategies: list[str]) -> None:
+def test_strategies_that_answer_the_question(
+    fields: dict[str, Any], strategies: list[str]
+) -> None:
     assert names(of(**fields)) == strategies
 
 
@@ -60,7 +72,11 @@ def test_strategies_that_answer_the_question(fields: dict[str, Any], strategies:
     ("fields", "attribute", "value"),
     [
         ({}, "name", "goemotions_ekman, iid"),
-        ({"task": "clm", "architecture": "llama"}, "name", "goemotions_ekman, iid, clm, llama"),
+        (
+            {"task": "clm", "architecture": "llama"},
+            "name",
+            "goemotions_ekman, iid, clm, llama",
+        ),
         ({"partition": "dirichlet:0.5"}, "name", "goemotions_ekman, dirichlet:0.5"),
         ({"name": "mine"}, "name", "mine"),
         ({"seeds": "3"}, "seeds", (0, 1, 2)),
@@ -72,19 +88,33 @@ def test_strategies_that_answer_the_question(fields: dict[str, Any], strategies:
         ({**OF_LORA, "lora": {**LORA, "r": [2, 4]}}, "ranks", (2, 4)),
     ],
 )
-def test_what_is_not_said_is_completed(fields: dict[str, Any], attribute: str, value: object) -> None:
+def test_what_is_not_said_is_completed(
+    fields: dict[str, Any], attribute: str, value: object
+) -> None:
     assert getattr(of(**fields), attribute) == value
 
 
 def test_the_first_round_may_have_epochs_of_its_own() -> None:
-    assert [of(first_epochs=4, local_epochs=2).epochs(number) for number in (1, 2)] == [4, 2]
+    assert [of(first_epochs=4, local_epochs=2).epochs(number) for number in (1, 2)] == [
+        4,
+        2,
+    ]
     assert of(local_epochs=2).epochs(1) == 2
 
 
 def test_flat_settings_of_flower_become_the_same_experiment() -> None:
-    flat = {"train-limit": 0, "label-column": "", "seeds": "2", "strategies": "fedavg, aligned"}
-    assert of(**flat, **{"first-epochs": 0.0}) == of(seeds=[0, 1], strategies=["fedavg", "aligned"])
-    assert of(model="minilm", lora='{r = 8, target_modules = ["query"]}') == of(**OF_LORA)
+    flat = {
+        "train-limit": 0,
+        "label-column": "",
+        "seeds": "2",
+        "strategies": "fedavg, aligned",
+    }
+    assert of(**flat, **{"first-epochs": 0.0}) == of(
+        seeds=[0, 1], strategies=["fedavg", "aligned"]
+    )
+    assert of(model="minilm", lora='{r = 8, target_modules = ["query"]}') == of(
+        **OF_LORA
+    )
     source = resources.files("fedrot.simulations") / "flower_app" / "pyproject.toml"
     app = tomllib.loads(source.read_text("utf-8"))["tool"]["flwr"]["app"]["config"]
     app.pop("out")
@@ -94,15 +124,30 @@ def test_flat_settings_of_flower_become_the_same_experiment() -> None:
 
 
 def test_an_experiment_survives_json() -> None:
-    table = {"name": "mine", "alignment": {"parts": ["ffn"]}, "aggregation": {"name": "regmean"}}
-    experiment = of(strategies=["fedavg", table], partition="dirichlet:0.3", data_dir=Path("data"))
+    table = {
+        "name": "mine",
+        "alignment": {"parts": ["ffn"]},
+        "aggregation": {"name": "regmean"},
+    }
+    experiment = of(
+        strategies=["fedavg", table], partition="dirichlet:0.3", data_dir=Path("data")
+    )
     assert Experiment.model_validate_json(experiment.to_json()) == experiment
 
 
 def test_trainings_are_shared_where_nothing_that_decides_them_differs() -> None:
     first = of(strategies="fedavg", seeds=1, name="a")
-    alike = [of(strategies="aligned", seeds=3), of(start="scrambled", strategies="fedavg")]
-    others = [of(lr=2e-3), of(start="different"), of(rounds=4), of(holdout=0.2), of(batch_size=8)]
+    alike = [
+        of(strategies="aligned", seeds=3),
+        of(start="scrambled", strategies="fedavg"),
+    ]
+    others = [
+        of(lr=2e-3),
+        of(start="different"),
+        of(rounds=4),
+        of(holdout=0.2),
+        of(batch_size=8),
+    ]
     assert all(one.training == first.training for one in alike)
     assert all(one.training != first.training for one in others)
 
@@ -118,13 +163,22 @@ TABLE: dict[str, Any] = {"name": "mine"}
         ({"task": "mlm", "label_kind": "multi"}, "label_kind"),
         ({"task": "mlm", "unseen_data": "x"}, "unseen_data"),
         ({"task": "clm", "architecture": "bert"}, "gpt2 or llama"),
-        ({"model": "minilm", "architecture": "bert"}, "architecture is for small models"),
-        *(({name: 0}, "greater than 0") for name in ("clients", "rounds", "batch_size", "lr", "width")),
+        (
+            {"model": "minilm", "architecture": "bert"},
+            "architecture is for small models",
+        ),
+        *(
+            ({name: 0}, "greater than 0")
+            for name in ("clients", "rounds", "batch_size", "lr", "width")
+        ),
         *(({name: 1}, "less than 1") for name in ("dropout", "holdout")),
         ({"max_length": 3}, "greater than 3"),
         ({"start": "pretrained"}, "'same', 'different' or 'scrambled'"),
         ({"start": "different", "fraction_train": 0.5}, "needs fraction_train 1"),
-        ({"start": "different", "strategies": [{**TABLE, "fraction_train": 0.5}]}, "fraction_train 1"),
+        (
+            {"start": "different", "strategies": [{**TABLE, "fraction_train": 0.5}]},
+            "fraction_train 1",
+        ),
         ({"start": "different", "model": "minilm"}, "use start 'same'"),
         ({"seeds": "0"}, "no choice of seeds"),
         ({"seeds": "one"}, "no choice of seeds"),
@@ -147,7 +201,10 @@ TABLE: dict[str, Any] = {"name": "mine"}
         ({"strategies": [{**TABLE, "aggregation": {"alpha": 1}}]}, "one of mean"),
         ({"strategies": [{**TABLE, "batches": 3}]}, "leave out batches"),
         ({"strategies": [{**TABLE, "adapters": {"method": "exact"}}]}, "give lora"),
-        ({**OF_LORA, "strategies": [{**TABLE, "adapters": {"ridge": 1}}]}, "argument 'ridge'"),
+        (
+            {**OF_LORA, "strategies": [{**TABLE, "adapters": {"ridge": 1}}]},
+            "argument 'ridge'",
+        ),
         ({"strategies": [{**TABLE, "clients": [4]}]}, "there are 4"),
         ({"strategies": [{"kind": "head_only"}]}, "name"),
         ({"strategies": "fit_head", "holdout": 0}, "holdout must not be 0"),
@@ -163,8 +220,12 @@ def test_settings_that_cannot_be_are_refused(fields: dict[str, Any], said: str) 
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_every_named_strategy_goes_with_some_experiment_and_says_what_it_does(name: str) -> None:
-    (strategy,) = of(**OF_LORA if "adapters" in NAMED[name] else {}, strategies=name).strategies
+def test_every_named_strategy_goes_with_some_experiment_and_says_what_it_does(
+    name: str,
+) -> None:
+    (strategy,) = of(
+        **OF_LORA if "adapters" in NAMED[name] else {}, strategies=name
+    ).strategies
     assert (strategy.name, NAMED[name]["says"][-1]) == (name, ".")
 
 
@@ -180,22 +241,40 @@ def test_every_aggregation_has_a_strategy() -> None:
         ({}, "fedavg", "FedAvg()"),
         ({"fraction_train": 0.5}, "fedavg", "FedAvg(fraction_train=0.5)"),
         ({}, "aligned", "FedRot(model.config)"),
-        ({"start": "different"}, "aligned", "FedRot(model.config, other_basis=OtherBasis(make_model))"),
+        (
+            {"start": "different"},
+            "aligned",
+            "FedRot(model.config, other_basis=OtherBasis(make_model))",
+        ),
         ({}, "fisher", 'FedRot(model.config, alignment=None, aggregation="fisher")'),
-        ({}, "fedavg_head", "FedAvg()  # then fit_task_head(grid, result.arrays, model.config)"),
+        (
+            {},
+            "fedavg_head",
+            "FedAvg()  # then fit_task_head(grid, result.arrays, model.config)",
+        ),
         (OF_LORA, "fedavg", "FedAvg()"),
         (OF_LORA, "exact", "FedRotLoRA(peft_config, AdapterOptions(method='exact'))"),
         (OF_LORA, "fit_head", "FedRotLoRA(peft_config, fit_head=True)"),
         (
             {},
-            {**TABLE, "alignment": {"parts": ["ffn"]}, "guard": "loss", "server": {"min_replies": 2}},
-            "FedRot(model.config, alignment=AlignmentOptions(parts=['ffn']), guard='loss', "
-            "server=Server(min_replies=2))",
+            {
+                **TABLE,
+                "alignment": {"parts": ["ffn"]},
+                "guard": "loss",
+                "server": {"min_replies": 2},
+            },
+            "FedRot(model.config, alignment=AlignmentOptions(parts=['ffn']), "
+            "guard='loss', server=Server(min_replies=2))",
         ),
         (
             {},
-            {**TABLE, "aggregation": {"name": "regmean", "alpha": 0.5}, "fraction_train": 0.25},
-            "FedRot(model.config, aggregation=lambda: RegMean(alpha=0.5), fraction_train=0.25)",
+            {
+                **TABLE,
+                "aggregation": {"name": "regmean", "alpha": 0.5},
+                "fraction_train": 0.25,
+            },
+            "FedRot(model.config, aggregation=lambda: RegMean(alpha=0.5), "
+            "fraction_train=0.25)",
         ),
     ],
 )
@@ -206,7 +285,10 @@ def test_the_line_to_copy(fields: dict[str, Any], strategy: Any, code: str) -> N
 
 def test_fields_of_a_strategy_are_arguments_of_fedrot_by_their_names() -> None:
     ours = {"alignment", "other_basis", "aggregation", "fit_head", "guard", "server"}
-    assert ours <= Strategy.model_fields.keys() & inspect.signature(FedRot).parameters.keys()
+    assert (
+        ours
+        <= Strategy.model_fields.keys() & inspect.signature(FedRot).parameters.keys()
+    )
 
 
 def file_of(folder: Path, text: str) -> Path:
@@ -215,16 +297,29 @@ def file_of(folder: Path, text: str) -> Path:
     return file
 
 
-def test_experiments_of_a_file_share_its_base_and_its_strategies(tmp_path: Path) -> None:
-    text = "[base]\nclients = 3\nlr = 0.1\n[[strategy]]\nname = 'mine'\nguard = 'loss'\n"
+def test_experiments_of_a_file_share_its_base_and_its_strategies(
+    tmp_path: Path,
+) -> None:
+    text = (
+        "[base]\nclients = 3\nlr = 0.1\n[[strategy]]\nname = 'mine'\nguard = 'loss'\n"
+    )
     text += "[[experiment]]\nname = 'a'\n[[experiment]]\nname = 'b'\nlr = 0.2\n"
     file = file_of(tmp_path, f"{text}strategies = ['mine', 'aligned']")
     first, second = read_experiments(file, {})
-    assert (first.name, first.clients, first.lr, names(first)) == ("a", 3, 0.1, ["fedavg", "mine"])
+    assert (first.name, first.clients, first.lr, names(first)) == (
+        "a",
+        3,
+        0.1,
+        ["fedavg", "mine"],
+    )
     assert (second.lr, names(second)) == (0.2, ["mine", "aligned"])
     assert second.strategies[0].guard == "loss"
     (chosen, _) = read_experiments(file, {"strategies": "mine,fit_head", "lr": 0.5})
-    assert (names(chosen), chosen.lr, chosen.strategies[0].guard) == (["mine", "fit_head"], 0.5, "loss")
+    assert (names(chosen), chosen.lr, chosen.strategies[0].guard) == (
+        ["mine", "fit_head"],
+        0.5,
+        "loss",
+    )
 
 
 @pytest.mark.parametrize("name", ["demo", "different-one-shot", "different-rounds"])
@@ -240,7 +335,10 @@ def test_every_bundled_file_has_experiments(name: str) -> None:
         ("experiment = [3]", "needs a table [[experiment]]"),
         ("[[experiment]]\nname = 'a'\n[[experiment]]\nname = 'a'", "its own name"),
         ("[[experiment]]\n[[strategy]]\nguard = 'loss'", "Field required"),
-        ("[[experiment]]\n[[strategy]]\nname = 'a'\n[[strategy]]\nname = 'a'", "its own name"),
+        (
+            "[[experiment]]\n[[strategy]]\nname = 'a'\n[[strategy]]\nname = 'a'",
+            "its own name",
+        ),
         ("strategy = [1]\n[[experiment]]\n", "needs a table [[experiment]]"),
     ],
 )

@@ -1,4 +1,6 @@
-"""Whole runs: stopped and repeated, on two engines, failing, estimated, told while they run."""
+"""Whole runs: stopped and repeated, on two engines, failing, estimated, told while they
+run.
+"""
 
 from __future__ import annotations
 
@@ -86,19 +88,25 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "two.toml").write_text(FILE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pages, "write_page", _bare_page)
-        printed = run("simulate", folder / "two.toml", "--workers", 1, "--out", folder / "run")
+        printed = run(
+            "simulate", folder / "two.toml", "--workers", 1, "--out", folder / "run"
+        )
     (folder / "run" / "printed.txt").write_text(printed)
     return folder / "run"
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     """Return the rows without durations."""
-    return [row for row in read_run(folder).rows if not row["metric"].startswith("seconds-")]
+    return [
+        row for row in read_run(folder).rows if not row["metric"].startswith("seconds-")
+    ]
 
 
 def files(folder: Path) -> dict[str, int]:
     """Return when every result was written."""
-    return {file.name: file.stat().st_mtime_ns for file in (folder / "cells").glob("*.json")}
+    return {
+        file.name: file.stat().st_mtime_ns for file in (folder / "cells").glob("*.json")
+    }
 
 
 def complete(folder: Path, whole: Path) -> None:
@@ -117,9 +125,13 @@ def test_a_run_says_what_it_does_and_keeps_all_of_it(whole: Path) -> None:
     assert len(files(whole)) == CELLS
     order = [(row["experiment"], row["seed"], row["strategy"]) for row in kept.rows]
     names = ("fedavg", "aligned", "head_only")
-    wanted = [(e, seed, name) for e in ("one", "two") for seed in (0, 1) for name in names]
+    wanted = [
+        (e, seed, name) for e in ("one", "two") for seed in (0, 1) for name in names
+    ]
     assert [*dict.fromkeys(order)] == wanted
-    lines = re.findall(r"\[(\d+) of 12\] (\S+) · seed (\d) · (\w+): accuracy (0\.\d{3})", printed)
+    lines = re.findall(
+        r"\[(\d+) of 12\] (\S+) · seed (\d) · (\w+): accuracy (0\.\d{3})", printed
+    )
     assert [int(number) for number, *_ in lines] == [*range(1, CELLS + 1)]
     last = {
         (row["experiment"], str(row["seed"]), row["strategy"]): f"{row['value']:.3f}"
@@ -145,20 +157,37 @@ def wait_for(process: subprocess.Popen[str], out: Path, files: str, count: int) 
 def started(
     file: Path, out: Path, workers: int, first: int
 ) -> tuple[subprocess.Popen[str], list[psutil.Process], list[psutil.Process]]:
-    """Return a run that has finished so many parts, its children, and those that run jobs."""
-    command = [sys.executable, "-m", "fedrot", "simulate", file, "--out", out, "--workers", workers]
+    """Return a run that has finished so many parts, its children, and those that run
+    jobs.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "fedrot",
+        "simulate",
+        file,
+        "--out",
+        out,
+        "--workers",
+        workers,
+    ]
     process = subprocess.Popen(
         [*map(str, command)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        # A test run in the background of a shell ignores Ctrl-C, and so would its children.
+        # A test run in the background of a shell ignores Ctrl-C, and so would its
+        # children.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         start_new_session=True,
     )
     wait_for(process, out, "*.json", first)
     children = psutil.Process(process.pid).children(recursive=True)
-    return process, children, [c for c in children if "--multiprocessing-fork" in c.cmdline()]
+    return (
+        process,
+        children,
+        [c for c in children if "--multiprocessing-fork" in c.cmdline()],
+    )
 
 
 @pytest.mark.parametrize(
@@ -167,7 +196,9 @@ def started(
 def test_a_stopped_run_goes_on(
     file: Path, tmp_path: Path, whole: Path, how: signal.Signals, workers: int
 ) -> None:
-    """Whatever stops it, finished parts stay and no process does; a killed worker loses its part."""
+    """Whatever stops it, finished parts stay and no process does; a killed worker loses
+    its part.
+    """
     out = tmp_path / "run"
     process, children, working = started(file, out, workers, first=2)
     assert len(working) == (workers if workers > 1 else 0)
@@ -176,7 +207,9 @@ def test_a_stopped_run_goes_on(
         wait_for(process, out, "*.txt", 1)
         (told,) = out.glob("cells/*.txt")
         assert "of the job ended" in told.read_text()
-        os.killpg(process.pid, how)  # As a terminal does it: workers are in the foreground, too.
+        os.killpg(
+            process.pid, how
+        )  # As a terminal does it: workers are in the foreground, too.
     else:
         os.kill(process.pid, how)
     printed, _ = process.communicate(timeout=400)
@@ -184,10 +217,17 @@ def test_a_stopped_run_goes_on(
     assert process.returncode == {signal.SIGKILL: -9}.get(how, 130)
     before = files(out)
     assert 2 <= len(before) < CELLS, printed
-    for path in {*(out / "cells").iterdir()} - {*out.glob("cells/*.txt")}:  # none is half written
-        assert (path.suffix, bool(json.loads(path.read_text())["rows"])) == (".json", True)
+    for path in {*(out / "cells").iterdir()} - {
+        *out.glob("cells/*.txt")
+    }:  # none is half written
+        assert (path.suffix, bool(json.loads(path.read_text())["rows"])) == (
+            ".json",
+            True,
+        )
     if how != signal.SIGKILL:
-        assert f"Interrupted; {len(before)} of 12 results are in" in " ".join(printed.split())
+        assert f"Interrupted; {len(before)} of 12 results are in" in " ".join(
+            printed.split()
+        )
         assert (out / "report.html").is_file()
         assert not (out / runs.TRAININGS).exists()
     assert "Traceback" not in printed
@@ -198,11 +238,20 @@ def test_a_stopped_run_goes_on(
 
 
 def of(**fields: Any) -> Experiment:
-    values = {**SMALL, "train_limit": 60, "test_limit": 20, "clients": 2, "seeds": 1, "name": "a"}
+    values = {
+        **SMALL,
+        "train_limit": 60,
+        "test_limit": 20,
+        "clients": 2,
+        "seeds": 1,
+        "name": "a",
+    }
     return Experiment.from_flat({**values, **fields})
 
 
-def shown_run(folder: Path, experiment: Experiment, **console: Any) -> tuple[runs._Run, io.StringIO]:
+def shown_run(
+    folder: Path, experiment: Experiment, **console: Any
+) -> tuple[runs._Run, io.StringIO]:
     """Return a run that nobody has begun, and what it will print."""
     shown, listed = io.StringIO(), costs(experiment)
     held = RunFolder(folder, {experiment.name: checked(experiment).described}, "test")
@@ -221,7 +270,9 @@ def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
     tried: list[list[str]] = []
     run, shown = shown_run(tmp_path, of(strategies="fedavg,aligned,head_only"))
 
-    def dying(jobs: list[Job], machine: Machine, hear: Callable[..., None], tick: object) -> None:
+    def dying(
+        jobs: list[Job], machine: Machine, hear: Callable[..., None], tick: object
+    ) -> None:
         (job,) = jobs
         listed = job.arguments[0]
         tried.append([cell.strategy.name for cell in listed])
@@ -229,8 +280,17 @@ def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
             if cell.strategy.name == "aligned":
                 hear(job, Ended("The process of the job ended: killed", died=True))
                 return
-            row = {"experiment": "a", "strategy": cell.strategy.name, "seed": 0, "scope": "central"}
-            row |= {"round": 3, "metric": "loss", "value": {"fedavg": None}.get(cell.strategy.name, 1.0)}
+            row = {
+                "experiment": "a",
+                "strategy": cell.strategy.name,
+                "seed": 0,
+                "scope": "central",
+            }
+            row |= {
+                "round": 3,
+                "metric": "loss",
+                "value": {"fedavg": None}.get(cell.strategy.name, 1.0),
+            }
             hear(job, ("cell", cell.name, [row], [], "", ""))
         hear(job, Ended())
 
@@ -238,22 +298,36 @@ def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
     run.finish(Machine(1))
     assert tried == [["fedavg", "aligned", "head_only"], ["head_only"]]
     assert run.failed == 1
-    assert {row["strategy"] for row in read_run(tmp_path).rows} == {"fedavg", "head_only"}
+    assert {row["strategy"] for row in read_run(tmp_path).rows} == {
+        "fedavg",
+        "head_only",
+    }
     (told,) = tmp_path.glob("cells/*.txt")
-    assert told.read_text() == "a · seed 0 · aligned\n\nThe process of the job ended: killed"
+    assert (
+        told.read_text()
+        == "a · seed 0 · aligned\n\nThe process of the job ended: killed"
+    )
     first, second, third = shown.getvalue().splitlines()
     assert first == "[1 of 3] a · seed 0 · fedavg: loss nan"
     assert second.startswith("[2 of 3] a · seed 0 · aligned: FAILED, see ")
     assert third == "[3 of 3] a · seed 0 · head_only: loss 1.000"
 
 
-def test_the_longest_job_is_first_and_parts_that_share_trainings_are_one_job(tmp_path: Path) -> None:
-    listed = [of(strategies="fedavg,aligned", seeds=2), of(name="b", rounds=9, strategies="fedavg")]
-    listed.append(of(name="c", strategies="head_only"))  # clients train as in the first one
+def test_the_longest_job_is_first_and_parts_that_share_trainings_are_one_job(
+    tmp_path: Path,
+) -> None:
+    listed = [
+        of(strategies="fedavg,aligned", seeds=2),
+        of(name="b", rounds=9, strategies="fedavg"),
+    ]
+    listed.append(
+        of(name="c", strategies="head_only")
+    )  # clients train as in the first one
     folder = RunFolder(tmp_path, {}, "test")
     jobs = runs._Run(folder, *costs(*listed), Console(file=io.StringIO()))._jobs()
     names = [
-        [f"{c.experiment.name}{c.seed} {c.strategy.name}" for c in job.arguments[0]] for job in jobs
+        [f"{c.experiment.name}{c.seed} {c.strategy.name}" for c in job.arguments[0]]
+        for job in jobs
     ]
     assert names == [
         ["b0 fedavg"],
@@ -262,7 +336,9 @@ def test_the_longest_job_is_first_and_parts_that_share_trainings_are_one_job(tmp
     ]
 
 
-def test_progress_is_told_inside_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_told_inside_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runs, "_BEAT", 0.0)
     experiment = of(strategies="fedavg", rounds=2)
     (cell,), found = costs(experiment)
@@ -289,20 +365,40 @@ def test_without_a_terminal_a_line_breaks_a_silence(
     run._start -= 60
     run._of_job[Job("a", print, ())] = ("fedavg (seed 0) 25 %", run._cost / 4)
     run._show()
-    assert ("25 % about 3 min left; fedavg (seed 0) 25 %" in shown.getvalue()) == (not terminal)
+    assert ("25 % about 3 min left; fedavg (seed 0) 25 %" in shown.getvalue()) == (
+        not terminal
+    )
 
 
 def test_costs_are_of_trainings_that_are_not_shared() -> None:
     """By hand, in rows of training: 450 of 500 are trained on, and 20 are for tests."""
-    tables: list[dict[str, Any]] = [{"name": "slow", "alignment": False, "learning_rate": 1e-4}]
+    tables: list[dict[str, Any]] = [
+        {"name": "slow", "alignment": False, "learning_rate": 1e-4}
+    ]
     tables += [{"name": "half", "alignment": False, "fraction_train": 0.5}]
     names = ["fedavg", "fedavg_head", "aligned", "head_only", "fit_head"]
-    more: dict[str, Any] = {"rounds": 2, "holdout": 0.1, "first_epochs": 3, "local_epochs": 2}
+    more: dict[str, Any] = {
+        "rounds": 2,
+        "holdout": 0.1,
+        "first_epochs": 3,
+        "local_epochs": 2,
+    }
     cells, found = costs(of(strategies=[*names, *tables], train_limit=500, **more))
     rows, e = 500, training.EVALUATED
-    passed = {"fedavg": 3 * 20, "fedavg_head": 3 * 20 + rows, "aligned": 3 * 20, "head_only": 20 + rows}
+    passed = {
+        "fedavg": 3 * 20,
+        "fedavg_head": 3 * 20 + rows,
+        "aligned": 3 * 20,
+        "head_only": 20 + rows,
+    }
     passed |= {"fit_head": 3 * 20 + 5 * rows, "slow": 3 * 20, "half": 3 * 20}
-    trained = {"fedavg": 5 * rows, "fedavg_head": 0, "head_only": 0, "slow": 5 * rows, "half": rows}
+    trained = {
+        "fedavg": 5 * rows,
+        "fedavg_head": 0,
+        "head_only": 0,
+        "slow": 5 * rows,
+        "half": rows,
+    }
     for cell in cells:
         name = cell.strategy.name
         expected = trained.get(name, 2 * rows) + e * (passed[name] + 0.1 * rows)
@@ -317,12 +413,19 @@ def test_a_row_is_timed_in_the_second_step_and_memory_is_that_of_all_models(
     found = checked(experiment)
     model = build_model(experiment, task_of(experiment.to_json()).data, 0)
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
-    assert (found.seconds, found.memory, found.test_rows) == (3 / 32, (2 + 3) * size, 20)
+    assert (found.seconds, found.memory, found.test_rows) == (
+        3 / 32,
+        (2 + 3) * size,
+        20,
+    )
 
 
 def test_an_estimate_counts_jobs_and_places() -> None:
     cells = cells_of([of(strategies="fedavg,aligned", seeds=3)])
-    costs, known = {cell.name: 100.0 for cell in cells}, Checked({}, [], 0, 0.5, 3 * 10**9)
+    costs, known = (
+        {cell.name: 100.0 for cell in cells},
+        Checked({}, [], 0, 0.5, 3 * 10**9),
+    )
     for machine, said in (
         (Machine(1), "5 min in 1 process with"),
         (Machine(2), "3 min in 2 processes with"),  # of three jobs, two turns
@@ -337,7 +440,9 @@ def test_an_estimate_counts_jobs_and_places() -> None:
 
 
 def test_what_is_known_and_said_of_the_data() -> None:
-    experiment = of(partition="pathological:2", seeds="3,7", strategies="fedavg,aligned")
+    experiment = of(
+        partition="pathological:2", seeds="3,7", strategies="fedavg,aligned"
+    )
     task, found = task_of(experiment.to_json()), checked(experiment)
     assert found.described["label_names"] == list(task.data.label_names)
     for seed in (3, 7):
@@ -347,10 +452,16 @@ def test_what_is_known_and_said_of_the_data() -> None:
     strategies = found.described["strategies"].values()
     assert [own["code"] for own in strategies] == ["FedAvg()", "FedRot(model.config)"]
     assert all(own["says"] for own in strategies)
-    train, test = (np.bincount(split.labels, minlength=7) for split in (task.data.train, task.data.test))
+    train, test = (
+        np.bincount(split.labels, minlength=7)
+        for split in (task.data.train, task.data.test)
+    )
     largest, said = int(train.argmax()), " ".join(found.said)
     share = test[largest] / test.sum()
-    assert f"always answers '{task.data.label_names[largest]}' would have accuracy {share:.3f}." in said
+    assert (
+        f"always answers '{task.data.label_names[largest]}' would have accuracy "
+        f"{share:.3f}." in said
+    )
     sizes = [len(rows) for rows in task.clients(3)]
     assert f"2 clients have {min(sizes)} to {max(sizes)} rows each (seed 3)" in said
     assert f"leaves out {60 - sum(sizes)} of 60 rows (seed 3)." in said
@@ -358,10 +469,19 @@ def test_what_is_known_and_said_of_the_data() -> None:
     chosen: dict[str, Any] = {"holdout": 0.5, "strategies": "fedavg,fit_head,guarded"}
     few = "Clients hold out 40 rows in all (seed 0), by which fit_head, guarded choose"
     said = " ".join(checked(of(train_limit=80, **chosen)).said)
-    assert (few in said, "leaves out" in said, "have 40 rows each" in said) == (True, False, True)
+    assert (few in said, "leaves out" in said, "have 40 rows each" in said) == (
+        True,
+        False,
+        True,
+    )
     assert "holdout above 0.5" in said  # not one that the run has
-    more = " ".join(checked(of(train_limit=400, partition="column:label_name", **chosen)).said)
-    assert ("hold out" in more, "(seed 0), of 7 values of 'label_name'." in more) == (False, True)
+    more = " ".join(
+        checked(of(train_limit=400, partition="column:label_name", **chosen)).said
+    )
+    assert ("hold out" in more, "(seed 0), of 7 values of 'label_name'." in more) == (
+        False,
+        True,
+    )
     assert "always" not in " ".join(checked(of(task="mlm", strategies="fedavg")).said)
 
 
@@ -375,9 +495,14 @@ def test_what_is_known_and_said_of_the_data() -> None:
         ({"fit_head": True, "clients": [1, 3]}, "needs clients' held-out rows"),
     ],
 )
-def test_a_strategy_that_cannot_run_is_refused(table: dict[str, Any], words: str) -> None:
+def test_a_strategy_that_cannot_run_is_refused(
+    table: dict[str, Any], words: str
+) -> None:
     experiment = of(
-        strategies=[{"name": "mine", **table}], clients=4, partition="dirichlet:0.1", holdout=0.1
+        strategies=[{"name": "mine", **table}],
+        clients=4,
+        partition="dirichlet:0.1",
+        holdout=0.1,
     )
     with pytest.raises(FedrotError, match=r"^strategy 'mine': ") as caught:
         checked(experiment)
@@ -385,7 +510,9 @@ def test_a_strategy_that_cannot_run_is_refused(table: dict[str, Any], words: str
 
 
 def test_a_run_that_cannot_begin_leaves_no_results(tmp_path: Path) -> None:
-    given = settings({**SMALL, "seeds": 1, "strategies": "fedavg", "ray": "127.0.0.1:1"})
+    given = settings(
+        {**SMALL, "seeds": 1, "strategies": "fedavg", "ray": "127.0.0.1:1"}
+    )
     run(
         "simulate",
         "--out",
@@ -409,7 +536,14 @@ def test_only_runs_that_move_weights_need_a_supported_family(
 
 
 MODEL: dict[str, Any] = {
-    **{"train_limit": 48, "test_limit": 16, "max_length": 16, "clients": 2, "rounds": 2, "seeds": 1},
+    **{
+        "train_limit": 48,
+        "test_limit": 16,
+        "max_length": 16,
+        "clients": 2,
+        "rounds": 2,
+        "seeds": 1,
+    },
     **{"lr": 0.01, "holdout": 0.2},
 }
 
@@ -442,7 +576,9 @@ def test_a_model_of_another_precision_runs_as_the_dry_run_says(
     assert len(found) == strategies
     assert kept.missing == []
     first = [
-        r["value"] for r in kept.rows if (r["scope"], r["round"], r["metric"]) == ("central", 0, "loss")
+        r["value"]
+        for r in kept.rows
+        if (r["scope"], r["round"], r["metric"]) == ("central", 0, "loss")
     ]
     assert all(0 < value < 3 for value in first)
     losses = [row["value"] for row in kept.rows if row["metric"] == "train-loss"]

@@ -26,7 +26,9 @@ def raised(gain: float, spread: Sequence[float] = (0.0, 0.001, 0.002)) -> list[f
     return [base + gain + own for base, own in zip(BASE, spread, strict=True)]
 
 
-def judged(rows: list[dict[str, Any]], *strategies: dict[str, Any], **more: Any) -> Verdict:
+def judged(
+    rows: list[dict[str, Any]], *strategies: dict[str, Any], **more: Any
+) -> Verdict:
     (found,) = verdicts_of(run_of(rows, strategies, **more))
     return found
 
@@ -38,7 +40,11 @@ def told(rows: list[dict[str, Any]]) -> str:
 
 def of(name: str, accuracy: Any, loss: Any, size: float = 1e6) -> list[dict[str, Any]]:
     """Return rows of accuracy, loss, and bytes of messages."""
-    messages = {"bytes-sent": [size] * 3, "bytes-received": [size] * 3, "requests": [4.0] * 3}
+    messages = {
+        "bytes-sent": [size] * 3,
+        "bytes-received": [size] * 3,
+        "requests": [4.0] * 3,
+    }
     scores = levels(name, {"accuracy": accuracy, "loss": loss})
     return scores + levels(name, messages, scope="messages")
 
@@ -46,13 +52,21 @@ def of(name: str, accuracy: Any, loss: Any, size: float = 1e6) -> list[dict[str,
 FEDAVG = of("fedavg", BASE, [1.0, 1.1, 1.2])
 
 
-def other(name: str, gain: float, fall: float, size: float = 1e6) -> list[dict[str, Any]]:
-    """Return rows of a strategy with a higher accuracy and a lower loss than FedAvg's."""
+def other(
+    name: str, gain: float, fall: float, size: float = 1e6
+) -> list[dict[str, Any]]:
+    """Return rows of a strategy with a higher accuracy and a lower loss than
+    FedAvg's.
+    """
     return of(name, raised(gain), [1.0 - fall, 1.101 - fall, 1.199 - fall], size)
 
 
 @given(
-    st.lists(st.floats(-1, 1, allow_subnormal=False).map(lambda x: round(x, 3)), min_size=2, max_size=9)
+    st.lists(
+        st.floats(-1, 1, allow_subnormal=False).map(lambda x: round(x, 3)),
+        min_size=2,
+        max_size=9,
+    )
 )
 def test_intervals_are_those_of_scipy(values: list[float]) -> None:
     found = paired_difference(values)
@@ -60,8 +74,12 @@ def test_intervals_are_those_of_scipy(values: list[float]) -> None:
         assert found.verdict in ("same", "no interval")
         assert np.ptp(values) < 1e-5
         return
-    low, high = stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values))
-    assert (found.mean - found.smallest, found.mean + found.smallest) == pytest.approx((low, high))
+    low, high = stats.t.interval(
+        0.95, len(values) - 1, np.mean(values), stats.sem(values)
+    )
+    assert (found.mean - found.smallest, found.mean + found.smallest) == pytest.approx(
+        (low, high)
+    )
     decided = "better" if found.mean > 0 else "worse"
     assert found.verdict == ("within noise" if low <= 0 <= high else decided)
     turned = paired_difference([-value for value in values], lower_is_better=True)
@@ -79,7 +97,9 @@ def test_intervals_are_those_of_scipy(values: list[float]) -> None:
         ([0.1, math.nan], "not finite", math.nan),
     ],
 )
-def test_differences_without_an_interval(differences: list[float], verdict: str, mean: float) -> None:
+def test_differences_without_an_interval(
+    differences: list[float], verdict: str, mean: float
+) -> None:
     found = paired_difference(differences)
     assert (found.verdict, found.n) == (verdict, len(differences))
     assert found.mean == pytest.approx(mean, nan_ok=True)
@@ -87,10 +107,21 @@ def test_differences_without_an_interval(differences: list[float], verdict: str,
 
 
 def test_seeds_and_metrics_that_one_strategy_lacks_do_not_count() -> None:
-    rows = [*levels("fedavg", {"accuracy": [0.1, 0.5, 0.6]}), row("b", 1, 0.7), row("b", 2, 0.9)]
+    rows = [
+        *levels("fedavg", {"accuracy": [0.1, 0.5, 0.6]}),
+        row("b", 1, 0.7),
+        row("b", 2, 0.9),
+    ]
     pair = judged([*rows, row("b", 7, 0.0)]).standings[1].against["accuracy"]
-    assert (pair.n, pair.mean, pair.ours, pair.theirs) == pytest.approx((2, 0.25, 0.8, 0.55))
-    rows = [*FEDAVG, *other("b", 0, 0), row("b", 0, 0.1, metric="macro_f1"), row("c", 9, 0.1)]
+    assert (pair.n, pair.mean, pair.ours, pair.theirs) == pytest.approx(
+        (2, 0.25, 0.8, 0.55)
+    )
+    rows = [
+        *FEDAVG,
+        *other("b", 0, 0),
+        row("b", 0, 0.1, metric="macro_f1"),
+        row("c", 9, 0.1),
+    ]
     _, b, c = judged(rows).standings
     lacking = [b.against["macro_f1"], c.against["loss"], c.against["accuracy"]]
     assert [(pair.verdict, pair.n) for pair in lacking] == [("no interval", 0)] * 3
@@ -112,7 +143,9 @@ UP, AROUND, NONE = (0.1, 0.11, 0.12), WIDE, (0.0, 0.0, 0.0)
         (UP, UP, (math.nan, 0.0, 0.0), "diverged"),
     ],
 )
-def test_metrics_are_judged_together(accuracy: Any, f1: Any, loss: Any, expected: str) -> None:
+def test_metrics_are_judged_together(
+    accuracy: Any, f1: Any, loss: Any, expected: str
+) -> None:
     names = ("accuracy", "macro_f1", "loss")
     rows = levels("fedavg", dict.fromkeys(names, BASE))
     values = zip(names, (accuracy, f1, loss), strict=True)
@@ -121,36 +154,68 @@ def test_metrics_are_judged_together(accuracy: Any, f1: Any, loss: Any, expected
     assert judged(rows).recommended.name == ("b" if expected == "better" else "fedavg")
 
 
-def test_the_lowest_loss_is_recommended_but_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lowest_loss_is_recommended_but_no_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(BOUNDS, "ensemble", "no model for clients")
     rows = [*FEDAVG, *other("aligned", 0.1, 0.2, 2e5), *other("fit_head", 0.05, 0.4)]
-    rows += [*other("joined", 0.3, 0.8), *other("ensemble", 0.2, 0.7), *other("worse", -0.1, -0.3)]
-    about = [strategy("fit_head"), strategy("fedavg"), strategy("ensemble", kind="ensemble")]
+    rows += [
+        *other("joined", 0.3, 0.8),
+        *other("ensemble", 0.2, 0.7),
+        *other("worse", -0.1, -0.3),
+    ]
+    about = [
+        strategy("fit_head"),
+        strategy("fedavg"),
+        strategy("ensemble", kind="ensemble"),
+    ]
     found = judged(rows, *about)
-    assert [own.name for own in found.standings][:3] == ["fit_head", "fedavg", "ensemble"]
+    assert [own.name for own in found.standings][:3] == [
+        "fit_head",
+        "fedavg",
+        "ensemble",
+    ]
     assert found.code == "FedRot(fit_head)"
     assert lead(found) == (
         "Use fit_head: accuracy 0.571, fedavg 0.520 (+0.051 [+0.049, +0.053]). "
         "Best in accuracy: aligned, +0.101 [+0.099, +0.103]."
     )
     said = " ".join(sentences(found))
-    assert "Also better than fedavg: aligned, accuracy +0.101 [+0.099, +0.103], loss -0.200" in said
-    assert "For comparison joined (all rows in one place, an upper bound): accuracy 0.821" in said
+    assert (
+        "Also better than fedavg: aligned, accuracy +0.101 [+0.099, +0.103], loss "
+        "-0.200" in said
+    )
+    assert (
+        "For comparison joined (all rows in one place, an upper bound): accuracy 0.821"
+        in said
+    )
     assert "For comparison ensemble (no model for clients)" in said
     assert "0.400 MB. Worse than fedavg: worse, accuracy -0.099" in said
-    assert "All messages of the run: 2.000 MB, 4 requests; fedavg 2.000 MB, 4 requests." in said
+    assert (
+        "All messages of the run: 2.000 MB, 4 requests; fedavg 2.000 MB, 4 requests."
+        in said
+    )
 
 
 def test_without_a_decided_difference_the_reference_stays() -> None:
     rows = [*FEDAVG, *of("aligned", raised(0, WIDE), [0.9, 1.2, 1.15])]
-    assert told(rows).startswith("Keep fedavg: nothing is better beyond noise with 3 seeds.")
-    # Differences of accuracy 0.03, -0.03, 0.01: mean 0.00333, half of the interval 0.0759.
+    assert told(rows).startswith(
+        "Keep fedavg: nothing is better beyond noise with 3 seeds."
+    )
+    # Differences of accuracy 0.03, -0.03, 0.01: mean 0.00333, half of the interval
+    # 0.0759.
     assert "accuracy has to differ by 0.076 to be" in told(rows)
     assert "accuracy +0.003 [-0.073, +0.079], 2.000 MB." in told(rows)
-    rows = [*FEDAVG, *of("aligned", raised(0.02, WIDE), [0.9, 1.2, 1.15]), row("b", 0, 1.0)]
+    rows = [
+        *FEDAVG,
+        *of("aligned", raised(0.02, WIDE), [0.9, 1.2, 1.15]),
+        row("b", 0, 1.0),
+    ]
     assert "with 1 to 3 seeds" in told(rows)
     one = [own for own in [*FEDAVG, *other("aligned", 0.1, 0.2)] if own["seed"] == 0]
-    assert told(one).startswith("Undecided: fewer than three seeds do not show what is noise.")
+    assert told(one).startswith(
+        "Undecided: fewer than three seeds do not show what is noise."
+    )
     named = (strategy("fedavg"), strategy("aligned"))
     assert (judged(one, *named).code, bool(judged(FEDAVG, *named).code)) == ("", True)
     assert "Best in accuracy: aligned, +0.100." in lead(judged(one))
@@ -159,9 +224,14 @@ def test_without_a_decided_difference_the_reference_stays() -> None:
 
 def test_macro_f1_beside_accuracy_can_decide() -> None:
     rows = [*FEDAVG, *of("fit_head", raised(0, WIDE), [0.95, 1.2, 1.15])]
-    rows += levels("fedavg", {"macro_f1": BASE}) + levels("fit_head", {"macro_f1": raised(0.178)})
+    rows += levels("fedavg", {"macro_f1": BASE}) + levels(
+        "fit_head", {"macro_f1": raised(0.178)}
+    )
     found = judged(rows)
-    assert (found.judged, found.recommended.name) == (["accuracy", "macro_f1", "loss"], "fit_head")
+    assert (found.judged, found.recommended.name) == (
+        ["accuracy", "macro_f1", "loss"],
+        "fit_head",
+    )
     assert told(rows).startswith("Use fit_head: macro F1 0.699, fedavg 0.520 (+0.179")
     # All clear gains in scores are named, whatever the loss gains.
     both = levels("fit_head", {"accuracy": raised(0.01), "loss": [0.1, 0.2, 0.3]})
@@ -174,28 +244,46 @@ def test_macro_f1_beside_accuracy_can_decide() -> None:
     ("metric", "gain", "spread", "best"),
     [
         ("macro_f1", 0.178, (0.0, 0.001, 0.002), "fit_head, +0.179 [+0.177, +0.181]"),
-        ("macro_f1", 0.1, (0.0, 0.001, 0.002), "fit_head, +0.101 [+0.099, +0.103]"),  # less, and clear
+        (
+            "macro_f1",
+            0.1,
+            (0.0, 0.001, 0.002),
+            "fit_head, +0.101 [+0.099, +0.103]",
+        ),  # less, and clear
         ("macro_f1", 0.03, WIDE, "aligned, +0.200 [-"),
         ("macro_f1", -0.2, WIDE, "aligned, +0.200 [-"),
         ("perplexity", -0.1, (0.0, 0.001, 0.002), "fit_head, -0.099 [-0.101, -0.097]"),
         ("perplexity", -0.5, WIDE, "fit_head, -0.497 [-0.573, -0.421]"),
     ],
 )
-def test_the_best_in_a_score_is_in_the_verdict(metric: str, gain: float, spread: Any, best: str) -> None:
-    """Whichever strategy it is, also if its loss is worse; undecided ones only without clear ones."""
+def test_the_best_in_a_score_is_in_the_verdict(
+    metric: str, gain: float, spread: Any, best: str
+) -> None:
+    """Whichever strategy it is, also if its loss is worse; undecided ones only without
+    clear ones.
+    """
     losses = {"fedavg": BASE, "fit_head": raised(1.0), "aligned": BASE}
-    values = {"fedavg": BASE, "fit_head": raised(gain, spread), "aligned": raised(0.1, (0.4, -0.3, 0.2))}
+    values = {
+        "fedavg": BASE,
+        "fit_head": raised(gain, spread),
+        "aligned": raised(0.1, (0.4, -0.3, 0.2)),
+    }
     names = ("accuracy", metric) if metric == "macro_f1" else (metric,)
     rows = [
         own
         for name, loss in losses.items()
         for key in (*names, "loss")
         for own in levels(
-            name, {key: values[name] if key == metric else loss if key == "loss" else BASE}
+            name,
+            {key: values[name] if key == metric else loss if key == "loss" else BASE},
         )
     ]
     found = lead(judged(rows))
-    kept = "nothing is better beyond noise" if "aligned" in best else "what is better in one metric"
+    kept = (
+        "nothing is better beyond noise"
+        if "aligned" in best
+        else "what is better in one metric"
+    )
     assert found.startswith(f"Keep fedavg: {kept}")
     assert f". Best in {metric.replace('macro_f1', 'macro F1')}: {best}" in found
     assert "Best in accuracy" not in found
@@ -211,14 +299,24 @@ def test_the_best_in_a_score_is_in_the_verdict(metric: str, gain: float, spread:
         (["nan", "a"], "fedrot", "a"),
     ],
 )
-def test_without_fedavg_the_first_is_the_reference(names: list[str], kind: str, expected: str) -> None:
-    rows = [own for name in names for own in of(name, BASE, [math.nan if name == "nan" else 1.0] * 3)]
+def test_without_fedavg_the_first_is_the_reference(
+    names: list[str], kind: str, expected: str
+) -> None:
+    rows = [
+        own
+        for name in names
+        for own in of(name, BASE, [math.nan if name == "nan" else 1.0] * 3)
+    ]
     about = [strategy(names[0], kind=kind)] if kind else []
     assert judged(rows, *about).reference.name == expected
 
 
 def test_the_last_round_counts_by_strategy_and_the_last_of_repeated_rows() -> None:
-    rows = [row("fedavg", 0, 0.3), row("fedavg", 0, 0.5, round=2), row("fedavg", 0, 0.6, round=2)]
+    rows = [
+        row("fedavg", 0, 0.3),
+        row("fedavg", 0, 0.5, round=2),
+        row("fedavg", 0, 0.6, round=2),
+    ]
     rows += [row("head_only", 0, 0.4, round=0), row("head_only", 1, None, round=0)]
     fedavg, head = judged(rows).standings
     assert fedavg.values.to_dict() == {"accuracy": {0: 0.6}}
@@ -235,8 +333,13 @@ def test_the_worst_client_is_the_mean_over_seeds_of_the_lowest() -> None:
         for more in ({}, {"round": 0}, {"metric": "train-loss"})
     ]
     assert judged([*FEDAVG, *rows]).recommended.worst == pytest.approx(0.15)
-    assert "Worst client, on its own held-out rows: accuracy 0.150" in told([*FEDAVG, *rows])
-    perplexity = [{**own, "metric": own["metric"].replace("accuracy", "perplexity")} for own in rows]
+    assert "Worst client, on its own held-out rows: accuracy 0.150" in told(
+        [*FEDAVG, *rows]
+    )
+    perplexity = [
+        {**own, "metric": own["metric"].replace("accuracy", "perplexity")}
+        for own in rows
+    ]
     levelled = levels("fedavg", {"perplexity": BASE})
     assert judged([*levelled, *perplexity]).recommended.worst == pytest.approx(0.9)
 
@@ -245,8 +348,12 @@ def test_the_worst_client_is_the_mean_over_seeds_of_the_lowest() -> None:
     ("accuracy", "macro_f1", "learned"),
     [(0.605, 0.26, False), (0.63, 0.26, True), (0.605, 0.35, True), (0.3, 0.1, False)],
 )
-def test_naming_one_class_is_no_learning(accuracy: float, macro_f1: float, learned: bool) -> None:
-    """Of three classes, the first has a share of 0.6, and by itself a macro F1 of 0.75 / 3."""
+def test_naming_one_class_is_no_learning(
+    accuracy: float, macro_f1: float, learned: bool
+) -> None:
+    """Of three classes, the first has a share of 0.6, and by itself a macro F1 of 0.75
+    / 3.
+    """
     seeds = {str(n): [[4, 3, 1], [2, 0, 0]] for n in (0, 1)}
     about = {"label_names": ["a", "b", "c"], "seeds": seeds}
     values = {"accuracy": [accuracy] * 2, "macro_f1": [macro_f1] * 2}
@@ -255,7 +362,9 @@ def test_naming_one_class_is_no_learning(accuracy: float, macro_f1: float, learn
     assert lead(found).startswith("Nothing was learned") is not learned
     assert bool(found.code) is learned
     assert judged(levels("fedavg", values)).learned
-    assert judged(levels("fedavg", values), label_names=[], seeds={"0": [[4], [2]]}).learned
+    assert judged(
+        levels("fedavg", values), label_names=[], seeds={"0": [[4], [2]]}
+    ).learned
 
 
 def test_experiments_come_in_the_order_of_the_configuration() -> None:

@@ -1,4 +1,6 @@
-"""Clients with statistics, and rounds of FedRot that merge them; shared by the tests of aggregation."""
+"""Clients with statistics, and rounds of FedRot that merge them; shared by the tests of
+aggregation.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ from tests.strategies.fakes import FakeGrid, failure, reply, tensors_of
 Statistics = Mapping[str, Mapping[str, Tensor]]
 QUERY = "bert.encoder.layer.0.attention.self.query.weight"
 OUTPUT = "bert.encoder.layer.0.attention.output.dense.weight"
-UP, DOWN = "bert.encoder.layer.0.intermediate.dense.weight", "bert.encoder.layer.0.output.dense.weight"
+UP, DOWN = (
+    "bert.encoder.layer.0.intermediate.dense.weight",
+    "bert.encoder.layer.0.output.dense.weight",
+)
 HEAD = ("classifier.weight", "classifier.bias")
 PERMUTATIONS = fedrot.AlignmentOptions(parts=("heads", "ffn"))
 ANCHOR = pytest.mark.parametrize("anchor", ["global", "running"])
@@ -65,14 +70,21 @@ def _honest(collect: Callable[..., Statistics]) -> tuple[Client, ...]:
     updates = [near(state(), 0.05, seed) for seed in range(3)]
     return tuple(
         Client(update, weight, collect(update, seed))
-        for seed, (update, weight) in enumerate(zip(updates, (3.0, 10.0, 5.0), strict=True))
+        for seed, (update, weight) in enumerate(
+            zip(updates, (3.0, 10.0, 5.0), strict=True)
+        )
     )
 
 
 def honest(collect: Callable[..., Statistics] = grams) -> list[Client]:
-    """Return three clients that trained from the broadcast model, each on data of its own."""
+    """Return three clients that trained from the broadcast model, each on data of its
+    own.
+    """
     return [
-        replace(client, update={name: tensor.clone() for name, tensor in client.update.items()})
+        replace(
+            client,
+            update={name: tensor.clone() for name, tensor in client.update.items()},
+        )
         for client in _honest(collect)
     ]
 
@@ -90,14 +102,20 @@ def scrambled(
     return found
 
 
-def ask(strategy: FedAvg, base: State, clients: int, server_round: int = 1) -> list[Message]:
+def ask(
+    strategy: FedAvg, base: State, clients: int, server_round: int = 1
+) -> list[Message]:
     grid = FakeGrid({100 + i: failure for i in range(clients)})
     arrays = ArrayRecord(dict(base))
     return list(strategy.configure_train(server_round, arrays, ConfigRecord(), grid))
 
 
 def answer(
-    to: Message, client: Client, index: int, dtype: torch.dtype = torch.float32, **metrics: Any
+    to: Message,
+    client: Client,
+    index: int,
+    dtype: torch.dtype = torch.float32,
+    **metrics: Any,
 ) -> Message:
     message = reply(to, client.update, client.weight, index, **metrics)
     if client.statistics:
@@ -113,7 +131,10 @@ def play(
     dtype: torch.dtype = torch.float32,
 ) -> tuple[ArrayRecord, MetricRecord]:
     messages = ask(strategy, base or state(), len(clients), server_round)
-    replies = [answer(m, c, i, dtype) for i, (m, c) in enumerate(zip(messages, clients, strict=True))]
+    replies = [
+        answer(m, c, i, dtype)
+        for i, (m, c) in enumerate(zip(messages, clients, strict=True))
+    ]
     arrays, metrics = strategy.aggregate_train(server_round, replies)
     assert arrays is not None
     return arrays, metrics or MetricRecord()
@@ -137,8 +158,12 @@ def apart(result: ArrayRecord, expected: State) -> float:
 def headless(client: Client, rows: Iterable[int] | None) -> Client:
     """Return a client that trained some rows of the head, or has none."""
     if rows is None:
-        update = {name: tensor for name, tensor in client.update.items() if name not in HEAD}
+        update = {
+            name: tensor for name, tensor in client.update.items() if name not in HEAD
+        }
         full, marked = fedrot.completed(update, state())
     else:
-        full, marked = fedrot.completed(client.update, state(), dict.fromkeys(HEAD, rows))
+        full, marked = fedrot.completed(
+            client.update, state(), dict.fromkeys(HEAD, rows)
+        )
     return Client(full, client.weight, {**client.statistics, **marked})

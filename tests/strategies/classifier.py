@@ -26,7 +26,9 @@ def state(seed: int = 0) -> State:
 
 
 def permuted(tensors: State, seed: int) -> State:
-    """Return the same function in other coordinates, those of the residual stream included."""
+    """Return the same function in other coordinates, those of the residual stream
+    included.
+    """
     return fedrot.random_equivalent(tensors, SYMMETRY, seed, fedrot.WHOLE_MODEL)
 
 

@@ -12,4 +12,6 @@ import pytest
 def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
     """Return what Flower's log warned of so far."""
     logging.getLogger("flwr").propagate = True
-    return lambda: " ".join(r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
+    return lambda: " ".join(
+        r.getMessage() for r in caplog.records if r.levelno == logging.WARNING
+    )

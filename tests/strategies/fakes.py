@@ -7,7 +7,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.supercore.task_identity import TaskIdentity
@@ -23,9 +31,15 @@ Client = Callable[[Message], Message | None]
 
 
 def reply(
-    to: Message, tensors: dict[str, Tensor], examples: Any, client: int | None = None, **metrics: Any
+    to: Message,
+    tensors: dict[str, Tensor],
+    examples: Any,
+    client: int | None = None,
+    **metrics: Any,
 ) -> Message:
-    """Answer a message with tensors, a number of examples, and optionally the client's own id."""
+    """Answer a message with tensors, a number of examples, and optionally the client's
+    own id.
+    """
     content = RecordDict(
         {
             "arrays": ArrayRecord(tensors),
@@ -42,7 +56,9 @@ def failure(to: Message) -> Message:
 
 
 class FakeGrid(LocalGrid):
-    """Delivers every message to the client of its node; ``asked`` has the nodes of every delivery."""
+    """Delivers every message to the client of its node; ``asked`` has the nodes of
+    every delivery.
+    """
 
     def __init__(self, clients: Mapping[int, Client]) -> None:
         super().__init__(clients)
@@ -70,20 +86,43 @@ def in_front_of(strategy: type) -> Any:
 
 
 def broadcast(
-    strategy: FedAvg, tensors: dict[str, Tensor], clients: int | Mapping[int, Client] = 3
+    strategy: FedAvg,
+    tensors: dict[str, Tensor],
+    clients: int | Mapping[int, Client] = 3,
 ) -> list[Message]:
-    """Let a strategy send a model to that many clients (or to these, by node); return its messages."""
-    given = {100 + i: failure for i in range(clients)} if isinstance(clients, int) else clients
-    return list(strategy.configure_train(1, ArrayRecord(tensors), ConfigRecord(), FakeGrid(dict(given))))
+    """Let a strategy send a model to that many clients (or to these, by node); return
+    its messages.
+    """
+    given = (
+        {100 + i: failure for i in range(clients)}
+        if isinstance(clients, int)
+        else clients
+    )
+    return list(
+        strategy.configure_train(
+            1, ArrayRecord(tensors), ConfigRecord(), FakeGrid(dict(given))
+        )
+    )
 
 
 def aggregated(
-    strategy: FedAvg, base: State, sent: list[State], weights: Iterable[Any] = (), **metrics: Any
+    strategy: FedAvg,
+    base: State,
+    sent: list[State],
+    weights: Iterable[Any] = (),
+    **metrics: Any,
 ) -> tuple[ArrayRecord, dict[str, Any]]:
-    """Return the model and the metrics of a round whose clients, 0, 1, ..., send these updates."""
+    """Return the model and the metrics of a round whose clients, 0, 1, ..., send these
+    updates.
+    """
     given = [*weights] or [10] * len(sent)
-    asked = enumerate(zip(broadcast(strategy, base, len(sent)), sent, given, strict=True))
-    replies = [reply(message, update, weight, i, **metrics) for i, (message, update, weight) in asked]
+    asked = enumerate(
+        zip(broadcast(strategy, base, len(sent)), sent, given, strict=True)
+    )
+    replies = [
+        reply(message, update, weight, i, **metrics)
+        for i, (message, update, weight) in asked
+    ]
     arrays, found = strategy.aggregate_train(1, replies)
     assert arrays is not None
     return arrays, dict(found or {})
@@ -114,11 +153,22 @@ def play(
     sent: list[State],
     nodes: list[Client] | FakeGrid,
 ) -> tuple[ArrayRecord, MetricRecord]:
-    """Play one round whose clients answer the requests for matching as they are given."""
-    grid = nodes if isinstance(nodes, FakeGrid) else FakeGrid(dict(enumerate(nodes, start=100)))
-    messages = list(strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), grid))
+    """Play one round whose clients answer the requests for matching as they are
+    given.
+    """
+    grid = (
+        nodes
+        if isinstance(nodes, FakeGrid)
+        else FakeGrid(dict(enumerate(nodes, start=100)))
+    )
+    messages = list(
+        strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), grid)
+    )
     messages.sort(key=lambda m: m.metadata.dst_node_id)
-    replies = [reply(m, u, 10 + i, i) for i, (m, u) in enumerate(zip(messages, sent, strict=True))]
+    replies = [
+        reply(m, u, 10 + i, i)
+        for i, (m, u) in enumerate(zip(messages, sent, strict=True))
+    ]
     arrays, metrics = strategy.aggregate_train(1, replies)
     assert arrays is not None
     assert metrics is not None

@@ -1,4 +1,6 @@
-"""Clients of ``fit_task_head`` without a network: their features are drawn, and some of them lie."""
+"""Clients of ``fit_task_head`` without a network: their features are drawn, and some of
+them lie.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,14 @@ from fedrot.temperature import ONE, TEMPERATURES
 from tests.strategies.fakes import Client, FakeGrid, tensors_of
 
 CLASSES, WIDTH = 3, 12
-CENTRES = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(3)).double()
+CENTRES = torch.randn(
+    CLASSES, WIDTH, generator=torch.Generator().manual_seed(3)
+).double()
 EVEN = torch.full((CLASSES,), 1 / CLASSES).double()
-OLD = {"classifier.weight": torch.zeros(CLASSES, WIDTH), "classifier.bias": torch.zeros(CLASSES)}
+OLD = {
+    "classifier.weight": torch.zeros(CLASSES, WIDTH),
+    "classifier.bias": torch.zeros(CLASSES),
+}
 
 #: Numbers of an answer by record, which a lie changes in place.
 Answer = dict[str, dict[str, Any]]
@@ -36,7 +43,11 @@ def drawn(seed: int, rows: int, shares: Tensor = EVEN) -> tuple[Tensor, Tensor]:
 
 def sums_of(features: Tensor, labels: Tensor) -> dict[str, Tensor]:
     hot = one_hot(labels, CLASSES).double()
-    return {"counts": hot.sum(0), "sums": hot.mT @ features, "gram": features.mT @ features}
+    return {
+        "counts": hot.sum(0),
+        "sums": hot.mT @ features,
+        "gram": features.mT @ features,
+    }
 
 
 def between(counts: Tensor, sums: Tensor) -> Tensor:
@@ -51,28 +62,44 @@ def packed(sums: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return sums as clients send them, written without ``ClassSums.packed``."""
     scatter = sums["gram"] - between(sums["counts"], sums["sums"])
     triangle = torch.cat([row[place:] for place, row in enumerate(scatter)])
-    return {"counts": sums["counts"], "sums": sums["sums"].float(), "scatter": triangle.float()}
+    return {
+        "counts": sums["counts"],
+        "sums": sums["sums"].float(),
+        "scatter": triangle.float(),
+    }
 
 
 def unpacked(sent: dict[str, Tensor]) -> dict[str, Tensor]:
     counts, sums = sent["counts"], sent["sums"].double()
     upper = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
     upper[torch.triu_indices(WIDTH, WIDTH).unbind()] = sent["scatter"].double()
-    return {"counts": counts, "sums": sums, "gram": upper + upper.triu(1).mT + between(counts, sums)}
+    return {
+        "counts": counts,
+        "sums": sums,
+        "gram": upper + upper.triu(1).mT + between(counts, sums),
+    }
 
 
-def losses_of(heads: dict[str, Tensor], features: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Return the answer about heads, computed head by head and temperature by temperature."""
+def losses_of(
+    heads: dict[str, Tensor], features: Tensor, labels: Tensor
+) -> dict[str, Tensor]:
+    """Return the answer about heads, computed head by head and temperature by
+    temperature.
+    """
     pairs = zip(heads["weight"], heads["bias"], strict=True)
     logits = [features @ w.double().mT + b.double() for w, b in pairs]
     rows = torch.stack(
         [
-            torch.stack([cross_entropy(one / t, labels, reduction="none") for t in TEMPERATURES])
+            torch.stack(
+                [cross_entropy(one / t, labels, reduction="none") for t in TEMPERATURES]
+            )
             for one in logits
         ]
     )
     old = rows[0, ONE].expand_as(rows[0])
-    others = [old if partner < 0 else rows[partner] for partner in heads["partner"].tolist()]
+    others = [
+        old if partner < 0 else rows[partner] for partner in heads["partner"].tolist()
+    ]
     correct = [float((one.argmax(1) == labels).sum()) for one in logits]
     return {
         "losses": rows.sum(2),
@@ -82,7 +109,11 @@ def losses_of(heads: dict[str, Tensor], features: Tensor, labels: Tensor) -> dic
 
 
 def client(
-    seed: int, rows: int = 60, held_out: int = 40, lie: Lie | None = None, shares: Tensor = EVEN
+    seed: int,
+    rows: int = 60,
+    held_out: int = 40,
+    lie: Lie | None = None,
+    shares: Tensor = EVEN,
 ) -> Client:
     training, judged = drawn(seed, rows, shares), drawn(1000 + seed, held_out, shares)
 
@@ -94,11 +125,18 @@ def client(
         elif config[STEP] == SUM:
             found = {SUMS: packed(sums_of(*training))}
         else:
-            found = {LOSSES: losses_of(tensors_of(message.content.array_records[f"{HEADS}-0"]), *judged)}
+            found = {
+                LOSSES: losses_of(
+                    tensors_of(message.content.array_records[f"{HEADS}-0"]), *judged
+                )
+            }
         if lie is not None:
             lie(found)
         kind = MetricRecord if ROWS in found else ArrayRecord
-        return Message(RecordDict({name: kind(own) for name, own in found.items()}), reply_to=message)
+        return Message(
+            RecordDict({name: kind(own) for name, own in found.items()}),
+            reply_to=message,
+        )
 
     return answer
 
@@ -106,7 +144,11 @@ def client(
 def fitted(clients: list[Client], old: dict[str, Tensor] | None = None) -> FittedHead:
     grid = FakeGrid(dict(enumerate(clients, start=100)))
     return fit_task_head(
-        grid, ArrayRecord(old or OLD), {"model_type": "bert"}, head="classifier", timeout=1
+        grid,
+        ArrayRecord(old or OLD),
+        {"model_type": "bert"},
+        head="classifier",
+        timeout=1,
     )
 
 

@@ -21,7 +21,9 @@ _GROUPS: dict[str, tuple[Any, dict[str, str]]] = {
 
 
 def grouped(**flat: Any) -> dict[str, Any]:
-    """Return keyword arguments of ``FedRot``; those that belong to no group stay as they are."""
+    """Return keyword arguments of ``FedRot``; those that belong to no group stay as
+    they are.
+    """
     found: dict[str, Any] = {}
     for group, (kind, names) in _GROUPS.items():
         own = {names[name]: flat.pop(name) for name in names if name in flat}

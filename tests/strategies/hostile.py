@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 from flwr.app import MetricRecord
-from flwr.serverapp.strategy import DifferentialPrivacyServerSideAdaptiveClipping as ServerSideAdaptive
-from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping as ServerSideFixed
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideAdaptiveClipping as ServerSideAdaptive,
+)
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideFixedClipping as ServerSideFixed,
+)
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, FedTrimmedAvg, Krum
 from torch import Tensor
 
@@ -21,9 +25,13 @@ CONFIG = config_of(NAME)
 
 
 def filled(base: State, change: Callable[[Tensor], Tensor], within: str = "") -> State:
-    """Return the model with every floating-point tensor changed whose name contains ``within``."""
+    """Return the model with every floating-point tensor changed whose name contains
+    ``within``.
+    """
     return {
-        name: change(tensor) if tensor.is_floating_point() and within in name else tensor
+        name: change(tensor)
+        if tensor.is_floating_point() and within in name
+        else tensor
         for name, tensor in base.items()
     }
 
@@ -50,7 +58,8 @@ def gaussian(value: float) -> Callable[[Tensor], Tensor]:
     return lambda tensor: value * torch.randn(tensor.shape, generator=generator)
 
 
-#: Finite updates that a server in float32 can hold, and that no alignment can be computed from.
+#: Finite updates that a server in float32 can hold, and that no alignment can be
+#: computed from.
 KINDS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "0": (constant(0.0), ""),
     "times 1e-40": (times(1e-40), ""),
@@ -96,10 +105,13 @@ _CLIPPED: dict[str, Any] = {
     "alignment": fedrot.AlignmentOptions(anchor="global"),
 }
 
-#: Ways to align and average, by name. With other bases, activations are computed from the updates.
+#: Ways to align and average, by name. With other bases, activations are computed from
+#: the updates.
 SETUPS: dict[str, Callable[[], Any]] = {
     **{
-        anchor: lambda anchor=anchor: FedRot(CONFIG, alignment=fedrot.AlignmentOptions(anchor=anchor))
+        anchor: lambda anchor=anchor: FedRot(
+            CONFIG, alignment=fedrot.AlignmentOptions(anchor=anchor)
+        )
         for anchor in fedrot.anchors.ANCHORS
     },
     "FedMedian": behind(FedMedian),

@@ -1,6 +1,8 @@
-"""Subclasses as Flower's documentation, examples and templates write them, over any strategy.
+"""Subclasses as Flower's documentation, examples and templates write them, over any
+strategy.
 
-Each function returns a subclass of ``base``. What it reads in replies is in its attribute ``seen``.
+Each function returns a subclass of ``base``. What it reads in replies is in its
+attribute ``seen``.
 """
 
 from __future__ import annotations
@@ -8,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
@@ -16,18 +25,26 @@ Template = Callable[[Any], Any]
 
 
 def megabytes(messages: Iterable[Message]) -> float:
-    records = [r for m in messages if m.has_content() for r in m.content.array_records.values()]
+    records = [
+        r for m in messages if m.has_content() for r in m.content.array_records.values()
+    ]
     return sum(record.count_bytes() for record in records) / 1024**2
 
 
 def decaying(base: Any) -> Any:
-    """The tutorial "Use a federated learning strategy", and "Configure clients": a learning rate."""
+    """The tutorial "Use a federated learning strategy", and "Configure clients": a
+    learning rate.
+    """
 
     class CustomFedAdagrad(base):
         seen: Any = ()
 
         def configure_train(
-            self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+            self,
+            server_round: int,
+            arrays: ArrayRecord,
+            config: ConfigRecord,
+            grid: Grid,
         ) -> Iterable[Message]:
             if server_round % 2 == 0:
                 config["lr"] *= 0.5
@@ -50,7 +67,9 @@ def looking(base: Any) -> Any:
             self.seen.append([r.content.object_id for r in replies if r.has_content()])
             return aggregated
 
-        def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> Any:
+        def aggregate_evaluate(
+            self, server_round: int, replies: Iterable[Message]
+        ) -> Any:
             self.seen.append(sorted(r.metadata.src_node_id for r in replies))
             aggregated = super().aggregate_evaluate(server_round, replies)
             self.seen.append(len([*replies]))
@@ -68,7 +87,11 @@ def tracking(base: Any) -> Any:
             self.seen: list[float] = []
 
         def configure_train(
-            self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+            self,
+            server_round: int,
+            arrays: ArrayRecord,
+            config: ConfigRecord,
+            grid: Grid,
         ) -> Iterable[Message]:
             messages = super().configure_train(server_round, arrays, config, grid)
             self.seen.append(megabytes(messages))
@@ -90,7 +113,9 @@ def exclusive(base: Any) -> Any:
             self.seen: list[str] = []
 
         def aggregate_train(self, server_round: int, replies: Any) -> Any:
-            trained = [r for r in replies if r.has_content() and r.content["state"]["trained"]]
+            trained = [
+                r for r in replies if r.has_content() and r.content["state"]["trained"]
+            ]
             self.seen.append(f"{len(trained)}/{len(replies)}")
             return super().aggregate_train(server_round, trained)
 
@@ -98,7 +123,9 @@ def exclusive(base: Any) -> Any:
 
 
 def own_start(base: Any) -> Any:
-    """The tutorial "Build a strategy from scratch", and the example of PyTorch: an own ``start``."""
+    """The tutorial "Build a strategy from scratch", and the example of PyTorch: an own
+    ``start``.
+    """
 
     class KeepsTheBest(base):
         seen: Any = ()
@@ -111,11 +138,18 @@ def own_start(base: Any) -> Any:
             timeout: float = 3600,
             train_config: ConfigRecord | None = None,
             evaluate_config: ConfigRecord | None = None,
-            evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+            evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None]
+            | None = None,
         ) -> Result:
             self.summary()
-            result, arrays, configs = Result(), initial_arrays, (train_config, evaluate_config)
-            train, evaluate = (ConfigRecord() if config is None else config for config in configs)
+            result, arrays, configs = (
+                Result(),
+                initial_arrays,
+                (train_config, evaluate_config),
+            )
+            train, evaluate = (
+                ConfigRecord() if config is None else config for config in configs
+            )
             best: list[tuple[float, int]] = []
             for number in range(1, num_rounds + 1):
                 messages = self.configure_train(number, arrays, train, grid)
@@ -143,18 +177,30 @@ def own_messages(base: Any) -> Any:
     class SotaStrategy(base):
         seen: Any = ()
 
-        def messages(self, kind: str, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Any:
+        def messages(
+            self, kind: str, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+        ) -> Any:
             content = RecordDict({"arrays": arrays, "config": config})
-            return [Message(content, node, kind) for node in sorted(grid.get_node_ids())]
+            return [
+                Message(content, node, kind) for node in sorted(grid.get_node_ids())
+            ]
 
         def configure_train(
-            self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+            self,
+            server_round: int,
+            arrays: ArrayRecord,
+            config: ConfigRecord,
+            grid: Grid,
         ) -> Iterable[Message]:
             config["server-round"] = server_round
             return self.messages(MessageType.TRAIN, arrays, config, grid)
 
         def configure_evaluate(
-            self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+            self,
+            server_round: int,
+            arrays: ArrayRecord,
+            config: ConfigRecord,
+            grid: Grid,
         ) -> Iterable[Message]:
             config["server-round"] = server_round
             return self.messages(MessageType.EVALUATE, arrays, config, grid)
@@ -162,7 +208,8 @@ def own_messages(base: Any) -> Any:
     return SotaStrategy
 
 
-#: By name; the tutorials and "Configure clients" share two, the FlowerTune templates one.
+#: By name; the tutorials and "Configure clients" share two, the FlowerTune templates
+#: one.
 TEMPLATES: dict[str, Template] = {
     "learning rate": decaying,
     "replies": looking,

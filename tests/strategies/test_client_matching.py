@@ -1,4 +1,6 @@
-"""Replies from another basis that their senders match: elements are sent, functions are kept."""
+"""Replies from another basis that their senders match: elements are sent, functions are
+kept.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,36 @@ import fedrot
 from fedrot.alignment import Alignment
 from fedrot.learning import LearningOptions, learn_alignment, loss_of
 from fedrot.strategies import FedRot, Matching, match_at_client
-from fedrot.strategies.client_matching import ELEMENTS, MESSAGE_TYPE, alignment_by, read_moves, request
+from fedrot.strategies.client_matching import (
+    ELEMENTS,
+    MESSAGE_TYPE,
+    alignment_by,
+    read_moves,
+    request,
+)
 from fedrot.strategies.lazy_grid import LazyGrid, Replies
 from fedrot.strategies.settings import OtherBasis
-from fedrot.symmetry.actions import HeadPermutation, HeadRotation, Kind, Permutation, QueryPermutation
+from fedrot.symmetry.actions import (
+    HeadPermutation,
+    HeadRotation,
+    Kind,
+    Permutation,
+    QueryPermutation,
+)
 from fedrot.symmetry.groups import Group, Slice, Slot, Symmetry
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from fedrot.symmetry.signs import SignedPermutation
 from tests.models import EAGER, VOCABULARY, State, config_of, near
 from tests.models import largest_difference as difference
-from tests.strategies.classifier import NAME, SYMMETRY, WHOLE, build, error, permuted, state
+from tests.strategies.classifier import (
+    NAME,
+    SYMMETRY,
+    WHOLE,
+    build,
+    error,
+    permuted,
+    state,
+)
 from tests.strategies.fakes import (
     Client,
     FakeGrid,
@@ -46,7 +68,8 @@ GLOBAL = fedrot.AlignmentOptions(anchor="global")
 Edit = Callable[[Tensor], Tensor]
 
 ATTENTION, FFN, STREAM, OUTPUT, HEADS = (
-    SYMMETRY.select((part,))[0].name for part in ("attention", "ffn", "residual", "output", "heads")
+    SYMMETRY.select((part,))[0].name
+    for part in ("attention", "ffn", "residual", "output", "heads")
 )
 
 
@@ -55,12 +78,18 @@ def batches() -> Iterable[Mapping[str, Tensor]]:
     for _ in range(2):
         ids = torch.randint(VOCABULARY, (16, 8), generator=generator)
         labels = torch.randint(3, (16,), generator=generator)
-        yield {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+        yield {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "labels": labels,
+        }
 
 
 def client(batches: Callable[[], Iterable[Mapping[str, Tensor]]] = batches) -> Client:
     app = ClientApp()
-    match_at_client(app, lambda message, context: Matching(build, batches, learning=LEARNING))
+    match_at_client(
+        app, lambda message, context: Matching(build, batches, learning=LEARNING)
+    )
     return node_of(app)
 
 
@@ -91,7 +120,9 @@ def edited(edit: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> Client:
 
 
 def put(name: str, value: Edit | Tensor) -> Client:
-    return edited(lambda e: {**e, name: value if isinstance(value, Tensor) else value(e[name])})
+    return edited(
+        lambda e: {**e, name: value if isinstance(value, Tensor) else value(e[name])}
+    )
 
 
 @pytest.mark.parametrize("learn", [False, True], ids=["closed", "learned"])
@@ -101,7 +132,12 @@ def test_the_answer_holds_elements_and_nothing_else(learn: bool) -> None:
     groups = {group.name: group for group in SYMMETRY.groups}
     parts = {groups[name].part for name in elements_of(answer)}
     assert parts == {"attention"} if learn else parts >= {"residual", "attention"}
-    sizes = {"Permutation": 1, "SignedPermutation": 1, "HeadPermutation": 1, "HeadRotation": 3}
+    sizes = {
+        "Permutation": 1,
+        "SignedPermutation": 1,
+        "HeadPermutation": 1,
+        "HeadRotation": 3,
+    }
     for name, element in elements_of(answer).items():
         assert element.ndim == sizes[type(groups[name].kind).__name__]
         assert element.is_floating_point() == (groups[name].part == "attention")
@@ -110,7 +146,9 @@ def test_the_answer_holds_elements_and_nothing_else(learn: bool) -> None:
 def test_a_permuted_update_comes_back_exactly_in_any_order_of_the_elements() -> None:
     update = permuted(BASE, 2)
     # Orders of heads last.
-    backwards = edited(lambda e: dict(sorted(e.items(), key=lambda item: item[0] == HEADS)))
+    backwards = edited(
+        lambda e: dict(sorted(e.items(), key=lambda item: item[0] == HEADS))
+    )
     for node in (client(), backwards):
         alignment = read(ask(node, update), update)
         assert difference(alignment.apply(update), BASE) <= 1e-4
@@ -137,7 +175,9 @@ def test_learned_elements_travel_exactly() -> None:
     given = (loss_of(build().eval()), batches(), OTHER, BASE, SYMMETRY, start, LEARNING)
     expected = learn_alignment(*given).alignment
     alignment = read(ask(client(), OTHER, learn=True), OTHER)
-    found, known = ({m.group.name: m.element for m in a.moves} for a in (alignment, expected))
+    found, known = (
+        {m.group.name: m.element for m in a.moves} for a in (alignment, expected)
+    )
     assert difference(found, known) == 0
     eye = torch.eye(8, dtype=torch.float64)
     assert max(float((element - eye).abs().max()) for element in found.values()) > 1e-3
@@ -153,7 +193,9 @@ def undecodable(message: Message) -> Message | None:
 
 
 def other_record(message: Message) -> Message:
-    return Message(RecordDict({"arrays": ArrayRecord({"x": torch.ones(2)})}), reply_to=message)
+    return Message(
+        RecordDict({"arrays": ArrayRecord({"x": torch.ones(2)})}), reply_to=message
+    )
 
 
 def one_head(change: Edit) -> Edit:
@@ -209,9 +251,18 @@ BESIDE: list[tuple[Kind, list[Edit]]] = [
             lambda e: e[1:],
         ],
     ),
-    (RotaryPhases(3, 4), [one_head(lambda e: e * math.nan), lambda e: e.long(), lambda e: e[:, 1:]]),
-    (RotarySigns(3, 4), [one_head(lambda e: 2 * e), one_head(lambda e: 0 * e), lambda e: 1.001 * e]),
-    (Permutation(12), [doubled, lambda e: e.double(), lambda e: e + 1, lambda e: e - 1]),
+    (
+        RotaryPhases(3, 4),
+        [one_head(lambda e: e * math.nan), lambda e: e.long(), lambda e: e[:, 1:]],
+    ),
+    (
+        RotarySigns(3, 4),
+        [one_head(lambda e: 2 * e), one_head(lambda e: 0 * e), lambda e: 1.001 * e],
+    ),
+    (
+        Permutation(12),
+        [doubled, lambda e: e.double(), lambda e: e + 1, lambda e: e - 1],
+    ),
     (
         SignedPermutation(12),
         [
@@ -224,13 +275,19 @@ BESIDE: list[tuple[Kind, list[Edit]]] = [
     (HeadPermutation(3), [doubled, lambda e: e - 1]),
     (
         QueryPermutation(2, 3),
-        [one_head(doubled), lambda e: e + 3 * torch.arange(2)[:, None], lambda e: e[:1]],
+        [
+            one_head(doubled),
+            lambda e: e + 3 * torch.arange(2)[:, None],
+            lambda e: e[:1],
+        ],
     ),
 ]
 
 
 def element_read(kind: Kind, element: Tensor) -> Tensor:
-    """Return the element that is read from a client's answer, for a model of one tensor."""
+    """Return the element that is read from a client's answer, for a model of one
+    tensor.
+    """
     group = Group("g", 0, "attention", kind, (Slot("w", 0, Slice(0, 12)),))
     model = {"w": torch.randn(12, 2, generator=torch.Generator().manual_seed(5))}
     asked = request(model, model, ConfigRecord(), 7)
@@ -242,20 +299,26 @@ def element_read(kind: Kind, element: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("kind", "beside"), BESIDE)
-def test_elements_of_every_kind_are_read_as_they_were_sent_and_what_is_beside_them_is_refused(
+def test_elements_are_read_as_they_were_sent_and_what_is_beside_them_is_refused(
     kind: Kind, beside: list[Edit]
 ) -> None:
-    for element in [kind.random(torch.Generator().manual_seed(seed)) for seed in range(5)]:
+    for element in [
+        kind.random(torch.Generator().manual_seed(seed)) for seed in range(5)
+    ]:
         assert torch.equal(element_read(kind, element), element)
         if element.is_floating_point():
             assert torch.equal(element_read(kind, element.float()), element.float())
         for change in beside:
-            with pytest.raises(fedrot.UpdateError, match="not an element of the model's symmetry"):
+            with pytest.raises(
+                fedrot.UpdateError, match="not an element of the model's symmetry"
+            ):
                 element_read(kind, change(element))
 
 
 def strategy(**given: Any) -> FedRot:
-    others = OtherBasis(**{"options": WHOLE, "at_clients": True, **given.pop("others", {})})
+    others = OtherBasis(
+        **{"options": WHOLE, "at_clients": True, **given.pop("others", {})}
+    )
     return FedRot(config_of(NAME), other_basis=others, **given)
 
 
@@ -268,15 +331,20 @@ def test_a_round_matched_by_its_clients_keeps_the_function(
     result, _ = play(strategy(), BASE, sent, grid)
     assert error(result, BASE) <= 1e-4
     assert warnings() == ""
-    # The heaviest is the anchor where most are in another basis; nobody else needs to be asked.
-    assert {node for nodes in grid.asked for node in nodes} == ({100, 101} if most else {101})
+    # The heaviest is the anchor where most are in another basis; nobody else needs to
+    # be asked.
+    assert {node for nodes in grid.asked for node in nodes} == (
+        {100, 101} if most else {101}
+    )
 
 
 def test_nobody_is_asked_in_an_ordinary_round() -> None:
     sent = [near(BASE, 0.05, i) for i in range(3)]
     expected, _ = play(FedRot(config_of(NAME)), BASE, sent, [failure] * 3)
     grid = grid_of([failure] * 3)
-    result, _ = play(strategy(others={"options": None, "model": build}), BASE, sent, grid)
+    result, _ = play(
+        strategy(others={"options": None, "model": build}), BASE, sent, grid
+    )
     assert grid.asked == []
     assert largest_difference(expected, result) == 0
 
@@ -284,24 +352,32 @@ def test_nobody_is_asked_in_an_ordinary_round() -> None:
 def test_what_a_client_found_is_averaged_and_reported_as_it_is() -> None:
     """Its data decided; to move the update again, by weights alone, would undo that."""
     found = read(ask(client(), OTHER), OTHER)
-    result, metrics = play(strategy(alignment=GLOBAL), BASE, [BASE, OTHER, BASE], [client()] * 3)
+    result, metrics = play(
+        strategy(alignment=GLOBAL), BASE, [BASE, OTHER, BASE], [client()] * 3
+    )
     aligned = found.apply(OTHER)
     mean = {k: 22 / 33 * BASE[k] + 11 / 33 * aligned[k] for k in BASE}
     assert difference(tensors_of(result), mean) <= 1e-4
-    assert metrics["fedrot-share-removed"] == pytest.approx(found.report.share(), rel=1e-3)
+    assert metrics["fedrot-share-removed"] == pytest.approx(
+        found.report.share(), rel=1e-3
+    )
 
 
 def test_an_update_that_its_client_matched_leaves_the_others_to_the_anchor() -> None:
     theirs = permuted(near(BASE, 0.5, 1), 2)
     ours = [
-        fedrot.random_equivalent(near(BASE, 0.1, i), SYMMETRY, i, ("attention", "ffn")) for i in (3, 4)
+        fedrot.random_equivalent(near(BASE, 0.1, i), SYMMETRY, i, ("attention", "ffn"))
+        for i in (3, 4)
     ]
     options = replace(EAGER, anchor="global")
     result, _ = play(strategy(alignment=options), BASE, [theirs, *ours], [client()] * 3)
     first = read(ask(client(), theirs), theirs).apply(theirs)
     rest = fedrot.align_round(zip(ours, (11, 12), strict=True), BASE, SYMMETRY, options)
     aligned = [first, *(found.tensors for found in rest)]
-    mean = {n: sum(w * t[n] for w, t in zip((10, 11, 12), aligned, strict=True)) / 33 for n in BASE}
+    mean = {
+        n: sum(w * t[n] for w, t in zip((10, 11, 12), aligned, strict=True)) / 33
+        for n in BASE
+    }
     assert largest_difference(result, ArrayRecord(mean)) <= 1e-5
 
 
@@ -309,16 +385,20 @@ def nothing_moved(message: Message) -> Message:
     return Message(RecordDict({ELEMENTS: ArrayRecord({})}), reply_to=message)
 
 
-def test_beside_clients_that_matched_themselves_the_others_keep_their_own_alignment() -> None:
+def test_beside_clients_that_matched_themselves_others_keep_their_alignment() -> None:
     sent = [permuted(near(BASE, 0.01, seed), seed) for seed in (1, 2, 3)]
     _, metrics = play(strategy(), BASE, sent, [nothing_moved, failure, failure])
     assert metrics["fedrot-replies-accepted"] == 3
 
 
 class Chatty(FakeGrid):
-    """A grid on which nodes answer twice, one that was not asked answers, and one in another's name."""
+    """A grid on which nodes answer twice, one that was not asked answers, and one in
+    another's name.
+    """
 
-    def send_and_receive(self, messages: Iterable[Message], **kwargs: Any) -> Iterable[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], **kwargs: Any
+    ) -> Iterable[Message]:
         asked = list(messages)
         stranger, in_its_name = nothing_moved(asked[0]), nothing_moved(asked[0])
         stranger.metadata.__dict__["_src_node_id"] = 999
@@ -339,7 +419,9 @@ def test_the_first_answer_of_who_was_asked_counts(warnings: Callable[[], str]) -
 
 
 class Silent(FakeGrid):
-    def send_and_receive(self, messages: Iterable[Message], **kwargs: Any) -> Iterable[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], **kwargs: Any
+    ) -> Iterable[Message]:
         return []
 
 
@@ -351,7 +433,8 @@ def left(message: Message) -> Message:
 
 
 BAD_NODES: dict[str, Client] = {"left": left, "silent": failure} | {
-    name: REFUSED[name] for name in ("failed", "no record", "NaN", "a short order", "unknown group")
+    name: REFUSED[name]
+    for name in ("failed", "no record", "NaN", "a short order", "unknown group")
 }
 
 
@@ -361,7 +444,9 @@ SENT = [BASE, permuted(BASE, 1), BASE]
 @cache
 def matched_at_the_server(model: Any) -> ArrayRecord:
     others = OtherBasis(model, None if model else WHOLE)
-    return play(FedRot(config_of(NAME), other_basis=others), BASE, SENT, [failure] * 3)[0]
+    return play(FedRot(config_of(NAME), other_basis=others), BASE, SENT, [failure] * 3)[
+        0
+    ]
 
 
 @pytest.mark.parametrize("case", BAD_NODES)
@@ -382,9 +467,14 @@ def test_after_a_bad_answer_the_reply_is_matched_at_the_server(
 class Timed(LazyGrid):
     """Notes how long it is to wait for what kind of messages."""
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Replies:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Replies:
         asked = list(messages)
-        self.waits = [*getattr(self, "waits", []), *((m.metadata.message_type, timeout) for m in asked)]
+        self.waits = [
+            *getattr(self, "waits", []),
+            *((m.metadata.message_type, timeout) for m in asked),
+        ]
         return super().send_and_receive(asked, timeout=timeout)
 
 

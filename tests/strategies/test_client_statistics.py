@@ -1,4 +1,6 @@
-"""``add_statistics``: one call at the client answers what the server asks for, and nothing else."""
+"""``add_statistics``: one call at the client answers what the server asks for, and
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -41,10 +50,14 @@ def model() -> Any:
 
 
 def content(tensors: State | None = None) -> RecordDict:
-    return RecordDict({"arrays": ArrayRecord(tensors or state()), "metrics": MetricRecord({"n": 1})})
+    return RecordDict(
+        {"arrays": ArrayRecord(tensors or state()), "metrics": MetricRecord({"n": 1})}
+    )
 
 
-def added(kinds: str = "gram", rows: Any = None, to: RecordDict | None = None, **given: Any) -> Any:
+def added(
+    kinds: str = "gram", rows: Any = None, to: RecordDict | None = None, **given: Any
+) -> Any:
     reply, rows = content() if to is None else to, batches(0) if rows is None else rows
     add_statistics(reply, request(kinds), model(), rows, **given)
     return reply.array_records[STATISTICS]
@@ -63,7 +76,9 @@ class Counted:
 
 def one_row_each(rows: int) -> list[dict[str, Tensor]]:
     (batch,) = batches(0, rows)
-    return [{name: value[n : n + 1] for name, value in batch.items()} for n in range(rows)]
+    return [
+        {name: value[n : n + 1] for name, value in batch.items()} for n in range(rows)
+    ]
 
 
 @pytest.mark.parametrize("kind", ["gram", "fisher"])
@@ -114,12 +129,20 @@ def test_statistics_that_the_reply_has_stay_and_are_not_collected_again() -> Non
     found = read_statistics(reply)
     assert set(found) == {"gram", "fisher", "trained"}
     assert torch.equal(found["gram"]["classifier.weight"], torch.eye(16))
-    assert torch.equal(found["trained"]["classifier.weight"], marked["trained"]["classifier.weight"])
+    assert torch.equal(
+        found["trained"]["classifier.weight"], marked["trained"]["classifier.weight"]
+    )
 
 
 def test_matrices_of_conv1d_count_as_gram_matrices() -> None:
     config = GPT2Config(
-        vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2, pad_token_id=0, num_labels=2
+        vocab_size=64,
+        n_positions=16,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        pad_token_id=0,
+        num_labels=2,
     )
     network = GPT2ForSequenceClassification(config)
     reply, message = content(network.state_dict()), request()
@@ -144,7 +167,11 @@ def test_two_kinds_read_the_batches_twice_and_random_numbers_are_as_before() -> 
 
 def test_a_tensor_that_only_the_received_model_has_may_have_statistics() -> None:
     """A reply may hold only what has changed; see ``to_arrays``."""
-    changed = {name: tensor for name, tensor in state().items() if name.startswith("classifier")}
+    changed = {
+        name: tensor
+        for name, tensor in state().items()
+        if name.startswith("classifier")
+    }
     assert add_statistics(content(changed), request(), model(), batches(0)) == ("gram",)
 
 
@@ -153,10 +180,14 @@ def test_a_kind_of_ones_own_is_collected_too(monkeypatch: pytest.MonkeyPatch) ->
         count = float(sum(len(row["input_ids"]) for row in rows))
         return {"rows": {"classifier.bias": torch.tensor([count])}}
 
-    kind = StatisticKind("rows", lambda value, shape: None, lambda value, *_: value, "rows", collect)
+    kind = StatisticKind(
+        "rows", lambda value, shape: None, lambda value, *_: value, "rows", collect
+    )
     monkeypatch.setitem(STATISTIC_KINDS, "rows", kind)
     reply = content()
-    assert add_statistics(reply, request("rows"), model(), batches(0) * 3, max_batches=2) == ("rows",)
+    assert add_statistics(
+        reply, request("rows"), model(), batches(0) * 3, max_batches=2
+    ) == ("rows",)
     assert float(read_statistics(reply)["rows"]["classifier.bias"]) == 32
 
 
@@ -177,16 +208,29 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     *(({**given, "message": request("")}, word) for given, word in WRONG),
     ({"batches": []}, "at least one batch"),
     ({"batches": [(BATCH["input_ids"],)]}, "A batch is a tuple"),
-    ({"batches": iter(batches(0)), "message": request("gram,fisher")}, "gram and fisher, but an iter"),
+    (
+        {"batches": iter(batches(0)), "message": request("gram,fisher")},
+        "gram and fisher, but an iter",
+    ),
     ({"message": request("hessian")}, "Unknown statistics 'hessian'"),
     ({"message": request("trained")}, "'trained' cannot be computed"),
-    ({"model": torch.nn.DataParallel(model())}, r"of 'module\..*' belong to no tensor of the reply"),
+    (
+        {"model": torch.nn.DataParallel(model())},
+        r"of 'module\..*' belong to no tensor of the reply",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("given", "word"), REFUSED)
-def test_mistakes_are_refused_and_change_nothing(given: dict[str, Any], word: str) -> None:
-    good = {"content": content(), "message": request(), "model": model(), "batches": batches(0)}
+def test_mistakes_are_refused_and_change_nothing(
+    given: dict[str, Any], word: str
+) -> None:
+    good = {
+        "content": content(),
+        "message": request(),
+        "model": model(),
+        "batches": batches(0),
+    }
     called = {**good, **given}
     with pytest.raises(FedrotError, match=word):
         add_statistics(**called)
@@ -196,8 +240,12 @@ def test_mistakes_are_refused_and_change_nothing(given: dict[str, Any], word: st
 UPDATES = [near(state(), 0.05, seed) for seed in range(3)]
 
 
-def played(aggregation: Any, add: Callable[..., Any] = add_statistics, **given: Any) -> ArrayRecord:
-    """Return the model after a round whose clients send their updates, with what ``add`` adds."""
+def played(
+    aggregation: Any, add: Callable[..., Any] = add_statistics, **given: Any
+) -> ArrayRecord:
+    """Return the model after a round whose clients send their updates, with what
+    ``add`` adds.
+    """
 
     def client(place: int) -> Any:
         app = ClientApp()
@@ -213,7 +261,9 @@ def played(aggregation: Any, add: Callable[..., Any] = add_statistics, **given: 
 
         return node_of(app)
 
-    strategy = FedRot(config_of(NAME), aggregation=aggregation, fraction_evaluate=0.0, **given)
+    strategy = FedRot(
+        config_of(NAME), aggregation=aggregation, fraction_evaluate=0.0, **given
+    )
     result = strategy.start(grid_of(map(client, range(3))), ArrayRecord(state()), 1)
     assert result.arrays is not None
     return result.arrays
@@ -229,11 +279,15 @@ def clients(collect: Callable[..., Any]) -> list[Given]:
 @pytest.mark.parametrize("aggregation", [RegMean, Fisher])
 def test_a_run_merges_what_the_clients_add(aggregation: Any) -> None:
     found = played(aggregation, alignment=None)
-    collect: Any = fedrot.collect_gram if aggregation is RegMean else fedrot.collect_fisher
+    collect: Any = (
+        fedrot.collect_gram if aggregation is RegMean else fedrot.collect_fisher
+    )
     expected = merged(aggregation(), clients(collect))
     assert largest_difference(found, ArrayRecord(expected)) <= 1e-6
 
 
 def test_the_error_of_a_run_without_statistics_names_the_call() -> None:
-    with pytest.raises(FedrotError, match=r"has no statistics 'gram'.*\.add_statistics\(content, "):
+    with pytest.raises(
+        FedrotError, match=r"has no statistics 'gram'.*\.add_statistics\(content, "
+    ):
         played(RegMean, lambda *_: None)

@@ -1,4 +1,6 @@
-"""Subclasses of Flower's documentation work over our strategies as they do over Flower's."""
+"""Subclasses of Flower's documentation work over our strategies as they do over
+Flower's.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,14 @@ from fedrot.strategies import Checkpointing, FedRot, Server
 from fedrot.strategies.lazy_grid import LazyGrid, Replies
 from tests.models import config_of, near
 from tests.strategies.classifier import NAME, SYMMETRY, state
-from tests.strategies.fakes import Client, FakeGrid, failure, in_front_of, reply, tensors_of
+from tests.strategies.fakes import (
+    Client,
+    FakeGrid,
+    failure,
+    in_front_of,
+    reply,
+    tensors_of,
+)
 from tests.strategies.templates import TEMPLATES, looking, own_messages, own_start
 
 CONFIG, ROUNDS, NODES = config_of(NAME), 3, range(100, 104)
@@ -41,12 +50,16 @@ class Sent(FakeGrid):
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         given = list(messages)
         for m in given:
-            self.noted.append((m.metadata.dst_node_id, m.metadata.message_type, m.content.object_id))
+            self.noted.append(
+                (m.metadata.dst_node_id, m.metadata.message_type, m.content.object_id)
+            )
         return super().push_messages(given)
 
 
 def client(message: Message, scramble: bool = False) -> Message:
-    """Train or evaluate; node 101 does not train in round 2, node 103 fails in round 3."""
+    """Train or evaluate; node 101 does not train in round 2, node 103 fails in round
+    3.
+    """
     node = message.metadata.dst_node_id
     number: Any = message.content["config"]["server-round"]
     if (number, node) == (3, 103):
@@ -54,7 +67,9 @@ def client(message: Message, scramble: bool = False) -> Message:
     if message.metadata.message_type == "evaluate":
         score = (node * number) % 7 / 10
         return Message(
-            RecordDict({"metrics": MetricRecord({"num-examples": node, "score": score})}),
+            RecordDict(
+                {"metrics": MetricRecord({"num-examples": node, "score": score})}
+            ),
             reply_to=message,
         )
     received = tensors_of(message.content.array_records["arrays"])
@@ -70,12 +85,18 @@ def clients(scramble: bool = False) -> dict[int, Any]:
     return {node: partial(client, scramble=scramble) for node in NODES}
 
 
-def played(strategy: Any, tensors: Any = None, grid: Any = None) -> tuple[Any, Any, Any]:
-    """Run a strategy; return the result, what was sent, and what the subclass has seen."""
+def played(
+    strategy: Any, tensors: Any = None, grid: Any = None
+) -> tuple[Any, Any, Any]:
+    """Run a strategy; return the result, what was sent, and what the subclass has
+    seen.
+    """
     random.seed(0)
     grid = Sent(clients()) if grid is None else grid
     initial = ArrayRecord(state() if tensors is None else tensors)
-    result = strategy.start(grid, initial, ROUNDS, train_config=ConfigRecord({"lr": 0.1}))
+    result = strategy.start(
+        grid, initial, ROUNDS, train_config=ConfigRecord({"lr": 0.1})
+    )
     return result, grid.noted, strategy.seen
 
 
@@ -83,20 +104,32 @@ def ends(result: Any) -> list[Any]:
     """Return the model bit for bit, and the metrics without ours."""
     metrics = [result.train_metrics_clientapp, result.evaluate_metrics_clientapp]
     pairs = [[*record.items()] for by in metrics for record in by.values()]
-    return [result.arrays.object_id, [[p for p in one if "fedrot-" not in p[0]] for one in pairs]]
+    return [
+        result.arrays.object_id,
+        [[p for p in one if "fedrot-" not in p[0]] for one in pairs],
+    ]
 
 
 def accepted(result: Any) -> list[int]:
-    return [m["fedrot-replies-accepted"] for m in result.train_metrics_clientapp.values()]
+    return [
+        m["fedrot-replies-accepted"] for m in result.train_metrics_clientapp.values()
+    ]
 
 
-#: All templates over FedRot, and those over another strategy that do not replace its messages.
+#: All templates over FedRot, and those over another strategy that do not replace its
+#: messages.
 BASES = [(FedAvg, FedRot, template) for template in TEMPLATES] + [
     (FedAdagrad, in_front_of(FedAdagrad), template)
     for template in TEMPLATES
     if "messages" not in template
 ]
-WITH_ALIGNMENT = ("learning rate", "FlowerTune", "whisper", "own start", "own messages, replies")
+WITH_ALIGNMENT = (
+    "learning rate",
+    "FlowerTune",
+    "whisper",
+    "own start",
+    "own messages, replies",
+)
 
 
 @pytest.mark.parametrize(("flowers", "ours", "template"), BASES)
@@ -115,10 +148,14 @@ def test_without_alignment_a_template_sends_sees_and_ends_as_over_flowers_strate
 @pytest.mark.parametrize("template", WITH_ALIGNMENT)
 def test_with_alignment_every_round_has_its_clients(template: str) -> None:
     build = TEMPLATES[template]
-    settings: dict[str, Any] = {"alignment": fedrot.AlignmentOptions(chance=0.0, anchor="global")}
+    settings: dict[str, Any] = {
+        "alignment": fedrot.AlignmentOptions(chance=0.0, anchor="global")
+    }
     _, _, seen = played(build(FedAvg)())
     honest, _, honest_seen = played(build(FedRot)(CONFIG, **settings))
-    result, _, _ = played(build(FedRot)(CONFIG, **settings), grid=Sent(clients(scramble=True)))
+    result, _, _ = played(
+        build(FedRot)(CONFIG, **settings), grid=Sent(clients(scramble=True))
+    )
     assert honest_seen[0] == seen[0] if isinstance(seen, list) else honest_seen == seen
     assert accepted(result) == ([4, 3, 3] if template == "whisper" else [4, 4, 3])
     for name, tensor in tensors_of(result.arrays).items():
@@ -128,7 +165,9 @@ def test_with_alignment_every_round_has_its_clients(template: str) -> None:
 READ_TWICE: dict[str, Callable[[Any], Any]] = {
     "FedRot": lambda of: of(FedRot)(CONFIG),
     "FedRot, deterministic": lambda of: of(FedRot)(CONFIG, server=DETERMINISTIC),
-    "FedRot, half precision": lambda of: of(FedRot)(CONFIG, server=Server(wire=torch.float16)),
+    "FedRot, half precision": lambda of: of(FedRot)(
+        CONFIG, server=Server(wire=torch.float16)
+    ),
     "FedMedian": lambda of: of(in_front_of(FedMedian))(CONFIG),
     "privacy": lambda of: of(in_front_of(DifferentialPrivacyServerSideFixedClipping))(
         CONFIG, FedAvg(), 0.1, 1.0, 4, alignment=GLOBAL
@@ -138,7 +177,9 @@ READ_TWICE: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", READ_TWICE)
 def test_a_subclass_reads_the_same_replies_before_and_afterwards(name: str) -> None:
-    result, _, seen = played(READ_TWICE[name](looking), grid=Sent(clients(scramble=True)))
+    result, _, seen = played(
+        READ_TWICE[name](looking), grid=Sent(clients(scramble=True))
+    )
     assert sorted(result.train_metrics_clientapp) == [1, 2, 3]
     for before, after, evaluated, count in zip(*[iter(seen)] * 4, strict=True):
         assert before == after
@@ -188,14 +229,22 @@ def test_replies_are_streamed_as_long_as_nobody_else_reads_them() -> None:
     grid = Watched(FakeGrid(clients()))
     FedRot(CONFIG, fraction_evaluate=0.0).start(grid, ArrayRecord(state()), 1)
     assert found[0].asked == {}
-    for read in (len, list, bool, lambda replies: replies[0], lambda replies: next(replies.stream())):
+    for read in (
+        len,
+        list,
+        bool,
+        lambda replies: replies[0],
+        lambda replies: next(replies.stream()),
+    ):
         with pytest.raises(FedrotError, match="aggregate_train"):
             read(found[0])  # type: ignore[operator]
 
 
 def test_replies_are_a_sequence_that_is_fetched_once() -> None:
     inner = FakeGrid({7: failure, 8: failure})
-    messages = [Message(RecordDict(), dst_node_id=node, message_type="train") for node in (7, 8)]
+    messages = [
+        Message(RecordDict(), dst_node_id=node, message_type="train") for node in (7, 8)
+    ]
     replies = LazyGrid(inner).send_and_receive(messages)
     assert [r.metadata.src_node_id for r in replies] == [7, 8]
     assert len(replies) == 2
@@ -207,9 +256,13 @@ def test_replies_are_a_sequence_that_is_fetched_once() -> None:
 
 def test_messages_of_its_own_give_the_model_of_flowers_messages() -> None:
     ours, _, _ = played(own_messages(FedRot)(CONFIG, server=DETERMINISTIC))
-    expected, _, _ = played(type("Seen", (FedRot,), {"seen": ()})(CONFIG, server=DETERMINISTIC))
+    expected, _, _ = played(
+        type("Seen", (FedRot,), {"seen": ()})(CONFIG, server=DETERMINISTIC)
+    )
     assert ours.arrays.object_id == expected.arrays.object_id
-    metrics = [[*map(dict, one.train_metrics_clientapp.values())] for one in (ours, expected)]
+    metrics = [
+        [*map(dict, one.train_metrics_clientapp.values())] for one in (ours, expected)
+    ]
     assert metrics[0] == metrics[1]
 
 
@@ -222,9 +275,16 @@ def personal(base: Any) -> Any:
         def configure_train(self, *given: Any) -> Iterable[Message]:
             number, arrays, config, grid = given
             config["server-round"] = number
-            own = {n: ArrayRecord(near(tensors_of(arrays), 0.01, n)) for n in grid.get_node_ids()}
-            contents = {n: RecordDict({"arrays": a, "config": config}) for n, a in own.items()}
-            return [Message(content, node, "train") for node, content in contents.items()]
+            own = {
+                n: ArrayRecord(near(tensors_of(arrays), 0.01, n))
+                for n in grid.get_node_ids()
+            }
+            contents = {
+                n: RecordDict({"arrays": a, "config": config}) for n, a in own.items()
+            }
+            return [
+                Message(content, node, "train") for node, content in contents.items()
+            ]
 
     return Personal
 
@@ -250,7 +310,9 @@ def test_models_of_the_clients_own_are_fedavgs_without_alignment() -> None:
 
 def fails_until(number: int) -> Client:
     def answer(message: Message) -> Message:
-        return (failure if message.content["config"]["server-round"] < number else client)(message)
+        return (
+            failure if message.content["config"]["server-round"] < number else client
+        )(message)
 
     return answer
 
@@ -267,7 +329,12 @@ def fails_until(number: int) -> Client:
     ],
 )
 def test_rounds_without_a_client_in_the_mean_are_named_at_the_end(
-    settings: Any, checkpoints: bool, until: int, empty: int, tmp_path: Any, warnings: Any
+    settings: Any,
+    checkpoints: bool,
+    until: int,
+    empty: int,
+    tmp_path: Any,
+    warnings: Any,
 ) -> None:
     own = {"checkpoints": Checkpointing(tmp_path)} if checkpoints else {}
     grid = FakeGrid(dict.fromkeys(NODES, fails_until(until)))

@@ -1,4 +1,6 @@
-"""Alignment in front of every strategy and every privacy wrapper of Flower, end to end."""
+"""Alignment in front of every strategy and every privacy wrapper of Flower, end to
+end.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,15 @@ import fedrot
 from fedrot.strategies import FedRot, OtherBasis, align_mod
 from tests.models import EAGER, State, config_of, near, squared_distance
 from tests.strategies.classifier import NAME, SYMMETRY, build, error, permuted, state
-from tests.strategies.fakes import Client, broadcast, grid_of, in_front_of, node_of, reply, tensors_of
+from tests.strategies.fakes import (
+    Client,
+    broadcast,
+    grid_of,
+    in_front_of,
+    node_of,
+    reply,
+    tensors_of,
+)
 
 CONFIG, ROUNDS, CLIENTS = config_of(NAME), 2, 7
 COMMON: dict[str, Any] = {"fraction_evaluate": 0.0, "min_evaluate_nodes": 0}
@@ -50,7 +60,11 @@ COMMON: dict[str, Any] = {"fraction_evaluate": 0.0, "min_evaluate_nodes": 0}
 #: Clips every client, so that clipping shows.
 CLIP = 0.2
 FIXED = {"noise_multiplier": 0.0, "clipping_norm": CLIP, "num_sampled_clients": CLIENTS}
-ADAPTIVE = {"noise_multiplier": 0.0, "initial_clipping_norm": CLIP, "num_sampled_clients": CLIENTS}
+ADAPTIVE = {
+    "noise_multiplier": 0.0,
+    "initial_clipping_norm": CLIP,
+    "num_sampled_clients": CLIENTS,
+}
 
 #: What is left of a gap, relative to how far two rounds move the model.
 ROUNDED = 1e-4
@@ -58,7 +72,9 @@ ROUNDED = 1e-4
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy, its arguments, the clients' mods that belong to it, and what rounding does to it."""
+    """A strategy, its arguments, the clients' mods that belong to it, and what rounding
+    does to it.
+    """
 
     strategy: type[Strategy]
     settings: dict[str, Any] = field(default_factory=dict)
@@ -66,7 +82,9 @@ class Case:
     rounding: float = ROUNDED
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the strategy, of a wrapper around FedAvg where it is one."""
+        """Return the arguments of the strategy, of a wrapper around FedAvg where it is
+        one.
+        """
         if issubclass(self.strategy, FedAvg):
             return (), self.settings | COMMON
         return (FedAvg(**COMMON),), self.settings
@@ -76,7 +94,9 @@ class Case:
         return self.strategy(*args, **settings)
 
     def aligned(self, **ours: Any) -> Strategy:
-        """Return the strategy with alignment in front; where clients clip, they align themselves."""
+        """Return the strategy with alignment in front; where clients clip, they align
+        themselves.
+        """
         args, settings = self.arguments()
         chosen = None if self.mods else replace(EAGER, anchor="global")
         given: dict[str, Any] = {"alignment": chosen, **ours}
@@ -88,7 +108,9 @@ SERVER_SIDE = {
     "server, adaptive": Case(DifferentialPrivacyServerSideAdaptiveClipping, ADAPTIVE),
 }
 CLIENT_SIDE = {
-    "client, fixed": Case(DifferentialPrivacyClientSideFixedClipping, FIXED, (fixedclipping_mod,)),
+    "client, fixed": Case(
+        DifferentialPrivacyClientSideFixedClipping, FIXED, (fixedclipping_mod,)
+    ),
     "client, adaptive": Case(
         DifferentialPrivacyClientSideAdaptiveClipping, ADAPTIVE, (adaptiveclipping_mod,)
     ),
@@ -103,8 +125,8 @@ CASES = {
     "FedTrimmedAvg": Case(FedTrimmedAvg, {"beta": 0.2}),
     "Krum": Case(Krum, {"num_malicious_nodes": 1}),
     "MultiKrum": Case(MultiKrum, {"num_malicious_nodes": 1, "num_nodes_to_select": 3}),
-    # It takes the clients nearest to the median, weight by weight: rounding decides where two are
-    # equally near on either side.
+    # It takes the clients nearest to the median, weight by weight: rounding decides
+    # where two are equally near on either side.
     "Bulyan": Case(Bulyan, {"num_malicious_nodes": 1}, rounding=0.02),
     "QFedAvg": Case(QFedAvg, {"q": 0.5, "client_learning_rate": 0.5}),
     **SERVER_SIDE,
@@ -120,18 +142,27 @@ INTEGERS = {"steps": torch.tensor(7), "mask": torch.tensor([True, False])}
 
 
 def client(index: int, scramble: bool, mods: tuple[Any, ...]) -> Client:
-    """Return a node that trains from what it receives; no two clients move equally far."""
+    """Return a node that trains from what it receives; no two clients move equally
+    far.
+    """
 
     def train(message: Message, context: Context) -> Message:
         received = tensors_of(message.content.array_records["arrays"])
         number: Any = message.content.config_records["config"]["server-round"]
-        weights = {name: tensor for name, tensor in received.items() if name not in INTEGERS}
+        weights = {
+            name: tensor for name, tensor in received.items() if name not in INTEGERS
+        }
         update = near(weights, 0.01 * (1 + 0.3 * index), 10 * number + index)
         if scramble:
             update = fedrot.random_equivalent(update, SYMMETRY, 100 * number + index)
         if "steps" in received:
-            update |= {"steps": torch.tensor(1000 * index), "mask": torch.tensor([False, True])}
-        return reply(message, update, 10 + 3 * index, index, train_loss=0.5 + 0.1 * index)
+            update |= {
+                "steps": torch.tensor(1000 * index),
+                "mask": torch.tensor([False, True]),
+            }
+        return reply(
+            message, update, 10 + 3 * index, index, train_loss=0.5 + 0.1 * index
+        )
 
     app = ClientApp()
     app.train(mods=list(mods))(train)
@@ -139,7 +170,11 @@ def client(index: int, scramble: bool, mods: tuple[Any, ...]) -> Client:
 
 
 def run(
-    strategy: Strategy, scramble: bool, mods: tuple[Any, ...] = (), rounds: int = ROUNDS, **more: Tensor
+    strategy: Strategy,
+    scramble: bool,
+    mods: tuple[Any, ...] = (),
+    rounds: int = ROUNDS,
+    **more: Tensor,
 ) -> Result:
     """Run rounds; whatever noise is drawn is the same in all runs."""
     np.random.seed(0)
@@ -152,11 +187,15 @@ def finished(name: str, scramble: bool, aligned: bool) -> Result:
     """Return the end of a case, with alignment where it belongs or without."""
     case = CASES[name]
     at_clients = (align_mod(CONFIG, EAGER),) if aligned and case.mods else ()
-    return run(case.aligned() if aligned else case.plain(), scramble, (*case.mods, *at_clients))
+    return run(
+        case.aligned() if aligned else case.plain(), scramble, (*case.mods, *at_clients)
+    )
 
 
 def gap(one: Result | State, other: Result | State) -> float:
-    left, right = (tensors_of(r.arrays) if isinstance(r, Result) else r for r in (one, other))
+    left, right = (
+        tensors_of(r.arrays) if isinstance(r, Result) else r for r in (one, other)
+    )
     assert left.keys() == right.keys()
     return squared_distance(left, right) ** 0.5
 
@@ -171,7 +210,10 @@ def test_scrambled_clients_end_where_unscrambled_ones_do(name: str) -> None:
     # Otherwise float64 is what clients receive from the second round on.
     assert {array.dtype for array in honest.arrays.values()} == {"float32"}
     if case.mods:
-        assert gap(honest, finished(name, scramble=True, aligned=True)) < case.rounding * moved
+        assert (
+            gap(honest, finished(name, scramble=True, aligned=True))
+            < case.rounding * moved
+        )
         return
     # Integer buffers are averaged or play no part.
     scrambled = tensors_of(run(case.aligned(), True, **INTEGERS).arrays)
@@ -181,24 +223,31 @@ def test_scrambled_clients_end_where_unscrambled_ones_do(name: str) -> None:
         assert torch.equal(scrambled.pop(buffer), value)
     assert gap(honest, scrambled) < case.rounding * moved
     if name in (*COMPARING, "Krum"):
-        # The same, had the clients aligned: what the strategy is given and what it does do not change.
+        # The same, had the clients aligned: what the strategy is given and what it does
+        # do not change.
         at_clients = run(case.plain(), True, (align_mod(CONFIG, EAGER),))
         assert gap(scrambled, at_clients) < case.rounding * moved
 
 
 def idle(index: int, other: bool) -> Client:
-    """Return a node that sends what it received in other coordinates, the stream's too if ``other``."""
+    """Return a node that sends what it received in other coordinates, the stream's too
+    if ``other``.
+    """
 
     def answer(message: Message) -> Message:
         received = tensors_of(message.content.array_records["arrays"])
-        move = permuted if other else partial(fedrot.random_equivalent, symmetry=SYMMETRY)
+        move = (
+            permuted if other else partial(fedrot.random_equivalent, symmetry=SYMMETRY)
+        )
         turned = move(received, seed=index)
         return reply(message, turned, 10 + 3 * index, index, train_loss=0.5)
 
     return answer
 
 
-CANONICAL = fedrot.AlignmentOptions(("attention", "ffn"), anchor="global", canonical=True)
+CANONICAL = fedrot.AlignmentOptions(
+    ("attention", "ffn"), anchor="global", canonical=True
+)
 
 
 @pytest.mark.parametrize(
@@ -212,16 +261,27 @@ CANONICAL = fedrot.AlignmentOptions(("attention", "ffn"), anchor="global", canon
         pytest.param("FedAdagrad", CLIENTS - 1, marks=pytest.mark.long),
     ],
 )
-def test_clients_that_learned_nothing_change_no_function(name: str, others: int | None) -> None:
-    """In canonical rounds (None), and where many come from another basis, whose coordinates it takes.
+def test_clients_that_learned_nothing_change_no_function(
+    name: str, others: int | None
+) -> None:
+    """In canonical rounds (None), and where many come from another basis, whose
+    coordinates it takes.
 
-    A strategy that compares updates with the broadcast model is given that in these coordinates.
+    A strategy that compares updates with the broadcast model is given that in these
+    coordinates.
     """
     grid = grid_of(idle(i, other=i < (others or 0)) for i in range(CLIENTS))
     ours: dict[str, Any] = {"alignment": CANONICAL}
     if others:
-        ours = {"alignment": fedrot.AlignmentOptions(), "other_basis": OtherBasis(build)}
-    result = CASES[name].aligned(**ours).start(grid, ArrayRecord(state()), 1 if others else ROUNDS)
+        ours = {
+            "alignment": fedrot.AlignmentOptions(),
+            "other_basis": OtherBasis(build),
+        }
+    result = (
+        CASES[name]
+        .aligned(**ours)
+        .start(grid, ArrayRecord(state()), 1 if others else ROUNDS)
+    )
     if others:
         assert result.train_metrics_clientapp[1]["fedrot-groups-moved"] > 0
     else:
@@ -246,16 +306,23 @@ def test_the_clipping_norm_adapts_to_aligned_updates(name: str) -> None:
 
 def test_a_norm_bit_is_0_or_1() -> None:
     wrapper: Any = in_front_of(DifferentialPrivacyClientSideAdaptiveClipping)
-    strategy = wrapper(None, FedAvg(), 1.0, 3, clipped_count_stddev=10.0, alignment=None)
+    strategy = wrapper(
+        None, FedAvg(), 1.0, 3, clipped_count_stddev=10.0, alignment=None
+    )
     asked = zip(broadcast(strategy, {"w": torch.zeros(3)}), (1e9, 1, 0), strict=True)
-    sent = [reply(message, {"w": torch.ones(3)}, 1, **{KEY_NORM_BIT: bit}) for message, bit in asked]
+    sent = [
+        reply(message, {"w": torch.ones(3)}, 1, **{KEY_NORM_BIT: bit})
+        for message, bit in asked
+    ]
     _, metrics = strategy.aggregate_train(1, sent)
     assert metrics["fedrot-replies-dropped"] == 1
 
 
 class Ledger:
     config = SimpleNamespace(
-        sampling_method=SamplingMethod.NO_AMPLIFICATION, population_size=CLIENTS, max_epsilon=None
+        sampling_method=SamplingMethod.NO_AMPLIFICATION,
+        population_size=CLIENTS,
+        max_epsilon=None,
     )
 
     def __init__(self) -> None:
@@ -265,7 +332,9 @@ class Ledger:
         self.releases += 1
 
     def get_privacy_spent(self) -> Any:
-        return SimpleNamespace(epsilon=float(self.releases), delta=1e-5, num_releases=self.releases)
+        return SimpleNamespace(
+            epsilon=float(self.releases), delta=1e-5, num_releases=self.releases
+        )
 
 
 def with_metrics(change: Callable[[MetricRecord, int], object]) -> Any:
@@ -291,26 +360,44 @@ def test_an_accountant_is_served_with_alignment_in_front() -> None:
 
 
 def test_one_client_moves_the_sum_by_no_more_than_it_may() -> None:
-    honest = [fedrot.random_equivalent(near(state(), 0.05, i), SYMMETRY, i) for i in range(1, CLIENTS)]
+    honest = [
+        fedrot.random_equivalent(near(state(), 0.05, i), SYMMETRY, i)
+        for i in range(1, CLIENTS)
+    ]
     sums = []
     for seed, scale in ((3, 1.0), (54, 30.0)):
-        updates = [{name: scale * tensor for name, tensor in state(seed).items()}, *honest]
-        grid = grid_of((lambda message, u=update: reply(message, u, 10)) for update in updates)
-        result = SERVER_SIDE["server, fixed"].aligned().start(grid, ArrayRecord(state()), 1)
+        updates = [
+            {name: scale * tensor for name, tensor in state(seed).items()},
+            *honest,
+        ]
+        grid = grid_of(
+            (lambda message, u=update: reply(message, u, 10)) for update in updates
+        )
+        result = (
+            SERVER_SIDE["server, fixed"].aligned().start(grid, ArrayRecord(state()), 1)
+        )
         sums.append(tensors_of(result.arrays))
     assert 0 < CLIENTS * squared_distance(*sums) ** 0.5 <= 2 * CLIP
 
 
-#: One client would move the others' updates, so that clipping its own bounds nothing: by its part in the
-#: anchor, or if it is the heaviest of another basis. Others have clipped before alignment.
+#: One client would move the others' updates, so that clipping its own bounds nothing:
+#: by its part in the anchor, or if it is the heaviest of another basis. Others have
+#: clipped before alignment.
 UNSAFE: list[tuple[str, dict[str, Any], str]] = [
     *(
         (name, {"alignment": fedrot.AlignmentOptions(anchor=anchor)}, "anchor='global'")
         for name in SERVER_SIDE
         for anchor in sorted(set(fedrot.anchors.ANCHORS) - {"global"})
     ),
-    ("server, fixed", {"other_basis": OtherBasis(lambda: nn.Linear(1, 1))}, "anchor='global'"),
-    *((name, {"alignment": fedrot.AlignmentOptions()}, "align_mod") for name in CLIENT_SIDE),
+    (
+        "server, fixed",
+        {"other_basis": OtherBasis(lambda: nn.Linear(1, 1))},
+        "anchor='global'",
+    ),
+    *(
+        (name, {"alignment": fedrot.AlignmentOptions()}, "align_mod")
+        for name in CLIENT_SIDE
+    ),
 ]
 
 
@@ -323,12 +410,17 @@ def test_what_breaks_the_guarantee_of_privacy_is_refused(
 
 
 @pytest.mark.parametrize("name", SERVER_SIDE | CLIENT_SIDE)
-def test_a_privacy_wrapper_is_refused_around_a_strategy_that_aligns_or_fits_a_head(name: str) -> None:
+def test_a_privacy_wrapper_is_refused_around_a_strategy_that_aligns_or_fits_a_head(
+    name: str,
+) -> None:
     """Before anybody trains; around one that moves nothing it is fine."""
     case: Any = CASES[name]
     for settings, word in (
         ({}, r"clips updates before .*class Private\(Aligned, "),
-        ({"alignment": None, "fit_head": "classifier"}, r"other sums of the clients\. Omit fit_head"),
+        (
+            {"alignment": None, "fit_head": "classifier"},
+            r"other sums of the clients\. Omit fit_head",
+        ),
     ):
         ours = case.strategy(FedRot(CONFIG, **settings, **COMMON), **case.settings)
         with pytest.raises(fedrot.FedrotError, match=word):

@@ -1,4 +1,6 @@
-"""FedRot and the Aligned mixin against Flower's own strategies, on a grid in this process."""
+"""FedRot and the Aligned mixin against Flower's own strategies, on a grid in this
+process.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +53,19 @@ AlignedMedian = in_front_of(FedMedian)
 def updates(count: int = 3, scale: float = 0.01) -> list[State]:
     generator = torch.Generator().manual_seed(1)
     return [
-        {k: v + scale * torch.randn(v.shape, generator=generator) for k, v in BASE.items()}
+        {
+            k: v + scale * torch.randn(v.shape, generator=generator)
+            for k, v in BASE.items()
+        }
         for _ in range(count)
     ]
 
 
 def turned(given: list[State]) -> list[State]:
-    return [fedrot.random_equivalent(update, SYMMETRY, seed) for seed, update in enumerate(given)]
+    return [
+        fedrot.random_equivalent(update, SYMMETRY, seed)
+        for seed, update in enumerate(given)
+    ]
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -65,9 +73,15 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def test_updates_are_aligned_to_the_running_mean_unless_told_otherwise() -> None:
-    assert FedRot(CONFIG).alignment == AlignedMedian(CONFIG).alignment == fedrot.AlignmentOptions()
+    assert (
+        FedRot(CONFIG).alignment
+        == AlignedMedian(CONFIG).alignment
+        == fedrot.AlignmentOptions()
+    )
     found, running, fixed = (
-        aggregated(FedRot(CONFIG, alignment=replace(EAGER, **given)), BASE, updates(scale=0.3))[0]
+        aggregated(
+            FedRot(CONFIG, alignment=replace(EAGER, **given)), BASE, updates(scale=0.3)
+        )[0]
         for given in ({}, {"anchor": "running"}, {"anchor": "global"})
     )
     assert largest_difference(found, running) == 0
@@ -75,13 +89,18 @@ def test_updates_are_aligned_to_the_running_mean_unless_told_otherwise() -> None
 
 
 @pytest.mark.parametrize("canonical", [False, True])
-def test_global_anchor_is_the_weighted_mean_of_the_aligned_updates(canonical: bool) -> None:
+def test_global_anchor_is_the_weighted_mean_of_the_aligned_updates(
+    canonical: bool,
+) -> None:
     options = fedrot.AlignmentOptions(canonical=canonical, chance=0)
     strategy = FedRot(CONFIG, alignment=replace(options, anchor="global"))
     result, _ = aggregated(strategy, BASE, updates(), (1, 5, 14))
     aligned = [fedrot.align(u, BASE, SYMMETRY, options).apply(u) for u in updates()]
     for name, array in arrays_of(result).items():
-        expected = sum(w * a[name].double() for w, a in zip((1, 5, 14), aligned, strict=True)) / 20
+        expected = (
+            sum(w * a[name].double() for w, a in zip((1, 5, 14), aligned, strict=True))
+            / 20
+        )
         np.testing.assert_allclose(array, expected.numpy(), atol=1e-6)
 
 
@@ -118,7 +137,9 @@ def test_one_turned_client_is_brought_back_and_the_others_stay(tmp_path: Path) -
     strategy = FedRot(CONFIG, reporting=Reporting(rows=tmp_path / "rows.jsonl"))
     result, _ = aggregated(strategy, BASE, sent)
     moved = {
-        (row["client"], row["group"]) for row in rows_of(tmp_path / "rows.jsonl") if row.get("moved")
+        (row["client"], row["group"])
+        for row in rows_of(tmp_path / "rows.jsonl")
+        if row.get("moved")
     }
     assert moved == {(2, group.name) for group in SYMMETRY.select(("attention", "ffn"))}
     assert largest_difference(result, aggregated(FedAvg(), BASE, honest)[0]) <= 2e-3
@@ -132,11 +153,17 @@ def test_float32_replies_to_a_float16_model_are_rounded_once(align: bool) -> Non
     for name, array in arrays_of(result).items():
         mean = torch.stack([u[name].double() for u in updates()]).mean(0)
         # A half-way case may go either way: float32 is what the sum is held in.
-        assert torch.allclose(torch.from_numpy(array).double(), mean, rtol=2**-11 * 1.001, atol=2**-25)
+        assert torch.allclose(
+            torch.from_numpy(array).double(), mean, rtol=2**-11 * 1.001, atol=2**-25
+        )
 
 
-@pytest.mark.parametrize("build", [FedRot, in_front_of(FedAdam)], ids=["FedRot", "FedAdam"])
-def test_updates_and_metrics_are_weighted_by_the_metric_that_is_named(build: Any) -> None:
+@pytest.mark.parametrize(
+    "build", [FedRot, in_front_of(FedAdam)], ids=["FedRot", "FedAdam"]
+)
+def test_updates_and_metrics_are_weighted_by_the_metric_that_is_named(
+    build: Any,
+) -> None:
     found = []
     for name in ("num-examples", "rows"):
         strategy = build(CONFIG, weighted_by_key=name, alignment=GLOBAL)
@@ -159,23 +186,34 @@ def renamed_record(message: Message) -> Message:
 @pytest.mark.parametrize(
     "odd", [lambda message: reply(message, BASE, 10, -1, surprise=1.0), renamed_record]
 )
-def test_what_a_strategy_that_needs_all_updates_cannot_compare_is_dropped(odd: Any) -> None:
+def test_what_a_strategy_that_needs_all_updates_cannot_compare_is_dropped(
+    odd: Any,
+) -> None:
     strategy = AlignedMedian(CONFIG, alignment=GLOBAL)
     messages = broadcast(strategy, BASE, 4)
-    good = [reply(m, u, 10, i) for i, (m, u) in enumerate(zip(messages, updates(), strict=False))]
+    good = [
+        reply(m, u, 10, i)
+        for i, (m, u) in enumerate(zip(messages, updates(), strict=False))
+    ]
     expected, _ = strategy.aggregate_train(1, good)
     result, metrics = strategy.aggregate_train(1, [odd(messages[3]), *good])
     assert largest_difference(expected, result) == 0.0
     assert (metrics or {})["fedrot-replies-dropped"] == 1
 
 
-def test_failed_clients_keep_their_names_in_rounds_in_which_they_say_nothing(tmp_path: Path) -> None:
-    """An error holds no id, and neither does silence; the average is left to the others."""
+def test_failed_clients_keep_their_names_in_rounds_in_which_they_say_nothing(
+    tmp_path: Path,
+) -> None:
+    """An error holds no id, and neither does silence; the average is left to the
+    others.
+    """
     report = tmp_path / "report.jsonl"
     strategy = FedRot(CONFIG, reporting=Reporting(rows=report))
     grid = grid_of([failure] * 3)
     for number in (1, 2, 3):
-        messages = list(strategy.configure_train(number, ArrayRecord(BASE), ConfigRecord(), grid))
+        messages = list(
+            strategy.configure_train(number, ArrayRecord(BASE), ConfigRecord(), grid)
+        )
         messages.sort(key=lambda message: message.metadata.dst_node_id)
         answers = [reply(messages[0], updates()[0], 10, 7)]
         if number == 1:
@@ -185,18 +223,34 @@ def test_failed_clients_keep_their_names_in_rounds_in_which_they_say_nothing(tmp
         arrays, metrics = strategy.aggregate_train(number, answers)
     assert largest_difference(arrays, ArrayRecord(updates()[0])) <= 1e-6
     assert metrics is not None
-    assert (metrics["fedrot-replies-dropped"], metrics["fedrot-replies-failed"]) == (0, 2)
+    assert (metrics["fedrot-replies-dropped"], metrics["fedrot-replies-failed"]) == (
+        0,
+        2,
+    )
     rows = [row for row in rows_of(report) if "failed" in row]
-    assert [(row["round"], row["client"]) for row in rows] == [(2, 8), (2, 9), (3, 8), (3, 9)]
-    assert [row["failed"] for row in rows] == ["crashed", "No answer before the timeout."] * 2
+    assert [(row["round"], row["client"]) for row in rows] == [
+        (2, 8),
+        (2, 9),
+        (3, 8),
+        (3, 9),
+    ]
+    assert [row["failed"] for row in rows] == [
+        "crashed",
+        "No answer before the timeout.",
+    ] * 2
 
 
 @pytest.mark.parametrize("needed", [2, 3])
-def test_a_reply_that_is_dropped_for_its_metrics_is_not_enough_for_min_replies(needed: int) -> None:
+def test_a_reply_that_is_dropped_for_its_metrics_is_not_enough_for_min_replies(
+    needed: int,
+) -> None:
     base = {"w": torch.zeros(3)}
     strategy = FedRot(alignment=None, server=Server(min_replies=needed))
     asked = enumerate(broadcast(strategy, base))
-    sent = [reply(m, {"w": torch.ones(3)}, 1, i, **({"extra": 1.0} if i == 2 else {})) for i, m in asked]
+    sent = [
+        reply(m, {"w": torch.ones(3)}, 1, i, **({"extra": 1.0} if i == 2 else {}))
+        for i, m in asked
+    ]
     assert (strategy.aggregate_train(1, sent)[0] is None) == (needed == 3)
 
 
@@ -208,7 +262,9 @@ def test_metrics_and_report_agree_with_the_alignments(tmp_path: Path) -> None:
     # A client's metric does not replace the server's figure.
     _, metrics = aggregated(strategy, BASE, sent, **{"fedrot-replies-dropped": 7.0})
     assert metrics["fedrot-replies-dropped"] == 0
-    moved = {slot.tensor for g in SYMMETRY.select(("attention", "ffn")) for slot in g.slots}
+    moved = {
+        slot.tensor for g in SYMMETRY.select(("attention", "ffn")) for slot in g.slots
+    }
 
     def distance(tensors: State) -> float:
         return sum(float((tensors[n] - BASE[n]).double().square().sum()) for n in moved)
@@ -248,24 +304,33 @@ def of_another_model() -> fedrot.Symmetry:
 @pytest.mark.parametrize(
     ("call", "word"),
     [
-        (lambda: broadcast(FedRot(of_another_model()), BASE), "another model: 'classifier.bias'"),
+        (
+            lambda: broadcast(FedRot(of_another_model()), BASE),
+            "another model: 'classifier.bias'",
+        ),
         (
             lambda: FedRot(CONFIG, alignment=fedrot.AlignmentOptions(anchor="median")),
             "Unknown anchor 'median'",
         ),
         (
-            lambda: check_update({"m.lora_A.weight": torch.ones(1, 2)}, {"m.weight": (2, 2)}),
+            lambda: check_update(
+                {"m.lora_A.weight": torch.ones(1, 2)}, {"m.weight": (2, 2)}
+            ),
             "FedRotLoRA",
         ),
     ],
 )
-def test_a_model_that_does_not_fit_is_refused_before_training(call: Any, word: str) -> None:
+def test_a_model_that_does_not_fit_is_refused_before_training(
+    call: Any, word: str
+) -> None:
     with pytest.raises(fedrot.FedrotError, match=re.escape(word)):
         call()
 
 
 class Unasked(FakeGrid):
-    """A grid that is not to be asked for nodes: Flower would wait until there are enough."""
+    """A grid that is not to be asked for nodes: Flower would wait until there are
+    enough.
+    """
 
     def get_node_ids(self) -> Any:
         raise AssertionError("nodes are waited for")
@@ -281,7 +346,11 @@ class Unasked(FakeGrid):
         (1, {"min_available_nodes": "2"}, "min_available_nodes is '2'"),
         (1, {"fraction_train": -0.5}, "fraction_train is -0.5"),
         (1, {"fraction_evaluate": float("nan")}, "fraction_evaluate is nan"),
-        (1, {"fraction_train": "0.5"}, "fraction_train is '0.5'; it must be a number from 0 to 1"),
+        (
+            1,
+            {"fraction_train": "0.5"},
+            "fraction_train is '0.5'; it must be a number from 0 to 1",
+        ),
         (1, {"fraction_evaluate": 2.0}, "fraction_evaluate is 2.0"),
     ],
 )
@@ -299,14 +368,26 @@ def test_numbers_of_a_run_are_checked_before_it_waits(
 
 #: Settings, and what the summary before the first round says of them.
 SAID: list[tuple[dict[str, Any], list[str]]] = [
-    ({}, ["Alignment: attention + ffn to anchor 'running'", "Replies: averaged as they arrive"]),
+    (
+        {},
+        [
+            "Alignment: attention + ffn to anchor 'running'",
+            "Replies: averaged as they arrive",
+        ],
+    ),
     (
         {"alignment": None, "server": Server(deterministic=True)},
         ["Alignment: off", "held until all have arrived, sorted by their contents"],
     ),
     (
         {"guard": "loss", "fit_head": True, "aggregation": "regmean"},
-        ["mean by 'loss'", "head: fitted", "RegMean", "every reply needs 'gram'", "add_statistics"],
+        [
+            "mean by 'loss'",
+            "head: fitted",
+            "RegMean",
+            "every reply needs 'gram'",
+            "add_statistics",
+        ],
     ),
 ]
 

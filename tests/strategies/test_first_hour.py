@@ -22,27 +22,48 @@ from fedrot.strategies import Aligned, FedRot, LabelledRows, Matching
 from fedrot.strategies.settings import Checkpointing
 from tests.models import config_of, near
 from tests.strategies.classifier import NAME, build, state
-from tests.strategies.fakes import Client, FakeGrid, failure, grid_of, in_front_of, reply
+from tests.strategies.fakes import (
+    Client,
+    FakeGrid,
+    failure,
+    grid_of,
+    in_front_of,
+    reply,
+)
 from tests.strategies.grouped import grouped
 
 CONFIG, BASE, ARRAYS = config_of(NAME), state(), ArrayRecord(state())
 WEIGHT, BIAS = "classifier.weight", "classifier.bias"
 UNNAMED = ArrayRecord([tensor.numpy() for tensor in BASE.values()])
 
-STRATEGY = pytest.mark.parametrize("strategy", [FedRot, in_front_of(FedAdam), in_front_of(Krum)])
+STRATEGY = pytest.mark.parametrize(
+    "strategy", [FedRot, in_front_of(FedAdam), in_front_of(Krum)]
+)
 
 
 #: What is given to the constructor, and what the error says to write.
 INSTEAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "nothing": ((), {}, "given nothing: write {name}(model.config, ...)"),
     "a model": ((build(),), {}, "write {name}(model.config, ...)"),
-    "a model without configuration": ((nn.Linear(2, 2),), {}, "(docs/how-to/own-model.md)"),
+    "a model without configuration": (
+        (nn.Linear(2, 2),),
+        {},
+        "(docs/how-to/own-model.md)",
+    ),
     "fraction_train": ((0.5,), {}, "{name}(model.config, fraction_train=0.5)"),
     "fraction_train alone": ((0.5,), {"alignment": None}, "fraction_train=0.5"),
     "arrays": ((ARRAYS,), {}, "type ArrayRecord: write {name}(model.config, ...)"),
     "a class": ((BertConfig,), {}, "write {name}(model.config, ...)"),
-    "another architecture": (({"model_type": "mamba"},), {}, "'mamba' is not supported"),
-    "alignment": ((CONFIG,), {"alignment": "attention"}, "pass fedrot.AlignmentOptions"),
+    "another architecture": (
+        ({"model_type": "mamba"},),
+        {},
+        "'mamba' is not supported",
+    ),
+    "alignment": (
+        (CONFIG,),
+        {"alignment": "attention"},
+        "pass fedrot.AlignmentOptions",
+    ),
 }
 
 
@@ -59,25 +80,37 @@ def test_the_constructor_says_what_to_write(strategy: type[Aligned], what: str) 
     ("given", "says"),
     [
         ({"rows": "."}, "rows is the folder"),
-        ({"on_round": "wandb"}, "on_round of Reporting is a str; give a function, like on_round=lambda"),
+        (
+            {"on_round": "wandb"},
+            "on_round of Reporting is a str; give a function, like on_round=lambda",
+        ),
         ({"wire": "bfloat16"}, "wire is 'bfloat16'; choose from"),
         ({"aggregation": 3}, "a name, or a class: RegMean"),
         ({"aggregation": "regmeen"}, r"regmeen.*regmean"),
-        ({"model": build()}, "model of OtherBasis is a BertForSequenceClassification; give a function"),
+        (
+            {"model": build()},
+            "model of OtherBasis is a BertForSequenceClassification; give a function",
+        ),
     ],
 )
-def test_what_is_known_to_be_wrong_is_said_by_the_constructor(given: dict[str, Any], says: str) -> None:
+def test_what_is_known_to_be_wrong_is_said_by_the_constructor(
+    given: dict[str, Any], says: str
+) -> None:
     with pytest.raises(fedrot.FedrotError, match=says):
         FedRot(CONFIG, **grouped(**given))
 
 
 def test_data_is_given_as_a_function() -> None:
     for kind in (Matching, LabelledRows):
-        with pytest.raises(fedrot.FedrotError, match=r"is a list; give a function, like \w+=lambda"):
+        with pytest.raises(
+            fedrot.FedrotError, match=r"is a list; give a function, like \w+=lambda"
+        ):
             kind(build, [{}], list)
 
 
-def _start(strategy: Aligned, initial: Any = ARRAYS, *nodes: Client, rounds: int = 1) -> FakeGrid:
+def _start(
+    strategy: Aligned, initial: Any = ARRAYS, *nodes: Client, rounds: int = 1
+) -> FakeGrid:
     grid = grid_of(nodes or [failure] * 3)
     strategy.start(grid, initial, rounds, timeout=0.01)
     return grid
@@ -95,7 +128,11 @@ BROKEN = ArrayRecord({**BASE, BIAS: torch.full_like(BASE[BIAS], torch.nan)})
     [
         ({}, BROKEN, f"'{BIAS}' in initial_arrays holds NaN"),
         ({"alignment": None}, BROKEN, f"'{BIAS}' in initial_arrays holds NaN"),
-        ({"alignment": fedrot.AlignmentOptions(layers=(7,))}, ARRAYS, "Layer 7 is not in the model"),
+        (
+            {"alignment": fedrot.AlignmentOptions(layers=(7,))},
+            ARRAYS,
+            "Layer 7 is not in the model",
+        ),
         *(
             ({}, wrong, r"write ArrayRecord\(model\.state_dict\(\)\)")
             for wrong in (UNNAMED, BASE, [*UNNAMED.to_numpy_ndarrays()], build())
@@ -113,13 +150,18 @@ def test_what_the_model_shows_to_be_wrong_is_said_before_clients_train(
 def test_numbers_are_names_where_nothing_is_aligned_or_the_symmetry_says_so() -> None:
     unnamed = ArrayRecord([torch.zeros(3).numpy(), torch.ones(2).numpy()])
     named = fedrot.Symmetry("own", 0, (), {"0": (3,), "1": (2,)})
-    unaligned = (FedRot(alignment=None), FedRot({"model_type": "mamba"}, alignment=None))
+    unaligned = (
+        FedRot(alignment=None),
+        FedRot({"model_type": "mamba"}, alignment=None),
+    )
     for strategy in (*unaligned, FedRot(named)):
         assert _start(strategy, unnamed).asked
 
 
 class Gone(FakeGrid):
-    """A grid whose run ends when it is asked for nodes, so that the legacy server's thread ends, too."""
+    """A grid whose run ends when it is asked for nodes, so that the legacy server's
+    thread ends, too.
+    """
 
     def get_node_ids(self) -> Any:
         raise RunNotRunningException
@@ -130,10 +172,17 @@ class Gone(FakeGrid):
 
 
 @STRATEGY
-def test_the_legacy_server_is_refused_with_what_to_write(strategy: type[Aligned]) -> None:
-    components: dict[str, Any] = {"strategy": strategy(CONFIG), "config": ServerConfig(num_rounds=1)}
+def test_the_legacy_server_is_refused_with_what_to_write(
+    strategy: type[Aligned],
+) -> None:
+    components: dict[str, Any] = {
+        "strategy": strategy(CONFIG),
+        "config": ServerConfig(num_rounds=1),
+    }
     app = ServerApp(server_fn=lambda context: ServerAppComponents(**components))
-    with pytest.raises(fedrot.FedrotError, match=r"write app = ServerApp\(\).*strategy\.start\(grid, "):
+    with pytest.raises(
+        fedrot.FedrotError, match=r"write app = ServerApp\(\).*strategy\.start\(grid, "
+    ):
         app(Gone({}), Context(1, 1, {}, RecordDict(), {}))
 
 
@@ -142,7 +191,9 @@ def good(index: int) -> Client:
 
 
 def without(name: str, index: int) -> Client:
-    tensors = {key: tensor for key, tensor in near(BASE, 0.05, index).items() if key != name}
+    tensors = {
+        key: tensor for key, tensor in near(BASE, 0.05, index).items() if key != name
+    }
     return lambda message: reply(message, tensors, 10, index)
 
 
@@ -160,8 +211,14 @@ def silent(message: Message) -> None: ...
 @pytest.mark.parametrize(
     ("nodes", "says"),
     [
-        ([without(WEIGHT, i) for i in range(3)], f"Every reply of the first round .*'{WEIGHT}' is miss"),
-        ([weighing({"num_examples": 5})] * 3, "has no 'num-examples' .it has: num_examples"),
+        (
+            [without(WEIGHT, i) for i in range(3)],
+            f"Every reply of the first round .*'{WEIGHT}' is miss",
+        ),
+        (
+            [weighing({"num_examples": 5})] * 3,
+            "has no 'num-examples' .it has: num_examples",
+        ),
         ([weighing({})] * 3, "it has: nothing"),
     ],
 )
@@ -171,7 +228,9 @@ def test_a_first_round_of_replies_with_one_fault_ends_the_run_with_it(
     strategy: type[Aligned], align: bool, nodes: list[Client], says: str, tmp_path: Path
 ) -> None:
     report = tmp_path / "report.jsonl"
-    given = {"rows": report, "fraction_evaluate": 0.0} | ({} if align else {"alignment": None})
+    given = {"rows": report, "fraction_evaluate": 0.0} | (
+        {} if align else {"alignment": None}
+    )
     with pytest.raises(fedrot.FedrotError, match=says):
         _start(strategy(CONFIG, **grouped(**given)), ARRAYS, *nodes)
     rows = [json.loads(line) for line in report.read_text().splitlines()]
@@ -196,7 +255,9 @@ def test_a_first_round_that_another_may_better_does_not_end_the_run(what: str) -
 
 @pytest.mark.parametrize("nodes", [1, 30])
 def test_one_client_of_many_does_not_end_the_run(nodes: int) -> None:
-    """Of thirty, the next round may ask a better one; where there is one, it may not."""
+    """Of thirty, the next round may ask a better one; where there is one, it may
+    not.
+    """
     few = {"min_train_nodes": 1, "min_available_nodes": 1, "fraction_train": 1 / nodes}
     strategy = FedRot(CONFIG, fraction_evaluate=0.0, **few)
     clients = [without(WEIGHT, index) for index in range(nodes)]
@@ -216,15 +277,23 @@ def test_a_later_round_never_ends_the_run_nor_does_the_first_one_after_a_checkpo
 
         def answer(message: Message) -> Message | None:
             rounds.append(1)
-            return (good(index) if len(rounds) == 1 else without(WEIGHT, index))(message)
+            return (good(index) if len(rounds) == 1 else without(WEIGHT, index))(
+                message
+            )
 
         return answer
 
     grid = grid_of(map(once, range(3)))
     for rounds in (1, 3):
-        strategy = FedRot(CONFIG, checkpoints=Checkpointing(tmp_path), fraction_evaluate=0.0)
+        strategy = FedRot(
+            CONFIG, checkpoints=Checkpointing(tmp_path), fraction_evaluate=0.0
+        )
         metrics = strategy.start(grid, ARRAYS, rounds).train_metrics_clientapp
-    assert [metrics[number]["fedrot-replies-accepted"] for number in (1, 2, 3)] == [3, 0, 0]
+    assert [metrics[number]["fedrot-replies-accepted"] for number in (1, 2, 3)] == [
+        3,
+        0,
+        0,
+    ]
 
 
 def _run(home: Path, rounds: int, **given: Any) -> list[int]:
@@ -232,11 +301,19 @@ def _run(home: Path, rounds: int, **given: Any) -> list[int]:
     rows = home / "alignment.jsonl"
     strategy = FedRot(CONFIG, fraction_evaluate=0.0, **grouped(rows=rows, **given))
     _start(strategy, ARRAYS, *map(good, range(2)), rounds=rounds)
-    return list(dict.fromkeys(json.loads(line)["round"] for line in rows.read_text().splitlines()))
+    return list(
+        dict.fromkeys(
+            json.loads(line)["round"] for line in rows.read_text().splitlines()
+        )
+    )
 
 
-def test_a_resumed_run_goes_on_in_its_files_and_a_refused_one_leaves_them(tmp_path: Path) -> None:
-    """An empty file is nobody's; rows of a run that was killed in its first round are removed."""
+def test_a_resumed_run_goes_on_in_its_files_and_a_refused_one_leaves_them(
+    tmp_path: Path,
+) -> None:
+    """An empty file is nobody's; rows of a run that was killed in its first round are
+    removed.
+    """
     kept, path = tmp_path / "kept", tmp_path / "alignment.jsonl"
     path.touch()
 
@@ -245,7 +322,9 @@ def test_a_resumed_run_goes_on_in_its_files_and_a_refused_one_leaves_them(tmp_pa
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        _start(FedRot(CONFIG, **grouped(rows=path, folder=kept)), ARRAYS, killed, killed)
+        _start(
+            FedRot(CONFIG, **grouped(rows=path, folder=kept)), ARRAYS, killed, killed
+        )
     for rounds in (1, 3):
         found = _run(tmp_path, rounds, folder=kept)
     assert [*tmp_path.glob("*.jsonl")] == [path]
@@ -256,4 +335,6 @@ def test_a_resumed_run_goes_on_in_its_files_and_a_refused_one_leaves_them(tmp_pa
         (checkpoint / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(fedrot.FedrotError, match="There is no usable checkpoint"):
         _run(tmp_path, 4, folder=kept)
-    assert [(one, one.read_bytes()) for one in tmp_path.glob("*.jsonl")] == [(path, before)]
+    assert [(one, one.read_bytes()) for one in tmp_path.glob("*.jsonl")] == [
+        (path, before)
+    ]

@@ -66,7 +66,9 @@ def identity() -> list[int]:
 
 
 #: The block, what it changes, and whether that is as it must be inside.
-BLOCKS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], bool]]] = {
+BLOCKS: dict[
+    str, tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], bool]]
+] = {
     "metrics": (
         lambda: without_metrics(AVERAGE),
         lambda: metrics_function(AVERAGE),
@@ -75,7 +77,9 @@ BLOCKS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], bo
     "norms": (
         clips_zero,
         lambda: differential_privacy.get_norm,
-        lambda norm: 0 < norm([np.zeros(2)]) < 1e-300 and norm([np.array([3.0, 4.0])]) == 5,
+        lambda norm: (
+            0 < norm([np.zeros(2)]) < 1e-300 and norm([np.array([3.0, 4.0])]) == 5
+        ),
     ),
     "identity": (outside_of_the_engine, identity, lambda found: found == [1, 1, 1]),
 }
@@ -106,7 +110,9 @@ NOISE = {"noise_multiplier": 0.1, "num_sampled_clients": 2}
     [
         *(FedAdagrad, FedAdam, FedYogi, partial(QFedAvg, 0.1)),
         lambda: DifferentialPrivacyServerSideAdaptiveClipping(FedAvg(), **NOISE),
-        lambda: DifferentialPrivacyServerSideFixedClipping(FedAvg(), clipping_norm=1.0, **NOISE),
+        lambda: DifferentialPrivacyServerSideFixedClipping(
+            FedAvg(), clipping_norm=1.0, **NOISE
+        ),
     ],
 )
 def test_attributes_that_are_set_anew_are_there(build: Callable[[], Strategy]) -> None:
@@ -141,8 +147,12 @@ class Malformed(FakeGrid):
         raise self.error("torn")
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyError, AssertionError, DecodeError, OSError])
-def test_a_reply_that_cannot_be_decoded_is_an_error_reply_of_its_node(error: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    "error", [ValueError, KeyError, AssertionError, DecodeError, OSError]
+)
+def test_a_reply_that_cannot_be_decoded_is_an_error_reply_of_its_node(
+    error: type[Exception],
+) -> None:
     grid = Malformed({7: failure})
     grid.error = error
     asked = Message(RecordDict(), dst_node_id=7, message_type="train")
@@ -166,14 +176,22 @@ def test_a_message_that_the_grid_refuses_is_not_waited_for() -> None:
             assert None not in given[0]
             return super().pull_messages(*given, **named)
 
-    grid = Refusing({node: lambda message: reply(message, {}, 1) for node in (100, 101)})
+    grid = Refusing(
+        {node: lambda message: reply(message, {}, 1) for node in (100, 101)}
+    )
     messages = [Message(RecordDict(), node, "train") for node in (100, 101)]
     assert len(LazyGrid(grid).send_and_receive(messages, timeout=0.5)) == 1
 
 
 def test_the_call_that_a_client_lacks_is_said_behind_a_long_traceback() -> None:
-    reason = "RayTaskError: " + "File, line. " * 90 + "No train function registered with name x"
+    reason = (
+        "RayTaskError: "
+        + "File, line. " * 90
+        + "No train function registered with name x"
+    )
     lacking: Any = SimpleNamespace(error=SimpleNamespace(reason=reason))
     said = legible(failure_of(lacking, "answer_with_sums"))
-    assert said.endswith("registered with name x Call answer_with_sums with its ClientApp.")
+    assert said.endswith(
+        "registered with name x Call answer_with_sums with its ClientApp."
+    )
     assert (said[:23], len(said)) == ("it failed: RayTaskError", LONGEST_REASON)

@@ -32,7 +32,14 @@ from flwr.serverapp.strategy import (
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.federation.grids import LocalGrid, OrderedGrid
-from fedrot.strategies import Aligned, AlignedLoRA, Checkpointing, FedRot, FedRotLoRA, Server
+from fedrot.strategies import (
+    Aligned,
+    AlignedLoRA,
+    Checkpointing,
+    FedRot,
+    FedRotLoRA,
+    Server,
+)
 from fedrot.strategies.flower_compat import outside_of_the_engine
 from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.resume.run import run
@@ -44,27 +51,41 @@ from tests.strategies.test_lora import adapter, floats
 # Signatures
 
 
-#: Arguments that a later Flower has renamed: the old name is given by keyword, or by place.
+#: Arguments that a later Flower has renamed: the old name is given by keyword, or by
+#: place.
 RENAMED = {"message_ids": "reply_to_message_ids"}
 
 
 def missing(theirs: Callable[..., Any], ours: Callable[..., Any]) -> list[str]:
-    """Return what callers may give to a function of Flower's and not to ours, or in another place."""
+    """Return what callers may give to a function of Flower's and not to ours, or in
+    another place.
+    """
     own = inspect.signature(ours).parameters
     kinds = {parameter.kind for parameter in own.values()}
     if {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} <= kinds and len(own) <= 3:
         return []  # It passes everything on.
     found, places = [], [*own]
-    for place, (name, parameter) in enumerate(inspect.signature(theirs).parameters.items()):
+    for place, (name, parameter) in enumerate(
+        inspect.signature(theirs).parameters.items()
+    ):
         given = own.get(name)
         if given is None:
             found.append(name)
-        elif parameter.default is not parameter.empty and given.default != parameter.default:
+        elif (
+            parameter.default is not parameter.empty
+            and given.default != parameter.default
+        ):
             found.append(f"{name}={given.default}")
-        elif parameter.kind is Parameter.POSITIONAL_OR_KEYWORD and "model_config" not in own:
+        elif (
+            parameter.kind is Parameter.POSITIONAL_OR_KEYWORD
+            and "model_config" not in own
+        ):
             if places[place : place + 1] != [RENAMED.get(name, name)]:
                 found.append(f"place of {name}")
-        elif parameter.kind is Parameter.KEYWORD_ONLY and given.kind is Parameter.POSITIONAL_ONLY:
+        elif (
+            parameter.kind is Parameter.KEYWORD_ONLY
+            and given.kind is Parameter.POSITIONAL_ONLY
+        ):
             found.append(f"place of {name}")
     return found
 
@@ -78,7 +99,12 @@ def public(cls: type) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
-        *((FedAvg, FedRot), (FedAvg, FedRotLoRA), (Strategy, Aligned), (Strategy, AlignedLoRA)),
+        *(
+            (FedAvg, FedRot),
+            (FedAvg, FedRotLoRA),
+            (Strategy, Aligned),
+            (Strategy, AlignedLoRA),
+        ),
         *((Grid, LazyGrid), (Grid, LocalGrid), (Grid, OrderedGrid)),
     ],
 )
@@ -86,10 +112,14 @@ def test_every_public_method_takes_what_flowers_takes(theirs: type, ours: type) 
     given = inspect.signature(getattr(ours, "__init__")).parameters.values()  # noqa: B009
     passes_on = any(p.kind is Parameter.VAR_KEYWORD for p in given)
     names = [
-        n for n in public(theirs) if n != "__init__" or (issubclass(theirs, Strategy) and not passes_on)
+        n
+        for n in public(theirs)
+        if n != "__init__" or (issubclass(theirs, Strategy) and not passes_on)
     ]
     assert {"start", "push_messages"} & {*names}
-    wrong = {name: missing(getattr(theirs, name), getattr(ours, name)) for name in names}
+    wrong = {
+        name: missing(getattr(theirs, name), getattr(ours, name)) for name in names
+    }
     assert {name: parameters for name, parameters in wrong.items() if parameters} == {}
 
 
@@ -108,7 +138,9 @@ HAS_IT = "should_stop" in inspect.signature(Strategy.start).parameters
 
 @pytest.fixture
 def newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give an older ``Strategy.start`` what Flower 1.43 has: ``should_stop``, and a first result."""
+    """Give an older ``Strategy.start`` what Flower 1.43 has: ``should_stop``, and a
+    first result.
+    """
     older: Any = Strategy.start
 
     def start(
@@ -121,7 +153,12 @@ def newest(monkeypatch: pytest.MonkeyPatch) -> None:
         **kwargs: Any,
     ) -> Result:
         result = Result(arrays=initial_arrays)
-        hooks = ("summary", "aggregate_train", "configure_evaluate", "aggregate_evaluate")
+        hooks = (
+            "summary",
+            "aggregate_train",
+            "configure_evaluate",
+            "aggregate_evaluate",
+        )
         asking = SimpleNamespace(**{name: getattr(self, name) for name in hooks})
 
         def stop_after(number: int) -> None:
@@ -146,11 +183,16 @@ def newest(monkeypatch: pytest.MonkeyPatch) -> None:
 def moved(message: Message) -> Message:
     node = message.metadata.dst_node_id
     received = tensors_of(message.content.array_records["arrays"])
-    floating = {n: t + 0.01 * node if t.is_floating_point() else t for n, t in received.items()}
+    floating = {
+        n: t + 0.01 * node if t.is_floating_point() else t for n, t in received.items()
+    }
     return reply(message, floating, 10, node)
 
 
-AlignedAdam, AdamLoRA = in_front_of(FedAdam), type("AdamLoRA", (AlignedLoRA, FedAdam), {})
+AlignedAdam, AdamLoRA = (
+    in_front_of(FedAdam),
+    type("AdamLoRA", (AlignedLoRA, FedAdam), {}),
+)
 MOVED, ARRAYS = {1: moved, 2: moved}, ArrayRecord(state())
 
 STRATEGIES: dict[str, tuple[Callable[..., Any], ArrayRecord]] = {
@@ -164,7 +206,9 @@ STRATEGIES: dict[str, tuple[Callable[..., Any], ArrayRecord]] = {
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.usefixtures("newest")
-def test_a_run_ends_when_should_stop_says_so(name: str, checkpoints: bool, tmp_path: Path) -> None:
+def test_a_run_ends_when_should_stop_says_so(
+    name: str, checkpoints: bool, tmp_path: Path
+) -> None:
     build, arrays = STRATEGIES[name]
     asked: list[tuple[int, str]] = []
 
@@ -176,7 +220,9 @@ def test_a_run_ends_when_should_stop_says_so(name: str, checkpoints: bool, tmp_p
     def play(rounds: int, folder: str, **given: Any) -> Any:
         kept = Checkpointing(tmp_path / folder) if checkpoints else None
         random.seed(0)
-        strategy = build(fraction_evaluate=0.0, server=Server(deterministic=True), checkpoints=kept)
+        strategy = build(
+            fraction_evaluate=0.0, server=Server(deterministic=True), checkpoints=kept
+        )
         return strategy.start(FakeGrid(MOVED), arrays, rounds, **given)
 
     stopped = play(5, "stopped", should_stop=should_stop)
@@ -191,7 +237,9 @@ def test_a_run_ends_when_should_stop_says_so(name: str, checkpoints: bool, tmp_p
 
 
 @pytest.mark.usefixtures("newest")
-def test_should_stop_of_a_resumed_run_is_asked_where_the_whole_run_asked_it(tmp_path: Path) -> None:
+def test_should_stop_of_a_resumed_run_is_asked_where_the_whole_run_asked_it(
+    tmp_path: Path,
+) -> None:
     """With the same random numbers, and the same result so far."""
     asked: list[tuple[int, float, list[int], str]] = []
 
@@ -200,7 +248,9 @@ def test_should_stop_of_a_resumed_run_is_asked_where_the_whole_run_asked_it(tmp_
         asked.append((number, random.random(), trained, result.arrays.object_id))
         return False
 
-    def play(rounds: int, seed: int, **given: Any) -> list[tuple[int, float, list[int], str]]:
+    def play(
+        rounds: int, seed: int, **given: Any
+    ) -> list[tuple[int, float, list[int], str]]:
         random.seed(seed)
         asked.clear()
         strategy, grid = FedAdam(fraction_evaluate=0.0), FakeGrid(MOVED)
@@ -221,7 +271,9 @@ def test_an_older_flower_refuses_should_stop_before_any_client_trains(
 ) -> None:
     kept, grid = Checkpointing(tmp_path) if checkpoints else None, FakeGrid(MOVED)
     with pytest.raises(TypeError, match="should_stop"):
-        FedRot(SYMMETRY, checkpoints=kept).start(grid, ARRAYS, 1, should_stop=lambda n, r: True)
+        FedRot(SYMMETRY, checkpoints=kept).start(
+            grid, ARRAYS, 1, should_stop=lambda n, r: True
+        )
     assert grid.asked == []
 
 
@@ -256,8 +308,13 @@ def replies(given: Iterable[tuple[Any, float]]) -> list[Message]:
 
 #: Arrays and numbers of examples that clients send.
 SENT: dict[str, list[tuple[list[Any], int]]] = {
-    "two arrays": [([np.full((2, 3), i, np.float32), np.arange(4.0) + i], i) for i in (1, 2, 3, 7)],
-    "scalars": [([np.array(value)], weight) for weight, value in enumerate((0.5, 1, 2, 100), start=1)],
+    "two arrays": [
+        ([np.full((2, 3), i, np.float32), np.arange(4.0) + i], i) for i in (1, 2, 3, 7)
+    ],
+    "scalars": [
+        ([np.array(value)], weight)
+        for weight, value in enumerate((0.5, 1, 2, 100), start=1)
+    ],
 }
 #: Strategies of Flower, and their arguments.
 FLOWERS: list[tuple[Any, dict[str, Any]]] = [
@@ -278,10 +335,17 @@ def test_replies_that_nobody_asked_for_are_aggregated_as_by_flowers_strategy(
 ) -> None:
     strategies = [base(**given), in_front_of(base)(alignment=None, **given)]
     results = []
-    for strategy in [*strategies, FedRot(alignment=None)] if base is FedAvg else strategies:
+    for strategy in (
+        [*strategies, FedRot(alignment=None)] if base is FedAvg else strategies
+    ):
         zeros = {str(n): np.zeros_like(one) for n, one in enumerate(SENT[sent][0][0])}
-        strategy.current_arrays = ArrayRecord([*zeros.values()]) if base is FedAvgM else zeros
-        rounds = [strategy.aggregate_train(number, replies(SENT[sent]))[0] for number in (1, 2)]
+        strategy.current_arrays = (
+            ArrayRecord([*zeros.values()]) if base is FedAvgM else zeros
+        )
+        rounds = [
+            strategy.aggregate_train(number, replies(SENT[sent]))[0]
+            for number in (1, 2)
+        ]
         results.append([one for arrays in rounds for one in arrays.to_numpy_ndarrays()])
     for theirs, *ours in zip(*results, strict=True):
         for found in ours:
@@ -296,9 +360,16 @@ def test_replies_to_nothing_known_need_no_alignment() -> None:
 
 def test_evaluations_are_weighted_whoever_has_asked_for_them() -> None:
     """``configure_evaluate`` of a subclass, and a loop of its own, tell us nothing."""
-    metrics = [MetricRecord({"num-examples": n, "score": s}) for n, s in ((1, 0.0), (3, 1.0))]
+    metrics = [
+        MetricRecord({"num-examples": n, "score": s}) for n, s in ((1, 0.0), (3, 1.0))
+    ]
     with outside_of_the_engine():
         asked = [Message(RecordDict(), node, "evaluate") for node in (1, 2)]
-    given = [Message(RecordDict({"m": m}), reply_to=a) for m, a in zip(metrics, asked, strict=True)]
-    found: Any = FedRot(SYMMETRY).aggregate_evaluate(1, [*given, given[0], failure(asked[0])])
+    given = [
+        Message(RecordDict({"m": m}), reply_to=a)
+        for m, a in zip(metrics, asked, strict=True)
+    ]
+    found: Any = FedRot(SYMMETRY).aggregate_evaluate(
+        1, [*given, given[0], failure(asked[0])]
+    )
     assert found["score"] == 0.75

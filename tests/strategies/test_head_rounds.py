@@ -1,4 +1,6 @@
-"""``FedRot(fit_head=True)``: head first, the choice after each round, and what travels for it."""
+"""``FedRot(fit_head=True)``: head first, the choice after each round, and what travels
+for it.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,26 @@ from torch.nn.functional import cross_entropy
 
 import fedrot
 from fedrot.lora import AdapterOptions, adapter_tensors, load_adapter
-from fedrot.strategies import Checkpointing, FedRot, FedRotLoRA, Reporting, Server, fit_task_head
+from fedrot.strategies import (
+    Checkpointing,
+    FedRot,
+    FedRotLoRA,
+    Reporting,
+    Server,
+    fit_task_head,
+)
 from fedrot.strategies.sums.requests import EVALUATE, LACKS, MODEL, STEP, SUM
 from fedrot.strategies.wire.arrays import TIED, from_arrays, to_arrays
 from tests.models import near
 from tests.strategies import toy
-from tests.strategies.fakes import Client, failure, grid_of, largest_difference, reply, tensors_of
+from tests.strategies.fakes import (
+    Client,
+    failure,
+    grid_of,
+    largest_difference,
+    reply,
+    tensors_of,
+)
 from tests.strategies.heads import KINDS, RANKS, SINGLE
 from tests.strategies.toy import HEAD, State, client, loss, state
 
@@ -34,21 +50,31 @@ def noting(strategy: type) -> tuple[Any, list[ArrayRecord]]:
 
     class Noting(strategy):  # type: ignore[misc, valid-type]
         def configure_train(
-            self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+            self,
+            server_round: int,
+            arrays: ArrayRecord,
+            config: ConfigRecord,
+            grid: Grid,
         ) -> Iterable[Message]:
             sent.append(arrays)
-            found: Iterable[Message] = super().configure_train(server_round, arrays, config, grid)
+            found: Iterable[Message] = super().configure_train(
+                server_round, arrays, config, grid
+            )
             return found
 
     return Noting, sent
 
 
-def noted(nodes: Iterable[Client], notes: list[tuple[str, dict[str, ArrayRecord]]]) -> list[Client]:
+def noted(
+    nodes: Iterable[Client], notes: list[tuple[str, dict[str, ArrayRecord]]]
+) -> list[Client]:
     def wrapped(node: Client) -> Client:
         def answer(message: Message) -> Message | None:
             (config,) = message.content.config_records.values()
             records = message.content.array_records.items()
-            models = {name: own for name, own in records if name.startswith((MODEL, "arrays"))}
+            models = {
+                name: own for name, own in records if name.startswith((MODEL, "arrays"))
+            }
             notes.append((str(config.get(STEP, "train")), models))
             return node(message)
 
@@ -58,7 +84,10 @@ def noted(nodes: Iterable[Client], notes: list[tuple[str, dict[str, ArrayRecord]
 
 
 #: Sums of updates do not depend on the order of arrival.
-COMMON: dict[str, Any] = {"fraction_evaluate": 0.0, "server": Server(deterministic=True)}
+COMMON: dict[str, Any] = {
+    "fraction_evaluate": 0.0,
+    "server": Server(deterministic=True),
+}
 
 
 def played(
@@ -68,7 +97,9 @@ def played(
     config: Any = None,
     **given: Any,
 ) -> tuple[Any, list[ArrayRecord]]:
-    """Return the result of a run, by default of ``LEARNERS``, and its rounds' broadcast models."""
+    """Return the result of a run, by default of ``LEARNERS``, and its rounds' broadcast
+    models.
+    """
     strategy, sent = noting(FedRot)
     ours = strategy(config or SINGLE.config, **{"fit_head": True, **COMMON, **given})
     initial = start or ArrayRecord(SINGLE.state())
@@ -109,17 +140,27 @@ def test_the_best_of_old_new_and_half_way_is_taken(case: str, tmp_path: Path) ->
     result, (first,) = run(clients(to, count=3), 1, start, reporting=reporting)
     assert (tmp_path / "rows.jsonl").read_text().count('"sha256"') == (3 if step else 0)
     last = tensors_of(result.arrays)
-    assert (float(first["body"]), float(last["body"])) == (start, start + step * (to(start) - start))
+    assert (float(first["body"]), float(last["body"])) == (
+        start,
+        start + step * (to(start) - start),
+    )
     metrics = result.train_metrics_clientapp[1]
-    assert (metrics["fedrot-head-step"], metrics["fedrot-head-fitted"]) == (step, int(step > 0))
+    assert (metrics["fedrot-head-step"], metrics["fedrot-head-fitted"]) == (
+        step,
+        int(step > 0),
+    )
     assert (metrics["fedrot-head-change"] < 0) == (step > 0)
     page = Path("docs/reference/metrics.md").read_text(encoding="utf-8")
-    assert all(f"* `{name}`: " in page for name in metrics if name.startswith("fedrot-head"))
+    assert all(
+        f"* `{name}`: " in page for name in metrics if name.startswith("fedrot-head")
+    )
     assert metrics["fedrot-head-loss"] == pytest.approx(loss(last, 3), rel=1e-5)
 
 
 def test_the_error_is_the_standard_error_of_the_differences_of_rows() -> None:
-    """The oracle: the rows of all clients, which have equal numbers of rows; below four, a mean."""
+    """The oracle: the rows of all clients, which have equal numbers of rows; below
+    four, a mean.
+    """
     result, (first, *_) = run(clients(lambda body: body + 0.05, count=3), 1)
     losses = []
     for tensors in (first, tensors_of(result.arrays)):
@@ -128,10 +169,16 @@ def test_the_error_is_the_standard_error_of_the_differences_of_rows() -> None:
         every = [toy.rows(1000 + seed, 90) for seed in range(3)]
         logits = [model(one["noise"], one["centres"]).logits.double() for one in every]
         own = zip(logits, every, strict=True)
-        losses.append(torch.stack([cross_entropy(x, y["labels"], reduction="none") for x, y in own]))
+        losses.append(
+            torch.stack(
+                [cross_entropy(x, y["labels"], reduction="none") for x, y in own]
+            )
+        )
     differences = losses[1] - losses[0]
     metrics = result.train_metrics_clientapp[1]
-    assert metrics["fedrot-head-change"] == pytest.approx(float(differences.mean()), abs=1e-6)
+    assert metrics["fedrot-head-change"] == pytest.approx(
+        float(differences.mean()), abs=1e-6
+    )
     within = differences.var(1, correction=0).mean() / (3 * 90)
     assert metrics["fedrot-head-error"] == pytest.approx(float(within) ** 0.5, rel=0.2)
 
@@ -140,7 +187,13 @@ def test_a_model_travels_once_for_its_head(tmp_path: Path) -> None:
     notes: list[Any] = []
     run(noted(clients(lambda body: body + 0.3, tmp_path), notes), 2)
     first = [("count", []), ("sum", [f"{MODEL}-0"]), ("evaluate", [])]
-    each = [("train", ["arrays"]), ("count", []), ("sum", [f"{MODEL}-0"]), ("sum", []), ("evaluate", [])]
+    each = [
+        ("train", ["arrays"]),
+        ("count", []),
+        ("sum", [f"{MODEL}-0"]),
+        ("sum", []),
+        ("evaluate", []),
+    ]
     expected = [one for one in [*first, *each, *each] for _ in range(CLIENTS)]
     assert [(step, list(models)) for step, models in notes] == expected
     # The new model, the one before it, and the one half way; nobody else may read them.
@@ -183,12 +236,16 @@ def test_lost_and_damaged_files_and_full_disks_cost_only_bytes(
 
     found, _ = run([spoiling, *nodes[1:]], 2)
     # The body half way is computed from the two that came.
-    assert ("evaluate", [f"{MODEL}-0", f"{MODEL}-1"]) in [(step, list(own)) for step, own in notes]
+    assert ("evaluate", [f"{MODEL}-0", f"{MODEL}-1"]) in [
+        (step, list(own)) for step, own in notes
+    ]
     assert largest_difference(found.arrays, expected.arrays) == 0
     assert ("is not kept for the next request" in warnings()) == (what == "never kept")
 
 
-def test_clients_that_always_lack_the_model_are_left_out(warnings: Callable[[], str]) -> None:
+def test_clients_that_always_lack_the_model_are_left_out(
+    warnings: Callable[[], str],
+) -> None:
     def lacking(message: Message) -> Message | None:
         (config,) = message.content.config_records.values()
         lacks = Message(RecordDict({LACKS: ConfigRecord()}), reply_to=message)
@@ -233,9 +290,15 @@ LEARNERS = [learner(index) for index in range(3)]
     ids=["a mean, named head", "aligned"],
 )
 def test_every_round_ends_with_the_best_of_three_models(given: dict[str, Any]) -> None:
-    """The oracle: rounds without the argument, one at a time, and ``fit_task_head`` for each body."""
+    """The oracle: rounds without the argument, one at a time, and ``fit_task_head`` for
+    each body.
+    """
     result, sent = played(**given)
-    grid, config, initial = grid_of(LEARNERS), SINGLE.config, ArrayRecord(SINGLE.state())
+    grid, config, initial = (
+        grid_of(LEARNERS),
+        SINGLE.config,
+        ArrayRecord(SINGLE.state()),
+    )
     model = fit_task_head(grid, initial, config).arrays
     plain = {name: value for name, value in given.items() if name != "fit_head"}
     for number, received in enumerate(sent, start=1):
@@ -250,7 +313,9 @@ def test_every_round_ends_with_the_best_of_three_models(given: dict[str, Any]) -
         if best.losses[2] < before:
             model = best.arrays
             assert metrics["fedrot-head-step"] == (1, 0.5)[found.index(best)]
-            assert metrics["fedrot-head-loss"] == pytest.approx(best.losses[2], rel=1e-9)
+            assert metrics["fedrot-head-loss"] == pytest.approx(
+                best.losses[2], rel=1e-9
+            )
         else:
             assert metrics["fedrot-head-step"] == 0
     assert largest_difference(result.arrays, model) == 0
@@ -260,7 +325,9 @@ def test_every_round_ends_with_the_best_of_three_models(given: dict[str, Any]) -
 
 @pytest.mark.parametrize("method", ["mean", "exact"])
 def test_adapters_are_never_worse_over_rounds(method: str) -> None:
-    """The oracle is the loss of each broadcast adapter on the held-out rows of all clients."""
+    """The oracle is the loss of each broadcast adapter on the held-out rows of all
+    clients.
+    """
     kind = KINDS["adapter"]
     ranks = RANKS if method == "exact" else (max(RANKS),) * 3
 
@@ -283,19 +350,30 @@ def test_adapters_are_never_worse_over_rounds(method: str) -> None:
         return node
 
     strategy, sent = noting(FedRotLoRA)
-    ours = strategy(kind.config, AdapterOptions(method), fit_head=True, fraction_evaluate=0.0)
-    grid, model, losses = grid_of(map(adapter_learner, range(3))), kind.build(), list[float]()
+    ours = strategy(
+        kind.config, AdapterOptions(method), fit_head=True, fraction_evaluate=0.0
+    )
+    grid, model, losses = (
+        grid_of(map(adapter_learner, range(3))),
+        kind.build(),
+        list[float](),
+    )
     result = ours.start(grid, ArrayRecord(kind.state()), 2, timeout=1)
     for arrays in [*sent, result.arrays]:
         load_adapter(model, tensors_of(arrays))
-        own = [kind.loss(kind.logits(model, rows), rows["labels"]) for _, rows in kind.pairs()]
+        own = [
+            kind.loss(kind.logits(model, rows), rows["labels"])
+            for _, rows in kind.pairs()
+        ]
         losses.append(float(torch.cat(own).mean()))
     assert all(after <= before + 1e-5 for before, after in pairwise(losses))
     steps = [one["fedrot-head-step"] for one in result.train_metrics_clientapp.values()]
     assert set(steps) <= ({0.0, 0.5, 1.0} if method == "mean" else {0.0, 1.0})
 
 
-def test_a_later_round_without_answers_keeps_its_head(warnings: Callable[[], str]) -> None:
+def test_a_later_round_without_answers_keeps_its_head(
+    warnings: Callable[[], str],
+) -> None:
     def once(node: Client) -> Client:
         asked: list[bool] = []
 
@@ -309,7 +387,9 @@ def test_a_later_round_without_answers_keeps_its_head(warnings: Callable[[], str
     result, sent = played(map(once, LEARNERS), 3)
     assert "Round 2: the task head is not changed" in warnings()
     metrics = result.train_metrics_clientapp
-    assert [number for number, found in metrics.items() if "fedrot-head-loss" in found] == [1]
+    assert [
+        number for number, found in metrics.items() if "fedrot-head-loss" in found
+    ] == [1]
     merged = FedRot(SINGLE.config, **COMMON).start(grid_of(LEARNERS), sent[1], 1).arrays
     assert largest_difference(sent[2], merged) == 0
 
@@ -331,7 +411,9 @@ def test_a_failed_round_fits_no_head_and_a_first_round_without_answers_stops() -
 
 
 def test_a_subclass_that_hides_the_model_is_refused() -> None:
-    """It makes the messages itself and plays the rounds itself: nobody knows the round's model."""
+    """It makes the messages itself and plays the rounds itself: nobody knows the
+    round's model.
+    """
 
     class Own(FedRot):
         def configure_train(self, *given: Any) -> Iterable[Message]:
@@ -348,7 +430,9 @@ def test_a_subclass_that_hides_the_model_is_refused() -> None:
 
 
 def of_precision(index: int, dtype: torch.dtype | None = None) -> Client:
-    """Return a node that computes in float32; with a precision it answers in it, and with the tie."""
+    """Return a node that computes in float32; with a precision it answers in it, and
+    with the tie.
+    """
 
     def tied() -> nn.Module:
         model: Any = SINGLE.drawn()
@@ -361,11 +445,15 @@ def of_precision(index: int, dtype: torch.dtype | None = None) -> Client:
         if message.metadata.message_type != "train":
             return node(message)
         known = from_arrays(message.content.array_records["arrays"])
-        floats = {name: tensor.float() for name, tensor in known.items() if name != "again"}
+        floats = {
+            name: tensor.float() for name, tensor in known.items() if name != "again"
+        }
         message.content = RecordDict({**message.content, "arrays": ArrayRecord(floats)})
         found = node(message)
         if found is not None and dtype:
-            update = {n: t.to(dtype) for n, t in from_arrays(found.content["arrays"]).items()}
+            update = {
+                n: t.to(dtype) for n, t in from_arrays(found.content["arrays"]).items()
+            }
             update["again"] = update["bert.pooler.dense.weight"]
             found.content["arrays"] = to_arrays(update)
         return found
@@ -374,12 +462,16 @@ def of_precision(index: int, dtype: torch.dtype | None = None) -> Client:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "wire"), [(torch.bfloat16, None), (torch.float64, None), (None, torch.bfloat16)]
+    ("dtype", "wire"),
+    [(torch.bfloat16, None), (torch.float64, None), (None, torch.bfloat16)],
 )
-def test_models_travel_in_their_precision_or_the_wires_and_keep_their_own_and_their_ties(
+def test_models_travel_in_the_wires_precision_and_keep_their_own_and_their_ties(
     dtype: torch.dtype | None, wire: torch.dtype | None
 ) -> None:
-    tensors: Any = {name: tensor.to(dtype or torch.float32) for name, tensor in SINGLE.state().items()}
+    tensors: Any = {
+        name: tensor.to(dtype or torch.float32)
+        for name, tensor in SINGLE.state().items()
+    }
     if dtype:
         tensors["again"] = tensors["bert.pooler.dense.weight"]
     model, notes = to_arrays(tensors), list[Any]()
@@ -389,9 +481,16 @@ def test_models_travel_in_their_precision_or_the_wires_and_keep_their_own_and_th
     result, _ = played(nodes, start=model, alignment=None, server=server)
     records = [record for _, models in notes for record in models.values()]
     assert len(records) >= 3 * (1 + 3)
-    for record, own in [*((record, wire or dtype) for record in records), (result.arrays, dtype)]:
+    for record, own in [
+        *((record, wire or dtype) for record in records),
+        (result.arrays, dtype),
+    ]:
         kind = str(own or torch.float32).removeprefix("torch.")
         assert {array.dtype for array in record.values()} == {kind}
         if dtype:
-            assert [(n, a.stype) for n, a in record.items()] == [(n, a.stype) for n, a in model.items()]
-    assert all("fedrot-head-loss" in found for found in result.train_metrics_clientapp.values())
+            assert [(n, a.stype) for n, a in record.items()] == [
+                (n, a.stype) for n, a in model.items()
+            ]
+    assert all(
+        "fedrot-head-loss" in found for found in result.train_metrics_clientapp.values()
+    )

@@ -1,4 +1,6 @@
-"""Models evaluated on the rows that clients hold out, for guards and as ``evaluate_fn``."""
+"""Models evaluated on the rows that clients hold out, for guards and as
+``evaluate_fn``.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def test_metrics_are_those_of_all_rows_together(
 
 def test_without_an_answer_the_metrics_are_nan(warnings: Callable[[], str]) -> None:
     found = evaluate_at_clients(grid_of([failure, failure]))(3, ARRAYS)
-    assert all(math.isnan(found[name]) for name in ("loss", "accuracy", "calibrated_loss"))
+    assert all(
+        math.isnan(found[name]) for name in ("loss", "accuracy", "calibrated_loss")
+    )
     assert "Round 3: clients did not evaluate" in warnings()
 
 
@@ -94,10 +98,16 @@ def test_models_of_one_round_are_judged_by_the_same_clients() -> None:
     # In the next round all are asked again; then client 0 is gone.
     evaluate(2, ARRAYS)
     found = evaluate(2, ArrayRecord(WORSE))
-    assert [set(nodes) - {100, 101} for nodes in grid.asked] == [{102}, set(), {102}, set()]
+    assert [set(nodes) - {100, 101} for nodes in grid.asked] == [
+        {102},
+        set(),
+        {102},
+        set(),
+    ]
     # The difference is then that of client 1.
     before, own, after = (
-        judged(*given).expected["loss"] for given in ((STATE, *good), (STATE, good[1]), (WORSE, good[1]))
+        judged(*given).expected["loss"]
+        for given in ((STATE, *good), (STATE, good[1]), (WORSE, good[1]))
     )
     assert found["loss"] == pytest.approx(before + after - own, rel=1e-5)
 
@@ -111,16 +121,29 @@ def trains(node: Client, update: State, weight: int) -> Client:
 
 
 def test_a_guard_keeps_what_the_clients_rows_prefer() -> None:
-    """Rows labelled by the start: the aligned mean is near to it, the plain one is not."""
+    """Rows labelled by the start: the aligned mean is near to it, the plain one is
+    not.
+    """
     held_out = [predicted(11, 200), predicted(12, 100)]
-    turned = [fedrot.random_equivalent(near(STATE, 0.02, one), SYMMETRY, one) for one in (1, 2)]
+    turned = [
+        fedrot.random_equivalent(near(STATE, 0.02, one), SYMMETRY, one)
+        for one in (1, 2)
+    ]
 
     def played(*answers: int) -> Any:
         """Play a round whose clients answer so many requests to judge."""
-        nodes = [answering(judge(own), most) for own, most in zip(held_out, answers, strict=True)]
-        grid = grid_of(trains(*pair, 1 + i) for i, pair in enumerate(zip(nodes, turned, strict=True)))
+        nodes = [
+            answering(judge(own), most)
+            for own, most in zip(held_out, answers, strict=True)
+        ]
+        grid = grid_of(
+            trains(*pair, 1 + i)
+            for i, pair in enumerate(zip(nodes, turned, strict=True))
+        )
         guard = Guard("loss", evaluate=evaluate_at_clients(grid))
-        strategy = FedRot(config_of(NAME), alignment=EAGER, guard=guard, fraction_evaluate=0.0)
+        strategy = FedRot(
+            config_of(NAME), alignment=EAGER, guard=guard, fraction_evaluate=0.0
+        )
         result = strategy.start(grid, ARRAYS, 1)
         return result.arrays, result.train_metrics_clientapp[1]
 

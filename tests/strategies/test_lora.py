@@ -21,9 +21,22 @@ from fedrot.errors import FedrotError
 from fedrot.lora import AdapterOptions, AdapterUpdate, average_adapters, fitted
 from fedrot.simulations.folder import read_rows
 from fedrot.strategies import FedRotLoRA, adapter_record
-from fedrot.strategies.lora import ERROR, ERROR_OF_FACTORS, LOST, AdapterMean, AlignedLoRA
+from fedrot.strategies.lora import (
+    ERROR,
+    ERROR_OF_FACTORS,
+    LOST,
+    AdapterMean,
+    AlignedLoRA,
+)
 from fedrot.strategies.settings import Checkpointing, Reporting, Server
-from tests.fedrot.lora.test_averaging import MODULES, SETTINGS, Adapter, adapter, product, truncated
+from tests.fedrot.lora.test_averaging import (
+    MODULES,
+    SETTINGS,
+    Adapter,
+    adapter,
+    product,
+    truncated,
+)
 from tests.strategies.fakes import ArrayRecord, FakeGrid, Message, reply
 
 CONFIG = {"peft_type": "LORA", "lora_alpha": SETTINGS.alpha}
@@ -60,14 +73,23 @@ def test_a_round_is_the_average_of_the_replies_and_says_its_errors(
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     with caplog.at_level("INFO", logger="flwr"):
-        result = started(FedRotLoRA(CONFIG, options, reporting=Reporting(rows), **EVERY))
+        result = started(
+            FedRotLoRA(CONFIG, options, reporting=Reporting(rows), **EVERY)
+        )
     start = floats(adapter(9))
-    sent = [{n: t + 0.3 * floats(adapter(i))[n] for n, t in start.items()} for i in range(3)]
-    updates = [AdapterUpdate(tensors, 10 + i, SETTINGS) for i, tensors in enumerate(sent)]
+    sent = [
+        {n: t + 0.3 * floats(adapter(i))[n] for n, t in start.items()} for i in range(3)
+    ]
+    updates = [
+        AdapterUpdate(tensors, 10 + i, SETTINGS) for i, tensors in enumerate(sent)
+    ]
     expected, report = average_adapters(updates, SETTINGS, options, previous=start)
     found = result.arrays.to_torch_state_dict()
     assert found.keys() == expected.keys()
-    assert all(torch.allclose(found[name], tensor, atol=1e-5) for name, tensor in expected.items())
+    assert all(
+        torch.allclose(found[name], tensor, atol=1e-5)
+        for name, tensor in expected.items()
+    )
     metrics = result.train_metrics_clientapp[1]
     assert metrics[ERROR] == pytest.approx(report.mean_error, rel=1e-3, abs=1e-6)
     assert metrics[ERROR_OF_FACTORS] > 0.01
@@ -96,7 +118,9 @@ def test_clients_of_smaller_ranks_cut_what_they_receive() -> None:
     start = floats(adapter(9, 4))
     result = FedRotLoRA(CONFIG, EXACT, **EVERY).start(grid, ArrayRecord(start), 2)
     found = result.arrays.to_torch_state_dict()
-    assert {name: t.shape for name, t in found.items()} == {n: t.shape for n, t in start.items()}
+    assert {name: t.shape for name, t in found.items()} == {
+        n: t.shape for n, t in start.items()
+    }
     for module in MODULES:
         dense = torch.stack([product(sent[rank], module) for rank in (1, 2, 4)]).mean(0)
         assert torch.allclose(product(found, module), truncated(dense, 4), atol=1e-3)
@@ -108,7 +132,11 @@ def test_clients_of_smaller_ranks_cut_what_they_receive() -> None:
     [
         ("exact", 5, "has rank 5, .* need an initial adapter of the largest rank"),
         ("mean", 2, r"has rank 2, .* need AdapterOptions\('exact'\)\."),
-        ("mean", 5, r"need AdapterOptions\('exact'\) and an initial adapter of the largest rank"),
+        (
+            "mean",
+            5,
+            r"need AdapterOptions\('exact'\) and an initial adapter of the largest",
+        ),
         ("exact", 0, r"lora_A.weight' has shape \[0, "),
     ],
 )
@@ -122,62 +150,94 @@ def test_replies_of_other_ranks_are_dropped(
     strategy = FedRotLoRA(CONFIG, AdapterOptions(method), **EVERY)
     result = strategy.start(grid, ArrayRecord(floats(adapter(9))), 1)
     assert result.train_metrics_clientapp[1]["fedrot-replies-dropped"] == 1
-    said = [r.getMessage() for r in caplog.records if "client 7 dropped" in r.getMessage()]
+    said = [
+        r.getMessage() for r in caplog.records if "client 7 dropped" in r.getMessage()
+    ]
     assert re.search(needed, said[0])
 
 
 def test_an_adapter_of_other_settings_is_dropped_by_name_and_rows_have_the_settings(
     warnings: Callable[[], str], tmp_path: Any
 ) -> None:
-    """Client 0 says nothing, client 1 the server's settings; client 4 has other targets."""
-    said: dict[int, Any] = {1: {}, 2: {"lora_alpha": 2 * SETTINGS.alpha}, 3: {"use_rslora": True}}
+    """Client 0 says nothing, client 1 the server's settings; client 4 has other
+    targets.
+    """
+    said: dict[int, Any] = {
+        1: {},
+        2: {"lora_alpha": 2 * SETTINGS.alpha},
+        3: {"use_rslora": True},
+    }
 
     def train(index: int, message: Message) -> Message:
         made = client(index)(message)
         if index in said:
             made.content["fedrot-adapter"] = adapter_record(CONFIG | said[index])
         if index == 4:
-            renamed = {n.replace("query", "key"): a for n, a in dict(made.content["arrays"]).items()}
+            renamed = {
+                n.replace("query", "key"): a
+                for n, a in dict(made.content["arrays"]).items()
+            }
             made.content["arrays"] = ArrayRecord(renamed)
         return made
 
     grid = FakeGrid({100 + i: partial(train, i) for i in range(5)})
     reporting, alpha = Reporting(tmp_path / "rows.jsonl", hashes=True), SETTINGS.alpha
-    FedRotLoRA(CONFIG, reporting=reporting, **EVERY).start(grid, ArrayRecord(floats(adapter(9))), 1)
+    FedRotLoRA(CONFIG, reporting=reporting, **EVERY).start(
+        grid, ArrayRecord(floats(adapter(9))), 1
+    )
     for client_and_setting in (
         f"2 dropped: The adapter's lora_alpha is {2 * alpha}, the server's {alpha}.",
         "3 dropped: The adapter's use_rslora is True, the server's False.",
-        "4 dropped: The adapter's targets are classifier, key, the server's classifier, query.",
+        "4 dropped: The adapter's targets are classifier, key, the server's "
+        "classifier, query.",
     ):
         assert client_and_setting in warnings()
     rows = [row for row in read_rows(tmp_path / "rows.jsonl") if "sha256" in str(row)]
     rows.sort(key=lambda row: row.get("client", 9))
-    assert [row["lora_alpha"] for row in rows] == [None, alpha, alpha]  # the last is the server's
-    assert all((row["rank"], row["targets"]) == ([3], ["classifier", "query"]) for row in rows)
+    assert [row["lora_alpha"] for row in rows] == [
+        None,
+        alpha,
+        alpha,
+    ]  # the last is the server's
+    assert all(
+        (row["rank"], row["targets"]) == ([3], ["classifier", "query"]) for row in rows
+    )
 
 
 def test_a_first_model_that_is_no_adapter_is_refused_before_anyone_trains(
     warnings: Callable[[], str],
 ) -> None:
     grid = FakeGrid({100 + i: client(i) for i in range(3)})
-    with pytest.raises(FedrotError, match="initial_arrays is not a LoRA adapter: There are no factors"):
-        FedRotLoRA(CONFIG).start(grid, ArrayRecord({"bert.weight": torch.ones(2, 2)}), 1)
+    with pytest.raises(
+        FedrotError, match="initial_arrays is not a LoRA adapter: There are no factors"
+    ):
+        FedRotLoRA(CONFIG).start(
+            grid, ArrayRecord({"bert.weight": torch.ones(2, 2)}), 1
+        )
     assert grid.asked == []
     for kind, warned in (("bias", False), ("weight", True)):
         whole = floats(adapter(9)) | {f"m.base_layer.{kind}": torch.ones(2)}
-        grid = FakeGrid(dict.fromkeys((100, 101), lambda message, t=whole: reply(message, t, 10)))
+        grid = FakeGrid(
+            dict.fromkeys((100, 101), lambda message, t=whole: reply(message, t, 10))
+        )
         FedRotLoRA(CONFIG, **EVERY).start(grid, ArrayRecord(whole), 1)
         assert ("holds base weights ('m.base_layer.weight')" in warnings()) == warned
 
 
 @METHODS
-def test_a_resumed_run_ends_with_the_same_bits(options: AdapterOptions, tmp_path: Any) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(
+    options: AdapterOptions, tmp_path: Any
+) -> None:
     def strategy(**more: Any) -> FedRotLoRA:
-        return FedRotLoRA(CONFIG, options, server=Server(deterministic=True), **EVERY, **more)
+        return FedRotLoRA(
+            CONFIG, options, server=Server(deterministic=True), **EVERY, **more
+        )
 
     whole = started(strategy(), 3).arrays.to_torch_state_dict()
     started(strategy(checkpoints=Checkpointing(tmp_path)), 2)
-    resumed = started(strategy(checkpoints=Checkpointing(tmp_path)), 3).arrays.to_torch_state_dict()
+    resumed = started(
+        strategy(checkpoints=Checkpointing(tmp_path)), 3
+    ).arrays.to_torch_state_dict()
     assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
 
 
@@ -185,7 +245,9 @@ def test_a_resumed_run_ends_with_the_same_bits(options: AdapterOptions, tmp_path
 def test_a_server_optimiser_takes_the_average(options: AdapterOptions) -> None:
     eta, tau, beta = 0.1, 1e-3, 0.9
     behind: Any = type("AdamLoRA", (AlignedLoRA, FedAdam), {})
-    strategy = behind(CONFIG, options, eta=eta, tau=tau, beta_1=beta, beta_2=0.99, **EVERY)
+    strategy = behind(
+        CONFIG, options, eta=eta, tau=tau, beta_1=beta, beta_2=0.99, **EVERY
+    )
     found = started(strategy).arrays.to_torch_state_dict()
     average = started(FedRotLoRA(CONFIG, options, **EVERY)).arrays.to_torch_state_dict()
     for name, tensor in floats(adapter(9)).items():
@@ -198,26 +260,41 @@ def test_a_server_optimiser_takes_the_average(options: AdapterOptions) -> None:
 
 def test_what_does_not_go_together_is_refused_before_training() -> None:
     median: Any = type("MedianLoRA", (AlignedLoRA, FedMedian), {})
-    with pytest.raises(FedrotError, match="MedianLoRA passes only the average on, but FedMedian needs"):
+    with pytest.raises(
+        FedrotError, match="MedianLoRA passes only the average on, but FedMedian needs"
+    ):
         median(CONFIG)
     with pytest.raises(FedrotError, match=r"options is 'exact'; pass fedrot\.lora"):
         FedRotLoRA(CONFIG, "exact")  # type: ignore[arg-type]
     with pytest.raises(FedrotError, match="no configuration of a LoRA adapter"):
         FedRotLoRA({"hidden_size": 3})
-    given: Any = {"noise_multiplier": 0.1, "clipping_norm": 1.0, "num_sampled_clients": 3}
-    private: Any = DifferentialPrivacyServerSideFixedClipping(FedRotLoRA(CONFIG, **EVERY), **given)
-    with pytest.raises(FedrotError, match=r"clips updates before .*class Private\(Aligned, "):
+    given: Any = {
+        "noise_multiplier": 0.1,
+        "clipping_norm": 1.0,
+        "num_sampled_clients": 3,
+    }
+    private: Any = DifferentialPrivacyServerSideFixedClipping(
+        FedRotLoRA(CONFIG, **EVERY), **given
+    )
+    with pytest.raises(
+        FedrotError, match=r"clips updates before .*class Private\(Aligned, "
+    ):
         started(private)
 
 
 @pytest.mark.parametrize(
     ("of_factors", "lost", "measured"),
-    [(None, 0.0, {ERROR: 0.1}), (0.3, 0.2, {ERROR: 0.1, ERROR_OF_FACTORS: 0.3, LOST: 0.2})],
+    [
+        (None, 0.0, {ERROR: 0.1}),
+        (0.3, 0.2, {ERROR: 0.1, ERROR_OF_FACTORS: 0.3, LOST: 0.2}),
+    ],
 )
 def test_what_is_not_known_or_not_lost_is_no_metric(
     of_factors: float | None, lost: float, measured: dict[str, float]
 ) -> None:
-    report = SimpleNamespace(mean_error=0.1, mean_error_of_factors=of_factors, mean_lost=lost)
+    report = SimpleNamespace(
+        mean_error=0.1, mean_error_of_factors=of_factors, mean_lost=lost
+    )
     fake: Any = SimpleNamespace(result=lambda: ({}, report))
     average = AdapterMean(cast(Any, fake))
     average.result()

@@ -1,4 +1,6 @@
-"""Capped rows and centres, against a search over what a quarter of the clients can do."""
+"""Capped rows and centres, against a search over what a quarter of the clients can
+do.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from fedrot.strategies.sums.totals import SCARCE, Totals, total_without
 from fedrot.temperature import ONE, TEMPERATURES, LossSums
 
 #: Numbers of rows and values of up to 16 clients.
-CLIENTS = st.lists(st.tuples(st.integers(1, 1000), st.floats(-9, 9)), min_size=1, max_size=16)
+CLIENTS = st.lists(
+    st.tuples(st.integers(1, 1000), st.floats(-9, 9)), min_size=1, max_size=16
+)
 
 
 def weights_of(rows: list[float]) -> Tensor:
@@ -22,8 +26,12 @@ def weights_of(rows: list[float]) -> Tensor:
 
 
 def slow_centre(values: list[float], weights: list[float]) -> float:
-    """Return the centre of many copies of each value, one for each thousandth of the weight."""
-    copies = sorted(v for v, w in zip(values, weights, strict=True) for _ in range(round(w * 1000)))
+    """Return the centre of many copies of each value, one for each thousandth of the
+    weight.
+    """
+    copies = sorted(
+        v for v, w in zip(values, weights, strict=True) for _ in range(round(w * 1000))
+    )
     heaviest = sorted(weights)[len(weights) - len(weights) // 4 :]
     cut = min(round(sum(heaviest) * 1000), (len(copies) - 1) // 2)
     kept = copies[cut : len(copies) - cut]
@@ -32,7 +40,9 @@ def slow_centre(values: list[float], weights: list[float]) -> float:
 
 @settings(max_examples=200, deadline=None)
 @given(clients=CLIENTS)
-def test_the_centre_is_the_mean_of_what_is_left_in_the_middle(clients: list[tuple[int, float]]) -> None:
+def test_the_centre_is_the_mean_of_what_is_left_in_the_middle(
+    clients: list[tuple[int, float]],
+) -> None:
     rows, values = zip(*clients, strict=True)
     weights = weights_of([*rows])
     shares = (weights / weights.sum()).tolist()
@@ -48,17 +58,24 @@ def test_the_centre_is_the_mean_of_what_is_left_in_the_middle(clients: list[tupl
 def test_no_client_of_four_has_half_of_the_rows(rows: list[int]) -> None:
     weights = capped(rows)
     assert max(weights) < sum(weights) / 2
-    assert all(w == r for w, r in zip(weights, rows, strict=True) if r <= MOST * sorted(rows)[1])
+    assert all(
+        w == r
+        for w, r in zip(weights, rows, strict=True)
+        if r <= MOST * sorted(rows)[1]
+    )
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    clients=CLIENTS, lies=st.lists(st.tuples(st.integers(1, 10**12), st.floats(-1e6, 1e6)), max_size=4)
+    clients=CLIENTS,
+    lies=st.lists(st.tuples(st.integers(1, 10**12), st.floats(-1e6, 1e6)), max_size=4),
 )
 def test_a_quarter_of_the_clients_turns_nothing(
     clients: list[tuple[int, float]], lies: list[tuple[int, float]]
 ) -> None:
-    """The guarantee of docs/how-to/different-labels.md, for any honest changes of loss and any lies."""
+    """The guarantee of docs/how-to/different-labels.md, for any honest changes of loss
+    and any lies.
+    """
     lies = lies[: len(clients) // 3]
     rows, changes = zip(*clients, *lies, strict=True)
     weights, honest = weights_of([*rows]), len(clients)
@@ -67,7 +84,9 @@ def test_a_quarter_of_the_clients_turns_nothing(
     values = torch.tensor(changes, dtype=torch.float64).clamp(-reach, reach)
     found = centre(values, weights)
     assert values[:honest].min() - 1e-9 <= found <= values[:honest].max() + 1e-9
-    ballot = Ballot([losses_of(count, float(one)) for count, one in zip(rows, old, strict=True)])
+    ballot = Ballot(
+        [losses_of(count, float(one)) for count, one in zip(rows, old, strict=True)]
+    )
     assert float(ballot.change(old + values, old)) == pytest.approx(float(found))
     if found <= 0:
         quarter = weights.topk(len(weights) // 4).values.sum()
@@ -76,9 +95,16 @@ def test_a_quarter_of_the_clients_turns_nothing(
 
 
 def losses_of(rows: int, *losses: float) -> LossSums:
-    grid = torch.tensor(losses, dtype=torch.float64).unsqueeze(1).repeat(1, len(TEMPERATURES)) * rows
+    grid = (
+        torch.tensor(losses, dtype=torch.float64)
+        .unsqueeze(1)
+        .repeat(1, len(TEMPERATURES))
+        * rows
+    )
     return LossSums(
-        grid, torch.zeros_like(grid), torch.tensor([rows, *[0] * len(losses)], dtype=torch.float64)
+        grid,
+        torch.zeros_like(grid),
+        torch.tensor([rows, *[0] * len(losses)], dtype=torch.float64),
     )
 
 
@@ -100,24 +126,37 @@ def test_a_huge_loss_of_the_servers_model_counts_against_it() -> None:
         pytest.param(0.01, 0.0, False, id="nobody gains"),
     ],
 )
-def test_groups_that_few_clients_need_stay(others: float, two: float, pays: bool) -> None:
-    """Of eight clients, two lose. A change counts up to 2, and 0.1 of the others' loss is tolerated."""
-    ballot = Ballot([losses_of(10, 1.0, 1.0 + change) for change in [others] * 6 + [two] * 2])
+def test_groups_that_few_clients_need_stay(
+    others: float, two: float, pays: bool
+) -> None:
+    """Of eight clients, two lose. A change counts up to 2, and 0.1 of the others' loss
+    is tolerated.
+    """
+    ballot = Ballot(
+        [losses_of(10, 1.0, 1.0 + change) for change in [others] * 6 + [two] * 2]
+    )
     assert ballot.pays(without=1, fitted=0) is pays
 
 
 def drawn(seed: int, rows: int) -> ClassSums:
     generator = torch.Generator().manual_seed(seed)
-    features = torch.randn(rows, 5, generator=generator).double() * torch.tensor([1, 1, 1, 1, 1e-32])
+    features = torch.randn(rows, 5, generator=generator).double() * torch.tensor(
+        [1, 1, 1, 1, 1e-32]
+    )
     one_hot = torch.nn.functional.one_hot(torch.arange(rows) % 3, 3).double()
     return ClassSums(one_hot.sum(0), one_hot.mT @ features, features.mT @ features)
 
 
 @settings(max_examples=50, deadline=None)
 @given(order=st.permutations(range(11)), scale=st.sampled_from([1e-6, 1.0, 1e6]))
-def test_totals_are_the_sums_of_capped_rows_in_any_order(order: list[int], scale: float) -> None:
+def test_totals_are_the_sums_of_capped_rows_in_any_order(
+    order: list[int], scale: float
+) -> None:
     clients = {node: drawn(node, 12 if node else 90) for node in range(11)}
-    clients = {n: ClassSums(s.counts, s.sums * scale, s.gram * scale**2) for n, s in clients.items()}
+    clients = {
+        n: ClassSums(s.counts, s.sums * scale, s.gram * scale**2)
+        for n, s in clients.items()
+    }
     rows = {node: int(sums.counts.sum()) for node, sums in clients.items()}
     found, again = Totals(rows), Totals(rows)
     for node in order:
@@ -127,7 +166,9 @@ def test_totals_are_the_sums_of_capped_rows_in_any_order(order: list[int], scale
     ours, theirs = (total_without((), one.groups()) for one in (found, again))
     for name in ("counts", "sums", "gram"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name))
-        slow = sum(getattr(s, name) * (18 / 90 if not n else 1) for n, s in clients.items())
+        slow = sum(
+            getattr(s, name) * (18 / 90 if not n else 1) for n, s in clients.items()
+        )
         own, size = getattr(ours, name), float(slow.abs().max())
         torch.testing.assert_close(own, slow, rtol=1e-12, atol=1e-12 * size)
     # Clients 7 and 8 by number of rows, and so on, are in one group.
@@ -138,11 +179,15 @@ def test_totals_are_the_sums_of_capped_rows_in_any_order(order: list[int], scale
 
 @pytest.mark.parametrize("kept", [0, 9, 10])
 def test_classes_that_only_left_out_groups_tell_keep_all_their_rows(kept: int) -> None:
-    """A client with a class of its own is left out with what it says of others' classes alone."""
+    """A client with a class of its own is left out with what it says of others' classes
+    alone.
+    """
     generator = torch.Generator().manual_seed(kept)
 
     def sums(*labels: int) -> ClassSums:
-        features = torch.randn(len(labels), 5, generator=generator, dtype=torch.float64) + 3
+        features = (
+            torch.randn(len(labels), 5, generator=generator, dtype=torch.float64) + 3
+        )
         one_hot = torch.nn.functional.one_hot(torch.tensor(labels), 3).double()
         return ClassSums(one_hot.sum(0), one_hot.mT @ features, features.mT @ features)
 
@@ -153,5 +198,7 @@ def test_classes_that_only_left_out_groups_tell_keep_all_their_rows(kept: int) -
     means = (ours.sums + theirs.sums * told)[2] / max(found.counts[2], 1)
     torch.testing.assert_close(found.means()[2], means)
     torch.testing.assert_close(found.means()[:2], ours.means()[:2])
-    if kept != SCARCE - 1:  # With two means of the class, their distance adds to the covariance.
+    if (
+        kept != SCARCE - 1
+    ):  # With two means of the class, their distance adds to the covariance.
         torch.testing.assert_close(found.within(), ours.within())

@@ -1,4 +1,6 @@
-"""Secure aggregation: clients align before they mask, and the server sees the sum only."""
+"""Secure aggregation: clients align before they mask, and the server sees the sum
+only.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ ALIGN = align_mod(SYMMETRY)
 
 
 def expected(clients: tuple[int, ...] = (0, 1, 2)) -> State:
-    """Return the average of updates that are nearest to the received model where they are.
+    """Return the average of updates that are nearest to the received model where they
+    are.
 
     So the unscrambled average is what comes out, without an oracle for the alignment.
     """
@@ -57,8 +60,12 @@ class Node(NumPyClient):
     def fit(
         self, parameters: list[Any], config: dict[str, Any]
     ) -> tuple[list[Any], int, dict[str, Any]]:
-        received = dict(zip(SYMMETRY.shapes, map(torch.from_numpy, parameters), strict=True))
-        update = {n: (1 + 0.05 * (self.client + 1)) * t.float() for n, t in received.items()}
+        received = dict(
+            zip(SYMMETRY.shapes, map(torch.from_numpy, parameters), strict=True)
+        )
+        update = {
+            n: (1 + 0.05 * (self.client + 1)) * t.float() for n, t in received.items()
+        }
         if config["scramble"]:
             update = fedrot.random_equivalent(update, SYMMETRY, self.client)
         if self.client == config.get("broken"):
@@ -78,7 +85,9 @@ def aggregate(grid: Grid, config: dict[str, Any]) -> State:
         fraction_evaluate=0.0,
         min_fit_clients=len(WEIGHTS),
         min_available_clients=len(WEIGHTS),
-        initial_parameters=ndarrays_to_parameters([t.numpy() for t in state().values()]),
+        initial_parameters=ndarrays_to_parameters(
+            [t.numpy() for t in state().values()]
+        ),
         on_fit_config_fn=lambda server_round: config,
     )
     context = LegacyContext(
@@ -122,11 +131,14 @@ def test_the_masked_sum_of_aligned_updates_is_the_unscrambled_average() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
-def test_a_broken_client_drops_out_and_the_others_go_on(warnings: Callable[[], str]) -> None:
+def test_a_broken_client_drops_out_and_the_others_go_on(
+    warnings: Callable[[], str],
+) -> None:
     others = expected((0, 2))
     result = play(scramble=True, align=True, broken=1)
     assert difference(result, others) < ROUNDING * sum(WEIGHTS) / 40
-    # Without alignment nobody looks, and its NaN, as an integer, is a finite number like any other.
+    # Without alignment nobody looks, and its NaN, as an integer, is a finite number
+    # like any other.
     lost = play(scramble=False, align=False, broken=1)
     assert difference(lost, others) > 0.1
     assert all(bool(torch.isfinite(t).all()) for t in lost.values())

@@ -25,15 +25,22 @@ NAMES = ["llama", "gpt2-classifier"]
 
 
 def states(name: str) -> tuple[State, list[State]]:
-    """Return a broadcast model, and the same function in three bases, one of them the broadcast's."""
+    """Return a broadcast model, and the same function in three bases, one of them the
+    broadcast's.
+    """
     symmetry, base = symmetry_for(name), float32(state_of(name))
     folded = fedrot.canonical(state_of(name), symmetry)
-    others = [fedrot.random_equivalent(folded, symmetry.rotated, s, fedrot.WHOLE_MODEL) for s in (1, 2)]
+    others = [
+        fedrot.random_equivalent(folded, symmetry.rotated, s, fedrot.WHOLE_MODEL)
+        for s in (1, 2)
+    ]
     return base, [base, *map(float32, others)]
 
 
 def float32(tensors: State) -> State:
-    return {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+    return {
+        name: t.float() if t.is_floating_point() else t for name, t in tensors.items()
+    }
 
 
 def built(name: str) -> nn.Module:
@@ -56,7 +63,10 @@ def silent(message: Any) -> Any:
 
 def matching(name: str) -> Client:
     app, generator = ClientApp(), torch.Generator().manual_seed(5)
-    rows = [{"input_ids": torch.randint(1, 39, (8, 9), generator=generator)} for _ in range(3)]
+    rows = [
+        {"input_ids": torch.randint(1, 39, (8, 9), generator=generator)}
+        for _ in range(3)
+    ]
     match_at_client(app, lambda *_: Matching(lambda: built(name), lambda: rows, STREAM))
     return node_of(app)
 
@@ -83,11 +93,17 @@ def test_models_in_rotated_bases_are_averaged_to_the_function_that_all_of_them_h
         assert bool((result[fold.gain] == 1).all()), "the new model is canonical"
     # Permutations of the stream do not find the function.
     permuted = OtherBasis(options=replace(WHOLE, canonical=False))
-    lost, _ = play(FedRot(config_of(name), other_basis=permuted), base, sent, [silent] * 3)
-    assert (answers(name, tensors_of(lost)) - expected).abs().max() > 0.1 * expected.abs().max()
+    lost, _ = play(
+        FedRot(config_of(name), other_basis=permuted), base, sent, [silent] * 3
+    )
+    assert (
+        answers(name, tensors_of(lost)) - expected
+    ).abs().max() > 0.1 * expected.abs().max()
 
 
-def test_replies_in_the_broadcast_basis_become_canonical_beside_one_from_another() -> None:
+def test_replies_in_the_broadcast_basis_become_canonical_beside_one_from_another() -> (
+    None
+):
     """A mean of canonical and of other tensors would be neither."""
     name = "llama"
     symmetry, base = symmetry_for(name), float32(state_of(name))
@@ -104,18 +120,26 @@ def test_replies_in_the_broadcast_basis_become_canonical_beside_one_from_another
     assert all(bool((result[fold.gain] == 1).all()) for fold in symmetry.folds)
 
 
-TIED = GPT2Config(vocab_size=12, n_layer=1, n_head=2, n_embd=8, n_positions=4, pad_token_id=0)
+TIED = GPT2Config(
+    vocab_size=12, n_layer=1, n_head=2, n_embd=8, n_positions=4, pad_token_id=0
+)
 COPIED = GPT2LMHeadModel(TIED).state_dict()
 SEPARATE = {**COPIED, "lm_head.weight": torch.randn(12, 8)}
 PERMUTED: dict[str, Any] = {"alignment": fedrot.AlignmentOptions(("heads", "ffn"))}
 LLAMA = (config_of("llama"), float32(state_of("llama")))
 
-#: Other bases, configuration and model, more settings, and whether the stream is rotated. Statistics
-#: cannot be brought to canonical form. Tied tables are found in the model, and without one in arrays,
-#: where they are two equal ones.
+#: Other bases, configuration and model, more settings, and whether the stream is
+#: rotated. Statistics cannot be brought to canonical form. Tied tables are found in the
+#: model, and without one in arrays, where they are two equal ones.
 ROTATES: list[tuple[OtherBasis, Any, State, dict[str, Any], bool]] = [
     *(
-        (OtherBasis(partial(built, name)), config_of(name), float32(state_of(name)), {}, rotates)
+        (
+            OtherBasis(partial(built, name)),
+            config_of(name),
+            float32(state_of(name)),
+            {},
+            rotates,
+        )
         for name, rotates in (("llama", True), ("vit", True), ("bert", False))
     ),
     *(
@@ -131,7 +155,13 @@ ROTATES: list[tuple[OtherBasis, Any, State, dict[str, Any], bool]] = [
     (OtherBasis(lambda: GPT2LMHeadModel(TIED)), TIED, SEPARATE, {}, False),
     (OtherBasis(options=WHOLE), TIED, COPIED, {}, False),
     (OtherBasis(options=WHOLE), TIED, SEPARATE, {}, True),
-    (OtherBasis(lambda: with_separate_tables(GPT2LMHeadModel(TIED))), TIED, SEPARATE, {}, True),
+    (
+        OtherBasis(lambda: with_separate_tables(GPT2LMHeadModel(TIED))),
+        TIED,
+        SEPARATE,
+        {},
+        True,
+    ),
 ]
 
 
@@ -140,7 +170,9 @@ def test_by_default_the_stream_is_rotated_where_it_can_be(
     others: OtherBasis, config: Any, base: State, more: dict[str, Any], rotates: bool
 ) -> None:
     strategy = FedRot(config, other_basis=others, **more)
-    strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), grid_of([silent] * 2))
+    strategy.configure_train(
+        1, ArrayRecord(base), ConfigRecord(), grid_of([silent] * 2)
+    )
     assert strategy.other_bases is not None
     assert strategy.other_bases.rotates is rotates
     if config is not TIED and others.model:
@@ -149,13 +181,19 @@ def test_by_default_the_stream_is_rotated_where_it_can_be(
     assert strategy.alignment.canonical is (False if "aggregation" in more else None)
 
 
-@pytest.mark.parametrize(("config", "word"), [(TIED, "tie_word_embeddings=False"), (None, "be rotated")])
+@pytest.mark.parametrize(
+    ("config", "word"), [(TIED, "tie_word_embeddings=False"), (None, "be rotated")]
+)
 def test_tied_tables_and_post_norm_models_are_refused_before_clients_train(
     config: Any, word: str
 ) -> None:
     base = GPT2LMHeadModel(TIED).state_dict() if config else float32(state_of("bert"))
-    strategy = FedRot(config or config_of("bert"), other_basis=OtherBasis(options=STREAM))
+    strategy = FedRot(
+        config or config_of("bert"), other_basis=OtherBasis(options=STREAM)
+    )
     if config:
         strategy.symmetry = fedrot.symmetry_of(TIED, base)
     with pytest.raises(fedrot.SymmetryError, match=word):
-        strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), grid_of([silent] * 2))
+        strategy.configure_train(
+            1, ArrayRecord(base), ConfigRecord(), grid_of([silent] * 2)
+        )

@@ -1,4 +1,6 @@
-"""``fit_task_head`` for every kind of classifier: the head of all rows together, or a reason."""
+"""``fit_task_head`` for every kind of classifier: the head of all rows together, or a
+reason.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from fedrot.strategies import FedRot
 from fedrot.strategies.sums.choice import temperature_in_words
 from fedrot.strategies.sums.requests import LOSSES, ROWS, STEP, SUMS
 from fedrot.strategies.wire.arrays import to_arrays
-from tests.strategies.fakes import Client, failure, grid_of, largest_difference, node_of, tensors_of
+from tests.strategies.fakes import (
+    Client,
+    failure,
+    grid_of,
+    largest_difference,
+    node_of,
+    tensors_of,
+)
 from tests.strategies.heads import KINDS, SINGLE, Answer, Rows, as_predicted, edited
 
 
@@ -50,14 +59,27 @@ def test_the_head_is_that_of_one_place_at_the_best_temperature(
 
 @pytest.mark.parametrize(
     ("temperature", "word"),
-    [(6.17, "over-confident"), (1.26, "over-"), (1.25, "near 1"), (0.8, "near 1"), (0.71, "under-")],
+    [
+        (6.17, "over-confident"),
+        (1.26, "over-"),
+        (1.25, "near 1"),
+        (0.8, "near 1"),
+        (0.71, "under-"),
+    ],
 )
 def test_a_temperature_is_explained(temperature: float, word: str) -> None:
-    assert temperature_in_words(temperature).startswith(f"temperature {temperature:.2f} ({word}")
+    assert temperature_in_words(temperature).startswith(
+        f"temperature {temperature:.2f} ({word}"
+    )
 
 
-def test_a_head_that_is_worse_on_held_out_rows_is_not_taken(caplog: pytest.LogCaptureFixture) -> None:
-    pairs = ((SINGLE.rows(seed), as_predicted(SINGLE.rows(10 + seed, 30))) for seed in range(3))
+def test_a_head_that_is_worse_on_held_out_rows_is_not_taken(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pairs = (
+        (SINGLE.rows(seed), as_predicted(SINGLE.rows(10 + seed, 30)))
+        for seed in range(3)
+    )
     with caplog.at_level("INFO", logger="flwr"):
         found = SINGLE.fitted([SINGLE.client(*pair) for pair in pairs])
     assert "taken is the model before" in caplog.text
@@ -66,7 +88,9 @@ def test_a_head_that_is_worse_on_held_out_rows_is_not_taken(caplog: pytest.LogCa
     assert not found.fitted
     assert found.losses[1] < found.losses[2]
     for name, tensor in tensors_of(found.arrays).items():
-        own = SINGLE.state()[name] / (found.temperature if name.startswith("classifier") else 1)
+        own = SINGLE.state()[name] / (
+            found.temperature if name.startswith("classifier") else 1
+        )
         assert torch.allclose(tensor, own, rtol=1e-6, atol=0)
 
 
@@ -85,7 +109,9 @@ def without_scatter(answer: Answer) -> None:
 
 def narrower(answer: Answer) -> None:
     if SUMS in answer:
-        answer[SUMS] = {name: value[..., 1:].contiguous() for name, value in answer[SUMS].items()}
+        answer[SUMS] = {
+            name: value[..., 1:].contiguous() for name, value in answer[SUMS].items()
+        }
 
 
 def without_the_action(message: Message) -> Message | None:
@@ -108,21 +134,33 @@ def announcing(training: object) -> Callable[[Client], Client]:
     return spoil
 
 
-#: What a client answers, a word of the reason, and the rows of it that count: those that it trains on
-#: ("training"), those that it holds out ("held out"), or none.
+#: What a client answers, a word of the reason, and the rows of it that count: those
+#: that it trains on ("training"), those that it holds out ("held out"), or none.
 BAD: dict[str, tuple[Callable[[Client], Client], str, str]] = {
     "fails": (lambda node: failure, "it failed: crashed", ""),
     "no action": (lambda node: without_the_action, "answer_with_sums", ""),
     "silent": (lambda node: lambda message: None, "no answer before the timeout", ""),
     **{f"{n} rows": (announcing(n), "numbers of rows", "") for n in (-1, 1.5, 10**13)},
-    "other sums": (lambda node: edited(node, without_scatter), "sums of features", "held out"),
-    "another shape": (lambda node: edited(node, narrower), "sums of features", "held out"),
+    "other sums": (
+        lambda node: edited(node, without_scatter),
+        "sums of features",
+        "held out",
+    ),
+    "another shape": (
+        lambda node: edited(node, narrower),
+        "sums of features",
+        "held out",
+    ),
     "NaN": (scaled(SUMS, math.nan, "scatter"), "NaN or Inf", "held out"),
     "huge": (scaled(SUMS, 1e30, "sums"), "values above", "held out"),
     "negative": (scaled(SUMS, -1.0, "counts"), "negative", "held out"),
     "more rows": (scaled(SUMS, 2.0), "announced were 40", "held out"),
     "parts of rows": (scaled(SUMS, 0.3), "announced were 40", "held out"),
-    "beyond tanh": (scaled(SUMS, 1e5, "scatter"), "larger than the model's", "held out"),
+    "beyond tanh": (
+        scaled(SUMS, 1e5, "scatter"),
+        "larger than the model's",
+        "held out",
+    ),
     "impossible": (scaled(SUMS, -1.0, "scatter"), "second moments", "held out"),
     "infinite losses": (scaled(LOSSES, math.inf, "losses"), "NaN or Inf", "training"),
     "negative losses": (scaled(LOSSES, -1.0, "losses"), "negative", "training"),
@@ -141,7 +179,9 @@ CASES = [("single", what) for what in BAD] + [
 def test_an_answer_that_is_none_is_left_out_and_named(
     name: str, what: str, warnings: Callable[[], str]
 ) -> None:
-    """The head is that without the client; of its rows those count about which it says nothing bad."""
+    """The head is that without the client; of its rows those count about which it says
+    nothing bad.
+    """
     kind, (spoil, word, counts) = KINDS[name], BAD[what]
     training, held_out = kind.rows(7, 40), kind.rows(17, 40)
     clients, place = kind.clients(), 3 * (len(what) % 2)
@@ -149,7 +189,10 @@ def test_an_answer_that_is_none_is_left_out_and_named(
     found = kind.fitted(clients)
     assert f"Client {100 + place}" in warnings()
     assert word in warnings()
-    left = training if counts == "training" else None, held_out if counts == "held out" else None
+    left = (
+        training if counts == "training" else None,
+        held_out if counts == "held out" else None,
+    )
     expected = kind.fitted([*kind.clients(), kind.client(*left)])
     assert (found.fitted, found.temperature) == (True, expected.temperature)
     assert found.losses == pytest.approx(expected.losses, rel=1e-12)
@@ -161,12 +204,16 @@ def test_an_answer_that_is_none_is_left_out_and_named(
     [
         lambda given: None,
         lambda given: {**given, "labels": torch.full_like(given["labels"], -100)},
-        lambda given: {name.replace("labels", "label"): value for name, value in given.items()},
+        lambda given: {
+            name.replace("labels", "label"): value for name, value in given.items()
+        },
     ],
     ids=["none", "unlabelled", "misnamed"],
 )
 @pytest.mark.parametrize("place", [0, 1], ids=["training", "held-out"])
-def test_a_client_may_lack_rows_of_one_kind(place: int, spoil: Callable[[Rows], Any]) -> None:
+def test_a_client_may_lack_rows_of_one_kind(
+    place: int, spoil: Callable[[Rows], Any]
+) -> None:
     """The rows of the other kind count; nobody asks for those that it lacks."""
     pair: list[Any] = [SINGLE.rows(1, 30), SINGLE.rows(2, 30)]
     pair[place] = spoil(pair[place])
@@ -185,10 +232,14 @@ def test_a_client_may_lack_rows_of_one_kind(place: int, spoil: Callable[[Rows], 
     assert found.rows == 40 + 30 * (place == 0)
 
 
-def test_a_head_that_cannot_be_fitted_stays_as_it_is(warnings: Callable[[], str]) -> None:
+def test_a_head_that_cannot_be_fitted_stays_as_it_is(
+    warnings: Callable[[], str],
+) -> None:
     one_class = {**SINGLE.rows(0), "labels": torch.zeros(80, dtype=torch.int64)}
     for training in (one_class, None):
-        found = SINGLE.fitted([SINGLE.client(training, SINGLE.rows(seed)) for seed in (10, 11)])
+        found = SINGLE.fitted(
+            [SINGLE.client(training, SINGLE.rows(seed)) for seed in (10, 11)]
+        )
         assert (found.fitted, found.temperature) == (False, 1)
         assert largest_difference(found.arrays, ArrayRecord(SINGLE.state())) == 0
         assert set(found.metrics()) == {"fedrot-head-fitted", "fedrot-head-temperature"}
@@ -204,7 +255,9 @@ def test_a_head_that_cannot_be_fitted_stays_as_it_is(warnings: Callable[[], str]
         ([], {"head": "elsewhere"}, "no layer 'elsewhere'"),
     ],
 )
-def test_what_gives_no_head_is_an_error(clients: list[Client], given: Any, word: str) -> None:
+def test_what_gives_no_head_is_an_error(
+    clients: list[Client], given: Any, word: str
+) -> None:
     with pytest.raises(fedrot.FedrotError, match=word):
         SINGLE.fitted(clients, **given)
     if given:

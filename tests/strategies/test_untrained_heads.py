@@ -1,4 +1,6 @@
-"""Rows that a client has not trained, and heads that it does not have, stay out of the average."""
+"""Rows that a client has not trained, and heads that it does not have, stay out of the
+average.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,18 @@ from tests.strategies.fakes import largest_difference, tensors_of
 from tests.strategies.test_lora import SETTINGS, adapter
 
 BASE = state()
-#: Rows of the head that each of three clients has trained; the second has no head. Nobody has trained
-#: row 2, or all but the first client have trained all rows and do not mark them.
+#: Rows of the head that each of three clients has trained; the second has no head.
+#: Nobody has trained row 2, or all but the first client have trained all rows and do
+#: not mark them.
 ROWS: dict[str, tuple[tuple[int, ...] | None, ...]] = {
     "all mark": ((0, 1), None, (1,)),
     "one marks": ((0, 1), (0, 1, 2), (0, 1, 2)),
 }
 
 
-def marking(clients: Sequence[Client], rows: Iterable[tuple[int, ...] | None]) -> list[Client]:
+def marking(
+    clients: Sequence[Client], rows: Iterable[tuple[int, ...] | None]
+) -> list[Client]:
     """Return clients that mark what they have trained, unless that is everything."""
     pairs = zip(clients, rows, strict=True)
     return [c if trained == (0, 1, 2) else headless(c, trained) for c, trained in pairs]
@@ -70,11 +75,15 @@ def test_rows_of_the_head_are_averaged_over_whoever_trained_them(
     found = tensors_of(result)
     weight, bias = (expected_head(clients, rows, name) for name in HEAD)
     torch.testing.assert_close(found[HEAD[1]].double(), bias, atol=1e-5, rtol=0)
-    # Row 2 is everybody's, or that of the others; by least squares row 0 is too if it is one client's.
+    # Row 2 is everybody's, or that of the others; by least squares row 0 is too if it
+    # is one client's.
     alone = slice(None) if aggregation is None else [0, 2] if case == "all mark" else []
-    torch.testing.assert_close(found[HEAD[0]][alone].double(), weight[alone], atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        found[HEAD[0]][alone].double(), weight[alone], atol=1e-5, rtol=0
+    )
     whole = [
-        replace(c, statistics={k: v for k, v in c.statistics.items() if k != TRAINED}) for c in sent
+        replace(c, statistics={k: v for k, v in c.statistics.items() if k != TRAINED})
+        for c in sent
     ]
     others = tensors_of(play(strategy, whole)[0])
     for name in others.keys() - set(HEAD):
@@ -85,7 +94,8 @@ def test_scrambled_clients_keep_their_marks() -> None:
     clients = [replace(c, statistics={}) for c in honest()]
     bare = marking(clients, ROWS["all mark"])
     moved = [
-        replace(c, update=fedrot.random_equivalent(c.update, SYMMETRY, i)) for i, c in enumerate(bare)
+        replace(c, update=fedrot.random_equivalent(c.update, SYMMETRY, i))
+        for i, c in enumerate(bare)
     ]
     strategy = FedRot(config_of(NAME), alignment=EAGER)
     assert largest_difference(play(strategy, moved)[0], play(strategy, bare)[0]) <= 1e-5
@@ -94,7 +104,13 @@ def test_scrambled_clients_keep_their_marks() -> None:
 def test_an_average_of_adapters_receives_the_marks_of_untrained_rows() -> None:
     base, head = adapter(0), "base_model.model.head.bias"
     mean = AdapterMean(AdapterOptions().average(SETTINGS, base, 1))
-    mean.add(base, 1.0, {TRAINED: {head: torch.tensor([True, True, False, False])}, "gram": {}})
+    mean.add(
+        base,
+        1.0,
+        {TRAINED: {head: torch.tensor([True, True, False, False])}, "gram": {}},
+    )
     other = {**base, head: base[head] + 8}
     mean.add(other, 3.0, {TRAINED: {head: torch.tensor([True, False, True, False])}})
-    torch.testing.assert_close(mean.result()[head] - base[head], torch.tensor([6.0, 0, 8, 6]).double())
+    torch.testing.assert_close(
+        mean.result()[head] - base[head], torch.tensor([6.0, 0, 8, 6]).double()
+    )

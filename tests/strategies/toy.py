@@ -1,4 +1,6 @@
-"""A classifier of drawn features, whose body is one number: how clear features show their class."""
+"""A classifier of drawn features, whose body is one number: how clear features show
+their class.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,11 @@ def rows(seed: int, count: int) -> Rows:
 
 def state(body: float) -> State:
     weight, bias = torch.zeros(CLASSES, WIDTH), torch.zeros(CLASSES)
-    return {"body": torch.tensor([body]), f"{HEAD}.weight": weight, f"{HEAD}.bias": bias}
+    return {
+        "body": torch.tensor([body]),
+        f"{HEAD}.weight": weight,
+        f"{HEAD}.bias": bias,
+    }
 
 
 def client(
@@ -65,7 +71,9 @@ def client(
     app = ClientApp()
     training, held_out = [rows(seed, count)], [rows(1000 + seed, count)]
     answer_with_sums(
-        app, lambda message, context: LabelledRows(Toy, lambda: training, lambda: held_out), folder
+        app,
+        lambda message, context: LabelledRows(Toy, lambda: training, lambda: held_out),
+        folder,
     )
 
     def node(message: Message) -> Message:
@@ -73,8 +81,12 @@ def client(
             return app(message, Context(7, 1, {}, RecordDict(), {}))
         received = tensors_of(message.content.array_records["arrays"])
         body = torch.tensor([to(float(received["body"]))])
-        noise = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(seed))
-        return reply(message, {**received, "body": body, f"{HEAD}.weight": noise}, 10, seed)
+        noise = torch.randn(
+            CLASSES, WIDTH, generator=torch.Generator().manual_seed(seed)
+        )
+        return reply(
+            message, {**received, "body": body, f"{HEAD}.weight": noise}, 10, seed
+        )
 
     return node
 

@@ -1,4 +1,6 @@
-"""The server: rounds of FedAvg and of FedRot in turn, with their seconds as rows of ``rows.jsonl``."""
+"""The server: rounds of FedAvg and of FedRot in turn, with their seconds as rows of
+``rows.jsonl``.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def main(grid: Grid, context: Context) -> None:
         for name, strategy in strategies.items():
             number += 1
             reset_peak()
-            result = strategy.start(grid, model, 1, TIMEOUT, ConfigRecord({"number": number}))
+            result = strategy.start(
+                grid, model, 1, TIMEOUT, ConfigRecord({"number": number})
+            )
             metrics: dict[str, Any] = dict(result.train_metrics_clientapp.get(1, {}))
             model = result.arrays
             configured, ended = strategy.times
@@ -85,5 +89,7 @@ def main(grid: Grid, context: Context) -> None:
                 "threads": torch.get_num_threads(),
                 "metrics": metrics,
             }
-            with (Path(str(settings["out"])) / "rows.jsonl").open("a", encoding="utf-8") as rows:
+            with (Path(str(settings["out"])) / "rows.jsonl").open(
+                "a", encoding="utf-8"
+            ) as rows:
                 rows.write(json.dumps(row) + "\n")

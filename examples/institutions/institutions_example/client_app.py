@@ -1,8 +1,17 @@
-"""An institution: it trains a model of its own once, and shares it whenever it is asked."""
+"""An institution: it trains a model of its own once, and shares it whenever it is
+asked.
+"""
 
 from __future__ import annotations
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
 
 from institutions_example.task import build_model, load_rows, loss_of, train
@@ -15,12 +24,16 @@ def share(message: Message, context: Context) -> Message:
     """Answer with the institution's model; what the server sent is not used."""
     if "arrays" not in context.state:
         _train(context)
-    content = RecordDict({name: context.state[name] for name in ("arrays", "metrics", "client")})
+    content = RecordDict(
+        {name: context.state[name] for name in ("arrays", "metrics", "client")}
+    )
     return Message(content, reply_to=message)
 
 
 def _train(context: Context) -> None:
-    """Train from a start that no other institution has, and keep the model in the node's state."""
+    """Train from a start that no other institution has, and keep the model in the
+    node's state.
+    """
     config, node = context.run_config, context.node_config
     client, clients = int(node["partition-id"]), int(node["num-partitions"])
     rows = load_rows("train", client, clients, int(config["rows"]))

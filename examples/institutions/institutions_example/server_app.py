@@ -1,4 +1,6 @@
-"""The server: it averages the institutions' models once as they are, and once aligned."""
+"""The server: it averages the institutions' models once as they are, and once
+aligned.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,28 @@ app = ServerApp()
 def each_alone(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
     """Return the loss of each institution's own model, instead of their mean."""
     return MetricRecord(
-        {f"institution {r['client']['partition-id']}": r["metrics"]["loss"] for r in replies}
+        {
+            f"institution {r['client']['partition-id']}": r["metrics"]["loss"]
+            for r in replies
+        }
     )
 
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Print the losses on held-out comments: of each model alone, and of the two averages."""
+    """Print the losses on held-out comments: of each model alone, and of the two
+    averages.
+    """
     width = int(context.run_config["width"])
     model, test = build_model(width), load_rows("test")
     strategies = {
-        "plain average": FedRot(alignment=None, fraction_evaluate=0.0, train_metrics_aggr_fn=each_alone),
+        "plain average": FedRot(
+            alignment=None, fraction_evaluate=0.0, train_metrics_aggr_fn=each_alone
+        ),
         "aligned average": FedRot(
-            model.config, fraction_evaluate=0.0, other_basis=OtherBasis(lambda: build_model(width))
+            model.config,
+            fraction_evaluate=0.0,
+            other_basis=OtherBasis(lambda: build_model(width)),
         ),
     }
     losses: dict[str, float] = {}

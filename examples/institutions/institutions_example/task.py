@@ -8,14 +8,20 @@ import pandas as pd
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import GPT2Config, GPT2ForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 BUNDLED = resources.files("fedrot.simulations.data") / "bundled"
 LENGTH, VOCABULARY, EMOTIONS = 48, 6000, 7
 
 
 def build_model(width: int, seed: int = 0) -> nn.Module:
-    """Return a small GPT-2 with a head for the emotions; another seed is an unrelated model."""
+    """Return a small GPT-2 with a head for the emotions; another seed is an unrelated
+    model.
+    """
     torch.manual_seed(seed)
     config = GPT2Config(
         vocab_size=VOCABULARY,
@@ -31,12 +37,18 @@ def build_model(width: int, seed: int = 0) -> nn.Module:
     return GPT2ForSequenceClassification(config)
 
 
-def load_rows(split: str, share: int = 0, shares: int = 1, limit: int | None = None) -> TensorDataset:
+def load_rows(
+    split: str, share: int = 0, shares: int = 1, limit: int | None = None
+) -> TensorDataset:
     """Return every ``shares``-th comment of a split as tokens, mask and label."""
     with resources.as_file(BUNDLED) as folder:
-        table = pd.read_parquet(folder / "goemotions_ekman" / f"{split}.parquet")[share::shares][:limit]
+        table = pd.read_parquet(folder / "goemotions_ekman" / f"{split}.parquet")[
+            share::shares
+        ][:limit]
         tokenizer = PreTrainedTokenizerFast(
-            tokenizer_file=str(folder / "tokenizer.json"), pad_token="[PAD]", padding_side="right"
+            tokenizer_file=str(folder / "tokenizer.json"),
+            pad_token="[PAD]",
+            padding_side="right",
         )
     tokens = tokenizer(
         table["text"].tolist(),
@@ -67,5 +79,8 @@ def loss_of(model: nn.Module, rows: TensorDataset) -> float:
     model.eval()
     total = 0.0
     for ids, mask, labels in DataLoader(rows, batch_size=100):
-        total += len(ids) * model(input_ids=ids, attention_mask=mask, labels=labels).loss.item()
+        total += (
+            len(ids)
+            * model(input_ids=ids, attention_mask=mask, labels=labels).loss.item()
+        )
     return total / len(rows)

@@ -35,8 +35,13 @@ def train(message: Message, context: Context) -> Message:
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    metrics = {"num-examples": len(rows.dataset), "train-loss": sum(losses) / len(losses)}
+    metrics = {
+        "num-examples": len(rows.dataset),
+        "train-loss": sum(losses) / len(losses),
+    }
     adapter = {name: tensor.cpu() for name, tensor in adapter_tensors(model).items()}
-    content = RecordDict({"arrays": ArrayRecord(adapter), "metrics": MetricRecord(metrics)})
+    content = RecordDict(
+        {"arrays": ArrayRecord(adapter), "metrics": MetricRecord(metrics)}
+    )
     content["fedrot-adapter"] = adapter_record(model.peft_config["default"])
     return Message(content, reply_to=message)

@@ -17,16 +17,23 @@ PROMPT = "### Instruction:\n{instruction}\n\n### Response:\n{output}"
 
 @lru_cache(maxsize=1)
 def _federated(name: str, partitions: int) -> FederatedDataset:
-    return FederatedDataset(dataset=name, partitioners={"train": IidPartitioner(partitions)})
+    return FederatedDataset(
+        dataset=name, partitioners={"train": IidPartitioner(partitions)}
+    )
 
 
 def load_data(config: UserConfig, node: UserConfig, server_round: int) -> DataLoader:
     """Return batches of a client's rows, in an order of the round's own."""
-    federated = _federated(str(config["static.dataset.name"]), int(node["num-partitions"]))
+    federated = _federated(
+        str(config["static.dataset.name"]), int(node["num-partitions"])
+    )
     rows = federated.load_partition(int(node["partition-id"]))
     tokenizer = AutoTokenizer.from_pretrained(str(config["model.name"]))
     length = int(config["train.seq-length"])
-    pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    pad = next(
+        (i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None),
+        0,
+    )
 
     def batch(given: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         ids = [tokenizer(PROMPT.format(**row))["input_ids"][:length] for row in given]
@@ -38,4 +45,6 @@ def load_data(config: UserConfig, node: UserConfig, server_round: int) -> DataLo
 
     order = torch.Generator().manual_seed(server_round)
     size = int(config["train.batch-size"])
-    return DataLoader(rows, batch_size=size, shuffle=True, generator=order, collate_fn=batch)
+    return DataLoader(
+        rows, batch_size=size, shuffle=True, generator=order, collate_fn=batch
+    )

@@ -17,10 +17,16 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def get_model(config: UserConfig) -> Any:
-    """Return the base model, in 4 or 8 bits where a GPU and bitsandbytes are there, with an adapter."""
+    """Return the base model, in 4 or 8 bits where a GPU and bitsandbytes are there,
+    with an adapter.
+    """
     name, bits = str(config["model.name"]), int(config["model.quantization"])
     if bits and not (DEVICE.type == "cuda" and find_spec("bitsandbytes")):
-        log(WARNING, "No GPU with bitsandbytes: the base model is not quantised to %d bits.", bits)
+        log(
+            WARNING,
+            "No GPU with bitsandbytes: the base model is not quantised to %d bits.",
+            bits,
+        )
         bits = 0
     if bits:
         quantised = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
@@ -39,7 +45,12 @@ def get_model(config: UserConfig) -> Any:
 
 
 def learning_rate(config: UserConfig, server_round: int) -> float:
-    """Return the learning rate of a round, which falls from the first to the last as a cosine."""
-    high, low = float(config["train.learning-rate-max"]), float(config["train.learning-rate-min"])
+    """Return the learning rate of a round, which falls from the first to the last as a
+    cosine.
+    """
+    high, low = (
+        float(config["train.learning-rate-max"]),
+        float(config["train.learning-rate-min"]),
+    )
     done = (server_round - 1) / int(config["num-server-rounds"])
     return low + 0.5 * (high - low) * (1 + math.cos(math.pi * done))

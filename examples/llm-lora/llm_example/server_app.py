@@ -24,7 +24,9 @@ def main(grid: Grid, context: Context) -> None:
         fraction_evaluate=0.0,
     )
     start = {name: tensor.cpu() for name, tensor in adapter_tensors(model).items()}
-    result = strategy.start(grid, ArrayRecord(start), num_rounds=int(config["num-server-rounds"]))
+    result = strategy.start(
+        grid, ArrayRecord(start), num_rounds=int(config["num-server-rounds"])
+    )
     if config["train.save-folder"]:
         load_adapter(model, result.arrays.to_torch_state_dict())
         model.save_pretrained(str(config["train.save-folder"]))

@@ -19,10 +19,14 @@ def train(message: Message, context: Context) -> Message:
     config = context.run_config
     model = received(message, context)
     rows, _ = task.load_data(config, context.node_config)
-    loss = task.train(model, rows, int(config["local-epochs"]), float(config["learning-rate"]))
+    loss = task.train(
+        model, rows, int(config["local-epochs"]), float(config["learning-rate"])
+    )
     adapter = {name: tensor.cpu() for name, tensor in adapter_tensors(model).items()}
     metrics = {"num-examples": len(rows.dataset), "train-loss": loss}
-    content = RecordDict({"arrays": ArrayRecord(adapter), "metrics": MetricRecord(metrics)})
+    content = RecordDict(
+        {"arrays": ArrayRecord(adapter), "metrics": MetricRecord(metrics)}
+    )
     content["fedrot-adapter"] = adapter_record(model.peft_config["default"])
     return Message(content, reply_to=message)
 
@@ -39,7 +43,10 @@ def evaluate(message: Message, context: Context) -> Message:
 
 def received(message: Message, context: Context) -> PeftModel:
     """Return the model with the received adapter, reduced to this client's rank."""
-    ranks, client = task.ranks(context.run_config), int(context.node_config["partition-id"])
+    ranks, client = (
+        task.ranks(context.run_config),
+        int(context.node_config["partition-id"]),
+    )
     model = task.build_model(context.run_config, ranks[client % len(ranks)])
     load_adapter(model, message.content["arrays"].to_torch_state_dict())
     return model

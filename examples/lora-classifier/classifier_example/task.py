@@ -12,7 +12,11 @@ from flwr_datasets.partitioner import IidPartitioner
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -23,7 +27,9 @@ def build_model(config: UserConfig, rank: int) -> PeftModel:
     Layers that the pretrained model lacks are the same everywhere.
     """
     torch.manual_seed(0)
-    base = AutoModelForSequenceClassification.from_pretrained(str(config["model-name"]), num_labels=2)
+    base = AutoModelForSequenceClassification.from_pretrained(
+        str(config["model-name"]), num_labels=2
+    )
     lora = LoraConfig(
         task_type="SEQ_CLS",
         r=rank,
@@ -40,7 +46,9 @@ def ranks(config: UserConfig) -> list[int]:
 
 @lru_cache(maxsize=1)
 def _federated(name: str, partitions: int) -> FederatedDataset:
-    return FederatedDataset(dataset=name, partitioners={"train": IidPartitioner(partitions)})
+    return FederatedDataset(
+        dataset=name, partitioners={"train": IidPartitioner(partitions)}
+    )
 
 
 def load_data(config: UserConfig, node: UserConfig) -> tuple[DataLoader, DataLoader]:
@@ -50,7 +58,9 @@ def load_data(config: UserConfig, node: UserConfig) -> tuple[DataLoader, DataLoa
     split: DatasetDict = rows.train_test_split(test_size=0.2, seed=42)
     tokenizer = AutoTokenizer.from_pretrained(str(config["model-name"]))
     tokens = split.map(
-        lambda batch: tokenizer(batch["text"], truncation=True, max_length=int(config["max-length"])),
+        lambda batch: tokenizer(
+            batch["text"], truncation=True, max_length=int(config["max-length"])
+        ),
         batched=True,
         remove_columns=["text"],
     ).rename_column("label", "labels")
@@ -61,7 +71,9 @@ def load_data(config: UserConfig, node: UserConfig) -> tuple[DataLoader, DataLoa
     )
 
 
-def train(model: nn.Module, loader: DataLoader, epochs: int, learning_rate: float) -> float:
+def train(
+    model: nn.Module, loader: DataLoader, epochs: int, learning_rate: float
+) -> float:
     """Train the model in place and return the mean loss."""
     model.to(DEVICE).train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -17,9 +17,13 @@ def train(message: Message, context: Context) -> Message:
     model = task.build_model(config)
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
     rows, _ = task.load_data(config, context.node_config)
-    loss = task.train(model, rows, int(config["local-epochs"]), float(config["learning-rate"]))
+    loss = task.train(
+        model, rows, int(config["local-epochs"]), float(config["learning-rate"])
+    )
     metrics = {"num-examples": len(rows.dataset), "train-loss": loss}
-    content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord(metrics)})
+    content = RecordDict(
+        {"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord(metrics)}
+    )
     return Message(content, reply_to=message)
 
 

@@ -11,7 +11,11 @@ from flwr_datasets import FederatedDataset
 from flwr_datasets.partitioner import IidPartitioner
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -19,13 +23,17 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def build_model(config: UserConfig) -> nn.Module:
     """Return the classifier, for two classes."""
     name = str(config["model-name"])
-    model: nn.Module = AutoModelForSequenceClassification.from_pretrained(name, num_labels=2)
+    model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
+        name, num_labels=2
+    )
     return model
 
 
 @lru_cache(maxsize=1)
 def _federated(name: str, partitions: int) -> FederatedDataset:
-    return FederatedDataset(dataset=name, partitioners={"train": IidPartitioner(partitions)})
+    return FederatedDataset(
+        dataset=name, partitioners={"train": IidPartitioner(partitions)}
+    )
 
 
 def load_data(config: UserConfig, node: UserConfig) -> tuple[DataLoader, DataLoader]:
@@ -35,7 +43,9 @@ def load_data(config: UserConfig, node: UserConfig) -> tuple[DataLoader, DataLoa
     split: DatasetDict = rows.train_test_split(test_size=0.2, seed=42)
     tokenizer = AutoTokenizer.from_pretrained(str(config["model-name"]))
     tokens = split.map(
-        lambda batch: tokenizer(batch["text"], truncation=True, max_length=int(config["max-length"])),
+        lambda batch: tokenizer(
+            batch["text"], truncation=True, max_length=int(config["max-length"])
+        ),
         batched=True,
         remove_columns=["text"],
     ).rename_column("label", "labels")
@@ -46,7 +56,9 @@ def load_data(config: UserConfig, node: UserConfig) -> tuple[DataLoader, DataLoa
     )
 
 
-def train(model: nn.Module, loader: DataLoader, epochs: int, learning_rate: float) -> float:
+def train(
+    model: nn.Module, loader: DataLoader, epochs: int, learning_rate: float
+) -> float:
     """Train the model in place and return the mean loss."""
     model.to(DEVICE).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)

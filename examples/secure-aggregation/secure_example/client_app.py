@@ -29,9 +29,15 @@ class Institution(NumPyClient):
         """Train the received model."""
         model = build_model()
         names = model.state_dict()
-        model.load_state_dict(dict(zip(names, map(torch.from_numpy, parameters), strict=True)))
+        model.load_state_dict(
+            dict(zip(names, map(torch.from_numpy, parameters), strict=True))
+        )
         train(model, self.rows, self.epochs)
-        return [tensor.numpy() for tensor in model.state_dict().values()], len(self.rows), {}
+        return (
+            [tensor.numpy() for tensor in model.state_dict().values()],
+            len(self.rows),
+            {},
+        )
 
 
 def client_fn(context: Context) -> Client:
@@ -39,8 +45,8 @@ def client_fn(context: Context) -> Client:
     return Institution(context).to_client()
 
 
-# Secure aggregation names no tensors, so align_mod gets the symmetry. The first mod is the outermost:
-# updates are aligned, then masked.
+# Secure aggregation names no tensors, so align_mod gets the symmetry. The first mod is
+# the outermost: updates are aligned, then masked.
 model = build_model()
 symmetry = symmetry_of(model.config, model.state_dict())
 app = ClientApp(client_fn=client_fn, mods=[secaggplus_mod, align_mod(symmetry)])

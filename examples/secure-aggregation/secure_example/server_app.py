@@ -37,5 +37,9 @@ def main(grid: Grid, context: Context) -> None:
     )
     DefaultWorkflow(fit_workflow=secure)(grid, legacy)
     arrays = legacy.state.array_records[MAIN_PARAMS_RECORD].to_numpy_ndarrays()
-    model.load_state_dict(dict(zip(model.state_dict(), map(torch.from_numpy, arrays), strict=True)))
-    print(f"loss before: {before:.3f}, after {rounds} rounds: {loss_of(model, test):.3f}")
+    model.load_state_dict(
+        dict(zip(model.state_dict(), map(torch.from_numpy, arrays), strict=True))
+    )
+    print(
+        f"loss before: {before:.3f}, after {rounds} rounds: {loss_of(model, test):.3f}"
+    )

@@ -1,1 +1,3 @@
-"""The elements of a family's description: spaces, projections, layers and task heads."""
+"""The elements of a family's description: spaces, projections, layers and task
+heads.
+"""

@@ -1,7 +1,8 @@
-"""The usual blocks of a transformer layer: their groups, and the spaces that they read and write.
+"""The usual blocks of a transformer layer: their groups, and the spaces that they read
+and write.
 
-A family calls these functions with the names of its modules. The ``Stack`` that contains a layer sets
-the layer number of its groups.
+A family calls these functions with the names of its modules. The ``Stack`` that
+contains a layer sets the layer number of its groups.
 """
 
 from __future__ import annotations
@@ -9,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fedrot.symmetry.actions import HeadPermutation, HeadRotation, Kind, Permutation, QueryPermutation
+from fedrot.symmetry.actions import (
+    HeadPermutation,
+    HeadRotation,
+    Kind,
+    Permutation,
+    QueryPermutation,
+)
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Axes, merged, norm, read
 from fedrot.symmetry.groups import NO_LAYER, Group, RedundantBias, Slice, Slot
@@ -19,10 +26,12 @@ from fedrot.symmetry.signs import SignedPermutation
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of a model: its groups, the spaces on its tensors' axes, and its redundant biases.
+    """A piece of a model: its groups, the spaces on its tensors' axes, and its
+    redundant biases.
 
-    ``refused`` holds the parts that cannot be moved because of this block, with the reason. ``norms``
-    holds, by norm, the weights that read the norm, see ``pre_norm`` and ``last_norm``.
+    ``refused`` holds the parts that cannot be moved because of this block, with the
+    reason. ``norms`` holds, by norm, the weights that read the norm, see ``pre_norm``
+    and ``last_norm``.
     """
 
     groups: tuple[Group, ...] = ()
@@ -39,7 +48,9 @@ def axes_of(item: Block | Axes) -> Axes:
 
 def together(*blocks: Block | Axes) -> Block:
     """Return several blocks as one; axes are a block without groups."""
-    found = [block if isinstance(block, Block) else Block(axes=block) for block in blocks]
+    found = [
+        block if isinstance(block, Block) else Block(axes=block) for block in blocks
+    ]
     norms: dict[str, tuple[str, ...]] = {}
     for module, weights in (item for block in found for item in block.norms.items()):
         norms[module] = norms.get(module, ()) + weights
@@ -52,7 +63,9 @@ def together(*blocks: Block | Axes) -> Block:
     )
 
 
-def pre_norm(module: str, *blocks: Block, space: str = RESIDUAL, memory: Sequence[str] = ()) -> Block:
+def pre_norm(
+    module: str, *blocks: Block, space: str = RESIDUAL, memory: Sequence[str] = ()
+) -> Block:
     """Return blocks that read the stream only through a norm: ``x + block(norm(x))``.
 
     ``memory`` are the blocks' weights that read another norm's output.
@@ -64,12 +77,17 @@ def pre_norm(module: str, *blocks: Block, space: str = RESIDUAL, memory: Sequenc
 
 
 def last_norm(module: str, space: str = RESIDUAL) -> Block:
-    """Return the norm after the last layer; all weights without another norm read this norm."""
+    """Return the norm after the last layer; all weights without another norm read this
+    norm.
+    """
     return together(norm(module, space), Block(norms={module: ()}))
 
 
 #: Why heads with ALiBi are not permuted.
-_ORDERED = "its heads keep their order, because the position biases (ALiBi) have a slope per head."
+_ORDERED = (
+    "its heads keep their order, because the position biases (ALiBi) have a slope per "
+    "head."
+)
 
 
 def attention(
@@ -83,16 +101,17 @@ def attention(
 ) -> Block:
     """Return one multi-head attention block.
 
-    The heads of all modules are permuted together. For each key head, query and key share a rotation
-    (or its subgroup under rotary positions); value and output share another rotation (Zhang et al.
-    2025, Eq. 5, 8-10; Verma & Elbayad 2024, section 3.2).
+    The heads of all modules are permuted together. For each key head, query and key
+    share a rotation (or its subgroup under rotary positions); value and output share
+    another rotation (Zhang et al. 2025, Eq. 5, 8-10; Verma & Elbayad 2024, section
+    3.2).
 
     Args:
         name: prefix of the groups' names.
         space: the space that queries read and that the block writes.
         memory: the space that keys and values read; ``space`` if None.
-        order: the group that permutes these heads if other blocks share their order; see
-            ``shared_heads``.
+        order: the group that permutes these heads if other blocks share their order;
+            see ``shared_heads``.
     """
     p, kv, dim = projections, heads.keys or heads.count, heads.dim
     query_side, key_side = (p.query, *p.queries), (p.key, *p.keys)
@@ -101,7 +120,11 @@ def attention(
         """Return units of queries and keys; keys are contravariant to queries."""
         return (
             *(s for u in query_side for s in u.written(heads.count, dim, low, high)),
-            *(s for u in key_side for s in u.written(kv, dim, low, high, contravariant=True)),
+            *(
+                s
+                for u in key_side
+                for s in u.written(kv, dim, low, high, contravariant=True)
+            ),
         )
 
     query_key, heads_read = matched(0, dim), p.output.read(heads.count * dim)
@@ -119,13 +142,18 @@ def attention(
     if heads.rotary < dim and not heads.normed:
         still = matched(heads.rotary, dim)
         suffix = "qk.still" if heads.rotary else "qk"
-        inside.append((suffix, "attention", HeadRotation(kv, dim - heads.rotary), still))
+        inside.append(
+            (suffix, "attention", HeadRotation(kv, dim - heads.rotary), still)
+        )
     inside.append(("vo", "attention", HeadRotation(kv, dim), value_output))
     groups = [
-        Group(f"{name}{end}", NO_LAYER, part, kind, slots, own) for end, part, kind, slots in inside
+        Group(f"{name}{end}", NO_LAYER, part, kind, slots, own)
+        for end, part, kind, slots in inside
     ]
     if not order and not heads.ordered:
-        permuted = Group(own, NO_LAYER, "heads", HeadPermutation(kv), query_key + value_output)
+        permuted = Group(
+            own, NO_LAYER, "heads", HeadPermutation(kv), query_key + value_output
+        )
         groups.insert(0, permuted)
     return Block(
         tuple(groups),
@@ -140,7 +168,9 @@ def attention(
 
 
 def _redundant_biases(heads: Heads, p: Projections) -> tuple[RedundantBias, ...]:
-    """Return the key biases that add one number to all scores of a query, and the values' bias."""
+    """Return the key biases that add one number to all scores of a query, and the
+    values' bias.
+    """
     kv, dim = heads.keys or heads.count, heads.dim
     found = [
         RedundantBias(unit.written(kv, dim, heads.rotary, dim)[1], kv)
@@ -149,22 +179,34 @@ def _redundant_biases(heads: Heads, p: Projections) -> tuple[RedundantBias, ...]
     ]
     if p.value.bias and p.output.bias:
         inputs = p.output.read(heads.count * dim)
-        found.append(RedundantBias(p.value.written(kv, dim)[1], kv, inputs, p.output.bias_name))
+        found.append(
+            RedundantBias(p.value.written(kv, dim)[1], kv, inputs, p.output.bias_name)
+        )
     return tuple(found)
 
 
 def shared_heads(name: str, bias: str, blocks: Sequence[Block]) -> Block:
-    """Return attention blocks whose heads share one order, because the blocks share a bias per head.
+    """Return attention blocks whose heads share one order, because the blocks share a
+    bias per head.
 
     Args:
-        name: of the group that permutes the heads; the blocks were made with ``order=name``.
+        name: of the group that permutes the heads; the blocks were made with
+            ``order=name``.
         bias: the relative-position bias ``[buckets, heads]`` that all blocks add.
     """
-    inside = [g for block in blocks for g in block.groups if g.part == "attention" and g.within == name]
+    inside = [
+        g
+        for block in blocks
+        for g in block.groups
+        if g.part == "attention" and g.within == name
+    ]
     if not (name and inside):
         return together(*blocks)
     heads = inside[0].kind.units
-    slots = (*(slot for group in inside for slot in group.slots), Slot(bias, 1, Slice(0, heads)))
+    slots = (
+        *(slot for group in inside for slot in group.slots),
+        Slot(bias, 1, Slice(0, heads)),
+    )
     group = Group(name, NO_LAYER, "heads", HeadPermutation(heads), slots)
     return together(Block((group,)), *blocks, {bias: (None, None)})
 
@@ -177,10 +219,11 @@ def feed_forward(
     gate: Units | None = None,
     space: str = RESIDUAL,
 ) -> Block:
-    """Return one feed-forward block with an elementwise activation (Zhang et al. 2025, Eq. 6-7).
+    """Return one feed-forward block with an elementwise activation (Zhang et al. 2025,
+    Eq. 6-7).
 
-    With a ``gate``, the activation is applied to the gate, and its units multiply those of ``up``. Units
-    of up and down may then change their sign together.
+    With a ``gate``, the activation is applied to the gate, and its units multiply those
+    of ``up``. Units of up and down may then change their sign together.
     """
     units = up.written(1, neurons)
     if gate is not None:

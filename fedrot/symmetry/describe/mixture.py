@@ -1,4 +1,6 @@
-"""A mixture of experts: its block, and the actions on the order of experts and on their neurons."""
+"""A mixture of experts: its block, and the actions on the order of experts and on their
+neurons.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,11 @@ class ExpertPermutation(Permutation):
 
 @dataclass(frozen=True)
 class ExpertNeurons(SignedOrders):
-    """The orders and signs of the ``n`` gated neurons inside each of ``experts`` experts.
+    """The orders and signs of the ``n`` gated neurons inside each of ``experts``
+    experts.
 
-    An element is ``[experts, n]``; row ``i`` is an element of ``SignedPermutation`` for expert ``i``.
-    Axis 0 of the tensors is the number of the expert.
+    An element is ``[experts, n]``; row ``i`` is an element of ``SignedPermutation`` for
+    expert ``i``. Axis 0 of the tensors is the number of the expert.
     """
 
     stage: ClassVar[str] = "ffn"
@@ -39,17 +42,24 @@ class ExpertNeurons(SignedOrders):
     def shape(self) -> tuple[int, ...]:
         return (self.experts, self.n)
 
-    def act(self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
+    def act(
+        self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False
+    ) -> Tensor:
         shape = [{0: self.experts, axis: self.n}.get(d, 1) for d in range(x.ndim)]
         index, signs = (element.abs() - 1).to(x.device), element.sign().to(x)
-        return torch.take_along_dim(x, index.reshape(shape), axis) * signs.reshape(shape)
+        return torch.take_along_dim(x, index.reshape(shape), axis) * signs.reshape(
+            shape
+        )
 
 
-def mixture(name: str, experts: int, neurons: int, router: str, gate_up: str, down: str) -> Block:
-    """Return a mixture of gated experts (Jiang et al. 2024) whose weights are stored as one tensor.
+def mixture(
+    name: str, experts: int, neurons: int, router: str, gate_up: str, down: str
+) -> Block:
+    """Return a mixture of gated experts (Jiang et al. 2024) whose weights are stored as
+    one tensor.
 
-    The experts and the router's rows are permuted together. The neurons inside each expert are permuted
-    with signs.
+    The experts and the router's rows are permuted together. The neurons inside each
+    expert are permuted with signs.
 
     Args:
         name: prefix of the groups' names.
@@ -59,7 +69,9 @@ def mixture(name: str, experts: int, neurons: int, router: str, gate_up: str, do
         gate_up: the tensor ``[experts, 2 * neurons, in]``, rows of the gate first.
         down: the tensor ``[experts, out, neurons]``.
     """
-    whole = tuple(Slot(tensor, 0, Slice(0, experts)) for tensor in (router, gate_up, down))
+    whole = tuple(
+        Slot(tensor, 0, Slice(0, experts)) for tensor in (router, gate_up, down)
+    )
     first, second = Slice(0, neurons), Slice(neurons, 2 * neurons)
     units = (
         Slot(gate_up, 1, first, unsigned=True, experts=True),
@@ -70,4 +82,7 @@ def mixture(name: str, experts: int, neurons: int, router: str, gate_up: str, do
     kind = ExpertNeurons(experts, neurons)
     inside = Group(f"{name}ffn", NO_LAYER, "ffn", kind, units, within=order.name)
     inputs, written = (None, None, read(RESIDUAL)), (None, RESIDUAL, None)
-    return Block((order, inside), {router: (None, read(RESIDUAL)), gate_up: inputs, down: written})
+    return Block(
+        (order, inside),
+        {router: (None, read(RESIDUAL)), gate_up: inputs, down: written},
+    )

@@ -1,4 +1,6 @@
-"""Projections of a layer: the places of queries, keys, values and neurons in its modules."""
+"""Projections of a layer: the places of queries, keys, values and neurons in its
+modules.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,14 @@ class Units:
 
     Attributes:
         module: the module with the ``weight`` and, if ``bias``, the ``bias``.
-        bias: whether there is a bias, or the name of a parameter with the bias of only these units.
+        bias: whether there is a bias, or the name of a parameter with the bias of only
+            these units.
         start: the index of the first unit among the module's outputs.
-        every: 0 if the units are consecutive. Fused projections that store query, key and value of each
-            head together have a stride: head ``h`` begins at output ``start + h * every``.
-        together: number of consecutive heads at each stride; if above 1, only whole heads can be moved.
+        every: 0 if the units are consecutive. Fused projections that store query, key
+            and value of each head together have a stride: head ``h`` begins at output
+            ``start + h * every``.
+        together: number of consecutive heads at each stride; if above 1, only whole
+            heads can be moved.
         conv1d: whether the weight is ``[in, out]``, as in GPT-2.
     """
 
@@ -54,23 +59,34 @@ class Units:
     ) -> list[Slot]:
         """Return the rows of the weight, then the entries of the bias.
 
-        The slots are the units from ``low`` to ``high`` of each of ``heads`` heads of ``dim`` units.
+        The slots are the units from ``low`` to ``high`` of each of ``heads`` heads of
+        ``dim`` units.
 
         Raises:
-            SymmetryError: only some units of each head are selected, but ``together`` is above 1.
+            SymmetryError: only some units of each head are selected, but ``together``
+                is above 1.
         """
         high = dim if high is None else high
         if self.together > 1 and high - low < dim:
             raise SymmetryError(
-                f"The module '{self.module}' stores {self.together} heads side by side. A part of each "
-                "head (partial rotary positions) is not supported there."
+                f"The module '{self.module}' stores {self.together} heads side by "
+                "side. A part of each head (partial rotary positions) is not supported "
+                "there."
             )
         blocks = (dim, low, high) if high - low < dim else ()
         rows = Slice(self.start, self.start + heads * dim, *blocks)
         if self.every:
             end = self.start + (self.together - 1) * dim + high
-            rows = Slice(0, heads // self.together * self.every, self.every, self.start + low, end)
-        slots = [Slot(self.weight, 1 if self.conv1d else 0, rows, contravariant, unsigned)]
+            rows = Slice(
+                0,
+                heads // self.together * self.every,
+                self.every,
+                self.start + low,
+                end,
+            )
+        slots = [
+            Slot(self.weight, 1 if self.conv1d else 0, rows, contravariant, unsigned)
+        ]
         if self.bias:
             own = Slice(0, heads * dim, *blocks) if isinstance(self.bias, str) else rows
             slots.append(replace(slots[0], tensor=self.bias_name, axis=0, slice=own))
@@ -78,10 +94,14 @@ class Units:
 
     def read(self, size: int) -> Slot:
         """Return the slot of the module's ``size`` inputs."""
-        return Slot(self.weight, 0 if self.conv1d else 1, Slice(0, size), contravariant=True)
+        return Slot(
+            self.weight, 0 if self.conv1d else 1, Slice(0, size), contravariant=True
+        )
 
     def between(self, out: str | None, into: str | None) -> Axes:
-        """Return the axes of the module, which reads the space ``into`` and writes ``out``."""
+        """Return the axes of the module, which reads the space ``into`` and writes
+        ``out``.
+        """
         entry = read(into)
         weight = {self.weight: (entry, out) if self.conv1d else (out, entry)}
         return merged(weight, {self.bias_name: (out,)} if self.bias else {})
@@ -94,13 +114,15 @@ class Heads:
     Attributes:
         count: query heads.
         dim: units of each head.
-        keys: key and value heads, each shared by ``count / keys`` consecutive query heads; 0 means
-            ``count``.
+        keys: key and value heads, each shared by ``count / keys`` consecutive query
+            heads; 0 means ``count``.
         rotary: number of units at the start of each head that rotary positions rotate.
-        normed: whether queries and keys pass a norm with gains before the rotary positions.
-        interleaved: whether a rotary frequency rotates units ``2 f`` and ``2 f + 1`` (GPT-J), instead of
-            ``f`` and ``f + rotary / 2``.
-        ordered: whether heads must keep their order, because each has its own constant (ALiBi slopes).
+        normed: whether queries and keys pass a norm with gains before the rotary
+            positions.
+        interleaved: whether a rotary frequency rotates units ``2 f`` and ``2 f + 1``
+            (GPT-J), instead of ``f`` and ``f + rotary / 2``.
+        ordered: whether heads must keep their order, because each has its own constant
+            (ALiBi slopes).
     """
 
     count: int
@@ -113,9 +135,14 @@ class Heads:
 
     @classmethod
     def of(
-        cls, config: Mapping[str, Any], count: str = "num_attention_heads", width: str = "hidden_size"
+        cls,
+        config: Mapping[str, Any],
+        count: str = "num_attention_heads",
+        width: str = "hidden_size",
     ) -> Heads:
-        """Return heads of ``width / count`` units, given the keys of the configuration."""
+        """Return heads of ``width / count`` units, given the keys of the
+        configuration.
+        """
         return cls(config[count], config[width] // config[count])
 
 
@@ -124,10 +151,12 @@ class Projections:
     """The projections of an attention block.
 
     Attributes:
-        queries: further projections into the queries' coordinates (of relative positions).
+        queries: further projections into the queries' coordinates (of relative
+            positions).
         keys: further projections into the keys' coordinates.
-        key_bias_seen: whether the bias of ``key`` adds different numbers to the scores of one softmax,
-            because positions have queries. Biases under rotary positions are handled separately.
+        key_bias_seen: whether the bias of ``key`` adds different numbers to the scores
+            of one softmax, because positions have queries. Biases under rotary
+            positions are handled separately.
     """
 
     query: Units
@@ -140,7 +169,11 @@ class Projections:
 
     @classmethod
     def separate(
-        cls, p: str, names: Sequence[str], bias: bool = True, output_bias: bool | None = None
+        cls,
+        p: str,
+        names: Sequence[str],
+        bias: bool = True,
+        output_bias: bool | None = None,
     ) -> Projections:
         """Return projections that are separate modules.
 
@@ -156,20 +189,29 @@ class Projections:
 
     @classmethod
     def fused(
-        cls, module: str, heads: Heads, output: Units, bias: bool = True, by_head: bool = False
+        cls,
+        module: str,
+        heads: Heads,
+        output: Units,
+        bias: bool = True,
+        by_head: bool = False,
     ) -> Projections:
         """Return projections with query, key and value in one module.
 
         Args:
             output: the output projection; ``module`` has its layout (``conv1d``).
-            by_head: whether the module stores the queries of a key head together with their key and
-                value (GPT-NeoX, Falcon); if False, all queries are first, then all keys, then all
-                values.
+            by_head: whether the module stores the queries of a key head together with
+                their key and value (GPT-NeoX, Falcon); if False, all queries are first,
+                then all keys, then all values.
         """
         keys = heads.keys or heads.count
         shared = heads.count // keys
         queries, others = (shared, 1) if by_head else (heads.count, keys)
         starts = [0, queries * heads.dim, (queries + others) * heads.dim]
         every = (shared + 2) * heads.dim if by_head else 0
-        query, key, value = (Units(module, bias, start, every, output.conv1d) for start in starts)
-        return cls(replace(query, together=shared if by_head else 1), key, value, output)
+        query, key, value = (
+            Units(module, bias, start, every, output.conv1d) for start in starts
+        )
+        return cls(
+            replace(query, together=shared if by_head else 1), key, value, output
+        )

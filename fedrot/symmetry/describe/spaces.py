@@ -1,9 +1,10 @@
-"""Spaces that cross layers, such as the residual stream, and the tensor axes that lie in them.
+"""Spaces that cross layers, such as the residual stream, and the tensor axes that lie
+in them.
 
-A space is a name: ``residual`` is the residual stream, other spaces are hidden units between the last
-layer and the logits. Each axis of a tensor has an entry, which is a space or None. An entry in bars,
-``|residual|``, is permuted without signs: the gain of a norm. An entry after an angle, ``<residual``, is
-read: the inputs of a linear layer.
+A space is a name: ``residual`` is the residual stream, other spaces are hidden units
+between the last layer and the logits. Each axis of a tensor has an entry, which is a
+space or None. An entry in bars, ``|residual|``, is permuted without signs: the gain of
+a norm. An entry after an angle, ``<residual``, is read: the inputs of a linear layer.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Space:
     absent: str = ""
 
     def exists(self, names: Collection[str]) -> bool:
-        """Return whether a model with these tensors has the space, separate from the residual stream."""
+        """Return whether a model with these tensors has the space, separate from the
+        residual stream.
+        """
         return (not self.present or self.present in names) and self.absent not in names
 
 
@@ -44,12 +47,16 @@ def read(space: str | None) -> str | None:
 
 
 def linear(module: str, out: str | None, into: str | None) -> Axes:
-    """Return the axes of a ``Linear`` module that reads the space ``into`` and writes ``out``."""
+    """Return the axes of a ``Linear`` module that reads the space ``into`` and writes
+    ``out``.
+    """
     return {f"{module}.weight": (out, read(into)), f"{module}.bias": (out,)}
 
 
 def norm(module: str, space: str = RESIDUAL) -> Axes:
-    """Return the axes of a ``LayerNorm`` or ``RMSNorm`` module; signs do not act on its gain."""
+    """Return the axes of a ``LayerNorm`` or ``RMSNorm`` module; signs do not act on its
+    gain.
+    """
     return {f"{module}.weight": (f"|{space}|",), f"{module}.bias": (space,)}
 
 
@@ -66,8 +73,12 @@ def merged(*axes: Axes) -> Axes:
 def on_residual(axes: Axes, spaces: Collection[str]) -> Axes:
     """Return the axes with ``spaces`` replaced by the residual stream."""
     entries = {entry for own in axes.values() for entry in own if entry}
-    renamed = {e: e.replace(space_of(e), RESIDUAL) for e in entries if space_of(e) in spaces}
-    return {name: tuple(renamed.get(e or "", e) for e in own) for name, own in axes.items()}
+    renamed = {
+        e: e.replace(space_of(e), RESIDUAL) for e in entries if space_of(e) in spaces
+    }
+    return {
+        name: tuple(renamed.get(e or "", e) for e in own) for name, own in axes.items()
+    }
 
 
 def space_of(entry: str) -> str:
@@ -81,16 +92,26 @@ def spaces_of(axes: Axes) -> set[str]:
 
 
 def read_to_the_end(axes: Axes) -> set[str]:
-    """Return the spaces that task heads map to outputs outside of all spaces, directly or in steps.
+    """Return the spaces that task heads map to outputs outside of all spaces, directly
+    or in steps.
 
-    A space that is itself an output of the model (a bare encoder's hidden states, a pooler without a
-    task head) must not be moved, because the output would be moved too.
+    A space that is itself an output of the model (a bare encoder's hidden states, a
+    pooler without a task head) must not be moved, because the output would be moved
+    too.
     """
     ends: set[str] = set()
-    entries = (tuple(e and space_of(e) for e in both) for both in axes.values() if len(both) == 2)
+    entries = (
+        tuple(e and space_of(e) for e in both)
+        for both in axes.values()
+        if len(both) == 2
+    )
     matrices = list(entries)
     while True:
-        found = {into for out, into in matrices if into and out != into and (out is None or out in ends)}
+        found = {
+            into
+            for out, into in matrices
+            if into and out != into and (out is None or out in ends)
+        }
         if found <= ends:
             return ends
         ends |= found

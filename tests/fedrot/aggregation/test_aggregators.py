@@ -25,10 +25,12 @@ W, V, B = "w", "v", "b"
 
 @dataclass(frozen=True)
 class Client:
-    """Tensors, inputs ``[n, in]``, Fisher ``[out, in]`` of the weights, trained rows of ``w``, share.
+    """Tensors, inputs ``[n, in]``, Fisher ``[out, in]`` of the weights, trained rows of
+    ``w``, share.
 
-    ``whole`` says that a mask of all rows or none is sent as one number and without statistics of an
-    untrained layer; ``copies``, that layers with the same inputs send a Gram matrix each.
+    ``whole`` says that a mask of all rows or none is sent as one number and without
+    statistics of an untrained layer; ``copies``, that layers with the same inputs send
+    a Gram matrix each.
     """
 
     values: Mapping[str, Array]
@@ -44,9 +46,13 @@ class Client:
         trained = self.trained if key == W else np.ones(OUT, dtype=bool)
         return np.broadcast_to(trained[:, None], (OUT, IN))
 
-    def sent(self, kinds: tuple[str, ...], dtype: torch.dtype = torch.float64, **change: Any) -> tuple:
+    def sent(
+        self, kinds: tuple[str, ...], dtype: torch.dtype = torch.float64, **change: Any
+    ) -> tuple:
         """Return what ``add`` takes; ``change`` replaces pieces of it."""
-        update = {key: torch.tensor(value).to(dtype) for key, value in self.values.items()}
+        update = {
+            key: torch.tensor(value).to(dtype) for key, value in self.values.items()
+        }
         gram = torch.tensor(self.x.T @ self.x / len(self.x))
         known = {
             "gram": {W: gram, V: gram.clone() if self.copies else gram},
@@ -58,12 +64,16 @@ class Client:
                 del by_name[W]
         uniform = self.whole and self.trained.all() == self.trained.any()
         if uniform or not self.trained.all():
-            found["trained"] = {W: torch.tensor(self.trained.all() if uniform else self.trained)}
+            found["trained"] = {
+                W: torch.tensor(self.trained.all() if uniform else self.trained)
+            }
         given = {"update": update, "weight": self.share, "statistics": found} | change
         return given["update"], given["weight"], given["statistics"]
 
 
-def clients(seed: int, count: int = 3, masks: bool = False, dead: tuple[int, ...] = ()) -> list[Client]:
+def clients(
+    seed: int, count: int = 3, masks: bool = False, dead: tuple[int, ...] = ()
+) -> list[Client]:
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(count):
@@ -71,34 +81,49 @@ def clients(seed: int, count: int = 3, masks: bool = False, dead: tuple[int, ...
         x[:, dead] = 0
         sizes = {W: (OUT, IN), V: (OUT, IN), B: (OUT,)}
         f = {
-            key: np.where(rng.random((OUT, IN)) < 0.3, 0.0, 10.0 ** rng.uniform(-8, 2, (OUT, IN)))
+            key: np.where(
+                rng.random((OUT, IN)) < 0.3, 0.0, 10.0 ** rng.uniform(-8, 2, (OUT, IN))
+            )
             for key in (W, V)
         }
         trained = rng.random(OUT) < (rng.choice([0.0, 0.5, 1.0]) if masks else 1.0)
         values = {key: rng.normal(size=size) for key, size in sizes.items()}
         share = rng.choice([0.5, 1.0, 300.0])
-        found.append(Client(values, x, f, trained, share, rng.random() < 0.5, rng.random() < 0.5))
+        found.append(
+            Client(values, x, f, trained, share, rng.random() < 0.5, rng.random() < 0.5)
+        )
     return found
 
 
 def weighted(values: Array, weights: Array, otherwise: Array) -> Array:
     """Return the mean over clients (axis 0), ``otherwise`` where all weights are 0."""
     total = np.broadcast_to(weights, values.shape).sum(0)
-    return np.where(total > 0, (weights * values).sum(0) / np.where(total > 0, total, 1), otherwise)
+    return np.where(
+        total > 0, (weights * values).sum(0) / np.where(total > 0, total, 1), otherwise
+    )
 
 
 def mean(given: list[Client], key: str) -> Array:
-    values, shares = np.stack([c.values[key] for c in given]), np.array([c.share for c in given])
+    values, shares = (
+        np.stack([c.values[key] for c in given]),
+        np.array([c.share for c in given]),
+    )
     every = np.tensordot(shares / shares.sum(), values, 1)
     return (
-        every if key == B else weighted(values, np.stack([c.share * c.rows(key) for c in given]), every)
+        every
+        if key == B
+        else weighted(values, np.stack([c.share * c.rows(key) for c in given]), every)
     )
 
 
 def fisher(given: list[Client], key: str, floor: float = 0.0) -> Array:
-    """Return the mean weighted by Fisher information, with a share of its common mean where it is 0."""
+    """Return the mean weighted by Fisher information, with a share of its common mean
+    where it is 0.
+    """
     common = sum(
-        c.share * sum((c.rows(k) * c.f[k]).sum() for k in (W, V)) / sum(c.rows(k).sum() for k in (W, V))
+        c.share
+        * sum((c.rows(k) * c.f[k]).sum() for k in (W, V))
+        / sum(c.rows(k).sum() for k in (W, V))
         for c in given
     )
     weights = np.stack([c.share * c.rows(key) * c.f[key] for c in given])
@@ -107,10 +132,13 @@ def fisher(given: list[Client], key: str, floor: float = 0.0) -> Array:
     return plain + apart / np.where(total > 0, total, 1)
 
 
-def regmean(given: list[Client], key: str, alpha: float = 0.9, beta: float = 0.0) -> Array:
+def regmean(
+    given: list[Client], key: str, alpha: float = 0.9, beta: float = 0.0
+) -> Array:
     """Return Eq. 2 of Jin et al. over the clients that trained a layer.
 
-    Rows that one of them has not trained, and inputs that are 0 at all of them, are the mean.
+    Rows that one of them has not trained, and inputs that are 0 at all of them, are the
+    mean.
     """
     found, some = mean(given, key), [c for c in given if c.rows(key).any()]
     total, product = np.zeros((IN, IN)), np.zeros((OUT, IN))
@@ -136,9 +164,15 @@ CASES = {
     "fisher": Case(lambda: Fisher(0.0), fisher, ("fisher",)),
     "regmean": Case(RegMean, regmean, ("gram",)),
     "fisher, floor": Case(lambda: Fisher(0.1), partial(fisher, floor=0.1), ("fisher",)),
-    "regmean, exact": Case(lambda: RegMean(1.0), partial(regmean, alpha=1.0), ("gram",)),
-    "regmean, beta": Case(lambda: RegMean(0.5, 2.0), partial(regmean, alpha=0.5, beta=2.0), ("gram",)),
-    "regmean, diagonal": Case(lambda: RegMean(0.0, 0.1), partial(regmean, alpha=0, beta=0.1), ("gram",)),
+    "regmean, exact": Case(
+        lambda: RegMean(1.0), partial(regmean, alpha=1.0), ("gram",)
+    ),
+    "regmean, beta": Case(
+        lambda: RegMean(0.5, 2.0), partial(regmean, alpha=0.5, beta=2.0), ("gram",)
+    ),
+    "regmean, diagonal": Case(
+        lambda: RegMean(0.0, 0.1), partial(regmean, alpha=0, beta=0.1), ("gram",)
+    ),
 }
 EVERY = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 #: One case of each class.
@@ -154,11 +188,15 @@ def added(case: Case, given: list[Client], dtype: torch.dtype = torch.float64) -
 
 
 def merged(case: Case, given: list[Client]) -> dict[str, Array]:
-    return {name: tensor.numpy() for name, tensor in added(case, given).result().items()}
+    return {
+        name: tensor.numpy() for name, tensor in added(case, given).result().items()
+    }
 
 
 def same(found: Mapping[str, torch.Tensor], expected: Mapping[str, Array]) -> bool:
-    return all(np.array_equal(found[name].numpy(), value) for name, value in expected.items())
+    return all(
+        np.array_equal(found[name].numpy(), value) for name, value in expected.items()
+    )
 
 
 def test_every_aggregation_without_inputs_has_a_case() -> None:
@@ -176,13 +214,17 @@ def test_every_aggregation_without_inputs_has_a_case() -> None:
 def test_the_result_is_the_oracle_s_in_any_order_and_scale(
     case: Case, seed: int, count: int, masks: bool, dead: tuple[int, ...]
 ) -> None:
-    """Layers that share their inputs may be untrained at any clients, in all rows or in some."""
+    """Layers that share their inputs may be untrained at any clients, in all rows or in
+    some.
+    """
     given_ = clients(seed, count, masks, dead)
     aggregator = added(case, given_)
     found = aggregator.result()
     turned = merged(case, [replace(c, share=1e3 * c.share) for c in given_[::-1]])
     for key in (W, V):
-        assert np.allclose(found[key].numpy(), case.oracle(given_, key), rtol=1e-7, atol=1e-8)
+        assert np.allclose(
+            found[key].numpy(), case.oracle(given_, key), rtol=1e-7, atol=1e-8
+        )
         assert np.allclose(turned[key], found[key].numpy(), rtol=1e-7, atol=1e-8)
     assert np.allclose(found[B].numpy(), mean(given_, B), atol=1e-10)
     assert dead or aggregator.notes == {}
@@ -190,9 +232,12 @@ def test_the_result_is_the_oracle_s_in_any_order_and_scale(
 
 @EVERY
 @pytest.mark.parametrize(
-    ("dtype", "error"), [(torch.float32, 1e-5), (torch.float16, 4e-3), (torch.bfloat16, 4e-2)]
+    ("dtype", "error"),
+    [(torch.float32, 1e-5), (torch.float16, 4e-3), (torch.bfloat16, 4e-2)],
 )
-def test_dtypes_stay_and_sums_are_wide(case: Case, dtype: torch.dtype, error: float) -> None:
+def test_dtypes_stay_and_sums_are_wide(
+    case: Case, dtype: torch.dtype, error: float
+) -> None:
     given_ = clients(1, 4)
     found = added(case, given_, dtype).result()[W]
     assert found.dtype == dtype
@@ -206,7 +251,8 @@ BAD_UPDATES: Mapping[str, dict[str, Any]] = {
     "a tensor is extra": {"update": {W: ONES, V: ONES, B: BIAS, "more": BIAS}},
     "another shape": {"update": {W: ONES.T, V: ONES, B: BIAS}},
 }
-#: One bad value of each kind; the table of them is in the tests of ``check_statistics``.
+#: One bad value of each kind; the table of them is in the tests of
+#: ``check_statistics``.
 BAD_VALUES = {"trained": BIAS, "gram": -torch.eye(IN), "fisher": -ONES}
 
 
@@ -219,7 +265,9 @@ def bad(case: Case) -> dict[str, dict[str, Any]]:
         found |= {
             "no statistics": {"statistics": None},
             "an unknown kind": {"statistics": {**good, "hessian": {W: ONES}}},
-            "nothing is trained": {"statistics": {**good, "trained": {W: no_row, V: no_row}}},
+            "nothing is trained": {
+                "statistics": {**good, "trained": {W: no_row, V: no_row}}
+            },
         }
     return found
 
@@ -255,7 +303,9 @@ def test_what_is_refused_leaves_nothing(case: Case, change: dict[str, Any]) -> N
         *((RegMean, (0.9, beta)) for beta in (-1, float("inf"))),
     ],
 )
-def test_settings_out_of_range_are_refused(build: Callable[..., Any], arguments: tuple[float]) -> None:
+def test_settings_out_of_range_are_refused(
+    build: Callable[..., Any], arguments: tuple[float]
+) -> None:
     with pytest.raises(FedrotError, match=r"floor|alpha"):
         build(*arguments)
 
@@ -265,7 +315,9 @@ def test_settings_out_of_range_are_refused(build: Callable[..., Any], arguments:
 def test_a_tensor_needs_statistics_from_most_of_the_weight(
     case: Case, weight: float, most: bool
 ) -> None:
-    """Clients without statistics of a tensor are left out; if they are most, it is the mean."""
+    """Clients without statistics of a tensor are left out; if they are most, it is the
+    mean.
+    """
     one, two, three = (
         replace(client, share=1.0, f={key: f + 1 for key, f in client.f.items()})
         for client in clients(5)
@@ -288,7 +340,9 @@ def test_a_tensor_needs_statistics_from_most_of_the_weight(
 
 @pytest.mark.parametrize("masks", [False, True])
 @EVERY
-def test_results_may_be_taken_in_between_and_share_nothing(case: Case, masks: bool) -> None:
+def test_results_may_be_taken_in_between_and_share_nothing(
+    case: Case, masks: bool
+) -> None:
     one, two = clients(3, 2, masks)
     aggregator = case.build()
     sent = one.sent(case.kinds), two.sent(case.kinds)

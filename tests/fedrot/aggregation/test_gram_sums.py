@@ -13,7 +13,9 @@ EPS = torch.finfo(torch.float64).eps
 
 @pytest.mark.parametrize("width", range(1, 9))
 def test_the_root_of_a_metric_gives_its_norm(width: int) -> None:
-    x, matrix = (torch.randn(n, 8, generator=seeded(n), dtype=torch.float64) for n in (width, 15))
+    x, matrix = (
+        torch.randn(n, 8, generator=seeded(n), dtype=torch.float64) for n in (width, 15)
+    )
     x[:, 3] = 0
     gram = x.mT @ x
     rooted = Inverse(gram, EPS).rooted(matrix)
@@ -22,14 +24,21 @@ def test_the_root_of_a_metric_gives_its_norm(width: int) -> None:
 
 @pytest.mark.parametrize("last", [0.3, 1e-2, 1e-3])
 @pytest.mark.parametrize("seed", range(5))
-def test_an_unseen_direction_is_found_wherever_it_points(last: float, seed: int) -> None:
-    """The last pivot of a Cholesky factor is large if the direction hardly has the last unit."""
+def test_an_unseen_direction_is_found_wherever_it_points(
+    last: float, seed: int
+) -> None:
+    """The last pivot of a Cholesky factor is large if the direction hardly has the last
+    unit.
+    """
     unseen, rows = (
-        torch.randn(*size, generator=seeded(seed), dtype=torch.float64) for size in ((9,), (40, 9))
+        torch.randn(*size, generator=seeded(seed), dtype=torch.float64)
+        for size in ((9,), (40, 9))
     )
     unseen[-1] = last
     unseen /= torch.linalg.norm(unseen)
     rows -= torch.outer(rows @ unseen, unseen)
     inverse = Inverse(rows.mT @ rows, EPS)
     assert inverse.unseen == 1
-    assert torch.allclose(inverse.outside(torch.eye(9).double()), torch.outer(unseen, unseen), atol=1e-8)
+    assert torch.allclose(
+        inverse.outside(torch.eye(9).double()), torch.outer(unseen, unseen), atol=1e-8
+    )

@@ -1,4 +1,6 @@
-"""Layer by layer: the same alignment and mean as at once, two layers on the device at a time."""
+"""Layer by layer: the same alignment and mean as at once, two layers on the device at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ OPTIONS = {
 }
 
 
-def fold_by_layer(mean: Mean, update: State, weight: float, *how: Any, **more: Any) -> AlignmentReport:
+def fold_by_layer(
+    mean: Mean, update: State, weight: float, *how: Any, **more: Any
+) -> AlignmentReport:
     """Align an update layer by layer while it is added to a mean, as a round does."""
     parts, statistics, report = moved_by_layer(update, *how, **more)
     mean.check(update, weight, statistics)
@@ -60,13 +64,17 @@ def options_of(name: str, symmetry: fedrot.Symmetry) -> fedrot.AlignmentOptions:
 
 
 def single(state: State) -> State:
-    return {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
+    return {
+        name: t.float() if t.is_floating_point() else t for name, t in state.items()
+    }
 
 
 def models(family: str = "llama") -> tuple[State, State]:
     """Return an anchor and a client that is neither near nor far, float32."""
     anchor, other = (single(state_of(family, seed)) for seed in (0, 1))
-    client = {n: t + 0.5 * other[n] if t.is_floating_point() else t for n, t in anchor.items()}
+    client = {
+        n: t + 0.5 * other[n] if t.is_floating_point() else t for n, t in anchor.items()
+    }
     return anchor, client
 
 
@@ -86,21 +94,33 @@ def test_parts_share_nothing_and_leave_nothing_out(family: str, which: str) -> N
     symmetry = symmetry_for(family)
     options = options_of(which, symmetry)
     parts = parts_of(symmetry, options)
-    assert sorted(name for part in parts for name in part.shapes) == sorted(symmetry.shapes)
+    assert sorted(name for part in parts for name in part.shapes) == sorted(
+        symmetry.shapes
+    )
     groups = [group.name for part in parts for group in part.groups]
     chosen = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
     assert sorted(groups) == sorted(group.name for group in chosen)
     assert bool(groups) == (which != "nothing")
     for part in parts:
         assert {s.tensor for g in part.groups for s in g.slots} <= part.shapes.keys()
-        assert part.select(options.parts, options.layer_indices(part.layers)) == part.groups
+        assert (
+            part.select(options.parts, options.layer_indices(part.layers))
+            == part.groups
+        )
 
 
-def test_a_layer_is_a_part_and_packets_are_no_larger_unless_a_single_tensor_is() -> None:
-    """Of eight layers one moves; all others come in packets, and large embeddings come alone."""
+def test_a_layer_is_a_part_and_packets_are_no_larger_unless_a_single_tensor_is() -> (
+    None
+):
+    """Of eight layers one moves; all others come in packets, and large embeddings come
+    alone.
+    """
     symmetry = symmetry_for("llama")
     with_groups = [part for part in parts_of(symmetry) if part.groups]
-    assert [{group.layer for group in part.groups} for part in with_groups] == [{0}, {1}]
+    assert [{group.layer for group in part.groups} for part in with_groups] == [
+        {0},
+        {1},
+    ]
     assert max(map(size_of, parts_of(symmetry))) == size_of(with_groups[0])
     (whole, *_) = parts_of(symmetry, options_of("whole", symmetry))
     assert whole.groups == symmetry.rotated.select(options_of("whole", symmetry).parts)
@@ -113,11 +133,18 @@ def test_a_layer_is_a_part_and_packets_are_no_larger_unless_a_single_tensor_is()
     assert len(packets) >= 7
     assert max(map(size_of, packets)) <= size_of(layer)
     # They are filled: two in a row would not fit into one.
-    assert all(size_of(one) + size_of(other) > size_of(layer) for one, other in pairwise(packets))
+    assert all(
+        size_of(one) + size_of(other) > size_of(layer)
+        for one, other in pairwise(packets)
+    )
     nothing = parts_of(symmetry, fedrot.AlignmentOptions(parts=()))
-    assert [list(part.shapes) for part in nothing] == [[name] for name in symmetry.shapes]
+    assert [list(part.shapes) for part in nothing] == [
+        [name] for name in symmetry.shapes
+    ]
     large = {**symmetry.shapes, "lm_head.weight": (1000, 32)}
-    parts = parts_of(replace(symmetry, shapes=large), fedrot.AlignmentOptions(layers=[3]))
+    parts = parts_of(
+        replace(symmetry, shapes=large), fedrot.AlignmentOptions(layers=[3])
+    )
     (alone,) = (part for part in parts if "lm_head.weight" in part.shapes)
     assert list(alone.shapes) == ["lm_head.weight"]
 
@@ -128,7 +155,11 @@ FAMILIES = ("bert", "gpt2", "llama", "t5", "albert", "clip")
 @pytest.mark.parametrize(
     ("family", "which", "where"),
     [
-        (FAMILIES[(step + 2 * index) % len(FAMILIES)], which, ("cpu", "device")[(step + index) % 2])
+        (
+            FAMILIES[(step + 2 * index) % len(FAMILIES)],
+            which,
+            ("cpu", "device")[(step + index) % 2],
+        )
         for index, which in enumerate(OPTIONS)
         for step in range(3)
     ],
@@ -150,16 +181,26 @@ def test_the_parts_together_are_the_whole(
             reports.append(part.alignment.report)
             moved |= {name: tensor.cpu() for name, tensor in part.tensors.items()}
     assert largest_difference(moved, alignment.apply(client)) <= 1e-6
-    assert {n: t.dtype for n, t in moved.items()} == {n: t.dtype for n, t in client.items()}
+    assert {n: t.dtype for n, t in moved.items()} == {
+        n: t.dtype for n, t in client.items()
+    }
     report, wanted = merged_report(reports, symmetry), alignment.report
     assert report.before == pytest.approx(wanted.before, rel=1e-6)
-    assert report.after == pytest.approx(wanted.after, rel=1e-6, abs=1e-6 * wanted.before)
+    assert report.after == pytest.approx(
+        wanted.after, rel=1e-6, abs=1e-6 * wanted.before
+    )
     assert report.seconds == sum(one.seconds for one in reports)
     assert [row.group for row in report.groups] == [row.group for row in wanted.groups]
     assert bool(report.groups) == (which != "nothing")
     for ours, theirs in zip(report.groups, wanted.groups, strict=True):
-        assert (ours.moved, ours.of, ours.certified) == (theirs.moved, theirs.of, theirs.certified)
-        assert ours.after == pytest.approx(theirs.after, rel=1e-5, abs=1e-6 * wanted.before)
+        assert (ours.moved, ours.of, ours.certified) == (
+            theirs.moved,
+            theirs.of,
+            theirs.certified,
+        )
+        assert ours.after == pytest.approx(
+            theirs.after, rel=1e-5, abs=1e-6 * wanted.before
+        )
 
 
 def test_on_the_cpu_nothing_is_copied() -> None:
@@ -187,7 +228,9 @@ def test_a_mean_folded_by_layer_is_that_of_a_round(where: str) -> None:
     """With the running mean as anchor, which lies on the device already."""
     symmetry = symmetry_for("llama")
     broadcast, first = models()
-    second, third = ({name: by * tensor for name, tensor in first.items()} for by in (0.9, 1.1))
+    second, third = (
+        {name: by * tensor for name, tensor in first.items()} for by in (0.9, 1.1)
+    )
     clients = [(first, 3.0), (second, 1.0), (third, 2.0)]
     wanted, mean = Mean(), Mean()
     for result in fedrot.align_round(clients, broadcast, symmetry):
@@ -196,7 +239,9 @@ def test_a_mean_folded_by_layer_is_that_of_a_round(where: str) -> None:
         for client, weight in clients:
             anchor = mean.current or broadcast
             device.uploads = 0
-            report = fold_by_layer(mean, client, weight, anchor, symmetry, None, PLACES[where])
+            report = fold_by_layer(
+                mean, client, weight, anchor, symmetry, None, PLACES[where]
+            )
             assert report.after <= report.before
             if where == "device" and anchor is not broadcast:
                 # One packet for each part of the client; of the anchor nothing.
@@ -208,8 +253,12 @@ def test_a_mean_folded_by_layer_is_that_of_a_round(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_statistics_of_what_moves_move_with_it_whatever_comes_beside_them(where: str) -> None:
-    """Rows of a feed-forward that a client has not trained change places; what else it sends stays."""
+def test_statistics_of_what_moves_move_with_it_whatever_comes_beside_them(
+    where: str,
+) -> None:
+    """Rows of a feed-forward that a client has not trained change places; what else it
+    sends stays.
+    """
     symmetry = symmetry_for("llama")
     anchor, client = models()
     neurons, labels = "model.layers.0.mlp.up_proj.weight", "lm_head.weight"
@@ -227,7 +276,9 @@ def test_statistics_of_what_moves_move_with_it_whatever_comes_beside_them(where:
     wanted.add(alignment.apply(moved), 3.0, alignment.transport(statistics))
     with Pretend():
         fold_by_layer(mean, anchor, 1.0, anchor, symmetry, None, PLACES[where])
-        fold_by_layer(mean, moved, 3.0, anchor, symmetry, None, PLACES[where], statistics)
+        fold_by_layer(
+            mean, moved, 3.0, anchor, symmetry, None, PLACES[where], statistics
+        )
         found = mean.result("cpu")
     assert largest_difference(found, wanted.result()) <= 1e-6
     # Without the move, other rows would be the anchor's.
@@ -252,10 +303,14 @@ def llama(layers: int) -> fedrot.Symmetry:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(num_hidden_layers=layers, **sizes, **heads)
     with torch.device("meta"):
-        return fedrot.symmetry_of(config, transformers.LlamaForCausalLM(config).state_dict())
+        return fedrot.symmetry_of(
+            config, transformers.LlamaForCausalLM(config).state_dict()
+        )
 
 
-def random(symmetry: fedrot.Symmetry, seed: int, dtype: torch.dtype = torch.bfloat16) -> State:
+def random(
+    symmetry: fedrot.Symmetry, seed: int, dtype: torch.dtype = torch.bfloat16
+) -> State:
     generator = torch.Generator().manual_seed(seed)
     return {
         name: (torch.randn(shape, generator=generator) / 8).to(dtype)
@@ -263,14 +318,17 @@ def random(symmetry: fedrot.Symmetry, seed: int, dtype: torch.dtype = torch.bflo
     }
 
 
-#: What aligning one layer takes, in sizes of the layer as it travels in bfloat16: the update, the anchor
-#: and the moved update, and in float32 what a group is compared with.
+#: What aligning one layer takes, in sizes of the layer as it travels in bfloat16: the
+#: update, the anchor and the moved update, and in float32 what a group is compared
+#: with.
 HELD = 14
 
 
 @pytest.mark.parametrize("drift", [0.01, 1.0])
 def test_the_device_holds_two_layers_and_the_mean(drift: float) -> None:
-    """However many layers there are: the one that is being aligned, and the next one."""
+    """However many layers there are: the one that is being aligned, and the next
+    one.
+    """
     held = {}
     for layers in (1, 2, 4):
         symmetry = llama(layers)
@@ -286,10 +344,13 @@ def test_the_device_holds_two_layers_and_the_mean(drift: float) -> None:
             held[layers] = device.peak - accumulator
             assert device.unrecorded == 0
     layer = 2 * max(size_of(part) for part in parts_of(symmetry) if part.groups)
-    # Of every layer there stay some numbers for each neuron, which other clients need again.
+    # Of every layer there stay some numbers for each neuron, which other clients need
+    # again.
     noted = 4 * 8 * NEURONS
     assert held[4] <= held[2] + 2 * noted
-    assert held[2] <= held[1] + 2 * layer + noted, "more than an update and an anchor on their way"
+    assert held[2] <= held[1] + 2 * layer + noted, (
+        "more than an update and an anchor on their way"
+    )
     assert held[1] <= HELD * layer
 
 
@@ -299,7 +360,9 @@ class AtOnce(Executor):
     def __init__(self, threads: int) -> None:
         pass
 
-    def submit(self, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(
+        self, run: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Future[Any]:
         done: Future[Any] = Future()
         done.set_result(run(*args, **kwargs))
         return done
@@ -309,7 +372,9 @@ class AtOnce(Executor):
 def test_pinned_memory_is_not_filled_again_before_it_was_sent(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There are two buffers for many parts; they are filled early, and copies are made late."""
+    """There are two buffers for many parts; they are filled early, and copies are made
+    late.
+    """
     monkeypatch.setattr(layerwise, "ThreadPoolExecutor", AtOnce)
     symmetry = llama(5)
     anchor, client = (random(symmetry, seed, dtype) for seed in (0, 1))

@@ -1,4 +1,6 @@
-"""Aggregations by name: what they need, errors for unknown names, arguments from outside."""
+"""Aggregations by name: what they need, errors for unknown names, arguments from
+outside.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,15 @@ def test_every_aggregation_has_a_name_and_says_what_it_needs() -> None:
         "fisher": ("fisher",),
         "regmean": ("gram",),
     }
-    assert [name for name, entry in ours.items() if not entry.follows_rotations] == ["fisher"]
+    assert [name for name, entry in ours.items() if not entry.follows_rotations] == [
+        "fisher"
+    ]
     for name, entry in ours.items():
         package, _, attribute = entry.path.rpartition(".")
         assert package == "fedrot.aggregation"
-        assert getattr(import_module(package), attribute) is type(aggregation_named(name)())
+        assert getattr(import_module(package), attribute) is type(
+            aggregation_named(name)()
+        )
 
 
 def test_aggregations_of_users_get_the_arguments_that_they_take() -> None:
@@ -48,7 +54,9 @@ def test_aggregations_of_users_get_the_arguments_that_they_take() -> None:
         assert entry.path == f"{__name__}.Median"
         with pytest.raises(fedrot.FedrotError, match="argument 'symmetry'"):
             aggregation_named("median", score=unwanted)
-        build = aggregation_named("median", symmetry=lambda: next(numbers), alpha=unwanted)
+        build = aggregation_named(
+            "median", symmetry=lambda: next(numbers), alpha=unwanted
+        )
         # Arguments are computed for every aggregator anew.
         assert [build().given for _ in range(2)] == [(0, None), (1, None)]
     finally:
@@ -56,5 +64,7 @@ def test_aggregations_of_users_get_the_arguments_that_they_take() -> None:
 
 
 def test_a_name_that_builds_nothing_is_an_error() -> None:
-    with pytest.raises(fedrot.FedrotError, match="'median'; choose from mean, fisher, regmean"):
+    with pytest.raises(
+        fedrot.FedrotError, match="'median'; choose from mean, fisher, regmean"
+    ):
         aggregation_named("median")

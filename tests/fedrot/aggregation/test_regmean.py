@@ -1,4 +1,6 @@
-"""RegMean where least squares has no single solution, and with alignment in front of it."""
+"""RegMean where least squares has no single solution, and with alignment in front of
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ KEY = "layer.weight"
 
 
 def client(weight: Any, gram: Any, share: float = 1.0, kind: str = "gram") -> Any:
-    """Return what ``add`` takes; a weight ``[out, in]`` of ``Conv1D`` is sent as ``[in, out]``."""
+    """Return what ``add`` takes; a weight ``[out, in]`` of ``Conv1D`` is sent as ``[in,
+    out]``.
+    """
     tensor = torch.as_tensor(weight if kind == "gram" else weight.T.copy())
     return {KEY: tensor}, share, {kind: {KEY: torch.as_tensor(gram)}}
 
@@ -45,12 +49,17 @@ def plain(values: Sequence[Array], shares: Sequence[float]) -> Array:
 def test_unseen_directions_keep_the_mean_and_seen_ones_are_solved(
     kind: str, ranks: tuple[int, ...], dead: tuple[int, ...]
 ) -> None:
-    """Inputs of different sizes; the oracle is least squares on the rows of all clients."""
+    """Inputs of different sizes; the oracle is least squares on the rows of all
+    clients.
+    """
     rng = np.random.default_rng(len(ranks) + len(dead))
     basis = rng.normal(size=(4, IN)) * 10.0 ** rng.uniform(-2, 2, size=IN)
     basis[:, dead] = 0
     data = [rng.normal(size=(25, rank)) @ basis[:rank] for rank in ranks]
-    weights, shares = [rng.normal(size=(OUT, IN)) for _ in ranks], [1.0, 3.0, 2.0][: len(ranks)]
+    weights, shares = (
+        [rng.normal(size=(OUT, IN)) for _ in ranks],
+        [1.0, 3.0, 2.0][: len(ranks)],
+    )
     grams = [x.T @ x / 25 for x in data]
     regmean, found = added(
         [client(w, g, s, kind) for w, g, s in zip(weights, grams, shares, strict=True)]
@@ -62,11 +71,13 @@ def test_unseen_directions_keep_the_mean_and_seen_ones_are_solved(
     assert np.abs((found - mean) @ unseen.T).max() <= 1e-8
     rows = [np.sqrt(s) * x for s, x in zip(shares, data, strict=True)]
     targets = [x @ w.T for x, w in zip(rows, weights, strict=True)]
-    expected = np.linalg.lstsq(np.concatenate(rows), np.concatenate(targets), rcond=None)[0].T
+    expected = np.linalg.lstsq(
+        np.concatenate(rows), np.concatenate(targets), rcond=None
+    )[0].T
     outputs = expected @ basis[:rank].T
-    assert np.abs(found @ basis[:rank].T - outputs).max(initial=0) <= 1e-8 * np.abs(outputs).max(
-        initial=1
-    )
+    assert np.abs(found @ basis[:rank].T - outputs).max(initial=0) <= 1e-8 * np.abs(
+        outputs
+    ).max(initial=1)
     assert regmean.notes.keys() == {KEY}
     assert f"{IN - rank} of {IN} directions" in regmean.notes[KEY]
 
@@ -82,9 +93,12 @@ def test_notes_are_those_of_the_last_result() -> None:
 
 
 @pytest.mark.parametrize(
-    ("left", "right"), [("float32", "float64"), ("float64", "float32"), ("float32", "float32")]
+    ("left", "right"),
+    [("float32", "float64"), ("float64", "float32"), ("float32", "float32")],
 )
-def test_the_rounding_of_the_coarsest_gram_matrix_is_no_input(left: str, right: str) -> None:
+def test_the_rounding_of_the_coarsest_gram_matrix_is_no_input(
+    left: str, right: str
+) -> None:
     """``collect_gram`` returns float32; another client may send exact float64."""
     rng = np.random.default_rng(1)
     width, rank = 24, 8
@@ -102,8 +116,12 @@ def test_the_rounding_of_the_coarsest_gram_matrix_is_no_input(left: str, right: 
 
 
 @pytest.mark.parametrize(("turn", "solved"), [(0.1, True), (1e-5, False)])
-def test_a_solution_far_from_all_clients_is_not_taken(turn: float, solved: bool) -> None:
-    """Each client sees one direction; if these are nearly the same, the solution is long."""
+def test_a_solution_far_from_all_clients_is_not_taken(
+    turn: float, solved: bool
+) -> None:
+    """Each client sees one direction; if these are nearly the same, the solution is
+    long.
+    """
     seen = np.array([[1.0, 1.0 + turn], [1.0, 1.0]])
     weights = [np.zeros((1, 2)), np.array([[1.0, 0.0]])]
     grams = [np.outer(x, x) for x in seen]
@@ -121,17 +139,23 @@ def test_a_solution_that_the_dtype_cannot_hold_is_not_taken() -> None:
     assert regmean.notes.keys() == {KEY}
 
 
-def test_layers_that_share_a_matrix_are_factorised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_share_a_matrix_are_factorised_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rng = np.random.default_rng(10)
     names = ["query.weight", "key.weight", "value.weight", "other.weight"]
     regmean = RegMean()
     for _ in range(2):
         update = {name: torch.tensor(rng.normal(size=(OUT, IN))) for name in names}
         one, other = (torch.tensor(x.T @ x) for x in rng.normal(size=(2, 20, IN)))
-        regmean.add(update, 1.0, {"gram": dict(zip(names, [one] * 3 + [other], strict=True))})
+        regmean.add(
+            update, 1.0, {"gram": dict(zip(names, [one] * 3 + [other], strict=True))}
+        )
     calls: list[Tensor] = []
     real = torch.linalg.cholesky_ex
-    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda m: (calls.append(m), real(m))[1])
+    monkeypatch.setattr(
+        torch.linalg, "cholesky_ex", lambda m: (calls.append(m), real(m))[1]
+    )
     regmean.result()
     assert len(calls) == 2
 
@@ -141,13 +165,19 @@ def grams_of(name: str, state: State, rows: int) -> dict[str, dict[str, Tensor]]
         return fedrot.collect_gram(model_of(name, state), [inputs(name, rows)])
 
 
-@pytest.mark.parametrize(("name", "whole"), [(name, index % 2 == 0) for index, name in enumerate(KINDS)])
-def test_scrambled_clients_give_the_same_regmean_with_transport_only(name: str, whole: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "whole"), [(name, index % 2 == 0) for index, name in enumerate(KINDS)]
+)
+def test_scrambled_clients_give_the_same_regmean_with_transport_only(
+    name: str, whole: bool
+) -> None:
     symmetry = symmetry_for(name)
     asked = fedrot.WHOLE_MODEL if whole else fedrot.AlignmentOptions().parts
     parts = tuple(part for part in asked if part not in symmetry.refused)
     direct, transported, raw, mean = RegMean(), RegMean(), RegMean(), Mean()
-    for seed, (state, moved, alignment) in enumerate(scrambled(state_of(name), symmetry, parts)):
+    for seed, (state, moved, alignment) in enumerate(
+        scrambled(state_of(name), symmetry, parts)
+    ):
         weight, rows = 1.0 + seed, 6 + 2 * seed
         direct.add(state, weight, grams_of(name, state, rows))
         mean.add(state, weight)
@@ -157,5 +187,9 @@ def test_scrambled_clients_give_the_same_regmean_with_transport_only(name: str, 
     expected, without = direct.result(), raw.result()
     assert largest_difference(transported.result(), expected) <= 1e-8
     assert largest_difference(mean.result(), expected) > 1e-3
-    far = [k for k, v in expected.items() if (v - without[k]).abs().max() > 1e-3 * v.abs().max()]
+    far = [
+        k
+        for k, v in expected.items()
+        if (v - without[k]).abs().max() > 1e-3 * v.abs().max()
+    ]
     assert len(far) >= 2

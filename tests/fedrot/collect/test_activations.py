@@ -1,4 +1,6 @@
-"""Activation statistics against slow oracles, and models that are matched by nothing else."""
+"""Activation statistics against slow oracles, and models that are matched by nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +53,13 @@ def pair_of(name: str) -> tuple[Any, Any]:
 
 def tokens(name: str, rows: int = 64) -> list[Batch]:
     """Return random tokens, in the shape that the case's task head takes them in."""
-    batches = fedrot.random_inputs(config_of(name).to_dict(), rows, batch_size=rows // 2)
+    batches = fedrot.random_inputs(
+        config_of(name).to_dict(), rows, batch_size=rows // 2
+    )
     if name.endswith("-choice"):
-        return [{key: value[:, None] for key, value in batch.items()} for batch in batches]
+        return [
+            {key: value[:, None] for key, value in batch.items()} for batch in batches
+        ]
     return list(batches)
 
 
@@ -82,24 +88,36 @@ MOMENTS: dict[str, Callable[[Array, Array], Array]] = {
 
 @pytest.mark.parametrize("how", MOMENTS)
 @pytest.mark.parametrize("name", FEW)
-def test_moments_of_heads_and_units_are_those_of_the_oracle(name: str, how: Any) -> None:
-    """Neurons after their activation, hidden units of the head where they are read; padding apart."""
+def test_moments_of_heads_and_units_are_those_of_the_oracle(
+    name: str, how: Any
+) -> None:
+    """Neurons after their activation, hidden units of the head where they are read;
+    padding apart.
+    """
     names, batches = CASES[name].names, PADDED + tokens(name, 8)
     models = pair_of(name)
     rows = [rows_of(model, batches) for model in models]
     options = {"heads": how, "units": how}
-    found = fedrot.collect_activations(*models, batches, symmetry_for(name), "identity", **options)
+    found = fedrot.collect_activations(
+        *models, batches, symmetry_for(name), "identity", **options
+    )
     prefix = names.stack.split(".", 1)[1]
     sites = {"pooler": [("classifier", False)]} if name == BERT else {}
     for layer in range(LAYERS):
-        sites[f"{prefix}.{layer}.qk"] = [(names.of(layer, m), True) for m in ("query", "key")]
+        sites[f"{prefix}.{layer}.qk"] = [
+            (names.of(layer, m), True) for m in ("query", "key")
+        ]
         sites[f"{prefix}.{layer}.vo"] = [(names.of(layer, "output"), False)]
         sites[f"{prefix}.{layer}.ffn"] = [(names.of(layer, "down"), False)]
     for group, where in sites.items():
-        each = [MOMENTS[how](*(r[module][output].numpy() for r in rows)) for module, output in where]
+        each = [
+            MOMENTS[how](*(r[module][output].numpy() for r in rows))
+            for module, output in where
+        ]
         matrix = found.matrices[group]
         assert matrix.dtype == torch.float64
-        # Sums in float32 lose more of units that hardly vary, as those of a saturated pooler.
+        # Sums in float32 lose more of units that hardly vary, as those of a saturated
+        # pooler.
         tolerance = 1e-4 if group == "pooler" else 1e-5
         assert np.abs(matrix.numpy() - np.mean(each, axis=0)).max() <= tolerance
     # Scales and orders of heads move with the heads' own moments.
@@ -108,27 +126,43 @@ def test_moments_of_heads_and_units_are_those_of_the_oracle(name: str, how: Any)
 
 @pytest.mark.parametrize("residual", RESIDUAL_SITES)
 @pytest.mark.parametrize("name", FEW)
-def test_the_residual_stream_is_seen_where_it_was_asked_for(name: str, residual: str) -> None:
+def test_the_residual_stream_is_seen_where_it_was_asked_for(
+    name: str, residual: str
+) -> None:
     """Queries, keys and values read one tensor, which counts once."""
     models, names = pair_of(name), CASES[name].names
     found = fedrot.collect_activations(*models, PADDED, symmetry_for(name), residual)
     if residual == "identity":
         assert "residual" not in found.matrices
         return
-    heads = {BERT: ["bert.pooler.dense"], "distilbert-mlm": ["vocab_transform", "vocab_projector"]}
-    readers = [names.of(layer, m) for layer in range(LAYERS) for m in ("query", "up")] + heads[name]
+    heads = {
+        BERT: ["bert.pooler.dense"],
+        "distilbert-mlm": ["vocab_transform", "vocab_projector"],
+    }
+    readers = [
+        names.of(layer, m) for layer in range(LAYERS) for m in ("query", "up")
+    ] + heads[name]
     chosen = {"first": readers[:1], "last": readers[-1:], "all": readers}[residual]
     rows = [rows_of(model, PADDED) for model in models]
     each = [correlation(*(r[reader][0].numpy() for r in rows)) for reader in chosen]
-    assert np.abs(found.matrices["residual"].numpy() - np.mean(each, axis=0)).max() <= 1e-5
+    assert (
+        np.abs(found.matrices["residual"].numpy() - np.mean(each, axis=0)).max() <= 1e-5
+    )
 
 
 @pytest.mark.parametrize("name", ["albert", "deberta-v3"])
 def test_activations_of_every_call_count(name: str) -> None:
-    """ALBERT's layers run once for each layer; queries of DeBERTa read positions, too."""
+    """ALBERT's layers run once for each layer; queries of DeBERTa read positions,
+    too.
+    """
     model, symmetry = families.model_of(name), families.symmetry_for(name)
     batch = batch_of(4, 3, 7, 3, families.VOCABULARY)
-    sites = [s for group in symmetry.groups if group.part == "attention" for s in _sites(group, model)]
+    sites = [
+        s
+        for group in symmetry.groups
+        if group.part == "attention"
+        for s in _sites(group, model)
+    ]
     outputs = [site for site in sites if site.output]
     found, rows = _run(model, outputs, batch), rows_of(model, [batch])
     assert outputs
@@ -155,9 +189,16 @@ OTHER = fresh_model("distilbert-classifier")
         ({"client": state_of(BERT)}, "not a torch module"),
     ],
 )
-def test_what_gives_no_activations_is_refused(given: dict[str, Any], message: str) -> None:
+def test_what_gives_no_activations_is_refused(
+    given: dict[str, Any], message: str
+) -> None:
     anchor, client = pair_of(BERT)
-    usual = {"anchor": anchor, "client": client, "batches": PADDED, "symmetry": symmetry_for(BERT)}
+    usual = {
+        "anchor": anchor,
+        "client": client,
+        "batches": PADDED,
+        "symmetry": symmetry_for(BERT),
+    }
     with pytest.raises(FedrotError, match=message):
         fedrot.collect_activations(**{**usual, **given})
 
@@ -167,7 +208,9 @@ def test_activations_that_overflow_are_refused(place: int, which: str) -> None:
     models = pair_of(BERT)
     with torch.no_grad():
         models[place].bert.encoder.layer[0].intermediate.dense.weight.mul_(1e30)
-    with pytest.raises(UpdateError, match=f"The {which}'s activations of '.*ffn' are not finite"):
+    with pytest.raises(
+        UpdateError, match=f"The {which}'s activations of '.*ffn' are not finite"
+    ):
         fedrot.collect_activations(*models, PADDED, symmetry_for(BERT))
 
 
@@ -175,20 +218,31 @@ def test_a_rotated_stream_needs_canonical_tensors() -> None:
     name = "llama"
     model, symmetry = families.model_of(name), families.symmetry_for(name)
     with pytest.raises(UpdateError, match="gain other than 1"):
-        fedrot.collect_activations(model, model, [families.inputs(name)], symmetry.rotated)
+        fedrot.collect_activations(
+            model, model, [families.inputs(name)], symmetry.rotated
+        )
 
 
 # Matching by activations
 
 
-def seen_of(name: str, anchor: State, client: State, rows: int = 256) -> fedrot.Activations:
+def seen_of(
+    name: str, anchor: State, client: State, rows: int = 256
+) -> fedrot.Activations:
     models = (loaded(name, state) for state in (anchor, client))
     return fedrot.collect_activations(*models, tokens(name, rows), symmetry_for(name))
 
 
 @pytest.mark.parametrize("weight", [0.5, 1.0])
 @pytest.mark.parametrize(
-    "name", [BERT, "distilbert-classifier", "roberta-choice", "electra-mlm", "electra-wide-tokens"]
+    "name",
+    [
+        BERT,
+        "distilbert-classifier",
+        "roberta-choice",
+        "electra-mlm",
+        "electra-wide-tokens",
+    ],
 )
 def test_activations_bring_a_random_element_back(name: str, weight: float) -> None:
     """With weight 1 they do it alone: the client's weights are noise."""
@@ -199,19 +253,28 @@ def test_activations_bring_a_random_element_back(name: str, weight: float) -> No
     moved = fedrot.random_equivalent(state, symmetry, 3, WHOLE)
     options = fedrot.AlignmentOptions(parts=WHOLE, activation_weight=weight)
     client = moved if weight < 1 else state_of(name, 9)
-    alignment = fedrot.align(client, state, symmetry, options, seen_of(name, state, moved))
-    # Rotations are fitted to sums in float32; one unit out of place would be off by 0.1 and more.
+    alignment = fedrot.align(
+        client, state, symmetry, options, seen_of(name, state, moved)
+    )
+    # Rotations are fitted to sums in float32; one unit out of place would be off by 0.1
+    # and more.
     assert largest_difference(alignment.apply(moved), state) <= 1e-4
     assert weight == 1 or alignment.report.after <= 1e-9 * alignment.report.before
 
 
 @pytest.mark.parametrize(("weight", "times"), [(0.2, 0.25), (0.5, 1.0), (0.8, 4.0)])
-def test_activations_count_in_proportion_to_the_weights(weight: float, times: float) -> None:
-    """``w / (1 - w)`` times the weights' similarity, whose size is that of the two models' blocks."""
+def test_activations_count_in_proportion_to_the_weights(
+    weight: float, times: float
+) -> None:
+    """``w / (1 - w)`` times the weights' similarity, whose size is that of the two
+    models' blocks.
+    """
     state, client, symmetry = state_of(BERT), state_of(BERT, 9), symmetry_for(BERT)
     group = symmetry.select(("attention",))[0]
     size = HEADS * DIM
-    seen = fedrot.Activations({group.name: torch.eye(size, dtype=torch.float64)}, {group.name: ""})
+    seen = fedrot.Activations(
+        {group.name: torch.eye(size, dtype=torch.float64)}, {group.name: ""}
+    )
     options = fedrot.AlignmentOptions(activation_weight=weight)
     problem = Problem(fedrot.Anchor(state), client, symmetry, options, seen)
     factor, addition = problem.evidence(group, problem.pairs(group))
@@ -221,22 +284,31 @@ def test_activations_count_in_proportion_to_the_weights(weight: float, times: fl
     ]
     assert factor == 1
     assert addition is not None
-    assert torch.allclose(addition, times * norms[0] * norms[1] * seen.matrices[group.name])
+    assert torch.allclose(
+        addition, times * norms[0] * norms[1] * seen.matrices[group.name]
+    )
 
 
 @pytest.mark.parametrize("weight", [0.5, 1.0])
-def test_rotations_found_with_activations_report_the_weights_distance(weight: float) -> None:
-    """What activations gain is not distance: a rotation may even lead away from the anchor's weights."""
+def test_rotations_found_with_activations_report_the_weights_distance(
+    weight: float,
+) -> None:
+    """What activations gain is not distance: a rotation may even lead away from the
+    anchor's weights.
+    """
     state, client, symmetry = state_of(BERT), state_of(BERT, 9), symmetry_for(BERT)
     options = fedrot.AlignmentOptions(parts=("attention",), activation_weight=weight)
-    alignment = fedrot.align(client, state, symmetry, options, seen_of(BERT, state, client))
+    alignment = fedrot.align(
+        client, state, symmetry, options, seen_of(BERT, state, client)
+    )
     aligned = alignment.apply(client)
     found = {row.group: (row.before, row.after) for row in alignment.report.groups}
     assert len(found) == 4
     for group in symmetry.select(("attention",)):
         tensors = [slot.tensor for slot in group.slots]
         before, after = (
-            squared_distance({n: model[n] for n in tensors}, state) for model in (client, aligned)
+            squared_distance({n: model[n] for n in tensors}, state)
+            for model in (client, aligned)
         )
         assert found[group.name] == pytest.approx((before, after), rel=1e-9)
 
@@ -267,14 +339,18 @@ def test_a_weight_of_zero_is_no_activations_at_all(name: str) -> None:
         (BERT, "correlation", ("output", "residual", "ffn")),
     ],
 )
-def test_moments_move_with_the_client(name: str, heads: Any, parts: tuple[str, ...]) -> None:
+def test_moments_move_with_the_client(
+    name: str, heads: Any, parts: tuple[str, ...]
+) -> None:
     """Moments after the move are the moved moments; correlations are not rotated."""
     symmetry = symmetry_for(name)
     anchor, client = pair_of(name)
     moves = random_moves(symmetry, 5, parts)
     alignment = fedrot.Alignment(symmetry, moves, fedrot.AlignmentReport((), 0, 0, 0))
     seen, expected = (
-        fedrot.collect_activations(anchor, model, tokens(name, 128), symmetry, heads=heads)
+        fedrot.collect_activations(
+            anchor, model, tokens(name, 128), symmetry, heads=heads
+        )
         for model in (client, loaded(name, alignment.apply(client.state_dict())))
     )
     moved = seen.moved(moves)

@@ -24,7 +24,9 @@ Likelihoods = Callable[[Tensor], list[tuple[float, Tensor]]]
 
 
 def squares(model: Any, row: Batch, likelihoods: Likelihoods) -> dict[str, Tensor]:
-    """Return ``sum p (grad log p)^2``, one backward pass per term on a graph of its own."""
+    """Return ``sum p (grad log p)^2``, one backward pass per term on a graph of its
+    own.
+    """
     total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for term in range(len(likelihoods(model(**row).logits.detach()))):
         model.zero_grad()
@@ -37,15 +39,21 @@ def squares(model: Any, row: Batch, likelihoods: Likelihoods) -> dict[str, Tenso
     return total
 
 
-def brute_force(model: Any, batch: Batch, likelihoods: Likelihoods) -> dict[str, Tensor]:
+def brute_force(
+    model: Any, batch: Batch, likelihoods: Likelihoods
+) -> dict[str, Tensor]:
     """Return the mean over rows."""
     rows = len(batch["input_ids"])
-    each = [{name: value[i : i + 1] for name, value in batch.items()} for i in range(rows)]
+    each = [
+        {name: value[i : i + 1] for name, value in batch.items()} for i in range(rows)
+    ]
     found = [squares(model, row, likelihoods) for row in each]
     return {name: sum(one[name] for one in found) / rows for name in found[0]}
 
 
-def matches(found: Mapping[str, Mapping[str, Tensor]], expected: Mapping[str, Tensor]) -> None:
+def matches(
+    found: Mapping[str, Mapping[str, Tensor]], expected: Mapping[str, Tensor]
+) -> None:
     assert found.keys() == {"fisher"}
     # Tied parameters are listed under every name.
     values = {id(value) for value in found["fisher"].values()}
@@ -70,24 +78,32 @@ def several_labels(logits: Tensor) -> list[tuple[float, Tensor]]:
     """Every set of labels, each label on or off."""
     terms = []
     for labels in itertools.product((0, 1), repeat=logits.shape[1]):
-        value = sum((logsigmoid(z if y else -z) for y, z in zip(labels, logits[0], strict=True)))
+        value = sum(
+            (logsigmoid(z if y else -z) for y, z in zip(labels, logits[0], strict=True))
+        )
         assert isinstance(value, Tensor)
         terms.append((float(value.detach().exp()), value))
     return terms
 
 
 def scores(logits: Tensor) -> list[tuple[float, Tensor]]:
-    """Gauss-Hermite quadrature of ``y ~ N(z, 1)``, exact for polynomials of degree 5."""
+    """Gauss-Hermite quadrature of ``y ~ N(z, 1)``, exact for polynomials of degree
+    5.
+    """
     nodes, weights = np.polynomial.hermite_e.hermegauss(3)
     weights = weights / weights.sum()
     terms = []
     for chosen in itertools.product(range(3), repeat=logits.shape[1]):
         y = logits[0].detach() + torch.tensor(nodes[list(chosen)])
-        terms.append((float(np.prod(weights[list(chosen)])), -((y - logits[0]) ** 2).sum() / 2))
+        terms.append(
+            (float(np.prod(weights[list(chosen)])), -((y - logits[0]) ** 2).sum() / 2)
+        )
     return terms
 
 
-def tiny(labels: int, problem: str | None = None, task: str = "ForSequenceClassification") -> Any:
+def tiny(
+    labels: int, problem: str | None = None, task: str = "ForSequenceClassification"
+) -> Any:
     """Return a one-layer model of its own, float64."""
     settings: dict[str, Any] = {**TINY, "num_labels": labels, "problem_type": problem}
     build = getattr(transformers, f"Bert{task}")
@@ -100,8 +116,16 @@ FOUR_TOKENS = {"input_ids": inputs()["input_ids"][:, :4]}
 #: Model, its batch, and the likelihoods of its own labels.
 EXACT: dict[str, tuple[Callable[[], Any], Batch, Likelihoods]] = {
     "two labels": (lambda: tiny(2), batch_of(1), one_label),
-    "several labels": (lambda: tiny(3, "multi_label_classification"), batch_of(1), several_labels),
-    "on or off": (lambda: tiny(1, "multi_label_classification"), batch_of(1), several_labels),
+    "several labels": (
+        lambda: tiny(3, "multi_label_classification"),
+        batch_of(1),
+        several_labels,
+    ),
+    "on or off": (
+        lambda: tiny(1, "multi_label_classification"),
+        batch_of(1),
+        several_labels,
+    ),
     "a score": (lambda: tiny(1), batch_of(1), scores),
     "two scores": (lambda: tiny(2, "regression"), batch_of(1), scores),
     "choices": (
@@ -110,7 +134,11 @@ EXACT: dict[str, tuple[Callable[[], Any], Batch, Likelihoods]] = {
         one_label,
     ),
     # ELECTRA's discriminator gives one logit per token: real or replaced.
-    "tokens": (lambda: fresh_model("electra-discriminator"), FOUR_TOKENS, several_labels),
+    "tokens": (
+        lambda: fresh_model("electra-discriminator"),
+        FOUR_TOKENS,
+        several_labels,
+    ),
     "tokens, padded": (
         lambda: fresh_model("electra-discriminator"),
         {**FOUR_TOKENS, "attention_mask": torch.tensor([[1, 1, 1, 0]] * 2)},
@@ -125,7 +153,8 @@ def test_fisher_is_the_expectation_over_the_models_own_labels(name: str) -> None
     model = build()
     expected = brute_force(model, batch, likelihoods)
     split = [{k: v[i : i + 2] for k, v in batch.items()} for i in (0, 2)]
-    # The data's labels are not looked at, and seeds decide nothing where nothing is sampled.
+    # The data's labels are not looked at, and seeds decide nothing where nothing is
+    # sampled.
     split[0]["labels"] = torch.tensor([-7, 99])
     matches(fedrot.collect_fisher(model, split, seed=5), expected)
 
@@ -133,8 +162,12 @@ def test_fisher_is_the_expectation_over_the_models_own_labels(name: str) -> None
 # Labels of the data
 
 
-def own_loss(model: Any, batch: Batch, factor: Callable[[Tensor], float]) -> dict[str, Tensor]:
-    """Return the mean over rows of the squared gradient of the model's own loss times a factor."""
+def own_loss(
+    model: Any, batch: Batch, factor: Callable[[Tensor], float]
+) -> dict[str, Tensor]:
+    """Return the mean over rows of the squared gradient of the model's own loss times a
+    factor.
+    """
     rows = len(batch["input_ids"])
     total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for i in range(rows):
@@ -155,16 +188,29 @@ def some_tokens(ids: Tensor) -> Tensor:
 
 
 SETS = [[0.0, 1, 1], [1, 0, 0], [0, 0, 0]]
-#: Model, its batch, labels, and what makes its loss the sum of log likelihoods of a row.
-EMPIRICAL: dict[str, tuple[Callable[[], Any], Batch, Any, Callable[[Tensor], float]]] = {
+#: Model, its batch, labels, and what makes its loss the sum of log likelihoods of a
+#: row.
+EMPIRICAL: dict[
+    str, tuple[Callable[[], Any], Batch, Any, Callable[[Tensor], float]]
+] = {
     "one label": (
         lambda: tiny(12, "single_label_classification"),
         batch_of(1),
         torch.tensor([2, 11, 1]),
         lambda _: 1,
     ),
-    "several labels, guessed": (lambda: tiny(3), batch_of(1), torch.tensor(SETS).double(), lambda _: 3),
-    "a score": (lambda: tiny(1), batch_of(1), torch.tensor([0.5, -1.0, 2.0]).double(), lambda _: 0.5),
+    "several labels, guessed": (
+        lambda: tiny(3),
+        batch_of(1),
+        torch.tensor(SETS).double(),
+        lambda _: 3,
+    ),
+    "a score": (
+        lambda: tiny(1),
+        batch_of(1),
+        torch.tensor([0.5, -1.0, 2.0]).double(),
+        lambda _: 0.5,
+    ),
     "tied tables": (
         lambda: fresh_model("bert-mlm"),
         inputs(),
@@ -181,8 +227,12 @@ EMPIRICAL: dict[str, tuple[Callable[[], Any], Batch, Any, Callable[[Tensor], flo
 
 
 @pytest.mark.parametrize("name", EMPIRICAL)
-def test_the_empirical_fisher_squares_the_gradients_of_the_models_own_loss(name: str) -> None:
-    """The loss of transformers is a mean over labels, and a squared error without the half."""
+def test_the_empirical_fisher_squares_the_gradients_of_the_models_own_loss(
+    name: str,
+) -> None:
+    """The loss of transformers is a mean over labels, and a squared error without the
+    half.
+    """
     build, batch, labels, factor = EMPIRICAL[name]
     given = {**batch, "labels": labels}
     # A second model: transformers stores the kind of label that it has guessed.
@@ -194,18 +244,23 @@ def test_the_empirical_fisher_squares_the_gradients_of_the_models_own_loss(name:
 
 
 def outcomes(model: Any, row: Batch, key: str, terms: Likelihoods, seeds: int) -> None:
-    """Check that each seed gives the squares of one outcome, drawn as often as the model says.
+    """Check that each seed gives the squares of one outcome, drawn as often as the
+    model says.
 
-    Chi-squared is far from its tail. The seeds are fixed, so this passes always or never.
+    Chi-squared is far from its tail. The seeds are fixed, so this passes always or
+    never.
     """
     shares = np.array([share for share, _ in terms(model(**row).logits.detach())])
     every = [
-        squares(model, row, lambda z, i=i: [(1.0, terms(z)[i][1])])[key] for i in range(len(shares))
+        squares(model, row, lambda z, i=i: [(1.0, terms(z)[i][1])])[key]
+        for i in range(len(shares))
     ]
     counts = np.zeros(len(every))
     for seed in range(seeds):
         found = fedrot.collect_fisher(model, [row], seed=seed)["fisher"][key]
-        errors = torch.stack([(found - value).abs().max() / value.max() for value in every])
+        errors = torch.stack(
+            [(found - value).abs().max() / value.max() for value in every]
+        )
         assert errors.min() <= 1e-5
         assert errors.sort().values[1] > 1e-3
         counts[int(errors.argmin())] += 1
@@ -222,36 +277,54 @@ def test_many_labels_are_sampled_from_the_model() -> None:
 
 
 def test_many_labels_at_once_are_sampled_from_the_model() -> None:
-    """The gradient of a label's bias is ``1 - p`` for a label that is on, ``-p`` for one that is off."""
+    """The gradient of a label's bias is ``1 - p`` for a label that is on, ``-p`` for
+    one that is off.
+    """
     model, row = tiny(9, "multi_label_classification"), batch_of(1, rows=1)
     p = model(**row).logits[0].detach().sigmoid()
     found = torch.stack(
-        [fedrot.collect_fisher(model, [row], seed=s)["fisher"]["classifier.bias"] for s in range(100)]
+        [
+            fedrot.collect_fisher(model, [row], seed=s)["fisher"]["classifier.bias"]
+            for s in range(100)
+        ]
     )
     on = (found - (1 - p).square()).abs() < 1e-6
     assert bool((on | ((found - p.square()).abs() < 1e-6)).all())
-    assert bool(((on.double().mean(0) - p).abs() <= 4 * (p * (1 - p) / 100).sqrt()).all())
+    assert bool(
+        ((on.double().mean(0) - p).abs() <= 4 * (p * (1 - p) / 100).sqrt()).all()
+    )
 
 
 def test_tokens_are_labelled_by_samples_of_the_model_except_for_padding() -> None:
-    row = {"input_ids": torch.tensor([[5, 9, 23, 11]]), "attention_mask": torch.tensor([[1, 1, 1, 0]])}
+    row = {
+        "input_ids": torch.tensor([[5, 9, 23, 11]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 0]]),
+    }
 
     def terms(logits: Tensor) -> list[tuple[float, Tensor]]:
         log_p = logits[0, :3].log_softmax(-1)
         found = [
-            log_p[0, a] + log_p[1, b] + log_p[2, c] for a, b, c in itertools.product((0, 1), repeat=3)
+            log_p[0, a] + log_p[1, b] + log_p[2, c]
+            for a, b, c in itertools.product((0, 1), repeat=3)
         ]
         return [(float(value.detach().exp()), value) for value in found]
 
-    outcomes(tiny(2, task="ForTokenClassification"), row, "classifier.weight", terms, 120)
+    outcomes(
+        tiny(2, task="ForTokenClassification"), row, "classifier.weight", terms, 120
+    )
 
 
 def test_the_mask_of_a_decoder_is_its_own() -> None:
     few_words = partial(batch_of, vocabulary=VOCABULARY)
-    batch = {**few_words(1, 2, 6), "decoder_input_ids": few_words(2, 2, 4, 1)["input_ids"]}
+    batch = {
+        **few_words(1, 2, 6),
+        "decoder_input_ids": few_words(2, 2, 4, 1)["input_ids"],
+    }
     batch["decoder_attention_mask"] = torch.tensor([[0, 0, 0, 0], [1, 1, 0, 0]])
     none, some = (
-        fedrot.collect_fisher(model_of("t5-gated"), [{k: v[i : i + 1] for k, v in batch.items()}])
+        fedrot.collect_fisher(
+            model_of("t5-gated"), [{k: v[i : i + 1] for k, v in batch.items()}]
+        )
         for i in range(2)
     )
     assert not any(value.any() for value in none["fisher"].values())
@@ -279,7 +352,9 @@ def test_only_trained_parameters_have_information_and_gradients_stay() -> None:
     model.classifier.weight.grad = torch.ones_like(model.classifier.weight)
     with torch.no_grad():
         found = fedrot.collect_fisher(model, [batch_of(1)])["fisher"]
-    assert found.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert found.keys() == {
+        name for name, p in model.named_parameters() if p.requires_grad
+    }
     assert not any(key.startswith("bert.embeddings") for key in found)
     assert not any(value.requires_grad for value in found.values())
     # Nothing depends on these.
@@ -301,20 +376,29 @@ def test_no_more_rows_are_used_than_asked_for(most: int) -> None:
 
     found = fedrot.collect_fisher(model, batches(), max_rows=most)
     assert len(taken) == (most + 2) // 3
-    joined = {key: torch.cat([batch_of(seed)[key] for seed in range(3)])[:most] for key in batch_of(0)}
+    joined = {
+        key: torch.cat([batch_of(seed)[key] for seed in range(3)])[:most]
+        for key in batch_of(0)
+    }
     matches(found, brute_force(model, joined, one_label))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_fisher_of_other_precisions_is_float32(dtype: torch.dtype) -> None:
-    """float16 holds nothing below 6e-8: squares of small gradients must not all become zero."""
+    """float16 holds nothing below 6e-8: squares of small gradients must not all become
+    zero.
+    """
     model = tiny(3)
     with torch.no_grad():
         model.classifier.weight.mul_(1e-3)
     exact = brute_force(model, batch_of(1), one_label)
     found = fedrot.collect_fisher(model.to(dtype), [batch_of(1)])["fisher"]
     assert {value.dtype for value in found.values()} == {torch.float32}
-    lost = [key for key, value in exact.items() if value.max() > 1e-12 and not found[key].any()]
+    lost = [
+        key
+        for key, value in exact.items()
+        if value.max() > 1e-12 and not found[key].any()
+    ]
     assert lost == []
     bias = exact["classifier.bias"]
     assert (found["classifier.bias"] - bias).abs().max() <= 0.1 * bias.max()
@@ -331,7 +415,12 @@ ONE = [batch_of(1)]
         (lambda: tiny(3), ONE, {"labels": "data"}, "'labels'"),
         (lambda: tiny(3), ONE, {"labels": "dat"}, "labels is 'dat'"),
         (lambda: fresh_model("bert-qa"), ONE, {}, "no logits"),
-        (lambda: tiny(3).requires_grad_(False), ONE, {}, "requires_grad is false for all"),
+        (
+            lambda: tiny(3).requires_grad_(False),
+            ONE,
+            {},
+            "requires_grad is false for all",
+        ),
     ],
 )
 def test_what_cannot_be_computed_is_refused(

@@ -1,4 +1,6 @@
-"""Gram matrices and means of inputs against hooks and loops, token by token and call by call."""
+"""Gram matrices and means of inputs against hooks and loops, token by token and call by
+call.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from torch import Tensor, nn
 import fedrot
 from tests import families
 from tests.families import model_of
-from tests.fedrot.collect.tiny import CONV1D, Batch, batch_of, of_text, rows_of, tiny_classifier
+from tests.fedrot.collect.tiny import (
+    CONV1D,
+    Batch,
+    batch_of,
+    of_text,
+    rows_of,
+    tiny_classifier,
+)
 from tests.fedrot.oracles import seeded
 from tests.models import CASES, fresh_model, inputs, randomise
 
@@ -24,10 +33,16 @@ few_words = partial(batch_of, vocabulary=families.VOCABULARY)
 
 
 def of_encoder_and_decoder(name: str, batch: Mapping[str, Any]) -> Tensor | None:
-    """Cross-attention reads the encoder's text by its keys and values, the rest the decoder's."""
+    """Cross-attention reads the encoder's text by its keys and values, the rest the
+    decoder's.
+    """
     block, _, last = name.rpartition(".")
     crosses = block.endswith(("EncDecAttention", "encoder_attn"))
-    if "encoder.block" in name or "encoder.layers" in name or (crosses and last[0] in "kv"):
+    if (
+        "encoder.block" in name
+        or "encoder.layers" in name
+        or (crosses and last[0] in "kv")
+    ):
         return batch["attention_mask"]
     return batch.get("decoder_attention_mask")
 
@@ -43,7 +58,9 @@ def near(found: Tensor, expected: Tensor) -> bool:
 
 
 def check(model: nn.Module, batches: Sequence[Any], mask_of: MaskOf = of_text) -> Any:
-    """Compare the statistics of every linear layer that shares no weight, and return them."""
+    """Compare the statistics of every linear layer that shares no weight, and return
+    them.
+    """
     found = fedrot.collect_gram(model, batches)
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     seen: dict[str, set[str]] = {}
@@ -67,7 +84,12 @@ def check(model: nn.Module, batches: Sequence[Any], mask_of: MaskOf = of_text) -
 ENCODERS: dict[str, Callable[[], Any]] = {
     **{
         name: partial(fresh_model, name)
-        for name in ("bert-mlm", "bert-mlm-untied", "distilbert-classifier", "roberta-tokens")
+        for name in (
+            "bert-mlm",
+            "bert-mlm-untied",
+            "distilbert-classifier",
+            "roberta-tokens",
+        )
     },
     "albert, called three times": lambda: randomise(
         tiny_classifier("albert", num_hidden_layers=3, embedding_size=6)
@@ -82,15 +104,20 @@ def test_statistics_of_every_layer_are_sums_over_tokens(name: str) -> None:
     found = check(ENCODERS[name]().double(), TWO)
     assert ("gram_conv1d" in found) == ("gpt2" in name)
     if "mlm" in name:
-        assert ("cls.predictions.decoder.weight" in found["gram"]) == name.endswith("untied")
+        assert ("cls.predictions.decoder.weight" in found["gram"]) == name.endswith(
+            "untied"
+        )
 
 
-#: Models with a batch: choices of a question are sequences like any other; a layer of DeBERTa
-#: that reads positions, as many as rows times tokens of the first batch or not, has its own matrix;
-#: a decoder that reads the encoder's tokens has their mask.
+#: Models with a batch: choices of a question are sequences like any other; a layer of
+#: DeBERTa that reads positions, as many as rows times tokens of the first batch or not,
+#: has its own matrix; a decoder that reads the encoder's tokens has their mask.
 OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "choices": (partial(fresh_model, "bert-choice"), partial(inputs, "bert-choice")),
-    "as many positions": (partial(model_of, "deberta-v3"), partial(few_words, 1, 2, 4, 2)),
+    "as many positions": (
+        partial(model_of, "deberta-v3"),
+        partial(few_words, 1, 2, 4, 2),
+    ),
     "positions": (partial(model_of, "deberta-v3"), partial(few_words, 1, 2, 6, 2)),
     "the same tokens": (lambda: model_of("bart").model, partial(few_words, 2, 3, 6, 3)),
 }
@@ -106,7 +133,9 @@ def two_texts(length: int, masked: bool = True) -> dict[str, Tensor]:
     """Return a text of 6 tokens and what the decoder reads, both padded."""
     text, answer = few_words(2, 3, 6, 3), few_words(3, 3, length, 1)
     found = {**text, "decoder_input_ids": answer["input_ids"]}
-    return found | ({"decoder_attention_mask": answer["attention_mask"]} if masked else {})
+    return found | (
+        {"decoder_attention_mask": answer["attention_mask"]} if masked else {}
+    )
 
 
 @pytest.mark.parametrize("name", ["t5-gated", "bart"])
@@ -115,13 +144,20 @@ def test_a_decoder_reads_its_own_tokens_and_those_of_the_encoder(
     name: str, length: int, masked: bool
 ) -> None:
     """Also where both texts are as long, so that a mask fits either."""
-    found = check(model_of(name), [two_texts(length, masked)], of_encoder_and_decoder)["gram"]
+    found = check(model_of(name), [two_texts(length, masked)], of_encoder_and_decoder)[
+        "gram"
+    ]
     assert any("decoder" in key for key in found)
 
 
 def test_a_decoder_reads_the_text_through_a_projection_too() -> None:
     """The encoder is narrower than the decoder."""
-    sizes = {"vocab_size": 60, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    sizes = {
+        "vocab_size": 60,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+    }
     bert = transformers.BertConfig
     config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
         bert(hidden_size=16, **sizes), bert(hidden_size=24, **sizes)
@@ -129,7 +165,10 @@ def test_a_decoder_reads_the_text_through_a_projection_too() -> None:
     model = randomise(transformers.EncoderDecoderModel(config))
     found = fedrot.collect_gram(model, [two_texts(6)])["gram"]
     expected = rows_of(model, [two_texts(6)])
-    for name in ("enc_to_dec_proj", "decoder.bert.encoder.layer.0.crossattention.self.key"):
+    for name in (
+        "enc_to_dec_proj",
+        "decoder.bert.encoder.layer.0.crossattention.self.key",
+    ):
         rows, _ = expected[name]
         assert near(found[f"{name}.weight"], rows.mT @ rows / len(rows)), name
 
@@ -144,13 +183,18 @@ def test_an_encoders_output_may_be_given() -> None:
 
 def test_images_beside_texts_have_no_padding() -> None:
     """Although the text is as long as the patches of an image and one."""
-    batch = {**few_words(5, 3, 5, 2), "pixel_values": families.inputs("clip", 3)["pixel_values"]}
+    batch = {
+        **few_words(5, 3, 5, 2),
+        "pixel_values": families.inputs("clip", 3)["pixel_values"],
+    }
     check(model_of("clip"), [batch], of_image_or_text)
 
 
 @pytest.mark.parametrize("name", ["t5-gated", "bart"])
 @pytest.mark.parametrize("embedded", [False, True])
-def test_labels_become_a_decoders_inputs_only_if_it_has_none(name: str, embedded: bool) -> None:
+def test_labels_become_a_decoders_inputs_only_if_it_has_none(
+    name: str, embedded: bool
+) -> None:
     """The usual batch of sequence-to-sequence training has no inputs of the decoder."""
     model, given = model_of(name), few_words(2, 2, 6, 3)
     labels = torch.tensor([[5, 9, 7, 1], [8, 6, -100, -100]])
@@ -160,21 +204,30 @@ def test_labels_become_a_decoders_inputs_only_if_it_has_none(name: str, embedded
         given["decoder_inputs_embeds"] = model.get_input_embeddings()(ids).detach()
         full = given
     else:
-        shown = {"decoder_input_ids": ids, "decoder_attention_mask": (labels != -100).long()}
+        shown = {
+            "decoder_input_ids": ids,
+            "decoder_attention_mask": (labels != -100).long(),
+        }
         full = {**given, **shown, "labels": labels}
         collectors.append(partial(fedrot.collect_fisher, labels="data"))
     for collect in collectors:
-        found, expected = (collect(model, [batch]) for batch in ({**given, "labels": labels}, full))
+        found, expected = (
+            collect(model, [batch]) for batch in ({**given, "labels": labels}, full)
+        )
         assert found.keys() == expected.keys()
         for kind, by_name in expected.items():
-            assert all(torch.equal(found[kind][key], value) for key, value in by_name.items())
+            assert all(
+                torch.equal(found[kind][key], value) for key, value in by_name.items()
+            )
 
 
 # Any module
 
 
 class Paths(nn.Module):
-    """Layers that read one tensor or several, once or twice, or are left out; one has two names."""
+    """Layers that read one tensor or several, once or twice, or are left out; one has
+    two names.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +247,10 @@ class Paths(nn.Module):
 
 
 def ways(*how: str) -> list[Any]:
-    return [{"x": torch.randn(4, 4, generator=seeded(i)), "how": one} for i, one in enumerate(how)]
+    return [
+        {"x": torch.randn(4, 4, generator=seeded(i)), "how": one}
+        for i, one in enumerate(how)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -213,14 +269,20 @@ def test_layers_share_a_matrix_only_if_they_read_the_same_in_every_call(
     how: tuple[str, ...], shared: bool
 ) -> None:
     found = check(Paths(), ways(*how))["gram"]
-    assert found.keys() == {f"{name}.weight" for name in ("left", "right", "last", "again")}
+    assert found.keys() == {
+        f"{name}.weight" for name in ("left", "right", "last", "again")
+    }
     assert (found["left.weight"] is found["right.weight"]) == shared
     assert found["last.weight"] is found["again.weight"]
 
 
 @pytest.mark.parametrize("second", ["apart", "skip", "twice"])
-def test_inputs_that_are_shared_in_the_first_batch_and_not_later_are_refused(second: str) -> None:
-    with pytest.raises(fedrot.FedrotError, match=r"right\.weight.*left\.weight.*in some batches only"):
+def test_inputs_that_are_shared_in_the_first_batch_and_not_later_are_refused(
+    second: str,
+) -> None:
+    with pytest.raises(
+        fedrot.FedrotError, match=r"right\.weight.*left\.weight.*in some batches only"
+    ):
         fedrot.collect_gram(Paths(), ways("", second))
 
 
@@ -247,9 +309,12 @@ def test_no_more_batches_are_read_than_asked_for(most: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "batches", "most"), [(Paths, [], None), (Paths, ways(""), 0), (nn.Identity, [{}], None)]
+    ("model", "batches", "most"),
+    [(Paths, [], None), (Paths, ways(""), 0), (nn.Identity, [{}], None)],
 )
-def test_nothing_to_read_is_refused(model: Any, batches: list[Any], most: int | None) -> None:
+def test_nothing_to_read_is_refused(
+    model: Any, batches: list[Any], most: int | None
+) -> None:
     given = [{"input": torch.ones(1, 2)}] if batches == [{}] else batches
     with pytest.raises(fedrot.FedrotError, match=r"batch.*Linear"):
         fedrot.collect_gram(model(), given, max_batches=most)

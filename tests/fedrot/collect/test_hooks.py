@@ -18,25 +18,33 @@ NAME = "bert-classifier"
 
 
 def activations(model: Any, batches: Iterable[Any]) -> Mapping[str, Tensor]:
-    seen = fedrot.collect_activations(model, fresh_model(NAME), batches, symmetry_for(NAME))
+    seen = fedrot.collect_activations(
+        model, fresh_model(NAME), batches, symmetry_for(NAME)
+    )
     return seen.matrices
 
 
 COLLECTORS: dict[str, Callable[[Any, Iterable[Any]], Mapping[str, Tensor]]] = {
     "gram": lambda model, batches: fedrot.collect_gram(model, batches)["gram"],
     "fisher": lambda model, batches: fedrot.collect_fisher(model, batches)["fisher"],
-    "classes": lambda model, batches: vars(collect_classes(model, batches, "classifier")),
+    "classes": lambda model, batches: vars(
+        collect_classes(model, batches, "classifier")
+    ),
     "losses": lambda model, batches: vars(collect_losses(model, batches)),
     "anchor's activations": activations,
     "client's activations": lambda model, batches: (
-        fedrot.collect_activations(fresh_model(NAME), model, batches, symmetry_for(NAME)).matrices
+        fedrot.collect_activations(
+            fresh_model(NAME), model, batches, symmetry_for(NAME)
+        ).matrices
     ),
 }
 
 
 @pytest.mark.parametrize("collector", COLLECTORS)
 def test_a_model_is_left_as_it_was(collector: str) -> None:
-    """Modes, hooks, weights and gradients; dropout is off while statistics are collected."""
+    """Modes, hooks, weights and gradients; dropout is off while statistics are
+    collected.
+    """
     collect, model = COLLECTORS[collector], fresh_model(NAME).train()
     model.bert.encoder.layer[1].eval()
     model.bert.encoder.layer[0].attention.output.requires_grad_(False)
@@ -44,13 +52,17 @@ def test_a_model_is_left_as_it_was(collector: str) -> None:
     assert len(set(modes.values())) == 2
 
     def as_it_was() -> None:
-        assert {name: module.training for name, module in model.named_modules()} == modes
+        assert {
+            name: module.training for name, module in model.named_modules()
+        } == modes
         for module in model.modules():
             assert not module._forward_hooks
             assert not module._forward_pre_hooks
         assert largest_difference(model.state_dict(), state_of(NAME)) == 0
         assert all(parameter.grad is None for parameter in model.parameters())
-        assert not model.bert.encoder.layer[0].attention.output.dense.weight.requires_grad
+        assert not model.bert.encoder.layer[
+            0
+        ].attention.output.dense.weight.requires_grad
         assert model.classifier.weight.requires_grad
         assert torch.is_grad_enabled()
 

@@ -1,4 +1,6 @@
-"""Inputs drawn for whatever a model reads: real models run on them, and look at all of them."""
+"""Inputs drawn for whatever a model reads: real models run on them, and look at all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,34 @@ from fedrot.symmetry.groups import Symmetry
 from tests.families import MEMBERS, VOCABULARY
 from tests.models import randomise
 
-_TEXT = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_TEXT = {
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 LAST = VOCABULARY - 1
 #: Members of families, by name, with an end-of-text token other than the usual one.
 ENDS = {"clip": LAST, "clip, first": 2, "clip-text": 3}
 MODELS = (
-    *("bert", "roberta", "gpt2", "gpt2-classifier", "gpt2-classifier, unpadded", "llama", "t5"),
-    *("t5-classifier", "t5-encoder", "bart", "bart-classifier", "clip", "clip, first", "clip-text"),
+    *(
+        "bert",
+        "roberta",
+        "gpt2",
+        "gpt2-classifier",
+        "gpt2-classifier, unpadded",
+        "llama",
+        "t5",
+    ),
+    *(
+        "t5-classifier",
+        "t5-encoder",
+        "bart",
+        "bart-classifier",
+        "clip",
+        "clip, first",
+        "clip-text",
+    ),
     *("vit", "deit", "clip-image"),
 )
 IMAGES = ("vit", "deit", "clip-image")
@@ -31,11 +54,16 @@ READS_TEXT = [name for name in MODELS if name not in IMAGES]
 def built(name: str) -> Any:
     member = MEMBERS[name.partition(",")[0]]
     special = {**_TEXT, "eos_token_id": ENDS.get(name, 2)}
-    special |= {"pad_token_id": None} if name in ("gpt2", "gpt2-classifier, unpadded") else {}
+    special |= (
+        {"pad_token_id": None} if name in ("gpt2", "gpt2-classifier, unpadded") else {}
+    )
     given = {} if name in IMAGES else special
     settings = {**member.settings, **given, "max_position_embeddings": 24}
     if name.startswith("clip") and "text_config" in settings:
-        settings = {**member.settings, "text_config": {**member.settings["text_config"], **given}}
+        settings = {
+            **member.settings,
+            "text_config": {**member.settings["text_config"], **given},
+        }
     return randomise(replace(member, settings=settings).build("eager").double()).eval()
 
 
@@ -44,7 +72,9 @@ def batch_for(model: Any, rows: int = 4, **options: Any) -> dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("name", [*IMAGES, "gpt2-classifier, unpadded"])
-def test_models_of_images_and_of_one_row_run_on_what_is_drawn_for_them(name: str) -> None:
+def test_models_of_images_and_of_one_row_run_on_what_is_drawn_for_them(
+    name: str,
+) -> None:
     model = built(name)
     change = output_change(model, model.config, Symmetry(name, 1, (), {}), ())
     assert change(lambda group: True) == 0
@@ -74,7 +104,10 @@ def test_every_token_counts(name: str) -> None:
             ids[:, place] = 4 + (ids[:, place] - 2) % (VOCABULARY - 6)
             assert bool((ids != batch[name_of_ids])[:, place].all())
             after = answer(model, {**batch, name_of_ids: ids})
-            assert bool(((after - before).abs().amax(1) > 1e-9).all()), (name_of_ids, place)
+            assert bool(((after - before).abs().amax(1) > 1e-9).all()), (
+                name_of_ids,
+                place,
+            )
 
 
 @pytest.mark.parametrize("name", READS_TEXT)
@@ -88,7 +121,9 @@ def test_texts_end_where_the_model_looks(name: str) -> None:
         ids = batch["input_ids"]
         assert bool((ids[:, -1] == end).all())
         assert not bool((ids[:, :-1] == end).any())
-        assert text["pad_token_id"] is None or not bool((ids == text["pad_token_id"]).any())
+        assert text["pad_token_id"] is None or not bool(
+            (ids == text["pad_token_id"]).any()
+        )
         assert int(ids.min()) >= 0
         assert int(ids.max()) < VOCABULARY
         assert bool((batch["attention_mask"] == 1).all())
@@ -100,19 +135,25 @@ def test_texts_end_where_the_model_looks(name: str) -> None:
             assert not torch.equal(batch["decoder_input_ids"], ids)
 
 
-def drawn(settings: dict[str, Any], *given: Any, **options: Any) -> list[dict[str, torch.Tensor]]:
+def drawn(
+    settings: dict[str, Any], *given: Any, **options: Any
+) -> list[dict[str, torch.Tensor]]:
     return list(fedrot.random_inputs(settings, *given, **options))
 
 
 def test_images_are_standard_normal() -> None:
-    pixels = torch.cat([b["pixel_values"] for b in drawn({"image_size": 16, "patch_size": 4}, 200)])
+    pixels = torch.cat(
+        [b["pixel_values"] for b in drawn({"image_size": 16, "patch_size": 4}, 200)]
+    )
     assert (pixels.shape, pixels.dtype) == ((200, 3, 16, 16), torch.float32)
     assert float(pixels.mean()) == pytest.approx(0, abs=0.02)
     assert float(pixels.std()) == pytest.approx(1, abs=0.02)
 
 
 def test_the_same_seed_gives_the_same_inputs() -> None:
-    one, same, other = (drawn({"vocab_size": 11}, 10, batch_size=4, seed=seed) for seed in (1, 1, 2))
+    one, same, other = (
+        drawn({"vocab_size": 11}, 10, batch_size=4, seed=seed) for seed in (1, 1, 2)
+    )
     assert [len(batch["input_ids"]) for batch in one] == [4, 4, 2]
     for left, right in zip(one, same, strict=True):
         assert torch.equal(left["input_ids"], right["input_ids"])
@@ -136,7 +177,9 @@ def test_all_other_words_are_drawn_evenly(special: list[int]) -> None:
 @pytest.mark.parametrize("end", [None, 60, -1, [], [61, 62]])
 def test_an_end_that_is_no_word_is_ignored(end: Any) -> None:
     (plain,) = drawn({"vocab_size": 60}, 8, seed=3)
-    (found,) = drawn({"vocab_size": 60, "eos_token_id": end, "pad_token_id": 0}, 8, seed=3)
+    (found,) = drawn(
+        {"vocab_size": 60, "eos_token_id": end, "pad_token_id": 0}, 8, seed=3
+    )
     assert torch.equal(found["input_ids"], plain["input_ids"])
 
 
@@ -147,7 +190,10 @@ def test_an_end_that_is_no_word_is_ignored(end: Any) -> None:
         ({"vocab_size": 60, "max_position_embeddings": 8}, {"input_ids": (3, 6)}),
         ({"vocab_size": 60, "max_position_embeddings": 2}, {"input_ids": (3, 1)}),
         ({"vocab_size": 60, "n_positions": 9}, {"input_ids": (3, 7)}),
-        ({"text_config": {"vocab_size": 60, "max_position_embeddings": 12}}, {"input_ids": (3, 10)}),
+        (
+            {"text_config": {"vocab_size": 60, "max_position_embeddings": 12}},
+            {"input_ids": (3, 10)},
+        ),
         # Models of text and boxes have both, and take no pixels of themselves.
         ({"vocab_size": 60, "image_size": 16}, {"input_ids": (3, 16)}),
         (
@@ -157,9 +203,13 @@ def test_an_end_that_is_no_word_is_ignored(end: Any) -> None:
         ({"vision_config": {"image_size": 8}}, {"pixel_values": (3, 3, 8, 8)}),
     ],
 )
-def test_shapes_are_those_that_the_configuration_allows(settings: Any, shapes: Any) -> None:
+def test_shapes_are_those_that_the_configuration_allows(
+    settings: Any, shapes: Any
+) -> None:
     (batch,) = drawn(settings, 3)
-    assert {k: tuple(v.shape) for k, v in batch.items() if k != "attention_mask"} == shapes
+    assert {
+        k: tuple(v.shape) for k, v in batch.items() if k != "attention_mask"
+    } == shapes
 
 
 @pytest.mark.parametrize(
@@ -167,8 +217,18 @@ def test_shapes_are_those_that_the_configuration_allows(settings: Any, shapes: A
     [
         ({"vocab_size": 60}, "input_ids", 2048, 128),
         # 64 patches, then 96, then 49 of the usual size.
-        ({"image_size": 32, "patch_size": 4, "num_channels": 1}, "pixel_values", 512, 32),
-        ({"image_size": [48, 32], "patch_size": 4, "num_channels": 1}, "pixel_values", 341, 21),
+        (
+            {"image_size": 32, "patch_size": 4, "num_channels": 1},
+            "pixel_values",
+            512,
+            32,
+        ),
+        (
+            {"image_size": [48, 32], "patch_size": 4, "num_channels": 1},
+            "pixel_values",
+            341,
+            21,
+        ),
         ({"image_size": 112, "num_channels": 1}, "pixel_values", 682, 42),
     ],
 )
@@ -179,7 +239,13 @@ def test_images_are_as_many_as_have_the_tokens_of_the_texts(
     assert (sum(sizes), sizes[0]) == (total, first)
 
 
-@pytest.mark.parametrize("settings", [{}, {"model_type": "wav2vec2"}, {"text_config": None}])
-def test_what_reads_neither_words_nor_images_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(fedrot.SymmetryError, match="neither a 'vocab_size' nor an 'image_size'"):
+@pytest.mark.parametrize(
+    "settings", [{}, {"model_type": "wav2vec2"}, {"text_config": None}]
+)
+def test_what_reads_neither_words_nor_images_is_refused(
+    settings: dict[str, Any],
+) -> None:
+    with pytest.raises(
+        fedrot.SymmetryError, match="neither a 'vocab_size' nor an 'image_size'"
+    ):
         drawn(settings)

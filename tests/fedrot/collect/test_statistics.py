@@ -1,6 +1,8 @@
-"""Every kind of statistics keeps one contract: how it is checked, collected, and moved with weights.
+"""Every kind of statistics keeps one contract: how it is checked, collected, and moved
+with weights.
 
-What moves is compared with the same statistics recomputed on the moved model of every family.
+What moves is compared with the same statistics recomputed on the moved model of every
+family.
 """
 
 from __future__ import annotations
@@ -61,7 +63,10 @@ class Case:
     shape: tuple[int, int] = (OUT, IN)
 
 
-X = torch.randn(50, IN, generator=seeded(0)).double() * torch.logspace(0, -3, IN).double()
+X = (
+    torch.randn(50, IN, generator=seeded(0)).double()
+    * torch.logspace(0, -3, IN).double()
+)
 GRAM_GOOD = [
     (X.mT @ X / (X.mT @ X).max() * largest).to(dtype)
     for largest in (1e-40, 1e-20, 1.0, 9e29)
@@ -77,7 +82,10 @@ GRAM_BAD = {
     "negative": (-EYE, "negative"),
     "skew": (EYE + torch.triu(torch.ones(IN, IN), 1), "symmetric"),
     **{
-        f"{name}, times {scale:g}": (torch.block_diag(torch.tensor(corner), torch.eye(3)) * scale, word)
+        f"{name}, times {scale:g}": (
+            torch.block_diag(torch.tensor(corner), torch.eye(3)) * scale,
+            word,
+        )
         for name, (corner, word) in HIDING.items()
         for scale in (1.0, 1e-40, 1e23)
     },
@@ -91,7 +99,10 @@ FISHER_BAD = {
     "number": (torch.tensor(1.0), "shape"),
 }
 TRAINED_GOOD = [torch.tensor(True), torch.tensor([True, False, True])]
-TRAINED_BAD = {"float": (BIAS, "bool"), "columns": (torch.ones(IN, dtype=torch.bool), "rows")}
+TRAINED_BAD = {
+    "float": (BIAS, "bool"),
+    "columns": (torch.ones(IN, dtype=torch.bool), "rows"),
+}
 CASES = {
     "gram": Case(GRAM_GOOD, GRAM_BAD, collected=True),
     "gram_conv1d": Case(GRAM_GOOD, GRAM_BAD, shape=(IN, OUT)),
@@ -117,7 +128,8 @@ def test_good_values_are_taken(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"), [(kind, what) for kind, case in CASES.items() for what in case.bad]
+    ("kind", "what"),
+    [(kind, what) for kind, case in CASES.items() for what in case.bad],
 )
 def test_bad_values_are_refused_by_kind_and_tensor(kind: str, what: str) -> None:
     value, word = CASES[kind].bad[what]
@@ -132,7 +144,9 @@ def test_tensors_of_another_shape_and_unknown_ones_are_refused(kind: str) -> Non
     check_statistics({kind: {"w": value, "same": value}}, {"w": shape, "same": shape})
     for names in (("w", "other"), ("other", "w")):
         with pytest.raises(UpdateError, match="'other'"):
-            check_statistics({kind: dict.fromkeys(names, value)}, {"w": shape, "other": (4, 4)})
+            check_statistics(
+                {kind: dict.fromkeys(names, value)}, {"w": shape, "other": (4, 4)}
+            )
     with pytest.raises(UpdateError, match="'nowhere' belong to no tensor"):
         check_statistics({kind: {"nowhere": value}}, {"w": shape})
     with pytest.raises(UpdateError, match="'nowhere' belong to no tensor"):
@@ -163,9 +177,13 @@ def test_kinds_are_collected_with_and_without_their_limit() -> None:
         assert float(found["gram"]["0.weight"][0, 1]) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", [kind for kind, case in CASES.items() if not case.collected])
+@pytest.mark.parametrize(
+    "kind", [kind for kind, case in CASES.items() if not case.collected]
+)
 def test_kinds_that_are_not_computed_from_batches_say_so(kind: str) -> None:
-    with pytest.raises(fedrot.FedrotError, match=f"'{kind}' cannot be computed from batches"):
+    with pytest.raises(
+        fedrot.FedrotError, match=f"'{kind}' cannot be computed from batches"
+    ):
         kind_named(kind).collected(nn.Linear(2, 2), [])
 
 
@@ -208,7 +226,10 @@ def grams_of(name: str, state: State) -> dict[str, dict[str, Tensor]]:
 def test_gram_matrices_follow_a_random_element_of_all_parts(name: str) -> None:
     state, alignment = state_of(name), random_alignment(name)
     before, after = (grams_of(name, s) for s in (state, alignment.apply(state)))
-    kept = {kind: {k: v.clone() for k, v in by_name.items()} for kind, by_name in before.items()}
+    kept = {
+        kind: {k: v.clone() for k, v in by_name.items()}
+        for kind, by_name in before.items()
+    }
     moved = alignment.transport(before)
     assert moved.keys() == after.keys() == before.keys()
     for kind, expected in after.items():
@@ -225,14 +246,17 @@ def test_gram_matrices_follow_a_random_element_of_all_parts(name: str) -> None:
             slot.tensor
             for move in alignment.moves
             for slot in move.group.slots
-            if slot.axis == INPUT_AXIS[kind] and move.group.kind.moved(move.element).any()
+            if slot.axis == INPUT_AXIS[kind]
+            and move.group.kind.moved(move.element).any()
         }
         assert far == read & expected.keys()
     assert ("gram_conv1d" in after) == name.startswith("gpt2")
 
 
 def squares_of(name: str, state: State) -> State:
-    """Return the squared gradients of one loss, by every name of a parameter that the loss sees."""
+    """Return the squared gradients of one loss, by every name of a parameter that the
+    loss sees.
+    """
     model = model_of(name, state)
     out = answers(name, model)
     target = torch.randn(out.shape, generator=seeded(2), dtype=torch.float64)
@@ -263,15 +287,24 @@ def test_squares_of_gradients_follow_what_does_not_rotate(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_masks_follow_the_rows_they_mark(name: str) -> None:
-    """Rows set to zero where nothing was trained are zero in the moved model where its mask says so."""
+    """Rows set to zero where nothing was trained are zero in the moved model where its
+    mask says so.
+    """
     state, alignment, rng = state_of(name), random_alignment(name, stays), seeded(1)
-    state = {key: value for key, value in state.items() if value.is_floating_point() and value.ndim}
+    state = {
+        key: value
+        for key, value in state.items()
+        if value.is_floating_point() and value.ndim
+    }
     masks = {
-        key: torch.rand(len(value), generator=rng) < 0.5 if i % 5 else torch.tensor(bool(i % 2))
+        key: torch.rand(len(value), generator=rng) < 0.5
+        if i % 5
+        else torch.tensor(bool(i % 2))
         for i, (key, value) in enumerate(state.items())
     }
     marked = {
-        key: (1 + value.abs()) * masks[key].expand(len(value)).reshape(-1, *[1] * (value.ndim - 1))
+        key: (1 + value.abs())
+        * masks[key].expand(len(value)).reshape(-1, *[1] * (value.ndim - 1))
         for key, value in state.items()
     }
     after = alignment.apply({**state_of(name), **marked})
@@ -279,7 +312,11 @@ def test_masks_follow_the_rows_they_mark(name: str) -> None:
     assert moved.keys() == masks.keys()
     for key, mask in moved.items():
         assert (mask.dtype, mask.shape) == (torch.bool, masks[key].shape)
-        rows = after[key].abs().flatten(1).sum(1) if after[key].ndim > 1 else after[key].abs()
+        rows = (
+            after[key].abs().flatten(1).sum(1)
+            if after[key].ndim > 1
+            else after[key].abs()
+        )
         assert torch.equal(mask.expand(len(rows)), rows > 0), key
     assert any(not torch.equal(mask, masks[key]) for key, mask in moved.items())
 
@@ -291,10 +328,13 @@ def test_masks_of_all_rows_or_none_pass_a_rotation_and_others_do_not() -> None:
     alignment, key = random_alignment("bert", rotates), f"{LAYER}.self.query.weight"
     some = torch.arange(24) < 5
     for mask in (torch.tensor(True), torch.tensor(False), some | True, some & False):
-        assert torch.equal(alignment.transport({"trained": {key: mask}})["trained"][key], mask)
+        assert torch.equal(
+            alignment.transport({"trained": {key: mask}})["trained"][key], mask
+        )
     with pytest.raises(fedrot.FedrotError, match="rotation"):
         alignment.transport({"trained": {key: some}})
-    # Rows of the output projection are places in the residual stream, which no rotation of heads moves.
+    # Rows of the output projection are places in the residual stream, which no rotation
+    # of heads moves.
     output = {f"{LAYER}.output.dense.weight": some}
     assert alignment.transport({"trained": output})["trained"] == output
 
@@ -321,7 +361,11 @@ def test_several_kinds_travel_together_and_dtypes_stay() -> None:
     alignment = random_alignment("bert", stays)
     key, mask = f"{LAYER}.output.dense.weight", torch.arange(24) < 5
     gram = fedrot.collect_gram(model_of("bert"), [inputs("bert")])["gram"][key]
-    sent: dict[str, Any] = {"gram": gram, "fisher": torch.ones(24, 24).bfloat16(), "trained": mask}
+    sent: dict[str, Any] = {
+        "gram": gram,
+        "fisher": torch.ones(24, 24).bfloat16(),
+        "trained": mask,
+    }
     out = alignment.transport({kind: {key: value} for kind, value in sent.items()})
     assert {kind: by_name[key].dtype for kind, by_name in out.items()} == {
         kind: value.dtype for kind, value in sent.items()
@@ -354,5 +398,9 @@ def test_negative_eigenvalues_at_unit_diagonal_become_zero() -> None:
     assert torch.equal(found, found.mT)
     # Neither a Gram matrix, nor what was none when it arrived.
     rounded = gram.bfloat16().double()
-    for value, received in ((gram, gram), (rounded, gram), (moved, indefinite(gram, 0.4))):
+    for value, received in (
+        (gram, gram),
+        (rounded, gram),
+        (moved, indefinite(gram, 0.4)),
+    ):
         assert semidefinite(value, received) is value

@@ -1,4 +1,6 @@
-"""Updates of clients that trained a part of the model are completed, and what they trained is marked."""
+"""Updates of clients that trained a part of the model are completed, and what they
+trained is marked.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,11 @@ import torch
 
 from fedrot import UpdateError, completed
 
-RECEIVED = {"body": torch.zeros(4, 2), "head": torch.zeros(3, 2), "scale": torch.tensor(0.0)}
+RECEIVED = {
+    "body": torch.zeros(4, 2),
+    "head": torch.zeros(3, 2),
+    "scale": torch.tensor(0.0),
+}
 UPDATE = {"body": torch.ones(4, 2), "head": torch.ones(3, 2)}
 
 

@@ -1,4 +1,6 @@
-"""Tiny models, padded batches, and what their layers read, for the tests of collectors."""
+"""Tiny models, padded batches, and what their layers read, for the tests of
+collectors.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,18 @@ OTHER: dict[str, Any] = {
 
 def tiny_classifier(kind: str, **settings: Any) -> Any:
     """Return a classifier of sequences of a ``model_type``."""
-    config = transformers.AutoConfig.for_model(kind, **{**TINY, **OTHER.get(kind, {}), **settings})
+    config = transformers.AutoConfig.for_model(
+        kind, **{**TINY, **OTHER.get(kind, {}), **settings}
+    )
     return transformers.AutoModelForSequenceClassification.from_config(config)
 
 
 def batch_of(
-    seed: int, rows: int = 3, length: int = 8, padding: int = 3, vocabulary: int = VOCABULARY
+    seed: int,
+    rows: int = 3,
+    length: int = 8,
+    padding: int = 3,
+    vocabulary: int = VOCABULARY,
 ) -> dict[str, Tensor]:
     """Return token sequences, the first one padded."""
     ids = torch.randint(4, vocabulary, (rows, length), generator=seeded(seed))
@@ -51,7 +59,9 @@ def batch_of(
 
 
 def of_text(name: str, batch: Mapping[str, Any]) -> Tensor | None:
-    """Return the mask of the tokens that a module reads, ``attention_mask``; None if all count."""
+    """Return the mask of the tokens that a module reads, ``attention_mask``; None if
+    all count.
+    """
     return batch.get("attention_mask")
 
 
@@ -60,7 +70,9 @@ def rows_of(
     batches: Sequence[Any],
     mask_of: Callable[[str, Mapping[str, Any]], Tensor | None] = of_text,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return what every linear module reads and returns, float64 ``[tokens, units]``, from loops."""
+    """Return what every linear module reads and returns, float64 ``[tokens, units]``,
+    from loops.
+    """
     found: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
     batch: Any = {}
 
@@ -68,12 +80,18 @@ def rows_of(
         (given,) = (*args, *kwargs.values())
         mask = mask_of(name, batch)
         mask = None if mask is None else mask.flatten(0, -2)
-        for rows, tensor in zip(found.setdefault(name, ([], [])), (given, output), strict=True):
+        for rows, tensor in zip(
+            found.setdefault(name, ([], [])), (given, output), strict=True
+        ):
             for place, row in enumerate(tensor.double().clone()):
                 if row.ndim == 1 or mask is None or tensor.shape[:2] != mask.shape:
                     rows.extend(row.reshape(-1, row.shape[-1]))
                 else:
-                    rows.extend(one for one, counts in zip(row, mask[place], strict=True) if counts)
+                    rows.extend(
+                        one
+                        for one, counts in zip(row, mask[place], strict=True)
+                        if counts
+                    )
 
     handles = [
         module.register_forward_hook(partial(keep, name), with_kwargs=True)
@@ -86,4 +104,7 @@ def rows_of(
             model(**batch)
     for handle in handles:
         handle.remove()
-    return {name: (torch.stack(read), torch.stack(out)) for name, (read, out) in found.items()}
+    return {
+        name: (torch.stack(read), torch.stack(out))
+        for name, (read, out) in found.items()
+    }

@@ -19,10 +19,18 @@ from tests.models import randomise
 
 
 def adapted(kind: str, **settings: Any) -> Any:
-    """Return a float64 PEFT model whose trained copies differ from the layers that they replace."""
+    """Return a float64 PEFT model whose trained copies differ from the layers that they
+    replace.
+    """
     targets = {"gpt2": "c_attn", "distilbert": "q_lin"}.get(kind, "query")
-    lora = peft.LoraConfig(r=2, target_modules=[targets], fan_in_fan_out=kind == "gpt2", **settings)
-    return randomise(peft.get_peft_model(tiny_classifier(kind, num_labels=3), lora)).double().train()
+    lora = peft.LoraConfig(
+        r=2, target_modules=[targets], fan_in_fan_out=kind == "gpt2", **settings
+    )
+    return (
+        randomise(peft.get_peft_model(tiny_classifier(kind, num_labels=3), lora))
+        .double()
+        .train()
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,10 +47,15 @@ def test_the_head_beside_an_adapter_is_that_of_the_merged_model(
     kind: str, name: str, settings: dict[str, Any]
 ) -> None:
     model = adapted(kind, **settings)
-    batches = [{**batch_of(seed, rows=9), "labels": torch.arange(9) % 3} for seed in (1, 2)]
+    batches = [
+        {**batch_of(seed, rows=9), "labels": torch.arange(9) % 3} for seed in (1, 2)
+    ]
     merged = copy.deepcopy(model).merge_and_unload()
     head = adapter_head_of(adapter_tensors(model))
-    assert (head, head_of(merged.config, merged.state_dict())) == (f"base_model.model.{name}", name)
+    assert (head, head_of(merged.config, merged.state_dict())) == (
+        f"base_model.model.{name}",
+        name,
+    )
     found = collect_classes(model, batches, head)
     assert_close(found, collect_classes(merged, batches, name))
     weight, bias = fit_head(found, bias=name != "score")
@@ -51,11 +64,18 @@ def test_the_head_beside_an_adapter_is_that_of_the_merged_model(
     expected = collect_losses(merged, batches).losses
     torch.testing.assert_close(collect_losses(model, batches).losses, expected)
     heads = Heads(weight[None], bias[None], torch.tensor([-1]))
-    torch.testing.assert_close(compare_losses([model], batches, head, [heads]).losses, expected)
+    torch.testing.assert_close(
+        compare_losses([model], batches, head, [heads]).losses, expected
+    )
 
 
 def test_adapters_without_one_task_head_are_refused() -> None:
     with pytest.raises(FedrotError, match="has 0 layers named classifier, score"):
         adapter_head_of(adapter_tensors(adapted("bert")))
     with pytest.raises(FedrotError, match="has 2 layers"):
-        adapter_head_of({f"base_model.model.{name}.weight": (3, 8) for name in ("score", "classifier")})
+        adapter_head_of(
+            {
+                f"base_model.model.{name}.weight": (3, 8)
+                for name in ("score", "classifier")
+            }
+        )

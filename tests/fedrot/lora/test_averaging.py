@@ -1,4 +1,6 @@
-"""Every method of averaging adapters keeps one contract; oracles are dense products in float64."""
+"""Every method of averaging adapters keeps one contract; oracles are dense products in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.lora import AdapterOptions, AdapterUpdate, LoraSettings, average_adapters, fitted
+from fedrot.lora import (
+    AdapterOptions,
+    AdapterUpdate,
+    LoraSettings,
+    average_adapters,
+    fitted,
+)
 from fedrot.lora.gauges import GAUGES, Wanted, rotated
 from fedrot.lora.methods import METHODS
 from fedrot.lora.module_sums import ModuleSums
@@ -21,7 +29,10 @@ from fedrot.lora.products import ProductSum, decomposed
 
 Adapter = dict[str, Tensor]
 IN, OUT = 9, 7
-MODULES = {"base_model.model.layer.query": (IN, OUT), "base_model.model.classifier": (IN, 2)}
+MODULES = {
+    "base_model.model.layer.query": (IN, OUT),
+    "base_model.model.classifier": (IN, 2),
+}
 QUERY, HEAD = MODULES
 BIAS = "base_model.model.head.bias"
 SETTINGS = LoraSettings(alpha=6.0)
@@ -45,13 +56,22 @@ def adapter(seed: int, rank: int = 3, start: Adapter | None = None) -> Adapter:
         found[factor(module)] = drawn(rank, width)
         found[factor(module, "B")] = drawn(outputs, rank)
     found[BIAS] = drawn(4)
-    return found if start is None else {name: start[name] + 0.3 * t for name, t in found.items()}
+    return (
+        found
+        if start is None
+        else {name: start[name] + 0.3 * t for name, t in found.items()}
+    )
 
 
-def pair(seed: int, rank: int = 4, width: int = 60, outputs: int = 50, module: str = "q") -> Adapter:
+def pair(
+    seed: int, rank: int = 4, width: int = 60, outputs: int = 50, module: str = "q"
+) -> Adapter:
     """Return one pair of random factors."""
     drawn = drawing(seed)
-    return {factor(module): drawn(rank, width), factor(module, "B"): drawn(outputs, rank)}
+    return {
+        factor(module): drawn(rank, width),
+        factor(module, "B"): drawn(outputs, rank),
+    }
 
 
 def product(tensors: Adapter, module: str, settings: LoraSettings = SETTINGS) -> Tensor:
@@ -66,7 +86,9 @@ def truncated(dense: Tensor, rank: int) -> Tensor:
 
 
 def scrambled(tensors: Adapter, seed: int) -> Adapter:
-    """Return factors with the same products: ``G A`` and ``B G^-1`` for random invertible ``G``."""
+    """Return factors with the same products: ``G A`` and ``B G^-1`` for random
+    invertible ``G``.
+    """
     drawn, found = drawing(seed), dict(tensors)
     for module in MODULES:
         a, b = factor(module), factor(module, "B")
@@ -76,13 +98,19 @@ def scrambled(tensors: Adapter, seed: int) -> Adapter:
     return found
 
 
-def updates(adapters: Sequence[Adapter], weights: Sequence[float] = (1, 2, 5)) -> list[AdapterUpdate]:
-    return [AdapterUpdate(a, w, SETTINGS) for a, w in zip(adapters, weights, strict=False)]
+def updates(
+    adapters: Sequence[Adapter], weights: Sequence[float] = (1, 2, 5)
+) -> list[AdapterUpdate]:
+    return [
+        AdapterUpdate(a, w, SETTINGS) for a, w in zip(adapters, weights, strict=False)
+    ]
 
 
 def dense_mean(given: Sequence[AdapterUpdate], module: str) -> Tensor:
     total = sum(update.weight for update in given)
-    products = [u.weight / total * product(dict(u.tensors), module, u.settings) for u in given]
+    products = [
+        u.weight / total * product(dict(u.tensors), module, u.settings) for u in given
+    ]
     return torch.stack(products).sum(0)
 
 
@@ -99,16 +127,29 @@ class Client:
 
 
 def clients(seed: int, ranks: Sequence[int] = (3, 3, 3)) -> list[Client]:
-    return [Client(adapter(seed + n, rank), n + 1.0, SCALES[n % 3]) for n, rank in enumerate(ranks)]
+    return [
+        Client(adapter(seed + n, rank), n + 1.0, SCALES[n % 3])
+        for n, rank in enumerate(ranks)
+    ]
 
 
 def of_factors(sent: Sequence[Client], module: str, rank: int) -> Tensor:
-    """Return the product of the means of the factors, in which ``B`` includes the scale."""
+    """Return the product of the means of the factors, in which ``B`` includes the
+    scale.
+    """
     total = sum(one.weight for one in sent)
-    a, b = torch.zeros(rank, MODULES[module][0]).double(), torch.zeros(MODULES[module][1], rank).double()
+    a, b = (
+        torch.zeros(rank, MODULES[module][0]).double(),
+        torch.zeros(MODULES[module][1], rank).double(),
+    )
     for one in sent:
         a += one.weight / total * one.tensors[factor(module)]
-        b += one.weight / total * one.settings.scale(module, rank) * one.tensors[factor(module, "B")]
+        b += (
+            one.weight
+            / total
+            * one.settings.scale(module, rank)
+            * one.tensors[factor(module, "B")]
+        )
     return b @ a
 
 
@@ -126,18 +167,26 @@ CASES = [
 EVERY = pytest.mark.parametrize("options", CASES, ids=str)
 
 
-def close(found: Adapter, module: str, expected: Tensor, tolerance: float = 1e-6) -> None:
+def close(
+    found: Adapter, module: str, expected: Tensor, tolerance: float = 1e-6
+) -> None:
     apart = torch.linalg.norm(product(found, module) - expected)
     assert float(apart) <= tolerance * max(1.0, float(torch.linalg.norm(expected)))
 
 
 def averaged(sent: Sequence[Client], options: AdapterOptions, **given: Any) -> Adapter:
-    return average_adapters([one.update() for one in sent], SETTINGS, options, **given)[0]
+    return average_adapters([one.update() for one in sent], SETTINGS, options, **given)[
+        0
+    ]
 
 
 def test_every_method_and_gauge_has_a_case() -> None:
-    assert {name for name, method in METHODS.items() if method.sums is ModuleSums} == ORACLES.keys()
-    assert set(OWN_GAUGES) == GAUGES.keys() - {"mean"}  # The laboratory's, if it is imported.
+    assert {
+        name for name, method in METHODS.items() if method.sums is ModuleSums
+    } == ORACLES.keys()
+    assert set(OWN_GAUGES) == GAUGES.keys() - {
+        "mean"
+    }  # The laboratory's, if it is imported.
 
 
 @EVERY
@@ -158,7 +207,10 @@ def test_the_product_is_the_oracle_s_in_any_order_scale_and_coordinates(
     found, report = average_adapters(asked, SETTINGS, options, previous, rank)
     other = [replace(one, weight=8 * one.weight) for one in sent[::-1]]
     if options.kind.any_rank:
-        other = [replace(one, tensors=scrambled(one.tensors, n)) for n, one in enumerate(other)]
+        other = [
+            replace(one, tensors=scrambled(one.tensors, n))
+            for n, one in enumerate(other)
+        ]
     again = averaged(other, options, previous=previous, rank=rank)
     for module, (width, outputs) in MODULES.items():
         assert found[factor(module)].shape == (rank, width)
@@ -166,21 +218,27 @@ def test_the_product_is_the_oracle_s_in_any_order_scale_and_coordinates(
         close(found, module, ORACLES[options.method](sent, module, rank))
         close(again, module, product(found, module))
         dense = dense_mean(asked, module)
-        error = torch.linalg.norm(dense - product(found, module)) / torch.linalg.norm(dense)
+        error = torch.linalg.norm(dense - product(found, module)) / torch.linalg.norm(
+            dense
+        )
         assert report.error[module] == pytest.approx(float(error), abs=1e-6)
         assert report.lost[module] == 0
         naive = report.error_of_factors[module]
         assert (naive is None) == (len(set(ranks)) > 1)
         if options.method == "mean":
             assert naive == report.error[module]
-    expected = sum(one.weight * one.tensors[BIAS] for one in sent) / sum(one.weight for one in sent)
+    expected = sum(one.weight * one.tensors[BIAS] for one in sent) / sum(
+        one.weight for one in sent
+    )
     torch.testing.assert_close(found[BIAS], expected)
     assert (report.updates, report.magnitudes) == (len(sent), False)
 
 
 @EVERY
 @pytest.mark.parametrize(
-    ("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2), (None, 1e-5)], ids=str
+    ("dtype", "error"),
+    [(torch.float32, 1e-5), (torch.bfloat16, 4e-2), (None, 1e-5)],
+    ids=str,
 )
 def test_dtypes_stay_and_sums_are_wide(
     options: AdapterOptions, dtype: torch.dtype | None, error: float
@@ -188,7 +246,10 @@ def test_dtypes_stay_and_sums_are_wide(
     """None is float32 for ``A`` alone, as a model's parameters."""
 
     def cast(tensors: Adapter) -> Adapter:
-        return {n: t.to(dtype or (torch.float32 if "_A" in n else t.dtype)) for n, t in tensors.items()}
+        return {
+            n: t.to(dtype or (torch.float32 if "_A" in n else t.dtype))
+            for n, t in tensors.items()
+        }
 
     sent = clients(11)
     sent = [replace(one, tensors=cast(one.tensors)) for one in sent]
@@ -197,10 +258,13 @@ def test_dtypes_stay_and_sums_are_wide(
         for tensor in one.tensors.values():
             tensor.requires_grad_()
     found, _ = average_adapters(asked, SETTINGS, options, adapter(9))
-    assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in sent[0].tensors.items()}
+    assert {n: t.dtype for n, t in found.items()} == {
+        n: t.dtype for n, t in sent[0].tensors.items()
+    }
     assert not any(tensor.requires_grad for tensor in found.values())
     wide = [
-        replace(one, tensors={n: t.detach().double() for n, t in one.tensors.items()}) for one in sent
+        replace(one, tensors={n: t.detach().double() for n, t in one.tensors.items()})
+        for one in sent
     ]
     for module in MODULES:
         expected = ORACLES[options.method](wide, module, 3)
@@ -208,7 +272,9 @@ def test_dtypes_stay_and_sums_are_wide(
 
 
 @EVERY
-def test_results_may_be_taken_in_between_and_share_nothing(options: AdapterOptions) -> None:
+def test_results_may_be_taken_in_between_and_share_nothing(
+    options: AdapterOptions,
+) -> None:
     one, two = (client.update() for client in clients(3, (3, 3)))
     average = options.average(SETTINGS)
     with pytest.raises(FedrotError, match="no adapters to average"):
@@ -227,15 +293,22 @@ def test_results_may_be_taken_in_between_and_share_nothing(options: AdapterOptio
 
 PISSA = LoraSettings.of({"lora_alpha": 6, "init_lora_weights": "pissa"})
 EXPERTS = "base_model.model.experts.base_layer"
-#: Tensors that one client sends otherwise, None for those that it leaves out, and a word of the error.
+#: Tensors that one client sends otherwise, None for those that it leaves out, and a
+#: word of the error.
 BAD: dict[str, tuple[dict[str, Tensor | None], str]] = {
     "no B": ({factor(QUERY, "B"): None}, "query.lora_A.weight' has no partner"),
     "no A": ({factor(QUERY): None}, "query.lora_B.weight' has no partner"),
     "two ranks": ({factor(QUERY): torch.ones(2, IN)}, "no common rank"),
     "no matrix": ({factor(QUERY): torch.ones(4)}, "no common rank"),
-    "rank 0": ({factor(QUERY): torch.ones(0, IN), factor(QUERY, "B"): torch.ones(OUT, 0)}, "no common"),
+    "rank 0": (
+        {factor(QUERY): torch.ones(0, IN), factor(QUERY, "B"): torch.ones(OUT, 0)},
+        "no common",
+    ),
     "other inputs": ({factor(QUERY): torch.ones(3, 5)}, "map 5 inputs to 7 outputs"),
-    "other outputs": ({factor(QUERY, "B"): torch.ones(4, 3)}, "map 9 inputs to 4 outputs"),
+    "other outputs": (
+        {factor(QUERY, "B"): torch.ones(4, 3)},
+        "map 9 inputs to 4 outputs",
+    ),
     "no bias": ({BIAS: None}, "head.bias' is in some adapters and missing"),
     "NaN": ({BIAS: torch.full((4,), torch.nan)}, "holds NaN or Inf"),
     "one more pair": (
@@ -246,17 +319,29 @@ BAD: dict[str, tuple[dict[str, Tensor | None], str]] = {
         {f"{QUERY}.lora_{f}.more.weight": torch.ones(3, 3) for f in "AB"},
         "has two pairs of factors",
     ),
-    "experts": ({factor(EXPERTS, f): torch.ones(2, 2) for f in "AB"}, "parameters inside a module"),
+    "experts": (
+        {factor(EXPERTS, f): torch.ones(2, 2) for f in "AB"},
+        "parameters inside a module",
+    ),
     **{
-        f"huge {of}, {size:g}": ({factor(QUERY, of): adapter(1)[factor(QUERY, of)] * size}, "has norm")
+        f"huge {of}, {size:g}": (
+            {factor(QUERY, of): adapter(1)[factor(QUERY, of)] * size},
+            "has norm",
+        )
         for of in "AB"
         for size in (1e7, 1e15)
     },
 }
 #: Changes of a client's update, and a word of the error.
 BAD_UPDATES: dict[str, tuple[Callable[[AdapterUpdate], Any], str]] = {
-    **{f"weight {w}": (lambda u, w=w: replace(u, weight=w), "weight") for w in (0, -1, float("nan"))},
-    "no factors": (lambda u: replace(u, tensors={"w": torch.ones(2)}), "no factors of a LoRA adapter"),
+    **{
+        f"weight {w}": (lambda u, w=w: replace(u, weight=w), "weight")
+        for w in (0, -1, float("nan"))
+    },
+    "no factors": (
+        lambda u: replace(u, tensors={"w": torch.ones(2)}),
+        "no factors of a LoRA adapter",
+    ),
     "another rank of PiSSA": (
         lambda u: replace(u, tensors=adapter(1, 2), settings=PISSA),
         "'pissa' base weights depend on the rank",
@@ -264,16 +349,24 @@ BAD_UPDATES: dict[str, tuple[Callable[[AdapterUpdate], Any], str]] = {
 }
 
 
-def with_tensors(change: dict[str, Tensor | None]) -> Callable[[AdapterUpdate], AdapterUpdate]:
+def with_tensors(
+    change: dict[str, Tensor | None],
+) -> Callable[[AdapterUpdate], AdapterUpdate]:
     def changed(update: AdapterUpdate) -> AdapterUpdate:
-        tensors = {n: t for n, t in {**update.tensors, **change}.items() if t is not None}
+        tensors = {
+            n: t for n, t in {**update.tensors, **change}.items() if t is not None
+        }
         return replace(update, tensors=tensors)
 
     return changed
 
 
-def bad(options: AdapterOptions) -> dict[str, tuple[Callable[[AdapterUpdate], Any], str]]:
-    return {name: (with_tensors(change), said) for name, (change, said) in BAD.items()} | BAD_UPDATES
+def bad(
+    options: AdapterOptions,
+) -> dict[str, tuple[Callable[[AdapterUpdate], Any], str]]:
+    return {
+        name: (with_tensors(change), said) for name, (change, said) in BAD.items()
+    } | BAD_UPDATES
 
 
 @pytest.mark.parametrize(
@@ -304,15 +397,27 @@ def test_what_does_not_go_together_is_refused() -> None:
     pissa = [AdapterUpdate(adapter(0), 1.0, PISSA)]
     average_adapters(pissa * 2, PISSA, EXACT, adapter(9))
     rows: list[tuple[Any, dict[str, Any], str]] = [
-        (updates([adapter(i, i + 1) for i in range(2)]), {}, r"query' are \[1, 2\].*method='exact'"),
+        (
+            updates([adapter(i, i + 1) for i in range(2)]),
+            {},
+            r"query' are \[1, 2\].*method='exact'",
+        ),
         (asked, {"rank": 2}, "their mean cannot have rank 2"),
         (pissa, {"previous": adapter(9, 4), "options": EXACT}, "has rank 3, others 4"),
         (asked, {"previous": {BIAS: torch.ones(4)}}, "does not contain '.*query'"),
         (asked, {"rank": 2.5}, r"rank is 2\.5; it must be an integer"),
         (asked, {"rank": 0}, "rank is 0"),
-        (asked, {"options": "exact"}, r"options is 'exact'; pass fedrot\.lora\.AdapterOptions"),
+        (
+            asked,
+            {"options": "exact"},
+            r"options is 'exact'; pass fedrot\.lora\.AdapterOptions",
+        ),
         (asked, {"settings": {"hidden_size": 3}}, "no configuration of a LoRA"),
-        ([replace(asked[0], settings={"hidden_size": 3})], {}, "no configuration of a LoRA"),
+        (
+            [replace(asked[0], settings={"hidden_size": 3})],
+            {},
+            "no configuration of a LoRA",
+        ),
         ([adapter(0)], {}, "The update is a dict; pass an AdapterUpdate"),
         ([], {}, "no adapters to average"),
     ]
@@ -324,8 +429,14 @@ def test_what_does_not_go_together_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"method": "median"}, "Unknown method 'median' of adapters; one of mean, exact"),
-        ({"gauge": "best"}, "Unknown gauge 'best' of adapters; one of keep-a, previous, none"),
+        (
+            {"method": "median"},
+            "Unknown method 'median' of adapters; one of mean, exact",
+        ),
+        (
+            {"gauge": "best"},
+            "Unknown gauge 'best' of adapters; one of keep-a, previous, none",
+        ),
         ({"gauge": "none"}, "an option of 'exact', and has no effect with 'mean'"),
     ],
 )
@@ -350,7 +461,9 @@ def test_without_a_gauge_factors_are_balanced_and_depend_on_the_product_alone(
     for module in MODULES:
         a, b = found[factor(module)], found[factor(module, "B")]
         rank = min(3, len(b))
-        assert torch.allclose(a[:rank] @ a[:rank].mT, (b.mT @ b)[:rank, :rank], atol=1e-7)
+        assert torch.allclose(
+            a[:rank] @ a[:rank].mT, (b.mT @ b)[:rank, :rank], atol=1e-7
+        )
     for name in (factor(QUERY), factor(QUERY, "B")):
         assert torch.allclose(found[name], again[name], atol=1e-7)
 
@@ -359,13 +472,17 @@ def test_without_a_gauge_factors_are_balanced_and_depend_on_the_product_alone(
 @given(seed=st.integers(0, 1000))
 def test_the_rotation_is_the_best_one(seed: int) -> None:
     drawn = drawing(seed)
-    a, b, to_a, to_b = (drawn(*shape) for shape in ((3, IN), (OUT, 3), (3, IN), (OUT, 3)))
+    a, b, to_a, to_b = (
+        drawn(*shape) for shape in ((3, IN), (OUT, 3), (3, IN), (OUT, 3))
+    )
 
     def distance(a: Tensor, b: Tensor) -> Tensor:
         return torch.linalg.norm(a - to_a) ** 2 + torch.linalg.norm(b - to_b) ** 2
 
     u, s, vt = torch.linalg.svd(b @ a)
-    wanted = Wanted(u[:, :3], s[:3], vt[:3], (drawn(3, IN), drawn(OUT, 3)), (to_a, to_b))
+    wanted = Wanted(
+        u[:, :3], s[:3], vt[:3], (drawn(3, IN), drawn(OUT, 3)), (to_a, to_b)
+    )
     for start, found in (
         ((a, b), rotated((a, b), (to_a, to_b))),
         (GAUGES["none"](wanted), GAUGES["previous"](wanted)),
@@ -377,7 +494,9 @@ def test_the_rotation_is_the_best_one(seed: int) -> None:
 
 @pytest.mark.parametrize("terms", [2, 5])
 def test_keep_a_is_the_nearest_a_of_its_product(terms: int) -> None:
-    """Any ``terms`` combinations of rows of the mean can be moved into the product's row space."""
+    """Any ``terms`` combinations of rows of the mean can be moved into the product's
+    row space.
+    """
     drawn = drawing(0)
     u, vt = torch.linalg.qr(drawn(20, 5))[0], torch.linalg.qr(drawn(30, 5))[0].mT
     s = torch.tensor([3.0, 1.0, 0.9, 0.5, 0.2]).double() * (torch.arange(5) < terms)
@@ -394,7 +513,9 @@ def test_keep_a_is_the_nearest_a_of_its_product(terms: int) -> None:
 @pytest.mark.parametrize("gauge", OWN_GAUGES)
 @pytest.mark.parametrize("terms", [0, 1, 2])
 def test_what_the_product_does_not_need_of_a_stays(terms: int, gauge: str) -> None:
-    """Products of a smaller rank than the factors, as at LoRA's start, where ``B`` is 0."""
+    """Products of a smaller rank than the factors, as at LoRA's start, where ``B`` is
+    0.
+    """
     start, a, b = adapter(9), factor(QUERY), factor(QUERY, "B")
     sent = {**start, b: torch.cat([start[b][:, :terms], 0 * start[b][:, terms:]], 1)}
     if terms:
@@ -408,19 +529,25 @@ def test_what_the_product_does_not_need_of_a_stays(terms: int, gauge: str) -> No
         assert torch.linalg.svdvals(found[a])[-1] > 0.1
         assert report.error[QUERY] < 1e-7
         if (not terms and gauge != "none") or gauge == "keep-a":
-            assert torch.allclose(found[a], sent[a], atol=1e-8)  # One client's own A has the product.
+            assert torch.allclose(
+                found[a], sent[a], atol=1e-8
+            )  # One client's own A has the product.
 
 
 @pytest.mark.parametrize("gauge", OWN_GAUGES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_factors_whose_product_is_rounding_noise_stay_trainable(dtype: torch.dtype, gauge: str) -> None:
+def test_factors_whose_product_is_rounding_noise_stay_trainable(
+    dtype: torch.dtype, gauge: str
+) -> None:
     """PEFT's start ``orthogonal`` has two large factors with ``B A = 0``."""
     drawn = drawing(0)
     q = torch.linalg.qr(drawn(6, 6))[0].to(dtype)
     a, b = q[:, :3] @ drawn(3, IN).to(dtype), drawn(OUT, 3).to(dtype) @ q[:, 3:].mT
     assert (b @ a).any()
     start = {"m.lora_A.weight": a, "m.lora_B.weight": b}
-    found, _ = average_adapters(updates([start] * 3), SETTINGS, AdapterOptions("exact", gauge))
+    found, _ = average_adapters(
+        updates([start] * 3), SETTINGS, AdapterOptions("exact", gauge)
+    )
     for cut, part in ((found, a), (fitted(start, SETTINGS, 2), a[:2])):
         assert not cut["m.lora_B.weight"].any()
         own = cut["m.lora_A.weight"]
@@ -430,7 +557,9 @@ def test_factors_whose_product_is_rounding_noise_stay_trainable(dtype: torch.dty
 @pytest.mark.parametrize("gauge", OWN_GAUGES)
 @pytest.mark.parametrize("trained", [0, 1, 3])
 def test_adapters_of_embeddings_stay_trainable(gauge: str, trained: int) -> None:
-    """PEFT starts them with ``A = 0`` and a random ``B``; directions where both are 0 are dead."""
+    """PEFT starts them with ``A = 0`` and a random ``B``; directions where both are 0
+    are dead.
+    """
     drawn, a, b = drawing(0), "table.lora_embedding_A", "table.lora_embedding_B"
     start = {a: torch.zeros(6, 30, dtype=torch.float64), b: drawn(20, 6)}
     sent = []
@@ -438,7 +567,9 @@ def test_adapters_of_embeddings_stay_trainable(gauge: str, trained: int) -> None
         own = {name: tensor.clone() for name, tensor in start.items()}
         own[a][:, :trained] = 0.1 * drawn(6, trained)
         sent.append(own)
-    found, _ = average_adapters(updates(sent), SETTINGS, AdapterOptions("exact", gauge), start)
+    found, _ = average_adapters(
+        updates(sent), SETTINGS, AdapterOptions("exact", gauge), start
+    )
     for tensors in (found, fitted(found, SETTINGS, 4)):
         alive = tensors[a] @ tensors[a].mT + tensors[b].mT @ tensors[b]
         assert torch.linalg.eigvalsh(alive)[0] > 1e-3
@@ -457,14 +588,21 @@ def test_a_client_of_a_smaller_rank_takes_the_best_that_it_can_hold(rank: int) -
         assert len(found[factor(module)]) == min(rank, 3)
         close(found, module, truncated(product(sent, module), rank))
     assert all(found[name] is sent[name] for name in (sent if rank >= 3 else [BIAS]))
-    start = {name: torch.zeros_like(t) if "_B" in name else t for name, t in sent.items()}
+    start = {
+        name: torch.zeros_like(t) if "_B" in name else t for name, t in sent.items()
+    }
     cut = fitted(start, SETTINGS, rank)
     for module in MODULES:
         assert torch.equal(cut[factor(module)], start[factor(module)][:rank])
         assert not product(cut, module).any()
-    near = fitted(sent, SETTINGS, {factor(module): torch.ones(rank, 1) for module in MODULES})
+    near = fitted(
+        sent, SETTINGS, {factor(module): torch.ones(rank, 1) for module in MODULES}
+    )
     assert all(torch.equal(tensor, found[name]) for name, tensor in near.items())
-    for wrong, said in ((0, "rank is 0"), ({}, "is adapted at the server but not here")):
+    for wrong, said in (
+        (0, "rank is 0"),
+        ({}, "is adapted at the server but not here"),
+    ):
         with pytest.raises(FedrotError, match=said):
             fitted(sent, SETTINGS, wrong)
 
@@ -475,20 +613,33 @@ def test_kernels_of_convolutions_keep_their_shape(rank: int) -> None:
     sent = [{a: drawn(2, 3, 5, 5), b: drawn(4, 2, 1, 1)} for _ in range(2)]
     found, _ = average_adapters(updates(sent), SETTINGS, EXACT, rank=rank)
     assert (found[a].shape, found[b].shape) == ((rank, 3, 5, 5), (4, rank, 1, 1))
-    close(found, "c", truncated((product(sent[0], "c") + 2 * product(sent[1], "c")) / 3, rank))
+    close(
+        found,
+        "c",
+        truncated((product(sent[0], "c") + 2 * product(sent[1], "c")) / 3, rank),
+    )
     cut = fitted(found, SETTINGS, 1)
     assert (cut[a].shape, cut[b].shape) == ((1, 3, 5, 5), (4, 1, 1, 1))
 
 
 def test_biases_of_b_are_averaged_with_their_scale() -> None:
     """``LoraConfig(lora_bias=True)``: PEFT multiplies the bias by the scale, too."""
-    bias, kinds, ranks = f"{QUERY}.lora_B.bias", [LoraSettings(alpha=a) for a in (2.0, 16.0)], (2, 4)
+    bias, kinds, ranks = (
+        f"{QUERY}.lora_B.bias",
+        [LoraSettings(alpha=a) for a in (2.0, 16.0)],
+        (2, 4),
+    )
     asked = [
-        AdapterUpdate({**adapter(i, ranks[i]), bias: torch.ones(OUT).double()}, 1.0, kinds[i])
+        AdapterUpdate(
+            {**adapter(i, ranks[i]), bias: torch.ones(OUT).double()}, 1.0, kinds[i]
+        )
         for i in range(2)
     ]
     found, _ = average_adapters(asked, SETTINGS, EXACT, rank=3)
-    mean = sum(kind.scale("query", rank) for kind, rank in zip(kinds, ranks, strict=True)) / 2
+    mean = (
+        sum(kind.scale("query", rank) for kind, rank in zip(kinds, ranks, strict=True))
+        / 2
+    )
     for rank, tensors in ((3, found), (1, fitted(found, SETTINGS, 1))):
         scaled = SETTINGS.scale("query", rank) * tensors[bias]
         assert torch.allclose(scaled, torch.full((OUT,), mean).double())
@@ -500,8 +651,12 @@ def test_biases_of_b_are_averaged_with_their_scale() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 1000), limit=st.integers(1, 6), near=st.booleans())
-def test_a_bounded_sum_says_what_it_lost(dtype: torch.dtype, seed: int, limit: int, near: bool) -> None:
-    """Several compressions, also of clients near a start, whose sum has a few large terms."""
+def test_a_bounded_sum_says_what_it_lost(
+    dtype: torch.dtype, seed: int, limit: int, near: bool
+) -> None:
+    """Several compressions, also of clients near a start, whose sum has a few large
+    terms.
+    """
     drawn = drawing(seed)
     total, dense = ProductSum(limit), torch.zeros(40, 30, dtype=torch.float64)
     size = 1e-13 if dtype == torch.float64 else 1e-5
@@ -521,7 +676,9 @@ def test_a_bounded_sum_says_what_it_lost(dtype: torch.dtype, seed: int, limit: i
     assert terms.norm == pytest.approx(float(torch.linalg.norm(ours)), rel=1e-5)
     u, vt = terms.u.double(), terms.vt.double()
     identity = torch.eye(len(terms.s), dtype=torch.float64)
-    strong = terms.s.double()[:, None] * terms.s.double() > 1e-3 * float(terms.s[0]) ** 2
+    strong = (
+        terms.s.double()[:, None] * terms.s.double() > 1e-3 * float(terms.s[0]) ** 2
+    )
     for gram in (u.mT @ u, vt @ vt.mT):
         assert torch.where(strong, (gram - identity).abs(), 0.0).max() < 1e-4
     # The best approximation of bounded rank is not much better.
@@ -533,15 +690,21 @@ def test_a_bounded_sum_says_what_it_lost(dtype: torch.dtype, seed: int, limit: i
 
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 1000), rank=st.integers(1, 6), lost=st.integers(0, 3))
-def test_float32_is_decomposed_as_well_as_by_qr(seed: int, rank: int, lost: int) -> None:
-    """Gram matrices in float64 lose nothing that float32 holds, of stacks without full rank either."""
+def test_float32_is_decomposed_as_well_as_by_qr(
+    seed: int, rank: int, lost: int
+) -> None:
+    """Gram matrices in float64 lose nothing that float32 holds, of stacks without full
+    rank either.
+    """
     drawn = drawing(seed)
     left, right = drawn(40, rank).float(), drawn(rank, 30).float()
     left = torch.cat([left, left[:, :lost] * 3], 1)
     right = torch.cat([right, right[:lost] - 0.5], 0)
     terms = decomposed(left, right)
     dense = left.double() @ right.double()
-    assert torch.allclose((terms.u * terms.s).double() @ terms.vt.double(), dense, atol=1e-4)
+    assert torch.allclose(
+        (terms.u * terms.s).double() @ terms.vt.double(), dense, atol=1e-4
+    )
     expected = torch.linalg.svdvals(dense)[: len(terms.s)]
     assert torch.allclose(terms.s.double(), expected, rtol=1e-5)
     more = terms.first(len(terms.s) + 2)
@@ -552,7 +715,8 @@ def test_float32_is_decomposed_as_well_as_by_qr(seed: int, rank: int, lost: int)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "rank"), [((4,) * 10, 24), ((4,) * 10, 40), ((1, 4, 4, 4, 4), 17), ((4, 4, 4, 4, 1), 17)]
+    ("ranks", "rank"),
+    [((4,) * 10, 24), ((4,) * 10, 40), ((1, 4, 4, 4, 4), 17), ((4, 4, 4, 4, 1), 17)],
 )
 def test_a_sum_keeps_four_times_the_largest_rank_and_that_of_the_result(
     ranks: tuple[int, ...], rank: int
@@ -575,26 +739,39 @@ def test_a_sum_keeps_four_times_the_largest_rank_and_that_of_the_result(
 def test_errors_are_near_the_true_ones(
     method: str, steps: tuple[float, float], count: int, error: dict[str, float]
 ) -> None:
-    """Where one float32 factor hardly moved, and where a bounded sum leaves out a part of the mean."""
+    """Where one float32 factor hardly moved, and where a bounded sum leaves out a part
+    of the mean.
+    """
     start, few = pair(3), count == 6
     moved = dict(zip(start, steps, strict=True))
-    sent = [{n: t + moved[n] * pair(9 + i)[n] for n, t in start.items()} for i in range(count)]
-    sent = [{n: t.float() if few else t for n, t in tensors.items()} for tensors in sent]
+    sent = [
+        {n: t + moved[n] * pair(9 + i)[n] for n, t in start.items()}
+        for i in range(count)
+    ]
+    sent = [
+        {n: t.float() if few else t for n, t in tensors.items()} for tensors in sent
+    ]
     found, report = average_adapters(
         updates(sent, range(1, count + 1)), SETTINGS, AdapterOptions(method)
     )
     wide = [{n: t.double() for n, t in tensors.items()} for tensors in (found, *sent)]
     dense = dense_mean(updates(wide[1:], range(1, count + 1)), "q")
-    true = float(torch.linalg.norm(product(wide[0], "q") - dense) / torch.linalg.norm(dense))
+    true = float(
+        torch.linalg.norm(product(wide[0], "q") - dense) / torch.linalg.norm(dense)
+    )
     assert report.error["q"] == pytest.approx(true, **error)
     assert (report.lost["q"] > true / 2) != few
     assert ("the sum of bounded rank leaves out at most" in str(report)) != few
 
 
 def test_a_sum_reads_no_number_of_a_device_before_its_terms() -> None:
-    """On the device ``meta``, which has no numbers, the sum fails where it first reads one."""
+    """On the device ``meta``, which has no numbers, the sum fails where it first reads
+    one.
+    """
     total = ProductSum(4)
     for _ in range(2):
-        total.add(torch.empty(40, 4, device="meta"), torch.empty(4, 30, device="meta"), 1.0)
+        total.add(
+            torch.empty(40, 4, device="meta"), torch.empty(4, 30, device="meta"), 1.0
+        )
         with pytest.raises(RuntimeError, match="cannot be called on meta"):
             total.terms()

@@ -9,11 +9,20 @@ import torch
 
 from fedrot.lora import AdapterUpdate, module_sums
 from fedrot.lora.products import ProductSum
-from tests.fedrot.lora.test_averaging import EXACT, MODULES, SETTINGS, Adapter, adapter, product
+from tests.fedrot.lora.test_averaging import (
+    EXACT,
+    MODULES,
+    SETTINGS,
+    Adapter,
+    adapter,
+    product,
+)
 
 
 def sized(a: float, b: float, seed: int = 3) -> Adapter:
-    return {n: t.float() * (a if "lora_A" in n else b) for n, t in adapter(seed).items()}
+    return {
+        n: t.float() * (a if "lora_A" in n else b) for n, t in adapter(seed).items()
+    }
 
 
 def average(*adapters: Adapter, weight: float = 1.0) -> Adapter:
@@ -26,7 +35,15 @@ def average(*adapters: Adapter, weight: float = 1.0) -> Adapter:
 @pytest.mark.parametrize("kept", [module_sums.KEPT_RANKS, 1])
 @pytest.mark.parametrize(
     ("a", "b"),
-    [(0, 0), (1e-42, 1.0), (1e-40, 1e-6), (1.0, 1e-42), (1e-42, 1e-42), (1e-20, 1e5), (1e5, 1e5)],
+    [
+        (0, 0),
+        (1e-42, 1.0),
+        (1e-40, 1e-6),
+        (1.0, 1e-42),
+        (1e-42, 1e-42),
+        (1e-20, 1e5),
+        (1e5, 1e5),
+    ],
 )
 def test_factors_of_any_size_have_an_average(
     a: float, b: float, kept: int, monkeypatch: pytest.MonkeyPatch
@@ -35,7 +52,9 @@ def test_factors_of_any_size_have_an_average(
     for place, weight in every((0, 2), (1e-9, 1e12)):
         sent = [sized(1, 1, seed) for seed in (1, 2)]
         sent.insert(place, sized(a, b))
-        assert all(bool(t.isfinite().all()) for t in average(*sent, weight=weight).values())
+        assert all(
+            bool(t.isfinite().all()) for t in average(*sent, weight=weight).values()
+        )
 
 
 @pytest.mark.parametrize("limit", [None, 2])
@@ -44,12 +63,17 @@ def test_unequal_factors_hide_no_other_product(apart: float, limit: int | None) 
     """Each product has entries of about 1."""
     generator = torch.Generator().manual_seed(0)
     total, expected = ProductSum(limit), torch.zeros(8, 9)
-    b, a = torch.randn(8, 2, generator=generator), torch.randn(2, 9, generator=generator)
+    b, a = (
+        torch.randn(8, 2, generator=generator),
+        torch.randn(2, 9, generator=generator),
+    )
     for size, sign in ((1.0, 1.0), (apart, 2.0), (1.0, 3.0)):
         total.add(size * b, a / size, sign)
         expected += sign * b @ a
     found = total.terms().first(2)
-    assert torch.allclose((found.u * found.s) @ found.vt, expected, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(
+        (found.u * found.s) @ found.vt, expected, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_a_tiny_product_is_none() -> None:

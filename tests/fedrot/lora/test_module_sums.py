@@ -23,7 +23,9 @@ def two_threads() -> Iterator[None]:
 
 
 def test_items_share_the_threads(two_threads: None) -> None:
-    together = threading.Barrier(2, timeout=60)  # Passes only if two items are computed at a time.
+    together = threading.Barrier(
+        2, timeout=60
+    )  # Passes only if two items are computed at a time.
 
     def work(item: int) -> tuple[int, int]:
         together.wait()
@@ -32,11 +34,15 @@ def test_items_share_the_threads(two_threads: None) -> None:
     assert in_threads(work, range(4), CPU) == [(item, 1) for item in range(4)]
     assert torch.get_num_threads() == 2
     assert in_threads(lambda _: torch.get_num_threads(), [0], CPU) == [2]
-    found = in_threads(lambda _: threading.current_thread(), range(3), torch.device("cuda"))
+    found = in_threads(
+        lambda _: threading.current_thread(), range(3), torch.device("cuda")
+    )
     assert set(found) == {threading.current_thread()}
 
 
-def test_the_first_error_is_raised_and_the_threads_are_given_back(two_threads: None) -> None:
+def test_the_first_error_is_raised_and_the_threads_are_given_back(
+    two_threads: None,
+) -> None:
     def work(item: int) -> None:
         if item:
             raise UpdateError(f"item {item}")

@@ -18,22 +18,44 @@ from fedrot.lora.gauges import GAUGES
 
 
 def bert() -> nn.Module:
-    sizes = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 20, "num_labels": 3}
-    config = transformers.BertConfig(num_hidden_layers=2, num_attention_heads=2, **sizes)
+    sizes = {
+        "vocab_size": 30,
+        "hidden_size": 16,
+        "intermediate_size": 20,
+        "num_labels": 3,
+    }
+    config = transformers.BertConfig(
+        num_hidden_layers=2, num_attention_heads=2, **sizes
+    )
     return transformers.BertForSequenceClassification(config)
 
 
 def gpt2() -> nn.Module:
-    sizes = {"vocab_size": 30, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 12}
+    sizes = {
+        "vocab_size": 30,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 12,
+    }
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     config = transformers.GPT2Config(**sizes, **ends, tie_word_embeddings=False)
     return transformers.GPT2LMHeadModel(config)
 
 
 SETTINGS: Mapping[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "linear": (bert, {"task_type": "SEQ_CLS", "target_modules": ["query", "value", "dense"]}),
-    "rslora": (bert, {"task_type": "SEQ_CLS", "target_modules": ["query"], "use_rslora": True}),
-    "dora": (bert, {"task_type": "SEQ_CLS", "target_modules": ["query", "key"], "use_dora": True}),
+    "linear": (
+        bert,
+        {"task_type": "SEQ_CLS", "target_modules": ["query", "value", "dense"]},
+    ),
+    "rslora": (
+        bert,
+        {"task_type": "SEQ_CLS", "target_modules": ["query"], "use_rslora": True},
+    ),
+    "dora": (
+        bert,
+        {"task_type": "SEQ_CLS", "target_modules": ["query", "key"], "use_dora": True},
+    ),
     "patterns": (
         bert,
         {
@@ -44,7 +66,11 @@ SETTINGS: Mapping[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     ),
     "conv1d and embedding": (
         gpt2,
-        {"target_modules": ["c_attn", "c_fc", "wte"], "fan_in_fan_out": True, "lora_bias": False},
+        {
+            "target_modules": ["c_attn", "c_fc", "wte"],
+            "fan_in_fan_out": True,
+            "lora_bias": False,
+        },
     ),
 }
 
@@ -54,7 +80,11 @@ def model(request: pytest.FixtureRequest) -> Any:
     """A PEFT model in float64 whose factors are random."""
     build, options = SETTINGS[request.param]
     torch.manual_seed(0)
-    found = peft.get_peft_model(build(), peft.LoraConfig(r=4, lora_alpha=6, **options)).double().eval()
+    found = (
+        peft.get_peft_model(build(), peft.LoraConfig(r=4, lora_alpha=6, **options))
+        .double()
+        .eval()
+    )
     for name, parameter in found.named_parameters():
         if "lora_" in name and "magnitude" not in name:
             nn.init.normal_(parameter, std=0.3)
@@ -73,13 +103,22 @@ def test_scales_are_those_of_peft_and_no_gauge_changes_the_outputs(model: Any) -
     modules = dict(model.named_modules())
     for pair in pairs_of(tensors):
         layer = modules[pair.module]
-        assert settings.scale(pair.module, layer.r["default"]) == pytest.approx(layer.scaling["default"])
+        assert settings.scale(pair.module, layer.r["default"]) == pytest.approx(
+            layer.scaling["default"]
+        )
     for gauge in GAUGES:
         options = AdapterOptions("exact", gauge)
-        found, report = average_adapters([AdapterUpdate(tensors, 1.0, settings)], settings, options)
-        assert {n: t.shape for n, t in found.items()} == {n: t.shape for n, t in tensors.items()}
+        found, report = average_adapters(
+            [AdapterUpdate(tensors, 1.0, settings)], settings, options
+        )
+        assert {n: t.shape for n, t in found.items()} == {
+            n: t.shape for n, t in tensors.items()
+        }
         if gauge == "none":
-            assert max(float((found[name] - tensors[name]).abs().max()) for name in found) > 0.01
+            assert (
+                max(float((found[name] - tensors[name]).abs().max()) for name in found)
+                > 0.01
+            )
         assert not peft.set_peft_model_state_dict(model, dict(found)).unexpected_keys
         assert torch.allclose(outputs(model), before, atol=1e-10)
         assert max(report.error.values()) < 1e-6
@@ -88,13 +127,20 @@ def test_scales_are_those_of_peft_and_no_gauge_changes_the_outputs(model: Any) -
 
 
 def test_settings_are_read_from_files() -> None:
-    config = peft.LoraConfig(r=4, lora_alpha=6, use_rslora=True, alpha_pattern={"query": 3})
+    config = peft.LoraConfig(
+        r=4, lora_alpha=6, use_rslora=True, alpha_pattern={"query": 3}
+    )
     settings = LoraSettings.of(config)
-    assert settings == LoraSettings(6.0, {"query": 3.0}, True) == LoraSettings.of(settings)
+    assert (
+        settings == LoraSettings(6.0, {"query": 3.0}, True) == LoraSettings.of(settings)
+    )
     assert settings == LoraSettings.of({**config.to_dict(), "peft_type": "LORA"})
     assert LoraSettings.of({"r": 4}) == LoraSettings(8.0)
     starts = ("gaussian", "eva", "orthogonal", True, False, None, "pissa", "olora")
-    changed = [LoraSettings.of({"r": 4, "init_lora_weights": start}).changed_base for start in starts]
+    changed = [
+        LoraSettings.of({"r": 4, "init_lora_weights": start}).changed_base
+        for start in starts
+    ]
     assert changed == [*[""] * 6, "pissa", "olora"]
 
 
@@ -106,10 +152,21 @@ def test_settings_are_read_from_files() -> None:
         (4, "A int is no configuration"),
         ({"r": 4, "init_lora_weights": "mica"}, "init_lora_weights='mica'"),
         *(
-            ({"lora_alpha": 4, field: {"beta": 1e-4}}, f"has {field}: .* fedrot does not average")
-            for field in ("target_parameters", "kasa_config", "use_bdlora", "monteclora_config")
+            (
+                {"lora_alpha": 4, field: {"beta": 1e-4}},
+                f"has {field}: .* fedrot does not average",
+            )
+            for field in (
+                "target_parameters",
+                "kasa_config",
+                "use_bdlora",
+                "monteclora_config",
+            )
         ),
-        *(({"lora_alpha": alpha}, "positive and finite") for alpha in (-8, 1e-400, float("nan"))),
+        *(
+            ({"lora_alpha": alpha}, "positive and finite")
+            for alpha in (-8, 1e-400, float("nan"))
+        ),
         ({"r": 4, "alpha_pattern": {"query": float("inf")}}, "positive and finite"),
     ],
 )

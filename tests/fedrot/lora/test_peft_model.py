@@ -25,7 +25,11 @@ class Layers(nn.Module):
         self.config = {"model_type": "layers"}
         from transformers.pytorch_utils import Conv1D
 
-        self.wte, self.conv1d, self.linear = nn.Embedding(30, 6), Conv1D(6, 6), nn.Linear(6, 6)
+        self.wte, self.conv1d, self.linear = (
+            nn.Embedding(30, 6),
+            Conv1D(6, 6),
+            nn.Linear(6, 6),
+        )
         self.conv = nn.Conv1d(6, 5, 3)
 
     def forward(self, input_ids: Tensor) -> Any:
@@ -46,11 +50,16 @@ def adapted(net: nn.Module, rank: int = 4, seed: int = 0, **options: Any) -> Any
 
 def layers(rank: int = 4, seed: int = 0, target: str = "linear") -> Any:
     torch.manual_seed(9)
-    return adapted(Layers(), rank, seed, target_modules=[target], fan_in_fan_out=target == "conv1d")
+    return adapted(
+        Layers(), rank, seed, target_modules=[target], fan_in_fan_out=target == "conv1d"
+    )
 
 
 def test_larger_ranks_are_cut_to_the_models_own() -> None:
-    options: dict[str, Any] = {"task_type": "SEQ_CLS", "target_modules": ["query", "value"]}
+    options: dict[str, Any] = {
+        "task_type": "SEQ_CLS",
+        "target_modules": ["query", "value"],
+    }
     small = adapted(bert(), 4, rank_pattern={"query": 2}, **options)
     torch.manual_seed(1)
     large = adapted(bert(), 6, seed=3, **options)
@@ -72,30 +81,43 @@ def test_larger_ranks_are_cut_to_the_models_own() -> None:
         load_adapter(small, {n: t for n, t in received.items() if n != head})
 
 
-#: Adapters of every kind whose rank can change, as the sender and a client of another rank have them.
+#: Adapters of every kind whose rank can change, as the sender and a client of another
+#: rank have them.
 SENT: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "head": (bert, {"task_type": "SEQ_CLS", "target_modules": ["query", "value"]}, {}),
     "rslora": (bert, {"target_modules": ["query"], "use_rslora": True}, {}),
     "dora": (bert, {"target_modules": ["query", "dense"], "use_dora": True}, {}),
     "patterns": (
         bert,
-        {"target_modules": ["query", "value"], "alpha_pattern": {"layer.0.attention.self.query": 3}},
+        {
+            "target_modules": ["query", "value"],
+            "alpha_pattern": {"layer.0.attention.self.query": 3},
+        },
         {"rank_pattern": {"query": 3, "layer.1.attention.self.value": 5}},
     ),
     "bias": (bert, {"target_modules": ["value"], "lora_bias": True}, {}),
-    "embedding": (gpt2, {"target_modules": ["wte", "c_attn"], "fan_in_fan_out": True}, {}),
+    "embedding": (
+        gpt2,
+        {"target_modules": ["wte", "c_attn"], "fan_in_fan_out": True},
+        {},
+    ),
     "convolution": (Layers, {"target_modules": ["conv", "linear"]}, {}),
 }
 
 
 @pytest.mark.parametrize("own", [2, 8])
 @pytest.mark.parametrize("kind", SENT)
-def test_clients_of_all_ranks_compute_what_the_sender_computes(kind: str, own: int) -> None:
+def test_clients_of_all_ranks_compute_what_the_sender_computes(
+    kind: str, own: int
+) -> None:
     build, options, patterns = SENT[kind]
     torch.manual_seed(9)
     base, other = build(), build()
     other.load_state_dict(base.state_dict())
-    sender, client = adapted(base, 4, 1, **options, **patterns), adapted(other, own, 2, **options)
+    sender, client = (
+        adapted(base, 4, 1, **options, **patterns),
+        adapted(other, own, 2, **options),
+    )
     with torch.no_grad():
         for name, parameter in sender.named_parameters():
             if parameter.requires_grad and "lora_" not in name:
@@ -103,7 +125,10 @@ def test_clients_of_all_ranks_compute_what_the_sender_computes(kind: str, own: i
     assert not torch.allclose(outputs(client), outputs(sender))
     load_as_sent(client, adapter_tensors(sender))
     assert torch.allclose(outputs(client), outputs(sender), atol=1e-12)
-    trained = [{n for n, p in model.named_parameters() if p.requires_grad} for model in (sender, client)]
+    trained = [
+        {n for n, p in model.named_parameters() if p.requires_grad}
+        for model in (sender, client)
+    ]
     assert trained[0] == trained[1]
 
 
@@ -115,7 +140,10 @@ def test_a_model_that_took_other_ranks_is_trained_at_its_own_again() -> None:
         load_as_sent(client, adapter_tensors(layers(rank, seed=rank)))
     received = adapter_tensors(layers(8, seed=1))
     load_adapter(client, received)
-    found, cut = adapter_tensors(client), fitted(received, client.peft_config["default"], 3)
+    found, cut = (
+        adapter_tensors(client),
+        fitted(received, client.peft_config["default"], 3),
+    )
     assert all(torch.allclose(found[name], tensor) for name, tensor in cut.items())
     again = layers(3, seed=2)
     load_adapter(again, cut)
@@ -123,16 +151,27 @@ def test_a_model_that_took_other_ranks_is_trained_at_its_own_again() -> None:
     (client(torch.arange(7)[None]).logits ** 2).sum().backward()
 
 
-#: What a client cannot load into its adapter of rank 2, given what the server has and the names of its
-#: factors, and a word of the error.
+#: What a client cannot load into its adapter of rank 2, given what the server has and
+#: the names of its factors, and a word of the error.
 WRONG: dict[str, tuple[Callable[[Adapter, str, str], Adapter], str]] = {
     "other inputs": (lambda sent, a, b: {**sent, a: sent[a][:, :5]}, "differ in shape"),
     "other outputs": (lambda sent, a, b: {**sent, b: sent[b][:5]}, "differ in shape"),
-    "one tensor more": (lambda sent, a, b: {**sent, "more": sent[a]}, "one of the two is missing"),
-    "two ranks": (lambda sent, a, b: {**sent, b: sent[b][:, :3]}, "have no common rank"),
-    "rank 0": (lambda sent, a, b: {a: sent[a][:0], b: sent[b][:, :0]}, "have no common rank"),
+    "one tensor more": (
+        lambda sent, a, b: {**sent, "more": sent[a]},
+        "one of the two is missing",
+    ),
+    "two ranks": (
+        lambda sent, a, b: {**sent, b: sent[b][:, :3]},
+        "have no common rank",
+    ),
+    "rank 0": (
+        lambda sent, a, b: {a: sent[a][:0], b: sent[b][:, :0]},
+        "have no common rank",
+    ),
     "names of a state_dict": (
-        lambda sent, a, b: {n: t for n, t in layers().state_dict().items() if "lora_" in n},
+        lambda sent, a, b: {
+            n: t for n, t in layers().state_dict().items() if "lora_" in n
+        },
         "contains the adapter's name.*adapter_tensors",
     ),
 }
@@ -170,9 +209,13 @@ def test_only_the_named_factors_of_one_adapter_train(said: str, trained: str) ->
     options: dict[str, Any] = {"task_type": "SEQ_CLS", "target_modules": ["query"]}
     model = adapted(bert(), **options)
     model.add_adapter("default2", peft.LoraConfig(r=2, target_modules=["query"]))
-    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    before = {
+        name: parameter.requires_grad for name, parameter in model.named_parameters()
+    }
     train_only(model, said)
-    load_as_sent(model, adapter_tensors(adapted(bert(), 2, **options)))  # New parameters, of rank 2.
+    load_as_sent(
+        model, adapter_tensors(adapted(bert(), 2, **options))
+    )  # New parameters, of rank 2.
     for name, parameter in model.named_parameters():
         of = [factor for factor in "AB" if f"lora_{factor}.default." in name]
         assert parameter.requires_grad == (of[0] in trained if of else before[name])
@@ -183,7 +226,11 @@ def test_only_the_named_factors_of_one_adapter_train(said: str, trained: str) ->
 
 
 def test_models_without_this_adapter_are_refused() -> None:
-    with pytest.raises(FedrotError, match=r"The Linear has no adapter 'default'; it has no adapters"):
+    with pytest.raises(
+        FedrotError, match=r"The Linear has no adapter 'default'; it has no adapters"
+    ):
         adapter_tensors(nn.Linear(2, 2))
-    with pytest.raises(FedrotError, match=r"no adapter 'other'; its adapters are default"):
+    with pytest.raises(
+        FedrotError, match=r"no adapter 'other'; its adapters are default"
+    ):
         load_adapter(layers(), {}, "other")

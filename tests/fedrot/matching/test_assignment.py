@@ -1,4 +1,6 @@
-"""The order of the neurons against full assignments, and certificates that are never wrong."""
+"""The order of the neurons against full assignments, and certificates that are never
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,29 @@ Solve = Callable[[Tensor, Tensor | None], tuple[Tensor | None, float]]
 
 
 def _features(state: State, names: Names, layer: int) -> Array:
-    """Return input, bias and output weights of every neuron, side by side, ``[neurons, features]``."""
+    """Return input, bias and output weights of every neuron, side by side, ``[neurons,
+    features]``.
+    """
     up, down = names.of(layer, "up"), names.of(layer, "down")
-    columns = (state[f"{up}.weight"], state[f"{up}.bias"][:, None], state[f"{down}.weight"].T)
+    columns = (
+        state[f"{up}.weight"],
+        state[f"{up}.bias"][:, None],
+        state[f"{down}.weight"].T,
+    )
     return torch.cat([c.double() for c in columns], dim=1).numpy()
 
 
 @pytest.mark.parametrize("regime", ["near", "shuffled", "noisy-shuffled", "unrelated"])
-@pytest.mark.parametrize(("name", "dtype"), [*zip(FEW, (torch.float64, torch.float32), strict=True)])
-def test_permutation_is_the_full_assignment_s(name: str, regime: str, dtype: torch.dtype) -> None:
-    names, options = models.CASES[name].names, fedrot.AlignmentOptions(parts=("ffn",), chance=0)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*zip(FEW, (torch.float64, torch.float32), strict=True)]
+)
+def test_permutation_is_the_full_assignment_s(
+    name: str, regime: str, dtype: torch.dtype
+) -> None:
+    names, options = (
+        models.CASES[name].names,
+        fedrot.AlignmentOptions(parts=("ffn",), chance=0),
+    )
     for seed in range(2):
         anchor, symmetry = state_of(name, dtype=dtype), symmetry_for(name)
         if regime == "unrelated":
@@ -49,15 +64,23 @@ def test_permutation_is_the_full_assignment_s(name: str, regime: str, dtype: tor
         elements = {move.group.layer: move.element for move in alignment.moves}
         for layer in range(2):
             mine = elements.get(layer, torch.arange(models.NEURONS)).numpy()
-            ours, theirs = (_features(state, names, layer) for state in (anchor, update))
+            ours, theirs = (
+                _features(state, names, layer) for state in (anchor, update)
+            )
             _, full = linear_sum_assignment(ours @ theirs.T, maximize=True)
             assert (mine == full).all()
             assert (full == np.arange(models.NEURONS)).all() == (regime == "near")
-        assert [row["certified"] for row in alignment.report.rows()] == [regime == "near"] * 2
+        assert [row["certified"] for row in alignment.report.rows()] == [
+            regime == "near"
+        ] * 2
 
 
-def _blocks(anchor: Array, client: Array, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """Cut features into three slots as a feed-forward block has them: input, bias, output."""
+def _blocks(
+    anchor: Array, client: Array, dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor]]:
+    """Cut features into three slots as a feed-forward block has them: input, bias,
+    output.
+    """
     third = max(1, (anchor.shape[1] - 1) // 2)
     a, c = torch.from_numpy(anchor).to(dtype), torch.from_numpy(client).to(dtype)
     cuts = [slice(0, third), slice(third, third + 1), slice(third + 1, None)]
@@ -68,7 +91,9 @@ def _clustered(seed: int, n: int, width: int, spread: float) -> Array:
     """Return neurons around a few centres: a small spread makes near-duplicates."""
     rng = np.random.default_rng(seed)
     centres = rng.normal(size=(max(2, n // 4), width))
-    return centres[rng.integers(len(centres), size=n)] + spread * rng.normal(size=(n, width))
+    return centres[rng.integers(len(centres), size=n)] + spread * rng.normal(
+        size=(n, width)
+    )
 
 
 _NEURONS = given(
@@ -96,7 +121,13 @@ def _neurons(n: int) -> Group:
 @settings(max_examples=40, deadline=None)
 @_NEURONS
 def test_a_bound_holds_when_the_anchor_moves_towards_its_clients(
-    seed: int, n: int, width: int, spread: float, size: float, dtype: torch.dtype, columns: int | None
+    seed: int,
+    n: int,
+    width: int,
+    spread: float,
+    size: float,
+    dtype: torch.dtype,
+    columns: int | None,
 ) -> None:
     group = _neurons(n)
     start = torch.from_numpy(size * _clustered(seed, n, width, spread)).to(dtype)
@@ -104,9 +135,16 @@ def test_a_bound_holds_when_the_anchor_moves_towards_its_clients(
     anchor.separation(group, columns)
     current = start
     for step in range(4):
-        drift = 0.1 * spread * size * torch.randn(start.shape, generator=generator, dtype=dtype)
+        drift = (
+            0.1
+            * spread
+            * size
+            * torch.randn(start.shape, generator=generator, dtype=dtype)
+        )
         client = current + drift
-        anchor.note({"ffn": False}, {"ffn": assignment.row_distances([(current, client)])})
+        anchor.note(
+            {"ffn": False}, {"ffn": assignment.row_distances([(current, client)])}
+        )
         share = 1 / (1 + step)
         current = torch.lerp(current, client, share)
         anchor = anchor.towards_last({"w": current}, share)
@@ -132,7 +170,9 @@ def test_far_apart_neurons_stay_certified_while_the_anchor_moves_little() -> Non
 
 @pytest.mark.parametrize("noted", [False, True])
 def test_only_distances_of_the_last_client_stand_for_it(noted: bool) -> None:
-    """Without them the bound is measured anew: an earlier client that was noted was not merged."""
+    """Without them the bound is measured anew: an earlier client that was noted was not
+    merged.
+    """
     group, anchor = _neurons(3), Anchor({"w": torch.eye(3)})
     before = anchor.separation(group, None)
     if noted:
@@ -156,14 +196,21 @@ def test_separation_is_tight_and_spans_row_blocks() -> None:
 @settings(max_examples=80, deadline=None)
 @_NEURONS
 def test_a_certificate_is_never_wrong(
-    seed: int, n: int, width: int, spread: float, size: float, dtype: torch.dtype, columns: int | None
+    seed: int,
+    n: int,
+    width: int,
+    spread: float,
+    size: float,
+    dtype: torch.dtype,
+    columns: int | None,
 ) -> None:
     """Whenever the identity is certified, no assignment is closer to the anchor."""
     rng = np.random.default_rng(seed + 1)
     anchor = size * _clustered(seed, n, width, spread)
     noise = size * rng.choice([1e-8, 1e-4, 1e-2, 0.3]) * rng.normal(size=anchor.shape)
     client = anchor + noise
-    # Nearest neighbours trade places, partly: from half the way on, swapping them is better.
+    # Nearest neighbours trade places, partly: from half the way on, swapping them is
+    # better.
     i = int(rng.integers(n))
     apart = cdist(anchor[i : i + 1], anchor)[0]
     apart[i] = np.inf
@@ -175,16 +222,19 @@ def test_a_certificate_is_never_wrong(
     certified = assignment.certified(assignment.row_distances(blocks), bound)
     event(f"certified: {certified}")
     if certified:
-        a, c = (torch.cat([b[i] for b in blocks], dim=1).double().numpy() for i in (0, 1))
+        a, c = (
+            torch.cat([b[i] for b in blocks], dim=1).double().numpy() for i in (0, 1)
+        )
         cost = cdist(a, c, "sqeuclidean")
         rows, column = linear_sum_assignment(cost)
         assert np.trace(cost) <= cost[rows, column].sum() * (1 + 1e-9) + 1e-30
 
 
-#: Widths of a gated block's slots: what keeps its sign (gate), and what may change it (up, down), if
-#: anything may.
+#: Widths of a gated block's slots: what keeps its sign (gate), and what may change it
+#: (up, down), if anything may.
 _SIDES = st.one_of(
-    st.tuples(st.integers(0, 40), st.integers(1, 40), st.integers(1, 40)), st.tuples(st.integers(1, 80))
+    st.tuples(st.integers(0, 40), st.integers(1, 40), st.integers(1, 40)),
+    st.tuples(st.integers(1, 80)),
 )
 
 
@@ -207,10 +257,14 @@ def test_separation_never_exceeds_the_true_distance(
     dtype: torch.dtype,
     columns: int | None,
 ) -> None:
-    """Of signed neurons, over all others with either sign, and over the neuron's own negative."""
+    """Of signed neurons, over all others with either sign, and over the neuron's own
+    negative.
+    """
     gate, *signed = (
         factor * torch.from_numpy(_clustered(seed + i, n, width, spread)).to(dtype)
-        for i, (width, factor) in enumerate(zip(widths, (1.0, size, size), strict=False))
+        for i, (width, factor) in enumerate(
+            zip(widths, (1.0, size, size), strict=False)
+        )
     )
     plain = [gate] if widths[0] else []
     kept = gate.double().numpy()
@@ -229,21 +283,31 @@ def test_the_separation_of_signed_neurons_is_tight() -> None:
     """Once where another neuron is nearest, once where the neuron's own negative is."""
     gate, up = torch.randn(2, 12, 40, generator=seeded(2), dtype=torch.float64)
     one, other = (torch.cat([gate, sign * 3 * up], dim=1) for sign in (1, -1))
-    others = torch.minimum(torch.cdist(one, one), torch.cdist(one, other)).fill_diagonal_(torch.inf)
-    assert torch.allclose(assignment.separation([gate], [3 * up]), others.amin(1), rtol=1e-9)
+    others = torch.minimum(
+        torch.cdist(one, one), torch.cdist(one, other)
+    ).fill_diagonal_(torch.inf)
+    assert torch.allclose(
+        assignment.separation([gate], [3 * up]), others.amin(1), rtol=1e-9
+    )
     itself = 2 * (0.05 * up).norm(dim=1)
     assert torch.allclose(assignment.separation([gate], [0.05 * up]), itself, rtol=1e-9)
 
 
 def test_certificates_are_given_where_they_should_be() -> None:
     anchor = _clustered(3, 40, 30, 1.0)
-    # Nearest neighbours that trade places: certified up to half the way, and not beyond.
+    # Nearest neighbours that trade places: certified up to half the way, and not
+    # beyond.
     pair = torch.tensor([0.0, 1.0, 50.0], dtype=torch.float64)[:, None].expand(3, 9)
     for way, expected in ((0.49, True), (0.51, False), (0.7, False)):
         client = pair.clone()
         client[:2] += way * (pair[[1, 0]] - pair[:2])
         bound = assignment.separation([pair])
-        assert assignment.certified(assignment.row_distances([(pair, client)]), bound).item() is expected
+        assert (
+            assignment.certified(
+                assignment.row_distances([(pair, client)]), bound
+            ).item()
+            is expected
+        )
     # A neuron that is exactly its anchor's is certified even next to its duplicate.
     twins = np.concatenate([anchor, anchor])
     blocks = _blocks(twins, twins, torch.float32)
@@ -254,13 +318,23 @@ def test_certificates_are_given_where_they_should_be() -> None:
 @settings(max_examples=60, deadline=None)
 @_NEURONS
 def test_assignment_reaches_the_optimum(
-    seed: int, n: int, width: int, spread: float, size: float, dtype: torch.dtype, columns: int | None
+    seed: int,
+    n: int,
+    width: int,
+    spread: float,
+    size: float,
+    dtype: torch.dtype,
+    columns: int | None,
 ) -> None:
-    """Its own shortcut included: the optimum's objective, up to the documented 1e-6 of the trace."""
+    """Its own shortcut included: the optimum's objective, up to the documented 1e-6 of
+    the trace.
+    """
     rng = np.random.default_rng(seed + 2)
     anchor = size * _clustered(seed, n, width, spread)
     order = rng.permutation(n) if rng.random() < 0.5 else np.arange(n)
-    client = anchor[order] + size * rng.choice([0.0, 1e-6, 1e-2, 1.0]) * rng.normal(size=anchor.shape)
+    client = anchor[order] + size * rng.choice([0.0, 1e-6, 1e-2, 1.0]) * rng.normal(
+        size=anchor.shape
+    )
     blocks = _blocks(anchor, client, dtype)
     score = sum(a @ c.T for a, c in blocks)
     element, gain = assignment.assignment(score)
@@ -272,7 +346,9 @@ def test_assignment_reaches_the_optimum(
     size2 = float(np.linalg.norm(a) * np.linalg.norm(c))
     slack = 1e-6 * abs(np.trace(exact)) + width * torch.finfo(dtype).eps * size2
     assert exact[rows, found].sum() >= exact[rows, column].sum() - slack
-    assert gain == pytest.approx(2 * (exact[rows, found].sum() - np.trace(exact)), abs=2 * slack)
+    assert gain == pytest.approx(
+        2 * (exact[rows, found].sum() - np.trace(exact)), abs=2 * slack
+    )
 
 
 def _all_signed(n: int) -> Iterator[tuple[int, ...]]:
@@ -283,15 +359,22 @@ def _all_signed(n: int) -> Iterator[tuple[int, ...]]:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    seed=st.integers(0, 2**31), n=st.integers(1, 4), regime=st.sampled_from(["any", "near", "opposed"])
+    seed=st.integers(0, 2**31),
+    n=st.integers(1, 4),
+    regime=st.sampled_from(["any", "near", "opposed"]),
 )
 def test_signed_assignment_equals_brute_force(seed: int, n: int, regime: str) -> None:
     score = torch.randn(n, n, generator=seeded(seed), dtype=torch.float64)
     if regime != "any":
-        score = score + (8 if regime == "near" else -8) * torch.eye(n, dtype=torch.float64)
+        score = score + (8 if regime == "near" else -8) * torch.eye(
+            n, dtype=torch.float64
+        )
 
     def value(element: Iterable[int]) -> float:
-        return sum(float(score[i, abs(e) - 1]) * (1 if e > 0 else -1) for i, e in enumerate(element))
+        return sum(
+            float(score[i, abs(e) - 1]) * (1 if e > 0 else -1)
+            for i, e in enumerate(element)
+        )
 
     best = max(map(value, _all_signed(n)))
     element, gain = assignment.best_assignment(torch.zeros(()), score)
@@ -324,9 +407,13 @@ def test_an_order_must_gain_more_than_a_millionth_of_the_trace(
     score = torch.full((2, 2), size, dtype=torch.float64)
     score += gain / 2 * torch.tensor([[0.0, 1.0], [1.0, 0.0]])
     element, found = solve(score, None)
-    assert (None if element is None else element.tolist()) == ([1, 0] if accepted else None)
+    assert (None if element is None else element.tolist()) == (
+        [1, 0] if accepted else None
+    )
     assert found == pytest.approx(2 * gain if accepted else 0.0, rel=1e-6)
     signed = torch.diag(torch.tensor([2 * abs(size), -gain / 2], dtype=torch.float64))
     element, found = solve(torch.zeros(()), signed)
-    assert (None if element is None else element.tolist()) == ([1, -2] if accepted else None)
+    assert (None if element is None else element.tolist()) == (
+        [1, -2] if accepted else None
+    )
     assert found == pytest.approx(2 * gain if accepted else 0.0, rel=1e-6)

@@ -24,30 +24,45 @@ FFN = fedrot.AlignmentOptions(parts=("ffn",), chance=0)
 
 
 def _groups(kind: type) -> list[Group]:
-    return [group for group in symmetry_for(NAME).groups if isinstance(group.kind, kind)]
+    return [
+        group for group in symmetry_for(NAME).groups if isinstance(group.kind, kind)
+    ]
 
 
 def _neuron_rows(state: State, expert: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the gate's rows, and the rows of up beside the columns of down, of layer 0."""
+    """Return the gate's rows, and the rows of up beside the columns of down, of layer
+    0.
+    """
     gate_up = state["model.layers.0.mlp.experts.gate_up_proj"][expert].numpy()
     down = state["model.layers.0.mlp.experts.down_proj"][expert].numpy()
     return gate_up[:NEURONS], np.concatenate([gate_up[NEURONS:], down.T], 1)
 
 
 def _worth(anchor: State, client: State, i: int, j: int) -> float:
-    """Return what client expert ``j`` has in common with anchor expert ``i`` at best."""
+    """Return what client expert ``j`` has in common with anchor expert ``i`` at
+    best.
+    """
     (gate, rest), (theirs, others) = _neuron_rows(anchor, i), _neuron_rows(client, j)
     scores = gate @ theirs.T + np.abs(rest @ others.T)
     router = "model.layers.0.mlp.gate.weight"
-    return float(scores[linear_sum_assignment(-scores)].sum() + anchor[router][i] @ client[router][j])
+    return float(
+        scores[linear_sum_assignment(-scores)].sum()
+        + anchor[router][i] @ client[router][j]
+    )
 
 
 @cache
-def _best(scale: float | None, seed: int) -> tuple[tuple[int, ...], float, State, State]:
-    """Return the best order of the experts of layer 0 by trying all, and what it is worth."""
+def _best(
+    scale: float | None, seed: int
+) -> tuple[tuple[int, ...], float, State, State]:
+    """Return the best order of the experts of layer 0 by trying all, and what it is
+    worth.
+    """
     anchor = state_of(NAME)
     client = state_of(NAME, seed) if scale is None else near(anchor, scale, seed)
-    client = apply_moves(client, [Move(_groups(ExpertPermutation)[0], torch.tensor([2, 0, 1]))])
+    client = apply_moves(
+        client, [Move(_groups(ExpertPermutation)[0], torch.tensor([2, 0, 1]))]
+    )
     worths = {
         order: sum(_worth(anchor, client, i, j) for i, j in enumerate(order))
         for order in permutations(range(EXPERTS))
@@ -56,7 +71,9 @@ def _best(scale: float | None, seed: int) -> tuple[tuple[int, ...], float, State
     return order, worths[order], anchor, client
 
 
-@pytest.mark.parametrize(("scale", "seed"), [(0.1, 1), (1.0, 2), (1.0, 3), (None, 1), (None, 2)])
+@pytest.mark.parametrize(
+    ("scale", "seed"), [(0.1, 1), (1.0, 2), (1.0, 3), (None, 1), (None, 2)]
+)
 def test_experts_are_in_the_best_of_all_orders(scale: float | None, seed: int) -> None:
     order, worth, anchor, client = _best(scale, seed)
     alignment = fedrot.align(client, anchor, symmetry_for(NAME), FFN)
@@ -65,8 +82,12 @@ def test_experts_are_in_the_best_of_all_orders(scale: float | None, seed: int) -
     assert tuple(found.tolist()) == order
     aligned = alignment.apply(client)
     tensors = {k for k in anchor if k.startswith("model.layers.0.mlp.")}
-    norms = sum(float(state[k].square().sum()) for k in tensors for state in (anchor, client))
-    assert squared_distance({k: anchor[k] for k in tensors}, aligned) == pytest.approx(norms - 2 * worth)
+    norms = sum(
+        float(state[k].square().sum()) for k in tensors for state in (anchor, client)
+    )
+    assert squared_distance({k: anchor[k] for k in tensors}, aligned) == pytest.approx(
+        norms - 2 * worth
+    )
 
 
 def test_few_pairs_of_experts_are_solved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +109,9 @@ def test_few_pairs_of_experts_are_solved(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(solved) == len(set(solved))
 
 
-def test_a_near_client_is_certified_without_an_assignment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_near_client_is_certified_without_an_assignment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     anchor = state_of(NAME)
     client = near(anchor, 1e-3)
     monkeypatch.setattr(experts, "_best_order", None)
@@ -99,7 +122,9 @@ def test_a_near_client_is_certified_without_an_assignment(monkeypatch: pytest.Mo
 
 def test_router_rows_in_place_certify_no_order_while_neurons_are_elsewhere() -> None:
     anchor, order = state_of(NAME), torch.tensor([2, 0, 1])
-    neurons = [f"model.layers.0.mlp.experts.{name}_proj" for name in ("gate_up", "down")]
+    neurons = [
+        f"model.layers.0.mlp.experts.{name}_proj" for name in ("gate_up", "down")
+    ]
     client = {**anchor, **{name: anchor[name][order] for name in neurons}}
     aligned = fedrot.align(client, anchor, symmetry_for(NAME), FFN).apply(client)
     assert all(torch.equal(aligned[name], anchor[name]) for name in neurons)
@@ -111,15 +136,25 @@ def test_neurons_and_experts_move_without_each_other(kind: type) -> None:
     moves = [Move(group, group.kind.random(rng)) for group in _groups(kind)[1:]]
     client = apply_moves(anchor, moves)
     alignment = fedrot.align(client, anchor, symmetry_for(NAME), FFN)
-    assert [move.group.name for move in alignment.moves] == [move.group.name for move in moves]
+    assert [move.group.name for move in alignment.moves] == [
+        move.group.name for move in moves
+    ]
     assert largest_difference(alignment.apply(client), anchor) == 0
-    assert alignment.report.after == pytest.approx(0, abs=1e-9 * alignment.report.before)
-    moved = {row["group"]: row["moved"] for row in alignment.report.rows() if row["moved"]}
-    assert moved == {m.group.name: int(m.group.kind.moved(m.element).sum()) for m in moves}
+    assert alignment.report.after == pytest.approx(
+        0, abs=1e-9 * alignment.report.before
+    )
+    moved = {
+        row["group"]: row["moved"] for row in alignment.report.rows() if row["moved"]
+    }
+    assert moved == {
+        m.group.name: int(m.group.kind.moved(m.element).sum()) for m in moves
+    }
 
 
 def test_expert_neurons_of_a_moving_anchor_keep_their_certificate() -> None:
-    """The bounds of the anchor before hold for one that has come nearer to its last client."""
+    """The bounds of the anchor before hold for one that has come nearer to its last
+    client.
+    """
     first, symmetry = state_of(NAME), symmetry_for(NAME)
     anchor, client = Anchor(first), near(first, 1e-3)
     fedrot.align(client, anchor, symmetry, FFN)

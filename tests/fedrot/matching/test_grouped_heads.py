@@ -1,4 +1,6 @@
-"""Nested matching of grouped queries: groups of heads first, then the query heads inside each."""
+"""Nested matching of grouped queries: groups of heads first, then the query heads
+inside each.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,20 @@ NAMES = ["llama", "mistral", "qwen2", "gemma3", "phi3-partial", "falcon-40b"]
 
 
 def _orders(symmetry: fedrot.Symmetry) -> tuple[Group, Group]:
-    """Return the groups that order the key heads and the query heads of the first layer."""
+    """Return the groups that order the key heads and the query heads of the first
+    layer.
+    """
     heads, queries = symmetry.select(("heads",), (0,))
     assert isinstance(queries.kind, QueryPermutation)
     return heads, queries
 
 
-def _best_by_trying_all(name: str, update: dict[str, torch.Tensor], parts: tuple[str, ...]) -> float:
-    """Return the least distance over all orders of the first layer's heads, the rest in closed form."""
+def _best_by_trying_all(
+    name: str, update: dict[str, torch.Tensor], parts: tuple[str, ...]
+) -> float:
+    """Return the least distance over all orders of the first layer's heads, the rest in
+    closed form.
+    """
     anchor, symmetry = state_of(name), symmetry_for(name)
     heads, queries = _orders(symmetry)
     kind = queries.kind
@@ -33,7 +41,10 @@ def _best_by_trying_all(name: str, update: dict[str, torch.Tensor], parts: tuple
     best = float("inf")
     for outer in itertools.permutations(range(kind.groups)):
         for inner in itertools.product(orders, repeat=kind.groups):
-            moves = [Move(heads, torch.tensor(outer)), Move(queries, torch.tensor(inner))]
+            moves = [
+                Move(heads, torch.tensor(outer)),
+                Move(queries, torch.tensor(inner)),
+            ]
             moved = apply_moves(update, moves)
             options = fedrot.AlignmentOptions(parts=parts, layers=(0,), chance=0)
             found = fedrot.align(moved, anchor, symmetry, options) if parts else None
@@ -44,7 +55,9 @@ def _best_by_trying_all(name: str, update: dict[str, torch.Tensor], parts: tuple
 
 @pytest.mark.parametrize("parts", [("heads", "attention"), ("heads",)])
 @pytest.mark.parametrize(("name", "scale"), [*zip(NAMES, [0.3, 1.0] * 3, strict=True)])
-def test_hidden_orders_are_found_through_noise(name: str, scale: float, parts: tuple[str, ...]) -> None:
+def test_hidden_orders_are_found_through_noise(
+    name: str, scale: float, parts: tuple[str, ...]
+) -> None:
     """As good as trying every order, and the best phases and rotations for each."""
     anchor, symmetry = state_of(name), symmetry_for(name)
     update = fedrot.random_equivalent(near(anchor, scale), symmetry, 2, parts)
@@ -57,12 +70,16 @@ def test_hidden_orders_are_found_through_noise(name: str, scale: float, parts: t
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_unrelated_models_never_lose_by_an_order(name: str, seed: int) -> None:
-    """The scores of groups are bounds: an order is kept only if it is worth something in the end."""
+    """The scores of groups are bounds: an order is kept only if it is worth something
+    in the end.
+    """
     anchor, update, symmetry = state_of(name), state_of(name, seed), symmetry_for(name)
     without = fedrot.AlignmentOptions(parts=("attention",), chance=0)
     ordered = fedrot.AlignmentOptions(parts=("heads", "attention"), chance=0)
     distances = [
-        squared_distance(fedrot.align(update, anchor, symmetry, options).apply(update), anchor)
+        squared_distance(
+            fedrot.align(update, anchor, symmetry, options).apply(update), anchor
+        )
         for options in (without, ordered)
     ]
     assert distances[1] <= distances[0] * (1 + 1e-12)
@@ -79,7 +96,8 @@ def _elements(
     seen: torch.Tensor,
     weight: float,
 ) -> dict[str, list[object]]:
-    """Return the orders that are found in the first layer, by group; activations correlate weakly.
+    """Return the orders that are found in the first layer, by group; activations
+    correlate weakly.
 
     Args:
         seen: which key head of the client has the activations of each of the anchor's.
@@ -92,18 +110,30 @@ def _elements(
         assert isinstance(group.kind, InsideHeads)
         each = torch.eye(group.kind.dim, dtype=torch.float64)
         heads = torch.eye(group.kind.heads, dtype=torch.float64)[seen]
-        matrices[group.name] = 0.1 * torch.kron(heads, each) / (group.kind.heads * group.kind.dim)
-    activations = fedrot.Activations(matrices, {group.name: group.within for group in groups})
+        matrices[group.name] = (
+            0.1 * torch.kron(heads, each) / (group.kind.heads * group.kind.dim)
+        )
+    activations = fedrot.Activations(
+        matrices, {group.name: group.within for group in groups}
+    )
     options = fedrot.AlignmentOptions(
         parts=("heads", "attention"), layers=(0,), activation_weight=weight
     )
     alignment = fedrot.align(update, anchor, symmetry, options, activations)
-    return {m.group.name: m.element.tolist() for m in alignment.moves if m.group.part == "heads"}
+    return {
+        m.group.name: m.element.tolist()
+        for m in alignment.moves
+        if m.group.part == "heads"
+    }
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "mistral"])  # one key head
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name != "mistral"]
+)  # one key head
 def test_activations_alone_order_key_heads_where_weights_have_no_say(name: str) -> None:
-    """The weights of keys, values, queries and output all say that the heads are in their places."""
+    """The weights of keys, values, queries and output all say that the heads are in
+    their places.
+    """
     anchor, (heads, _) = state_of(name), _orders(symmetry_for(name))
     exchanged = torch.tensor([1, 0])
     assert _elements(name, anchor, anchor, exchanged, 0.5) == {}
@@ -111,8 +141,12 @@ def test_activations_alone_order_key_heads_where_weights_have_no_say(name: str) 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_weights_of_queries_order_them_where_those_of_keys_have_no_say(name: str) -> None:
-    """Queries turn as activations say; by the weights of keys and values they would turn round."""
+def test_weights_of_queries_order_them_where_those_of_keys_have_no_say(
+    name: str,
+) -> None:
+    """Queries turn as activations say; by the weights of keys and values they would
+    turn round.
+    """
     anchor, symmetry = state_of(name), symmetry_for(name)
     heads, queries = _orders(symmetry)
     assert isinstance(queries.kind, QueryPermutation)
@@ -120,9 +154,13 @@ def test_weights_of_queries_order_them_where_those_of_keys_have_no_say(name: str
     assert len(once) >= 2
     for slot in once:
         # Larger than what the queries say, which several of them say together.
-        slot.slice.write(anchor[slot.tensor], slot.axis, 10 * slot.of(anchor[slot.tensor]))
+        slot.slice.write(
+            anchor[slot.tensor], slot.axis, 10 * slot.of(anchor[slot.tensor])
+        )
     order = torch.arange(queries.kind.n).roll(1).repeat(queries.kind.groups, 1)
-    update = {key: t.clone() for key, t in apply_moves(anchor, [Move(queries, order)]).items()}
+    update = {
+        key: t.clone() for key, t in apply_moves(anchor, [Move(queries, order)]).items()
+    }
     for slot in once:
         slot.slice.write(update[slot.tensor], slot.axis, -slot.of(update[slot.tensor]))
     found = _elements(name, update, anchor, torch.arange(heads.kind.units), 1.0)

@@ -21,7 +21,9 @@ SIZES = torch.tensor([100.0, 1.0, 0.01], dtype=torch.float64)[:, None]
 def test_the_best_turn_of_every_frequency_is_not_beaten(
     kind: type[RotaryPhases | RotarySigns], interleaved: bool
 ) -> None:
-    """Evidence from blocks and from cross matrices agrees with what elements make of the blocks."""
+    """Evidence from blocks and from cross matrices agrees with what elements make of
+    the blocks.
+    """
     dim, options, rng = 2 * FREQUENCIES, fedrot.AlignmentOptions(), seeded(4)
     group, solver = kind(KEY_HEADS, dim, interleaved), RotarySolver()
     shape = (KEY_HEADS, dim, 5)
@@ -44,5 +46,7 @@ def test_the_best_turn_of_every_frequency_is_not_beaten(
     assert torch.allclose(solver.still(group, evidence), reached(still))
     other = solver.best(group, SIZES * evidence, options)
     assert torch.allclose(best.double(), other.double(), rtol=0, atol=1e-12)
-    kept = solver.best(group, evidence, fedrot.AlignmentOptions(within_heads="permutation"))
+    kept = solver.best(
+        group, evidence, fedrot.AlignmentOptions(within_heads="permutation")
+    )
     assert not group.moved(kept).any()

@@ -1,4 +1,6 @@
-"""Solvers belong to actions: what is registered is used, what is not is refused by name."""
+"""Solvers belong to actions: what is registered is used, what is not is refused by
+name.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ class HeadLinear(HeadRotation):
 
 
 def _with_reversals(symmetry: fedrot.Symmetry) -> fedrot.Symmetry:
-    groups = [replace(g, kind=Reversal(g.kind.units)) if g.part == "ffn" else g for g in symmetry.groups]
+    groups = [
+        replace(g, kind=Reversal(g.kind.units)) if g.part == "ffn" else g
+        for g in symmetry.groups
+    ]
     return replace(symmetry, groups=tuple(groups))
 
 
@@ -43,7 +48,9 @@ def _match_reversals(groups: Sequence[Group], problem: Problem) -> list[Match]:
         before = problem.total([group])
         after = problem.moved([Move(group, element)]).total([group])
         best: Tensor | None = element if after < before else None
-        matches.append(Match(best, before, min(before, after), max(before - after, 0.0)))
+        matches.append(
+            Match(best, before, min(before, after), max(before - after, 0.0))
+        )
     return matches
 
 
@@ -56,10 +63,22 @@ class Late(Permutation):
 
 #: Actions in place of those of a part, and what is told.
 REFUSED: dict[str, tuple[str, Callable[[Any], Kind], str]] = {
-    "no solver": ("ffn", lambda k: Reversal(k.units), r"solver .* action Reversal.*solves\(Reversal\)"),
+    "no solver": (
+        "ffn",
+        lambda k: Reversal(k.units),
+        r"solver .* action Reversal.*solves\(Reversal\)",
+    ),
     # Rotations solved for in ``GL(d)`` would be wrong without a word.
-    "not inherited": ("attention", lambda k: HeadLinear(k.heads, k.dim), "action HeadLinear"),
-    "stage": ("ffn", lambda k: Late(k.units), r"stage 'late' of its action Late .*: residual"),
+    "not inherited": (
+        "attention",
+        lambda k: HeadLinear(k.heads, k.dim),
+        "action HeadLinear",
+    ),
+    "stage": (
+        "ffn",
+        lambda k: Late(k.units),
+        r"stage 'late' of its action Late .*: residual",
+    ),
 }
 
 
@@ -70,16 +89,22 @@ def test_an_action_that_cannot_be_matched_is_refused_by_name(
     monkeypatch.setattr(of_problem, "SOLVERS", dict(of_problem.SOLVERS))
     solves(Late)(_match_reversals)
     state, symmetry = state_of(NAME), symmetry_for(NAME)
-    groups = tuple(replace(g, kind=kind(g.kind)) if g.part == part else g for g in symmetry.groups)
+    groups = tuple(
+        replace(g, kind=kind(g.kind)) if g.part == part else g for g in symmetry.groups
+    )
     name = next(g.name for g in groups if g.part == part)
     with pytest.raises(fedrot.SymmetryError, match=f"group '{name}' .*{told}"):
         fedrot.align(state, state, replace(symmetry, groups=groups))
     # The other groups are matched as ever.
-    rest = fedrot.AlignmentOptions(parts=("ffn",) if part == "attention" else ("attention",))
+    rest = fedrot.AlignmentOptions(
+        parts=("ffn",) if part == "attention" else ("attention",)
+    )
     fedrot.align(state, state, replace(symmetry, groups=groups), rest)
 
 
-def test_a_registered_solver_is_used_in_the_stage_of_its_action(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_solver_is_used_in_the_stage_of_its_action(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(of_problem, "SOLVERS", dict(of_problem.SOLVERS))
     called: list[int] = []
 
@@ -101,4 +126,6 @@ def test_a_registered_solver_is_used_in_the_stage_of_its_action(monkeypatch: pyt
     alignment = fedrot.align(moved, anchor, symmetry, options)
     assert called == [len(order)] == [2]
     assert largest_difference(alignment.apply(moved), client) == 0
-    assert [row.moved for row in alignment.report.groups] == [g.group.kind.units for g in order]
+    assert [row.moved for row in alignment.report.groups] == [
+        g.group.kind.units for g in order
+    ]

@@ -1,4 +1,6 @@
-"""Rotations of heads against scipy, random matrices and the conditions of an optimum."""
+"""Rotations of heads against scipy, random matrices and the conditions of an
+optimum.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ ROTATIONS = fedrot.AlignmentOptions(parts=("attention",), chance=0)
 @pytest.mark.parametrize("regime", ["near", "scrambled", "unrelated"])
 @pytest.mark.parametrize("name", FEW)
 def test_rotation_is_not_beaten(name: str, regime: str) -> None:
-    """By 200 random orthogonal matrices, nor by any other: ``R^T M`` is symmetric and semi-definite."""
+    """By 200 random orthogonal matrices, nor by any other: ``R^T M`` is symmetric and
+    semi-definite.
+    """
     names, anchor, symmetry = CASES[name].names, state_of(name), symmetry_for(name)
     update = state_of(name, 6) if regime == "unrelated" else near(anchor, 0.3)
     if regime == "scrambled":
@@ -36,10 +40,14 @@ def test_rotation_is_not_beaten(name: str, regime: str) -> None:
             m = cross(anchor, update, names, move.group.layer, head, pair)
             rotation = move.element[head].double()
             assert (rotation @ rotation.T - torch.eye(DIM)).abs().max() <= 1e-12
-            assert float((candidates * m).sum((1, 2)).max()) < float((rotation * m).sum())
+            assert float((candidates * m).sum((1, 2)).max()) < float(
+                (rotation * m).sum()
+            )
             product = rotation.T @ m
             assert (product - product.T).abs().max() <= 1e-9 * m.norm()
-            assert float(torch.linalg.eigvalsh(product).min()) >= -1e-9 * float(m.norm())
+            assert float(torch.linalg.eigvalsh(product).min()) >= -1e-9 * float(
+                m.norm()
+            )
     assert len(alignment.moves) == 4
 
 
@@ -49,7 +57,9 @@ def test_polar_agrees_with_scipy_and_survives_degenerate_input() -> None:
     for i, j in itertools.product(range(5), range(3)):
         expected, _ = scipy.linalg.polar(m[i, j].numpy())
         assert np.abs(ours[i, j].numpy() - expected).max() <= 1e-10
-        assert singular_values(m)[i, j].sum() == pytest.approx(float((ours[i, j] * m[i, j]).sum()))
+        assert singular_values(m)[i, j].sum() == pytest.approx(
+            float((ours[i, j] * m[i, j]).sum())
+        )
     assert torch.equal(polar(torch.zeros(DIM, DIM)).abs(), torch.eye(DIM))
     for flat in (torch.zeros(DIM, DIM), torch.ones(DIM, DIM), 1e-300 * torch.eye(DIM)):
         r = polar(flat.double())
@@ -73,16 +83,23 @@ def test_an_svd_that_does_not_converge_is_done_by_another_driver(
 
 
 def test_rotation_moves_least_where_the_anchor_says_nothing() -> None:
-    """Of all optimal rotations it takes the one nearest to the identity (half of a head is zero)."""
+    """Of all optimal rotations it takes the one nearest to the identity (half of a head
+    is zero).
+    """
     name = "bert-classifier"
     names = CASES[name].names
-    anchor, update = state_of(name, dtype=torch.float32), state_of(name, 3, torch.float32)
+    anchor, update = (
+        state_of(name, dtype=torch.float32),
+        state_of(name, 3, torch.float32),
+    )
     half = DIM // 2
     for module in ("query", "key"):
         for leaf in ("weight", "bias"):
             anchor[f"{names.of(0, module)}.{leaf}"][:half] = 0
     alignment = fedrot.align(update, anchor, symmetry_for(name), ROTATIONS)
-    found = next(m.element[0] for m in alignment.moves if m.group.name == "encoder.layer.0.qk")
+    found = next(
+        m.element[0] for m in alignment.moves if m.group.name == "encoder.layer.0.qk"
+    )
     m = cross(anchor, update, names, 0, 0, "qk").numpy()
     u, sigma, vh = np.linalg.svd(m)
     assert sigma[half] < 1e-12 < 1e-2 < sigma[half - 1]
@@ -92,7 +109,9 @@ def test_rotation_moves_least_where_the_anchor_says_nothing() -> None:
 
 
 def _spectrum(kind: str, size: int, exponent: float) -> Tensor:
-    """Return singular values of which the least is ``10 ** -exponent``, none or all are 0 or tiny."""
+    """Return singular values of which the least is ``10 ** -exponent``, none or all are
+    0 or tiny.
+    """
     values = torch.logspace(-exponent, 0, size, dtype=torch.float64)
     if kind == "one-small":
         values[1:] = 1.0
@@ -103,16 +122,21 @@ def _spectrum(kind: str, size: int, exponent: float) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["spread", "one-small", "deficient", "other unit"])
 @pytest.mark.parametrize("size", [8, 16, 64])
-def test_iterated_rotations_are_as_good_as_those_of_the_svd(size: int, kind: str) -> None:
+def test_iterated_rotations_are_as_good_as_those_of_the_svd(
+    size: int, kind: str
+) -> None:
     """Newton-Schulz in float32, with its fallback: at every condition number.
 
-    One matrix a call, so that none is iterated further than it has to be for another's sake.
+    One matrix a call, so that none is iterated further than it has to be for another's
+    sake.
     """
     rng, eye = seeded(size), torch.eye(size, dtype=torch.float64)
     for exponent in np.linspace(0, 12, 49 if size < 64 else 13):
         values = _spectrum(kind, size, exponent)
         shape = (2, size, size)
-        u, v = torch.linalg.qr(torch.randn(shape, generator=rng, dtype=torch.float64))[0]
+        u, v = torch.linalg.qr(torch.randn(shape, generator=rng, dtype=torch.float64))[
+            0
+        ]
         m = u @ torch.diag(values) @ v
         rotation = polar(m[None], precise=False)[0]
         assert (rotation.T @ rotation - eye).abs().max() <= 1e-8, exponent

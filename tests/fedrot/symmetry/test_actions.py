@@ -1,4 +1,6 @@
-"""The contract of every action: the laws of a group, and its definition as a dense matrix."""
+"""The contract of every action: the laws of a group, and its definition as a dense
+matrix.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from tests.fedrot.oracles import along, dense, seeded
 from tests.models import EVERYTHING, largest_difference
 
 SIZE = 12
-#: Every action on an axis of ``SIZE``, with the largest entry of the mean of its random matrices.
+#: Every action on an axis of ``SIZE``, with the largest entry of the mean of its random
+#: matrices.
 KINDS: dict[str, tuple[Kind, float]] = {
     "permutation": (Permutation(SIZE), 1 / 12),
     "blocks": (Permutation(4), 1 / 4),
@@ -47,31 +50,47 @@ KINDS: dict[str, tuple[Kind, float]] = {
     "experts": (ExpertPermutation(4), 1 / 4),
     "experts' neurons": (ExpertNeurons(2, 6), 0),
 }
-ROTATIONS = [name for name, (kind, _) in KINDS.items() if isinstance(kind, HeadRotation)]
+ROTATIONS = [
+    name for name, (kind, _) in KINDS.items() if isinstance(kind, HeadRotation)
+]
 KIND = pytest.mark.parametrize("name", KINDS)
 
 
 def matrix(kind: Kind, element: Tensor) -> Tensor:
     """Return the matrix of an element, written from the definition."""
     if isinstance(kind, QueryPermutation | ExpertNeurons):
-        one = Permutation(kind.n) if isinstance(kind, QueryPermutation) else SignedPermutation(kind.n)
-        return torch.block_diag(*(dense(one, row, SIZE // len(element)) for row in element))
+        one = (
+            Permutation(kind.n)
+            if isinstance(kind, QueryPermutation)
+            else SignedPermutation(kind.n)
+        )
+        return torch.block_diag(
+            *(dense(one, row, SIZE // len(element)) for row in element)
+        )
     if not isinstance(kind, RotaryPhases | RotarySigns):
         return dense(kind, element, SIZE)
     found = torch.zeros(SIZE, SIZE, dtype=torch.float64)
     for head, row in enumerate(element.tolist()):
         for f, value in enumerate(row):
-            first, second = (2 * f, 2 * f + 1) if kind.interleaved else (f, f + kind.dim // 2)
+            first, second = (
+                (2 * f, 2 * f + 1) if kind.interleaved else (f, f + kind.dim // 2)
+            )
             i, j = head * kind.dim + first, head * kind.dim + second
-            angle = value if isinstance(kind, RotaryPhases) else (1 - value) * math.pi / 2
+            angle = (
+                value if isinstance(kind, RotaryPhases) else (1 - value) * math.pi / 2
+            )
             found[i, i] = found[j, j] = math.cos(angle)
             found[j, i] = math.sin(angle)
             found[i, j] = -math.sin(angle)
     return found
 
 
-def act(kind: Kind, element: Tensor, x: Tensor, axis: int, contravariant: bool = False) -> Tensor:
-    """Return what an action makes of an axis; experts have their number on an axis of its own."""
+def act(
+    kind: Kind, element: Tensor, x: Tensor, axis: int, contravariant: bool = False
+) -> Tensor:
+    """Return what an action makes of an axis; experts have their number on an axis of
+    its own.
+    """
     if not isinstance(kind, ExpertNeurons):
         return kind.act(element, x, axis, contravariant)
     apart = x.movedim(axis, 0).unflatten(0, (kind.experts, kind.n))
@@ -93,19 +112,27 @@ def test_actions_are_groups_of_matrices(name: str, seed: int, axis: int) -> None
     kind, rng = KINDS[name][0], seeded(seed)
     first, second = kind.random(rng), kind.random(rng)
     x = torch.randn(SIZE, SIZE, generator=rng, dtype=torch.float64)
-    m, n, eye = matrix(kind, first), matrix(kind, second), torch.eye(SIZE, dtype=torch.float64)
+    m, n, eye = (
+        matrix(kind, first),
+        matrix(kind, second),
+        torch.eye(SIZE, dtype=torch.float64),
+    )
     for contravariant in (False, True):
         expected = along(torch.linalg.inv(m).T if contravariant else m, x, axis)
         assert close(act(kind, first, x, axis, contravariant), expected)
     assert close(act(kind, first, x[0], 0), m @ x[0])
     assert close(matrix(kind, kind.compose(second, first)), n @ m)
     assert close(matrix(kind, kind.inverse(first)), torch.linalg.inv(m))
-    moved = (m - eye).reshape(kind.units, SIZE // kind.units, SIZE).abs().amax((1, 2)) > 1e-6
+    moved = (m - eye).reshape(kind.units, SIZE // kind.units, SIZE).abs().amax(
+        (1, 2)
+    ) > 1e-6
     assert torch.equal(kind.moved(first), moved)
     assert not kind.moved(kind.compose(kind.inverse(first), first)).any()
     on_fisher = kind.on_fisher(first)
     assert (on_fisher is None) == isinstance(kind, HeadRotation | RotaryPhases)
-    if on_fisher is not None:  # gradients move by ``M^-T``; their squares follow without signs
+    if (
+        on_fisher is not None
+    ):  # gradients move by ``M^-T``; their squares follow without signs
         gradient = along(torch.linalg.inv(m).T, x, axis)
         assert close(act(kind, on_fisher, x.square(), axis), gradient.square())
 
@@ -127,7 +154,12 @@ def test_elements_from_elsewhere_are_checked(name: str) -> None:
     assert kind.contains(element)
     wrong = [element[..., :-1], element[None], element.half()]
     if isinstance(kind, Orders | RotarySigns):
-        wrong += [torch.zeros_like(element), 2 * element, element.double(), element.int()]
+        wrong += [
+            torch.zeros_like(element),
+            2 * element,
+            element.double(),
+            element.int(),
+        ]
     if isinstance(kind, SignedOrders):
         assert kind.contains(-element)
         wrong += [element.clamp(min=2)]
@@ -144,7 +176,9 @@ def test_elements_from_elsewhere_are_checked(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROTATIONS)
-def test_rotations_have_tangents_angles_and_a_fisher_where_they_are_orders(name: str) -> None:
+def test_rotations_have_tangents_angles_and_a_fisher_where_they_are_orders(
+    name: str,
+) -> None:
     kind = KINDS[name][0]
     assert isinstance(kind, HeadRotation)
     shape = (kind.heads, kind.dim, kind.dim)
@@ -166,10 +200,15 @@ def test_rotations_have_tangents_angles_and_a_fisher_where_they_are_orders(name:
 
 
 def test_phases_have_angles_and_a_fisher_where_they_stand_still() -> None:
-    kind, turn = RotaryPhases(2, 4), torch.tensor([[0.5, 2 * math.pi], [0.0, -1.5]]).double()
+    kind, turn = (
+        RotaryPhases(2, 4),
+        torch.tensor([[0.5, 2 * math.pi], [0.0, -1.5]]).double(),
+    )
     assert kind.angle(turn) == pytest.approx(math.degrees(2.0 / 4))
     assert kind.moved(turn).tolist() == [True, True]
-    assert torch.equal(kind.on_fisher(math.pi * torch.ones(2, 2).double()), torch.zeros(2, 2))
+    assert torch.equal(
+        kind.on_fisher(math.pi * torch.ones(2, 2).double()), torch.zeros(2, 2)
+    )
     assert KINDS["phases"][0].free == 6
     basis = centred_basis(5)
     assert close(basis.mT @ basis, torch.eye(4))
@@ -183,10 +222,15 @@ def test_phases_have_angles_and_a_fisher_where_they_stand_still() -> None:
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**31), length=st.integers(0, 30))
 def test_compacted_moves_are_the_same_motion(name: str, seed: int, length: int) -> None:
-    """Any sequence of any parts becomes one move per group, the same motion there and back."""
+    """Any sequence of any parts becomes one move per group, the same motion there and
+    back.
+    """
     state, rng = families.state_of(name), seeded(seed)
     groups = families.symmetry_for(name).select(EVERYTHING)
-    chosen = [groups[int(torch.randint(len(groups), (), generator=rng))] for _ in range(length)]
+    chosen = [
+        groups[int(torch.randint(len(groups), (), generator=rng))]
+        for _ in range(length)
+    ]
     raw = [Move(group, group.kind.random(rng)) for group in chosen]
     moves = compact(raw)
     assert len(moves) == len({group.name for group in chosen})

@@ -1,4 +1,6 @@
-"""The canonical form: the same function, one value for what says nothing, and only there."""
+"""The canonical form: the same function, one value for what says nothing, and only
+there.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ import fedrot
 from fedrot.symmetry.canonical import CanonicalView
 from tests.families import MEMBERS, outputs, state_of, symmetry_for
 from tests.fedrot.pairs import with_other_gains
-from tests.fedrot.symmetry.traits import NO_REDUNDANT_BIAS, TURNING, TURNING_LAYERNORM, VALUES_ONLY
+from tests.fedrot.symmetry.traits import (
+    NO_REDUNDANT_BIAS,
+    TURNING,
+    TURNING_LAYERNORM,
+    VALUES_ONLY,
+)
 from tests.models import largest_difference, squared_distance
 
 
@@ -35,15 +42,23 @@ def test_the_function_stays_and_what_says_nothing_goes(name: str) -> None:
     again = fedrot.canonical(found, symmetry)
     assert largest_difference(again, found) <= 1e-15
     centred = {tensor for tensor, _ in symmetry.centred}
-    for reader in (reader for fold in symmetry.folds if fold.holds_bias for reader in fold.readers):
+    for reader in (
+        reader for fold in symmetry.folds if fold.holds_bias for reader in fold.readers
+    ):
         assert reader.weight in centred or again[reader.weight] is found[reader.weight]
 
 
 @pytest.mark.parametrize("name", MEMBERS)
 def test_members_have_the_biases_and_norms_that_their_models_allow(name: str) -> None:
     symmetry = symmetry_for(name)
-    keys = [redundant for redundant in symmetry.redundant_biases if redundant.read is None]
-    values = [redundant for redundant in symmetry.redundant_biases if redundant.read is not None]
+    keys = [
+        redundant for redundant in symmetry.redundant_biases if redundant.read is None
+    ]
+    values = [
+        redundant
+        for redundant in symmetry.redundant_biases
+        if redundant.read is not None
+    ]
     assert bool(values) == (name not in NO_REDUNDANT_BIAS)
     assert len(keys) == (0 if name in VALUES_ONLY else len(values))
     assert bool(symmetry.folds) == (name in TURNING)
@@ -80,9 +95,14 @@ def test_statistics_follow_only_where_nothing_is_folded_or_redundant() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_an_anchor_serves_both_forms(name: str) -> None:
-    """What it knows of its tensors is not taken for what is true of their canonical form."""
+    """What it knows of its tensors is not taken for what is true of their canonical
+    form.
+    """
     symmetry, shared = symmetry_for(name), fedrot.Anchor(state_of(name))
-    update = {key: t + 1e-2 * (state_of(name, 1)[key] - t) for key, t in state_of(name).items()}
+    update = {
+        key: t + 1e-2 * (state_of(name, 1)[key] - t)
+        for key, t in state_of(name).items()
+    }
     for canonical in (False, True, False):
         options = fedrot.AlignmentOptions(canonical=canonical)
         ours, own = (
@@ -94,14 +114,21 @@ def test_an_anchor_serves_both_forms(name: str) -> None:
     assert known
     assert known.keys() == in_form.keys()
     if name != "bert":
-        assert all(not torch.equal(bound, in_form[key][0]) for key, (bound, _) in known.items())
+        assert all(
+            not torch.equal(bound, in_form[key][0]) for key, (bound, _) in known.items()
+        )
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5-gated", "bert", "falcon-7b"])
 def test_each_tensor_alone_has_the_same_canonical_form(name: str) -> None:
-    """In a view, and from the part of the symmetry around it, which is a layer at most."""
+    """In a view, and from the part of the symmetry around it, which is a layer at
+    most.
+    """
     symmetry, tensors = symmetry_for(name), state_of(name)
-    expected, found = fedrot.canonical(tensors, symmetry), CanonicalView(tensors, symmetry)
+    expected, found = (
+        fedrot.canonical(tensors, symmetry),
+        CanonicalView(tensors, symmetry),
+    )
     assert list(found) == list(tensors)
     assert len(found) == len(tensors)
     for key in tensors:
@@ -112,12 +139,28 @@ def test_each_tensor_alone_has_the_same_canonical_form(name: str) -> None:
 
 
 def test_the_default_is_canonical_where_the_stream_can_be_rotated() -> None:
-    for name, rotates in (("llama", True), ("gpt2", True), ("bert", False), ("xglm", False)):
+    for name, rotates in (
+        ("llama", True),
+        ("gpt2", True),
+        ("bert", False),
+        ("xglm", False),
+    ):
         symmetry = symmetry_for(name)
-        parts = tuple(part for part in fedrot.WHOLE_MODEL if part not in symmetry.refused)
+        parts = tuple(
+            part for part in fedrot.WHOLE_MODEL if part not in symmetry.refused
+        )
         chosen = fedrot.AlignmentOptions(parts).for_model(symmetry)
         assert chosen.canonical is chosen.rotates is rotates
-        assert fedrot.AlignmentOptions(parts, canonical=False).for_model(symmetry).canonical is False
+        assert (
+            fedrot.AlignmentOptions(parts, canonical=False)
+            .for_model(symmetry)
+            .canonical
+            is False
+        )
         assert fedrot.AlignmentOptions().for_model(symmetry).canonical is False
-    tied = replace(symmetry_for("gpt2"), tied=(("lm_head.weight", "transformer.wte.weight"),))
-    assert fedrot.AlignmentOptions(fedrot.WHOLE_MODEL).for_model(tied).canonical is False
+    tied = replace(
+        symmetry_for("gpt2"), tied=(("lm_head.weight", "transformer.wte.weight"),)
+    )
+    assert (
+        fedrot.AlignmentOptions(fedrot.WHOLE_MODEL).for_model(tied).canonical is False
+    )

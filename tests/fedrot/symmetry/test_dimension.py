@@ -1,13 +1,16 @@
-"""The continuous group of each kind of family, and what it leaves out, add up to all flat directions.
+"""The continuous group of each kind of family, and what it leaves out, add up to all
+flat directions.
 
-The Jacobian of a small model's outputs with respect to all of its parameters has as many directions
-without effect as the model has continuous symmetries, claimed or not. What is not claimed is written
-down here by name and counted by formula. Most of it stretches weights, which changes what weight decay
-and Adam see; of what does not, rotations of DeBERTa's relative positions are the largest.
+The Jacobian of a small model's outputs with respect to all of its parameters has as
+many directions without effect as the model has continuous symmetries, claimed or not.
+What is not claimed is written down here by name and counted by formula. Most of it
+stretches weights, which changes what weight decay and Adam see; of what does not,
+rotations of DeBERTa's relative positions are the largest.
 
-Norms have a large epsilon: a small one would make scales of a stream, and of queries and keys under a
-norm, all but flat. Tables have many more rows than columns: with fewer tokens, a feed-forward beside the
-first attention, which reads nothing but tokens, would be free in more directions.
+Norms have a large epsilon: a small one would make scales of a stream, and of queries
+and keys under a norm, all but flat. Tables have many more rows than columns: with fewer
+tokens, a feed-forward beside the first attention, which reads nothing but tokens, would
+be free in more directions.
 """
 
 from __future__ import annotations
@@ -47,7 +50,10 @@ def _text() -> dict[str, Tensor]:
 
 
 def _typed() -> dict[str, Tensor]:
-    return {**_text(), "token_type_ids": torch.randint(TYPES, (35, LENGTH), generator=seeded(1))}
+    return {
+        **_text(),
+        "token_type_ids": torch.randint(TYPES, (35, LENGTH), generator=seeded(1)),
+    }
 
 
 def _unpadded() -> dict[str, Tensor]:
@@ -60,16 +66,24 @@ def _pair() -> dict[str, Tensor]:
 
 
 def _image() -> dict[str, Tensor]:
-    pixels = torch.randn(200, 1, 2 * SIDE, 2 * SIDE, generator=seeded(2), dtype=torch.float64)
+    pixels = torch.randn(
+        200, 1, 2 * SIDE, 2 * SIDE, generator=seeded(2), dtype=torch.float64
+    )
     return {"pixel_values": pixels}
 
 
 def _spread() -> dict[str, Tensor]:
-    """Sinusoids of neighbouring positions are all but linear: the stream could all but turn."""
+    """Sinusoids of neighbouring positions are all but linear: the stream could all but
+    turn.
+    """
     ids = _ids(30)
     positions = (FAR // LENGTH * torch.arange(LENGTH)).expand_as(ids)
     # Without a mask, positions that jump are those of several texts.
-    return {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids)}
+    return {
+        "input_ids": ids,
+        "position_ids": positions,
+        "attention_mask": torch.ones_like(ids),
+    }
 
 
 # What is left unused, by name
@@ -78,7 +92,9 @@ GL = "GL(d_h) in each head but for the rotations: scales above all"
 KEY, VALUE = "biases of keys", "biases of values, which the output's can take up"
 FREQUENCIES = "a scale per rotary frequency"
 BIASES, GAINS = "biases of norms, folded into what reads them", "gains, likewise"
-ROWS = "rows of what reads a LayerNorm, whose outputs before gain and bias add up to zero"
+ROWS = (
+    "rows of what reads a LayerNorm, whose outputs before gain and bias add up to zero"
+)
 MEAN = "the mean of the stream, which no LayerNorm sees, in what writes to it"
 TRADED = "constants that writers trade, beside their mean"
 ROTATED = "rotations of a stream whose gains are folded"
@@ -86,7 +102,8 @@ NEURON_SCALES = "scales of neurons that a ReLU or a gate lets pass"
 UNREAD = "rows of tables that nothing reads"
 SHIFTED = "constants of the relative positions"
 
-#: Writers along the mean: columns and bias of the attention's output and the feed-forward's.
+#: Writers along the mean: columns and bias of the attention's output and the
+#: feed-forward's.
 _OUT, _DOWN = WIDTH + 1, NEURONS + 1
 #: Readers, by row.
 _QKV = 3 * WIDTH
@@ -117,7 +134,9 @@ _SMALLER = {
     "biases and gains of the norm of the embeddings": 2 * SMALLER,
     "rotations of the embeddings": (SMALLER - 1) * (SMALLER - 2) // 2,
     "rows of their projection": WIDTH,
-    "the mean of the embeddings, and constants that they trade": _EMBEDDED + TYPES + 2 * (SMALLER - 1),
+    "the mean of the embeddings, and constants that they trade": _EMBEDDED
+    + TYPES
+    + 2 * (SMALLER - 1),
 }
 _DEBERTA = {
     **_BERT,
@@ -150,7 +169,9 @@ _PRENORM = {
 
 @dataclass(frozen=True)
 class Case:
-    """One small model, its inputs, the dimensions that are left unused by name, and a seed."""
+    """One small model, its inputs, the dimensions that are left unused by name, and a
+    seed.
+    """
 
     member: Member
     batch: Callable[[], dict[str, Tensor]]
@@ -164,14 +185,24 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "pooler_hidden_size"), WIDTH),
     **dict.fromkeys(("word_embed_proj_dim", "dim"), WIDTH),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), LAYERS),
-    **dict.fromkeys(("num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"), 1),
-    **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "attention_heads"), HEADS),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "n_heads"), HEADS),
+    **dict.fromkeys(
+        ("num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"), 1
+    ),
+    **dict.fromkeys(
+        ("num_attention_heads", "num_heads", "n_head", "attention_heads"), HEADS
+    ),
+    **dict.fromkeys(
+        ("encoder_attention_heads", "decoder_attention_heads", "n_heads"), HEADS
+    ),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), HEADS),
     **dict.fromkeys(("d_kv", "head_dim", "relative_attention_num_buckets"), DIM),
-    **dict.fromkeys(("intermediate_size", "d_ff", "n_inner", "ffn_dim", "hidden_dim"), NEURONS),
+    **dict.fromkeys(
+        ("intermediate_size", "d_ff", "n_inner", "ffn_dim", "hidden_dim"), NEURONS
+    ),
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"), NEURONS),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_relative_positions"), LENGTH),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "max_relative_positions"), LENGTH
+    ),
     "embedding_size": SMALLER,
     "image_size": 2 * SIDE,
     "patch_size": SIDE,
@@ -200,13 +231,29 @@ def _add(
     if "vocab_size" in known and "hidden_size" in known:
         known["pad_token_id"] = None
     settings = {key: _SIZES.get(key, value) for key, value in known.items()} | more
-    CASES[name] = Case(replace(member, task=task or member.task, settings=settings), batch, unused, seed)
+    CASES[name] = Case(
+        replace(member, task=task or member.task, settings=settings),
+        batch,
+        unused,
+        seed,
+    )
 
 
-_DISTIL = ("vocab_size", "dim", "n_layers", "n_heads", "hidden_dim", "max_position_embeddings")
+_DISTIL = (
+    "vocab_size",
+    "dim",
+    "n_layers",
+    "n_heads",
+    "hidden_dim",
+    "max_position_embeddings",
+)
 #: As many key heads as other models have heads, each shared by two query heads.
 _GROUPED = {"num_attention_heads": 2 * HEADS}
-_HALF_ROTARY = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+_HALF_ROTARY = {
+    "rope_type": "default",
+    "rope_theta": 100.0,
+    "partial_rotary_factor": 0.5,
+}
 
 _add("bert", _typed, _BERT, type_vocab_size=TYPES)
 _add(
@@ -223,7 +270,8 @@ _add(
     | {
         # The projection's bias serves as the first norm's.
         ROWS: _BERT[ROWS] + _QKV * (WIDTH - SMALLER),
-        # The projection can write to the mean as long as the first layer's rows undo it.
+        # The projection can write to the mean as long as the first layer's rows undo
+        # it.
         MEAN: LAYERS * (_OUT + _DOWN) + SMALLER - 1,
         TRADED: 0,
     },
@@ -264,9 +312,16 @@ _add(
     "",
 )
 # Pixels of a patch and their bias, class, positions.
-_PIXELS = {MEAN: SIDE**2 + 1 + 1 + PATCHES + 1 + LAYERS * (_OUT + _DOWN), TRADED: 2 * (WIDTH - 1)}
+_PIXELS = {
+    MEAN: SIDE**2 + 1 + 1 + PATCHES + 1 + LAYERS * (_OUT + _DOWN),
+    TRADED: 2 * (WIDTH - 1),
+}
 _add("vit", _image, _PRENORM | _PIXELS, "", num_channels=1)
-_add("gpt2", _text, _PRENORM | {MEAN: _EMBEDDED + LAYERS * (_OUT + _DOWN), TRADED: WIDTH - 1})
+_add(
+    "gpt2",
+    _text,
+    _PRENORM | {MEAN: _EMBEDDED + LAYERS * (_OUT + _DOWN), TRADED: WIDTH - 1},
+)
 #: The output has no bias; its rows serve as one for the last norm's.
 _NO_BIAS = _PRENORM | {ROWS: _PRENORM[ROWS] - LABELS}
 _add(
@@ -293,7 +348,8 @@ _add(
         GL: LAYERS * HEADS * (3 + _REST),
         KEY: LAYERS * HEADS * 2,
         MEAN: TOKENS + LAYERS * (_OUT + _DOWN),
-        TRADED: LAYERS * (WIDTH - 1),  # attention and feed-forward are added side by side
+        TRADED: LAYERS
+        * (WIDTH - 1),  # attention and feed-forward are added side by side
     },
     rope_parameters=_HALF_ROTARY,
 )
@@ -303,8 +359,8 @@ _add(
     {
         FREQUENCIES: LAYERS * HEADS * 1,
         GL: LAYERS * HEADS * (3 + _REST),
-        # Rows of queries, keys and values serve as their biases; the feed-forward's bias takes up
-        # those of values, to whose output it is added.
+        # Rows of queries, keys and values serve as their biases; the feed-forward's
+        # bias takes up those of values, to whose output it is added.
         KEY: LAYERS * HEADS * 2,
         VALUE: LAYERS * WIDTH,
         BIASES: _PARALLEL * WIDTH,
@@ -320,7 +376,8 @@ _ONE_KEY_HEAD = {FREQUENCIES: LAYERS * DIM // 2, GL: LAYERS * _REST}
 _add(
     "falcon-7b",
     _text,
-    # Projections have no biases; their rows serve as such for constants from the norm before.
+    # Projections have no biases; their rows serve as such for constants from the norm
+    # before.
     _ONE_KEY_HEAD
     | dict.fromkeys((BIASES, GAINS), _PARALLEL * WIDTH)
     | {ROWS: LABELS, MEAN: TOKENS + LAYERS * (WIDTH + NEURONS), ROTATED: _CENTRED},
@@ -333,7 +390,8 @@ _add(
     | {
         ROWS: LAYERS * (_QKV + 4 * WIDTH) + LABELS,
         MEAN: TOKENS + LAYERS * (_OUT + 4 * WIDTH + 1),
-        "gain and bias of the embeddings' norm, for which the table makes up": 2 * WIDTH,
+        "gain and bias of the embeddings' norm, for which the table makes up": 2
+        * WIDTH,
     },
 )
 _add(
@@ -385,7 +443,8 @@ def _build(case: Case) -> Any:
 
 
 def _jacobian(model: nn.Module, case: Case) -> Tensor:
-    """Return the derivatives of random combinations of the outputs, a few more than parameters.
+    """Return the derivatives of random combinations of the outputs, a few more than
+    parameters.
 
     Each combines the outputs of a part of the batch, which is what it costs.
     """
@@ -396,17 +455,27 @@ def _jacobian(model: nn.Module, case: Case) -> Tensor:
         with Float64():
             found = model(**{k: v[part::PARTS] for k, v in batch.items()})
         outputs = found["logits"].flatten()
-        mixed = torch.randn(count, len(outputs), generator=seeded(part), dtype=torch.float64)
-        derivatives = torch.autograd.grad(outputs, parameters, mixed, is_grads_batched=True)
+        mixed = torch.randn(
+            count, len(outputs), generator=seeded(part), dtype=torch.float64
+        )
+        derivatives = torch.autograd.grad(
+            outputs, parameters, mixed, is_grads_batched=True
+        )
         rows.append(torch.cat([d.reshape(count, -1) for d in derivatives], 1))
     return torch.cat(rows)
 
 
 def _nullity(jacobian: Tensor) -> int:
-    """Return how many directions have no effect; those that have some must have much more."""
+    """Return how many directions have no effect; those that have some must have much
+    more.
+    """
     sizes = jacobian.norm(dim=0)
     # The distance of each column to what the columns before it span.
-    apart = torch.linalg.qr(jacobian / sizes.clamp_min(1e-4 * sizes.max()), mode="r").R.diagonal().abs()
+    apart = (
+        torch.linalg.qr(jacobian / sizes.clamp_min(1e-4 * sizes.max()), mode="r")
+        .R.diagonal()
+        .abs()
+    )
     relative = apart / apart.max()
     assert not ((relative > 1e-10) & (relative < 1e-8)).any()
     return int((relative <= 1e-10).sum())

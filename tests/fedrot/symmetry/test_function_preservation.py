@@ -1,4 +1,6 @@
-"""The contract of every model: its parts move, alone and together, and the function stays."""
+"""The contract of every model: its parts move, alone and together, and the function
+stays.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +21,41 @@ from fedrot.symmetry.groups import Move, apply_moves
 from fedrot.symmetry.rotary_actions import RotaryPhases
 from tests import families, models
 from tests.families import ALIBI, FIXED, KINDS, MEMBERS, inputs, model_of, outputs
-from tests.models import DIM, EAGER, EVERYTHING, FULL, Names, State, largest_difference, logits, near
+from tests.models import (
+    DIM,
+    EAGER,
+    EVERYTHING,
+    FULL,
+    Names,
+    State,
+    largest_difference,
+    logits,
+    near,
+)
 
 #: The parts that are tried together.
 PARTS = (("attention", "ffn"), FULL, EVERYTHING)
 #: Every model with every implementation of attention that it has.
 BOTH = [
-    *((name, attention) for name, member in MEMBERS.items() for attention in member.attention),
+    *(
+        (name, attention)
+        for name, member in MEMBERS.items()
+        for attention in member.attention
+    ),
     *product(models.EVERY, ("eager", "sdpa")),
 ]
-#: Lengths of vectors over labels, spans and vocabularies: biases of outputs, which nothing moves.
+#: Lengths of vectors over labels, spans and vocabularies: biases of outputs, which
+#: nothing moves.
 OUTPUTS = {1, 2, 3, families.VOCABULARY, models.VOCABULARY}
-#: Other tensors that stay, by the end of their names: outputs, and gains that all heads share.
+#: Other tensors that stay, by the end of their names: outputs, and gains that all heads
+#: share.
 STAY = ("final_logits_bias", "logit_scale", "q_norm.weight", "k_norm.weight")
 
 
 def model_(name: str) -> tuple[State, fedrot.Symmetry, Callable[[State, str], Tensor]]:
-    """Return the tensors of a model of either zoo, its symmetry, and what computes its outputs."""
+    """Return the tensors of a model of either zoo, its symmetry, and what computes its
+    outputs.
+    """
     if name in MEMBERS:
         compute = lambda tensors, attention: outputs(name, tensors, attention)  # noqa: E731
         return families.state_of(name), families.symmetry_for(name), compute
@@ -43,7 +63,9 @@ def model_(name: str) -> tuple[State, fedrot.Symmetry, Callable[[State, str], Te
     return models.state_of(name), models.symmetry_for(name), compute
 
 
-def movable(symmetry: fedrot.Symmetry, asked: tuple[str, ...] = EVERYTHING) -> tuple[str, ...]:
+def movable(
+    symmetry: fedrot.Symmetry, asked: tuple[str, ...] = EVERYTHING
+) -> tuple[str, ...]:
     return tuple(part for part in asked if part not in symmetry.refused)
 
 
@@ -68,43 +90,79 @@ def test_every_tensor_moves_and_every_output_stays(name: str, attention: str) ->
     for seed, chosen in enumerate((*alone, parts), 3):
         moved = fedrot.random_equivalent(state, symmetry, seed, chosen)
         groups = symmetry.select(chosen)
-        assert changed(moved, state) <= {slot.tensor for group in groups for slot in group.slots}
-        assert (compute(moved, attention) - before).abs().max() <= 1e-9 * before.abs().max()
+        assert changed(moved, state) <= {
+            slot.tensor for group in groups for slot in group.slots
+        }
+        assert (
+            compute(moved, attention) - before
+        ).abs().max() <= 1e-9 * before.abs().max()
         assert groups or chosen == ("output",)
         seen |= changed(moved, state)
-    assert models.squared_distance(moved, state) > 0.1 * models.squared_distance(near(state, 1.4), state)
+    assert models.squared_distance(moved, state) > 0.1 * models.squared_distance(
+        near(state, 1.4), state
+    )
     if attention == "eager" and "residual" in parts:
-        still = {k for k, t in state.items() if t.ndim == 1 and len(t) in OUTPUTS and "mlp" not in k}
-        assert state.keys() - seen == still | {key for key in state if key.endswith(STAY)}
+        still = {
+            k
+            for k, t in state.items()
+            if t.ndim == 1 and len(t) in OUTPUTS and "mlp" not in k
+        }
+        assert state.keys() - seen == still | {
+            key for key in state if key.endswith(STAY)
+        }
 
 
 @pytest.mark.parametrize("name", models.EVERY)
 def test_encoders_have_a_group_of_each_kind_in_each_layer(name: str) -> None:
-    """Signs are free where a tanh is odd, and BERT's and RoBERTa's task heads have one."""
+    """Signs are free where a tanh is odd, and BERT's and RoBERTa's task heads have
+    one.
+    """
     symmetry = models.symmetry_for(name)
-    found = Counter((g.layer, g.part, g.kind.units) for g in symmetry.groups if g.layer != NO_LAYER)
-    each = {("heads", models.HEADS): 1, ("attention", models.HEADS): 2, ("ffn", models.NEURONS): 1}
-    assert found == {(i, *key): n for key, n in each.items() for i in range(models.LAYERS)}
+    found = Counter(
+        (g.layer, g.part, g.kind.units) for g in symmetry.groups if g.layer != NO_LAYER
+    )
+    each = {
+        ("heads", models.HEADS): 1,
+        ("attention", models.HEADS): 2,
+        ("ffn", models.NEURONS): 1,
+    }
+    assert found == {
+        (i, *key): n for key, n in each.items() for i in range(models.LAYERS)
+    }
     assert symmetry.layers == models.LAYERS
-    assert symmetry.shapes == {key: tuple(t.shape) for key, t in models.state_of(name).items()}
+    assert symmetry.shapes == {
+        key: tuple(t.shape) for key, t in models.state_of(name).items()
+    }
     for group in (group for group in symmetry.groups if group.layer == NO_LAYER):
         odd = group.part == "output" and name.startswith(("bert", "roberta", "xlm-r"))
-        assert type(group.kind).__name__ == ("SignedPermutation" if odd else "Permutation")
+        assert type(group.kind).__name__ == (
+            "SignedPermutation" if odd else "Permutation"
+        )
 
 
 @pytest.mark.parametrize("name", MEMBERS)
 def test_only_bare_models_fixed_positions_and_alibi_refuse_anything(name: str) -> None:
     symmetry, stays = families.symmetry_for(name), MEMBERS[name].bare or name in FIXED
-    assert set(symmetry.refused) == ({"residual"} if stays else {"heads"} if name in ALIBI else set())
+    assert set(symmetry.refused) == (
+        {"residual"} if stays else {"heads"} if name in ALIBI else set()
+    )
     if name in (*ALIBI, *FIXED):
-        why = r"'residual' cannot be moved: .* positions" if stays else r"heads.* order, .* per head"
+        why = (
+            r"'residual' cannot be moved: .* positions"
+            if stays
+            else r"heads.* order, .* per head"
+        )
         with pytest.raises(fedrot.SymmetryError, match=why):
-            fedrot.random_equivalent(families.state_of(name), symmetry, 3, fedrot.WHOLE_MODEL)
+            fedrot.random_equivalent(
+                families.state_of(name), symmetry, 3, fedrot.WHOLE_MODEL
+            )
 
 
 def test_random_elements_are_reproducible_and_differ_by_seed() -> None:
     state, symmetry, _ = model_("bert-classifier")
-    one, same, other = (fedrot.random_equivalent(state, symmetry, s, FULL) for s in (1, 1, 2))
+    one, same, other = (
+        fedrot.random_equivalent(state, symmetry, s, FULL) for s in (1, 1, 2)
+    )
     assert largest_difference(one, same) == 0
     assert largest_difference(one, other) > 0.1
 
@@ -125,7 +183,9 @@ def test_hidden_coordinates_are_recovered(name: str) -> None:
         assert largest_difference(alignment.inverse().apply(aligned), moved) <= 1e-8
 
 
-@pytest.mark.parametrize(("scale", "asked"), [*zip((0.02, 0.5, None), PARTS, strict=True)])
+@pytest.mark.parametrize(
+    ("scale", "asked"), [*zip((0.02, 0.5, None), PARTS, strict=True)]
+)
 @pytest.mark.parametrize("name", KINDS)
 def test_distance_never_grows_and_the_function_is_the_update_s(
     name: str, scale: float | None, asked: tuple[str, ...]
@@ -135,29 +195,43 @@ def test_distance_never_grows_and_the_function_is_the_update_s(
     options = replace(EAGER, parts=movable(symmetry, asked), canonical=False)
     alignment = fedrot.align(update, anchor, symmetry, options)
     aligned, report = alignment.apply(update), alignment.report
-    before, after = (models.squared_distance(tensors, anchor) for tensors in (update, aligned))
+    before, after = (
+        models.squared_distance(tensors, anchor) for tensors in (update, aligned)
+    )
     assert after <= before * (1 + 1e-12)
-    assert report.before - report.after == pytest.approx(before - after, abs=1e-9 * before)
+    assert report.before - report.after == pytest.approx(
+        before - after, abs=1e-9 * before
+    )
     expected = compute(update, "eager")
-    assert (compute(aligned, "eager") - expected).abs().max() <= 1e-9 * expected.abs().max()
+    assert (
+        compute(aligned, "eager") - expected
+    ).abs().max() <= 1e-9 * expected.abs().max()
 
 
 @pytest.mark.parametrize("weight", [0.5, 1.0])
 @pytest.mark.parametrize("name", KINDS)
 def test_activations_recover_whole_models(name: str, weight: float) -> None:
-    """Beside the weights and alone; what does not show in activations is left to the weights."""
+    """Beside the weights and alone; what does not show in activations is left to the
+    weights.
+    """
     state, symmetry, _ = model_(name)
     parts = movable(symmetry, fedrot.WHOLE_MODEL)
     moved = fedrot.random_equivalent(state, symmetry, 6, parts)
     both = model_of(name, state), model_of(name, moved)
     activations = fedrot.collect_activations(*both, [inputs(name, rows=128)], symmetry)
-    options = fedrot.AlignmentOptions(parts=parts, activation_weight=weight, canonical=False)
+    options = fedrot.AlignmentOptions(
+        parts=parts, activation_weight=weight, canonical=False
+    )
     alignment = fedrot.align(moved, state, symmetry, options, activations)
-    assert largest_difference(alignment.apply(moved), state) <= 1e-4  # moments are float32
+    assert (
+        largest_difference(alignment.apply(moved), state) <= 1e-4
+    )  # moments are float32
     # Experts are no modules of their own, in which hooks could see them.
     hidden = (ExpertPermutation, ExpertNeurons)
     asked = (g for g in symmetry.groups if g.part in ("residual", "attention", "ffn"))
-    assert {g.name for g in asked if not isinstance(g.kind, hidden)} <= activations.matrices.keys()
+    assert {
+        g.name for g in asked if not isinstance(g.kind, hidden)
+    } <= activations.matrices.keys()
 
 
 @pytest.mark.parametrize(("share", "accepted"), [(0.5e-12, False), (2e-12, True)])
@@ -165,7 +239,9 @@ def test_activations_recover_whole_models(name: str, weight: float) -> None:
 def test_a_turn_inside_heads_must_gain_more_than_rounding(
     name: str, share: float, accepted: bool
 ) -> None:
-    """All heads turn by one angle ``t``, which takes ``2 - 2 cos t`` of the trace: about its square."""
+    """All heads turn by one angle ``t``, which takes ``2 - 2 cos t`` of the trace:
+    about its square.
+    """
     anchor, symmetry, _ = model_(name)
     turn, moves = share**0.5, []
     for group in symmetry.select(("attention",)):
@@ -178,7 +254,9 @@ def test_a_turn_inside_heads_must_gain_more_than_rounding(
             element = element.expand(kind.heads, -1, -1)
         moves.append(Move(group, element))
     update = apply_moves(anchor, moves)
-    alignment = fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(parts=("attention",)))
+    alignment = fedrot.align(
+        update, anchor, symmetry, fedrot.AlignmentOptions(parts=("attention",))
+    )
     assert len(moves) == 4
     assert len(alignment.moves) == (4 if accepted else 0)
 
@@ -208,7 +286,9 @@ def test_layers_of_a_second_stack_follow_those_of_the_first(
     alignment = fedrot.align(update, anchor, symmetry, replace(EAGER, layers=layers))
     places = [stack.format(layer) for stack in STACKS[name] for layer in range(2)]
     moved = changed(alignment.apply(update), update)
-    assert {i for key in moved for i, place in enumerate(places) if key.startswith(place)} == expected
+    assert {
+        i for key in moved for i, place in enumerate(places) if key.startswith(place)
+    } == expected
     assert all(key.startswith(tuple(places)) for key in moved)
     rows = alignment.report.rows()
     assert {row["layer"] for row in rows} == expected
@@ -222,9 +302,15 @@ def test_layers_of_a_second_stack_follow_those_of_the_first(
 QKV = ("query", "key", "value")
 
 
-def _of(state: State, names: Names, modules: Sequence[str], layer: int = 0) -> list[Tensor]:
+def _of(
+    state: State, names: Names, modules: Sequence[str], layer: int = 0
+) -> list[Tensor]:
     """Return weights and biases of a layer, which may be changed in place."""
-    return [state[f"{names.of(layer, m)}.{leaf}"] for m in modules for leaf in ("weight", "bias")]
+    return [
+        state[f"{names.of(layer, m)}.{leaf}"]
+        for m in modules
+        for leaf in ("weight", "bias")
+    ]
 
 
 def _rank_deficient(state: State, names: Names) -> None:
@@ -282,19 +368,29 @@ WHERE: list[tuple[set[str], torch.dtype, float]] = [
 def test_degenerate_weights_keep_the_function(
     degrade: Callable[[State, Names], None], turn: int
 ) -> None:
-    """Each in the client, the anchor or both; and each with all sets of parts in turn."""
+    """Each in the client, the anchor or both; and each with all sets of parts in
+    turn.
+    """
     where, dtype, error = WHERE[turn]
-    parts = PARTS[(turn + DEGENERATE.index(degrade)) % 3] if dtype == torch.float64 else PARTS[0]
+    parts = (
+        PARTS[(turn + DEGENERATE.index(degrade)) % 3]
+        if dtype == torch.float64
+        else PARTS[0]
+    )
     name = "bert-classifier"
     anchor, symmetry = models.state_of(name, dtype=dtype), models.symmetry_for(name)
     client = near(anchor, 0.3)
     for which in where:
         degrade({"client": client, "anchor": anchor}[which], models.CASES[name].names)
-    aligned = fedrot.align(client, anchor, symmetry, replace(EAGER, parts=parts)).apply(client)
+    aligned = fedrot.align(client, anchor, symmetry, replace(EAGER, parts=parts)).apply(
+        client
+    )
     assert all(bool(torch.isfinite(t).all()) for t in aligned.values())
     assert (logits(name, aligned) - logits(name, client)).abs().max() <= error
     before = models.squared_distance(client, anchor)
-    assert models.squared_distance(aligned, anchor) <= before * (1 + (1e-12 if error < 1e-9 else 1e-5))
+    assert models.squared_distance(aligned, anchor) <= before * (
+        1 + (1e-12 if error < 1e-9 else 1e-5)
+    )
     if len(where) == 2:  # a degenerate client that is its anchor does not move
         alignment = fedrot.align(anchor, anchor, symmetry, replace(EAGER, parts=FULL))
         assert largest_difference(alignment.apply(anchor), anchor) <= 1e-12

@@ -1,4 +1,6 @@
-"""Fused projections that are refused, heads that keep their order, and stored experts."""
+"""Fused projections that are refused, heads that keep their order, and stored
+experts.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.models import EVERYTHING, largest_difference, squared_distance
 def test_rotary_heads_that_lie_beside_their_keys_and_values_are_refused() -> None:
     heads = Heads(4, 2, 2, rotary=1)
     projections = Projections.fused("qkv", heads, Units("out"), by_head=True)
-    with pytest.raises(fedrot.SymmetryError, match=r"'qkv' stores 2 heads side by side"):
+    with pytest.raises(
+        fedrot.SymmetryError, match=r"'qkv' stores 2 heads side by side"
+    ):
         attention("", heads, projections)
 
 
@@ -33,9 +37,13 @@ def test_a_space_is_there_with_one_tensor_and_without_another() -> None:
 
 def test_buffers_are_known_by_the_end_of_their_names() -> None:
     names = ("embeddings.position_ids", "s.0.mask", "s.0.bitmask", "mask")
-    family = Family("mine", ("mine",), (), (), buffers={"mask": 3, "embeddings.position_ids": 2})
+    family = Family(
+        "mine", ("mine",), (), (), buffers={"mask": 3, "embeddings.position_ids": 2}
+    )
     expected = {"embeddings.position_ids": 2, "s.0.mask": 3, "mask": 3}
-    assert family.describe({}, names)[1] == {name: (None,) * axes for name, axes in expected.items()}
+    assert family.describe({}, names)[1] == {
+        name: (None,) * axes for name, axes in expected.items()
+    }
 
 
 def test_alibi_orders_query_heads_that_share_a_key_head_too() -> None:
@@ -44,7 +52,12 @@ def test_alibi_orders_query_heads_that_share_a_key_head_too() -> None:
     symmetry = fedrot.symmetry_of(model.config, model.state_dict())
     assert {group.part for group in symmetry.groups} == {"residual", "attention", "ffn"}
     assert {group.within for group in symmetry.groups} == {""}
-    assert fedrot.check_function(model, model.config, symmetry, ("residual", "attention", "ffn")) <= 1e-9
+    assert (
+        fedrot.check_function(
+            model, model.config, symmetry, ("residual", "attention", "ffn")
+        )
+        <= 1e-9
+    )
 
 
 def test_experts_that_are_stored_as_modules_keep_their_order(tmp_path: Path) -> None:
@@ -56,7 +69,11 @@ def test_experts_that_are_stored_as_modules_keep_their_order(tmp_path: Path) -> 
     symmetry = fedrot.symmetry_of(model.config, state)
     assert not symmetry.refused
     neurons = [group for group in symmetry.groups if group.part == "ffn"]
-    (experts,) = {g.kind.units for g in symmetry_for("mixtral").groups if g.name.endswith("experts")}
+    (experts,) = {
+        g.kind.units
+        for g in symmetry_for("mixtral").groups
+        if g.name.endswith("experts")
+    }
     assert len(neurons) == 2 * experts
     assert {type(group.kind) for group in neurons} == {SignedPermutation}
     moved = fedrot.random_equivalent(state, symmetry, 1, EVERYTHING)
@@ -65,6 +82,13 @@ def test_experts_that_are_stored_as_modules_keep_their_order(tmp_path: Path) -> 
     again = type(model).from_pretrained(tmp_path, dtype=torch.float64).state_dict()
     assert largest_difference(again, model.state_dict()) > 0.1
     expected = outputs("mixtral", state_of("mixtral"))
-    assert (outputs("mixtral", again) - expected).abs().max() <= 1e-9 * expected.abs().max()
+    assert (
+        outputs("mixtral", again) - expected
+    ).abs().max() <= 1e-9 * expected.abs().max()
     options = fedrot.AlignmentOptions(parts=EVERYTHING, canonical=False)
-    assert largest_difference(fedrot.align(moved, state, symmetry, options).apply(moved), state) <= 1e-8
+    assert (
+        largest_difference(
+            fedrot.align(moved, state, symmetry, options).apply(moved), state
+        )
+        <= 1e-8
+    )

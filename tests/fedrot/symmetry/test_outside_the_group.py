@@ -1,4 +1,6 @@
-"""Just outside the claimed groups the outputs change: the tests of function preservation bite."""
+"""Just outside the claimed groups the outputs change: the tests of function
+preservation bite.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedrot.symmetry.actions import HeadPermutation, HeadRotation, Kind, QueryPermutation
+from fedrot.symmetry.actions import (
+    HeadPermutation,
+    HeadRotation,
+    Kind,
+    QueryPermutation,
+)
 from fedrot.symmetry.describe.mixture import ExpertNeurons
 from fedrot.symmetry.groups import NO_LAYER, Group, Move, Slot, apply_moves
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
@@ -21,27 +28,41 @@ from tests.fedrot.oracles import seeded
 from tests.fedrot.symmetry import traits
 from tests.models import State
 
-#: A change of the outputs, relative to the largest, that no rounding makes, and one that it may.
+#: A change of the outputs, relative to the largest, that no rounding makes, and one
+#: that it may.
 VISIBLE, ROUNDING = 1e-4, 1e-9
 
 #: One member of each kind of structure, and those whose claims no other of these has.
-TRIED = (*KINDS, "electra", "mpnet", "deberta", "deberta-v2-conv", "clip", "gpt-neox-tokens")
+TRIED = (
+    *KINDS,
+    "electra",
+    "mpnet",
+    "deberta",
+    "deberta-v2-conv",
+    "clip",
+    "gpt-neox-tokens",
+)
 TRIED += ("phi3-partial", "qwen3", "falcon-40b", "modernbert-biased")
 
 #: Models whose embeddings lie in a space of their own that no norm reads.
 UNNORMED = ("deberta-embedding", "opt-projected")
 
-#: The changes of a member's outputs, and whether they must be visible; otherwise they are rounding.
+#: The changes of a member's outputs, and whether they must be visible; otherwise they
+#: are rounding.
 Changes = Iterator[tuple[float, bool]]
 CASES = []
 
 
-def outside(*members: str) -> Callable[[Callable[[str], Changes]], Callable[[str], Changes]]:
+def outside(
+    *members: str,
+) -> Callable[[Callable[[str], Changes]], Callable[[str], Changes]]:
     """Return a decorator that runs a check with those of the members that are tried."""
 
     def register(check: Callable[[str], Changes]) -> Callable[[str], Changes]:
         found = [name for name in dict.fromkeys(TRIED) if name in members]
-        CASES.extend(pytest.param(check, name, id=f"{check.__name__}-{name}") for name in found)
+        CASES.extend(
+            pytest.param(check, name, id=f"{check.__name__}-{name}") for name in found
+        )
         assert found
         return check
 
@@ -74,7 +95,9 @@ def _of_kind(name: str, *kinds: type) -> list[Group]:
 
 
 def _with(group: Group, kind: Kind, slots: Iterable[Slot] | None = None) -> Group:
-    return replace(group, kind=kind, slots=group.slots if slots is None else tuple(slots))
+    return replace(
+        group, kind=kind, slots=group.slots if slots is None else tuple(slots)
+    )
 
 
 def _moving(kind: Kind, seed: int) -> Tensor:
@@ -104,14 +127,35 @@ def _unseen(name: str, group: Group, slot: Slot) -> bool:
 
 CLAIMS: dict[str, tuple[Callable[[str, Group], bool], Iterable[str]]] = {
     "phases": (lambda _, g: isinstance(g.kind, RotaryPhases), traits.ROTARY),
-    "signs of frequencies": (lambda _, g: isinstance(g.kind, RotarySigns), traits.NORMED),
-    "units that do not turn": (lambda _, g: g.name.endswith("qk.still"), traits.PARTIAL),
-    "orders of queries": (lambda _, g: isinstance(g.kind, QueryPermutation), traits.GROUPED),
+    "signs of frequencies": (
+        lambda _, g: isinstance(g.kind, RotarySigns),
+        traits.NORMED,
+    ),
+    "units that do not turn": (
+        lambda _, g: g.name.endswith("qk.still"),
+        traits.PARTIAL,
+    ),
+    "orders of queries": (
+        lambda _, g: isinstance(g.kind, QueryPermutation),
+        traits.GROUPED,
+    ),
     "signs of neurons": (lambda _, g: g.part == "ffn" and _signed(g), traits.GATED),
-    "signs of the stream": (lambda _, g: g.part == "residual" and _signed(g), traits.RMS),
-    "orders of the stream": (lambda _, g: g.part == "residual" and not _signed(g), traits.LAYERNORM),
-    "heads of all layers": (lambda _, g: g.part == "heads" and g.layer == NO_LAYER, traits.SHARED),
-    "biases of keys": (lambda n, g: any(_is_key_bias(n, slot) for slot in g.slots), traits.KEY_BIAS),
+    "signs of the stream": (
+        lambda _, g: g.part == "residual" and _signed(g),
+        traits.RMS,
+    ),
+    "orders of the stream": (
+        lambda _, g: g.part == "residual" and not _signed(g),
+        traits.LAYERNORM,
+    ),
+    "heads of all layers": (
+        lambda _, g: g.part == "heads" and g.layer == NO_LAYER,
+        traits.SHARED,
+    ),
+    "biases of keys": (
+        lambda n, g: any(_is_key_bias(n, slot) for slot in g.slots),
+        traits.KEY_BIAS,
+    ),
 }
 
 
@@ -119,16 +163,25 @@ CLAIMS: dict[str, tuple[Callable[[str, Group], bool], Iterable[str]]] = {
 def test_members_claim_what_their_models_allow(
     having: Callable[[str, Group], bool], expected: Iterable[str]
 ) -> None:
-    found = {name for name in MEMBERS if any(having(name, g) for g in symmetry_for(name).groups)}
+    found = {
+        name
+        for name in MEMBERS
+        if any(having(name, g) for g in symmetry_for(name).groups)
+    }
     assert found == set(expected)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_group_that_leaves_out_one_slot_changes_the_outputs(name: str) -> None:
     """In the first layer of each stack, and in every tensor of what crosses layers."""
-    tied = {key: id(value) for key, value in model_of(name).state_dict(keep_vars=True).items()}
+    tied = {
+        key: id(value)
+        for key, value in model_of(name).state_dict(keep_vars=True).items()
+    }
     tried = 0
-    for group in _groups(name, lambda g: g.layer in (NO_LAYER, 0, 2) and g.kind.units > 1):
+    for group in _groups(
+        name, lambda g: g.layer in (NO_LAYER, 0, 2) and g.kind.units > 1
+    ):
         element = _moving(group.kind, 1)
         places = {s: (tied[s.tensor], s.axis, s.slice) for s in group.slots}
         for left_out in {*places.values()}:
@@ -136,7 +189,10 @@ def test_a_group_that_leaves_out_one_slot_changes_the_outputs(name: str) -> None
             slot = next(slot for slot, place in places.items() if place == left_out)
             change = _change(name, Move(_with(group, group.kind, kept), element))
             rounding = _unseen(name, group, slot)
-            assert change <= ROUNDING if rounding else change > VISIBLE, (group.name, slot.tensor)
+            assert change <= ROUNDING if rounding else change > VISIBLE, (
+                group.name,
+                slot.tensor,
+            )
             tried += 1
     assert tried >= 19
 
@@ -166,9 +222,16 @@ def rotary_heads_neither_reflect_nor_rotate(name: str) -> Changes:
 def a_norm_on_queries_and_keys_leaves_the_phases_0_and_pi(name: str) -> Changes:
     for group in _of_kind(name, RotarySigns):
         kind = RotaryPhases(group.kind.heads, group.kind.dim)
-        halves = (torch.arange(kind.heads * kind.dim // 2) % 2).reshape(kind.heads, -1).double()
+        halves = (
+            (torch.arange(kind.heads * kind.dim // 2) % 2)
+            .reshape(kind.heads, -1)
+            .double()
+        )
         for more in (0, 0.1):
-            yield _change(name, Move(_with(group, kind), torch.pi * halves + more)), more > 0
+            yield (
+                _change(name, Move(_with(group, kind), torch.pi * halves + more)),
+                more > 0,
+            )
 
 
 @outside(*(name for name in MEMBERS if name not in traits.ONE_KEY_HEAD))
@@ -181,10 +244,22 @@ def heads_do_not_mix(name: str) -> Changes:
         turn[:2, :2] = torch.tensor([[0.8, -0.6], [0.6, 0.8]])
         mixing = torch.kron(turn, torch.eye(dim, dtype=torch.float64))[None]
         scores = groups[f"{values.name.removesuffix('vo')}qk"]
-        # Phases move a part of each head: what moves with all of it and is no value is query or key.
-        whole = scores if isinstance(scores.kind, HeadRotation) else groups[values.within]
-        for slots in (values.slots, [slot for slot in whole.slots if slot not in values.slots]):
-            yield _change(name, Move(_with(values, HeadRotation(1, heads * dim), slots), mixing)), True
+        # Phases move a part of each head: what moves with all of it and is no value is
+        # query or key.
+        whole = (
+            scores if isinstance(scores.kind, HeadRotation) else groups[values.within]
+        )
+        for slots in (
+            values.slots,
+            [slot for slot in whole.slots if slot not in values.slots],
+        ):
+            yield (
+                _change(
+                    name,
+                    Move(_with(values, HeadRotation(1, heads * dim), slots), mixing),
+                ),
+                True,
+            )
 
 
 @outside(*(name for name in traits.GROUPED if name not in traits.ONE_KEY_HEAD))
@@ -227,7 +302,9 @@ def neurons_without_a_gate_have_no_sign(name: str) -> Changes:
 
 
 def _normed_streams(name: str) -> list[Group]:
-    """Return the groups of streams that a norm reads: some smaller embeddings pass none."""
+    """Return the groups of streams that a norm reads: some smaller embeddings pass
+    none.
+    """
     streams = _groups(name, lambda g: g.part == "residual")
     found = [group for group in streams if any(slot.unsigned for slot in group.slots)]
     assert len(found) + (name in UNNORMED) == len(streams)
@@ -244,7 +321,10 @@ def layer_norm_allows_no_sign_of_one_coordinate(name: str) -> Changes:
 def _turned(group: Group) -> Move:
     """Return one rotation of the whole stream, which leaves gains where they are."""
     kind = HeadRotation(1, group.kind.units)
-    return Move(_with(group, kind, (s for s in group.slots if not s.unsigned)), kind.random(seeded(8)))
+    return Move(
+        _with(group, kind, (s for s in group.slots if not s.unsigned)),
+        kind.random(seeded(8)),
+    )
 
 
 @outside(*(name for name in MEMBERS if name not in (*traits.BARE, *families.FIXED)))
@@ -260,10 +340,16 @@ def signs_of_an_rms_norm_s_stream_pass_its_gains(name: str) -> Changes:
     everywhere = [replace(slot, unsigned=False) for slot in group.slots]
     yield _change(name, Move(group, sign)), False
     yield _change(name, Move(_with(group, group.kind, everywhere), sign)), True
-    # Without gains, RMSNorm allows every rotation: what folding them would make of the group.
+    # Without gains, RMSNorm allows every rotation: what folding them would make of the
+    # group.
     for slot in (slot for slot in group.slots if slot.unsigned):
-        state[slot.tensor] = torch.full_like(state[slot.tensor], 0.0 if name == "gemma3" else 1.0)
-    yield _changed(name, apply_moves(state, [_turned(group)]), outputs(name, state)), False
+        state[slot.tensor] = torch.full_like(
+            state[slot.tensor], 0.0 if name == "gemma3" else 1.0
+        )
+    yield (
+        _changed(name, apply_moves(state, [_turned(group)]), outputs(name, state)),
+        False,
+    )
 
 
 @pytest.mark.parametrize(("check", "name"), CASES)

@@ -20,19 +20,41 @@ from tests.fedrot.symmetry.traits import TURNING, TURNING_LAYERNORM
 from tests.models import State, largest_difference, with_separate_tables
 
 #: One member of each kind of structure.
-TRIED = ("llama", "t5-gated", "mixtral", "vit", "clip", "gpt2", "gpt-neox", "gptj", "falcon-40b", "opt")
+TRIED = (
+    "llama",
+    "t5-gated",
+    "mixtral",
+    "vit",
+    "clip",
+    "gpt2",
+    "gpt-neox",
+    "gptj",
+    "falcon-40b",
+    "opt",
+)
 
-#: Why a stream cannot be rotated, by member; no stream of other members is moved at all.
+#: Why a stream cannot be rotated, by member; no stream of other members is moved at
+#: all.
 REASONS = {
-    **dict.fromkeys(("bert", "bart", "modernbert", "bloom"), "acts on the stream itself"),
+    **dict.fromkeys(
+        ("bert", "bart", "modernbert", "bloom"), "acts on the stream itself"
+    ),
     "gemma3": "or on the output of a block",
     "clip-image": "acts on the stream itself",
     "opt-open": "without a norm",
     "deberta-embedding": "no norm|acts on the stream itself",
 }
 
-#: Members whose streams move otherwise than most of their family's: variants, and models without a head.
-VARIANTS = {"clip-classifier", "opt-open", "opt-projected", "gemma3", "t5-encoder", "clip-text-bare"}
+#: Members whose streams move otherwise than most of their family's: variants, and
+#: models without a head.
+VARIANTS = {
+    "clip-classifier",
+    "opt-open",
+    "opt-projected",
+    "gemma3",
+    "t5-encoder",
+    "clip-text-bare",
+}
 
 
 def canonical(name: str, seed: int = 0) -> State:
@@ -41,7 +63,9 @@ def canonical(name: str, seed: int = 0) -> State:
 
 def every_part(name: str) -> tuple[str, ...]:
     """Return the parts of the whole model that a member may move."""
-    return tuple(part for part in fedrot.WHOLE_MODEL if part not in symmetry_for(name).refused)
+    return tuple(
+        part for part in fedrot.WHOLE_MODEL if part not in symmetry_for(name).refused
+    )
 
 
 def stream(name: str) -> Group:
@@ -77,7 +101,9 @@ def test_a_family_says_how_its_stream_moves(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TURNING)
-def test_rotations_of_the_stream_preserve_the_function_of_folded_models(name: str) -> None:
+def test_rotations_of_the_stream_preserve_the_function_of_folded_models(
+    name: str,
+) -> None:
     symmetry, folded, group = symmetry_for(name), canonical(name), stream(name)
     assert group.kind == StreamRotation(1, group.kind.dim, name in TURNING_LAYERNORM)
     assert symmetry.rotated.rotated is symmetry.rotated
@@ -92,37 +118,53 @@ def test_rotations_of_the_stream_preserve_the_function_of_folded_models(name: st
     assert change(name, apply_moves(state, [move])) > 1e-4
     if name not in TURNING_LAYERNORM:
         return
-    # Models as they are initialised have no gains to fold; training gives them biases first.
+    # Models as they are initialised have no gains to fold; training gives them biases
+    # first.
     for fold in symmetry.folds:
         state[fold.gain] = torch.ones_like(state[fold.gain])
     turned = fedrot.random_equivalent(state, symmetry.rotated, 3, ("residual",))
     assert change(name, turned, outputs(name, state)) <= 1e-10
     free = StreamRotation(1, group.kind.dim)
     away = Move(replace(group, kind=free), free.random(seeded(2)))
-    assert change(name, apply_moves(folded, [away])) > 1e-4, "the vector of ones has to stay"
+    assert change(name, apply_moves(folded, [away])) > 1e-4, (
+        "the vector of ones has to stay"
+    )
 
 
-def test_a_norm_without_gain_but_with_bias_cannot_be_folded_where_a_reader_has_none() -> None:
+def test_a_norm_with_only_a_bias_cannot_be_folded_where_a_reader_has_none() -> None:
     symmetry, state = symmetry_for("gptj"), state_of("gptj")
     fold = next(fold for fold in symmetry.folds if fold.bias and not fold.holds_bias)
     state[fold.gain][3] = 0
     with pytest.raises(fedrot.UpdateError, match="canonical=False"):
         fedrot.canonical(state, symmetry)
     state[fold.bias][3] = 0
-    assert change("gptj", fedrot.canonical(state, symmetry), outputs("gptj", state)) <= 1e-10
+    assert (
+        change("gptj", fedrot.canonical(state, symmetry), outputs("gptj", state))
+        <= 1e-10
+    )
 
 
 def test_tables_that_also_read_a_norm_become_separate() -> None:
     config = dict(model_of("gpt2").config.to_dict())
-    state = {name: tensor for name, tensor in state_of("gpt2").items() if name != "lm_head.weight"}
+    state = {
+        name: tensor
+        for name, tensor in state_of("gpt2").items()
+        if name != "lm_head.weight"
+    }
     state |= {"lm_head.weight": state["transformer.wte.weight"]}
     state = {name: state[name] for name in sorted(state)}
     symmetry = fedrot.symmetry_of(config, state)
-    assert symmetry.tied == symmetry.untied == (("lm_head.weight", "transformer.wte.weight"),)
+    assert (
+        symmetry.tied
+        == symmetry.untied
+        == (("lm_head.weight", "transformer.wte.weight"),)
+    )
     assert not symmetry.can_rotate
     assert symmetry.rotated.tied == ()
     found = fedrot.canonical(state, symmetry)
-    assert found["lm_head.weight"].data_ptr() != found["transformer.wte.weight"].data_ptr()
+    assert (
+        found["lm_head.weight"].data_ptr() != found["transformer.wte.weight"].data_ptr()
+    )
 
 
 # Matching
@@ -143,13 +185,19 @@ def test_a_rotated_model_meets_its_anchor(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_rotation_is_the_best_one(name: str) -> None:
-    """Against scipy's solution of the same problem, in a basis of what the rotation moves."""
+    """Against scipy's solution of the same problem, in a basis of what the rotation
+    moves.
+    """
     symmetry, group = symmetry_for(name), stream(name)
     anchor, update = canonical(name), canonical(name, 1)
     options = fedrot.AlignmentOptions(parts=("residual",), canonical=True)
     (move,) = fedrot.align(update, anchor, symmetry, options).moves
     dim = group.kind.dim
-    basis = centred_basis(dim) if group.kind.centred else torch.eye(dim, dtype=torch.float64)
+    basis = (
+        centred_basis(dim)
+        if group.kind.centred
+        else torch.eye(dim, dtype=torch.float64)
+    )
 
     def rows(tensors: State) -> Tensor:
         slots = (s.rows(tensors[s.tensor], torch.float64) for s in group.slots)
@@ -162,7 +210,9 @@ def test_the_rotation_is_the_best_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
 def test_activations_turn_with_the_stream(name: str) -> None:
-    """Seen after a rotation they are the rotated ones: no basis of the client's is preferred."""
+    """Seen after a rotation they are the rotated ones: no basis of the client's is
+    preferred.
+    """
     rotated, group = symmetry_for(name).rotated, stream(name)
     anchor, client = model_of(name), model_of(name)
     with_separate_tables(anchor).load_state_dict(canonical(name))
@@ -171,7 +221,9 @@ def test_activations_turn_with_the_stream(name: str) -> None:
     found = []
     for tensors in (before, apply_moves(before, [move])):
         with_separate_tables(client).load_state_dict(tensors)
-        found.append(fedrot.collect_activations(anchor, client, [inputs(name, 8)], rotated))
+        found.append(
+            fedrot.collect_activations(anchor, client, [inputs(name, 8)], rotated)
+        )
     expected = found[0].moved([move]).matrices
     assert (found[0].matrices[group.name] - expected[group.name]).abs().max() > 1e-3
     for key, matrix in found[1].matrices.items():

@@ -1,4 +1,6 @@
-"""``symmetry_of``: names from wrappers, models and parts that are refused, and tied tensors."""
+"""``symmetry_of``: names from wrappers, models and parts that are refused, and tied
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,22 @@ from torch import Tensor
 import fedrot
 from fedrot.symmetry import DEFAULT_PARTS, NO_LAYER
 from tests import families, models
-from tests.models import EVERYTHING, WIDTH, State, config_of, largest_difference, state_of, symmetry_for
+from tests.models import (
+    EVERYTHING,
+    WIDTH,
+    State,
+    config_of,
+    largest_difference,
+    state_of,
+    symmetry_for,
+)
 
 Config = dict[str, Any]
 Change = Callable[[Config, State], Any]
 LAYER = "bert.encoder.layer.1."
-QUERY, KEY = (f"bert.encoder.layer.0.attention.self.{side}" for side in ("query", "key"))
+QUERY, KEY = (
+    f"bert.encoder.layer.0.attention.self.{side}" for side in ("query", "key")
+)
 POSITIONS = "bert.embeddings.position_embeddings.weight"
 
 
@@ -27,7 +39,9 @@ POSITIONS = "bert.embeddings.position_embeddings.weight"
 
 
 def inserted(piece: str, after: str) -> Callable[[str], str]:
-    """Return a function that puts a piece of a wrapper behind the first match in a name."""
+    """Return a function that puts a piece of a wrapper behind the first match in a
+    name.
+    """
     return lambda name: re.sub(after, rf"\g<0>{piece}", name, count=1)
 
 
@@ -35,21 +49,40 @@ RENAMED = {
     **{
         prefix: inserted(prefix, "^")
         for prefix in (
-            *("module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.", "model.", "a.b."),
-            *("module._orig_mod.", "_orig_mod.module.", "model.module.", "module.base_model.model."),
+            *(
+                "module.",
+                "_orig_mod.",
+                "_fsdp_wrapped_module.",
+                "base_model.model.",
+                "model.",
+                "a.b.",
+            ),
+            *(
+                "module._orig_mod.",
+                "_orig_mod.module.",
+                "model.module.",
+                "module.base_model.model.",
+            ),
         )
     },
     "model inside": inserted("module.", r"^(distil)?bert\."),
     "all layers": inserted("_orig_mod.", r"layer\."),
     "each layer": inserted("_fsdp_wrapped_module.", r"layer\.\d+\."),
-    "adapted": lambda name: inserted("base_layer.", r"(query|q_lin)\.")(f"base_model.model.{name}"),
+    "adapted": lambda name: inserted("base_layer.", r"(query|q_lin)\.")(
+        f"base_model.model.{name}"
+    ),
 }
 
 
 @pytest.mark.parametrize("change", RENAMED.values(), ids=RENAMED)
 @pytest.mark.parametrize("name", models.FEW)
-def test_wrapped_models_are_described_like_their_own(name: str, change: Callable[[str], str]) -> None:
-    plain, state = symmetry_for(name), {change(key): t for key, t in state_of(name).items()}
+def test_wrapped_models_are_described_like_their_own(
+    name: str, change: Callable[[str], str]
+) -> None:
+    plain, state = (
+        symmetry_for(name),
+        {change(key): t for key, t in state_of(name).items()},
+    )
     assert len(state) == len(plain.shapes)
     symmetry = fedrot.symmetry_of(config_of(name), state)
     assert list(symmetry.groups) == [
@@ -57,10 +90,14 @@ def test_wrapped_models_are_described_like_their_own(name: str, change: Callable
         for g in plain.groups
     ]
     assert symmetry.refused == {}
-    assert symmetry.shapes == {change(key): shape for key, shape in plain.shapes.items()}
+    assert symmetry.shapes == {
+        change(key): shape for key, shape in plain.shapes.items()
+    }
     moved = fedrot.random_equivalent(state, symmetry, 3, EVERYTHING)
     expected = fedrot.random_equivalent(state_of(name), plain, 3, EVERYTHING)
-    assert largest_difference(moved, {change(key): t for key, t in expected.items()}) == 0
+    assert (
+        largest_difference(moved, {change(key): t for key, t in expected.items()}) == 0
+    )
 
 
 @pytest.mark.parametrize("name", models.EVERY)
@@ -74,7 +111,9 @@ def test_shapes_alone_and_dictionaries_give_the_same_groups(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_short_floats_and_integers_that_are_no_weights_are_fine(dtype: torch.dtype) -> None:
+def test_short_floats_and_integers_that_are_no_weights_are_fine(
+    dtype: torch.dtype,
+) -> None:
     state = state_of(models.FEW[0], dtype=dtype) | {
         "bert.embeddings.position_ids": torch.arange(40)[None]
     }
@@ -87,7 +126,10 @@ def test_the_rotary_share_of_older_configurations_is_read() -> None:
     share = config.pop("rope_parameters")["partial_rotary_factor"]
     assert 0 < share < 1
     config.pop("partial_rotary_factor", None)
-    shapes = {name: tuple(tensor.shape) for name, tensor in families.state_of("gpt-neox").items()}
+    shapes = {
+        name: tuple(tensor.shape)
+        for name, tensor in families.state_of("gpt-neox").items()
+    }
     expected = fedrot.symmetry_of(families.config_of("gpt-neox"), shapes)
     for other in (share, 1.0):
         found = fedrot.symmetry_of({**config, "rotary_pct": other}, shapes)
@@ -106,7 +148,9 @@ def tensor(name: str, value: Tensor) -> Change:
 
 
 def tied(name: str, other: str) -> Change:
-    """Give a tensor the storage of another one, which may be as long along its first axis alone."""
+    """Give a tensor the storage of another one, which may be as long along its first
+    axis alone.
+    """
     return lambda config, state: state.update({name: state[other]})
 
 
@@ -147,7 +191,11 @@ ADAPTER = f"{QUERY}.lora_A.default.weight"
 #: The model, what is changed, and words of the error.
 REFUSED: dict[str, tuple[str, Change, tuple[str, ...]]] = {
     **{
-        f"architecture {kind}": (BERT, setting(model_type=kind), (str(kind), FIRST, *fedrot.supported()))
+        f"architecture {kind}": (
+            BERT,
+            setting(model_type=kind),
+            (str(kind), FIRST, *fedrot.supported()),
+        )
         for kind in ("xlnet", "gemma3", None)
     },
     **{f"no {key}": (BERT, lambda c, s, key=key: c.pop(key), (key,)) for key in SIZES},
@@ -156,51 +204,112 @@ REFUSED: dict[str, tuple[str, Change, tuple[str, ...]]] = {
         for key in SIZES[:3]
         for value in (None, "many", [2], {}, 1.5, float("nan"))
     },
-    "no heads": (BERT, setting(num_attention_heads=0), ("does not describe", "family 'bert'")),
+    "no heads": (
+        BERT,
+        setting(num_attention_heads=0),
+        ("does not describe", "family 'bert'"),
+    ),
     "heads that do not divide": (BERT, setting(num_attention_heads=5), ("shape",)),
     "twice the width": (BERT, setting(hidden_size=2 * WIDTH), ("shape",)),
-    "half the neurons": (BERT, setting(intermediate_size=models.NEURONS // 2), ("shape",)),
+    "half the neurons": (
+        BERT,
+        setting(intermediate_size=models.NEURONS // 2),
+        ("shape",),
+    ),
     "more layers": (BERT, setting(num_hidden_layers=1), ("encoder.layer.1.",)),
-    "fewer layers": (BERT, setting(num_hidden_layers=3), ("bert.encoder.layer.2.", "missing")),
+    "fewer layers": (
+        BERT,
+        setting(num_hidden_layers=3),
+        ("bert.encoder.layer.2.", "missing"),
+    ),
     **{
-        f"unknown {name}": (BERT, tensor(LAYER + name, ones(2, 2)), (f"'{LAYER}{name}'", "gpt2"))
+        f"unknown {name}": (
+            BERT,
+            tensor(LAYER + name, ones(2, 2)),
+            (f"'{LAYER}{name}'", "gpt2"),
+        )
         for name in (
-            *("crossattention.self.query.weight", "attention.self.distance_embedding.weight"),
+            *(
+                "crossattention.self.query.weight",
+                "attention.self.distance_embedding.weight",
+            ),
             *("adapter.down.weight", "intermediate.dense_gate.weight"),
         )
     },
     **{
         f"{name} without {key}": (name, missing(key), ("missing", key))
         for name in (BERT, DISTILBERT)
-        for key in (f"{models.CASES[name].names.of(1, module)}.weight" for module in MODULES)
+        for key in (
+            f"{models.CASES[name].names.of(1, module)}.weight" for module in MODULES
+        )
     },
     **{
         f"short {key}": (BERT, cut(key), ("shape", f"'{key}'"))
         for module in ("query", "value", "up")
-        for key in (f"{models.CASES[BERT].names.of(0, module)}.{leaf}" for leaf in ("weight", "bias"))
+        for key in (
+            f"{models.CASES[BERT].names.of(0, module)}.{leaf}"
+            for leaf in ("weight", "bias")
+        )
     },
-    "another family": (BERT, setting(**config_of(DISTILBERT).to_dict()), (f"'{FIRST}'", "distilbert")),
+    "another family": (
+        BERT,
+        setting(**config_of(DISTILBERT).to_dict()),
+        (f"'{FIRST}'", "distilbert"),
+    ),
     "no tensors": (BERT, copies(), ("no tensors",)),
-    "two encoders": (BERT, copies("left.", "right."), ("Several", "left.bert.", "right.bert.")),
-    "with and without a wrapper": (BERT, copies("", "module."), ("differ only in a wrapper",)),
-    "layers share": (BERT, tied(f"{LAYER}{UP}", f"{LAYER[:-2]}0.{UP}"), ("share storage", LAYER + UP)),
-    "query and key share": (BERT, tied(f"{KEY}.weight", f"{QUERY}.weight"), ("share storage",)),
-    "a head shares": (BERT, tied("bert.pooler.dense.weight", f"{QUERY}.weight"), ("share storage",)),
+    "two encoders": (
+        BERT,
+        copies("left.", "right."),
+        ("Several", "left.bert.", "right.bert."),
+    ),
+    "with and without a wrapper": (
+        BERT,
+        copies("", "module."),
+        ("differ only in a wrapper",),
+    ),
+    "layers share": (
+        BERT,
+        tied(f"{LAYER}{UP}", f"{LAYER[:-2]}0.{UP}"),
+        ("share storage", LAYER + UP),
+    ),
+    "query and key share": (
+        BERT,
+        tied(f"{KEY}.weight", f"{QUERY}.weight"),
+        ("share storage",),
+    ),
+    "a head shares": (
+        BERT,
+        tied("bert.pooler.dense.weight", f"{QUERY}.weight"),
+        ("share storage",),
+    ),
     "a norm shares": (
         "bert-bare",
-        tied("encoder.layer.1.output.LayerNorm.bias", "encoder.layer.0.attention.self.query.bias"),
+        tied(
+            "encoder.layer.1.output.LayerNorm.bias",
+            "encoder.layer.0.attention.self.query.bias",
+        ),
         ("share storage",),
     ),
     "a table shares with hidden units": (
         BERT,
-        lambda c, s: s.update(dict.fromkeys((POSITIONS, "classifier.weight"), ones(3, WIDTH))),
+        lambda c, s: s.update(
+            dict.fromkeys((POSITIONS, "classifier.weight"), ones(3, WIDTH))
+        ),
         ("share storage",),
     ),
     **{
-        f"adapter {name}": (BERT, tensor(f"{QUERY}.{name}", ones(2, 2)), (name, "merge_and_unload"))
+        f"adapter {name}": (
+            BERT,
+            tensor(f"{QUERY}.{name}", ones(2, 2)),
+            (name, "merge_and_unload"),
+        )
         for name in (
             *("lora_A.default.weight", "lora_B.client7.weight", "lora_A.weight"),
-            *("lora_embedding_A.default", "lora_magnitude_vector.default.weight", "ia3_l.default"),
+            *(
+                "lora_embedding_A.default",
+                "lora_magnitude_vector.default.weight",
+                "ia3_l.default",
+            ),
         )
     },
     "an adapter alone": (
@@ -210,10 +319,17 @@ REFUSED: dict[str, tuple[str, Change, tuple[str, ...]]] = {
     ),
     **{
         f"prompt {name}": (BERT, tensor(name, ones(3, 4)), ("adapter",))
-        for name in ("prompt_encoder.default.embedding.weight", "base_model.model.x.adaption_prompt")
+        for name in (
+            "prompt_encoder.default.embedding.weight",
+            "base_model.model.x.adaption_prompt",
+        )
     },
     **{
-        f"in {dtype}": (BERT, cast(FIRST, dtype), (f"'{FIRST}'", str(dtype), "quantised"))
+        f"in {dtype}": (
+            BERT,
+            cast(FIRST, dtype),
+            (f"'{FIRST}'", str(dtype), "quantised"),
+        )
         for dtype in (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn)
     },
     # Two weights in a byte, in a column: not a matter of a wrong shape.
@@ -226,7 +342,9 @@ REFUSED: dict[str, tuple[str, Change, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(("name", "change", "words"), REFUSED.values(), ids=REFUSED)
-def test_models_are_refused_in_words(name: str, change: Change, words: tuple[str, ...]) -> None:
+def test_models_are_refused_in_words(
+    name: str, change: Change, words: tuple[str, ...]
+) -> None:
     config, state = config_of(name).to_dict(), state_of(name)
     change(config, state)
     with pytest.raises(fedrot.SymmetryError) as caught:
@@ -250,14 +368,16 @@ def nothing(config: Config, state: State) -> None:
 RESIDUAL, ACROSS = ("residual",), ("residual", "output")
 NARROW = "bert.encoder.layer.0.output.LayerNorm.weight"
 
-#: The model, what is changed, the parts that are refused then, and a word of the reason.
+#: The model, what is changed, the parts that are refused then, and a word of the
+#: reason.
 PARTS: dict[str, tuple[str, Change, tuple[str, ...], str]] = {
     **{name: (name, nothing, RESIDUAL, "no task head") for name in models.BARE},
     **{
         name: (BERT, tensor(name, ones(3, WIDTH)), ACROSS, name)
         for name in ("my_head.weight", "my_head.dense.bias", "bert.adapter.weight")
     },
-    # ELECTRA's multiple-choice head summarises with a module that the family does not list.
+    # ELECTRA's multiple-choice head summarises with a module that the family does not
+    # list.
     "not guessed": (
         "electra-tokens",
         tensor("sequence_summary.summary.weight", ones(WIDTH, WIDTH)),
@@ -273,7 +393,12 @@ PARTS: dict[str, tuple[str, Change, tuple[str, ...], str]] = {
         )
     },
     # Nothing shows that the transform's output ends in the vocabulary.
-    "no tied decoder": ("bert-mlm", missing("cls.predictions.decoder.weight"), RESIDUAL, "task head"),
+    "no tied decoder": (
+        "bert-mlm",
+        missing("cls.predictions.decoder.weight"),
+        RESIDUAL,
+        "task head",
+    ),
     **{
         f"{name} {key} {shape}": (name, tensor(key, ones(*shape)), ACROSS, f"'{key}'")
         for name in (BERT, "bert-tokens")
@@ -304,18 +429,26 @@ def test_parts_are_refused_and_all_others_move(
         with pytest.raises(fedrot.SymmetryError, match=told):
             fedrot.align(state, state, symmetry, fedrot.AlignmentOptions(parts=asked))
     rest = tuple(part for part in EVERYTHING if part not in parts)
-    assert {g for g in symmetry.groups if g.layer != NO_LAYER} <= {*symmetry.select(rest)}
+    assert {g for g in symmetry.groups if g.layer != NO_LAYER} <= {
+        *symmetry.select(rest)
+    }
     moved = fedrot.random_equivalent(state, symmetry, 1, rest)
     changed = {key for key in state if not torch.equal(moved[key], state[key])}
-    assert changed == {slot.tensor for group in symmetry.select(rest) for slot in group.slots}
+    assert changed == {
+        slot.tensor for group in symmetry.select(rest) for slot in group.slots
+    }
     shapes = {key: t.shape for key, t in state_of(name).items()}
     known = {key: t for key, t in moved.items() if shapes.get(key) == t.shape}
     if known.keys() == shapes.keys():
-        assert (models.logits(name, known) - models.logits(name, state_of(name))).abs().max() <= 1e-10
+        assert (
+            models.logits(name, known) - models.logits(name, state_of(name))
+        ).abs().max() <= 1e-10
 
 
 def test_a_head_that_reads_the_stream_may_be_tied_to_a_table_on_it() -> None:
     shared = dict.fromkeys((POSITIONS, "classifier.weight"), ones(3, WIDTH))
-    symmetry = fedrot.symmetry_of(config_of("bert-tokens"), state_of("bert-tokens") | shared)
+    symmetry = fedrot.symmetry_of(
+        config_of("bert-tokens"), state_of("bert-tokens") | shared
+    )
     assert symmetry.tied == ((POSITIONS, "classifier.weight"),)
     assert not symmetry.refused

@@ -76,14 +76,32 @@ def test_the_rows_of_the_grid_are_complete(finished: Path) -> None:
         for method in ("vanilla", "whole", "whole+data")
         for position in (0, 0.5, 1)
     ]
-    assert [(r["cell"], r["pair"], r["method"], r["position"]) for r in rows] == expected
+    assert [
+        (r["cell"], r["pair"], r["method"], r["position"]) for r in rows
+    ] == expected
     for row in rows:
         of_labels = ("accuracy", "macro_f1", "ece", "calibrated_loss")
-        metrics = of_labels if "labels" in row["cell"] else ("pseudo_perplexity", "accuracy")
-        names = ("cell", "pair", "method", "seconds", "before", "after", "position", *metrics, "loss")
+        metrics = (
+            of_labels if "labels" in row["cell"] else ("pseudo_perplexity", "accuracy")
+        )
+        names = (
+            "cell",
+            "pair",
+            "method",
+            "seconds",
+            "before",
+            "after",
+            "position",
+            *metrics,
+            "loss",
+        )
         assert tuple(row) == names
         assert all(math.isfinite(row[name]) for name in names[3:])
-        assert row["after"] == row["before"] if row["method"] == "vanilla" else row["seconds"] > 0
+        assert (
+            row["after"] == row["before"]
+            if row["method"] == "vanilla"
+            else row["seconds"] > 0
+        )
     config = json.loads((finished / "config.json").read_text())
     assert config["cells"]["tokens-disjoint"]["experiment"]["width"] == 32
     assert json.loads((finished / "versions.json").read_text())["torch"]
@@ -95,12 +113,16 @@ def test_matching_keeps_the_ends_and_comes_closer(finished: Path) -> None:
     for (cell, pair, method), line in lines.items():
         vanilla = lines[cell, pair, "vanilla"]
         for end in (0, -1):
-            assert line.metrics[end]["loss"] == pytest.approx(vanilla.metrics[end]["loss"], abs=1e-5)
+            assert line.metrics[end]["loss"] == pytest.approx(
+                vanilla.metrics[end]["loss"], abs=1e-5
+            )
         assert line.barrier >= 0
         assert method != "whole" or line.after < line.before
 
 
-def test_what_is_missing_is_done_again_with_the_same_result(run: Path, grid_file: Path) -> None:
+def test_what_is_missing_is_done_again_with_the_same_result(
+    run: Path, grid_file: Path
+) -> None:
     """One pair is gone, and an interrupted write left its temporary file."""
     before, files = read_rows(run / "rows.jsonl"), contents(run)
     (run / "lines/labels-same.0-1.jsonl").unlink()
@@ -108,7 +130,9 @@ def test_what_is_missing_is_done_again_with_the_same_result(run: Path, grid_file
     output = laboratory.run(grid_file, "--out", run, "--workers", 1)
     assert output.count("barriers vanilla") == 1
     after = read_rows(run / "rows.jsonl")
-    assert [{**row, "seconds": 0} for row in after] == [{**row, "seconds": 0} for row in before]
+    assert [{**row, "seconds": 0} for row in after] == [
+        {**row, "seconds": 0} for row in before
+    ]
     kept = "lines/tokens-disjoint.0-1.jsonl"
     assert contents(run)[kept] == files[kept]
     assert len(json.loads((run / "config.json").read_text())["commands"]) == 2
@@ -126,7 +150,10 @@ def test_a_failing_pair_leaves_what_was_done(
     output = laboratory.run(path, "--out", out, "--workers", 1, code=1)
     assert "FAILED" in output
     assert "out of luck" in output
-    assert {row["cell"] for row in read_rows(out / "rows.jsonl")} == {"labels-same", "labels-thirds"}
+    assert {row["cell"] for row in read_rows(out / "rows.jsonl")} == {
+        "labels-same",
+        "labels-thirds",
+    }
     failures = list((out / "failures").iterdir())
     assert len(failures) == 2
     assert "in fail\n" in failures[0].read_text()
@@ -162,21 +189,33 @@ def test_an_impossible_grid_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("sharing", "common", "each"), [("same", 300, 300), ("thirds", 100, 200), ("disjoint", 0, 150)]
+    ("sharing", "common", "each"),
+    [("same", 300, 300), ("thirds", 100, 200), ("disjoint", 0, 150)],
 )
-def test_models_share_the_rows_they_should(sharing: Any, common: int, each: int) -> None:
+def test_models_share_the_rows_they_should(
+    sharing: Any, common: int, each: int
+) -> None:
     first, second = shared_rows(300, sharing, (4, 5))
     assert (len(first), len(second)) == (each, each)
     assert len(np.intersect1d(first, second)) == common
     assert len(np.union1d(first, second)) == 300
     again = shared_rows(300, sharing, (4, 5))
     assert all(map(np.array_equal, (first, second), again))
-    assert sharing == "same" or not np.array_equal(first, shared_rows(300, sharing, (6, 7))[0])
+    assert sharing == "same" or not np.array_equal(
+        first, shared_rows(300, sharing, (6, 7))[0]
+    )
 
 
 def test_what_is_no_grid_or_lies_elsewhere(grid_file: Path, tmp_path: Path) -> None:
     for option in (("--ray", "here"), ("--dry-run",)):
-        laboratory.run(grid_file, "--out", tmp_path / "run", *option, code=2, says="only on experiments")
+        laboratory.run(
+            grid_file,
+            "--out",
+            tmp_path / "run",
+            *option,
+            code=2,
+            says="only on experiments",
+        )
     (tmp_path / "config.json").write_text('{"commands": [], "experiments": []}')
     with pytest.raises(FileExistsError, match="holds a run of another kind"):
         run_grid(read_cells(grid_file), tmp_path, "command", print)
@@ -186,5 +225,7 @@ def test_what_is_no_grid_or_lies_elsewhere(grid_file: Path, tmp_path: Path) -> N
     with pytest.raises(FedrotError, match="each with a name of its own"):
         read_cells(path)
     # Where the data lie is no setting.
-    here, there = (read_cells(grid_file, folder)[0].settings for folder in (None, tmp_path))
+    here, there = (
+        read_cells(grid_file, folder)[0].settings for folder in (None, tmp_path)
+    )
     assert here == there

@@ -45,12 +45,16 @@ def model(task: Task) -> torch.nn.Module:
 
 @pytest.fixture(autouse=True)
 def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is learned in 600 steps is tested elsewhere; here it is enough that something is."""
+    """What is learned in 600 steps is tested elsewhere; here it is enough that
+    something is.
+    """
     for name, method in METHODS.items():
         if isinstance(method.refine, partial):
             options = replace(method.refine.args[0], steps=5)
             monkeypatch.setitem(
-                METHODS, name, replace(method, refine=partial(methods._learned, options))
+                METHODS,
+                name,
+                replace(method, refine=partial(methods._learned, options)),
             )
 
 
@@ -68,9 +72,14 @@ def test_every_method_hides_labels_and_changes_neither_model(
     monkeypatch.setattr(methods, "collect_activations", spy)
     client = build_model(task.experiment, task.data, seed=1)
     before = [copy.deepcopy(m.state_dict()) for m in (model, client)]
-    symmetry, batches = symmetry_of(model.config, model.state_dict()), training_batches(task, model, 64)
+    symmetry, batches = (
+        symmetry_of(model.config, model.state_dict()),
+        training_batches(task, model, 64),
+    )
     assert sum(len(batch["labels"]) for batch in batches) == 64
-    assert any((batch["input_ids"] == 4).any() for batch in batches), "tokens are masked"
+    assert any((batch["input_ids"] == 4).any() for batch in batches), (
+        "tokens are masked"
+    )
     for method in METHODS.values():
         if not method.canonical:
             match(method, model, client, symmetry, batches)
@@ -78,13 +87,19 @@ def test_every_method_hides_labels_and_changes_neither_model(
     assert {"input_ids", "attention_mask"} in seen
     assert not any("labels" in names for names in seen)
     for m, state in zip((model, client), before, strict=True):
-        assert all(torch.equal(tensor, state[name]) for name, tensor in m.state_dict().items())
+        assert all(
+            torch.equal(tensor, state[name]) for name, tensor in m.state_dict().items()
+        )
 
 
-def test_whole_model_methods_undo_a_random_equivalent(task: Task, model: torch.nn.Module) -> None:
+def test_whole_model_methods_undo_a_random_equivalent(
+    task: Task, model: torch.nn.Module
+) -> None:
     symmetry = symmetry_of(model.config, model.state_dict())
     client = copy.deepcopy(model)
-    client.load_state_dict(random_equivalent(model.state_dict(), symmetry, seed=3, parts=WHOLE_MODEL))
+    client.load_state_dict(
+        random_equivalent(model.state_dict(), symmetry, seed=3, parts=WHOLE_MODEL)
+    )
     batches = training_batches(task, model, 64)
     for name in ("whole", "whole+probe", "whole+data"):
         line = measure(name, model, client, symmetry, task, batches)
@@ -97,9 +112,14 @@ def test_whole_model_methods_undo_a_random_equivalent(task: Task, model: torch.n
 def test_methods_that_rotate_the_stream_undo_a_rotation_of_it() -> None:
     task = task_of(Experiment(task="clm", architecture="gpt2", **SMALL).to_json())
     model = build_model(task.experiment, task.data, seed=0)
-    symmetry, batches = symmetry_of(model.config, model.state_dict()), training_batches(task, model, 64)
+    symmetry, batches = (
+        symmetry_of(model.config, model.state_dict()),
+        training_batches(task, model, 64),
+    )
     folded = canonical(model.state_dict(), symmetry)
-    client = with_state(model, random_equivalent(folded, symmetry.rotated, 3, WHOLE_MODEL))
+    client = with_state(
+        model, random_equivalent(folded, symmetry.rotated, 3, WHOLE_MODEL)
+    )
     names = [name for name, method in METHODS.items() if method.canonical]
     assert len(names) == 4
     for name in names:
@@ -109,9 +129,16 @@ def test_methods_that_rotate_the_stream_undo_a_rotation_of_it() -> None:
         assert line.after < 1e-2 * line.before or name == "stream+learned"
 
 
-def test_models_that_cannot_be_rotated_are_refused(task: Task, model: torch.nn.Module) -> None:
-    tied = GPT2LMHeadModel(GPT2Config(vocab_size=12, n_layer=1, n_head=2, n_embd=8, n_positions=4))
-    for refused, word in ((model, "cannot be rotated"), (tied, "tie_word_embeddings=False")):
+def test_models_that_cannot_be_rotated_are_refused(
+    task: Task, model: torch.nn.Module
+) -> None:
+    tied = GPT2LMHeadModel(
+        GPT2Config(vocab_size=12, n_layer=1, n_head=2, n_embd=8, n_positions=4)
+    )
+    for refused, word in (
+        (model, "cannot be rotated"),
+        (tied, "tie_word_embeddings=False"),
+    ):
         symmetry = symmetry_of(refused.config, refused.state_dict())
         with pytest.raises(FedrotError, match=word):
             measure("stream", refused, refused, symmetry, task, [])
@@ -121,7 +148,10 @@ def test_a_method_may_refine_the_client(
     task: Task, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = build_model(task.experiment, task.data, seed=1)
-    symmetry, batches = symmetry_of(model.config, model.state_dict()), training_batches(task, model, 64)
+    symmetry, batches = (
+        symmetry_of(model.config, model.state_dict()),
+        training_batches(task, model, 64),
+    )
     moved = match(METHODS["whole"], model, client, symmetry, batches)
 
     def refine(anchor: Any, aligned: Any, *_: object) -> dict[str, torch.Tensor]:
@@ -141,8 +171,13 @@ def test_the_ends_are_exact_and_dtypes_stay(dtype: torch.dtype) -> None:
     a, b = ({"w": torch.randn(50, generator=generator).to(dtype)} for _ in range(2))
     assert torch.equal(interpolate(a, b, 0)["w"], a["w"])
     assert torch.equal(interpolate(a, b, 1)["w"], b["w"])
-    middle, exact = interpolate(a, b, 0.3)["w"], 0.7 * a["w"].double() + 0.3 * b["w"].double()
-    torch.testing.assert_close(middle, exact.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    middle, exact = (
+        interpolate(a, b, 0.3)["w"],
+        0.7 * a["w"].double() + 0.3 * b["w"].double(),
+    )
+    torch.testing.assert_close(
+        middle, exact.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6
+    )
 
 
 def line(pair: str, method: str, *losses: float) -> BarrierLine:
@@ -162,13 +197,21 @@ def line(pair: str, method: str, *losses: float) -> BarrierLine:
     ],
 )
 def test_the_barrier_of_a_line(losses: tuple[float, ...], barrier: float) -> None:
-    assert line("0-1", "vanilla", *losses).barrier == pytest.approx(barrier, nan_ok=True)
+    assert line("0-1", "vanilla", *losses).barrier == pytest.approx(
+        barrier, nan_ok=True
+    )
 
 
 def test_means_and_intervals_are_over_pairs() -> None:
     middles = {"whole": (0.2, 0.4), "vanilla": (0.5, 0.7)}
-    pairs = [(m, *own) for m, both in middles.items() for own in zip(("0-1", "2-3"), both, strict=True)]
-    (table,) = tables([line(pair, method, 0.1, middle, 0.1) for method, pair, middle in pairs])
+    pairs = [
+        (m, *own)
+        for m, both in middles.items()
+        for own in zip(("0-1", "2-3"), both, strict=True)
+    ]
+    (table,) = tables(
+        [line(pair, method, 0.1, middle, 0.1) for method, pair, middle in pairs]
+    )
     vanilla, whole = table.lines
     assert (vanilla[0], vanilla[2]) == ("vanilla (2)", "1.000")
     # Of the ratios 0.1 / 0.4 and 0.3 / 0.6: t(0.975, 1) = 12.706, sd / sqrt(2) = 0.125.

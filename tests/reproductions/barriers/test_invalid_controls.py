@@ -16,8 +16,15 @@ from fedrot.symmetry import symmetry_of
 from reproductions.barriers.invalid_controls import ignore_heads
 from reproductions.barriers.methods import METHODS, match
 
-SIZES: Any = {"vocab_size": 50, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2}
-CONFIG = BertConfig(**SIZES, num_attention_heads=3, max_position_embeddings=16, initializer_range=0.3)
+SIZES: Any = {
+    "vocab_size": 50,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+}
+CONFIG = BertConfig(
+    **SIZES, num_attention_heads=3, max_position_embeddings=16, initializer_range=0.3
+)
 
 
 def built(seed: int) -> Any:
@@ -47,17 +54,33 @@ def units(model: nn.Module, layer: int) -> np.ndarray:
 def test_units_are_assigned_by_correlation_whatever_their_heads() -> None:
     anchor, client = built(0), built(1)
     symmetry = symmetry_of(CONFIG, client.state_dict())
-    found, before = ignore_heads(anchor, client, symmetry, batches()), client.state_dict()
+    found, before = (
+        ignore_heads(anchor, client, symmetry, batches()),
+        client.state_dict(),
+    )
     for layer in range(2):
         both = np.corrcoef(units(anchor, layer).T, units(client, layer).T)[:24, 24:]
         _, order = linear_sum_assignment(-both)
         attention = f"bert.encoder.layer.{layer}.attention"
-        for name in ("self.query.weight", "self.key.weight", "self.value.weight", "self.value.bias"):
-            assert torch.equal(found[f"{attention}.{name}"], before[f"{attention}.{name}"][order])
+        for name in (
+            "self.query.weight",
+            "self.key.weight",
+            "self.value.weight",
+            "self.value.bias",
+        ):
+            assert torch.equal(
+                found[f"{attention}.{name}"], before[f"{attention}.{name}"][order]
+            )
         out = f"{attention}.output.dense.weight"
         assert torch.equal(found[out], before[out][:, order])
-        assert (np.abs(order // 8 - np.arange(24) // 8) > 0).any(), "units change their heads"
-    others = [name for name in before if "attention.self" not in name and "output.dense" not in name]
+        assert (np.abs(order // 8 - np.arange(24) // 8) > 0).any(), (
+            "units change their heads"
+        )
+    others = [
+        name
+        for name in before
+        if "attention.self" not in name and "output.dense" not in name
+    ]
     assert all(torch.equal(found[name], before[name]) for name in others)
 
 
@@ -68,11 +91,15 @@ def test_it_changes_the_function_and_head_permutations_do_not() -> None:
 
     def change(method: str) -> float:
         moved = built(2)
-        moved.load_state_dict(match(METHODS[method], anchor, client, symmetry, batches()))
+        moved.load_state_dict(
+            match(METHODS[method], anchor, client, symmetry, batches())
+        )
         with torch.no_grad():
             return float((moved(**inputs).logits - client(**inputs).logits).abs().max())
 
-    assert all(change(f"verma-{name}") < 1e-3 for name in ("heads", "monotonic", "stream-all"))
+    assert all(
+        change(f"verma-{name}") < 1e-3 for name in ("heads", "monotonic", "stream-all")
+    )
     assert change("verma-ignore-heads") > 0.1
 
 

@@ -16,7 +16,11 @@ EXPERIMENT = {
     "rounds": 1,
     "data": "talk, books,news",
     "strategies": {
-        name: {"name": name, "aggregation": "mean", "clients": [int(n) for n in name if n.isdigit()]}
+        name: {
+            "name": name,
+            "aggregation": "mean",
+            "clients": [int(n) for n in name if n.isdigit()],
+        }
         for name in ("plain", "on 01", "on 02", "on 12", "on 0", "on 1", "on 2")
     },
 }
@@ -34,9 +38,18 @@ NAMES = ("f1_books", "f1_news", "f1_talk", "unseen_macro_f1")
 def rows(seed: int, shift: float = 0.0) -> list[dict[str, Any]]:
     common = {"experiment": "s", "seed": seed, "scope": "central"}
     return [
-        {**common, "round": number, "strategy": strategy, "metric": name, "value": value + shift}
+        {
+            **common,
+            "round": number,
+            "strategy": strategy,
+            "metric": name,
+            "value": value + shift,
+        }
         for number in (0, 1)
-        for strategy, values in [*MERGED.items(), *((f"on {one}", own) for one, own in ALONE.items())]
+        for strategy, values in [
+            *MERGED.items(),
+            *((f"on {one}", own) for one, own in ALONE.items()),
+        ]
         for name, value in zip(NAMES, values, strict=True)
     ]
 
@@ -49,12 +62,20 @@ def test_pairs_and_all_clients_by_hand() -> None:
     table = table_of(rows(0))
     assert table is not None
     pairs, whole = (dict(zip(HEADER, line, strict=True)) for line in table.lines)
-    assert (pairs["merged"], pairs["subsets"], whole["merged"], whole["subsets"]) == ("2", "3", "3", "1")
+    assert (pairs["merged"], pairs["subsets"], whole["merged"], whole["subsets"]) == (
+        "2",
+        "3",
+        "3",
+        "1",
+    )
     # Own domains of the three pairs: (0.6, 0.5), (0.4, 0.2), (0.4, 0.4).
     assert float(pairs["own F1"]) == pytest.approx((0.55 + 0.3 + 0.4) / 3, abs=1e-3)
-    # (0.6 / 0.8, 0.5 / 0.5), (0.4 / 0.8, 0.2 / 0.4), (0.4 / 0.5, 0.4 / 0.4), less one each
+    # (0.6 / 0.8, 0.5 / 0.5), (0.4 / 0.8, 0.2 / 0.4), (0.4 / 0.5, 0.4 / 0.4), less one
+    # each
     assert pairs["against own"] == f"{(-0.125 - 0.5 - 0.1) / 3:+.1%}"
-    assert float(pairs["unseen F1"]) == pytest.approx((0.30 + 0.10 + 0.45) / 3, abs=1e-3)
+    assert float(pairs["unseen F1"]) == pytest.approx(
+        (0.30 + 0.10 + 0.45) / 3, abs=1e-3
+    )
     # Clients 1 and 2 are the best on unseen domains by themselves.
     assert (pairs["grown"], whole["grown"]) == ("0.450", "0.350")
     assert whole["unseen F1"] == "0.350"
@@ -71,12 +92,19 @@ def test_the_spread_is_over_seeds() -> None:
 
 def test_runs_without_subsets_of_domains_have_no_table() -> None:
     alone = {"plain": {"name": "plain"}}
-    for other in ({"strategies": alone}, {"partition": "iid"}, {"clients": 2}, {"rounds": 2}):
+    for other in (
+        {"strategies": alone},
+        {"partition": "iid"},
+        {"clients": 2},
+        {"rounds": 2},
+    ):
         assert table_of(rows(0), **other) is None
 
 
 def test_unfinished_cells_and_missing_scores_are_left_out() -> None:
-    joined = [{**row, "strategy": "joined"} for row in rows(0) if row["scope"] == "central"]
+    joined = [
+        {**row, "strategy": "joined"} for row in rows(0) if row["scope"] == "central"
+    ]
     assert table_of(joined) is None
     table = table_of([row for row in rows(0) if row["metric"] != "f1_talk"])
     assert table is not None

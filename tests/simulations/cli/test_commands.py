@@ -22,19 +22,32 @@ from tests.simulations.commands import invoke, run
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+def seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Arguments of the runs that commands would start."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    monkeypatch.setattr(simulate, "simulate", lambda *given, **options: calls.append((given, options)))
+    monkeypatch.setattr(
+        simulate, "simulate", lambda *given, **options: calls.append((given, options))
+    )
     return calls
 
 
-def test_simulate_has_at_most_fifteen_options_and_each_is_a_setting_or_of_the_run() -> None:
+def test_simulate_has_at_most_fifteen_options_and_each_is_a_setting_or_of_the_run() -> (
+    None
+):
     group: Any = typer.main.get_command(app)
-    options = [p for p in group.commands["simulate"].params if isinstance(p, click.Option)]
+    options = [
+        p for p in group.commands["simulate"].params if isinstance(p, click.Option)
+    ]
     assert len(options) <= 15
     names = {str(option.name) for option in options}
-    assert names - {*Experiment.model_fields} == {"out", "workers", "dry_run", "settings"}
+    assert names - {*Experiment.model_fields} == {
+        "out",
+        "workers",
+        "dry_run",
+        "settings",
+    }
     for option in options:
         if option.name in Experiment.model_fields:
             assert option.help == Experiment.model_fields[str(option.name)].description
@@ -43,18 +56,32 @@ def test_simulate_has_at_most_fifteen_options_and_each_is_a_setting_or_of_the_ru
 
 
 def test_options_reach_the_run(seen: list[Any], tmp_path: Path) -> None:
-    given = "--seeds 5,6 --strategies fedavg,aligned --workers 3 --set lr=0.5 --set ray=here:1"
+    given = (
+        "--seeds 5,6 --strategies fedavg,aligned --workers 3 --set lr=0.5 --set "
+        "ray=here:1"
+    )
     given += " --set start=scrambled --set weight-decay=0.25"
     assert invoke("simulate", "--out", tmp_path / "run", *given.split()) == (0, "")
     ((experiments, out, *_, machine), options) = seen[0]
     (found,) = experiments
-    assert (found.seeds, found.lr, found.start, found.weight_decay) == ((5, 6), 0.5, "scrambled", 0.25)
+    assert (found.seeds, found.lr, found.start, found.weight_decay) == (
+        (5, 6),
+        0.5,
+        "scrambled",
+        0.25,
+    )
     assert [strategy.name for strategy in found.strategies] == ["fedavg", "aligned"]
-    assert (out, machine, options) == (tmp_path / "run", Machine(3, "here:1"), {"dry_run": False})
+    assert (out, machine, options) == (
+        tmp_path / "run",
+        Machine(3, "here:1"),
+        {"dry_run": False},
+    )
     # Options replace the values of a file.
     file = tmp_path / "one.toml"
     file.write_text("[[experiment]]\nmodel = 'theirs'\nlocal_epochs = 2")
-    given = f"{file} --dry-run --model minilm --data-dir {tmp_path} --out {tmp_path}/run"
+    given = (
+        f"{file} --dry-run --model minilm --data-dir {tmp_path} --out {tmp_path}/run"
+    )
     lora = 'lora={r = 2, target_modules = ["query"]}'
     run("simulate", *given.split(), "--set", lora)
     (((found,), *_), options) = seen[1]
@@ -87,9 +114,17 @@ ERRORS: list[tuple[BaseException, int, str]] = [
     (RuntimeError("2 of 3 parts failed"), FAILED, "Error: 2 of 3 parts failed"),
     (ValueError("alpha is 0"), BAD_INPUT, "Error: alpha is 0"),
     (FileExistsError("it has a run"), BAD_INPUT, "Error: it has a run"),
-    (OSError(errno.EIO, "Input/output error", "a"), BAD_INPUT, "Error: 'a': Input/output error."),
+    (
+        OSError(errno.EIO, "Input/output error", "a"),
+        BAD_INPUT,
+        "Error: 'a': Input/output error.",
+    ),
     (ModuleNotFoundError("give it"), BAD_INPUT, "Error: give it"),
-    (ModuleNotFoundError("No", name="ray"), BAD_INPUT, f"Error: This command needs ray. {INSTALL}"),
+    (
+        ModuleNotFoundError("No", name="ray"),
+        BAD_INPUT,
+        f"Error: This command needs ray. {INSTALL}",
+    ),
     (KeyboardInterrupt(), INTERRUPTED, ""),
     # An error of our own is no expected one: it is raised.
     (ModuleNotFoundError("No module", name="fedrot.wrong"), 1, ""),
@@ -98,7 +133,11 @@ ERRORS: list[tuple[BaseException, int, str]] = [
 
 @pytest.mark.parametrize(("error", "code", "said"), ERRORS, ids=repr)
 def test_errors_become_a_line_and_a_code(
-    error: BaseException, code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException,
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
@@ -110,24 +149,37 @@ def test_errors_become_a_line_and_a_code(
     assert bool(output) == bool(said)
 
 
-def test_the_command_is_noted_as_a_shell_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_is_noted_as_a_shell_takes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     line = ["simulate", "--out", "my runs/a", "--set", "lora={r = 2}"]
     monkeypatch.setattr("sys.argv", ["/somewhere/fedrot", *line])
     assert shlex.split(command_line()) == ["fedrot", *line]
 
 
 def test_a_flower_app_is_written_once(tmp_path: Path) -> None:
-    assert invoke("flower-app", tmp_path / "deep" / "app") == (0, f"Flower app: {tmp_path}/deep/app")
-    assert "server_app:app" in (tmp_path / "deep" / "app" / "pyproject.toml").read_text()
+    assert invoke("flower-app", tmp_path / "deep" / "app") == (
+        0,
+        f"Flower app: {tmp_path}/deep/app",
+    )
+    assert (
+        "server_app:app" in (tmp_path / "deep" / "app" / "pyproject.toml").read_text()
+    )
     code, said = invoke("flower-app", tmp_path / "deep" / "app")
-    assert (code, said) == (2, f"Error: '{tmp_path}/deep/app' exists already. Choose a new folder.")
+    assert (code, said) == (
+        2,
+        f"Error: '{tmp_path}/deep/app' exists already. Choose a new folder.",
+    )
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["app"]
 
 
 def test_a_report_is_of_a_folder_or_a_file(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
-        json.dumps({"round": 1, "stage": "train", "metrics": {"fedrot-groups-moved": 1}}) + "\n"
+        json.dumps(
+            {"round": 1, "stage": "train", "metrics": {"fedrot-groups-moved": 1}}
+        )
+        + "\n"
     )
     page = tmp_path / "rows.html"
     assert invoke("report", rows) == (0, f"Report: {page}")

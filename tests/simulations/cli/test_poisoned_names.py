@@ -1,4 +1,6 @@
-"""A name in a file steers no terminal: no control character is printed, logged or put into a page."""
+"""A name in a file steers no terminal: no control character is printed, logged or put
+into a page.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,12 @@ from tests.models import fresh_model
 from tests.simulations.commands import SMALL, settings
 from tests.simulations.saved.folders import WEIGHTS, change, configure, saved, tokenizer
 
-#: Colour, title of the window, bell, controls of one character, delete, and the other direction.
+#: Colour, title of the window, bell, controls of one character, delete, and the other
+#: direction.
 POISON = "evil\x1b[31m\x1b]0;x\x07\x9b5m\x7f\u202e\u2066\b"
-STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+STEERS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)
 DRY = "simulate --dry-run"
 DATA = f"{DRY} --strategies fedavg --data"
 EXPERIMENT = "[[experiment]]\nname = "
@@ -43,7 +48,11 @@ FILES: dict[str, tuple[str, str, str]] = {
     "column": ("a.csv", table(f"{POISON},label", "a,b"), DATA),
     "tag": ("a.jsonl", TAGS, f"{DRY} --task ner --data"),
     "experiment": ("a.toml", (EXPERIMENT + json.dumps(POISON) + "\n") * 2, DRY),
-    "strategy": ("a.toml", f"{EXPERIMENT}'a'\nstrategies = [{json.dumps(POISON)}]", DRY),
+    "strategy": (
+        "a.toml",
+        f"{EXPERIMENT}'a'\nstrategies = [{json.dumps(POISON)}]",
+        DRY,
+    ),
     "run": (
         f"{POISON}.csv",
         table("text,label", f"a,{POISON}"),
@@ -58,8 +67,12 @@ FILES: dict[str, tuple[str, str, str]] = {
 
 #: What is done to a model, by what has the name.
 MODELS: dict[str, Callable[[Path], object]] = {
-    "tensor": partial(change, function=lambda held: {f"{POISON}.{n}": t for n, t in held.items()}),
-    "shard": lambda at: (at / WEIGHTS).rename(at / f"{WEIGHTS}.index.json").write_text(INDEX) and at,
+    "tensor": partial(
+        change, function=lambda held: {f"{POISON}.{n}": t for n, t in held.items()}
+    ),
+    "shard": lambda at: (
+        (at / WEIGHTS).rename(at / f"{WEIGHTS}.index.json").write_text(INDEX) and at
+    ),
     "token": partial(tokenizer, w3=POISON),
     "folder": lambda folder: folder.rename(folder.parent / POISON),
     "class": partial(configure, architectures=[POISON]),
@@ -89,7 +102,10 @@ def adapters(folder: Path) -> list[str]:
 
 
 #: The command that reads a folder, by what has the name.
-FOLDERS: dict[str, Callable[[Path], list[str]]] = {"folder of a class": images, "adapter": adapters}
+FOLDERS: dict[str, Callable[[Path], list[str]]] = {
+    "folder of a class": images,
+    "adapter": adapters,
+}
 
 
 @pytest.mark.parametrize("name", [*FILES, *MODELS, *FOLDERS])
@@ -103,20 +119,35 @@ def test_a_name_steers_no_terminal(
     if name in FILES:
         file, content, words = FILES[name]
         (tmp_path / file).write_text(content, "utf-8")
-        lines = [[*words.split(), str(tmp_path / file), *(out if "simulate" in words else [])]]
+        lines = [
+            [
+                *words.split(),
+                str(tmp_path / file),
+                *(out if "simulate" in words else []),
+            ]
+        ]
     elif name in FOLDERS:
         lines = [[*FOLDERS[name](tmp_path), *out]]
     else:
         with loading(tmp_path):  # without progress bars
-            a, b = (saved(fresh_model("bert-classifier").float(), tmp_path / name) for name in "ab")
+            a, b = (
+                saved(fresh_model("bert-classifier").float(), tmp_path / name)
+                for name in "ab"
+            )
         tokenizer(a)
         b = MODELS[name](b) or b
-        lines = [["check", str(b)], ["merge", str(a), str(b), "--parts", "attention", *out]]
+        lines = [
+            ["check", str(b)],
+            ["merge", str(a), str(b), "--parts", "attention", *out],
+        ]
     results = [CliRunner().invoke(app, line) for line in lines]
     assert {result.exit_code for result in results} <= {0, 2}, results
     pages = [*tmp_path.rglob("*.html"), *tmp_path.rglob("*.log")]
     assert bool(pages) == (name in ("run", "metric"))
-    said = [*(result.output for result in results), *(page.read_text("utf-8") for page in pages)]
+    said = [
+        *(result.output for result in results),
+        *(page.read_text("utf-8") for page in pages),
+    ]
     assert "evil" in "".join(said)
     said += [*capfd.readouterr(), caplog.text]
     assert not STEERS.search("".join(said)), ascii(said)

@@ -1,4 +1,6 @@
-"""What the commands print: help that fits a screen, examples that work, text that is never markup."""
+"""What the commands print: help that fits a screen, examples that work, text that is
+never markup.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def help_of(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
-def test_help_fits_a_screen_and_describes_everything(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_fits_a_screen_and_describes_everything(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = help_of(name, monkeypatch)
     assert len(lines) <= 36
     assert max(map(len, lines)) <= 80
@@ -50,7 +54,9 @@ def test_help_fits_a_screen_and_describes_everything(name: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
-def test_help_ends_with_examples_that_work(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_ends_with_examples_that_work(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every option of an example exists and takes its value; nothing is run."""
     lines = [line.strip() for line in help_of(name, monkeypatch)]
     start = max(i for i, line in enumerate(lines) if line in ("Example:", "Examples:"))
@@ -61,9 +67,15 @@ def test_help_ends_with_examples_that_work(name: str, monkeypatch: pytest.Monkey
         assert (program, command) == ("fedrot", name or command)
         given = COMMANDS[command].make_context(command, arguments).params
         if command == "simulate":
-            fields = {k: v for k, v in given.items() if k in Experiment.model_fields and v is not None}
+            fields = {
+                k: v
+                for k, v in given.items()
+                if k in Experiment.model_fields and v is not None
+            }
             file = given["file"] and Path(given["file"])
-            assert read_experiments(file, fields) if file else Experiment.from_flat(fields)
+            assert (
+                read_experiments(file, fields) if file else Experiment.from_flat(fields)
+            )
 
 
 @pytest.mark.parametrize("name", ["[/x]", "[red]x"])
@@ -76,14 +88,37 @@ def test_brackets_in_a_name_are_no_markup(name: str, tmp_path: Path) -> None:
 
 
 HEAVY = {
-    *("torch", "scipy", "transformers", "flwr", "datasets", "flwr_datasets", "matplotlib", "ray"),
-    *("numpy", "pyarrow", "pandas", "safetensors", "huggingface_hub", "peft", "sklearn", "jinja2"),
+    *(
+        "torch",
+        "scipy",
+        "transformers",
+        "flwr",
+        "datasets",
+        "flwr_datasets",
+        "matplotlib",
+        "ray",
+    ),
+    *(
+        "numpy",
+        "pyarrow",
+        "pandas",
+        "safetensors",
+        "huggingface_hub",
+        "peft",
+        "sklearn",
+        "jinja2",
+    ),
 }
 
 #: Mistakes in the values of options, and in a setting.
 MISTAKES = (
     *("--task wrong", "--rounds -1", "--rounds much", "--seeds 3-1", "--wrong 1"),
-    *("--set wrong=1", "--set width=0", "--set start=wrong", "--model minilm --set width=8"),
+    *(
+        "--set wrong=1",
+        "--set width=0",
+        "--set start=wrong",
+        "--model minilm --set width=8",
+    ),
     *("--set architecture=vit", "--task mlm --set label_kind=single", "a.toml"),
     *("--strategies wrong", "--set lora=r"),
 )
@@ -92,22 +127,24 @@ MISTAKES = (
 def results_of(
     *lines: str, lacking: Iterable[str] = (), cwd: Path | None = None
 ) -> tuple[list[int], list[str], set[str]]:
-    """Run commands in one new process, where the modules ``lacking`` cannot be imported.
+    """Run commands in one new process, where the modules ``lacking`` cannot be
+    imported.
 
     Return their exit codes and outputs, and the modules that were imported.
     """
     code = (
-        "import json, sys\n"
-        f"sys.modules.update(dict.fromkeys({[*lacking]!r}))\n"
-        "from typer.testing import CliRunner\n"
-        "from fedrot.__main__ import main\n"
-        "from fedrot.simulations.cli.app import app\n"
-        f"found = [CliRunner().invoke(app, line.split()) for line in {lines!r}]\n"
-        "names = {name.partition('.')[0] for name, module in sys.modules.items() if module}\n"
-        "print(json.dumps([[r.exit_code for r in found], [r.output for r in found], [*names]]))"
+        f"import json, sys\nsys.modules.update(dict.fromkeys({[*lacking]!r}))\nfrom "
+        "typer.testing import CliRunner\nfrom fedrot.__main__ import main\nfrom "
+        "fedrot.simulations.cli.app import app\nfound = [CliRunner().invoke(app, "
+        f"line.split()) for line in {lines!r}]\nnames = {{name.partition('.')[0] for "
+        "name, module in sys.modules.items() if "
+        "module}\nprint(json.dumps([[r.exit_code for r in found], [r.output for r in "
+        "found], [*names]]))"
     )
     command = [sys.executable, "-c", code]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=cwd)
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=cwd
+    )
     codes, outputs, modules = json.loads(result.stdout)
     return codes, [" ".join(output.split()) for output in outputs], set(modules)
 
@@ -120,7 +157,9 @@ def test_help_and_unknown_options_import_nothing_heavy() -> None:
     codes, outputs, modules = results_of(*HELPS, *wrong)
     assert codes == [0] * len(HELPS) + [2] * len(wrong), outputs
     assert modules & HEAVY == set()
-    version = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    version = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())[
+        "project"
+    ]
     assert outputs[1] == f"fedrot {version['version']}"
 
 
@@ -133,7 +172,9 @@ def test_mistakes_in_settings_import_nothing_heavy_but_numpy(tmp_path: Path) -> 
 
 
 def test_a_run_without_a_package_names_it() -> None:
-    codes, outputs, _ = results_of(*HELPS, "simulate --out run", lacking=["transformers"])
+    codes, outputs, _ = results_of(
+        *HELPS, "simulate --out run", lacking=["transformers"]
+    )
     assert codes == [0] * len(HELPS) + [2], outputs
     assert outputs[-1] == f"Error: This command needs transformers. {INSTALL}"
 

@@ -30,9 +30,14 @@ def chosen(data: object, data_dir: Path | None = None, **fields: Any) -> Experim
 
 
 def write(path: Path, **columns: Any) -> Path:
-    """Write a table in the format of the suffix, where None is an empty cell, with other libraries."""
+    """Write a table in the format of the suffix, where None is an empty cell, with
+    other libraries.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    rows = [
+        dict(zip(columns, row, strict=True))
+        for row in zip(*columns.values(), strict=True)
+    ]
     if path.suffix == ".parquet":
         pq.write_table(pa.table(columns), path)
     elif path.suffix == ".json":
@@ -72,5 +77,8 @@ def shared_data() -> Path:
     default = Path(__file__).parents[3].parent / "shared" / "data"
     folder = Path(os.environ.get("FEDROT_DATA", default))
     if not folder.is_dir():
-        pytest.skip("shared/data is not present: set FEDROT_DATA to the folder with glue/ and emotion/")
+        pytest.skip(
+            "shared/data is not present: set FEDROT_DATA to the folder with glue/ and "
+            "emotion/"
+        )
     return folder

@@ -1,4 +1,6 @@
-"""Images: where they come from, how they are seen, what is refused, and what models read."""
+"""Images: where they come from, how they are seen, what is refused, and what models
+read.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from tests.simulations.data.files import chosen, write
 
 def load(data: object, data_dir: Path | None = None, **fields: Any) -> Any:
     """Return the data, and the pixels of training and held-out rows."""
-    data, train, test = encode.read_encoded(chosen(data, data_dir, task="image", **fields))
+    data, train, test = encode.read_encoded(
+        chosen(data, data_dir, task="image", **fields)
+    )
     assert train.pixels.dtype == test.pixels.dtype == np.uint8
     return data, train.pixels, test.pixels
 
@@ -62,24 +66,51 @@ TURNED: dict[str, dict[str, Any]] = {"png": {}, "jpeg": {"quality": 100}}
 
 #: A file, and the pixels of its grey or coloured image.
 SEEN: dict[str, tuple[bytes, Any]] = {
-    **{f"turned {f}": (encoded(LEFT, f, exif=UPSIDE, **o), TOP) for f, o in TURNED.items()},
-    **{f"16 bits {f}": (encoded(Image.fromarray(RAMP), f), EIGHT) for f in ("png", "tiff", "ppm")},
+    **{
+        f"turned {f}": (encoded(LEFT, f, exif=UPSIDE, **o), TOP)
+        for f, o in TURNED.items()
+    },
+    **{
+        f"16 bits {f}": (encoded(Image.fromarray(RAMP), f), EIGHT)
+        for f in ("png", "tiff", "ppm")
+    },
     "16 bits, dark": (encoded(Image.fromarray(RAMP // 256), "ppm"), np.zeros((4, 4))),
     "32 bits": (encoded(Image.fromarray(RAMP.astype(np.int32) * 999), "tiff"), EIGHT),
-    "32 bits, small": (encoded(Image.fromarray(EIGHT.astype(np.int32) - 9), "tiff"), EIGHT),
-    "floats": (encoded(Image.fromarray((RAMP / 65535).astype(np.float32)), "tiff"), EIGHT),
+    "32 bits, small": (
+        encoded(Image.fromarray(EIGHT.astype(np.int32) - 9), "tiff"),
+        EIGHT,
+    ),
+    "floats": (
+        encoded(Image.fromarray((RAMP / 65535).astype(np.float32)), "tiff"),
+        EIGHT,
+    ),
     "no numbers": (encoded(Image.fromarray(ODD), "tiff"), [[0, 255], [0, 255]]),
     "one value": (encoded(Image.fromarray(FLAT), "tiff"), np.zeros((2, 2))),
-    "nothing but no numbers": (encoded(Image.fromarray(FLAT * np.nan), "tiff"), np.zeros((2, 2))),
+    "nothing but no numbers": (
+        encoded(Image.fromarray(FLAT * np.nan), "tiff"),
+        np.zeros((2, 2)),
+    ),
     "drawn in alpha": (encoded(Image.fromarray(HALF)), DRAWING[..., None].repeat(3, 2)),
     "grey in alpha": (encoded(Image.fromarray(HALF[..., 2:], "LA")), DRAWING),
-    "half transparent": (encoded(Image.new("RGBA", (1, 1), (255, 0, 0, 51))), [[[255, 204, 204]]]),
-    "grey that is transparent": (encoded(Image.new("L", (1, 1), 9), transparency=9), [[255]]),
+    "half transparent": (
+        encoded(Image.new("RGBA", (1, 1), (255, 0, 0, 51))),
+        [[[255, 204, 204]]],
+    ),
+    "grey that is transparent": (
+        encoded(Image.new("L", (1, 1), 9), transparency=9),
+        [[255]],
+    ),
     "a palette": (encoded(DRAWN), np.full((4, 4, 3), [0, 255, 0])),
-    "a transparent GIF": (encoded(DRAWN, "gif", transparency=1), np.full((4, 4, 3), 255)),
+    "a transparent GIF": (
+        encoded(DRAWN, "gif", transparency=1),
+        np.full((4, 4, 3), 255),
+    ),
     "a damaged EXIF": (encoded(LEFT, "jpeg", exif=b"Exif\0\0", quality=100), TOP.T),
     "black and white": (png(1, (1, 1), "1"), [[255]]),
-    "print": (encoded(Image.new("CMYK", (1, 1), (0, 255, 255, 0)), "tiff"), [[[255, 0, 0]]]),
+    "print": (
+        encoded(Image.new("CMYK", (1, 1), (0, 255, 255, 0)), "tiff"),
+        [[[255, 0, 0]]],
+    ),
 }
 
 
@@ -90,26 +121,34 @@ def test_pictures_are_as_they_are_seen(name: str, tmp_path: Path) -> None:
     data, pixels, _ = load(path)
     assert (data.channels, data.side) == (1 if expected.ndim == 2 else 3, len(expected))
     tolerance = 2 if "jpeg" in name else 0
-    np.testing.assert_allclose(pixels[0], expected.reshape(pixels[0].shape), atol=tolerance)
+    np.testing.assert_allclose(
+        pixels[0], expected.reshape(pixels[0].shape), atol=tolerance
+    )
 
 
-def test_a_folder_of_classes_is_divided_and_other_files_are_named(tmp_path: Path) -> None:
+def test_a_folder_of_classes_is_divided_and_other_files_are_named(
+    tmp_path: Path,
+) -> None:
     photos = folder_of(tmp_path / "photos", dog=10, none=5)
     (photos / "dog" / "0.png").rename(photos / "dog" / "0.TIFF")
     folder_of(photos / "none", below=5)
     others = (
-        "readme.md dog/notes.txt dog/._1.png dog/.a/1.png none/2.heic .git/a.png b.png __MACOSX/a.png"
+        "readme.md dog/notes.txt dog/._1.png dog/.a/1.png none/2.heic .git/a.png b.png "
+        "__MACOSX/a.png"
     )
     for left_out in others.split():
         (photos / left_out).parent.mkdir(exist_ok=True)
         (photos / left_out).write_bytes(b"no image")
     data, train, _ = load("photos", tmp_path)
     assert data.label_names == ("dog", "none")
-    assert [np.bincount(split.labels).tolist() for split in (data.train, data.test)] == [[8, 8], [2, 2]]
+    assert [
+        np.bincount(split.labels).tolist() for split in (data.train, data.test)
+    ] == [[8, 8], [2, 2]]
     assert not train[data.train.labels == 0, 0, 0, 0].any()
     assert f"6 file(s) of {photos} left out, hidden or no images: " in data.said
     assert all(
-        f" {name}" in data.said for name in ("readme.md", "notes.txt", "._1.png", "2.heic", "b.png")
+        f" {name}" in data.said
+        for name in ("readme.md", "notes.txt", "._1.png", "2.heic", "b.png")
     )
     assert load(photos)[0].train.labels.tolist() == data.train.labels.tolist()
 
@@ -119,10 +158,15 @@ def test_a_folder_with_splits_of_its_own(tmp_path: Path) -> None:
     for count, split in enumerate(("test", "valid", "val", "validation"), start=1):
         folder_of(tmp_path / "images" / "photos" / split, b=count)
         data, _, _ = load("photos", tmp_path)
-        assert (data.train.labels.tolist(), data.test.labels.tolist()) == ([0, 0, 0, 1, 1], [1] * count)
+        assert (data.train.labels.tolist(), data.test.labels.tolist()) == (
+            [0, 0, 0, 1, 1],
+            [1] * count,
+        )
 
 
-def test_folders_without_images_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_without_images_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "empty").mkdir()
     folder_of(tmp_path / "half", a=3, b=0)
     folder_of(tmp_path / "alone" / "train", a=3)
@@ -152,19 +196,28 @@ def test_a_table_of_images(kind: str, tmp_path: Path) -> None:
     if kind == "paths":
         for number, file in enumerate(files):
             (tmp_path / f"{number}.png").write_bytes(file)
-        paths = [{"bytes": None, "path": str(tmp_path / f"{number}.png")} for number in range(4)]
+        paths = [
+            {"bytes": None, "path": str(tmp_path / f"{number}.png")}
+            for number in range(4)
+        ]
         files = pa.array(paths, pa.struct({"bytes": pa.binary(), "path": pa.string()}))
     names, split = ["no", "yes", "no", "yes"], ["train", "train", "test", "test"]
     path = tmp_path / "images" / "mine.parquet"
-    write(path, img=files, image=files, label=[0, 1, 0, 1], label_name=names, split=split)
+    write(
+        path, img=files, image=files, label=[0, 1, 0, 1], label_name=names, split=split
+    )
     data, _, test = load("mine", tmp_path)
-    assert (data.label_names, [*data.train.columns]) == (("no", "yes"), ["img", "label_name"])
+    assert (data.label_names, [*data.train.columns]) == (
+        ("no", "yes"),
+        ["img", "label_name"],
+    )
     assert (data.train.labels.tolist(), data.test.labels.tolist()) == ([0, 1], [0, 1])
     assert test[:, 0, 0, 0].tolist() == [2, 3]
 
 
 NUMBERS = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.5, 1.0]}
-#: Fields of a model's configuration and of its processor, and the side and channels, or an error.
+#: Fields of a model's configuration and of its processor, and the side and channels, or
+#: an error.
 MODELS: list[tuple[dict[str, Any], dict[str, Any] | None, Any]] = [
     ({"image_size": 12}, NUMBERS, (12, 3)),
     ({"image_size": 12}, None, (12, 3)),
@@ -176,13 +229,21 @@ MODELS: list[tuple[dict[str, Any], dict[str, Any] | None, Any]] = [
 
 @pytest.mark.parametrize(("fields", "processor", "expected"), MODELS)
 def test_a_pretrained_model_reads_its_own_size(
-    fields: Any, processor: Any, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fields: Any,
+    processor: Any,
+    expected: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = SimpleNamespace(model_type="mine", **fields)
     monkeypatch.setattr(encode, "pretrained_settings", lambda _: settings)
     if processor:
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
-    red = write(tmp_path / "a.parquet", image=[png((200, 0, 0), (20, 20))] * 10, label=["a", "b"] * 5)
+    red = write(
+        tmp_path / "a.parquet",
+        image=[png((200, 0, 0), (20, 20))] * 10,
+        label=["a", "b"] * 5,
+    )
     experiment = chosen(red, task="image", model=str(tmp_path))
     if isinstance(expected, str):
         with pytest.raises(DataError, match=expected):
@@ -190,11 +251,18 @@ def test_a_pretrained_model_reads_its_own_size(
         return
     data, *both = encode.read_encoded(experiment)
     assert (data.side, data.channels) == expected
-    colours = [200, 0, 0] if data.channels == 3 else [60]  # red has 0.299 of the brightness
-    mean, deviation = NUMBERS.values() if processor is NUMBERS else ([0.5] * 3, [0.5] * 3)
+    colours = (
+        [200, 0, 0] if data.channels == 3 else [60]
+    )  # red has 0.299 of the brightness
+    mean, deviation = (
+        NUMBERS.values() if processor is NUMBERS else ([0.5] * 3, [0.5] * 3)
+    )
     for rows in both:
         values = rows.batch(np.array([1]))["pixel_values"]
-        assert (values.shape, values.dtype) == ((1, data.channels, 12, 12), torch.float32)
+        assert (values.shape, values.dtype) == (
+            (1, data.channels, 12, 12),
+            torch.float32,
+        )
         for channel, colour in enumerate(colours):
             wanted = (colour / 255 - mean[channel]) / deviation[channel]
             np.testing.assert_allclose(values[0, channel].numpy(), wanted, atol=1e-6)
@@ -203,7 +271,15 @@ def test_a_pretrained_model_reads_its_own_size(
 def test_images_of_an_experiment_without_a_model() -> None:
     limits = {"train_limit": 20, "test_limit": 10}
     data, train, test = encode.read_encoded(chosen("digits", task="image", **limits))
-    assert (len(train), len(test), train.lengths(np.arange(3)).tolist()) == (20, 10, [0, 0, 0])
+    assert (len(train), len(test), train.lengths(np.arange(3)).tolist()) == (
+        20,
+        10,
+        [0, 0, 0],
+    )
     values = train.batch(np.array([4, 2]))["pixel_values"]
-    np.testing.assert_allclose(values[1, 0].numpy(), train.pixels[2][..., 0] / 127.5 - 1, atol=1e-6)
-    assert train.targets(np.array([4, 2])).tolist() == data.train.labels[[4, 2]].tolist()
+    np.testing.assert_allclose(
+        values[1, 0].numpy(), train.pixels[2][..., 0] / 127.5 - 1, atol=1e-6
+    )
+    assert (
+        train.targets(np.array([4, 2])).tolist() == data.train.labels[[4, 2]].tolist()
+    )

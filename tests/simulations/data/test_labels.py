@@ -1,4 +1,6 @@
-"""Labels of files: what they are, what is refused with its rows, and what the user is told."""
+"""Labels of files: what they are, what is refused with its rows, and what the user is
+told.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,12 @@ from fedrot.simulations.data.read import DataError, Source
 from fedrot.simulations.data.texts import load_texts
 from tests.simulations.data.files import ROWS, TEXTS, chosen, classes, repeated, write
 
-SINGLE, SCORES, MULTI = ({"label_kind": kind} for kind in ("single", "regression", "multi"))
+SINGLE, SCORES, MULTI = (
+    {"label_kind": kind} for kind in ("single", "regression", "multi")
+)
 TEXT_FILES, TYPED_FILES = (".csv",), (".jsonl", ".parquet")
-#: Labels, options, and what they are: names of classes, "regression", or a word of the error.
+#: Labels, options, and what they are: names of classes, "regression", or a word of the
+#: error.
 Case = tuple[Any, dict[str, Any], Any]
 EVERYWHERE: dict[str, Case] = {
     "texts": ([" a", "b ", "a"], {}, ("a", "b")),
@@ -28,10 +33,22 @@ EVERYWHERE: dict[str, Case] = {
     "signs and underlines": (["+1", "1_0", "-0"], {}, ("+1", "-0", "1_0")),
     "numbers": ([10, 9, -1, 100], {}, ("-1", "9", "10", "100")),
     "numbers as scores": ([1, 5, 3], SCORES, "regression"),
-    "words as scores": (["1", "2", "no"], SCORES, r"float32 in 13 of 40 rows: row\(s\) 3, 6,"),
+    "words as scores": (
+        ["1", "2", "no"],
+        SCORES,
+        r"float32 in 13 of 40 rows: row\(s\) 3, 6,",
+    ),
     "scores beyond float32": (["1", "1e39"], SCORES, r"row\(s\) 2, 4,"),
-    "one column as several": (["yes", "no"], MULTI, "of the kind single, no multi; single needs one"),
-    "nothing": (["a", None, "b"], {}, r"no value in 13 of 40 rows: row\(s\) 2, 5,.* delete these rows"),
+    "one column as several": (
+        ["yes", "no"],
+        MULTI,
+        "of the kind single, no multi; single needs one",
+    ),
+    "nothing": (
+        ["a", None, "b"],
+        {},
+        r"no value in 13 of 40 rows: row\(s\) 2, 5,.* delete these rows",
+    ),
     "spaces alone": (["a", " \t"], {}, r"row\(s\) 2, 4,"),
     "an unseen character alone": (["a", "\u200b"], {}, r"row\(s\) 2, 4,"),
 }
@@ -46,18 +63,42 @@ TYPED_ONLY: dict[str, Case] = {
     "whole scores as classes": ([10.0, 9.0, -1.0], SINGLE, ("-1", "9", "10")),
     "scores as classes": ([0.5, 1.0], SINGLE, r"or a whole number.* row\(s\) 1, 3,"),
     "booleans": ([True, False], {}, ("False", "True")),
-    "not a number": ([0.5, float("nan")], {}, r"no value in 20 of 40 rows: row\(s\) 2, 4,"),
+    "not a number": (
+        [0.5, float("nan")],
+        {},
+        r"no value in 20 of 40 rows: row\(s\) 2, 4,",
+    ),
     "not finite": ([0.5, float("inf")], {}, r"row\(s\) 2, 4,"),
-    "several in a row": ([["a"], ["b"]], {}, "holds list.*, no labels; choose another column"),
+    "several in a row": (
+        [["a"], ["b"]],
+        {},
+        "holds list.*, no labels; choose another column",
+    ),
 }
 #: Types of Parquet.
 PARQUET_ONLY: dict[str, Case] = {
-    "uint64": (pa.array([2**64 - 1, 2**64 - 2], pa.uint64()), {}, (str(2**64 - 2), str(2**64 - 1))),
-    "decimals": (pa.array([Decimal(10**20), Decimal(10**20 + 1)]), {}, (str(10**20), str(10**20 + 1))),
+    "uint64": (
+        pa.array([2**64 - 1, 2**64 - 2], pa.uint64()),
+        {},
+        (str(2**64 - 2), str(2**64 - 1)),
+    ),
+    "decimals": (
+        pa.array([Decimal(10**20), Decimal(10**20 + 1)]),
+        {},
+        (str(10**20), str(10**20 + 1)),
+    ),
     "prices": (pa.array([Decimal("1.50"), Decimal("2.00")]), {}, "regression"),
     "bytes": (pa.array([b"neg", "süß".encode()]), {}, ("neg", "süß")),
-    "views": (pa.array([b"neg", b"pos"], pa.binary_view()), {}, "cannot be read .*view"),
-    "bytes of no text": (pa.array([b"neg", b"\xff"]), {}, r"no class .*UTF-8.* in 20 .*row\(s\) 2, 4,"),
+    "views": (
+        pa.array([b"neg", b"pos"], pa.binary_view()),
+        {},
+        "cannot be read .*view",
+    ),
+    "bytes of no text": (
+        pa.array([b"neg", b"\xff"]),
+        {},
+        r"no class .*UTF-8.* in 20 .*row\(s\) 2, 4,",
+    ),
     "nothing at all": (pa.nulls(2), {}, "no value in 40 of 40 rows"),
 }
 CASES = [
@@ -89,26 +130,46 @@ def test_labels(case: Case, suffix: str, tmp_path: Path) -> None:
         assert (data.kind, data.metrics) == ("regression", ("pearson", "spearman"))
         assert "Labels: regression, score (--set label_kind: single" in data.said
         assert data.train.labels.dtype == np.float32
-        read = {t: v for s in (data.train, data.test) for t, v in zip(s.inputs, s.labels, strict=True)}
-        assert read == dict(zip(TEXTS, map(float, rows.to_pylist() if typed else rows), strict=True))
+        read = {
+            t: v
+            for s in (data.train, data.test)
+            for t, v in zip(s.inputs, s.labels, strict=True)
+        }
+        assert read == dict(
+            zip(TEXTS, map(float, rows.to_pylist() if typed else rows), strict=True)
+        )
         return
     assert (data.kind, data.label_names) == ("single", expected)
     whole = options and suffix in TYPED_FILES
-    rows = [v.decode() if isinstance(v, bytes) else v for v in rows.to_pylist()] if typed else rows
-    names = [unicodedata.normalize("NFC", str(int(v) if whole else v)).strip() for v in rows]
+    rows = (
+        [v.decode() if isinstance(v, bytes) else v for v in rows.to_pylist()]
+        if typed
+        else rows
+    )
+    names = [
+        unicodedata.normalize("NFC", str(int(v) if whole else v)).strip() for v in rows
+    ]
     assert classes(data) == dict(zip(TEXTS, names, strict=True))
 
 
 def read(train: pa.Table, test: pa.Table, names: Any = None, **fields: Any) -> Any:
-    source, experiment = Source({"train": train, "test": test}, names or {}), chosen("it", **fields)
-    return labelled(source, experiment, label_columns(source, experiment), [], lambda _: [[]])
+    source, experiment = (
+        Source({"train": train, "test": test}, names or {}),
+        chosen("it", **fields),
+    )
+    return labelled(
+        source, experiment, label_columns(source, experiment), [], lambda _: [[]]
+    )
 
 
 letters = st.text(st.characters(exclude_categories=("Cs",)))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(letters, min_size=1, max_size=8) | st.lists(st.integers().map(str), min_size=1))
+@given(
+    st.lists(letters, min_size=1, max_size=8)
+    | st.lists(st.integers().map(str), min_size=1)
+)
 def test_classes_are_the_trimmed_composed_texts(values: list[str]) -> None:
     names = [unicodedata.normalize("NFC", value).strip() for value in values]
     shapeless = {*map(chr, range(0xFE00, 0xFE10)), *"\u034f\u115f\u1160\u3164\uffa0"}
@@ -116,12 +177,19 @@ def test_classes_are_the_trimmed_composed_texts(values: list[str]) -> None:
     try:
         found = read(table, table)
     except DataError:
-        seen = [{c for c in name if unicodedata.category(c)[0] not in "CZ"} for name in names]
+        seen = [
+            {c for c in name if unicodedata.category(c)[0] not in "CZ"}
+            for name in names
+        ]
         assert any(shape <= shapeless for shape in seen)
         return
     assert [found.label_names[label] for label in found.train.labels] == names
-    ascii_numbers = (n.lstrip("-").isdecimal() and n.isascii() and str(int(n)) == n for n in names)
-    assert list(found.label_names) == sorted(set(names), key=int if all(ascii_numbers) else None)
+    ascii_numbers = (
+        n.lstrip("-").isdecimal() and n.isascii() and str(int(n)) == n for n in names
+    )
+    assert list(found.label_names) == sorted(
+        set(names), key=int if all(ascii_numbers) else None
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,14 +204,22 @@ def test_classes_are_the_trimmed_composed_texts(values: list[str]) -> None:
 def test_classes_that_look_alike_are_named(labels: list[str], alike: str) -> None:
     table = pa.table({"label": labels})
     said = read(table, table).said
-    assert said.startswith(f"Labels: single, {', '.join(sorted(labels))} (--set label_kind: single, ")
+    assert said.startswith(
+        f"Labels: single, {', '.join(sorted(labels))} (--set label_kind: single, "
+    )
     assert ("differ only in case, spaces" in said) == bool(alike)
     assert alike in said
 
 
-#: Columns of training rows, of held-out rows, the hub's names; names and held-out labels.
+#: Columns of training rows, of held-out rows, the hub's names; names and held-out
+#: labels.
 NAMED: list[tuple[dict[str, Any], dict[str, Any], Any, Any]] = [
-    ({"label": ["0", "1"]}, {"label": ["2", "0"]}, ("b", "a", "c"), (("b", "a", "c"), [2, 0])),
+    (
+        {"label": ["0", "1"]},
+        {"label": ["2", "0"]},
+        ("b", "a", "c"),
+        (("b", "a", "c"), [2, 0]),
+    ),
     # A name in the training rows goes before another one in held-out rows.
     (
         {"label": [7, 0], "label_name": ["cold", "cafe\u0301 "]},
@@ -164,7 +240,8 @@ def test_names_of_classes(train: Any, test: Any, names: Any, expected: Any) -> N
 
 
 TRUE, FALSE, MIXED = [True, False], [False, True], ["True", "false"]
-#: Columns of training rows, of held-out rows, options, and kind with training labels, or an error.
+#: Columns of training rows, of held-out rows, options, and kind with training labels,
+#: or an error.
 SEVERAL: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], Any]] = [
     ({"x": TRUE, "y": FALSE}, {}, {}, ("single", [0, 1])),
     ({"x": TRUE, "y": TRUE}, {"y": FALSE}, {}, ("multi", [[1, 1], [0, 0]])),
@@ -178,7 +255,12 @@ SEVERAL: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], Any]] = [
         MULTI,
         ("multi", [[1, 1, 1], [0, 0, 0]]),
     ),
-    ({"x": [True, None], "y": TRUE}, {"x": TRUE}, {}, r"'x' has no value in 1 .*row\(s\) 2,"),
+    (
+        {"x": [True, None], "y": TRUE},
+        {"x": TRUE},
+        {},
+        r"'x' has no value in 1 .*row\(s\) 2,",
+    ),
     ({"x": TRUE}, {}, {}, "no label column 'label' or .* among x;"),
 ]
 
@@ -203,18 +285,34 @@ def test_a_file_is_divided_by_class_and_always_alike(tmp_path: Path) -> None:
     uneven = repeated(["a", "a", "a", "b"])
     found = {}
     for suffix in (*TEXT_FILES, *TYPED_FILES):
-        path = write(tmp_path / f"mine{suffix}", text=TEXTS, label=uneven, number=list(range(ROWS)))
+        path = write(
+            tmp_path / f"mine{suffix}",
+            text=TEXTS,
+            label=uneven,
+            number=list(range(ROWS)),
+        )
         data = load_texts(chosen(path))
         assert np.bincount(data.test.labels).tolist() == [6, 2]
-        assert f"{path} has no splits: of 40 rows 8 are held out, one in 5 of each class" in data.said
+        assert (
+            f"{path} has no splits: of 40 rows 8 are held out, one in 5 of each class"
+            in data.said
+        )
         assert classes(data) == dict(zip(TEXTS, uneven, strict=True))
         found[data.test.inputs, data.train.inputs] = suffix
         numbers: Any = data.test.columns["number"]
         assert [TEXTS[int(n)] for n in numbers] == [*data.test.inputs]
     assert len(found) == 1
-    for labels in ([i / 7 for i in range(ROWS)], [f"row {i}" for i in range(ROWS)], ["one"] * ROWS):
+    for labels in (
+        [i / 7 for i in range(ROWS)],
+        [f"row {i}" for i in range(ROWS)],
+        ["one"] * ROWS,
+    ):
         data = divided(tmp_path, text=TEXTS, label=labels)
-        assert (len(data.train), len(data.test), "one in 5, drawn" in data.said) == (32, 8, True)
+        assert (len(data.train), len(data.test), "one in 5, drawn" in data.said) == (
+            32,
+            8,
+            True,
+        )
 
 
 def test_a_column_split_divides_a_file(tmp_path: Path) -> None:
@@ -222,17 +320,28 @@ def test_a_column_split_divides_a_file(tmp_path: Path) -> None:
         (["train", " test", "train ", "validation"], "test"),
         (["train", "validation"], "validation"),
     ):
-        data = divided(tmp_path, text=TEXTS, label=repeated([0, 1]), split=repeated(names))
-        wanted = [t for t, name in zip(TEXTS, repeated(names), strict=True) if name.strip() == test]
+        data = divided(
+            tmp_path, text=TEXTS, label=repeated([0, 1]), split=repeated(names)
+        )
+        wanted = [
+            t
+            for t, name in zip(TEXTS, repeated(names), strict=True)
+            if name.strip() == test
+        ]
         assert (len(data.train), [*data.test.inputs]) == (20, wanted)
         assert "held out" not in data.said
 
 
 def test_a_limit_takes_the_same_rows_and_changes_no_classes(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.csv", text=TEXTS, label=repeated([3, 5, 9, 12]))
-    whole, part, more = (load_texts(chosen(path, train_limit=n, test_limit=n)) for n in (None, 2, 4))
+    whole, part, more = (
+        load_texts(chosen(path, train_limit=n, test_limit=n)) for n in (None, 2, 4)
+    )
     assert part.label_names == whole.label_names == ("3", "5", "9", "12")
-    assert (part.train.inputs, part.test.inputs) == (more.train.inputs[:2], more.test.inputs[:2])
+    assert (part.train.inputs, part.test.inputs) == (
+        more.train.inputs[:2],
+        more.test.inputs[:2],
+    )
     assert (len(part.train), len(part.test)) == (2, 2)
     assert classes(part).items() <= classes(whole).items()
     assert len(load_texts(chosen(path, train_limit=10**6)).train) == len(whole.train)

@@ -28,14 +28,18 @@ BITS = {
 FEW = {"dirichlet:0.5": "iid", "pathological:3": "pathological:1"}
 
 
-def split(spec: str, clients: int = 5, seed: int = 0, labels: np.ndarray = LABELS) -> list[np.ndarray]:
+def split(
+    spec: str, clients: int = 5, seed: int = 0, labels: np.ndarray = LABELS
+) -> list[np.ndarray]:
     return split_clients(labels, COLUMNS, spec, clients, seed)
 
 
 def counts(spec: str, clients: int = 5, labels: np.ndarray = LABELS) -> np.ndarray:
     """Return the numbers of rows per client and class."""
     parts = split(spec, clients, labels=labels)
-    return np.stack([np.bincount(labels[part], minlength=labels.max() + 1) for part in parts])
+    return np.stack(
+        [np.bincount(labels[part], minlength=labels.max() + 1) for part in parts]
+    )
 
 
 @pytest.mark.parametrize("spec", BITS)
@@ -44,23 +48,40 @@ def test_parts_are_sorted_disjoint_complete_and_those_that_they_were(spec: str) 
     assert len(parts) == 5
     assert all(part.dtype == np.int64 and (np.diff(part) > 0).all() for part in parts)
     assert np.sort(np.concatenate(parts)).tolist() == list(range(2000))
-    assert [int((part * np.arange(len(part)) % 997).sum()) for part in parts] == BITS[spec]
+    assert [int((part * np.arange(len(part)) % 997).sum()) for part in parts] == BITS[
+        spec
+    ]
     assert all(map(np.array_equal, parts, other)) == spec.startswith("column")
-    few = split_clients(np.arange(3), {"source": ["a", "b", "c"]}, FEW.get(spec, spec), 3, 0)
+    few = split_clients(
+        np.arange(3), {"source": ["a", "b", "c"]}, FEW.get(spec, spec), 3, 0
+    )
     assert sorted(part.tolist() for part in few) == [[0], [1], [2]]
 
 
 def test_pathological_clients_hold_exactly_k_classes() -> None:
     assert ((counts("pathological:2") > 0).sum(axis=1) == 2).all()
-    assert counts("pathological:2", 2).sum() < 2000  # documented: classes without a holder are dropped
+    assert (
+        counts("pathological:2", 2).sum() < 2000
+    )  # documented: classes without a holder are dropped
     assert (counts("pathological:5", 3) > 0).all()
 
 
 def test_key_classes_are_those_that_occur_and_get_no_more_than_an_equal_part() -> None:
-    assert counts("keyclass:0.8", 2, np.tile([0, 1], 500)).tolist() == [[400, 100], [100, 400]]
-    assert counts("keyclass:0.8", 2, np.repeat([0, 1], [900, 100])).tolist() == [[500, 0], [400, 100]]
+    assert counts("keyclass:0.8", 2, np.tile([0, 1], 500)).tolist() == [
+        [400, 100],
+        [100, 400],
+    ]
+    assert counts("keyclass:0.8", 2, np.repeat([0, 1], [900, 100])).tolist() == [
+        [500, 0],
+        [400, 100],
+    ]
     assert np.ptp(counts("keyclass:0.8", 8).sum(axis=1)) == 0
-    assert counts("keyclass:0.5", 4, np.tile([0, 1], 500))[:, 0].tolist() == [125, 125, 125, 125]
+    assert counts("keyclass:0.5", 4, np.tile([0, 1], 500))[:, 0].tolist() == [
+        125,
+        125,
+        125,
+        125,
+    ]
     found = counts("keyclass:1", 3, np.repeat([7, 3], 50))
     assert (found[:, 3].tolist(), found[1, 7]) == ([25, 0, 25], 33)
 
@@ -70,14 +91,21 @@ def test_key_classes_are_those_that_occur_and_get_no_more_than_an_equal_part() -
     [
         ([3, 1, 3, 1], 2, [[1, 3], [0, 2]]),
         ([9, 10, 9], 2, [[1], [0, 2]]),  # the order of texts
-        # By hand: a | b, then c to b's (6 < 7), d to a's (7 < 11), e: 11 and 11, the first.
-        (list("aaaaaaabbbbbbcccccddddee"), 2, [[*range(7), *range(18, 24)], [*range(7, 18)]]),
+        # By hand: a | b, then c to b's (6 < 7), d to a's (7 < 11), e: 11 and 11, the
+        # first.
+        (
+            list("aaaaaaabbbbbbcccccddddee"),
+            2,
+            [[*range(7), *range(18, 24)], [*range(7, 18)]],
+        ),
     ],
 )
 def test_values_of_a_column_are_clients_or_grouped_and_never_cut(
     values: list[Any], clients: int, expected: list[list[int]]
 ) -> None:
-    parts = split_clients(np.zeros(len(values), dtype=int), {"x": values}, "column:x", clients, 0)
+    parts = split_clients(
+        np.zeros(len(values), dtype=int), {"x": values}, "column:x", clients, 0
+    )
     assert [part.tolist() for part in parts] == expected
 
 
@@ -88,7 +116,11 @@ NAN = np.nan
     ("labels", "keys", "names"),
     [
         (np.array([0, 1, 0]), [0, 1, 0], "a b c"),
-        (np.array([[0, 1, 1], [1, 0, 1], [0, 0, 0], [0, 0, 1]]), [1, 0, 3, 2], "a b c none"),
+        (
+            np.array([[0, 1, 1], [1, 0, 1], [0, 0, 0], [0, 0, 1]]),
+            [1, 0, 3, 2],
+            "a b c none",
+        ),
         (np.array([[NAN, 1, 0], [0, NAN, 1], [NAN, 0, 0]]), [1, 2, 3], "a b c none"),
         (np.array([0.2, 4.6, 2.5, 1.4]), [0, 5, 2, 1], "0 1 2 3 4 5"),
         (np.array([-2.0, 1.0]), [0, 3], "-2 -1 0 1"),
@@ -96,9 +128,15 @@ NAN = np.nan
         (np.array([-500.0, 500.0]), [0, 1000], " ".join(map(str, range(-500, 501)))),
     ],
 )
-def test_rows_count_under_one_class(labels: np.ndarray, keys: list[int], names: str) -> None:
+def test_rows_count_under_one_class(
+    labels: np.ndarray, keys: list[int], names: str
+) -> None:
     found = partition_keys(labels, ("a", "b", "c"))
-    assert (found[0].tolist(), found[0].dtype, found[1]) == (keys, np.int64, tuple(names.split()))
+    assert (found[0].tolist(), found[0].dtype, found[1]) == (
+        keys,
+        np.int64,
+        tuple(names.split()),
+    )
 
 
 def test_scores_of_a_wide_range_count_in_ten_intervals() -> None:
@@ -138,7 +176,9 @@ def test_a_specification_is_read_or_refused(spec: str, expected: Any) -> None:
         ("dirichlet:0.001", 200, "dirichlet:0.001, 200 clients: "),
     ],
 )
-def test_an_impossible_division_is_refused(spec: str, clients: int, message: str) -> None:
+def test_an_impossible_division_is_refused(
+    spec: str, clients: int, message: str
+) -> None:
     with pytest.raises(PartitionError, match=message):
         split(spec, clients)
     with pytest.raises(PartitionError, match="missing values"):

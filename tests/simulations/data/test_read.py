@@ -1,4 +1,6 @@
-"""Tables: files of every format, folders, the hub, and what is refused with what to do."""
+"""Tables: files of every format, folders, the hub, and what is refused with what to
+do.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,15 @@ def parquet(**columns: Any) -> bytes:
 
 
 def written(folder: Path, name: str, content: str | bytes) -> Path:
-    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (folder / name).write_bytes(
+        content if isinstance(content, bytes) else content.encode()
+    )
     return folder / name
 
 
 ZIPPED = (
-    "no text in UTF-8: a gzip or zip file, a workbook, Arrow, UTF-16?.*; save or export it as Parquet"
+    "no text in UTF-8: a gzip or zip file, a workbook, Arrow, UTF-16?.*; save or "
+    "export it as Parquet"
 )
 OPEN = "quotation mark is not closed|unexpected end of data|',' expected"
 #: A parser that recurses ends the process at so many brackets.
@@ -49,23 +54,51 @@ DEEP = "[" * 300_000
 REFUSED: dict[str, tuple[str, str | bytes, str]] = {
     "UTF-16": ("a.csv", "text,label\na,1\n".encode("utf-16"), ZIPPED),
     "gzip": ("a.csv", gzip.compress(b"text,label\na,1\n"), ZIPPED),
-    "gzip of Parquet": ("a.parquet", gzip.compress(parquet(text=["a"])), "magic bytes.*not compressed"),
-    "a pointer": ("a.csv", "version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+    "gzip of Parquet": (
+        "a.parquet",
+        gzip.compress(parquet(text=["a"])),
+        "magic bytes.*not compressed",
+    ),
+    "a pointer": (
+        "a.csv",
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+        "git lfs pull",
+    ),
     "Latin-1": ("a.csv", b"text,label\na,b\ncaf\xe9,a\n", "utf-8"),
-    "a short row": ("a.csv", "text,label\na,1\nb\n", "row 3 has 1 cells, and the first 2"),
+    "a short row": (
+        "a.csv",
+        "text,label\na,1\nb\n",
+        "row 3 has 1 cells, and the first 2",
+    ),
     "an open quotation": ("a.tsv", 'text\tlabel\n"a\tx\nb"\ty\n', OPEN),
     "the last mark is missing": ("a.csv", HEAD + ROWS + 'a,"x\n' + ROWS, OPEN),
     "empty": ("a.csv", "", "no text column"),
-    "equal names": ("a.csv", "text,label,label \na,1,2\n", "two columns have equal names"),
+    "equal names": (
+        "a.csv",
+        "text,label,label \na,1,2\n",
+        "two columns have equal names",
+    ),
     "numbers in a list": ("a.json", "[1, 2]", "needs an object for each row"),
     "two types": ("a.jsonl", '{"text": "a"}\n{"text": 1}\n', "cannot be read .*int"),
-    "a large number beside text": ("a.jsonl", f'{{"text": 1e3}}\n{{"text": {10**30}}}\n', "too large"),
+    "a large number beside text": (
+        "a.jsonl",
+        f'{{"text": 1e3}}\n{{"text": {10**30}}}\n',
+        "too large",
+    ),
     "half of Parquet": ("a.parquet", parquet(text=["a"])[:-9], "cannot be read"),
-    "a frame by columns": ("a.json", FRAME.to_json(orient="columns"), "orient='records'"),
+    "a frame by columns": (
+        "a.json",
+        FRAME.to_json(orient="columns"),
+        "orient='records'",
+    ),
     "a frame by split": ("a.json", FRAME.to_json(orient="split"), "orient='records'"),
     "brackets": ("a.jsonl", '{"a":' + DEEP, "nested more than 200"),
     "marks": ("a.jsonl", '"\\' * 300_000, "cannot be read"),
-    "many columns": ("a.csv", ",".join(map(str, range(50_000))) + "\n", "9 and 49990 more"),
+    "many columns": (
+        "a.csv",
+        ",".join(map(str, range(50_000))) + "\n",
+        "9 and 49990 more",
+    ),
 }
 
 
@@ -93,7 +126,10 @@ READ: dict[str, tuple[str, str | bytes]] = {
         for suffix in (".csv", ".tsv")
     },
     "semicolons beside commas": ("a.csv", "text;label\n" + ROWS.replace(",", ", b;")),
-    "Parquet of another name": ("a.csv", parquet(text=list("abcdefghij"), label=["x", "y"] * 5)),
+    "Parquet of another name": (
+        "a.csv",
+        parquet(text=list("abcdefghij"), label=["x", "y"] * 5),
+    ),
     "records": ("a.json", FRAME.to_json(orient="records")),
     "a mark and spaces": ("a.jsonl", "\ufeff \n" + FRAME.to_json(orient="records")),
     "lines of another name": ("a.json", LINES),
@@ -108,16 +144,25 @@ def test_what_other_tools_save_is_read(name: str, tmp_path: Path) -> None:
     assert set(data.train.columns) == ({"site"} if "late" in name else set())
 
 
-texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0\r"), max_size=9)
-json_cells = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts
+texts = st.text(
+    st.characters(exclude_categories=("Cs",), exclude_characters="\0\r"), max_size=9
+)
+json_cells = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts
+)
 
 
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=5))
 def test_cells_of_text_files_are_their_texts(rows: list[tuple[str, str]]) -> None:
-    columns = {"text": [first for first, _ in rows], "other": [second for _, second in rows]}
+    columns = {
+        "text": [first for first, _ in rows],
+        "other": [second for _, second in rows],
+    }
     with TemporaryDirectory() as folder:
         table = read_table(write(Path(folder, "a.csv"), **columns))
-    expected = {name: [cell or None for cell in cells] for name, cells in columns.items()}
+    expected = {
+        name: [cell or None for cell in cells] for name, cells in columns.items()
+    }
     assert table.to_pydict() == expected
 
 
@@ -127,7 +172,9 @@ def test_cells_of_json_keep_their_types(cells: list[Any]) -> None:
     large = any(type(cell) is int and not -(2**63) <= cell < 2**63 for cell in cells)
     with TemporaryDirectory() as folder:
         try:
-            found = read_table(write(Path(folder, "a.jsonl"), text=cells))["text"].to_pylist()
+            found = read_table(write(Path(folder, "a.jsonl"), text=cells))[
+                "text"
+            ].to_pylist()
         except DataError:
             assert len(kinds) > 1 or large
         else:
@@ -137,14 +184,31 @@ def test_cells_of_json_keep_their_types(cells: list[Any]) -> None:
 def test_rows_may_be_longer_than_a_block_and_have_several_lines(tmp_path: Path) -> None:
     texts = [f"{i} " + 100_000 * 'a "line",\n' for i in range(6)]
     for suffix in (".csv", ".tsv", ".jsonl", ".json"):
-        assert read_table(write(tmp_path / f"long{suffix}", text=texts))["text"].to_pylist() == texts
+        assert (
+            read_table(write(tmp_path / f"long{suffix}", text=texts))[
+                "text"
+            ].to_pylist()
+            == texts
+        )
 
 
 def test_brackets_in_texts_are_no_levels() -> None:
     opened = b"[" * (DEEPEST + 1)
-    for data in (opened[1:] + b"]" * DEEPEST, b'"' + opened + b'"', rb'"\"' + opened, b"[]" * 9999, b""):
+    for data in (
+        opened[1:] + b"]" * DEEPEST,
+        b'"' + opened + b'"',
+        rb'"\"' + opened,
+        b"[]" * 9999,
+        b"",
+    ):
         assert shallow(data) is data
-    for data in (opened, b'"a"' + opened, rb'"\\"' + opened, rb'"\\\""' + opened, b'{"a":' * 201):
+    for data in (
+        opened,
+        b'"a"' + opened,
+        rb'"\\"' + opened,
+        rb'"\\\""' + opened,
+        b'{"a":' * 201,
+    ):
         with pytest.raises(ValueError, match="levels"):
             shallow(data)
 
@@ -154,7 +218,11 @@ def test_paragraphs_of_plain_text_are_rows(tmp_path: Path) -> None:
     path = written(tmp_path, "play.txt", "\n\n  \n".join(speeches) + "\n\n")
     data = load_texts(chosen(path, task="mlm"))
     assert sorted((*data.train.inputs, *data.test.inputs)) == sorted(speeches)
-    assert (len(data.test), data.label_names, set(data.train.labels)) == (4, ("all",), {0})
+    assert (len(data.test), data.label_names, set(data.train.labels)) == (
+        4,
+        ("all",),
+        {0},
+    )
     with pytest.raises(DataError, match="no label column 'label'"):
         load_texts(chosen(path))
 
@@ -164,8 +232,16 @@ PLACES: list[tuple[str, str, str]] = [
     ("mine.csv mine.parquet", "mine.csv", "mine.csv"),
     ("mine.parquet mine/train.parquet mine/test.parquet", "mine", "mine.parquet"),
     ("any/mine.parquet glue/mine.parquet", "mine", "any/mine.parquet"),
-    ("mine/train.csv mine/test.csv mine/validation.csv", "mine", "mine/train.csv mine/validation.csv"),
-    ("g/m/train.tsv g/m/validation_matched.tsv", "m", "g/m/train.tsv g/m/validation_matched.tsv"),
+    (
+        "mine/train.csv mine/test.csv mine/validation.csv",
+        "mine",
+        "mine/train.csv mine/validation.csv",
+    ),
+    (
+        "g/m/train.tsv g/m/validation_matched.tsv",
+        "m",
+        "g/m/train.tsv g/m/validation_matched.tsv",
+    ),
     ("mine/train.csv mine/val.csv", "mine", "mine/train.csv mine/val.csv"),
     ("goemotions_ekman.parquet", "goemotions_ekman", "goemotions_ekman.parquet"),
 ]
@@ -173,13 +249,21 @@ PLACES: list[tuple[str, str, str]] = [
 
 @pytest.mark.parametrize(("files", "name", "expected"), PLACES)
 def test_where_data_are_found(
-    files: str, name: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: str,
+    name: str,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for file in files.split():
         write(tmp_path / "data" / file, text=[file])
     found = find(name, tmp_path / "data")
-    assert list(found.tables) == [str(tmp_path / "data" / file) for file in expected.split()]
-    assert [table["text"][0].as_py() for table in found.tables.values()] == expected.split()
+    assert list(found.tables) == [
+        str(tmp_path / "data" / file) for file in expected.split()
+    ]
+    assert [
+        table["text"][0].as_py() for table in found.tables.values()
+    ] == expected.split()
     if files.startswith("mine"):
         monkeypatch.chdir(tmp_path / "data")
         (tmp_path / "other").mkdir()
@@ -195,7 +279,15 @@ def test_bundled_data_are_found_before_a_folder_of_their_name_here(
     data = load_texts(chosen("goemotions_ekman"))
     emotions = ("anger", "disgust", "fear", "joy", "sadness", "surprise", "neutral")
     assert (data.label_names, len(data.train), len(data.test)) == (emotions, 6000, 1000)
-    assert np.bincount(data.train.labels).tolist() == [994, 495, 537, 993, 993, 993, 995]
+    assert np.bincount(data.train.labels).tolist() == [
+        994,
+        495,
+        537,
+        993,
+        993,
+        993,
+        995,
+    ]
     assert data.train.columns["label_name"][0] == emotions[data.train.labels[0]]
 
 
@@ -203,8 +295,16 @@ def test_bundled_data_are_found_before_a_folder_of_their_name_here(
     ("files", "name", "message"),
     [
         ("", "nowhere.csv", "'nowhere.csv' is not available"),
-        ("mine.csv.gz", "mine.csv.gz", "no known format.* .parquet, .csv, .tsv, .jsonl, .json, .txt"),
-        ("mine/train.parquet", "mine", "add one of validation.parquet, .*, test.parquet"),
+        (
+            "mine.csv.gz",
+            "mine.csv.gz",
+            "no known format.* .parquet, .csv, .tsv, .jsonl, .json, .txt",
+        ),
+        (
+            "mine/train.parquet",
+            "mine",
+            "add one of validation.parquet, .*, test.parquet",
+        ),
         ("mine/note.txt", "mine", "mine has no images, nor train.parquet"),
         (
             "a.parquet b/c.parquet",
@@ -216,7 +316,9 @@ def test_bundled_data_are_found_before_a_folder_of_their_name_here(
 def test_what_is_not_found_is_told_without_a_network(
     files: str, name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *_: pytest.fail("the hub was asked")
+    )
     for file in files.split():
         (tmp_path / file).parent.mkdir(exist_ok=True)
         written(tmp_path, file, parquet(text=["a"]))
@@ -227,23 +329,34 @@ def test_what_is_not_found_is_told_without_a_network(
 
 
 def hub_rows(*texts: str, hidden: bool = False) -> datasets.Dataset:
-    kinds = {"sentence": datasets.Value("string"), "label": datasets.ClassLabel(names=["good", "bad"])}
-    columns = {"sentence": texts, "label": [-1 if hidden else row % 2 for row in range(len(texts))]}
+    kinds = {
+        "sentence": datasets.Value("string"),
+        "label": datasets.ClassLabel(names=["good", "bad"]),
+    }
+    columns = {
+        "sentence": texts,
+        "label": [-1 if hidden else row % 2 for row in range(len(texts))],
+    }
     return datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
 
 
-#: Rows of the splits of a data set of ``datasets`` (hidden labels: negative); what is read, or said.
+#: Rows of the splits of a data set of ``datasets`` (hidden labels: negative); what is
+#: read, or said.
 SPLITS: dict[str, tuple[dict[str, int], Any]] = {
     "three": ({"train": 4, "test": 2, "validation": 1}, (4, 1)),
     "training rows alone": ({"train": 10}, (8, 2)),
     "no training rows": ({"first": 10, "test": 2}, "split 'train'"),
     "no splits": ({"": 10}, (8, 2)),
-    "hidden labels": ({"train": 4, "test": -2}, r"test.* labels without a name .* -1, in 2 of 2 rows"),
+    "hidden labels": (
+        {"train": 4, "test": -2},
+        r"test.* labels without a name .* -1, in 2 of 2 rows",
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "saved"), [*((name, False) for name in SPLITS), ("three", True), ("no splits", True)]
+    ("name", "saved"),
+    [*((name, False) for name in SPLITS), ("three", True), ("no splits", True)],
 )
 def test_data_sets_of_the_hub_and_saved_ones(
     name: str, saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -252,7 +365,9 @@ def test_data_sets_of_the_hub_and_saved_ones(
     rows = {s: hub_rows(*TEXTS[: abs(n)], hidden=n < 0) for s, n in sizes.items()}
     found = rows.get("") or datasets.DatasetDict(rows)
     asked: list[Any] = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda *names: asked.append(names) or found)
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *names: asked.append(names) or found
+    )
     given_name = str(tmp_path / "cola") if saved else "owner/glue:cola"
     if saved:
         found.save_to_disk(given_name)
@@ -261,7 +376,10 @@ def test_data_sets_of_the_hub_and_saved_ones(
             load_texts(chosen(given_name))
         return
     data = load_texts(chosen(given_name))
-    assert ((len(data.train), len(data.test)), data.label_names) == (expected, ("good", "bad"))
+    assert ((len(data.train), len(data.test)), data.label_names) == (
+        expected,
+        ("good", "bad"),
+    )
     assert asked == ([] if saved else [("owner/glue", "cola")])
     assert {*data.train.inputs} <= set(TEXTS)
 
@@ -271,14 +389,18 @@ def test_a_damaged_saved_data_set_and_a_hub_that_fails_are_named(
 ) -> None:
     hub_rows("a", "b").save_to_disk(tmp_path / "saved")
     next((tmp_path / "saved").glob("*.arrow")).write_bytes(b"x" * 99)
-    with pytest.raises(DataError, match=r"saved' cannot be read as saved by 'datasets' \(Arrow"):
+    with pytest.raises(
+        DataError, match=r"saved' cannot be read as saved by 'datasets' \(Arrow"
+    ):
         load_texts(chosen(tmp_path / "saved"))
 
     def fail(*_: object) -> None:
         raise ConnectionError("no route")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(DataError, match=r"'owner/name' is not available.*hub failed .*: no route"):
+    with pytest.raises(
+        DataError, match=r"'owner/name' is not available.*hub failed .*: no route"
+    ):
         load_texts(chosen("owner/name"))
 
 
@@ -287,6 +409,11 @@ def test_numbers_of_a_hub_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {"tokens": datasets.List(datasets.Value("string")), "ner_tags": tags}
     rows = {"tokens": [["Anna", "is"]], "ner_tags": [[1, 0]]}
     split = datasets.Dataset.from_dict(rows, features=datasets.Features(kinds))
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_: {"train": split, "test": split})
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *_: {"train": split, "test": split}
+    )
     data = load_tags(chosen("owner/entities"))
-    assert (data.tags, data.train.second[0].tolist()) == (("O", "B-PER", "I-PER"), [1, 0])
+    assert (data.tags, data.train.second[0].tolist()) == (
+        ("O", "B-PER", "I-PER"),
+        [1, 0],
+    )

@@ -5,25 +5,44 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from tokenizers.processors import TemplateProcessing
 
 #: In the order of their ids, from 0.
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-# Rarer characters would fill a sixth of a small vocabulary, because each is in it as "x" and "##x".
+# Rarer characters would fill a sixth of a small vocabulary, because each is in it as
+# "x" and "##x".
 ALPHABET_SIZE, VOCABULARY = 200, 6000
 
 
 def train_wordpiece(texts: Iterable[str]) -> Tokenizer:
-    """Train a lower-casing BERT WordPiece tokenizer; the same texts give the same vocabulary."""
+    """Train a lower-casing BERT WordPiece tokenizer; the same texts give the same
+    vocabulary.
+    """
     texts, normalizer = list(texts), normalizers.BertNormalizer(lowercase=True)
-    characters = Counter(c for text in texts for c in normalizer.normalize_str(text) if not c.isspace())
-    ranked = sorted(characters, key=lambda character: (-characters[character], character))
+    characters = Counter(
+        c for text in texts for c in normalizer.normalize_str(text) if not c.isspace()
+    )
+    ranked = sorted(
+        characters, key=lambda character: (-characters[character], character)
+    )
     alphabet = sorted(ranked[:ALPHABET_SIZE])
     trainer = trainers.WordPieceTrainer(
         vocab_size=VOCABULARY,
-        # Others are numbered in hash order, and these numbers break ties between merges.
-        special_tokens=[*SPECIAL_TOKENS, *alphabet, *(f"##{symbol}" for symbol in alphabet)],
+        # Others are numbered in hash order, and these numbers break ties between
+        # merges.
+        special_tokens=[
+            *SPECIAL_TOKENS,
+            *alphabet,
+            *(f"##{symbol}" for symbol in alphabet),
+        ],
         initial_alphabet=alphabet,
         limit_alphabet=len(alphabet),
         show_progress=False,

@@ -1,4 +1,6 @@
-"""Cells on nodes in this process: who trains on what, what is recorded, and how cells fail."""
+"""Cells on nodes in this process: who trains on what, what is recorded, and how cells
+fail.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,21 @@ from fedrot.simulations.tasks.training import Task, task_of
 from tests.strategies.fakes import Client, FakeGrid, failure
 
 SMALL: dict[str, Any] = {
-    **{"train_limit": 60, "test_limit": 17, "layers": 1, "width": 16, "heads": 2, "max_length": 16},
-    **{"clients": 2, "holdout": 0.2, "rounds": 2, "seeds": [0], "partition": "dirichlet:1"},
+    **{
+        "train_limit": 60,
+        "test_limit": 17,
+        "layers": 1,
+        "width": 16,
+        "heads": 2,
+        "max_length": 16,
+    },
+    **{
+        "clients": 2,
+        "holdout": 0.2,
+        "rounds": 2,
+        "seeds": [0],
+        "partition": "dirichlet:1",
+    },
     **{"strategies": "fedavg"},
 }
 TEST = ("test", tuple(range(17)))
@@ -61,11 +76,14 @@ class Played:
         return [tuple(task.client_rows(seed, c)[held_out].tolist()) for c in numbers]
 
     def values(self, metric: str, **chosen: Any) -> dict[tuple[Any, ...], float]:
-        """Return a metric by strategy, scope, seed and round, of the rows that are asked for."""
+        """Return a metric by strategy, scope, seed and round, of the rows that are
+        asked for.
+        """
         return {
             (row["strategy"], row["scope"], row["seed"], row["round"]): row["value"]
             for row in self.rows
-            if row["metric"] == metric and all(row[key] == value for key, value in chosen.items())
+            if row["metric"] == metric
+            and all(row[key] == value for key, value in chosen.items())
         }
 
 
@@ -75,7 +93,9 @@ def node(partition: int) -> Client:
     return lambda message: app(message, context)
 
 
-def listening(heard: list[tuple[int, dict[str, Any]]], **changes: Any) -> Callable[[int], Client]:
+def listening(
+    heard: list[tuple[int, dict[str, Any]]], **changes: Any
+) -> Callable[[int], Client]:
     """Nodes that note who is told what, and are told changes of it."""
 
     def of_client(partition: int) -> Client:
@@ -95,10 +115,15 @@ elsewhere = listening([], cache="/nowhere")
 
 
 def run_all(
-    experiment: Experiment, scratch: Path, nodes: Callable[[int], Client], played: Played
+    experiment: Experiment,
+    scratch: Path,
+    nodes: Callable[[int], Client],
+    played: Played,
 ) -> Played:
     """Run all cells; ids of nodes say nothing about their partitions."""
-    grid = FakeGrid({900 - 7 * client: nodes(client) for client in range(experiment.clients)})
+    grid = FakeGrid(
+        {900 - 7 * client: nodes(client) for client in range(experiment.clients)}
+    )
     ordered = OrderedGrid(grid, experiment.clients)
     for cell in cells_of([experiment]):
         run = run_cell(cell, ordered, scratch)
@@ -112,24 +137,36 @@ Play = Callable[..., Played]
 
 @pytest.fixture
 def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
-    """Return a function that runs all cells; training adds a hundredth per row to the head's bias."""
+    """Return a function that runs all cells; training adds a hundredth per row to the
+    head's bias.
+    """
 
     def run(*, nodes: Callable[[int], Client] = node, **fields: Any) -> Played:
         experiment = of(**fields)
         played = Played(experiment)
 
         def train(
-            model: Any, task: Task, rows: np.ndarray, seed: int, epochs: float, lr: float
+            model: Any,
+            task: Task,
+            rows: np.ndarray,
+            seed: int,
+            epochs: float,
+            lr: float,
         ) -> float:
             played.trained.append(Trained(tuple(rows.tolist()), seed, epochs, lr))
             with torch.no_grad():
                 model.classifier.bias += len(rows) / 100
             return len(rows) / 10
 
-        def evaluate(model: Any, task: Task, split: Any, rows: np.ndarray) -> dict[str, float]:
+        def evaluate(
+            model: Any, task: Task, split: Any, rows: np.ndarray
+        ) -> dict[str, float]:
             name = "test" if split is task.test else "train"
             played.evaluated.append((name, tuple(rows.tolist())))
-            bias, weight = model.classifier.bias[0].detach(), model.classifier.weight[0, 0].detach()
+            bias, weight = (
+                model.classifier.bias[0].detach(),
+                model.classifier.weight[0, 0].detach(),
+            )
             return {"accuracy": float(bias), "macro_f1": float(weight), "loss": 1.0}
 
         monkeypatch.setattr(training, "train", train)
@@ -140,7 +177,9 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
 
 
 def mean(sizes: Sequence[int]) -> float:
-    """Return what one round adds to the head: the clients' hundredths, weighted by their rows."""
+    """Return what one round adds to the head: the clients' hundredths, weighted by
+    their rows.
+    """
     return sum(n * n / 100 for n in sizes) / sum(sizes)
 
 
@@ -149,10 +188,15 @@ def test_every_round_averages_the_clients_by_their_rows(play: Play) -> None:
     sizes = [len(rows) for rows in played.clients()]
     assert len(set(sizes)) == 2
     found = played.values("accuracy", scope="central")
-    values = [found["fedavg", "central", 0, n] - found["fedavg", "central", 0, 0] for n in range(3)]
+    values = [
+        found["fedavg", "central", 0, n] - found["fedavg", "central", 0, 0]
+        for n in range(3)
+    ]
     assert values == pytest.approx([0, mean(sizes), 2 * mean(sizes)], abs=1e-5)
     # Whatever moves nothing has the same bits.
-    assert [found["aligned", "central", 0, n] for n in range(3)] == [*found.values()][:3]
+    assert [found["aligned", "central", 0, n] for n in range(3)] == [*found.values()][
+        :3
+    ]
     assert len(found) == 2 * 3
 
 
@@ -160,9 +204,13 @@ def test_a_client_trains_on_its_own_rows_with_seeds_of_its_own(play: Play) -> No
     played = play(seeds=[0, 1], rounds=3, first_epochs=2.5, local_epochs=0.5, lr=0.25)
     assert len(played.trained) == 2 * 3 * 2
     rounds = [played.trained[i : i + 2] for i in range(0, 12, 2)]
-    for (seed, number), trained in zip(itertools.product((0, 1), (1, 2, 3)), rounds, strict=True):
+    for (seed, number), trained in zip(
+        itertools.product((0, 1), (1, 2, 3)), rounds, strict=True
+    ):
         assert {t.rows for t in trained} == {*played.clients(seed=seed)}
-        assert {(t.epochs, t.lr) for t in trained} == {(2.5 if number == 1 else 0.5, 0.25)}
+        assert {(t.epochs, t.lr) for t in trained} == {
+            (2.5 if number == 1 else 0.5, 0.25)
+        }
     assert len({t.seed for t in played.trained}) == len(played.trained)
 
 
@@ -172,7 +220,10 @@ def test_a_client_trains_on_its_own_rows_with_seeds_of_its_own(play: Play) -> No
 def test_what_is_the_same_in_two_strategies_is_trained_once_if_they_share_files(
     play: Play, nodes: Callable[[int], Client], start: str
 ) -> None:
-    seeds = [t.seed for t in play(nodes=nodes, strategies="fedavg,aligned", start=start).trained]
+    seeds = [
+        t.seed
+        for t in play(nodes=nodes, strategies="fedavg,aligned", start=start).trained
+    ]
     assert sorted(seeds[:4]) == [1_000, 1_001, 2_000, 2_001]
     if nodes is elsewhere:
         assert seeds[4:] == seeds[:4]
@@ -186,30 +237,53 @@ def test_a_guard_chooses_by_held_out_rows_that_no_table_reports(play: Play) -> N
     held = tuple(itertools.chain(*played.clients(held_out=True)))
     assert played.evaluated.count(("train", held)) == 2 * 2  # two means per round
     assert played.evaluated.count(TEST) == 3
-    # The head's bias, which this accuracy is, does not move: of equal means the plain one is kept.
-    assert [*played.values("fedrot-guard-kept-aligned", scope="round").values()] == [0, 0]
+    # The head's bias, which this accuracy is, does not move: of equal means the plain
+    # one is kept.
+    assert [*played.values("fedrot-guard-kept-aligned", scope="round").values()] == [
+        0,
+        0,
+    ]
 
 
 def test_a_strategy_of_some_clients_tells_them_what_it_needs_and_chooses_by_their_rows(
     play: Play,
 ) -> None:
     heard: list[tuple[int, dict[str, Any]]] = []
-    some = {"name": "some", "guard": "loss", "clients": [0, 2], "alignment": {"chance": 0.0}}
+    some = {
+        "name": "some",
+        "guard": "loss",
+        "clients": [0, 2],
+        "alignment": {"chance": 0.0},
+    }
     some |= {"aggregation": "regmean", "batches": 2, "learning_rate": 0.5}
     fields = {"clients": 4, "partition": "iid", "start": "scrambled", "rounds": 1}
     played = play(nodes=listening(heard), strategies=[some], **fields)
-    expected = {"seed": 0, "lr": 0.5, "batches": 2, "experiment": played.experiment.to_json()}
+    expected = {
+        "seed": 0,
+        "lr": 0.5,
+        "batches": 2,
+        "experiment": played.experiment.to_json(),
+    }
     assert {client for client, _ in heard} == {0, 2}
-    assert [{name: told[name] for name in expected} for _, told in heard] == [expected] * 2
-    assert {row["scope"] for row in played.rows if "client" in row["scope"]} == {"client:0", "client:2"}
+    assert [{name: told[name] for name in expected} for _, told in heard] == [
+        expected
+    ] * 2
+    assert {row["scope"] for row in played.rows if "client" in row["scope"]} == {
+        "client:0",
+        "client:2",
+    }
     held = played.clients(held_out=True)
     assert ("train", held[0] + held[2]) in played.evaluated
 
 
 @pytest.mark.parametrize(("holdout", "scored"), [(0.0, 0), (0.03, 1)])
-def test_clients_without_held_out_rows_have_no_scores(play: Play, holdout: float, scored: int) -> None:
+def test_clients_without_held_out_rows_have_no_scores(
+    play: Play, holdout: float, scored: int
+) -> None:
     played = play(holdout=holdout, rounds=1)
-    assert [len(rows) > 0 for rows in played.clients(held_out=True)].count(True) == scored
+    assert [len(rows) > 0 for rows in played.clients(held_out=True)].count(
+        True
+    ) == scored
     for client, rows in enumerate(played.clients(held_out=True)):
         assert bool(played.values("accuracy", scope=f"client:{client}")) == bool(rows)
 
@@ -217,8 +291,12 @@ def test_clients_without_held_out_rows_have_no_scores(play: Play, holdout: float
 def test_what_is_recorded(play: Play) -> None:
     played = play(strategies="fedavg,aligned", start="scrambled")
     held = played.clients(held_out=True)
-    assert all({*rows}.isdisjoint(own) for rows, own in zip(held, played.clients(), strict=True))
-    # The initial model and that of each round; the last one on the clients' held-out rows, too.
+    assert all(
+        {*rows}.isdisjoint(own)
+        for rows, own in zip(held, played.clients(), strict=True)
+    )
+    # The initial model and that of each round; the last one on the clients' held-out
+    # rows, too.
     assert played.evaluated == ([TEST] * 3 + [("train", rows) for rows in held]) * 2
     sizes, found = [len(rows) for rows in played.clients()], played.values
     scopes = {"central", "messages", "round", "client:0", "client:1"}
@@ -227,37 +305,68 @@ def test_what_is_recorded(play: Play) -> None:
     start = found("accuracy", strategy="fedavg")["fedavg", "central", 0, 0]
     for client, size in enumerate(sizes):
         of_client = {"strategy": "fedavg", "scope": f"client:{client}"}
-        assert [*found("train-loss", **of_client).values()] == pytest.approx([size / 10] * 2)
+        assert [*found("train-loss", **of_client).values()] == pytest.approx(
+            [size / 10] * 2
+        )
         mine = [*found("accuracy", **of_client).values()]
         assert mine == pytest.approx([start + 2 * mean(sizes)])
-    one = [row["metric"] for row in played.rows if row["scope"] == "central" and row["round"] == 0]
+    one = [
+        row["metric"]
+        for row in played.rows
+        if row["scope"] == "central" and row["round"] == 0
+    ]
     assert one == ["accuracy", "macro_f1", "loss"] * 2
-    # Clients are asked once in a round, and answer with a model. What was sent counts up.
-    model = build_model(played.experiment, task_of(played.experiment.to_json()).data, seed=0)
+    # Clients are asked once in a round, and answer with a model. What was sent counts
+    # up.
+    model = build_model(
+        played.experiment, task_of(played.experiment.to_json()).data, seed=0
+    )
     size = sum(len(array.data) for array in ArrayRecord(model.state_dict()).values())
-    for metric, each in (("requests", 2), ("bytes-sent", 2 * size), ("bytes-received", 2 * size)):
+    for metric, each in (
+        ("requests", 2),
+        ("bytes-sent", 2 * size),
+        ("bytes-received", 2 * size),
+    ):
         assert [*found(metric, strategy="fedavg").values()] == [each, 2 * each]
     # The alignment's rows name their cell, and are there once.
     aligned = [row for row in played.alignment if "before" in row]
     cell = {"experiment": played.experiment.name, "strategy": "aligned", "seed": 0}
     assert all(row.items() >= cell.items() for row in aligned)
-    places = [(row["round"], row["client"], row["part"], row["layer"], row["group"]) for row in aligned]
+    places = [
+        (row["round"], row["client"], row["part"], row["layer"], row["group"])
+        for row in aligned
+    ]
     assert len(places) == len({*places}) > 0
     assert not any("stage" in row for row in played.alignment)
 
 
-def test_who_takes_part_is_the_same_in_every_strategy_and_not_in_every_round(play: Play) -> None:
-    fields = {"clients": 4, "fraction_train": 0.5, "partition": "iid", "rounds": 3, "seeds": [0, 1]}
+def test_who_takes_part_is_the_same_in_every_strategy_and_not_in_every_round(
+    play: Play,
+) -> None:
+    fields = {
+        "clients": 4,
+        "fraction_train": 0.5,
+        "partition": "iid",
+        "rounds": 3,
+        "seeds": [0, 1],
+    }
     everybody = {"name": "all", "alignment": False, "fraction_train": 1.0}
     played = play(strategies=["fedavg", "aligned", everybody], **fields)
     first, second, whole = (
         [place[1:] for place in played.values("train-loss", strategy=name)]
         for name in ("fedavg", "aligned", "all")
     )
-    # Replies arrive in the order of the sample, and are recorded in that of the clients.
-    assert first == second == sorted(first, key=lambda place: (place[1], place[2], place[0]))
+    # Replies arrive in the order of the sample, and are recorded in that of the
+    # clients.
+    assert (
+        first
+        == second
+        == sorted(first, key=lambda place: (place[1], place[2], place[0]))
+    )
     assert len(whole) == 2 * len(first) == 2 * 3 * 4
-    pairs = [{scope for scope, *_ in first[place : place + 2]} for place in range(0, 12, 2)]
+    pairs = [
+        {scope for scope, *_ in first[place : place + 2]} for place in range(0, 12, 2)
+    ]
     assert len({*map(frozenset, pairs)}) > 2
     assert pairs[:3] != pairs[3:]
     # All are scored after the last round, whoever trained.
@@ -283,25 +392,52 @@ def test_a_round_without_an_update_fails(play: Play, lost: int, with_nan: bool) 
 
         return answer
 
-    with pytest.raises((RuntimeError, ValueError), match=f"round {lost} of .* seed 3 · aligned|NaN"):
+    with pytest.raises(
+        (RuntimeError, ValueError), match=f"round {lost} of .* seed 3 · aligned|NaN"
+    ):
         play(nodes=losing, strategies="aligned", seeds=[3], rounds=3)
 
 
 def test_arguments_of_a_table_reach_the_aggregation_and_the_server() -> None:
     table = {"name": "mine", "aggregation": {"name": "regmean", "alpha": 0.25}}
-    experiment = of(strategies=[{**table, "server": {"min_replies": 2}}, "regmean", "fisher", "fedavg"])
+    experiment = of(
+        strategies=[
+            {**table, "server": {"min_replies": 2}},
+            "regmean",
+            "fisher",
+            "fedavg",
+        ]
+    )
     shell = build_model(experiment, task_of(experiment.to_json()).data, seed=0)
     runs = [CellRun(experiment, 0, strategy) for strategy in experiment.strategies]
     built: list[Any] = [strategy_of(run, shell) for run in runs]
     found = [strategy.aggregation() for strategy in built]
-    assert [type(one).__name__ for one in found] == ["RegMean", "RegMean", "Fisher", "Mean"]
+    assert [type(one).__name__ for one in found] == [
+        "RegMean",
+        "RegMean",
+        "Fisher",
+        "Mean",
+    ]
     assert (found[0].alpha, found[1].alpha) == (0.25, 0.9)
     assert (built[0].server.min_replies, built[0].server.deterministic) == (2, True)
 
 
 IMAGES: dict[str, Any] = {
-    **{"task": "image", "train_limit": 400, "test_limit": 60, "layers": 1, "width": 32, "heads": 2},
-    **{"clients": 2, "holdout": 0.3, "rounds": 2, "lr": 0.01, "partition": "dirichlet:0.3"},
+    **{
+        "task": "image",
+        "train_limit": 400,
+        "test_limit": 60,
+        "layers": 1,
+        "width": 32,
+        "heads": 2,
+    },
+    **{
+        "clients": 2,
+        "holdout": 0.3,
+        "rounds": 2,
+        "lr": 0.01,
+        "partition": "dirichlet:0.3",
+    },
     **{"seeds": [0], "strategies": "fedavg,fedavg_head,head_only,fit_head"},
 }
 
@@ -310,13 +446,19 @@ def test_heads_are_fitted_at_the_end_at_the_start_or_in_rounds(tmp_path: Path) -
     experiment = Experiment.from_flat(IMAGES)
     played = run_all(experiment, tmp_path, node, Played(experiment))
     plain, head, only, rounds = (
-        {(r["scope"], r["round"], r["metric"]): r["value"] for r in played.rows if r["strategy"] == name}
+        {
+            (r["scope"], r["round"], r["metric"]): r["value"]
+            for r in played.rows
+            if r["strategy"] == name
+        }
         for name in ("fedavg", "fedavg_head", "head_only", "fit_head")
     )
     # At the end: only the last round differs.
     assert plain.keys() == head.keys()
     changed = {key[:2] for key in head if plain[key] != head[key]}
-    assert changed == {(scope, 2) for scope in ("central", "messages", "client:0", "client:1")}
+    assert changed == {
+        (scope, 2) for scope in ("central", "messages", "client:0", "client:1")
+    }
     assert head["central", 2, "accuracy"] > plain["central", 2, "accuracy"]
     # At the start: nobody trains, and there is one model, that after the last round.
     assert {(key[1], key[2] == "train-loss") for key in only} == {(2, False)}
@@ -338,10 +480,15 @@ def test_cells_leave_no_model_behind(tmp_path: Path) -> None:
             *_, log, failed = said
             assert not failed
             logs.append(log)
-            held.append(sum(o.numel() for o in gc.get_objects() if isinstance(o, torch.Tensor)))
+            held.append(
+                sum(o.numel() for o in gc.get_objects() if isinstance(o, torch.Tensor))
+            )
 
     run_job(told, [1.0] * len(told), tmp_path / "nowhere", tell)
     # Flower's log of a cell, and of no other.
     assert [log.count("[ROUND 1/1]") for log in logs] == [1] * 6
     model = build_model(experiment, task_of(experiment.to_json()).data, seed=0)
-    assert max(held[3:]) - held[2] < sum(parameter.numel() for parameter in model.parameters()) / 2
+    assert (
+        max(held[3:]) - held[2]
+        < sum(parameter.numel() for parameter in model.parameters()) / 2
+    )

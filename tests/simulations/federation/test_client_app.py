@@ -1,4 +1,6 @@
-"""What a client computes: its start, its update, its statistics, and which trainings are shared."""
+"""What a client computes: its start, its update, its statistics, and which trainings
+are shared.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,14 @@ from tests.strategies import fakes
 
 State = dict[str, Tensor]
 SMALL: dict[str, Any] = {
-    **{"train_limit": 90, "test_limit": 30, "layers": 1, "width": 16, "heads": 2, "clients": 2},
+    **{
+        "train_limit": 90,
+        "test_limit": 30,
+        "layers": 1,
+        "width": 16,
+        "heads": 2,
+        "clients": 2,
+    },
     **{"batch_size": 16, "max_length": 24, "holdout": 0.2},
 }
 UP = "bert.encoder.layer.0.intermediate.dense.weight"
@@ -55,7 +64,9 @@ def with_state(task: Task, state: Mapping[str, Tensor]) -> nn.Module:
 
 
 def answered(model: Mapping[str, Tensor], client: int = 0, **told: Any) -> Any:
-    """Return what a client answers; ``told`` may have fields of the experiment as ``fields``."""
+    """Return what a client answers; ``told`` may have fields of the experiment as
+    ``fields``.
+    """
     assert fakes.TaskIdentity.run_id == 1  # or Flower refuses to make messages
     fields = told.pop("fields", {})
     job = {
@@ -65,16 +76,22 @@ def answered(model: Mapping[str, Tensor], client: int = 0, **told: Any) -> Any:
     }
     if "statistics" in job:
         job[STATISTICS] = job.pop("statistics")
-    content = RecordDict({"arrays": ArrayRecord(dict(model)), "config": ConfigRecord(job)})
+    content = RecordDict(
+        {"arrays": ArrayRecord(dict(model)), "config": ConfigRecord(job)}
+    )
     message = Message(content, dst_node_id=1, message_type="train")
-    found = client_app.app(message, Context(1, 1, {"partition-id": client}, RecordDict(), {}))
+    found = client_app.app(
+        message, Context(1, 1, {"partition-id": client}, RecordDict(), {})
+    )
     assert dict(found.content["client"]) == {"partition-id": client}
     return found.content
 
 
 def ask(model: Mapping[str, Tensor], client: int = 0, **told: Any) -> State:
     """Return a client's update."""
-    return dict(answered(model, client, **told).array_records["arrays"].to_torch_state_dict())
+    return dict(
+        answered(model, client, **told).array_records["arrays"].to_torch_state_dict()
+    )
 
 
 @pytest.fixture
@@ -85,7 +102,9 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def trainings(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Losses of all trainings, each another one, that leave their number in the head."""
+    """Losses of all trainings, each another one, that leave their number in the
+    head.
+    """
     losses: list[float] = []
 
     def train(model: Any, *_: Any) -> float:
@@ -104,12 +123,16 @@ def number_in(update: State) -> float:
     return number
 
 
-def test_an_update_is_a_training_of_the_received_model(task: Task, received: State) -> None:
+def test_an_update_is_a_training_of_the_received_model(
+    task: Task, received: State
+) -> None:
     model = with_state(task, received)
     loss = training.train(model, task, task.client_rows(2, 1)[0], 2_003_001, 1, 0.01)
     content = answered(received, 1, seed=2, server_round=3, lr=0.01)
     found = content.array_records["arrays"].to_torch_state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(found[name], tensor) for name, tensor in model.state_dict().items()
+    )
     assert content["metrics"]["train-loss"] == loss
     assert content["metrics"]["num-examples"] == len(task.client_rows(2, 1)[0])
 
@@ -127,32 +150,46 @@ def test_an_update_is_a_training_of_the_received_model(task: Task, received: Sta
 def test_a_client_starts_from_a_model_of_its_own_only_where_it_is_to(
     told: dict[str, Any], seed: int | None, task: Task, received: State
 ) -> None:
-    own = received if seed is None else build_model(task.experiment, task.data, seed).state_dict()
+    own = (
+        received
+        if seed is None
+        else build_model(task.experiment, task.data, seed).state_dict()
+    )
     found = ask(received, 1, **told)
     assert found.keys() == own.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in own.items())
 
 
 @pytest.mark.usefixtures("untrained")
-def test_clients_are_scrambled_in_ways_of_their_own(task: Task, received: State) -> None:
+def test_clients_are_scrambled_in_ways_of_their_own(
+    task: Task, received: State
+) -> None:
     rows, scrambled = np.arange(8), {"fields": {"start": "scrambled"}}
-    expected = training.evaluate(with_state(task, received), task, task.test, rows)["loss"]
+    expected = training.evaluate(with_state(task, received), task, task.test, rows)[
+        "loss"
+    ]
     found = [received]
     for client, told in ((0, {}), (1, {}), (0, {"server_round": 2}), (0, {"seed": 1})):
         found.append(ask(received, client, **scrambled, **told))
-        loss = training.evaluate(with_state(task, found[-1]), task, task.test, rows)["loss"]
+        loss = training.evaluate(with_state(task, found[-1]), task, task.test, rows)[
+            "loss"
+        ]
         assert loss == pytest.approx(expected, abs=1e-4)
     assert len({tuple(state[UP].flatten().tolist()) for state in found}) == 5
     assert torch.equal(ask(received, 0, **scrambled)[UP], found[1][UP])
 
 
 @pytest.mark.usefixtures("untrained")
-def test_statistics_are_of_the_update_on_the_clients_own_rows(task: Task, received: State) -> None:
+def test_statistics_are_of_the_update_on_the_clients_own_rows(
+    task: Task, received: State
+) -> None:
     content = answered(received, 1, statistics="gram,fisher")
     state = content.array_records["arrays"].to_torch_state_dict()
     found = read_statistics(content)
     assert set(found) == {"gram", "fisher"}
-    assert all(found["fisher"][name].shape == tensor.shape for name, tensor in state.items())
+    assert all(
+        found["fisher"][name].shape == tensor.shape for name, tensor in state.items()
+    )
     rows, _ = task.client_rows(0, 1)
     batches = [{**task.train.batch(rows[[i]])} for i in range(len(rows))]
     expected = fedrot.collect_gram(with_state(task, state), batches)
@@ -193,13 +230,20 @@ DECIDES: dict[str, tuple[dict[str, Any], bool]] = {
     "partition": ({"fields": {"partition": "dirichlet:1"}}, True),
     "the model": ({"weight": 2.0}, True),
     "scrambled": ({"fields": {"start": "scrambled"}}, False),
-    "names and strategies": ({"fields": {"strategies": "aligned", "name": "x", "seeds": "9"}}, False),
+    "names and strategies": (
+        {"fields": {"strategies": "aligned", "name": "x", "seeds": "9"}},
+        False,
+    ),
 }
 
 
 @pytest.mark.parametrize(("change", "differs"), DECIDES.values(), ids=DECIDES)
 def test_strategies_share_a_training_only_if_nothing_that_decides_it_differs(
-    change: dict[str, Any], differs: bool, received: State, tmp_path: Path, trainings: list[float]
+    change: dict[str, Any],
+    differs: bool,
+    received: State,
+    tmp_path: Path,
+    trainings: list[float],
 ) -> None:
     def ask_for(client: int = 0, weight: float = 1.0, **told: Any) -> tuple[float, Any]:
         sent = {**received, "classifier.weight": received["classifier.weight"] * weight}
@@ -214,9 +258,14 @@ def test_strategies_share_a_training_only_if_nothing_that_decides_it_differs(
 
 
 def test_later_rounds_share_trainings_while_the_folder_is_small(
-    received: State, tmp_path: Path, trainings: list[float], monkeypatch: pytest.MonkeyPatch
+    received: State,
+    tmp_path: Path,
+    trainings: list[float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def numbers(client: int, server_round: int, cache: str = str(tmp_path)) -> list[float]:
+    def numbers(
+        client: int, server_round: int, cache: str = str(tmp_path)
+    ) -> list[float]:
         told = {"cache": cache, "server_round": server_round}
         return [number_in(ask(received, client, **told)) for _ in range(2)]
 
@@ -235,7 +284,11 @@ def test_outputs_of_labels_that_a_client_does_not_know_stay(tmp_path: Path) -> N
     for name, classes in (("news", "ab"), ("talk", "bc")):
         rows = [f"word {i},{classes[i % 2]}" for i in range(40)]
         (tmp_path / f"{name}.csv").write_text("\n".join(["text,label", *rows]) + "\n")
-    fields = {"data": "news.csv,talk.csv", "data_dir": str(tmp_path), "partition": "column:domain"}
+    fields = {
+        "data": "news.csv,talk.csv",
+        "data_dir": str(tmp_path),
+        "partition": "column:domain",
+    }
     task = task_of(of(**fields).to_json())
     start = build_model(task.experiment, task.data, seed=0).state_dict()
     assert task.data.label_names == ("a", "b", "c")
@@ -244,6 +297,10 @@ def test_outputs_of_labels_that_a_client_does_not_know_stay(tmp_path: Path) -> N
         # Weight decay moves what has no loss, too.
         content = answered(start, client, fields=fields, lr=0.1)
         head = content["arrays"].to_torch_state_dict()["classifier.weight"]
-        moved.append([not torch.equal(head[k], start["classifier.weight"][k]) for k in range(3)])
-        moved.append(read_statistics(content)["trained"]["classifier.bias"].flatten().tolist())
+        moved.append(
+            [not torch.equal(head[k], start["classifier.weight"][k]) for k in range(3)]
+        )
+        moved.append(
+            read_statistics(content)["trained"]["classifier.bias"].flatten().tolist()
+        )
     assert sorted(moved) == [[False, True, True]] * 2 + [[True, True, False]] * 2

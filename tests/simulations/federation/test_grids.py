@@ -1,4 +1,6 @@
-"""Nodes in this process, nodes in the order of their partition ids, and what messages cost."""
+"""Nodes in this process, nodes in the order of their partition ids, and what messages
+cost.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,12 @@ def test_nodes_are_in_the_order_of_their_partitions() -> None:
 
 
 def test_a_partition_that_no_node_has_is_refused() -> None:
-    said = r"5 nodes have the partition ids \[0, 0, 1, 2, 3\], but the experiment has 5 clients"
+    said = r"5 nodes have the partition ids \[0, 0, 1, 2, 3\], but the experiment has 5"
     with pytest.raises(RuntimeError, match=said):
         grid(own=lambda partition: max(0, partition - 1))
-    with pytest.raises(RuntimeError, match=r"The 2 nodes have the partition ids \[0\], "):
+    with pytest.raises(
+        RuntimeError, match=r"The 2 nodes have the partition ids \[0\], "
+    ):
         OrderedGrid(FakeGrid({7: client(0), 8: failure}), 2)
     with pytest.raises(RuntimeError, match=r"The 2 nodes .* 1 clients"):
         OrderedGrid(FakeGrid({7: client(0), 8: client(1)}), 1)
@@ -69,12 +73,21 @@ def test_messages_are_counted_with_the_bytes_of_their_arrays() -> None:
     ordered = OrderedGrid(FakeGrid({7: client(0, 5), 8: client(1, 9)}), 2).of([])
     ordered.grid.nodes[9] = failure  # type: ignore[attr-defined]
     assert not ordered.counted  # questions about partitions are not counted
-    sent, record = ArrayRecord({"b": torch.zeros(3, 4)}), ConfigRecord({"long": "x" * 999})
-    asked = [to(node, RecordDict({"arrays": sent, "config": record})) for node in (7, 8, 9)]
+    sent, record = (
+        ArrayRecord({"b": torch.zeros(3, 4)}),
+        ConfigRecord({"long": "x" * 999}),
+    )
+    asked = [
+        to(node, RecordDict({"arrays": sent, "config": record})) for node in (7, 8, 9)
+    ]
     assert len([*ordered.send_and_receive(asked[:1])]) == 1
     assert len([*ordered.send_and_receive(asked[1:])]) == 2
     sizes = [len(ArrayRecord({"x": torch.ones(n)})["x"].data) for n in (5, 9)]
-    expected = {"requests": 3, "bytes-sent": 3 * len(sent["b"].data), "bytes-received": sum(sizes)}
+    expected = {
+        "requests": 3,
+        "bytes-sent": 3 * len(sent["b"].data),
+        "bytes-received": sum(sizes),
+    }
     assert ordered.counted == expected
     assert not ordered.of([0]).counted
 
@@ -94,7 +107,9 @@ def test_a_local_node_answers_when_it_is_asked_and_once() -> None:
     assert (len({*ids}), asked) == (3, [])
     (first,) = local.pull_messages([ids[2], "unknown"])
     assert (first.metadata.src_node_id, asked) == (1, [1])
-    assert [m.metadata.reply_to_message_id for m in local.pull_messages(message_ids=ids)] == ids[:1]
+    assert [
+        m.metadata.reply_to_message_id for m in local.pull_messages(message_ids=ids)
+    ] == ids[:1]
     # A node without an answer is asked again.
     assert local.pull_messages(ids) == []
     assert asked == [1, 3, 2, 2]

@@ -1,4 +1,6 @@
-"""The ServerApp of ``flwr run`` on nodes in this process: the folder that it fills, and continues."""
+"""The ServerApp of ``flwr run`` on nodes in this process: the folder that it fills, and
+continues.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,20 @@ from tests.simulations.commands import simulated, values
 
 #: The run configuration, as ``flwr run -c`` gives it.
 SERVED: dict[str, Any] = {
-    **{"train-limit": 120, "test-limit": 20, "layers": 1, "width": 16, "heads": 2, "max-length": 16},
-    **{"clients": 2, "rounds": 2, "seeds": "2", "strategies": "fedavg,head_only,aligned"},
+    **{
+        "train-limit": 120,
+        "test-limit": 20,
+        "layers": 1,
+        "width": 16,
+        "heads": 2,
+        "max-length": 16,
+    },
+    **{
+        "clients": 2,
+        "rounds": 2,
+        "seeds": "2",
+        "strategies": "fedavg,head_only,aligned",
+    },
 }
 
 
@@ -42,7 +56,9 @@ def play(out: Path, nodes: int = 2, **changes: Any) -> None:
         server_app.main(local_clients(client_app.app, nodes), context)
 
 
-def test_a_folder_is_continued_as_by_simulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_continued_as_by_simulate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, real = tmp_path / "run", RUNS["head_only"]
 
     def broken(cell: CellRun) -> None:
@@ -82,7 +98,11 @@ def test_a_folder_is_continued_as_by_simulate(tmp_path: Path, monkeypatch: pytes
     ],
 )
 def test_what_is_wrong_is_refused_before_anything_is_written(
-    out: Path, changes: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    out: Path,
+    changes: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ValueError, OSError, RuntimeError), match=said):
@@ -92,8 +112,22 @@ def test_what_is_wrong_is_refused_before_anything_is_written(
 
 SCRIPTS = Path(sys.executable).parent
 SETTINGS = {
-    **{"train-limit": 480, "test-limit": 200, "clients": 2, "max-length": 32, "layers": 1, "width": 32},
-    **{"heads": 2, "seeds": "1", "rounds": 2, "lr": 5e-3, "local-epochs": 2, "start": "scrambled"},
+    **{
+        "train-limit": 480,
+        "test-limit": 200,
+        "clients": 2,
+        "max-length": 32,
+        "layers": 1,
+        "width": 32,
+    },
+    **{
+        "heads": 2,
+        "seeds": "1",
+        "rounds": 2,
+        "lr": 5e-3,
+        "local-epochs": 2,
+        "start": "scrambled",
+    },
     **{"partition": "dirichlet:1", "strategies": "fedavg,aligned,fit_head"},
 }
 
@@ -107,9 +141,13 @@ def flower_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     )
     yield home
     every = psutil.process_iter(["environ"])
-    started = [p for p in every if (p.info["environ"] or {}).get("FLWR_HOME") == str(home)]
+    started = [
+        p for p in every if (p.info["environ"] or {}).get("FLWR_HOME") == str(home)
+    ]
     # Children first: Ray's agents hide their environment, and outlive a killed parent.
-    for process in {child for p in started for child in p.children(recursive=True)} | set(started):
+    for process in {
+        child for p in started for child in p.children(recursive=True)
+    } | set(started):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
@@ -138,11 +176,17 @@ def served(flower_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "-c", f'out="{out}" {settings}',
     ]  # fmt: skip
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
+        process = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=log, cwd=folder
+        )
         try:
             deadline = time.monotonic() + 300
             written = out / "report.html"  # The last file of a run.
-            while not written.exists() and process.poll() is None and time.monotonic() < deadline:
+            while (
+                not written.exists()
+                and process.poll() is None
+                and time.monotonic() < deadline
+            ):
                 time.sleep(0.5)
         finally:
             process.kill()
@@ -165,9 +209,17 @@ def test_the_run_folder_tells_the_whole_story(served: Path) -> None:
 
 
 def test_fedrot_simulate_gives_the_same_rows(served: Path, tmp_path: Path) -> None:
-    """What is simulated is what is deployed: the apps' results do not depend on the engine."""
-    simulated(tmp_path / "again", {name.replace("-", "_"): value for name, value in SETTINGS.items()})
+    """What is simulated is what is deployed: the apps' results do not depend on the
+    engine.
+    """
+    simulated(
+        tmp_path / "again",
+        {name.replace("-", "_"): value for name, value in SETTINGS.items()},
+    )
     for scope in ("central", "client:0", "client:1", "round"):
         assert values(served, scope) == values(tmp_path / "again", scope)
     # Scrambled clients have another plain average.
-    assert values(served)["aligned", 0, 2, "loss"] != values(served)["fedavg", 0, 2, "loss"]
+    assert (
+        values(served)["aligned", 0, 2, "loss"]
+        != values(served)["fedavg", 0, 2, "loss"]
+    )

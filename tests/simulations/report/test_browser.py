@@ -1,4 +1,6 @@
-"""The page in a browser: only heat maps scroll sideways, on a phone and on a desk, light and dark."""
+"""The page in a browser: only heat maps scroll sideways, on a phone and on a desk,
+light and dark.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +18,37 @@ from fedrot.simulations.report.pages import present, write_strategy_report
 from tests.simulations.report.runs import HOSTILE, group, write_folder
 from tests.simulations.report.test_pages import write_lines
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-#: Opens what is folded; returns what is wider than the window, and pictures without a text.
+CHROMIUM = (
+    shutil.which("chromium")
+    or shutil.which("chromium-browser")
+    or shutil.which("google-chrome")
+)
+#: Opens what is folded; returns what is wider than the window, and pictures without a
+#: text.
 MEASURE = """() => {
 document.querySelectorAll("details").forEach(one => one.open = true);
 const wide = [...document.querySelectorAll("body *:not(.wide, .wide *)")].filter(one =>
-  one.getBoundingClientRect().right > innerWidth + 0.5 || one.scrollWidth > one.clientWidth + 1 &&
+  one.getBoundingClientRect().right > innerWidth + 0.5 ||
+  one.scrollWidth > one.clientWidth + 1 &&
   getComputedStyle(one).overflowX !== "visible");
 return {
-  all: document.documentElement.scrollWidth, wide: wide.map(one => one.outerHTML.slice(0, 80)),
-  page: getComputedStyle(document.body).backgroundColor, tables: !!document.querySelector("table"),
+  all: document.documentElement.scrollWidth,
+  wide: wide.map(one => one.outerHTML.slice(0, 80)),
+  page: getComputedStyle(document.body).backgroundColor,
+  tables: !!document.querySelector("table"),
   silent: [...document.images].filter(one => !one.alt).length}}"""
 
 
 @contextmanager
-def opened(file: Path, width: int, scheme: Literal["dark", "light"] = "light") -> Iterator[Page]:
+def opened(
+    file: Path, width: int, scheme: Literal["dark", "light"] = "light"
+) -> Iterator[Page]:
     """Open a file in a headless Chromium, in a window of this width."""
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        page = browser.new_page(
+            viewport={"width": width, "height": 900}, color_scheme=scheme
+        )
         page.goto(file.resolve().as_uri())
         yield page
         browser.close()
@@ -44,7 +58,9 @@ def opened(file: Path, width: int, scheme: Literal["dark", "light"] = "light") -
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     rows = [group(n, "ffn", 0, 0.4, found=0.8, chance=0.2) for n in (1, 2)]
-    write_lines(folder / "rows.jsonl", [*rows, {"round": 1, "client": 7, "dropped": HOSTILE}])
+    write_lines(
+        folder / "rows.jsonl", [*rows, {"round": 1, "client": 7, "dropped": HOSTILE}]
+    )
     gains = {"fedavg": 0.0, "aligned": 0.0008, "fit_head": 0.05}
     hostile = {HOSTILE: {"fedavg": 0.0, HOSTILE: 0.01}, "two": gains}
     quiet = Console(quiet=True)
@@ -55,12 +71,18 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium"
+)
 @pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
 @pytest.mark.parametrize("name", ["run", "hostile", "strategy"])
-def test_nothing_scrolls_sideways(name: str, width: int, scheme: Any, pages: dict[str, Path]) -> None:
+def test_nothing_scrolls_sideways(
+    name: str, width: int, scheme: Any, pages: dict[str, Path]
+) -> None:
     with opened(pages[name], width, scheme) as page:
         found = page.evaluate(MEASURE)
     assert (found["all"] <= width, found["wide"]) == (True, [])
-    assert found["page"] == ("rgb(20, 23, 27)" if scheme == "dark" else "rgb(255, 255, 255)")
+    assert found["page"] == (
+        "rgb(20, 23, 27)" if scheme == "dark" else "rgb(255, 255, 255)"
+    )
     assert (found["tables"], found["silent"]) == (True, 0)

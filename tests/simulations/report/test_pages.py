@@ -26,7 +26,10 @@ from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import ArrayRecord, FakeGrid, reply
 
 GAINS = {"fedavg": 0.0, "aligned": 0.0008, "fit_head": 0.05, "joined": 0.09}
-TWO = {"skewed": {"fedavg": 0.0, "fit_head": 0.05}, "apart": {"fedavg": 0.0, "aligned": -0.02}}
+TWO = {
+    "skewed": {"fedavg": 0.0, "fit_head": 0.05},
+    "apart": {"fedavg": 0.0, "aligned": -0.02},
+}
 
 
 def shown(run: Path) -> tuple[str, list[str]]:
@@ -37,7 +40,9 @@ def shown(run: Path) -> tuple[str, list[str]]:
 
 
 class Outline(HTMLParser):
-    """Checks that tags close in order; collects tags, attributes, and sources of pictures."""
+    """Checks that tags close in order; collects tags, attributes, and sources of
+    pictures.
+    """
 
     VOID = frozenset({"meta", "img", "br", "link", "wbr"})
 
@@ -51,7 +56,9 @@ class Outline(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags |= {tag, *(name for name, _ in attrs)}
-        self.links += [value or "" for name, value in attrs if name in ("src", "href", "srcset")]
+        self.links += [
+            value or "" for name, value in attrs if name in ("src", "href", "srcset")
+        ]
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -70,17 +77,40 @@ def has_in_order(page: str, words: Sequence[str]) -> None:
 
 def test_the_page_and_the_terminal_begin_with_the_verdict(tmp_path: Path) -> None:
     page, lines = shown(write_folder(tmp_path / "run", {"main": GAINS}))
-    assert lines[0].startswith("main: Use fit_head: accuracy 0.670, fedavg 0.620 (+0.050")
+    assert lines[0].startswith(
+        "main: Use fit_head: accuracy 0.670, fedavg 0.620 (+0.050"
+    )
     assert "  FedRot(fit_head)" in lines
     assert all(any(line.startswith(name) for line in lines) for name in GAINS)
     parts = [
-        *("Use fit_head: accuracy 0.670, fedavg 0.620", "<code>FedRot(fit_head)<", "mean over 5 seeds"),
-        *("<dt>fit_head</dt><dd>It is fit_head.<", "Seed 0", ">client (its rows)<", ">1 (203)<"),
+        *(
+            "Use fit_head: accuracy 0.670, fedavg 0.620",
+            "<code>FedRot(fit_head)<",
+            "mean over 5 seeds",
+        ),
+        *(
+            "<dt>fit_head</dt><dd>It is fit_head.<",
+            "Seed 0",
+            ">client (its rows)<",
+            ">1 (203)<",
+        ),
         *(">anger</th>", ">40</td>", "Seed 1", "accuracy (higher is better), 5"),
-        *("loss (lower is better), 5 seeds", "Grey: no more than they remove from noise"),
+        *(
+            "loss (lower is better), 5 seeds",
+            "Grey: no more than they remove from noise",
+        ),
         '>attention, layer 0</th> <td class="found" style="--strength: 0.60">30</td>',
-        *('fedavg" class="number">-<', ">fit_head<", '"accuracy" class="number">0.670<'),
-        *("+0.050 [+0.048, +0.052]", "Lost replies", "NaN in 'w'", "simulate --data 'a <b>.csv'"),
+        *(
+            'fedavg" class="number">-<',
+            ">fit_head<",
+            '"accuracy" class="number">0.670<',
+        ),
+        *(
+            "+0.050 [+0.048, +0.052]",
+            "Lost replies",
+            "NaN in 'w'",
+            "simulate --data 'a <b>.csv'",
+        ),
         *("<dt>rounds</dt><dd>3<", "<dd>0, 1, 2, 3, 4<", "<dt>torch</dt><dd>2.9.0<"),
     ]
     has_in_order(page, parts)
@@ -108,7 +138,9 @@ def test_of_several_experiments_each_part_has_a_name(tmp_path: Path) -> None:
         ("cells", ['class="warning"', "There are no results yet."]),
     ],
 )
-def test_missing_parts_are_no_obstacle(tmp_path: Path, lost: str, said: list[str]) -> None:
+def test_missing_parts_are_no_obstacle(
+    tmp_path: Path, lost: str, said: list[str]
+) -> None:
     run = write_folder(tmp_path / "run", {"main": GAINS})
     for path in run.glob(lost):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -116,9 +148,15 @@ def test_missing_parts_are_no_obstacle(tmp_path: Path, lost: str, said: list[str
 
 
 def test_names_are_text_and_no_markup(tmp_path: Path) -> None:
-    page, lines = shown(write_folder(tmp_path / "run", {HOSTILE: {"fedavg": 0.0, HOSTILE: 0.01}}))
+    page, lines = shown(
+        write_folder(tmp_path / "run", {HOSTILE: {"fedavg": 0.0, HOSTILE: 0.01}})
+    )
     tags = Outline(page).tags
-    assert not {name for name in tags if name.startswith("on")} | tags & {"q", "x", "script"}
+    assert not {name for name in tags if name.startswith("on")} | tags & {
+        "q",
+        "x",
+        "script",
+    }
     assert HOSTILE[:20] in "\n".join(lines)
 
 
@@ -127,7 +165,10 @@ METRICS = [
     {"round": r, "stage": stage, "metrics": metrics}
     for r in (2, 1, 3)
     for stage, metrics in (
-        ("train", {"loss": 1.0 / r if r != 2 else None, "rate": 0.1, "per_class": [0.5, r]}),
+        (
+            "train",
+            {"loss": 1.0 / r if r != 2 else None, "rate": 0.1, "per_class": [0.5, r]},
+        ),
         ("evaluate", {"per_class": [0.5, 0.25 * r]}),
         ("server", {"accuracy": 0.1 * r, "fedrot-seconds": r}),
     )
@@ -139,7 +180,10 @@ ROWS: list[dict[str, Any]] = [
     *({"round": n, "said": f"verdict {n}"} for n in (1, 2, 4)),
     *({"round": n, "client": 7, "dropped": "<NaN> in 'a'"} for n in (1, 3)),
     {"round": 2, "client": 3, "failed": "No answer before the timeout."},
-    *({"round": 2, "lost": "0 good replies, 1 needed."}, {"round": 2, "tensor": "w", "note": "a note"}),
+    *(
+        {"round": 2, "lost": "0 good replies, 1 needed."},
+        {"round": 2, "tensor": "w", "note": "a note"},
+    ),
     *METRICS,
 ]
 
@@ -160,14 +204,28 @@ def test_the_page_stands_beside_its_file(tmp_path: Path) -> None:
         *("Round 1: verdict 1.", "Round 4: verdict 4."),
         "evaluate/per_class/1: 0.250 in round 1 → 0.750 in round 3.",
         "server/accuracy: 0.100 in round 1 → 0.300 in round 3.",
-        *(">attention, layer 0</th>", ">residual</th>", ">7<", ">1 to 3<", "<NaN> in 'a'<", ">failed<"),
-        *("Round 2: 0 good replies, 1 needed.", "train/loss: 1.000 to 0.333; train/rate: 0.100 to"),
+        *(
+            ">attention, layer 0</th>",
+            ">residual</th>",
+            ">7<",
+            ">1 to 3<",
+            "<NaN> in 'a'<",
+            ">failed<",
+        ),
+        *(
+            "Round 2: 0 good replies, 1 needed.",
+            "train/loss: 1.000 to 0.333; train/rate: 0.100 to",
+        ),
     ]
     has_in_order(page, parts)
     assert len(Outline(page).links) == 1
     assert ("verdict 2" in page, "seconds: 1.000 in" in page) == (False, False)
-    page = write_strategy_report(write_lines(tmp_path / "a.jsonl", [{"round": 1}])).read_text("utf-8")
-    has_in_order(page, ["1 rounds reported; none was aligned.", "Lost replies", "None."])
+    page = write_strategy_report(
+        write_lines(tmp_path / "a.jsonl", [{"round": 1}])
+    ).read_text("utf-8")
+    has_in_order(
+        page, ["1 rounds reported; none was aligned.", "Lost replies", "None."]
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,13 +247,23 @@ def test_what_a_strategy_writes_can_be_shown(tmp_path: Path) -> None:
 
     def client(index: int) -> Any:
         update = near(state(), 0.05, index)
-        sent = update if index < 2 else {name: tensor * math.nan for name, tensor in update.items()}
+        sent = (
+            update
+            if index < 2
+            else {name: tensor * math.nan for name, tensor in update.items()}
+        )
         return lambda message: reply(message, sent, 10, index, loss=0.5)
 
     rows = Reporting(tmp_path / "report.jsonl")
     strategy = FedRot(SYMMETRY, fraction_evaluate=0.0, reporting=rows)
-    strategy.start(FakeGrid({100 + i: client(i) for i in range(3)}), ArrayRecord(state()), 2)
+    strategy.start(
+        FakeGrid({100 + i: client(i) for i in range(3)}), ArrayRecord(state()), 2
+    )
     page = write_strategy_report(tmp_path / "report.jsonl").read_text()
-    words = ["moved groups in 0 of 2", "Round 2: alignment found nothing beyond chance.", "loss: 0.500"]
+    words = [
+        "moved groups in 0 of 2",
+        "Round 2: alignment found nothing beyond chance.",
+        "loss: 0.500",
+    ]
     has_in_order(page, words)
     assert page.count("holds NaN or Inf") == 1

@@ -25,8 +25,19 @@ from tests.simulations.report.runs import group
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
-        *((0.7, "0.700"), (-31.25, "-31.250"), (0.00123, "0.001"), (-0.000123, "-0.000123")),
-        *((-4e-7, "0.000"), (-0.0, "0.000"), (312.34, "312"), (6012.3, "6012"), (2.5e6, "2.5e+06")),
+        *(
+            (0.7, "0.700"),
+            (-31.25, "-31.250"),
+            (0.00123, "0.001"),
+            (-0.000123, "-0.000123"),
+        ),
+        *(
+            (-4e-7, "0.000"),
+            (-0.0, "0.000"),
+            (312.34, "312"),
+            (6012.3, "6012"),
+            (2.5e6, "2.5e+06"),
+        ),
         *((math.nan, "-"), (math.inf, "inf")),
     ],
 )
@@ -37,14 +48,36 @@ def test_numbers_never_look_like_zero_unless_they_are(value: float, shown: str) 
 def test_an_interval_stands_behind_its_mean() -> None:
     assert format_interval(Paired(0.412, 0.111, 3, "better")) == "0.412 [0.301, 0.523]"
     assert format_interval(Paired(0.412, math.nan, 1, "no interval")) == "0.412"
-    assert format_difference(Paired(0.3, 0.2999, 3, "better")) == "+0.300 [+0.0001, +0.600]"
-    shown = [format_difference(paired_difference(own)) for own in ([], [0.0, 1e-9], [math.nan], [0.1])]
+    assert (
+        format_difference(Paired(0.3, 0.2999, 3, "better"))
+        == "+0.300 [+0.0001, +0.600]"
+    )
+    shown = [
+        format_difference(paired_difference(own))
+        for own in ([], [0.0, 1e-9], [math.nan], [0.1])
+    ]
     assert shown == ["no interval", "same", "not finite", "+0.100"]
 
 
 def test_the_terminal_breaks_headers_before_it_breaks_intervals() -> None:
-    header = ["strategy", "accuracy", "macro F1", "loss", "against fedavg", "worst client", "MB"]
-    line = ["[bold]", "0.670", "0.620", "0.995", "+0.050 [+0.048, +0.052]", "0.530", "220.5"]
+    header = [
+        "strategy",
+        "accuracy",
+        "macro F1",
+        "loss",
+        "against fedavg",
+        "worst client",
+        "MB",
+    ]
+    line = [
+        "[bold]",
+        "0.670",
+        "0.620",
+        "0.995",
+        "+0.050 [+0.048, +0.052]",
+        "0.530",
+        "220.5",
+    ]
     text = StringIO()
     Console(file=text, width=80).print(Table("t", header, [line], header[:1]))
     lines = text.getvalue().splitlines()
@@ -59,7 +92,10 @@ def test_lost_replies_come_by_their_number() -> None:
         {"round": 1, "client": 9, "dropped": "NaN"},
         {"round": 1, "lost": "nobody"},
     ]
-    table, named = lost_table(rows), lost_table({**row, "strategy": "aligned"} for row in rows)
+    table, named = (
+        lost_table(rows),
+        lost_table({**row, "strategy": "aligned"} for row in rows),
+    )
     assert table is not None
     assert named is not None
     assert tuple(table.header) == ("client", "what", "times", "rounds", "reason")
@@ -87,16 +123,25 @@ def test_classes_by_client() -> None:
 def test_the_heat_map_has_a_line_per_part_and_layer_and_a_column_per_round() -> None:
     rows = [
         group(1, "residual", -1, -0.02),
-        *(group(r, "attention", layer, 0.4 / r + 0.1 * layer) for layer in (1, 0) for r in (1, 2, 3)),
+        *(
+            group(r, "attention", layer, 0.4 / r + 0.1 * layer)
+            for layer in (1, 0)
+            for r in (1, 2, 3)
+        ),
         # Twice the distance counts twice: (0.5 * 2 + 0.2 * 4) / 6 = 0.3.
-        *(group(2, "ffn", 0, 0.5), group(2, "ffn", 0, 0.2, client=1, before=4.0, after=3.2)),
+        *(
+            group(2, "ffn", 0, 0.5),
+            group(2, "ffn", 0, 0.2, client=1, before=4.0, after=3.2),
+        ),
         # No more than chance; and a share that is too small to name.
         *(group(3, "ffn", 0, 0.05, chance=0.1), group(1, "ffn", 0, 0.004)),
         {"round": 2, "client": 1, "dropped": "NaN"},
     ]
     columns, lines = heat_map(rows)
     assert columns == [1, 2, 3]
-    texts = {name: [cell and cell.text for cell in cells] for name, cells in lines.items()}
+    texts = {
+        name: [cell and cell.text for cell in cells] for name, cells in lines.items()
+    }
     assert [*texts.items()] == [
         ("residual", ["-2", None, None]),
         ("attention, layer 0", ["40", "20", "13"]),

@@ -20,7 +20,10 @@ from tests.models import State
 from tests.simulations.commands import run
 
 WEIGHTS = "model.safetensors"
-PICKLES = {WEIGHTS: "pytorch_model.bin", "adapter_model.safetensors": "adapter_model.bin"}
+PICKLES = {
+    WEIGHTS: "pytorch_model.bin",
+    "adapter_model.safetensors": "adapter_model.bin",
+}
 
 
 def with_state(model: Any, tensors: State) -> Any:
@@ -37,7 +40,9 @@ def near(model: Any, scale: float = 0.1) -> Any:
 
 def scrambled(model: Any, parts: tuple[str, ...] = ("attention", "ffn")) -> Any:
     symmetry = fedrot.symmetry_of(model.config, model.state_dict())
-    return with_state(model, fedrot.random_equivalent(model.state_dict(), symmetry, 3, parts))
+    return with_state(
+        model, fedrot.random_equivalent(model.state_dict(), symmetry, 3, parts)
+    )
 
 
 def model_of(name: str, seed: int = 0) -> Any:
@@ -51,7 +56,9 @@ def saved(model: Any, folder: Path, **options: Any) -> Path:
     return folder
 
 
-def change(folder: Path, function: Callable[[State], State], file: str = WEIGHTS) -> None:
+def change(
+    folder: Path, function: Callable[[State], State], file: str = WEIGHTS
+) -> None:
     tensors = {name: t.clone() for name, t in load_file(folder / file).items()}
     save_file(function(tensors), folder / file, metadata={"format": "pt"})
 
@@ -80,7 +87,9 @@ def hostile(file: str, folder: Path) -> None:
 
 
 def refused(words: str, spoilt: Path, *line: object) -> None:
-    """Run a command, which has to fail with these words, name a folder and leave nothing behind."""
+    """Run a command, which has to fail with these words, name a folder and leave
+    nothing behind.
+    """
     assert str(spoilt) in run(*line, code=2, says=words)
     assert not (spoilt.parent / "out").exists()
     assert not (spoilt / "ran").exists()
@@ -91,4 +100,6 @@ def tokenizer(folder: Path, size: int = 40, **renamed: str) -> None:
     numbers = {renamed.get(word, word): number for number, word in enumerate(words)}
     found = Tokenizer(models.WordLevel(numbers, unk_token="[UNK]"))
     found.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=found, unk_token="[UNK]").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=found, unk_token="[UNK]").save_pretrained(
+        folder
+    )

@@ -19,7 +19,11 @@ from tests.models import State
 from tests.simulations.commands import run
 from tests.simulations.saved.folders import change, configure, hostile, refused
 
-LORA: dict[str, Any] = {"task_type": "SEQ_CLS", "lora_alpha": 6, "target_modules": ["query", "value"]}
+LORA: dict[str, Any] = {
+    "task_type": "SEQ_CLS",
+    "lora_alpha": 6,
+    "target_modules": ["query", "value"],
+}
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -30,7 +34,9 @@ def base() -> Any:
 
 def saved(folder: Path, seed: int, rank: int = 2, **changes: Any) -> Path:
     torch.manual_seed(seed)
-    model: Any = peft.get_peft_model(base(), peft.LoraConfig(r=rank, **{**LORA, **changes}))
+    model: Any = peft.get_peft_model(
+        base(), peft.LoraConfig(r=rank, **{**LORA, **changes})
+    )
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -50,9 +56,14 @@ def products(folder: Path) -> State:
 
 
 def test_the_merged_adapter_is_one_of_peft(tmp_path: Path) -> None:
-    """Ranks, also of single modules, and alphas differ; ranks 4 and 3 fit into rank 7."""
+    """Ranks, also of single modules, and alphas differ; ranks 4 and 3 fit into rank
+    7.
+    """
     a = saved(tmp_path / "a", 1, rank_pattern={"query": 4})
-    b, out = saved(tmp_path / "b", 2, rank=3, lora_alpha=12), tmp_path / "deep" / "merged"
+    b, out = (
+        saved(tmp_path / "b", 2, rank=3, lora_alpha=12),
+        tmp_path / "deep" / "merged",
+    )
     line = ("merge", a, b, "--weights", "1,3")
     run(*line, says="Nothing was written")
     run(*line, "--out", tmp_path / "largest")
@@ -61,27 +72,50 @@ def test_the_merged_adapter_is_one_of_peft(tmp_path: Path) -> None:
     run(*line, "--rank", 7, "--out", out, says="2 adapters: this average is ")
     first, second, merged = products(a), products(b), products(out)
     for module, product in merged.items():
-        assert torch.allclose(product, 0.25 * first[module] + 0.75 * second[module], atol=1e-5)
+        assert torch.allclose(
+            product, 0.25 * first[module] + 0.75 * second[module], atol=1e-5
+        )
     loaded: Any = peft.PeftModel.from_pretrained(base(), out).eval()
     assert loaded.peft_config["default"].r == 7
     dense = base()
     with torch.no_grad():
         for module, product in merged.items():
-            dense.get_submodule(module.removeprefix("base_model.model.")).weight += product
-    (head,) = [t for name, t in load_file(out / WEIGHTS).items() if name.endswith("classifier.weight")]
+            dense.get_submodule(
+                module.removeprefix("base_model.model.")
+            ).weight += product
+    (head,) = [
+        t
+        for name, t in load_file(out / WEIGHTS).items()
+        if name.endswith("classifier.weight")
+    ]
     dense.classifier.weight.data = head
     assert torch.allclose(outputs(loaded), outputs(dense), atol=1e-5)
     assert [path.name for path in out.parent.iterdir()] == ["merged"]
 
 
-#: Fields of the second configuration, and what is said; empty: they say the same as those of the first.
+#: Fields of the second configuration, and what is said; empty: they say the same as
+#: those of the first.
 FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "a regular expression": ({"target_modules": r".*\.(query|value)"}, ""),
-    "defaults": ({"exclude_modules": [], "bias": None, "fan_in_fan_out": None, "revision": "main"}, ""),
-    "all layers": ({"layers_to_transform": [0, 1], "init_lora_weights": "orthogonal"}, ""),
+    "defaults": (
+        {
+            "exclude_modules": [],
+            "bias": None,
+            "fan_in_fan_out": None,
+            "revision": "main",
+        },
+        "",
+    ),
+    "all layers": (
+        {"layers_to_transform": [0, 1], "init_lora_weights": "orthogonal"},
+        "",
+    ),
     "a slash": ({"base_model_name_or_path": "owner/base/"}, ""),
     "no alpha": ({"lora_alpha": None}, ""),
-    "an unknown alpha": ({"lora_alpha": "six"}, "cannot be loaded: ValueError: could not"),
+    "an unknown alpha": (
+        {"lora_alpha": "six"},
+        "cannot be loaded: ValueError: could not",
+    ),
     "a negative alpha": ({"lora_alpha": -6}, "alpha is -6"),
     "another revision": ({"revision": "v2"}, "revision is None in"),
     "another kind": ({"peft_type": "IA3"}, "IA3"),
@@ -108,7 +142,10 @@ def test_fields_are_compared_by_what_they_say(how: str, tmp_path: Path) -> None:
 def test_old_files_lack_fields_and_a_base_has_several_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    a, b = saved(tmp_path / "a", 1, lora_alpha=8), saved(tmp_path / "b", 2, lora_alpha=8)
+    a, b = (
+        saved(tmp_path / "a", 1, lora_alpha=8),
+        saved(tmp_path / "b", 2, lora_alpha=8),
+    )
     (tmp_path / "base").mkdir()
     old = ("base_model_name_or_path", "peft_type", "r", "target_modules", "task_type")
     settings = json.loads((b / CONFIG).read_text())
@@ -117,7 +154,10 @@ def test_old_files_lack_fields_and_a_base_has_several_paths(
     configure(b, CONFIG, base_model_name_or_path=f"{tmp_path}/base/")
     torch.save(load_file(b / WEIGHTS), b / "adapter_model.bin")
     monkeypatch.chdir(tmp_path)
-    expected = {module: (product + products(b)[module]) / 2 for module, product in products(a).items()}
+    expected = {
+        module: (product + products(b)[module]) / 2
+        for module, product in products(a).items()
+    }
     (b / WEIGHTS).unlink()
     run("merge", a, b, "--out", "out")
     for module, product in products(tmp_path / "out").items():
@@ -125,17 +165,32 @@ def test_old_files_lack_fields_and_a_base_has_several_paths(
         assert torch.allclose(product, u[:, :2] * s[:2] @ v[:2], atol=1e-5)
 
 
-def changed(folder: Path, function: Callable[[str, torch.Tensor], torch.Tensor | None]) -> None:
-    found = {name: function(name, tensor) for name, tensor in load_file(folder / WEIGHTS).items()}
-    change(folder, lambda _: {n: tensor for n, tensor in found.items() if tensor is not None}, WEIGHTS)
+def changed(
+    folder: Path, function: Callable[[str, torch.Tensor], torch.Tensor | None]
+) -> None:
+    found = {
+        name: function(name, tensor)
+        for name, tensor in load_file(folder / WEIGHTS).items()
+    }
+    change(
+        folder,
+        lambda _: {n: tensor for n, tensor in found.items() if tensor is not None},
+        WEIGHTS,
+    )
 
 
 DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no configuration": (lambda at: (at / CONFIG).unlink(), f"has no {CONFIG}"),
     "no weights": (lambda at: (at / WEIGHTS).unlink(), f"has no {WEIGHTS}"),
     "code": (partial(hostile, WEIGHTS), "cannot be loaded"),
-    "no partner": (partial(changed, function=lambda n, t: None if "lora_B" in n else t), "no partner"),
-    "sharded": (partial(changed, function=lambda _, t: t.flatten()), "like weights of sharded training"),
+    "no partner": (
+        partial(changed, function=lambda n, t: None if "lora_B" in n else t),
+        "no partner",
+    ),
+    "sharded": (
+        partial(changed, function=lambda _, t: t.flatten()),
+        "like weights of sharded training",
+    ),
     "targets": (lambda at: saved(at, 2, target_modules=["query"]), "The tensor"),
 }
 

@@ -21,17 +21,31 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "name",
-    ["bert-pretraining", "bert-causal", "electra-discriminator", "distilbert-qa", "roberta-tokens"],
+    [
+        "bert-pretraining",
+        "bert-causal",
+        "electra-discriminator",
+        "distilbert-qa",
+        "roberta-tokens",
+    ],
 )
 def test_task_heads_are_checked_as_they_are_saved(name: str, tmp_path: Path) -> None:
-    found = run("check", saved(model_of(name), tmp_path / "model"), says="The function is preserved")
+    found = run(
+        "check",
+        saved(model_of(name), tmp_path / "model"),
+        says="The function is preserved",
+    )
     assert 0 < float(found.split(" of their size")[0].split()[-1]) <= 1e-10
 
 
-def test_a_packaged_model_and_one_with_more_tensors_and_code_are_sound(model: Path) -> None:
+def test_a_packaged_model_and_one_with_more_tensors_and_code_are_sound(
+    model: Path,
+) -> None:
     run("check", "minilm")
     (model / "custom.py").write_text(f"open({str(model / 'ran')!r}, 'w')\n")
-    configure(model, auto_map={"AutoConfig": "custom.Config", "AutoModel": "custom.Model"})
+    configure(
+        model, auto_map={"AutoConfig": "custom.Config", "AutoModel": "custom.Model"}
+    )
     change(model, lambda tensors: {**tensors, "bert.embeddings.ages": torch.arange(3)})
     run("check", model)
     configure(model, architectures=None)

@@ -12,7 +12,14 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.simulations.commands import run
-from tests.simulations.saved.folders import WEIGHTS, change, configure, model_of, saved, scrambled
+from tests.simulations.saved.folders import (
+    WEIGHTS,
+    change,
+    configure,
+    model_of,
+    saved,
+    scrambled,
+)
 from tests.simulations.saved.folders import tokenizer as tokenized
 
 
@@ -20,7 +27,9 @@ from tests.simulations.saved.folders import tokenizer as tokenized
 def own(tmp_path: Path) -> Path:
     """Texts that name their class by words of its own; one in five is held out."""
     file, rows = tmp_path / "own.csv", list[str]()
-    for word, (name, count) in zip((0, 3, 6), {"a": 100, "b": 60, "c": 40}.items(), strict=True):
+    for word, (name, count) in zip(
+        (0, 3, 6), {"a": 100, "b": 60, "c": 40}.items(), strict=True
+    ):
         rows += [f"w{word} w{word + 1} w{20 + n % 9},{name}" for n in range(count)]
     file.write_text("text,mood\n" + "\n".join(rows))
     return file
@@ -29,7 +38,10 @@ def own(tmp_path: Path) -> Path:
 def model(folder: Path, *biases: float, **settings: Any) -> Path:
     """A classifier that answers every text with the class of the largest bias."""
     tokenized(saved(model_of("bert-classifier"), folder))
-    head = {"classifier.weight": torch.zeros(3, 32), "classifier.bias": torch.tensor(biases)}
+    head = {
+        "classifier.weight": torch.zeros(3, 32),
+        "classifier.bias": torch.tensor(biases),
+    }
     change(folder, lambda tensors: {**tensors, **head})
     configure(folder, **settings)
     return folder
@@ -39,21 +51,30 @@ def judged(*line: object) -> str:
     return run("merge", *line).removeprefix("The merged model is ")
 
 
-def test_a_worse_an_equal_and_a_better_mean_are_said_first(own: Path, tmp_path: Path) -> None:
+def test_a_worse_an_equal_and_a_better_mean_are_said_first(
+    own: Path, tmp_path: Path
+) -> None:
     """A fitted head is written if it is better on rows to which it is not fitted."""
     a, b = model(tmp_path / "a", 1, 0, 0), model(tmp_path / "b", 0, 1.5, 0)
     line = (a, b, "--data", own, "--label-column", "mood")
     said = judged(*line, "--out", tmp_path / "plain")
-    first = f"worse than the best single one: accuracy 0.300 against 0.500 ('{a}') on 40 held-out rows."
+    first = (
+        f"worse than the best single one: accuracy 0.300 against 0.500 ('{a}') on 40 "
+        "held-out rows."
+    )
     keep = f"{first} Keep '{a}', or try other --parts. --fit-head fits the task head"
     assert said.startswith(keep), said
     assert "--data" in run("merge", a, b)
     assert f"'{b}': accuracy 0.300, macro_f1 " in said
     assert (tmp_path / "plain" / WEIGHTS).exists()
-    assert judged(*line, "--weights", "2,1").startswith("as good as the best single one")
+    assert judged(*line, "--weights", "2,1").startswith(
+        "as good as the best single one"
+    )
     out = tmp_path / "out"
     said = judged(*line, "--fit-head", "--out", out)
-    assert said.startswith("better than the best single one: accuracy 1.000 against 0.500"), said
+    assert said.startswith(
+        "better than the best single one: accuracy 1.000 against 0.500"
+    ), said
     assert "on 32 other rows" in said
     # Nothing is advised that was done.
     assert "Keep" not in said
@@ -61,18 +82,27 @@ def test_a_worse_an_equal_and_a_better_mean_are_said_first(own: Path, tmp_path: 
     before, after = load_file(a / WEIGHTS), load_file(out / WEIGHTS)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"classifier.weight", "classifier.bias"}
-    assert "The task head is its own at temperature 1.00" in judged(out, out, *line[2:], "--fit-head")
+    assert "The task head is its own at temperature 1.00" in judged(
+        out, out, *line[2:], "--fit-head"
+    )
 
 
 def test_outputs_are_those_of_the_data_in_any_order(own: Path, tmp_path: Path) -> None:
-    """Also a fitted head is written in the order of the model's outputs, not of the data's classes."""
+    """Also a fitted head is written in the order of the model's outputs, not of the
+    data's classes.
+    """
     labels: dict[str, Any] = {"id2label": {"0": "C", "1": "a", "2": "b"}}
-    a, b = model(tmp_path / "a", 0, 1, 0, **labels), model(tmp_path / "b", 1.5, 0, 0, **labels)
+    a, b = (
+        model(tmp_path / "a", 0, 1, 0, **labels),
+        model(tmp_path / "b", 1.5, 0, 0, **labels),
+    )
     line = (a, b, "--data", own, "--label-column", "mood")
     assert "accuracy 0.200 against 0.500" in judged(*line)
     judged(*line, "--fit-head", "--out", tmp_path / "out")
     found = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "out")
-    words = transformers.AutoTokenizer.from_pretrained(a)("w0 w1 w25", return_tensors="pt")
+    words = transformers.AutoTokenizer.from_pretrained(a)(
+        "w0 w1 w25", return_tensors="pt"
+    )
     with torch.no_grad():
         assert int(found(words["input_ids"]).logits.argmax()) == 1
     for folder in (a, b):
@@ -97,9 +127,14 @@ def test_other_tasks(name: str, own: Path, tmp_path: Path) -> None:
 
 
 def test_tags_and_images(tmp_path: Path) -> None:
-    """The tag O is the last output; a fitted head of tags counts every word as a row."""
+    """The tag O is the last output; a fitted head of tags counts every word as a
+    row.
+    """
     tags, pictures = tmp_path / "tags.jsonl", tmp_path / "pictures"
-    rows = [f'{{"tokens": ["w1", "w2", "w{n}"], "ner_tags": ["B-X", "I-X", "O"]}}' for n in range(9, 35)]
+    rows = [
+        f'{{"tokens": ["w1", "w2", "w{n}"], "ner_tags": ["B-X", "I-X", "O"]}}'
+        for n in range(9, 35)
+    ]
     tags.write_text("\n".join(rows))
     config = model_of("bert-classifier").config
     config.update({"id2label": {0: "B-X", 1: "I-X", 2: "B-Y", 3: "O"}})
@@ -110,7 +145,9 @@ def test_tags_and_images(tmp_path: Path) -> None:
         tagger.classifier.bias.data = torch.tensor([0.0, 0, 2, 1])
         tokenized(saved(tagger, tmp_path / place))
     said = judged(tmp_path / "a", tmp_path / "b", "--data", tags, "--fit-head")
-    assert said.startswith("better than the best single one: f1 1.000 against 0.000"), said
+    assert said.startswith("better than the best single one: f1 1.000 against 0.000"), (
+        said
+    )
     for name in ("x", "y", "z"):
         (pictures / name).mkdir(parents=True)
         for n in range(10):
@@ -124,10 +161,17 @@ def test_several_labels_scores_and_weights_without_a_bias(tmp_path: Path) -> Non
     """A decoder's head has no bias; booleans are several labels, numbers are scores."""
     many, scores = tmp_path / "many.csv", tmp_path / "scores.csv"
     texts = [f"w{n % 5} w{10 + n % 7} w{n % 3}" for n in range(100)]
-    rows = [f"{text},{n % 5 < 2},{n % 5 > 0},{n % 7 < 3}" for n, text in enumerate(texts)]
+    rows = [
+        f"{text},{n % 5 < 2},{n % 5 > 0},{n % 7 < 3}" for n, text in enumerate(texts)
+    ]
     many.write_text("text,x,y,z\n" + "\n".join(rows))
-    scores.write_text("text,label\n" + "\n".join(f"{t},{n % 5 + 0.5}" for n, t in enumerate(texts)))
-    several = {"id2label": {0: "z", 1: "y", 2: "x"}, "problem_type": "multi_label_classification"}
+    scores.write_text(
+        "text,label\n" + "\n".join(f"{t},{n % 5 + 0.5}" for n, t in enumerate(texts))
+    )
+    several = {
+        "id2label": {0: "z", 1: "y", 2: "x"},
+        "problem_type": "multi_label_classification",
+    }
     for data, changes in ((many, several), (scores, {"id2label": {0: "score"}})):
         for place in ("a", "b"):
             config = model_of("gpt2-classifier").config

@@ -14,13 +14,23 @@ from safetensors.torch import load_file
 import fedrot
 from tests.models import State, inputs
 from tests.simulations.commands import contents, invoke, run
-from tests.simulations.saved.folders import WEIGHTS, change, model_of, near, saved, scrambled, tokenizer
+from tests.simulations.saved.folders import (
+    WEIGHTS,
+    change,
+    model_of,
+    near,
+    saved,
+    scrambled,
+    tokenizer,
+)
 
 
 def loaded(folder: Path, like: Any) -> Any:
     """Load with the model's class; nothing may be missing or left over."""
     model, found = type(like).from_pretrained(folder, output_loading_info=True)
-    assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert not any(
+        found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    )
     return model.eval()
 
 
@@ -33,40 +43,57 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 
 def close(one: State, other: State, atol: float = 2e-5) -> bool:
     same = one.keys() == other.keys()
-    return same and all(torch.allclose(one[n].float(), other[n].float(), atol=atol) for n in one)
+    return same and all(
+        torch.allclose(one[n].float(), other[n].float(), atol=atol) for n in one
+    )
 
 
 DIAGNOSED = ["bert-classifier", "distilbert-mlm"]
-#: Families with tied tables, with tables of their own, and whose files have other names than they.
+#: Families with tied tables, with tables of their own, and whose files have other names
+#: than they.
 MATCHED = ["t5-gated", "gpt2", "clip", "gpt-neox"]
 
 
 @pytest.mark.parametrize("name", [*DIAGNOSED, *MATCHED])
 def test_a_scrambled_copy_gives_the_original_back(name: str, tmp_path: Path) -> None:
     model, whole = model_of(name), ["--parts", "whole"] if name in MATCHED else []
-    symmetry, expected = fedrot.symmetry_of(model.config, model.state_dict()), model.state_dict()
+    symmetry, expected = (
+        fedrot.symmetry_of(model.config, model.state_dict()),
+        model.state_dict(),
+    )
     a = saved(model, tmp_path / "a")
-    b = saved(scrambled(model, fedrot.WHOLE_MODEL if whole else ("attention", "ffn")), tmp_path / "b")
+    b = saved(
+        scrambled(model, fedrot.WHOLE_MODEL if whole else ("attention", "ffn")),
+        tmp_path / "b",
+    )
     said = run("merge", a, b, *whole, "--out", tmp_path / "out")
     merged = loaded(tmp_path / "out", model)
     if not whole:
         assert "Diagnosis: Clients are in different coordinates" in said
         assert "Aligned parts: attention, ffn." in said
         with torch.no_grad():
-            assert torch.allclose(merged(**inputs()).logits, model(**inputs()).logits, atol=2e-4)
+            assert torch.allclose(
+                merged(**inputs()).logits, model(**inputs()).logits, atol=2e-4
+            )
     elif symmetry.can_rotate:
         expected = fedrot.canonical(expected, symmetry)
     assert close(merged.state_dict(), expected)
     assert load_file(tmp_path / "out" / WEIGHTS).keys() == load_file(a / WEIGHTS).keys()
     run("merge", a, b, "--parts", "none", "--out", tmp_path / "plain")
-    assert not close(loaded(tmp_path / "plain", model).state_dict(), model.state_dict(), atol=0.1)
+    assert not close(
+        loaded(tmp_path / "plain", model).state_dict(), model.state_dict(), atol=0.1
+    )
 
 
 def test_the_average_is_the_one_that_the_diagnosis_names(tmp_path: Path) -> None:
     model = model_of("bert-classifier")
     a, b = saved(model, tmp_path / "a"), saved(near(model, scale=1e-3), tmp_path / "b")
-    assert "Aligned parts: none." in run("merge", a, b, "--weights", "1, 3", "--out", tmp_path / "out")
-    ours, theirs, found = (load_file(folder / WEIGHTS) for folder in (a, b, tmp_path / "out"))
+    assert "Aligned parts: none." in run(
+        "merge", a, b, "--weights", "1, 3", "--out", tmp_path / "out"
+    )
+    ours, theirs, found = (
+        load_file(folder / WEIGHTS) for folder in (a, b, tmp_path / "out")
+    )
     assert close(found, {n: ours[n] / 4 + 3 * theirs[n] / 4 for n in ours}, atol=1e-6)
     far = saved(model_of("bert-classifier", 1), tmp_path / "far")
     output = run("merge", a, far)
@@ -75,7 +102,9 @@ def test_the_average_is_the_one_that_the_diagnosis_names(tmp_path: Path) -> None
     assert f"'{far}': squared distance to the anchor" in output
 
 
-def test_shards_and_pickles_are_read_and_the_rest_is_as_in_the_first_model(tmp_path: Path) -> None:
+def test_shards_and_pickles_are_read_and_the_rest_is_as_in_the_first_model(
+    tmp_path: Path,
+) -> None:
     model = model_of("distilbert-classifier").bfloat16()
     a = saved(model, tmp_path / "a", max_shard_size="20KB")
     assert len(list(a.glob("*.safetensors"))) > 2
@@ -87,10 +116,19 @@ def test_shards_and_pickles_are_read_and_the_rest_is_as_in_the_first_model(tmp_p
     (tmp_path / "out").mkdir()  # an empty folder is filled
     run("merge", a, b, "--out", tmp_path / "out")
     found = load_file(tmp_path / "out" / WEIGHTS)
-    assert all(torch.equal(t, ((ours[n].float() + theirs[n]) / 2).bfloat16()) for n, t in found.items())
-    settings = [json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", a)]
+    assert all(
+        torch.equal(t, ((ours[n].float() + theirs[n]) / 2).bfloat16())
+        for n, t in found.items()
+    )
+    settings = [
+        json.loads((folder / "config.json").read_text())
+        for folder in (tmp_path / "out", a)
+    ]
     assert settings[0] == settings[1]
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()["w7"] == 9
+    assert (
+        transformers.AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()["w7"]
+        == 9
+    )
 
 
 @pytest.mark.parametrize("stage", ["no path", "merging", "writing", "renaming"])
@@ -107,15 +145,31 @@ def test_nothing_is_left_without_a_path_or_when_it_fails(
     }
     if stage in broken:
         monkeypatch.setattr(*broken[stage], fail)
-    before, out = contents(tmp_path), ["--out", tmp_path / "out"] if stage in broken else []
+    before, out = (
+        contents(tmp_path),
+        ["--out", tmp_path / "out"] if stage in broken else [],
+    )
     code, output = invoke("merge", *pair, *out)
-    assert (code, "out of luck" in output) == ((2, True) if stage in broken else (0, False)), output
+    assert (code, "out of luck" in output) == (
+        (2, True) if stage in broken else (0, False)
+    ), output
     assert contents(tmp_path) == before
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
 
 
-def test_values_beyond_the_dtype_are_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_values_beyond_the_dtype_are_refused(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     saved(model_of("bert-classifier").half(), pair[0])
-    change(pair[1], lambda tensors: {**tensors, "classifier.bias": torch.full((3,), 1e6)})
-    run("merge", *pair, "--out", tmp_path / "out", code=2, says="'classifier.bias' holds NaN or Inf")
+    change(
+        pair[1], lambda tensors: {**tensors, "classifier.bias": torch.full((3,), 1e6)}
+    )
+    run(
+        "merge",
+        *pair,
+        "--out",
+        tmp_path / "out",
+        code=2,
+        says="'classifier.bias' holds NaN or Inf",
+    )
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,6 @@
-"""What ``fedrot merge`` and ``fedrot check`` refuse of models: what was changed, and a word."""
+"""What ``fedrot merge`` and ``fedrot check`` refuse of models: what was changed, and a
+word.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,24 @@ import transformers
 
 from tests import families
 from tests.simulations.commands import run
-from tests.simulations.saved.folders import WEIGHTS, change, configure, hostile, model_of, refused, saved
+from tests.simulations.saved.folders import (
+    WEIGHTS,
+    change,
+    configure,
+    hostile,
+    model_of,
+    refused,
+    saved,
+)
 from tests.simulations.saved.folders import tokenizer as tokenized
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0a1b\nsize 9\n"
 
 
 def pair(name: str, folder: Path) -> tuple[Path, Path]:
-    a, b = (saved(model_of(name, seed), folder / place) for seed, place in enumerate("ab"))
+    a, b = (
+        saved(model_of(name, seed), folder / place) for seed, place in enumerate("ab")
+    )
     return a, b
 
 
@@ -30,15 +42,24 @@ def line(a: Path, b: Path, *options: object) -> tuple[object, ...]:
     return ("merge", a, b, *options, "--parts", "none", "--out", a.parent / "out")
 
 
-#: Fields of the second model, and the field that is named; empty if no output depends on them.
+#: Fields of the second model, and the field that is named; empty if no output depends
+#: on them.
 FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_parameters": {"rope_theta": 5e5}}, "rope_parameters.rope_theta"),
     ("gpt2-classifier", {"pad_token_id": 3}, "pad_token_id"),
     ("bert-mlm-untied", {"architectures": ["BertLMHeadModel"]}, "architectures"),
     ("bert-classifier", {"my_own_field": 3}, "my_own_field"),
     ("llama", {"use_cache": False, "pretraining_tp": 2, "bos_token_id": 7}, ""),
-    ("gpt2", {"resid_pdrop": 0.5, "initializer_range": 0.5, "transformers_version": "4.9.0"}, ""),
-    ("bert-classifier", {"_name_or_path": "mine", "problem_type": "single_label_classification"}, ""),
+    (
+        "gpt2",
+        {"resid_pdrop": 0.5, "initializer_range": 0.5, "transformers_version": "4.9.0"},
+        "",
+    ),
+    (
+        "bert-classifier",
+        {"_name_or_path": "mine", "problem_type": "single_label_classification"},
+        "",
+    ),
     ("clip", {"vision_config": {"attention_dropout": 0.5}}, ""),
 ]
 
@@ -58,11 +79,15 @@ def test_a_field_that_changes_outputs_is_named_with_both_values_and_may_be_allow
 NAMED, FIRST = {"0": "a", "1": "b", "2": "c"}, {"label2id": {"a": 0, "b": 1, "c": 2}}
 UNNAMED = {str(n): f"LABEL_{n}" for n in range(3)}
 SWAPPED = "the same classes in another order: output 1 is 'b' in"
-#: How the labels of the second model are written, and what is said; empty: they can be merged.
+#: How the labels of the second model are written, and what is said; empty: they can be
+#: merged.
 LABELS: dict[str, tuple[dict[str, Any], str]] = {
     "swapped names": ({"id2label": {"0": "a", "1": "c", "2": "b"}}, SWAPPED),
     "swapped numbers": ({"label2id": {"a": 0, "c": 1, "b": 2}}, SWAPPED),
-    "swapped beside defaults": ({"id2label": UNNAMED, "label2id": {"a": 0, "b": 2, "c": 1}}, SWAPPED),
+    "swapped beside defaults": (
+        {"id2label": UNNAMED, "label2id": {"a": 0, "b": 2, "c": 1}},
+        SWAPPED,
+    ),
     "other names": ({"id2label": {"0": "a", "1": "b", "2": "d"}}, "id2label.2 is"),
     "numbers as texts": ({"label2id": {"c": "2", "a": "0", "b": "1"}}, ""),
     "two ways": ({"id2label": NAMED}, ""),
@@ -85,29 +110,45 @@ def test_labels_are_compared_however_they_are_written(how: str, tmp_path: Path) 
     assert merged.id2label == {0: "a", 1: "b", 2: "c"}
 
 
-def test_tables_that_are_tied_in_one_model_are_refused_also_if_allowed(tmp_path: Path) -> None:
+def test_tables_that_are_tied_in_one_model_are_refused_also_if_allowed(
+    tmp_path: Path,
+) -> None:
     for place, tie in (("a", True), ("b", False)):
         settings = {**families.MEMBERS["llama"].settings, "tie_word_embeddings": tie}
-        saved(transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)), tmp_path / place)
+        saved(
+            transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)),
+            tmp_path / place,
+        )
     for one, other in ("ab", "ba"):
         paths = tmp_path / one, tmp_path / other
-        refused("'lm_head.weight'", paths[1], *line(*paths, "--allow", "tie_word_embeddings"))
+        refused(
+            "'lm_head.weight'",
+            paths[1],
+            *line(*paths, "--allow", "tie_word_embeddings"),
+        )
 
 
 def prefixed(prefix: str, folder: Path) -> None:
-    change(folder, lambda tensors: {f"{prefix}{name}": t for name, t in tensors.items()})
+    change(
+        folder, lambda tensors: {f"{prefix}{name}": t for name, t in tensors.items()}
+    )
 
 
 def replaced(name: str, tensor: torch.Tensor | None, folder: Path) -> None:
     rest = {} if tensor is None else {name: tensor}
-    change(folder, lambda tensors: {n: t for n, t in tensors.items() if n != name} | rest)
+    change(
+        folder, lambda tensors: {n: t for n, t in tensors.items() if n != name} | rest
+    )
 
 
 BIAS = partial(replaced, "classifier.bias")
 #: Damaged or other models: the change, and what is said.
 DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "a model of the hub needs a network"),
-    "another family": (partial(configure, model_type="ernie"), "'ernie' is not supported"),
+    "another family": (
+        partial(configure, model_type="ernie"),
+        "'ernie' is not supported",
+    ),
     "a class of its own": (partial(configure, architectures=["MyBert"]), "is a MyBert"),
     "no class": (partial(configure, architectures=None), "classifier"),
     "another width": (partial(configure, hidden_size=64), "38 tensors are missing"),
@@ -118,7 +159,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "data parallel": (partial(prefixed, "module."), "see module.bert"),
     "no tensor": (partial(BIAS, None), "see classifier.bias"),
     "packed": (partial(replaced, "bert.SCB", torch.ones(32)), "see bert.SCB"),
-    "not finite": (partial(BIAS, torch.full((3,), torch.nan)), "'classifier.bias' holds NaN"),
+    "not finite": (
+        partial(BIAS, torch.full((3,), torch.nan)),
+        "'classifier.bias' holds NaN",
+    ),
     "another token": (partial(tokenized, w3="other"), "tokenizer.5 is 'w3' in"),
 }
 
@@ -139,11 +183,21 @@ def test_requests_that_make_no_sense(tmp_path: Path) -> None:
         "--weights 1,x": "a positive weight for each",
         "--parts legs": "Unknown part 'legs'",
         "--rank 2": "--rank would have no effect",
-        "--fit-head --label-column b": "label_column and --fit-head would have no effect",
+        "--fit-head --label-column "
+        "b": "label_column and --fit-head would have no effect",
         f"--out {b}": "Choose another --out",
         f"--out {b}/config.json": "Choose another --out",
         f"--out {b}/config.json/out": "config.json",
     }.items():
-        run("merge", a, b, "--out", tmp_path / "out", *options.split(), code=2, says=words)
+        run(
+            "merge",
+            a,
+            b,
+            "--out",
+            tmp_path / "out",
+            *options.split(),
+            code=2,
+            says=words,
+        )
         assert not (tmp_path / "out").exists()
     run("merge", a, code=2, says="The weights of 1 models")

@@ -1,4 +1,6 @@
-"""A small experiment of every task and kind of labels, and saved models of every precision."""
+"""A small experiment of every task and kind of labels, and saved models of every
+precision.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,21 @@ from fedrot.simulations.tasks.training import Task, task_of
 torch.set_num_threads(1)
 
 SMALL: dict[str, Any] = {
-    **{"train_limit": 70, "test_limit": 40, "layers": 1, "width": 16, "heads": 2, "max_length": 24},
+    **{
+        "train_limit": 70,
+        "test_limit": 40,
+        "layers": 1,
+        "width": 16,
+        "heads": 2,
+        "max_length": 24,
+    },
     **{"clients": 2, "batch_size": 8},
 }
 ROWS = 48
-_TEXTS = [f"a {'good' if row % 2 else 'bad'} story {'of men ' * (row % 5)}{row}" for row in range(ROWS)]
+_TEXTS = [
+    f"a {'good' if row % 2 else 'bad'} story {'of men ' * (row % 5)}{row}"
+    for row in range(ROWS)
+]
 _SENTENCES = (
     ("Anna Smith lives in Paris", "B-PER I-PER O O B-LOC"),
     ("the weather was nice", "O O O O"),
@@ -35,15 +47,27 @@ _SENTENCES = (
 _TAGGED = [_SENTENCES[row % 4] for row in range(ROWS)]
 #: Columns of files.
 FILES: dict[str, dict[str, list[Any]]] = {
-    "regression": {"text": _TEXTS, "label": [0.5 + row % 2 + row / 100 for row in range(ROWS)]},
+    "regression": {
+        "text": _TEXTS,
+        "label": [0.5 + row % 2 + row / 100 for row in range(ROWS)],
+    },
     "multi": {
         "text": _TEXTS,
         "x": [row % 2 == 0 for row in range(ROWS)],
         "y": [row % 3 == 0 for row in range(ROWS)],
     },
-    "seen": {"text": _TEXTS, "label": [("joy", "fear")[row % 2] for row in range(ROWS)]},
-    "other": {"text": _TEXTS[::-1], "label": [("fear", "anger", "joy")[row % 3] for row in range(ROWS)]},
-    "unseen": {"text": _TEXTS, "label": [("joy", "anger")[row % 2] for row in range(ROWS)]},
+    "seen": {
+        "text": _TEXTS,
+        "label": [("joy", "fear")[row % 2] for row in range(ROWS)],
+    },
+    "other": {
+        "text": _TEXTS[::-1],
+        "label": [("fear", "anger", "joy")[row % 3] for row in range(ROWS)],
+    },
+    "unseen": {
+        "text": _TEXTS,
+        "label": [("joy", "anger")[row % 2] for row in range(ROWS)],
+    },
     "tags": {
         "tokens": [words.split() for words, _ in _TAGGED],
         "ner_tags": [tags.split() for _, tags in _TAGGED],
@@ -62,7 +86,8 @@ def data_dir() -> Path:
     return folder
 
 
-#: What differs from ``SMALL``, by case: one or more of each task, and every architecture of it.
+#: What differs from ``SMALL``, by case: one or more of each task, and every
+#: architecture of it.
 CASES: dict[str, dict[str, Any]] = {
     "bert": {},
     "distilbert": {"architecture": "distilbert"},
@@ -82,10 +107,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def experiment_of(case: str, **changes: Any) -> Experiment:
-    """Return the experiment of a case; limits are for data sets that are not files of ``FILES``."""
+    """Return the experiment of a case; limits are for data sets that are not files of
+    ``FILES``.
+    """
     given = {**SMALL, **CASES[case], **changes}
     if given.get("model"):
-        given = {key: value for key, value in given.items() if key not in OF_SMALL_MODEL}
+        given = {
+            key: value for key, value in given.items() if key not in OF_SMALL_MODEL
+        }
     if "data" in CASES[case]:
         given |= {"data_dir": data_dir(), "train_limit": None, "test_limit": None}
     return Experiment(**given)
@@ -101,10 +130,17 @@ def model_for(task: Task, seed: int = 0) -> Any:
 
 #: Small models to save: class of transformers, and its configuration.
 SIZES: dict[str, Any] = {
-    **{"vocab_size": 6000, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{
+        "vocab_size": 6000,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    },
     **{"intermediate_size": 64, "pad_token_id": 0, "max_position_embeddings": 64},
 }
-VISION = {name: SIZES[name] for name in SIZES if name.startswith(("hidden", "num", "inter"))}
+VISION = {
+    name: SIZES[name] for name in SIZES if name.startswith(("hidden", "num", "inter"))
+}
 
 
 def save(
@@ -118,7 +154,10 @@ def save(
     torch.manual_seed(0)
     getattr(transformers, auto).from_config(config).to(dtype).save_pretrained(folder)
     if tokenizer:
-        special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "mask", "cls", "sep", "unk")}
+        special = {
+            f"{name}_token": f"[{name.upper()}]"
+            for name in ("pad", "mask", "cls", "sep", "unk")
+        }
         transformers.PreTrainedTokenizerFast(
             tokenizer_object=bundled_tokenizer(), **special
         ).save_pretrained(folder)
@@ -127,4 +166,6 @@ def save(
 
 def parts(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Return copies of a model's tensors by name."""
-    return ((name, tensor.detach().clone()) for name, tensor in model.state_dict().items())
+    return (
+        (name, tensor.detach().clone()) for name, tensor in model.state_dict().items()
+    )

@@ -1,4 +1,6 @@
-"""What every task keeps: losses of torch, scores that depend on no batch, the same bits for a seed."""
+"""What every task keeps: losses of torch, scores that depend on no batch, the same bits
+for a seed.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+from torch.nn.functional import (
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    mse_loss,
+)
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.data.encode import IGNORED
 from fedrot.simulations.settings import TASKS
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.objectives import model_inputs
-from fedrot.simulations.tasks.training import OBJECTIVES, Task, check_labels, check_model
-from tests.simulations.tasks.cases import CASES, experiment_of, model_for, parts, task_for
+from fedrot.simulations.tasks.training import (
+    OBJECTIVES,
+    Task,
+    check_labels,
+    check_model,
+)
+from tests.simulations.tasks.cases import (
+    CASES,
+    experiment_of,
+    model_for,
+    parts,
+    task_for,
+)
 
 SINGLE = ("accuracy", "macro_f1", "ece", "calibrated_loss")
 #: The cases that run here, with their metrics, the headline metric first.
@@ -44,7 +61,11 @@ def task(case: str) -> Task:
 
 def test_every_task_and_architecture_has_a_case() -> None:
     assert list(OBJECTIVES) == list(TASKS)
-    every = {(task, architecture) for task, own in TASKS.items() for architecture in own.architectures}
+    every = {
+        (task, architecture)
+        for task, own in TASKS.items()
+        for architecture in own.architectures
+    }
     assert {(e.task, e.architecture) for e in map(experiment_of, CASES)} == every
     run = [experiment_of(name) for name in METRICS]
     assert {e.task for e in run} == {*TASKS}
@@ -68,7 +89,9 @@ def test_the_loss_of_a_step_is_torch_s(task: Task) -> None:
     assert model.config.model_type == task.experiment.architecture
     rows = np.array([0, 3, 5, 6])
     batch = task.objective.batch(task.train, rows, np.random.default_rng(0))
-    inputs = model_inputs(model, {name: own for name, own in batch.items() if name != "labels"})
+    inputs = model_inputs(
+        model, {name: own for name, own in batch.items() if name != "labels"}
+    )
     expected = oracle(task, model(**inputs).logits, batch["labels"])
     found = task.objective.loss(model, batch)
     torch.testing.assert_close(found, expected)
@@ -86,15 +109,23 @@ def test_an_evaluation_is_the_mean_over_rows_one_by_one(case: str, task: Task) -
     losses, weights = [], []
     for row in rows:
         batch = task.objective.batch(task.test, np.array([row]))
-        inputs = model_inputs(model, {name: own for name, own in batch.items() if name != "labels"})
+        inputs = model_inputs(
+            model, {name: own for name, own in batch.items() if name != "labels"}
+        )
         with torch.no_grad():
             losses.append(float(oracle(task, model(**inputs).logits, batch["labels"])))
-        labels = batch["labels"][:, 1:] if task.experiment.task == "clm" else batch["labels"]
-        weights.append(1 if labels.is_floating_point() else int((labels != IGNORED).sum()))
+        labels = (
+            batch["labels"][:, 1:] if task.experiment.task == "clm" else batch["labels"]
+        )
+        weights.append(
+            1 if labels.is_floating_point() else int((labels != IGNORED).sum())
+        )
     expected = np.average(losses, weights=weights)
     if case == "domains":
         of_row = np.array(task.test.domains)  # type: ignore[attr-defined]
-        expected = np.mean([np.mean(np.array(losses)[of_row == own]) for own in ("seen", "other")])
+        expected = np.mean(
+            [np.mean(np.array(losses)[of_row == own]) for own in ("seen", "other")]
+        )
         # These paths have other names.
         assert set(of_row) == {"seen", "other", "unseen"}
     found = training.evaluate(model, task, task.test, rows)
@@ -110,21 +141,29 @@ def test_training_learns_with_the_same_bits_for_a_seed(
     task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     longer = replace(task, experiment=task.experiment.model_copy(update={"lr": 5e-3}))
-    rows, noted = np.arange(len(task.train)), dict[bool, list[float]]({True: [], False: []})
+    rows, noted = (
+        np.arange(len(task.train)),
+        dict[bool, list[float]]({True: [], False: []}),
+    )
     fresh = training.evaluate(model_for(task), task, task.train, rows)
 
     def trained(seed: int) -> tuple[float, dict[str, torch.Tensor], Any]:
         model = model_for(task)
         loss = training.train(model, longer, rows, seed, 3)
         assert model.training
-        return loss, dict(parts(model)), training.evaluate(model, task, task.train, rows)
+        return (
+            loss,
+            dict(parts(model)),
+            training.evaluate(model, task, task.train, rows),
+        )
 
     loss, state, found = trained(3)
     assert found["loss"] < fresh["loss"]
     note = lambda cost: noted[torch.is_inference_mode_enabled()].append(cost)  # noqa: E731
     monkeypatch.setattr(training, "on_rows", note)
     again, same, equal = trained(3)
-    # Notes change nothing: of the rows of each step, then of a part of those of each batch.
+    # Notes change nothing: of the rows of each step, then of a part of those of each
+    # batch.
     assert (again, equal) == (loss, found)
     assert all(torch.equal(state[name], same[name]) for name in state)
     usable = task.objective.usable(task.train, rows)
@@ -170,10 +209,14 @@ def test_a_trial_runs_the_longest_rows_and_trains_nothing(
         assert encoded is split
         assert split.lengths(rows).max() == split.lengths(every).max()
         ids = getattr(split, "ids", [np.zeros(1)] * len(split))
-        assert max(ids[row].max() for row in rows) == max(ids[row].max() for row in every)
+        assert max(ids[row].max() for row in rows) == max(
+            ids[row].max() for row in every
+        )
 
 
-@pytest.mark.parametrize(("split", "said"), [("train", "training"), ("test", "held-out")])
+@pytest.mark.parametrize(
+    ("split", "said"), [("train", "training"), ("test", "held-out")]
+)
 def test_data_without_anything_to_predict_are_refused(
     split: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,11 +29,17 @@ def task() -> Task:
 def encoded_of(ids: list[Any], pad_id: int = 0) -> EncodedText:
     """Return rows of these tokens, as labels are not used."""
     rows = [np.asarray(row) for row in ids]
-    return EncodedText(np.zeros(len(ids)), rows, [np.zeros_like(row) for row in rows], pad_id)
+    return EncodedText(
+        np.zeros(len(ids)), rows, [np.zeros_like(row) for row in rows], pad_id
+    )
 
 
-def hidden(task: Task, encoded: EncodedText, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens and the labels of a batch of all rows; without a seed of an evaluation."""
+def hidden(
+    task: Task, encoded: EncodedText, seed: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens and the labels of a batch of all rows; without a seed of an
+    evaluation.
+    """
     rng = None if seed is None else np.random.default_rng(seed)
     batch = task.objective.batch(encoded, np.arange(len(encoded)), rng)
     return batch["input_ids"].numpy(), batch["labels"].numpy()
@@ -58,16 +64,21 @@ def test_fifteen_per_cent_are_hidden_as_bert_does_it(task: Task) -> None:
     assert np.isin(others, VOCABULARY.ordinary).all()
     assert len(np.unique(others)) > 2000
     # Every place is as likely as any other.
-    assert chosen[:-1, 1:101].mean(axis=0) == pytest.approx(np.full(100, 0.15), abs=0.04)
+    assert chosen[:-1, 1:101].mean(axis=0) == pytest.approx(
+        np.full(100, 0.15), abs=0.04
+    )
 
 
 @pytest.mark.parametrize("seed", [0, None])
 def test_at_least_one_token_is_hidden_and_no_special_one_or_padding(
     task: Task, seed: int | None
 ) -> None:
-    # [CLS] a [UNK] [SEP], and a mask in the text itself; padding is an ordinary token here.
+    # [CLS] a [UNK] [SEP], and a mask in the text itself; padding is an ordinary token
+    # here.
     rows = [[2, 77 + row, (1, VOCABULARY.mask)[row % 2], 3] for row in range(100)]
-    _, labels = hidden(task, encoded_of([*rows, [2, 9, 9, 9, 9, 9, 9, 3]], pad_id=77), seed)
+    _, labels = hidden(
+        task, encoded_of([*rows, [2, 9, 9, 9, 9, 9, 9, 3]], pad_id=77), seed
+    )
     assert ((labels[:-1] != IGNORED) == [False, True, *[False] * 6]).all()
     _, none = hidden(task, encoded_of([[2, 1, 3], [2, 3, 3]]), seed)
     assert (none == IGNORED).all()
@@ -81,18 +92,27 @@ def test_evaluation_masks_do_not_depend_on_the_batch(task: Task) -> None:
         chosen = (batch["labels"] != IGNORED).numpy()
         assert (batch["input_ids"].numpy()[chosen] == VOCABULARY.mask).all()
         return {
-            int(row): [(int(at), int(batch["labels"][i, at])) for at in np.flatnonzero(chosen[i])]
+            int(row): [
+                (int(at), int(batch["labels"][i, at]))
+                for at in np.flatnonzero(chosen[i])
+            ]
             for i, row in enumerate(batch_rows)
         }
 
     together = places(rows)
     assert places(rows[::-1]) == together
-    assert {row: found for row in rows for found in places(rows[[row]]).values()} == together
+    assert {
+        row: found for row in rows for found in places(rows[[row]]).values()
+    } == together
     lengths = [len(task.test.ids[row]) - 2 for row in rows]  # type: ignore[attr-defined]
-    assert [len(together[row]) for row in rows] == [max(1, round(0.15 * n)) for n in lengths]
+    assert [len(together[row]) for row in rows] == [
+        max(1, round(0.15 * n)) for n in lengths
+    ]
 
 
-def test_accuracy_is_the_share_of_hidden_tokens_and_a_hopeless_perplexity_infinite(task: Task) -> None:
+def test_accuracy_is_the_share_of_hidden_tokens_and_a_hopeless_perplexity_infinite(
+    task: Task,
+) -> None:
     rows = np.arange(len(task.test))
     labels = task.objective.batch(task.test, rows)["labels"]
     tokens = labels[labels != IGNORED]
@@ -102,7 +122,9 @@ def test_accuracy_is_the_share_of_hidden_tokens_and_a_hopeless_perplexity_infini
         with torch.no_grad():
             sure.get_parameter("cls.predictions.bias")[common] = bias
         found = training.evaluate(sure, task, task.test, rows)
-        assert found["accuracy"] == pytest.approx(float((tokens == common).float().mean()))
+        assert found["accuracy"] == pytest.approx(
+            float((tokens == common).float().mean())
+        )
         assert loss[0] < found["loss"] < loss[1]
     assert found["pseudo_perplexity"] == math.inf
 
@@ -114,7 +136,9 @@ def test_accuracy_is_the_share_of_hidden_tokens_and_a_hopeless_perplexity_infini
         ("clm gpt2", [[7, 8], [7], [2, 3]], [0, 2]),
     ],
 )
-def test_rows_with_nothing_to_predict_are_passed_over(name: str, ids: Any, usable: list[int]) -> None:
+def test_rows_with_nothing_to_predict_are_passed_over(
+    name: str, ids: Any, usable: list[int]
+) -> None:
     task = task_for(name)
     encoded = encoded_of(ids)
     odd = replace(task, train=encoded)
@@ -122,25 +146,37 @@ def test_rows_with_nothing_to_predict_are_passed_over(name: str, ids: Any, usabl
     assert task.objective.usable(encoded, np.arange(3)).tolist() == usable
     found = training.evaluate(model, odd, encoded, np.arange(3))
     assert found == training.evaluate(model, odd, encoded, np.array(usable))
-    assert all(map(math.isnan, training.evaluate(model, odd, encoded, np.array([1])).values()))
-    (batch,) = training.step_batches(odd, model, np.array([*usable, *[1] * 20]), len(usable), 8, 0)
+    assert all(
+        map(math.isnan, training.evaluate(model, odd, encoded, np.array([1])).values())
+    )
+    (batch,) = training.step_batches(
+        odd, model, np.array([*usable, *[1] * 20]), len(usable), 8, 0
+    )
     assert len(batch["labels"]) == len(usable)
     one = replace(odd, experiment=task.experiment.model_copy(update={"batch_size": 1}))
     assert math.isfinite(training.train(model, one, np.arange(3), 0))
 
 
-def test_the_token_that_ends_a_text_is_predicted_where_it_is_that_of_padding_too() -> None:
+def test_the_token_that_ends_a_text_is_predicted_where_it_is_that_of_padding_too() -> (
+    None
+):
     """GPT-2's tokenizer has one token for both."""
     objective = task_for("clm gpt2").objective
     batch = objective.batch(
-        encoded_of([[7, 8, 3], [7, 3]], pad_id=3), np.arange(2), np.random.default_rng(0)
+        encoded_of([[7, 8, 3], [7, 3]], pad_id=3),
+        np.arange(2),
+        np.random.default_rng(0),
     )
     assert batch["labels"].tolist() == [[7, 8, 3], [7, 3, IGNORED]]
 
 
 @pytest.mark.parametrize("mask", ["[MASK]", "<mask>", "<none>"])
-def test_mask_tokens_by_family(mask: str, task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "<s>": 1, mask: 7, "b": 6000}, unk_token="a"))
+def test_mask_tokens_by_family(
+    mask: str, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer(
+        models.WordLevel({"a": 0, "<s>": 1, mask: 7, "b": 6000}, unk_token="a")
+    )
     tokenizer.add_special_tokens(["<s>"])
     monkeypatch.setattr(objectives, "tokenizer_for", lambda _: tokenizer)
     if mask == "<none>":
@@ -152,4 +188,6 @@ def test_mask_tokens_by_family(mask: str, task: Task, monkeypatch: pytest.Monkey
     # The model has no embedding of token 6000.
     assert found.ordinary.tolist() == [0]
     assert VOCABULARY.special.tolist() == [0, 1, 2, 3, 4]
-    assert VOCABULARY.ordinary.tolist() == list(range(5, bundled_tokenizer().get_vocab_size()))
+    assert VOCABULARY.ordinary.tolist() == list(
+        range(5, bundled_tokenizer().get_vocab_size())
+    )

@@ -1,4 +1,6 @@
-"""Scores of predictions against scikit-learn, SciPy and torch; entities against spans found by hand."""
+"""Scores of predictions against scikit-learn, SciPy and torch; entities against spans
+found by hand.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ OF_CLASSES = ("accuracy", "macro_f1", "micro_f1")
 seeds = st.integers(0, 2**31)
 
 
-def drawn(kind: str, seed: int, rows: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
+def drawn(
+    kind: str, seed: int, rows: int, classes: int
+) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     outputs = rng.normal(size=(rows, classes)) * 10 ** rng.uniform(-2, 2)
     labels: dict[str, Any] = {
@@ -51,8 +55,12 @@ def test_classes(seed: int, rows: int, classes: int, kind: Any) -> None:
         assert found[f"{name}_f1"] == pytest.approx(expected)
     if more:
         assert found["accuracy"] == pytest.approx((predicted == labels).mean())
-        assert found["loss"] == pytest.approx(float(functional.cross_entropy(ours, truth)))
-        best = min(float(functional.cross_entropy(ours / t, truth)) for t in TEMPERATURES)
+        assert found["loss"] == pytest.approx(
+            float(functional.cross_entropy(ours, truth))
+        )
+        best = min(
+            float(functional.cross_entropy(ours / t, truth)) for t in TEMPERATURES
+        )
         assert found["calibrated_loss"] == pytest.approx(best)
         sure = ours.softmax(1).max(1).values.numpy()
         bins = np.minimum((sure * 15).astype(int), 14)
@@ -71,8 +79,12 @@ def test_scores_of_rows(seed: int, rows: int, flat: bool) -> None:
     outputs, labels = drawn("regression", seed, rows, 1)
     given_ = outputs[:, 0] if flat else outputs
     found = evaluate_predictions("regression", ("pearson", "spearman"), given_, labels)
-    assert found["pearson"] == pytest.approx(stats.pearsonr(outputs[:, 0], labels).statistic)
-    assert found["spearman"] == pytest.approx(stats.spearmanr(outputs[:, 0], labels).statistic)
+    assert found["pearson"] == pytest.approx(
+        stats.pearsonr(outputs[:, 0], labels).statistic
+    )
+    assert found["spearman"] == pytest.approx(
+        stats.spearmanr(outputs[:, 0], labels).statistic
+    )
     assert found["loss"] == pytest.approx(((outputs[:, 0] - labels) ** 2).mean())
 
 
@@ -117,9 +129,15 @@ rows_of_tags = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(rows=rows_of_tags)
 def test_entities_are_right_as_a_whole(rows: list[list[tuple[int, int]]]) -> None:
-    truth, guesses = ([np.array([pair[i] for pair in row], int) for row in rows] for i in (0, 1))
+    truth, guesses = (
+        [np.array([pair[i] for pair in row], int) for row in rows] for i in (0, 1)
+    )
     real, found = (
-        {(n, *span) for n, row in enumerate(side) for span in spans([TAGS[t] for t in row])}
+        {
+            (n, *span)
+            for n, row in enumerate(side)
+            for span in spans([TAGS[t] for t in row])
+        }
         for side in (truth, guesses)
     )
     hits = len(real & found)

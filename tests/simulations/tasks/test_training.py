@@ -33,7 +33,9 @@ def changed(task: Task, **fields: Any) -> Task:
 
 @pytest.fixture
 def seen(task: Task, monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """Return a function from epochs and seed to the rows of every step of a training on 70 rows."""
+    """Return a function from epochs and seed to the rows of every step of a training on
+    70 rows.
+    """
     steps: list[list[int]] = []
     batch = Classification.batch
 
@@ -44,15 +46,21 @@ def seen(task: Task, monkeypatch: pytest.MonkeyPatch) -> Seen:
 
     monkeypatch.setattr(Classification, "batch", recorded)
 
-    def rows_of(epochs: float | None, seed: int, of: Task = task, rows: int = 70) -> list[list[int]]:
+    def rows_of(
+        epochs: float | None, seed: int, of: Task = task, rows: int = 70
+    ) -> list[list[int]]:
         steps.clear()
-        assert math.isfinite(training.train(model_for(of), of, np.arange(rows), seed, epochs))
+        assert math.isfinite(
+            training.train(model_for(of), of, np.arange(rows), seed, epochs)
+        )
         return list(steps)
 
     return rows_of
 
 
-def test_an_epoch_sees_every_row_once_and_a_part_is_its_first_steps(task: Task, seen: Seen) -> None:
+def test_an_epoch_sees_every_row_once_and_a_part_is_its_first_steps(
+    task: Task, seen: Seen
+) -> None:
     two = seen(2, 0)
     assert len(two) == 18
     for epoch in (two[:9], two[9:]):
@@ -87,7 +95,9 @@ def test_steps_are_adamw_s_on_the_gradient_of_each_batch_alone(task: Task) -> No
     ours, by_hand = (model_for(still) for _ in range(2))
     training.train(ours, still, np.arange(24), 3)
     optimizer = torch.optim.AdamW(by_hand.parameters(), lr=1e-2, weight_decay=0.1)
-    steps = list(training.batches(task.train, np.arange(24), 8, np.random.default_rng(3)))
+    steps = list(
+        training.batches(task.train, np.arange(24), 8, np.random.default_rng(3))
+    )
     assert len(steps) == 3
     for rows in steps:
         by_hand.zero_grad()
@@ -101,7 +111,9 @@ def test_steps_are_adamw_s_on_the_gradient_of_each_batch_alone(task: Task) -> No
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**31), rows=st.integers(0, 300), size=st.integers(1, 9))
-def test_batches_have_each_row_once_and_similar_lengths(seed: int, rows: int, size: int) -> None:
+def test_batches_have_each_row_once_and_similar_lengths(
+    seed: int, rows: int, size: int
+) -> None:
     lengths = np.random.default_rng(seed).integers(1, 40, 400)
     encoded: Any = SimpleNamespace(lengths=lambda own: lengths[own])
     chosen = np.random.default_rng(seed).permutation(400)[:rows]
@@ -116,15 +128,20 @@ def test_batches_have_each_row_once_and_similar_lengths(seed: int, rows: int, si
     assert all(map(np.array_equal, found, again))
 
 
-def test_step_batches_are_random_rows_each_once_and_no_more_than_asked_for(task: Task) -> None:
+def test_step_batches_are_random_rows_each_once_and_no_more_than_asked_for(
+    task: Task,
+) -> None:
     model = model_for(task)
 
     def chosen(limit: int, seed: int) -> list[frozenset[bytes]]:
-        found = list(training.step_batches(task, model, np.arange(10, 60), limit, 8, seed))
+        found = list(
+            training.step_batches(task, model, np.arange(10, 60), limit, 8, seed)
+        )
         assert sum(len(batch["labels"]) for batch in found) == min(limit, 50)
         assert {len(batch["labels"]) for batch in found} <= {8, limit % 8, 50 % 8}
         return [
-            frozenset(line[line > 0].numpy().tobytes() for line in batch["input_ids"]) for batch in found
+            frozenset(line[line > 0].numpy().tobytes() for line in batch["input_ids"])
+            for batch in found
         ]
 
     few = chosen(20, 0)
@@ -137,19 +154,26 @@ def test_models_with_two_kinds_of_segments_read_them() -> None:
     model: Any = torch.nn.Linear(1, 1)
     for types in range(4):
         model.config = SimpleNamespace(type_vocab_size=types)
-        found = model_inputs(model, {"input_ids": torch.zeros(1), "token_type_ids": torch.ones(1)})
+        found = model_inputs(
+            model, {"input_ids": torch.zeros(1), "token_type_ids": torch.ones(1)}
+        )
         assert ("token_type_ids" in found) == (types >= 2)
 
 
 def test_a_client_trains_on_none_of_its_held_out_rows() -> None:
-    task = task_for("bert", train_limit=90, clients=3, holdout=0.3, partition="dirichlet:1")
+    task = task_for(
+        "bert", train_limit=90, clients=3, holdout=0.3, partition="dirichlet:1"
+    )
     for seed in (0, 1):
         clients = task.clients(seed)
         assert sorted(np.concatenate(clients).tolist()) == list(range(90))
         names, counts = task.partition(seed)
         assert (tuple(names), len(counts)) == (task.data.label_names, 3)
         for client, own in enumerate(clients):
-            assert counts[client] == np.bincount(task.data.train.labels[own], minlength=7).tolist()
+            assert (
+                counts[client]
+                == np.bincount(task.data.train.labels[own], minlength=7).tolist()
+            )
             trained, held = (rows.tolist() for rows in task.client_rows(seed, client))
             drawn = np.random.default_rng([seed, client]).permutation(own)
             assert held == sorted(drawn[: math.floor(0.3 * len(own))].tolist()) != []

@@ -1,4 +1,6 @@
-"""What a model or data cannot do is said before training, with what to change; what passes, runs."""
+"""What a model or data cannot do is said before training, with what to change; what
+passes, runs.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,23 @@ from tests.simulations.tasks.cases import SIZES, VISION, experiment_of, save, ta
 PLACES = 16
 SHORT = {**SIZES, "max_position_embeddings": PLACES}
 _BART: dict[str, Any] = {
-    **{f"{side}_{name}": 1 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")},
-    **{"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "d_model": 32, "forced_eos_token_id": None},
-    **{"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 2},
+    **{
+        f"{side}_{name}": 1
+        for side in ("encoder", "decoder")
+        for name in ("layers", "attention_heads")
+    },
+    **{
+        "encoder_ffn_dim": 32,
+        "decoder_ffn_dim": 32,
+        "d_model": 32,
+        "forced_eos_token_id": None,
+    },
+    **{
+        "pad_token_id": 0,
+        "bos_token_id": 2,
+        "eos_token_id": 3,
+        "decoder_start_token_id": 2,
+    },
 }
 _GPT2 = {"vocab_size": 6000, "n_embd": 32, "n_layer": 1, "n_head": 2, "eos_token_id": 3}
 _ROBERTA = {**SIZES, "max_position_embeddings": PLACES + 2, "pad_token_id": 1}
@@ -34,14 +50,24 @@ LEARNED: dict[str, Any] = {
     "roberta": transformers.RobertaConfig(**_ROBERTA),
     "gpt2": transformers.GPT2Config(**_GPT2, n_positions=PLACES),
     "opt": transformers.OPTConfig(**SHORT, ffn_dim=64, word_embed_proj_dim=32),
-    "bart": transformers.BartConfig(**_BART, vocab_size=6000, max_position_embeddings=PLACES),
+    "bart": transformers.BartConfig(
+        **_BART, vocab_size=6000, max_position_embeddings=PLACES
+    ),
 }
 LLAMA = transformers.LlamaConfig(**{**SHORT, "pad_token_id": None})
 
 
 def tried(model: Path, case: str = "bert", **changes: Any) -> str:
-    """Try a saved model; return the error. If there is none, train a step and evaluate."""
-    settings = {"model": str(model), "architecture": "", "max_length": 64, "train_limit": 120, **changes}
+    """Try a saved model; return the error. If there is none, train a step and
+    evaluate.
+    """
+    settings = {
+        "model": str(model),
+        "architecture": "",
+        "max_length": 64,
+        "train_limit": 120,
+        **changes,
+    }
     try:
         task = task_of(experiment_of(case, **settings).to_json())
         check_labels(task)
@@ -50,12 +76,16 @@ def tried(model: Path, case: str = "bert", **changes: Any) -> str:
     except FedrotError as error:
         return str(error)
     assert np.isfinite(training.train(built, task, np.arange(8), 0))
-    assert all(np.isfinite([*training.evaluate(built, task, task.test, np.arange(8)).values()]))
+    assert all(
+        np.isfinite([*training.evaluate(built, task, task.test, np.arange(8)).values()])
+    )
     return ""
 
 
 @pytest.mark.parametrize("family", LEARNED)
-def test_texts_longer_than_the_table_of_positions_are_refused(family: str, tmp_path: Path) -> None:
+def test_texts_longer_than_the_table_of_positions_are_refused(
+    family: str, tmp_path: Path
+) -> None:
     model = save(tmp_path, LEARNED[family])
     assert "(--max-length)" in tried(model, max_length=PLACES + 1)
     assert tried(model, max_length=PLACES) == ""
@@ -65,17 +95,34 @@ def labelled(labels: int) -> Any:
     return transformers.BertConfig(**SIZES, num_labels=labels)
 
 
-CLASSIFIER, TAGGER = "AutoModelForSequenceClassification", "AutoModelForTokenClassification"
-BARE = "AutoModel"
-WORDS = [transformers.BertConfig(**{**SIZES, "vocab_size": words}) for words in (300, 5999)]
-T5 = transformers.T5Config(
-    vocab_size=6000, d_model=32, num_layers=1, num_heads=2, d_ff=64, d_kv=16, eos_token_id=5999
+CLASSIFIER, TAGGER = (
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
 )
-#: Configuration, class to save, case, and a part of the error; without one the model runs.
+BARE = "AutoModel"
+WORDS = [
+    transformers.BertConfig(**{**SIZES, "vocab_size": words}) for words in (300, 5999)
+]
+T5 = transformers.T5Config(
+    vocab_size=6000,
+    d_model=32,
+    num_layers=1,
+    num_heads=2,
+    d_ff=64,
+    d_kv=16,
+    eos_token_id=5999,
+)
+#: Configuration, class to save, case, and a part of the error; without one the model
+#: runs.
 MODELS: dict[str, tuple[Any, str, str, str]] = {
     "few embeddings": (WORDS[0], BARE, "bert", "a trial step on training rows failed"),
     "few embeddings for masks": (WORDS[1], BARE, "mlm bert", ""),
-    "three labels": (labelled(3), CLASSIFIER, "bert", "as many classes as the data have"),
+    "three labels": (
+        labelled(3),
+        CLASSIFIER,
+        "bert",
+        "as many classes as the data have",
+    ),
     "no head": (labelled(7), BARE, "bert", ""),
     "five tags": (labelled(5), TAGGER, "ner bert", ""),
     "encoder": (LEARNED["bert"], BARE, "clm gpt2", "is an encoder"),
@@ -83,8 +130,18 @@ MODELS: dict[str, tuple[Any, str, str, str]] = {
     "gpt2": (LEARNED["gpt2"], BARE, "clm gpt2", ""),
     "bart": (LEARNED["bart"], BARE, "clm gpt2", "it would be random"),
     "llama, positions are computed": (LLAMA, BARE, "clm gpt2", ""),
-    "images": (transformers.ViTConfig(**VISION, image_size=16, patch_size=4), BARE, "image", ""),
-    "what no check foresees": (T5, BARE, "bert", "a trial step on training rows failed"),
+    "images": (
+        transformers.ViTConfig(**VISION, image_size=16, patch_size=4),
+        BARE,
+        "image",
+        "",
+    ),
+    "what no check foresees": (
+        T5,
+        BARE,
+        "bert",
+        "a trial step on training rows failed",
+    ),
 }
 
 
@@ -115,7 +172,9 @@ LABELS: dict[str, tuple[str, list[Any], list[Any], str]] = {
 def test_labels_that_teach_nothing_are_refused(name: str) -> None:
     kind, train, test, said = LABELS[name]
     splits = (SimpleNamespace(labels=np.array(labels)) for labels in (train, test))
-    data: Any = SimpleNamespace(**dict(zip(("train", "test"), splits, strict=True)), name="a", kind=kind)
+    data: Any = SimpleNamespace(
+        **dict(zip(("train", "test"), splits, strict=True)), name="a", kind=kind
+    )
     with pytest.raises(FedrotError, match=said) if said else nullcontext():
         check_labels(replace(task_for("bert"), data=data))
     check_labels(replace(task_for("mlm bert"), data=data))

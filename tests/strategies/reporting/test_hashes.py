@@ -1,4 +1,6 @@
-"""``Reporting(hashes=True)``: rows with the hash of every averaged update and of the model."""
+"""``Reporting(hashes=True)``: rows with the hash of every averaged update and of the
+model.
+"""
 
 from __future__ import annotations
 
@@ -61,21 +63,36 @@ def test_the_hash_is_of_names_dtypes_shapes_and_bits() -> None:
     one = torch.tensor([0.0, 1.0])
     line = 'a", "float32", [1]]\n' + "\0" * 4 + '["b'
     others: list[State] = [
-        *({"a": one}, {"b": one}, {"a": -one}, {"a": one.reshape(2, 1)}, {"a": one.view(torch.int32)}),
+        *(
+            {"a": one},
+            {"b": one},
+            {"a": -one},
+            {"a": one.reshape(2, 1)},
+            {"a": one.view(torch.int32)},
+        ),
         *({"a": one[:1], "b": one[:1]}, {line: one[:1]}),
         {"a": one.bfloat16()},
     ]
     assert len({model_hash(other) for other in others}) == len(others)
 
 
-def client(index: int, *, half: bool = False, says: int | None = None, bad: bool = False) -> Any:
-    """Return a client; one that is ``bad`` sends NaN, another ``says`` that it is another one."""
+def client(
+    index: int, *, half: bool = False, says: int | None = None, bad: bool = False
+) -> Any:
+    """Return a client; one that is ``bad`` sends NaN, another ``says`` that it is
+    another one.
+    """
 
     def answer(message: Message) -> Message:
-        sent = {n: t.half() if half else t * (math.nan if bad else 1) for n, t in update(index).items()}
+        sent = {
+            n: t.half() if half else t * (math.nan if bad else 1)
+            for n, t in update(index).items()
+        }
         made = reply(message, sent, 10 + index, index if says is None else says)
         if says is not None:
-            made.content["hashes"] = ConfigRecord({"sha256": oracle(update(says)), "node": 100 + says})
+            made.content["hashes"] = ConfigRecord(
+                {"sha256": oracle(update(says)), "node": 100 + says}
+            )
         if wanted_statistics(message):
             made.content[STATISTICS] = statistics_record(grams(update(index)))
         return made
@@ -83,11 +100,18 @@ def client(index: int, *, half: bool = False, says: int | None = None, bad: bool
     return answer
 
 
-CLIENTS = {100: client(0), 101: client(1, half=True), 102: client(2, says=0), 103: client(3, bad=True)}
+CLIENTS = {
+    100: client(0),
+    101: client(1, half=True),
+    102: client(2, says=0),
+    103: client(3, bad=True),
+}
 TRAIN: dict[str, Any] = {"fraction_evaluate": 0.0}
 STRATEGIES: dict[str, Callable[..., Any]] = {
     "running": FedRot,
-    "deterministic": lambda config, **more: FedRot(config, server=Server(deterministic=True), **more),
+    "deterministic": lambda config, **more: FedRot(
+        config, server=Server(deterministic=True), **more
+    ),
     "not aligned": lambda config, **more: FedRot(config, alignment=None, **more),
     "regmean": lambda config, **more: FedRot(config, aggregation="regmean", **more),
     "FedAdam": in_front_of(FedAdam),
@@ -96,7 +120,9 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_rows_name_what_was_averaged_as_it_was_received(name: str, tmp_path: Path) -> None:
+def test_rows_name_what_was_averaged_as_it_was_received(
+    name: str, tmp_path: Path
+) -> None:
     reporting = Reporting(tmp_path / "rows.jsonl", hashes=True)
     strategy = STRATEGIES[name](SYMMETRY, reporting=reporting, **TRAIN)
     result = strategy.start(FakeGrid(CLIENTS), ArrayRecord(state()), 2)
@@ -119,16 +145,21 @@ def test_rows_name_what_was_averaged_as_it_was_received(name: str, tmp_path: Pat
     assert first["versions"].keys() == {"fedrot", "flwr", "torch"}
 
 
-def test_without_a_new_model_no_update_is_named_and_without_the_option_nothing_is_hashed(
+def test_without_a_new_model_no_update_is_named_and_hashes_are_an_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, server = tmp_path / "rows.jsonl", Server(min_replies=4)
     for hashes, count in ((True, 1), (False, 0)):
-        strategy = FedRot(SYMMETRY, reporting=Reporting(file, hashes=hashes), server=server, **TRAIN)
+        strategy = FedRot(
+            SYMMETRY, reporting=Reporting(file, hashes=hashes), server=server, **TRAIN
+        )
         strategy.start(FakeGrid(CLIENTS), ArrayRecord(state()), 1)
         rows = [row for row in rows_of(file) if "sha256" in str(row)]
         assert len(rows) == count
-        assert all(row["sha256_before"] == row["sha256_after"] == oracle(state()) for row in rows)
+        assert all(
+            row["sha256_before"] == row["sha256_after"] == oracle(state())
+            for row in rows
+        )
         monkeypatch.setattr(arrays.hashlib, "sha256", None)
     with pytest.raises(FedrotError, match="file for the hashes"):
         Reporting(hashes=True)
@@ -138,13 +169,17 @@ def play(folder: Path, rounds: int, offset: int = 0) -> tuple[Path, Path]:
     """Start or resume a run; return its rows and checkpoints."""
     file, kept = folder / "rows.jsonl", folder / "checkpoints"
     reporting = Reporting(file, hashes=True)
-    strategy = FedRot(SYMMETRY, reporting=reporting, checkpoints=Checkpointing(kept), **TRAIN)
+    strategy = FedRot(
+        SYMMETRY, reporting=reporting, checkpoints=Checkpointing(kept), **TRAIN
+    )
     clients = {100 + i: client(i + offset) for i in range(2)}
     strategy.start(FakeGrid(clients), ArrayRecord(state()), rounds)
     return file, kept
 
 
-def test_checkpoints_of_a_resumed_run_are_those_of_its_rows_and_no_others(tmp_path: Path) -> None:
+def test_checkpoints_of_a_resumed_run_are_those_of_its_rows_and_no_others(
+    tmp_path: Path,
+) -> None:
     play(tmp_path, 2)
     file, kept = play(tmp_path, 3)
     known = f"'{file}', with rounds 1 to 3"
@@ -157,7 +192,9 @@ def test_checkpoints_of_a_resumed_run_are_those_of_its_rows_and_no_others(tmp_pa
     model.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(RuntimeError) as wrong:
         verified(file, kept)
-    assert str(wrong.value).startswith(f"Round 2: the checkpoint '{kept}/round-000002' cannot be used: ")
+    assert str(wrong.value).startswith(
+        f"Round 2: the checkpoint '{kept}/round-000002' cannot be used: "
+    )
     assert "'model.safetensors' was changed" in str(wrong.value)
     run("report", file, "--verify", kept, code=1, says="Round 2: the checkpoint")
     model.write_bytes(whole)
@@ -177,22 +214,35 @@ def test_a_model_file_with_other_tensors_than_a_run_would_load_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:  # so that all digests fit
-        patch.setattr(checkpoints, "_unshared", lambda own: {**own, "more": torch.ones(2)})
+        patch.setattr(
+            checkpoints, "_unshared", lambda own: {**own, "more": torch.ones(2)}
+        )
         file, kept = play(tmp_path, 1)
-    with pytest.raises(RuntimeError, match=r"Round 1: .*'model\.safetensors' was changed"):
+    with pytest.raises(
+        RuntimeError, match=r"Round 1: .*'model\.safetensors' was changed"
+    ):
         verified(file, kept)
 
 
-def test_a_file_that_was_changed_or_has_no_hashes_verifies_nothing(tmp_path: Path) -> None:
+def test_a_file_that_was_changed_or_has_no_hashes_verifies_nothing(
+    tmp_path: Path,
+) -> None:
     file, kept = play(tmp_path, 2)
     text = file.read_text()
     after = next(row["sha256_after"] for row in rows_of(file) if "sha256_after" in row)
-    file.write_text(text.replace(f'"sha256_after": "{after}"', f'"sha256_after": "{"0" * 64}"'))
+    file.write_text(
+        text.replace(f'"sha256_after": "{after}"', f'"sha256_after": "{"0" * 64}"')
+    )
     with pytest.raises(
-        RuntimeError, match=r"Round 2 did not begin with round 1's model(.|\n)*Round 1: "
+        RuntimeError,
+        match=r"Round 2 did not begin with round 1's model(.|\n)*Round 1: ",
     ):
         verified(file, kept)
-    file.write_text("".join(line for line in text.splitlines(True) if "sha256_after" not in line))
+    file.write_text(
+        "".join(line for line in text.splitlines(True) if "sha256_after" not in line)
+    )
     run("report", file, "--verify", kept, code=2, says="has no hashes of models")
     file.write_text(text)
-    run("report", file, "--verify", tmp_path / "none", code=2, says="has no checkpoints")
+    run(
+        "report", file, "--verify", tmp_path / "none", code=2, says="has no checkpoints"
+    )

@@ -31,7 +31,9 @@ def update(index: int) -> State:
 def client(index: int, loss: float = 0.5) -> Any:
     def answer(message: Message) -> Message:
         if message.metadata.message_type == "train":
-            return reply(message, update(index), 10, index, loss=loss, per_class=[0.1, loss])
+            return reply(
+                message, update(index), 10, index, loss=loss, per_class=[0.1, loss]
+            )
         metrics = MetricRecord({"num-examples": 4, "accuracy": 0.25 * index})
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
@@ -46,7 +48,10 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     def refused(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    return [json.loads(line, parse_constant=refused) for line in path.read_text().splitlines()]
+    return [
+        json.loads(line, parse_constant=refused)
+        for line in path.read_text().splitlines()
+    ]
 
 
 def stages_of(path: Path) -> list[dict[str, Any]]:
@@ -62,7 +67,9 @@ def test_every_round_and_stage_has_one_row_that_is_there_when_its_stage_ends(
     heard: list[tuple[int, dict[str, float]]] = []
 
     def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord | None:
-        seen.append([(row["round"], row["stage"]) for row in stages_of(path)] if number else [])
+        seen.append(
+            [(row["round"], row["stage"]) for row in stages_of(path)] if number else []
+        )
         return MetricRecord({"norm": 1.5 * number}) if number != 1 else None
 
     reporting = Reporting(path, lambda number, metrics: heard.append((number, metrics)))
@@ -86,7 +93,9 @@ def test_every_round_and_stage_has_one_row_that_is_there_when_its_stage_ends(
     for row, (_, metrics) in zip(rows, heard, strict=True):
         flat = dict(row["metrics"])
         each = {f"per_class/{i}": v for i, v in enumerate(flat.pop("per_class", []))}
-        assert metrics == {f"{row['stage']}/{name}": v for name, v in (flat | each).items()}
+        assert metrics == {
+            f"{row['stage']}/{name}": v for name, v in (flat | each).items()
+        }
 
 
 def test_what_is_not_finite_is_null_in_a_row(tmp_path: Path) -> None:
@@ -110,7 +119,9 @@ def test_an_error_of_the_function_ends_the_run() -> None:
         raise OSError("no space left for the tracker")
 
     with pytest.raises(OSError, match="no space left"):
-        FedRot(SYMMETRY, reporting=Reporting(on_round=full)).start(grid(), ArrayRecord(state()), 1)
+        FedRot(SYMMETRY, reporting=Reporting(on_round=full)).start(
+            grid(), ArrayRecord(state()), 1
+        )
 
 
 def test_a_resumed_run_goes_on_with_its_rows(tmp_path: Path, warnings: Any) -> None:
@@ -137,11 +148,17 @@ def test_a_resumed_run_goes_on_with_its_rows(tmp_path: Path, warnings: Any) -> N
 ROWS = ['{"round": 1, "a": "é"}', '{"round": 2}', '{"other": 3}', '{"round": 3}']
 
 
-@pytest.mark.parametrize("unfinished", ["", '{"round": 1', '{"round": 1}', '{"round": "é'])
+@pytest.mark.parametrize(
+    "unfinished", ["", '{"round": 1', '{"round": 1}', '{"round": "é']
+)
 def test_later_rows_are_cut(tmp_path: Path, unfinished: str) -> None:
     path = tmp_path / "rows.jsonl"
     for after, expected in ((0, [2]), (1, [0, 2]), (2, [0, 1, 2]), (9, [0, 1, 2, 3])):
-        path.write_bytes("".join(row + "\n" for row in ROWS).encode() + unfinished.encode())
+        path.write_bytes(
+            "".join(row + "\n" for row in ROWS).encode() + unfinished.encode()
+        )
         cut_rows(path, after)
-        assert path.read_text(encoding="utf-8").splitlines() == [ROWS[i] for i in expected]
+        assert path.read_text(encoding="utf-8").splitlines() == [
+            ROWS[i] for i in expected
+        ]
     assert list(tmp_path.iterdir()) == [path]

@@ -41,9 +41,15 @@ TURNED = "heads are rotated relative to each other"
 
 
 def rows(
-    part: str, *found: float, chance: float | None = 0.061, moved: int = 0, of: float = 100.0
+    part: str,
+    *found: float,
+    chance: float | None = 0.061,
+    moved: int = 0,
+    of: float = 100.0,
 ) -> list[GroupReport]:
-    """Return groups that are ``of`` away: the shares found, of which the first ``moved`` are removed."""
+    """Return groups that are ``of`` away: the shares found, of which the first
+    ``moved`` are removed.
+    """
     return [
         GroupReport(
             *(f"{part} {index}", index, part, of, of * (1 - share * (index < moved))),
@@ -66,16 +72,23 @@ def found(*reports: AlignmentReport, **about: Any) -> str:
 
 
 NEAR = [rows("attention", 0.3, moved=1), rows("ffn", 0.0, chance=0.0)]
-FAR = [rows("attention", 0.1, moved=1, of=1000.0), rows("ffn", 0.0, chance=0.0, of=1000.0)]
-BOTH = "rotation 24.0 % of the distance, chance 6.1 %; permutation 20.0 % of the distance, chance 0.0 %"
+FAR = [
+    rows("attention", 0.1, moved=1, of=1000.0),
+    rows("ffn", 0.0, chance=0.0, of=1000.0),
+]
+BOTH = (
+    "rotation 24.0 % of the distance, chance 6.1 %; permutation 20.0 % of the "
+    "distance, chance 0.0 %"
+)
 #: The groups of each reply, and the verdict's beginning.
 VERDICTS: dict[str, tuple[list[list[list[GroupReport]]], str]] = {
     "clients had turned": (
         [[rows("attention", 0.2, 0.16, 0.08, 0.068, moved=3)]] * 4,
-        "rotation 12.7 % of the distance, chance 6.1 %: heads are rotated relative to each other; "
-        "12 of 16 groups moved",
+        "rotation 12.7 % of the distance, chance 6.1 %: heads are rotated relative to "
+        "each other; 12 of 16 groups moved",
     ),
-    # A client ten times as far away counts ten times, and the feed-forward layers do not count.
+    # A client ten times as far away counts ten times, and the feed-forward layers do
+    # not count.
     "shares are of the distance of all clients": (
         [NEAR, FAR],
         "rotation 11.8 % of the distance, chance 6.1 %: heads",
@@ -99,12 +112,13 @@ VERDICTS: dict[str, tuple[list[list[list[GroupReport]]], str]] = {
     ),
     "every movement is named, and only those beyond chance are a cause": (
         [[rows("attention", 0.24, moved=1), rows("heads", 0.2, chance=0.0, moved=1)]],
-        f"{BOTH}: heads are rotated relative to each other and units are in another order; "
-        "2 of 2 groups moved",
+        f"{BOTH}: heads are rotated relative to each other and units are in another "
+        "order; 2 of 2 groups moved",
     ),
     "a group moved, and all of them together are no more than chance": (
         [[rows("attention", 0.12, 0.0, 0.0, moved=1)]],
-        "rotation 4.0 % of the distance, chance 6.1 %: no more than chance in all; 1 of 3 groups moved",
+        "rotation 4.0 % of the distance, chance 6.1 %: no more than chance in all; 1 "
+        "of 3 groups moved",
     ),
     "a movement whose groups stayed is no cause": (
         [[rows("attention", 0.24), rows("heads", 0.2, chance=0.0, moved=1)]],
@@ -120,7 +134,8 @@ VERDICTS: dict[str, tuple[list[list[list[GroupReport]]], str]] = {
     ),
     "a distance has grown": (
         [[rows("attention", -0.1, chance=None, moved=1)]],
-        "rotation -10.0 % of the distance removed, chance not known; 1 of 1 groups moved",
+        "rotation -10.0 % of the distance removed, chance not known; 1 of 1 groups "
+        "moved",
     ),
     "the whole model has no chance": (
         [[rows("attention", 0.3, chance=None), rows("residual", 0.0, chance=None)]],
@@ -137,7 +152,9 @@ VERDICTS: dict[str, tuple[list[list[list[GroupReport]]], str]] = {
 @pytest.mark.parametrize("name", VERDICTS)
 def test_the_verdict_on_replies(name: str) -> None:
     replies, expected = VERDICTS[name]
-    reports = [report(*(group for part in parts for group in part)) for parts in replies]
+    reports = [
+        report(*(group for part in parts for group in part)) for parts in replies
+    ]
     said = found(*reports)
     assert said.startswith(expected)
     # The first shares of the sentence are the metrics of the round.
@@ -153,8 +170,8 @@ def test_another_basis_has_no_chance() -> None:
         *rows("residual", 0.9, chance=None, moved=1),
     ]
     assert found(*[report(*groups)] * 3, other_basis=3) == (
-        "3 replies from another basis: rotation 25.0 %, permutation 45.0 % of the distance removed, "
-        "chance not known; 6 of 6 groups moved"
+        "3 replies from another basis: rotation 25.0 %, permutation 45.0 % of the "
+        "distance removed, chance not known; 6 of 6 groups moved"
     )
 
 
@@ -165,12 +182,14 @@ def test_another_basis_has_no_chance() -> None:
         (0.035, 0, "nothing beyond chance (rotation 3.5 %, chance 6.1 %)", 1),
     ],
 )
-def test_some_replies_from_another_basis(share: float, moved: int, beginning: str, end: int) -> None:
+def test_some_replies_from_another_basis(
+    share: float, moved: int, beginning: str, end: int
+) -> None:
     ordinary = report(*rows("attention", share, moved=moved))
     other = report(*rows("attention", 0.5, chance=None, moved=1))
     assert found(ordinary, ordinary, other, other_basis=1) == (
-        f"{beginning}; 1 reply from another basis: rotation 50.0 % of the distance removed, "
-        f"chance not known; {end} of 3 groups moved"
+        f"{beginning}; 1 reply from another basis: rotation 50.0 % of the distance "
+        f"removed, chance not known; {end} of 3 groups moved"
     )
 
 
@@ -188,7 +207,8 @@ def test_rounds_without_a_model(aligned: bool) -> None:
     )
 
 
-# --- the run -----------------------------------------------------------------------------------------
+# --- the run
+# ------------------------------------------------------------
 
 
 def figures(moved: int, dropped: int = 0) -> dict[str, float]:
@@ -197,26 +217,42 @@ def figures(moved: int, dropped: int = 0) -> dict[str, float]:
 
 def test_the_last_lines_of_a_run() -> None:
     rounds = {1: figures(12, 1), 2: figures(3, 2), 10: figures(0)}
-    verdicts = {1: f"rotation 12.7 %: {TURNED}", 2: "said only once", 10: "nothing beyond chance"}
+    verdicts = {
+        1: f"rotation 12.7 %: {TURNED}",
+        2: "said only once",
+        10: "nothing beyond chance",
+    }
     assert run_lines(rounds, verdicts, Path("runs/a.jsonl")) == [
         "Alignment moved groups in 2 of 3 rounds.",
         "Round 1: rotation 12.7 %: heads are rotated relative to each other.",
         "Round 10: nothing beyond chance.",
         "3 replies were dropped, in 2 rounds.",
-        "Rows of the rounds: 'runs/a.jsonl'. A page of them: fedrot report 'runs/a.jsonl'",
+        "Rows of the rounds: 'runs/a.jsonl'. A page of them: fedrot report "
+        "'runs/a.jsonl'",
     ]
 
 
-def test_rounds_without_a_model_are_counted_also_if_only_the_verdicts_to_tell_are_left() -> None:
-    said = {1: "a", 2: "b", 4: "no new model: 1 good reply, 2 needed", 5: OFF, 7: NOBODY, 9: "c"}
+def test_rounds_without_a_model_are_counted_if_few_verdicts_are_left() -> None:
+    said = {
+        1: "a",
+        2: "b",
+        4: "no new model: 1 good reply, 2 needed",
+        5: OFF,
+        7: NOBODY,
+        9: "c",
+    }
     assert told(said).keys() == {1, 4, 7, 9}
     for verdicts in (said, told(said)):
-        assert empty_rounds(verdicts).startswith("No new model in 2 of 9 rounds, the first is round 4: ")
+        assert empty_rounds(verdicts).startswith(
+            "No new model in 2 of 9 rounds, the first is round 4: "
+        )
     assert empty_rounds({1: OFF, 2: "verdict"}) == ""
 
 
 def turned(client: int) -> State:
-    """Return a trained state whose first heads were turned, by another angle at every client."""
+    """Return a trained state whose first heads were turned, by another angle at every
+    client.
+    """
     group = next(g for g in SYMMETRY.groups if g.part == "attention")
     turn = torch.eye(8).repeat(HEADS, 1, 1)
     for _ in range(client):
@@ -225,11 +261,15 @@ def turned(client: int) -> State:
 
 
 def lines_of(
-    caplog: pytest.LogCaptureFixture, strategy: FedRot, updates: list[State], rounds: int
+    caplog: pytest.LogCaptureFixture,
+    strategy: FedRot,
+    updates: list[State],
+    rounds: int,
 ) -> list[str]:
     caplog.clear()
     clients = {
-        100 + i: (lambda message, i=i: reply(message, updates[i], 10, i)) for i in range(len(updates))
+        100 + i: (lambda message, i=i: reply(message, updates[i], 10, i))
+        for i in range(len(updates))
     }
     strategy.start(FakeGrid(clients), ArrayRecord(state()), rounds)
     return [record.getMessage() for record in caplog.records]
@@ -248,8 +288,14 @@ def test_a_round_ends_with_its_verdict_and_a_run_with_its_sum(
     first, *_, last = lines[lines.index(sentence) + 1 :]
     assert "Aggregated MetricRecord" in first
     metrics = ast.literal_eval(first.split(": ", 1)[1])
-    assert f"{percent(metrics[FOUND])} of the distance, chance {percent(metrics[CHANCE])}" in sentence
-    assert f" removed {percent(metrics[REMOVED])} of the distance of all groups in " in counts
+    assert (
+        f"{percent(metrics[FOUND])} of the distance, chance {percent(metrics[CHANCE])}"
+        in sentence
+    )
+    assert (
+        f" removed {percent(metrics[REMOVED])} of the distance of all groups in "
+        in counts
+    )
     assert lines[-3:-1] == ["Alignment moved groups in 1 of 1 round.", f"{sentence}."]
     assert str(path) in last
 
@@ -276,7 +322,12 @@ def test_noise_is_averaged_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     ],
 )
 def test_a_first_round_without_moves_says_what_to_do(
-    caplog: pytest.LogCaptureFixture, fits: bool, moved: int, number: int, lost: str, added: list[str]
+    caplog: pytest.LogCaptureFixture,
+    fits: bool,
+    moved: int,
+    number: int,
+    lost: str,
+    added: list[str],
 ) -> None:
     caplog.set_level(logging.INFO)
     reports = [(0, report(*rows("attention", 0.1, moved=moved)))]
@@ -301,7 +352,9 @@ def test_a_resumed_run_sums_up_the_rounds_before(
     assert lines.count(second[:-1]) == 1
 
 
-def test_a_second_run_of_a_strategy_tells_of_its_own_rounds(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_run_of_a_strategy_tells_of_its_own_rounds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     strategy = FedRot(SYMMETRY, fraction_evaluate=0.0)
     nobody = FakeGrid({100: failure, 101: failure})

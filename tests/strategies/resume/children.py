@@ -27,7 +27,11 @@ from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import Client, FakeGrid, reply, tensors_of
 
 ROUNDS, CLIENTS, NODES = 3, 4, 2
-METRICS = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
+METRICS = (
+    "train_metrics_clientapp",
+    "evaluate_metrics_clientapp",
+    "evaluate_metrics_serverapp",
+)
 #: Says where a child is; the child waits at its last mark to be killed.
 Mark = Callable[[str], None]
 
@@ -41,9 +45,14 @@ class Ended:
 
 
 def child(
-    work: Callable[[Mark], None], kill_at: str = "", seconds: float = 0.0, until: str = ""
+    work: Callable[[Mark], None],
+    kill_at: str = "",
+    seconds: float = 0.0,
+    until: str = "",
 ) -> Ended:
-    """Let a child work; kill it so many seconds after a mark. It does not go on from ``until``."""
+    """Let a child work; kill it so many seconds after a mark. It does not go on from
+    ``until``.
+    """
     reading, writing = os.pipe()
     started = time.monotonic()
     process = os.fork()
@@ -132,9 +141,13 @@ def play(folder: Path, mark: Mark) -> None:
 
 
 def ending(result: Result) -> dict[str, Any]:
-    """Return a result in a form that compares bit for bit, and the next random numbers."""
+    """Return a result in a form that compares bit for bit, and the next random
+    numbers.
+    """
     metrics = {
-        kind: repr({number: dict(record) for number, record in getattr(result, kind).items()})
+        kind: repr(
+            {number: dict(record) for number, record in getattr(result, kind).items()}
+        )
         for kind in METRICS
     }
     arrays = [(k, a.dtype, a.shape, a.stype, a.data) for k, a in result.arrays.items()]

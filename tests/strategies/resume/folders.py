@@ -1,4 +1,6 @@
-"""Folders of checkpoints: the model of a round, and its metrics, are the round's number."""
+"""Folders of checkpoints: the model of a round, and its metrics, are the round's
+number.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,18 @@ def run_state() -> RunState:
 
 def result_of(number: int, arrays: ArrayRecord | None = None) -> Result:
     """Return the result after a round."""
-    model = ArrayRecord({"weight": torch.full((50, 40), float(number))}) if arrays is None else arrays
+    model = (
+        ArrayRecord({"weight": torch.full((50, 40), float(number))})
+        if arrays is None
+        else arrays
+    )
     metrics = {done: MetricRecord({"loss": 1 / done}) for done in range(1, number + 1)}
     return Result(model, train_metrics_clientapp=metrics)
 
 
-def save(folder: Path, number: int, arrays: ArrayRecord | None = None, keep: int = 3) -> Path:
+def save(
+    folder: Path, number: int, arrays: ArrayRecord | None = None, keep: int = 3
+) -> Path:
     """Save one round, as the first of a run."""
     checkpoints = Checkpointing(folder, keep)
     torch.rand(())  # As in a run: no two states are the same.

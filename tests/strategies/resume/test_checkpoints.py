@@ -34,7 +34,9 @@ LINES = "checkpoint-metrics.jsonl"
 
 
 def same(one: ArrayRecord, other: ArrayRecord) -> bool:
-    """Return whether two records are the same bytes under the same names in the same order."""
+    """Return whether two records are the same bytes under the same names in the same
+    order.
+    """
 
     def parts(record: ArrayRecord) -> list[Any]:
         return [(name, a.dtype, a.shape, a.stype, a.data) for name, a in record.items()]
@@ -48,8 +50,13 @@ INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
 NUMBERS = ["float16", "float32", "float64", "bool", *INTEGERS]
 BYTES = np.arange(48, dtype=np.uint8)
 ARRAYS: dict[str, ArrayRecord] = {
-    **{name: ArrayRecord({"a": Array(BYTES.astype(name).reshape(6, 8))}) for name in NUMBERS},
-    "bits of nan": ArrayRecord({"a": Array(np.array([0x7FC00001, 0xFFC12345], "u4").view("f4"))}),
+    **{
+        name: ArrayRecord({"a": Array(BYTES.astype(name).reshape(6, 8))})
+        for name in NUMBERS
+    },
+    "bits of nan": ArrayRecord(
+        {"a": Array(np.array([0x7FC00001, 0xFFC12345], "u4").view("f4"))}
+    ),
     "bfloat16": to_arrays({"a": torch.randn(3, 5).bfloat16(), "b": torch.randn(4)}),
     "tied": to_arrays(dict.fromkeys("ab", torch.randn(3, 5)) | {"c": torch.randn(3)}),
     "tied bfloat16": to_arrays(dict.fromkeys("ab", torch.randn(3, 5).bfloat16())),
@@ -70,7 +77,9 @@ def test_arrays_come_back_byte_for_byte(tmp_path: Path, kind: str) -> None:
 def test_arrays_in_another_order_come_back_with_their_values(tmp_path: Path) -> None:
     values = np.asfortranarray(np.arange(24.0).reshape(2, 3, 4))
     save(tmp_path, 1, ArrayRecord({"a": Array(values)}))
-    np.testing.assert_array_equal(Checkpointing(tmp_path).newest().result.arrays["a"].numpy(), values)
+    np.testing.assert_array_equal(
+        Checkpointing(tmp_path).newest().result.arrays["a"].numpy(), values
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,13 +101,17 @@ def test_the_page_about_checkpoints_loads_the_newest_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tied tensors and bfloat16 included: every name has its values."""
-    text = (Path(__file__).parents[3] / "docs/how-to/checkpoints.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs/how-to/checkpoints.md").read_text(
+        encoding="utf-8"
+    )
     blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
     (block,) = (block for block in blocks if "load_file" in block)
     for number in (9, 10):
         tensors = {k: t.bfloat16() for k, t in state(number).items()}
         folder = tmp_path / "runs" / "tuesday"
-        newest = save(folder, number, to_arrays({**tensors, "tied": tensors["classifier.weight"]}))
+        newest = save(
+            folder, number, to_arrays({**tensors, "tied": tensors["classifier.weight"]})
+        )
     monkeypatch.chdir(tmp_path)
     found: dict[str, torch.Tensor] = {}
     model = SimpleNamespace(load_state_dict=found.update)
@@ -110,12 +123,28 @@ def test_the_page_about_checkpoints_loads_the_newest_model(
 
 
 def test_metrics_come_back_bit_for_bit(tmp_path: Path) -> None:
-    nans = [struct.unpack(">d", bytes.fromhex(h))[0] for h in ("7ff8000000000001", "fff8000000000000")]
-    floats = [0.1, -0.0, 5e-324, 1.7976931348623157e308, float("inf"), -float("inf"), *nans]
+    nans = [
+        struct.unpack(">d", bytes.fromhex(h))[0]
+        for h in ("7ff8000000000001", "fff8000000000000")
+    ]
+    floats = [
+        0.1,
+        -0.0,
+        5e-324,
+        1.7976931348623157e308,
+        float("inf"),
+        -float("inf"),
+        *nans,
+    ]
     result = Result(
         ArrayRecord(),
-        train_metrics_clientapp={1: MetricRecord({"loss": 0.1 + 0.2, "all": floats, "n": 2**80})},
-        evaluate_metrics_serverapp={0: MetricRecord({"none": []}), 2: MetricRecord({"ints": [1, -2]})},
+        train_metrics_clientapp={
+            1: MetricRecord({"loss": 0.1 + 0.2, "all": floats, "n": 2**80})
+        },
+        evaluate_metrics_serverapp={
+            0: MetricRecord({"none": []}),
+            2: MetricRecord({"ints": [1, -2]}),
+        },
     )
     checkpoints = Checkpointing(tmp_path)
     with checkpoints.writing():
@@ -123,7 +152,9 @@ def test_metrics_come_back_bit_for_bit(tmp_path: Path) -> None:
             checkpoints.save(number, result, run_state())
     found = Checkpointing(tmp_path).newest().result
     metrics: Any = found.train_metrics_clientapp[1]
-    assert [struct.pack(">d", x) for x in metrics.pop("all")] == [struct.pack(">d", x) for x in floats]
+    assert [struct.pack(">d", x) for x in metrics.pop("all")] == [
+        struct.pack(">d", x) for x in floats
+    ]
     assert metrics == {"loss": 0.1 + 0.2, "n": 2**80}
     assert found.evaluate_metrics_clientapp == {}
     assert list(found.evaluate_metrics_serverapp) == [0, 2]
@@ -132,7 +163,9 @@ def test_metrics_come_back_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_the_metrics_of_a_round_are_written_once_and_only_added(tmp_path: Path) -> None:
-    """Also those of an earlier, damaged checkpoint's rounds are replaced by the run that goes on."""
+    """Also those of an earlier, damaged checkpoint's rounds are replaced by the run
+    that goes on.
+    """
     checkpoints, sizes, growth = Checkpointing(tmp_path), [0], list[str]()
     with checkpoints.writing():
         for number in range(1, 6):
@@ -173,7 +206,9 @@ VALUES: list[Any] = [
 @pytest.mark.parametrize("value", VALUES)
 def test_values_come_back(value: Any) -> None:
     arrays: dict[str, np.ndarray] = {}
-    found = decode(json.loads(json.dumps(encode(value, "it", arrays), allow_nan=False)), arrays)
+    found = decode(
+        json.loads(json.dumps(encode(value, "it", arrays), allow_nan=False)), arrays
+    )
     assert found == value
     assert type(found) is type(value)
 
@@ -202,9 +237,14 @@ def test_numpy_arrays_come_back(value: np.ndarray) -> None:
     assert found.flags.writeable
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool]
+)
 def test_tensors_come_back(dtype: torch.dtype) -> None:
-    for value in (torch.arange(6).reshape(2, 3).to(dtype).T, torch.ones((), dtype=dtype)):
+    for value in (
+        torch.arange(6).reshape(2, 3).to(dtype).T,
+        torch.ones((), dtype=dtype),
+    ):
         arrays: dict[str, np.ndarray] = {}
         found = decode(encode(value, "it", arrays), arrays)
         assert (found.dtype, found.shape) == (value.dtype, value.shape)
@@ -213,7 +253,15 @@ def test_tensors_come_back(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [object(), len, np.array([object()]), np.array(["a"]), np.ma.array([1.0]), {"a": [range(3)]}, 1j],
+    [
+        object(),
+        len,
+        np.array([object()]),
+        np.array(["a"]),
+        np.ma.array([1.0]),
+        {"a": [range(3)]},
+        1j,
+    ],
 )
 def test_other_values_are_refused(value: Any) -> None:
     with pytest.raises(UnknownValueError):
@@ -226,11 +274,15 @@ def test_other_values_are_refused(value: Any) -> None:
 def test_the_last_ones_stay(tmp_path: Path) -> None:
     for number in range(1, 5):
         save(tmp_path, number, keep=2)
-        assert Checkpointing(tmp_path).rounds() == [n for n in (number - 1, number) if n]
+        assert Checkpointing(tmp_path).rounds() == [
+            n for n in (number - 1, number) if n
+        ]
         assert round_of(Checkpointing(tmp_path).newest()) == number
     names = [".lock", LINES, "round-000003", "round-000004"]
     assert sorted(p.name for p in tmp_path.iterdir()) == names
-    assert sorted(p.name for p in (tmp_path / "round-000004").iterdir()) == sorted(FILES)
+    assert sorted(p.name for p in (tmp_path / "round-000004").iterdir()) == sorted(
+        FILES
+    )
 
 
 def test_none_kept_is_refused(tmp_path: Path) -> None:
@@ -265,7 +317,14 @@ LAST = "round-000003"
 DAMAGES: list[tuple[Callable[[Path], None], str, int]] = [
     *(
         (damage, f"{LAST}/{name}", 2)
-        for damage in (_truncated, _flipped, _emptied, _of_round_two, _linked, Path.unlink)
+        for damage in (
+            _truncated,
+            _flipped,
+            _emptied,
+            _of_round_two,
+            _linked,
+            Path.unlink,
+        )
         for name in FILES
     ),
     *((damage, LINES, 0) for damage in (_emptied, _linked, Path.unlink)),
@@ -283,7 +342,11 @@ DAMAGES: list[tuple[Callable[[Path], None], str, int]] = [
 
 @pytest.mark.parametrize(("damage", "name", "newest"), DAMAGES)
 def test_a_damaged_one_is_reported_and_the_one_before_it_used(
-    tmp_path: Path, warnings: Any, damage: Callable[[Path], None], name: str, newest: int
+    tmp_path: Path,
+    warnings: Any,
+    damage: Callable[[Path], None],
+    name: str,
+    newest: int,
 ) -> None:
     for number in (1, 2, 3):
         save(tmp_path, number)
@@ -370,7 +433,10 @@ def test_something_else_under_a_name_of_ours_is_an_error_at_the_start_and_stays(
     save(folder, 1)
     (folder / name).unlink(missing_ok=True)
     put(folder / name, tmp_path / target)
-    with pytest.raises(FedrotError, match=re.escape(name)), Checkpointing(folder).writing():
+    with (
+        pytest.raises(FedrotError, match=re.escape(name)),
+        Checkpointing(folder).writing(),
+    ):
         pass
     assert (tmp_path / "file").read_text() == "precious"
     assert (tmp_path / "folder" / "inside").read_text() == "precious"
@@ -390,7 +456,9 @@ def test_other_names_are_left_alone(tmp_path: Path) -> None:
     assert Checkpointing(tmp_path).rounds() == [2]
 
 
-def test_a_link_in_place_of_the_metrics_is_replaced_and_not_followed(tmp_path: Path) -> None:
+def test_a_link_in_place_of_the_metrics_is_replaced_and_not_followed(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "precious").write_text("precious")
     (tmp_path / LINES).symlink_to(tmp_path / "precious")
     save(tmp_path, 1)
@@ -421,7 +489,9 @@ def test_two_processes_cannot_write_to_one_folder(tmp_path: Path) -> None:
 
 @contextmanager
 def full_after(size: int) -> Iterator[None]:
-    """Let no file of this process grow beyond a size: writes fail midway, as on a full disk."""
+    """Let no file of this process grow beyond a size: writes fail midway, as on a full
+    disk.
+    """
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
@@ -451,7 +521,11 @@ def test_a_folder_that_cannot_be_written_to_is_an_error_at_the_start(
 
 def test_a_disk_that_is_full_from_the_start_is_an_error(tmp_path: Path) -> None:
     checkpoints = Checkpointing(tmp_path / "run")
-    with full_after(0), pytest.raises(FedrotError, match="cannot be written to"), checkpoints.writing():
+    with (
+        full_after(0),
+        pytest.raises(FedrotError, match="cannot be written to"),
+        checkpoints.writing(),
+    ):
         pass
     save(tmp_path / "run", 1)  # The lock is free again.
 
@@ -471,9 +545,16 @@ def test_a_folder_that_cannot_be_read_is_an_error(
 
 def test_a_full_disk_ends_the_run_and_leaves_the_others_whole(tmp_path: Path) -> None:
     save(tmp_path, 1, _large(1))
-    with full_after(20_000), pytest.raises(FedrotError, match="round 2 cannot be written"):
+    with (
+        full_after(20_000),
+        pytest.raises(FedrotError, match="round 2 cannot be written"),
+    ):
         save(tmp_path, 2, _large(2))
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", LINES, "round-000001"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        ".lock",
+        LINES,
+        "round-000001",
+    ]
     assert round_of(Checkpointing(tmp_path).newest()) == 1
     save(tmp_path, 2, _large(2))
     assert round_of(Checkpointing(tmp_path).newest()) == 2
@@ -493,13 +574,21 @@ def test_an_error_of_the_file_system_ends_the_run(
         with pytest.raises(FedrotError, match="No space left on device"):
             Checkpointing(tmp_path).save(2, result_of(2), run_state())
     monkeypatch.undo()
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", LINES, "round-000001"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        ".lock",
+        LINES,
+        "round-000001",
+    ]
     assert round_of(Checkpointing(tmp_path).newest()) == 1
 
 
 @pytest.fixture
-def operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Return what is done to files below the folder of a checkpoint, in order: (what, path)."""
+def operations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[str, str]]:
+    """Return what is done to files below the folder of a checkpoint, in order: (what,
+    path).
+    """
     found: list[tuple[str, str]] = []
     fsync, rename, replace = os.fsync, os.rename, os.replace
 

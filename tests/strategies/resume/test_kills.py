@@ -1,4 +1,6 @@
-"""A run that is killed at any moment ends, once resumed, with the bits of one that was not killed."""
+"""A run that is killed at any moment ends, once resumed, with the bits of one that was
+not killed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tests.strategies.resume.folders import result_of, round_of, run_state, save
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, float]]:
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[str, dict[str, float]]:
     """Return how a run ends that nobody kills, and when it reaches each mark."""
     folder = tmp_path_factory.mktemp("undisturbed")
     ended = child(partial(play, folder))
@@ -38,7 +42,8 @@ def finish(folder: Path, expected: str) -> None:
     """Resume a run until it ends, and compare with one that was not killed."""
     assert child(partial(play, folder)).code == 0
     assert (folder / "end").read_text() == expected
-    # Killed between the last checkpoint and the removal of the oldest, a run has nothing left to save.
+    # Killed between the last checkpoint and the removal of the oldest, a run has
+    # nothing left to save.
     last = [ROUNDS - 2, ROUNDS - 1, ROUNDS]
     assert Checkpointing(folder / "checkpoints").rounds() in (last, last[1:])
     assert len(list((folder / "checkpoints").glob(".round*"))) == 0
@@ -83,7 +88,9 @@ def test_a_run_that_is_killed_over_and_over(tmp_path: Path, undisturbed: Any) ->
 
 
 def die(folder: Path, at: int, mark: Mark) -> None:
-    """Save two more rounds, and die just before the file operation of this number, if there is one."""
+    """Save two more rounds, and die just before the file operation of this number, if
+    there is one.
+    """
     done = 0
 
     def counted(operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,7 +112,9 @@ def die(folder: Path, at: int, mark: Mark) -> None:
             checkpoints.save(number, result_of(number), state)
 
 
-def test_death_before_any_file_operation_leaves_whole_checkpoints(tmp_path: Path) -> None:
+def test_death_before_any_file_operation_leaves_whole_checkpoints(
+    tmp_path: Path,
+) -> None:
     """A process dies at every step of two writes that replace the only checkpoint."""
     steps = []
     for step in range(200):
@@ -114,7 +123,10 @@ def test_death_before_any_file_operation_leaves_whole_checkpoints(tmp_path: Path
         died = child(partial(die, folder, step))
         newest = Checkpointing(folder).newest()
         steps.append((*died.marks, round_of(newest)))
-        assert newest.result.train_metrics_clientapp == result_of(newest.round).train_metrics_clientapp
+        assert (
+            newest.result.train_metrics_clientapp
+            == result_of(newest.round).train_metrics_clientapp
+        )
         # The next run clears away what is left, and writes.
         save(folder, newest.round + 1, keep=1)
         assert round_of(Checkpointing(folder).newest()) == newest.round + 1
@@ -122,7 +134,8 @@ def test_death_before_any_file_operation_leaves_whole_checkpoints(tmp_path: Path
         if died.code == 0:
             break
         assert died.code == -signal.SIGKILL
-    # Before the rename the old one is the newest, after it the new one; there is nothing else.
+    # Before the rename the old one is the newest, after it the new one; there is
+    # nothing else.
     found = [number for *_, number in steps]
     assert found == sorted(found)
     assert set(found) == {2, 3, 4}
@@ -131,7 +144,9 @@ def test_death_before_any_file_operation_leaves_whole_checkpoints(tmp_path: Path
         assert steps[renamed - 1][0] == "replace"
         before = [mark for mark, newest in steps[:-1] if newest == number - 1]
         # Of the round before: the folder of all checkpoints, after the rename.
-        assert before.count("fsync") == (number == 4) + len(["metrics", "model", "state", "folder"])
+        assert before.count("fsync") == (number == 4) + len(
+            ["metrics", "model", "state", "folder"]
+        )
     # The first one is of the temporary name, which is gone by then.
     last = [mark for mark, newest in steps[:-1] if newest == 4]
     assert (last.count("fsync"), last.count("unlink"), last.count("rmdir")) == (1, 3, 1)

@@ -1,4 +1,6 @@
-"""Resumed runs: the same calls as in Flower's loop, and the same end after a stop or a kill."""
+"""Resumed runs: the same calls as in Flower's loop, and the same end after a stop or a
+kill.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ class AlignedPrivacy(Aligned, AdaptiveClipping):
     """Alignment in front of a wrapper with state."""
 
 
-def _private(wrapper: Callable[..., Strategy], inside: type[FedAvg] = FedAvg, **more: Any) -> Strategy:
+def _private(
+    wrapper: Callable[..., Strategy], inside: type[FedAvg] = FedAvg, **more: Any
+) -> Strategy:
     return wrapper(inside(**COMMON), **NOISE, **more)
 
 
@@ -132,7 +136,9 @@ def play(
     return run(strategy, grid(), arrays, rounds, checkpoints=checkpoints, **given)
 
 
-def resumable(strategy: Strategy, checkpoints: Checkpointing, *args: Any, **settings: Any) -> Result:
+def resumable(
+    strategy: Strategy, checkpoints: Checkpointing, *args: Any, **settings: Any
+) -> Result:
     """Run a strategy with checkpoints, with the arguments of its own ``start``."""
     return run(strategy, *args, checkpoints=checkpoints, **settings)
 
@@ -153,14 +159,21 @@ class Recorded(FedAvg):
         self.calls: list[tuple[Any, ...]] = []
 
     def _asked(
-        self, hook: str, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Any
+        self,
+        hook: str,
+        number: int,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        grid: Any,
     ) -> Any:
         self.calls.append((hook, number, arrays.object_id, dict(config)))
         return getattr(super(), hook)(number, arrays, config, grid)
 
     def _answered(self, hook: str, number: int, replies: Iterable[Message]) -> Any:
         replies = list(replies)
-        self.calls.append((hook, number, [reply.metadata.src_node_id for reply in replies]))
+        self.calls.append(
+            (hook, number, [reply.metadata.src_node_id for reply in replies])
+        )
         return getattr(super(), hook)(number, replies)
 
     def summary(self) -> None:
@@ -209,7 +222,9 @@ def test_the_loop_is_flowers(
         strategy, clients = Recorded(**COMMON), TimedGrid(grid().nodes)
         seen: list[tuple[int, str]] = []
 
-        def evaluation(number: int, arrays: ArrayRecord, seen: Any = seen) -> MetricRecord | None:
+        def evaluation(
+            number: int, arrays: ArrayRecord, seen: Any = seen
+        ) -> MetricRecord | None:
             seen.append((number, arrays.object_id))
             return evaluate(number, arrays)
 
@@ -224,10 +239,13 @@ def test_the_loop_is_flowers(
             [
                 r.getMessage()
                 for r in caplog.records
-                if "finished in" not in r.getMessage() and "heckpoint" not in r.getMessage()
+                if "finished in" not in r.getMessage()
+                and "heckpoint" not in r.getMessage()
             ]
         )
-        ends.append((ending(result), {name: dict(config) for name, config in configs.items()}))
+        ends.append(
+            (ending(result), {name: dict(config) for name, config in configs.items()})
+        )
         calls.append(strategy.calls)
         evaluations.append(seen)
         timeouts.append(clients.timeouts)
@@ -257,7 +275,9 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, name: str) -> Non
     assert ending(result) == expected
 
 
-def test_what_changed_once_is_in_the_checkpoints_of_every_later_run(tmp_path: Path) -> None:
+def test_what_changed_once_is_in_the_checkpoints_of_every_later_run(
+    tmp_path: Path,
+) -> None:
     class Calibrated(FedAvg):
         """Keeps what it found in round 1."""
 
@@ -283,7 +303,9 @@ def test_a_resumed_run_asks_nobody_in_the_rounds_that_are_finished(
     for rounds, after in ((ROUNDS, 2), (ROUNDS, ROUNDS), (1, ROUNDS)):
         rest, clients, seen = Recorded(**COMMON), grid(), list[int]()
 
-        def evaluation(number: int, arrays: ArrayRecord, seen: Any = seen) -> MetricRecord | None:
+        def evaluation(
+            number: int, arrays: ArrayRecord, seen: Any = seen
+        ) -> MetricRecord | None:
             seen.append(number)
             return evaluate(number, arrays)
 
@@ -300,17 +322,27 @@ def test_a_resumed_run_asks_nobody_in_the_rounds_that_are_finished(
         assert [call for call in rest.calls if len(call) > 1] == whole.calls[1:]
         assert rest.calls[-1 if after == ROUNDS else 9] == ("summary",)
         assert seen == [*range(after + 1, ROUNDS + 1)]
-        assert [len(n) for n in clients.asked][2 * after :] == [2] * 2 * (ROUNDS - after)
+        assert [len(n) for n in clients.asked][2 * after :] == [2] * 2 * (
+            ROUNDS - after
+        )
         assert not any(clients.asked[: 2 * after])
-        assert (f"holds round {ROUNDS}, and num_rounds is 1: no round" in warnings()) == (rounds == 1)
+        assert (
+            f"holds round {ROUNDS}, and num_rounds is 1: no round" in warnings()
+        ) == (rounds == 1)
 
 
-def test_a_run_that_is_not_evaluated_at_the_server_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_that_is_not_evaluated_at_the_server_ends_with_the_same_bits(
+    tmp_path: Path,
+) -> None:
     """Its rounds end with the clients' evaluation, and are saved then."""
     expected = ending(play(FedAdam(**COMMON), evaluate_fn=None))
     for rounds in range(1, ROUNDS + 1):
         result = play(
-            FedAdam(**COMMON), rounds=rounds, seed=rounds - 1, evaluate_fn=None, **both(tmp_path)
+            FedAdam(**COMMON),
+            rounds=rounds,
+            seed=rounds - 1,
+            evaluate_fn=None,
+            **both(tmp_path),
         )
     assert ending(result) == expected
     assert Checkpointing(tmp_path).rounds() == [1, 2, 3]
@@ -321,13 +353,21 @@ def test_a_failed_round_is_kept_too(tmp_path: Path) -> None:
     expected = ending(FedAvg().start(grid(2), ArrayRecord(SMALL), 3))
     seeded(0)
     for rounds in (1, 2, 3):
-        found = run(FedAvg(), grid(2), ArrayRecord(SMALL), rounds, checkpoints=Checkpointing(tmp_path))
+        found = run(
+            FedAvg(),
+            grid(2),
+            ArrayRecord(SMALL),
+            rounds,
+            checkpoints=Checkpointing(tmp_path),
+        )
         assert (found.arrays == ArrayRecord(SMALL)) == (rounds < 3)
         assert Checkpointing(tmp_path).newest().result.arrays == found.arrays
     assert ending(found) == expected
 
 
-def test_clients_keep_their_names_when_a_run_goes_on_and_lose_them_in_a_new_one(tmp_path: Path) -> None:
+def test_clients_keep_their_names_when_a_run_goes_on_and_lose_them_in_a_new_one(
+    tmp_path: Path,
+) -> None:
     rows = tmp_path / "rows.jsonl"
 
     def failed(fails_in: int, rounds: int, strategy: FedRot | None = None) -> list[int]:
@@ -346,10 +386,14 @@ def test_clients_keep_their_names_when_a_run_goes_on_and_lose_them_in_a_new_one(
         return sorted({row["client"] for row in written if "failed" in row})
 
     def aligned(**settings: Any) -> FedRot:
-        return FedRot(SYMMETRY, fraction_evaluate=0.0, reporting=Files(rows=rows), **settings)
+        return FedRot(
+            SYMMETRY, fraction_evaluate=0.0, reporting=Files(rows=rows), **settings
+        )
 
     for rounds in (1, 2):
-        names = failed(2, rounds, aligned(checkpoints=Checkpointing(tmp_path / "checkpoints")))
+        names = failed(
+            2, rounds, aligned(checkpoints=Checkpointing(tmp_path / "checkpoints"))
+        )
     assert names == [0, 2]
     strategy = aligned()
     assert failed(2, 2, strategy) == [0, 2]
@@ -357,7 +401,9 @@ def test_clients_keep_their_names_when_a_run_goes_on_and_lose_them_in_a_new_one(
 
 
 class Decaying(FedAvg):
-    """Halves the clients' learning rate after every round, as Flower's documentation does."""
+    """Halves the clients' learning rate after every round, as Flower's documentation
+    does.
+    """
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Any
@@ -434,8 +480,14 @@ class Stateful(FedAvg):
         """Return all of it, and what the generators draw next."""
         return (
             *(self.accountant.count, self.rate, self.nodes, self.others.random()),
-            *(self.generator.random(), float(torch.rand((), generator=self.torch_generator))),
-            *(self.best.tolist() if self.best is not None else (), self.legacy.random()),
+            *(
+                self.generator.random(),
+                float(torch.rand((), generator=self.torch_generator)),
+            ),
+            *(
+                self.best.tolist() if self.best is not None else (),
+                self.legacy.random(),
+            ),
             self.layer.weight.tolist(),
         )
 
@@ -446,7 +498,9 @@ def _stateful() -> tuple[Accountant, np.random.Generator, Stateful]:
     return accountant, generator, Stateful(accountant, generator)
 
 
-def test_state_of_every_kind_goes_on(tmp_path: Path, warnings: Callable[[], str]) -> None:
+def test_state_of_every_kind_goes_on(
+    tmp_path: Path, warnings: Callable[[], str]
+) -> None:
     *_, whole = _stateful()
     play(whole, rounds=4)
     *_, first = _stateful()
@@ -463,14 +517,19 @@ def test_state_of_every_kind_goes_on(tmp_path: Path, warnings: Callable[[], str]
     assert warnings() == ""
 
 
-def test_state_that_cannot_be_saved_is_named_once(tmp_path: Path, warnings: Callable[[], str]) -> None:
+def test_state_that_cannot_be_saved_is_named_once(
+    tmp_path: Path, warnings: Callable[[], str]
+) -> None:
     class Odd(FedAvg):
         ours: object = None
 
         def __init__(self, **settings: Any) -> None:
             super().__init__(**settings)
             self.seen_nodes = Counter[int]()
-            self.server, self.fixed = SimpleNamespace(momentum=0.0), SimpleNamespace(rate=0.5)
+            self.server, self.fixed = (
+                SimpleNamespace(momentum=0.0),
+                SimpleNamespace(rate=0.5),
+            )
 
         def configure_train(self, server_round: int, *args: Any) -> Iterable[Message]:
             self.ours = object()
@@ -485,7 +544,11 @@ def test_state_that_cannot_be_saved_is_named_once(tmp_path: Path, warnings: Call
     for attribute in (*seen, "server holds a SimpleNamespace"):
         assert warnings().count(f"strategy.{attribute}") == 1
     assert warnings().count("Not in the checkpoints") == 4
-    assert not [name for name in Checkpointing(tmp_path).newest().state_arrays if "mixed" in name]
+    assert not [
+        name
+        for name in Checkpointing(tmp_path).newest().state_arrays
+        if "mixed" in name
+    ]
 
 
 # What is refused
@@ -494,9 +557,21 @@ def test_state_that_cannot_be_saved_is_named_once(tmp_path: Path, warnings: Call
 @pytest.mark.parametrize(
     ("strategy", "model", "message"),
     [
-        (FedAdam, {**SMALL, "more": torch.zeros(1)}, r"'more' is missing there and \(1,\) in"),
-        (FedAdam, {"weight": SMALL["weight"]}, r"'bias' is \(3,\) there and missing in"),
-        (FedAdam, {**SMALL, "bias": torch.zeros(4)}, r"'bias' is \(3,\) there and \(4,\) in"),
+        (
+            FedAdam,
+            {**SMALL, "more": torch.zeros(1)},
+            r"'more' is missing there and \(1,\) in",
+        ),
+        (
+            FedAdam,
+            {"weight": SMALL["weight"]},
+            r"'bias' is \(3,\) there and missing in",
+        ),
+        (
+            FedAdam,
+            {**SMALL, "bias": torch.zeros(4)},
+            r"'bias' is \(3,\) there and \(4,\) in",
+        ),
         (FedAvg, SMALL, "is of a FedAdam, the strategy is a FedAvg"),
     ],
 )
@@ -511,8 +586,13 @@ def test_another_model_or_strategy_is_refused(
 def test_another_wrapped_strategy_is_refused(tmp_path: Path) -> None:
     strategy = FixedClipping(_stateful()[-1], **NOISE, clipping_norm=1.0)
     play(strategy, rounds=1, checkpoints=Checkpointing(tmp_path))
-    with pytest.raises(FedrotError, match=r"has the state of 'strategy\.strategy\.accountant'"):
-        play(_private(FixedClipping, clipping_norm=1.0), checkpoints=Checkpointing(tmp_path))
+    with pytest.raises(
+        FedrotError, match=r"has the state of 'strategy\.strategy\.accountant'"
+    ):
+        play(
+            _private(FixedClipping, clipping_norm=1.0),
+            checkpoints=Checkpointing(tmp_path),
+        )
 
 
 # What a strategy is told, and what of it is state
@@ -527,7 +607,8 @@ class Told(FedAvg):
         self.after = after_round
 
 
-#: The rounds before a run, -1 if it was killed in the first one; and after which round it goes on.
+#: The rounds before a run, -1 if it was killed in the first one; and after which round
+#: it goes on.
 AFTER = {
     "a new run": (0, None),
     "a resumed run": (2, 2),
@@ -537,7 +618,9 @@ AFTER = {
 
 
 @pytest.mark.parametrize("name", AFTER)
-def test_the_strategy_is_told_after_which_round_it_goes_on(tmp_path: Path, name: str) -> None:
+def test_the_strategy_is_told_after_which_round_it_goes_on(
+    tmp_path: Path, name: str
+) -> None:
     before, expected = AFTER[name]
     if before > 0:
         play(Told(), rounds=before, **both(tmp_path))
@@ -559,23 +642,34 @@ def test_strategies_that_know_each_other_are_saved_once() -> None:
     assert entries == [("strategy.other", "seen")]
 
 
-def test_of_our_strategies_a_checkpoint_has_what_outlives_a_round_and_attributes_of_a_subclass(
+def test_a_checkpoint_has_what_outlives_a_round_and_attributes_of_a_subclass(
     tmp_path: Path, warnings: Callable[[], str]
 ) -> None:
     class Own(FedRot):
         def state(self) -> dict[str, Any]:
-            return {name: value for name, value in super().state().items() if name != "mine"}
+            return {
+                name: value for name, value in super().state().items() if name != "mine"
+            }
 
         def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
             vars(self).update(mine=[server_round], ours={"seen": server_round})
             return super().aggregate_train(server_round, replies)
 
-    strategy = Own(SYMMETRY, **COMMON, checkpoints=Checkpointing(tmp_path), guard=Guard("norm", False))
+    strategy = Own(
+        SYMMETRY,
+        **COMMON,
+        checkpoints=Checkpointing(tmp_path),
+        guard=Guard("norm", False),
+    )
     strategy.start(grid(), ArrayRecord(state()), 3, evaluate_fn=evaluated)
     found = Checkpointing(tmp_path).newest()
-    assert {name for where, name, *_ in found.state["entries"] if where == "strategy"} == {
-        *("_clients", "_verdicts", "ours")
-    }
-    (verdicts,) = (coded for _, name, _, coded in found.state["entries"] if name == "_verdicts")
-    assert decode(verdicts, {}).keys() == {1, 3}, "those of all rounds would make checkpoints grow"
+    assert {
+        name for where, name, *_ in found.state["entries"] if where == "strategy"
+    } == {*("_clients", "_verdicts", "ours")}
+    (verdicts,) = (
+        coded for _, name, _, coded in found.state["entries"] if name == "_verdicts"
+    )
+    assert decode(verdicts, {}).keys() == {1, 3}, (
+        "those of all rounds would make checkpoints grow"
+    )
     assert warnings() == ""

@@ -1,4 +1,6 @@
-"""Ways to merge aligned updates behind FedRot: statistics are asked for, moved and used."""
+"""Ways to merge aligned updates behind FedRot: statistics are asked for, moved and
+used.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,12 @@ from tests.strategies.fakes import FakeGrid, largest_difference, reply, tensors_
 
 CONFIG = config_of(NAME)
 GLOBAL = fedrot.AlignmentOptions(anchor="global")
-ALIGN = pytest.mark.parametrize("alignment", [GLOBAL, None], ids=["aligned", "unaligned"])
-WITHIN = fedrot.AlignmentOptions(("heads", "attention", "ffn"), within_heads="permutation")
+ALIGN = pytest.mark.parametrize(
+    "alignment", [GLOBAL, None], ids=["aligned", "unaligned"]
+)
+WITHIN = fedrot.AlignmentOptions(
+    ("heads", "attention", "ffn"), within_heads="permutation"
+)
 PAGE = Path(__file__).parents[3] / "docs/how-to/own-model.md"
 EMBEDDING = "bert.embeddings.word_embeddings.weight"
 
@@ -64,8 +70,12 @@ def bare(clients: Iterable[Client]) -> list[Client]:
     return [replace(client, statistics={}) for client in clients]
 
 
-def finished(strategy: FedAvg, clients: Sequence[Client], number: int = 1, **metrics: Any) -> Any:
-    """Play a round that may have no model; each metric is one number for each client."""
+def finished(
+    strategy: FedAvg, clients: Sequence[Client], number: int = 1, **metrics: Any
+) -> Any:
+    """Play a round that may have no model; each metric is one number for each
+    client.
+    """
     messages = ask(strategy, state(), len(clients), number)
     replies = [
         answer(m, c, i, **{name: values[i] for name, values in metrics.items()})
@@ -74,17 +84,24 @@ def finished(strategy: FedAvg, clients: Sequence[Client], number: int = 1, **met
     return strategy.aggregate_train(number, replies)
 
 
-# --- what is merged ----------------------------------------------------------------------------------
+# --- what is merged
+# ----------------------------------------------------------------------------------
 
 
 def of_conv1d() -> list[Client]:
-    """GPT-2 reads its inputs with the weights' first axis: all of its matrices are ``gram_conv1d``."""
+    """GPT-2 reads its inputs with the weights' first axis: all of its matrices are
+    ``gram_conv1d``.
+    """
     generator = torch.Generator().manual_seed(0)
     clients = []
     for weight in (1.0, 4.0):
         inputs = torch.randn(20, 4, generator=generator)
         update = {"h.c_fc.weight": torch.randn(4, 3, generator=generator)}
-        clients.append(Client(update, weight, {"gram_conv1d": {"h.c_fc.weight": inputs.T @ inputs}}))
+        clients.append(
+            Client(
+                update, weight, {"gram_conv1d": {"h.c_fc.weight": inputs.T @ inputs}}
+            )
+        )
     return clients
 
 
@@ -118,12 +135,16 @@ FOLLOWING: dict[str, tuple[Any, Any, fedrot.AlignmentOptions, tuple[str, ...]]] 
 
 @ANCHOR
 @pytest.mark.parametrize("name", FOLLOWING)
-def test_statistics_follow_the_updates_that_alignment_moves(name: str, anchor: str) -> None:
+def test_statistics_follow_the_updates_that_alignment_moves(
+    name: str, anchor: str
+) -> None:
     """The oracle: align the round, move each client's statistics by hand, merge."""
     aggregation, collect, options, parts = FOLLOWING[name]
     options, clients = replace(options, anchor=anchor), honest(collect)
     moved = scrambled(clients, collect, parts)
-    aligned = fedrot.align_round([(c.update, c.weight) for c in moved], state(), SYMMETRY, options)
+    aligned = fedrot.align_round(
+        [(c.update, c.weight) for c in moved], state(), SYMMETRY, options
+    )
     expected = [
         Client(dict(a.tensors), a.weight, a.alignment.transport(c.statistics))
         for c, a in zip(moved, aligned, strict=True)
@@ -140,41 +161,64 @@ def test_statistics_follow_the_updates_that_alignment_moves(name: str, anchor: s
 
 def test_replies_of_another_basis_bring_statistics_of_the_whole_model() -> None:
     other = state(3)
-    clients = [Client(other, weight, grams(other, s)) for s, weight in enumerate((9.0, 5.0, 5.0))]
+    clients = [
+        Client(other, weight, grams(other, s))
+        for s, weight in enumerate((9.0, 5.0, 5.0))
+    ]
     moved = [clients[0], *scrambled(clients, parts=fedrot.WHOLE_MODEL)[1:]]
-    strategy = FedRot(CONFIG, aggregation=RegMean, other_basis=OtherBasis(options=WHOLE))
+    strategy = FedRot(
+        CONFIG, aggregation=RegMean, other_basis=OtherBasis(options=WHOLE)
+    )
     assert apart(play(strategy, moved)[0], other) <= 1e-3
 
 
-@pytest.mark.parametrize(("rows", "length"), [(16, 12), (2, 5)], ids=["many tokens", "few tokens"])
-def test_statistics_in_bfloat16_drop_nobody_and_give_nearly_the_same(rows: int, length: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "length"), [(16, 12), (2, 5)], ids=["many tokens", "few tokens"]
+)
+def test_statistics_in_bfloat16_drop_nobody_and_give_nearly_the_same(
+    rows: int, length: int
+) -> None:
     """Rounding leaves eigenvalues below zero where a direction was not seen."""
     clients = [
-        replace(c, statistics=fedrot.collect_gram(loaded(c.update), batches(seed, rows, length)))
+        replace(
+            c,
+            statistics=fedrot.collect_gram(
+                loaded(c.update), batches(seed, rows, length)
+            ),
+        )
         for seed, c in enumerate(honest())
     ]
     strategy = FedRot(CONFIG, alignment=GLOBAL, aggregation=RegMean)
     expected, _ = play(strategy, clients)
     result, metrics = play(strategy, clients, dtype=torch.bfloat16)
     assert metrics["fedrot-replies-dropped"] == 0
-    assert 0 < largest_difference(result, expected) < 0.1 * apart(expected, mean(clients))
+    assert (
+        0 < largest_difference(result, expected) < 0.1 * apart(expected, mean(clients))
+    )
 
 
 def test_the_report_tells_who_was_dropped_and_what_was_noted(tmp_path: Path) -> None:
     reporting = Reporting(rows=tmp_path / "report.jsonl")
-    strategy = FedRot(CONFIG, aggregation=partial(RegMean, alpha=1.0), reporting=reporting)
+    strategy = FedRot(
+        CONFIG, aggregation=partial(RegMean, alpha=1.0), reporting=reporting
+    )
     few = [
-        replace(c, statistics=fedrot.collect_gram(loaded(c.update), batches(seed, 2, 5)))
+        replace(
+            c, statistics=fedrot.collect_gram(loaded(c.update), batches(seed, 2, 5))
+        )
         for seed, c in enumerate(honest())
     ]
     play(strategy, [*few, *bare(few[:1])])
     rows = read_rows(tmp_path / "report.jsonl")
     assert [row["client"] for row in rows if "dropped" in row] == [3]
-    assert "at every client" in {r["tensor"]: r["note"] for r in rows if "note" in r}[DOWN]
+    assert (
+        "at every client" in {r["tensor"]: r["note"] for r in rows if "note" in r}[DOWN]
+    )
     assert {row["client"] for row in rows if "client" in row} == {0, 1, 2, 3}
 
 
-# --- who is asked, and who is told -------------------------------------------------------------------
+# --- who is asked, and who is told
+# -------------------------------------------------------------------
 
 
 class EveryOther(FedRot):
@@ -195,12 +239,19 @@ def test_clients_read_round_by_round_what_a_subclass_asks_for() -> None:
         def train(message: Message) -> Message:
             asked[index].append(wanted_statistics(message))
             own = honest()[index]
-            return answer(message, own if asked[index][-1] else replace(own, statistics={}), index)
+            return answer(
+                message, own if asked[index][-1] else replace(own, statistics={}), index
+            )
 
         return train
 
-    strategy = EveryOther(CONFIG, alignment=None, aggregation=RegMean, fraction_evaluate=0.0)
-    grid, config = FakeGrid({100 + i: client(i) for i in range(3)}), ConfigRecord({"lr": 0.1})
+    strategy = EveryOther(
+        CONFIG, alignment=None, aggregation=RegMean, fraction_evaluate=0.0
+    )
+    grid, config = (
+        FakeGrid({100 + i: client(i) for i in range(3)}),
+        ConfigRecord({"lr": 0.1}),
+    )
     for rounds, expected in ((2, mean(honest())), (3, merged(RegMean(), honest()))):
         result = strategy.start(grid, ArrayRecord(state()), rounds, train_config=config)
         assert apart(result.arrays, expected) <= 1e-6
@@ -210,7 +261,9 @@ def test_clients_read_round_by_round_what_a_subclass_asks_for() -> None:
 @pytest.mark.parametrize("aggregation", [None, Mean])
 def test_without_needs_nothing_is_asked_for(aggregation: Any) -> None:
     messages = ask(FedRot(CONFIG, aggregation=aggregation), state(), 3)
-    assert [list(m.content.config_records["config"]) for m in messages] == [["server-round"]] * 3
+    assert [list(m.content.config_records["config"]) for m in messages] == [
+        ["server-round"]
+    ] * 3
 
 
 class Inspecting(FedAvg):
@@ -248,7 +301,8 @@ def test_statistics_never_reach_the_strategy_behind_and_who_uses_none_says_so(
     assert largest_difference(result, plain) == 0
 
 
-# --- rounds that lose clients, or all ----------------------------------------------------------------
+# --- rounds that lose clients, or all
+# ----------------------------------------------------------------
 
 
 class Choosy(Mean):
@@ -260,8 +314,12 @@ class Choosy(Mean):
         super().add(update, weight, statistics)
 
 
-@pytest.mark.parametrize("alignment", [EAGER, None], ids=["running anchor", "unaligned"])
-def test_what_an_aggregation_of_ones_own_refuses_is_in_no_figure_and_no_anchor(alignment: Any) -> None:
+@pytest.mark.parametrize(
+    "alignment", [EAGER, None], ids=["running anchor", "unaligned"]
+)
+def test_what_an_aggregation_of_ones_own_refuses_is_in_no_figure_and_no_anchor(
+    alignment: Any,
+) -> None:
     one, two, three = bare(scrambled(honest()))
     clients = [one, replace(two, update=near(two.update, 2.0)), three]
     strategy = FedRot(CONFIG, alignment=alignment, aggregation=Choosy)
@@ -271,7 +329,9 @@ def test_what_an_aggregation_of_ones_own_refuses_is_in_no_figure_and_no_anchor(a
     expected, figures = play(strategy, [one, three])
     assert largest_difference(arrays, expected) <= 1e-6
     ours = {"fedrot-groups-moved", "fedrot-share-removed"} & figures.keys()
-    assert {name: metrics[name] for name in ours} == {name: figures[name] for name in ours}
+    assert {name: metrics[name] for name in ours} == {
+        name: figures[name] for name in ours
+    }
 
 
 class Picky(Mean):
@@ -283,7 +343,9 @@ class Picky(Mean):
 
 @ALIGN
 @pytest.mark.parametrize("aggregation", [RegMean, Picky])
-def test_where_nothing_can_be_taken_nothing_is_averaged(aggregation: Any, alignment: Any) -> None:
+def test_where_nothing_can_be_taken_nothing_is_averaged(
+    aggregation: Any, alignment: Any
+) -> None:
     strategy = FedRot(CONFIG, alignment=alignment, aggregation=aggregation)
     arrays, metrics = finished(strategy, bare(honest()), number=2)
     assert arrays is None
@@ -298,7 +360,10 @@ class Broken(Mean):
 
     def result(self) -> dict[str, Tensor]:
         found = super().result()
-        return {**found, OUTPUT: found[OUTPUT].index_fill(0, torch.tensor(0), torch.inf)}
+        return {
+            **found,
+            OUTPUT: found[OUTPUT].index_fill(0, torch.tensor(0), torch.inf),
+        }
 
 
 class Exploding(FedAvg):
@@ -306,7 +371,9 @@ class Exploding(FedAvg):
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
         arrays, metrics = super().aggregate_train(server_round, replies)
-        return ArrayRecord({n: t * torch.nan for n, t in tensors_of(arrays).items()}), metrics
+        return ArrayRecord(
+            {n: t * torch.nan for n, t in tensors_of(arrays).items()}
+        ), metrics
 
 
 class AlignedExploding(Aligned, Exploding):
@@ -320,10 +387,14 @@ class AlignedAdam(Aligned, FedAdam):
 #: Strategies whose round ends without a model.
 NO_MODEL: dict[str, Callable[..., FedAvg]] = {
     "an aggregation": lambda **given: FedRot(CONFIG, aggregation=Broken, **given),
-    "unaligned": lambda **given: FedRot(CONFIG, aggregation=Broken, alignment=None, **given),
+    "unaligned": lambda **given: FedRot(
+        CONFIG, aggregation=Broken, alignment=None, **given
+    ),
     "a step": lambda **given: AlignedAdam(CONFIG, eta=1e39, **given),
     "behind": lambda **given: AlignedExploding(CONFIG, **given),
-    "behind, unaligned": lambda **given: AlignedExploding(CONFIG, alignment=None, **given),
+    "behind, unaligned": lambda **given: AlignedExploding(
+        CONFIG, alignment=None, **given
+    ),
 }
 
 
@@ -340,7 +411,9 @@ def test_a_result_that_is_not_finite_leaves_the_model_as_it_was(
     assert metrics.get("fedrot-replies-dropped", 0) == 0
     assert metrics.get("fedrot-replies-accepted", 3) == 3
     assert metrics["loss"] == pytest.approx(1.0)
-    lost = [row["lost"] for row in read_rows(tmp_path / "report.jsonl") if "lost" in row]
+    lost = [
+        row["lost"] for row in read_rows(tmp_path / "report.jsonl") if "lost" in row
+    ]
     assert ["not finite" in reason for reason in lost] == [True]
     assert "exact" not in caplog.text
 
@@ -349,8 +422,12 @@ class AlignedMomentum(Aligned, FedAvgM):
     """Keeps the model of its last step, from which the next one goes."""
 
 
-def test_a_server_step_that_overflows_fails_one_round_and_not_the_next_ones(tmp_path: Path) -> None:
-    base = {name: t.half() if t.is_floating_point() else t for name, t in state().items()}
+def test_a_server_step_that_overflows_fails_one_round_and_not_the_next_ones(
+    tmp_path: Path,
+) -> None:
+    base = {
+        name: t.half() if t.is_floating_point() else t for name, t in state().items()
+    }
 
     def client(message: Message) -> Message:
         number: Any = message.content.config_records["config"]["server-round"]
@@ -368,24 +445,36 @@ def test_a_server_step_that_overflows_fails_one_round_and_not_the_next_ones(tmp_
     )
     grid = FakeGrid(dict.fromkeys((1, 2), client))
     result = strategy.start(grid, ArrayRecord(base), num_rounds=4)
-    assert [row["round"] for row in read_rows(tmp_path / "report.jsonl") if "lost" in row] == [2]
+    assert [
+        row["round"] for row in read_rows(tmp_path / "report.jsonl") if "lost" in row
+    ] == [2]
     assert largest_difference(result.arrays, ArrayRecord(base)) < 1e-2
 
 
-# --- what is refused at once -------------------------------------------------------------------------
+# --- what is refused at once
+# -------------------------------------------------------------------------
 
-#: Arguments beside a Fisher mean, and whether heads would be rotated, which Fisher cannot follow.
+#: Arguments beside a Fisher mean, and whether heads would be rotated, which Fisher
+#: cannot follow.
 ROTATIONS: dict[str, tuple[dict[str, Any], bool]] = {
     "default": ({}, True),
     "attention": ({"alignment": fedrot.AlignmentOptions(parts=("attention",))}, True),
-    "other basis": ({"alignment": PERMUTATIONS, "other_basis": OtherBasis(options=WHOLE)}, True),
-    "other model": ({"alignment": PERMUTATIONS, "other_basis": OtherBasis(build)}, True),
+    "other basis": (
+        {"alignment": PERMUTATIONS, "other_basis": OtherBasis(options=WHOLE)},
+        True,
+    ),
+    "other model": (
+        {"alignment": PERMUTATIONS, "other_basis": OtherBasis(build)},
+        True,
+    ),
     "none": ({"alignment": None, "other_basis": OtherBasis(build)}, False),
     "permutations": ({"alignment": PERMUTATIONS}, False),
     "other permutations": (
         {
             "alignment": PERMUTATIONS,
-            "other_basis": OtherBasis(options=fedrot.AlignmentOptions(parts=("residual", "ffn"))),
+            "other_basis": OtherBasis(
+                options=fedrot.AlignmentOptions(parts=("residual", "ffn"))
+            ),
         },
         False,
     ),
@@ -398,13 +487,21 @@ def test_fisher_is_refused_at_once_if_heads_are_rotated(name: str) -> None:
     if not rotates:
         FedRot(CONFIG, aggregation=Fisher, **given)
         return
-    with pytest.raises(fedrot.FedrotError, match=r"align_mod.*alignment=None.*\('heads', 'ffn'\)"):
+    with pytest.raises(
+        fedrot.FedrotError, match=r"align_mod.*alignment=None.*\('heads', 'ffn'\)"
+    ):
         FedRot(CONFIG, aggregation=Fisher, **given)
 
 
 def test_statistics_in_canonical_form_are_refused_at_once() -> None:
-    with pytest.raises(fedrot.FedrotError, match=r"'gram' cannot be .* canonical=False"):
-        FedRot(CONFIG, aggregation=RegMean, alignment=fedrot.AlignmentOptions(canonical=True))
+    with pytest.raises(
+        fedrot.FedrotError, match=r"'gram' cannot be .* canonical=False"
+    ):
+        FedRot(
+            CONFIG,
+            aggregation=RegMean,
+            alignment=fedrot.AlignmentOptions(canonical=True),
+        )
 
 
 @ALIGN
@@ -422,7 +519,8 @@ def test_a_privacy_wrapper_around_an_aggregation_is_refused() -> None:
         ask(strategy, state(), 3)
 
 
-# --- an aggregation of one's own ---------------------------------------------------------------------
+# --- an aggregation of one's own
+# ---------------------------------------------------------------------
 
 
 def test_the_aggregation_and_the_statistic_of_the_page_work_in_rounds(
@@ -431,21 +529,26 @@ def test_the_aggregation_and_the_statistic_of_the_page_work_in_rounds(
     monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
     monkeypatch.setattr(kinds, "STATISTIC_KINDS", dict(kinds.STATISTIC_KINDS))
     text = PAGE.read_text(encoding="utf-8")
-    kind, aggregation, _ = re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    kind, aggregation, _ = re.findall(
+        r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE
+    )
     page: dict[str, Any] = {"__name__": "page"}
     exec(compile(kind + aggregation, "aggregation.md", "exec"), page)
 
     def collect(tensors: State, seed: int) -> Any:
         return page["collect"](loaded(tensors), batches(seed))
 
-    clients = [replace(c, statistics=collect(c.update, i)) for i, c in enumerate(honest())]
+    clients = [
+        replace(c, statistics=collect(c.update, i)) for i, c in enumerate(honest())
+    ]
     odd = [
         replace(clients[0], statistics={"token_counts": {name: torch.ones(2)}})
         for name in (EMBEDDING, "nowhere")
     ]
     by_tokens: Any = {"aggregation": "by-tokens"}
     plain, metrics = play(
-        FedRot(CONFIG, alignment=None, **by_tokens), [*bare(clients[:1]), *odd, *clients]
+        FedRot(CONFIG, alignment=None, **by_tokens),
+        [*bare(clients[:1]), *odd, *clients],
     )
     assert metrics["fedrot-replies-dropped"] == 3
     assert apart(plain, merged(page["ByTokens"](), clients)) <= 1e-6

@@ -1,4 +1,6 @@
-"""Clients that learn a common basis together: what they are asked, and what becomes of the mean."""
+"""Clients that learn a common basis together: what they are asked, and what becomes of
+the mean.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,21 @@ from tests.models import largest_difference as difference
 from tests.strategies.fakes import Client, broadcast, failure, play, reply, tensors_of
 from tests.trained import CONFIG, build, loss, rows, trained
 
-PASSES = OtherBasis(options=fedrot.AlignmentOptions(fedrot.WHOLE_MODEL), learning_passes=2)
+PASSES = OtherBasis(
+    options=fedrot.AlignmentOptions(fedrot.WHOLE_MODEL), learning_passes=2
+)
 
 DEFAULT = LearningOptions()
 
 
-def node(seed: int, asked: list[Message] | None = None, learning: Any = DEFAULT) -> Client:
+def node(
+    seed: int, asked: list[Message] | None = None, learning: Any = DEFAULT
+) -> Client:
     """Return a client that learns on its own rows, and notes what it is asked."""
     app = ClientApp()
-    match_at_client(app, lambda *_: Matching(build, lambda: rows(seed, 20), learning=learning))
+    match_at_client(
+        app, lambda *_: Matching(build, lambda: rows(seed, 20), learning=learning)
+    )
     context = Context(1, 1, {}, RecordDict(), {})
 
     def answer(message: Message) -> Message:
@@ -60,9 +68,15 @@ def merged_by(strategy: FedRot, sent: list[State], nodes: list[Client]) -> list[
 
 def random_rotations(*seeds: int) -> tuple[list[Group], list[dict[str, torch.Tensor]]]:
     """Return the groups of rotations, and for each seed an element of each of them."""
-    groups = [g for g in fedrot.symmetry_of(CONFIG, trained(0)).groups if g.part == "attention"]
+    groups = [
+        g
+        for g in fedrot.symmetry_of(CONFIG, trained(0)).groups
+        if g.part == "attention"
+    ]
     drawn = [torch.Generator().manual_seed(seed) for seed in seeds]
-    return groups, [{g.name: g.kind.random(generator) for g in groups} for generator in drawn]
+    return groups, [
+        {g.name: g.kind.random(generator) for g in groups} for generator in drawn
+    ]
 
 
 def test_learning_together_lowers_the_loss_of_the_mean() -> None:
@@ -91,7 +105,9 @@ def test_every_client_receives_its_own_model_and_the_mean_of_the_others() -> Non
     for name, mean in tensors_of(result).items():
         for place in range(3):
             others = [i for i in range(3) if i != place]
-            expected = sum(weights[i] * own[i][name] for i in others) / sum(weights[i] for i in others)
+            expected = sum(weights[i] * own[i][name] for i in others) / sum(
+                weights[i] for i in others
+            )
             assert torch.allclose(rest[place][name], expected, atol=1e-5)
             again = asked[3 + place].content.array_records[UPDATE]
             assert torch.allclose(tensors_of(again)[name], own[place][name], atol=1e-5)
@@ -121,19 +137,29 @@ def test_clients_learn_the_stream_where_it_is_rotated_and_updates_keep_their_fun
     others = OtherBasis(options=options, learning_passes=1)
     sent = [trained(seed) for seed in (1, 2)]
     moved = merged_by(
-        FedRot(CONFIG, other_basis=others, aggregation=Noting), sent, [noting(1), noting(2)]
+        FedRot(CONFIG, other_basis=others, aggregation=Noting),
+        sent,
+        [noting(1), noting(2)],
     )
-    assert [loss(update) for update in moved] == pytest.approx([loss(u) for u in sent], abs=1e-4)
+    assert [loss(update) for update in moved] == pytest.approx(
+        [loss(u) for u in sent], abs=1e-4
+    )
     symmetry = fedrot.symmetry_of(CONFIG, trained(0)).rotated
     learned = {group.part for group in symmetry.groups if group.name in found}
-    assert learned == ({"attention"} if canonical is False else {"attention", "residual"})
+    assert learned == (
+        {"attention"} if canonical is False else {"attention", "residual"}
+    )
 
 
 def test_clients_that_fail_keep_their_alignment(warnings: Any) -> None:
     sent = [trained(seed) for seed in (1, 2, 3)]
-    result, _ = play(FedRot(CONFIG, other_basis=PASSES), trained(0), sent, [failure] * 3)
+    result, _ = play(
+        FedRot(CONFIG, other_basis=PASSES), trained(0), sent, [failure] * 3
+    )
     matched = OtherBasis(options=PASSES.options)
-    expected, _ = play(FedRot(CONFIG, other_basis=matched), trained(0), sent, [failure] * 3)
+    expected, _ = play(
+        FedRot(CONFIG, other_basis=matched), trained(0), sent, [failure] * 3
+    )
     found, expected = tensors_of(result), tensors_of(expected)
     assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in found)
     assert warnings().count("stay unchanged") == 6
@@ -143,22 +169,34 @@ def test_nobody_learns_where_no_reply_comes_from_another_basis() -> None:
     base = trained(0)
     sent = [near(base, 0.01, seed) for seed in (1, 2)]
     asked: list[Message] = []
-    play(FedRot(CONFIG, other_basis=PASSES), base, sent, [node(1, asked), node(2, asked)])
+    play(
+        FedRot(CONFIG, other_basis=PASSES), base, sent, [node(1, asked), node(2, asked)]
+    )
     assert not asked
 
 
 def test_an_answer_in_float32_ends_no_round() -> None:
-    """The server's own elements are in float64; an honest client may answer in float32."""
-    elements = {name: element.float() for name, element in random_rotations(0)[1][0].items()}
+    """The server's own elements are in float64; an honest client may answer in
+    float32.
+    """
+    elements = {
+        name: element.float() for name, element in random_rotations(0)[1][0].items()
+    }
 
     def answer(message: Message) -> Message:
         return Message(RecordDict({ELEMENTS: to_arrays(elements)}), reply_to=message)
 
-    others = OtherBasis(options=fedrot.AlignmentOptions(("residual", "attention")), learning_passes=1)
+    others = OtherBasis(
+        options=fedrot.AlignmentOptions(("residual", "attention")), learning_passes=1
+    )
     sent = [trained(seed) for seed in (1, 2, 3)]
-    result, metrics = play(FedRot(CONFIG, other_basis=others), trained(0), sent, [answer] * 3)
+    result, metrics = play(
+        FedRot(CONFIG, other_basis=others), trained(0), sent, [answer] * 3
+    )
     assert metrics["fedrot-replies-accepted"] == 3
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors_of(result).values())
+    assert all(
+        bool(torch.isfinite(tensor).all()) for tensor in tensors_of(result).values()
+    )
 
 
 def test_an_answer_of_the_second_pass_comes_after_that_of_the_first() -> None:
@@ -168,13 +206,17 @@ def test_an_answer_of_the_second_pass_comes_after_that_of_the_first() -> None:
 
     def answer(message: Message) -> Message:
         asked.append(message)
-        return Message(RecordDict({ELEMENTS: to_arrays(passes[len(asked) - 1])}), reply_to=message)
+        return Message(
+            RecordDict({ELEMENTS: to_arrays(passes[len(asked) - 1])}), reply_to=message
+        )
 
     strategy = FedRot(CONFIG, other_basis=PASSES, aggregation=Noting)
     moved = merged_by(strategy, [trained(seed) for seed in (1, 2)], [answer, failure])
     expected = tensors_of(asked[0].content.array_records[UPDATE])
     for elements in passes:
-        expected = apply_moves(expected, [Move(group, elements[group.name]) for group in groups])
+        expected = apply_moves(
+            expected, [Move(group, elements[group.name]) for group in groups]
+        )
     assert min(difference(update, expected) for update in moved) < 1e-4
 
 
@@ -190,6 +232,8 @@ def test_a_client_that_is_nearly_all_of_the_mean_is_not_asked_to_learn() -> None
     messages = broadcast(strategy, trained(0), {100: noting, 101: noting})
     weights = {100: 1e9, 101: 10}
     nodes = [message.metadata.dst_node_id for message in messages]
-    sent = [reply(m, trained(1 + i), weights[nodes[i]], i) for i, m in enumerate(messages)]
+    sent = [
+        reply(m, trained(1 + i), weights[nodes[i]], i) for i, m in enumerate(messages)
+    ]
     strategy.aggregate_train(1, sent)
     assert [message.metadata.dst_node_id for message in asked] == [101, 101]

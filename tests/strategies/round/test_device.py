@@ -1,4 +1,6 @@
-"""A round on an accelerator gives the model that the CPU gives; proved on a pretended one."""
+"""A round on an accelerator gives the model that the CPU gives; proved on a pretended
+one.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ LEFT: list[int] = []
 
 
 def growing(number: int, arrays: ArrayRecord) -> MetricRecord:
-    """Return a larger number for the aligned mean, which is evaluated after the plain one."""
+    """Return a larger number for the aligned mean, which is evaluated after the plain
+    one.
+    """
     return MetricRecord({"loss": next(CALLS)})
 
 
@@ -66,7 +70,9 @@ SETUPS: dict[str, Callable[..., Any]] = {
 
 
 def _both(build_one: Callable[..., Any], clients: Sequence[Client]) -> tuple[Any, Any]:
-    """Return what a round gives on the CPU and on the device, and note what it leaves there."""
+    """Return what a round gives on the CPU and on the device, and note what it leaves
+    there.
+    """
     wanted = play(build_one(), clients)
     with Pretend() as device:
         found = play(build_one(server=CUDA), clients)
@@ -80,7 +86,9 @@ def _bare() -> list[Client]:
 
 
 @pytest.mark.parametrize("name", SETUPS)
-def test_a_round_on_the_device_is_that_on_the_cpu_and_leaves_nothing_there(name: str) -> None:
+def test_a_round_on_the_device_is_that_on_the_cpu_and_leaves_nothing_there(
+    name: str,
+) -> None:
     wanted, found = _both(SETUPS[name], _bare())
     assert LEFT[-1] == 0
     assert apart(found[0], tensors_of(wanted[0])) <= 2e-6
@@ -92,9 +100,13 @@ def test_a_round_on_the_device_is_that_on_the_cpu_and_leaves_nothing_there(name:
 
 def test_replies_of_another_basis_are_matched_there_too() -> None:
     """With activations of the models, which run on the host."""
-    clients = [Client(permuted(near(state(), 0.02, i), i), 1.0 + i, {}) for i in range(3)]
+    clients = [
+        Client(permuted(near(state(), 0.02, i), i), 1.0 + i, {}) for i in range(3)
+    ]
     clients[0] = Client(near(state(), 0.02, 5), 2.0, {})
-    wanted, found = _both(fedrot_with(other_basis=OtherBasis(build, at_clients=True)), clients)
+    wanted, found = _both(
+        fedrot_with(other_basis=OtherBasis(build, at_clients=True)), clients
+    )
     assert found[1]["fedrot-groups-moved"] == wanted[1]["fedrot-groups-moved"] > 0
     assert apart(found[0], tensors_of(wanted[0])) <= 1e-5
 
@@ -107,12 +119,17 @@ def test_statistics_go_to_the_device_too(
     aggregation: Any, collect: Any, options: fedrot.AlignmentOptions
 ) -> None:
     clients = scrambled(honest(collect), collect, options.parts)
-    wanted, found = _both(fedrot_with(aggregation=aggregation, alignment=options), clients)
+    wanted, found = _both(
+        fedrot_with(aggregation=aggregation, alignment=options), clients
+    )
     assert apart(found[0], tensors_of(wanted[0])) <= 1e-5
 
 
 def test_rows_that_were_not_trained_count_for_nothing_there_too() -> None:
     options = fedrot.AlignmentOptions(anchor="global")
-    clients = [headless(c, rows) for c, rows in zip(_bare(), ([0, 1], None, [0, 1, 2]), strict=True)]
+    clients = [
+        headless(c, rows)
+        for c, rows in zip(_bare(), ([0, 1], None, [0, 1, 2]), strict=True)
+    ]
     wanted, found = _both(fedrot_with(alignment=options), clients)
     assert apart(found[0], tensors_of(wanted[0])) <= 2e-6

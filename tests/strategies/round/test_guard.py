@@ -1,4 +1,6 @@
-"""The guard keeps the better of the plain and the aligned mean, each to the last bit."""
+"""The guard keeps the better of the plain and the aligned mean, each to the last
+bit.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,8 @@ def scrambling(index: int) -> Callable[[Message], Message]:
 
 
 class Points:
-    """An evaluation that likes the mean of one kind best: it is told which mean comes when.
+    """An evaluation that likes the mean of one kind best: it is told which mean comes
+    when.
 
     Without a guard's two calls per round it returns points of the ordinary evaluation.
     """
@@ -103,7 +106,9 @@ def run(
     """Play rounds in the order of the clients' ids."""
     given.setdefault("server", Server(deterministic=True))
     strategy = build(SYMMETRY, fraction_evaluate=0.0, **given)
-    return strategy.start(grid or new_grid(), ArrayRecord(state()), rounds, evaluate_fn=evaluate)
+    return strategy.start(
+        grid or new_grid(), ArrayRecord(state()), rounds, evaluate_fn=evaluate
+    )
 
 
 def bits(result: Result) -> list[tuple[str, bytes]]:
@@ -115,20 +120,27 @@ def kept(result: Result) -> list[Any]:
 
 
 @cache
-def unguarded(better: str, build: Callable[..., FedAvg] = FedRot, **given: Any) -> Result:
+def unguarded(
+    better: str, build: Callable[..., FedAvg] = FedRot, **given: Any
+) -> Result:
     if better == "plain":
         given["alignment"] = UNMOVED
     return run(build, **given)
 
 
-# --- which mean is kept ------------------------------------------------------------------------------
+# --- which mean is kept
+# ------------------------------------------------------------------------------
 
 
 @BOTH
 @pytest.mark.parametrize(
-    "guard", ["macro_f1", "eval-loss", Guard("points", True), Guard("f1", False)], ids=str
+    "guard",
+    ["macro_f1", "eval-loss", Guard("points", True), Guard("f1", False)],
+    ids=str,
 )
-def test_the_better_mean_is_kept_to_the_last_bit(guard: str | Guard, better: str) -> None:
+def test_the_better_mean_is_kept_to_the_last_bit(
+    guard: str | Guard, better: str
+) -> None:
     metric = guard if isinstance(guard, str) else guard.metric
     higher = guard.higher_is_better if isinstance(guard, Guard) else guard == "macro_f1"
     plain, aligned = (2.0, 1.0) if (better == "plain") == higher else (1.0, 2.0)
@@ -152,7 +164,9 @@ def test_the_better_mean_is_kept_to_the_last_bit(guard: str | Guard, better: str
         (math.nan, 0.5, "aligned"),
     ],
 )
-def test_ties_keep_the_plain_mean_and_nan_is_worst(plain: float, aligned: float, better: str) -> None:
+def test_ties_keep_the_plain_mean_and_nan_is_worst(
+    plain: float, aligned: float, better: str
+) -> None:
     result = run(evaluate=Points("loss", plain, aligned), rounds=1, guard="loss")
     assert bits(result) == bits(unguarded(better, rounds=1))
 
@@ -161,10 +175,16 @@ def test_a_mean_that_was_kept_is_evaluated_once(tmp_path: Path) -> None:
     evaluate, file = points("aligned"), tmp_path / "rows.jsonl"
     result = run(evaluate=evaluate, guard="accuracy", reporting=Reporting(file))
     assert evaluate.calls == [0, 1, 1, 2, 2]
-    found = {number: m["accuracy"] for number, m in result.evaluate_metrics_serverapp.items()}
+    found = {
+        number: m["accuracy"] for number, m in result.evaluate_metrics_serverapp.items()
+    }
     assert found == {0: 0.5, 1: 0.75, 2: 0.75}
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    server = {row["round"]: row["metrics"]["accuracy"] for row in rows if row.get("stage") == "server"}
+    server = {
+        row["round"]: row["metrics"]["accuracy"]
+        for row in rows
+        if row.get("stage") == "server"
+    }
     assert server == found
     own = [row for row in rows if KEPT in row]
     figures = {"fedrot-guard-plain": 0.5, "fedrot-guard-aligned": 0.75, KEPT: 1}
@@ -176,7 +196,9 @@ def test_a_guard_may_evaluate_on_data_of_its_own() -> None:
     result = run(evaluate=reported, guard=Guard("accuracy", evaluate=chosen))
     assert (reported.calls, chosen.calls) == ([0, 1, 2], [1, 1, 2, 2])
     assert bits(result) == bits(unguarded("plain"))
-    assert bits(run(guard=Guard("accuracy", evaluate=points("aligned")))) == bits(unguarded("aligned"))
+    assert bits(run(guard=Guard("accuracy", evaluate=points("aligned")))) == bits(
+        unguarded("aligned")
+    )
 
 
 def test_what_is_evaluated_are_the_two_means() -> None:
@@ -187,7 +209,9 @@ def test_what_is_evaluated_are_the_two_means() -> None:
         return MetricRecord({"loss": float(len(seen))})
 
     run(evaluate=evaluate, rounds=1, guard="loss")
-    _, plain, aligned = ([(name, a.data) for name, a in arrays.items()] for arrays in seen)
+    _, plain, aligned = (
+        [(name, a.data) for name, a in arrays.items()] for arrays in seen
+    )
     assert plain == bits(unguarded("plain", rounds=1))
     assert aligned == bits(unguarded("aligned", rounds=1))
 
@@ -201,17 +225,26 @@ def test_where_nothing_is_moved_nothing_is_evaluated() -> None:
     assert "fedrot-guard-plain" not in result.train_metrics_clientapp[1]
 
 
-@pytest.mark.parametrize(("build", "given"), [(FedRot, {}), (AlignedAdam, {"eta": 0.01})])
-def test_biases_that_become_0_are_compared_where_no_group_is_moved(build: Any, given: Any) -> None:
-    """From a plain mean that is kept an optimiser goes back to the model that was sent."""
+@pytest.mark.parametrize(
+    ("build", "given"), [(FedRot, {}), (AlignedAdam, {"eta": 0.01})]
+)
+def test_biases_that_become_0_are_compared_where_no_group_is_moved(
+    build: Any, given: Any
+) -> None:
+    """From a plain mean that is kept an optimiser goes back to the model that was
+    sent.
+    """
     evaluate = points("plain")
     canonical = fedrot.AlignmentOptions(chance=1e12, canonical=True)
-    result = run(build, evaluate, rounds=1, guard="accuracy", alignment=canonical, **given)
+    result = run(
+        build, evaluate, rounds=1, guard="accuracy", alignment=canonical, **given
+    )
     assert bits(result) == bits(unguarded("plain", build, rounds=1, **given))
     assert evaluate.calls[:3] == [0, 1, 1]
 
 
-# --- with everything else ----------------------------------------------------------------------------
+# --- with everything else
+# ----------------------------------------------------------------------------
 
 
 @BOTH
@@ -235,10 +268,16 @@ def test_an_optimiser_sees_the_kept_mean_only(
 @BOTH
 @pytest.mark.parametrize(
     ("aggregation", "collect", "options"),
-    [(RegMean, grams, fedrot.AlignmentOptions(chance=0)), (Fisher, fishers, PERMUTATIONS)],
+    [
+        (RegMean, grams, fedrot.AlignmentOptions(chance=0)),
+        (Fisher, fishers, PERMUTATIONS),
+    ],
 )
 def test_statistics_go_with_their_updates(
-    aggregation: Any, collect: Callable[..., Statistics], options: fedrot.AlignmentOptions, better: str
+    aggregation: Any,
+    collect: Callable[..., Statistics],
+    options: fedrot.AlignmentOptions,
+    better: str,
 ) -> None:
     clients = scrambled(honest(collect), collect, options.parts)
     given: dict[str, Any] = {"aggregation": aggregation, "alignment": options}
@@ -255,7 +294,10 @@ def test_statistics_go_with_their_updates(
 def test_both_means_are_of_the_same_clients() -> None:
     """A client whose statistics are of another form is in neither."""
     clients = scrambled(honest(grams), grams)
-    odd = {name: gram.diagonal().clone() for name, gram in clients[0].statistics["gram"].items()}
+    odd = {
+        name: gram.diagonal().clone()
+        for name, gram in clients[0].statistics["gram"].items()
+    }
     clients[0] = type(clients[0])(clients[0].update, clients[0].weight, {"gram": odd})
     guard = Guard("accuracy", evaluate=points("plain"))
     found, metrics = play(FedRot(SYMMETRY, guard=guard, aggregation=RegMean), clients)
@@ -264,11 +306,18 @@ def test_both_means_are_of_the_same_clients() -> None:
 
 
 @BOTH
-def test_an_aggregation_is_compared_with_the_plain_mean_without_alignment_too(better: str) -> None:
+def test_an_aggregation_is_compared_with_the_plain_mean_without_alignment_too(
+    better: str,
+) -> None:
     clients = honest(grams)
     guard = Guard("accuracy", evaluate=points(better))
-    found, metrics = play(FedRot(guard=guard, aggregation=RegMean, alignment=None), clients)
-    assert apart(found, merged(RegMean() if better == "aligned" else Mean(), clients)) <= 1e-6
+    found, metrics = play(
+        FedRot(guard=guard, aggregation=RegMean, alignment=None), clients
+    )
+    assert (
+        apart(found, merged(RegMean() if better == "aligned" else Mean(), clients))
+        <= 1e-6
+    )
     assert metrics[KEPT] == int(better == "aligned")
     assert apart(merged(RegMean(), clients), merged(Mean(), clients)) > 1e-3
 
@@ -279,14 +328,20 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, after: int) -> No
 
     def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord:
         calls.append(number)
-        return MetricRecord({"loss": float(-calls.count(number) if number % 2 else calls.count(number))})
+        return MetricRecord(
+            {"loss": float(-calls.count(number) if number % 2 else calls.count(number))}
+        )
 
     calls: list[int] = []
     whole = run(AlignedAdam, evaluate, rounds=3, guard="loss", eta=0.01)
     calls = []
     for rounds in (after, 3):
         checkpointing = Checkpointing(tmp_path)
-        given: dict[str, Any] = {"guard": "loss", "eta": 0.01, "checkpoints": checkpointing}
+        given: dict[str, Any] = {
+            "guard": "loss",
+            "eta": 0.01,
+            "checkpoints": checkpointing,
+        }
         resumed = run(AlignedAdam, evaluate, rounds=rounds, **given)
     assert kept(whole) == kept(resumed) == [1, 0, 1]
     assert bits(resumed) == bits(whole)
@@ -294,43 +349,78 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, after: int) -> No
     assert resumed.evaluate_metrics_serverapp == whole.evaluate_metrics_serverapp
 
 
-# --- names, and what is refused ----------------------------------------------------------------------
+# --- names, and what is refused
+# ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("metric", "higher"),
-    [("Accuracy", True), ("macro_f1", True), ("Top-1 ACC", True), ("eval/Loss", False), ("wer", False)],
+    [
+        ("Accuracy", True),
+        ("macro_f1", True),
+        ("Top-1 ACC", True),
+        ("eval/Loss", False),
+        ("wer", False),
+    ],
 )
-def test_a_name_says_what_is_better_however_it_is_written(metric: str, higher: bool) -> None:
+def test_a_name_says_what_is_better_however_it_is_written(
+    metric: str, higher: bool
+) -> None:
     assert Guard(metric).higher_is_better is higher
 
 
 def private(symmetry: Any, fraction_evaluate: float, **given: Any) -> Any:
-    settings: Any = {"noise_multiplier": 0.1, "clipping_norm": 1.0, "num_sampled_clients": CLIENTS}
+    settings: Any = {
+        "noise_multiplier": 0.1,
+        "clipping_norm": 1.0,
+        "num_sampled_clients": CLIENTS,
+    }
     strategy = behind(DifferentialPrivacyServerSideFixedClipping)
     return strategy(symmetry, FedAvg(), **settings, alignment=GLOBAL, **given)
 
 
 def without_start(grid: FakeGrid) -> Any:
     return play(
-        FedRot(SYMMETRY, guard="accuracy"), [type(c)(c.update, 1.0, {}) for c in scrambled(honest())]
+        FedRot(SYMMETRY, guard="accuracy"),
+        [type(c)(c.update, 1.0, {}) for c in scrambled(honest())],
     )
 
 
 def returning(metrics: MetricRecord | None) -> Callable[[FakeGrid], Any]:
-    return lambda grid: run(evaluate=lambda n, _: metrics if n else None, grid=grid, guard="loss")
+    return lambda grid: run(
+        evaluate=lambda n, _: metrics if n else None, grid=grid, guard="loss"
+    )
 
 
-#: What is refused, a part of the reason, and how many rounds of training there are before.
+#: What is refused, a part of the reason, and how many rounds of training there are
+#: before.
 REFUSED: dict[str, tuple[Callable[[FakeGrid], Any], str, int]] = {
-    "alignment": (lambda grid: FedRot(guard="accuracy", alignment=None), "alignment=None", 0),
+    "alignment": (
+        lambda grid: FedRot(guard="accuracy", alignment=None),
+        "alignment=None",
+        0,
+    ),
     "a number": (lambda grid: FedRot(SYMMETRY, guard=0.5), "guard is a float", 0),  # type: ignore[arg-type]
-    "points": (lambda grid: Guard("points"), r"'points' does not show.*higher_is_better=True", 0),
-    "both": (lambda grid: Guard("loss_of_accuracy"), "'loss_of_accuracy' does not show", 0),
+    "points": (
+        lambda grid: Guard("points"),
+        r"'points' does not show.*higher_is_better=True",
+        0,
+    ),
+    "both": (
+        lambda grid: Guard("loss_of_accuracy"),
+        "'loss_of_accuracy' does not show",
+        0,
+    ),
     "no name": (lambda grid: Guard(""), "name of a metric", 0),
-    "a dictionary": (lambda grid: Guard("loss", None, {}), "evaluate of Guard is a dict", 0),  # type: ignore[arg-type]
+    "a dictionary": (
+        lambda grid: Guard("loss", None, {}),
+        "evaluate of Guard is a dict",
+        0,
+    ),  # type: ignore[arg-type]
     "medians": (
-        lambda grid: run(behind(FedMedian), points("plain"), grid=grid, guard="accuracy"),
+        lambda grid: run(
+            behind(FedMedian), points("plain"), grid=grid, guard="accuracy"
+        ),
         "needs every update",
         0,
     ),
@@ -346,13 +436,23 @@ REFUSED: dict[str, tuple[Callable[[FakeGrid], Any], str, int]] = {
     ),
     "no start": (without_start, "call this strategy's start with evaluate_fn", 0),
     "another metric": (
-        lambda grid: run(evaluate=Points("macro_f1", 0.5, 0.75), grid=grid, guard="accuracy"),
+        lambda grid: run(
+            evaluate=Points("macro_f1", 0.5, 0.75), grid=grid, guard="accuracy"
+        ),
         "round 0 has no metric 'accuracy'.*macro_f1",
         0,
     ),
     "nothing": (returning(None), "round 1 has no metric .*it has: nothing", 1),
-    "no metrics": (returning(MetricRecord()), "has no metric 'loss'.*it has: nothing", 1),
-    "a list": (returning(MetricRecord({"loss": [1.0]})), "returns a list for metric 'loss'", 1),
+    "no metrics": (
+        returning(MetricRecord()),
+        "has no metric 'loss'.*it has: nothing",
+        1,
+    ),
+    "a list": (
+        returning(MetricRecord({"loss": [1.0]})),
+        "returns a list for metric 'loss'",
+        1,
+    ),
 }
 
 

@@ -26,7 +26,15 @@ from tests.models import (
     state_of,
 )
 from tests.models import largest_difference as difference
-from tests.strategies.classifier import NAME, SYMMETRY, WHOLE, build, error, permuted, state
+from tests.strategies.classifier import (
+    NAME,
+    SYMMETRY,
+    WHOLE,
+    build,
+    error,
+    permuted,
+    state,
+)
 from tests.strategies.fakes import (
     broadcast,
     largest_difference,
@@ -35,16 +43,23 @@ from tests.strategies.fakes import (
 )
 
 CONFIG = config_of(NAME)
-GLOBAL, RUNNING = (fedrot.AlignmentOptions(anchor=anchor) for anchor in ("global", "running"))
+GLOBAL, RUNNING = (
+    fedrot.AlignmentOptions(anchor=anchor) for anchor in ("global", "running")
+)
 BY_WEIGHTS, BY_PROBES = OtherBasis(options=WHOLE), OtherBasis(build)
 
 Sent = Sequence[tuple[State, float]]
 
 
 def play(strategy: FedRot, base: State, sent: Sent) -> tuple[ArrayRecord, MetricRecord]:
-    """Play one round and return the new model and the metrics; the replies stay as they are."""
+    """Play one round and return the new model and the metrics; the replies stay as they
+    are.
+    """
     messages = broadcast(strategy, base, len(sent))
-    replies = [reply(m, u, w, i) for i, (m, (u, w)) in enumerate(zip(messages, sent, strict=True))]
+    replies = [
+        reply(m, u, w, i)
+        for i, (m, (u, w)) in enumerate(zip(messages, sent, strict=True))
+    ]
     before = [message.content.object_id for message in replies]
     arrays, metrics = strategy.aggregate_train(1, replies)
     assert arrays is not None
@@ -59,59 +74,86 @@ def mean(sent: Iterable[tuple[Mapping[str, Tensor], float]]) -> State:
     return total.result()
 
 
-@pytest.mark.parametrize(("alignment", "others"), [(GLOBAL, BY_PROBES), (RUNNING, BY_WEIGHTS)])
+@pytest.mark.parametrize(
+    ("alignment", "others"), [(GLOBAL, BY_PROBES), (RUNNING, BY_WEIGHTS)]
+)
 def test_permuted_copies_of_one_model_average_to_its_function(
     alignment: Any, others: OtherBasis, warnings: Callable[[], str]
 ) -> None:
     base, other = state(), state(3)
     sent = [(permuted(other, seed), 10.0 + seed) for seed in range(3)]
-    result, _ = play(FedRot(CONFIG, alignment=alignment, other_basis=others), base, sent)
+    result, _ = play(
+        FedRot(CONFIG, alignment=alignment, other_basis=others), base, sent
+    )
     assert error(result, other) <= 1e-4
     assert warnings() == ""
     lost, _ = play(FedRot(CONFIG, alignment=alignment), base, sent)
     assert error(lost, other) > 0.1
-    assert "3 of 3 replies seem not to have started from the broadcast model" in warnings()
+    assert (
+        "3 of 3 replies seem not to have started from the broadcast model" in warnings()
+    )
 
 
-@pytest.mark.parametrize(("heaviest", "alignment"), [(0, RUNNING), (1, GLOBAL), (2, RUNNING)])
+@pytest.mark.parametrize(
+    ("heaviest", "alignment"), [(0, RUNNING), (1, GLOBAL), (2, RUNNING)]
+)
 def test_where_most_are_of_another_basis_the_heaviest_reply_is_the_anchor(
     alignment: Any, heaviest: int
 ) -> None:
     weights = [5.0, 6.0, 7.0]
     weights[heaviest] = 9.0
     sent = [(permuted(state(3), seed), weights[seed]) for seed in range(3)]
-    result, _ = play(FedRot(CONFIG, alignment=alignment, other_basis=BY_WEIGHTS), state(), sent)
+    result, _ = play(
+        FedRot(CONFIG, alignment=alignment, other_basis=BY_WEIGHTS), state(), sent
+    )
     assert difference(tensors_of(result), sent[heaviest][0]) <= 1e-4
 
 
 def test_unrelated_replies_are_matched_to_the_heaviest_by_weights_and_probes() -> None:
     """The oracle: ``align`` with activations of the same tokens, model by model."""
     sent = [(state(seed), weight) for seed, weight in ((3, 5.0), (4, 9.0), (5, 7.0))]
-    result, _ = play(FedRot(CONFIG, alignment=GLOBAL, other_basis=BY_PROBES), state(), sent)
+    result, _ = play(
+        FedRot(CONFIG, alignment=GLOBAL, other_basis=BY_PROBES), state(), sent
+    )
     evidence = fedrot.collect.activations.probing(build, CONFIG.to_dict(), SYMMETRY)
     anchor = sent[1][0]
     aligned = [
-        (fedrot.align(u, anchor, SYMMETRY, OTHER_BASIS_OPTIONS, evidence(anchor, u)).apply(u), w)
+        (
+            fedrot.align(
+                u, anchor, SYMMETRY, OTHER_BASIS_OPTIONS, evidence(anchor, u)
+            ).apply(u),
+            w,
+        )
         for u, w in sent
     ]
     assert difference(tensors_of(result), mean(aligned)) <= 1e-5
     assert difference(aligned[1][0], anchor) <= 1e-6
-    by_weights, _ = play(FedRot(CONFIG, alignment=GLOBAL, other_basis=BY_WEIGHTS), state(), sent)
+    by_weights, _ = play(
+        FedRot(CONFIG, alignment=GLOBAL, other_basis=BY_WEIGHTS), state(), sent
+    )
     assert largest_difference(result, by_weights) > 1e-3
 
 
 @pytest.mark.parametrize(
     ("members", "anchor", "others", "accepted"),
-    [(3, "running", BY_WEIGHTS, 1e-4), (1, "global", BY_WEIGHTS, 1e-4), (1, "running", BY_PROBES, 0.05)],
+    [
+        (3, "running", BY_WEIGHTS, 1e-4),
+        (1, "global", BY_WEIGHTS, 1e-4),
+        (1, "running", BY_PROBES, 0.05),
+    ],
 )
 def test_a_late_joiner_comes_into_the_broadcast_coordinates(
     members: int, anchor: str, others: OtherBasis, accepted: float
 ) -> None:
-    """Probes have a say in the rotations, so with a model these are not the weights' alone."""
+    """Probes have a say in the rotations, so with a model these are not the weights'
+    alone.
+    """
     base = state()
     honest = [(near(base, 0.02, 30 + i), 4.0) for i in range(members)]
     last = near(base, 0.02, 30 + members)
-    strategy = FedRot(CONFIG, alignment=replace(EAGER, anchor=anchor), other_basis=others)
+    strategy = FedRot(
+        CONFIG, alignment=replace(EAGER, anchor=anchor), other_basis=others
+    )
     # The late joiner is the heaviest and comes first.
     expected, _ = play(strategy, base, [(last, 90.0), *honest])
     result, _ = play(strategy, base, [(permuted(last, 1), 90.0), *honest])
@@ -132,8 +174,16 @@ class Peeking(BertForSequenceClassification):
 @pytest.mark.parametrize(
     ("name", "model", "reason"),
     [
-        (NAME, lambda: Peeking(config_of(NAME)), "Moving residual changes this model's outputs"),
-        ("bert-bare", lambda: BARE["bert-bare"].build("eager"), "Part 'residual' cannot be moved"),
+        (
+            NAME,
+            lambda: Peeking(config_of(NAME)),
+            "Moving residual changes this model's outputs",
+        ),
+        (
+            "bert-bare",
+            lambda: BARE["bert-bare"].build("eager"),
+            "Part 'residual' cannot be moved",
+        ),
     ],
     ids=["peeking", "bare"],
 )
@@ -146,8 +196,10 @@ def test_a_model_that_cannot_be_matched_as_a_whole_is_refused_before_clients_tra
             broadcast(strategy, state_of(name, dtype=torch.float32))
 
 
-@pytest.mark.parametrize(("of_another", "rounds", "builds"), [(False, 3, 1), (True, 1, 3)])
-def test_the_model_is_built_in_the_first_round_and_no_random_number_of_the_caller_is_drawn(
+@pytest.mark.parametrize(
+    ("of_another", "rounds", "builds"), [(False, 3, 1), (True, 1, 3)]
+)
+def test_the_model_is_built_in_the_first_round_without_the_callers_random_numbers(
     of_another: bool, rounds: int, builds: int
 ) -> None:
     """Once to see what the model is, and in two copies to probe it."""
@@ -160,7 +212,10 @@ def test_the_model_is_built_in_the_first_round_and_no_random_number_of_the_calle
         return model
 
     base = state()
-    sent = [(permuted(base, i) if of_another else near(base, 0.02, i), 1.0) for i in range(2)]
+    sent = [
+        (permuted(base, i) if of_another else near(base, 0.02, i), 1.0)
+        for i in range(2)
+    ]
     before = torch.random.get_rng_state()
     strategy = FedRot(CONFIG, other_basis=OtherBasis(model=initialised))
     for _ in range(rounds):
@@ -170,14 +225,19 @@ def test_the_model_is_built_in_the_first_round_and_no_random_number_of_the_calle
 
 
 def test_given_options_are_kept_where_a_model_is_given_too() -> None:
-    """They are a promise: nothing is checked, and the stream stays if it is not among the parts."""
+    """They are a promise: nothing is checked, and the stream stays if it is not among
+    the parts.
+    """
     base = state()
     sent = [(permuted(base, seed), 10.0) for seed in range(3)]
     options = fedrot.AlignmentOptions(parts=("ffn",))
     others = OtherBasis(options=options, model=lambda: Peeking(CONFIG))
     result, _ = play(FedRot(CONFIG, other_basis=others), base, sent)
     aligned = fedrot.align_round(sent, base, SYMMETRY, options)
-    assert difference(tensors_of(result), mean([(a.tensors, a.weight) for a in aligned])) <= 1e-5
+    assert (
+        difference(tensors_of(result), mean([(a.tensors, a.weight) for a in aligned]))
+        <= 1e-5
+    )
 
 
 def test_a_bare_encoder_goes_on_as_ever() -> None:

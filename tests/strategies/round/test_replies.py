@@ -1,4 +1,6 @@
-"""The promise of every strategy: a reply is in the mean, or it is dropped by name as if never sent."""
+"""The promise of every strategy: a reply is in the mean, or it is dropped by name as if
+never sent.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ Client = Callable[[Message], Message]
 NAME, GRAM, HALF = "classifier.weight", "gram/classifier.weight", "classifier.bias"
 QUERY = "bert.encoder.layer.0.attention.self.query.weight"
 BASE = {**state(), HALF: state()[HALF].half()}
-HONEST = [fedrot.random_equivalent(near(BASE, 0.02, seed), SYMMETRY, seed) for seed in (1, 2, 3)]
+HONEST = [
+    fedrot.random_equivalent(near(BASE, 0.02, seed), SYMMETRY, seed)
+    for seed in (1, 2, 3)
+]
 # All precisions hold it.
 GOOD = {name: t.bfloat16().to(t.dtype) for name, t in near(BASE, 0.02, 4).items()}
 TENSOR = GOOD[NAME]
@@ -47,15 +52,24 @@ ALL: dict[str, Callable[[], Any]] = {
 }
 
 
-def sends(tensor: Any = TENSOR, examples: Any = 10, own_id: int | None = None, /, **more: Any) -> Client:
-    """Return a client that sends a good update with another tensor ``NAME``; None leaves it out.
+def sends(
+    tensor: Any = TENSOR, examples: Any = 10, own_id: int | None = None, /, **more: Any
+) -> Client:
+    """Return a client that sends a good update with another tensor ``NAME``; None
+    leaves it out.
 
     It sends an id of its own, and statistics if the server wants them.
     """
-    arrays = to_arrays({n: t for n, t in {**GOOD, **more, NAME: tensor}.items() if t is not None})
+    arrays = to_arrays(
+        {n: t for n, t in {**GOOD, **more, NAME: tensor}.items() if t is not None}
+    )
 
     def client(to: Message) -> Message:
-        client, loss = (to.metadata.dst_node_id + 1000, 1e3) if own_id is None else (own_id, own_id / 2)
+        client, loss = (
+            (to.metadata.dst_node_id + 1000, 1e3)
+            if own_id is None
+            else (own_id, own_id / 2)
+        )
         message = reply(to, {}, examples, client, loss=loss)
         message.content["arrays"] = ArrayRecord(dict(arrays))
         if wanted_statistics(to):
@@ -88,7 +102,9 @@ def with_metrics(**values: Any) -> Client:
 
 def with_statistics(**by_key: Tensor | Array) -> Client:
     arrays = {k: v if isinstance(v, Array) else encode(k, v) for k, v in by_key.items()}
-    return with_content(lambda content: content.update({STATISTICS: ArrayRecord(arrays)}))
+    return with_content(
+        lambda content: content.update({STATISTICS: ArrayRecord(arrays)})
+    )
 
 
 def with_gram(gram: Tensor | Array) -> Client:
@@ -118,15 +134,24 @@ BAD: dict[str, tuple[Client, str]] = {
     "-Inf in one row": (sends(TENSOR.index_fill(0, torch.tensor(0), -torch.inf)), NAME),
     "beyond the largest norm": (sends(torch.full_like(TENSOR, 2 * LARGEST_NORM)), NAME),
     **{
-        f"beyond float16 in {dtype}": (sends(**{HALF: torch.full((3,), 1e6, dtype=dtype)}), HALF)
+        f"beyond float16 in {dtype}": (
+            sends(**{HALF: torch.full((3,), 1e6, dtype=dtype)}),
+            HALF,
+        )
         for dtype in (torch.float32, torch.float64, torch.bfloat16)
     },
     "another shape": (sends(TENSOR.T.contiguous()), NAME),
     "one column less": (sends(TENSOR[:, :-1]), NAME),
-    "another shape, not announced": (with_array("", encode("", TENSOR[:-1]).data), NAME),
+    "another shape, not announced": (
+        with_array("", encode("", TENSOR[:-1]).data),
+        NAME,
+    ),
     "a missing tensor": (sends(None), NAME),
     "an extra tensor": (sends(more=torch.ones(3)), "more"),
-    "a forged line": (sends(**{"\x1b[31m\nWARNING " * 50_000: torch.ones(3)}), "WARNING"),
+    "a forged line": (
+        sends(**{"\x1b[31m\nWARNING " * 50_000: torch.ones(3)}),
+        "WARNING",
+    ),
     "integers": (sends(TENSOR.long()), NAME),
     "complex": (with_array("complex64", b"x" * 9), NAME),
     "cut off": (with_array("float32", b"\x93NUMPY"), NAME),
@@ -134,10 +159,19 @@ BAD: dict[str, tuple[Client, str]] = {
     "a byte too many": (with_array("float32", encode("", TENSOR).data + b"0"), NAME),
     "nothing": (with_content(RecordDict.clear), "0 ArrayRecords"),
     "no tensors": (with_content(lambda c: c.update(arrays=ArrayRecord())), "missing"),
-    "two models": (with_content(lambda c: c.update(more=ArrayRecord())), "2 ArrayRecords"),
+    "two models": (
+        with_content(lambda c: c.update(more=ArrayRecord())),
+        "2 ArrayRecords",
+    ),
     "no metrics": (with_content(lambda c: c.pop("metrics")), "0 MetricRecords"),
-    "two metrics": (with_content(lambda c: c.update(x=MetricRecord({"a": 1}))), "2 MetricRecords"),
-    "no weight": (with_content(lambda c: c.update(metrics=MetricRecord({"a": 1}))), "num-examples"),
+    "two metrics": (
+        with_content(lambda c: c.update(x=MetricRecord({"a": 1}))),
+        "2 MetricRecords",
+    ),
+    "no weight": (
+        with_content(lambda c: c.update(metrics=MetricRecord({"a": 1}))),
+        "num-examples",
+    ),
     **{
         f"weight {weight!r:.9}": (sends(TENSOR, weight), "num-examples")
         for weight in (0, -3, 1e39, 1e-60, float("inf"), float("nan"), [1, 2], 10**400)
@@ -167,13 +201,28 @@ BAD: dict[str, tuple[Client, str]] = {
             "in another byte order": Array(INPUTS.numpy().astype(">f4")),
         }.items()
     },
-    "statistics of a bias": (with_statistics(**{f"gram/{HALF}": torch.eye(3)}), "no matrix"),
+    "statistics of a bias": (
+        with_statistics(**{f"gram/{HALF}": torch.eye(3)}),
+        "no matrix",
+    ),
     "statistics of no name": (with_statistics(**{"gram/": INPUTS}), "no tensor"),
-    "negative fisher": (with_statistics(**{f"fisher/{NAME}": -torch.ones(3, WIDTH)}), "negative"),
-    "a mask of floats": (with_statistics(**{f"{TRAINED}/{NAME}": torch.ones(3)}), "bool"),
-    "a long mask": (with_statistics(**{f"{TRAINED}/{NAME}": torch.ones(4).bool()}), "[4]"),
+    "negative fisher": (
+        with_statistics(**{f"fisher/{NAME}": -torch.ones(3, WIDTH)}),
+        "negative",
+    ),
+    "a mask of floats": (
+        with_statistics(**{f"{TRAINED}/{NAME}": torch.ones(3)}),
+        "bool",
+    ),
+    "a long mask": (
+        with_statistics(**{f"{TRAINED}/{NAME}": torch.ones(4).bool()}),
+        "[4]",
+    ),
     "statistics of no tensor": (with_statistics(**{"gram/more": INPUTS}), "more"),
-    "statistics twice": (with_statistics(**{GRAM: INPUTS, f"gram/x|{NAME}": INPUTS}), NAME),
+    "statistics twice": (
+        with_statistics(**{GRAM: INPUTS, f"gram/x|{NAME}": INPUTS}),
+        NAME,
+    ),
     "statistics of no kind": (with_statistics(gram=INPUTS), "no kind"),
     "an unknown kind": (with_statistics(**{f"hessian/{NAME}": INPUTS}), "hessian"),
     "metrics as statistics": (
@@ -184,19 +233,29 @@ BAD: dict[str, tuple[Client, str]] = {
 
 
 def ours(setup: str) -> dict[str, tuple[Client, str]]:
-    """Return the replies that a set-up drops; more are bad where statistics are needed, or moved."""
+    """Return the replies that a set-up drops; more are bad where statistics are needed,
+    or moved.
+    """
     more: dict[str, tuple[Client, str]] = {}
     if setup.startswith("RegMean"):
         more |= {
             "no statistics": (with_content(lambda c: c.pop(STATISTICS)), "'gram'"),
-            "others": (with_statistics(**{f"fisher/{NAME}": torch.ones(3, WIDTH)}), "'gram'"),
-            "settings": (with_content(lambda c: c.update({STATISTICS: ConfigRecord()})), "'gram'"),
+            "others": (
+                with_statistics(**{f"fisher/{NAME}": torch.ones(3, WIDTH)}),
+                "'gram'",
+            ),
+            "settings": (
+                with_content(lambda c: c.update({STATISTICS: ConfigRecord()})),
+                "'gram'",
+            ),
         }
     if setup == "RegMean, aligned":
         more |= {
             f"a rotated {kind}": (
                 with_content(
-                    lambda c, key=f"{kind}/{QUERY}", value=value: c[STATISTICS].update({key: value})
+                    lambda c, key=f"{kind}/{QUERY}", value=value: c[STATISTICS].update(
+                        {key: value}
+                    )
                 ),
                 "rotated diagonal",
             )
@@ -210,10 +269,19 @@ def ours(setup: str) -> dict[str, tuple[Client, str]]:
 
 #: Replies that are in the mean.
 TAKEN: dict[str, Client] = {
-    **{str(t): sends(TENSOR.to(t)) for t in (torch.float64, torch.float16, torch.bfloat16)},
-    "an own id": with_content(lambda c: c.update(client=ConfigRecord({"partition-id": -9}))),
-    "a text as id": with_content(lambda c: c.update(client=ConfigRecord({"partition-id": "me"}))),
-    "statistics": with_content(lambda c: c.update({STATISTICS: ArrayRecord(dict(COLLECTED))})),
+    **{
+        str(t): sends(TENSOR.to(t))
+        for t in (torch.float64, torch.float16, torch.bfloat16)
+    },
+    "an own id": with_content(
+        lambda c: c.update(client=ConfigRecord({"partition-id": -9}))
+    ),
+    "a text as id": with_content(
+        lambda c: c.update(client=ConfigRecord({"partition-id": "me"}))
+    ),
+    "statistics": with_content(
+        lambda c: c.update({STATISTICS: ArrayRecord(dict(COLLECTED))})
+    ),
     "a configuration": with_content(lambda c: c.update(more=ConfigRecord({"a": "b"}))),
     "tensors in another order": with_content(
         lambda c: c.update(arrays=ArrayRecord(dict(reversed(c["arrays"].items()))))
@@ -224,9 +292,11 @@ TAKEN: dict[str, Client] = {
 def played(
     setup: str, folder: Path, clients: list[Client], twice: int | None = None
 ) -> tuple[ArrayRecord, dict[str, Any], list[tuple[int, str]]]:
-    """Play one round; return its model and metrics, and the dropped clients with the reasons.
+    """Play one round; return its model and metrics, and the dropped clients with the
+    reasons.
 
-    At the end the client at the place ``twice`` answers once more, and a node that was not asked.
+    At the end the client at the place ``twice`` answers once more, and a node that was
+    not asked.
     """
     strategy = ALL[setup]()
     path = folder / f"{len(list(folder.iterdir()))}.jsonl"
@@ -234,9 +304,14 @@ def played(
     asked = broadcast(strategy, BASE, len(clients))
     asked.sort(key=lambda message: message.metadata.dst_node_id)
     replies = [client(message) for client, message in zip(clients, asked, strict=True)]
-    before = [message.content.object_id for message in replies[: None if twice is None else 0]]
+    before = [
+        message.content.object_id for message in replies[: None if twice is None else 0]
+    ]
     if twice is not None:
-        replies += [GOOD_CLIENT(asked[twice]), with_metadata(_src_node_id=5)(asked[twice])]
+        replies += [
+            GOOD_CLIENT(asked[twice]),
+            with_metadata(_src_node_id=5)(asked[twice]),
+        ]
     arrays, metrics = strategy.aggregate_train(1, replies)
     assert arrays is not None
     assert before == [message.content.object_id for message in replies[: len(before)]]
@@ -253,7 +328,9 @@ ALONE = [sends(update[NAME], 10 + i, i, **update) for i, update in enumerate(HON
 
 @pytest.mark.parametrize("setup", ALL)
 def test_dropped_by_name_as_if_never_sent(setup: str, tmp_path: Path) -> None:
-    """Half of the bad replies come first, where one would be the anchor; half come last."""
+    """Half of the bad replies come first, where one would be the anchor; half come
+    last.
+    """
     expected, figures, none = played(setup, tmp_path, ALONE)
     assert not none
     turn = list(ALL).index(setup) % 2
@@ -261,7 +338,9 @@ def test_dropped_by_name_as_if_never_sent(setup: str, tmp_path: Path) -> None:
     early, late = ([*bad.items()][first::2] for first in (turn, 1 - turn))
     parts = [[client for _, (client, _) in half] for half in (early, late)]
     good = len(early)
-    arrays, metrics, dropped = played(setup, tmp_path, [*parts[0], *ALONE, *parts[1]], twice=good)
+    arrays, metrics, dropped = played(
+        setup, tmp_path, [*parts[0], *ALONE, *parts[1]], twice=good
+    )
     words = [*(word for _, (_, word) in early + late), "already answered", "no request"]
     # Who has answered another request has not answered.
     lost = {"fedrot-replies-dropped": len(words), "fedrot-replies-failed": 1}
@@ -284,7 +363,9 @@ def test_in_the_mean(setup: str, tmp_path: Path) -> None:
     assert not dropped
     assert metrics.get("fedrot-replies-accepted", len(TAKEN) + 3) == len(TAKEN) + 3
     # Other bits have another order, and the anchor runs with it.
-    assert largest_difference(arrays, plain) <= (2e-3 if setup == "deterministic" else 1e-4)
+    assert largest_difference(arrays, plain) <= (
+        2e-3 if setup == "deterministic" else 1e-4
+    )
     assert [(n, a.dtype) for n, a in arrays.items()] == [
         (n, a.dtype) for n, a in to_arrays(BASE).items()
     ]

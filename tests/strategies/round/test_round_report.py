@@ -23,7 +23,11 @@ PAGE = Path(__file__).parents[3] / "docs/reference/metrics.md"
 def _documented() -> list[str]:
     """Return the names in the page's table."""
     rows = [line.split("|") for line in PAGE.read_text(encoding="utf-8").splitlines()]
-    return [row[1].strip(" `") for row in rows if len(row) > 1 and row[1].startswith(" `fedrot-")]
+    return [
+        row[1].strip(" `")
+        for row in rows
+        if len(row) > 1 and row[1].startswith(" `fedrot-")
+    ]
 
 
 def _play(strategy: FedRot, updates: list[State]) -> dict[str, Any]:
@@ -36,20 +40,34 @@ def test_a_round_s_metrics_are_those_of_the_page() -> None:
 
 
 def test_shares_are_found_whether_or_not_the_groups_are_moved() -> None:
-    """Noise leaves all groups in place, where found may be a bound; asked to, all of them move."""
+    """Noise leaves all groups in place, where found may be a bound; asked to, all of
+    them move.
+    """
     updates, found = [near(state(), 0.05, i + 1) for i in range(3)], []
     for chance in (1.5, 0.0):
         options = fedrot.AlignmentOptions(chance=chance)
-        metrics = _play(FedRot(CONFIG, alignment=replace(options, anchor="global")), updates)
-        found.append([metrics[f"fedrot-share-{name}"] for name in ("found", "chance", "removed")])
+        metrics = _play(
+            FedRot(CONFIG, alignment=replace(options, anchor="global")), updates
+        )
+        found.append(
+            [metrics[f"fedrot-share-{name}"] for name in ("found", "chance", "removed")]
+        )
         assert metrics["fedrot-groups-moved"] == (0 if chance else 3 * 2 * LAYERS)
-        reports = [fedrot.align(client, state(), SYMMETRY, options).report for client in updates]
+        reports = [
+            fedrot.align(client, state(), SYMMETRY, options).report
+            for client in updates
+        ]
         groups = [group for report in reports for group in report.groups]
-        heads, before = [g for g in groups if g.part == "attention"], sum(g.before for g in groups)
+        heads, before = (
+            [g for g in groups if g.part == "attention"],
+            sum(g.before for g in groups),
+        )
         expected = [sum(g.found for g in heads), sum(g.chance or 0 for g in heads)]
         own = sum(g.before for g in heads)
         removed = sum(g.before - g.after for g in groups) / before
-        assert found[-1] == pytest.approx([*(share / own for share in expected), removed])
+        assert found[-1] == pytest.approx(
+            [*(share / own for share in expected), removed]
+        )
     (bound, left, nothing), (best, chance, moved) = found
     assert nothing == 0 < moved < best
     assert best <= bound < 1.5 * chance
@@ -59,7 +77,9 @@ def test_shares_are_found_whether_or_not_the_groups_are_moved() -> None:
 def _reported(before: float, removed: float, chance: float | None) -> AlignmentReport:
     """Return the report of one group that was moved."""
     left = before - removed
-    group = GroupReport("g", 0, "attention", before, left, 1, 4, found=removed, chance=chance)
+    group = GroupReport(
+        "g", 0, "attention", before, left, 1, 4, found=removed, chance=chance
+    )
     return AlignmentReport((group,), before, left, 0.1)
 
 

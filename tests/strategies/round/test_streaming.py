@@ -1,4 +1,6 @@
-"""Replies that are taken one at a time: how many are held, in which order, and in which precision."""
+"""Replies that are taken one at a time: how many are held, in which order, and in which
+precision.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Error,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideFixedClipping,
     FedAdam,
@@ -62,12 +72,18 @@ ORDERS = ([0, 1, 2, 3, 4], [2, 0, 4, 1, 3])
 def updates(count: int = COUNT) -> list[State]:
     """Return clients that trained a little, each in coordinates of its own."""
     clients = [near(state(), 0.05, seed) for seed in range(count)]
-    return [fedrot.random_equivalent(client, SYMMETRY, i) for i, client in enumerate(clients)]
-
-
-def replies(messages: Iterable[Message], sent: Iterable[State], **metrics: Any) -> list[Message]:
     return [
-        reply(m, u, 10 + i, i, **metrics) for i, (m, u) in enumerate(zip(messages, sent, strict=True))
+        fedrot.random_equivalent(client, SYMMETRY, i)
+        for i, client in enumerate(clients)
+    ]
+
+
+def replies(
+    messages: Iterable[Message], sent: Iterable[State], **metrics: Any
+) -> list[Message]:
+    return [
+        reply(m, u, 10 + i, i, **metrics)
+        for i, (m, u) in enumerate(zip(messages, sent, strict=True))
     ]
 
 
@@ -75,11 +91,14 @@ def behind(strategy: type[Strategy]) -> Any:
     return type(f"Aligned{strategy.__name__}", (Aligned, strategy), {})
 
 
-# --- how many are held -------------------------------------------------------------------------------
+# --- how many are held
+# -------------------------------------------------------------------------------
 
 
 class Counted:
-    """Makes replies when they are asked for, and counts how many of those made are still alive."""
+    """Makes replies when they are asked for, and counts how many of those made are
+    still alive.
+    """
 
     def __init__(self, messages: list[Message], sent: list[State]) -> None:
         self.messages, self.sent = messages, sent
@@ -87,7 +106,9 @@ class Counted:
         self._alive: list[weakref.ref[ArrayRecord]] = []
 
     def __iter__(self) -> Iterator[Message]:
-        for index, (message, update) in enumerate(zip(self.messages, self.sent, strict=True)):
+        for index, (message, update) in enumerate(
+            zip(self.messages, self.sent, strict=True)
+        ):
             made = reply(message, update, 10, index, train_loss=0.5)
             self._alive.append(weakref.ref(made.content.array_records["arrays"]))
             gc.collect()
@@ -116,16 +137,21 @@ def test_one_update_is_held_at_a_time_unless_all_are_needed(name: str) -> None:
     assert counted.most == most
 
 
-# --- order -------------------------------------------------------------------------------------------
+# --- order
+# ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("anchor", sorted(fedrot.anchors.ANCHORS))
-def test_deterministic_rounds_agree_to_the_last_bit_whoever_was_fastest(anchor: str) -> None:
+def test_deterministic_rounds_agree_to_the_last_bit_whoever_was_fastest(
+    anchor: str,
+) -> None:
     options, server = fedrot.AlignmentOptions(anchor=anchor), Server(deterministic=True)
     strategy = FedRot(CONFIG, alignment=options, server=server)
     messages = broadcast(strategy, state(), COUNT)
     sent = replies(messages, updates(), loss=0.5)
-    results = [strategy.aggregate_train(1, [sent[i] for i in order])[0] for order in ORDERS]
+    results = [
+        strategy.aggregate_train(1, [sent[i] for i in order])[0] for order in ORDERS
+    ]
     assert largest_difference(*results) == 0.0
 
 
@@ -140,26 +166,42 @@ class Taking(Mean):
 
 
 def order_of(
-    values: Sequence[int], ids: Sequence[int], places: Sequence[int], by_ids: bool = False
+    values: Sequence[int],
+    ids: Sequence[int],
+    places: Sequence[int],
+    by_ids: bool = False,
 ) -> list[int]:
-    """Return the clients in the order in which they are taken, if they arrive in the given one."""
-    strategy = FedRot(alignment=None, aggregation=Taking, server=Server(deterministic=True))
+    """Return the clients in the order in which they are taken, if they arrive in the
+    given one.
+    """
+    strategy = FedRot(
+        alignment=None, aggregation=Taking, server=Server(deterministic=True)
+    )
     strategy.trusts_ids = by_ids
     messages = broadcast(strategy, {"w": torch.zeros(1)}, len(ids))
     messages.sort(key=lambda message: message.metadata.dst_node_id)
     Taking.taken.clear()
-    sent = [reply(messages[i], {"w": torch.full((1,), float(values[i]))}, i + 1, ids[i]) for i in places]
+    sent = [
+        reply(messages[i], {"w": torch.full((1,), float(values[i]))}, i + 1, ids[i])
+        for i in places
+    ]
     strategy.aggregate_train(1, sent)
     return [int(weight) - 1 for weight in Taking.taken]
 
 
 def test_sorted_updates_have_one_order_and_no_client_chooses_its_place() -> None:
-    """An id of a client's choice, the smallest, puts it first as often as anything else."""
+    """An id of a client's choice, the smallest, puts it first as often as anything
+    else.
+    """
     for values, ids in (((1, 2, 3, 4), (5, 5, 2, 5)), ((1, 1, 1, 1), (0, 1, 2, 3))):
-        orders = [order_of(values, ids, places) for places in itertools.permutations(range(4))]
+        orders = [
+            order_of(values, ids, places) for places in itertools.permutations(range(4))
+        ]
         assert orders == [orders[0]] * 24
     lowest = (-(2**63), 1, 2, 3)
-    first = [order_of((4 * i, 1 + 4 * i, 2, 3), lowest, range(4))[0] for i in range(1, 41)]
+    first = [
+        order_of((4 * i, 1 + 4 * i, 2, 3), lowest, range(4))[0] for i in range(1, 41)
+    ]
     assert 2 <= first.count(0) <= 20
 
 
@@ -174,7 +216,9 @@ def test_trusted_ids_give_the_order_themselves() -> None:
 
 
 def elsewhere(array: Array, shift: int) -> Array:
-    """Return the array with a longer header, so that its values start elsewhere in memory."""
+    """Return the array with a longer header, so that its values start elsewhere in
+    memory.
+    """
     size = int.from_bytes(array.data[8:10], "little")
     header, values = array.data[10 : 10 + size - 1], array.data[10 + size :]
     start = array.data[:8] + (size + shift).to_bytes(2, "little")
@@ -187,7 +231,10 @@ def test_deterministic_rounds_do_not_depend_on_where_messages_lie_in_memory() ->
     strategy = FedRot(CONFIG, alignment=GLOBAL, aggregation=RegMean, server=server)
     messages = broadcast(strategy, state(), 3)
     for shift in (0, 8, 40):
-        sent = [answer(m, c, i) for i, (m, c) in enumerate(zip(messages, honest(grams), strict=True))]
+        sent = [
+            answer(m, c, i)
+            for i, (m, c) in enumerate(zip(messages, honest(grams), strict=True))
+        ]
         for message in sent:
             for record in message.content.array_records.values():
                 for name, array in record.items():
@@ -196,11 +243,14 @@ def test_deterministic_rounds_do_not_depend_on_where_messages_lie_in_memory() ->
     assert [largest_difference(results[0], other) for other in results] == [0.0] * 3
 
 
-# --- a grid that fetches one reply at a time ---------------------------------------------------------
+# --- a grid that fetches one reply at a time
+# ---------------------------------------------------------
 
 
 class Slow(FakeGrid):
-    """Answers a message after it was asked for a number of times, never where that is infinite."""
+    """Answers a message after it was asked for a number of times, never where that is
+    infinite.
+    """
 
     def __init__(self, clients: Any, looks: dict[int, float]) -> None:
         super().__init__(clients)
@@ -238,7 +288,9 @@ def clients(count: int = 3) -> dict[int, Any]:
 def test_replies_are_sent_for_at_once_and_fetched_one_by_one_as_they_arrive() -> None:
     slow = Slow(clients(), {100: 3, 101: 1, 102: 2})
     grid = Quick(slow)
-    messages = [Message(RecordDict(), dst_node_id=n, message_type="train") for n in clients()]
+    messages = [
+        Message(RecordDict(), dst_node_id=n, message_type="train") for n in clients()
+    ]
     waiting = grid.send_and_receive(messages, timeout=60).stream()
     assert slow.asked == [[100, 101, 102]]
     assert slow.pulled == []
@@ -246,7 +298,8 @@ def test_replies_are_sent_for_at_once_and_fetched_one_by_one_as_they_arrive() ->
     assert set(slow.pulled) == {1}
 
 
-#: After how many looks each client has answered, the timeout, and the pauses between the looks.
+#: After how many looks each client has answered, the timeout, and the pauses between
+#: the looks.
 PAUSES: dict[str, tuple[list[float], float | None, list[float]]] = {
     "longer and longer, while there is time": ([5], 2.0, [0.2, 0.4, 0.8, 1.6]),
     "as long as Flower's": ([9], None, [0.2, 0.4, 0.8, 1.6, *[LONGEST_PAUSE] * 4]),
@@ -259,7 +312,9 @@ def test_pauses_grow_while_nothing_arrives(name: str) -> None:
     looks, timeout, pauses = PAUSES[name]
     nodes = range(100, 100 + len(looks))
     grid = Quick(Slow(clients(len(looks)), dict(zip(nodes, looks, strict=True))))
-    messages = [Message(RecordDict(), dst_node_id=n, message_type="train") for n in nodes]
+    messages = [
+        Message(RecordDict(), dst_node_id=n, message_type="train") for n in nodes
+    ]
     assert len(list(grid.send_and_receive(messages, timeout=timeout))) == len(looks)
     assert grid.pauses == pytest.approx(pauses)
     assert LONGEST_PAUSE == 3.0
@@ -281,13 +336,17 @@ def test_who_does_not_answer_in_time_is_left_out() -> None:
     assert result.train_metrics_clientapp[1]["fedrot-replies-accepted"] == 2
 
 
-@pytest.mark.parametrize(("looks", "timeout", "uses"), [((1, 1, 1), 0.2, 3), ((1, 2, 2), 0.1, 1)])
+@pytest.mark.parametrize(
+    ("looks", "timeout", "uses"), [((1, 1, 1), 0.2, 3), ((1, 2, 2), 0.1, 1)]
+)
 def test_what_arrives_in_time_while_another_reply_is_used_is_taken(
     looks: tuple[int, ...], timeout: float, uses: int
 ) -> None:
     """Though using that one takes until time is up: there is a last look."""
     grid = LazyGrid(Slow(clients(), dict(zip(clients(), looks, strict=True))))
-    messages = [Message(RecordDict(), dst_node_id=n, message_type="train") for n in clients()]
+    messages = [
+        Message(RecordDict(), dst_node_id=n, message_type="train") for n in clients()
+    ]
     found = []
     for message in grid.send_and_receive(messages, timeout=timeout).stream():
         if len(found) < uses:
@@ -311,14 +370,20 @@ def test_a_reply_that_flower_cannot_read_does_not_end_the_run() -> None:
     strategy = FedRot(CONFIG, fraction_evaluate=0.0)
     result = strategy.start(Garbage(clients()), ArrayRecord(state()), 1, timeout=5)
     metrics = result.train_metrics_clientapp[1]
-    assert (metrics["fedrot-replies-accepted"], metrics["fedrot-replies-failed"]) == (2, 1)
+    assert (metrics["fedrot-replies-accepted"], metrics["fedrot-replies-failed"]) == (
+        2,
+        1,
+    )
 
 
-# --- what may not enter ------------------------------------------------------------------------------
+# --- what may not enter
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("least", [1, 2, 3])
-def test_a_round_with_too_few_good_replies_fails_and_the_model_stays(least: int, tmp_path: Path) -> None:
+def test_a_round_with_too_few_good_replies_fails_and_the_model_stays(
+    least: int, tmp_path: Path
+) -> None:
     report = tmp_path / "report.jsonl"
     server, reporting = Server(min_replies=least), Reporting(rows=report)
     strategy = FedRot(CONFIG, server=server, reporting=reporting)
@@ -342,14 +407,18 @@ def test_a_round_with_too_few_good_replies_fails_and_the_model_stays(least: int,
         (lambda: FedRot(CONFIG, server=Server(device="nowhere")), "device 'nowhere'"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(build: Callable[[], Any], problem: str) -> None:
+def test_settings_that_make_no_sense_are_refused(
+    build: Callable[[], Any], problem: str
+) -> None:
     with pytest.raises(fedrot.FedrotError, match=problem):
         build()
 
 
 def private_q_fedavg() -> Any:
     private: Any = behind(DifferentialPrivacyServerSideFixedClipping)
-    return private(CONFIG, QFedAvg(client_learning_rate=0.5), 0.0, 1.0, 4, alignment=GLOBAL)
+    return private(
+        CONFIG, QFedAvg(client_learning_rate=0.5), 0.0, 1.0, 4, alignment=GLOBAL
+    )
 
 
 def q_fedavg() -> Any:
@@ -358,9 +427,16 @@ def q_fedavg() -> Any:
 
 @pytest.mark.parametrize(
     ("build", "loss"),
-    [(q_fedavg, math.nan), (q_fedavg, math.inf), (q_fedavg, -1.0), (private_q_fedavg, math.nan)],
+    [
+        (q_fedavg, math.nan),
+        (q_fedavg, math.inf),
+        (q_fedavg, -1.0),
+        (private_q_fedavg, math.nan),
+    ],
 )
-def test_one_clients_loss_does_not_decide_q_fedavg(loss: float, build: Callable[[], Any]) -> None:
+def test_one_clients_loss_does_not_decide_q_fedavg(
+    loss: float, build: Callable[[], Any]
+) -> None:
     results = []
     for first in (1, 0):
         strategy = build()
@@ -385,7 +461,7 @@ def test_an_array_that_does_not_say_its_shape_is_checked_once_it_is_decoded() ->
     assert dict(metrics or {})["fedrot-replies-dropped"] == 1
 
 
-def test_an_error_is_counted_once_and_not_after_a_reply_and_under_the_node_that_was_asked(
+def test_an_error_is_counted_once_not_after_a_reply_and_for_the_node_asked(
     tmp_path: Path,
 ) -> None:
     """If a node has left, the SuperLink answers under its own node id."""
@@ -398,7 +474,10 @@ def test_an_error_is_counted_once_and_not_after_a_reply_and_under_the_node_that_
     sent = [*replies(messages[:2], updates(2)), failure(messages[0]), gone, gone]
     _, metrics = strategy.aggregate_train(1, sent)
     assert metrics is not None
-    assert (metrics["fedrot-replies-accepted"], metrics["fedrot-replies-failed"]) == (2, 1)
+    assert (metrics["fedrot-replies-accepted"], metrics["fedrot-replies-failed"]) == (
+        2,
+        1,
+    )
     rows = [row for row in read_rows(tmp_path / "rows.jsonl") if "failed" in row]
     node = messages[2].metadata.dst_node_id
     assert [(row["client"], row["failed"]) for row in rows] == [(node, "crashed")]
@@ -413,21 +492,26 @@ def test_without_alignment_integers_are_what_the_strategy_makes_of_them() -> Non
     assert tensors_of(found)["steps"].tolist() == 107
 
 
-# --- precision and names on the wire -----------------------------------------------------------------
+# --- precision and names on the wire
+# -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("base", "wire"),
     [(FedAvg, torch.float16), (FedAdam, torch.bfloat16), (FedMedian, torch.bfloat16)],
 )
-def test_half_precision_travels_and_the_server_keeps_its_own(base: Any, wire: torch.dtype) -> None:
+def test_half_precision_travels_and_the_server_keeps_its_own(
+    base: Any, wire: torch.dtype
+) -> None:
     received: set[torch.dtype] = set()
 
     def client(message: Message) -> Message:
         tensors = from_arrays(message.content.array_records["arrays"])
         received.update(tensor.dtype for tensor in tensors.values())
         answered = reply(message, {}, 10, message.metadata.dst_node_id)
-        answered.content["arrays"] = to_arrays({n: t + 0.25 for n, t in tensors.items()}, wire)
+        answered.content["arrays"] = to_arrays(
+            {n: t + 0.25 for n, t in tensors.items()}, wire
+        )
         return answered
 
     settings: dict[str, Any] = {"server": Server(wire=wire), "fraction_evaluate": 0.0}
@@ -438,10 +522,13 @@ def test_half_precision_travels_and_the_server_keeps_its_own(base: Any, wire: to
     assert {tensor.dtype for tensor in new.values()} == {torch.float32}
     if base is not FedAdam:
         rounded = {n: (t.to(wire) + 0.25).float() for n, t in state().items()}
-        assert difference(new, fedrot.align(rounded, state(), SYMMETRY).apply(rounded)) < 1e-2
+        assert (
+            difference(new, fedrot.align(rounded, state(), SYMMETRY).apply(rounded))
+            < 1e-2
+        )
 
 
-def test_a_model_that_is_broadcast_in_bfloat16_and_tied_stays_so_while_tensors_are_equal() -> None:
+def test_a_model_in_bfloat16_and_tied_stays_so_while_tensors_are_equal() -> None:
     shared = torch.randn(6, 4)
     base = {"one": shared, "two": shared, "three": shared, "steps": torch.tensor(3)}
     sent = to_arrays(base, torch.bfloat16)
@@ -456,7 +543,9 @@ def test_a_model_that_is_broadcast_in_bfloat16_and_tied_stays_so_while_tensors_a
     assert arrays is not None
     stypes = [array.stype == sent[name].stype for name, array in arrays.items()]
     assert stypes == [True, True, False, True]
-    assert [array.dtype for array in arrays.values()] == [array.dtype for array in sent.values()]
+    assert [array.dtype for array in arrays.values()] == [
+        array.dtype for array in sent.values()
+    ]
     new = from_arrays(arrays)
     assert new["one"] is new["two"]
     assert (new["one"].float() - (shared + 0.5)).abs().max() < 0.03
@@ -466,7 +555,9 @@ def test_a_model_that_is_broadcast_in_bfloat16_and_tied_stays_so_while_tensors_a
 
 @pytest.mark.parametrize("wire", [None, torch.float16])
 def test_a_model_in_bfloat16_is_sent_with_its_ties(wire: torch.dtype | None) -> None:
-    """The base strategy reads Flower's own arrays; clients receive the model's, or those of the wire."""
+    """The base strategy reads Flower's own arrays; clients receive the model's, or
+    those of the wire.
+    """
     shared = torch.randn(6, 4)
     model = to_arrays({**state(), "one": shared, "two": shared}, torch.bfloat16)
     strategy = FedRot(CONFIG, server=Server(wire=wire))
@@ -504,16 +595,26 @@ BOTH, ALONE = {"arrays": MODEL, "control": CONTROL}, {"mine": MODEL}
         ((BOTH, ALONE), "arrays", True),
         ((ALONE, ALONE), "weights", True),
         ((ALONE, {"mine": CONTROL}), "arrays", False),
-        (({"arrays": MODEL}, {"arrays": ArrayRecord({"w": torch.ones(2)})}), "arrays", True),
+        (
+            ({"arrays": MODEL}, {"arrays": ArrayRecord({"w": torch.ones(2)})}),
+            "arrays",
+            True,
+        ),
     ],
 )
 def test_of_several_records_the_model_is_the_one_that_the_strategy_names(
     given: Any, key: str, known: bool
 ) -> None:
-    settings: dict[str, Any] = {"alignment": None, "aggregation": Mean, "fraction_evaluate": 0.0}
+    settings: dict[str, Any] = {
+        "alignment": None,
+        "aggregation": Mean,
+        "fraction_evaluate": 0.0,
+    }
     strategy = OwnMessages(arrayrecord_key=key, **settings)
     strategy.given = given
-    grid = FakeGrid(dict.fromkeys((100, 101), lambda m: reply(m, {"w": torch.full((2,), 4.0)}, 10)))
+    grid = FakeGrid(
+        dict.fromkeys((100, 101), lambda m: reply(m, {"w": torch.full((2,), 4.0)}, 10))
+    )
     if not known:
         with pytest.raises(fedrot.FedrotError, match="is not known"):
             strategy.start(grid, MODEL, 1)
@@ -521,11 +622,14 @@ def test_of_several_records_the_model_is_the_one_that_the_strategy_names(
     assert tensors_of(strategy.start(grid, MODEL, 1).arrays)["w"].tolist() == [4.0, 4.0]
 
 
-# --- evaluation --------------------------------------------------------------------------------------
+# --- evaluation
+# ------------------------------------------------------------
 
 
 def evaluation(**metrics: Any) -> Callable[[Message], Message]:
-    return lambda to: Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=to)
+    return lambda to: Message(
+        RecordDict({"metrics": MetricRecord(metrics)}), reply_to=to
+    )
 
 
 def without_content(to: Message) -> Message:
@@ -538,7 +642,9 @@ def evaluated(
     strategy: Any, answers: Sequence[Callable[[Message], Message]], twice: bool = False
 ) -> Any:
     grid = FakeGrid(dict.fromkeys(range(100, 100 + len(answers)), failure))
-    messages = list(strategy.configure_evaluate(1, ArrayRecord(state()), ConfigRecord(), grid))
+    messages = list(
+        strategy.configure_evaluate(1, ArrayRecord(state()), ConfigRecord(), grid)
+    )
     sent = [one(message) for one, message in zip(answers, messages, strict=True)]
     if twice:
         sent += [evaluation(rows=100, loss=9.0)(messages[0]), failure(messages[0])]
@@ -556,8 +662,14 @@ LEFT_OUT: dict[str, tuple[Callable[[Message], Message], str]] = {
     "no weight": (evaluation(loss=9.0), "no 'rows'"),
     "a list": (evaluation(rows=1, loss=[9.0, 9.0], accuracy=1.0), "loss (list of 2)"),
     "another metric": (evaluation(rows=1, loss=9.0, f1=1.0), "f1"),
-    "NaN of no rows": (evaluation(rows=0, loss=math.nan, accuracy=1.0), "'rows' is 0: there"),
-    "Inf of no rows": (evaluation(rows=0.0, loss=1.0, accuracy=math.inf), "'rows' is 0.0: there"),
+    "NaN of no rows": (
+        evaluation(rows=0, loss=math.nan, accuracy=1.0),
+        "'rows' is 0: there",
+    ),
+    "Inf of no rows": (
+        evaluation(rows=0.0, loss=1.0, accuracy=math.inf),
+        "'rows' is 0.0: there",
+    ),
     "failed": (lambda m: Message(Error(1, FORGED), reply_to=m), "crashed"),
 }
 
@@ -565,7 +677,9 @@ LEFT_OUT: dict[str, tuple[Callable[[Message], Message], str]] = {
 def test_evaluations_that_cannot_be_averaged_are_left_out_and_named_in_one_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The others are weighted by the metric that the strategy names, in whatever order theirs are."""
+    """The others are weighted by the metric that the strategy names, in whatever order
+    theirs are.
+    """
     good = [
         evaluation(rows=1, loss=0.0, accuracy=1.0),
         evaluation(accuracy=0.0, loss=1.0, rows=3),
@@ -573,11 +687,15 @@ def test_evaluations_that_cannot_be_averaged_are_left_out_and_named_in_one_line(
     ]
     strategy = FedRot(CONFIG, weighted_by_key="rows")
     with caplog.at_level("INFO", logger="flwr"):
-        found = evaluated(strategy, [*good, *(bad for bad, _ in LEFT_OUT.values())], twice=True)
+        found = evaluated(
+            strategy, [*good, *(bad for bad, _ in LEFT_OUT.values())], twice=True
+        )
     assert found == pytest.approx({"loss": 0.75, "accuracy": 0.25})
     lines = [record.getMessage().strip() for record in caplog.records]
     assert all(line.isprintable() and len(line) < 1000 for line in lines)
-    named = [line for line in lines if "Evaluation of client" in line or "crashed" in line]
+    named = [
+        line for line in lines if "Evaluation of client" in line or "crashed" in line
+    ]
     assert len(named) == len(LEFT_OUT) + 1
     assert [
         word
@@ -589,5 +707,8 @@ def test_evaluations_that_cannot_be_averaged_are_left_out_and_named_in_one_line(
 @pytest.mark.parametrize("loss", [1.0, math.nan])
 def test_evaluations_without_examples_average_to_nothing(loss: float) -> None:
     strategy = FedRot(CONFIG)
-    assert evaluated(strategy, [evaluation(**{"num-examples": 0, "loss": loss})] * 2) is None
+    assert (
+        evaluated(strategy, [evaluation(**{"num-examples": 0, "loss": loss})] * 2)
+        is None
+    )
     assert strategy.aggregate_evaluate(1, []) is None

@@ -1,4 +1,6 @@
-"""Tensors on the wire: equal bits after a round trip, and malformed arrays are refused."""
+"""Tensors on the wire: equal bits after a round trip, and malformed arrays are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,19 @@ from transformers import BertConfig, BertForMaskedLM
 import fedrot
 from fedrot.errors import UpdateError
 from fedrot.strategies import from_arrays, to_arrays
-from fedrot.strategies.wire.arrays import BFLOAT16, PRECISIONS, TIED, decode, replace_changed, same_bits
+from fedrot.strategies.wire.arrays import (
+    BFLOAT16,
+    PRECISIONS,
+    TIED,
+    decode,
+    replace_changed,
+    same_bits,
+)
 from tests.strategies.fakes import wire_bytes
 
-INTEGERS = tuple(getattr(torch, f"{u}int{n}") for u in ("", "u") for n in (8, 16, 32, 64))
+INTEGERS = tuple(
+    getattr(torch, f"{u}int{n}") for u in ("", "u") for n in (8, 16, 32, 64)
+)
 DTYPES = (*PRECISIONS, *INTEGERS, torch.bool)
 NPY = b"\x93NUMPY\x01\x00"
 SCALAR_HEADER = 128
@@ -45,31 +56,48 @@ def tensors(draw: st.DrawFn) -> Tensor:
     wide = [2 * n for n in shape]
     size = math.prod(wide) * dtype.itemsize
     raw = bytearray(draw(st.binary(min_size=size, max_size=size)) + b"\0" * 8)
-    bits = torch.frombuffer(raw, dtype=torch.uint8, count=size) if size else torch.zeros(0).byte()
+    bits = (
+        torch.frombuffer(raw, dtype=torch.uint8, count=size)
+        if size
+        else torch.zeros(0).byte()
+    )
     full = (bits > 127 if dtype == torch.bool else bits.view(dtype)).reshape(wide)
     layout = draw(st.sampled_from(("whole", "strided", "transposed")))
     if layout == "whole":
         return full[tuple(slice(n) for n in shape)].contiguous()
     strided = full[tuple(slice(None, None, 2) for _ in shape)]
-    return strided if layout == "strided" else strided.permute(tuple(reversed(range(len(shape)))))
+    return (
+        strided
+        if layout == "strided"
+        else strided.permute(tuple(reversed(range(len(shape)))))
+    )
 
 
 def identical(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and same_bits(one, other)
+    return (
+        one.dtype == other.dtype and one.shape == other.shape and same_bits(one, other)
+    )
 
 
 def through_the_wire(record: ArrayRecord) -> ArrayRecord:
     """Send a record the way Flower does: deflated into objects, inflated from them."""
     content = RecordDict({"arrays": record})
-    contents = {key: found.deflate() for key, found in get_all_nested_objects(content).items()}
-    assert set(contents) == {node.object_id for node in iterate_object_tree(get_object_tree(content))}
+    contents = {
+        key: found.deflate() for key, found in get_all_nested_objects(content).items()
+    }
+    assert set(contents) == {
+        node.object_id for node in iterate_object_tree(get_object_tree(content))
+    }
     found = inflate_object_from_contents(content.object_id, contents)
     assert isinstance(found, RecordDict)
     return found.array_records["arrays"]
 
 
 def array(
-    data: bytes, shape: tuple[int, ...] = (2,), dtype: str = "float32", stype: str = SType.NUMPY
+    data: bytes,
+    shape: tuple[int, ...] = (2,),
+    dtype: str = "float32",
+    stype: str = SType.NUMPY,
 ) -> Array:
     return Array(dtype=dtype, shape=shape, stype=stype, data=data)
 
@@ -85,17 +113,23 @@ def described(shape: str, descr: str = "'<f4'", order: str = "False") -> str:
 
 def refuse(found: Array, problem: str) -> None:
     with pytest.raises(UpdateError, match=problem) as error:
-        from_arrays(ArrayRecord({**PLAIN, "tie": array(b"a", stype=TIED), "some.weight": found}))
+        from_arrays(
+            ArrayRecord({**PLAIN, "tie": array(b"a", stype=TIED), "some.weight": found})
+        )
     assert "'some.weight'" in str(error.value)
     assert len(str(error.value)) < 1000
 
 
-EVERY = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+EVERY = settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 @given(st.lists(tensors(), max_size=4), st.booleans())
 @EVERY
-def test_tensors_arrive_with_the_same_bits(values: list[Tensor], writable: bool) -> None:
+def test_tensors_arrive_with_the_same_bits(
+    values: list[Tensor], writable: bool
+) -> None:
     given_ = {f"t{i}": value for i, value in enumerate(values)}
     found = from_arrays(through_the_wire(to_arrays(given_)), writable=writable)
     assert list(found) == list(given_)
@@ -141,7 +175,10 @@ def test_tied_embeddings_travel_once(dtype: torch.dtype | None) -> None:
     names = sum(len(array.data) for array in record.values() if array.stype == TIED)
     assert wire_bytes(whole) - wire_bytes(record) == saved - names
     found = from_arrays(through_the_wire(record))
-    assert found["cls.predictions.decoder.weight"] is found["bert.embeddings.word_embeddings.weight"]
+    assert (
+        found["cls.predictions.decoder.weight"]
+        is found["bert.embeddings.word_embeddings.weight"]
+    )
     for name, tensor in tied.items():
         assert identical(found[name], tensor.to(dtype or tensor.dtype))
     build_tied().load_state_dict(found)
@@ -213,7 +250,9 @@ def test_the_clients_tensors_stay_as_they_are_and_can_be_used_on() -> None:
         (torch.zeros(2), torch.int8, r"not as torch\.int8"),
     ],
 )
-def test_what_cannot_travel_is_refused_before_it_does(value: Tensor, dtype: Any, problem: str) -> None:
+def test_what_cannot_travel_is_refused_before_it_does(
+    value: Tensor, dtype: Any, problem: str
+) -> None:
     with pytest.raises(fedrot.FedrotError, match=problem):
         to_arrays({"w": value}, dtype)
 
@@ -290,12 +329,26 @@ PLAIN = to_arrays({"a": torch.ones(2)})
 REFUSED: dict[str, list[Array]] = {
     "byte order|no readable npy header": [
         array(npy(described("(2,)", descr), bytes(8)))
-        for descr in ("'>f4'", "'<c8'", "'<U4'", "'|S4'", "'<M8[s]'", "'|V4'", "'<f16'", *STRUCTURES)
+        for descr in (
+            "'>f4'",
+            "'<c8'",
+            "'<U4'",
+            "'|S4'",
+            "'<M8[s]'",
+            "'|V4'",
+            "'<f16'",
+            *STRUCTURES,
+        )
     ],
-    r"claims to be 'float32' \(3, 2\), but its header says float32 \(2,\)": [array(DATA, (3, 2))],
+    r"claims to be 'float32' \(3, 2\), but its header says float32 \(2,\)": [
+        array(DATA, (3, 2))
+    ],
     "claims to be": [
         array(DATA, ()),
-        *(array(DATA, dtype=claimed) for claimed in ("float64", "int32", "bfloat16", "", "x" * 10_000)),
+        *(
+            array(DATA, dtype=claimed)
+            for claimed in ("float64", "int32", "bfloat16", "", "x" * 10_000)
+        ),
         array(BITS, dtype="bfloat16"),
         array(BITS, dtype="uint16", stype=BFLOAT16),
         array(DATA, dtype="float32", stype=BFLOAT16),
@@ -303,27 +356,45 @@ REFUSED: dict[str, list[Array]] = {
         array(DATA, (), "", BFLOAT16),
     ],
     "impossible shape": [
-        *(array(npy(described(str(s)), bytes(8)), s) for s in ((-1,), (-2, -1), (0, -1))),
+        *(
+            array(npy(described(str(s)), bytes(8)), s)
+            for s in ((-1,), (-2, -1), (0, -1))
+        ),
         array(npy(described(str((1,) * 40)), bytes(4)), (1,) * 40),
     ],
     "has 9 bytes of values instead of 8": [array(DATA + b"\0")],
     "bytes of values instead of 8": [array(DATA + DATA)],
-    "no readable npy header|bytes of values instead of 8": [array(DATA[:n]) for n in range(len(DATA))],
+    "no readable npy header|bytes of values instead of 8": [
+        array(DATA[:n]) for n in range(len(DATA))
+    ],
     "holds 'object'": [array(pickled(), dtype="object")],
     "no readable npy header": [
-        *(array(data) for data in (archive(True), archive(False), b"\x80\x04" + b"." * 100)),
+        *(
+            array(data)
+            for data in (archive(True), archive(False), b"\x80\x04" + b"." * 100)
+        ),
         *(array(npy(text, bytes(8))) for text in UNREADABLE),
-        *(array(NPY[:-2] + bytes(version) + bytes(100)) for version in ((0, 0), (3, 0), (9, 9))),
+        *(
+            array(NPY[:-2] + bytes(version) + bytes(100))
+            for version in ((0, 0), (3, 0), (9, 9))
+        ),
         array(NPY[:-2] + b"\2\0" + b"\xff" * 4 + bytes(100)),
     ],
-    "serialised as": [array(DATA, stype=stype) for stype in ("", "torch", "fedrot.", "x" * 10_000)],
+    "serialised as": [
+        array(DATA, stype=stype) for stype in ("", "torch", "fedrot.", "x" * 10_000)
+    ],
     "truth values": [array(TRUTH[:-1] + b"\2", dtype="bool")],
     "tied to 'some.weight'": [array(b"some.weight", stype=TIED)],
     "tied to 'other', which is not in the record": [array(b"other", stype=TIED)],
-    "tied to 'tie', which is not in the record with values": [array(b"tie", stype=TIED)],
+    "tied to 'tie', which is not in the record with values": [
+        array(b"tie", stype=TIED)
+    ],
     "tied to bytes that are no name": [array(b"\xff\xfe", stype=TIED)],
     "tied to ''": [array(b"", stype=TIED)],
-    "has another shape": [array(b"a", (1, 2), stype=TIED), array(b"a", dtype="int32", stype=TIED)],
+    "has another shape": [
+        array(b"a", (1, 2), stype=TIED),
+        array(b"a", dtype="int32", stype=TIED),
+    ],
 }
 
 
@@ -334,7 +405,13 @@ def test_what_is_no_array_of_its_claims_is_refused(problem: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", ["(2**40,)", "(1099511627776,)", "(0, 9223372036854775808)", "(" + "65536, " * 4 + ")"]
+    "shape",
+    [
+        "(2**40,)",
+        "(1099511627776,)",
+        "(0, 9223372036854775808)",
+        "(" + "65536, " * 4 + ")",
+    ],
 )
 def test_a_huge_shape_is_refused_without_memory_for_it(shape: str) -> None:
     claimed = eval(shape)
@@ -365,7 +442,13 @@ def test_stock_strategies_get_numpys_arrays() -> None:
     assert record["plain"].data is sent["plain"].data
     for name, tensor in after.items():
         assert torch.equal(torch.from_numpy(record[name].numpy()), tensor.float())
-    assert all(identical(t, after[name].float()) for name, t in from_arrays(record).items())
-    # A tensor that was cast is the same object before and after; its bytes are of another dtype.
+    assert all(
+        identical(t, after[name].float()) for name, t in from_arrays(record).items()
+    )
+    # A tensor that was cast is the same object before and after; its bytes are of
+    # another dtype.
     cast = {"plain": value.half().float()}
-    assert replace_changed(to_arrays({"plain": value.half()}), cast, cast)["plain"].dtype == "float32"
+    assert (
+        replace_changed(to_arrays({"plain": value.half()}), cast, cast)["plain"].dtype
+        == "float32"
+    )

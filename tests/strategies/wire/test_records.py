@@ -1,4 +1,6 @@
-"""Statistics as records of a reply: equal after a round trip, and malformed records are refused."""
+"""Statistics as records of a reply: equal after a round trip, and malformed records are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ import fedrot
 from fedrot.errors import UpdateError
 from fedrot.strategies import statistics_record, wanted_statistics
 from fedrot.strategies.wire import statistics as records
-from fedrot.strategies.wire.arrays import STATISTICS, encode, model_records, without_arrays
+from fedrot.strategies.wire.arrays import (
+    STATISTICS,
+    encode,
+    model_records,
+    without_arrays,
+)
 from fedrot.strategies.wire.statistics import read_statistics
 from tests.models import inputs
 from tests.strategies.classifier import build
@@ -34,7 +41,10 @@ def statistics() -> Found:
     return {
         "gram": {**dict.fromkeys(SHARED, one), "layer.up.weight": gram(5, 1)},
         "fisher": {"layer.bias": torch.rand(4), "classifier.weight": torch.rand(3, 4)},
-        "trained": {"classifier.weight": torch.tensor([True, False, True]), "x": torch.tensor(False)},
+        "trained": {
+            "classifier.weight": torch.tensor([True, False, True]),
+            "x": torch.tensor(False),
+        },
     }
 
 
@@ -53,7 +63,9 @@ def read(arrays: Any, shapes: Any = None) -> Found:
 def test_statistics_come_back_as_they_were() -> None:
     given = statistics()
     found = there_and_back(given)
-    assert {kind: set(of) for kind, of in found.items()} == {kind: set(of) for kind, of in given.items()}
+    assert {kind: set(of) for kind, of in found.items()} == {
+        kind: set(of) for kind, of in given.items()
+    }
     for kind, by_name in given.items():
         for name, value in by_name.items():
             assert found[kind][name].dtype == value.dtype
@@ -68,7 +80,8 @@ def test_a_matrix_that_layers_share_travels_once_and_stays_shared() -> None:
     assert len({id(found[name]) for name in SHARED}) == 1
     copies = {"gram": {name: gram(6) for name in SHARED}}
     assert len(statistics_record(copies)) == 3
-    # Per layer: query, key and value; the heads' output; up; down. Then pooler and classifier.
+    # Per layer: query, key and value; the heads' output; up; down. Then pooler and
+    # classifier.
     collected = fedrot.collect_gram(build(), [inputs()])
     assert len(statistics_record(collected)) == 2 * 4 + 2
     assert len(collected["gram"]) == 2 * 6 + 2
@@ -84,12 +97,17 @@ def test_the_record_holds_values_not_views_of_the_clients_tensors() -> None:
 
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+)
 def test_other_precisions_shapes_and_layouts_arrive_in_float32(
     dtype: torch.dtype, wire: torch.dtype
 ) -> None:
     value = gram(6).to(dtype)[:, ::2].T
-    given = {"fisher": {"w": value, "s": torch.tensor(2.0)}, "trained": {"w": torch.tensor(True)}}
+    given = {
+        "fisher": {"w": value, "s": torch.tensor(2.0)},
+        "trained": {"w": torch.tensor(True)},
+    }
     found = there_and_back(given, dtype=wire)
     assert found["fisher"]["w"].dtype == torch.float32
     assert torch.equal(found["fisher"]["w"], value.to(wire).float())
@@ -114,13 +132,19 @@ REFUSED: list[tuple[Found, Any, str]] = [
         (statistics(), dtype, "float32 or bfloat16")
         for dtype in (torch.float16, torch.float64, torch.int8)
     ),
-    ({"gram": {"heads.en|de.weight": torch.eye(2)}}, torch.float32, r"'heads\.en\|de\.weight'.*Rename"),
+    (
+        {"gram": {"heads.en|de.weight": torch.eye(2)}},
+        torch.float32,
+        r"'heads\.en\|de\.weight'.*Rename",
+    ),
     ({"fisher": {"w": COMPLEX}}, torch.float32, r"'fisher/w' is torch\.complex64"),
 ]
 
 
 @pytest.mark.parametrize(("given", "dtype", "problem"), REFUSED)
-def test_what_cannot_be_sent_is_refused_at_the_client(given: Found, dtype: Any, problem: str) -> None:
+def test_what_cannot_be_sent_is_refused_at_the_client(
+    given: Found, dtype: Any, problem: str
+) -> None:
     with pytest.raises(fedrot.FedrotError, match=problem):
         statistics_record(given, dtype)
 
@@ -128,10 +152,22 @@ def test_what_cannot_be_sent_is_refused_at_the_client(given: Found, dtype: Any, 
 @pytest.mark.parametrize(
     ("key", "array", "problem"),
     [
-        ("gram/w", Array("float32", (2, 2), "numpy.ndarray", b"garbage"), "'gram/w' cannot be decoded"),
-        ("gram/w", Array("float32", (2,), "something.else", b""), "'gram/w' cannot be decoded"),
+        (
+            "gram/w",
+            Array("float32", (2, 2), "numpy.ndarray", b"garbage"),
+            "'gram/w' cannot be decoded",
+        ),
+        (
+            "gram/w",
+            Array("float32", (2,), "something.else", b""),
+            "'gram/w' cannot be decoded",
+        ),
         ("fisher/w", Array(COMPLEX.numpy()), "'fisher/w' cannot be decoded"),
-        ("gram", Array(torch.ones(2).numpy()), "'gram' have no kind; use statistics_record"),
+        (
+            "gram",
+            Array(torch.ones(2).numpy()),
+            "'gram' have no kind; use statistics_record",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_named(key: str, array: Array, problem: str) -> None:
@@ -143,20 +179,34 @@ def test_what_cannot_be_read_is_named(key: str, array: Array, problem: str) -> N
 def test_one_array_under_many_names_is_decoded_once(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch's memory is not traced: each decoded array of bfloat16 takes twice its bytes."""
+    """Torch's memory is not traced: each decoded array of bfloat16 takes twice its
+    bytes.
+    """
     decoded: list[str] = []
     decode = records.decode
-    monkeypatch.setattr(records, "decode", lambda name, a: decoded.append(name) or decode(name, a))
-    large, shapes = encode("x", torch.zeros(1000, dtype=dtype)), {"w": (4, 3), "v": (2, 3)}
+    monkeypatch.setattr(
+        records, "decode", lambda name, a: decoded.append(name) or decode(name, a)
+    )
+    large, shapes = (
+        encode("x", torch.zeros(1000, dtype=dtype)),
+        {"w": (4, 3), "v": (2, 3)},
+    )
     with pytest.raises(UpdateError, match="shape"):
-        read({f"{kind}/{name}": large for kind in ("gram", "fisher") for name in shapes}, shapes)
+        read(
+            {f"{kind}/{name}": large for kind in ("gram", "fisher") for name in shapes},
+            shapes,
+        )
     assert len(decoded) == 1
 
 
 def test_a_client_reads_what_is_wanted_from_whatever_record_it_is_in() -> None:
     found = message()
     assert wanted_statistics(found) == ()
-    for asked, kinds in (("", ()), ("gram", ("gram",)), ("gram,fisher", ("gram", "fisher"))):
+    for asked, kinds in (
+        ("", ()),
+        ("gram", ("gram",)),
+        ("gram,fisher", ("gram", "fisher")),
+    ):
         found.content["settings"] = ConfigRecord({STATISTICS: asked})
         assert wanted_statistics(found) == kinds
 

@@ -1,11 +1,27 @@
-"""GPT-NeoX and Pythia: one module holds query, key and value head by head; partial rotary positions."""
+"""GPT-NeoX and Pythia: one module holds query, key and value head by head; partial
+rotary positions.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from fedrot.symmetry.describe.family import BUFFERS, Config, Family, Names, Stack, rotary_units
-from fedrot.symmetry.describe.layers import Block, attention, feed_forward, last_norm, pre_norm, together
+from fedrot.symmetry.describe.family import (
+    BUFFERS,
+    Config,
+    Family,
+    Names,
+    Stack,
+    rotary_units,
+)
+from fedrot.symmetry.describe.layers import (
+    Block,
+    attention,
+    feed_forward,
+    last_norm,
+    pre_norm,
+    together,
+)
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import embedding
 from fedrot.symmetry.describe.task_heads import PLAIN, read_out
@@ -20,9 +36,14 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     return together(
         pre_norm(
             f"{p}input_layernorm",
-            attention(p, heads, Projections.fused(fused, heads, output, bias, by_head=True)),
+            attention(
+                p, heads, Projections.fused(fused, heads, output, bias, by_head=True)
+            ),
         ),
-        pre_norm(f"{p}post_attention_layernorm", feed_forward(p, config["intermediate_size"], up, down)),
+        pre_norm(
+            f"{p}post_attention_layernorm",
+            feed_forward(p, config["intermediate_size"], up, down),
+        ),
     )
 
 

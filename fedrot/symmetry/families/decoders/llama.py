@@ -1,4 +1,5 @@
-"""LLaMA, Mistral and Qwen2: rotary positions, grouped queries, gated feed-forward, RMSNorm.
+"""LLaMA, Mistral and Qwen2: rotary positions, grouped queries, gated feed-forward,
+RMSNorm.
 
 Similar families use the helper functions.
 """
@@ -6,14 +7,23 @@ Similar families use the helper functions.
 from __future__ import annotations
 
 from fedrot.symmetry.describe.family import ROTATED, Config, Family, Layer, Names, Stack
-from fedrot.symmetry.describe.layers import Block, attention, feed_forward, last_norm, pre_norm, together
+from fedrot.symmetry.describe.layers import (
+    Block,
+    attention,
+    feed_forward,
+    last_norm,
+    pre_norm,
+    together,
+)
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding
 from fedrot.symmetry.signs import SignedPermutation
 
 
 def heads_of(config: Config, normed: bool = False) -> Heads:
-    """Return the heads of a decoder's attention; rotary positions rotate all of their units."""
+    """Return the heads of a decoder's attention; rotary positions rotate all of their
+    units.
+    """
     count = config["num_attention_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // count
     return Heads(count, dim, config.get("num_key_value_heads") or count, dim, normed)
@@ -22,7 +32,9 @@ def heads_of(config: Config, normed: bool = False) -> Heads:
 def gated(config: Config, p: str) -> Block:
     """Return a gated feed-forward block of three modules."""
     bias = config.get("mlp_bias", False)
-    gate, up, down = (Units(f"{p}mlp.{name}_proj", bias) for name in ("gate", "up", "down"))
+    gate, up, down = (
+        Units(f"{p}mlp.{name}_proj", bias) for name in ("gate", "up", "down")
+    )
     return feed_forward(p, config["intermediate_size"], up, down, gate)
 
 
@@ -40,18 +52,28 @@ def projections(p: str, bias: bool, output_bias: bool) -> Projections:
     return Projections.separate(f"{p}self_attn.", modules, bias, output_bias)
 
 
-def decoder(name: str, model_types: tuple[str, ...], layer: Layer, stream: str = ROTATED) -> Family:
+def decoder(
+    name: str, model_types: tuple[str, ...], layer: Layer, stream: str = ROTATED
+) -> Family:
     """Return a family with LLaMA's modules around the layers."""
-    body = (embedding("embed_tokens"), Stack("layers", "num_hidden_layers", layer), last_norm("norm"))
+    body = (
+        embedding("embed_tokens"),
+        Stack("layers", "num_hidden_layers", layer),
+        last_norm("norm"),
+    )
     spaces = {RESIDUAL: Space(SignedPermutation)}
-    return Family(name, model_types, body, spaces=spaces, inside=("rotary_emb",), stream=stream)
+    return Family(
+        name, model_types, body, spaces=spaces, inside=("rotary_emb",), stream=stream
+    )
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
     bias = config.get("attention_bias", False)
     qkv_bias = bias or config["model_type"] == "qwen2"
     return pre_normed(
-        p, attention(p, heads_of(config), projections(p, qkv_bias, bias)), gated(config, p)
+        p,
+        attention(p, heads_of(config), projections(p, qkv_bias, bias)),
+        gated(config, p),
     )
 
 

@@ -1,6 +1,8 @@
-"""Mixtral: LLaMA with a mixture of experts, which are permuted together with the router's rows.
+"""Mixtral: LLaMA with a mixture of experts, which are permuted together with the
+router's rows.
 
-Before version 5, transformers stored each expert as three modules. Such experts are not permuted.
+Before version 5, transformers stored each expert as three modules. Such experts are not
+permuted.
 """
 
 from __future__ import annotations
@@ -10,14 +12,22 @@ from fedrot.symmetry.describe.layers import Block, attention, feed_forward, toge
 from fedrot.symmetry.describe.mixture import mixture
 from fedrot.symmetry.describe.projections import Units
 from fedrot.symmetry.describe.spaces import RESIDUAL, read
-from fedrot.symmetry.families.decoders.llama import decoder, heads_of, pre_normed, projections
+from fedrot.symmetry.families.decoders.llama import (
+    decoder,
+    heads_of,
+    pre_normed,
+    projections,
+)
 
 
 def _experts(config: Config, names: Names, p: str) -> Block:
     count, neurons = config["num_local_experts"], config["intermediate_size"]
     old = f"{p}block_sparse_moe."
     if f"{old}gate.weight" not in names:
-        tensors = (f"{p}mlp.{n}" for n in ("gate.weight", "experts.gate_up_proj", "experts.down_proj"))
+        tensors = (
+            f"{p}mlp.{n}"
+            for n in ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
+        )
         return mixture(p, count, neurons, *tensors)
     found = []
     for i in range(count):

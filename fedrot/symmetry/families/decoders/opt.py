@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from fedrot.symmetry.describe.family import Config, Family, Names, Stack, When, optional
-from fedrot.symmetry.describe.layers import Block, attention, feed_forward, last_norm, pre_norm, together
+from fedrot.symmetry.describe.layers import (
+    Block,
+    attention,
+    feed_forward,
+    last_norm,
+    pre_norm,
+    together,
+)
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding, norm
 from fedrot.symmetry.describe.task_heads import read_out
@@ -13,7 +20,9 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     bias = config.get("enable_bias", True)
     modules = ("q_proj", "k_proj", "v_proj", "out_proj")
     up, down = Units(f"{p}fc1", bias), Units(f"{p}fc2", bias)
-    attending = attention(p, Heads.of(config), Projections.separate(f"{p}self_attn.", modules, bias))
+    attending = attention(
+        p, Heads.of(config), Projections.separate(f"{p}self_attn.", modules, bias)
+    )
     feeding = feed_forward(p, config["ffn_dim"], up, down)
     blocks = {f"{p}self_attn_layer_norm": attending, f"{p}final_layer_norm": feeding}
     if config.get("do_layer_norm_before", True):

@@ -1,6 +1,7 @@
 """Qwen3 and Gemma 3 (text): LLaMA with a norm with gains on queries and keys.
 
-Under this norm, only a sign per rotary frequency is a symmetry. Gemma 3 has two more norms per layer.
+Under this norm, only a sign per rotary frequency is a symmetry. Gemma 3 has two more
+norms per layer.
 """
 
 from __future__ import annotations
@@ -8,7 +9,13 @@ from __future__ import annotations
 from fedrot.symmetry.describe.family import Config, Names
 from fedrot.symmetry.describe.layers import Block, attention, pre_norm, together
 from fedrot.symmetry.describe.spaces import norm
-from fedrot.symmetry.families.decoders.llama import decoder, gated, heads_of, pre_normed, projections
+from fedrot.symmetry.families.decoders.llama import (
+    decoder,
+    gated,
+    heads_of,
+    pre_normed,
+    projections,
+)
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:

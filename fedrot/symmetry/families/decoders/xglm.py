@@ -1,15 +1,25 @@
-"""XGLM: a pre-norm decoder with fixed sinusoidal positions, so the residual stream cannot be moved."""
+"""XGLM: a pre-norm decoder with fixed sinusoidal positions, so the residual stream
+cannot be moved.
+"""
 
 from __future__ import annotations
 
 from fedrot.symmetry.describe.family import Config, Family, Names, Stack
-from fedrot.symmetry.describe.layers import Block, attention, feed_forward, last_norm, pre_norm, together
+from fedrot.symmetry.describe.layers import (
+    Block,
+    attention,
+    feed_forward,
+    last_norm,
+    pre_norm,
+    together,
+)
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import embedding
 
 #: Why the residual stream is not moved.
 _FIXED = (
-    "the model adds sinusoidal positions to it, which are not in the state dict and cannot be moved."
+    "the model adds sinusoidal positions to it, which are not in the state dict and "
+    "cannot be moved."
 )
 
 
@@ -33,5 +43,9 @@ FAMILY = Family(
     name="xglm",
     model_types=("xglm",),
     stream="fixed: its sinusoidal positions are not in the state dict",
-    body=(embedding("embed_tokens"), Stack("layers", "num_layers", _layer), last_norm("layer_norm")),
+    body=(
+        embedding("embed_tokens"),
+        Stack("layers", "num_layers", _layer),
+        last_norm("layer_norm"),
+    ),
 )

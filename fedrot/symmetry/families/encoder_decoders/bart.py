@@ -1,10 +1,19 @@
-"""BART: post-norm encoder and decoder, with one table of embeddings and one residual stream."""
+"""BART: post-norm encoder and decoder, with one table of embeddings and one residual
+stream.
+"""
 
 from __future__ import annotations
 
 from functools import partial
 
-from fedrot.symmetry.describe.family import POST_NORM, Config, Family, Item, Names, Stack
+from fedrot.symmetry.describe.family import (
+    POST_NORM,
+    Config,
+    Family,
+    Item,
+    Names,
+    Stack,
+)
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward, together
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import Space, embedding, norm
@@ -12,13 +21,17 @@ from fedrot.symmetry.describe.task_heads import PLAIN, two_layers
 from fedrot.symmetry.signs import SignedPermutation
 
 
-def _layer(config: Config, names: Names, p: str, side: str) -> tuple[Block, Block, Block]:
+def _layer(
+    config: Config, names: Names, p: str, side: str
+) -> tuple[Block, Block, Block]:
     heads = Heads.of(config, f"{side}_attention_heads", "d_model")
     modules = ("q_proj", "k_proj", "v_proj", "out_proj")
     attentions = ("self_attn", "encoder_attn") if side == "decoder" else ("self_attn",)
     attended = [
         together(
-            attention(f"{p}{name}.", heads, Projections.separate(f"{p}{name}.", modules)),
+            attention(
+                f"{p}{name}.", heads, Projections.separate(f"{p}{name}.", modules)
+            ),
             norm(f"{p}{name}_layer_norm"),
         )
         for name in attentions

@@ -1,13 +1,22 @@
-"""T5 1.0, T5 1.1, Flan-T5 and mT5: encoder, decoder, cross attention, no biases, RMSNorm.
+"""T5 1.0, T5 1.1, Flan-T5 and mT5: encoder, decoder, cross attention, no biases,
+RMSNorm.
 
-Encoder and decoder share the embeddings' table, and therefore one residual stream. All self attentions
-of a stack share one relative-position bias; cross attention has none. T5 1.1's feed-forward is gated.
+Encoder and decoder share the embeddings' table, and therefore one residual stream. All
+self attentions of a stack share one relative-position bias; cross attention has none.
+T5 1.1's feed-forward is gated.
 """
 
 from __future__ import annotations
 
 from fedrot.symmetry.describe.family import Config, Family, Names, Stack, When
-from fedrot.symmetry.describe.layers import Block, attention, feed_forward, last_norm, pre_norm, together
+from fedrot.symmetry.describe.layers import (
+    Block,
+    attention,
+    feed_forward,
+    last_norm,
+    pre_norm,
+    together,
+)
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Axes, Space, embedding
 from fedrot.symmetry.describe.task_heads import PLAIN, two_layers
@@ -33,7 +42,8 @@ def _feed_forward(config: Config, names: Names, p: str) -> Block:
     q = f"{p}DenseReluDense."
     gated = f"{q}wi_0.weight" in names
     up, down, gate = (
-        Units(f"{q}{name}", bias=False) for name in ("wi_1" if gated else "wi", "wo", "wi_0")
+        Units(f"{q}{name}", bias=False)
+        for name in ("wi_1" if gated else "wi", "wo", "wi_0")
     )
     return feed_forward(p, config["d_ff"], up, down, gate if gated else None)
 
@@ -48,7 +58,8 @@ def _layer(config: Config, names: Names, p: str) -> tuple[Block, ...]:
         ),
         *([_cross_attention(config, f"{p}layer.1.")] if cross else []),
         pre_norm(
-            f"{p}layer.{1 + cross}.layer_norm", _feed_forward(config, names, f"{p}layer.{1 + cross}.")
+            f"{p}layer.{1 + cross}.layer_norm",
+            _feed_forward(config, names, f"{p}layer.{1 + cross}."),
         ),
     )
 

@@ -1,4 +1,6 @@
-"""ALBERT: layers that share parameters are described once; embeddings have fewer dimensions."""
+"""ALBERT: layers that share parameters are described once; embeddings have fewer
+dimensions.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from fedrot.symmetry.signs import SignedPermutation
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
-    projections = Projections.separate(f"{p}attention.", ("query", "key", "value", "dense"))
+    projections = Projections.separate(
+        f"{p}attention.", ("query", "key", "value", "dense")
+    )
     up, down = Units(f"{p}ffn"), Units(f"{p}ffn_output")
     return together(
         attention(p, Heads.of(config), projections),

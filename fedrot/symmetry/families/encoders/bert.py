@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from fedrot.symmetry.describe.family import POST_NORM, Config, Family, Names, Stack
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward, together
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
-from fedrot.symmetry.describe.spaces import RESIDUAL, Axes, Space, embedding, linear, merged, norm
+from fedrot.symmetry.describe.spaces import (
+    RESIDUAL,
+    Axes,
+    Space,
+    embedding,
+    linear,
+    merged,
+    norm,
+)
 from fedrot.symmetry.describe.task_heads import POOLED, POOLER, ROBERTA, masked_lm
 from fedrot.symmetry.signs import SignedPermutation
 
@@ -25,7 +33,10 @@ KINDS = ("word", "position", "token_type")
 def neurons(config: Config, p: str) -> Block:
     """Return the feed-forward block of a layer, and the norm after it."""
     up, down = Units(f"{p}intermediate.dense"), Units(f"{p}output.dense")
-    return together(feed_forward(p, config["intermediate_size"], up, down), norm(f"{p}output.LayerNorm"))
+    return together(
+        feed_forward(p, config["intermediate_size"], up, down),
+        norm(f"{p}output.LayerNorm"),
+    )
 
 
 def layer(config: Config, names: Names, p: str) -> Block:
@@ -53,6 +64,9 @@ FAMILY = Family(
         linear("cls.seq_relationship", None, "pooler"),
         masked_lm("cls.predictions.transform", "LayerNorm", "cls.predictions.decoder"),
     ),
-    spaces={"pooler": Space(SignedPermutation, present=POOLER), "classifier": Space(SignedPermutation)},
+    spaces={
+        "pooler": Space(SignedPermutation, present=POOLER),
+        "classifier": Space(SignedPermutation),
+    },
     inside=("pooler",),
 )

@@ -1,11 +1,28 @@
-"""CLIP: two pre-norm towers, for texts and for images, each with its own residual stream."""
+"""CLIP: two pre-norm towers, for texts and for images, each with its own residual
+stream.
+"""
 
 from __future__ import annotations
 
 from functools import partial
 
-from fedrot.symmetry.describe.family import NORM_IN_FRONT, ROTATED, Config, Family, Names, Stack, When
-from fedrot.symmetry.describe.layers import Block, attention, feed_forward, last_norm, pre_norm, together
+from fedrot.symmetry.describe.family import (
+    NORM_IN_FRONT,
+    ROTATED,
+    Config,
+    Family,
+    Names,
+    Stack,
+    When,
+)
+from fedrot.symmetry.describe.layers import (
+    Block,
+    attention,
+    feed_forward,
+    last_norm,
+    pre_norm,
+    together,
+)
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import Axes, embedding, linear, norm
 from fedrot.symmetry.describe.task_heads import read_out
@@ -14,11 +31,15 @@ _TEXT, _IMAGE = "text", "image"
 
 
 def _layer(config: Config, names: Names, p: str, space: str) -> Block:
-    projections = Projections.separate(f"{p}self_attn.", ("q_proj", "k_proj", "v_proj", "out_proj"))
+    projections = Projections.separate(
+        f"{p}self_attn.", ("q_proj", "k_proj", "v_proj", "out_proj")
+    )
     up, down = Units(f"{p}mlp.fc1"), Units(f"{p}mlp.fc2")
     return together(
         pre_norm(
-            f"{p}layer_norm1", attention(p, Heads.of(config), projections, space=space), space=space
+            f"{p}layer_norm1",
+            attention(p, Heads.of(config), projections, space=space),
+            space=space,
         ),
         pre_norm(
             f"{p}layer_norm2",
@@ -29,7 +50,9 @@ def _layer(config: Config, names: Names, p: str, space: str) -> Block:
 
 
 def _stack(p: str, section: str, space: str) -> Stack:
-    return Stack(f"{p}encoder.layers", "num_hidden_layers", partial(_layer, space=space), section)
+    return Stack(
+        f"{p}encoder.layers", "num_hidden_layers", partial(_layer, space=space), section
+    )
 
 
 def _text(p: str = "", section: str = "") -> tuple[Axes | Block | Stack, ...]:
@@ -73,7 +96,10 @@ FAMILY = Family(
 )
 
 TEXT_FAMILY = Family(
-    name="clip-text", model_types=("clip_text_model",), body=_text(), task_heads=(_TEXT_HEADS,)
+    name="clip-text",
+    model_types=("clip_text_model",),
+    body=_text(),
+    task_heads=(_TEXT_HEADS,),
 )
 
 IMAGE_FAMILY = Family(

@@ -1,14 +1,22 @@
 """DeBERTa v1, v2 and v3: BERT with relative positions in the attention.
 
-Positions have separate projections, or use those of the content (v2 and v3 with ``share_att_key``). In
-v1, one module holds query, key and value of each head.
+Positions have separate projections, or use those of the content (v2 and v3 with
+``share_att_key``). In v1, one module holds query, key and value of each head.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from fedrot.symmetry.describe.family import POST_NORM, Config, Family, Names, Stack, When, optional
+from fedrot.symmetry.describe.family import (
+    POST_NORM,
+    Config,
+    Family,
+    Names,
+    Stack,
+    When,
+    optional,
+)
 from fedrot.symmetry.describe.layers import Block, attention, together
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding, norm
@@ -30,12 +38,19 @@ def _projections(config: Config, p: str, heads: Heads) -> Projections:
     q, output = f"{p}attention.self.", Units(f"{p}attention.output.dense")
     first = config["model_type"] == "deberta"
     if first:
-        found = Projections.fused(f"{q}in_proj", heads, output, bias=False, by_head=True)
-        query, value = replace(found.query, bias=f"{q}q_bias"), replace(found.value, bias=f"{q}v_bias")
+        found = Projections.fused(
+            f"{q}in_proj", heads, output, bias=False, by_head=True
+        )
+        query, value = (
+            replace(found.query, bias=f"{q}q_bias"),
+            replace(found.value, bias=f"{q}v_bias"),
+        )
         found = replace(found, query=query, value=value)
         queries, keys = Units(f"{q}pos_q_proj"), Units(f"{q}pos_proj", bias=False)
     else:
-        query, key, value = (Units(f"{q}{name}_proj") for name in ("query", "key", "value"))
+        query, key, value = (
+            Units(f"{q}{name}_proj") for name in ("query", "key", "value")
+        )
         found = Projections(query, key, value, output)
         queries, keys = Units(f"{q}pos_query_proj"), Units(f"{q}pos_key_proj")
     own = first or not config.get("share_att_key", False)
@@ -80,10 +95,22 @@ FAMILY = Family(
     ),
     task_heads=(
         POOLED,
-        masked_lm("cls.predictions.transform", "LayerNorm", "cls.predictions.decoder", "embedding"),
-        masked_lm("lm_predictions.lm_head", "LayerNorm", "lm_predictions.lm_head.decoder", "embedding"),
+        masked_lm(
+            "cls.predictions.transform",
+            "LayerNorm",
+            "cls.predictions.decoder",
+            "embedding",
+        ),
+        masked_lm(
+            "lm_predictions.lm_head",
+            "LayerNorm",
+            "lm_predictions.lm_head.decoder",
+            "embedding",
+        ),
         # This task head has no decoder: it multiplies by the word embeddings.
-        When("lm_predictions.lm_head.bias", ({f"{_WORDS}.weight": (None, "embedding")},)),
+        When(
+            "lm_predictions.lm_head.bias", ({f"{_WORDS}.weight": (None, "embedding")},)
+        ),
     ),
     spaces={"embedding": Space(present=_SMALL), "pooler": Space(present=POOLER)},
 )

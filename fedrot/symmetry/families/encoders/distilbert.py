@@ -10,7 +10,9 @@ from fedrot.symmetry.families.encoders.bert import KINDS, embeddings
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
-    projections = Projections.separate(f"{p}attention.", ("q_lin", "k_lin", "v_lin", "out_lin"))
+    projections = Projections.separate(
+        f"{p}attention.", ("q_lin", "k_lin", "v_lin", "out_lin")
+    )
     up, down = Units(f"{p}ffn.lin1"), Units(f"{p}ffn.lin2")
     return together(
         attention(p, Heads.of(config, "n_heads", "dim"), projections),
@@ -32,7 +34,8 @@ FAMILY = Family(
         linear("pre_classifier", "pre_classifier", RESIDUAL),
         linear("classifier", None, "pre_classifier"),
         linear("qa_outputs", None, RESIDUAL),
-        # The language model's head writes the residual stream: it is tied to the embeddings' table.
+        # The language model's head writes the residual stream: it is tied to the
+        # embeddings' table.
         linear("vocab_transform", RESIDUAL, RESIDUAL),
         norm("vocab_layer_norm"),
         linear("vocab_projector", None, RESIDUAL),

@@ -19,8 +19,12 @@ FAMILY = Family(
     task_heads=(
         read_out(modules="classifier qa_outputs"),
         two_layers("classifier", "classifier"),
-        masked_lm("generator_predictions", "LayerNorm", "generator_lm_head", "embedding"),
-        two_layers("discriminator_predictions", "discriminator", last="dense_prediction"),
+        masked_lm(
+            "generator_predictions", "LayerNorm", "generator_lm_head", "embedding"
+        ),
+        two_layers(
+            "discriminator_predictions", "discriminator", last="dense_prediction"
+        ),
     ),
     spaces={"embedding": Space(present="embeddings_project.weight")},
 )

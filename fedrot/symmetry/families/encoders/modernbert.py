@@ -1,4 +1,6 @@
-"""ModernBERT: a pre-norm encoder with fused projections, rotary positions and gated feed-forward."""
+"""ModernBERT: a pre-norm encoder with fused projections, rotary positions and gated
+feed-forward.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +43,7 @@ FAMILY = Family(
         norm("head.norm", "head"),
         read_out("head", "decoder classifier qa_outputs"),
     ),
-    # The decoder is tied to the embeddings' table; a classifier reads its own hidden units.
+    # The decoder is tied to the embeddings' table; a classifier reads its own hidden
+    # units.
     spaces={"head": Space(absent="decoder.weight")},
 )

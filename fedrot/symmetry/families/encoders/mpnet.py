@@ -36,6 +36,9 @@ FAMILY = Family(
         ),
     ),
     task_heads=(POOLED, ROBERTA),
-    spaces={"pooler": Space(SignedPermutation, present=POOLER), "classifier": Space(SignedPermutation)},
+    spaces={
+        "pooler": Space(SignedPermutation, present=POOLER),
+        "classifier": Space(SignedPermutation),
+    },
     inside=("pooler",),
 )

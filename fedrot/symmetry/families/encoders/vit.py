@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from fedrot.symmetry.describe.family import Config, Family, Names, Stack, When
-from fedrot.symmetry.describe.layers import Block, attention, feed_forward, last_norm, pre_norm, together
+from fedrot.symmetry.describe.layers import (
+    Block,
+    attention,
+    feed_forward,
+    last_norm,
+    pre_norm,
+    together,
+)
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import RESIDUAL, linear
 from fedrot.symmetry.describe.task_heads import read_out
@@ -15,11 +22,16 @@ _PATCHES = "embeddings.patch_embeddings.projection"
 def _layer(config: Config, names: Names, p: str) -> Block:
     modules = ("q_proj", "k_proj", "v_proj", "o_proj")
     bias = config.get("qkv_bias", True)
-    projections = Projections.separate(f"{p}attention.", modules, bias, output_bias=True)
+    projections = Projections.separate(
+        f"{p}attention.", modules, bias, output_bias=True
+    )
     up, down = Units(f"{p}mlp.fc1"), Units(f"{p}mlp.fc2")
     return together(
         pre_norm(f"{p}layernorm_before", attention(p, Heads.of(config), projections)),
-        pre_norm(f"{p}layernorm_after", feed_forward(p, config["intermediate_size"], up, down)),
+        pre_norm(
+            f"{p}layernorm_after",
+            feed_forward(p, config["intermediate_size"], up, down),
+        ),
     )
 
 
@@ -32,7 +44,10 @@ FAMILY = Family(
             lambda config, names: config["model_type"] == "deit",
             ({"embeddings.distillation_token": _TOKEN},),
         ),
-        {f"{_PATCHES}.weight": (RESIDUAL, None, None, None), f"{_PATCHES}.bias": (RESIDUAL,)},
+        {
+            f"{_PATCHES}.weight": (RESIDUAL, None, None, None),
+            f"{_PATCHES}.bias": (RESIDUAL,),
+        },
         Stack("layers", "num_hidden_layers", _layer),
         last_norm("layernorm"),
     ),

@@ -5,10 +5,25 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
 
-from scenario.task import BROKEN, DYING, SCRAMBLED, TRAINING, build_model, examples, trained
+from scenario.task import (
+    BROKEN,
+    DYING,
+    SCRAMBLED,
+    TRAINING,
+    build_model,
+    examples,
+    trained,
+)
 
 app = ClientApp()
 
@@ -22,7 +37,9 @@ def train(message: Message, context: Context) -> Message:
     server_round = int(message.content["config"]["server-round"])
     if client == DYING and server_round == 2:
         _wait_for_the_end(Path(str(context.run_config["out"])))
-    update = trained(message.content["arrays"].to_torch_state_dict(), client, server_round)
+    update = trained(
+        message.content["arrays"].to_torch_state_dict(), client, server_round
+    )
     if client == SCRAMBLED:
         import fedrot
 

@@ -1,4 +1,6 @@
-"""The server: FedRot for two rounds; model, metrics and report go to the folder ``out``."""
+"""The server: FedRot for two rounds; model, metrics and report go to the folder
+``out``.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ def main(grid: Grid, context: Context) -> None:
         min_available_nodes=len(CLIENTS),
         fraction_evaluate=0.0,
     )
-    result = strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=ROUNDS, timeout=300)
+    result = strategy.start(
+        grid, ArrayRecord(model.state_dict()), num_rounds=ROUNDS, timeout=300
+    )
     save_file(result.arrays.to_torch_state_dict(), out / "model.safetensors")
-    metrics = {number: dict(record) for number, record in result.train_metrics_clientapp.items()}
+    metrics = {
+        number: dict(record)
+        for number, record in result.train_metrics_clientapp.items()
+    }
     (out / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")

@@ -22,7 +22,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
 from fedrot.simulations.federation.grids import LocalGrid
 from fedrot.strategies import Checkpointing, FedRot, from_arrays
-from fedrot.strategies.flower_compat import outside_of_the_engine
+from fedrot.strategies.wire.flower_compat import outside_of_the_engine
 
 
 def client(seed: int) -> Callable[[Message], Message]:

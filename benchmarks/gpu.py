@@ -5,7 +5,7 @@ bandwidths: the copy of the update to the device, or the work on the device (upd
 mean read, moved update and mean written). The longer of the two counts, because they
 overlap.
 
-Every layer takes a server's path (``fedrot.aggregation.layerwise``): the updates are
+Every layer takes a server's path (``fedrot.alignment.by_layer``): the updates are
 near the anchor, and are added to a float32 mean on the device, which is the anchor of
 all clients but the first. All layers of a model hold the same random numbers, so that
 the host holds one layer only. ``first`` and ``next`` are clients from the host's memory
@@ -40,7 +40,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Mean
-from fedrot.aggregation.layerwise import (
+from fedrot.alignment.by_layer import (
     STACKED,
     align_by_layer,
     copied,
@@ -333,7 +333,7 @@ def errors(
     )
     orthogonal = 0.0
     for move in found.alignment.moves:
-        if isinstance(move.group.kind, HeadRotation):
+        if isinstance(move.group.action, HeadRotation):
             gram = move.element.double() @ move.element.double().mT
             eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
             orthogonal = max(orthogonal, float((gram - eye).abs().max()))

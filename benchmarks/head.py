@@ -18,12 +18,20 @@ from collections.abc import Callable
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
-from fedrot.head import ClassSums
 from fedrot.simulations.federation.grids import LocalGrid
 from fedrot.strategies import fit_task_head, to_arrays
-from fedrot.strategies.flower_compat import outside_of_the_engine
-from fedrot.strategies.sums.requests import COUNT, HEADS, LOSSES, ROWS, STEP, SUM, SUMS
-from fedrot.temperature import TEMPERATURES
+from fedrot.strategies.wire.fitting_messages import (
+    COUNT,
+    HEADS,
+    LOSSES,
+    ROWS,
+    STEP,
+    SUM,
+    SUMS,
+)
+from fedrot.strategies.wire.flower_compat import outside_of_the_engine
+from fedrot.task_head.losses import TEMPERATURES
+from fedrot.task_head.sums import ClassSums
 
 CLASSES, ROWS_OF_A_CLIENT = 6, 100
 
@@ -73,7 +81,9 @@ def measure(clients: int, width: int, megabytes: int) -> float:
     grid = LocalGrid({node: client(node, width) for node in range(1, clients + 1)})
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with outside_of_the_engine():
-        fit_task_head(grid, arrays, {"model_type": "distilbert"}, head="classifier")
+        fit_task_head(
+            grid, arrays, {"model_type": "distilbert"}, task_head="classifier"
+        )
     return (
         (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         / 2**10

@@ -58,7 +58,7 @@ def rows() -> str:
 
 def settings() -> str:
     """Return the fields of an experiment as a table."""
-    from fedrot.simulations.settings import Experiment
+    from fedrot.simulations.experiment import Experiment
 
     return _fields(Experiment, "setting")
 

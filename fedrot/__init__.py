@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fedrot import aggregation
-    from fedrot.alignment import Alignment, align, random_equivalent
-    from fedrot.anchors import align_round
+    from fedrot.alignment.align import Alignment, align, random_equivalent
+    from fedrot.alignment.anchors import align_round
+    from fedrot.alignment.diagnosis import diagnose
     from fedrot.check import check_function
     from fedrot.collect.activations import Activations, collect_activations
     from fedrot.collect.fisher import collect_fisher
     from fedrot.collect.gram import collect_gram
     from fedrot.collect.random_inputs import random_inputs
     from fedrot.collect.trained import completed
-    from fedrot.diagnosis import diagnose
     from fedrot.errors import FedrotError, SymmetryError, UpdateError
     from fedrot.matching.problem import Anchor
     from fedrot.options import AlignmentOptions
@@ -60,14 +60,14 @@ __all__ = [
 #: use, so that the command line shows its help without torch.
 _NAMES = {
     "fedrot.alignment": ("Alignment", "align", "random_equivalent"),
-    "fedrot.anchors": ("align_round",),
+    "fedrot.alignment.anchors": ("align_round",),
     "fedrot.check": ("check_function",),
     "fedrot.collect.activations": ("Activations", "collect_activations"),
     "fedrot.collect.fisher": ("collect_fisher",),
     "fedrot.collect.gram": ("collect_gram",),
     "fedrot.collect.random_inputs": ("random_inputs",),
     "fedrot.collect.trained": ("completed",),
-    "fedrot.diagnosis": ("diagnose",),
+    "fedrot.alignment.diagnosis": ("diagnose",),
     "fedrot.errors": ("FedrotError", "SymmetryError", "UpdateError"),
     "fedrot.matching.problem": ("Anchor",),
     "fedrot.options": ("AlignmentOptions",),

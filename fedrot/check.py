@@ -221,11 +221,11 @@ def _prepared(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def _drawn(group: Group, generator: torch.Generator) -> Tensor:
     """Return a random element that moves something, if the group has any."""
-    element = group.kind.random(generator)
+    element = group.action.random(generator)
     for _ in range(_DRAWS):
-        if group.kind.moved(element).any():
+        if group.action.moved(element).any():
             break
-        element = group.kind.random(generator)
+        element = group.action.random(generator)
     return element
 
 

@@ -26,8 +26,8 @@ class AlignmentOptions:
             odd activations), ``heads`` (permutation of the attention heads),
             ``attention`` (rotation inside each head), ``ffn`` (permutation of the
             neurons).
-        anchor: of a round, see ``align_round`` and ``fedrot.anchors``; ``align``
-            ignores it.
+        anchor: of a round, see ``align_round`` and ``fedrot.alignment.anchors``;
+            ``align`` ignores it.
         layers: ``"all"``, ``"first:N"``, ``"last:N"`` or a sequence of layer indices.
         within_heads: ``rotation``, or ``permutation`` for the best order of each head's
             units, as in Git Re-Basin and Verma & Elbayad.

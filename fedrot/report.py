@@ -50,15 +50,15 @@ class GroupReport:
     def unmoved(cls, group: Group, before: float) -> GroupReport:
         """Return the report of a group that is not moved."""
         return cls(
-            group.name, group.layer, group.part, before, before, 0, group.kind.units
+            group.name, group.layer, group.part, before, before, 0, group.action.units
         )
 
     def moved_by(self, group: Group, element: Tensor) -> GroupReport:
         """Return the report with the number of moved units and the angle of an
         element.
         """
-        moved = int(group.kind.moved(element).sum())
-        return replace(self, moved=moved, angle=group.kind.angle(element))
+        moved = int(group.action.moved(element).sum())
+        return replace(self, moved=moved, angle=group.action.angle(element))
 
 
 @dataclass(frozen=True)

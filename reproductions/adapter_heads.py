@@ -18,14 +18,14 @@ import typer
 from flwr.app import ArrayRecord, ConfigRecord
 
 from fedrot.lora import adapter_tensors, load_adapter
+from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.federation.client_app import app
 from fedrot.simulations.federation.grids import LocalGrid, local_clients
 from fedrot.simulations.models import build_model
-from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies import FedRotLoRA, fit_task_head
-from fedrot.strategies.flower_compat import outside_of_the_engine
+from fedrot.strategies.wire.flower_compat import outside_of_the_engine
 
 #: The mean of factors; one fit after it; one fit and no training; a fit before and
 #: after every round. Rates have the lowest loss on held-out rows among 3e-4, 1e-3 and

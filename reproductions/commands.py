@@ -9,7 +9,7 @@ import typer
 
 from fedrot.simulations.cli.commands import command, command_line, console, say
 from fedrot.simulations.engine import Machine
-from fedrot.simulations.settings import Experiment, read_experiments
+from fedrot.simulations.experiment import Experiment, read_experiments
 
 app = typer.Typer()
 
@@ -50,7 +50,7 @@ def repeat(
     """Repeat a page of docs/results: experiments, or loss barriers."""
     file = file if file.suffix else GRIDS / f"{file}.toml"
     if "\n[[task]]" not in file.read_text("utf-8"):
-        from fedrot.simulations.folder import read_run
+        from fedrot.simulations.run_folder import read_run
         from fedrot.simulations.simulate import simulate
         from reproductions.report.subsets import TEXT, subset_table
 

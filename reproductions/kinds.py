@@ -15,6 +15,7 @@ from torch import nn
 
 from fedrot.lora import load_adapter, train_only
 from fedrot.options import AlignmentOptions
+from fedrot.simulations.experiment import TASKS, Experiment
 from fedrot.simulations.federation.cells import (
     RUNS,
     CellRun,
@@ -22,7 +23,6 @@ from fedrot.simulations.federation.cells import (
     run_federated,
 )
 from fedrot.simulations.models import LOADERS, model_config, tensors_of
-from fedrot.simulations.settings import TASKS, Experiment
 from fedrot.simulations.strategy import KINDS, NAMED, Strategy
 from fedrot.simulations.summary import BOUNDS
 from fedrot.simulations.tasks import training
@@ -164,7 +164,7 @@ def _check_adapters(strategy: Strategy, experiment: Experiment) -> None:
 def _check_rival(strategy: Strategy, experiment: Experiment) -> None:
     _check(strategy, experiment, of_adapters=True)
     adapters = RivalOptions(**strategy.options)
-    if len(set(experiment.ranks)) > 1 and not adapters.kind.any_rank:
+    if len(set(experiment.ranks)) > 1 and not adapters.averaging.any_rank:
         raise ValueError(
             f"factors of different ranks have no mean (method '{adapters.method}')"
         )

@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedrot.alignment import Alignment, align, alignment_of
-from fedrot.errors import FedrotError
-from fedrot.learning import (
+from fedrot.alignment.align import Alignment, align, alignment_of
+from fedrot.alignment.learning import (
     Learned,
     Loss,
     between,
@@ -27,10 +26,11 @@ from fedrot.learning import (
     multiplied,
     turned,
 )
-from fedrot.learning import initial as initial_of
+from fedrot.alignment.learning import initial as initial_of
+from fedrot.errors import FedrotError
 from fedrot.matching.assignment import best_columns
 from fedrot.matching.descent import compact
-from fedrot.symmetry.actions import HeadRotation, Kind, is_real
+from fedrot.symmetry.actions import Action, HeadRotation, is_real
 from fedrot.symmetry.describe.mixture import ExpertNeurons
 from fedrot.symmetry.groups import Group, Move, Slot, Symmetry
 from fedrot.symmetry.rotary_actions import RotarySigns
@@ -165,12 +165,12 @@ def learn_alignment(
     groups = [
         _learnable(group, options)
         for group in chosen
-        if not isinstance(group.kind, kept)
+        if not isinstance(group.action, kept)
     ]
-    learned = [(group, initial(group.kind)) for group in groups]
-    heads = [parameter for group, parameter in learned if is_continuous(group.kind)]
+    learned = [(group, initial(group.action)) for group in groups]
+    heads = [parameter for group, parameter in learned if is_continuous(group.action)]
     orders = [
-        parameter for group, parameter in learned if not is_continuous(group.kind)
+        parameter for group, parameter in learned if not is_continuous(group.action)
     ]
     optimizer = torch.optim.Adam(
         [
@@ -210,22 +210,22 @@ def _moved_by(
 
 
 def _learnable(group: Group, options: LearningOptions) -> Group:
-    if options.general and type(group.kind) is HeadRotation:
-        return replace(group, kind=HeadLinear(group.kind.heads, group.kind.dim))
+    if options.general and type(group.action) is HeadRotation:
+        return replace(group, action=HeadLinear(group.action.heads, group.action.dim))
     return group
 
 
-def initial(kind: Kind) -> Tensor:
+def initial(action: Action) -> Tensor:
     """Return the parameter of the identity, of a permutation its scores."""
-    if is_continuous(kind):
-        return initial_of(kind)
-    return torch.eye(kind.units, requires_grad=True)
+    if is_continuous(action):
+        return initial_of(action)
+    return torch.eye(action.units, requires_grad=True)
 
 
 def _matrix(group: Group, parameter: Tensor, options: LearningOptions) -> Tensor:
     """Return the element in a form that has a gradient: a permutation as a matrix."""
-    if is_continuous(group.kind):
-        return turned(group.kind, parameter)
+    if is_continuous(group.action):
+        return turned(group.action, parameter)
     # A straight-through estimator: the value is the best assignment, the gradient is
     # Sinkhorn's.
     soft = parameter / options.temperature
@@ -243,7 +243,7 @@ def _multiplied(tensor: Tensor, slot: Slot, group: Group, matrix: Tensor) -> Ten
     """Return the tensor with one slot moved by an element from ``_matrix``,
     differentiably.
     """
-    if is_continuous(group.kind):
+    if is_continuous(group.action):
         return multiplied(tensor, slot, group, matrix)
     units = slot.of(tensor)
     out = tensor.clone()
@@ -255,7 +255,7 @@ def _multiplied(tensor: Tensor, slot: Slot, group: Group, matrix: Tensor) -> Ten
 
 
 def _element(group: Group, parameter: Tensor) -> Tensor:
-    if is_continuous(group.kind):
-        return turned(group.kind, parameter.detach().double())
+    if is_continuous(group.action):
+        return turned(group.action, parameter.detach().double())
     order = best_columns(parameter.detach())
-    return order + 1 if isinstance(group.kind, SignedPermutation) else order
+    return order + 1 if isinstance(group.action, SignedPermutation) else order

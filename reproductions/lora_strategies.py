@@ -97,7 +97,9 @@ class RivalLoRA(AlignedLoRA):
         """Return the tensors that a reply may hold: an adapter, whose residuals are
         left out.
         """
-        return RivalSchema(without_residuals(broadcast), self.adapters.kind.any_rank)
+        return RivalSchema(
+            without_residuals(broadcast), self.adapters.averaging.any_rank
+        )
 
 
 class FedAvgRivalLoRA(RivalLoRA, FedAvg):

@@ -76,8 +76,8 @@ class OptimalTransport(Mean):
         self.regularisation = regularisation
         # Query heads that share a key head are mixed together with it, not with each
         # other.
-        found = [g for g in symmetry.select(parts) if isinstance(g.kind, Permutation)]
-        experts = [g for g in found if isinstance(g.kind, ExpertPermutation)]
+        found = [g for g in symmetry.select(parts) if isinstance(g.action, Permutation)]
+        experts = [g for g in found if isinstance(g.action, ExpertPermutation)]
         self._groups = [g for g in found if g not in experts]
         self._anchor = anchor
         in_place = (
@@ -137,7 +137,7 @@ class OptimalTransport(Mean):
         signs; float64.
         """
         assert self._anchor is not None
-        n = group.kind.units
+        n = group.action.units
         cost, negated = torch.zeros(2, n, n, dtype=torch.float64)
         plain, signed = by_sign(group, pairs(group, self._anchor, update))
         for side, sign in ((plain, 1), (signed, -1)):

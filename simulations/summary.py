@@ -14,7 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from fedrot.simulations.folder import Run
+    from fedrot.simulations.run_folder import Run
 
 Row: TypeAlias = Mapping[str, Any]
 

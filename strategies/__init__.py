@@ -11,18 +11,21 @@ if find_spec("flwr") is None:
 
 from fedrot.strategies.aligned import Aligned
 from fedrot.strategies.base import ReplyStrategy
-from fedrot.strategies.client import align_mod
-from fedrot.strategies.client_matching import Matching, match_at_client
-from fedrot.strategies.client_statistics import add_statistics
+from fedrot.strategies.client.add_statistics import add_statistics
+from fedrot.strategies.client.align_mod import align_mod
+from fedrot.strategies.client.answers import LabelledRows, answer_with_sums
+from fedrot.strategies.client.moves import Matching, match_at_client
 from fedrot.strategies.fedrot import FedRot
+from fedrot.strategies.fitting.fit_task_head import fit_task_head
+from fedrot.strategies.fitting.held_out import evaluate_at_clients
 from fedrot.strategies.lora import AlignedLoRA, FedRotLoRA, adapter_record
 from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
-from fedrot.strategies.sums.held_out import evaluate_at_clients
-from fedrot.strategies.sums.requests import LabelledRows, answer_with_sums
-from fedrot.strategies.sums.task_head import fit_task_head
 from fedrot.strategies.wire.arrays import from_arrays, model_hash, to_arrays
-from fedrot.strategies.wire.statistics import statistics_record, wanted_statistics
+from fedrot.strategies.wire.statistics_record import (
+    statistics_record,
+    wanted_statistics,
+)
 
 __all__ = [
     "Aligned",

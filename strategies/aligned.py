@@ -10,14 +10,18 @@ from flwr.app import ArrayRecord
 from flwr.common import log
 
 from fedrot.aggregation import Aggregator, Mean
-from fedrot.anchors import check_anchor
+from fedrot.alignment.anchors import check_anchor
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.strategies import arguments
 from fedrot.strategies.base import ReplyStrategy
-from fedrot.strategies.round.aligner import Aligner, Plan, ToAnchor
+from fedrot.strategies.round.aligner import Aligner, AlignmentPlan, ToAnchor
 from fedrot.strategies.round.guard import Guard, comparison_of
 from fedrot.strategies.round.merge import OF_THE_MEAN
-from fedrot.strategies.round.other_basis import Exchange, FromOtherBases, OtherBases
+from fedrot.strategies.round.other_basis import (
+    ClientRequests,
+    FromOtherBases,
+    OtherBases,
+)
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.settings import OtherBasis
 from fedrot.symmetry import Symmetry
@@ -133,11 +137,13 @@ class Aligned(ReplyStrategy):
         if self.alignment is None:
             return super().aligner(broadcast, mean, record)
         assert self.symmetry is not None  # from begin_round
-        plan = Plan(self.symmetry, self.alignment, self._device)
+        plan = AlignmentPlan(self.symmetry, self.alignment, self._device)
         if self.other_bases is None:
             return ToAnchor(plan, broadcast, record, mean)
         grid = self._grid
         exchange = (
-            Exchange(grid, self._config, self._timeout) if grid is not None else None
+            ClientRequests(grid, self._config, self._timeout)
+            if grid is not None
+            else None
         )
         return FromOtherBases(plan, self.other_bases, broadcast, record, mean, exchange)

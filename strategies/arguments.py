@@ -20,8 +20,8 @@ from flwr.serverapp.strategy import (
 from torch import nn
 
 from fedrot.errors import FedrotError, SymmetryError
-from fedrot.strategies.flower_compat import callers
 from fedrot.strategies.wire.arrays import from_arrays
+from fedrot.strategies.wire.flower_compat import callers
 from fedrot.symmetry import Symmetry, check_family, symmetry_of
 from fedrot.tensors import Tensors
 

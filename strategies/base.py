@@ -17,8 +17,6 @@ from fedrot._io import append_rows
 from fedrot.aggregation import Aggregator, Mean
 from fedrot.errors import FedrotError
 from fedrot.strategies import arguments
-from fedrot.strategies.flower_compat import figures_of
-from fedrot.strategies.lazy_grid import LazyGrid, streamed
 from fedrot.strategies.reporting.rows import (
     EVALUATE,
     TRAIN,
@@ -35,15 +33,18 @@ from fedrot.strategies.reporting.verdict import (
 )
 from fedrot.strategies.resume.run import run
 from fedrot.strategies.round.aligner import Aligner
+from fedrot.strategies.round.asked import Asked, sent_by
 from fedrot.strategies.round.evaluations import readable_evaluations
 from fedrot.strategies.round.guard import Comparison
-from fedrot.strategies.round.inbox import Asked, Inbox, Schema, sent_by
+from fedrot.strategies.round.inbox import Inbox, Schema
 from fedrot.strategies.round.merge import Aggregated, Averaged, Listed, Merge, Wrapped
 from fedrot.strategies.round.outbox import common_model, integers_of, plain, to_send
 from fedrot.strategies.round.play import Order, by_client, by_contents, play
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.settings import Checkpointing, Reporting, Server
 from fedrot.strategies.wire.arrays import STATISTICS, from_arrays
+from fedrot.strategies.wire.flower_compat import figures_of
+from fedrot.strategies.wire.lazy_grid import LazyGrid, streamed
 from fedrot.tensors import Tensors, checked_device
 
 #: Attributes with data of one round, or of one call of ``start``.

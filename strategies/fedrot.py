@@ -16,14 +16,14 @@ from fedrot.collect.statistics import TRAINED, kind_named
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.aligned import DEFAULT_ALIGNMENT, Aligned
-from fedrot.strategies.flower_compat import MetricsFunction
+from fedrot.strategies.fitting.rounds import FitsTaskHead
 from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
-from fedrot.strategies.sums.rounds import FitsHead
+from fedrot.strategies.wire.flower_compat import MetricsFunction
 from fedrot.symmetry import Symmetry
 
 
-class FedRot(FitsHead, Aligned, FedAvg):
+class FedRot(FitsTaskHead, Aligned, FedAvg):
     """Aligned FedAvg.
 
     Write ``FedRot(config, fraction_train=0.5)`` instead of
@@ -45,9 +45,9 @@ class FedRot(FitsHead, Aligned, FedAvg):
             With statistics the residual stream is permuted and not rotated.
         alignment: of ``Aligned``, like ``other_basis`` and ``guard``.
         fit_head: whether to fit the task head before the first round
-            (``fit_task_head``) and after every round, see ``FitsHead``. The name of a
-            layer in place of True fits this layer. Clients need ``answer_with_sums`` on
-            their ``ClientApp``. An error after a round is a warning, and the round's
+            (``fit_task_head``) and after every round, see ``FitsTaskHead``. The name of
+            a layer in place of True fits this layer. Clients need ``answer_with_sums``
+            on their ``ClientApp``. An error after a round is a warning, and the round's
             model is taken.
         server: of ``ReplyStrategy``, like ``checkpoints`` and ``reporting``.
 

@@ -23,9 +23,9 @@ from fedrot.lora.averaging import (
     checked_adapter_options,
 )
 from fedrot.strategies.base import ReplyStrategy
+from fedrot.strategies.fitting.rounds import FitsTaskHead
 from fedrot.strategies.round.inbox import Schema
 from fedrot.strategies.round.merge import OF_THE_MEAN
-from fedrot.strategies.sums.rounds import FitsHead
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.tensors import Shaped, Tensors, check_update
 
@@ -133,7 +133,9 @@ class AlignedLoRA(ReplyStrategy):
         broadcast ranks.
         """
         settings = adapter_record(self.settings)
-        return AdapterSchema(broadcast, self.adapters.kind.any_rank, settings=settings)
+        return AdapterSchema(
+            broadcast, self.adapters.averaging.any_rank, settings=settings
+        )
 
     def aggregator(self, server_round: int) -> Callable[[], Aggregator]:
         """Return the function that builds a round's average of adapters."""
@@ -144,13 +146,13 @@ class AlignedLoRA(ReplyStrategy):
         )
 
 
-class FedRotLoRA(FitsHead, AlignedLoRA, FedAvg):
+class FedRotLoRA(FitsTaskHead, AlignedLoRA, FedAvg):
     """FedAvg for LoRA adapters: clients send ``fedrot.lora.adapter_tensors(model)``.
 
-    Every argument of ``FedAvg`` works by its name; see ``AlignedLoRA`` and ``FitsHead``
-    for the other arguments. With ``fit_head=True`` the adapter has a task head among
-    its ``modules_to_save``. Clients evaluate adapters at the broadcast ranks, also if
-    their own are smaller.
+    Every argument of ``FedAvg`` works by its name; see ``AlignedLoRA`` and
+    ``FitsTaskHead`` for the other arguments. With ``fit_head=True`` the adapter has a
+    task head among its ``modules_to_save``. Clients evaluate adapters at the broadcast
+    ranks, also if their own are smaller.
 
     Example: ``FedRotLoRA(peft_config, AdapterOptions("exact"), fraction_train=0.5)``.
     """

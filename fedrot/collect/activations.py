@@ -53,7 +53,7 @@ class Activations:
         for move in moves:
             for name in matrices:
                 if move.group.name in (name, self.within[name]):
-                    matrices[name] = move.group.kind.act(
+                    matrices[name] = move.group.action.act(
                         move.element, matrices[name], 1
                     )
         return replace(self, matrices=matrices)
@@ -126,7 +126,7 @@ class _Site:
 
 
 def _sites(group: Group, model: nn.Module) -> list[_Site]:
-    action, modules = group.kind, dict(model.named_modules())
+    action, modules = group.action, dict(model.named_modules())
     units = (
         action.heads * action.dim if isinstance(action, InsideHeads) else action.units
     )
@@ -247,7 +247,7 @@ def collect_activations(
     matrices = {}
     for name, by_site in moments.items():
         group = by_name[name]
-        how = heads if isinstance(group.kind, InsideHeads) else units
+        how = heads if isinstance(group.action, InsideHeads) else units
         chosen = list(by_site.values())
         if group.part == "residual" and residual in ("first", "last"):
             chosen = chosen[:1] if residual == "first" else chosen[-1:]

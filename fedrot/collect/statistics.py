@@ -278,7 +278,7 @@ def _move_inputs(value: Tensor, slot: Slot, move: Move, axis: int) -> Tensor:
     other = replace(slot, axis=0, contravariant=not slot.contravariant)
     moved = move.on(move.on(value, other), replace(other, axis=1))
     exact = (
-        move.group.kind.on_fisher(move.element) is not None
+        move.group.action.on_fisher(move.element) is not None
     )  # a permutation or signs
     return moved if exact else semidefinite(moved, value)
 
@@ -295,7 +295,7 @@ def _move_squares(
     value: Tensor, slot: Slot, move: Move, what: str, instead: str
 ) -> Tensor:
     """Move squares of a gradient's coordinates by a permutation or signs."""
-    element = move.group.kind.on_fisher(move.element)
+    element = move.group.action.on_fisher(move.element)
     if element is None:
         raise FedrotError(
             f"The rotation '{move.group.name}' cannot be applied to the {what} of "

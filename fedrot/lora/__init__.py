@@ -1,5 +1,6 @@
 """LoRA adapters: averages of factors and of their products, gauges, and PEFT models."""
 
+from fedrot.lora.adapter_report import AdapterReport
 from fedrot.lora.adapters import AdapterUpdate, LoraSettings
 from fedrot.lora.averaging import AdapterOptions, average_adapters
 from fedrot.lora.peft_model import (
@@ -9,7 +10,6 @@ from fedrot.lora.peft_model import (
     load_as_sent,
     train_only,
 )
-from fedrot.lora.report import AdapterReport
 
 __all__ = [
     "AdapterOptions",

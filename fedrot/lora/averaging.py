@@ -12,6 +12,7 @@ from torch import Tensor
 from fedrot.aggregation.mean import Mean
 from fedrot.collect.statistics import TRAINED
 from fedrot.errors import FedrotError, UpdateError
+from fedrot.lora.adapter_report import AdapterReport
 from fedrot.lora.adapters import (
     AdapterUpdate,
     LoraSettings,
@@ -24,7 +25,6 @@ from fedrot.lora.adapters import (
 from fedrot.lora.gauges import GAUGES
 from fedrot.lora.methods import METHODS, Method
 from fedrot.lora.module_sums import AveragedModule, ModuleSums, Plan, in_threads
-from fedrot.lora.report import AdapterReport
 from fedrot.tensors import Tensors, check_finite, check_weight
 
 #: The options of methods.
@@ -94,7 +94,7 @@ class AdapterOptions:
         return AdapterAverage(self, Plan(of, self.gauge, previous, server_round, rank))
 
     @property
-    def kind(self) -> Method:
+    def averaging(self) -> Method:
         """The entry of the method in the registry."""
         return METHODS[self.method]
 
@@ -158,7 +158,7 @@ class AdapterAverage:
     """
 
     def __init__(self, options: AdapterOptions, plan: Plan) -> None:
-        self.options, self.method, self.plan = options, options.kind, plan
+        self.options, self.method, self.plan = options, options.averaging, plan
         self._modules: dict[str, ModuleSums] = {}
         #: Pairs and scales of the first adapter; biases of ``B`` are averaged in these
         #: scales.

@@ -65,12 +65,12 @@ def near_chance(problem: Problem, group: Group, before: float) -> float | None:
     anchor = problem.anchor
     if (
         not chance_known(problem)
-        or not group.kind.free
+        or not group.action.free
         or before > NEAR * anchor.size(group)
     ):
         return None
     entries = entries_of(group, anchor.tensors)
-    return group.kind.free / entries * anchor.spread.factor(group, entries) * before
+    return group.action.free / entries * anchor.spread.factor(group, entries) * before
 
 
 def entries_of(group: Group, tensors: Tensors) -> int:
@@ -105,7 +105,7 @@ def requirement(
     share = min(max(chance / before, 0.0), 1.0)
     times = factor * share / (1 + (factor - 1) * share)
     of_share = (
-        before * _quantile(group.kind.free, share) if group.kind.free else math.inf
+        before * _quantile(group.action.free, share) if group.action.free else math.inf
     )
     return max(before * times, min(of_share, quantile))
 
@@ -192,12 +192,12 @@ def quantile(
             (2 * tensor[moved != tensor] if inner else moved - tensor).square().sum()
         )
         norm += float(slot.of(tensor).square().sum())
-    if inner or not isinstance(group.kind, Orders):
+    if inner or not isinstance(group.action, Orders):
         return mean + 2 * line.size * math.sqrt(
             2 * _STEP * way * math.log(ONCE_IN * _LEVELS)
         )
-    units, entries = group.kind.units, entries_of(group, anchor)
-    orders = int(group.kind.moved(element).sum()) * math.log(2 * units) + math.log(
+    units, entries = group.action.units, entries_of(group, anchor)
+    orders = int(group.action.moved(element).sum()) * math.log(2 * units) + math.log(
         units
     )
     cosine = math.sqrt(
@@ -262,7 +262,7 @@ def null_models(
     generators = {
         name: torch.Generator().manual_seed(seed) for name, seed in seeds.items()
     }
-    fewest = min(max(group.kind.free, group.kind.units) for group in lines)
+    fewest = min(max(group.action.free, group.action.units) for group in lines)
     for _ in range(min(-(-ENOUGH // fewest), MOST_DRAWS)):
         drawn = {}
         for group, line in lines.items():

@@ -256,7 +256,7 @@ class _Descent:
             needed = required(
                 self.problem, group, match.before, chance.mean, chance.quantile
             )
-            by_action.setdefault(type(group.kind), []).append(
+            by_action.setdefault(type(group.action), []).append(
                 (group.name, match.gain, needed)
             )
         names: set[str] = set()
@@ -343,7 +343,7 @@ def compact(moves: Iterable[Move]) -> tuple[Move, ...]:
     """
     total: dict[str, Move] = {}
     for move in moves:
-        name, action = move.group.name, move.group.kind
+        name, action = move.group.name, move.group.action
         for other in [m for m in total.values() if m.group.within == name]:
             carried = action.act(move.element, other.element, 0)
             total[other.group.name] = replace(other, element=carried)

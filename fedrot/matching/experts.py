@@ -92,7 +92,7 @@ def _match(group: Group, problem: Problem) -> Match:
     element, gain = _best_order(_pool(neurons, problem), scores)
     if element is not None:
         after = float(
-            squared_distance([(a, group.kind.act(element, c, 0)) for a, c in blocks])
+            squared_distance([(a, group.action.act(element, c, 0)) for a, c in blocks])
         )
     return Match(element, before, after, gain)
 
@@ -106,8 +106,8 @@ def _in_place(neurons: Group, distances: Tensor, problem: Problem) -> bool:
 
 
 def _pool(neurons: Group, problem: Problem) -> _Pool:
-    kind = cast(ExpertNeurons, neurons.kind)
-    size = (kind.experts, kind.n)
+    action = cast(ExpertNeurons, neurons.action)
+    size = (action.experts, action.n)
     blocks = [
         (a.unflatten(0, size), c.unflatten(0, size)) for a, c in problem.pairs(neurons)
     ]
@@ -151,10 +151,12 @@ def match_expert_neurons(groups: Sequence[Group], problem: Problem) -> list[Matc
         if _in_place(group, distances, problem):
             matches.append(Match(None, before, before, certified=distances))
             continue
-        kind, pool = cast(ExpertNeurons, group.kind), _pool(group, problem)
-        found = [assignment.assignment(*pool.scores(i, i)) for i in range(kind.experts)]
+        action, pool = cast(ExpertNeurons, group.action), _pool(group, problem)
+        found = [
+            assignment.assignment(*pool.scores(i, i)) for i in range(action.experts)
+        ]
         gain = sum(gained for _, gained in found)
-        still = torch.arange(1, kind.n + 1)
+        still = torch.arange(1, action.n + 1)
         orders = [still if element is None else element.cpu() for element, _ in found]
         place = pool.signed[0][1].device
         element = torch.stack(orders).to(place) if gain > 0 else None

@@ -38,7 +38,7 @@ class Inside:
     """The evidence about one group inside heads, from which heads are ordered.
 
     Attributes:
-        kind: the group's action.
+        action: the group's action.
         solver: of the group.
         blocks: one pair per slot. A block of ``heads * dim`` rows belongs to key heads;
             a longer block to query heads that share key heads.
@@ -48,7 +48,7 @@ class Inside:
             similarity.
     """
 
-    kind: InsideHeads
+    action: InsideHeads
     solver: HeadSolver
     blocks: Sequence[Pair]
     factor: float = 1.0
@@ -59,7 +59,7 @@ class Inside:
         return [
             pair
             for pair in self.blocks
-            if len(pair[0]) == self.kind.heads * self.kind.dim
+            if len(pair[0]) == self.action.heads * self.action.dim
         ]
 
     def shared(self) -> Sequence[Pair]:
@@ -67,7 +67,7 @@ class Inside:
         return [
             pair
             for pair in self.blocks
-            if len(pair[0]) > self.kind.heads * self.kind.dim
+            if len(pair[0]) > self.action.heads * self.action.dim
         ]
 
     def ordered(
@@ -85,39 +85,39 @@ class Inside:
         """Return the sum of ``<R, M>`` for the best elements ``R`` over all heads in
         their places.
         """
-        evidence = self.factor * self.solver.similarity(self.kind, self.own())
+        evidence = self.factor * self.solver.similarity(self.action, self.own())
         if self.shared():
-            evidence = evidence + self.solver.similarity(self.kind, self.shared())
+            evidence = evidence + self.solver.similarity(self.action, self.shared())
         if self.extra is not None:
-            own = diagonal_blocks(self.extra, self.kind.dim)
-            evidence = evidence + self.solver.of_cross(self.kind, own)
-        return float(self.solver.worth(self.kind, evidence, options).sum())
+            own = diagonal_blocks(self.extra, self.action.dim)
+            evidence = evidence + self.solver.of_cross(self.action, own)
+        return float(self.solver.worth(self.action, evidence, options).sum())
 
     def best(self, evidence: Tensor, options: AlignmentOptions) -> Tensor:
         """Return the best elements for evidence that was computed from the blocks."""
         precise = self.blocks[0][1].dtype == torch.float64
-        return self.solver.best(self.kind, evidence, options, precise)
+        return self.solver.best(self.action, evidence, options, precise)
 
     def every_pair(self) -> Tensor:
         """Return the evidence of every pair of key heads, ``[heads (anchor), heads
         (client), ...]``.
         """
-        heads = self.kind.heads
+        heads = self.action.heads
         cross = _summed(
             self.factor * _by_head((a @ c.mT).double(), heads) for a, c in self.own()
         )
         if self.extra is not None:
             cross = cross + _by_head(self.extra, heads)
-        return self.solver.of_cross(self.kind, cross)
+        return self.solver.of_cross(self.action, cross)
 
     def own_pair(self) -> Tensor:
         """Return the evidence of key heads in their places, ``[heads, ...]``."""
-        shape = (self.kind.heads, self.kind.dim)
+        shape = (self.action.heads, self.action.dim)
         sides = ((a.unflatten(0, shape), c.unflatten(0, shape)) for a, c in self.own())
         cross = _summed(self.factor * torch.bmm(a, c.mT).double() for a, c in sides)
         if self.extra is not None:
-            cross = cross + diagonal_blocks(self.extra, self.kind.dim)
-        return self.solver.of_cross(self.kind, cross)
+            cross = cross + diagonal_blocks(self.extra, self.action.dim)
+        return self.solver.of_cross(self.action, cross)
 
     def of_queries(self, element: Tensor, i: int, j: int) -> Tensor:
         """Return ``<a_h, R c_k>`` for the query heads of anchor group ``i`` and client
@@ -125,12 +125,14 @@ class Inside:
 
         Only weights are used: activations are known for key heads, not for query heads.
         """
-        one = replace(self.kind, heads=1)
+        one = replace(self.action, heads=1)
         scores = []
         for a, c in self.shared():
-            ours = a.unflatten(0, (self.kind.heads, -1))[i]
-            theirs = one.act(element[None], c.unflatten(0, (self.kind.heads, -1))[j], 0)
-            n = len(ours) // self.kind.dim
+            ours = a.unflatten(0, (self.action.heads, -1))[i]
+            theirs = one.act(
+                element[None], c.unflatten(0, (self.action.heads, -1))[j], 0
+            )
+            n = len(ours) // self.action.dim
             scores.append((ours.reshape(n, -1) @ theirs.reshape(n, -1).mT).double())
         return _summed(scores)
 
@@ -144,7 +146,7 @@ def match_heads(groups: Sequence[Group], problem: Problem) -> list[Match]:
         moved = {(slot.tensor, slot.axis) for g in following for slot in g.slots}
         blocks = problem.pairs(group)
         before = after = problem.distance(group, blocks)
-        heads = cast(HeadPermutation, group.kind).n
+        heads = cast(HeadPermutation, group.action).n
         inside = [_inside(g, problem) for g in following]
         alone = [
             pair
@@ -154,8 +156,10 @@ def match_heads(groups: Sequence[Group], problem: Problem) -> list[Match]:
         element, gain = best_assignment(
             head_scores(inside, alone, heads, problem.options)
         )
-        queries = [g.kind for g in problem.symmetry.groups if g.within == group.name]
-        for order in (kind for kind in queries if isinstance(kind, QueryPermutation)):
+        queries = [g.action for g in problem.symmetry.groups if g.within == group.name]
+        for order in (
+            action for action in queries if isinstance(action, QueryPermutation)
+        ):
             if element is not None and any(g.factor for g in inside):
                 # Scores from weights are lower bounds: the true gain of the order is
                 # computed.
@@ -165,7 +169,7 @@ def match_heads(groups: Sequence[Group], problem: Problem) -> list[Match]:
         if element is not None:
             after = float(
                 squared_distance(
-                    [(a, group.kind.act(element, c, 0)) for a, c in blocks]
+                    [(a, group.action.act(element, c, 0)) for a, c in blocks]
                 )
             )
         matches.append(Match(element, before, after, gain))
@@ -180,15 +184,15 @@ def match_queries(groups: Sequence[Group], problem: Problem) -> list[Match]:
         following = _following(group.within, problem)
         blocks = problem.pairs(group)
         before = after = problem.distance(group, blocks)
-        kind = cast(QueryPermutation, group.kind)
+        action = cast(QueryPermutation, group.action)
         if following:
             inside = [_inside(g, problem) for g in following]
-            element, gain = _gain(inside, inside, kind, problem)
+            element, gain = _gain(inside, inside, action, problem)
         else:
-            element, gain = _alike(kind, blocks)
+            element, gain = _alike(action, blocks)
         if gain > 0:
             after = float(
-                squared_distance([(a, kind.act(element, c, 0)) for a, c in blocks])
+                squared_distance([(a, action.act(element, c, 0)) for a, c in blocks])
             )
         matches.append(Match(element if gain > 0 else None, before, after, gain))
     return matches
@@ -211,12 +215,15 @@ def _inside(group: Group, problem: Problem) -> Inside:
     if not isinstance(solver, HeadSolver):
         raise SymmetryError(
             f"Heads cannot be ordered: the solver of the group '{group.name}' inside "
-            f"them is not a HeadSolver. Register one for {type(group.kind).__name__} "
+            f"them is not a HeadSolver. Register one for {type(group.action).__name__} "
             "(fedrot.matching.inside_heads)."
         )
     blocks = problem.pairs(group)
     return Inside(
-        cast(InsideHeads, group.kind), solver, blocks, *problem.evidence(group, blocks)
+        cast(InsideHeads, group.action),
+        solver,
+        blocks,
+        *problem.evidence(group, blocks),
     )
 
 
@@ -243,11 +250,11 @@ def _gain(
     return queries, gain if gain > MINIMUM_GAIN * abs(still) else 0.0
 
 
-def _alike(kind: QueryPermutation, blocks: Sequence[Pair]) -> tuple[Tensor, float]:
+def _alike(action: QueryPermutation, blocks: Sequence[Pair]) -> tuple[Tensor, float]:
     """Assign queries by the inner products of their blocks; no group inside the heads
     is matched.
     """
-    shape = (kind.groups, kind.n, -1)
+    shape = (action.groups, action.n, -1)
     sides = ((a.double().reshape(shape), c.double().reshape(shape)) for a, c in blocks)
     return _assigned(_summed(a @ c.mT for a, c in sides))
 
@@ -271,9 +278,9 @@ def head_scores(
         evidence = group.every_pair()
         if group.shared() and group.factor:
             elements[group] = group.best(evidence, options)
-            worth = group.solver.value(group.kind, elements[group], evidence)
+            worth = group.solver.value(group.action, elements[group], evidence)
         else:
-            worth = group.solver.worth(group.kind, evidence, options)
+            worth = group.solver.worth(group.action, evidence, options)
         scores = scores + worth
     if elements:
         every = [

@@ -76,7 +76,7 @@ class HeadSolver(ABC):
         batch.
         """
         return in_batches(
-            groups, lambda group: group.kind, lambda _, own: self._batch(own, problem)
+            groups, lambda group: group.action, lambda _, own: self._batch(own, problem)
         )
 
     def ceiling(self, action: Any, evidence: Tensor) -> Tensor | None:
@@ -86,7 +86,7 @@ class HeadSolver(ABC):
         return None
 
     def _batch(self, groups: Sequence[Group], problem: Problem) -> list[Match]:
-        action = groups[0].kind
+        action = groups[0].action
         crosses, weights, distances = [], [], []
         for group in groups:
             blocks = problem.pairs(group)

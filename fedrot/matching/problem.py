@@ -72,7 +72,7 @@ class Spread:
         """Return the factor on the share that chance removes from isotropic noise on
         ``entries``.
         """
-        share = group.kind.free / entries
+        share = group.action.free / entries
         across, along = 1 + self.across, 1 + self.along.get(group.name, self.across)
         return along / (share * along + (1 - share) * across) if share else 1.0
 
@@ -350,7 +350,7 @@ def solver_of(group: Group) -> Solver:
     Raises:
         SymmetryError: no solver is registered for the group's action.
     """
-    action = type(group.kind)
+    action = type(group.action)
     if action not in SOLVERS:
         raise SymmetryError(
             f"The group '{group.name}' cannot be matched: no solver is registered for "
@@ -367,11 +367,11 @@ def stage_of(group: Group) -> str:
     Raises:
         SymmetryError: there is no such stage.
     """
-    stage = group.kind.stage or group.part
+    stage = group.action.stage or group.part
     if stage not in STAGES:
         raise SymmetryError(
             f"The group '{group.name}' cannot be matched: the stage '{stage}' of its "
-            f"action {type(group.kind).__name__} is not in "
+            f"action {type(group.action).__name__} is not in "
             f"fedrot.matching.problem.STAGES: {', '.join(STAGES)}."
         )
     return stage
@@ -428,7 +428,7 @@ def by_sign(group: Group, blocks: Sequence[T]) -> tuple[list[T], list[T]]:
     """Split one item per slot into slots that keep their signs, and slots whose signs
     may change.
     """
-    signed = isinstance(group.kind, SignedPermutation | ExpertNeurons)
+    signed = isinstance(group.action, SignedPermutation | ExpertNeurons)
     sides: tuple[list[T], list[T]] = ([], [])
     for slot, block in zip(group.slots, blocks, strict=True):
         sides[signed and not slot.unsigned].append(block)

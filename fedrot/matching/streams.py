@@ -24,11 +24,11 @@ def match_stream(groups: Sequence[Group], problem: Problem) -> list[Match]:
     """
     matches = []
     for group in groups:
-        kind = cast(StreamRotation, group.kind)
+        action = cast(StreamRotation, group.action)
         before, weights, precise = _looked_through(group, problem)
         factor, addition = problem.evidence(group)
         cross = factor * weights if addition is None else factor * weights + addition
-        if kind.centred:
+        if action.centred:
             # The best rotation of this matrix is the best of those that keep the vector
             # of ones.
             centred = cross - cross.mean(0)

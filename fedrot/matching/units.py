@@ -95,7 +95,7 @@ def _scores(
         factor * _product(side) if factor else torch.zeros(())
         for side in by_sign(group, blocks)
     )
-    if not isinstance(group.kind, SignedPermutation):
+    if not isinstance(group.action, SignedPermutation):
         return plain if addition is None else plain + addition, None
     return plain, signed if addition is None else signed + addition
 

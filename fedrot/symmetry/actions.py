@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-class Kind(Protocol):
+class Action(Protocol):
     """The action of a group: how its elements act, compose and are drawn.
 
     Attributes:
@@ -75,7 +75,7 @@ class Kind(Protocol):
         """
 
 
-class Orders(Kind):
+class Orders(Action):
     """Orders of the last axis of an element, int64 of ``shape``; other axes are
     batches.
     """
@@ -172,7 +172,7 @@ class QueryPermutation(Orders):
 
 
 @dataclass(frozen=True)
-class InsideHeads(Kind):
+class InsideHeads(Action):
     """An action inside each of ``heads`` key heads, on ``dim`` units of a head.
 
     If an axis has several times ``heads * dim`` entries, it holds query heads that

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedrot.errors import SymmetryError
-from fedrot.symmetry.actions import Kind
+from fedrot.symmetry.actions import Action
 from fedrot.symmetry.stream import Fold, StreamRotation
 from fedrot.tensors import Tensors, compute_dtype, full_float32
 
@@ -131,7 +131,7 @@ class Group:
     name: str
     layer: int
     part: str
-    kind: Kind
+    action: Action
     slots: tuple[Slot, ...]
     within: str = ""
 
@@ -219,10 +219,10 @@ class Symmetry:
         for group in self.groups:
             if group.name in streams:
                 slots = tuple(slot for slot in group.slots if slot.tensor not in gains)
-                kind = StreamRotation(
+                action = StreamRotation(
                     1, slots[0].size, any(s.tensor in centred for s in slots)
                 )
-                group = replace(group, kind=kind, slots=slots)
+                group = replace(group, action=action, slots=slots)
             groups.append(group)
         alike = (
             tuple(n for n in names if n not in self.readers) for names in self.tied
@@ -339,7 +339,7 @@ class Move:
     @property
     def inverse(self) -> Move:
         """The move that undoes this one."""
-        return Move(self.group, self.group.kind.inverse(self.element))
+        return Move(self.group, self.group.action.inverse(self.element))
 
     def on(self, tensor: Tensor, slot: Slot) -> Tensor:
         """Return a contiguous copy of a tensor with one slot moved, in the same
@@ -347,7 +347,7 @@ class Move:
         """
         element = self.element.abs() if slot.unsigned else self.element
         part = slot.of(tensor.detach()).to(compute_dtype(tensor))
-        moved = self.group.kind.act(element, part, slot.axis, slot.contravariant).to(
+        moved = self.group.action.act(element, part, slot.axis, slot.contravariant).to(
             tensor.dtype
         )
         if slot.size == tensor.shape[slot.axis]:

@@ -130,7 +130,7 @@ def _foldable(
             unfolded[group.name] = found
             continue
         folds += found
-        if not isinstance(group.kind, SignedPermutation):
+        if not isinstance(group.action, SignedPermutation):
             places = ((slot.tensor, slot.axis) for slot in group.slots)
             centred += without_mean(places, found)
     return tuple(folds), tuple(centred), unfolded
@@ -227,7 +227,7 @@ def _across_layers(
     groups = []
     for space in (space for space in slots if space in ends):
         part = "residual" if space in streams else "output"
-        action = spaces.get(space, Space()).kind(slots[space][0].size)
+        action = spaces.get(space, Space()).action(slots[space][0].size)
         groups.append(Group(space, NO_LAYER, part, action, tuple(slots[space])))
     return groups, refused
 

@@ -18,9 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from fedrot._io import read_json, write_json, write_text
 from fedrot.errors import FedrotError
 from fedrot.simulations.engine import Ended, Job, Machine, Tell, run_jobs
-from fedrot.simulations.folder import only_writer, read_rows, versions
+from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.models import build_model
-from fedrot.simulations.settings import Experiment
+from fedrot.simulations.run_folder import only_writer, read_rows, versions
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.symmetry import symmetry_of

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from fedrot.alignment import align, alignment_of
+from fedrot.alignment.align import align, alignment_of
+from fedrot.alignment.learning import loss_of
 from fedrot.collect.activations import Activations, Moments, collect_activations
 from fedrot.collect.random_inputs import random_inputs
-from fedrot.learning import loss_of
 from fedrot.options import AlignmentOptions
 from fedrot.symmetry import WHOLE_MODEL, Symmetry
 from fedrot.symmetry.canonical import canonical, check_rotates

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedrot.head import ClassSums, fit_heads
-from fedrot.problems import REGRESSION
+from fedrot.task_head.fit import fitted_task_heads
+from fedrot.task_head.outputs import REGRESSION
+from fedrot.task_head.sums import ClassSums
 
 RIDGES = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-#: From 1/32 to 32, wider than fedrot.temperature's: regressions and normalised means
-#: need small ones.
+#: From 1/32 to 32, wider than fedrot.task_head.losses': regressions and normalised
+#: means need small ones.
 TEMPERATURES = tuple(2.0 ** (step / 8) for step in range(-40, 41))
 #: Weights ``[candidates, classes, width]`` and biases ``[candidates, classes]``.
 Head = tuple[Tensor, Tensor]
@@ -63,7 +64,7 @@ def ridge(total: ClassSums) -> Head:
     """
     counts = torch.cat([total.counts.sum(0, keepdim=True), total.counts])
     sums = torch.cat([total.sums.sum(0, keepdim=True), total.sums])
-    return fit_heads(
+    return fitted_task_heads(
         ClassSums(counts, sums, total.gram, REGRESSION), [r / (1 + r) for r in RIDGES]
     )
 

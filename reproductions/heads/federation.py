@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from fedrot.head import fit_heads
 from fedrot.simulations.tasks.scores import evaluate_predictions
-from fedrot.strategies.sums.choice import SHRINKAGES
+from fedrot.strategies.fitting.exchange import SHRINKAGES
+from fedrot.task_head.fit import fitted_task_heads
 from reproductions.heads import closed
 from reproductions.heads.arms import Arm
 from reproductions.heads.cell import CLIENTS, Array, Cell
@@ -167,7 +167,7 @@ class Federation:
         if kind in ("ridge", "fourier"):
             return closed.ridge(total)
         # On frozen features fedrot's heads are GH-OFL's (arXiv 2602.01186).
-        return fit_heads(total, SHRINKAGES)
+        return fitted_task_heads(total, SHRINKAGES)
 
     def _probed(self, features: Tensor) -> closed.Head:
         """Return LP-FT's probes (Kumar et al., ICLR 2022) by rate: FedAvg of heads,

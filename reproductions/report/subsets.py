@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from fedrot.simulations.data.texts import UNSEEN, metric_of
-from fedrot.simulations.folder import Run
 from fedrot.simulations.report.tables import Table
+from fedrot.simulations.run_folder import Run
 from fedrot.simulations.summary import CENTRAL, Row
 
 HEADER = (

@@ -19,7 +19,7 @@ from fedrot.simulations.cli.commands import (
     console,
     say,
 )
-from fedrot.simulations.settings import Experiment, read_experiments
+from fedrot.simulations.experiment import Experiment, read_experiments
 
 #: The name of ``--set`` for the address of a Ray cluster.
 RAY = "ray"

@@ -68,7 +68,7 @@ def merge(
         )
     shares, allowed = _weights(weights, len(models)), allow or []
     with console.status(escape(f"Merging {len(models)} models")):
-        from fedrot.simulations.saved.merge import merge_adapters, merge_models
+        from fedrot.simulations.saved.merging import merge_adapters, merge_models
 
         if adapters:
             said = merge_adapters(models, out, shares, allowed, rank)
@@ -117,7 +117,7 @@ def check(
     """
     from fedrot.check import check_function
     from fedrot.simulations.saved.load import about, load
-    from fedrot.simulations.saved.merge import options_of
+    from fedrot.simulations.saved.merging import options_of
     from fedrot.symmetry import PARTS, symmetry_of
 
     with console.status(escape(f"Checking {model}")):

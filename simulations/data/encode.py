@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from fedrot.simulations.data.labels import DataSet, Rows, Split, label_columns, labelled
 from fedrot.simulations.data.read import Content, find, refuse
 from fedrot.simulations.data.texts import DOMAIN, load_domains, load_tags, load_texts
+from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.models import (
     loading,
     pad_id_of,
@@ -30,7 +31,6 @@ from fedrot.simulations.models import (
     settings_of,
     source_of,
 )
-from fedrot.simulations.settings import Experiment
 
 #: Label of tokens that are not predicted.
 IGNORED = -100

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.types as types
 
 from fedrot.simulations.data.read import Content, Source, listed, refuse, refuse_rows
-from fedrot.simulations.settings import Experiment
+from fedrot.simulations.experiment import Experiment
 
 Kind: TypeAlias = Literal["single", "multi", "regression"]
 METRICS_OF_KIND: Mapping[Kind, tuple[str, ...]] = {

@@ -22,7 +22,7 @@ from fedrot.simulations.data.labels import (
     labelled,
 )
 from fedrot.simulations.data.read import Content, find, listed, refuse
-from fedrot.simulations.settings import Experiment
+from fedrot.simulations.experiment import Experiment
 
 PAIRS = (
     "sentence1,sentence2",

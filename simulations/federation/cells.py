@@ -19,15 +19,15 @@ from torch import nn
 from fedrot.aggregation import aggregation_named
 from fedrot.lora import AdapterOptions
 from fedrot.options import AlignmentOptions
+from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.federation.grids import OrderedGrid
-from fedrot.simulations.folder import file_name, read_rows, title_of
 from fedrot.simulations.models import (
     build_model,
     load_tensors,
     model_config,
     tensors_of,
 )
-from fedrot.simulations.settings import Experiment
+from fedrot.simulations.run_folder import file_name, read_rows, title_of
 from fedrot.simulations.strategy import Strategy
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
@@ -41,8 +41,8 @@ from fedrot.strategies import (
     fit_task_head,
 )
 from fedrot.strategies.base import ReplyStrategy
-from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
-from fedrot.strategies.round.inbox import CLIENT_KEY, CLIENT_RECORD
+from fedrot.strategies.client.moves import OTHER_BASIS_OPTIONS
+from fedrot.strategies.round.asked import CLIENT_KEY, CLIENT_RECORD
 from fedrot.symmetry import symmetry_of
 
 

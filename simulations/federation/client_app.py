@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 import fedrot
 from fedrot._io import replacing
-from fedrot.head import adapter_head_of, head_of
 from fedrot.simulations.models import (
     build_model,
     load_tensors,
@@ -39,11 +38,15 @@ from fedrot.simulations.models import (
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies import LabelledRows, add_statistics, answer_with_sums
-from fedrot.strategies.client_matching import Matching, match_at_client
-from fedrot.strategies.round.inbox import CLIENT_KEY, CLIENT_RECORD
+from fedrot.strategies.client.moves import Matching, match_at_client
+from fedrot.strategies.round.asked import CLIENT_KEY, CLIENT_RECORD
 from fedrot.strategies.wire.arrays import STATISTICS
-from fedrot.strategies.wire.statistics import statistics_record, wanted_statistics
+from fedrot.strategies.wire.statistics_record import (
+    statistics_record,
+    wanted_statistics,
+)
 from fedrot.symmetry import symmetry_of
+from fedrot.task_head.names import adapter_task_head_of, task_head_of
 
 #: Size in bytes above which a folder of shared trainings takes none of later rounds.
 KEPT_BYTES = 2**30
@@ -156,9 +159,9 @@ def train(message: Message, context: Context) -> Message:
         received = arrays.to_torch_state_dict()
         settings = model_config(task.experiment, task.data)
         head = (
-            adapter_head_of(received)
+            adapter_task_head_of(received)
             if task.experiment.lora
-            else head_of(settings, received)
+            else task_head_of(settings, received)
         )
         names = received.keys() & {f"{head}.weight", f"{head}.bias"}
         labels = np.flatnonzero(known.any(axis=0)).tolist()

@@ -18,8 +18,8 @@ from flwr.clientapp import ClientApp
 from flwr.common import log
 from flwr.serverapp import Grid
 
-from fedrot.strategies.lazy_grid import LazyGrid
-from fedrot.strategies.round.inbox import CLIENT_KEY, client_id
+from fedrot.strategies.round.asked import CLIENT_KEY, client_id
+from fedrot.strategies.wire.lazy_grid import LazyGrid
 
 
 class LocalGrid(Grid):

@@ -11,8 +11,8 @@ from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 
 from fedrot.simulations.engine import Machine
+from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.federation.grids import OrderedGrid
-from fedrot.simulations.settings import Experiment
 from fedrot.simulations.simulate import simulate
 
 app = ServerApp()

@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.folder import read_rows
+from fedrot.simulations.run_folder import read_rows
 from fedrot.strategies import Checkpointing, from_arrays, model_hash
 
 

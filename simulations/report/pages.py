@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 
 from fedrot._io import write_text
-from fedrot.diagnosis import ALIGNED, PLAIN, WHOLE, diagnosis_of
-from fedrot.simulations.folder import read_rows, read_run
+from fedrot.alignment.diagnosis import ALIGNED, PLAIN, WHOLE, diagnosis_of
 from fedrot.simulations.report import findings, plots, tables
+from fedrot.simulations.run_folder import read_rows, read_run
 from fedrot.simulations.summary import LOWER_IS_BETTER, Row, verdicts_of
 from fedrot.strategies.reporting.verdict import ends
 

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-from fedrot.shares import shares_by
+from fedrot.distances import shares_by
 from fedrot.simulations.summary import Paired, Row, Verdict
 from fedrot.symmetry import NO_LAYER
 
@@ -110,7 +110,7 @@ def _table(
     return Table("", header, lines, texts)
 
 
-class Cell(NamedTuple):
+class TableCell(NamedTuple):
     """A cell of a grid: its text, the strength of its colour from 0 to 1, and its CSS
     class.
     """
@@ -121,7 +121,7 @@ class Cell(NamedTuple):
 
 
 #: The names of columns; and the names of lines with their cells, empty ones are None.
-Grid: TypeAlias = tuple[Sequence[object], Mapping[str, Sequence[Cell | None]]]
+Grid: TypeAlias = tuple[Sequence[object], Mapping[str, Sequence[TableCell | None]]]
 
 
 def clients_grid(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Grid:
@@ -130,7 +130,9 @@ def clients_grid(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Grid:
     """
     most, lines = max(1, *map(max, counts)), [*names]
     lines += ["no class" if names else "rows"] * (len(counts[0]) - len(names))
-    cells = ([Cell(str(n), n / most) for n in own] for own in zip(*counts, strict=True))
+    cells = (
+        [TableCell(str(n), n / most) for n in own] for own in zip(*counts, strict=True)
+    )
     columns = [f"{client} ({sum(own)})" for client, own in enumerate(counts)]
     return columns, dict(zip(lines, cells, strict=True))
 
@@ -152,7 +154,9 @@ def heat_map(rows: Iterable[Row]) -> Grid:
         share = own.share if abs(own.share) >= NOTHING else 0.0
         chance = not share or (own.chance is not None and own.ratio <= 1)
         kind = "chance" if chance else "grew" if share < 0 else "found"
-        cells[place] = Cell(f"{100 * share:.0f}", min(abs(share) / FULL, 1.0), kind)
+        cells[place] = TableCell(
+            f"{100 * share:.0f}", min(abs(share) / FULL, 1.0), kind
+        )
     parts, rounds = (
         [*dict.fromkeys(part for part, _, _ in found)],
         sorted({n for _, _, n in found}),

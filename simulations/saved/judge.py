@@ -13,16 +13,24 @@ import torch
 import transformers
 
 from fedrot.errors import FedrotError
-from fedrot.head import collect_classes, fit_heads, head_of, with_head
-from fedrot.problems import SINGLE
 from fedrot.simulations.data.read import listed
-from fedrot.simulations.models import PROBLEMS, pad_id_of
+from fedrot.simulations.experiment import TASKS, Experiment
+from fedrot.simulations.models import PROBLEM_TYPES, pad_id_of
 from fedrot.simulations.saved.load import SavedModel
-from fedrot.simulations.settings import TASKS, Experiment
 from fedrot.simulations.tasks.objectives import TokenClassification
 from fedrot.simulations.tasks.training import Task, evaluate, step_batches, task_of
-from fedrot.strategies.sums.choice import SHRINKAGES, temperature_in_words
-from fedrot.temperature import ONE, TEMPERATURES, Heads, compare_losses, smallest
+from fedrot.strategies.fitting.exchange import SHRINKAGES, temperature_in_words
+from fedrot.task_head.fit import fitted_task_heads, with_task_head
+from fedrot.task_head.losses import (
+    ONE,
+    TEMPERATURES,
+    TaskHeads,
+    compare_losses,
+    smallest,
+)
+from fedrot.task_head.names import task_head_of
+from fedrot.task_head.outputs import SINGLE
+from fedrot.task_head.sums import collect_classes
 from fedrot.tensors import Tensors
 
 #: Maximum numbers of training rows, held-out rows and tokens of a text; rows per batch
@@ -54,7 +62,7 @@ def prepared(saved: SavedModel, data: Mapping[str, Any]) -> tuple[Task, Any, lis
             f"'{saved.name}' is a {kind}, which --data cannot evaluate. Leave it out."
         )
     kinds = (
-        {problem: kind for kind, problem in PROBLEMS.items()}
+        {problem: kind for kind, problem in PROBLEM_TYPES.items()}
         if TASKS[names[0]].classifies
         else {}
     )
@@ -148,7 +156,7 @@ def _fitted(
     """Return a model with the best of its own and of fitted task heads, and a sentence
     about it.
 
-    Heads are fitted to four fifths of the training rows. On the others, head and
+    TaskHeads are fitted to four fifths of the training rows. On the others, head and
     temperature have the smallest loss.
     """
     if not order:
@@ -156,12 +164,12 @@ def _fitted(
             "--fit-head is for classifiers and regressions. Leave it out."
         )
     model.load_state_dict(tensors, strict=False)
-    head, rows = head_of(model.config, tensors), len(task.train)
-    problem = SINGLE if task.data.tags else PROBLEMS[task.data.kind]
+    head, rows = task_head_of(model.config, tensors), len(task.train)
+    problem = SINGLE if task.data.tags else PROBLEM_TYPES[task.data.kind]
     split = np.split(np.random.default_rng(0).permutation(rows), [max(1, rows // 5)])
     held, kept = ([*step_batches(task, model, part, rows, _BATCH, 0)] for part in split)
     sums = collect_classes(model, kept, head, problem)
-    fits = fit_heads(sums, SHRINKAGES, f"{head}.bias" in tensors)
+    fits = fitted_task_heads(sums, SHRINKAGES, f"{head}.bias" in tensors)
     own = (
         tensors[f"{head}.weight"],
         tensors.get(f"{head}.bias", torch.zeros(len(order))),
@@ -170,12 +178,12 @@ def _fitted(
         torch.cat([old[None, order].double(), new])
         for old, new in zip(own, fits, strict=True)
     ]
-    heads = Heads(parts[0], parts[1], torch.full((1 + len(SHRINKAGES),), -1))
+    heads = TaskHeads(parts[0], parts[1], torch.full((1 + len(SHRINKAGES),), -1))
     compared = compare_losses([model], held, head, [heads], problem)
     losses = compared.losses / compared.rows
     best = int(losses.amin(1).argmin())
     place, back = smallest(losses[best]), np.argsort(order)
-    found = with_head(
+    found = with_task_head(
         tensors, head, *(part[best][back] / TEMPERATURES[place] for part in parts)
     )
     which = f"a fitted one (shrinkage {SHRINKAGES[best - 1]:g})" if best else "its own"

@@ -22,8 +22,8 @@ from fedrot.simulations.data.encode import (
 )
 from fedrot.simulations.data.read import DataError
 from fedrot.simulations.data.texts import SEEN, UNSEEN, metric_of
+from fedrot.simulations.experiment import Experiment, TaskName
 from fedrot.simulations.models import settings_of
-from fedrot.simulations.settings import Experiment, TaskName
 from fedrot.simulations.tasks.scores import entity_scores, evaluate_predictions
 
 #: Share of a row's ordinary tokens that is predicted; at least one token is.

@@ -9,7 +9,7 @@ import numpy as np
 from scipy.special import log_softmax, softmax
 
 from fedrot.simulations.data.labels import Kind
-from fedrot.temperature import TEMPERATURES
+from fedrot.task_head.losses import TEMPERATURES
 
 
 def evaluate_predictions(

@@ -19,7 +19,7 @@ from fedrot.simulations.data.encode import Encoded, EncodedText, read_encoded
 from fedrot.simulations.data.labels import DataSet
 from fedrot.simulations.data.partition import partition_keys, split_clients
 from fedrot.simulations.data.read import DataError
-from fedrot.simulations.settings import TASKS, Experiment
+from fedrot.simulations.experiment import TASKS, Experiment
 from fedrot.simulations.tasks.objectives import OBJECTIVES, Objective, model_inputs
 
 #: Number of batches that are made at once, from shuffled rows sorted by length.

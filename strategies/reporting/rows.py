@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import count
 from logging import INFO
 from pathlib import Path
@@ -17,12 +17,11 @@ from flwr.common import log
 
 from fedrot._io import append_rows, replacing
 from fedrot.strategies.settings import Reporting
+from fedrot.strategies.wire.flower_compat import Evaluate
 
 #: Stages of a round: training and evaluation at the clients, ``evaluate_fn`` at the
 #: server.
 TRAIN, EVALUATE, SERVER = "train", "evaluate", "server"
-
-Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 def report_metrics(

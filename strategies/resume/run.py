@@ -15,9 +15,9 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedrot.errors import FedrotError
-from fedrot.strategies.reporting.rows import Evaluate
 from fedrot.strategies.resume.checkpoints import Checkpointing
 from fedrot.strategies.resume.state import RunState
+from fedrot.strategies.wire.flower_compat import Evaluate
 
 Stop = Callable[[int, Result], bool]
 
@@ -35,8 +35,8 @@ def run(
     *,
     checkpoints: Checkpointing,
 ) -> Result:
-    """Run a strategy by Flower's ``Strategy.start``, and write a checkpoint after every
-    round.
+    """CheckpointedRun a strategy by Flower's ``Strategy.start``, and write a checkpoint
+    after every round.
 
     A resumed run continues after the newest valid checkpoint. It restores the model,
     the result so far, the strategy's state, the changed entries of the configurations,
@@ -83,8 +83,10 @@ def run(
         if hasattr(strategy, "begin"):
             strategy.begin(done or (0 if killed_in_first else None))
         # Flower logs the name of the strategy's class.
-        kind = type(type(strategy).__name__, (Run,), {})
-        rounds: Run = kind(strategy, evaluate_fn, state, checkpoints, done, result)
+        kind = type(type(strategy).__name__, (CheckpointedRun,), {})
+        rounds: CheckpointedRun = kind(
+            strategy, evaluate_fn, state, checkpoints, done, result
+        )
         result = Strategy.start(
             rounds,
             grid,
@@ -106,7 +108,7 @@ def run(
 
 
 @dataclass(eq=False)
-class Run(Strategy):
+class CheckpointedRun(Strategy):
     """A strategy in Flower's loop: finished rounds are read from a checkpoint, other
     rounds are saved.
 

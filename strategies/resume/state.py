@@ -15,8 +15,8 @@ from flwr.common import log
 from flwr.serverapp.strategy import Strategy
 
 from fedrot.errors import FedrotError
-from fedrot.strategies.flower_compat import transient_attributes
 from fedrot.strategies.resume.values import UnknownValueError, decode, encode
+from fedrot.strategies.wire.flower_compat import transient_attributes
 
 #: Functions that read and set the state of an object.
 Access = tuple[Callable[[], Any], Callable[[Any], Any]]

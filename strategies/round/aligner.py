@@ -11,9 +11,8 @@ import torch
 from flwr.common import log
 
 from fedrot.aggregation import Mean
-from fedrot.aggregation.layerwise import moved_by_layer
-from fedrot.alignment import Alignment
-from fedrot.anchors import (
+from fedrot.alignment.align import Alignment
+from fedrot.alignment.anchors import (
     ANCHORS,
     Finder,
     GlobalAnchor,
@@ -21,6 +20,7 @@ from fedrot.anchors import (
     finder,
     in_other_basis,
 )
+from fedrot.alignment.by_layer import moved_by_layer
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.round.record import RoundRecord
@@ -69,7 +69,7 @@ class Aligner:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AlignmentPlan:
     """The symmetry, options and device of an aligned strategy; the same in every
     round.
     """
@@ -93,7 +93,7 @@ class ToAnchor(Aligner):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: AlignmentPlan,
         broadcast: Tensors,
         record: RoundRecord,
         shared: Mean | None = None,

@@ -11,16 +11,15 @@ from flwr.app import Error, Message, MetricRecord, RecordDict
 from flwr.common import log
 
 from fedrot.errors import UpdateError, legible, refusal
+from fedrot.strategies.round.asked import Asked, client_id
 from fedrot.strategies.round.inbox import (
-    Asked,
-    client_id,
     metrics_layout,
     numbers_of,
     read_weight,
     unlike,
     with_common_layout,
 )
-from fedrot.strategies.wire.arrays import of_kind
+from fedrot.strategies.wire.arrays import records_of_type
 
 
 def readable_evaluations(
@@ -76,7 +75,7 @@ def _check_finite_metrics(content: RecordDict, weighted_by: str) -> None:
     """Raise ``UpdateError`` if an evaluation without examples has a metric that is NaN
     or infinite.
     """
-    (metrics,) = of_kind(content, MetricRecord).values()
+    (metrics,) = records_of_type(content, MetricRecord).values()
     for key, number in numbers_of(metrics):
         if not math.isfinite(number):
             raise UpdateError(

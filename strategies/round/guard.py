@@ -13,9 +13,9 @@ from flwr.common import log
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.arguments import check_functions
-from fedrot.strategies.reporting.rows import Evaluate
 from fedrot.strategies.reporting.verdict import KEPT_ALIGNED
 from fedrot.strategies.round.record import RoundRecord
+from fedrot.strategies.wire.flower_compat import Evaluate
 
 #: Words in the names of metrics whose lower, or higher, values are better.
 LOWER = frozenset(

@@ -5,7 +5,7 @@ reason.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import DEBUG, WARNING
 from typing import Any, TypeVar
@@ -15,27 +15,25 @@ from flwr.app import (
     ArrayRecord,
     ConfigRecord,
     Message,
-    Metadata,
     MetricRecord,
     RecordDict,
 )
 from flwr.common import log
-from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedrot.collect.statistics import TRAINED, brings
 from fedrot.errors import UpdateError, legible, refusal
-from fedrot.strategies.lazy_grid import LazyGrid
+from fedrot.strategies.round.asked import ADAPTER_RECORD, Asked, client_id
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.round.update import Question, Update, question_of
+from fedrot.strategies.round.update import Update
 from fedrot.strategies.wire.arrays import (
     STATISTICS,
     from_arrays,
     model_hash,
     model_records,
-    of_kind,
+    records_of_type,
 )
-from fedrot.strategies.wire.statistics import read_statistics
+from fedrot.strategies.wire.statistics_record import read_statistics
 from fedrot.tensors import (
     LARGEST_WEIGHT,
     SMALLEST_WEIGHT,
@@ -46,14 +44,6 @@ from fedrot.tensors import (
     compute_dtype,
 )
 
-#: Optional ConfigRecord of a reply with the client's own id, independent of its node
-#: id.
-CLIENT_RECORD, CLIENT_KEY = "client", "partition-id"
-
-#: Optional ConfigRecord of a reply with settings of the client's adapter, see
-#: ``adapter_record``.
-ADAPTER_RECORD = "fedrot-adapter"
-
 #: Integers of metrics from this size on cannot be averaged as floats.
 _LARGEST_INTEGER = 2**63
 
@@ -62,86 +52,6 @@ _LARGEST_INTEGER = 2**63
 _MOST_NUMBERS = 100_000
 
 T = TypeVar("T")
-
-
-class Asked:
-    """The requests of one round, and which of them have been answered.
-
-    Args:
-        messages: metadata of the messages after they were sent, with their ids. None if
-            unknown: every reply is then accepted as an answer.
-        clients: the clients' own ids by node, as far as clients have sent them in this
-            run.
-    """
-
-    def __init__(
-        self,
-        messages: Iterable[Metadata] | None = (),
-        clients: dict[int, int] | None = None,
-    ) -> None:
-        self._known = messages is not None
-        self.questions = [
-            Question(one.message_id, one.dst_node_id) for one in messages or ()
-        ]
-        self._asked = set(self.questions)
-        self._silent = set(self._asked)
-        self._clients = {} if clients is None else clients
-
-    def check(self, message: Message) -> None:
-        """Mark a request as answered; raises ``UpdateError`` if it is not open."""
-        question = self.question(message)
-        if question not in self._asked and not self._known:
-            self._asked.add(question)
-            self._silent.add(question)
-        if question not in self._asked:
-            raise UpdateError(
-                "It matches no request of this round (late, or of another run)."
-            )
-        if question not in self._silent:
-            raise UpdateError(
-                "Its sender has already answered in this round; the first answer is "
-                "used."
-            )
-        self._silent.remove(question)
-        self._clients[question.node] = client_id(message)
-
-    def question(self, message: Message) -> Question:
-        """Return the request that a message answers.
-
-        If a node has left, the SuperLink answers with an error under its own node id.
-        """
-        to = message.metadata.reply_to_message_id
-        of = (
-            [q for q in self._asked if q.message_id == to]
-            if message.has_error()
-            else []
-        )
-        return of[0] if len(of) == 1 else question_of(message)
-
-    def failed(self, message: Message) -> int | None:
-        """Mark an error reply's request as answered; return its client, None if already
-        answered.
-        """
-        question = self.question(message)
-        if question not in self._silent:
-            return None
-        self._silent.remove(question)
-        node = question.node
-        return self._clients.get(node, node)
-
-    @property
-    def silent(self) -> list[int]:
-        """The clients that have not answered, by their own ids if known, else by node
-        id.
-        """
-        return sorted(self._clients.get(one.node, one.node) for one in self._silent)
-
-
-def sent_by(grid: Grid | None, given: list[Metadata] | None) -> list[Metadata] | None:
-    """Return the messages that a grid has sent; a subclass may have changed the given
-    ones.
-    """
-    return (grid.sent if isinstance(grid, LazyGrid) else []) or given
 
 
 def with_common_layout(
@@ -161,7 +71,7 @@ def metrics_layout(
     content: RecordDict,
 ) -> tuple[str, tuple[tuple[str, int | None], ...]]:
     """Return the name, keys and list lengths of a content's only MetricRecord."""
-    ((name, record),) = of_kind(content, MetricRecord).items()
+    ((name, record),) = records_of_type(content, MetricRecord).items()
     lengths = {
         key: len(v) if isinstance(v, list) else None for key, v in record.items()
     }
@@ -179,17 +89,6 @@ def _listed(content: RecordDict) -> str:
     name, lengths = metrics_layout(content)
     keys = (key if n is None else f"{key} (list of {n})" for key, n in lengths)
     return legible(f"{', '.join(keys):.200} in '{name:.60}'")
-
-
-def client_id(message: Message) -> int:
-    """Return the client's own partition id if it sent one, else its node id."""
-    record = (
-        of_kind(message.content, ConfigRecord).get(CLIENT_RECORD)
-        if message.has_content()
-        else None
-    )
-    own = record.get(CLIENT_KEY) if record is not None else None
-    return own if isinstance(own, int) else message.metadata.src_node_id
 
 
 @dataclass(frozen=True)
@@ -305,11 +204,11 @@ class Inbox:
         if len(records) != 1:
             raise UpdateError(
                 f"The reply holds {len(records)} ArrayRecords and "
-                f"{len(of_kind(content, MetricRecord))} MetricRecords; send exactly "
-                "one of each."
+                f"{len(records_of_type(content, MetricRecord))} MetricRecords; send "
+                "exactly one of each."
             )
         weight = read_weight(content, self.weighted_by, SMALLEST_WEIGHT)
-        (metrics,) = of_kind(content, MetricRecord).values()
+        (metrics,) = records_of_type(content, MetricRecord).values()
         for name, most in self.figures.items():
             value = metrics.get(name)
             if not isinstance(value, (int, float)) or not 0 <= value <= most:
@@ -318,7 +217,9 @@ class Inbox:
                     f"number from 0 to {most:g}."
                 )
         wanted = self.schema.settings
-        said: Mapping[str, Any] = of_kind(content, ConfigRecord).get(ADAPTER_RECORD, {})
+        said: Mapping[str, Any] = records_of_type(content, ConfigRecord).get(
+            ADAPTER_RECORD, {}
+        )
         for name, value in wanted.items():
             if (own := said.get(name, value)) != value:
                 what = (
@@ -328,7 +229,7 @@ class Inbox:
         ((record, arrays),) = records.items()
         tensors = self.schema.read(arrays, self.copy)
         statistics = {}
-        if STATISTICS in of_kind(content, ArrayRecord):
+        if STATISTICS in records_of_type(content, ArrayRecord):
             statistics = read_statistics(content, self.schema.shapes, self.copy)
         missing = [kind for kind in self.needs if not brings(statistics, kind)]
         if missing:
@@ -375,12 +276,12 @@ def read_weight(
     """Return the weight in a content's only MetricRecord; raises ``UpdateError`` if
     that is invalid.
     """
-    if len(of_kind(content, MetricRecord)) != 1:
+    if len(records_of_type(content, MetricRecord)) != 1:
         raise UpdateError(
-            f"The reply holds {len(of_kind(content, MetricRecord))} MetricRecords; "
-            "send exactly one."
+            f"The reply holds {len(records_of_type(content, MetricRecord))} "
+            "MetricRecords; send exactly one."
         )
-    (metrics,) = of_kind(content, MetricRecord).values()
+    (metrics,) = records_of_type(content, MetricRecord).values()
     if weighted_by_key not in metrics:
         raise UpdateError(
             f"The MetricRecord has no '{weighted_by_key}' (it has: "

@@ -22,13 +22,6 @@ from flwr.serverapp.strategy import (
 from fedrot.aggregation import Aggregator, Mean
 from fedrot.collect.statistics import TRAINED
 from fedrot.errors import UpdateError
-from fedrot.strategies.flower_compat import (
-    clips_zero,
-    equal_weights,
-    metrics_function,
-    set_broadcast,
-    without_metrics,
-)
 from fedrot.strategies.round.guard import Comparison
 from fedrot.strategies.round.inbox import metrics_layout, unlike, with_common_layout
 from fedrot.strategies.round.outbox import (
@@ -41,7 +34,14 @@ from fedrot.strategies.round.outbox import (
 )
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Moved, Update
-from fedrot.strategies.wire.arrays import from_arrays, of_kind, without_arrays
+from fedrot.strategies.wire.arrays import from_arrays, records_of_type, without_arrays
+from fedrot.strategies.wire.flower_compat import (
+    clips_zero,
+    equal_weights,
+    metrics_function,
+    set_broadcast,
+    without_metrics,
+)
 from fedrot.tensors import Tensors
 
 #: The result of a round: the new model, None if the old one stays, and metrics.
@@ -289,7 +289,7 @@ class Listed:
         while self._held:
             update = self._held.pop(0)
             tensors = from_arrays(
-                of_kind(update.message.content, ArrayRecord)[update.record]
+                records_of_type(update.message.content, ArrayRecord)[update.record]
             )
             merge.add(Moved(update, (tensors,), update.statistics))
         return merge

@@ -18,25 +18,25 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedrot.aggregation import Mean
-from fedrot.alignment import Alignment
-from fedrot.anchors import Evidence, Finder, decided, finder, in_other_basis
+from fedrot.alignment.align import Alignment
+from fedrot.alignment.anchors import Evidence, Finder, decided, finder, in_other_basis
 from fedrot.check import check_function
 from fedrot.collect.activations import probing
 from fedrot.collect.random_inputs import reads_text
 from fedrot.errors import SymmetryError, UpdateError
 from fedrot.matching.descent import compact
-from fedrot.strategies.client_matching import (
+from fedrot.strategies.client.moves import (
     OTHER_BASIS_OPTIONS,
     alignment_by,
     read_moves,
     request,
 )
-from fedrot.strategies.lazy_grid import streamed
-from fedrot.strategies.round.aligner import Plan, ToAnchor
-from fedrot.strategies.round.inbox import Asked
+from fedrot.strategies.round.aligner import AlignmentPlan, ToAnchor
+from fedrot.strategies.round.asked import Asked
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Moved, Question, Update
 from fedrot.strategies.settings import OtherBasis
+from fedrot.strategies.wire.lazy_grid import streamed
 from fedrot.symmetry import Symmetry
 from fedrot.symmetry.canonical import canonical, check_rotates
 from fedrot.symmetry.resolve import settings_of, tied_tensors
@@ -47,7 +47,7 @@ from fedrot.tensors import Tensors, check_finite
 LARGEST_SHARE = 0.999
 
 
-class Exchange(NamedTuple):
+class ClientRequests(NamedTuple):
     """The grid, configuration and timeout for further requests to clients in a
     round.
     """
@@ -148,12 +148,12 @@ class FromOtherBases(ToAnchor):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: AlignmentPlan,
         others: OtherBases,
         broadcast: Tensors,
         record: RoundRecord,
         shared: Mean | None = None,
-        exchange: Exchange | None = None,
+        exchange: ClientRequests | None = None,
     ) -> None:
         self.others, self.exchange = others, exchange
         self._base, self._mixed = broadcast, True
@@ -249,7 +249,7 @@ class FromOtherBases(ToAnchor):
         return self.plan.symmetry.rotated if self.others.rotates else self.plan.symmetry
 
     def _matched_at_clients(
-        self, updates: Sequence[Update], exchange: Exchange
+        self, updates: Sequence[Update], exchange: ClientRequests
     ) -> dict[Question, Alignment]:
         """Return the alignments that clients found for their own updates."""
         base, rotates = self._base, self.others.rotates
@@ -274,7 +274,7 @@ class FromOtherBases(ToAnchor):
         self,
         requests: Sequence[Message],
         asked: Sequence[Update],
-        exchange: Exchange,
+        exchange: ClientRequests,
         before: Mapping[Question, Alignment],
         otherwise: str,
     ) -> dict[Question, Alignment]:
@@ -307,7 +307,7 @@ class FromOtherBases(ToAnchor):
         return found
 
     def _learned_together(
-        self, updates: Sequence[Update], exchange: Exchange
+        self, updates: Sequence[Update], exchange: ClientRequests
     ) -> dict[Question, Alignment]:
         """Return the alignments of all updates after the clients have learned a common
         basis.
@@ -363,7 +363,7 @@ class FromOtherBases(ToAnchor):
         return found
 
     def _request(
-        self, update: Update, alignment: Alignment, mean: Mean, exchange: Exchange
+        self, update: Update, alignment: Alignment, mean: Mean, exchange: ClientRequests
     ) -> Message:
         """Return the request to learn between a client's own model and the mean of all
         others.

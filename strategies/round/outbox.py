@@ -9,7 +9,6 @@ import torch
 from flwr.app import Array, ArrayRecord, Message, MessageType, MetricRecord, RecordDict
 from torch import Tensor
 
-from fedrot.strategies.flower_compat import NUMPY
 from fedrot.strategies.round.update import Moved
 from fedrot.strategies.wire.arrays import (
     STATISTICS,
@@ -17,11 +16,12 @@ from fedrot.strategies.wire.arrays import (
     encode,
     from_arrays,
     model_records,
-    of_kind,
+    records_of_type,
     replace_changed,
     same_bits,
     to_arrays,
 )
+from fedrot.strategies.wire.flower_compat import NUMPY
 from fedrot.tensors import Tensors, rounded
 
 
@@ -131,9 +131,9 @@ def with_tensors(moved: Moved, integers: Tensors) -> Message:
     """
     update, tensors = moved.update, {**moved.tensors, **integers}
     content = RecordDict(dict(update.message.content))
-    if STATISTICS in of_kind(content, ArrayRecord):
+    if STATISTICS in records_of_type(content, ArrayRecord):
         del content[STATISTICS]
-    arrays = of_kind(content, ArrayRecord).get(update.record, ArrayRecord())
+    arrays = records_of_type(content, ArrayRecord).get(update.record, ArrayRecord())
     content[update.record] = replace_changed(arrays, update.tensors, tensors)
     message = copy.copy(update.message)
     message.content = content

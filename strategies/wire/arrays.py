@@ -23,7 +23,7 @@ from numpy.lib import format as npy
 from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.strategies.flower_compat import NUMPY
+from fedrot.strategies.wire.flower_compat import NUMPY
 from fedrot.tensors import unusable
 
 R = TypeVar("R", ArrayRecord, MetricRecord, ConfigRecord)
@@ -328,7 +328,7 @@ def replace_changed(
     return ArrayRecord(found)
 
 
-def of_kind(content: RecordDict, kind: type[R]) -> dict[str, R]:
+def records_of_type(content: RecordDict, kind: type[R]) -> dict[str, R]:
     """Return the records of one kind; Flower's own views are cycles, which keep a
     content alive.
     """
@@ -343,7 +343,7 @@ def model_records(content: RecordDict) -> dict[str, ArrayRecord]:
     """
     return {
         name: arrays
-        for name, arrays in of_kind(content, ArrayRecord).items()
+        for name, arrays in records_of_type(content, ArrayRecord).items()
         if name != STATISTICS
     }
 
@@ -353,11 +353,11 @@ def without_arrays(content: RecordDict) -> RecordDict:
     64 KiB.
     """
     small, left = dict[str, ConfigRecord](), _LARGEST_CONFIGURATIONS
-    for name, record in of_kind(content, ConfigRecord).items():
+    for name, record in records_of_type(content, ConfigRecord).items():
         left -= _size(name, record)
         if left >= 0:
             small[name] = record
-    return RecordDict({**of_kind(content, MetricRecord), **small})
+    return RecordDict({**records_of_type(content, MetricRecord), **small})
 
 
 #: Approximate bytes of a reply's configurations that are kept until the round ends.

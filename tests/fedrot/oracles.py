@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import fedrot
-from fedrot.symmetry.actions import HeadRotation, Kind, Permutation
+from fedrot.symmetry.actions import Action, HeadRotation, Permutation
 from fedrot.symmetry.groups import Move
 from fedrot.symmetry.signs import SignedPermutation
 from tests.models import DIM, Names, State
@@ -41,23 +41,23 @@ def cross(
     return total
 
 
-def dense(kind: Kind, element: Tensor, size: int) -> Tensor:
+def dense(action: Action, element: Tensor, size: int) -> Tensor:
     """Return the matrix ``[size, size]`` of an element on the covariant side, entry by
     entry.
     """
     matrix = torch.zeros(size, size, dtype=torch.float64)
-    width = size // kind.units
-    for unit in range(kind.units):
+    width = size // action.units
+    for unit in range(action.units):
         for i in range(width):
             row = unit * width + i
-            if isinstance(kind, HeadRotation):
+            if isinstance(action, HeadRotation):
                 for j in range(width):
                     matrix[row, unit * width + j] = element[unit, i, j]
-            elif isinstance(kind, SignedPermutation):
+            elif isinstance(action, SignedPermutation):
                 value = int(element[unit])
                 matrix[row, (abs(value) - 1) * width + i] = 1 if value > 0 else -1
             else:
-                assert isinstance(kind, Permutation)
+                assert isinstance(action, Permutation)
                 matrix[row, int(element[unit]) * width + i] = 1
     return matrix
 
@@ -73,5 +73,5 @@ def random_moves(
     """Return a random element of every group of the parts."""
     rng = seeded(seed)
     return tuple(
-        Move(group, group.kind.random(rng)) for group in symmetry.select(parts)
+        Move(group, group.action.random(rng)) for group in symmetry.select(parts)
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedrot.aggregation import layerwise
+from fedrot.alignment import by_layer
 from tests.fedrot.pretend import Pretend
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu.py"
@@ -30,7 +30,7 @@ def test_its_path_on_a_gpu(
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
     monkeypatch.setitem(script["main"].__globals__, "COPIED", 2**10)
     monkeypatch.setattr(
-        layerwise, "STACKED", 0
+        by_layer, "STACKED", 0
     )  # A layer as small as these is a piece alone.
     with Pretend() as device:
         script["main"]()

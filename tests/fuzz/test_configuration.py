@@ -11,11 +11,11 @@ import pytest
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from fedrot.simulations import settings as configuration
+from fedrot.simulations import experiment as configuration
 from fedrot.simulations import simulate
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import BAD_INPUT
-from fedrot.simulations.settings import Experiment
+from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.strategy import NAMED, Strategy
 from tests.fuzz.cases import EDGES, fuzzed, misspelt, values
 

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from fedrot.collect.statistics import check_statistics
 from fedrot.errors import UpdateError
 from fedrot.strategies import statistics_record, to_arrays
-from fedrot.strategies.round.inbox import Asked, Inbox, Schema
+from fedrot.strategies.round.asked import Asked
+from fedrot.strategies.round.inbox import Inbox, Schema
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.wire.arrays import BFLOAT16, STATISTICS, TIED, from_arrays
 from fedrot.tensors import compute_dtype

@@ -26,8 +26,8 @@ from fedrot.collect.statistics import check_statistics
 from fedrot.errors import UpdateError
 from fedrot.lora import AdapterOptions
 from fedrot.strategies import Aligned, FedRotLoRA
+from fedrot.strategies.round.asked import Asked
 from fedrot.strategies.round.evaluations import readable_evaluations
-from fedrot.strategies.round.inbox import Asked
 from fedrot.tensors import LARGEST_NORM, check_finite
 from tests.fuzz.cases import fuzzed
 from tests.strategies.fakes import FakeGrid, failure, reply, tensors_of

@@ -10,11 +10,17 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedrot.strategies.sums.requests import LOSSES, ROWS, SUMS
+from fedrot.strategies.wire.fitting_messages import LOSSES, ROWS, SUMS
 from tests.fuzz.cases import EDGES, fuzzed
 from tests.fuzz.test_rounds import places, scales
 from tests.strategies.fakes import tensors_of
-from tests.strategies.feature_clients import OLD, Answer, accuracy, client, fitted
+from tests.strategies.fitting.feature_clients import (
+    OLD,
+    Answer,
+    accuracy,
+    client,
+    fitted,
+)
 
 edits = st.tuples(
     st.sampled_from(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import reproductions.plugins  # noqa: F401
-from fedrot.simulations.settings import read_experiments
+from fedrot.simulations.experiment import read_experiments
 from reproductions.barriers.grid import read_cells
 from reproductions.commands import GRIDS
 

@@ -21,9 +21,9 @@ from torch.nn.functional import cross_entropy, one_hot
 from transformers import BertConfig, BertModel
 from typer.testing import CliRunner
 
-from fedrot.head import fit_heads
 from fedrot.simulations import models
-from fedrot.strategies.sums.choice import SHRINKAGES
+from fedrot.strategies.fitting.exchange import SHRINKAGES
+from fedrot.task_head.fit import fitted_task_heads
 from reproductions.heads import __main__, cell, closed
 from reproductions.heads.arms import ARMS, Arm
 from reproductions.heads.federation import PROBE_RATES, PROBE_ROUNDS, Federation, epoch
@@ -102,7 +102,7 @@ def test_an_epoch_is_that_of_torch_and_scaffold_has_its_option_two(arm: Arm) -> 
 
 def test_discriminants_and_ridges_are_those_of_sklearn() -> None:
     total = closed.sums_of(FEATURES, LABELS, 5)
-    logits = closed.scores(FEATURES, fit_heads(total, SHRINKAGES))
+    logits = closed.scores(FEATURES, fitted_task_heads(total, SHRINKAGES))
     assert not (logits.argmax(-1) == 3).any()
     for found, shrinkage in zip(
         logits[..., [0, 1, 2, 4]].softmax(-1), SHRINKAGES, strict=True

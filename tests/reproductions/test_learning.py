@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import fedrot
-from fedrot import learning
-from fedrot.learning import Learned, loss_of
+from fedrot.alignment import learning
+from fedrot.alignment.learning import Learned, loss_of
 from fedrot.symmetry.actions import HeadRotation, Permutation
 from fedrot.symmetry.groups import Group, Move, Slice, Slot
 from reproductions.learning import (
@@ -81,13 +81,13 @@ def _in_gl(state: State, seed: int, spread: float = 1.0) -> State:
     """Return the same function after a random element of GL(d_h) in every head."""
     out = dict(state)
     for group in symmetry_for(NAME).select(("attention",)):
-        kind = HeadLinear(group.kind.heads, group.kind.dim)  # type: ignore[attr-defined]
+        action = HeadLinear(group.action.heads, group.action.dim)  # type: ignore[attr-defined]
         skew = (
             spread
             * torch.randn(HEADS, DIM, DIM, generator=seeded(seed)).double()
             / DIM**0.5
         )
-        move = Move(replace(group, kind=kind), torch.matrix_exp(skew))
+        move = Move(replace(group, action=action), torch.matrix_exp(skew))
         for slot in group.slots:
             out[slot.tensor] = move.on(out[slot.tensor], slot)
     return out
@@ -109,14 +109,14 @@ def test_the_function_is_preserved_and_permutations_stay_permutations(
     assert largest_difference(found.alignment.inverse().apply(moved), update) <= 1e-8
     moves = {move.group.name: move for move in found.alignment.moves}
     for group in symmetry_for(name).select(("ffn", "residual")):
-        assert group.kind.contains(moves[group.name].element)
+        assert group.action.contains(moves[group.name].element)
     (stream,) = (m for m in found.alignment.moves if m.group.part == "residual")
-    assert stream.group.kind.moved(stream.element).any()
+    assert stream.group.action.moved(stream.element).any()
     for group in symmetry_for(name).select(("attention",)):
         move = moves[group.name]
         assert (
-            isinstance(move.group.kind, HeadLinear),
-            move.group.kind.contains(move.element),
+            isinstance(move.group.action, HeadLinear),
+            move.group.action.contains(move.element),
         ) == (
             general,
             True,
@@ -197,24 +197,24 @@ def test_rotations_are_learned_as_fedrot_learns_them() -> None:
     "kind", [HeadRotation(2, 3), HeadLinear(2, 3), Permutation(6)], ids=str
 )
 def test_a_slot_moves_as_by_the_groups_own_action_with_true_gradients(
-    kind: Any, axis: int, start: int, contravariant: bool
+    action: Any, axis: int, start: int, contravariant: bool
 ) -> None:
     slot = Slot(
         "w",
         axis,
         Slice(start, start + 6),
-        contravariant and isinstance(kind, HeadLinear),
+        contravariant and isinstance(action, HeadLinear),
     )
-    group = Group("g", 0, "attention", kind, (slot,))
+    group = Group("g", 0, "attention", action, (slot,))
     shape = (10, 4) if axis == 0 else (4, 10)
     tensor = torch.randn(
         shape, generator=seeded(1), dtype=torch.float64, requires_grad=True
     )
-    element = kind.random(seeded(2))
-    matrix = dense(kind, element, 6) if isinstance(kind, Permutation) else element
+    element = action.random(seeded(2))
+    matrix = dense(action, element, 6) if isinstance(action, Permutation) else element
     moved = _multiplied(tensor.detach(), slot, group, matrix)
     assert (moved - Move(group, element).on(tensor.detach(), slot)).abs().max() <= 1e-12
-    on, expected = dense(kind, element, 6), tensor.detach().clone()
+    on, expected = dense(action, element, 6), tensor.detach().clone()
     on = torch.linalg.inv(on).mT if slot.contravariant else on
     slot.of(expected).copy_(along(on, slot.of(tensor.detach()), axis))
     assert (moved - expected).abs().max() <= 1e-12
@@ -227,7 +227,7 @@ def test_a_slot_moves_as_by_the_groups_own_action_with_true_gradients(
 def test_a_permutation_acts_hard_and_learns_softly() -> None:
     group = Group("g", 0, "ffn", Permutation(6), ())
     options = LearningOptions()
-    parameter = initial(group.kind)
+    parameter = initial(group.action)
     assert (_matrix(group, parameter, options) - torch.eye(6)).abs().max() <= 1e-6
     scores = torch.randn(
         6, 6, generator=seeded(1), dtype=torch.float64

@@ -9,7 +9,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from fedrot.simulations.cli.app import app
-from fedrot.simulations.folder import read_run
+from fedrot.simulations.run_folder import read_run
 
 #: Settings of a run of seconds.
 SMALL: dict[str, Any] = {

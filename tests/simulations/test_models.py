@@ -20,6 +20,7 @@ from fedrot.errors import FedrotError
 from fedrot.lora import adapter_tensors
 from fedrot.simulations import models
 from fedrot.simulations.data.encode import bundled_tokenizer
+from fedrot.simulations.experiment import TASKS
 from fedrot.simulations.models import (
     build_model,
     loading,
@@ -27,7 +28,6 @@ from fedrot.simulations.models import (
     settings_of,
     source_of,
 )
-from fedrot.simulations.settings import TASKS
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import check_model, task_of
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays

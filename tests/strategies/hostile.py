@@ -112,7 +112,7 @@ SETUPS: dict[str, Callable[[], Any]] = {
         anchor: lambda anchor=anchor: FedRot(
             CONFIG, alignment=fedrot.AlignmentOptions(anchor=anchor)
         )
-        for anchor in fedrot.anchors.ANCHORS
+        for anchor in fedrot.alignment.anchors.ANCHORS
     },
     "FedMedian": behind(FedMedian),
     "FedAdam": behind(FedAdam),

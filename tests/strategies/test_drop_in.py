@@ -22,7 +22,7 @@ from flwr.serverapp.strategy import (
 import fedrot
 from fedrot.errors import FedrotError
 from fedrot.strategies import Checkpointing, FedRot, Server
-from fedrot.strategies.lazy_grid import LazyGrid, Replies
+from fedrot.strategies.wire.lazy_grid import LazyGrid, Replies
 from tests.models import config_of, near
 from tests.strategies.classifier import NAME, SYMMETRY, state
 from tests.strategies.fakes import (

@@ -387,7 +387,7 @@ UNSAFE: list[tuple[str, dict[str, Any], str]] = [
     *(
         (name, {"alignment": fedrot.AlignmentOptions(anchor=anchor)}, "anchor='global'")
         for name in SERVER_SIDE
-        for anchor in sorted(set(fedrot.anchors.ANCHORS) - {"global"})
+        for anchor in sorted(set(fedrot.alignment.anchors.ANCHORS) - {"global"})
     ),
     (
         "server, fixed",

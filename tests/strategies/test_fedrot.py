@@ -44,7 +44,7 @@ from tests.strategies.fakes import (
 
 CONFIG, BASE = config_of(NAME), state()
 GLOBAL = fedrot.AlignmentOptions(anchor="global")
-ANCHORS = pytest.mark.parametrize("anchor", sorted(fedrot.anchors.ANCHORS))
+ANCHORS = pytest.mark.parametrize("anchor", sorted(fedrot.alignment.anchors.ANCHORS))
 
 
 AlignedMedian = in_front_of(FedMedian)

@@ -40,9 +40,9 @@ from fedrot.strategies import (
     FedRotLoRA,
     Server,
 )
-from fedrot.strategies.flower_compat import outside_of_the_engine
-from fedrot.strategies.lazy_grid import LazyGrid
 from fedrot.strategies.resume.run import run
+from fedrot.strategies.wire.flower_compat import outside_of_the_engine
+from fedrot.strategies.wire.lazy_grid import LazyGrid
 from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import FakeGrid, failure, in_front_of, reply, tensors_of
 from tests.strategies.test_lora import CONFIG as LORA

@@ -19,7 +19,7 @@ from flwr.serverapp.strategy import (
 
 from fedrot.errors import FedrotError
 from fedrot.lora import AdapterOptions, AdapterUpdate, average_adapters, fitted
-from fedrot.simulations.folder import read_rows
+from fedrot.simulations.run_folder import read_rows
 from fedrot.strategies import FedRotLoRA, adapter_record
 from fedrot.strategies.lora import (
     ERROR,

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fedrot.symmetry.actions import (
+    Action,
     HeadPermutation,
     HeadRotation,
-    Kind,
     Permutation,
     QueryPermutation,
 )
@@ -130,15 +130,15 @@ def attention(
     query_key, heads_read = matched(0, dim), p.output.read(heads.count * dim)
     value_output = (*p.value.written(kv, dim), heads_read)
     own = "" if heads.ordered else order or f"{name}heads"
-    inside: list[tuple[str, str, Kind, tuple[Slot, ...]]] = []
+    inside: list[tuple[str, str, Action, tuple[Slot, ...]]] = []
     if kv < heads.count and not heads.ordered:
         slots = tuple(s for u in query_side for s in u.written(heads.count, dim))
         queries = QueryPermutation(kv, heads.count // kv)
         inside.append(("queries", "heads", queries, (*slots, heads_read)))
     if heads.rotary:
         turned = RotarySigns if heads.normed else RotaryPhases
-        kind = turned(kv, heads.rotary, heads.interleaved)
-        inside.append(("qk", "attention", kind, matched(0, heads.rotary)))
+        action = turned(kv, heads.rotary, heads.interleaved)
+        inside.append(("qk", "attention", action, matched(0, heads.rotary)))
     if heads.rotary < dim and not heads.normed:
         still = matched(heads.rotary, dim)
         suffix = "qk.still" if heads.rotary else "qk"
@@ -147,8 +147,8 @@ def attention(
         )
     inside.append(("vo", "attention", HeadRotation(kv, dim), value_output))
     groups = [
-        Group(f"{name}{end}", NO_LAYER, part, kind, slots, own)
-        for end, part, kind, slots in inside
+        Group(f"{name}{end}", NO_LAYER, part, action, slots, own)
+        for end, part, action, slots in inside
     ]
     if not order and not heads.ordered:
         permuted = Group(
@@ -202,7 +202,7 @@ def shared_heads(name: str, bias: str, blocks: Sequence[Block]) -> Block:
     ]
     if not (name and inside):
         return together(*blocks)
-    heads = inside[0].kind.units
+    heads = inside[0].action.units
     slots = (
         *(slot for group in inside for slot in group.slots),
         Slot(bias, 1, Slice(0, heads)),
@@ -228,7 +228,7 @@ def feed_forward(
     units = up.written(1, neurons)
     if gate is not None:
         units += gate.written(1, neurons, unsigned=True)
-    kind = Permutation(neurons) if gate is None else SignedPermutation(neurons)
-    group = Group(f"{name}ffn", NO_LAYER, "ffn", kind, (*units, down.read(neurons)))
+    action = Permutation(neurons) if gate is None else SignedPermutation(neurons)
+    group = Group(f"{name}ffn", NO_LAYER, "ffn", action, (*units, down.read(neurons)))
     readers = [unit.between(None, space) for unit in (up, gate) if unit is not None]
     return Block((group,), merged(*readers, down.between(space, None)))

@@ -79,8 +79,8 @@ def mixture(
         Slot(down, 2, first, contravariant=True, experts=True),
     )
     order = Group(f"{name}experts", NO_LAYER, "ffn", ExpertPermutation(experts), whole)
-    kind = ExpertNeurons(experts, neurons)
-    inside = Group(f"{name}ffn", NO_LAYER, "ffn", kind, units, within=order.name)
+    action = ExpertNeurons(experts, neurons)
+    inside = Group(f"{name}ffn", NO_LAYER, "ffn", action, units, within=order.name)
     inputs, written = (None, None, read(RESIDUAL)), (None, RESIDUAL, None)
     return Block(
         (order, inside),

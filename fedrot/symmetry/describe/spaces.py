@@ -25,12 +25,12 @@ class Space:
     """A family's description of one space.
 
     Attributes:
-        kind: the action on the space, with signs under RMSNorm and odd activations.
+        action: the action on the space, with signs under RMSNorm and odd activations.
         present: a tensor; if the model lacks it, the space is the residual stream.
         absent: a tensor; if the model has it, the space is the residual stream.
     """
 
-    kind: type[Permutation] = Permutation
+    action: type[Permutation] = Permutation
     present: str = ""
     absent: str = ""
 

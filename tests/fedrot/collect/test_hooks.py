@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import fedrot
-from fedrot.head import collect_classes
-from fedrot.temperature import collect_losses
+from fedrot.task_head.losses import collect_losses
+from fedrot.task_head.sums import collect_classes
 from tests.models import fresh_model, inputs, largest_difference, state_of, symmetry_for
 
 NAME = "bert-classifier"

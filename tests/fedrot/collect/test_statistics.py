@@ -205,12 +205,12 @@ def random_alignment(
     symmetry, rng = symmetry_for(name), seeded(1)
     parts = tuple(part for part in EVERYTHING if part not in symmetry.refused)
     chosen = [group for group in symmetry.select(parts) if wanted(group)]
-    moves = tuple(Move(group, group.kind.random(rng)) for group in chosen)
+    moves = tuple(Move(group, group.action.random(rng)) for group in chosen)
     return fedrot.Alignment(symmetry, moves, fedrot.AlignmentReport((), 0, 0, 0))
 
 
 def rotates(group: Group) -> bool:
-    return isinstance(group.kind, (HeadRotation, RotaryPhases))
+    return isinstance(group.action, (HeadRotation, RotaryPhases))
 
 
 def stays(group: Group) -> bool:
@@ -247,7 +247,7 @@ def test_gram_matrices_follow_a_random_element_of_all_parts(name: str) -> None:
             for move in alignment.moves
             for slot in move.group.slots
             if slot.axis == INPUT_AXIS[kind]
-            and move.group.kind.moved(move.element).any()
+            and move.group.action.moved(move.element).any()
         }
         assert far == read & expected.keys()
     assert ("gram_conv1d" in after) == name.startswith("gpt2")

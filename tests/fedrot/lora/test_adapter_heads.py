@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from fedrot.errors import FedrotError
-from fedrot.head import adapter_head_of, collect_classes, fit_head, head_of, with_head
 from fedrot.lora.peft_model import adapter_tensors, load_adapter
-from fedrot.temperature import Heads, collect_losses, compare_losses
+from fedrot.task_head.fit import fitted_task_head, with_task_head
+from fedrot.task_head.losses import Heads, collect_losses, compare_losses
+from fedrot.task_head.names import adapter_task_head_of, task_head_of
+from fedrot.task_head.sums import collect_classes
 from tests.fedrot.collect.tiny import batch_of, tiny_classifier
-from tests.fedrot.test_head import assert_close
+from tests.fedrot.task_head.test_sums import assert_close
 from tests.models import randomise
 
 
@@ -51,16 +53,16 @@ def test_the_head_beside_an_adapter_is_that_of_the_merged_model(
         {**batch_of(seed, rows=9), "labels": torch.arange(9) % 3} for seed in (1, 2)
     ]
     merged = copy.deepcopy(model).merge_and_unload()
-    head = adapter_head_of(adapter_tensors(model))
-    assert (head, head_of(merged.config, merged.state_dict())) == (
+    head = adapter_task_head_of(adapter_tensors(model))
+    assert (head, task_head_of(merged.config, merged.state_dict())) == (
         f"base_model.model.{name}",
         name,
     )
     found = collect_classes(model, batches, head)
     assert_close(found, collect_classes(merged, batches, name))
-    weight, bias = fit_head(found, bias=name != "score")
-    load_adapter(model, with_head(adapter_tensors(model), head, weight, bias))
-    merged.load_state_dict(with_head(merged.state_dict(), name, weight, bias))
+    weight, bias = fitted_task_head(found, bias=name != "score")
+    load_adapter(model, with_task_head(adapter_tensors(model), head, weight, bias))
+    merged.load_state_dict(with_task_head(merged.state_dict(), name, weight, bias))
     expected = collect_losses(merged, batches).losses
     torch.testing.assert_close(collect_losses(model, batches).losses, expected)
     heads = Heads(weight[None], bias[None], torch.tensor([-1]))
@@ -71,9 +73,9 @@ def test_the_head_beside_an_adapter_is_that_of_the_merged_model(
 
 def test_adapters_without_one_task_head_are_refused() -> None:
     with pytest.raises(FedrotError, match="has 0 layers named classifier, score"):
-        adapter_head_of(adapter_tensors(adapted("bert")))
+        adapter_task_head_of(adapter_tensors(adapted("bert")))
     with pytest.raises(FedrotError, match="has 2 layers"):
-        adapter_head_of(
+        adapter_task_head_of(
             {
                 f"base_model.model.{name}.weight": (3, 8)
                 for name in ("score", "classifier")

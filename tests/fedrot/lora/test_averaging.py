@@ -200,13 +200,13 @@ def test_every_method_and_gauge_has_a_case() -> None:
 def test_the_product_is_the_oracle_s_in_any_order_scale_and_coordinates(
     options: AdapterOptions, seed: int, ranks: list[int], rank: int, received: bool
 ) -> None:
-    if not options.kind.any_rank:
+    if not options.averaging.any_rank:
         ranks, rank = [rank] * len(ranks), rank
     sent, previous = clients(seed, ranks), adapter(seed + 7, rank) if received else None
     asked = [one.update() for one in sent]
     found, report = average_adapters(asked, SETTINGS, options, previous, rank)
     other = [replace(one, weight=8 * one.weight) for one in sent[::-1]]
-    if options.kind.any_rank:
+    if options.averaging.any_rank:
         other = [
             replace(one, tensors=scrambled(one.tensors, n))
             for n, one in enumerate(other)

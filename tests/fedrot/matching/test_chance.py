@@ -17,7 +17,7 @@ from scipy.stats import chi2
 from transformers import BertConfig, BertForSequenceClassification
 
 import fedrot
-from fedrot.anchors import align_round
+from fedrot.alignment.anchors import align_round
 from fedrot.matching import chance
 from fedrot.matching.chance import line_of, null_models
 from fedrot.matching.inside_heads import RotationSolver
@@ -86,7 +86,7 @@ def test_near_an_anchor_chance_is_the_share_of_free_dimensions(name: str) -> Non
             found[row.group] += row.found / row.before / seeds
             expected[row.group] = row.chance / row.before
     assert set(found) == {group.name for group in symmetry.select(("attention",))}
-    free = {group.name: group.kind.free for group in symmetry.groups}
+    free = {group.name: group.action.free for group in symmetry.groups}
     for group, share in found.items():
         # The sampled share is a mean of chi-squared variables: four standard errors.
         error = 4 * (2 / max(free[group], 1) / seeds) ** 0.5
@@ -348,7 +348,7 @@ def test_spread_of_a_mean_of_equals() -> None:
         assert spread.along["moved"] == 0
     # Where the noise is only across, or only along.
     group, entries = _group(2, 8), 1000
-    share = group.kind.free / entries
+    share = group.action.free / entries
     assert Spread(0.5).factor(group, entries) == 1
     expected = 3 / (share * 3 + (1 - share) * 1.5)
     assert Spread(0.5, {"g": 2.0}).factor(group, entries) == pytest.approx(expected)
@@ -401,7 +401,7 @@ def test_a_large_group_is_drawn_once_and_a_small_one_beside_it_more_often(
     """More neurons than ``ENOUGH``, as BERT-base has in a layer."""
     state, symmetry = bert(16)
     ffn = next(group for group in symmetry.groups if group.part == "ffn")
-    large = replace(ffn, kind=replace(ffn.kind, n=chance.ENOUGH + 100))
+    large = replace(ffn, action=replace(ffn.action, n=chance.ENOUGH + 100))
     groups = [
         large if group is ffn else group
         for group in symmetry.groups
@@ -427,7 +427,7 @@ def test_the_quantile_of_heads_counts_four_times_the_norm_of_those_that_move() -
 def test_the_quantile_of_orders_bounds_all_of_them_together() -> None:
     state, symmetry = bert(16)
     (group,) = (g for g in symmetry.groups if g.part == "ffn")
-    units, entries = group.kind.units, chance.entries_of(group, state)
+    units, entries = group.action.units, chance.entries_of(group, state)
     order = torch.arange(units)
     order[[3, 5, 8]] = order[[5, 8, 3]]
     moved = apply_moves(state, [Move(group, order)])
@@ -475,7 +475,7 @@ def test_near_is_up_to_a_twentieth_of_the_anchor() -> None:
     problem = Problem(Anchor(state), state, symmetry, fedrot.AlignmentOptions())
     most, entries = 0.05 * problem.anchor.size(group), chance.entries_of(group, state)
     assert chance.near_chance(problem, group, most) == pytest.approx(
-        most * group.kind.free / entries
+        most * group.action.free / entries
     )
     assert chance.near_chance(problem, group, 1.0001 * most) is None
 

@@ -23,9 +23,9 @@ NAME, EXPERTS, NEURONS = "mixtral", 3, 20
 FFN = fedrot.AlignmentOptions(parts=("ffn",), chance=0)
 
 
-def _groups(kind: type) -> list[Group]:
+def _groups(action: type) -> list[Group]:
     return [
-        group for group in symmetry_for(NAME).groups if isinstance(group.kind, kind)
+        group for group in symmetry_for(NAME).groups if isinstance(group.action, action)
     ]
 
 
@@ -130,10 +130,10 @@ def test_router_rows_in_place_certify_no_order_while_neurons_are_elsewhere() -> 
     assert all(torch.equal(aligned[name], anchor[name]) for name in neurons)
 
 
-@pytest.mark.parametrize("kind", [ExpertNeurons, ExpertPermutation])
-def test_neurons_and_experts_move_without_each_other(kind: type) -> None:
+@pytest.mark.parametrize("action", [ExpertNeurons, ExpertPermutation])
+def test_neurons_and_experts_move_without_each_other(action: type) -> None:
     anchor, rng = state_of(NAME), seeded(3)
-    moves = [Move(group, group.kind.random(rng)) for group in _groups(kind)[1:]]
+    moves = [Move(group, group.action.random(rng)) for group in _groups(action)[1:]]
     client = apply_moves(anchor, moves)
     alignment = fedrot.align(client, anchor, symmetry_for(NAME), FFN)
     assert [move.group.name for move in alignment.moves] == [
@@ -147,7 +147,7 @@ def test_neurons_and_experts_move_without_each_other(kind: type) -> None:
         row["group"]: row["moved"] for row in alignment.report.rows() if row["moved"]
     }
     assert moved == {
-        m.group.name: int(m.group.kind.moved(m.element).sum()) for m in moves
+        m.group.name: int(m.group.action.moved(m.element).sum()) for m in moves
     }
 
 

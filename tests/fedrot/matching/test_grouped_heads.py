@@ -23,7 +23,7 @@ def _orders(symmetry: fedrot.Symmetry) -> tuple[Group, Group]:
     layer.
     """
     heads, queries = symmetry.select(("heads",), (0,))
-    assert isinstance(queries.kind, QueryPermutation)
+    assert isinstance(queries.action, QueryPermutation)
     return heads, queries
 
 
@@ -35,12 +35,12 @@ def _best_by_trying_all(
     """
     anchor, symmetry = state_of(name), symmetry_for(name)
     heads, queries = _orders(symmetry)
-    kind = queries.kind
-    assert isinstance(kind, QueryPermutation)
-    orders = list(itertools.permutations(range(kind.n)))
+    action = queries.action
+    assert isinstance(action, QueryPermutation)
+    orders = list(itertools.permutations(range(action.n)))
     best = float("inf")
-    for outer in itertools.permutations(range(kind.groups)):
-        for inner in itertools.product(orders, repeat=kind.groups):
+    for outer in itertools.permutations(range(action.groups)):
+        for inner in itertools.product(orders, repeat=action.groups):
             moves = [
                 Move(heads, torch.tensor(outer)),
                 Move(queries, torch.tensor(inner)),
@@ -107,11 +107,11 @@ def _elements(
     groups = symmetry.select(("attention",), (0,))
     matrices = {}
     for group in groups:
-        assert isinstance(group.kind, InsideHeads)
-        each = torch.eye(group.kind.dim, dtype=torch.float64)
-        heads = torch.eye(group.kind.heads, dtype=torch.float64)[seen]
+        assert isinstance(group.action, InsideHeads)
+        each = torch.eye(group.action.dim, dtype=torch.float64)
+        heads = torch.eye(group.action.heads, dtype=torch.float64)[seen]
         matrices[group.name] = (
-            0.1 * torch.kron(heads, each) / (group.kind.heads * group.kind.dim)
+            0.1 * torch.kron(heads, each) / (group.action.heads * group.action.dim)
         )
     activations = fedrot.Activations(
         matrices, {group.name: group.within for group in groups}
@@ -149,7 +149,7 @@ def test_weights_of_queries_order_them_where_those_of_keys_have_no_say(
     """
     anchor, symmetry = state_of(name), symmetry_for(name)
     heads, queries = _orders(symmetry)
-    assert isinstance(queries.kind, QueryPermutation)
+    assert isinstance(queries.action, QueryPermutation)
     once = [slot for slot in heads.slots if slot not in queries.slots]
     assert len(once) >= 2
     for slot in once:
@@ -157,11 +157,11 @@ def test_weights_of_queries_order_them_where_those_of_keys_have_no_say(
         slot.slice.write(
             anchor[slot.tensor], slot.axis, 10 * slot.of(anchor[slot.tensor])
         )
-    order = torch.arange(queries.kind.n).roll(1).repeat(queries.kind.groups, 1)
+    order = torch.arange(queries.action.n).roll(1).repeat(queries.action.groups, 1)
     update = {
         key: t.clone() for key, t in apply_moves(anchor, [Move(queries, order)]).items()
     }
     for slot in once:
         slot.slice.write(update[slot.tensor], slot.axis, -slot.of(update[slot.tensor]))
-    found = _elements(name, update, anchor, torch.arange(heads.kind.units), 1.0)
-    assert found == {queries.name: queries.kind.inverse(order).tolist()}
+    found = _elements(name, update, anchor, torch.arange(heads.action.units), 1.0)
+    assert found == {queries.name: queries.action.inverse(order).tolist()}

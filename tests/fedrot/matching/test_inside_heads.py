@@ -16,16 +16,16 @@ KEY_HEADS, FREQUENCIES = 3, 4
 SIZES = torch.tensor([100.0, 1.0, 0.01], dtype=torch.float64)[:, None]
 
 
-@pytest.mark.parametrize("kind", [RotaryPhases, RotarySigns])
+@pytest.mark.parametrize("action", [RotaryPhases, RotarySigns])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_the_best_turn_of_every_frequency_is_not_beaten(
-    kind: type[RotaryPhases | RotarySigns], interleaved: bool
+    action: type[RotaryPhases | RotarySigns], interleaved: bool
 ) -> None:
     """Evidence from blocks and from cross matrices agrees with what elements make of
     the blocks.
     """
     dim, options, rng = 2 * FREQUENCIES, fedrot.AlignmentOptions(), seeded(4)
-    group, solver = kind(KEY_HEADS, dim, interleaved), RotarySolver()
+    group, solver = action(KEY_HEADS, dim, interleaved), RotarySolver()
     shape = (KEY_HEADS, dim, 5)
     a, c = torch.randn(2, KEY_HEADS * dim, 5, generator=rng, dtype=torch.float64)
     cross = a.reshape(shape) @ c.reshape(shape).mT
@@ -39,7 +39,7 @@ def test_the_best_turn_of_every_frequency_is_not_beaten(
     for element in (best, *(group.random(rng) for _ in range(20))):
         assert torch.allclose(solver.value(group, element, evidence), reached(element))
         assert bool((reached(element) <= reached(best) + 1e-9).all())
-    if kind is RotaryPhases:
+    if action is RotaryPhases:
         small = [best + 1e-3 * group.random(rng) for _ in range(20)]
         assert all(bool((reached(element) < reached(best)).all()) for element in small)
     still = group.compose(group.inverse(best), best)

@@ -15,7 +15,7 @@ from torch import Tensor
 import fedrot
 from fedrot.matching import problem as of_problem
 from fedrot.matching.problem import Match, Problem, solver_of, solves, stage_of
-from fedrot.symmetry.actions import HeadRotation, Kind, Permutation
+from fedrot.symmetry.actions import Action, HeadRotation, Permutation
 from fedrot.symmetry.groups import Group, Move, apply_moves
 from tests.models import largest_difference, near, state_of, symmetry_for
 
@@ -35,7 +35,7 @@ class HeadLinear(HeadRotation):
 
 def _with_reversals(symmetry: fedrot.Symmetry) -> fedrot.Symmetry:
     groups = [
-        replace(g, kind=Reversal(g.kind.units)) if g.part == "ffn" else g
+        replace(g, action=Reversal(g.action.units)) if g.part == "ffn" else g
         for g in symmetry.groups
     ]
     return replace(symmetry, groups=tuple(groups))
@@ -44,7 +44,7 @@ def _with_reversals(symmetry: fedrot.Symmetry) -> fedrot.Symmetry:
 def _match_reversals(groups: Sequence[Group], problem: Problem) -> list[Match]:
     matches = []
     for group in groups:
-        element = torch.arange(group.kind.units).flip(0)
+        element = torch.arange(group.action.units).flip(0)
         before = problem.total([group])
         after = problem.moved([Move(group, element)]).total([group])
         best: Tensor | None = element if after < before else None
@@ -62,7 +62,7 @@ class Late(Permutation):
 
 
 #: Actions in place of those of a part, and what is told.
-REFUSED: dict[str, tuple[str, Callable[[Any], Kind], str]] = {
+REFUSED: dict[str, tuple[str, Callable[[Any], Action], str]] = {
     "no solver": (
         "ffn",
         lambda k: Reversal(k.units),
@@ -82,15 +82,19 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Kind], str]] = {
 }
 
 
-@pytest.mark.parametrize(("part", "kind", "told"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("part", "action", "told"), REFUSED.values(), ids=REFUSED)
 def test_an_action_that_cannot_be_matched_is_refused_by_name(
-    part: str, kind: Callable[[Any], Kind], told: str, monkeypatch: pytest.MonkeyPatch
+    part: str,
+    action: Callable[[Any], Action],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(of_problem, "SOLVERS", dict(of_problem.SOLVERS))
     solves(Late)(_match_reversals)
     state, symmetry = state_of(NAME), symmetry_for(NAME)
     groups = tuple(
-        replace(g, kind=kind(g.kind)) if g.part == part else g for g in symmetry.groups
+        replace(g, action=action(g.action)) if g.part == part else g
+        for g in symmetry.groups
     )
     name = next(g.name for g in groups if g.part == part)
     with pytest.raises(fedrot.SymmetryError, match=f"group '{name}' .*{told}"):
@@ -116,10 +120,10 @@ def test_a_registered_solver_is_used_in_the_stage_of_its_action(
     symmetry = _with_reversals(symmetry_for(NAME))
     anchor, order = state_of(NAME), []
     for group in symmetry.groups:
-        if isinstance(group.kind, Reversal):
+        if isinstance(group.action, Reversal):
             assert stage_of(group) == "heads"
             assert solver_of(group) is match
-            order.append(Move(group, torch.arange(group.kind.units).flip(0)))
+            order.append(Move(group, torch.arange(group.action.units).flip(0)))
     client = near(anchor, 0.01)
     moved = apply_moves(client, order)
     options = fedrot.AlignmentOptions(parts=("ffn",), chance=0)
@@ -127,5 +131,5 @@ def test_a_registered_solver_is_used_in_the_stage_of_its_action(
     assert called == [len(order)] == [2]
     assert largest_difference(alignment.apply(moved), client) == 0
     assert [row.moved for row in alignment.report.groups] == [
-        g.group.kind.units for g in order
+        g.group.action.units for g in order
     ]

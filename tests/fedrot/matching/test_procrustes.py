@@ -108,22 +108,22 @@ def test_rotation_moves_least_where_the_anchor_says_nothing() -> None:
     assert np.abs(found.double().numpy() - least).max() <= 1e-3
 
 
-def _spectrum(kind: str, size: int, exponent: float) -> Tensor:
+def _spectrum(action: str, size: int, exponent: float) -> Tensor:
     """Return singular values of which the least is ``10 ** -exponent``, none or all are
     0 or tiny.
     """
     values = torch.logspace(-exponent, 0, size, dtype=torch.float64)
-    if kind == "one-small":
+    if action == "one-small":
         values[1:] = 1.0
-    elif kind == "deficient":
+    elif action == "deficient":
         values[: size // 2] = 0
-    return values * 10.0 ** (exponent - 6) if kind == "other unit" else values
+    return values * 10.0 ** (exponent - 6) if action == "other unit" else values
 
 
-@pytest.mark.parametrize("kind", ["spread", "one-small", "deficient", "other unit"])
+@pytest.mark.parametrize("action", ["spread", "one-small", "deficient", "other unit"])
 @pytest.mark.parametrize("size", [8, 16, 64])
 def test_iterated_rotations_are_as_good_as_those_of_the_svd(
-    size: int, kind: str
+    size: int, action: str
 ) -> None:
     """Newton-Schulz in float32, with its fallback: at every condition number.
 
@@ -132,7 +132,7 @@ def test_iterated_rotations_are_as_good_as_those_of_the_svd(
     """
     rng, eye = seeded(size), torch.eye(size, dtype=torch.float64)
     for exponent in np.linspace(0, 12, 49 if size < 64 else 13):
-        values = _spectrum(kind, size, exponent)
+        values = _spectrum(action, size, exponent)
         shape = (2, size, size)
         u, v = torch.linalg.qr(torch.randn(shape, generator=rng, dtype=torch.float64))[
             0
@@ -141,7 +141,7 @@ def test_iterated_rotations_are_as_good_as_those_of_the_svd(
         rotation = polar(m[None], precise=False)[0]
         assert (rotation.T @ rotation - eye).abs().max() <= 1e-8, exponent
         assert float((rotation * m).sum()) >= (1 - 1e-6) * float(values.sum()), exponent
-        if exponent == 0 and kind != "deficient":
+        if exponent == 0 and action != "deficient":
             # Not by the fallback: this test would compare it with itself.
             assert not torch.equal(rotation, polar(m))
     assert torch.equal(polar(0 * m[None], precise=False)[0], eye)

@@ -15,9 +15,9 @@ from torch import Tensor
 from fedrot.matching.descent import compact
 from fedrot.matching.problem import SOLVERS
 from fedrot.symmetry.actions import (
+    Action,
     HeadPermutation,
     HeadRotation,
-    Kind,
     Orders,
     Permutation,
     QueryPermutation,
@@ -34,7 +34,7 @@ from tests.models import EVERYTHING, largest_difference
 SIZE = 12
 #: Every action on an axis of ``SIZE``, with the largest entry of the mean of its random
 #: matrices.
-KINDS: dict[str, tuple[Kind, float]] = {
+KINDS: dict[str, tuple[Action, float]] = {
     "permutation": (Permutation(SIZE), 1 / 12),
     "blocks": (Permutation(4), 1 / 4),
     "signed": (SignedPermutation(SIZE), 0),
@@ -51,33 +51,33 @@ KINDS: dict[str, tuple[Kind, float]] = {
     "experts' neurons": (ExpertNeurons(2, 6), 0),
 }
 ROTATIONS = [
-    name for name, (kind, _) in KINDS.items() if isinstance(kind, HeadRotation)
+    name for name, (action, _) in KINDS.items() if isinstance(action, HeadRotation)
 ]
 KIND = pytest.mark.parametrize("name", KINDS)
 
 
-def matrix(kind: Kind, element: Tensor) -> Tensor:
+def matrix(action: Action, element: Tensor) -> Tensor:
     """Return the matrix of an element, written from the definition."""
-    if isinstance(kind, QueryPermutation | ExpertNeurons):
+    if isinstance(action, QueryPermutation | ExpertNeurons):
         one = (
-            Permutation(kind.n)
-            if isinstance(kind, QueryPermutation)
-            else SignedPermutation(kind.n)
+            Permutation(action.n)
+            if isinstance(action, QueryPermutation)
+            else SignedPermutation(action.n)
         )
         return torch.block_diag(
             *(dense(one, row, SIZE // len(element)) for row in element)
         )
-    if not isinstance(kind, RotaryPhases | RotarySigns):
-        return dense(kind, element, SIZE)
+    if not isinstance(action, RotaryPhases | RotarySigns):
+        return dense(action, element, SIZE)
     found = torch.zeros(SIZE, SIZE, dtype=torch.float64)
     for head, row in enumerate(element.tolist()):
         for f, value in enumerate(row):
             first, second = (
-                (2 * f, 2 * f + 1) if kind.interleaved else (f, f + kind.dim // 2)
+                (2 * f, 2 * f + 1) if action.interleaved else (f, f + action.dim // 2)
             )
-            i, j = head * kind.dim + first, head * kind.dim + second
+            i, j = head * action.dim + first, head * action.dim + second
             angle = (
-                value if isinstance(kind, RotaryPhases) else (1 - value) * math.pi / 2
+                value if isinstance(action, RotaryPhases) else (1 - value) * math.pi / 2
             )
             found[i, i] = found[j, j] = math.cos(angle)
             found[j, i] = math.sin(angle)
@@ -86,15 +86,15 @@ def matrix(kind: Kind, element: Tensor) -> Tensor:
 
 
 def act(
-    kind: Kind, element: Tensor, x: Tensor, axis: int, contravariant: bool = False
+    action: Action, element: Tensor, x: Tensor, axis: int, contravariant: bool = False
 ) -> Tensor:
     """Return what an action makes of an axis; experts have their number on an axis of
     its own.
     """
-    if not isinstance(kind, ExpertNeurons):
-        return kind.act(element, x, axis, contravariant)
-    apart = x.movedim(axis, 0).unflatten(0, (kind.experts, kind.n))
-    return kind.act(element, apart, 1, contravariant).flatten(0, 1).movedim(0, axis)
+    if not isinstance(action, ExpertNeurons):
+        return action.act(element, x, axis, contravariant)
+    apart = x.movedim(axis, 0).unflatten(0, (action.experts, action.n))
+    return action.act(element, apart, 1, contravariant).flatten(0, 1).movedim(0, axis)
 
 
 def close(one: Tensor, other: Tensor) -> bool:
@@ -102,46 +102,46 @@ def close(one: Tensor, other: Tensor) -> bool:
 
 
 def test_every_action_has_a_case() -> None:
-    assert {type(kind) for kind, _ in KINDS.values()} == set(SOLVERS)
+    assert {type(action) for action, _ in KINDS.values()} == set(SOLVERS)
 
 
 @KIND
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 2**31), axis=st.integers(0, 1))
 def test_actions_are_groups_of_matrices(name: str, seed: int, axis: int) -> None:
-    kind, rng = KINDS[name][0], seeded(seed)
-    first, second = kind.random(rng), kind.random(rng)
+    action, rng = KINDS[name][0], seeded(seed)
+    first, second = action.random(rng), action.random(rng)
     x = torch.randn(SIZE, SIZE, generator=rng, dtype=torch.float64)
     m, n, eye = (
-        matrix(kind, first),
-        matrix(kind, second),
+        matrix(action, first),
+        matrix(action, second),
         torch.eye(SIZE, dtype=torch.float64),
     )
     for contravariant in (False, True):
         expected = along(torch.linalg.inv(m).T if contravariant else m, x, axis)
-        assert close(act(kind, first, x, axis, contravariant), expected)
-    assert close(act(kind, first, x[0], 0), m @ x[0])
-    assert close(matrix(kind, kind.compose(second, first)), n @ m)
-    assert close(matrix(kind, kind.inverse(first)), torch.linalg.inv(m))
-    moved = (m - eye).reshape(kind.units, SIZE // kind.units, SIZE).abs().amax(
+        assert close(act(action, first, x, axis, contravariant), expected)
+    assert close(act(action, first, x[0], 0), m @ x[0])
+    assert close(matrix(action, action.compose(second, first)), n @ m)
+    assert close(matrix(action, action.inverse(first)), torch.linalg.inv(m))
+    moved = (m - eye).reshape(action.units, SIZE // action.units, SIZE).abs().amax(
         (1, 2)
     ) > 1e-6
-    assert torch.equal(kind.moved(first), moved)
-    assert not kind.moved(kind.compose(kind.inverse(first), first)).any()
-    on_fisher = kind.on_fisher(first)
-    assert (on_fisher is None) == isinstance(kind, HeadRotation | RotaryPhases)
+    assert torch.equal(action.moved(first), moved)
+    assert not action.moved(action.compose(action.inverse(first), first)).any()
+    on_fisher = action.on_fisher(first)
+    assert (on_fisher is None) == isinstance(action, HeadRotation | RotaryPhases)
     if (
         on_fisher is not None
     ):  # gradients move by ``M^-T``; their squares follow without signs
         gradient = along(torch.linalg.inv(m).T, x, axis)
-        assert close(act(kind, on_fisher, x.square(), axis), gradient.square())
+        assert close(act(action, on_fisher, x.square(), axis), gradient.square())
 
 
 @KIND
 def test_random_elements_are_spread_over_the_whole_group(name: str) -> None:
     """The mean of many is what every element of the group keeps."""
-    (kind, kept), rng = KINDS[name], seeded(4)
-    mean = torch.stack([matrix(kind, kind.random(rng)) for _ in range(500)]).mean(0)
+    (action, kept), rng = KINDS[name], seeded(4)
+    mean = torch.stack([matrix(action, action.random(rng)) for _ in range(500)]).mean(0)
     assert float(mean.abs().max()) == pytest.approx(kept, abs=0.19)
     if kept:
         assert float(mean.sum(1).mean()) == pytest.approx(max(kept, 1), abs=0.1)
@@ -149,65 +149,69 @@ def test_random_elements_are_spread_over_the_whole_group(name: str) -> None:
 
 @KIND
 def test_elements_from_elsewhere_are_checked(name: str) -> None:
-    kind, rng = KINDS[name][0], seeded(5)
-    element = kind.random(rng)
-    assert kind.contains(element)
+    action, rng = KINDS[name][0], seeded(5)
+    element = action.random(rng)
+    assert action.contains(element)
     wrong = [element[..., :-1], element[None], element.half()]
-    if isinstance(kind, Orders | RotarySigns):
+    if isinstance(action, Orders | RotarySigns):
         wrong += [
             torch.zeros_like(element),
             2 * element,
             element.double(),
             element.int(),
         ]
-    if isinstance(kind, SignedOrders):
-        assert kind.contains(-element)
+    if isinstance(action, SignedOrders):
+        assert action.contains(-element)
         wrong += [element.clamp(min=2)]
-    elif isinstance(kind, Orders):
+    elif isinstance(action, Orders):
         wrong += [-element, element + 1]
-    if isinstance(kind, HeadRotation | RotaryPhases):
-        assert kind.contains(element.float())
+    if isinstance(action, HeadRotation | RotaryPhases):
+        assert action.contains(element.float())
         wrong += [element * torch.nan, element / 0]
-    if isinstance(kind, HeadRotation):
+    if isinstance(action, HeadRotation):
         wrong += [1.01 * element, 0 * element]
     if name == "centred stream":
         wrong.append(StreamRotation(1, SIZE).random(rng))
-    assert not any(map(kind.contains, wrong))
+    assert not any(map(action.contains, wrong))
 
 
 @pytest.mark.parametrize("name", ROTATIONS)
 def test_rotations_have_tangents_angles_and_a_fisher_where_they_are_orders(
     name: str,
 ) -> None:
-    kind = KINDS[name][0]
-    assert isinstance(kind, HeadRotation)
-    shape = (kind.heads, kind.dim, kind.dim)
+    action = KINDS[name][0]
+    assert isinstance(action, HeadRotation)
+    shape = (action.heads, action.dim, action.dim)
     directions = torch.eye(math.prod(shape), dtype=torch.float64).reshape(-1, *shape)
-    elements = [kind.exponential(0.3 * direction) for direction in directions]
-    assert all(map(kind.contains, elements))
-    tangents = torch.stack([kind.exponential(1e-4 * d).flatten() for d in directions])
-    still = torch.eye(kind.dim, dtype=torch.float64).expand(shape)
-    assert torch.linalg.matrix_rank(tangents - still.flatten(), atol=1e-6) == kind.free
-    signs = {round(float(torch.det(kind.random(seeded(seed))[0]))) for seed in range(8)}
+    elements = [action.exponential(0.3 * direction) for direction in directions]
+    assert all(map(action.contains, elements))
+    tangents = torch.stack([action.exponential(1e-4 * d).flatten() for d in directions])
+    still = torch.eye(action.dim, dtype=torch.float64).expand(shape)
+    assert (
+        torch.linalg.matrix_rank(tangents - still.flatten(), atol=1e-6) == action.free
+    )
+    signs = {
+        round(float(torch.det(action.random(seeded(seed))[0]))) for seed in range(8)
+    }
     assert signs == {-1, 1}
-    order = still[:, torch.randperm(kind.dim, generator=seeded(1))]
-    assert torch.equal(kind.on_fisher(order), order)
-    assert kind.on_fisher(still * 1.0) is not None
-    assert kind.angle(still) == 0
+    order = still[:, torch.randperm(action.dim, generator=seeded(1))]
+    assert torch.equal(action.on_fisher(order), order)
+    assert action.on_fisher(still * 1.0) is not None
+    assert action.angle(still) == 0
     plane = torch.tensor([[0.8, -0.6], [0.6, 0.8]], dtype=torch.float64)
-    turned = torch.block_diag(*[plane] * (kind.dim // 2)).expand(shape)
-    assert kind.angle(turned) == pytest.approx(math.degrees(math.acos(0.8)))
+    turned = torch.block_diag(*[plane] * (action.dim // 2)).expand(shape)
+    assert action.angle(turned) == pytest.approx(math.degrees(math.acos(0.8)))
 
 
 def test_phases_have_angles_and_a_fisher_where_they_stand_still() -> None:
-    kind, turn = (
+    action, turn = (
         RotaryPhases(2, 4),
         torch.tensor([[0.5, 2 * math.pi], [0.0, -1.5]]).double(),
     )
-    assert kind.angle(turn) == pytest.approx(math.degrees(2.0 / 4))
-    assert kind.moved(turn).tolist() == [True, True]
+    assert action.angle(turn) == pytest.approx(math.degrees(2.0 / 4))
+    assert action.moved(turn).tolist() == [True, True]
     assert torch.equal(
-        kind.on_fisher(math.pi * torch.ones(2, 2).double()), torch.zeros(2, 2)
+        action.on_fisher(math.pi * torch.ones(2, 2).double()), torch.zeros(2, 2)
     )
     assert KINDS["phases"][0].free == 6
     basis = centred_basis(5)
@@ -231,7 +235,7 @@ def test_compacted_moves_are_the_same_motion(name: str, seed: int, length: int) 
         groups[int(torch.randint(len(groups), (), generator=rng))]
         for _ in range(length)
     ]
-    raw = [Move(group, group.kind.random(rng)) for group in chosen]
+    raw = [Move(group, group.action.random(rng)) for group in chosen]
     moves = compact(raw)
     assert len(moves) == len({group.name for group in chosen})
     expected = apply_moves(state, raw)

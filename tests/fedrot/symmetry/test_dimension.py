@@ -486,5 +486,5 @@ def test_claimed_and_unused_dimensions_are_all_there_are(name: str) -> None:
     case = CASES[name]
     model = _build(case)
     symmetry = fedrot.symmetry_of(model.config, model.state_dict())
-    claimed = sum(group.kind.free for group in symmetry.groups)
+    claimed = sum(group.action.free for group in symmetry.groups)
     assert _nullity(_jacobian(model, case)) == claimed + sum(case.unused.values())

@@ -119,7 +119,9 @@ def test_encoders_have_a_group_of_each_kind_in_each_layer(name: str) -> None:
     """
     symmetry = models.symmetry_for(name)
     found = Counter(
-        (g.layer, g.part, g.kind.units) for g in symmetry.groups if g.layer != NO_LAYER
+        (g.layer, g.part, g.action.units)
+        for g in symmetry.groups
+        if g.layer != NO_LAYER
     )
     each = {
         ("heads", models.HEADS): 1,
@@ -135,7 +137,7 @@ def test_encoders_have_a_group_of_each_kind_in_each_layer(name: str) -> None:
     }
     for group in (group for group in symmetry.groups if group.layer == NO_LAYER):
         odd = group.part == "output" and name.startswith(("bert", "roberta", "xlm-r"))
-        assert type(group.kind).__name__ == (
+        assert type(group.action).__name__ == (
             "SignedPermutation" if odd else "Permutation"
         )
 
@@ -230,7 +232,7 @@ def test_activations_recover_whole_models(name: str, weight: float) -> None:
     hidden = (ExpertPermutation, ExpertNeurons)
     asked = (g for g in symmetry.groups if g.part in ("residual", "attention", "ffn"))
     assert {
-        g.name for g in asked if not isinstance(g.kind, hidden)
+        g.name for g in asked if not isinstance(g.action, hidden)
     } <= activations.matrices.keys()
 
 
@@ -245,13 +247,13 @@ def test_a_turn_inside_heads_must_gain_more_than_rounding(
     anchor, symmetry, _ = model_(name)
     turn, moves = share**0.5, []
     for group in symmetry.select(("attention",)):
-        kind = group.kind
-        assert isinstance(kind, HeadRotation | RotaryPhases)
-        element = torch.full((kind.heads, kind.dim // 2), turn).double()
-        if isinstance(kind, HeadRotation):
+        action = group.action
+        assert isinstance(action, HeadRotation | RotaryPhases)
+        element = torch.full((action.heads, action.dim // 2), turn).double()
+        if isinstance(action, HeadRotation):
             plane = torch.tensor([[0.0, -turn], [turn, 0.0]], dtype=torch.float64)
-            element = torch.matrix_exp(torch.kron(torch.eye(kind.dim // 2), plane))
-            element = element.expand(kind.heads, -1, -1)
+            element = torch.matrix_exp(torch.kron(torch.eye(action.dim // 2), plane))
+            element = element.expand(action.heads, -1, -1)
         moves.append(Move(group, element))
     update = apply_moves(anchor, moves)
     alignment = fedrot.align(

@@ -70,12 +70,12 @@ def test_experts_that_are_stored_as_modules_keep_their_order(tmp_path: Path) -> 
     assert not symmetry.refused
     neurons = [group for group in symmetry.groups if group.part == "ffn"]
     (experts,) = {
-        g.kind.units
+        g.action.units
         for g in symmetry_for("mixtral").groups
         if g.name.endswith("experts")
     }
     assert len(neurons) == 2 * experts
-    assert {type(group.kind) for group in neurons} == {SignedPermutation}
+    assert {type(group.action) for group in neurons} == {SignedPermutation}
     moved = fedrot.random_equivalent(state, symmetry, 1, EVERYTHING)
     assert squared_distance(moved, state) > 1
     save_file(moved, file, metadata={"format": "pt"})

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fedrot.symmetry.actions import (
+    Action,
     HeadPermutation,
     HeadRotation,
-    Kind,
     QueryPermutation,
 )
 from fedrot.symmetry.describe.mixture import ExpertNeurons
@@ -91,26 +91,26 @@ def _groups(name: str, wanted: Callable[[Group], bool]) -> list[Group]:
 
 
 def _of_kind(name: str, *kinds: type) -> list[Group]:
-    return _groups(name, lambda group: type(group.kind) in kinds)
+    return _groups(name, lambda group: type(group.action) in kinds)
 
 
-def _with(group: Group, kind: Kind, slots: Iterable[Slot] | None = None) -> Group:
+def _with(group: Group, action: Action, slots: Iterable[Slot] | None = None) -> Group:
     return replace(
-        group, kind=kind, slots=group.slots if slots is None else tuple(slots)
+        group, action=action, slots=group.slots if slots is None else tuple(slots)
     )
 
 
-def _moving(kind: Kind, seed: int) -> Tensor:
+def _moving(action: Action, seed: int) -> Tensor:
     """Return a random element that moves something."""
     rng = seeded(seed)
-    element = kind.random(rng)
-    while not kind.moved(element).any():
-        element = kind.random(rng)
+    element = action.random(rng)
+    while not action.moved(element).any():
+        element = action.random(rng)
     return element
 
 
 def _signed(group: Group) -> bool:
-    return isinstance(group.kind, SignedPermutation | ExpertNeurons)
+    return isinstance(group.action, SignedPermutation | ExpertNeurons)
 
 
 def _is_key_bias(name: str, slot: Slot) -> bool:
@@ -126,9 +126,9 @@ def _unseen(name: str, group: Group, slot: Slot) -> bool:
 
 
 CLAIMS: dict[str, tuple[Callable[[str, Group], bool], Iterable[str]]] = {
-    "phases": (lambda _, g: isinstance(g.kind, RotaryPhases), traits.ROTARY),
+    "phases": (lambda _, g: isinstance(g.action, RotaryPhases), traits.ROTARY),
     "signs of frequencies": (
-        lambda _, g: isinstance(g.kind, RotarySigns),
+        lambda _, g: isinstance(g.action, RotarySigns),
         traits.NORMED,
     ),
     "units that do not turn": (
@@ -136,7 +136,7 @@ CLAIMS: dict[str, tuple[Callable[[str, Group], bool], Iterable[str]]] = {
         traits.PARTIAL,
     ),
     "orders of queries": (
-        lambda _, g: isinstance(g.kind, QueryPermutation),
+        lambda _, g: isinstance(g.action, QueryPermutation),
         traits.GROUPED,
     ),
     "signs of neurons": (lambda _, g: g.part == "ffn" and _signed(g), traits.GATED),
@@ -180,14 +180,14 @@ def test_a_group_that_leaves_out_one_slot_changes_the_outputs(name: str) -> None
     }
     tried = 0
     for group in _groups(
-        name, lambda g: g.layer in (NO_LAYER, 0, 2) and g.kind.units > 1
+        name, lambda g: g.layer in (NO_LAYER, 0, 2) and g.action.units > 1
     ):
-        element = _moving(group.kind, 1)
+        element = _moving(group.action, 1)
         places = {s: (tied[s.tensor], s.axis, s.slice) for s in group.slots}
         for left_out in {*places.values()}:
             kept = [slot for slot, place in places.items() if place != left_out]
             slot = next(slot for slot, place in places.items() if place == left_out)
-            change = _change(name, Move(_with(group, group.kind, kept), element))
+            change = _change(name, Move(_with(group, group.action, kept), element))
             rounding = _unseen(name, group, slot)
             assert change <= ROUNDING if rounding else change > VISIBLE, (
                 group.name,
@@ -203,33 +203,33 @@ def test_a_group_that_leaves_out_one_slot_changes_the_outputs(name: str) -> None
 @outside(*traits.ROTARY, *traits.NORMED)
 def rotary_heads_neither_reflect_nor_rotate(name: str) -> Changes:
     for group in _of_kind(name, RotaryPhases, RotarySigns):
-        heads, dim = group.kind.heads, group.kind.dim
+        heads, dim = group.action.heads, group.action.dim
         eye = torch.eye(dim, dtype=torch.float64)
         reflection = eye.clone()
         reflection[0, 0] = -1
         exchanged = eye[torch.arange(dim).reshape(2, -1).roll(1, 1).flatten()]
-        kind = HeadRotation(heads, dim)
+        action = HeadRotation(heads, dim)
         elements = [m.repeat(heads, 1, 1) for m in (reflection, exchanged)]
-        elements.append(kind.random(seeded(2)))
+        elements.append(action.random(seeded(2)))
         if dim == 2:  # one frequency, whose rotations are phases
             assert name == "gpt-neox-tokens"
             elements = elements[:1]
         for element in elements:
-            yield _change(name, Move(_with(group, kind), element)), True
+            yield _change(name, Move(_with(group, action), element)), True
 
 
 @outside(*traits.NORMED)
 def a_norm_on_queries_and_keys_leaves_the_phases_0_and_pi(name: str) -> Changes:
     for group in _of_kind(name, RotarySigns):
-        kind = RotaryPhases(group.kind.heads, group.kind.dim)
+        action = RotaryPhases(group.action.heads, group.action.dim)
         halves = (
-            (torch.arange(kind.heads * kind.dim // 2) % 2)
-            .reshape(kind.heads, -1)
+            (torch.arange(action.heads * action.dim // 2) % 2)
+            .reshape(action.heads, -1)
             .double()
         )
         for more in (0, 0.1):
             yield (
-                _change(name, Move(_with(group, kind), torch.pi * halves + more)),
+                _change(name, Move(_with(group, action), torch.pi * halves + more)),
                 more > 0,
             )
 
@@ -239,7 +239,7 @@ def heads_do_not_mix(name: str) -> Changes:
     """Not even by a rotation of equal units, which commutes with rotary positions."""
     groups = {g.name: g for g in symmetry_for(name).groups}
     for values in _groups(name, lambda g: g.name.endswith("vo")):
-        heads, dim = values.kind.heads, values.kind.dim
+        heads, dim = values.action.heads, values.action.dim
         turn = torch.eye(heads, dtype=torch.float64)
         turn[:2, :2] = torch.tensor([[0.8, -0.6], [0.6, 0.8]])
         mixing = torch.kron(turn, torch.eye(dim, dtype=torch.float64))[None]
@@ -247,7 +247,7 @@ def heads_do_not_mix(name: str) -> Changes:
         # Phases move a part of each head: what moves with all of it and is no value is
         # query or key.
         whole = (
-            scores if isinstance(scores.kind, HeadRotation) else groups[values.within]
+            scores if isinstance(scores.action, HeadRotation) else groups[values.within]
         )
         for slots in (
             values.slots,
@@ -265,7 +265,7 @@ def heads_do_not_mix(name: str) -> Changes:
 @outside(*(name for name in traits.GROUPED if name not in traits.ONE_KEY_HEAD))
 def query_heads_stay_with_their_key_head(name: str) -> Changes:
     for group in _of_kind(name, QueryPermutation):
-        heads = group.kind.units
+        heads = group.action.units
         order = torch.arange(heads)
         order[[0, -1]] = order[[-1, 0]]
         yield _change(name, Move(_with(group, HeadPermutation(heads)), order)), True
@@ -277,7 +277,7 @@ def heads_with_slopes_of_their_own_do_not_change_places(name: str) -> Changes:
     groups = {g.name: g for g in symmetry_for(name).groups}
     for values in _groups(name, lambda g: g.name.endswith("vo")):
         scores = groups[f"{values.name.removesuffix('vo')}qk"]
-        heads = values.kind.units
+        heads = values.action.units
         moved = _with(values, HeadPermutation(heads), (*scores.slots, *values.slots))
         yield _change(name, Move(moved, torch.arange(heads).roll(1))), True
 
@@ -294,8 +294,8 @@ def _one_sign(n: int) -> Tensor:
 @outside(*(name for name in MEMBERS if name not in traits.GATED))
 def neurons_without_a_gate_have_no_sign(name: str) -> Changes:
     for group in _groups(name, lambda g: g.part == "ffn"):
-        signed = _with(group, SignedPermutation(group.kind.units))
-        yield _change(name, Move(signed, _one_sign(group.kind.units))), True
+        signed = _with(group, SignedPermutation(group.action.units))
+        yield _change(name, Move(signed, _one_sign(group.action.units))), True
 
 
 # The residual stream
@@ -314,16 +314,16 @@ def _normed_streams(name: str) -> list[Group]:
 @outside(*traits.LAYERNORM)
 def layer_norm_allows_no_sign_of_one_coordinate(name: str) -> Changes:
     for group in _normed_streams(name):
-        signed = _with(group, SignedPermutation(group.kind.units))
-        yield _change(name, Move(signed, _one_sign(group.kind.units))), True
+        signed = _with(group, SignedPermutation(group.action.units))
+        yield _change(name, Move(signed, _one_sign(group.action.units))), True
 
 
 def _turned(group: Group) -> Move:
     """Return one rotation of the whole stream, which leaves gains where they are."""
-    kind = HeadRotation(1, group.kind.units)
+    action = HeadRotation(1, group.action.units)
     return Move(
-        _with(group, kind, (s for s in group.slots if not s.unsigned)),
-        kind.random(seeded(8)),
+        _with(group, action, (s for s in group.slots if not s.unsigned)),
+        action.random(seeded(8)),
     )
 
 
@@ -336,10 +336,10 @@ def gains_allow_no_rotation_of_the_stream(name: str) -> Changes:
 @outside(*traits.RMS)
 def signs_of_an_rms_norm_s_stream_pass_its_gains(name: str) -> Changes:
     (group,) = _groups(name, lambda g: g.part == "residual")
-    sign, state = _one_sign(group.kind.units), state_of(name)
+    sign, state = _one_sign(group.action.units), state_of(name)
     everywhere = [replace(slot, unsigned=False) for slot in group.slots]
     yield _change(name, Move(group, sign)), False
-    yield _change(name, Move(_with(group, group.kind, everywhere), sign)), True
+    yield _change(name, Move(_with(group, group.action, everywhere), sign)), True
     # Without gains, RMSNorm allows every rotation: what folding them would make of the
     # group.
     for slot in (slot for slot in group.slots if slot.unsigned):

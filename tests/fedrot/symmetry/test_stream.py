@@ -71,7 +71,7 @@ def every_part(name: str) -> tuple[str, ...]:
 def stream(name: str) -> Group:
     """Return the group of a member that rotates its stream."""
     groups = symmetry_for(name).rotated.groups
-    return next(group for group in groups if isinstance(group.kind, StreamRotation))
+    return next(group for group in groups if isinstance(group.action, StreamRotation))
 
 
 def change(name: str, tensors: State, before: Tensor | None = None) -> float:
@@ -105,14 +105,16 @@ def test_rotations_of_the_stream_preserve_the_function_of_folded_models(
     name: str,
 ) -> None:
     symmetry, folded, group = symmetry_for(name), canonical(name), stream(name)
-    assert group.kind == StreamRotation(1, group.kind.dim, name in TURNING_LAYERNORM)
+    assert group.action == StreamRotation(
+        1, group.action.dim, name in TURNING_LAYERNORM
+    )
     assert symmetry.rotated.rotated is symmetry.rotated
     for parts in (("residual",), every_part(name)):
         turned = fedrot.random_equivalent(folded, symmetry.rotated, 3, parts)
         assert largest_difference(turned, folded) > 0.1
         assert change(name, turned) <= 1e-10
     # With gains it would change the function, and is refused.
-    state, move = state_of(name), Move(group, group.kind.random(seeded(1)))
+    state, move = state_of(name), Move(group, group.action.random(seeded(1)))
     with pytest.raises(fedrot.UpdateError, match="Fold the gains first"):
         fedrot.random_equivalent(state, symmetry.rotated, 1, ("residual",))
     assert change(name, apply_moves(state, [move])) > 1e-4
@@ -124,8 +126,8 @@ def test_rotations_of_the_stream_preserve_the_function_of_folded_models(
         state[fold.gain] = torch.ones_like(state[fold.gain])
     turned = fedrot.random_equivalent(state, symmetry.rotated, 3, ("residual",))
     assert change(name, turned, outputs(name, state)) <= 1e-10
-    free = StreamRotation(1, group.kind.dim)
-    away = Move(replace(group, kind=free), free.random(seeded(2)))
+    free = StreamRotation(1, group.action.dim)
+    away = Move(replace(group, action=free), free.random(seeded(2)))
     assert change(name, apply_moves(folded, [away])) > 1e-4, (
         "the vector of ones has to stay"
     )
@@ -192,10 +194,10 @@ def test_the_rotation_is_the_best_one(name: str) -> None:
     anchor, update = canonical(name), canonical(name, 1)
     options = fedrot.AlignmentOptions(parts=("residual",), canonical=True)
     (move,) = fedrot.align(update, anchor, symmetry, options).moves
-    dim = group.kind.dim
+    dim = group.action.dim
     basis = (
         centred_basis(dim)
-        if group.kind.centred
+        if group.action.centred
         else torch.eye(dim, dtype=torch.float64)
     )
 
@@ -217,7 +219,7 @@ def test_activations_turn_with_the_stream(name: str) -> None:
     anchor, client = model_of(name), model_of(name)
     with_separate_tables(anchor).load_state_dict(canonical(name))
     before = canonical(name, 1)
-    move = Move(group, group.kind.random(seeded(3)))
+    move = Move(group, group.action.random(seeded(3)))
     found = []
     for tensors in (before, apply_moves(before, [move])):
         with_separate_tables(client).load_state_dict(tensors)

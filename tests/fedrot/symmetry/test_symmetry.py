@@ -191,12 +191,12 @@ ADAPTER = f"{QUERY}.lora_A.default.weight"
 #: The model, what is changed, and words of the error.
 REFUSED: dict[str, tuple[str, Change, tuple[str, ...]]] = {
     **{
-        f"architecture {kind}": (
+        f"architecture {action}": (
             BERT,
-            setting(model_type=kind),
-            (str(kind), FIRST, *fedrot.supported()),
+            setting(model_type=action),
+            (str(action), FIRST, *fedrot.supported()),
         )
-        for kind in ("xlnet", "gemma3", None)
+        for action in ("xlnet", "gemma3", None)
     },
     **{f"no {key}": (BERT, lambda c, s, key=key: c.pop(key), (key,)) for key in SIZES},
     **{

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.folder import read_rows
+from fedrot.simulations.run_folder import read_rows
 from reproductions.barriers.grid import read_cells, run_grid, shared_rows
 from reproductions.barriers.line import lines_of
 from reproductions.barriers.methods import METHODS, MatchingMethod

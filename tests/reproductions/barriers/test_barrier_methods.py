@@ -14,8 +14,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fedrot import FedrotError, canonical, random_equivalent, symmetry_of
+from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.models import build_model
-from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.symmetry import WHOLE_MODEL
 from reproductions.barriers import line as line_module

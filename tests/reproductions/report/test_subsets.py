@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fedrot.simulations.folder import Run
+from fedrot.simulations.run_folder import Run
 from reproductions.report.subsets import HEADER, SubsetTable, subset_table
 
 EXPERIMENT = {

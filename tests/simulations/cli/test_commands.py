@@ -17,7 +17,7 @@ from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import BAD_INPUT, FAILED, INTERRUPTED, command_line
 from fedrot.simulations.cli.experiment_commands import RAY
 from fedrot.simulations.engine import Machine
-from fedrot.simulations.settings import Experiment
+from fedrot.simulations.experiment import Experiment
 from tests.simulations.commands import invoke, run
 
 

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import fedrot
 from fedrot.simulations import INSTALL
 from fedrot.simulations.cli.app import app
-from fedrot.simulations.settings import Experiment, read_experiments
+from fedrot.simulations.experiment import Experiment, read_experiments
 from tests.models import fresh_model
 from tests.simulations.commands import run
 

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedrot.simulations.data.labels import DataSet
-from fedrot.simulations.settings import Experiment
+from fedrot.simulations.experiment import Experiment
 
 ROWS = 40
 TEXTS = [f'story "{row}", and\nan end' for row in range(ROWS)]

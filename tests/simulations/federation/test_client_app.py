@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 import fedrot
 from fedrot.collect.statistics import STATISTIC_KINDS
+from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.federation import client_app
 from fedrot.simulations.models import build_model
-from fedrot.simulations.settings import Experiment
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies.wire.arrays import STATISTICS
-from fedrot.strategies.wire.statistics import read_statistics
+from fedrot.strategies.wire.statistics_record import read_statistics
 from tests.strategies import fakes
 
 State = dict[str, Tensor]

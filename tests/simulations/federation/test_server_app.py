@@ -24,8 +24,8 @@ from fedrot.simulations.environment import ENVIRONMENT
 from fedrot.simulations.federation import client_app, server_app
 from fedrot.simulations.federation.cells import RUNS, CellRun
 from fedrot.simulations.federation.grids import local_clients
-from fedrot.simulations.folder import read_run
-from fedrot.strategies.flower_compat import outside_of_the_engine
+from fedrot.simulations.run_folder import read_run
+from fedrot.strategies.wire.flower_compat import outside_of_the_engine
 from tests.deployment.federation import free_ports
 from tests.simulations import commands
 from tests.simulations.commands import simulated, values

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedrot.simulations.folder import Run, file_name, title_of
+from fedrot.simulations.run_folder import Run, file_name, title_of
 from fedrot.simulations.summary import BOUNDS
 
 HOSTILE = (

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from fedrot.simulations.report.tables import (
-    Cell,
     Table,
+    TableCell,
     clients_grid,
     format_difference,
     format_interval,
@@ -148,7 +148,7 @@ def test_the_heat_map_has_a_line_per_part_and_layer_and_a_column_per_round() -> 
         ("attention, layer 1", ["50", "30", "23"]),
         ("ffn, layer 0", ["0", "30", "5"]),
     ]
-    assert lines["residual"][0] == Cell("-2", pytest.approx(0.04), "grew")
+    assert lines["residual"][0] == TableCell("-2", pytest.approx(0.04), "grew")
     kinds = [cell.kind for cell in lines["ffn, layer 0"] if cell]
     assert kinds == ["chance", "found", "chance"]
     strengths = [cell.strength for cell in lines["attention, layer 1"] if cell]

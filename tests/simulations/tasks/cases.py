@@ -16,8 +16,8 @@ import torch
 import transformers
 
 from fedrot.simulations.data.encode import bundled_tokenizer
+from fedrot.simulations.experiment import OF_SMALL_MODEL, Experiment
 from fedrot.simulations.models import build_model
-from fedrot.simulations.settings import OF_SMALL_MODEL, Experiment
 from fedrot.simulations.tasks.training import Task, task_of
 
 torch.set_num_threads(1)

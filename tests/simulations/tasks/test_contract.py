@@ -19,7 +19,7 @@ from torch.nn.functional import (
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.data.encode import IGNORED
-from fedrot.simulations.settings import TASKS
+from fedrot.simulations.experiment import TASKS
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.objectives import model_inputs
 from fedrot.simulations.tasks.training import (

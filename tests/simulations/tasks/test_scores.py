@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from fedrot.simulations.data.labels import METRICS_OF_KIND
 from fedrot.simulations.tasks.scores import entity_scores, evaluate_predictions
-from fedrot.temperature import TEMPERATURES
+from fedrot.task_head.losses import TEMPERATURES
 
 OF_CLASSES = ("accuracy", "macro_f1", "micro_f1")
 seeds = st.integers(0, 2**31)

@@ -127,7 +127,7 @@ def play(
     checkpoints: Checkpointing | None = None,
     **settings: Any,
 ) -> Result:
-    """Run a strategy on the deterministic clients."""
+    """CheckpointedRun a strategy on the deterministic clients."""
     seeded(seed)
     arrays = ArrayRecord(SMALL if tensors is None else tensors)
     given = {"evaluate_fn": evaluate, **settings}
@@ -139,7 +139,9 @@ def play(
 def resumable(
     strategy: Strategy, checkpoints: Checkpointing, *args: Any, **settings: Any
 ) -> Result:
-    """Run a strategy with checkpoints, with the arguments of its own ``start``."""
+    """CheckpointedRun a strategy with checkpoints, with the arguments of its own
+    ``start``.
+    """
     return run(strategy, *args, checkpoints=checkpoints, **settings)
 
 

@@ -28,7 +28,7 @@ import fedrot
 from fedrot.aggregation import Aggregator, Fisher, Mean, RegMean, registry
 from fedrot.collect import statistics as kinds
 from fedrot.collect.statistics import TRAINED
-from fedrot.simulations.folder import read_rows
+from fedrot.simulations.run_folder import read_rows
 from fedrot.strategies import Aligned, FedRot, OtherBasis, Reporting, wanted_statistics
 from tests.models import EAGER, State, config_of, near
 from tests.strategies.aggregating import (

@@ -13,9 +13,9 @@ from flwr.clientapp import ClientApp
 
 import fedrot
 from fedrot.aggregation import Mean
-from fedrot.learning import LearningOptions
+from fedrot.alignment.learning import LearningOptions
 from fedrot.strategies import FedRot, Matching, OtherBasis, match_at_client
-from fedrot.strategies.client_matching import ANCHOR, ELEMENTS, UPDATE
+from fedrot.strategies.client.moves import ANCHOR, ELEMENTS, UPDATE
 from fedrot.strategies.wire.arrays import to_arrays
 from fedrot.symmetry import Group
 from fedrot.symmetry.groups import Move, apply_moves
@@ -75,7 +75,7 @@ def random_rotations(*seeds: int) -> tuple[list[Group], list[dict[str, torch.Ten
     ]
     drawn = [torch.Generator().manual_seed(seed) for seed in seeds]
     return groups, [
-        {g.name: g.kind.random(generator) for g in groups} for generator in drawn
+        {g.name: g.action.random(generator) for g in groups} for generator in drawn
     ]
 
 

@@ -35,10 +35,10 @@ from fedrot.aggregation import RegMean
 from fedrot.errors import SymmetryError
 from fedrot.matching import descent
 from fedrot.matching.problem import Match, Problem
-from fedrot.simulations.folder import read_rows
+from fedrot.simulations.run_folder import read_rows
 from fedrot.strategies import Aligned, FedRot, OtherBasis, Reporting, Server
-from fedrot.strategies.flower_compat import NUMPY
 from fedrot.strategies.wire.arrays import STATISTICS, TIED, encode, to_arrays
+from fedrot.strategies.wire.flower_compat import NUMPY
 from fedrot.symmetry import Group
 from fedrot.tensors import LARGEST_NORM
 from tests.models import State, near
@@ -208,7 +208,7 @@ OVERFLOWS: dict[str, tuple[Callable[[], Any], State, Sequence[State], State]] = 
             TURNED,
             FOLDED,
         )
-        for anchor in fedrot.anchors.ANCHORS
+        for anchor in fedrot.alignment.anchors.ANCHORS
     },
     "one of another basis": (gpt2(), START, TRAINED, FOLDED),
     "FedAdam": (gpt2(AlignedFedAdam), START, TRAINED, FOLDED),

@@ -15,7 +15,7 @@ from transformers import BertForSequenceClassification
 import fedrot
 from fedrot.aggregation import Mean
 from fedrot.strategies import FedRot, OtherBasis
-from fedrot.strategies.client_matching import OTHER_BASIS_OPTIONS
+from fedrot.strategies.client.moves import OTHER_BASIS_OPTIONS
 from tests.models import (
     BARE,
     EAGER,

@@ -17,10 +17,10 @@ from torch import Tensor
 import fedrot
 from fedrot.aggregation import Mean, RegMean
 from fedrot.collect.statistics import TRAINED
-from fedrot.simulations.folder import read_rows
+from fedrot.simulations.run_folder import read_rows
 from fedrot.strategies import FedRot, Reporting, statistics_record, to_arrays
 from fedrot.strategies.wire.arrays import STATISTICS, encode
-from fedrot.strategies.wire.statistics import wanted_statistics
+from fedrot.strategies.wire.statistics_record import wanted_statistics
 from fedrot.tensors import LARGEST_NORM
 from tests.models import EAGER, near
 from tests.strategies.aggregating import grams

@@ -38,7 +38,7 @@ from flwr.serverapp.strategy import (
 
 import fedrot
 from fedrot.aggregation import Mean, RegMean
-from fedrot.simulations.folder import read_rows
+from fedrot.simulations.run_folder import read_rows
 from fedrot.strategies import (
     Aligned,
     FedRot,
@@ -48,7 +48,7 @@ from fedrot.strategies import (
     from_arrays,
     to_arrays,
 )
-from fedrot.strategies.lazy_grid import LONGEST_PAUSE, LazyGrid
+from fedrot.strategies.wire.lazy_grid import LONGEST_PAUSE, LazyGrid
 from tests.models import State, config_of, near
 from tests.models import largest_difference as difference
 from tests.strategies.aggregating import answer, grams, honest
@@ -141,7 +141,7 @@ def test_one_update_is_held_at_a_time_unless_all_are_needed(name: str) -> None:
 # ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("anchor", sorted(fedrot.anchors.ANCHORS))
+@pytest.mark.parametrize("anchor", sorted(fedrot.alignment.anchors.ANCHORS))
 def test_deterministic_rounds_agree_to_the_last_bit_whoever_was_fastest(
     anchor: str,
 ) -> None:

@@ -15,14 +15,14 @@ from torch import Tensor
 import fedrot
 from fedrot.errors import UpdateError
 from fedrot.strategies import statistics_record, wanted_statistics
-from fedrot.strategies.wire import statistics as records
+from fedrot.strategies.wire import statistics_record as records
 from fedrot.strategies.wire.arrays import (
     STATISTICS,
     encode,
     model_records,
     without_arrays,
 )
-from fedrot.strategies.wire.statistics import read_statistics
+from fedrot.strategies.wire.statistics_record import read_statistics
 from tests.models import inputs
 from tests.strategies.classifier import build
 from tests.strategies.fakes import broadcast, reply, wire_bytes

@@ -1,0 +1,313 @@
+"""``diagnose``: whether clients are in different coordinates, and which average to
+take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fedrot.alignment.align import Alignment, align
+from fedrot.alignment.anchors import SAME_BASIS, RunningAnchor, base_cosine, finder
+from fedrot.distances import TIMES_CHANCE, Shares, shares_by, total
+from fedrot.errors import FedrotError
+from fedrot.matching.chance import null_model
+from fedrot.matching.problem import COUPLED, Anchor
+from fedrot.options import AlignmentOptions
+from fedrot.report import AlignmentReport
+from fedrot.symmetry.groups import NO_LAYER, WHOLE_MODEL, Symmetry, check_symmetry
+from fedrot.tensors import Tensors, check_update
+
+#: What to do with updates: average them as they are, align them first, or match the
+#: whole models.
+PLAIN, ALIGNED, WHOLE = "plain", "aligned", "whole"
+
+#: Alignment is advised if the rotations of all heads together remove more than
+#: ``TIMES_CHANCE`` times chance, or if at least this share of the groups does, each
+#: judged alone.
+GROUPS_BEYOND = 0.1
+
+#: The ``part`` of evidence about all parts.
+TOGETHER = "together"
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Evidence(Shares):
+    """The distances that the best elements of one part and layer remove, over all
+    groups and updates.
+
+    ``layer`` is None for groups of the whole model, and for a sum over layers.
+    """
+
+    part: str = TOGETHER
+    layer: int | None = None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What updates gain from alignment; ``print(diagnosis)`` shows the advice in one
+    sentence.
+
+    Attributes:
+        cosines: of each update's embeddings with the base's, see
+            ``fedrot.alignment.anchors.base_cosine``; empty if unknown.
+        clients: evidence from aligning each update, except the first, to the mean of
+            the updates before.
+        base: evidence from aligning each update to the base.
+        whole: evidence from matching updates from another basis as whole models. Chance
+            is the distance that matching removes from a random model of the same size.
+            In the evidence ``TOGETHER`` each entry of the model counts once.
+    """
+
+    cosines: tuple[float, ...]
+    clients: tuple[Evidence, ...]
+    base: tuple[Evidence, ...]
+    whole: tuple[Evidence, ...]
+
+    def __str__(self) -> str:
+        return self.sentence
+
+    @property
+    def choice(self) -> str:
+        """The average to take: ``plain``, ``aligned`` or ``whole``."""
+        if self.whole:
+            return WHOLE
+        return (
+            ALIGNED
+            if beyond_chance(self.clients) or beyond_chance(self.base)
+            else PLAIN
+        )
+
+    @property
+    def sentence(self) -> str:
+        """The average to take, and the numbers behind this advice."""
+        far = [cosine for cosine in self.cosines if cosine < SAME_BASIS]
+        advice = _ADVICE[self.choice].format(**self._numbers())
+        if not far:
+            return advice[0].upper() + advice[1:]
+        shared = "" if self.whole else ", and share one"
+        return (
+            f"{len(far)} of {len(self.cosines)} updates come from another basis than "
+            f"the base (cosine of the embeddings {_ranged(far)}){shared}; {advice}"
+        )
+
+    def _numbers(self) -> dict[str, str]:
+        both = [lines for lines in (self.clients, self.base) if lines]
+        shown = next(filter(beyond_chance, both), both[0] if both else ())
+        turned, groups = summed(shown, ROTATED), summed(shown)
+        whole = summed(self.whole, TOGETHER)
+        by_weights, rotation = (
+            whole.chance is None or whole.exceeds(1),
+            _shares(turned, " of the heads"),
+        )
+        return {
+            "rotation": f"rotation {rotation}"
+            if turned.groups
+            else "nothing was rotated",
+            "beyond": f"{groups.beyond} of {groups.groups} groups exceed "
+            f"{TIMES_CHANCE:g} times chance",
+            "matching": f"matching removes {_shares(whole)}"
+            if whole.groups
+            else "chance is not known",
+            "data": ""
+            if by_weights
+            else " The weights give no evidence; match on data.",
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the diagnosis as plain data."""
+        return {"choice": self.choice, "sentence": self.sentence, **asdict(self)}
+
+
+#: The part whose groups have enough free dimensions to separate evidence from chance.
+ROTATED = "attention"
+
+_ADVICE = {
+    PLAIN: "nothing beyond chance: an average needs no alignment; {rotation}.",
+    ALIGNED: (
+        "clients are in different coordinates: average with FedRot, anchor 'running'; "
+        "{rotation}, and {beyond}."
+    ),
+    WHOLE: "match the whole models, FedRot(other_basis=OtherBasis(...)); "
+    "{matching}.{data}",
+}
+
+
+def beyond_chance(lines: Sequence[Evidence]) -> bool:
+    """Return whether all rotations together, or ``GROUPS_BEYOND`` of the groups, exceed
+    chance.
+    """
+    turned, groups = summed(lines, ROTATED), summed(lines)
+    return (
+        turned.exceeds(TIMES_CHANCE)
+        or 0 < groups.beyond >= GROUPS_BEYOND * groups.groups
+    )
+
+
+def diagnose(
+    base: Tensors, updates: Sequence[Tensors], symmetry: Symmetry
+) -> Diagnosis:
+    """Find out whether clients are in different coordinates, and which average to take.
+
+    Each update is aligned to the mean of the updates before it, and to the base. The
+    squared distance that alignment removes is compared with what chance removes
+    (``fedrot.matching.chance``). An update from another basis is matched as a whole
+    model, and a random model of its size shows what chance removes. The inputs are not
+    changed.
+
+    Example: ``print(fedrot.diagnose(base, [update_1, update_2], symmetry))``.
+
+    Args:
+        base: tensors of the model that the clients received.
+        updates: tensors of the clients' models, of the same names and shapes; only two
+            or more show whether clients are in different coordinates.
+        symmetry: from ``symmetry_of``.
+
+    Raises:
+        FedrotError: there are no updates.
+        UpdateError: see ``align``.
+        SymmetryError: ``symmetry`` is not a ``Symmetry``; or an update comes from
+            another basis, and the residual stream of this model cannot be moved.
+    """
+    check_symmetry(symmetry)
+    if not updates:
+        raise FedrotError(
+            "There are no updates to diagnose. Give at least one, better two or more."
+        )
+    for tensors in (base, *updates):
+        check_update(tensors, symmetry.shapes)
+    cosines = tuple(base_cosine(update, base, symmetry) for update in updates)
+    options = AlignmentOptions()
+    anchor, alone = Anchor(base), list[Row]()
+    for update, cosine in zip(updates, cosines, strict=True):
+        if cosine >= SAME_BASIS:
+            alone += align(update, anchor, symmetry, options).report.rows()
+    clients, whole = _to_each_other(base, updates, cosines, symmetry, options)
+    return Diagnosis(cosines, evidence(clients), evidence(alone), evidence(whole))
+
+
+def _to_each_other(
+    base: Tensors,
+    updates: Sequence[Tensors],
+    cosines: Sequence[float],
+    symmetry: Symmetry,
+    options: AlignmentOptions,
+) -> tuple[list[Row], list[Row]]:
+    """Align updates to their running mean; return rows of updates in its basis and in
+    other bases.
+
+    If most updates come from another basis than the base, the mean starts with the
+    first of these updates, not with the base. Alignments to the base itself are left
+    out, unless whole models.
+    """
+    far = [
+        update
+        for update, cosine in zip(updates, cosines, strict=True)
+        if cosine < SAME_BASIS
+    ]
+    centre = far[0] if 2 * len(far) > len(updates) > 1 else base
+    matched = AlignmentOptions(WHOLE_MODEL).movable(symmetry)
+    near, whole = list[Row](), list[Row]()
+
+    match = finder(centre, symmetry, options, matched)
+
+    def find(update: Tensors, to: Anchor) -> Alignment:
+        alignment = match(update, to)
+        if _coupled(alignment.report.rows()):
+            null = null_model(to.tensors, update, symmetry.select(matched.parts))
+            drawn = align(null, to.tensors, symmetry, matched).report
+            whole.extend(_whole_rows(alignment.report, drawn))
+        elif to.tensors is not base and to.tensors is not update:
+            near.extend(alignment.report.rows())
+        return alignment
+
+    running = RunningAnchor(Anchor(centre), find)
+    for update in [centre] * (centre is not base) + [
+        u for u in updates if u is not centre
+    ]:
+        running.accept(running.align(update).apply(update), 1.0)
+    return near, whole
+
+
+def _coupled(rows: Iterable[Row]) -> bool:
+    """Return whether the rows of one alignment are those of a whole model."""
+    return any(row["part"] in COUPLED for row in rows)
+
+
+def _whole_rows(report: AlignmentReport, null: AlignmentReport) -> list[Row]:
+    """Return the rows of a whole model; chance is what matching removes from the null
+    model.
+    """
+    all_parts = {"part": TOGETHER, "layer": NO_LAYER, "moved": 1}
+    given, drawn = (
+        [*r.rows(), {**all_parts, "before": r.before, "after": r.after}]
+        for r in (report, null)
+    )
+    return [
+        _whole_row(row, _removed(other))
+        for row, other in zip(given, drawn, strict=True)
+    ]
+
+
+def _whole_row(row: Row, chance: float | None = None) -> dict[str, Any]:
+    # For whole models, ``found`` of a row leaves out the first guess of the residual
+    # stream.
+    return {**row, "found": _removed(row), "chance": chance}
+
+
+def _removed(row: Row) -> float:
+    return float(row["before"] - row["after"])
+
+
+def diagnosis_of(rows: Iterable[Row]) -> Diagnosis:
+    """Return the diagnosis of a finished run from its alignment's rows.
+
+    Args:
+        rows: of ``GroupReport`` for each group, with ``client``, ``round`` and, if
+            there are several, ``seed``.
+    """
+    near, whole = list[Row](), list[Row]()
+    by_update: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        by_update.setdefault((row.get("seed"), row["round"], row["client"]), []).append(
+            row
+        )
+    for own in by_update.values():
+        if _coupled(own):
+            whole += map(_whole_row, own)
+        else:
+            near += own
+    return Diagnosis((), evidence(near), (), evidence(whole))
+
+
+def evidence(rows: Iterable[Row]) -> tuple[Evidence, ...]:
+    """Return the evidence of rows by part and layer, in the order of the rows."""
+
+    def key(row: Row) -> tuple[str, int | None]:
+        return row["part"], None if row["layer"] == NO_LAYER else row["layer"]
+
+    found = shares_by(rows, key).items()
+    return tuple(
+        Evidence(**vars(shares), part=part, layer=layer)
+        for (part, layer), shares in found
+    )
+
+
+def summed(lines: Iterable[Evidence], part: str | None = None) -> Evidence:
+    """Return the evidence of all layers of a part, of all parts if None."""
+    of_part = total(line for line in lines if part in (None, line.part))
+    return Evidence(**vars(of_part), part=part or TOGETHER)
+
+
+def _shares(line: Evidence, whose: str = "") -> str:
+    chance = line.chance_share
+    beside = "not known" if chance is None else f"{100 * chance:.1f} %"
+    return f"{100 * line.share:.1f} % of the distance{whose}, chance {beside}"
+
+
+def _ranged(values: Sequence[float]) -> str:
+    low, high = f"{min(values, default=0):.2f}", f"{max(values, default=0):.2f}"
+    return low if low == high else f"{low} to {high}"

@@ -1,0 +1,157 @@
+"""The last layer of a classifier, fitted at the server in closed form from sums that
+clients send.
+
+The layer is a linear discriminant analysis (or ridge regression) of its own inputs over
+the rows of all clients. Sources: Luo et al., "No Fear of Heterogeneity" (CCVR, NeurIPS
+2021), who fit a task head to class means and covariances of clients; Legate et al.
+(FedNCM, NeurIPS 2023) and Fanì et al. (Fed3R, ICML 2024), who also compute task heads
+from sums over clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedrot.errors import FedrotError
+from fedrot.task_head.covariance import ShrunkCovariance
+from fedrot.task_head.outputs import OUTPUT_KINDS
+from fedrot.task_head.sums import ClassSums
+from fedrot.tensors import Tensors
+
+
+def fitted_task_head(
+    sums: ClassSums,
+    shrinkage: float = 0.1,
+    bias: bool = True,
+    priors: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return weight ``[outputs, inputs]`` and bias ``[outputs]`` of one task head; see
+    ``fitted_task_heads``.
+    """
+    weights, biases = fitted_task_heads(sums, [shrinkage], bias, priors)
+    return weights[0], biases[0]
+
+
+def fitted_task_heads(
+    sums: ClassSums,
+    shrinkages: Sequence[float],
+    bias: bool = True,
+    priors: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the weights and biases of the task heads of several shrinkages.
+
+    Linear discriminant analysis: with the classes' means ``m_c``, the mean ``m`` of all
+    rows and the covariance ``S`` inside the classes, shrunk to ``S_a = (1 - a) S + a
+    tr(S) / inputs I``, the weights are ``S_a^-1 (m_c - m)`` and the biases ``-(m_c -
+    m)^T S_a^-1 (m_c + m) / 2 + log(n_c / n)``. (``m`` adds the same number to all
+    logits, and keeps weights small.) Rotated features and sums give the same logits.
+    Logits are often too large by a factor; see ``fedrot.task_head.losses``.
+
+    A class without rows gets weights 0. Its bias is the mean of the other classes'
+    biases, weighted by rows, minus ``log(2 n)``. Its logit is then their mean logit
+    minus ``log(2 n)``, never the largest.
+
+    Several labels: the logit of a label is the log odds of the discriminant between
+    rows with and without it. A label that no row has, or every row, gets weights 0, and
+    its log odds with half a row added to both. Regression: ``(1 - a) S_a^-1`` times the
+    covariances with the outputs, which is ridge regression, and the intercept of the
+    means; ``S`` is the covariance of all rows.
+
+    Args:
+        sums: the sum over clients.
+        shrinkages: values of ``a``, from 0 to 1.
+        bias: whether the layer has a bias (the ``score`` of decoders has none). If
+            False, the bias returned is 0, and the bias times ``u`` is added to the
+            weights, where ``u`` is the ridge regression of 1 on the features: ``u^T h``
+            is as near to 1 as the same shrinkage allows. Logits are near those with a
+            bias if some direction of the features has a mean that is large beside its
+            deviation.
+        priors: ``counts`` whose shares take the place of ``n_c / n``; not used by a
+            regression.
+
+    Returns:
+        float64 ``[shrinkages, outputs, inputs]`` and ``[shrinkages, outputs]``, from
+        one eigendecomposition.
+
+    Example: ``weights, biases = fitted_task_heads(total, (0.01, 0.1, 0.5))``
+
+    Raises:
+        FedrotError: a shrinkage is not from 0 to 1, or there is none.
+        UpdateError: fewer than two classes have rows, features do not vary inside the
+            classes, or their covariance is singular and not shrunk.
+    """
+    if not shrinkages:
+        raise FedrotError(
+            "There is no shrinkage to fit a task head with. Give at least one."
+        )
+    size, (values, vectors) = (
+        sums.gram.trace() / sums.rows,
+        torch.linalg.eigh(sums.within()),
+    )
+    kind, found = OUTPUT_KINDS[sums.problem_type], []
+    for shrinkage in shrinkages:
+        if not 0 <= shrinkage <= 1:
+            raise FedrotError(f"shrinkage is {shrinkage}; it must be from 0 to 1.")
+        inverse = ShrunkCovariance(values, vectors, size, shrinkage)
+        weight, own = kind.fit(sums.counts, sums.sums, inverse, priors)
+        if not bias:
+            one = inverse.of_one(sums.means(), sums.counts[kind.centres] / sums.rows)
+            weight, own = weight + torch.outer(own, one), torch.zeros_like(own)
+        found.append((weight, own))
+    weights, biases = zip(*found, strict=True)
+    return torch.stack(weights), torch.stack(biases)
+
+
+def with_task_head(
+    tensors: Tensors, task_head: str, weight: Tensor, bias: Tensor
+) -> dict[str, Tensor]:
+    """Return a model's tensors with another last layer; the other tensors are the same
+    objects.
+
+    Args:
+        tensors: a state dict; the layer's tensors keep their dtypes and devices.
+        task_head: the layer's name, from ``task_head_of``.
+        weight: from ``fitted_task_head``.
+        bias: from ``fitted_task_head``.
+
+    Example: ``model.load_state_dict(with_task_head(model.state_dict(), head,
+    *fitted_task_head(total)))``
+
+    Raises:
+        FedrotError: there is no such layer; or it has another shape, no bias although
+            ``bias`` is not 0, or a dtype whose range is too small.
+    """
+    found = dict(tensors)
+    biased = f"{task_head}.bias" in tensors
+    if not biased and bool(bias.any()):
+        raise FedrotError(
+            f"The layer '{task_head}' has no bias: fit it with fitted_task_head(sums, "
+            "bias=False)."
+        )
+    new = {
+        f"{task_head}.weight": weight,
+        **({f"{task_head}.bias": bias} if biased else {}),
+    }
+    for name, value in new.items():
+        if name not in tensors or tensors[name].shape != value.shape:
+            has = (
+                f"has shape {list(tensors[name].shape)}"
+                if name in tensors
+                else "is missing"
+            )
+            raise FedrotError(
+                f"The tensor '{name}' {has}, but the task head has "
+                f"{list(value.shape)}. Fit the head to sums of the same layer of the "
+                "same model."
+            )
+        found[name] = value.detach().to(tensors[name])
+        if not bool(torch.isfinite(found[name]).all()):
+            raise FedrotError(
+                f"The tensor '{name}' is {found[name].dtype}, which cannot hold the "
+                "task head's values. Take a wider dtype for the task head, or raise "
+                "the shrinkage."
+            )
+    return found

@@ -1,0 +1,122 @@
+"""``labelled_rows``: a classifier's logits, or what its last layer reads, and labels,
+batch by batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+
+from fedrot.collect.hooks import watched
+from fedrot.collect.random_inputs import forward_inputs
+from fedrot.errors import FedrotError
+from fedrot.task_head.outputs import OUTPUT_KINDS
+from fedrot.tensors import Tensors, compute_dtype
+
+
+def labelled_rows(
+    model: nn.Module, batches: Iterable[Tensors], problem_type: str, task_head: str = ""
+) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Run a classifier; yield, batch by batch, rows, their labels and the number of
+    outputs.
+
+    Rows are the logits, or the inputs of the layer ``task_head``, float64 ``[rows,
+    ...]`` on the model's device. Labels are int64 ``[rows]`` for one class a row, else
+    float64 ``[rows, outputs]``. For token classifiers, every token is a row. Rows with
+    a negative label, such as padding (-100), or with NaN are left out; a batch may then
+    have no rows. While batches are drawn, the model is in evaluation mode and no
+    gradients are recorded.
+
+    Raises:
+        FedrotError: no row has a label, the labels are not those of the problem, the
+            model has no logits or predicts the next token, or the layer's outputs are
+            not the logits.
+    """
+    name, kind, seen = type(model).__name__, OUTPUT_KINDS[problem_type], False
+    if name.endswith(("LMHeadModel", "ForCausalLM")):
+        raise FedrotError(
+            f"{name} predicts the next token and has no classes. Pass a model that "
+            "classifies sequences, tokens or images."
+        )
+    layer: object = None
+    with suppress(AttributeError):
+        layer = model.get_submodule(task_head) if task_head else None
+    # PEFT runs a copy of a layer that it trains beside an adapter.
+    if task_head and not isinstance(
+        getattr(layer, "original_module", layer), nn.Linear
+    ):
+        raise FedrotError(
+            f"The model has no linear layer '{task_head}'; see "
+            "fedrot.task_head.task_head_of."
+        )
+    read: list[Tensor] = []
+
+    def watch(name: str, given: Tensor, output: Tensor) -> Tensor:
+        """Keep the inputs and return their indices as outputs: the logits then show
+        which are used.
+        """
+        outputs = output.shape[-1]
+        if outputs != getattr(getattr(model, "config", None), "num_labels", outputs):
+            raise _not_last(task_head)
+        read.append(given.reshape(-1, given.shape[-1]))
+        places = torch.arange(
+            len(read[-1]), dtype=compute_dtype(output), device=given.device
+        )
+        return places.reshape(*given.shape[:-1], 1).repeat(
+            *[1] * (given.ndim - 1), outputs
+        )
+
+    with watched(model, [task_head] if task_head else [], watch):
+        for batch in batches:
+            if "labels" not in batch:
+                raise FedrotError(f"A batch has no 'labels', only: {', '.join(batch)}.")
+            logits = getattr(model(**forward_inputs(model, batch)), "logits", None)
+            if logits is None:
+                raise FedrotError(
+                    f"The output of {name} has no logits. Pass a model with one task "
+                    "head."
+                )
+            labels = kind.check_labels(batch["labels"].to(logits.device), logits)
+            labelled = kind.has_label(labels)
+            seen = seen or bool(labelled.any())
+            rows = (
+                _used(read, logits[labelled], task_head)
+                if task_head
+                else logits[labelled]
+            )
+            yield rows.double(), labels[labelled], logits.shape[-1]
+            read.clear()
+    if not seen:
+        raise FedrotError(
+            "No row has a label: all are negative or NaN. Pass at least one that has."
+        )
+
+
+def _used(read: list[Tensor], logits: Tensor, task_head: str) -> Tensor:
+    """Return the inputs of the task head whose indices are the logits ``[rows,
+    outputs]``.
+    """
+    places = logits[:, 0]
+    exact = (
+        logits.dtype in (torch.float32, torch.float64)
+        and len(read) == 1
+        and len(read[0]) <= 2**24
+    )
+    if not (
+        exact
+        and bool((logits == places.floor().unsqueeze(1)).all())
+        and bool((places.diff() > 0).all())
+        and bool(((places >= 0) & (places < len(read[0]))).all())
+    ):
+        raise _not_last(task_head)
+    return read[0][places.long()]
+
+
+def _not_last(task_head: str) -> FedrotError:
+    return FedrotError(
+        f"The outputs of the layer '{task_head}' are not the model's logits. Give the "
+        "name of the model's last linear layer; see fedrot.task_head.task_head_of."
+    )

@@ -1,0 +1,142 @@
+"""``Totals``: clients' class sums, added as they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from fedrot.errors import UpdateError
+from fedrot.task_head.outputs import REGRESSION, SINGLE
+from fedrot.task_head.sums import ClassSums
+from fedrot.task_head.votes import capped
+
+#: Groups of clients, each of which can be left out. Memory does not grow with the
+#: number of clients.
+GROUPS = 8
+
+#: All clients have the same network: the mean square of a group's features is at most
+#: so many times that of the median group's, or the group's sums are left out.
+LONGEST = 10.0
+
+#: The sums of groups of clients, by the number of the group.
+Groups = Mapping[int, ClassSums]
+
+#: Fewer rows of a class, in all groups that are not left out, do not tell its mean.
+SCARCE = 10
+
+#: Sums are kept as multiples of these units, 40 bits apart, and are at most
+#: ``_LARGEST``.
+_UNITS = tuple(2.0**power for power in (80, 40, 0, -40, -80, -120))
+_LARGEST = 1e30
+
+
+class Totals:
+    """Sums of clients' class sums, with the same bits in every order of arrival.
+
+    A client's rows count at most as ``capped`` says. Sums are split at fixed powers of
+    two, and the parts of at most 4,096 clients are added without rounding (Demmel and
+    Nguyen, "Fast Reproducible Floating-Point Summation", 2013).
+
+    Args:
+        rows: the number of rows that each client has announced, by node.
+        largest: see ``fedrot.task_head.bounds.largest_inputs``.
+    """
+
+    def __init__(self, rows: Mapping[int, int], largest: Tensor | None = None) -> None:
+        self._rows, self._largest = rows, largest
+        self._capped = dict(zip(rows, capped([*rows.values()]), strict=True))
+        order = sorted(rows, key=lambda node: (rows[node], node))
+        self._group = {node: place % GROUPS for place, node in enumerate(order)}
+        self._parts: dict[int, Tensor] = {}
+        self._like: ClassSums | None = None
+
+    def add(self, node: int, sums: ClassSums) -> None:
+        """Add a client's sums.
+
+        Raises:
+            UpdateError: more rows than the client has announced, no whole numbers of
+                rows, or features that are too large.
+        """
+        counts = sums.counts[:1] if sums.problem_type == REGRESSION else sums.counts
+        if sums.rows > self._rows[node] or bool((counts != counts.floor()).any()):
+            raise UpdateError(
+                f"The sums are over {sums.rows:g} rows, announced were "
+                f"{self._rows[node]}."
+            )
+        left = torch.cat(
+            [
+                sums.counts,
+                sums.sums.flatten(),
+                sums.gram[torch.triu_indices(*sums.gram.shape).unbind()],
+            ]
+        )
+        if float(left.abs().max()) > _LARGEST:
+            raise UpdateError(f"The sums of features have values above {_LARGEST:g}.")
+        if self._largest is not None:
+            sums.check_within(self._largest)
+        self._like = sums
+        left = left * (self._capped[node] / self._rows[node])
+        empty = torch.zeros(len(_UNITS), len(left), dtype=torch.float64)
+        parts = self._parts.setdefault(self._group[node], empty)
+        for unit, total in zip(_UNITS, parts, strict=True):
+            part = (left / unit).round() * unit
+            total.add_(part)
+            left = left - part
+
+    def groups(self) -> Groups:
+        """Return the sums of the groups whose features have a usual size, see
+        ``LONGEST``.
+        """
+        found = {
+            group: self._whole(parts.sum(0))
+            for group, parts in sorted(self._parts.items())
+        }
+        sizes = {
+            group: float(sums.gram.trace() / sums.rows) for group, sums in found.items()
+        }
+        most = LONGEST * median(sizes.values())
+        return {group: sums for group, sums in found.items() if sizes[group] <= most}
+
+    def _whole(self, vector: Tensor) -> ClassSums:
+        """Return class sums, given their parts in one vector."""
+        assert self._like is not None  # from add
+        classes, inputs = self._like.sums.shape
+        counts, sums, triangle = vector.split(
+            (classes, classes * inputs, inputs * (inputs + 1) // 2)
+        )
+        upper = torch.zeros(inputs, inputs, dtype=torch.float64)
+        upper[torch.triu_indices(inputs, inputs).unbind()] = triangle
+        gram = upper + upper.triu(1).mT
+        return replace(
+            self._like, counts=counts, sums=sums.reshape(classes, inputs), gram=gram
+        )
+
+
+def total_without(left_out: Sequence[int], groups: Groups) -> ClassSums:
+    """Return the sums over all groups but some, with all rows of the classes that only
+    these tell.
+
+    Others have fewer than ``SCARCE`` rows of such a class, which may be an honest
+    client's own. Each of its rows counts as its mean. Raises ``UpdateError`` if no
+    other group is left, or sums contradict.
+    """
+    kept = [sums for group, sums in groups.items() if group not in left_out]
+    if not kept:
+        raise UpdateError("No other client has sent sums.")
+    total = {
+        name: sum(getattr(one, name) for one in kept)
+        for name in ("counts", "sums", "gram")
+    }
+    found, others = replace(kept[0], **total), [groups[group] for group in left_out]
+    own = (found.counts < SCARCE).double() * (found.problem_type == SINGLE)
+    counts = own * sum((one.counts for one in others), torch.zeros(()))
+    if not bool(counts.any()):
+        return found
+    sums = own.unsqueeze(1) * sum(one.sums for one in others)
+    means = sums / torch.where(counts > 0, counts, 1.0).unsqueeze(1)
+    gram = means.mT @ sums + counts.sum() * found.within()
+    return found + replace(found, counts=counts, sums=sums, gram=gram)

@@ -1,0 +1,305 @@
+"""Averages of saved models, which are compared, diagnosed and aligned, and of saved
+LoRA adapters.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedrot._io import read_json, write_tensors
+from fedrot.aggregation import Mean
+from fedrot.alignment.anchors import finder
+from fedrot.alignment.diagnosis import ALIGNED, PLAIN, WHOLE, diagnose
+from fedrot.collect.activations import probing
+from fedrot.errors import FedrotError
+from fedrot.lora import AdapterOptions, AdapterUpdate, LoraSettings
+from fedrot.lora.adapters import factors, pairs_of
+from fedrot.matching.problem import Anchor
+from fedrot.options import AlignmentOptions
+from fedrot.simulations.models import loading
+from fedrot.simulations.saved.load import SavedModel, about, load, writing
+from fedrot.symmetry import DEFAULT_PARTS, WHOLE_MODEL, Symmetry, symmetry_of
+from fedrot.symmetry.canonical import canonical
+from fedrot.symmetry.resolve import tied_tensors
+from fedrot.tensors import Tensors, check_finite, widened
+
+#: Values of ``--parts`` beside names of parts; choices of a diagnosis among them.
+_NAMED = {"none": (), PLAIN: (), ALIGNED: DEFAULT_PARTS, WHOLE: WHOLE_MODEL}
+
+#: Names of fields on which no output depends. ``label2id`` says what ``id2label`` says.
+_HARMLESS = re.compile(
+    r"_?name_or_path|(torch_)?dtype|transformers_version|tokenizer_class|(bos|cls|sep)_token_id"
+    r"|label2id|problem_type|finetuning_task|task_specific_params|pretraining_tp|use_cache|return_dict"
+    r"|output_(attentions|hidden_states)|gradient_checkpointing|chunk_size_feed_forward"
+    r"|\w*drop\w*|init(ializer)?_(std|range|factor|cutoff_factor)"
+    # Of adapters: what is in the scale of their products or in the names of their
+    # tensors.
+    r"|r|rank_pattern|lora_alpha|alpha_pattern|use_rslora|init_lora_weights|(eva|loftq|runtime)_config"
+    r"|auto_mapping|inference_mode|peft_version|(target|exclude)_modules|layers_to_transform"
+    r"|layers_pattern|modules_to_save"
+)
+
+
+def merge_models(
+    names: list[str],
+    out: Path | None,
+    weights: list[float],
+    allowed: list[str],
+    parts: str | None,
+    data: Mapping[str, Any],
+    fit_head: bool,
+) -> list[str]:
+    """Diagnose saved models, align them to the first, and write their mean; return
+    sentences about it.
+
+    All models are held in memory. The mean is computed in float32 or float64 and has
+    the dtypes, configuration and tokenizer of the first model. With data, the first
+    sentence says whether it is better than the best of the models.
+
+    Args:
+        names: of two or more models that differ only in the values of tensors, see
+            ``load``.
+        out: a new or empty folder; None: nothing is written.
+        weights: one for each model.
+        allowed: fields of configurations that may differ.
+        parts: see ``options_of``; None: what the diagnosis recommends.
+        data: fields of an experiment that name the data; empty: the models are not
+            evaluated.
+        fit_head: whether the task head of the mean is fitted to the data's training
+            rows.
+    """
+    first, *others = models = [load(name, whole=True) for name in names]
+    for saved in models:
+        _refuse_unlike(first, saved, allowed)
+        with about(saved.name):
+            check_finite(saved.tensors)
+    if data:  # Its modules need seconds for their imports.
+        from fedrot.simulations.saved import judge
+
+        judged = judge.prepared(first, data)
+    symmetry = symmetry_of(first.model.config, first.tensors)
+    found = diagnose(first.tensors, [other.tensors for other in others], symmetry)
+    options = options_of(parts or found.choice)
+    if set(options.parts) == set(WHOLE_MODEL):
+        options = options.movable(symmetry)
+    options = options.for_model(symmetry)
+    merged, reports = _average(models, weights, symmetry, options)
+    said = [
+        f"Diagnosis: {found}",
+        f"Aligned parts: {', '.join(options.parts) or 'none'}.",
+        *reports,
+    ]
+    if data:
+        merged, verdict = judge.verdict(judged, models, merged, fit_head)
+        said = [*verdict, *said]
+    else:
+        said.append(
+            "--data tells whether it is better than the best model; see also "
+            "--fit-head."
+        )
+    if out is not None:
+        first.model.load_state_dict(
+            merged, strict=False
+        )  # without the names of tied tensors
+        with writing(out) as folder:
+            first.model.save_pretrained(folder)
+            if first.tokenizer is not None:
+                first.tokenizer.save_pretrained(folder)
+    return said
+
+
+def _average(
+    models: list[SavedModel],
+    weights: list[float],
+    symmetry: Symmetry,
+    options: AlignmentOptions,
+) -> tuple[Tensors, list[str]]:
+    """Return the weighted mean of models that are aligned to the first, and a report of
+    each.
+    """
+    first, ours, reports = models[0], models[0].tensors, []
+    config = first.model.config.to_dict()
+    # Small batches: a language model's outputs have the width of its vocabulary.
+    evidence = (
+        None
+        if options.rotates
+        else probing(first.build, config, symmetry, batch_size=64)
+    )
+    symmetry = symmetry.rotated if options.rotates else symmetry
+    find, anchor, mean = (
+        finder(ours, symmetry, options, evidence=evidence),
+        Anchor(ours),
+        Mean(),
+    )
+    for saved, weight in zip(models, weights, strict=True):
+        moved = widened(saved.tensors)
+        twins = {name for tied in tied_tensors(saved.tensors) for name in tied[1:]}
+        with about(saved.name):
+            if saved is not first:
+                alignment = find(saved.tensors, anchor)
+                moved = alignment.apply(moved)
+                if options.parts:
+                    reports.append(f"'{saved.name}': {alignment.report}")
+            elif options.canonical:
+                moved = canonical(moved, symmetry)
+            # It refuses tables that are tied in one model only.
+            mean.add(
+                {n: tensor for n, tensor in moved.items() if n not in twins}, weight
+            )
+    merged = {
+        name: tensor.to(ours[name].dtype) for name, tensor in mean.result().items()
+    }
+    with about(f"the mean in the dtypes of {first.name} (save that in float32)"):
+        check_finite(merged)
+    return merged, reports
+
+
+def options_of(parts: str) -> AlignmentOptions:
+    """Return options for parts joined by ``+``, ``whole`` or ``none``; raises
+    ``FedrotError``.
+    """
+    return AlignmentOptions(_NAMED.get(parts, parts.split("+")))
+
+
+def _refuse_unlike(
+    one: SavedModel, other: SavedModel, allowed: Collection[str]
+) -> None:
+    """Raise ``FedrotError`` if configurations or tokenizers differ in a field that is
+    not allowed.
+    """
+    labels, others = one.labels, other.labels
+    if (
+        labels != others
+        and sorted(labels) == sorted(others)
+        and "id2label" not in allowed
+    ):
+        place = next(n for n, name in enumerate(labels) if name != others[n])
+        raise FedrotError(
+            f"The task heads have the same classes in another order: output {place} is "
+            f"{labels[place]!r} in '{one.name}' and {others[place]!r} in "
+            f"'{other.name}'. Reorder one head and its id2label; if only names are in "
+            "another order, give --allow id2label."
+        )
+    configs = [saved.model.config.to_dict() for saved in (one, other)]
+    tokenizers: list[Any] = [saved.tokenizer for saved in (one, other)]
+    for config, own in zip(configs, tokenizers, strict=True) if all(tokenizers) else ():
+        config["tokenizer"] = {
+            number: token for token, number in own.get_vocab().items()
+        }
+    refuse_different((one.name, configs[0]), (other.name, configs[1]), allowed)
+
+
+def refuse_different(
+    one: tuple[str, Any], other: tuple[str, Any], allowed: Collection[str]
+) -> None:
+    """Raise ``FedrotError`` if two named configurations differ in a field that is not
+    harmless.
+    """
+    ours, theirs = (dict(_fields(settings)) for _, settings in (one, other))
+    for field in dict.fromkeys((*ours, *theirs)):
+        here, there = ours.get(field), theirs.get(field)
+        if here != there and not {field, field.partition(".")[0]} & {*allowed}:
+            raise FedrotError(
+                f"Different configurations: {field} is {here!r} in '{one[0]}' and "
+                f"{there!r} in '{other[0]}', and may change what the same weights "
+                f"compute. If it does not, repeat the command with --allow {field}."
+            )
+
+
+def _fields(settings: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield by path the fields, also of nested configurations, that are not harmless
+    and not empty.
+    """
+    for key, value in settings.items():
+        if _HARMLESS.fullmatch(str(key)):
+            continue
+        if isinstance(value, Mapping):
+            yield from _fields(value, f"{path}{key}.")
+        elif value is not None and value != []:
+            yield f"{path}{key}", value
+
+
+def merge_adapters(
+    names: list[str],
+    out: Path | None,
+    weights: list[float],
+    allowed: list[str],
+    rank: int | None,
+) -> list[str]:
+    """Average the products of saved LoRA adapters of one base model, and write an
+    adapter.
+
+    Ranks and alphas may differ. The configuration is that of the first adapter with
+    another rank. Returns a sentence about the average.
+
+    Args:
+        names: two or more folders that PEFT's ``save_pretrained`` wrote.
+        out, weights, allowed: as in ``merge_models``.
+        rank: of the result; None: the largest rank of the adapters.
+    """
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME
+
+    configs, adapters, ranks = zip(*map(_load, names), strict=True)
+    first, rank = configs[0], rank or max(ranks)
+    settings = LoraSettings.of(first)
+    average = AdapterOptions("exact").average(settings, rank=rank)
+    for name, weight, config, tensors in zip(
+        names, weights, configs, adapters, strict=True
+    ):
+        refuse_different(
+            (names[0], _compared(first)), (name, _compared(config)), allowed
+        )
+        with about(name):
+            average.add(AdapterUpdate(tensors, weight, LoraSettings.of(config)))
+    merged, report = average.result()
+    if out is not None:
+        first.r, first.rank_pattern, first.lora_alpha = rank, {}, settings.alpha
+        with writing(out) as folder:
+            first.save_pretrained(folder)
+            contiguous = {name: tensor.contiguous() for name, tensor in merged.items()}
+            write_tensors(
+                folder / SAFETENSORS_WEIGHTS_NAME, contiguous, {"format": "pt"}
+            )
+    return [f"{report}."]
+
+
+def _load(name: str) -> tuple[Any, Tensors, int]:
+    """Return an adapter's configuration, tensors and largest rank; null fields have
+    PEFT's defaults.
+    """
+    import peft
+    from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
+
+    for files in ((CONFIG_NAME,), (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
+        if not any((Path(name) / file).is_file() for file in files):
+            raise FedrotError(
+                f"'{name}' has no {files[0]}. Give folders of LoRA adapters only."
+            )
+    stored = {"peft_type": "LORA", **read_json(Path(name) / CONFIG_NAME)}
+    settings = {key: value for key, value in stored.items() if value is not None}
+    with loading(name), about(name):
+        config = peft.PeftConfig.from_peft_type(**settings)
+        changed = LoraSettings.of(config).changed_base
+        tensors = peft.load_peft_weights(name, device="cpu")
+        rank = max(len(factors(tensors, pair)[0]) for pair in pairs_of(tensors))
+    if changed:
+        raise FedrotError(
+            f"'{name}' was initialised by {changed}, which changes the base weights. "
+            "Save it with PEFT's "
+            "save_pretrained(path_initial_model_for_weight_conversion=...)."
+        )
+    return config, tensors, rank
+
+
+def _compared(config: Any) -> dict[str, Any]:
+    """Return the fields of a configuration; a base, folder or name on the hub, is
+    written in one way.
+    """
+    found = config.to_dict()
+    if base := found["base_model_name_or_path"]:
+        found["base_model_name_or_path"] = os.path.relpath(os.path.realpath(base))
+    return found if found["revision"] != "main" else {**found, "revision": None}

@@ -1,0 +1,45 @@
+"""``Body``: a model as the server knows it, and the clients that have kept it.
+
+A request names the bodies that it is about. A client that has answered about a body
+keeps it, and receives later requests without it. A client that has lost it says so,
+and receives it again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flwr.app import ArrayRecord
+
+from fedrot.tensors import Tensors
+
+
+@dataclass(eq=False)
+class Body:
+    """A model as the server knows it, and as it is sent to clients.
+
+    Attributes:
+        arrays: of the whole model.
+        tensors: the same.
+        sent: the model in the precision of the wire.
+        key: ``hash_of`` what is sent.
+        between: the two bodies whose ``half_way`` this is, if they may have the same
+            bits.
+        kept_by: the nodes that have answered about the body.
+    """
+
+    arrays: ArrayRecord
+    tensors: Tensors
+    sent: ArrayRecord
+    key: str
+    between: tuple[Body, ...] = ()
+    kept_by: set[int] = field(default_factory=set)
+
+    def has(self, node: int) -> bool:
+        """Return whether a node has the body, or can compute it, as far as the server
+        knows.
+        """
+        halves = bool(self.between) and all(
+            node in half.kept_by for half in self.between
+        )
+        return halves or node in self.kept_by

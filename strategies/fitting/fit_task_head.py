@@ -1,0 +1,175 @@
+"""The task head of a classifier, fitted to the rows of all clients, and the choice of a
+round's model.
+
+The server asks for the numbers of rows, then for sums over the training rows
+(``requests``). It fits heads, and clients evaluate the old model and those with fitted
+heads on their held-out rows. The lowest loss wins; a quarter of the clients cannot turn
+the choice (``losses``).
+"""
+
+from __future__ import annotations
+
+from logging import WARNING
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord
+from flwr.common import log
+from flwr.serverapp import Grid
+
+from fedrot.errors import FedrotError
+from fedrot.strategies.fitting.ask import Clients
+from fedrot.strategies.fitting.bodies import Body
+from fedrot.strategies.fitting.exchange import Exchange, FittedTaskHead
+from fedrot.strategies.round.outbox import as_sent
+from fedrot.strategies.wire.arrays import from_arrays, to_arrays
+from fedrot.strategies.wire.fitting_messages import half_way, hash_of
+from fedrot.task_head.names import adapter_task_head_of, task_head_of
+from fedrot.task_head.outputs import REGRESSION, SINGLE, problem_type_of
+
+
+def fit_task_head(
+    grid: Grid,
+    arrays: ArrayRecord,
+    model_config: object,
+    *,
+    task_head: str | None = None,
+    config: ConfigRecord | None = None,
+    timeout: float = 3600,
+    wire: torch.dtype | None = None,
+) -> FittedTaskHead:
+    """Fit the task head of a model to the rows of all connected clients; nobody trains.
+
+    Clients tell how many rows they have. Then they receive the model, and answer with
+    sums over their training rows. Clients with held-out rows receive the heads to
+    compare. The server sees each client's sums; for a class with one row these are the
+    row's features. The task head is fitted by linear discriminant analysis, or by ridge
+    regression (``fedrot.task_head.fitted_task_heads``), at several shrinkages. It is
+    kept only if its loss on held-out rows is smaller than the given head's, each at its
+    best temperature.
+
+    Up to a quarter of the clients may lie. A client's rows count at most 1.5 times as
+    much as the median client's, sums without which the head is better are left out, and
+    no quarter of the clients turns a choice (``fedrot.task_head.votes``).
+
+    Args:
+        grid: of the server app. Clients need ``answer_with_sums`` on their
+            ``ClientApp``.
+        arrays: the model, such as ``strategy.start(...).arrays`` or a pretrained one;
+            or an adapter with its task head, from ``fedrot.lora.adapter_tensors``.
+        model_config: the model's transformers configuration, or its dictionary; of an
+            adapter its ``LoraConfig``.
+        task_head: the name of the model's last linear layer; None finds it
+            (``fedrot.task_head.task_head_of``).
+        config: sent with all requests, like ``train_config`` in a round.
+        timeout: seconds to wait for the answers to each request.
+        wire: precision of the model that is sent to the clients, as in ``Server``.
+
+    Example: ``final = fit_task_head(grid, strategy.start(grid, arrays).arrays,
+    model.config).arrays``
+
+    Raises:
+        FedrotError: the model has no such layer; no client has held-out rows; or no
+            client gives a usable answer, with the last reason.
+    """
+    task_heads = TaskHeadFitting(model_config, task_head, wire)
+    found = task_heads.fitted(
+        task_heads.asked(grid, config or ConfigRecord(), timeout, arrays), arrays
+    )
+    found.log("Task head")
+    return found
+
+
+class TaskHeadFitting:
+    """Fits the task heads of one run's models, and knows which bodies clients have
+    kept.
+
+    Args:
+        described: the model's configuration; not needed for an adapter.
+        task_head: the name of the task head; None finds it.
+        wire: as in ``Server``.
+    """
+
+    def __init__(
+        self, described: object, task_head: str | None, wire: torch.dtype | None
+    ) -> None:
+        self._described, self._task_head, self._wire = described, task_head, wire
+        self._kept_by = dict[str, set[int]]()
+
+    def asked(
+        self, grid: Grid, config: ConfigRecord, timeout: float, arrays: ArrayRecord
+    ) -> Clients:
+        """Return the clients, to be asked about models like the given one.
+
+        Raises:
+            FedrotError: the model has no such task head.
+        """
+        tensors = from_arrays(arrays)
+        adapter = any(".lora_" in name for name in tensors)
+        task_head = self._task_head or (
+            adapter_task_head_of(tensors)
+            if adapter
+            else task_head_of(self._described, tensors)
+        )
+        if f"{task_head}.weight" not in tensors:
+            raise FedrotError(
+                f"The model has no layer '{task_head}'; see "
+                "fedrot.task_head.task_head_of."
+            )
+        if not adapter:
+            return Clients(
+                grid,
+                task_head,
+                problem_type_of(self._described),
+                config,
+                timeout,
+                self._described,
+            )
+        problem_type = (
+            REGRESSION if len(tensors[f"{task_head}.weight"]) == 1 else SINGLE
+        )
+        return Clients(grid, task_head, problem_type, config, timeout)
+
+    def fitted(
+        self,
+        clients: Clients,
+        new: ArrayRecord,
+        old: ArrayRecord | None = None,
+        half: bool = True,
+    ) -> FittedTaskHead:
+        """Return the best of a round's models: the old one; the new one and the one
+        half way, fitted.
+
+        If no head can be fitted or compared, it is the new one as it is.
+
+        Args:
+            new: the round's model.
+            old: the model before the round, with its head; None for the new one, before
+                all rounds.
+            half: whether the model half way is a candidate.
+        """
+        after = self._body(new, clients.task_head)
+        before = after if old is None else self._body(old, clients.task_head)
+        bodies = {1.0: after}
+        if half and old is not None:
+            middle = self._body(
+                as_sent(half_way(before.tensors, after.tensors), new), clients.task_head
+            )
+            # Clients have rounded bodies, whose mean is not the rounded mean.
+            middle.between = () if self._wire else (before, after)
+            bodies[0.5] = middle
+        exchange = Exchange(clients, before)
+        try:
+            found = exchange.best(bodies)
+        except FedrotError as error:
+            log(WARNING, "The task head cannot be fitted and is not changed. %s", error)
+            return FittedTaskHead(new)
+        self._kept_by = {body.key: body.kept_by for body in (before, *bodies.values())}
+        return found
+
+    def _body(self, arrays: ArrayRecord, task_head: str) -> Body:
+        tensors = from_arrays(arrays)
+        sent = arrays if self._wire is None else to_arrays(tensors, self._wire)
+        key = hash_of(from_arrays(sent), task_head)
+        return Body(
+            arrays, tensors, sent, key, kept_by=self._kept_by.setdefault(key, set())
+        )

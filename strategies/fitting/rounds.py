@@ -1,0 +1,106 @@
+"""The mixin ``FitsTaskHead``: runs that start from a fitted task head, in which no
+round is worse.
+"""
+
+from __future__ import annotations
+
+import math
+from logging import INFO, WARNING
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord
+from flwr.common import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy.strategy_utils import sample_nodes
+
+from fedrot.errors import FedrotError
+from fedrot.strategies.base import ReplyStrategy
+from fedrot.strategies.fitting.exchange import FittedTaskHead
+from fedrot.strategies.fitting.fit_task_head import TaskHeadFitting
+from fedrot.strategies.round.record import RoundRecord
+
+
+class FitsTaskHead(ReplyStrategy):
+    """Mixin that fits task heads with the argument ``fit_head``.
+
+    Before the first round the head is fitted to the first model. After a round the
+    clients' held-out rows choose among the model before the round, the round's model,
+    and the model half way, the last two with fitted heads: no round is worse than the
+    one before.
+
+    Args:
+        *args: of the strategy behind.
+        fit_head: whether to fit; a name fits the layer of this name.
+        **kwargs: of the strategy behind.
+    """
+
+    def __init__(self, *args: Any, fit_head: bool | str = False, **kwargs: Any) -> None:
+        self.fit_head, self.task_head_loss = fit_head, math.nan
+        super().__init__(*args, **kwargs)
+        self._task_heads: TaskHeadFitting | None = None
+        if fit_head:
+            self.needs_model = True
+            name = fit_head if isinstance(fit_head, str) else None
+            # An adapter has no configuration of its model.
+            self._task_heads = TaskHeadFitting(
+                getattr(self, "model_config", None), name, self.server.wire
+            )
+
+    @property
+    def half_way(self) -> bool:
+        """Whether the model half way is a candidate."""
+        return True
+
+    def summary(self) -> None:
+        """Log that heads are fitted, then the summaries behind."""
+        if self.fit_head:
+            log(
+                INFO,
+                "\t├──> Task head: fitted in every round; clients call "
+                "answer_with_sums(app, ...)",
+            )
+        super().summary()
+
+    def prepared(
+        self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord
+    ) -> ArrayRecord:
+        """Return the first model of a run, with a fitted head."""
+        if self._task_heads is None:
+            return arrays
+        config = ConfigRecord({**config, "server-round": 0})
+        clients = self._task_heads.asked(grid, config, self._timeout, arrays)
+        needed = (
+            getattr(self._weighting, f"min_{kind}_nodes", 0)
+            for kind in ("available", "train")
+        )
+        sample_nodes(grid, max(needed), 0)  # waits for so many
+        return self._logged(
+            "Before round 1", self._task_heads.fitted(clients, arrays)
+        ).arrays
+
+    def finished(self, arrays: ArrayRecord, record: RoundRecord) -> ArrayRecord:
+        """Return the best model that a round offers, or the one before."""
+        if self._task_heads is None:
+            return arrays
+        assert self._grid is not None  # from configure_train
+        when = f"Round {record.number}"
+        try:
+            clients = self._task_heads.asked(
+                self._grid, self._config, self._timeout, arrays
+            )
+            found = self._task_heads.fitted(
+                clients, arrays, self._broadcast, self.half_way
+            )
+        except FedrotError as error:
+            log(WARNING, "%s: the task head is not changed. %s", when, error)
+            return arrays
+        found = self._logged(when, found.after(self.task_head_loss))
+        record.measured = {**record.measured, **found.metrics()}
+        if found.step == 0:
+            record.origins.clear()
+        return found.arrays
+
+    def _logged(self, when: str, found: FittedTaskHead) -> FittedTaskHead:
+        found.log(when)
+        self.task_head_loss = found.loss
+        return found

@@ -1,0 +1,51 @@
+"""Messages about task heads: names of records and keys, and hashes of bodies.
+
+A request has one of three stages: a client counts its rows, sums the features of its
+training rows by class, or evaluates task heads on its held-out rows.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fedrot.strategies.wire.arrays import model_hash
+from fedrot.task_head.names import task_head_names
+from fedrot.tensors import Tensors
+
+#: The action of the requests, and their message type.
+ACTION = "fedrot_sums"
+MESSAGE_TYPE = f"query.{ACTION}"
+
+#: Records of a request. A body and its task heads have these names with a place among
+#: the request's bodies.
+MODEL, TASK_HEADS = "fedrot-model", "fedrot-heads"
+
+#: Records of an answer: numbers of rows, sums of features, losses, or that the client
+#: lacks a body.
+ROWS, SUMS = "fedrot-rows", "fedrot-class-sums"
+LOSSES, LACKS = "fedrot-losses", "fedrot-lacks"
+
+#: Keys of a request's configuration: the stage, the name of the task head (empty
+#: evaluates the model itself) and the problem type.
+STAGE, TASK_HEAD = "fedrot-stage", "fedrot-task-head"
+PROBLEM_TYPE = "fedrot-problem-type"
+
+#: Further keys: hashes of the request's bodies, of all that the client shall keep, and
+#: of those that a body is half way between.
+BODIES, KEEP, BETWEEN = "fedrot-bodies", "fedrot-keep", "fedrot-between"
+
+#: The stages.
+COUNT, SUM, EVALUATE = "count", "sum", "evaluate"
+
+
+def hash_of(tensors: Tensors, task_head: str) -> str:
+    """Return the hash of a body: that of the model without the values of its head."""
+    return model_hash(tensors, task_head_names(task_head))
+
+
+def half_way(one: Tensors, other: Tensors) -> dict[str, Tensor]:
+    """Return the mean of two models; integers are those of the ``other``."""
+    return {
+        name: (one[name] + tensor) / 2 if tensor.is_floating_point() else tensor
+        for name, tensor in other.items()
+    }

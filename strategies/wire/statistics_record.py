@@ -1,0 +1,125 @@
+"""Statistics of a reply as a Flower record, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from torch import Tensor
+
+from fedrot.aggregation import Statistics
+from fedrot.collect.statistics import check_statistics
+from fedrot.errors import FedrotError, UpdateError
+from fedrot.strategies.wire.arrays import STATISTICS, decode, encode, records_of_type
+
+#: Separators of a kind from names, and of the names that share one matrix.
+_KIND, _NAMES = "/", "|"
+
+
+def wanted_statistics(message: Message) -> tuple[str, ...]:
+    """Return the kinds of statistics that the server asks for in a training request."""
+    for config in records_of_type(message.content, ConfigRecord).values():
+        if STATISTICS in config:
+            return tuple(kind for kind in str(config[STATISTICS]).split(",") if kind)
+    return ()
+
+
+def check_precision(dtype: torch.dtype) -> None:
+    """Raise ``FedrotError`` unless statistics can be sent in a dtype."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise FedrotError(
+            f"Statistics are sent as float32 or bfloat16, not as {dtype}."
+        )
+
+
+def statistics_record(
+    statistics: Statistics, dtype: torch.dtype = torch.float32
+) -> ArrayRecord:
+    """Return statistics as the ArrayRecord ``fedrot-statistics`` of a client's reply.
+
+    Matrices that several layers share are sent once.
+
+    Args:
+        statistics: by kind, then by tensor name.
+        dtype: float32, or bfloat16 for half the bytes and three significant digits.
+
+    Raises:
+        FedrotError: another dtype, or the name of a tensor has a '|'.
+    """
+    check_precision(dtype)
+    odd = [
+        name for by_name in statistics.values() for name in by_name if _NAMES in name
+    ]
+    if odd:
+        raise FedrotError(
+            f"Statistics of '{odd[0]}' cannot be sent, because '{_NAMES}' separates "
+            "names. Rename the module."
+        )
+    found: dict[str, Array] = {}
+    for kind, by_name in statistics.items():
+        for names in _sharing(by_name):
+            key, value = f"{kind}{_KIND}{_NAMES.join(names)}", by_name[names[0]]
+            found[key] = encode(
+                key, value.to(dtype) if value.is_floating_point() else value
+            )
+    return ArrayRecord(found)
+
+
+def _sharing(by_name: Mapping[str, Tensor]) -> Iterable[list[str]]:
+    """Return the names that share one value, by value."""
+    names: dict[int, list[str]] = {}
+    for name, value in by_name.items():
+        names.setdefault(id(value), []).append(name)
+    return names.values()
+
+
+def read_statistics(
+    content: RecordDict,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    copy: bool = False,
+) -> dict[str, dict[str, Tensor]]:
+    """Return the statistics of a reply, empty if it has none.
+
+    Each array is checked before the next one is decoded: many keys can share one large
+    array, which travels once.
+
+    Args:
+        shapes: of the model's tensors; None checks nothing, for a client's own
+            statistics.
+        copy: as in ``Schema.read``.
+
+    Raises:
+        UpdateError: they cannot be decoded, a tensor has two of one kind, or see
+            ``check_statistics``.
+    """
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, array in records_of_type(content, ArrayRecord).get(STATISTICS, {}).items():
+        kind, separator, joined = key.partition(_KIND)
+        if not separator:
+            raise UpdateError(
+                f"The statistics '{key}' have no kind; use statistics_record."
+            )
+        names = joined.split(_NAMES)
+        try:
+            value = decode(key, array)
+        except UpdateError as error:
+            raise UpdateError(
+                f"The statistics '{key}' cannot be decoded: {error}"
+            ) from error
+        value = (
+            value.float()
+            if value.dtype == torch.bfloat16
+            else value.clone()
+            if copy
+            else value
+        )
+        given, by_name = dict.fromkeys(names, value), found.setdefault(kind, {})
+        if twice := given.keys() & by_name.keys():
+            raise UpdateError(
+                f"The {kind} statistics of '{min(twice)}' come twice; send them once."
+            )
+        if shapes is not None:
+            check_statistics({kind: given}, shapes)
+        by_name |= given
+    return found

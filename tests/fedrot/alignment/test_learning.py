@@ -1,0 +1,101 @@
+"""Learned rotations: the function stays, the loss falls, other parts keep their
+elements.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fedrot
+from fedrot.alignment.learning import LearningOptions, learn_alignment, loss_of
+from tests.models import (
+    VOCABULARY,
+    fresh_model,
+    largest_difference,
+    logits,
+    state_of,
+    symmetry_for,
+)
+
+NAME = "bert-classifier"
+
+
+def _batches(count: int = 2) -> list[dict[str, Tensor]]:
+    found = []
+    for seed in range(count):
+        drawn = torch.Generator().manual_seed(seed)
+        ids = torch.randint(4, VOCABULARY, (16, 7), generator=drawn)
+        labels = torch.randint(3, (16,), generator=drawn)
+        found.append(
+            {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+        )
+    return found
+
+
+def _learn(batches: Any = None, factor: float = 1.0, **given: Any) -> Any:
+    """Return what is learned of two unrelated models, and the start; a factor spoils
+    the anchor.
+    """
+    anchor, update, symmetry = state_of(NAME), state_of(NAME, 4), symmetry_for(NAME)
+    start = fedrot.align(update, anchor, symmetry)
+    spoilt = {name: factor * tensor for name, tensor in anchor.items()}
+    batches, options = (
+        _batches() if batches is None else batches,
+        LearningOptions(**given),
+    )
+    loss = loss_of(fresh_model(NAME).eval())
+    return learn_alignment(
+        loss, batches, update, spoilt, symmetry, start, options
+    ), start
+
+
+def test_the_function_stays_and_the_loss_falls() -> None:
+    update = state_of(NAME, 4)
+    found, start = _learn(_batches(1), steps=40)
+    moved = found.alignment.apply(update)
+    assert (logits(NAME, moved) - logits(NAME, update)).abs().max() <= 1e-5
+    assert largest_difference(moved, start.apply(update)) > 1e-3
+    assert len(found.losses) == 40
+    assert sum(found.losses[-10:]) < sum(found.losses[:10])
+
+
+def test_what_has_no_gradient_keeps_its_elements() -> None:
+    """Here the residual stream is permuted, as the neurons are."""
+    found, start = _learn()
+    before, after = (
+        {m.group.name: m for m in a.moves} for a in (start, found.alignment)
+    )
+    assert {m.group.part for n, m in after.items() if n not in before} <= {"attention"}
+    for name, move in before.items():
+        assert torch.equal(after[name].element, move.element) == (
+            move.group.part != "attention"
+        )
+
+
+def test_without_steps_the_start_is_returned() -> None:
+    update = state_of(NAME, 4)
+    found, start = _learn([], steps=0)
+    assert found.losses == ()
+    assert (
+        largest_difference(found.alignment.apply(update), start.apply(update)) <= 1e-12
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({"parts": ("ffn",)}, "'ffn' cannot be learned"),
+        ({"parts": ("attention", "heads")}, "'heads' cannot be learned"),
+        ({"steps": -1}, "steps is -1"),
+        ({"batches": []}, "No batches"),
+        ({"batches": [{"input_ids": torch.tensor([[5, 6]])}]}, "label"),
+        ({"factor": float("nan")}, "at step 1"),
+    ],
+)
+def test_what_cannot_be_learned_is_refused(given: dict[str, Any], word: str) -> None:
+    with pytest.raises(fedrot.FedrotError, match=word):
+        _learn(**given)

@@ -1,0 +1,514 @@
+"""Task heads of one class, several labels and regressions, against fits to the rows
+themselves.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fedrot.errors import FedrotError, UpdateError
+from fedrot.task_head.fit import fitted_task_head, fitted_task_heads, with_task_head
+from fedrot.task_head.losses import (
+    ONE,
+    TEMPERATURES,
+    TaskHeads,
+    best_temperature,
+    collect_losses,
+    compare_losses,
+)
+from fedrot.task_head.names import task_head_of
+from fedrot.task_head.outputs import (
+    OUTPUT_KINDS,
+    REGRESSION,
+    SEVERAL,
+    SINGLE,
+    problem_type_of,
+)
+from fedrot.task_head.sums import ClassSums, collect_classes
+from tests.fedrot.collect.tiny import batch_of, tiny_classifier
+from tests.fedrot.oracles import Array, seeded
+from tests.fedrot.task_head.classifiers import CLASSES, sums_of, unlabelled
+from tests.models import randomise
+
+SEEDS, ANY = st.integers(0, 2**32 - 1), st.sampled_from((*OUTPUT_KINDS,))
+
+
+def drawn(
+    problem: str, seed: int = 0, rows: int = 40, size: int = 5
+) -> tuple[Array, Array]:
+    """Return features and labels that depend on them."""
+    random = np.random.default_rng(seed)
+    features = random.normal(size=(rows, size)) @ random.normal(size=(size, size)) + 1
+    values = features @ random.normal(size=(size, CLASSES)) + random.normal(
+        size=(rows, CLASSES)
+    )
+    if problem == SINGLE:
+        return features, np.concatenate([np.arange(CLASSES), values.argmax(1)])[:rows]
+    return features, (values > values.mean(0)).astype(
+        float
+    ) if problem == SEVERAL else values + 7
+
+
+def discriminant(
+    features: Array, labels: Array, shrinkage: float
+) -> tuple[Array, Array]:
+    """Return linear discriminants from rows, with deviations from means in place of
+    differences.
+    """
+    classes, mean = range(labels.max() + 1), features.mean(0)
+    means = [features[labels == c].mean(0) for c in classes]
+    apart = np.concatenate([features[labels == c] - means[c] for c in classes])
+    within = apart.T @ apart / len(features)
+    shrunk = (1 - shrinkage) * within + shrinkage * np.trace(within) / len(
+        mean
+    ) * np.eye(len(mean))
+    weight = np.stack([np.linalg.solve(shrunk, m - mean) for m in means])
+    # What adds the same to every logit is left out: the discriminant at the mean of all
+    # rows.
+    shares = [(labels == c).mean() for c in classes]
+    biases = [
+        np.log(p) - w @ (m + mean) / 2
+        for w, m, p in zip(weight, means, shares, strict=True)
+    ]
+    return weight, np.array(biases)
+
+
+def of_two_classes(
+    features: Array, labels: Array, shrinkage: float
+) -> tuple[Array, Array]:
+    """Return the log odds of the discriminants between rows with and without each
+    label.
+    """
+    fits = [discriminant(features, has.astype(int), shrinkage) for has in labels.T]
+    return np.stack([w[1] - w[0] for w, _ in fits]), np.array(
+        [b[1] - b[0] for _, b in fits]
+    )
+
+
+def ridge(features: Array, labels: Array, shrinkage: float) -> tuple[Array, Array]:
+    """Return ridge regressions, as least squares with rows more; the mean residual is
+    0.
+    """
+    apart, root = features - features.mean(0), np.sqrt((1 - shrinkage) / len(features))
+    more = np.sqrt(shrinkage * (apart**2).mean()) * np.eye(features.shape[1])
+    values = np.concatenate(
+        [root * (labels - labels.mean(0)), np.zeros((len(more), CLASSES))]
+    )
+    weight = np.linalg.lstsq(np.concatenate([root * apart, more]), values)[0].T
+    return weight, (labels - features @ weight.T).mean(0)
+
+
+ORACLES = {SINGLE: discriminant, SEVERAL: of_two_classes, REGRESSION: ridge}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=SEEDS,
+    problem=ANY,
+    size=st.integers(1, 8),
+    rows=st.integers(25, 45),
+    shrinkages=st.lists(
+        st.sampled_from((0.0, 0.01, 0.1, 0.5, 1.0)), min_size=1, max_size=3
+    ),
+)
+def test_heads_are_those_of_the_rows(
+    seed: int, problem: str, size: int, rows: int, shrinkages: list[float]
+) -> None:
+    features, labels = drawn(problem, seed, rows, size)
+    weights, biases = fitted_task_heads(sums_of(features, labels, problem), shrinkages)
+    assert (weights.dtype, biases.dtype) == (torch.float64, torch.float64)
+    for shrinkage, weight, bias in zip(shrinkages, weights, biases, strict=True):
+        expected = ORACLES[problem](features, labels, shrinkage)
+        np.testing.assert_allclose(weight.numpy(), expected[0], rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(bias.numpy(), expected[1], rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS, ANY, st.integers(1, 40), st.sampled_from((0.0, 100.0)))
+def test_packed_sums_of_clients_have_the_head_of_all_rows(
+    seed: int, problem: str, rows: int, offset: float
+) -> None:
+    """Also if means are 100 times the deviations, and if units differ in size; no sums
+    are refused.
+    """
+    (features, labels), clients = drawn(problem, seed, rows), 1 + seed % 4
+    features = (features + offset) * 10.0 ** np.random.default_rng(seed).integers(
+        -4, 3, size=5
+    )
+    features[:, 0] = 0.1 if seed % 3 else features[:, 0]
+    labels = labels + offset if problem == REGRESSION else labels
+    owner = np.random.default_rng(seed).integers(clients, size=rows)
+    parts = [
+        sums_of(features[owner == c], labels[owner == c], problem)
+        for c in sorted(set(owner))
+    ]
+    sent = [ClassSums.unpacked(part.packed(), (CLASSES, 5), problem) for part in parts]
+    total = sum(sent[1:], sent[0])
+    assert total.rows == rows
+    if rows < 20:
+        return
+    fits = [
+        fitted_task_head(sums, 0.1)
+        for sums in (sums_of(features, labels, problem), total)
+    ]
+    logits, found = (
+        features @ weight.numpy().T + bias.numpy() for weight, bias in fits
+    )
+    assert np.abs(found - logits).max() <= 1e-4 * np.abs(logits - logits.mean(0)).max()
+
+
+def test_packed_sums_are_small() -> None:
+    features = np.random.default_rng(0).normal(size=(40, 768))
+    sums = sums_of(features, np.arange(40) % 20, outputs=20)
+    assert len(safetensors.torch.save(sums.packed())) <= 1.3e6
+
+
+# Classes and labels of which nothing is known
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=SEEDS, shrinkage=st.sampled_from((0.01, 0.1, 1.0)))
+def test_a_class_without_rows_is_never_the_most_likely(
+    seed: int, shrinkage: float
+) -> None:
+    random = np.random.default_rng(seed)
+    labels = np.concatenate([[0, 2, 0, 2], random.choice([0, 2], size=20)])
+    features = (
+        random.normal(size=(24, 5)) + 4 * random.normal(size=(CLASSES, 5))[labels]
+    )
+    sums = sums_of(features, labels)
+    assert sums.absent.tolist() == [False, True, False]
+    weight, bias = fitted_task_head(sums, shrinkage)
+    assert bool(torch.isfinite(weight).all() & torch.isfinite(bias).all())
+    logits = (10 * random.normal(size=(200, 5))) @ weight.numpy().T + bias.numpy()
+    assert (logits[:, 1] <= logits[:, [0, 2]].max(1) - np.log(2 * 24) + 1e-6).all()
+    assert not bool(weight[1].any())
+    # The classes with rows have the head that they would have alone.
+    alone = fitted_task_head(sums_of(features, labels // 2, outputs=2), shrinkage)
+    torch.testing.assert_close(weight[[0, 2]], alone[0])
+    torch.testing.assert_close(bias[[0, 2]], alone[1])
+
+
+def test_a_label_of_no_row_or_of_every_row_has_log_odds_alone() -> None:
+    features, labels = drawn(SEVERAL)
+    labels[:, 0], labels[:, 2] = 0, 1
+    sums = sums_of(features, labels, SEVERAL)
+    assert sums.absent.tolist() == [True, False, True]
+    assert not sums_of(*drawn(REGRESSION), REGRESSION).absent.any()
+    weight, bias = fitted_task_head(sums)
+    assert weight.any(1).tolist() == [False, True, False]
+    np.testing.assert_allclose(
+        bias[[0, 2]].numpy(), [np.log(0.5 / 40.5), np.log(40.5 / 0.5)]
+    )
+    same, moved = fitted_task_head(
+        sums, priors=torch.tensor([100.0, 20, 30, 100]).double()
+    )
+    odds = np.log(30 / 70) - np.log(labels[:, 1].sum() / (40 - labels[:, 1].sum()))
+    np.testing.assert_allclose((moved - bias)[1].numpy(), odds)
+    np.testing.assert_allclose(moved[0].numpy(), np.log(20.5 / 80.5))
+    assert torch.equal(same, weight)
+
+
+def test_priors_take_the_place_of_the_shares_of_classes() -> None:
+    features, labels = (
+        np.random.default_rng(0).normal(size=(60, 4)),
+        np.arange(60) % CLASSES,
+    )
+    sums, priors = sums_of(features, labels), torch.tensor([10.0, 1.0, 5.0]).double()
+    (weight, bias), (same, found) = (
+        fitted_task_head(sums),
+        fitted_task_head(sums, priors=priors),
+    )
+    assert torch.equal(weight, same)
+    expected = bias + (priors / 16).log() + math.log(CLASSES)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("problem", "shrinkage"), [(SINGLE, 0.05), (SINGLE, 0.5), (REGRESSION, 0.1)]
+)
+def test_weights_hold_the_bias_times_the_regression_of_1_on_the_features(
+    problem: str, shrinkage: float
+) -> None:
+    features, labels = drawn(problem, 6, rows=60, size=4)
+    sums, mean = sums_of(features, labels, problem), features.mean(0)
+    weight, bias = fitted_task_head(sums, shrinkage)
+    unbiased, nothing = fitted_task_head(sums, shrinkage, bias=False)
+    assert torch.equal(nothing, torch.zeros(CLASSES, dtype=torch.float64))
+    apart = (features - mean) / np.sqrt(60)
+    more = np.sqrt(shrinkage * (apart**2).sum() / 4) * np.eye(4)
+    rows = np.concatenate([np.sqrt(1 - shrinkage) * apart, more, mean[None]])
+    direction = np.linalg.lstsq(rows, np.array([0.0] * 64 + [1.0]))[0]
+    np.testing.assert_allclose(
+        unbiased.numpy(), weight.numpy() + np.outer(bias.numpy(), direction), rtol=1e-7
+    )
+
+
+# What is refused
+
+
+def _with(value: Tensor, place: Any, entry: float) -> Tensor:
+    changed = value.clone()
+    changed[place] = entry
+    return changed
+
+
+Change = Callable[[Any], dict[str, Any]]
+CONTRADICT = "inside the classes have negative eigenvalues"
+#: Sums that no rows have: a change of good ones, and a word of the error.
+BAD: list[tuple[str, Change, str]] = [
+    (SINGLE, lambda s: {"counts": s.counts.float()}, "'counts' are torch.float32"),
+    (
+        SINGLE,
+        lambda s: {"counts": s.counts[:2]},
+        r"'counts' are torch.float64 of shape \[2\]",
+    ),
+    (SINGLE, lambda s: {"sums": s.sums.to_sparse()}, "'sums' is sparse"),
+    (
+        SINGLE,
+        lambda s: {"gram": s.gram[:4]},
+        r"'gram' are torch.float64 of shape \[4, 5\]",
+    ),
+    (SINGLE, lambda s: {"gram": s.gram.to("meta")}, "'gram' is on the device 'meta'"),
+    (SINGLE, lambda s: {"counts": _with(s.counts, 0, np.nan)}, "'counts' hold NaN"),
+    (SINGLE, lambda s: {"gram": _with(s.gram, (0, 0), -np.inf)}, "'gram' hold NaN"),
+    (SINGLE, lambda s: {"counts": _with(s.counts, 0, -1)}, "counts .* are negative"),
+    (SINGLE, lambda s: {"counts": 0 * s.counts, "sums": 0 * s.sums}, "counts .* all 0"),
+    (
+        SINGLE,
+        lambda s: {"counts": _with(s.counts, 1, 0)},
+        "A class without rows has a sum",
+    ),
+    (SINGLE, lambda s: {"gram": _with(s.gram, (0, 1), 90)}, "are not symmetric"),
+    (SINGLE, lambda s: {"gram": _with(s.gram, (2, 2), 0)}, "have negative eigenvalues"),
+    (SINGLE, lambda s: {"sums": 3 * s.sums}, CONTRADICT),
+    (SINGLE, lambda s: {"counts": s.counts / 9}, CONTRADICT),
+    (SEVERAL, lambda s: {"counts": -s.counts}, "number of rows is not positive"),
+    (REGRESSION, lambda s: {"counts": 0 * s.counts}, "number of rows is not positive"),
+    (
+        SEVERAL,
+        lambda s: {"counts": s.counts * torch.tensor([1, -1, 1, 1])},
+        "contradict",
+    ),
+    (
+        SEVERAL,
+        lambda s: {"counts": s.counts * torch.tensor([1, 1, 9, 1])},
+        "contradict",
+    ),
+    (
+        SEVERAL,
+        lambda s: {"counts": s.counts * torch.tensor([1, 0, 1, 1])},
+        "contradict",
+    ),
+    (
+        SEVERAL,
+        lambda s: {"sums": s.sums * torch.tensor([1, 1, 1, 4])[:, None]},
+        "contradict",
+    ),
+    (REGRESSION, lambda s: {"gram": s.gram / 9}, "negative eigenvalues"),
+]
+BAD_PACKED: list[tuple[Change, str]] = [
+    (lambda s: {"gram": s.pop("scatter")}, "'gram': .* not .*'scatter'"),
+    (
+        lambda s: {"sums": s["sums"].double()},
+        "'sums': .'torch.float64'.* not .*'torch.float32'",
+    ),
+    (lambda s: {"scatter": s["scatter"] * np.nan}, "hold NaN"),
+    (lambda s: {"scatter": _with(s["scatter"], 1, 90)}, "have negative eigenvalues"),
+    (lambda s: {"counts": 0 * s["counts"]}, "counts .* all 0"),
+]
+
+
+@pytest.mark.parametrize(("problem", "change", "message"), BAD)
+def test_sums_that_no_rows_have_are_refused(
+    problem: str, change: Change, message: str
+) -> None:
+    sums = sums_of(*drawn(problem), problem)
+    with pytest.raises(UpdateError, match=message):
+        replace(sums, **change(sums))
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_PACKED)
+def test_packed_sums_that_no_rows_have_are_refused(
+    change: Change, message: str
+) -> None:
+    arrays = sums_of(*drawn(SINGLE)).packed()
+    arrays |= change(arrays)
+    with pytest.raises(UpdateError, match=message):
+        ClassSums.unpacked(arrays, (CLASSES, 5))
+
+
+def _of(labels: list[int], rows: int = 4, size: int = 4) -> ClassSums:
+    return sums_of(np.eye(max(rows, size))[:rows, :size], np.array(labels))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: _of([0, 1, 2, 0]) + _of([0, 1, 2, 0], size=5),
+            r"\[3, 4\]\) and of .*\[3, 5\]",
+        ),
+        (
+            lambda: (
+                sums_of(*drawn(SEVERAL), SEVERAL)
+                + sums_of(*drawn(REGRESSION), REGRESSION)
+            ),
+            "multi_label_classification.* and of .*regression",
+        ),
+        (lambda: fitted_task_head(_of([1, 1, 1, 1])), "rows of at least two classes"),
+        (
+            lambda: fitted_task_head(
+                sums_of(np.eye(3)[[0, 1, 0, 1]] + 0.1, np.array([0, 1, 0, 1]))
+            ),
+            "do not vary inside the classes",
+        ),
+        (
+            lambda: fitted_task_head(sums_of(*drawn(SINGLE, rows=4, size=9)), 0),
+            "singular: raise the shrink",
+        ),
+        *(
+            (
+                lambda value=value: fitted_task_head(_of([0, 1, 0, 1]), value),
+                "shrinkage is .* from 0 to 1",
+            )
+            for value in (-0.1, 1.1, float("nan"))
+        ),
+        (lambda: fitted_task_heads(_of([0, 1, 0, 1]), []), "no shrinkage"),
+    ],
+)
+def test_sums_that_determine_no_head_are_refused(
+    call: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(FedrotError, match=message):
+        call()
+
+
+# Models of several labels and of regressions
+
+
+def batches_of(problem: str, outputs: int = CLASSES) -> list[dict[str, Tensor]]:
+    """Return two batches, in each of which one row has no labels."""
+    found = [batch_of(rows, rows) for rows in (20, 5)]
+    for batch in found:
+        values = torch.randn(
+            len(batch["input_ids"]), outputs, generator=seeded(len(batch["input_ids"]))
+        )
+        batch["labels"] = (values > 0).float() if problem == SEVERAL else values
+        batch["labels"][2] = torch.nan
+    return found
+
+
+def logits_of(model: Any, batches: list[dict[str, Tensor]]) -> Tensor:
+    with torch.no_grad():
+        return torch.cat(
+            [copy.deepcopy(model).eval()(**unlabelled(b)).logits for b in batches]
+        )
+
+
+def loss(
+    logits: Tensor, labels: Tensor, problem: str, temperature: float = 1.0
+) -> float:
+    """Return the summed loss, from its definition."""
+    if problem == REGRESSION:
+        return float(((logits - labels) ** 2).sum())
+    probability = 1 / (1 + (-logits / temperature).exp())
+    return float(
+        -(labels * probability.log() + (1 - labels) * (1 - probability).log()).sum()
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem", "outputs"),
+    [
+        ("bert", SEVERAL, 3),
+        ("gpt2", SEVERAL, 3),
+        ("bert", REGRESSION, 3),
+        ("gpt2", None, 1),
+    ],
+)
+def test_a_model_has_the_head_and_losses_of_its_rows(
+    kind: str, problem: str | None, outputs: int
+) -> None:
+    model = (
+        randomise(tiny_classifier(kind, num_labels=outputs, problem_type=problem))
+        .double()
+        .train()
+    )
+    name, bare = problem_type_of(model.config), copy.deepcopy(model)
+    batches, head = (
+        batches_of(name, outputs),
+        task_head_of(model.config, model.state_dict()),
+    )
+    setattr(bare, head, nn.Identity())
+    labels = torch.cat([batch["labels"] for batch in batches]).double()
+    kept = ~labels.isnan().any(1)
+    features, labels = logits_of(bare, batches)[kept], labels[kept]
+    found = collect_classes(model, batches, head)
+    expected = sums_of(features.numpy(), labels.numpy(), name)
+    for field in ("counts", "sums", "gram"):
+        torch.testing.assert_close(getattr(found, field), getattr(expected, field))
+    before, (weight, bias) = (
+        collect_losses(model, batches),
+        fitted_task_head(found, 0.1, bias=kind == "bert"),
+    )
+    model.load_state_dict(with_task_head(model.state_dict(), head, weight, bias))
+    after, logits = collect_losses(model, batches), features @ weight.mT + bias
+    torch.testing.assert_close(logits_of(model, batches)[kept], logits)
+    for temperature, value in zip(TEMPERATURES, after.losses[0].tolist(), strict=True):
+        assert value == pytest.approx(loss(logits, labels, name, temperature))
+    assert after.losses[0, ONE] < before.losses[0, ONE]
+    right = int(((logits > 0) == (labels > 0)).all(1).sum()) if name == SEVERAL else 0
+    assert after.counts.tolist() == [23, right]
+    assert name == SEVERAL or best_temperature(after) == 1
+    heads = TaskHeads(
+        weight.expand(2, -1, -1), bias.expand(2, -1), torch.tensor([-1, 0])
+    )
+    both = compare_losses([model], batches, head, [heads])
+    torch.testing.assert_close(both.losses, after.losses.expand(2, -1))
+    torch.testing.assert_close(
+        both.squares, torch.cat([after.squares, 0 * after.squares])
+    )
+
+
+@pytest.mark.parametrize(
+    ("problem", "labels", "message"),
+    [
+        (SEVERAL, torch.ones(5, 3).long(), r"labels are torch.int64 \[5, 3\]"),
+        (
+            SEVERAL,
+            torch.ones(5),
+            r"labels are torch.float32 \[5\], the logits \[5, 3\]",
+        ),
+        (SEVERAL, torch.full((5, 3), 0.5), "each 0 or 1"),
+        (REGRESSION, torch.full((5, 3), torch.inf), "each finite"),
+        (
+            REGRESSION,
+            torch.tensor([[1, torch.nan, 1]] * 5),
+            "NaN for all labels of a row",
+        ),
+        (REGRESSION, torch.full((5, 3), torch.nan), "No row has a label"),
+        (SINGLE, torch.ones(5, 3), "set the problem_type"),
+    ],
+)
+def test_labels_of_another_problem_are_refused(
+    problem: str, labels: Tensor, message: str
+) -> None:
+    model, batch = (
+        tiny_classifier("bert", num_labels=3, problem_type=problem),
+        batches_of(SEVERAL)[1],
+    )
+    with pytest.raises(FedrotError, match=message):
+        collect_losses(model, [{**batch, "labels": labels}])

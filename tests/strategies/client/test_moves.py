@@ -1,0 +1,500 @@
+"""Replies from another basis that their senders match: elements are sent, functions are
+kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.clientapp import ClientApp
+from torch import Tensor
+
+import fedrot
+from fedrot.alignment.align import Alignment
+from fedrot.alignment.learning import LearningOptions, learn_alignment, loss_of
+from fedrot.strategies import FedRot, Matching, match_at_client
+from fedrot.strategies.client.moves import (
+    ELEMENTS,
+    MESSAGE_TYPE,
+    alignment_by,
+    read_moves,
+    request,
+)
+from fedrot.strategies.settings import OtherBasis
+from fedrot.strategies.wire.lazy_grid import LazyGrid, Replies
+from fedrot.symmetry.actions import (
+    Action,
+    HeadPermutation,
+    HeadRotation,
+    Permutation,
+    QueryPermutation,
+)
+from fedrot.symmetry.groups import Group, Slice, Slot, Symmetry
+from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
+from fedrot.symmetry.signs import SignedPermutation
+from tests.models import EAGER, VOCABULARY, State, config_of, near
+from tests.models import largest_difference as difference
+from tests.strategies.classifier import (
+    NAME,
+    SYMMETRY,
+    WHOLE,
+    build,
+    error,
+    permuted,
+    state,
+)
+from tests.strategies.fakes import (
+    Client,
+    FakeGrid,
+    failure,
+    grid_of,
+    largest_difference,
+    node_of,
+    play,
+    reply,
+    tensors_of,
+)
+
+BASE, OTHER = state(), state(3)
+LEARNING = LearningOptions(("attention",), steps=3)
+GLOBAL = fedrot.AlignmentOptions(anchor="global")
+Edit = Callable[[Tensor], Tensor]
+
+ATTENTION, FFN, STREAM, OUTPUT, HEADS = (
+    SYMMETRY.select((part,))[0].name
+    for part in ("attention", "ffn", "residual", "output", "heads")
+)
+
+
+def batches() -> Iterable[Mapping[str, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(2):
+        ids = torch.randint(VOCABULARY, (16, 8), generator=generator)
+        labels = torch.randint(3, (16,), generator=generator)
+        yield {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "labels": labels,
+        }
+
+
+def client(batches: Callable[[], Iterable[Mapping[str, Tensor]]] = batches) -> Client:
+    app = ClientApp()
+    match_at_client(
+        app, lambda message, context: Matching(build, batches, learning=LEARNING)
+    )
+    return node_of(app)
+
+
+def ask(node: Client, update: State, learn: bool = False) -> Message:
+    answer = node(request(BASE, update, ConfigRecord(), 7, learn=learn))
+    assert answer is not None
+    return answer
+
+
+def read(answer: Message, update: State) -> Alignment:
+    return alignment_by(read_moves(answer, SYMMETRY), update, BASE, SYMMETRY)
+
+
+def elements_of(answer: Message) -> dict[str, Tensor]:
+    return tensors_of(answer.content.array_records[ELEMENTS])
+
+
+def edited(edit: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> Client:
+    node = client()
+
+    def answer(message: Message) -> Message | None:
+        found = node(message)
+        assert found is not None
+        elements = ArrayRecord(dict(edit(elements_of(found))))
+        return Message(RecordDict({ELEMENTS: elements}), reply_to=message)
+
+    return answer
+
+
+def put(name: str, value: Edit | Tensor) -> Client:
+    return edited(
+        lambda e: {**e, name: value if isinstance(value, Tensor) else value(e[name])}
+    )
+
+
+@pytest.mark.parametrize("learn", [False, True], ids=["closed", "learned"])
+def test_the_answer_holds_elements_and_nothing_else(learn: bool) -> None:
+    answer = ask(client(), OTHER, learn)
+    assert list(answer.content) == [ELEMENTS]
+    groups = {group.name: group for group in SYMMETRY.groups}
+    parts = {groups[name].part for name in elements_of(answer)}
+    assert parts == {"attention"} if learn else parts >= {"residual", "attention"}
+    sizes = {
+        "Permutation": 1,
+        "SignedPermutation": 1,
+        "HeadPermutation": 1,
+        "HeadRotation": 3,
+    }
+    for name, element in elements_of(answer).items():
+        assert element.ndim == sizes[type(groups[name].action).__name__]
+        assert element.is_floating_point() == (groups[name].part == "attention")
+
+
+def test_a_permuted_update_comes_back_exactly_in_any_order_of_the_elements() -> None:
+    update = permuted(BASE, 2)
+    # Orders of heads last.
+    backwards = edited(
+        lambda e: dict(sorted(e.items(), key=lambda item: item[0] == HEADS))
+    )
+    for node in (client(), backwards):
+        alignment = read(ask(node, update), update)
+        assert difference(alignment.apply(update), BASE) <= 1e-4
+        assert alignment.report.after <= 1e-6 * alignment.report.before
+
+
+def test_matching_draws_nothing_from_the_clients_random_numbers() -> None:
+    rows = [*batches()]
+    before = torch.random.get_rng_state()
+    ask(client(lambda: [rows[i] for i in torch.randperm(len(rows)).tolist()]), OTHER)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_the_clients_own_data_decide() -> None:
+    alignment = read(ask(client(), OTHER), OTHER)
+    by_weights = fedrot.align(OTHER, BASE, SYMMETRY, WHOLE)
+    assert difference(alignment.apply(OTHER), by_weights.apply(OTHER)) > 1e-2
+    assert error(alignment.apply(OTHER), OTHER) <= 1e-4
+
+
+def test_learned_elements_travel_exactly() -> None:
+    """The oracle: what the client does, without messages."""
+    start = fedrot.align(OTHER, BASE, SYMMETRY, fedrot.AlignmentOptions(()))
+    given = (loss_of(build().eval()), batches(), OTHER, BASE, SYMMETRY, start, LEARNING)
+    expected = learn_alignment(*given).alignment
+    alignment = read(ask(client(), OTHER, learn=True), OTHER)
+    found, known = (
+        {m.group.name: m.element for m in a.moves} for a in (alignment, expected)
+    )
+    assert difference(found, known) == 0
+    eye = torch.eye(8, dtype=torch.float64)
+    assert max(float((element - eye).abs().max()) for element in found.values()) > 1e-3
+    assert difference(alignment.apply(OTHER), expected.apply(OTHER)) == 0
+    assert error(alignment.apply(OTHER), OTHER) <= 1e-4
+
+
+def undecodable(message: Message) -> Message | None:
+    answer = client()(message)
+    assert answer is not None
+    next(iter(answer.content.array_records[ELEMENTS].values())).data = b"garbage"
+    return answer
+
+
+def other_record(message: Message) -> Message:
+    return Message(
+        RecordDict({"arrays": ArrayRecord({"x": torch.ones(2)})}), reply_to=message
+    )
+
+
+def one_head(change: Edit) -> Edit:
+    """Return the element with only its last head or row changed."""
+    return lambda e: torch.cat([e[:-1], change(e[-1:])])
+
+
+def doubled(e: Tensor) -> Tensor:
+    """Return the element with its last entry where its first is."""
+    e = e.clone()
+    e[..., 0] = e[..., -1]
+    return e
+
+
+def identity(value: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    return (value * torch.eye(8, dtype=dtype)).expand(4, 8, 8).contiguous()
+
+
+REFUSED: dict[str, Client] = {
+    "failed": failure,
+    "no record": lambda message: Message(RecordDict({}), reply_to=message),
+    "another record": other_record,
+    "undecodable": undecodable,
+    "unknown group": put("layer.9.qk", torch.arange(4)),
+    "a weight": put("bert.pooler.dense.weight", torch.ones(32, 32)),
+    "a suffix of its own": put(f"{ATTENTION}/general", identity(1.0)),
+    "a short order": put(FFN, lambda e: e[:-1].contiguous()),
+    "an order of the stream twice": put(STREAM, doubled),
+    "no sign": put(OUTPUT, lambda e: e.abs() - 1),
+    "singular": put(ATTENTION, identity(0.0)),
+    "half precision": put(ATTENTION, identity(1.0, torch.float16)),
+    "NaN": put(ATTENTION, one_head(lambda e: e * math.nan)),
+    "a flat rotation": put(ATTENTION, lambda e: e[0].contiguous()),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_element_is_refused(case: str) -> None:
+    with pytest.raises(fedrot.UpdateError):
+        read(ask(REFUSED[case], OTHER), OTHER)
+
+
+#: Groups that act on 12 entries, and what is next to an element of theirs, but is none.
+BESIDE: list[tuple[Action, list[Edit]]] = [
+    (
+        HeadRotation(3, 4),
+        [
+            one_head(lambda e: 1.001 * e),
+            lambda e: e * torch.tensor([1.0, 1.0, 1.0, 0.999]),
+            doubled,
+            lambda e: torch.eye(4, dtype=torch.int64).expand(3, 4, 4),
+            lambda e: e / 0,
+            lambda e: e[1:],
+        ],
+    ),
+    (
+        RotaryPhases(3, 4),
+        [one_head(lambda e: e * math.nan), lambda e: e.long(), lambda e: e[:, 1:]],
+    ),
+    (
+        RotarySigns(3, 4),
+        [one_head(lambda e: 2 * e), one_head(lambda e: 0 * e), lambda e: 1.001 * e],
+    ),
+    (
+        Permutation(12),
+        [doubled, lambda e: e.double(), lambda e: e + 1, lambda e: e - 1],
+    ),
+    (
+        SignedPermutation(12),
+        [
+            doubled,
+            lambda e: torch.cat([-e[-1:], e[1:]]),
+            lambda e: e.sign() * (e.abs() - 1),
+            lambda e: e.double(),
+        ],
+    ),
+    (HeadPermutation(3), [doubled, lambda e: e - 1]),
+    (
+        QueryPermutation(2, 3),
+        [
+            one_head(doubled),
+            lambda e: e + 3 * torch.arange(2)[:, None],
+            lambda e: e[:1],
+        ],
+    ),
+]
+
+
+def element_read(kind: Action, element: Tensor) -> Tensor:
+    """Return the element that is read from a client's answer, for a model of one
+    tensor.
+    """
+    group = Group("g", 0, "attention", kind, (Slot("w", 0, Slice(0, 12)),))
+    model = {"w": torch.randn(12, 2, generator=torch.Generator().manual_seed(5))}
+    asked = request(model, model, ConfigRecord(), 7)
+    content = RecordDict({ELEMENTS: ArrayRecord({"g": element.contiguous()})})
+    symmetry = Symmetry("", 1, (group,), {"w": (12, 2)})
+    moves = read_moves(Message(content, reply_to=asked), symmetry)
+    (move,) = alignment_by(moves, model, model, symmetry).moves
+    return move.element
+
+
+@pytest.mark.parametrize(("kind", "beside"), BESIDE)
+def test_elements_are_read_as_they_were_sent_and_what_is_beside_them_is_refused(
+    kind: Action, beside: list[Edit]
+) -> None:
+    for element in [
+        kind.random(torch.Generator().manual_seed(seed)) for seed in range(5)
+    ]:
+        assert torch.equal(element_read(kind, element), element)
+        if element.is_floating_point():
+            assert torch.equal(element_read(kind, element.float()), element.float())
+        for change in beside:
+            with pytest.raises(
+                fedrot.UpdateError, match="not an element of the model's symmetry"
+            ):
+                element_read(kind, change(element))
+
+
+def strategy(**given: Any) -> FedRot:
+    others = OtherBasis(
+        **{"options": WHOLE, "at_clients": True, **given.pop("others", {})}
+    )
+    return FedRot(config_of(NAME), other_basis=others, **given)
+
+
+@pytest.mark.parametrize("most", [True, False], ids=["most", "one"])
+def test_a_round_matched_by_its_clients_keeps_the_function(
+    most: bool, warnings: Callable[[], str]
+) -> None:
+    sent = [permuted(BASE, i) if most or i == 1 else BASE for i in range(3)]
+    grid = grid_of([client()] * 3)
+    result, _ = play(strategy(), BASE, sent, grid)
+    assert error(result, BASE) <= 1e-4
+    assert warnings() == ""
+    # The heaviest is the anchor where most are in another basis; nobody else needs to
+    # be asked.
+    assert {node for nodes in grid.asked for node in nodes} == (
+        {100, 101} if most else {101}
+    )
+
+
+def test_nobody_is_asked_in_an_ordinary_round() -> None:
+    sent = [near(BASE, 0.05, i) for i in range(3)]
+    expected, _ = play(FedRot(config_of(NAME)), BASE, sent, [failure] * 3)
+    grid = grid_of([failure] * 3)
+    result, _ = play(
+        strategy(others={"options": None, "model": build}), BASE, sent, grid
+    )
+    assert grid.asked == []
+    assert largest_difference(expected, result) == 0
+
+
+def test_what_a_client_found_is_averaged_and_reported_as_it_is() -> None:
+    """Its data decided; to move the update again, by weights alone, would undo that."""
+    found = read(ask(client(), OTHER), OTHER)
+    result, metrics = play(
+        strategy(alignment=GLOBAL), BASE, [BASE, OTHER, BASE], [client()] * 3
+    )
+    aligned = found.apply(OTHER)
+    mean = {k: 22 / 33 * BASE[k] + 11 / 33 * aligned[k] for k in BASE}
+    assert difference(tensors_of(result), mean) <= 1e-4
+    assert metrics["fedrot-share-removed"] == pytest.approx(
+        found.report.share(), rel=1e-3
+    )
+
+
+def test_an_update_that_its_client_matched_leaves_the_others_to_the_anchor() -> None:
+    theirs = permuted(near(BASE, 0.5, 1), 2)
+    ours = [
+        fedrot.random_equivalent(near(BASE, 0.1, i), SYMMETRY, i, ("attention", "ffn"))
+        for i in (3, 4)
+    ]
+    options = replace(EAGER, anchor="global")
+    result, _ = play(strategy(alignment=options), BASE, [theirs, *ours], [client()] * 3)
+    first = read(ask(client(), theirs), theirs).apply(theirs)
+    rest = fedrot.align_round(zip(ours, (11, 12), strict=True), BASE, SYMMETRY, options)
+    aligned = [first, *(found.tensors for found in rest)]
+    mean = {
+        n: sum(w * t[n] for w, t in zip((10, 11, 12), aligned, strict=True)) / 33
+        for n in BASE
+    }
+    assert largest_difference(result, ArrayRecord(mean)) <= 1e-5
+
+
+def nothing_moved(message: Message) -> Message:
+    return Message(RecordDict({ELEMENTS: ArrayRecord({})}), reply_to=message)
+
+
+def test_beside_clients_that_matched_themselves_others_keep_their_alignment() -> None:
+    sent = [permuted(near(BASE, 0.01, seed), seed) for seed in (1, 2, 3)]
+    _, metrics = play(strategy(), BASE, sent, [nothing_moved, failure, failure])
+    assert metrics["fedrot-replies-accepted"] == 3
+
+
+class Chatty(FakeGrid):
+    """A grid on which nodes answer twice, one that was not asked answers, and one in
+    another's name.
+    """
+
+    def send_and_receive(
+        self, messages: Iterable[Message], **kwargs: Any
+    ) -> Iterable[Message]:
+        asked = list(messages)
+        stranger, in_its_name = nothing_moved(asked[0]), nothing_moved(asked[0])
+        stranger.metadata.__dict__["_src_node_id"] = 999
+        in_its_name.metadata.__dict__["_reply_to_message_id"] = "of another request"
+        answers = super().send_and_receive(asked)
+        return [stranger, in_its_name, *answers, *map(nothing_moved, asked), stranger]
+
+
+def test_the_first_answer_of_who_was_asked_counts(warnings: Callable[[], str]) -> None:
+    sent, nodes = [BASE, OTHER, BASE], [client()] * 3
+    expected, before = play(strategy(alignment=GLOBAL), BASE, sent, nodes)
+    grid = Chatty(dict(enumerate(nodes, start=100)))
+    found, metrics = play(strategy(alignment=GLOBAL), BASE, sent, grid)
+    assert grid.asked == [[101]]
+    assert largest_difference(found, expected) == 0
+    assert metrics["fedrot-replies-accepted"] == before["fedrot-replies-accepted"] == 3
+    assert warnings() == ""
+
+
+class Silent(FakeGrid):
+    def send_and_receive(
+        self, messages: Iterable[Message], **kwargs: Any
+    ) -> Iterable[Message]:
+        return []
+
+
+def left(message: Message) -> Message:
+    """Answer as the SuperLink does for a node that has left."""
+    answer = failure(message)
+    answer.metadata.__dict__["_src_node_id"] = 1
+    return answer
+
+
+BAD_NODES: dict[str, Client] = {"left": left, "silent": failure} | {
+    name: REFUSED[name]
+    for name in ("failed", "no record", "NaN", "a short order", "unknown group")
+}
+
+
+SENT = [BASE, permuted(BASE, 1), BASE]
+
+
+@cache
+def matched_at_the_server(model: Any) -> ArrayRecord:
+    others = OtherBasis(model, None if model else WHOLE)
+    return play(FedRot(config_of(NAME), other_basis=others), BASE, SENT, [failure] * 3)[
+        0
+    ]
+
+
+@pytest.mark.parametrize("case", BAD_NODES)
+def test_after_a_bad_answer_the_reply_is_matched_at_the_server(
+    case: str, warnings: Callable[[], str]
+) -> None:
+    model = build if case == "failed" else None
+    kind = Silent if case == "silent" else FakeGrid
+    grid = kind(dict.fromkeys((100, 101, 102), BAD_NODES[case]))
+    given = {"model": model, "options": None if model else WHOLE}
+    result, metrics = play(strategy(others=given), BASE, SENT, grid)
+    assert ("Client 1 is matched at the server" in warnings()) == (case != "silent")
+    assert largest_difference(result, matched_at_the_server(model)) == 0
+    assert error(result, BASE) <= 1e-4
+    assert metrics["fedrot-replies-dropped"] == 0
+
+
+class Timed(LazyGrid):
+    """Notes how long it is to wait for what kind of messages."""
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Replies:
+        asked = list(messages)
+        self.waits = [
+            *getattr(self, "waits", []),
+            *((m.metadata.message_type, timeout) for m in asked),
+        ]
+        return super().send_and_receive(asked, timeout=timeout)
+
+
+def test_requests_to_match_have_the_timeout_of_the_run_and_its_configuration() -> None:
+    asked: list[Message] = []
+
+    def answer(message: Message) -> Message:
+        node = message.metadata.dst_node_id
+        if message.metadata.message_type == MESSAGE_TYPE:
+            asked.append(message)
+            return nothing_moved(message)
+        return reply(message, permuted(BASE, node), 10, node)
+
+    grid = Timed(FakeGrid(dict.fromkeys((1, 2), answer)))
+    config = ConfigRecord({"lr": 0.5})
+    ours = strategy(fraction_evaluate=0.0)
+    ours.start(grid, ArrayRecord(BASE), 1, timeout=12.5, train_config=config)
+    # One of the two is the anchor.
+    assert grid.waits == [("train", 12.5), ("train", 12.5), (MESSAGE_TYPE, 12.5)]
+    (told,) = asked[0].content.config_records.values()
+    assert (told["lr"], told["server-round"]) == (0.5, 1)
+    with pytest.raises(ValueError, match="fedrot_match"):
+        node_of(ClientApp())(asked[0])

@@ -1,0 +1,167 @@
+"""Clients that lie about rows, sums and losses: the head stays as good as without
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedrot.strategies.wire.fitting_messages import LOSSES, ROWS, SUMS
+from fedrot.task_head.votes import Votes
+from tests.strategies.fitting.feature_clients import (
+    CENTRES,
+    CLASSES,
+    WIDTH,
+    Answer,
+    Lie,
+    accuracy,
+    client,
+    fitted,
+    packed,
+    unpacked,
+)
+
+Sums = dict[str, Tensor]
+TURNED = [1, 2, 0]
+EYE = torch.eye(WIDTH, dtype=torch.float64)
+
+
+def of_points(points: Tensor, counts: Tensor, spread: float = 1e-9) -> Sums:
+    """Return the sums of rows that all lie at one point of their class."""
+    gram = points.mT @ (points * counts[:, None]) + spread * counts.sum() * EYE
+    return {"counts": counts, "sums": points * counts[:, None], "gram": gram}
+
+
+#: What a liar makes of its own sums. Each can be the sums of some rows.
+SPOILT: dict[str, Callable[[Sums], Sums]] = {
+    "labels turned": lambda s: {
+        **s,
+        "counts": s["counts"][TURNED],
+        "sums": s["sums"][TURNED],
+    },
+    "labels swapped": lambda s: {
+        **s,
+        "counts": s["counts"][[1, 0, 2]],
+        "sums": s["sums"][[1, 0, 2]],
+    },
+    "features negated": lambda s: {**s, "sums": -s["sums"]},
+    "means of others": lambda s: of_points(CENTRES[TURNED] * 3, s["counts"]),
+    "tiny covariance": lambda s: of_points(CENTRES[TURNED] * 1e-3, s["counts"], 1e-18),
+    "huge features": lambda s: {
+        n: v * 1e6 ** ["counts", "sums", "gram"].index(n) for n, v in s.items()
+    },
+    "huge covariance": lambda s: {
+        **s,
+        "gram": s["gram"] + 1e9 * s["counts"].sum() * EYE,
+    },
+    "no signal": lambda s: of_points(
+        torch.zeros(CLASSES, WIDTH).double(), s["counts"], 1.0
+    ),
+    "one class": lambda s: of_points(
+        CENTRES, torch.tensor([0.0, 0.0, float(s["counts"].sum())]).double(), 1.0
+    ),
+    "one mean": lambda s: {
+        **s,
+        "sums": s["counts"][:, None] * s["sums"].sum(0) / s["counts"].sum(),
+    },
+}
+
+
+def prefers(head: int) -> Callable[[dict[str, Tensor]], None]:
+    """Return a lie by which one head, or the last, is perfect, and the others are
+    absurd.
+    """
+
+    def spoil(losses: dict[str, Tensor]) -> None:
+        losses["losses"][:] = 1e6 * losses["counts"][0]
+        losses["losses"][min(head, len(losses["losses"]) - 1)] = 0.0
+        losses["squares"].zero_()
+
+    return spoil
+
+
+def inverted(losses: dict[str, Tensor]) -> None:
+    losses["losses"][:] = (
+        losses["losses"].amax(0) - losses["losses"] + losses["losses"].amin(0)
+    )
+
+
+#: What a liar makes of its losses.
+VOTES: dict[str, Callable[[dict[str, Tensor]], None]] = {
+    "honest": lambda losses: None,
+    "for the old head": prefers(0),
+    "for the fitted head": prefers(1),
+    "for another head": prefers(2),
+    "for the own sums": prefers(5),
+    "inverted": inverted,
+    "many rows": lambda losses: (
+        [value.mul_(1e9) for value in (inverted(losses) or losses).values()] and None
+    ),
+}
+
+
+def lie(spoilt: str, votes: str, factor: float) -> Lie:
+    def edit(answer: Answer) -> None:
+        if ROWS in answer:
+            answer[ROWS]["training"] = int(answer[ROWS]["training"] * factor)
+        if SUMS in answer:
+            sums = SPOILT[spoilt](unpacked(answer[SUMS]))
+            answer[SUMS] = packed(
+                {name: value * factor for name, value in sums.items()}
+            )
+        if LOSSES in answer:
+            VOTES[votes](answer[LOSSES])
+
+    return edit
+
+
+CASES = [*product(SPOILT, VOTES, (1, 10, 10**6))]
+
+
+@pytest.mark.parametrize(
+    "sizes", [(4, 1, 5), (9, 2, 13)], ids=["one of four", "two of nine"]
+)
+def test_a_quarter_of_liars_costs_little_accuracy(sizes: tuple[int, int, int]) -> None:
+    """At changing places; accuracy falls by .03 at most."""
+    count, liars, step = sizes
+
+    def played(at: set[int], told: Lie | None) -> float:
+        lies = [told if seed in at else None for seed in range(count)]
+        return accuracy(
+            fitted(
+                [client(seed, held_out=80, lie=own) for seed, own in enumerate(lies)]
+            )
+        )
+
+    honest, found = played(set(), None), {}
+    for number, case in enumerate(CASES[::step]):
+        at = {(number + 4 * index) % count for index in range(liars)}
+        found[case] = played(at, lie(*case))
+    assert honest > 0.8
+    assert not {case: value for case, value in found.items() if value < honest - 0.03}
+
+
+@pytest.mark.parametrize("seed", [3, 6, 13])
+def test_honest_clients_with_labels_of_their_own_are_not_left_out(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a group most clients gain a little, by more than a standard error, and
+    few lose much.
+    """
+    drawn = np.random.default_rng(seed).dirichlet([0.1] * CLASSES, size=8)
+    clients = [
+        client(100 * seed + k, shares=own) for k, own in enumerate(torch.tensor(drawn))
+    ]
+    found, harmful = fitted(clients), Votes.harmful
+    suspected = list[int]()
+    monkeypatch.setattr(
+        Votes, "harmful", lambda *told: suspected.extend(harmful(*told))
+    )
+    assert found.arrays == fitted(clients).arrays
+    assert suspected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from pathlib import Path
 
@@ -35,6 +36,10 @@ INSTEAD = {
     r"please note that|note that": "nothing",
 }
 
+#: A module, a function or a class that a page names, and a file.
+CODE = re.compile(r"(?:`|^::: )(fedrot(?:\.[a-zA-Z_]\w*)+)", flags=re.MULTILINE)
+FILE = re.compile(r"`((?:\w+/)+\w+\.py)`")
+
 
 def unwanted_in(text: str) -> list[str]:
     """Return what should be written otherwise, outside of code."""
@@ -63,3 +68,16 @@ def test_the_check_finds_words_outside_of_code() -> None:
         "are set aside",
         "simply",
     ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_exists(page: Path) -> None:
+    """Results name what they were measured with."""
+    if "results" in page.parts:
+        return
+    text = page.read_text(encoding="utf-8")
+    for name in CODE.findall(text):
+        pkgutil.resolve_name(name)
+    for name in FILE.findall(text):
+        places = (ROOT / name, ROOT / "strategies" / name, page.parent / name)
+        assert "NAME" in name or any(place.exists() for place in places), name

@@ -101,7 +101,9 @@ def _pretrained(name: str, task: str, settings: Any) -> Any:
     """
     from fedrot.simulations import pooled_classifier
 
-    mode = pooled_classifier.pooling_of(name, settings) if task == "classification" else ""
+    mode = ""
+    if task == "classification":
+        mode = pooled_classifier.pooling_of(name, settings)
     with loading(name):
         model, found = _class(
             "AutoModel" if mode else f"AutoModelFor{TASKS[task].auto_model}"

@@ -209,7 +209,7 @@ def _of_adapters(strategy: Strategy, experiment: Experiment) -> None:
     if not experiment.lora:
         return
     options = AdapterOptions(**strategy.adapters)
-    if len(set(experiment.ranks)) > 1 and not options.kind.any_rank:
+    if len(set(experiment.ranks)) > 1 and not options.averaging.any_rank:
         raise ValueError(
             f"factors of different ranks have no mean (method '{options.method}'); "
             "take the strategy exact, adapters = {method = 'exact'}"

@@ -69,9 +69,9 @@ class ClassSums:
         within = self.within() + torch.diag(slack)
         if reason := self.kind.check(self.counts, self.sums, squares, within):
             raise UpdateError(reason)
-        if reason := kind_named(GRAMS[1]).check(within, (classes, size)):
+        if why := kind_named(GRAMS[1]).check(within, (classes, size)):
             raise UpdateError(
-                f"The second moments of the features inside the classes {reason}. The "
+                f"The second moments of the features inside the classes {why}. The "
                 "sums contradict each other; send what collect_classes returns."
             )
 

@@ -118,7 +118,7 @@ class _Request:
                 "training": self._labelled(data.training()),
                 "held_out": self._labelled(data.held_out()),
             }
-            return RecordDict({ROWS: MetricRecord(counts)})
+            return RecordDict({ROWS: MetricRecord({**counts})})
         if not self._task_head:
             model = _loaded(data.build(), from_arrays(self._arrays[MODEL]))
             losses = collect_losses(model, data.held_out())

@@ -241,4 +241,3 @@ def between(fixed: Tensors, moved: Tensors, point: float) -> dict[str, Tensor]:
         else tensor
         for name, tensor in moved.items()
     }
-

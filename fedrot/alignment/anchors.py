@@ -219,12 +219,8 @@ def finder(
 ) -> Finder:
     """Return the function that aligns one checked update to one anchor.
 
-    Arguments are those of ``align_round``; the broadcast model is checked here.
-
-    Raises:
-        UpdateError: a tensor of the broadcast model is missing, extra or misshapen.
+    Arguments are those of ``align_round``; the broadcast model was checked before.
     """
-    check_update(broadcast, symmetry.shapes)
     options, other_basis = decided(options, other_basis, symmetry)
     far = partial(in_other_basis, symmetry=symmetry)
 
@@ -280,6 +276,7 @@ def align_round(
     check_symmetry(symmetry)
     chosen = checked_options(options)
     check_anchor(chosen.anchor)
+    check_update(broadcast, symmetry.shapes)
     find = finder(broadcast, symmetry, chosen, other_basis, evidence)
     rule = ANCHORS[chosen.anchor](Anchor(broadcast), find)
 

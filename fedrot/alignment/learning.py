@@ -8,7 +8,7 @@ steps of the model.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 
@@ -176,23 +176,7 @@ def learn_alignment(
     fixed = {name: tensor.detach() for name, tensor in anchor.items()}
     chosen = symmetry.select(options.parts) if options.steps else ()
     learned = [each for each in map(options.learnable, chosen) if each is not None]
-    low, high = options.points
-    drawn = torch.Generator().manual_seed(0)
-
-    def value(batch: Tensors) -> Tensor:
-        point = low + (high - low) * float(torch.rand((), generator=drawn))
-        tensors = dict(moved)
-        for each in learned:
-            element = each.element(each.parameter)
-            for slot in each.group.slots:
-                tensor = tensors[slot.tensor]
-                tensors[slot.tensor] = each.multiplied(tensor, slot, element)
-        return loss(between(fixed, tensors, point), batch)
-
-    losses: tuple[float, ...] = ()
-    if learned:
-        rates = [{"params": [each.parameter], "lr": each.lr} for each in learned]
-        losses = descend(value, batches, torch.optim.Adam(rates), options.steps)
+    losses = _descend(loss, batches, fixed, moved, learned, options) if learned else ()
     with torch.no_grad():
         elements = [each.move() for each in learned]
     seconds = time.perf_counter() - begin
@@ -201,23 +185,30 @@ def learn_alignment(
     return Learned(alignment, losses, seconds)
 
 
-def descend(
-    value: Callable[[Tensors], Tensor],
+def _descend(
+    loss: Loss,
     batches: Iterable[Tensors],
-    optimizer: torch.optim.Optimizer,
-    steps: int,
+    fixed: Tensors,
+    moved: Tensors,
+    learned: Sequence[Learnable],
+    options: LearningOptions,
 ) -> tuple[float, ...]:
-    """Minimise a value of batches; return the value before every step.
-
-    Learning rates decay to 0.
-
-    Raises:
-        FedrotError: there are no batches, or the value is not finite.
-    """
-    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, max(steps, 1))
+    """Minimise the loss over the parameters; return it before every step."""
+    rates = [{"params": [each.parameter], "lr": each.lr} for each in learned]
+    optimizer = torch.optim.Adam(rates)
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, options.steps)
+    low, high = options.points
+    drawn = torch.Generator().manual_seed(0)
     losses: list[float] = []
-    for batch in islice(cycle(batches), steps):
-        current = value(batch)
+    for batch in islice(cycle(batches), options.steps):
+        point = low + (high - low) * float(torch.rand((), generator=drawn))
+        tensors = dict(moved)
+        for each in learned:
+            element = each.element(each.parameter)
+            for slot in each.group.slots:
+                tensor = tensors[slot.tensor]
+                tensors[slot.tensor] = each.multiplied(tensor, slot, element)
+        current = loss(between(fixed, tensors, point), batch)
         losses.append(float(current.detach()))
         if not torch.isfinite(current):
             raise FedrotError(
@@ -228,7 +219,7 @@ def descend(
         current.backward()
         optimizer.step()
         decay.step()
-    if steps and not losses:
+    if not losses:
         raise FedrotError("No batches were given; pass at least one labelled batch.")
     return tuple(losses)
 

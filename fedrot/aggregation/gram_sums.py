@@ -22,20 +22,12 @@ Grams = Mapping[Layer, Tensor]
 
 def grams_of(statistics: Statistics, lacking: AbstractSet[str]) -> Grams:
     """Return the Gram matrices of statistics, but of the tensors ``lacking``."""
-    return {
-        (kind, name): gram
-        for kind in INPUT_AXIS
-        for name, gram in statistics.get(kind, {}).items()
-        if name not in lacking
-    }
-
-
-def unseen_note(inverse: Inverse) -> str:
-    """Return the note about a layer whose equations are singular."""
-    return (
-        f"{inverse.unseen} of {inverse.size} directions of its input are zero at every "
-        "client; in these directions the weights are the mean"
-    )
+    grams: dict[Layer, Tensor] = {}
+    for kind in INPUT_AXIS:
+        for name, gram in statistics.get(kind, {}).items():
+            if name not in lacking:
+                grams[kind, name] = gram
+    return grams
 
 
 #: The note about a layer without a solution.
@@ -113,10 +105,6 @@ class GramSums:
                 by_sum[id(total)] = Inverse(total, self._rounding[layer])
             inverses[layer] = by_sum[id(total)]
         return inverses
-
-    def note(self, layer: Layer) -> str:
-        """Return the note about a layer; empty if all clients sent a Gram matrix."""
-        return self.coverage.note("a Gram matrix", layer)
 
 
 class Inverse:

@@ -13,7 +13,6 @@ from fedrot.aggregation.gram_sums import (
     GramSums,
     Layer,
     grams_of,
-    unseen_note,
 )
 from fedrot.aggregation.mean import Mean
 from fedrot.aggregation.registry import Aggregator, register_aggregation
@@ -111,7 +110,8 @@ class RegMean(Aggregator):
         inverses = self._grams.inverses()
         for layer, sums in self._layers.items():
             kind, name = layer
-            if note := self._grams.note(layer):
+            note = self._grams.coverage.note("a Gram matrix", layer)
+            if note:
                 notes[name] = note
             inverse = inverses.get(layer)
             if inverse is None:
@@ -121,7 +121,10 @@ class RegMean(Aggregator):
             if inverse.unseen:
                 apart = _oriented(kind, mean) - sums.reference
                 solution = solution + inverse.outside(apart)
-                notes[name] = unseen_note(inverse)
+                notes[name] = (
+                    f"{inverse.unseen} of {inverse.size} directions of its input are "
+                    "zero at every client; in these directions the weights are the mean"
+                )
             weight = _oriented(kind, solution).to(mean.dtype)
             distance = torch.linalg.vector_norm(solution - sums.reference)
             norm = torch.linalg.vector_norm(weight, dtype=torch.float64)

@@ -198,12 +198,11 @@ def merged_report(
     """Return a model's report from those of its pieces, in the order of the groups."""
     reports = list(parts)
     rows = {row.group: row for report in reports for row in report.groups}
-    return AlignmentReport(
-        tuple(rows[group.name] for group in symmetry.groups if group.name in rows),
-        before=sum(report.before for report in reports),
-        after=sum(report.after for report in reports),
-        seconds=sum(report.seconds for report in reports),
-    )
+    groups = tuple(rows[group.name] for group in symmetry.groups if group.name in rows)
+    before = sum(report.before for report in reports)
+    after = sum(report.after for report in reports)
+    seconds = sum(report.seconds for report in reports)
+    return AlignmentReport(groups, before, after, seconds)
 
 
 def moved_by_layer(
@@ -288,10 +287,13 @@ def copied(parts: Sequence[_Wanted], device: torch.device) -> Iterator[list[Tens
 
 @dataclass(frozen=True, eq=False)
 class _Gathered:
-    """A piece that is copied to pinned memory: its tensors, and their byte offsets."""
+    """A piece that is copied to pinned memory: its tensors, and their byte offsets.
+
+    Tensors that are on the device already have no offset.
+    """
 
     tensors: list[Tensor]
-    places: list[int]
+    places: list[int | None]
     size: int
     turn: int
     done: Future[None]
@@ -332,18 +334,22 @@ class _Pipeline:
         """Begin to gather tensors; tensors on the device are not copied."""
         turn = self._turn
         self._turn = 1 - turn
-        places: list[int] = []
-        moving: list[tuple[Tensor, int]] = []
+        places: list[int | None] = []
         size = 0
         for tensor in tensors:
+            if tensor.device.type == self._device.type:
+                places.append(None)
+                continue
             places.append(size)
-            if tensor.device.type != self._device.type:
-                moving.append((tensor, size))
-                size += math.ceil(tensor.nbytes / _ALIGNED) * _ALIGNED
+            size += math.ceil(tensor.nbytes / _ALIGNED) * _ALIGNED
         if len(self._buffers[turn]) < size:
             self._buffers[turn] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         buffer = self._buffers[turn]
-        held = [(tensor, _within(buffer, place, tensor)) for tensor, place in moving]
+        held = [
+            (tensor, _within(buffer, place, tensor))
+            for tensor, place in zip(tensors, places, strict=True)
+            if place is not None
+        ]
         done = self._pool.submit(_fill, self._free[turn], held)
         return _Gathered(tensors, places, size, turn, done)
 
@@ -363,13 +369,10 @@ class _Pipeline:
         # The allocator reuses the packet's memory only after the computations on this
         # stream.
         packet.record_stream(stream)
-        received = []
-        for tensor, place in zip(gathered.tensors, gathered.places, strict=True):
-            here = tensor.device.type == self._device.type
-            received.append(
-                tensor.to(self._device) if here else _within(packet, place, tensor)
-            )
-        return received
+        return [
+            tensor.to(self._device) if place is None else _within(packet, place, tensor)
+            for tensor, place in zip(gathered.tensors, gathered.places, strict=True)
+        ]
 
 
 def _within(packet: Tensor, place: int, like: Tensor) -> Tensor:

@@ -13,17 +13,10 @@ from torch import Tensor
 
 import fedrot
 from fedrot.alignment import learning
-from fedrot.alignment.learning import Learned, loss_of
+from fedrot.alignment.learning import Learnable, Learned, learn_alignment, loss_of
 from fedrot.symmetry.actions import HeadRotation, Permutation
 from fedrot.symmetry.groups import Group, Move, Slice, Slot
-from reproductions.learning import (
-    HeadLinear,
-    LearningOptions,
-    _matrix,
-    _multiplied,
-    initial,
-    learn_alignment,
-)
+from reproductions.learning import HeadLinear, LearningOptions, SoftPermutation
 from tests.fedrot.oracles import along, dense, seeded
 from tests.models import (
     DIM,
@@ -194,7 +187,7 @@ def test_rotations_are_learned_as_fedrot_learns_them() -> None:
 @pytest.mark.parametrize("contravariant", [True, False])
 @pytest.mark.parametrize(("axis", "start"), [(0, 0), (1, 3)])
 @pytest.mark.parametrize(
-    "kind", [HeadRotation(2, 3), HeadLinear(2, 3), Permutation(6)], ids=str
+    "action", [HeadRotation(2, 3), HeadLinear(2, 3), Permutation(6)], ids=str
 )
 def test_a_slot_moves_as_by_the_groups_own_action_with_true_gradients(
     action: Any, axis: int, start: int, contravariant: bool
@@ -211,8 +204,10 @@ def test_a_slot_moves_as_by_the_groups_own_action_with_true_gradients(
         shape, generator=seeded(1), dtype=torch.float64, requires_grad=True
     )
     element = action.random(seeded(2))
-    matrix = dense(action, element, 6) if isinstance(action, Permutation) else element
-    moved = _multiplied(tensor.detach(), slot, group, matrix)
+    soft = isinstance(action, Permutation)
+    matrix = dense(action, element, 6) if soft else element
+    learned = (SoftPermutation if soft else Learnable)(group, torch.empty(0))
+    moved = learned.multiplied(tensor.detach(), slot, matrix)
     assert (moved - Move(group, element).on(tensor.detach(), slot)).abs().max() <= 1e-12
     on, expected = dense(action, element, 6), tensor.detach().clone()
     on = torch.linalg.inv(on).mT if slot.contravariant else on
@@ -220,19 +215,21 @@ def test_a_slot_moves_as_by_the_groups_own_action_with_true_gradients(
     assert (moved - expected).abs().max() <= 1e-12
     matrix = matrix.double().requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda t, m: _multiplied(t, slot, group, m), (tensor, matrix)
+        lambda t, m: learned.multiplied(t, slot, m), (tensor, matrix)
     )
 
 
 def test_a_permutation_acts_hard_and_learns_softly() -> None:
     group = Group("g", 0, "ffn", Permutation(6), ())
     options = LearningOptions()
-    parameter = initial(group.action)
-    assert (_matrix(group, parameter, options) - torch.eye(6)).abs().max() <= 1e-6
+    learned = options.learnable(group)
+    assert isinstance(learned, SoftPermutation)
+    parameter = learned.parameter
+    assert (learned.element(parameter) - torch.eye(6)).abs().max() <= 1e-6
     scores = torch.randn(
         6, 6, generator=seeded(1), dtype=torch.float64
     ).requires_grad_()
-    hard = _matrix(group, scores, options)
+    hard = learned.element(scores)
     rounded = hard.detach().round()
     assert (hard.detach() - rounded).abs().max() <= 1e-6
     assert rounded.sum(0).tolist() == rounded.sum(1).tolist() == [1.0] * 6

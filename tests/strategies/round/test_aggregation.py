@@ -356,7 +356,7 @@ def test_where_nothing_can_be_taken_nothing_is_averaged(
 class Broken(Mean):
     """Returns Inf in one entry, and says that all is well."""
 
-    said = "this average is exact"
+    sentence = "this average is exact"
 
     def result(self) -> dict[str, Tensor]:
         found = super().result()

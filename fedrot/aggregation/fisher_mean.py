@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedrot.aggregation.coverage import Coverage
 from fedrot.aggregation.mean import Mean
-from fedrot.aggregation.registry import register_aggregation
+from fedrot.aggregation.registry import Aggregator, register_aggregation
 from fedrot.collect.statistics import (
     FISHER,
     TRAINED,
@@ -24,7 +24,7 @@ from fedrot.tensors import Tensors
 @register_aggregation(
     "fisher", "the mean, every entry weighted by its diagonal Fisher information"
 )
-class Fisher:
+class Fisher(Aggregator):
     """Mean weighted by diagonal Fisher information (Matena & Raffel 2021; Jin et al.
     2023, sec. 3.1).
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from fedrot.aggregation.registry import register_aggregation
+from fedrot.aggregation.registry import Aggregator, register_aggregation
 from fedrot.collect.statistics import TRAINED, Statistics, along_rows, check_statistics
 from fedrot.errors import UpdateError
 from fedrot.tensors import Tensors, check_update, check_weight, compute_dtype, rounded
 
 
 @register_aggregation("mean", "the weighted mean, as in FedAvg")
-class Mean:
+class Mean(Aggregator):
     """Running weighted mean (McMahan et al. 2017, FedAvg).
 
     The mean is held in float32, or float64 for float64 updates, and updated in place:
@@ -34,8 +34,11 @@ class Mean:
     {'w': tensor([3., 4.])}
     """
 
-    needs: tuple[str, ...] = ()
-    notes: Mapping[str, str] = {}
+    streams = True
+
+    def __init_subclass__(cls) -> None:
+        # A subclass may add updates in another way than ``fold_parts``.
+        cls.streams = vars(cls).get("streams", False)
 
     def __init__(self) -> None:
         #: The sum of the weights of all updates that were added.
@@ -163,3 +166,7 @@ class Mean:
         if last:
             self._mean = {}
         return found
+
+    def release(self) -> dict[str, Tensor]:
+        """Return the mean, on the CPU; it is empty afterwards."""
+        return self.result("cpu", last=True) if self.streams else super().release()

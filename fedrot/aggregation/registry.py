@@ -17,15 +17,21 @@ from fedrot.tensors import Tensors
 
 
 class Aggregator(Protocol):
-    """Averages updates in common coordinates; ``needs`` names the kinds of statistics
-    it requires.
+    """Averages updates in common coordinates. Subclass it for the defaults.
+
+    Attributes:
+        needs: the kinds of statistics that every update must have.
+        streams: True if ``fold_parts`` adds an update layer by layer, as in ``Mean``.
+        sentence: about the last result, for the log; empty without one.
+        measured: metrics of the last result.
+        notes: remarks about the last result, by tensor.
     """
 
-    needs: tuple[str, ...]
-
-    @property
-    def notes(self) -> Mapping[str, str]:
-        """Remarks about the last result, by tensor; empty if there are none."""
+    needs: tuple[str, ...] = ()
+    streams: bool = False
+    sentence: str = ""
+    measured: Mapping[str, float] = {}
+    notes: Mapping[str, str] = {}
 
     def add(
         self, update: Tensors, weight: float, statistics: Statistics | None = None
@@ -36,6 +42,10 @@ class Aggregator(Protocol):
 
     def result(self) -> dict[str, Tensor]:
         """Return the merged tensors so far."""
+
+    def release(self) -> dict[str, Tensor]:
+        """Return the last result, on the CPU; nothing is added afterwards."""
+        return {name: tensor.cpu() for name, tensor in self.result().items()}
 
 
 Built = TypeVar("Built", bound=Aggregator)

@@ -19,7 +19,7 @@ from fedrot.aggregation.gram_sums import (
     unseen_note,
 )
 from fedrot.aggregation.mean import Mean
-from fedrot.aggregation.registry import register_aggregation
+from fedrot.aggregation.registry import Aggregator, register_aggregation
 from fedrot.collect.statistics import GRAMS, INPUT_AXIS, TRAINED, Statistics, untrained
 from fedrot.errors import FedrotError
 from fedrot.tensors import LARGEST_NORM, Tensors
@@ -28,7 +28,7 @@ from fedrot.tensors import LARGEST_NORM, Tensors
 @register_aggregation(
     "regmean", "least squares on the clients' inputs for linear layers, else the mean"
 )
-class RegMean:
+class RegMean(Aggregator):
     """Regression mean (Jin et al. 2023, Eq. 2 and Algorithm 1).
 
     ``W = (sum_i w_i W_i G_i) (sum_i w_i G_i)^-1`` for every weight ``W`` ``[out, in]``

@@ -65,6 +65,10 @@ class Alignment:
                 ``inverse``).
         """
         check_update(tensors, self.symmetry.shapes)
+        return self.move(tensors)
+
+    def move(self, tensors: Tensors) -> dict[str, Tensor]:
+        """``apply`` to tensors whose names and shapes have been checked."""
         if self.canonical:
             tensors = canonical(tensors, self.symmetry)
         elif self.symmetry.rotates:
@@ -131,7 +135,6 @@ def alignment_of(
     return Alignment(symmetry, found, report)
 
 
-@full_float32()
 def align(
     update: Tensors,
     anchor: Tensors | Anchor,
@@ -165,12 +168,25 @@ def align(
             this model, or no solver is registered for a group's action.
         FedrotError: ``options`` is not an ``AlignmentOptions``.
     """
-    start = time.perf_counter()
     check_symmetry(symmetry)
-    options = checked_options(options).for_model(symmetry)
+    options = checked_options(options)
     anchor = anchor if isinstance(anchor, Anchor) else Anchor(anchor)
     check_update(update, symmetry.shapes)
     check_update(anchor.tensors, symmetry.shapes)
+    return align_checked(update, anchor, symmetry, options, activations)
+
+
+@full_float32()
+def align_checked(
+    update: Tensors,
+    anchor: Anchor,
+    symmetry: Symmetry,
+    options: AlignmentOptions,
+    activations: Activations | None = None,
+) -> Alignment:
+    """``align`` to an anchor, both with checked names and shapes."""
+    start = time.perf_counter()
+    options = options.for_model(symmetry)
     if options.rotates:
         symmetry = symmetry.rotated
     groups = symmetry.select(options.parts, options.layer_indices(symmetry.layers))

@@ -13,18 +13,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
 from fedrot.aggregation import Mean
-from fedrot.alignment.align import Alignment, align
+from fedrot.alignment.align import Alignment, align_checked
 from fedrot.collect.activations import Activations
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.groups import Symmetry, check_symmetry
-from fedrot.tensors import Tensors, compute_dtype, full_float32
+from fedrot.tensors import Tensors, check_update, compute_dtype, full_float32
 
 #: Finds the alignment of an update to an anchor.
 Finder = Callable[[Tensors, Anchor], Alignment]
@@ -56,17 +57,26 @@ class AlignedUpdate:
     alignment: Alignment
 
 
-class GlobalAnchor:
-    """The broadcast model; base class of the other anchors.
+class AnchorRule:
+    """Which model the next update of a round is aligned to; base class of all anchors.
 
     A round calls ``align`` for each update in turn, and ``accept`` with the aligned
     update if the update is merged.
 
     Attributes:
         current: the anchor of the next update.
+        follows_mean: True if the anchor is the mean of the updates so far. It is then
+            given the round's ``mean``, to which the caller adds each update.
+        by_layers: True if ``accept`` needs no tensors of an update that the round's
+            mean holds, so that a GPU may align it layer by layer.
     """
 
-    def __init__(self, broadcast: Anchor, find: Finder) -> None:
+    follows_mean: ClassVar[bool] = False
+    by_layers: ClassVar[bool] = False
+
+    def __init__(
+        self, broadcast: Anchor, find: Finder, mean: Mean | None = None
+    ) -> None:
         self.broadcast = self.current = broadcast
         self.find = find
 
@@ -97,13 +107,22 @@ class GlobalAnchor:
         """Follow an update of the round's mean that was aligned at its client."""
 
 
-class RunningAnchor(GlobalAnchor):
+class GlobalAnchor(AnchorRule):
+    """The broadcast model."""
+
+    by_layers = True
+
+
+class RunningAnchor(AnchorRule):
     """The weighted mean of the updates accepted so far.
 
     Args:
         mean: a mean to which the caller adds each update before ``accept``; if None,
             the anchor adds them to a mean of its own.
     """
+
+    follows_mean = True
+    by_layers = True
 
     def __init__(
         self, broadcast: Anchor, find: Finder, mean: Mean | None = None
@@ -128,7 +147,7 @@ class RunningAnchor(GlobalAnchor):
 
 
 #: The anchors by name. Plug-ins add theirs.
-ANCHORS: dict[str, type[GlobalAnchor]] = {
+ANCHORS: dict[str, type[AnchorRule]] = {
     "global": GlobalAnchor,
     "running": RunningAnchor,
 }
@@ -228,7 +247,7 @@ def finder(
             )
         elif asked is not None:
             activations = asked(to.tensors, update)
-        return align(update, to, symmetry, chosen, activations)
+        return align_checked(update, to, symmetry, chosen, activations)
 
     return find
 
@@ -264,13 +283,15 @@ def align_round(
     check_symmetry(symmetry)
     chosen = checked_options(options)
     check_anchor(chosen.anchor)
+    check_update(broadcast, symmetry.shapes)
     find = finder(broadcast, symmetry, chosen, other_basis, evidence)
     rule = ANCHORS[chosen.anchor](Anchor(broadcast), find)
 
     def aligned(given: Weighted) -> AlignedUpdate:
         update, weight = given
+        check_update(update, symmetry.shapes)
         alignment = rule.align(update)
-        result = AlignedUpdate(alignment.apply(update), weight, alignment)
+        result = AlignedUpdate(alignment.move(update), weight, alignment)
         rule.accept(result.tensors, weight)
         return result
 

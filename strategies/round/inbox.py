@@ -28,7 +28,9 @@ from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Update
 from fedrot.strategies.wire.arrays import (
     STATISTICS,
+    decoded,
     from_arrays,
+    headers,
     model_hash,
     model_records,
     records_of_type,
@@ -106,28 +108,31 @@ class Schema:
         """Shape of every tensor, by name."""
         return {name: tuple(tensor.shape) for name, tensor in self.like.items()}
 
-    def check(self, given: Mapping[str, Shaped]) -> None:
+    def check(self, tensors: Mapping[str, Shaped]) -> None:
         """Raise ``UpdateError`` unless names and shapes are those of an update."""
-        check_update(given, self.shapes)
+        check_update(tensors, self.shapes)
 
     def read(self, arrays: ArrayRecord, copy: bool) -> dict[str, Tensor]:
         """Return a reply's tensors, in the broadcast order and dtypes.
 
-        ``copy`` copies tensors instead of returning views of the received bytes. The
+        Names, shapes and dtypes are checked before an array is decoded; nothing in a
+        round checks them again. ``copy`` copies tensors instead of returning views of the received bytes. The
         order of summation depends on memory alignment; a copy makes runs identical.
 
         Raises:
             UpdateError: an array cannot be decoded, or the tensors are not a finite
                 update of the model.
         """
-        tensors = from_arrays(arrays, writable=copy)
-        self.check(tensors)
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point() != self.like[name].is_floating_point():
+        claims = headers(arrays)
+        self.check(claims)
+        for name, claim in claims.items():
+            wanted = self.like[name].dtype
+            if claim.dtype.is_floating_point != wanted.is_floating_point:
                 raise UpdateError(
-                    f"The tensor '{name}' is {tensor.dtype}, the broadcast model's is "
-                    f"{self.like[name].dtype}. Send the same kind of numbers."
+                    f"The tensor '{name}' is {claim.dtype}, the broadcast model's is "
+                    f"{wanted}. Send the same kind of numbers."
                 )
+        tensors = decoded(arrays, claims, writable=copy)
         check_finite(tensors)
         # Flower's wrappers identify tensors by their position.
         return {name: self._cast(name, tensors[name]) for name in self.like}

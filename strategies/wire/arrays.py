@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from io import BytesIO
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -115,20 +115,53 @@ def from_arrays(record: ArrayRecord, *, writable: bool = False) -> dict[str, Ten
         UpdateError: a tensor cannot be decoded; the error names the tensor and the
             reason.
     """
-    found: dict[str, Tensor] = {}
-    for name, array in record.items():
-        if array.stype != TIED:
-            tensor = decode(name, array)
-            found[name] = (
-                tensor.clone(memory_format=torch.contiguous_format)
-                if writable
-                else tensor
-            )
-    # In the record's order: a tie may point to a later name.
-    return {
-        name: found[name] if name in found else _tied(name, record, found)
-        for name in record
+    return decoded(record, headers(record), writable=writable)
+
+
+class Header(NamedTuple):
+    """What an array's bytes hold, known before they are decoded.
+
+    Attributes:
+        stored: the dtype of the bytes, uint16 for bfloat16.
+        fortran: whether the values are in Fortran order.
+        start: the place of the first value among the bytes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stored: np.dtype[Any]
+    fortran: bool
+    start: int
+
+
+def headers(record: ArrayRecord) -> dict[str, Header]:
+    """Return the headers of all arrays; a tied name has the header of its tensor.
+
+    Raises:
+        UpdateError: an array differs from its header, or a tie leads nowhere.
+    """
+    with_values = {
+        name: header(name, array)
+        for name, array in record.items()
+        if array.stype != TIED
     }
+    return {name: with_values[_name_of_values(name, record)] for name in record}
+
+
+def decoded(
+    record: ArrayRecord, of: Mapping[str, Header], *, writable: bool = False
+) -> dict[str, Tensor]:
+    """Return a record's tensors, given its ``headers``; see ``from_arrays``."""
+    tensors: dict[str, Tensor] = {}
+    for name, array in record.items():
+        if array.stype == TIED:
+            continue
+        tensor = decode(name, array, of[name])
+        tensors[name] = (
+            tensor.clone(memory_format=torch.contiguous_format) if writable else tensor
+        )
+    # In the record's order: a tie may point to a later name.
+    return {name: tensors[_name_of_values(name, record)] for name in record}
 
 
 def model_hash(tensors: Mapping[str, Tensor], without: Collection[str] = ()) -> str:
@@ -165,60 +198,61 @@ def encode(name: str, tensor: Tensor) -> Array:
     )
 
 
-def decode(name: str, array: Array) -> Tensor:
-    """Return the tensor of an array, a view of its bytes if they are aligned, see
-    ``from_arrays``.
+def decode(name: str, array: Array, of: Header | None = None) -> Tensor:
+    """Return an array's tensor, a view of its bytes if they are aligned.
+
+    ``of`` is its ``header``, which is read if it is not given; see ``from_arrays``.
     """
+    known = header(name, array) if of is None else of
+    values = np.frombuffer(array.data, known.stored, prod(known.shape), known.start)
+    if known.dtype == torch.bool and values.view(np.uint8).max(initial=0) > 1:
+        raise _unreadable(name, "holds truth values other than 0 and 1")
+    # A header of an odd length leaves the values unaligned; a copy is aligned.
+    values = values if values.flags.aligned else values.copy()
+    values = values.reshape(known.shape, order="F" if known.fortran else "C")
+    tensor = torch.from_numpy(np.asarray(_Unlocked(values)))
+    return tensor.view(torch.bfloat16) if known.dtype == torch.bfloat16 else tensor
+
+
+def header(name: str, array: Array) -> Header:
+    """Return an array's header, which is checked against the array's claims."""
     if array.stype not in (NUMPY, BFLOAT16):
         raise _unreadable(
             name, f"is serialised as {array.stype!r:.60}, which is not supported here"
         )
     bits = array.stype == BFLOAT16
-    dtype, shape, fortran, offset = _header(name, array)
+    dtype, shape, fortran, start = _header(name, array)
     held = "bfloat16" if bits and dtype == np.uint16 else str(dtype)
     # Flower's legacy workflows leave both fields empty.
     silent = not bits and (array.dtype, array.shape) == ("", ())
-    if not silent and (bits, array.dtype, array.shape) != (
-        held == "bfloat16",
-        held,
-        shape,
-    ):
+    agrees = (array.dtype, array.shape) == (held, shape)
+    if not silent and not (agrees and bits == (held == "bfloat16")):
         claim = f"{array.dtype!r:.60} {array.shape!r:.60}"
         raise _unreadable(
             name, f"claims to be {claim}, but its header says {held} {shape!r:.60}"
         )
+    size = len(array.data) - start
     expected = prod(shape) * dtype.itemsize
-    if len(array.data) - offset != expected:
-        raise _unreadable(
-            name,
-            f"has {len(array.data) - offset} bytes of values instead of {expected}",
-        )
-    values = np.frombuffer(array.data, dtype, prod(shape), offset)
-    if dtype == np.bool_ and values.view(np.uint8).max(initial=0) > 1:
-        raise _unreadable(name, "holds truth values other than 0 and 1")
-    # A header of an odd length leaves the values unaligned; a copy is aligned.
-    values = values if values.flags.aligned else values.copy()
-    values = values.reshape(shape, order="F" if fortran else "C")
-    tensor = torch.from_numpy(np.asarray(_Unlocked(values)))
-    return tensor.view(torch.bfloat16) if bits else tensor
+    if size != expected:
+        raise _unreadable(name, f"has {size} bytes of values instead of {expected}")
+    return Header(
+        shape, torch.bfloat16 if bits else _TORCH[dtype], dtype, fortran, start
+    )
 
 
 def _header(
     name: str, array: Array
 ) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
-    """Return dtype, shape, Fortran order and length of an npy header, checked for
-    plausibility.
-    """
+    """Return dtype, shape, Fortran order and length of a plausible npy header."""
     try:
         # Bytes 8 and 9 are the header's length in npy's version 1; a later version is
         # read whole.
-        length = (
-            int.from_bytes(array.data[8:10], "little") + 10
-            if array.data[6:7] == b"\1"
-            else _HEADER
-        )
+        length = _HEADER
+        if array.data[6:7] == b"\1":
+            length = int.from_bytes(array.data[8:10], "little") + 10
         shape, fortran, dtype, length = _parsed(array.data[: min(length, _HEADER)])
-    except Exception as error:  # NumPy calls Python's parser, which raises many types.
+    except Exception as error:
+        # NumPy calls Python's parser, which raises many types.
         raise _unreadable(
             name, f"has no readable npy header ({error!s:.200})"
         ) from error
@@ -235,9 +269,8 @@ def _header(
     return dtype, tuple(map(int, shape)), fortran, length
 
 
-@lru_cache(
-    maxsize=4096
-)  # A model's arrays have few headers, and Python's parser is slow.
+# A model's arrays have few headers, and Python's parser is slow.
+@lru_cache(maxsize=4096)
 def _parsed(header: bytes) -> tuple[Sequence[int], bool, np.dtype[Any], int]:
     """Return shape, Fortran order, dtype and length of the npy header that some bytes
     begin with.
@@ -283,8 +316,11 @@ def _array(like: Tensor, stype: str, data: bytes) -> Array:
     return Array(str(like.dtype).removeprefix("torch."), tuple(like.shape), stype, data)
 
 
-def _tied(name: str, record: ArrayRecord, found: Mapping[str, Tensor]) -> Tensor:
+def _name_of_values(name: str, record: ArrayRecord) -> str:
+    """Return the name whose array holds a tensor's values: of a tied one another."""
     array = record[name]
+    if array.stype != TIED:
+        return name
     try:
         other = array.data.decode()
     except UnicodeDecodeError as error:
@@ -297,7 +333,7 @@ def _tied(name: str, record: ArrayRecord, found: Mapping[str, Tensor]) -> Tensor
         raise _unreadable(
             name, f"is tied to {other!r:.60}, which has another shape or dtype"
         )
-    return found[other]
+    return other
 
 
 def _unreadable(name: str, problem: str) -> UpdateError:

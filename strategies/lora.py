@@ -225,17 +225,11 @@ def _targets(tensors: Iterable[str]) -> list[str]:
     )
 
 
-class AdapterMean:
-    """An ``Aggregator`` of adapters; ``said`` and ``measured`` are the report of its
-    result.
-    """
-
-    needs: tuple[str, ...] = ()
-    notes: Mapping[str, str] = {}
+class AdapterMean(Aggregator):
+    """Averages adapters; ``sentence`` and ``measured`` report the last result."""
 
     def __init__(self, average: AdapterAverage) -> None:
         self._average = average
-        self.said, self.measured = "", dict[str, float]()
 
     def add(
         self, update: Tensors, weight: float, statistics: Statistics | None = None
@@ -248,12 +242,12 @@ class AdapterMean:
     def result(self) -> dict[str, Tensor]:
         """Return the average, and store its report."""
         tensors, report = self._average.result()
-        self.said = str(report)
+        self.sentence = str(report)
         errors = {
             ERROR: report.mean_error,
             ERROR_OF_FACTORS: report.mean_error_of_factors,
+            LOST: report.mean_lost or None,
         }
-        errors[LOST] = report.mean_lost or None
         self.measured = {
             name: error for name, error in errors.items() if error is not None
         }

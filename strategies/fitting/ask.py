@@ -196,7 +196,7 @@ class Clients:
                     raise UpdateError(
                         failure_of(answer, "fedrot.strategies.answer_with_sums")
                     )
-                asked.check(answer)
+                asked.accept(answer)
                 found[node] = read(node, answer.content)
             except Exception as error:
                 leave_out(node, refusal(error))

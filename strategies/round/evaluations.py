@@ -52,7 +52,7 @@ def readable_evaluations(
                 failed[-1].error = Error(message.error.code, reason)
             continue
         try:
-            asked.check(message)
+            asked.accept(message)
             examples = read_weight(message.content, weighted_by)
             if not examples:
                 _check_finite_metrics(message.content, weighted_by)

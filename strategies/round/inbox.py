@@ -116,8 +116,9 @@ class Schema:
         """Return a reply's tensors, in the broadcast order and dtypes.
 
         Names, shapes and dtypes are checked before an array is decoded; nothing in a
-        round checks them again. ``copy`` copies tensors instead of returning views of the received bytes. The
-        order of summation depends on memory alignment; a copy makes runs identical.
+        round checks them again. ``copy`` copies tensors instead of returning views of
+        the received bytes. The order of summation depends on memory alignment; a copy
+        makes runs identical.
 
         Raises:
             UpdateError: an array cannot be decoded, or the tensors are not a finite
@@ -192,7 +193,7 @@ class Inbox:
                 self.record.fail(client, message.error.reason or "no reason given")
             return None
         try:
-            self.asked.check(message)
+            self.asked.accept(message)
             update = self.decode(message)
         except Exception as error:
             self.record.drop(client_id(message), refusal(error))

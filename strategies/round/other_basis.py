@@ -32,9 +32,9 @@ from fedrot.strategies.client.moves import (
     request,
 )
 from fedrot.strategies.round.aligner import AlignmentPlan, ToAnchor
-from fedrot.strategies.round.asked import Asked
+from fedrot.strategies.round.asked import Asked, Question
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.round.update import Moved, Question, Update
+from fedrot.strategies.round.update import Moved, Update
 from fedrot.strategies.settings import OtherBasis
 from fedrot.strategies.wire.lazy_grid import streamed
 from fedrot.symmetry import Symmetry
@@ -381,9 +381,7 @@ class FromOtherBases(ToAnchor):
         )
 
     def move(self, update: Update) -> Moved:
-        """Return the update in the round's coordinates, by its client's alignment if
-        there is one.
-        """
+        """Return the update, moved by its client's alignment if there is one."""
         matched = self._matched.get(update.question)
         if matched is not None:
             return self.moved(update, update.tensors, matched)
@@ -391,12 +389,12 @@ class FromOtherBases(ToAnchor):
             return self.moved_to_anchor(update)
         return super().move(update)
 
-    def follow(self, moved: Moved) -> None:
+    def follow(self, update: Update, added: Tensors) -> None:
         """Pass the update to an anchor that follows the round."""
-        if moved.update.question in self._matched:
-            self.rule.include(moved.tensors, moved.update.weight)
+        if update.question in self._matched:
+            self.rule.include(added, update.weight)
         else:
-            super().follow(moved)
+            super().follow(update, added)
 
     def close(self) -> None:
         """Log nothing: such replies are expected."""

@@ -22,7 +22,7 @@ from fedrot.strategies.wire.arrays import (
     to_arrays,
 )
 from fedrot.strategies.wire.flower_compat import NUMPY
-from fedrot.tensors import Tensors, rounded
+from fedrot.tensors import rounded
 
 
 def plain(arrays: ArrayRecord) -> ArrayRecord:
@@ -123,18 +123,14 @@ def integers_of(arrays: ArrayRecord) -> ArrayRecord:
     return found
 
 
-def with_tensors(moved: Moved, integers: Tensors) -> Message:
-    """Return a copy of a reply's message with the moved tensors and without fedrot's
-    records.
-
-    ``integers`` replace the update's integers.
-    """
-    update, tensors = moved.update, {**moved.tensors, **integers}
+def with_tensors(moved: Moved) -> Message:
+    """Return a copy of a reply's message: the moved tensors, no records of fedrot."""
+    update = moved.update
     content = RecordDict(dict(update.message.content))
     if STATISTICS in records_of_type(content, ArrayRecord):
         del content[STATISTICS]
     arrays = records_of_type(content, ArrayRecord).get(update.record, ArrayRecord())
-    content[update.record] = replace_changed(arrays, update.tensors, tensors)
+    content[update.record] = replace_changed(arrays, update.tensors, moved.tensors)
     message = copy.copy(update.message)
     message.content = content
     return message

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from hashlib import sha256
 from operator import attrgetter
@@ -32,9 +31,8 @@ def by_contents(updates: list[Update]) -> list[Update]:
     numbers = [update.checksum for update in updates]
     every = sorted(numbers)
     keys = [sha256(repr((every, number)).encode()).digest() for number in numbers]
-    return [
-        updates[place] for place in sorted(range(len(updates)), key=keys.__getitem__)
-    ]
+    places = sorted(range(len(updates)), key=keys.__getitem__)
+    return [updates[place] for place in places]
 
 
 def play(
@@ -60,13 +58,18 @@ def play(
         moved = None
         with record.dropping(update.client):
             moved = aligner.move(update)
-        if moved is not None and merge.add(moved):
-            aligner.follow(moved)
+        if moved is None:
+            return
+        added = merge.add(moved)
+        if added is not None:
+            aligner.follow(update, added)
 
     updates = filter(None, map(inbox.read, replies))
     if order is None:
-        # A loop variable would hold an update until the next one arrives.
-        deque(map(take, updates), maxlen=0)
+        for update in updates:
+            take(update)
+            # The variable would hold this update until the next one has arrived.
+            del update
         inbox.close()
     else:
         held = order(list(updates))

@@ -47,7 +47,7 @@ class RoundRecord:
     guard: dict[str, float | int] = field(default_factory=dict)
     #: The sentence and the metrics of an aggregation of adapters, instead of
     #: alignment's; the metrics of a fitted head are among them.
-    said: str = ""
+    sentence: str = ""
     measured: dict[str, float] = field(default_factory=dict)
     #: With ``Reporting(hashes=True)``: the rows with hashes of the averaged updates,
     #: and of the model.
@@ -109,11 +109,9 @@ class RoundRecord:
         )
 
     def note(self, aggregator: Aggregator) -> None:
-        """Store an aggregation's sentence, metrics and notes by tensor; log the first
-        note.
-        """
-        self.said = getattr(aggregator, "said", "")
-        self.measured = getattr(aggregator, "measured", {})
+        """Store an aggregation's sentence, metrics and notes; log the first note."""
+        self.sentence = aggregator.sentence
+        self.measured = dict(aggregator.measured)
         self.notes = dict(aggregator.notes)
         for name, what in islice(self.notes.items(), 1):
             log(
@@ -220,9 +218,10 @@ class RoundRecord:
             *counts,
         )
         about = {"accepted": self.accepted, "other_basis": self.other_basis}
-        said = verdict.verdict(reports, aligned=aligned, lost=self.lost, **about)
-        found = self.said if self.said and not self.lost else said
-        log(INFO, "Round %d: %s", self.number, found)
+        conclusion = verdict.verdict(reports, aligned=aligned, lost=self.lost, **about)
+        if self.sentence and not self.lost:
+            conclusion = self.sentence
+        log(INFO, "Round %d: %s", self.number, conclusion)
         if (
             self.number == 1
             and reports
@@ -230,7 +229,7 @@ class RoundRecord:
             and not verdict.groups_moved(reports)
         ):
             log(INFO, "%s%s", verdict.UNMOVED, "" if fits_head else verdict.TRY_HEAD)
-        return found
+        return conclusion
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the report's rows: per client and group, per lost reply, per note."""
@@ -248,15 +247,12 @@ class RoundRecord:
         notes = [
             {"tensor": tensor, "note": note} for tensor, note in self.notes.items()
         ]
-        lost = [{"lost": self.lost}] if self.lost else []
-        said = [{"said": self.said, **self.measured}] if self.said else []
-        rows = [
-            *aligned,
-            *dropped,
-            *failed,
-            *notes,
-            *lost,
-            *said,
-            *([self.guard] if self.guard else []),
-        ]
-        return [{"round": self.number, **row} for row in (*rows, *self.origins)]
+        of_round: list[Mapping[str, Any]] = []
+        if self.lost:
+            of_round.append({"lost": self.lost})
+        if self.sentence:
+            of_round.append({"said": self.sentence, **self.measured})
+        if self.guard:
+            of_round.append(self.guard)
+        rows = [*aligned, *dropped, *failed, *notes, *of_round, *self.origins]
+        return [{"round": self.number, **row} for row in rows]

@@ -111,7 +111,7 @@ def test_sums_are_kept_in_float32_for_half_precision(masked: bool) -> None:
 def test_the_last_result_is_the_same_and_takes_no_copy() -> None:
     mean, other = (folded(mixed(), [1.0, 2.0, 3.0, 4.0]) for _ in range(2))
     held = {name: tensor.data_ptr() for name, tensor in mean.current.items()}
-    expected, found = other.result(), mean.result("cpu", last=True)
+    expected, found = other.result(), mean.release()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     places = {name: t.data_ptr() for name, t in found.items() if t.is_floating_point()}
     assert places == {name: held[name] for name in ("weight", "scale")}

@@ -124,11 +124,13 @@ class Aligned(ReplyStrategy):
         """Find the symmetry of the model that a round broadcasts."""
         if self.alignment is None:
             return
-        found = arguments.symmetry_for(self.symmetry or self.model_config, arrays)
-        found.select(self.alignment.parts, self.alignment.layer_indices(found.layers))
-        self.symmetry = found
+        symmetry = arguments.symmetry_for(self.symmetry or self.model_config, arrays)
+        symmetry.select(
+            self.alignment.parts, self.alignment.layer_indices(symmetry.layers)
+        )
+        self.symmetry = symmetry
         if self.other_bases is not None:
-            self.other_bases.prepare(found)
+            self.other_bases.prepare(symmetry)
 
     def aligner(
         self, broadcast: Tensors, mean: Mean | None, record: RoundRecord

@@ -40,35 +40,44 @@ _SERVER_SIDE = (
 def check_functions(owner: object, *names: str) -> None:
     """Check that settings are functions, and not what the functions return."""
     for name in names:
-        given = getattr(owner, name)
-        if isinstance(given, nn.Module) or not callable(given):
-            kind, of = type(given).__name__, type(owner).__name__
+        function = getattr(owner, name)
+        if isinstance(function, nn.Module) or not callable(function):
+            kind = type(function).__name__
+            of = type(owner).__name__
             raise FedrotError(
                 f"{name} of {of} is a {kind}; give a function, like {name}=lambda: ..."
             )
 
 
-def check_described(name: str, given: object, align: bool) -> None:
+def check_described(name: str, described: object, align: bool) -> None:
     """Check that a supported model is described; without ``align`` None is allowed."""
-    if isinstance(given, Symmetry) or (given is None and not align):
+    if isinstance(described, Symmetry) or (described is None and not align):
         return
-    to_dict = getattr(given, "to_dict", None)
-    config = to_dict() if callable(to_dict) and not isinstance(given, type) else given
+    to_dict = getattr(described, "to_dict", None)
+    config = (
+        to_dict()
+        if callable(to_dict) and not isinstance(described, type)
+        else described
+    )
     if isinstance(config, Mapping) and "model_type" in config:
         if align:
             check_family(config)
         return
-    what = "nothing" if given is None else f"an object of type {type(given).__name__}"
+    what = (
+        "nothing"
+        if described is None
+        else f"an object of type {type(described).__name__}"
+    )
     instead = (
         f"{name}(model.config, ...), with the transformers configuration, or "
         f"{name}(symmetry, ...) for your own architecture (docs/how-to/own-model.md)"
     )
     if isinstance(
-        given, (bool, int, float)
+        described, (bool, int, float)
     ):  # FedAvg's first argument is fraction_train.
-        what = f"the number {given}"
+        what = f"the number {described}"
         instead = (
-            f"{name}(model.config, fraction_train={given}), and name other arguments "
+            f"{name}(model.config, fraction_train={described}), and name other arguments "
             "too"
         )
     raise FedrotError(
@@ -154,11 +163,11 @@ def check_numbers(strategy: object, num_rounds: object) -> None:
     waits for ever.
     """
     wholes = ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")
-    found = {
+    numbers = {
         "num_rounds": num_rounds,
         **{name: getattr(strategy, name, 0) for name in wholes},
     }
-    for name, value in found.items():
+    for name, value in numbers.items():
         if not isinstance(value, Integral) or int(value) < 0:
             raise FedrotError(
                 f"{name} is {value!r:.60}; it must be a whole number{_UNQUOTED}"

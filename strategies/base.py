@@ -113,7 +113,8 @@ class ReplyStrategy(Strategy):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.server = server or Server()
-        self.reporting, self._reports = reporting or Reporting(), reporting is not None
+        self.reporting = reporting or Reporting()
+        self._reports = reporting is not None
         self._device = checked_device(self.server.device)
         #: True if a round holds all updates until every reply has arrived.
         self.waits = self.server.deterministic
@@ -227,7 +228,9 @@ class ReplyStrategy(Strategy):
         if self.reporting.rows_path is not None:
             begin_rows(self.reporting.rows_path, after_round)
         self._verdicts = {
-            n: said for n, said in self._verdicts.items() if n <= (after_round or 0)
+            n: verdict
+            for n, verdict in self._verdicts.items()
+            if n <= (after_round or 0)
         }
         self._clients = self._clients if after_round else {}
 
@@ -237,7 +240,8 @@ class ReplyStrategy(Strategy):
         """Ask for statistics, and store the broadcast model and the requests for
         ``aggregate_train``.
         """
-        self._config, self._grid = config, grid
+        self._config = config
+        self._grid = grid
         kinds = self.needs(server_round)
         if kinds or STATISTICS in config:
             config[STATISTICS] = ",".join(kinds)
@@ -325,9 +329,9 @@ class ReplyStrategy(Strategy):
         readable = readable_evaluations(replies, Asked(sent), self._weighted_by)
         if not readable:
             return None
-        found = super().aggregate_evaluate(server_round, readable)  # type: ignore[safe-super]
-        self._report(server_round, EVALUATE, found)
-        return found
+        metrics = super().aggregate_evaluate(server_round, readable)  # type: ignore[safe-super]
+        self._report(server_round, EVALUATE, metrics)
+        return metrics
 
     def _report(
         self, server_round: int, stage: str, metrics: MetricRecord | None
@@ -404,12 +408,12 @@ class ReplyStrategy(Strategy):
         A checkpoint holds those that changed since the run began. A subclass may leave
         out others.
         """
-        found = {
+        kept = {
             name: value
             for name, value in vars(self).items()
             if name not in _OF_ONE_ROUND
         }
-        return found | {"_verdicts": told(self._verdicts)}
+        return kept | {"_verdicts": told(self._verdicts)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Set the attributes that a checkpoint holds."""
@@ -418,7 +422,8 @@ class ReplyStrategy(Strategy):
     def _begin_round(self, server_round: int, arrays: ArrayRecord) -> None:
         if self.needs_model or self.aggregator(server_round) is not None:
             arguments.check_not_behind(self)
-        self._begun, self._broadcast = server_round, arrays
+        self._begun = server_round
+        self._broadcast = arrays
         self.begin_round(arrays)
 
     def _knows_model(self, server_round: int) -> bool:

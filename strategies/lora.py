@@ -32,7 +32,8 @@ from fedrot.tensors import Shaped, Tensors, check_update
 #: Metrics of a round: relative distances of the new adapter, and of the mean of the
 #: factors, to the mean of the products; and the relative error of the sum of products,
 #: whose rank is bounded.
-ERROR, ERROR_OF_FACTORS = "fedrot-adapter-error", "fedrot-adapter-error-of-factors"
+ERROR = "fedrot-adapter-error"
+ERROR_OF_FACTORS = "fedrot-adapter-error-of-factors"
 LOST = "fedrot-adapter-lost"
 
 
@@ -43,10 +44,14 @@ def adapter_record(config: LoraSettings | Mapping[str, Any] | object) -> ConfigR
     Example: ``content["fedrot-adapter"] =
     adapter_record(peft_model.peft_config["default"])``.
     """
-    own = LoraSettings.of(config)
-    alphas = [f"{name}={alpha}" for name, alpha in own.alpha_pattern.items()]
+    settings = LoraSettings.of(config)
+    alphas = [f"{name}={alpha}" for name, alpha in settings.alpha_pattern.items()]
     return ConfigRecord(
-        {"lora_alpha": own.alpha, "use_rslora": own.use_rslora, "alpha_pattern": alphas}
+        {
+            "lora_alpha": settings.alpha,
+            "use_rslora": settings.use_rslora,
+            "alpha_pattern": alphas,
+        }
     )
 
 
@@ -120,12 +125,12 @@ class AlignedLoRA(ReplyStrategy):
                 if ".base_layer." in name and not name.endswith(".bias")
             )
             if name := next(base, None):
-                said = (
+                message = (
                     "initial_arrays holds base weights ('%s'), which would be sent and "
                     "averaged in every round. Send only the adapter: "
                     "fedrot.lora.adapter_tensors(model)."
                 )
-                log(WARNING, said, name)
+                log(WARNING, message, name)
         return super().configure_train(server_round, arrays, config, grid)
 
     def schema(self, broadcast: Tensors) -> Schema:
@@ -176,25 +181,24 @@ class AdapterSchema(Schema):
 
     smaller: bool = True
 
-    def check(self, given: Mapping[str, Shaped]) -> None:
+    def check(self, tensors: Mapping[str, Shaped]) -> None:
         """Raise ``UpdateError`` unless names and shapes, except ranks, are those of the
         broadcast.
         """
-        targets, theirs = _targets(self.like), _targets(given)
-        if theirs and theirs != targets:
+        targets = _targets(self.like)
+        sent_targets = _targets(tensors)
+        if sent_targets and sent_targets != targets:
             what = (
-                f"The adapter's targets are {', '.join(theirs)}, the server's "
+                f"The adapter's targets are {', '.join(sent_targets)}, the server's "
                 f"{', '.join(targets)}."
             )
             raise UpdateError(f"{what} Build it with the server's LoraConfig.")
         shapes = self.shapes
         for pair in pairs_of(self.like):
             for name, axis in ((pair.a, 0), (pair.b, 1)):
-                wanted, own = (
-                    shapes[name],
-                    tuple(given[name].shape) if name in given else (),
-                )
-                if len(own) == len(wanted) and 0 < (rank := own[axis]) != (
+                wanted = shapes[name]
+                sent = tuple(tensors[name].shape) if name in tensors else ()
+                if len(sent) == len(wanted) and 0 < (rank := sent[axis]) != (
                     most := wanted[axis]
                 ):
                     needed = [] if self.smaller else ["AdapterOptions('exact')"]
@@ -210,7 +214,7 @@ class AdapterSchema(Schema):
                             f"{' and '.join(needed)}."
                         )
                     shapes[name] = (*wanted[:axis], rank, *wanted[axis + 1 :])
-        check_update(given, shapes)
+        check_update(tensors, shapes)
 
     def about(self, tensors: Tensors) -> dict[str, Any]:
         """Return the ranks and targets of an adapter."""

@@ -123,7 +123,7 @@ def align_mod(
         try:
             name, update = _update(reply.content, model)
             alignment = _align(update, model, options)
-            found: Statistics = alignment.transport(read_statistics(reply.content))
+            collected: Statistics = alignment.transport(read_statistics(reply.content))
         except UpdateError as error:
             if secure:
                 raise
@@ -131,16 +131,16 @@ def align_mod(
             return reply
         moved = alignment.apply(update)
         if statistics is not None:
-            found = {**found, **statistics(message, context, moved)}
-        if found and secure:
+            collected = {**collected, **statistics(message, context, moved)}
+        if collected and secure:
             raise FedrotError(
-                f"Secure aggregation drops the statistics '{next(iter(found))}': it "
+                f"Secure aggregation drops the statistics '{next(iter(collected))}': it "
                 "adds up the model's parameters and nothing else. Do not compute them."
             )
         content = RecordDict(dict(reply.content))
         content[name] = _changed(content.array_records[name], update, moved)
-        if found:
-            content[STATISTICS] = statistics_record(found, dtype)
+        if collected:
+            content[STATISTICS] = statistics_record(collected, dtype)
         aligned = copy.copy(reply)
         aligned.content = content
         return aligned
@@ -258,6 +258,6 @@ def _changed(
     for key, array in arrays.items():
         other = array.data.decode() if array.stype == TIED else None
         if other in moved:
-            own = after[names[key]]
-            moved[key] = moved[other] if same_bits(own, moved[other]) else own
+            tensor = after[names[key]]
+            moved[key] = moved[other] if same_bits(tensor, moved[other]) else tensor
     return ArrayRecord({**arrays, **to_arrays(moved)})

@@ -21,7 +21,9 @@ from fedrot.strategies.wire.flower_compat import Evaluate
 
 #: Stages of a round: training and evaluation at the clients, ``evaluate_fn`` at the
 #: server.
-TRAIN, EVALUATE, SERVER = "train", "evaluate", "server"
+TRAIN = "train"
+EVALUATE = "evaluate"
+SERVER = "server"
 
 
 def report_metrics(

@@ -34,13 +34,13 @@ MOVEMENTS = {
 }
 
 #: Names of metrics.
-FOUND, CHANCE, REMOVED = (
-    "fedrot-share-found",
-    "fedrot-share-chance",
-    "fedrot-share-removed",
-)
-MOVED, ACCEPTED = "fedrot-groups-moved", "fedrot-replies-accepted"
-DROPPED, FAILED = "fedrot-replies-dropped", "fedrot-replies-failed"
+FOUND = "fedrot-share-found"
+CHANCE = "fedrot-share-chance"
+REMOVED = "fedrot-share-removed"
+MOVED = "fedrot-groups-moved"
+ACCEPTED = "fedrot-replies-accepted"
+DROPPED = "fedrot-replies-dropped"
+FAILED = "fedrot-replies-failed"
 KEPT_ALIGNED = "fedrot-guard-kept-aligned"
 
 #: What the log adds after a first round in which no group moved, the latter without
@@ -95,7 +95,8 @@ def verdict(
     known = known_chance(reports)
     others = [report for report in reports if report.chance() is None]
     said = [*filter(None, (_against_chance(known), _removed(others, other_basis)))]
-    moved, groups = groups_moved(reports), sum(len(report.groups) for report in reports)
+    moved = groups_moved(reports)
+    groups = sum(len(report.groups) for report in reports)
     found = "; ".join(said) or "nothing to align"
     return (
         f"{found}; {moved} of {groups} groups moved"
@@ -156,7 +157,8 @@ def shares_shown(reports: Iterable[AlignmentReport]) -> dict[str, tuple[float, f
     """Return by movement the shares found and of chance to show, of replies with known
     chance.
     """
-    reports, known = known_chance(reports), {}
+    reports = known_chance(reports)
+    known = {}
     for name, movement in MOVEMENTS.items():
         groups = [
             g for report in reports for g in report.groups if g.part in movement.parts
@@ -165,10 +167,8 @@ def shares_shown(reports: Iterable[AlignmentReport]) -> dict[str, tuple[float, f
             # Shares refer to the movement's own groups, so they do not depend on other
             # parts.
             before = sum(g.before for g in groups) or 1.0
-            found, chance = (
-                sum(g.found for g in groups),
-                sum(g.chance or 0.0 for g in groups),
-            )
+            found = sum(g.found for g in groups)
+            chance = sum(g.chance or 0.0 for g in groups)
             known[name] = (found / before, chance / before)
     # If all shares are 0, only the first movement is shown.
     return {name: shares for name, shares in known.items() if any(shares)} or dict(
@@ -182,7 +182,7 @@ def _against_chance(reports: Sequence[AlignmentReport]) -> str:
     """
     if not (shown := shares_shown(reports)):
         return ""
-    beyond = [name for name, (found, chance) in shown.items() if found > chance]
+    beyond = [name for name, (share, chance) in shown.items() if share > chance]
     if not groups_moved(reports):
         shares = "; ".join(
             f"{n} {percent(f)}, chance {percent(c)}" for n, (f, c) in shown.items()

@@ -34,7 +34,8 @@ from fedrot.strategies.resume.values import decode, encode
 from fedrot.strategies.wire.arrays import TIED, from_arrays, model_hash, to_arrays
 
 _FORMAT = 1
-_MODEL, _STATE = "model.safetensors", "state.safetensors"
+_MODEL = "model.safetensors"
+_STATE = "state.safetensors"
 #: The entry of ``_STATE`` that holds, as JSON, all that is no array.
 _ABOUT = "checkpoint"
 #: Beside the checkpoints: the metrics of all rounds, a line a round.
@@ -262,9 +263,11 @@ def _acquire(lock: FileLock, path: Path) -> None:
 
 def _line(number: int, result: Result) -> str:
     """Return a round's metrics as a line of JSON; empty if it has none."""
-    found = {name: getattr(result, name).get(number) for name in _METRICS}
+    records = {name: getattr(result, name).get(number) for name in _METRICS}
     metrics = {
-        name: encode(one, name, {}) for name, one in found.items() if one is not None
+        name: encode(record, name, {})
+        for name, record in records.items()
+        if record is not None
     }
     return json.dumps({"round": number, **metrics}) + "\n" if metrics else ""
 
@@ -272,7 +275,8 @@ def _line(number: int, result: Result) -> str:
 def _write(
     folder: Path, result: Result, state: RunState, about: dict[str, Any]
 ) -> None:
-    arrays, bulk = result.arrays, dict[str, np.ndarray]()
+    arrays = result.arrays
+    bulk = dict[str, np.ndarray]()
     safetensors.torch.save_file(_unshared(from_arrays(arrays)), folder / _MODEL)
     about |= {
         "format": _FORMAT,
@@ -296,7 +300,9 @@ def _read(folder: Path, number: int) -> Checkpoint:
     """Return a checkpoint; raises ``FedrotError`` if a file is changed, missing or a
     link.
     """
-    model, state, lines = folder / _MODEL, folder / _STATE, folder.with_name(_LINES)
+    model = folder / _MODEL
+    state = folder / _STATE
+    lines = folder.with_name(_LINES)
     for path in (folder, model, state, lines):
         if path.is_symlink() or path.is_fifo():
             raise FedrotError(
@@ -308,15 +314,15 @@ def _read(folder: Path, number: int) -> Checkpoint:
             _check(state, _arrays_digest(bulk), file.metadata()["sha256"])
         about = json.loads(bulk.pop(_ABOUT).tobytes())
         if (about["format"], about["round"]) != (_FORMAT, number):
-            said = f"It is of round {about['round']} in format {about['format']}"
+            about_it = f"It is of round {about['round']} in format {about['format']}"
             raise FedrotError(
-                f"{said}, but this is round {number} in format {_FORMAT}."
+                f"{about_it}, but this is round {number} in format {_FORMAT}."
             )
         _check(model, _digest(model), about["sha256"])
         tensors = safetensors.torch.load_file(model)
         shared = {name: tensors[tied] for name, tied in about["tied"].items()}
-        own = {name for name, tied in about["tied"].items() if name == tied}
-        _check(model, model_hash(tensors, own), model_hash(shared, own))
+        untied = {name for name, tied in about["tied"].items() if name == tied}
+        _check(model, model_hash(tensors, untied), model_hash(shared, untied))
         result = Result(to_arrays(shared))
         length, digest = about["lines"]
         with lines.open("rb") as file:
@@ -335,8 +341,8 @@ def _read(folder: Path, number: int) -> Checkpoint:
         ) from error
 
 
-def _check(path: Path, found: str, digest: str) -> None:
-    if found != digest:
+def _check(path: Path, actual: str, digest: str) -> None:
+    if actual != digest:
         raise FedrotError(f"'{path.name}' was changed after it was written.")
 
 
@@ -344,15 +350,15 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors that share no memory, as safetensors requires; others are not
     copied.
     """
-    found: dict[str, Tensor] = {}
+    separate: dict[str, Tensor] = {}
     taken: set[int] = set()
     for name, tensor in tensors.items():
         memory = tensor.untyped_storage().data_ptr()
-        found[name] = (
+        separate[name] = (
             tensor.clone().contiguous() if memory in taken else tensor.contiguous()
         )
         taken.add(memory)
-    return found
+    return separate
 
 
 def _digest(path: Path) -> str:
@@ -361,8 +367,8 @@ def _digest(path: Path) -> str:
 
 
 def _arrays_digest(arrays: Mapping[str, np.ndarray]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, array in sorted(arrays.items()):
-        found.update(f"{name} {array.dtype} {array.shape}\n".encode())
-        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
+        digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()

@@ -62,11 +62,13 @@ def with_common_layout(
     """Split replies into those with the most common layout, and the others."""
     layouts = [layout(item) for item in items]
     counts = Counter(layouts)
-    common = counts.most_common(1)[0][0] if counts else ()
-    return (
-        [item for item, own in zip(items, layouts, strict=True) if own == common],
-        [item for item, own in zip(items, layouts, strict=True) if own != common],
-    )
+    # Of equally common ones the first.
+    common = max(layouts, key=counts.__getitem__, default=())
+    alike: list[T] = []
+    odd: list[T] = []
+    for item, its_layout in zip(items, layouts, strict=True):
+        (alike if its_layout == common else odd).append(item)
+    return alike, odd
 
 
 def metrics_layout(
@@ -223,13 +225,13 @@ class Inbox:
                     f"number from 0 to {most:g}."
                 )
         wanted = self.schema.settings
-        said: Mapping[str, Any] = records_of_type(content, ConfigRecord).get(
+        settings: Mapping[str, Any] = records_of_type(content, ConfigRecord).get(
             ADAPTER_RECORD, {}
         )
         for name, value in wanted.items():
-            if (own := said.get(name, value)) != value:
+            if (sent := settings.get(name, value)) != value:
                 what = (
-                    f"The adapter's {name} is {own!r:.60}, the server's {value!r:.60}."
+                    f"The adapter's {name} is {sent!r:.60}, the server's {value!r:.60}."
                 )
                 raise UpdateError(f"{what} Build it with the server's LoraConfig.")
         ((record, arrays),) = records.items()
@@ -255,9 +257,10 @@ class Inbox:
             statistics = {}
         if not self.needs:
             statistics = {
-                kind: found for kind, found in statistics.items() if kind == TRAINED
+                kind: by_name for kind, by_name in statistics.items() if kind == TRAINED
             }
-        client, origin = client_id(message), dict[str, Any]()
+        client = client_id(message)
+        origin = dict[str, Any]()
         if self.hashes:
             origin = {
                 "client": client,
@@ -265,7 +268,7 @@ class Inbox:
                 "sha256": model_hash(from_arrays(arrays)),
                 "weight": weight,
                 "statistics": sorted(statistics),
-                **{name: said.get(name) for name in wanted},
+                **{name: settings.get(name) for name in wanted},
                 **self.schema.about(tensors),
             }
         return Update(client, message, record, tensors, weight, statistics, origin)

@@ -155,8 +155,10 @@ class FromOtherBases(ToAnchor):
         shared: Mean | None = None,
         exchange: ClientRequests | None = None,
     ) -> None:
-        self.others, self.exchange = others, exchange
-        self._base, self._mixed = broadcast, True
+        self.others = others
+        self.exchange = exchange
+        self._base = broadcast
+        self._mixed = True
         self._matched: dict[Question, Alignment] = {}
         super().__init__(plan, broadcast, record, shared)
 
@@ -164,7 +166,8 @@ class FromOtherBases(ToAnchor):
         """Return the function that finds one update's alignment to one anchor."""
         if not self._mixed:
             return super().finder(base)
-        plan, others = self.plan, self.others
+        plan = self.plan
+        others = self.others
         return finder(
             base, plan.symmetry, plan.options, others.options, others.evidence
         )
@@ -190,10 +193,14 @@ class FromOtherBases(ToAnchor):
         An update whose canonical form or activations overflow is dropped, because it
         must not define the round's coordinates.
         """
-        others, symmetry, exchange = self.others, self.plan.symmetry, self.exchange
+        others = self.others
+        symmetry = self.plan.symmetry
+        exchange = self.exchange
         if not others.needs_all:
             return held
-        updates, far, near = list[Update](), list[Update](), list[Update]()
+        updates = list[Update]()
+        far = list[Update]()
+        near = list[Update]()
         for update in held:
             with self.record.dropping(update.client):
                 other = in_other_basis(update.tensors, self.broadcast, symmetry)
@@ -230,7 +237,8 @@ class FromOtherBases(ToAnchor):
             why = f"{len(far)} of {len(far) + len(near)} replies come from other bases"
             chosen = far
         elif not self._matchable(self.broadcast):
-            chosen, why = near, "The broadcast model cannot be matched"
+            chosen = near
+            why = "The broadcast model cannot be matched"
         else:
             return self.broadcast
         heaviest = max(chosen, key=attrgetter("weight"))
@@ -252,19 +260,22 @@ class FromOtherBases(ToAnchor):
         self, updates: Sequence[Update], exchange: ClientRequests
     ) -> dict[Question, Alignment]:
         """Return the alignments that clients found for their own updates."""
-        base, rotates = self._base, self.others.rotates
+        base = self._base
+        rotates = self.others.rotates
         asked = [
-            one for one in updates if in_other_basis(one.tensors, base, self._symmetry)
+            update
+            for update in updates
+            if in_other_basis(update.tensors, base, self._symmetry)
         ]
         requests = [
             request(
                 base,
-                one.tensors,
+                update.tensors,
                 exchange.config,
-                one.question.node,
+                update.question.node,
                 canonical_form=rotates,
             )
-            for one in asked
+            for update in asked
         ]
         return self._answers(
             requests, asked, exchange, {}, "Client %d is matched at the server: %s"
@@ -287,7 +298,7 @@ class FromOtherBases(ToAnchor):
         answers = exchange.of(requests)  # Requests have ids once they are sent.
         sent = Asked(message.metadata for message in requests)
         silent = dict(zip(sent.questions, asked, strict=True))
-        found: dict[Question, Alignment] = {}
+        alignments: dict[Question, Alignment] = {}
         for answer in answers:
             update = silent.pop(sent.question(answer), None)
             if update is None:
@@ -303,8 +314,8 @@ class FromOtherBases(ToAnchor):
             except UpdateError as error:
                 log(WARNING, otherwise, update.client, error)
             else:
-                found[update.question] = alignment
-        return found
+                alignments[update.question] = alignment
+        return alignments
 
     def _learned_together(
         self, updates: Sequence[Update], exchange: ClientRequests
@@ -326,7 +337,8 @@ class FromOtherBases(ToAnchor):
             most = LARGEST_SHARE * mean.weight
             asked = [update for update in updates if update.weight <= most]
             requests = [
-                self._request(one, now[one.question], mean, exchange) for one in asked
+                self._request(update, now[update.question], mean, exchange)
+                for update in asked
             ]
             unchanged = "The rotations of client %d stay unchanged: %s"
             learned = self._answers(requests, asked, exchange, now, unchanged)
@@ -346,12 +358,13 @@ class FromOtherBases(ToAnchor):
 
         Updates that cannot be aligned are left out.
         """
-        found, rule = dict(self._matched), self.rule_at(self._base, None)
-        rest = [update for update in updates if update.question not in found]
+        alignments = dict(self._matched)
+        rule = self.rule_at(self._base, None)
+        rest = [update for update in updates if update.question not in alignments]
         for update in updates:
-            if update.question in found:
+            if update.question in alignments:
                 rule.include(
-                    found[update.question].apply(self.there(update.tensors)),
+                    alignments[update.question].apply(self.there(update.tensors)),
                     update.weight,
                 )
         for update in rest:
@@ -359,8 +372,8 @@ class FromOtherBases(ToAnchor):
             with suppress(UpdateError):
                 alignment = rule.align(tensors)
                 rule.accept(alignment.apply(tensors), update.weight)
-                found[update.question] = alignment
-        return found
+                alignments[update.question] = alignment
+        return alignments
 
     def _request(
         self, update: Update, alignment: Alignment, mean: Mean, exchange: ClientRequests
@@ -368,16 +381,23 @@ class FromOtherBases(ToAnchor):
         """Return the request to learn between a client's own model and the mean of all
         others.
         """
-        own, share = alignment.apply(update.tensors), update.weight / mean.weight
+        update_there = alignment.apply(update.tensors)
+        share = update.weight / mean.weight
         rest = {
-            name: (total - share * own[name]) / (1 - share)
-            if own[name].is_floating_point()
-            else own[name]
+            name: (total - share * update_there[name]) / (1 - share)
+            if update_there[name].is_floating_point()
+            else update_there[name]
             for name, total in mean.current.items()
         }
-        rotates, node = self.others.rotates, update.question.node
+        rotates = self.others.rotates
+        node = update.question.node
         return request(
-            rest, own, exchange.config, node, canonical_form=rotates, learn=True
+            rest,
+            update_there,
+            exchange.config,
+            node,
+            canonical_form=rotates,
+            learn=True,
         )
 
     def move(self, update: Update) -> Moved:

@@ -40,16 +40,18 @@ def common_model(messages: Sequence[Message], record: str | None) -> ArrayRecord
 
     The name ``record`` is not needed if messages hold one ArrayRecord.
     """
-    found: ArrayRecord | None = None
+    common: ArrayRecord | None = None
     for message in messages:
         records = model_records(message.content)
-        (own,) = records.values() if len(records) == 1 else (records.get(record or ""),)
-        if own is None or (
-            found is not None and own is not found and dict(own) != dict(found)
+        (model,) = (
+            records.values() if len(records) == 1 else (records.get(record or ""),)
+        )
+        if model is None or (
+            common is not None and model is not common and dict(model) != dict(common)
         ):
             return None
-        found = own
-    return found
+        common = model
+    return common
 
 
 def to_send(
@@ -61,7 +63,8 @@ def to_send(
     """Return messages in which ``arrays``, in the precision of the wire, replace
     ``before``.
     """
-    changed, contents = list(messages), dict[int, RecordDict]()
+    changed = list(messages)
+    contents = dict[int, RecordDict]()
     after = arrays if wire is None else to_arrays(from_arrays(arrays), wire)
     for message in changed if after is not before else ():
         content = message.content
@@ -116,11 +119,11 @@ def restored(arrays: ArrayRecord, sent: ArrayRecord) -> ArrayRecord:
 
 def integers_of(arrays: ArrayRecord) -> ArrayRecord:
     """Return the arrays of integers and booleans."""
-    found = ArrayRecord()
+    integers = ArrayRecord()
     for name, array in arrays.items():
         if not _floating(array):
-            found[name] = array
-    return found
+            integers[name] = array
+    return integers
 
 
 def with_tensors(moved: Moved) -> Message:

@@ -93,7 +93,8 @@ class RoundRecord:
         """Store the report of a merged update, and log it at level DEBUG."""
         if moved.report is None:
             return
-        client, report = moved.update.client, moved.report()
+        client = moved.update.client
+        report = moved.report()
         self.reports.append((client, report))
         message = "Reply of client %d aligned: squared distance %.4g -> %.4g"
         log(DEBUG, message, client, report.before, report.after)
@@ -149,14 +150,14 @@ class RoundRecord:
         """
         lost = {verdict.DROPPED: len(self.dropped), verdict.FAILED: len(self.failed)}
         if aligned:
-            found = {
+            figures = {
                 **verdict.figures([report for _, report in self.reports]),
                 verdict.ACCEPTED: self.accepted,
                 **lost,
             }
         else:
-            found = {name: number for name, number in lost.items() if number}
-        return found | self.guard | self.measured
+            figures = {name: number for name, number in lost.items() if number}
+        return figures | self.guard | self.measured
 
     def add_hashes(
         self, before: Tensors, after: Tensors | None, about: Mapping[str, Any]

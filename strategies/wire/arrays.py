@@ -30,7 +30,8 @@ R = TypeVar("R", ArrayRecord, MetricRecord, ConfigRecord)
 
 #: The ``stype`` of: npy bytes of the bits as uint16; the name of another tensor of the
 #: record.
-BFLOAT16, TIED = "fedrot.bfloat16", "fedrot.tied"
+BFLOAT16 = "fedrot.bfloat16"
+TIED = "fedrot.tied"
 
 #: Name of the ArrayRecord of a reply's statistics. Also the key, in a request's
 #: configuration, of the kinds that the server wants this round, separated by commas.
@@ -47,7 +48,8 @@ _TORCH = {
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: Largest number of dimensions, and of bytes in an npy header with this number.
-_DIMENSIONS, _HEADER = 32, 1024
+_DIMENSIONS = 32
+_HEADER = 1024
 
 #: Largest number of elements in a tensor: far above real ones, and far below an
 #: overflow of sizes.
@@ -76,7 +78,8 @@ def to_arrays(
         raise FedrotError(
             f"Weights are sent as {', '.join(map(str, PRECISIONS))}, not as {dtype}."
         )
-    arrays, first = ArrayRecord(), dict[tuple[object, ...], str]()
+    arrays = ArrayRecord()
+    first = dict[tuple[object, ...], str]()
     for name, tensor in tensors.items():
         if why := unusable(tensor):
             raise FedrotError(f"The tensor '{name}' {why}.")
@@ -172,14 +175,14 @@ def model_hash(tensors: Mapping[str, Tensor], without: Collection[str] = ()) -> 
     "float32", [2, 3]]`` and the values of each tensor in C order; of the names in
     ``without`` only the line.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         dtype = str(tensor.dtype).removeprefix("torch.")
-        found.update(f"{json.dumps([name, dtype, [*tensor.shape]])}\n".encode())
+        digest.update(f"{json.dumps([name, dtype, [*tensor.shape]])}\n".encode())
         if name not in without:
             value = tensor.detach().cpu().contiguous()
-            found.update(value.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+            digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def encode(name: str, tensor: Tensor) -> Array:
@@ -283,15 +286,15 @@ def _parsed(header: bytes) -> tuple[Sequence[int], bool, np.dtype[Any], int]:
     return shape, fortran, dtype, stream.tell()
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(first: Tensor, other: Tensor) -> bool:
     """Return whether two CPU tensors of one shape have one dtype and equal bits, also
     NaN and -0.
     """
     a, b = (
         tensor.contiguous().view(_BITS[tensor.element_size()])
-        for tensor in (one, other)
+        for tensor in (first, other)
     )
-    return one.dtype == other.dtype and torch.equal(a, b)
+    return first.dtype == other.dtype and torch.equal(a, b)
 
 
 class _Unlocked:
@@ -307,7 +310,8 @@ class _Unlocked:
 
 def _npy(value: Tensor) -> bytes:
     """Return the bytes that ``np.save`` writes, with only one copy of the values."""
-    values, header = value.numpy(), BytesIO()
+    values = value.numpy()
+    header = BytesIO()
     npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(values))
     return b"".join((header.getvalue(), values.reshape(-1).view(np.uint8).data))
 
@@ -348,7 +352,7 @@ def replace_changed(
     An array of Flower's own keeps its bytes if its tensor was neither replaced nor
     cast. bfloat16, which NumPy lacks, becomes float32.
     """
-    found: dict[str, Array] = {}
+    replaced: dict[str, Array] = {}
     for name, tensor in after.items():
         array = arrays.get(name)
         kept = (
@@ -360,8 +364,8 @@ def replace_changed(
             array = encode(
                 name, tensor.float() if tensor.dtype == torch.bfloat16 else tensor
             )
-        found[name] = array
-    return ArrayRecord(found)
+        replaced[name] = array
+    return ArrayRecord(replaced)
 
 
 def records_of_type(content: RecordDict, kind: type[R]) -> dict[str, R]:
@@ -388,7 +392,8 @@ def without_arrays(content: RecordDict) -> RecordDict:
     """Return the metrics of a content, and its configurations as long as all fit into
     64 KiB.
     """
-    small, left = dict[str, ConfigRecord](), _LARGEST_CONFIGURATIONS
+    small = dict[str, ConfigRecord]()
+    left = _LARGEST_CONFIGURATIONS
     for name, record in records_of_type(content, ConfigRecord).items():
         left -= _size(name, record)
         if left >= 0:

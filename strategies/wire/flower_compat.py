@@ -110,16 +110,16 @@ def set_broadcast(strategy: Strategy, make: Callable[[], ArrayRecord]) -> None:
     """
     both = (strategy, getattr(strategy, "strategy", None))
     comparing = [
-        one for one in both if getattr(one, "current_arrays", None) is not None
+        holder for holder in both if getattr(holder, "current_arrays", None) is not None
     ]
     if not comparing:
         return
     arrays = make()
-    for one in comparing:
-        if isinstance(getattr(one, "current_arrays", None), ArrayRecord):
-            vars(one)["current_arrays"] = arrays.copy()
+    for holder in comparing:
+        if isinstance(getattr(holder, "current_arrays", None), ArrayRecord):
+            vars(holder)["current_arrays"] = arrays.copy()
         else:
-            vars(one)["current_arrays"] = {
+            vars(holder)["current_arrays"] = {
                 name: array.numpy() for name, array in arrays.items()
             }
 
@@ -174,14 +174,13 @@ def inner_mods(call_next: Any) -> Iterator[Any]:
     """
     link = call_next
     while True:
-        code, cells = (
-            getattr(link, "__code__", None),
-            getattr(link, "__closure__", None),
-        )
+        code = getattr(link, "__code__", None)
+        cells = getattr(link, "__closure__", None)
         free = dict(zip(code.co_freevars, cells, strict=True)) if code and cells else {}
         if not {"_mod", "_ffn"} <= free.keys():
             return
-        mod, link = free["_mod"].cell_contents, free["_ffn"].cell_contents
+        mod = free["_mod"].cell_contents
+        link = free["_ffn"].cell_contents
         while isinstance(mod, partial) or hasattr(mod, "__wrapped__"):
             mod = mod.func if isinstance(mod, partial) else mod.__wrapped__
         yield mod

@@ -15,7 +15,8 @@ from fedrot.strategies.wire.flower_compat import UNREADABLE, unavailable
 
 #: Seconds between two polls for replies: the pause doubles up to the pause of Flower's
 #: own grids.
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0
+FIRST_PAUSE = 0.1
+LONGEST_PAUSE = 3.0
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
@@ -55,7 +56,8 @@ class Replies(Sequence[Message]):
             return iter(self._kept)
         self._check_not_streamed()
         self._streamed = True
-        asked, self.asked = self.asked, {}
+        asked = self.asked
+        self.asked = {}
         return self._fetch(asked)
 
     def __len__(self) -> int:
@@ -115,9 +117,9 @@ class LazyGrid(Grid):
         self.sent = [message.metadata for message in asked]
         ids = list(self.push_messages(asked))
         waiting = {
-            one: message
-            for one, message in zip(ids, asked, strict=False)
-            if one is not None
+            message_id: message
+            for message_id, message in zip(ids, asked, strict=False)
+            if message_id is not None
         }
         end = None if timeout is None else time.monotonic() + timeout
         self.replies = Replies(waiting, partial(self._replies, end=end))
@@ -126,7 +128,8 @@ class LazyGrid(Grid):
     def _replies(
         self, waiting: dict[str, Message], end: float | None
     ) -> Iterator[Message]:
-        pause, arrived = FIRST_PAUSE, set[str]()
+        pause = FIRST_PAUSE
+        arrived = set[str]()
 
         def noted(message: Message) -> Message:
             # A grid may return the reply to another request.
@@ -141,7 +144,9 @@ class LazyGrid(Grid):
                 # A loop variable would hold the reply until the next one arrives.
                 yield from map(noted, self._pulled(message_id, asked))
             waiting = {
-                one: asked for one, asked in waiting.items() if one not in arrived
+                message_id: asked
+                for message_id, asked in waiting.items()
+                if message_id not in arrived
             }
             if last or not waiting:
                 return
@@ -173,4 +178,4 @@ class LazyGrid(Grid):
     push_messages = _forwarded("push_messages")
     pull_messages = _forwarded("pull_messages")
 
-    run = property(lambda own: own.grid.run)
+    run = property(lambda self: self.grid.run)

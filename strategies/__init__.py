@@ -9,6 +9,7 @@ if find_spec("flwr") is None:
         "The strategies need Flower: pip install -c constraints.txt '.[flower]'"
     )
 
+from fedrot.options import AlignmentOptions
 from fedrot.strategies.aligned import Aligned
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.client.add_statistics import add_statistics
@@ -30,6 +31,7 @@ from fedrot.strategies.wire.statistics_record import (
 __all__ = [
     "Aligned",
     "AlignedLoRA",
+    "AlignmentOptions",
     "Checkpointing",
     "FedRot",
     "FedRotLoRA",

@@ -1,6 +1,4 @@
-"""Checks of a strategy's arguments, and of privacy wrappers, before any client
-trains.
-"""
+"""Checks of a strategy's arguments and privacy wrappers, before a client trains."""
 
 from __future__ import annotations
 
@@ -77,8 +75,8 @@ def check_described(name: str, described: object, align: bool) -> None:
     ):  # FedAvg's first argument is fraction_train.
         what = f"the number {described}"
         instead = (
-            f"{name}(model.config, fraction_train={described}), and name other arguments "
-            "too"
+            f"{name}(model.config, fraction_train={described}), and name other "
+            "arguments too"
         )
     raise FedrotError(
         f"{name} needs the model's configuration, and was given {what}: write "
@@ -87,9 +85,7 @@ def check_described(name: str, described: object, align: bool) -> None:
 
 
 def symmetry_for(described: object, arrays: ArrayRecord) -> Symmetry:
-    """Return the symmetry of the broadcast model: the given symmetry, or the
-    configuration's.
-    """
+    """Return the symmetry of the broadcast model: the given or the configuration's."""
     if not isinstance(described, Symmetry):
         tensors = from_arrays(arrays)
         symmetry = symmetry_of(described, tensors)
@@ -103,19 +99,17 @@ def symmetry_for(described: object, arrays: ArrayRecord) -> Symmetry:
 
 
 def _equal_tables(symmetry: Symmetry, tensors: Tensors) -> tuple[tuple[str, ...], ...]:
-    """Return pairs of an embedding and an equal output table: tied tensors are sent
-    twice.
-    """
+    """Return pairs of an embedding and an equal output table, which were tied."""
     streams = {
         s.tensor for g in symmetry.groups if g.part == "residual" for s in g.slots
     }
-    return tuple(
-        (other, reader)
-        for reader in sorted(symmetry.readers)
-        for other in sorted(streams - symmetry.readers)
-        if symmetry.shapes[other] == symmetry.shapes[reader]
-        and torch.equal(tensors[other], tensors[reader])
-    )
+    others = sorted(streams - symmetry.readers)
+    pairs = list[tuple[str, str]]()
+    for reader in sorted(symmetry.readers):
+        table = tensors[reader]
+        alike = [name for name in others if tensors[name].shape == table.shape]
+        pairs += ((name, reader) for name in alike if torch.equal(tensors[name], table))
+    return tuple(pairs)
 
 
 def check_shapes(
@@ -159,9 +153,7 @@ def check_initial_arrays(arrays: object, described: object, align: bool) -> None
 
 
 def check_numbers(strategy: object, num_rounds: object) -> None:
-    """Check numbers of a run's configuration; with wrong ones Flower fails late, or
-    waits for ever.
-    """
+    """Check numbers of a run; with wrong ones Flower fails late, or waits for ever."""
     wholes = ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")
     numbers = {
         "num_rounds": num_rounds,
@@ -181,8 +173,7 @@ def check_numbers(strategy: object, num_rounds: object) -> None:
 
 
 def check_in_front(strategy: Strategy, anchor: str, other_basis: bool) -> None:
-    """Refuse alignment with a privacy wrapper if it would break the wrapper's
-    guarantee.
+    """Refuse alignment that would break a privacy wrapper's guarantee.
 
     The guarantee breaks if clients clip before the server aligns, or if one client's
     reply changes how the updates of others are moved: through the ``anchor`` or

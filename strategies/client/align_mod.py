@@ -134,8 +134,9 @@ def align_mod(
             collected = {**collected, **statistics(message, context, moved)}
         if collected and secure:
             raise FedrotError(
-                f"Secure aggregation drops the statistics '{next(iter(collected))}': it "
-                "adds up the model's parameters and nothing else. Do not compute them."
+                f"Secure aggregation drops the statistics '{next(iter(collected))}': "
+                "it adds up the model's parameters and nothing else. Do not compute "
+                "them."
             )
         content = RecordDict(dict(reply.content))
         content[name] = _changed(content.array_records[name], update, moved)
@@ -226,13 +227,11 @@ def _align(
     check_finite(update)
     anchor = from_arrays(model.named(model.arrays))
     # Clients may train in half precision, and secure aggregation broadcasts float64.
-    like = {name: anchor.get(name, tensor) for name, tensor in update.items()}
-    cast = {
-        name: t.to(like[name].dtype)
-        if t.is_floating_point() and like[name].is_floating_point()
-        else t
-        for name, t in update.items()
-    }
+    cast = dict(update)
+    for name, tensor in update.items():
+        wanted = anchor.get(name, tensor).dtype
+        if tensor.is_floating_point() and wanted.is_floating_point:
+            cast[name] = tensor.to(wanted)
     # Whether the model ties its tables is not in the message: only options that ask for
     # it fold norms.
     alignment = align(cast, anchor, model.symmetry, checked_options(options).as_it_is())

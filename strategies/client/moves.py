@@ -134,16 +134,9 @@ def _learned(
         parts = tuple(part for part in parts if part != "residual")
     options = replace(matching.learning, parts=parts)
     start = alignment_of((), update, anchor, symmetry)
-    given = (
-        loss_of(model),
-        matching.batches(),
-        update,
-        anchor,
-        symmetry,
-        start,
-        options,
-    )
-    return learn_alignment(*given).alignment
+    return learn_alignment(
+        loss_of(model), matching.batches(), update, anchor, symmetry, start, options
+    ).alignment
 
 
 def request(
@@ -155,9 +148,7 @@ def request(
     canonical_form: bool = False,
     learn: bool = False,
 ) -> Message:
-    """Return the message that asks a node to match its update to an anchor, or to learn
-    rotations.
-    """
+    """Return the message that asks a node to match its update, or to learn."""
     told = ConfigRecord({**config, CANONICAL: canonical_form, LEARN: learn})
     content = RecordDict(
         {ANCHOR: to_arrays(anchor), UPDATE: to_arrays(update), "config": told}
@@ -166,8 +157,10 @@ def request(
 
 
 def read_moves(message: Message, symmetry: Symmetry) -> tuple[Move, ...]:
-    """Return the moves of a client's answer; raises ``UpdateError`` unless all are of
-    the symmetry.
+    """Return the moves of a client's answer.
+
+    Raises:
+        UpdateError: one of them is not of the symmetry.
     """
     if message.has_error():
         raise UpdateError(failure_of(message, "fedrot.strategies.match_at_client"))
@@ -197,9 +190,7 @@ def read_moves(message: Message, symmetry: Symmetry) -> tuple[Move, ...]:
 def alignment_by(
     moves: Iterable[Move], update: Tensors, anchor: Tensors, symmetry: Symmetry
 ) -> Alignment:
-    """Return moves as an alignment, of canonical models if the residual stream is
-    rotated.
-    """
+    """Return moves as an alignment, of canonical models if the stream is rotated."""
     if symmetry.rotates:
         update, anchor = (canonical(tensors, symmetry) for tensors in (update, anchor))
     alignment = alignment_of(moves, update, anchor, symmetry)

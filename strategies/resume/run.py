@@ -231,10 +231,11 @@ def _restored(
     different = sorted(dict(saved.items() ^ ours.items()))
     if different:
         name = different[0]
+        there = saved.get(name, "missing")
+        here = ours.get(name, "missing")
         raise FedrotError(
-            f"'{newest.folder}' is of another model: '{name}' is "
-            f"{saved.get(name, 'missing')} there and {ours.get(name, 'missing')} in "
-            f"initial_arrays ({len(different)} tensors differ)."
+            f"'{newest.folder}' is of another model: '{name}' is {there} there and "
+            f"{here} in initial_arrays ({len(different)} tensors differ)."
         )
     state.restore(newest.state, newest.state_arrays)
     log(INFO, "Resumed after round %d from '%s'.", newest.round, newest.folder)

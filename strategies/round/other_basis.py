@@ -1,6 +1,4 @@
-"""Replies from another basis: the round's coordinates, and matching and learning at the
-clients.
-"""
+"""Replies from another basis: the round's coordinates, and matching at clients."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ LARGEST_SHARE = 0.999
 
 
 class ClientRequests(NamedTuple):
-    """The grid, configuration and timeout for further requests to clients in a
-    round.
-    """
+    """The grid, configuration and timeout for further requests in a round."""
 
     grid: Grid
     config: ConfigRecord
@@ -81,9 +77,7 @@ class OtherBases:
         self._prepared = False
 
     def as_it_is(self) -> None:
-        """Use no canonical form unless the options ask for it: the updates' statistics
-        cannot follow.
-        """
+        """Use no canonical form unless asked for: statistics cannot follow it."""
         self.options = self.options.as_it_is()
 
     @property
@@ -130,9 +124,7 @@ class OtherBases:
         self._prepared = True
 
     def _decide(self, symmetry: Symmetry) -> None:
-        """Decide whether the residual stream is rotated; raise if tied tensors prevent
-        it.
-        """
+        """Decide whether the stream is rotated; raise if tied tensors prevent it."""
         self.options = self.options.for_model(symmetry)
         if self.rotates:
             check_rotates(symmetry)
@@ -187,8 +179,7 @@ class FromOtherBases(ToAnchor):
             self.others.evidence(form, form)
 
     def prepare(self, held: Sequence[Update]) -> Sequence[Update]:
-        """Choose the round's coordinates; return updates that were matched at clients
-        first.
+        """Choose the round's coordinates; updates matched at clients come first.
 
         An update whose canonical form or activations overflow is dropped, because it
         must not define the round's coordinates.
@@ -261,7 +252,6 @@ class FromOtherBases(ToAnchor):
     ) -> dict[Question, Alignment]:
         """Return the alignments that clients found for their own updates."""
         base = self._base
-        rotates = self.others.rotates
         asked = [
             update
             for update in updates
@@ -273,7 +263,7 @@ class FromOtherBases(ToAnchor):
                 update.tensors,
                 exchange.config,
                 update.question.node,
-                canonical_form=rotates,
+                canonical_form=self.others.rotates,
             )
             for update in asked
         ]
@@ -289,8 +279,7 @@ class FromOtherBases(ToAnchor):
         before: Mapping[Question, Alignment],
         otherwise: str,
     ) -> dict[Question, Alignment]:
-        """Return the alignments that clients have found, each after the one ``before``,
-        if there is one.
+        """Return the alignments that clients found, each after the one ``before``.
 
         The first answer to a request counts. An answer that is no alignment, or whose
         result is not finite, is left out, and the warning ``otherwise`` tells why.
@@ -310,7 +299,7 @@ class FromOtherBases(ToAnchor):
                 alignment = alignment_by(
                     moves, update.tensors, self._base, self._symmetry
                 )
-                check_finite(alignment.apply(update.tensors))
+                check_finite(alignment.move(update.tensors))
             except UpdateError as error:
                 log(WARNING, otherwise, update.client, error)
             else:
@@ -320,8 +309,7 @@ class FromOtherBases(ToAnchor):
     def _learned_together(
         self, updates: Sequence[Update], exchange: ClientRequests
     ) -> dict[Question, Alignment]:
-        """Return the alignments of all updates after the clients have learned a common
-        basis.
+        """Return the alignments of all updates after clients learn a common basis.
 
         In each pass all clients learn at the same time, each against the mean of the
         others after the pass before. The alignment of a client does not change if its
@@ -333,7 +321,7 @@ class FromOtherBases(ToAnchor):
         for number in range(self.others.settings.learning_passes):
             mean = Mean()
             for update in updates:
-                mean.add(now[update.question].apply(update.tensors), update.weight)
+                mean.add(now[update.question].move(update.tensors), update.weight)
             most = LARGEST_SHARE * mean.weight
             asked = [update for update in updates if update.weight <= most]
             requests = [
@@ -353,8 +341,7 @@ class FromOtherBases(ToAnchor):
         return now
 
     def _aligned_alone(self, updates: Sequence[Update]) -> dict[Question, Alignment]:
-        """Return the alignments to start from: those of clients, or by an anchor with
-        its own mean.
+        """Return the alignments to start from: of clients, or by an own anchor.
 
         Updates that cannot be aligned are left out.
         """
@@ -363,40 +350,32 @@ class FromOtherBases(ToAnchor):
         rest = [update for update in updates if update.question not in alignments]
         for update in updates:
             if update.question in alignments:
-                rule.include(
-                    alignments[update.question].apply(self.there(update.tensors)),
-                    update.weight,
-                )
+                moved = alignments[update.question].move(self.there(update.tensors))
+                rule.include(moved, update.weight)
         for update in rest:
             tensors = self.there(update.tensors)
             with suppress(UpdateError):
                 alignment = rule.align(tensors)
-                rule.accept(alignment.apply(tensors), update.weight)
+                rule.accept(alignment.move(tensors), update.weight)
                 alignments[update.question] = alignment
         return alignments
 
     def _request(
         self, update: Update, alignment: Alignment, mean: Mean, exchange: ClientRequests
     ) -> Message:
-        """Return the request to learn between a client's own model and the mean of all
-        others.
-        """
-        update_there = alignment.apply(update.tensors)
+        """Return the request to learn between a client's model and all others' mean."""
+        moved = alignment.move(update.tensors)
         share = update.weight / mean.weight
-        rest = {
-            name: (total - share * update_there[name]) / (1 - share)
-            if update_there[name].is_floating_point()
-            else update_there[name]
-            for name, total in mean.current.items()
-        }
-        rotates = self.others.rotates
-        node = update.question.node
+        rest = dict(moved)
+        for name, total in mean.current.items():
+            if moved[name].is_floating_point():
+                rest[name] = (total - share * moved[name]) / (1 - share)
         return request(
             rest,
-            update_there,
+            moved,
             exchange.config,
-            node,
-            canonical_form=rotates,
+            update.question.node,
+            canonical_form=self.others.rotates,
             learn=True,
         )
 
@@ -420,8 +399,6 @@ class FromOtherBases(ToAnchor):
         """Log nothing: such replies are expected."""
 
     def moved_broadcast(self) -> Callable[[], Tensors] | None:
-        """Return a function for the broadcast model in the round's coordinates, see
-        ``Aligner``.
-        """
+        """Return a function for the broadcast model in these coordinates, or None."""
         there = self._base is self.broadcast and not self.canonical
         return None if there else partial(self.in_coordinates_of, self._base)

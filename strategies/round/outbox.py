@@ -26,9 +26,7 @@ from fedrot.tensors import rounded
 
 
 def plain(arrays: ArrayRecord) -> ArrayRecord:
-    """Return arrays in Flower's format, which every strategy reads; the same record if
-    already so.
-    """
+    """Return arrays in Flower's format, which every strategy reads; maybe the same."""
     if all(array.stype == NUMPY for array in arrays.values()):
         return arrays
     tensors = from_arrays(arrays)
@@ -60,9 +58,7 @@ def to_send(
     arrays: ArrayRecord,
     wire: torch.dtype | None,
 ) -> list[Message]:
-    """Return messages in which ``arrays``, in the precision of the wire, replace
-    ``before``.
-    """
+    """Return messages with ``arrays``, in the wire's precision, for ``before``."""
     changed = list(messages)
     contents = dict[int, RecordDict]()
     after = arrays if wire is None else to_arrays(from_arrays(arrays), wire)
@@ -85,12 +81,12 @@ def as_sent(tensors: dict[str, Tensor], sent: ArrayRecord) -> ArrayRecord:
     ``tensors`` is emptied, so that the memory of each tensor is free after it is
     encoded.
     """
-    tied = {
-        name
-        for name, array in sent.items()
-        if array.stype == TIED
-        and same_bits(tensors[name].cpu(), tensors[array.data.decode()].cpu())
-    }
+    tied = set[str]()
+    for name, array in sent.items():
+        if array.stype == TIED:
+            other = tensors[array.data.decode()].cpu()
+            if same_bits(tensors[name].cpu(), other):
+                tied.add(name)
     arrays = ArrayRecord()
     for name, array in sent.items():
         if name in tied:
@@ -105,16 +101,13 @@ def as_sent(tensors: dict[str, Tensor], sent: ArrayRecord) -> ArrayRecord:
 
 
 def restored(arrays: ArrayRecord, sent: ArrayRecord) -> ArrayRecord:
-    """Return a strategy's new model encoded like the broadcast model, see
-    ``as_sent``.
-    """
-    as_they_are = all(
-        array.dtype == sent[name].dtype
-        and sent[name].stype == NUMPY
-        and _floating(array)
-        for name, array in arrays.items()
-    )
-    return arrays if as_they_are else as_sent(from_arrays(arrays), sent)
+    """Return a strategy's new model encoded like the broadcast one: ``as_sent``."""
+    for name, array in arrays.items():
+        like = sent[name]
+        alike = array.dtype == like.dtype and like.stype == NUMPY
+        if not alike or not _floating(array):
+            return as_sent(from_arrays(arrays), sent)
+    return arrays
 
 
 def integers_of(arrays: ArrayRecord) -> ArrayRecord:
@@ -140,9 +133,7 @@ def with_tensors(moved: Moved) -> Message:
 
 
 def of_mean(arrays: ArrayRecord, weighted_by_key: str) -> Message:
-    """Return the mean of a round's updates as a message like a single client's
-    reply.
-    """
+    """Return the mean of a round's updates as a message like one client's reply."""
     content = RecordDict(
         {"arrays": arrays, "metrics": MetricRecord({weighted_by_key: 1})}
     )

@@ -1,6 +1,4 @@
-"""The record of one round: alignment reports, dropped and failed replies, figures,
-rows.
-"""
+"""The record of one round: reports, dropped and failed replies, figures, rows."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ VERSIONS = {
 
 @dataclass
 class RoundRecord:
-    """The events of one round; reports and reasons of lost replies are pairs with the
-    client.
-    """
+    """The events of one round; reports and reasons are pairs with their client."""
 
     number: int
     failed: list[tuple[int, str]] = field(default_factory=list)
@@ -83,9 +79,7 @@ class RoundRecord:
         log(INFO, f"\t> {who} %d: %s", client, reason)
 
     def miss(self, client: int, in_front: str = "") -> None:
-        """Record a client without an answer, or whose reply ``in_front`` did not pass
-        on.
-        """
+        """Record a client without an answer, or whose reply ``in_front`` left out."""
         left_out = f", or {in_front} left it out" if in_front else ""
         self.fail(client, f"No answer before the timeout{left_out}.", who="Client")
 
@@ -196,27 +190,24 @@ class RoundRecord:
             )
 
     def log_end(self, aligned: bool, fits_head: bool) -> str:
-        """Log replies, what alignment removed, the verdict, which is returned, and once
-        a hint.
-        """
+        """Log replies, what alignment removed, a hint, and the returned verdict."""
         reports = [report for _, report in self.reports]
         seconds = sum(report.seconds for report in reports)
         share = verdict.percent(verdict.share_removed(reports))
-        all_groups = (
-            f"; alignment removed {share} of the distance of all groups in "
-            f"{seconds:.2f} s"
-        )
-        counts = (
-            self.accepted,
-            len(self.dropped),
-            len(self.failed),
-            all_groups if reports else "",
-        )
+        removed = ""
+        if reports:
+            removed = (
+                f"; alignment removed {share} of the distance of all groups in "
+                f"{seconds:.2f} s"
+            )
         log(
             INFO,
             "Round %d: replies: %d accepted, %d dropped, %d failed%s",
             self.number,
-            *counts,
+            self.accepted,
+            len(self.dropped),
+            len(self.failed),
+            removed,
         )
         about = {"accepted": self.accepted, "other_basis": self.other_basis}
         conclusion = verdict.verdict(reports, aligned=aligned, lost=self.lost, **about)

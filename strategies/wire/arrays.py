@@ -155,16 +155,16 @@ def decoded(
     record: ArrayRecord, of: Mapping[str, Header], *, writable: bool = False
 ) -> dict[str, Tensor]:
     """Return a record's tensors, given its ``headers``; see ``from_arrays``."""
-    tensors: dict[str, Tensor] = {}
-    for name, array in record.items():
-        if array.stype == TIED:
+    # Tied names share a header; a tie may point to a later name.
+    tensors: dict[int, Tensor] = {}
+    for name, known in of.items():
+        if record[name].stype == TIED:
             continue
-        tensor = decode(name, array, of[name])
-        tensors[name] = (
-            tensor.clone(memory_format=torch.contiguous_format) if writable else tensor
-        )
-    # In the record's order: a tie may point to a later name.
-    return {name: tensors[_name_of_values(name, record)] for name in record}
+        tensor = decode(name, record[name], known)
+        if writable:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        tensors[id(known)] = tensor
+    return {name: tensors[id(known)] for name, known in of.items()}
 
 
 def model_hash(tensors: Mapping[str, Tensor], without: Collection[str] = ()) -> str:
@@ -218,14 +218,33 @@ def decode(name: str, array: Array, of: Header | None = None) -> Tensor:
 
 
 def header(name: str, array: Array) -> Header:
-    """Return an array's header, which is checked against the array's claims."""
+    """Return an array's plausible header, checked against the array's claims."""
     if array.stype not in (NUMPY, BFLOAT16):
         raise _unreadable(
             name, f"is serialised as {array.stype!r:.60}, which is not supported here"
         )
+    try:
+        # Bytes 8 and 9 are the header's length in npy's version 1; a later version is
+        # read whole.
+        length = _HEADER
+        if array.data[6:7] == b"\1":
+            length = int.from_bytes(array.data[8:10], "little") + 10
+        dims, fortran, stored, start = _parsed(array.data[: min(length, _HEADER)])
+    except Exception as error:
+        # NumPy calls Python's parser, which raises many types.
+        raise _unreadable(
+            name, f"has no readable npy header ({error!s:.200})"
+        ) from error
+    if stored not in _TORCH:
+        raise _unreadable(
+            name, f"holds {str(stored)!r:.60}, not numbers in this machine's byte order"
+        )
+    elements = prod(n or 1 for n in dims)
+    if len(dims) > _DIMENSIONS or min(dims, default=0) < 0 or elements > _ELEMENTS:
+        raise _unreadable(name, f"has the impossible shape {dims!r:.60}")
+    shape = tuple(map(int, dims))
     bits = array.stype == BFLOAT16
-    dtype, shape, fortran, start = _header(name, array)
-    held = "bfloat16" if bits and dtype == np.uint16 else str(dtype)
+    held = "bfloat16" if bits and stored == np.uint16 else str(stored)
     # Flower's legacy workflows leave both fields empty.
     silent = not bits and (array.dtype, array.shape) == ("", ())
     agrees = (array.dtype, array.shape) == (held, shape)
@@ -235,41 +254,11 @@ def header(name: str, array: Array) -> Header:
             name, f"claims to be {claim}, but its header says {held} {shape!r:.60}"
         )
     size = len(array.data) - start
-    expected = prod(shape) * dtype.itemsize
+    expected = prod(shape) * stored.itemsize
     if size != expected:
         raise _unreadable(name, f"has {size} bytes of values instead of {expected}")
-    return Header(
-        shape, torch.bfloat16 if bits else _TORCH[dtype], dtype, fortran, start
-    )
-
-
-def _header(
-    name: str, array: Array
-) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
-    """Return dtype, shape, Fortran order and length of a plausible npy header."""
-    try:
-        # Bytes 8 and 9 are the header's length in npy's version 1; a later version is
-        # read whole.
-        length = _HEADER
-        if array.data[6:7] == b"\1":
-            length = int.from_bytes(array.data[8:10], "little") + 10
-        shape, fortran, dtype, length = _parsed(array.data[: min(length, _HEADER)])
-    except Exception as error:
-        # NumPy calls Python's parser, which raises many types.
-        raise _unreadable(
-            name, f"has no readable npy header ({error!s:.200})"
-        ) from error
-    if dtype not in _TORCH:
-        raise _unreadable(
-            name, f"holds {str(dtype)!r:.60}, not numbers in this machine's byte order"
-        )
-    if (
-        len(shape) > _DIMENSIONS
-        or min(shape, default=0) < 0
-        or prod(n or 1 for n in shape) > _ELEMENTS
-    ):
-        raise _unreadable(name, f"has the impossible shape {shape!r:.60}")
-    return dtype, tuple(map(int, shape)), fortran, length
+    dtype = torch.bfloat16 if bits else _TORCH[stored]
+    return Header(shape, dtype, stored, fortran, start)
 
 
 # A model's arrays have few headers, and Python's parser is slow.

@@ -1,6 +1,4 @@
-"""``fedrot.strategies``: Flower strategies that align every reply to an anchor before
-the average.
-"""
+"""``fedrot.strategies``: Flower strategies that align replies before the average."""
 
 from importlib.util import find_spec
 

@@ -96,9 +96,7 @@ class Aligned(ReplyStrategy):
             )
 
     def summary(self) -> None:
-        """Log what is aligned, then the summary of ``ReplyStrategy`` and of the base
-        strategy.
-        """
+        """Log what is aligned, then the summaries behind."""
         chosen = self.alignment
         what = (
             f"{' + '.join(chosen.parts)} to anchor '{chosen.anchor}'"
@@ -115,9 +113,7 @@ class Aligned(ReplyStrategy):
         super().summary()
 
     def aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
-        """Return the function that builds a round's aggregator; None passes all updates
-        on.
-        """
+        """Return the function that builds a round's aggregator, see ``PlaysRounds``."""
         return Mean if self.aligns and self.wrapped_class in OF_THE_MEAN else None
 
     def begin_round(self, arrays: ArrayRecord) -> None:

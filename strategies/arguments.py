@@ -115,8 +115,9 @@ def _equal_tables(symmetry: Symmetry, tensors: Tensors) -> tuple[tuple[str, ...]
 def check_shapes(
     symmetry: Symmetry, shapes: Mapping[str, tuple[int, ...]], origin: str
 ) -> None:
-    """Raise ``SymmetryError`` if shapes differ; ``origin`` is "broadcast" or
-    "received".
+    """Raise ``SymmetryError`` if shapes differ.
+
+    ``origin`` is "broadcast" or "received".
     """
     different = sorted(dict(shapes.items() ^ symmetry.shapes.items()))
     if different:

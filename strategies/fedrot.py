@@ -1,6 +1,4 @@
-"""The strategy ``FedRot``: aligned FedAvg, and other aggregations of aligned
-updates.
-"""
+"""The strategy ``FedRot``: aligned FedAvg, and other aggregations of updates."""
 
 from __future__ import annotations
 

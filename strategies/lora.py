@@ -38,8 +38,7 @@ LOST = "fedrot-adapter-lost"
 
 
 def adapter_record(config: LoraSettings | Mapping[str, Any] | object) -> ConfigRecord:
-    """Return the settings of a client's adapter, for the server to compare them with
-    its own.
+    """Return the settings of a client's adapter, for the server to compare.
 
     Example: ``content["fedrot-adapter"] =
     adapter_record(peft_model.peft_config["default"])``.
@@ -108,9 +107,7 @@ class AlignedLoRA(ReplyStrategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Check the first model before any client trains; warn of base weights in
-        it.
-        """
+        """Check the first model before any client trains; warn of base weights."""
         if server_round == 1:
             try:
                 pairs_of(arrays)
@@ -134,9 +131,7 @@ class AlignedLoRA(ReplyStrategy):
         return super().configure_train(server_round, arrays, config, grid)
 
     def schema(self, broadcast: Tensors) -> Schema:
-        """Return the tensors that a reply must hold: an adapter of at most the
-        broadcast ranks.
-        """
+        """Return what a reply must hold: an adapter of at most the broadcast ranks."""
         settings = adapter_record(self.settings)
         return AdapterSchema(
             broadcast, self.adapters.averaging.any_rank, settings=settings
@@ -164,16 +159,16 @@ class FedRotLoRA(FitsTaskHead, AlignedLoRA, FedAvg):
 
     @property
     def half_way(self) -> bool:
-        """Whether the adapter half way is a candidate: factors of a product cannot be
-        averaged.
+        """Whether the adapter half way is a candidate.
+
+        Factors of a product cannot be averaged.
         """
         return self.adapters.method == "mean"
 
 
 @dataclass(frozen=True)
 class AdapterSchema(Schema):
-    """Adapters of the broadcast modules, with ranks up to those of the broadcast
-    factors.
+    """Adapters of the broadcast modules, of at most the broadcast ranks.
 
     Attributes:
         smaller: whether smaller ranks are allowed.
@@ -182,9 +177,7 @@ class AdapterSchema(Schema):
     smaller: bool = True
 
     def check(self, tensors: Mapping[str, Shaped]) -> None:
-        """Raise ``UpdateError`` unless names and shapes, except ranks, are those of the
-        broadcast.
-        """
+        """Raise ``UpdateError`` unless names and shapes, except ranks, are right."""
         targets = _targets(self.like)
         sent_targets = _targets(tensors)
         if sent_targets and sent_targets != targets:

@@ -113,9 +113,7 @@ def _read(
 
 
 def _check_names(statistics: Statistics, message: Message, content: RecordDict) -> None:
-    """Refuse statistics of tensors that neither the reply nor the received model
-    has.
-    """
+    """Refuse statistics of tensors that neither the reply nor the request has."""
     records = [
         *model_records(message.content).values(),
         *model_records(content).values(),

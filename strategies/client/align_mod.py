@@ -1,6 +1,4 @@
-"""``align_mod``: alignment at the client, for updates that leave it clipped, noisy or
-masked.
-"""
+"""``align_mod``: alignment at the client, for clipped, noisy or masked updates."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""``verdict``, a sentence about a round's alignment, and ``run_lines``, the summary of
-a run.
-"""
+"""``verdict``, a sentence about a round, and ``run_lines``, the summary of a run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""``Checkpointing``: a folder of checkpoints; a checkpoint is written completely or not
-at all.
-"""
+"""``Checkpointing``: a folder of checkpoints, each written completely or not at all."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ _METRICS = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The result after a round, with the model, and arguments of
-    ``RunState.restore``.
-    """
+    """The result after a round, and arguments of ``RunState.restore``."""
 
     folder: Path
     round: int
@@ -111,8 +107,7 @@ class Checkpointing:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Make and lock the folder, and remove the unfinished checkpoint of a killed
-        run.
+        """Make and lock the folder, and remove a killed run's unfinished checkpoint.
 
         Raises:
             FedrotError: the folder cannot be made or written to, another run writes to
@@ -155,8 +150,7 @@ class Checkpointing:
                 shutil.rmtree(path)
 
     def save(self, number: int, result: Result, state: RunState) -> Path:
-        """Write the checkpoint of a round, then remove old checkpoints; call it inside
-        ``writing``.
+        """Write the checkpoint of a round inside ``writing``; remove old checkpoints.
 
         Raises:
             FedrotError: the checkpoint cannot be written, and nothing of it is left; or
@@ -185,8 +179,7 @@ class Checkpointing:
     def _write_lines(
         self, number: int, result: Result, temporary: Path
     ) -> tuple[int, str]:
-        """Write the metrics of the rounds up to this one; return their length in bytes
-        and digest.
+        """Write the metrics of the rounds so far; return their bytes and digest.
 
         The first call replaces the file, which begins with the same lines as before;
         others append.
@@ -208,8 +201,7 @@ class Checkpointing:
         return length + len(lines), digest.hexdigest()
 
     def newest(self) -> Checkpoint:
-        """Return the newest valid checkpoint; log a warning for each newer, damaged
-        one.
+        """Return the newest valid checkpoint; warn of each newer, damaged one.
 
         Raises:
             FedrotError: there is no valid checkpoint in this format.
@@ -230,8 +222,10 @@ class Checkpointing:
         )
 
     def read(self, number: int) -> Checkpoint:
-        """Return a round's checkpoint; raises ``FedrotError`` if a file is changed or
-        missing.
+        """Return a round's checkpoint.
+
+        Raises:
+            FedrotError: a file is changed or missing.
         """
         return _read(self.path(number), number)
 
@@ -297,8 +291,10 @@ def _write(
 
 
 def _read(folder: Path, number: int) -> Checkpoint:
-    """Return a checkpoint; raises ``FedrotError`` if a file is changed, missing or a
-    link.
+    """Return a checkpoint.
+
+    Raises:
+        FedrotError: a file is changed, missing or a link.
     """
     model = folder / _MODEL
     state = folder / _STATE
@@ -347,8 +343,9 @@ def _check(path: Path, actual: str, digest: str) -> None:
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors that share no memory, as safetensors requires; others are not
-    copied.
+    """Return tensors that share no memory, as safetensors requires.
+
+    Others are not copied.
     """
     separate: dict[str, Tensor] = {}
     taken: set[int] = set()

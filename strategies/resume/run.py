@@ -1,6 +1,4 @@
-"""``run``: Flower's loop with a checkpoint after every round, from round 1 or from a
-checkpoint.
-"""
+"""``run``: Flower's loop with a checkpoint after every round, maybe resumed."""
 
 from __future__ import annotations
 

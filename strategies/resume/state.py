@@ -134,9 +134,7 @@ class RunState:
             restore(self._random[name])
 
     def _holders(self) -> dict[str, Holder]:
-        """Return the values of the strategies and configurations, and how they are set,
-        by path.
-        """
+        """Return by path the values of strategies and configurations, and setters."""
         configs = {
             path: (dict(config), config.update)
             for path, config in self._configs.items()
@@ -169,9 +167,7 @@ class RunState:
 def _strategies(
     strategy: Any, path: str, seen: set[int]
 ) -> Iterator[tuple[str, Holder]]:
-    """Yield what may be state of a strategy and of those in its attributes, each with
-    its path.
-    """
+    """Yield what may be state of a strategy and those in its attributes, by path."""
     if id(strategy) in seen:
         return
     seen.add(id(strategy))
@@ -204,9 +200,7 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _access(value: Any) -> Access | None:
-    """Return how an object's state is read and set in place; None if it has no state of
-    its own.
-    """
+    """Return how an object's state is read and set in place, None without a state."""
     if isinstance(value, random.Random):
         return value.getstate, value.setstate
     if isinstance(value, np.random.Generator):

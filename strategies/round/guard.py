@@ -45,8 +45,7 @@ MERGED = "merged"
 
 @dataclass(frozen=True)
 class Guard:
-    """Keeps the plain mean of a round, without alignment, unless the round's result is
-    better.
+    """Keeps the plain mean of a round unless the round's result is better.
 
     The round's result is the mean of the aligned updates, or the result of ``FedRot``'s
     ``aggregation``. The plain mean is that of the same updates as they were received.
@@ -100,8 +99,7 @@ class Guard:
 
 
 class Comparison:
-    """Evaluates the plain mean and the other result of a round, and keeps the better
-    one.
+    """Evaluates the plain mean and the other result of a round; keeps the better one.
 
     ``name`` is the other result's in the log; ``always`` evaluates also if no group was
     moved.
@@ -115,8 +113,7 @@ class Comparison:
         self._known: tuple[int, ArrayRecord, MetricRecord | None] | None = None
 
     def evaluating(self, evaluate: Evaluate | None, merges: bool) -> Evaluate | None:
-        """Return the server's evaluation function, which does not evaluate the kept
-        mean again.
+        """Return the server's evaluation function, which evaluates no mean twice.
 
         ``evaluate`` is that of ``start``; ``merges`` is False if the base strategy
         needs every update.

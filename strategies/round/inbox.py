@@ -1,6 +1,4 @@
-"""The inbox of a round, which reads updates from messages and drops invalid ones with a
-reason.
-"""
+"""The inbox of a round: reads updates from messages, and drops invalid ones."""
 
 from __future__ import annotations
 
@@ -83,9 +81,7 @@ def metrics_layout(
 
 
 def unlike(odd: RecordDict, common: RecordDict) -> str:
-    """Return a description of how a content's metrics differ from the most common
-    ones.
-    """
+    """Return how a content's metrics differ from the most common ones."""
     return f"it has {_listed(odd)}; most have {_listed(common)}"
 
 
@@ -97,9 +93,7 @@ def _listed(content: RecordDict) -> str:
 
 @dataclass(frozen=True)
 class Schema:
-    """The tensors that a reply must hold: names, shapes and dtypes of ``like``, the
-    broadcast model.
-    """
+    """What a reply must hold: names, shapes and dtypes of the broadcast, ``like``."""
 
     like: Tensors
     #: What ``ADAPTER_RECORD`` must not contradict; empty if the model is no adapter.
@@ -145,9 +139,7 @@ class Schema:
         return {}
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor in the broadcast dtype, or in float32 if this rounds it
-        before the mean.
-        """
+        """Return a tensor in the broadcast dtype, or float32 if this would round it."""
         dtype = self.like[name].dtype
         cast = tensor.to(dtype)
         if cast.dtype != tensor.dtype and not bool(torch.isfinite(cast).all()):
@@ -204,9 +196,7 @@ class Inbox:
         return update
 
     def decode(self, message: Message) -> Update:
-        """Check a reply and return its update; raises ``UpdateError`` if it is
-        invalid.
-        """
+        """Check a reply and return its update; raises ``UpdateError``."""
         content = message.content
         records = model_records(content)
         if len(records) != 1:
@@ -282,8 +272,10 @@ class Inbox:
 def read_weight(
     content: RecordDict, weighted_by_key: str, smallest: float = 0.0
 ) -> float:
-    """Return the weight in a content's only MetricRecord; raises ``UpdateError`` if
-    that is invalid.
+    """Return the weight in a content's only MetricRecord.
+
+    Raises:
+        UpdateError: there is no valid weight.
     """
     if len(records_of_type(content, MetricRecord)) != 1:
         raise UpdateError(

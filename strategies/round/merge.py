@@ -91,9 +91,7 @@ class Merge(Protocol):
     def result(
         self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None
     ) -> Aggregated:
-        """Return the new model and metrics, once, at the end; see
-        ``Aligner.moved_broadcast``.
-        """
+        """Return the new model and metrics, once; see ``Aligner.moved_broadcast``."""
 
 
 class Averaged:

@@ -57,8 +57,7 @@ class RoundRecord:
 
     @contextmanager
     def dropping(self, client: int) -> Iterator[None]:
-        """Drop a client's reply if the ``with`` block raises an error, so that no reply
-        ends the run.
+        """Drop a client's reply if the ``with`` block raises an error; the run goes on.
 
         ``SymmetryError`` and a lack of memory are not caused by the client and are
         raised.
@@ -171,8 +170,7 @@ class RoundRecord:
         )
 
     def check_start(self, nodes: Callable[[], Iterable[int]]) -> None:
-        """End the run if every reply of the first round was dropped for the same
-        reason.
+        """End the run if every reply of round 1 was dropped for the same reason.
 
         Such a reason is an error of the program, and would occur in every round. The
         run continues if a client has failed or has not answered, if reasons differ, or

@@ -101,8 +101,7 @@ def to_arrays(
 
 
 def from_arrays(record: ArrayRecord, *, writable: bool = False) -> dict[str, Tensor]:
-    """Return the arrays of ``to_arrays``, or a record of Flower's own arrays, as CPU
-    tensors.
+    """Return the arrays of ``to_arrays``, or Flower's own arrays, as CPU tensors.
 
     Received bytes are not trusted: an array whose contents differ from its claimed
     shape and dtype is refused before memory of the claimed size is allocated. Tied
@@ -168,8 +167,7 @@ def decoded(
 
 
 def model_hash(tensors: Mapping[str, Tensor], without: Collection[str] = ()) -> str:
-    """Return the SHA-256 of a model, also of one that was sent:
-    ``model_hash(from_arrays(record))``.
+    """Return the SHA-256 of a model; of a sent one, of its ``from_arrays(record)``.
 
     Hashed are, in the order of the names, a line of JSON such as ``["fc.weight",
     "float32", [2, 3]]`` and the values of each tensor in C order; of the names in
@@ -264,9 +262,7 @@ def header(name: str, array: Array) -> Header:
 # A model's arrays have few headers, and Python's parser is slow.
 @lru_cache(maxsize=4096)
 def _parsed(header: bytes) -> tuple[Sequence[int], bool, np.dtype[Any], int]:
-    """Return shape, Fortran order, dtype and length of the npy header that some bytes
-    begin with.
-    """
+    """Return shape, Fortran order, dtype and length of an npy header."""
     stream = BytesIO(header)
     read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
     shape, fortran, dtype = read[npy.read_magic(stream)](
@@ -276,9 +272,7 @@ def _parsed(header: bytes) -> tuple[Sequence[int], bool, np.dtype[Any], int]:
 
 
 def same_bits(first: Tensor, other: Tensor) -> bool:
-    """Return whether two CPU tensors of one shape have one dtype and equal bits, also
-    NaN and -0.
-    """
+    """Return whether two CPU tensors of one shape have equal bits, also NaN and -0."""
     a, b = (
         tensor.contiguous().view(_BITS[tensor.element_size()])
         for tensor in (first, other)
@@ -287,9 +281,7 @@ def same_bits(first: Tensor, other: Tensor) -> bool:
 
 
 class _Unlocked:
-    """A read-only array that is declared writable, because torch warns about read-only
-    arrays.
-    """
+    """A read-only array declared writable, because torch warns about read-only ones."""
 
     def __init__(self, values: np.ndarray[Any, Any]) -> None:
         interface = values.__array_interface__
@@ -358,8 +350,9 @@ def replace_changed(
 
 
 def records_of_type(content: RecordDict, kind: type[R]) -> dict[str, R]:
-    """Return the records of one kind; Flower's own views are cycles, which keep a
-    content alive.
+    """Return the records of one kind.
+
+    Flower's own views are cycles, which keep a content alive.
     """
     return {
         name: record for name, record in content.items() if isinstance(record, kind)
@@ -367,9 +360,7 @@ def records_of_type(content: RecordDict, kind: type[R]) -> dict[str, R]:
 
 
 def model_records(content: RecordDict) -> dict[str, ArrayRecord]:
-    """Return a reply's ArrayRecords that are models, not ours; a valid reply has
-    exactly one.
-    """
+    """Return a reply's ArrayRecords that are models; a valid reply has exactly one."""
     return {
         name: arrays
         for name, arrays in records_of_type(content, ArrayRecord).items()
@@ -378,9 +369,7 @@ def model_records(content: RecordDict) -> dict[str, ArrayRecord]:
 
 
 def without_arrays(content: RecordDict) -> RecordDict:
-    """Return the metrics of a content, and its configurations as long as all fit into
-    64 KiB.
-    """
+    """Return a content's metrics, and configurations of up to 64 KiB in all."""
     small = dict[str, ConfigRecord]()
     left = _LARGEST_CONFIGURATIONS
     for name, record in records_of_type(content, ConfigRecord).items():

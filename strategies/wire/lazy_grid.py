@@ -49,9 +49,7 @@ class Replies(Sequence[Message]):
         self._streamed = False
 
     def stream(self) -> Iterator[Message]:
-        """Return each reply as it arrives; unless already stored, replies cannot be
-        read again.
-        """
+        """Return each reply as it arrives; unless stored, none can be read again."""
         if self._kept is not None:
             return iter(self._kept)
         self._check_not_streamed()
@@ -88,8 +86,7 @@ def streamed(replies: Iterable[Message]) -> Iterable[Message]:
 
 
 class LazyGrid(Grid):
-    """Wraps a grid: ``send_and_receive`` sends at once, and fetches replies when they
-    are read.
+    """Wraps a grid: messages are sent at once, replies fetched when they are read.
 
     Flower's own grids fetch all replies before they return. Here replies come in the
     order of arrival, and only one is in memory at a time if they are streamed, see
@@ -110,9 +107,7 @@ class LazyGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Replies:
-        """Send the messages, and return their replies, which are fetched when they are
-        read.
-        """
+        """Send messages, and return their replies, which are fetched when read."""
         asked = list(messages)
         self.sent = [message.metadata for message in asked]
         ids = list(self.push_messages(asked))
@@ -156,9 +151,7 @@ class LazyGrid(Grid):
             )
 
     def _pulled(self, message_id: str, asked: Message) -> Iterable[Message]:
-        """Return the reply if it has arrived, or an error reply if Flower cannot read
-        it.
-        """
+        """Return the reply if it has arrived, or an error reply if it is unreadable."""
         try:
             return self.pull_messages([message_id])
         except UNREADABLE as error:

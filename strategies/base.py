@@ -57,8 +57,8 @@ class ReplyStrategy(PlaysRounds):
     """Mixin that reads and checks every reply before the base strategy aggregates.
 
     This class does not align. ``Aligned`` and ``AlignedLoRA`` inherit from it, and
-    override the methods below that move and merge a round's updates. A reply is dropped
-    with a warning if it is not a finite update of the broadcast model, has no positive
+    override the methods that move and merge a round's updates. A reply is dropped with
+    a warning if it is not a finite update of the broadcast model, has no positive
     weight (``num-examples``), is sent twice, or matches no request of the round.
 
     Args:
@@ -274,9 +274,8 @@ class ReplyStrategy(PlaysRounds):
         if ours or metrics is not None:
             metrics = MetricRecord({**(metrics or {}), **ours})
         self._report(server_round, TRAIN, metrics)
-        record.check_start(
-            lambda: self._grid.get_node_ids() if self._grid is not None else ()
-        )
+        grid = self._grid
+        record.check_start(tuple if grid is None else grid.get_node_ids)
         return arrays, metrics
 
     def aggregate_evaluate(
@@ -293,11 +292,9 @@ class ReplyStrategy(PlaysRounds):
         self._report(server_round, EVALUATE, metrics)
         return metrics
 
-    def _report(
-        self, server_round: int, stage: str, metrics: MetricRecord | None
-    ) -> None:
+    def _report(self, number: int, stage: str, metrics: MetricRecord | None) -> None:
         if metrics is not None and self._reports:
-            report_metrics(self.reporting, server_round, stage, metrics)
+            report_metrics(self.reporting, number, stage, metrics)
 
     # What a subclass may override
 
@@ -340,12 +337,10 @@ class ReplyStrategy(PlaysRounds):
         A checkpoint holds those that changed since the run began. A subclass may leave
         out others.
         """
-        kept = {
-            name: value
-            for name, value in vars(self).items()
-            if name not in _OF_ONE_ROUND
-        }
-        return kept | {"_verdicts": told(self._verdicts)}
+        kept = {**vars(self), "_verdicts": told(self._verdicts)}
+        for name in _OF_ONE_ROUND:
+            kept.pop(name, None)
+        return kept
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Set the attributes that a checkpoint holds."""

@@ -19,7 +19,12 @@ from fedrot.symmetry.describe.layers import (
 )
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Axes, Space, embedding
-from fedrot.symmetry.describe.task_heads import PLAIN, two_layers
+from fedrot.symmetry.describe.task_heads import (
+    PLAIN,
+    UNMEASURED,
+    AfterTanh,
+    two_layers,
+)
 from fedrot.symmetry.signs import SignedPermutation
 
 
@@ -87,4 +92,5 @@ FAMILY = Family(
     ),
     task_heads=(PLAIN, two_layers("classification_head", "classifier")),
     spaces={RESIDUAL: Space(SignedPermutation), "classifier": Space(SignedPermutation)},
+    features={"t5": AfterTanh("classification_head.dense"), "mt5": UNMEASURED},
 )

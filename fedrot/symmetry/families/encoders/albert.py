@@ -1,6 +1,4 @@
-"""ALBERT: layers that share parameters are described once; embeddings have fewer
-dimensions.
-"""
+"""ALBERT: layers that share parameters are described once; embeddings are smaller."""
 
 from __future__ import annotations
 
@@ -8,16 +6,16 @@ from fedrot.symmetry.describe.family import POST_NORM, Config, Family, Names, St
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward, together
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, linear, norm
-from fedrot.symmetry.describe.task_heads import masked_lm
+from fedrot.symmetry.describe.task_heads import AfterTanh, masked_lm
 from fedrot.symmetry.families.encoders.bert import KINDS, embeddings
 from fedrot.symmetry.signs import SignedPermutation
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
-    projections = Projections.separate(
-        f"{p}attention.", ("query", "key", "value", "dense")
-    )
-    up, down = Units(f"{p}ffn"), Units(f"{p}ffn_output")
+    modules = ("query", "key", "value", "dense")
+    projections = Projections.separate(f"{p}attention.", modules)
+    up = Units(f"{p}ffn")
+    down = Units(f"{p}ffn_output")
     return together(
         attention(p, Heads.of(config), projections),
         norm(f"{p}attention.LayerNorm"),
@@ -48,4 +46,5 @@ FAMILY = Family(
     ),
     spaces={"pooler": Space(SignedPermutation, present="pooler.weight")},
     inside=("pooler",),
+    features=AfterTanh("pooler"),
 )

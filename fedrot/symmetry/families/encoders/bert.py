@@ -16,7 +16,14 @@ from fedrot.symmetry.describe.spaces import (
     merged,
     norm,
 )
-from fedrot.symmetry.describe.task_heads import POOLED, POOLER, ROBERTA, masked_lm
+from fedrot.symmetry.describe.task_heads import (
+    AFTER_DENSE,
+    AFTER_POOLER,
+    POOLED,
+    POOLER,
+    ROBERTA,
+    masked_lm,
+)
 from fedrot.symmetry.signs import SignedPermutation
 
 
@@ -32,7 +39,8 @@ KINDS = ("word", "position", "token_type")
 
 def neurons(config: Config, p: str) -> Block:
     """Return the feed-forward block of a layer, and the norm after it."""
-    up, down = Units(f"{p}intermediate.dense"), Units(f"{p}output.dense")
+    up = Units(f"{p}intermediate.dense")
+    down = Units(f"{p}output.dense")
     return together(
         feed_forward(p, config["intermediate_size"], up, down),
         norm(f"{p}output.LayerNorm"),
@@ -69,4 +77,10 @@ FAMILY = Family(
         "classifier": Space(SignedPermutation),
     },
     inside=("pooler",),
+    features={
+        "bert": AFTER_POOLER,
+        "roberta": AFTER_DENSE,
+        "xlm-roberta": AFTER_DENSE,
+        "camembert": AFTER_DENSE,
+    },
 )

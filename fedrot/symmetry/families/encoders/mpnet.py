@@ -6,7 +6,7 @@ from fedrot.symmetry.describe.family import POST_NORM, Config, Family, Names, St
 from fedrot.symmetry.describe.layers import Block, attention, together
 from fedrot.symmetry.describe.projections import Heads, Projections
 from fedrot.symmetry.describe.spaces import Space, norm
-from fedrot.symmetry.describe.task_heads import POOLED, POOLER, ROBERTA
+from fedrot.symmetry.describe.task_heads import AFTER_DENSE, POOLED, POOLER, ROBERTA
 from fedrot.symmetry.families.encoders.bert import KINDS, embeddings, neurons
 from fedrot.symmetry.signs import SignedPermutation
 
@@ -41,4 +41,5 @@ FAMILY = Family(
         "classifier": Space(SignedPermutation),
     },
     inside=("pooler",),
+    features=AFTER_DENSE,
 )

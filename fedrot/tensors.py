@@ -1,6 +1,4 @@
-"""``Tensors``, a mapping from names to tensors, their precision, and checks of tensors
-and weights.
-"""
+"""``Tensors``, a mapping from names to tensors, their precision, and their checks."""
 
 from __future__ import annotations
 
@@ -15,6 +13,10 @@ from fedrot.errors import FedrotError, UpdateError
 
 #: Tensors by name, as in a state dict.
 Tensors = Mapping[str, Tensor]
+
+#: The sizes of a tensor's axes, and of all tensors by name.
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -59,7 +61,7 @@ class Shaped(Protocol):
     """A tensor, or a tensor that is not decoded yet."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """The size of every axis."""
 
 
@@ -104,9 +106,7 @@ def unusable(tensor: object) -> str:
     return ""
 
 
-def check_update(
-    update: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]]
-) -> None:
+def check_update(update: Mapping[str, Shaped], shapes: Shapes) -> None:
     """Check names and shapes of an update.
 
     Raises:
@@ -137,9 +137,7 @@ def check_update(
         )
 
 
-def _missing(
-    name: str, update: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]]
-) -> str:
+def _missing(name: str, update: Mapping[str, Shaped], shapes: Shapes) -> str:
     """Return the message for a missing tensor, with the likely reason."""
     if update and all(other.isdigit() for other in update):
         return (

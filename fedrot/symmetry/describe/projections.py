@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from fedrot.symmetry.describe.spaces import Axes, read
 from fedrot.symmetry.groups import Slice, Slot
 
 #: The usual names of the four modules of an attention block.
-Q_K_V_OUT = ("q_proj", "k_proj", "v_proj", "out_proj")
+Q_K_V_OUT = "q_proj k_proj v_proj out_proj"
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,14 @@ class Units:
         return {self.weight: weight, **bias}
 
 
+def units(
+    prefix: str, names: str, bias: bool = True, conv1d: bool = False
+) -> Iterator[Units]:
+    """Yield the units of whole modules, by their names after a prefix: ``fc1 fc2``."""
+    for name in names.split():
+        yield Units(prefix + name, bias, conv1d=conv1d)
+
+
 @dataclass(frozen=True)
 class Heads:
     """The heads of an attention block.
@@ -169,7 +177,7 @@ class Projections:
     def separate(
         cls,
         p: str,
-        names: Sequence[str],
+        names: str,
         bias: bool = True,
         output_bias: bool | None = None,
     ) -> Projections:
@@ -181,10 +189,10 @@ class Projections:
             bias: whether query, key and value have biases.
             output_bias: whether the output has a bias; ``bias`` if None.
         """
-        *attended, output = names
-        last = bias if output_bias is None else output_bias
-        query, key, value = (Units(f"{p}{name}", bias) for name in attended)
-        return cls(query, key, value, Units(f"{p}{output}", last))
+        query, key, value, output = units(p, names, bias)
+        if output_bias is not None:
+            output = replace(output, bias=output_bias)
+        return cls(query, key, value, output)
 
     @classmethod
     def fused(

@@ -12,7 +12,7 @@ from fedrot.symmetry.describe.layers import (
     last_norm,
     pre_normed,
 )
-from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Heads, Projections, Units, units
 from fedrot.symmetry.describe.spaces import embedding, norm
 from fedrot.symmetry.describe.task_heads import UNMEASURED
 
@@ -22,8 +22,7 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     fused = f"{p}self_attention.query_key_value"
     output = Units(f"{p}self_attention.dense")
     projections = Projections.fused(fused, heads, output, by_head=True)
-    up = Units(f"{p}mlp.dense_h_to_4h")
-    down = Units(f"{p}mlp.dense_4h_to_h")
+    up, down = units(p, "mlp.dense_h_to_4h mlp.dense_4h_to_h")
     return pre_normed(
         p,
         input_layernorm=attention(p, heads, projections),

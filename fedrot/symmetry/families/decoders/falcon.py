@@ -11,7 +11,7 @@ from fedrot.symmetry.describe.layers import (
     pre_norm,
     pre_normed,
 )
-from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Heads, Projections, Units, units
 from fedrot.symmetry.describe.spaces import embedding
 from fedrot.symmetry.describe.task_heads import UNMEASURED
 
@@ -40,7 +40,7 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     fused = f"{p}self_attention.query_key_value"
     output = Units(f"{p}self_attention.dense", bias)
     projections = Projections.fused(fused, heads, output, bias, by_head=True)
-    up, down = (Units(f"{p}mlp.dense_{name}", bias) for name in ("h_to_4h", "4h_to_h"))
+    up, down = units(p, "mlp.dense_h_to_4h mlp.dense_4h_to_h", bias)
     blocks = [
         attention(p, heads, projections),
         feed_forward(p, config["ffn_hidden_size"], up, down),

@@ -10,16 +10,14 @@ from fedrot.symmetry.describe.layers import (
     last_norm,
     pre_normed,
 )
-from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Heads, Projections, units
 from fedrot.symmetry.describe.spaces import embedding
 from fedrot.symmetry.describe.task_heads import PLAIN, AfterNorm, read_out
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
     heads = Heads.of(config, "n_head", "n_embd")
-    output, up, down = (
-        Units(f"{p}{n}", conv1d=True) for n in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    )
+    output, up, down = units(p, "attn.c_proj mlp.c_fc mlp.c_proj", conv1d=True)
     projections = Projections.fused(f"{p}attn.c_attn", heads, output)
     neurons = config.get("n_inner") or 4 * config["n_embd"]
     return pre_normed(

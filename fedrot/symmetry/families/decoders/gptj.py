@@ -12,7 +12,7 @@ from fedrot.symmetry.describe.layers import (
     last_norm,
     pre_norm,
 )
-from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections, units
 from fedrot.symmetry.describe.spaces import embedding
 from fedrot.symmetry.describe.task_heads import UNMEASURED
 
@@ -26,7 +26,7 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     return pre_norm(
         f"{p}ln_1",
         attention(p, heads, projections),
-        feed_forward(p, neurons, Units(f"{p}mlp.fc_in"), Units(f"{p}mlp.fc_out")),
+        feed_forward(p, neurons, *units(p, "mlp.fc_in mlp.fc_out")),
     )
 
 

@@ -16,7 +16,7 @@ from fedrot.symmetry.describe.layers import (
     last_norm,
     pre_normed,
 )
-from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Heads, Projections, units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding
 from fedrot.symmetry.describe.task_heads import AfterNorm, Features
 from fedrot.symmetry.signs import SignedPermutation
@@ -32,10 +32,8 @@ def heads_of(config: Config, normed: bool = False) -> Heads:
 def gated(config: Config, p: str) -> Block:
     """Return a gated feed-forward block of three modules."""
     bias = config.get("mlp_bias", False)
-    gate, up, down = (
-        Units(f"{p}mlp.{name}_proj", bias) for name in ("gate", "up", "down")
-    )
-    return feed_forward(p, config["intermediate_size"], up, down, gate)
+    modules = units(p, "mlp.up_proj mlp.down_proj mlp.gate_proj", bias)
+    return feed_forward(p, config["intermediate_size"], *modules)
 
 
 def two_blocks(p: str, attending: Block, feeding: Block) -> Block:
@@ -45,7 +43,7 @@ def two_blocks(p: str, attending: Block, feeding: Block) -> Block:
 
 def projections(p: str, bias: bool, output_bias: bool) -> Projections:
     """Return the projections of four modules."""
-    modules = ("q_proj", "k_proj", "v_proj", "o_proj")
+    modules = "q_proj k_proj v_proj o_proj"
     return Projections.separate(f"{p}self_attn.", modules, bias, output_bias)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from fedrot.symmetry.describe.family import Config, Names
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward, together
 from fedrot.symmetry.describe.mixture import mixture
-from fedrot.symmetry.describe.projections import Units
+from fedrot.symmetry.describe.projections import units
 from fedrot.symmetry.describe.spaces import RESIDUAL, read
 from fedrot.symmetry.describe.task_heads import UNMEASURED
 from fedrot.symmetry.families.decoders.llama import (
@@ -30,8 +30,8 @@ def _experts(config: Config, names: Names, p: str) -> Block:
         return mixture(p, count, neurons, f"{p}mlp.gate.weight", gate_up, down_proj)
     experts = []
     for i in range(count):
-        up, down, gate = (Units(f"{old}experts.{i}.w{n}", False) for n in (3, 2, 1))
-        experts.append(feed_forward(f"{p}{i}.", neurons, up, down, gate))
+        up_down_gate = units(f"{old}experts.{i}.", "w3 w2 w1", False)
+        experts.append(feed_forward(f"{p}{i}.", neurons, *up_down_gate))
     return together({f"{old}gate.weight": (None, read(RESIDUAL))}, *experts)
 
 

@@ -11,7 +11,7 @@ from fedrot.symmetry.describe.layers import (
     pre_normed,
     together,
 )
-from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections, units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding, norm
 from fedrot.symmetry.describe.task_heads import UNMEASURED, read_out
 
@@ -19,8 +19,7 @@ from fedrot.symmetry.describe.task_heads import UNMEASURED, read_out
 def _layer(config: Config, names: Names, p: str) -> Block:
     bias = config.get("enable_bias", True)
     projections = Projections.separate(f"{p}self_attn.", Q_K_V_OUT, bias)
-    up = Units(f"{p}fc1", bias)
-    down = Units(f"{p}fc2", bias)
+    up, down = units(p, "fc1 fc2", bias)
     blocks = {
         "self_attn_layer_norm": attention(p, Heads.of(config), projections),
         "final_layer_norm": feed_forward(p, config["ffn_dim"], up, down),

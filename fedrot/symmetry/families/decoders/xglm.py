@@ -11,7 +11,7 @@ from fedrot.symmetry.describe.layers import (
     pre_normed,
     together,
 )
-from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections, units
 from fedrot.symmetry.describe.spaces import embedding
 from fedrot.symmetry.describe.task_heads import UNMEASURED
 
@@ -25,8 +25,7 @@ _FIXED = (
 def _layer(config: Config, names: Names, p: str) -> Block:
     heads = Heads.of(config, "attention_heads", "d_model")
     projections = Projections.separate(f"{p}self_attn.", Q_K_V_OUT)
-    up = Units(f"{p}fc1")
-    down = Units(f"{p}fc2")
+    up, down = units(p, "fc1 fc2")
     layer = pre_normed(
         p,
         self_attn_layer_norm=attention(p, heads, projections),

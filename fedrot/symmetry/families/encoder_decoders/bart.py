@@ -13,7 +13,7 @@ from fedrot.symmetry.describe.family import (
     Stack,
 )
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward, together
-from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections, units
 from fedrot.symmetry.describe.spaces import Axes, Space, embedding, norm
 from fedrot.symmetry.describe.task_heads import PLAIN, AfterTanh, two_layers
 from fedrot.symmetry.signs import SignedPermutation
@@ -31,7 +31,7 @@ def _layer(
         attended.append(norm(f"{p}{name}_layer_norm"))
     return (
         together(*attended),
-        feed_forward(p, config[f"{side}_ffn_dim"], Units(f"{p}fc1"), Units(f"{p}fc2")),
+        feed_forward(p, config[f"{side}_ffn_dim"], *units(p, "fc1 fc2")),
         together(norm(f"{p}final_layer_norm")),
     )
 

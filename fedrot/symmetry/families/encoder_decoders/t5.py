@@ -17,7 +17,7 @@ from fedrot.symmetry.describe.layers import (
     pre_norm,
     together,
 )
-from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Heads, Projections, units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Axes, Space, embedding
 from fedrot.symmetry.describe.task_heads import (
     PLAIN,
@@ -30,7 +30,7 @@ from fedrot.symmetry.signs import SignedPermutation
 
 def _attention(config: Config, module: str, order: str = "") -> Block:
     heads = Heads(config["num_heads"], config["d_kv"])
-    projections = Projections.separate(f"{module}.", "qkvo", bias=False)
+    projections = Projections.separate(f"{module}.", "q k v o", bias=False)
     return attention(f"{module}.", heads, projections, order=order)
 
 
@@ -46,11 +46,8 @@ def _cross_attention(config: Config, p: str) -> Block:
 def _feed_forward(config: Config, names: Names, p: str) -> Block:
     q = f"{p}DenseReluDense."
     gated = f"{q}wi_0.weight" in names
-    up, down, gate = (
-        Units(f"{q}{name}", bias=False)
-        for name in ("wi_1" if gated else "wi", "wo", "wi_0")
-    )
-    return feed_forward(p, config["d_ff"], up, down, gate if gated else None)
+    modules = units(q, "wi_1 wo wi_0" if gated else "wi wo", bias=False)
+    return feed_forward(p, config["d_ff"], *modules)
 
 
 def _layer(config: Config, names: Names, p: str) -> tuple[Block, ...]:

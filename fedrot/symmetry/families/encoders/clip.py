@@ -20,7 +20,7 @@ from fedrot.symmetry.describe.layers import (
     last_norm,
     pre_normed,
 )
-from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections, units
 from fedrot.symmetry.describe.spaces import Axes, embedding, linear, norm
 from fedrot.symmetry.describe.task_heads import Unbounded, read_out
 
@@ -31,8 +31,7 @@ _IMAGE = "image"
 def _layer(config: Config, names: Names, p: str, space: str) -> Block:
     projections = Projections.separate(f"{p}self_attn.", Q_K_V_OUT)
     neurons = config["intermediate_size"]
-    up = Units(f"{p}mlp.fc1")
-    down = Units(f"{p}mlp.fc2")
+    up, down = units(p, "mlp.fc1 mlp.fc2")
     return pre_normed(
         p,
         space,

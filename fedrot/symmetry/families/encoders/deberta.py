@@ -18,7 +18,7 @@ from fedrot.symmetry.describe.family import (
     optional,
 )
 from fedrot.symmetry.describe.layers import Block, attention, together
-from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Heads, Projections, Units, units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding, norm
 from fedrot.symmetry.describe.task_heads import (
     OPEN_ACTIVATION,
@@ -52,12 +52,8 @@ def _projections(config: Config, p: str, heads: Heads) -> Projections:
         queries = Units(f"{q}pos_q_proj")
         keys = Units(f"{q}pos_proj", bias=False)
     else:
-        query, key, value = (
-            Units(f"{q}{name}_proj") for name in ("query", "key", "value")
-        )
-        content = Projections(query, key, value, output)
-        queries = Units(f"{q}pos_query_proj")
-        keys = Units(f"{q}pos_key_proj")
+        content = Projections(*units(q, "query_proj key_proj value_proj"), output)
+        queries, keys = units(q, "pos_query_proj pos_key_proj")
     separate = first or not config.get("share_att_key", False)
     return replace(
         content,

@@ -10,14 +10,14 @@ from fedrot.symmetry.describe.task_heads import (
     read_out,
     two_layers,
 )
-from fedrot.symmetry.families.encoders.bert import KINDS, embeddings, layer
+from fedrot.symmetry.families.encoders.bert import TABLES, embeddings, layer
 
 FAMILY = Family(
     name="electra",
     model_types=("electra",),
     stream=POST_NORM,
     body=(
-        embeddings(KINDS, "embedding"),
+        embeddings(TABLES, "embedding"),
         *optional(linear("embeddings_project", RESIDUAL, "embedding")),
         Stack("encoder.layer", "num_hidden_layers", layer),
     ),

@@ -10,7 +10,7 @@ from fedrot.symmetry.describe.layers import (
     last_norm,
     pre_normed,
 )
-from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Heads, Projections, units
 from fedrot.symmetry.describe.spaces import RESIDUAL, linear
 from fedrot.symmetry.describe.task_heads import UNMEASURED, AfterNorm, read_out
 
@@ -19,12 +19,11 @@ _PATCHES = "embeddings.patch_embeddings.projection"
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
-    modules = ("q_proj", "k_proj", "v_proj", "o_proj")
+    modules = "q_proj k_proj v_proj o_proj"
     bias = config.get("qkv_bias", True)
     attended = f"{p}attention."
     projections = Projections.separate(attended, modules, bias, output_bias=True)
-    up = Units(f"{p}mlp.fc1")
-    down = Units(f"{p}mlp.fc2")
+    up, down = units(p, "mlp.fc1 mlp.fc2")
     return pre_normed(
         p,
         layernorm_before=attention(p, Heads.of(config), projections),

@@ -84,12 +84,16 @@ class Stack:
                 yield prefix, self.layer
 
 
+#: What lies in a model: axes of tensors, blocks, and stacks of layers.
+Piece = Axes | Block | Stack
+
+
 @dataclass(frozen=True)
 class When:
     """Items that a model has if it has a tensor, or meets a condition."""
 
     condition: str | Callable[[Config, Names], bool]
-    items: tuple[Axes | Block | Stack, ...]
+    items: tuple[Piece, ...]
 
     def holds(self, config: Config, names: Names) -> bool:
         """Return whether a model has the items."""
@@ -108,8 +112,8 @@ ROTATED = "rotated"
 POST_NORM = "permuted: norms act on the stream after its blocks"
 NORM_IN_FRONT = "permuted: a norm lies between embeddings and stream"
 
-#: An element of a family's description.
-Item = Axes | Block | Stack | When
+#: An element of a family's description; some models lack it.
+Item = Piece | When
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +210,7 @@ class Family:
 
 def _chosen(
     items: Sequence[Item], holds: Callable[[When], bool] = lambda item: True
-) -> Iterator[Axes | Block | Stack]:
+) -> Iterator[Piece]:
     for item in items:
         if not isinstance(item, When):
             yield item

@@ -8,7 +8,7 @@ T5 1.1's feed-forward is gated.
 
 from __future__ import annotations
 
-from fedrot.symmetry.describe.family import Config, Family, Names, Stack, When
+from fedrot.symmetry.describe.family import Config, Family, Names, Piece, Stack, When
 from fedrot.symmetry.describe.layers import (
     Block,
     attention,
@@ -18,7 +18,7 @@ from fedrot.symmetry.describe.layers import (
     together,
 )
 from fedrot.symmetry.describe.projections import Heads, Projections, units
-from fedrot.symmetry.describe.spaces import RESIDUAL, Axes, Space, embedding
+from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding
 from fedrot.symmetry.describe.task_heads import (
     PLAIN,
     UNMEASURED,
@@ -66,7 +66,7 @@ def _layer(config: Config, names: Names, p: str) -> tuple[Block, ...]:
     )
 
 
-def _side(side: str, *count: str) -> tuple[Axes | Block | Stack, ...]:
+def _side(side: str, *count: str) -> tuple[Piece, ...]:
     p = f"{side}.block"
     bias = f"{p}.0.layer.0.SelfAttention.relative_attention_bias.weight"
     return (

@@ -10,6 +10,7 @@ from fedrot.symmetry.describe.family import (
     Config,
     Family,
     Names,
+    Piece,
     Stack,
     When,
 )
@@ -46,7 +47,7 @@ def _stack(p: str, section: str, space: str) -> Stack:
     )
 
 
-def _text(p: str = "", section: str = "") -> tuple[Axes | Block | Stack, ...]:
+def _text(p: str = "", section: str = "") -> tuple[Piece, ...]:
     return (
         embedding(f"{p}embeddings.token_embedding", _TEXT),
         embedding(f"{p}embeddings.position_embedding", _TEXT),
@@ -55,7 +56,7 @@ def _text(p: str = "", section: str = "") -> tuple[Axes | Block | Stack, ...]:
     )
 
 
-def _image(p: str = "", section: str = "") -> tuple[Axes | Block | Stack, ...]:
+def _image(p: str = "", section: str = "") -> tuple[Piece, ...]:
     return (
         {
             f"{p}embeddings.class_embedding": (_IMAGE,),

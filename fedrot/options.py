@@ -54,9 +54,8 @@ class AlignmentOptions:
 
     def __post_init__(self) -> None:
         parts: object = self.parts
-        if parts == "whole":
-            object.__setattr__(self, "parts", WHOLE_MODEL)
-        elif isinstance(parts, str):
+        whole = parts == "whole"
+        if isinstance(parts, str) and not whole:
             named = tuple(parts.split("+"))
             known = f"a tuple of some of {tuple(PARTS)}"
             if set(named) <= {*PARTS}:
@@ -64,8 +63,8 @@ class AlignmentOptions:
             raise FedrotError(
                 f"parts is the string '{parts}'; write parts={known}, or parts='whole'."
             )
-        else:
-            object.__setattr__(self, "parts", tuple(self.parts))
+        chosen = WHOLE_MODEL if whole else tuple(self.parts)
+        object.__setattr__(self, "parts", chosen)
         unknown = [part for part in self.parts if part not in PARTS]
         if unknown:
             raise FedrotError(

@@ -251,7 +251,8 @@ class Symmetry:
         Its ``shapes`` are these tensors, and the tensors that folds and redundant
         biases connect to them.
         """
-        connections = [x.tensors for x in (*self.folds, *self.redundant_biases)]
+        connections = [fold.tensors for fold in self.folds]
+        connections += [redundant.tensors for redundant in self.redundant_biases]
         chosen = {*names}
         size = -1
         while len(chosen) != size:

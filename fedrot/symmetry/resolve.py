@@ -64,8 +64,10 @@ def resolve(
             "model.state_dict()."
         )
     for name, tensor in tensors.items():
+        # Shapes are enough, so tensors without values are accepted here.
         on_meta = isinstance(tensor, Tensor) and tensor.is_meta
-        if why := "" if on_meta else unusable(tensor):
+        why = unusable(tensor)
+        if why and not on_meta:
             raise SymmetryError(f"The tensor '{name}' {why}.")
     family = family_of(settings, families, next(iter(tensors), None))
     shapes = {name: tuple(getattr(x, "shape", x)) for name, x in tensors.items()}

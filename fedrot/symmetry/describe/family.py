@@ -77,9 +77,8 @@ class Stack:
         for number in range(count):
             prefix = f"{self.name}.{number}."
             if isinstance(self.layer, Stack):
-                yield from (
-                    (prefix + rest, layer) for rest, layer in self.layer._layers(config)
-                )
+                for rest, layer in self.layer._layers(config):
+                    yield prefix + rest, layer
             else:
                 yield prefix, self.layer
 

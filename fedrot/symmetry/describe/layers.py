@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 
 from fedrot.symmetry.actions import (
     Action,
@@ -140,8 +139,10 @@ def attention(
     output = projections.output
 
     def queried(low: int, high: int) -> list[Slot]:
-        written = (units.written(heads.count, dim, low, high) for units in queries)
-        return [*chain.from_iterable(written)]
+        slots: list[Slot] = []
+        for units in queries:
+            slots += units.written(heads.count, dim, low, high)
+        return slots
 
     def matched(low: int, high: int) -> tuple[Slot, ...]:
         slots = queried(low, high)
@@ -174,11 +175,10 @@ def attention(
         rotation = HeadRotation(keys, dim - heads.rotary)
         add(end, "attention", rotation, matched(heads.rotary, dim))
     add("vo", "attention", HeadRotation(keys, dim), value_output)
-    axes = merged(
-        *(units.between(None, space) for units in queries),
-        *(units.between(None, memory or space) for units in (*key_side, values)),
-        output.between(space, None),
-    )
+    query_axes = (units.between(None, space) for units in queries)
+    attended = (*key_side, values)
+    memory_axes = (units.between(None, memory or space) for units in attended)
+    axes = merged(*query_axes, *memory_axes, output.between(space, None))
     refused = {"heads": _ORDERED} if heads.ordered else {}
     return Block(tuple(groups), axes, _redundant_biases(heads, projections), refused)
 

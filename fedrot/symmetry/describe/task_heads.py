@@ -77,13 +77,10 @@ def masked_lm(module: str, last_norm: str, decoder: str, space: str = RESIDUAL) 
     embeddings' space. The decoder's bias may be inside the decoder or beside it.
     """
     outer = decoder.rpartition(".")[0]
+    dense = linear(f"{module}.dense", space, RESIDUAL)
     beside = {f"{outer}.bias": (None,)} if outer else {}
-    return merged(
-        linear(f"{module}.dense", space, RESIDUAL),
-        norm(f"{module}.{last_norm}", space),
-        linear(decoder, None, space),
-        beside,
-    )
+    after = norm(f"{module}.{last_norm}", space)
+    return merged(dense, after, linear(decoder, None, space), beside)
 
 
 #: The linear task heads of most decoders.

@@ -23,10 +23,11 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     heads = replace(whole, rotary=rotary, interleaved=True)
     projections = Projections.separate(f"{p}attn.", Q_K_V_OUT, bias=False)
     neurons = config.get("n_inner") or 4 * config["n_embd"]
+    up, down = units(p, "mlp.fc_in mlp.fc_out")
     return pre_norm(
         f"{p}ln_1",
         attention(p, heads, projections),
-        feed_forward(p, neurons, *units(p, "mlp.fc_in mlp.fc_out")),
+        feed_forward(p, neurons, up, down),
     )
 
 

@@ -32,8 +32,8 @@ def heads_of(config: Config, normed: bool = False) -> Heads:
 def gated(config: Config, p: str) -> Block:
     """Return a gated feed-forward block of three modules."""
     bias = config.get("mlp_bias", False)
-    modules = units(p, "mlp.up_proj mlp.down_proj mlp.gate_proj", bias)
-    return feed_forward(p, config["intermediate_size"], *modules)
+    gate, up, down = units(p, "mlp.gate_proj mlp.up_proj mlp.down_proj", bias)
+    return feed_forward(p, config["intermediate_size"], up, down, gate)
 
 
 def two_blocks(p: str, attending: Block, feeding: Block) -> Block:

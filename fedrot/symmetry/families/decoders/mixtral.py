@@ -30,8 +30,8 @@ def _experts(config: Config, names: Names, p: str) -> Block:
         return mixture(p, count, neurons, f"{p}mlp.gate.weight", gate_up, down_proj)
     experts = []
     for i in range(count):
-        up_down_gate = units(f"{old}experts.{i}.", "w3 w2 w1", False)
-        experts.append(feed_forward(f"{p}{i}.", neurons, *up_down_gate))
+        gate, down, up = units(f"{old}experts.{i}.", "w1 w2 w3", False)
+        experts.append(feed_forward(f"{p}{i}.", neurons, up, down, gate))
     return together({f"{old}gate.weight": (None, read(RESIDUAL))}, *experts)
 
 

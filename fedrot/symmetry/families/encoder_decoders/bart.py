@@ -29,9 +29,10 @@ def _layer(
         projections = Projections.separate(f"{p}{name}.", Q_K_V_OUT)
         attended.append(attention(f"{p}{name}.", heads, projections))
         attended.append(norm(f"{p}{name}_layer_norm"))
+    up, down = units(p, "fc1 fc2")
     return (
         together(*attended),
-        feed_forward(p, config[f"{side}_ffn_dim"], *units(p, "fc1 fc2")),
+        feed_forward(p, config[f"{side}_ffn_dim"], up, down),
         together(norm(f"{p}final_layer_norm")),
     )
 

@@ -46,8 +46,9 @@ def _cross_attention(config: Config, p: str) -> Block:
 def _feed_forward(config: Config, names: Names, p: str) -> Block:
     q = f"{p}DenseReluDense."
     gated = f"{q}wi_0.weight" in names
-    modules = units(q, "wi_1 wo wi_0" if gated else "wi wo", bias=False)
-    return feed_forward(p, config["d_ff"], *modules)
+    modules = "wi_1 wo wi_0" if gated else "wi wo wi_0"
+    up, down, gate = units(q, modules, bias=False)
+    return feed_forward(p, config["d_ff"], up, down, gate if gated else None)
 
 
 def _layer(config: Config, names: Names, p: str) -> tuple[Block, ...]:

@@ -52,7 +52,8 @@ def _projections(config: Config, p: str, heads: Heads) -> Projections:
         queries = Units(f"{q}pos_q_proj")
         keys = Units(f"{q}pos_proj", bias=False)
     else:
-        content = Projections(*units(q, "query_proj key_proj value_proj"), output)
+        query, key, value = units(q, "query_proj key_proj value_proj")
+        content = Projections(query, key, value, output)
         queries, keys = units(q, "pos_query_proj pos_key_proj")
     separate = first or not config.get("share_att_key", False)
     return replace(

@@ -14,10 +14,12 @@ import transformers
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.data.read import listed
-from fedrot.simulations.experiment import TASKS, Experiment
-from fedrot.simulations.models import PROBLEM_TYPES, pad_id_of
+from fedrot.simulations.experiment import Experiment
+from fedrot.simulations.models import PROBLEM_TYPES
+from fedrot.simulations.pretrained import pad_id_of
 from fedrot.simulations.saved.load import SavedModel
-from fedrot.simulations.tasks.objectives import TokenClassification
+from fedrot.simulations.tasks.registry import TASKS
+from fedrot.simulations.tasks.tagging import TokenClassification
 from fedrot.simulations.tasks.training import Task, evaluate, step_batches, task_of
 from fedrot.strategies.fitting.exchange import SHRINKAGES, temperature_in_words
 from fedrot.task_head.fit import fitted_task_heads, with_task_head
@@ -79,7 +81,7 @@ def prepared(saved: SavedModel, data: Mapping[str, Any]) -> tuple[Task, Any, lis
     given["label_kind"] = kinds.get(config.problem_type, usual)
     task = task_of(Experiment.model_validate(given).to_json())
     config.pad_token_id = pad_id_of(config)
-    if names[0] in ("mlm", "clm"):
+    if not TASKS[names[0]].uses_labels:
         return task, model, []
     order = _order(task, saved)
     if tags := task.data.tags:

@@ -190,7 +190,9 @@ class Experiment(Scenario):
 
     @classmethod
     def from_flat(
-        cls, settings: Mapping[str, Any], tables: Mapping[str, Any] = {}
+        cls,
+        settings: Mapping[str, Any],
+        tables: Mapping[str, Any] = {},
     ) -> Experiment:
         """Build from the values of a command line, a file's table or Flower's run
         configuration.

@@ -35,6 +35,7 @@ LIMIT_SEED = 0
 #: Numbers as Python writes them; variation selectors and other letters without a shape.
 _INTEGER = re.compile("0|-?[1-9][0-9]{0,999}")
 _SHAPELESS = re.compile("[\ufe00-\ufe0f\u034f\u115f\u1160\u3164\uffa0]")
+Reader: TypeAlias = "Callable[[Rows], Sequence[Sequence[Any]]]"
 LABEL: Content = (
     "label",
     ("label", "labels", "target", "class"),
@@ -144,8 +145,10 @@ def _as_booleans(column: pa.ChunkedArray) -> bool:
     """Return whether all values can be read as true or false."""
     if types.is_nested(column.type):
         return False
-    values = {str(value).lower() for value in column.unique().to_pylist()}
-    return values <= {"0", "1", "false", "true", "none"}
+    for value in column.unique().to_pylist():
+        if str(value).lower() not in ("0", "1", "false", "true", "none"):
+            return False
+    return True
 
 
 def labelled(
@@ -153,7 +156,7 @@ def labelled(
     scenario: Scenario,
     columns: Sequence[str],
     inputs: Sequence[str],
-    read: Callable[[Rows], Sequence[Sequence[Any]]],
+    read: Reader,
 ) -> DataSet:
     """Read the labels of complete columns, divide the rows, and read their inputs.
 
@@ -165,10 +168,10 @@ def labelled(
     wanted = scenario.label_kind
     several = len(columns) > 1
     first = next(iter(source.tables.values()))
-    scores = not several and (
-        wanted == "regression"
-        or (wanted == "" and any(_fractional(first[name].type) for name in columns))
-    )
+    scores = False
+    if not several:
+        fractional = any(_fractional(first[name].type) for name in columns)
+        scores = fractional if wanted == "" else wanted == "regression"
     parts = []
     for where, table in source.tables.items():
         numbers = np.arange(len(table)) + 1
@@ -176,7 +179,8 @@ def labelled(
         parts.append(Rows(where, table, numbers, labels))
     if len(parts) == 1 and "split" in first.column_names:
         parts = _by_column(parts[0])
-    labels = np.concatenate([rows.labels for rows in parts])
+    labels = np.concatenate([part.labels for part in parts])
+    ends = np.cumsum([len(part.labels) for part in parts])
     kind: Kind = "single"
     names = tuple(columns)
     alike = ""
@@ -197,14 +201,12 @@ def labelled(
             "single needs one class in each row, multi a column of 0 and 1 for each "
             "label",
         )
-    ends = np.cumsum([len(rows.labels) for rows in parts])
-    parts = [
-        rows._replace(labels=part)
-        for rows, part in zip(parts, np.split(labels, ends), strict=False)
-    ]
+    for place, of_part in enumerate(np.split(labels, ends[:-1])):
+        parts[place] = parts[place]._replace(labels=of_part)
     note = ""
     if len(parts) == 1:
-        parts, note = _drawn(parts[0], kind == "single" and not several)
+        by_class = kind == "single" and not several
+        parts, note = _drawn(parts[0], by_class)
     notes = [source.said, note]
     if TASKS[scenario.task].classifies:
         notes.append(
@@ -236,14 +238,18 @@ def _split(
     rows: Rows,
     limit: int | None,
     used: Collection[str],
-    read: Callable[[Rows], Sequence[Sequence[Any]]],
+    read: Reader,
 ) -> Split:
     """Return at most ``limit`` rows with their inputs, and the columns that are not
     used.
     """
     size = len(rows.labels)
     if not size:
-        refuse(rows.where, "has no rows", "check the file or choose another data set")
+        refuse(
+            rows.where,
+            "has no rows",
+            "check the file or choose another data set",
+        )
     if limit is not None and limit < size:
         order = np.random.default_rng(LIMIT_SEED).permutation(size)
         rows = rows.take(order[:limit])
@@ -264,10 +270,13 @@ def _read(
     if len(columns) > 1:
         flags = []
         for name in columns:
-            cells = map(str, table[name].to_pylist())
-            flags.append([cell.lower() in ("1", "true") for cell in cells])
+            texts = map(str, table[name].to_pylist())
+            flags.append([text.lower() in ("1", "true") for text in texts])
         return np.array(flags, dtype=bool).T
-    cells = table[columns[0]].to_pylist() if columns else ["all"] * len(table)
+    # Without label columns, all rows are of one class.
+    cells = ["all"] * len(table)
+    if columns:
+        cells = table[columns[0]].to_pylist()
     where = f"{where}: label column {listed(map(repr, columns))}"
     if scores:
         with np.errstate(over="ignore"):
@@ -277,9 +286,9 @@ def _read(
         return numbers
     # Rows are many and classes are few: each class is cleaned once.
     named = {cell: _name(cell) for cell in set(cells)}
-    texts = np.array([named[cell] for cell in cells], dtype=object)
-    refuse_rows(where, "no class (a text in UTF-8, or a whole number)", texts == "")
-    return texts
+    names = np.array([named[cell] for cell in cells], dtype=object)
+    refuse_rows(where, "no class (a text in UTF-8, or a whole number)", names == "")
+    return names
 
 
 def _name(value: Any) -> str:
@@ -287,7 +296,8 @@ def _name(value: Any) -> str:
     try:
         text = clean(value.decode() if isinstance(value, bytes) else value)
         if isinstance(value, float | Decimal):
-            text = str(int(value)) if value == int(value) else ""
+            whole = int(value)
+            text = str(whole) if value == whole else ""
     except (ValueError, OverflowError):  # no UTF-8, not finite
         return ""
     return text if _seen(text) else ""
@@ -340,15 +350,19 @@ def _classes(
 
 
 def _by_column(rows: Rows) -> list[Rows]:
-    splits = np.array([*map(clean, rows.table["split"].to_pylist())])
-    held_out = next((split for split in ("test", "validation") if split in splits), "")
-    if "train" not in splits or not held_out or {"", "None"} & {*splits}:
+    cells = rows.table["split"].to_pylist()
+    splits = np.array([*map(clean, cells)])
+    known = set(splits)
+    held_out = "test" if "test" in known else "validation"
+    if not known >= {"train", held_out} or known & {"", "None"}:
         refuse(
             f"the 'split' column of {rows.where}",
-            f"has {listed(sorted(set(splits)))}",
+            f"has {listed(sorted(known))}",
             "it needs 'train' and 'test' or 'validation', and a value in each row",
         )
-    return [rows.take(np.flatnonzero(splits == split)) for split in ("train", held_out)]
+    train = rows.take(np.flatnonzero(splits == "train"))
+    test = rows.take(np.flatnonzero(splits == held_out))
+    return [train, test]
 
 
 def _drawn(rows: Rows, by_class: bool) -> tuple[list[Rows], str]:
@@ -364,7 +378,8 @@ def _drawn(rows: Rows, by_class: bool) -> tuple[list[Rows], str]:
     ends = np.flatnonzero(np.diff(classes[order])) + 1
     for members in np.split(order, ends):
         drawn = rng.permutation(members)
-        held_out[drawn[: round(len(drawn) / HELD_OUT_SHARE)]] = True
+        count = round(len(drawn) / HELD_OUT_SHARE)
+        held_out[drawn[:count]] = True
     share = f"one in {HELD_OUT_SHARE}"
     if len(ends):
         share += " of each class"

@@ -48,12 +48,18 @@ def parse_partition(spec: str) -> tuple[str, Any]:
         number = float(value)
     except ValueError:
         number = math.nan
-    fits = {"keyclass": number <= 1, "pathological": number % 1 == 0}.get(kind, True)
-    if not (0 < number < math.inf and fits):
+    fits = 0 < number < math.inf
+    if kind == "keyclass":
+        fits = 0 < number <= 1
+    elif kind == "pathological":
+        fits = fits and number % 1 == 0
+    if not fits:
         raise PartitionError(
             f"partition {spec!r}: {value!r} is no such number; choose from {SPECS}"
         )
-    return kind, int(number) if kind == "pathological" else number
+    if kind == "pathological":
+        return kind, int(number)
+    return kind, number
 
 
 def split_clients(
@@ -137,13 +143,16 @@ def partition_keys(
     high = float(labels.max(initial=0))
     if high - low > MOST_BINS:
         edges = np.linspace(float(labels.min()), high, WIDE_BINS + 1)
-        names = tuple(f"{a:g} to {b:g}" for a, b in itertools.pairwise(edges))
+        names = ()
+        for lower, upper in itertools.pairwise(edges):
+            names += (f"{lower:g} to {upper:g}",)
         keys = np.searchsorted(edges[1:-1], labels, side="right")
         return keys.astype(np.int64), names
     bins = np.rint(labels).astype(np.int64)
     first = int(bins.min(initial=0))
     last = int(bins.max(initial=first))
-    return bins - first, tuple(map(str, range(first, last + 1)))
+    names = tuple(map(str, range(first, last + 1)))
+    return bins - first, names
 
 
 def _flower_rows(
@@ -218,7 +227,12 @@ def _column_rows(
     return [*map(np.concatenate, groups)]
 
 
-def _key_class_rows(keys: Rows, fraction: float, clients: int, seed: int) -> list[Rows]:
+def _key_class_rows(
+    keys: Rows,
+    fraction: float,
+    clients: int,
+    seed: int,
+) -> list[Rows]:
     """RegMean's key-class split (Jin et al., ICLR 2023, appendix), for any number of
     clients.
 
@@ -235,14 +249,16 @@ def _key_class_rows(keys: Rows, fraction: float, clients: int, seed: int) -> lis
         rows = np.flatnonzero(classes == number)
         rows_of.append(rng.permutation(rows))
     key_of = np.arange(clients) % len(present)
-    holds = np.arange(len(present))[:, None] == key_of
+    numbers = np.arange(len(present))
+    holds = numbers[:, None] == key_of
     room = np.full(clients, len(keys) // clients)
     room[: len(keys) % clients] += 1
 
     counts = np.zeros(holds.shape, dtype=np.int64)
     for number, rows in enumerate(rows_of[:clients]):
         holders = np.flatnonzero(holds[number])
-        each, more = divmod(round(fraction * len(rows)), len(holders))
+        shared = round(fraction * len(rows))
+        each, more = divmod(shared, len(holders))
         wanted = each + (np.arange(len(holders)) < more)
         counts[number, holders] = np.minimum(wanted, room[holders])
     rest = np.bincount(classes) - counts.sum(axis=1)

@@ -21,7 +21,11 @@ from fedrot.simulations.scenario import Scenario
 #: Largest side of a small model's images, in pixels; larger images are scaled down.
 LARGEST_SIDE = 64
 BILINEAR = Image.Resampling.BILINEAR
-IMAGE: Content = ("image file", ("image", "img"), lambda kind: "binary" in str(kind))
+IMAGE: Content = (
+    "image file",
+    ("image", "img"),
+    lambda kind: "binary" in str(kind),
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,8 @@ class EncodedImages(Encoded):
     def batch(self, rows: np.ndarray) -> Batch:
         mean = np.array(self.mean, dtype=np.float32)
         deviation = np.array(self.deviation, dtype=np.float32)
-        values = (self.pixels[rows] / np.float32(255) - mean) / deviation
+        values = self.pixels[rows] / np.float32(255)
+        values = (values - mean) / deviation
         channels_first = values.transpose(0, 3, 1, 2).copy()
         return {"pixel_values": torch.from_numpy(channels_first)}
 
@@ -76,12 +81,15 @@ def encoded_images(
         if side > 8:
             side = -(-side // 4) * 4
     if not channels:
-        channels = 1 if all(image.mode == "L" for image in images) else 3
+        grey = all(image.mode == "L" for image in images)
+        channels = 1 if grey else 3
     data = replace(data, side=side, channels=channels)
     mean = (processor.get("image_mean") or (0.5,))[:channels]
     deviation = (processor.get("image_std") or (0.5,))[:channels]
-    train = EncodedImages(data.train.labels, _pixels(data, data.train), mean, deviation)
-    test = EncodedImages(data.test.labels, _pixels(data, data.test), mean, deviation)
+    train, test = (
+        EncodedImages(split.labels, _pixels(data, split), mean, deviation)
+        for split in (data.train, data.test)
+    )
     return data, train, test
 
 
@@ -112,11 +120,18 @@ def _pixels(data: DataSet, split: Split) -> np.ndarray:
     """Return the images of a split, uint8 ``[rows, side, side, channels]``."""
     mode = "L" if data.channels == 1 else "RGB"
     size = (data.side, data.side)
-    images = [image.convert(mode).resize(size, BILINEAR) for image in split.inputs]
+    images = []
+    for image in split.inputs:
+        converted = image.convert(mode)
+        images.append(converted.resize(size, BILINEAR))
     return np.stack(images).reshape(-1, *size, data.channels)
 
 
-def _images(rows: Rows, column: str, bound: int) -> list[Image.Image]:
+def _images(
+    rows: Rows,
+    column: str,
+    bound: int,
+) -> list[Image.Image]:
     """Return grey (mode L) or coloured (RGB) images, of which no side is above
     ``bound``.
     """
@@ -131,7 +146,9 @@ def _images(rows: Rows, column: str, bound: int) -> list[Image.Image]:
         try:
             image = _image(file)
         except Exception as error:  # Pillow raises many unrelated kinds
-            where = path if path and content is None else f"{rows.where}, row {number}"
+            where = f"{rows.where}, row {number}"
+            if path and content is None:
+                where = path
             refuse(
                 where,
                 f"cannot be read as an image ({error})",
@@ -148,7 +165,9 @@ def _image(file: Any) -> Image.Image:
         # Damaged EXIF is no reason to refuse a picture.
         with suppress(Exception):
             ImageOps.exif_transpose(image, in_place=True)
-        return _own_range(image) if image.mode[0] in "IF" else _on_white(image)
+        if image.mode[0] in "IF":
+            return _own_range(image)
+        return _on_white(image)
 
 
 def _on_white(image: Image.Image) -> Image.Image:
@@ -176,4 +195,5 @@ def _own_range(image: Image.Image) -> Image.Image:
     high = finite.max() if finite.size else 0
     known = np.nan_to_num(values, nan=low, posinf=high, neginf=low)
     shares = (known - low) / ((high - low) or 1)
-    return Image.fromarray(np.rint(255 * shares).astype(np.uint8))
+    pixels = np.rint(255 * shares)
+    return Image.fromarray(pixels.astype(np.uint8))

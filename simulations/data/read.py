@@ -38,7 +38,11 @@ class DataError(FedrotError):
     """A data set is unknown or unreadable, or lacks a column, a split or values."""
 
 
-def refuse(where: object, what: str, advice: str) -> NoReturn:
+def refuse(
+    where: object,
+    what: str,
+    advice: str,
+) -> NoReturn:
     """Raise ``DataError``: where, what is wrong, and what to do."""
     raise DataError(f"{where} {what}; {advice}")
 
@@ -79,7 +83,8 @@ def _csv(path: Path, delimiters: str = ",;\t|") -> pa.Table:
     columns = []
     for name, *cells in zip(*rows, strict=True):
         names.append(name)
-        columns.append(pa.array([cell or None for cell in cells], pa.string()))
+        texts = [cell or None for cell in cells]
+        columns.append(pa.array(texts, pa.string()))
     return pa.table(columns, names)
 
 
@@ -104,8 +109,10 @@ def _json(path: Path) -> pa.Table:
         raise ValueError(
             "it needs an object for each row: DataFrame.to_json with orient='records'"
         )
-    names = dict.fromkeys(name for row in rows for name in row)
-    return pa.table({name: [row.get(name) for row in rows] for name in names})
+    columns: dict[str, list[Any]] = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        columns[name] = [row.get(name) for row in rows]
+    return pa.table(columns)
 
 
 def _plain_text(path: Path) -> pa.Table:
@@ -195,7 +202,11 @@ class Source:
         common = set(first).intersection(*others)
         return [column for column in first if column in common]
 
-    def column(self, content: Content, wanted: str | None) -> str:
+    def column(
+        self,
+        content: Content,
+        wanted: str | None,
+    ) -> str:
         """Return the wanted column, or the first with a known name.
 
         Raises ``DataError`` without such a column, or if values are missing or of a
@@ -234,7 +245,11 @@ def _missing(value: Any) -> bool:
     return value is None or value != value
 
 
-def refuse_rows(where: str, what: str, wrong: Sequence[bool]) -> None:
+def refuse_rows(
+    where: str,
+    what: str,
+    wrong: Sequence[bool],
+) -> None:
     """Raise ``DataError`` with the numbers of the wrong rows, if there are any."""
     if any(wrong):
         refuse(
@@ -255,8 +270,14 @@ def find(name: str, data_dir: Path | None) -> Source:
     ``DataError``.
     """
     if data_dir is not None and not data_dir.is_dir():
-        refuse(f"data folder {data_dir}", "does not exist", "check its path")
-    roots = [data_dir, *sorted(data_dir.glob("*/"))] if data_dir else []
+        refuse(
+            f"data folder {data_dir}",
+            "does not exist",
+            "check its path",
+        )
+    roots = []
+    if data_dir:
+        roots = [data_dir, *sorted(data_dir.glob("*/"))]
     places = [root / name for root in roots]
     if name == BUNDLED:
         places.append(Path(__file__).with_name("bundled") / BUNDLED)
@@ -298,7 +319,8 @@ def _digits() -> Source:
     digits = load_digits()
     pixels = digits.images.astype(np.uint8)
     files = [b"P5 8 8 16\n" + image.tobytes() for image in pixels]
-    return Source({DIGITS: pa.table({"image": files, "label": digits.target})})
+    table = pa.table({"image": files, "label": digits.target})
+    return Source({DIGITS: table})
 
 
 def _at(place: Path) -> Source | None:
@@ -329,10 +351,18 @@ def _held_out(train: Path) -> Path:
         if place.exists():
             return place
     names = ", ".join(place.name for place in places)
-    refuse(train, "has no held-out split next to it", f"add one of {names}")
+    refuse(
+        train,
+        "has no held-out split next to it",
+        f"add one of {names}",
+    )
 
 
-def _loaded(name: str, load: Callable[[], Any], failed: str) -> Source:
+def _loaded(
+    name: str,
+    load: Callable[[], Any],
+    failed: str,
+) -> Source:
     """Return the training and held-out rows, or all rows, of a data set of
     ``datasets``.
     """

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -59,9 +59,15 @@ def load_texts(scenario: Scenario) -> DataSet:
     source = find(scenario.data, scenario.data_dir)
     usual = (pair for pair in PAIRS if {*pair.split(",")} <= {*source.columns})
     chosen = scenario.text_column or next(usual, None)
-    wanted: Sequence[str | None] = chosen.split(",") if chosen else [None]
+    wanted: Sequence[str | None] = [None]
+    if chosen:
+        wanted = chosen.split(",")
     if len(wanted) > 2:
-        refuse("--text-column", f"has {len(wanted)} columns", "give one or two")
+        refuse(
+            "--text-column",
+            f"has {len(wanted)} columns",
+            "give one or two",
+        )
     columns = [source.column(TEXT, name) for name in wanted]
 
     def read(rows: Rows) -> list[tuple[str, ...]]:
@@ -87,7 +93,9 @@ def load_tags(scenario: Scenario) -> DataSet:
     names = source.class_names.get(tags_column)
 
     def name_of(tag: Any) -> str:
-        return clean(names[tag] if names and isinstance(tag, int) else tag)
+        if names and isinstance(tag, int):
+            tag = names[tag]
+        return clean(tag)
 
     def read(rows: Rows) -> tuple[Sequence[tuple[str, ...]], Sequence[Sequence[str]]]:
         sentences = rows.table[words_column].to_pylist()
@@ -95,7 +103,8 @@ def load_tags(scenario: Scenario) -> DataSet:
         tags = []
         for number, words, cell in zip(rows.numbers, sentences, cells, strict=True):
             of_words = [*map(name_of, cell)]
-            if len(words) != len(of_words) or not all(map(_BIO.fullmatch, of_words)):
+            valid = all(map(_BIO.fullmatch, of_words))
+            if len(words) != len(of_words) or not valid:
                 refuse(
                     f"{rows.where}, row {number}",
                     f"has {len(words)} words in {words_column!r}, and in "
@@ -106,15 +115,20 @@ def load_tags(scenario: Scenario) -> DataSet:
         return [tuple(map(str, words)) for words in sentences], tags
 
     data = labelled(source, scenario, (), (words_column, tags_column), read)
-    rows = [*(data.train.second or ()), *(data.test.second or ())]
-    entities = sorted({tag[2:] for tags in rows for tag in tags if tag != OUTSIDE})
+    used: set[str] = {OUTSIDE}
+    for split in (data.train, data.test):
+        used.update(*(split.second or ()))
+    used.remove(OUTSIDE)
+    entities = sorted({tag[2:] for tag in used})
     if not entities:
         refuse(
             f"{data.name}: every tag",
             f"is '{OUTSIDE}', no entity",
             "choose other data",
         )
-    tags = (OUTSIDE, *(f"{prefix}-{entity}" for entity in entities for prefix in "BI"))
+    tags = [OUTSIDE]
+    for entity in entities:
+        tags += [f"B-{entity}", f"I-{entity}"]
     return replace(
         data,
         kind="multi",
@@ -122,7 +136,7 @@ def load_tags(scenario: Scenario) -> DataSet:
         metrics=("f1", "precision", "recall"),
         train=_numbered(data.train, tags),
         test=_numbered(data.test, tags),
-        tags=tags,
+        tags=tuple(tags),
     )
 
 
@@ -168,24 +182,27 @@ def load_domains(scenario: Scenario) -> DataSet:
             "rename one of them",
         )
     seen = {name: loaded[name] for name in domains}
-    labels = dict.fromkeys(
-        label for data in seen.values() for label in data.label_names
-    )
+    names = [name for data in seen.values() for name in data.label_names]
+    labels = tuple(dict.fromkeys(names))
     for name, data in loaded.items():
-        if not _joinable(data) or labels.keys().isdisjoint(data.label_names):
+        if not _joinable(data) or not {*labels} & {*data.label_names}:
             refuse(
                 f"'{name}'",
                 "has scores, pairs, numbers for classes, or none of the labels "
                 f"{listed(labels)}",
                 "domains need single texts, and classes with common names",
             )
+    if unseen:
+        metrics.insert(0, UNSEEN)
+    train = _united(seen, "train", labels)
+    test = _united(loaded, "test", labels)
     return DataSet(
         ",".join(domains),
         "multi",
-        tuple(labels),
-        (SEEN, *([UNSEEN] if unseen else []), *metrics),
-        _united({name: (data, data.train) for name, data in seen.items()}, [*labels]),
-        _united({name: (data, data.test) for name, data in loaded.items()}, [*labels]),
+        labels,
+        (SEEN, *metrics),
+        train,
+        test,
         " ".join(data.said for data in loaded.values() if data.said),
         domains=tuple(domains),
     )
@@ -209,18 +226,25 @@ def metric_of(domain: str) -> str:
     return f"f1_{Path(domain).stem}"
 
 
-def _united(parts: Mapping[str, tuple[DataSet, Split]], labels: Sequence[str]) -> Split:
+def _united(
+    parts: Mapping[str, DataSet],
+    name: Literal["train", "test"],
+    labels: Sequence[str],
+) -> Split:
+    """Return the rows of a split of all domains, with NaN for labels that a domain
+    lacks.
+    """
     domains: list[str] = []
     texts: list[str] = []
     tables = []
-    for name, (data, split) in parts.items():
+    for domain, data in parts.items():
+        split: Split = getattr(data, name)
         flags = split.labels
         if data.kind != "multi":
             flags = np.eye(len(data.label_names))[flags]
         table = pd.DataFrame(flags, columns=[*data.label_names])
-        # Labels that the domain lacks become NaN.
         tables.append(table.reindex(columns=labels))
-        domains += [name] * len(split)
+        domains += [domain] * len(split)
         texts += split.inputs
     values = pd.concat(tables).to_numpy(np.float32)
     return Split(values, {DOMAIN: domains}, tuple(texts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fedrot.simulations.scenario import Scenario
+from fedrot.simulations.scenario import Architecture, Scenario
 from fedrot.simulations.tasks.objective import (
     Batch,
     EncodedData,
@@ -35,7 +35,7 @@ class Classification(Objective):
     """
 
     name = "classification"
-    architectures = ("bert", "distilbert", "gpt2", "llama")
+    architectures: tuple[Architecture, ...] = ("bert", "distilbert", "gpt2", "llama")
     auto_model = "SequenceClassification"
     peft = "SEQ_CLS"
     classifies = True

@@ -171,7 +171,9 @@ class MaskedLanguageModelling(LanguageModelling):
         ids = batch["input_ids"].numpy()
         if rng is None:
             # A row's own generator: what is hidden does not depend on the batch.
-            scores = np.stack([_scores(row, ids.shape[1]) for row in rows])
+            seeds = [[_EVALUATION_SEED, int(row)] for row in rows]
+            generators = map(np.random.default_rng, seeds)
+            scores = np.stack([each.random(ids.shape[1]) for each in generators])
             shown = np.full_like(ids, self.mask)
         else:
             scores = rng.random(ids.shape)
@@ -194,13 +196,6 @@ class MaskedLanguageModelling(LanguageModelling):
             "input_ids": torch.from_numpy(inputs),
             "labels": torch.from_numpy(labels),
         }
-
-
-def _scores(row: int, tokens: int) -> np.ndarray:
-    """Return a number for each token of a row, always the same ones."""
-    import numpy as np
-
-    return np.random.default_rng([_EVALUATION_SEED, int(row)]).random(tokens)
 
 
 @register

@@ -64,7 +64,10 @@ def evaluate_predictions(
         "calibrated_loss": lambda: _calibrated_loss(kind, labels, outputs),
         "loss": lambda: _loss(kind, labels, outputs),
     }
-    return {name: float(functions[name]()) for name in (*metrics, "loss")}
+    scores = {}
+    for name in (*metrics, "loss"):
+        scores[name] = float(functions[name]())
+    return scores
 
 
 def entity_scores(
@@ -97,12 +100,20 @@ def entity_scores(
     }
 
 
-def _calibrated_loss(kind: Kind, labels: np.ndarray, outputs: np.ndarray) -> float:
+def _calibrated_loss(
+    kind: Kind,
+    labels: np.ndarray,
+    outputs: np.ndarray,
+) -> float:
     losses = (_loss(kind, labels, outputs / value) for value in TEMPERATURES)
     return min(losses)
 
 
-def _loss(kind: Kind, labels: np.ndarray, outputs: np.ndarray) -> float:
+def _loss(
+    kind: Kind,
+    labels: np.ndarray,
+    outputs: np.ndarray,
+) -> float:
     if kind == "regression":
         losses = (outputs - labels) ** 2
     elif kind == "multi":

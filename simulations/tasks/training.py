@@ -52,7 +52,11 @@ class Task:
             counts.append(count.tolist())
         return names, counts
 
-    def client_rows(self, seed: int, client: int) -> tuple[np.ndarray, np.ndarray]:
+    def client_rows(
+        self,
+        seed: int,
+        client: int,
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of a client's training rows and of its held-out rows."""
         rng = np.random.default_rng([seed, client])
         rows = rng.permutation(self.clients(seed)[client])
@@ -172,7 +176,9 @@ def train(
         optimizer.step()
         losses.append(float(loss.detach()))
         on_rows(len(places))
-    return float(np.mean(losses[-an_epoch:])) if losses else math.nan
+    if not losses:
+        return math.nan
+    return float(np.mean(losses[-an_epoch:]))
 
 
 def evaluate(
@@ -191,7 +197,12 @@ def evaluate(
     if not len(rows):
         return task.objective.diverged()
 
-    def count(_: object, __: object, inputs: Batch, ___: object) -> None:
+    def count(
+        _: object,
+        __: object,
+        inputs: Batch,
+        ___: object,
+    ) -> None:
         first = next(iter(inputs.values()))
         on_rows(EVALUATED * len(first))
 

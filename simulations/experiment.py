@@ -1,6 +1,4 @@
-"""``Experiment``: the settings of one comparison, validated and serialisable; files of
-experiments.
-"""
+"""``Experiment``: the settings of one comparison, validated; files of experiments."""
 
 from __future__ import annotations
 
@@ -88,9 +86,7 @@ class Experiment(Scenario):
     @model_validator(mode="before")
     @classmethod
     def _completed(cls, values: Any) -> Any:
-        """Fill in what depends on other fields: data, architecture, strategies and the
-        name.
-        """
+        """Fill in data, architecture, strategies and name, if they are not given."""
         usual = {name: field.default for name, field in cls.model_fields.items()}
         fields = {**usual, **values}
         # A list has no hash, but can be compared.
@@ -194,8 +190,7 @@ class Experiment(Scenario):
         settings: Mapping[str, Any],
         tables: Mapping[str, Any] = {},
     ) -> Experiment:
-        """Build from the values of a command line, a file's table or Flower's run
-        configuration.
+        """Build from values of a command line, a file or Flower's configuration.
 
         ``strategies`` may be a text with commas, and name some of the ``[[strategy]]``
         tables, which are given by name. ``lora`` may be the text of a TOML table. An
@@ -239,8 +234,9 @@ class Experiment(Scenario):
 
     @property
     def training(self) -> str:
-        """The fields that decide how clients train and are tested, as JSON; others are
-        compared.
+        """The fields that decide how clients train and are tested, as JSON.
+
+        Others are compared.
         """
         # Updates are moved into random coordinates after training.
         start = "same" if self.start == "scrambled" else self.start

@@ -1,6 +1,4 @@
-"""Models of a simulation: small ones from scratch, pretrained ones, adapters, and their
-tensors.
-"""
+"""Models of a simulation, small or pretrained, their adapters and tensors."""
 
 from __future__ import annotations
 
@@ -68,8 +66,9 @@ def build_model(
     seed: int,
     rank: int | None = None,
 ) -> nn.Module:
-    """Return the model in float32; parameters that are not pretrained are drawn with
-    ``seed``.
+    """Return the model in float32.
+
+    Parameters that are not pretrained are drawn with ``seed``.
 
     With ``lora``, ``seed`` decides only the adapter: all models have the same base,
     with its task head. The classifier of a sentence-transformers model reads its pooled
@@ -98,8 +97,9 @@ def build_model(
 
 
 def _pretrained(name: str, auto: Any, pooling: str, settings: Any) -> Any:
-    """Load a model in float32, whatever its files are in; log new tensors, such as a
-    head's.
+    """Load a model in float32, whatever its files are in.
+
+    New tensors, such as those of a task head, are logged.
     """
     if pooling:
         auto = transformers.AutoModel
@@ -137,9 +137,7 @@ def _pretrained(name: str, auto: Any, pooling: str, settings: Any) -> Any:
 
 
 def settings_of(scenario: Scenario, data: Any) -> Any:
-    """Return the transformers configuration of the encoder or decoder, without settings
-    of the task.
-    """
+    """Return the transformers configuration, without settings of the task."""
     if scenario.model is not None:
         return pretrained_settings(scenario.model)
     architecture = scenario.architecture
@@ -188,8 +186,9 @@ def _patch_size(side: int) -> int:
 
 
 def _with_adapter(model: Any, adapter: Mapping[str, Any], task_type: str) -> nn.Module:
-    """Return a model with a LoRA adapter of PEFT's ``LoraConfig``; PEFT freezes the
-    base model.
+    """Return a model with a LoRA adapter of PEFT's ``LoraConfig``.
+
+    PEFT freezes the base model.
     """
     # PEFT leaves the heads of language models out, but not those of taggers.
     everywhere = adapter.get("target_modules") == "all-linear"
@@ -212,8 +211,9 @@ def _with_adapter(model: Any, adapter: Mapping[str, Any], task_type: str) -> nn.
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the tensors that clients and server exchange: all, or those of
-    the adapter.
+    """Return copies of the tensors that clients and server exchange.
+
+    These are all, or those of the adapter.
     """
     if hasattr(model, "peft_config"):
         return adapter_tensors(model)
@@ -230,8 +230,9 @@ LOADERS: dict[str, Callable[[Any, Mapping[str, Tensor]], None]] = {"": load_adap
 def load_tensors(
     model: nn.Module, tensors: Mapping[str, Tensor], how: str = ""
 ) -> None:
-    """Load the tensors of ``tensors_of``; ``how`` names the loader of adapters, of any
-    rank.
+    """Load the tensors of ``tensors_of``.
+
+    ``how`` names the loader of adapters, of any rank.
     """
     if hasattr(model, "peft_config"):
         LOADERS[how](model, tensors)

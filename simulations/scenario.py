@@ -80,8 +80,9 @@ class Scenario(BaseModel):
 
     @property
     def ranks(self) -> tuple[Any, ...]:
-        """The ranks of the clients' adapters, in turn, or None; the global adapter has
-        the largest.
+        """The ranks of the clients' adapters, in turn, or None.
+
+        The global adapter has the largest.
         """
         rank = self.lora.get("r")
         return tuple(rank) if isinstance(rank, list) and rank else (rank,)

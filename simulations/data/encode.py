@@ -34,9 +34,7 @@ class Encoded(ABC):
         return len(self.labels)
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Return the lengths of the rows, int64; batches are made of rows with similar
-        lengths.
-        """
+        """Return the lengths of the rows, int64; a batch has rows of similar length."""
         return np.zeros(len(rows), dtype=np.int64)
 
     @abstractmethod
@@ -85,9 +83,7 @@ class EncodedText(Encoded):
 
 
 def padded(rows: Sequence[np.ndarray], value: int) -> torch.Tensor:
-    """Return rows of numbers as int64 ``[rows, longest row]``, padded with ``value`` at
-    the end.
-    """
+    """Return rows as int64 ``[rows, longest row]``, padded with ``value`` behind."""
     tensors = [*map(torch.from_numpy, rows)]
     return pad_sequence(tensors, batch_first=True, padding_value=value)
 
@@ -99,9 +95,7 @@ def encode(
     pad_id: int,
     tagged: bool,
 ) -> EncodedText:
-    """Tokenise texts or tagged words, truncated to ``max_length`` tokens; see
-    ``EncodedText``.
-    """
+    """Tokenise texts or tagged words, truncated to ``max_length`` tokens."""
     # The bundled tokenizer is shared in the process.
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.no_padding()

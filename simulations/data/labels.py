@@ -1,6 +1,4 @@
-"""Data sets in memory: their labels, and the division of rows into training and
-held-out ones.
-"""
+"""Data sets in memory: their labels, and their training and held-out rows."""
 
 from __future__ import annotations
 
@@ -95,8 +93,10 @@ class DataSet:
 
 
 class Rows(NamedTuple):
-    """Rows of a table: its origin, their numbers there from 1, and their labels as in
-    ``Split``.
+    """Rows of a table.
+
+    Attributes: the table's origin, the rows' numbers there from 1, and their labels as
+    in ``Split``.
     """
 
     where: str
@@ -240,9 +240,7 @@ def _split(
     used: Collection[str],
     read: Reader,
 ) -> Split:
-    """Return at most ``limit`` rows with their inputs, and the columns that are not
-    used.
-    """
+    """Return at most ``limit`` rows, with inputs, and columns that are not used."""
     size = len(rows.labels)
     if not size:
         refuse(
@@ -264,8 +262,9 @@ def _read(
     columns: Sequence[str],
     scores: bool,
 ) -> np.ndarray:
-    """Return scores, booleans of several columns ``[rows, columns]``, or the names of
-    classes.
+    """Return scores, names of classes, or the booleans of several columns.
+
+    Booleans are ``[rows, columns]``.
     """
     if len(columns) > 1:
         flags = []

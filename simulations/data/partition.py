@@ -30,14 +30,13 @@ WIDE_BINS = 10
 
 
 class PartitionError(FedrotError):
-    """A partition is unknown, impossible for these rows, or leaves a client without
-    rows.
-    """
+    """A partition is unknown, impossible, or leaves a client without rows."""
 
 
 def parse_partition(spec: str) -> tuple[str, Any]:
-    """Read a partition such as ``dirichlet:0.5``: its kind and parameter; raises
-    ``PartitionError``.
+    """Return kind and parameter of a partition such as ``dirichlet:0.5``.
+
+    Raises ``PartitionError``.
     """
     kind, _, value = spec.strip().partition(":")
     if kind not in KINDS or (kind == "iid") != (value == ""):
@@ -69,8 +68,7 @@ def split_clients(
     clients: int,
     seed: int,
 ) -> list[Rows]:
-    """Divide the rows of a split among ``clients``; the same seed gives the same
-    division.
+    """Divide the rows of a split among ``clients``, always alike for a seed.
 
     * ``iid``: a random division into equal parts.
     * ``dirichlet:ALPHA``: each class is divided in Dirichlet(ALPHA) proportions.
@@ -121,8 +119,7 @@ def partition_keys(
     labels: np.ndarray,
     names: Sequence[str] = (),
 ) -> tuple[Rows, tuple[str, ...]]:
-    """Return the class by which each row is divided, int64 ``[n]``, from 0; and the
-    classes' names.
+    """Return the class by which each row is divided, int64 ``[n]``, and all names.
 
     Single label: the label. Multi-label: the first label that is 1, or the number of
     labels ("none") if none is; unknown labels (NaN) are not 1. Regression: the score
@@ -233,8 +230,7 @@ def _key_class_rows(
     clients: int,
     seed: int,
 ) -> list[Rows]:
-    """RegMean's key-class split (Jin et al., ICLR 2023, appendix), for any number of
-    clients.
+    """RegMean's key-class split (Jin et al., ICLR 2023), for any number of clients.
 
     Client k has key class k mod C of the C present classes. The clients of a key class
     share ``fraction`` of its rows evenly; none gets more of them than an equal part of
@@ -277,8 +273,9 @@ def _deal(
     forbidden: npt.NDArray[np.bool_],
     rng: np.random.Generator,
 ) -> Rows:
-    """Assign ``rest[c]`` rows of class c to clients with ``room[k]`` places; return
-    counts ``[C, K]``.
+    """Return how many rows of each class go to each client, ``[C, K]``.
+
+    There are ``rest[c]`` rows of class c, and ``room[k]`` places at client k.
 
     The assignment is random. Rows in a forbidden cell are then exchanged with rows for
     which both new cells are allowed, as far as there are such rows.

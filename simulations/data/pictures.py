@@ -30,8 +30,9 @@ IMAGE: Content = (
 
 @dataclass(frozen=True)
 class EncodedImages(Encoded):
-    """Images as standardised ``pixel_values``, float32 ``[rows, channels, side,
-    side]``.
+    """Images, of which batches have standardised ``pixel_values``.
+
+    These are float32 ``[rows, channels, side, side]``.
 
     Attributes:
         pixels: uint8 ``[rows, side, side, channels]``.
@@ -55,8 +56,9 @@ class EncodedImages(Encoded):
 def encoded_images(
     scenario: Scenario,
 ) -> tuple[DataSet, EncodedImages, EncodedImages]:
-    """Load images for a model's size; standardise them by its processor's numbers, or
-    by one half.
+    """Load images for a model's size, and encode them.
+
+    They are standardised by the numbers of the model's processor, or by one half.
 
     Without a model, their side is that of the largest image, at most ``LARGEST_SIDE``;
     above 8 it is a multiple of 4, since patches cannot divide a prime number. There is
@@ -94,9 +96,7 @@ def encoded_images(
 
 
 def _model_reads(model: str) -> tuple[int, int, Mapping[str, Any]]:
-    """Return the side and the channels of a model's images, and its processor's
-    settings.
-    """
+    """Return side and channels of a model's images, and its processor's settings."""
     from transformers.image_processing_base import ImageProcessingMixin
 
     settings = pretrained_settings(model)
@@ -132,9 +132,7 @@ def _images(
     column: str,
     bound: int,
 ) -> list[Image.Image]:
-    """Return grey (mode L) or coloured (RGB) images, of which no side is above
-    ``bound``.
-    """
+    """Return grey (L) or coloured (RGB) images without a side above ``bound``."""
     images = []
     for number, value in zip(rows.numbers, rows.table[column], strict=True):
         content: Any = value.as_py()
@@ -181,9 +179,7 @@ def _on_white(image: Image.Image) -> Image.Image:
 
 
 def _own_range(image: Image.Image) -> Image.Image:
-    """Scale 16 bits, and other numbers from the smallest to the largest finite
-    value.
-    """
+    """Scale 16 bits, or numbers between the smallest and the largest finite one."""
     values = np.asarray(image)
     if image.mode.startswith("I;") or (
         image.mode == "I" and image.format in ("PPM", "PNG")

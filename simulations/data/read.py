@@ -1,6 +1,4 @@
-"""Tables of data sets: bundled, in files and folders (see ``READERS``), or from the
-Hugging Face hub.
-"""
+"""Tables of data sets: bundled, in files and folders, or from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -48,8 +46,9 @@ def refuse(
 
 
 def listed(values: Iterable[object]) -> str:
-    """Return the first ten values, of 80 characters, separated by commas, and the
-    number of others.
+    """Return the first ten values with commas, and the number of others.
+
+    A value has at most 80 characters.
     """
     texts = [f"{value!s:.80}" for value in values]
     text = ", ".join(texts[:10])
@@ -59,8 +58,9 @@ def listed(values: Iterable[object]) -> str:
 
 
 def _csv(path: Path, delimiters: str = ",;\t|") -> pa.Table:
-    """Read every cell as a text, with the first of the delimiters that the first line
-    has.
+    """Read every cell as a text.
+
+    Cells are divided by the first of the delimiters that the first line has.
 
     Empty cells are missing. Excel's first line ``sep=,`` is left out.
     """
@@ -135,8 +135,7 @@ READERS: Mapping[str, Callable[[Path], pa.Table]] = {
 
 
 def read_table(path: Path) -> pa.Table:
-    """Read a file in one of the formats of ``READERS``; raises ``DataError`` if it
-    cannot be read.
+    """Read a file in one of the formats of ``READERS``; raises ``DataError``.
 
     Cells of CSV and TSV are texts; other formats keep their types. Parquet may have any
     suffix.
@@ -162,8 +161,9 @@ def read_table(path: Path) -> pa.Table:
 
 
 def _usable(table: pa.Table) -> pa.Table:
-    """Return the columns with a name, trimmed; raises an error of pyarrow if it can
-    take no rows.
+    """Return the columns with a name, trimmed.
+
+    Raises an error of pyarrow if it can take no rows.
     """
     names = [name.strip() for name in table.column_names]
     named = [place for place, name in enumerate(names) if name]
@@ -261,8 +261,10 @@ def refuse_rows(
 
 
 def find(name: str, data_dir: Path | None) -> Source:
-    """Look ``name`` up in ``data_dir`` and the folders in it, among the bundled data,
-    here, on the hub.
+    """Return the data set of a name.
+
+    It is looked up in ``data_dir`` and the folders in it, among the bundled data, here,
+    and on the hub.
 
     A name stands for ``NAME``, ``NAME.parquet``, or for a folder: of ``train.parquet``
     beside a held-out split (in any format), saved by ``datasets``, or of images. Names
@@ -363,9 +365,7 @@ def _loaded(
     load: Callable[[], Any],
     failed: str,
 ) -> Source:
-    """Return the training and held-out rows, or all rows, of a data set of
-    ``datasets``.
-    """
+    """Return training and held-out rows, or all rows, of a data set of ``datasets``."""
     import datasets
 
     tables = {}
@@ -394,8 +394,9 @@ def _loaded(
 
 
 def _images(folder: Path) -> Source:
-    """Return the paths and classes of files ``CLASS/IMAGE``, perhaps below ``train``
-    and ``test``.
+    """Return the paths and classes of files ``CLASS/IMAGE``.
+
+    They may lie below ``train`` and ``test``.
     """
     train = folder / "train"
     tables = {}

@@ -1,6 +1,4 @@
-"""Data sets of texts and their pairs, of tagged words, and of texts of several
-domains.
-"""
+"""Data sets of texts and pairs, of tagged words, and of several domains."""
 
 from __future__ import annotations
 
@@ -53,8 +51,9 @@ TAGS: Content = ("tag list", ("ner_tags", "tags"), WORDS[2])
 
 
 def load_texts(scenario: Scenario) -> DataSet:
-    """Load the texts, or pairs of texts, of a scenario, see ``read.find``; raises
-    ``DataError``.
+    """Load the texts, or pairs of texts, of a scenario, see ``read.find``.
+
+    Raises ``DataError``.
     """
     source = find(scenario.data, scenario.data_dir)
     usual = (pair for pair in PAIRS if {*pair.split(",")} <= {*source.columns})
@@ -155,8 +154,9 @@ def _numbered(split: Split, tags: Sequence[str]) -> Split:
 
 
 def load_domains(scenario: Scenario) -> DataSet:
-    """Load texts; several names in ``data``, or ``unseen_data``, are the domains of one
-    task.
+    """Load texts of one data set, or of several, the domains of one task.
+
+    Domains are named in ``data``, and in ``unseen_data``.
 
     The labels of the task, of which a row may have several, are those of all sets in
     ``data``; equal names are one label. Labels that a domain lacks are NaN in its rows.
@@ -231,9 +231,7 @@ def _united(
     name: Literal["train", "test"],
     labels: Sequence[str],
 ) -> Split:
-    """Return the rows of a split of all domains, with NaN for labels that a domain
-    lacks.
-    """
+    """Return the rows of all domains, with NaN for labels that a domain lacks."""
     domains: list[str] = []
     texts: list[str] = []
     tables = []

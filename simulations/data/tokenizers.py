@@ -14,8 +14,7 @@ from fedrot.simulations.scenario import Scenario
 
 @lru_cache(maxsize=1)
 def bundled_tokenizer() -> Tokenizer:
-    """Return the package's uncased WordPiece tokenizer, trained on the training texts
-    of GoEmotions.
+    """Return the package's uncased WordPiece tokenizer, trained on GoEmotions.
 
     Texts become ``[CLS] A [SEP]``, pairs ``[CLS] A [SEP] B [SEP]`` with type ids 0 and
     1. The object is shared: copy it before enabling padding or truncation. See

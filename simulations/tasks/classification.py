@@ -95,8 +95,9 @@ class Classification(Objective):
         logits: np.ndarray,
         labels: np.ndarray,
     ) -> Scores:
-        """Return the scores of each domain, and their means; ``domains`` are those of
-        the rows.
+        """Return the scores of each domain, and their means.
+
+        ``domains`` has the domain of each row.
         """
         import numpy as np
 

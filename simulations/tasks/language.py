@@ -85,8 +85,9 @@ class LanguageModelling(Objective):
         return {**scores, "loss": float(loss)}
 
     def _predictions(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the logits ``[labels, vocabulary]`` at labelled tokens, and the labels
-        ``[labels]``.
+        """Return the logits at labelled tokens, and the labels.
+
+        They are ``[labels, vocabulary]`` and ``[labels]``.
         """
         from torch.nn.functional import pad
 
@@ -149,8 +150,9 @@ class MaskedLanguageModelling(LanguageModelling):
         self.ordinary = ordinary[embedded]
 
     def usable(self, encoded: Any, rows: np.ndarray) -> np.ndarray:
-        """Return the rows with an ordinary token; empty texts and unknown characters
-        have none.
+        """Return the rows with an ordinary token.
+
+        Empty texts and unknown characters have none.
         """
         special = {*self.special}
         return rows_with(rows, lambda row: not special.issuperset(encoded.ids[row]))
@@ -161,9 +163,7 @@ class MaskedLanguageModelling(LanguageModelling):
         rows: np.ndarray,
         rng: np.random.Generator | None = None,
     ) -> Batch:
-        """Return rows with each row's ``SHARE`` of ordinary tokens hidden, at least
-        one.
-        """
+        """Return rows with a ``SHARE`` of ordinary tokens hidden, at least one."""
         import numpy as np
         import torch
 
@@ -200,8 +200,9 @@ class MaskedLanguageModelling(LanguageModelling):
 
 @register
 class CausalLanguageModelling(LanguageModelling):
-    """Prediction of each token of a row from those before it; the token that ends a
-    text is included.
+    """Prediction of each token of a row from those before it.
+
+    The token that ends a text is predicted, too.
     """
 
     name = "clm"
@@ -221,8 +222,9 @@ class CausalLanguageModelling(LanguageModelling):
         rows: np.ndarray,
         rng: np.random.Generator | None = None,
     ) -> Batch:
-        """Return rows with the tokens as ``labels``; as in transformers, these are not
-        shifted.
+        """Return rows with the tokens as ``labels``.
+
+        As in transformers, these are not shifted.
         """
         batch = encoded.batch(rows)
         padding = batch["attention_mask"] == 0

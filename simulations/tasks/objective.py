@@ -52,16 +52,16 @@ class Objective(ABC):
     metrics: tuple[str, ...]
 
     def __init__(self, scenario: Scenario, data: Any) -> None:
-        """Read what the objective needs; raises ``DataError`` if the model does not
-        fit.
+        """Read what the objective needs.
+
+        Raises ``DataError`` if the model does not fit.
         """
         self.data = data
 
     @staticmethod
     @abstractmethod
     def read(scenario: Scenario) -> EncodedData:
-        """Return the data set, and its training and held-out rows encoded for the
-        model.
+        """Return the data set, and its rows encoded for the model.
 
         Raises ``DataError``.
         """
@@ -76,8 +76,9 @@ class Objective(ABC):
         rows: np.ndarray,
         rng: np.random.Generator | None = None,
     ) -> Batch:
-        """Return rows as inputs and ``labels`` of a training step; without ``rng`` of
-        an evaluation.
+        """Return rows as inputs and ``labels`` of a training step.
+
+        Without ``rng`` they are those of an evaluation.
         """
         return {**encoded.batch(rows), "labels": encoded.targets(rows)}
 
@@ -92,17 +93,16 @@ class Objective(ABC):
         encoded: Any,
         rows: np.ndarray,
     ) -> Scores:
-        """Return the metrics and ``loss`` on one or more usable rows; all NaN if the
-        loss is not finite.
+        """Return the metrics and ``loss`` on one or more usable rows.
+
+        All are NaN if the loss is not finite.
 
         The model must be in evaluation mode, and gradients must be off. It is called
         once for a batch.
         """
 
     def diverged(self) -> Scores:
-        """Return the result of an evaluation with an undefined loss: NaN for all
-        metrics.
-        """
+        """Return the result of an evaluation without a loss: NaN for all metrics."""
         return dict.fromkeys((*self.metrics, "loss"), float("nan"))
 
     def check(self, model: nn.Module, name: str, batch: Batch) -> None:  # noqa: B027
@@ -120,9 +120,7 @@ def rows_with(rows: np.ndarray, has: Callable[[int], bool]) -> np.ndarray:
 
 
 def shortest_first(encoded: Any, rows: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """Yield batches of indices of ``rows``, shortest rows first, so that there is
-    little padding.
-    """
+    """Yield batches of indices of ``rows``, shortest rows first, for little padding."""
     order = encoded.lengths(rows).argsort(kind="stable")
     for start in range(0, len(order), size):
         yield order[start : start + size]

@@ -51,8 +51,9 @@ class TokenClassification(Objective):
         return encoded_texts(scenario, load_tags(scenario))
 
     def usable(self, encoded: Any, rows: np.ndarray) -> np.ndarray:
-        """Return the rows with a tag to predict; empty rows and unknown characters have
-        none.
+        """Return the rows with a tag to predict.
+
+        Empty rows and unknown characters have none.
         """
         return rows_with(rows, lambda row: (encoded.tags[row] != IGNORED).any())
 

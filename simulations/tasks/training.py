@@ -1,6 +1,4 @@
-"""``Task``, the data of an experiment; training and evaluation on it, and checks before
-them.
-"""
+"""``Task``, the data of an experiment; training, evaluation, and checks before them."""
 
 from __future__ import annotations
 
@@ -92,8 +90,9 @@ def _clients(experiment_json: str, seed: int) -> list[np.ndarray]:
 
 
 def on_rows(rows: float) -> None:
-    """Take note of trained or evaluated rows; whoever shows the progress replaces this
-    function.
+    """Take note of trained or evaluated rows.
+
+    Whoever shows the progress replaces this function.
     """
 
 
@@ -124,9 +123,7 @@ def step_batches(
     size: int,
     seed: int,
 ) -> Iterator[Batch]:
-    """Yield at most ``limit`` random training rows, as training batches of at most
-    ``size`` rows.
-    """
+    """Yield at most ``limit`` random training rows, in batches of at most ``size``."""
     rng = np.random.default_rng(seed)
     usable = task.objective.usable(task.train, rows)
     chosen = rng.permutation(usable)[:limit]
@@ -143,8 +140,9 @@ def train(
     epochs: float | None = None,
     lr: float | None = None,
 ) -> float:
-    """Train in place with AdamW on rows of the training split; by default as the
-    experiment says.
+    """Train in place with AdamW on rows of the training split.
+
+    Without ``epochs`` and ``lr``, the experiment has them.
 
     Half an epoch is half of the batches, rounded up, chosen by the seed. Returns the
     mean loss over the last epoch's steps; NaN if no row has anything to predict.
@@ -187,8 +185,9 @@ def evaluate(
     split: Encoded,
     rows: np.ndarray,
 ) -> dict[str, float]:
-    """Return the task's metrics, the headline metric first, and the ``loss`` on rows of
-    a split.
+    """Return the task's metrics and ``loss`` on rows of a split.
+
+    The headline metric is the first.
 
     All values are NaN if no row has anything to predict, or if the loss is not finite.
     ``split`` is ``task.train`` or ``task.test``, and ``rows`` are int64 ``[n]``.
@@ -213,8 +212,9 @@ def evaluate(
 
 
 def check_labels(task: Task) -> None:
-    """Raise ``DataError`` if all labels are equal, or training and held-out rows share
-    no class.
+    """Raise ``DataError`` if labels cannot be learnt or tested.
+
+    All are equal, or training and held-out rows share no class.
     """
     data = task.data
     if not TASKS[task.experiment.task].classifies or data.kind == "multi":
@@ -235,8 +235,7 @@ def check_labels(task: Task) -> None:
 
 
 def check_model(task: Task, model: nn.Module) -> None:
-    """Raise ``FedrotError`` if a model cannot compute its loss and gradient on the rows
-    of a task.
+    """Raise ``FedrotError`` if a model cannot be trained on the rows of a task.
 
     The longest rows of each split are used, and that with the largest token, because
     the model's tables may be too small for them. The gradient is computed, too, but

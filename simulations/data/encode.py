@@ -119,7 +119,14 @@ def encode(
         if tagged:
             tags.append(_tags_of_tokens(encoding.word_ids, second[row]))
     domains = tuple(map(str, split.columns.get(DOMAIN, ())))
-    return EncodedText(split.labels, ids, segments, pad_id, domains, tags)
+    return EncodedText(
+        split.labels,
+        ids,
+        segments,
+        pad_id,
+        domains,
+        tags,
+    )
 
 
 def _tags_of_tokens(words: Sequence[int | None], tags: np.ndarray) -> np.ndarray:
@@ -143,6 +150,8 @@ def encoded_texts(
     length = scenario.max_length
     pad_id = pad_id_of(settings_of(scenario, data))
     tagged = bool(data.tags)
-    train = encode(data.train, tokenizer, length, pad_id, tagged)
-    test = encode(data.test, tokenizer, length, pad_id, tagged)
+    train, test = (
+        encode(split, tokenizer, length, pad_id, tagged)
+        for split in (data.train, data.test)
+    )
     return data, train, test

@@ -106,7 +106,13 @@ def split_clients(
     elif kind == "keyclass":
         parts = _key_class_rows(keys, value, clients, seed)
     else:
-        parts = _flower_rows(kind, value, keys, clients, seed)
+        parts = _flower_rows(
+            kind,
+            value,
+            keys,
+            clients,
+            seed,
+        )
     if not all(map(len, parts)):
         raise PartitionError(
             f"partition {partition}: of {clients} clients one would have no rows; use "

@@ -76,7 +76,13 @@ def encoded_images(
         return [_images(rows, column, side or LARGEST_SIDE)]
 
     labels = label_columns(source, scenario)
-    data = labelled(source, scenario, labels, [column], read)
+    data = labelled(
+        source,
+        scenario,
+        labels,
+        [column],
+        read,
+    )
     images = [*data.train.inputs, *data.test.inputs]
     if not side:
         side = max(max(image.size) for image in images)

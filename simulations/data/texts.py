@@ -76,7 +76,14 @@ def load_texts(scenario: Scenario) -> DataSet:
             texts.append(tuple(map(str, cells)))
         return texts
 
-    return labelled(source, scenario, label_columns(source, scenario), columns, read)
+    labels = label_columns(source, scenario)
+    return labelled(
+        source,
+        scenario,
+        labels,
+        columns,
+        read,
+    )
 
 
 def load_tags(scenario: Scenario) -> DataSet:
@@ -113,7 +120,13 @@ def load_tags(scenario: Scenario) -> DataSet:
             tags.append(of_words)
         return [tuple(map(str, words)) for words in sentences], tags
 
-    data = labelled(source, scenario, (), (words_column, tags_column), read)
+    data = labelled(
+        source,
+        scenario,
+        (),
+        (words_column, tags_column),
+        read,
+    )
     used: set[str] = {OUTSIDE}
     for split in (data.train, data.test):
         used.update(*(split.second or ()))

@@ -21,6 +21,7 @@ from fedrot.simulations.federation.cells import Cell, CellRun, strategy_of
 from fedrot.simulations.models import build_model, model_config, tensors_of
 from fedrot.simulations.strategy import NAMED, Strategy
 from fedrot.simulations.tasks import training
+from fedrot.simulations.tasks.registry import TASKS
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies.fitting.result import FEW
 from fedrot.symmetry import symmetry_of
@@ -139,7 +140,7 @@ def _remarks(task: Task, names: Sequence[str], sizes: Sequence[int]) -> Iterator
         f", of {len(values)} values of '{column}'" if len(values) > len(sizes) else ""
     )
     yield f"{len(sizes)} clients have {between} rows each (seed {seed}){shared}."
-    if experiment.task in ("classification", "image") and task.data.kind == "single":
+    if TASKS[experiment.task].classifies and task.data.kind == "single":
         largest = int(np.bincount(labels).argmax())
         share = float(np.mean(task.data.test.labels == largest))
         yield (

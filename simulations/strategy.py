@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 if TYPE_CHECKING:
     from fedrot.aggregation.registry import AggregationEntry
     from fedrot.options import AlignmentOptions
-    from fedrot.simulations.experiment import Experiment
+    from fedrot.simulations.scenario import Scenario
 
 
 class Strategy(BaseModel):
@@ -99,7 +99,7 @@ class Strategy(BaseModel):
         given = self.alignment if isinstance(self.alignment, dict) else {}
         return AlignmentOptions(**given) if self.alignment is not False else None
 
-    def check(self, experiment: Experiment) -> None:
+    def check(self, experiment: Scenario) -> None:
         """Raise ``ValueError`` if the strategy does not go with an experiment.
 
         Arguments of ``FedRot`` are checked by ``FedRot``, which is built before
@@ -144,7 +144,7 @@ class Strategy(BaseModel):
             )
         KINDS[self.kind](self, experiment)
 
-    def code(self, experiment: Experiment) -> str:
+    def code(self, experiment: Scenario) -> str:
         """Return the line of a server app that runs the strategy, to copy; empty if
         there is none.
         """
@@ -202,7 +202,7 @@ def _call(name: str, arguments: object, *first: str) -> str:
     return f"{name}({', '.join([*first, *more])})"
 
 
-def _of_adapters(strategy: Strategy, experiment: Experiment) -> None:
+def _of_adapters(strategy: Strategy, experiment: Scenario) -> None:
     """Refuse options of adapters that do not fit their ranks or kind."""
     from fedrot.lora import AdapterOptions
 
@@ -218,7 +218,7 @@ def _of_adapters(strategy: Strategy, experiment: Experiment) -> None:
 
 #: What refuses a strategy that does not go with an experiment, by kind. Plug-ins add
 #: theirs; how a kind runs is in ``federation.cells.RUNS``.
-KINDS: dict[str, Callable[[Strategy, Experiment], None]] = {
+KINDS: dict[str, Callable[[Strategy, Scenario], None]] = {
     "fedrot": _of_adapters,
     "head_only": lambda strategy, experiment: None,
 }

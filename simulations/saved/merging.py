@@ -20,7 +20,7 @@ from fedrot.lora import AdapterOptions, AdapterUpdate, LoraSettings
 from fedrot.lora.adapters import factors, pairs_of
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
-from fedrot.simulations.models import loading
+from fedrot.simulations.pretrained import loading
 from fedrot.simulations.saved.load import SavedModel, about, load, writing
 from fedrot.symmetry import DEFAULT_PARTS, WHOLE_MODEL, Symmetry, symmetry_of
 from fedrot.symmetry.canonical import canonical

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy, one_hot
 from transformers import BertConfig, BertModel
 from typer.testing import CliRunner
 
-from fedrot.simulations import models
+from fedrot.simulations import pretrained
 from fedrot.task_head.choice import SHRINKAGES
 from fedrot.task_head.fit import fitted_task_heads
 from reproductions.heads import __main__, cell, closed
@@ -282,7 +282,7 @@ def test_a_cell_is_repeated_and_its_rows_are_a_table(
         str(tmp_path / "tokenizer.json")
     )
     BERT.save_pretrained(tmp_path)
-    monkeypatch.setattr(models, "source_of", lambda _: str(tmp_path))
+    monkeypatch.setattr(pretrained, "source_of", lambda _: str(tmp_path))
     monkeypatch.setattr(cell, "ROWS", 160)
     number = np.random.default_rng(0).integers(1, 40, 600)
     table = pd.DataFrame({f"label {c}": number % 3 == c for c in range(3)})

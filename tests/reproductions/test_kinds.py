@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 import reproductions.plugins  # noqa: F401
 from fedrot.lora import adapter_tensors
-from fedrot.simulations.data.encode import bundled_tokenizer
+from fedrot.simulations.data.tokenizers import bundled_tokenizer
 from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.federation.cells import RUNS, CellRun, cells_of, run_cell
 from fedrot.simulations.federation.client_app import app

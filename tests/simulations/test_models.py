@@ -19,16 +19,11 @@ from safetensors.torch import load_file, save_file
 from fedrot.errors import FedrotError
 from fedrot.lora import adapter_tensors
 from fedrot.simulations import models
-from fedrot.simulations.data.encode import bundled_tokenizer
-from fedrot.simulations.experiment import TASKS
-from fedrot.simulations.models import (
-    build_model,
-    loading,
-    pad_id_of,
-    settings_of,
-    source_of,
-)
+from fedrot.simulations.data.tokenizers import bundled_tokenizer
+from fedrot.simulations.models import build_model, settings_of
+from fedrot.simulations.pretrained import PACKAGED, loading, pad_id_of, source_of
 from fedrot.simulations.tasks import training
+from fedrot.simulations.tasks.registry import TASKS
 from fedrot.simulations.tasks.training import check_model, task_of
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from tests.simulations.tasks.cases import (
@@ -302,7 +297,7 @@ def test_a_packaged_model_is_the_folder_in_its_package(
     files = {file.name for file in Path(source_of("minilm")).iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files
     assert source_of("google/bert") == "google/bert"
-    monkeypatch.setitem(models.PACKAGED, "minilm", ("no_such_package", ""))
+    monkeypatch.setitem(PACKAGED, "minilm", ("no_such_package", ""))
     with pytest.raises(
         FedrotError, match="Model 'minilm' needs fedrot's extra 'minilm'"
     ):

@@ -16,8 +16,9 @@ from torch.nn import functional
 
 import fedrot
 from fedrot.errors import FedrotError
-from fedrot.simulations.models import build_model, model_config, source_of
+from fedrot.simulations.models import build_model, model_config
 from fedrot.simulations.pooled_classifier import PooledForSequenceClassification
+from fedrot.simulations.pretrained import source_of
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, check_model, task_of
 from fedrot.task_head.fit import fitted_task_head, with_task_head

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from fedrot.simulations.cli.app import app, prepare
-from fedrot.simulations.models import loading
+from fedrot.simulations.pretrained import loading
 from tests.models import fresh_model
 from tests.simulations.commands import SMALL, settings
 from tests.simulations.saved.folders import WEIGHTS, change, configure, saved, tokenizer

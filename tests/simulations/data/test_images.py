@@ -16,16 +16,15 @@ import pytest
 import torch
 from PIL import Image
 
-from fedrot.simulations.data import encode
+from fedrot.simulations.data import pictures
 from fedrot.simulations.data.read import DataError
+from fedrot.simulations.tasks.registry import read_encoded
 from tests.simulations.data.files import chosen, write
 
 
 def load(data: object, data_dir: Path | None = None, **fields: Any) -> Any:
     """Return the data, and the pixels of training and held-out rows."""
-    data, train, test = encode.read_encoded(
-        chosen(data, data_dir, task="image", **fields)
-    )
+    data, train, test = read_encoded(chosen(data, data_dir, task="image", **fields))
     assert train.pixels.dtype == test.pixels.dtype == np.uint8
     return data, train.pixels, test.pixels
 
@@ -236,7 +235,7 @@ def test_a_pretrained_model_reads_its_own_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = SimpleNamespace(model_type="mine", **fields)
-    monkeypatch.setattr(encode, "pretrained_settings", lambda _: settings)
+    monkeypatch.setattr(pictures, "pretrained_settings", lambda _: settings)
     if processor:
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
     red = write(
@@ -247,9 +246,9 @@ def test_a_pretrained_model_reads_its_own_size(
     experiment = chosen(red, task="image", model=str(tmp_path))
     if isinstance(expected, str):
         with pytest.raises(DataError, match=expected):
-            encode.read_encoded(experiment)
+            read_encoded(experiment)
         return
-    data, *both = encode.read_encoded(experiment)
+    data, *both = read_encoded(experiment)
     assert (data.side, data.channels) == expected
     colours = (
         [200, 0, 0] if data.channels == 3 else [60]
@@ -270,7 +269,7 @@ def test_a_pretrained_model_reads_its_own_size(
 
 def test_images_of_an_experiment_without_a_model() -> None:
     limits = {"train_limit": 20, "test_limit": 10}
-    data, train, test = encode.read_encoded(chosen("digits", task="image", **limits))
+    data, train, test = read_encoded(chosen("digits", task="image", **limits))
     assert (len(train), len(test), train.lengths(np.arange(3)).tolist()) == (
         20,
         10,

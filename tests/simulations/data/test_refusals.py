@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fedrot.simulations.data.encode import read_encoded
 from fedrot.simulations.data.read import DataError
+from fedrot.simulations.tasks.registry import read_encoded
 from tests.simulations.data.files import TEXTS, chosen, repeated, write
 from tests.simulations.data.test_images import png
 from tests.simulations.data.test_texts import MARKS, SPLIT, WORDS

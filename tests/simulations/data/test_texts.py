@@ -12,12 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from fedrot.simulations.data.encode import (
-    IGNORED,
-    bundled_tokenizer,
-    encode,
-    read_encoded,
-)
+from fedrot.simulations.data import IGNORED
+from fedrot.simulations.data.encode import encode
 from fedrot.simulations.data.labels import LABEL, Split
 from fedrot.simulations.data.read import DataError, Source
 from fedrot.simulations.data.texts import (
@@ -27,6 +23,8 @@ from fedrot.simulations.data.texts import (
     load_tags,
     load_texts,
 )
+from fedrot.simulations.data.tokenizers import bundled_tokenizer
+from fedrot.simulations.tasks.registry import read_encoded
 from tests.simulations.data.files import TEXTS, chosen, repeated, shared_data, write
 from tests.simulations.data.wordpiece import SPECIAL_TOKENS, train_wordpiece
 

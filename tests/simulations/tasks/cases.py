@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import torch
 import transformers
 
-from fedrot.simulations.data.encode import bundled_tokenizer
+from fedrot.simulations.data.tokenizers import bundled_tokenizer
 from fedrot.simulations.experiment import OF_SMALL_MODEL, Experiment
 from fedrot.simulations.models import build_model
 from fedrot.simulations.tasks.training import Task, task_of

@@ -11,10 +11,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from fedrot.simulations.data.encode import IGNORED, EncodedText, bundled_tokenizer
+from fedrot.simulations.data import IGNORED, tokenizers
+from fedrot.simulations.data.encode import EncodedText
 from fedrot.simulations.data.read import DataError
-from fedrot.simulations.tasks import objectives, training
-from fedrot.simulations.tasks.objectives import MaskedLanguageModelling
+from fedrot.simulations.data.tokenizers import bundled_tokenizer
+from fedrot.simulations.tasks import training
+from fedrot.simulations.tasks.language import MaskedLanguageModelling
 from fedrot.simulations.tasks.training import Task
 from tests.simulations.tasks.cases import model_for, task_for
 
@@ -178,7 +180,7 @@ def test_mask_tokens_by_family(
         models.WordLevel({"a": 0, "<s>": 1, mask: 7, "b": 6000}, unk_token="a")
     )
     tokenizer.add_special_tokens(["<s>"])
-    monkeypatch.setattr(objectives, "tokenizer_for", lambda _: tokenizer)
+    monkeypatch.setattr(tokenizers, "tokenizer_for", lambda _: tokenizer)
     if mask == "<none>":
         with pytest.raises(DataError, match="no mask token"):
             MaskedLanguageModelling(task.experiment, task.data)

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.objectives import Classification, model_inputs
+from fedrot.simulations.tasks.classification import Classification
+from fedrot.simulations.tasks.objective import model_inputs
 from fedrot.simulations.tasks.training import Task
 from tests.simulations.tasks.cases import model_for, task_for
 

@@ -30,7 +30,9 @@ from tests.strategies.fakes import (
     FakeGrid,
     failure,
     in_front_of,
+    model_in,
     reply,
+    round_of,
     tensors_of,
 )
 from tests.strategies.templates import TEMPLATES, looking, own_messages, own_start
@@ -61,7 +63,7 @@ def client(message: Message, scramble: bool = False) -> Message:
     3.
     """
     node = message.metadata.dst_node_id
-    number: Any = message.content["config"]["server-round"]
+    number = round_of(message)
     if (number, node) == (3, 103):
         return failure(message)
     if message.metadata.message_type == "evaluate":
@@ -72,7 +74,7 @@ def client(message: Message, scramble: bool = False) -> Message:
             ),
             reply_to=message,
         )
-    received = tensors_of(message.content.array_records["arrays"])
+    received = model_in(message)
     update = near(received, 0.02, 10 * number + node)
     if scramble:
         update = fedrot.random_equivalent(update, SYMMETRY, 100 * number + node)
@@ -310,9 +312,7 @@ def test_models_of_the_clients_own_are_fedavgs_without_alignment() -> None:
 
 def fails_until(number: int) -> Client:
     def answer(message: Message) -> Message:
-        return (
-            failure if message.content["config"]["server-round"] < number else client
-        )(message)
+        return (failure if round_of(message) < number else client)(message)
 
     return answer
 

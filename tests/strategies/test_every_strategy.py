@@ -49,8 +49,10 @@ from tests.strategies.fakes import (
     broadcast,
     grid_of,
     in_front_of,
+    model_in,
     node_of,
     reply,
+    round_of,
     tensors_of,
 )
 
@@ -147,8 +149,8 @@ def client(index: int, scramble: bool, mods: tuple[Any, ...]) -> Client:
     """
 
     def train(message: Message, context: Context) -> Message:
-        received = tensors_of(message.content.array_records["arrays"])
-        number: Any = message.content.config_records["config"]["server-round"]
+        received = model_in(message)
+        number = round_of(message)
         weights = {
             name: tensor for name, tensor in received.items() if name not in INTEGERS
         }
@@ -235,7 +237,7 @@ def idle(index: int, other: bool) -> Client:
     """
 
     def answer(message: Message) -> Message:
-        received = tensors_of(message.content.array_records["arrays"])
+        received = model_in(message)
         move = (
             permuted if other else partial(fedrot.random_equivalent, symmetry=SYMMETRY)
         )

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import BertConfig
 
 import fedrot
-from fedrot.strategies import Aligned, FedRot, LabelledRows, Matching
+from fedrot.strategies import Aligned, FedRot, LabelledRows, Matching, OtherBasis
 from fedrot.strategies.settings import Checkpointing
 from tests.models import config_of, near
 from tests.strategies.classifier import NAME, build, state
@@ -80,17 +80,14 @@ def test_the_constructor_says_what_to_write(strategy: type[Aligned], what: str) 
     ("given", "says"),
     [
         ({"rows": "."}, "rows is the folder"),
-        (
-            {"on_round": "wandb"},
-            "on_round of Reporting is a str; give a function, like on_round=lambda",
-        ),
-        ({"wire": "bfloat16"}, "wire is 'bfloat16'; choose from"),
-        ({"aggregation": 3}, "a name, or a class: RegMean"),
+        ({"on_round": "wandb"}, "on_round of Reporting is a str.*on_round=lambda"),
+        ({"wire": "bfloat16"}, "wire is 'bfloat16'; choose"),
+        ({"wire": torch.int8}, r"wire is torch\.int8"),
+        ({"min_replies": 0}, "min_replies is 0"),
+        ({"device": "nowhere"}, "device 'nowhere'"),
+        ({"aggregation": 3}, "RegMean"),
         ({"aggregation": "regmeen"}, r"regmeen.*regmean"),
-        (
-            {"model": build()},
-            "model of OtherBasis is a BertForSequenceClassification; give a function",
-        ),
+        ({"model": build()}, "OtherBasis is a BertForSequenceClassification; give"),
     ],
 )
 def test_what_is_known_to_be_wrong_is_said_by_the_constructor(
@@ -100,12 +97,20 @@ def test_what_is_known_to_be_wrong_is_said_by_the_constructor(
         FedRot(CONFIG, **grouped(**given))
 
 
-def test_data_is_given_as_a_function() -> None:
-    for kind in (Matching, LabelledRows):
-        with pytest.raises(
-            fedrot.FedrotError, match=r"is a list; give a function, like \w+=lambda"
-        ):
-            kind(build, [{}], list)
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (
+            lambda: Matching(build, [{}], list),
+            r"list; give .*, like \w+=lambda",
+        ),
+        (lambda: LabelledRows(build, [{}], list), r"list; give .*, like \w+=lambda"),
+        (lambda: OtherBasis(build, learning_passes=-1), "negative"),
+    ],
+)
+def test_what_a_group_of_settings_cannot_use_is_refused(build: Any, says: str) -> None:
+    with pytest.raises(fedrot.FedrotError, match=says):
+        build()
 
 
 def _start(

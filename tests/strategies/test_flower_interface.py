@@ -44,7 +44,7 @@ from fedrot.strategies.resume.run import run
 from fedrot.strategies.wire.flower_compat import outside_of_the_engine
 from fedrot.strategies.wire.lazy_grid import LazyGrid
 from tests.strategies.classifier import SYMMETRY, state
-from tests.strategies.fakes import FakeGrid, failure, in_front_of, reply, tensors_of
+from tests.strategies.fakes import FakeGrid, failure, in_front_of, model_in, reply
 from tests.strategies.test_lora import CONFIG as LORA
 from tests.strategies.test_lora import adapter, floats
 
@@ -182,7 +182,7 @@ def newest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def moved(message: Message) -> Message:
     node = message.metadata.dst_node_id
-    received = tensors_of(message.content.array_records["arrays"])
+    received = model_in(message)
     floating = {
         n: t + 0.01 * node if t.is_floating_point() else t for n, t in received.items()
     }

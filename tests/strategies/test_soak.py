@@ -25,7 +25,7 @@ import fedrot
 from fedrot.strategies import FedRot, lazy_grid
 from tests.models import State, config_of, largest_difference
 from tests.strategies.classifier import NAME, SYMMETRY, state
-from tests.strategies.fakes import FakeGrid, failure, reply, tensors_of
+from tests.strategies.fakes import FakeGrid, failure, model_in, reply, tensors_of
 from tests.strategies.grouped import grouped
 
 #: In ``make test-all`` an update that stayed in every third round is noticed in the
@@ -86,7 +86,7 @@ class Plan:
     def answer(self, message: Message) -> Message:
         if self.fault == "crashed":
             return failure(message)
-        update = self.update(tensors_of(message.content.array_records["arrays"]))
+        update = self.update(model_in(message))
         scrambled = fedrot.random_equivalent(update, SYMMETRY, self.seed)
         answer = reply(message, scrambled, self.weight, self.node, loss=0.5)
         arrays = answer.content.array_records["arrays"]

@@ -17,7 +17,7 @@ import fedrot
 from fedrot.strategies import FedRot, Matching, OtherBasis, match_at_client
 from tests.families import config_of, model_of, state_of, symmetry_for
 from tests.models import State, near, with_separate_tables
-from tests.strategies.fakes import Client, grid_of, node_of, play, tensors_of
+from tests.strategies.fakes import Client, aggregated, grid_of, node_of, tensors_of
 
 WHOLE = fedrot.AlignmentOptions(fedrot.WHOLE_MODEL)
 STREAM = replace(WHOLE, canonical=True)
@@ -84,7 +84,7 @@ def test_models_in_rotated_bases_are_averaged_to_the_function_that_all_of_them_h
     )
     nodes = [matching(name) if where == "clients" else silent] * 3
     strategy = FedRot(config_of(name), other_basis=others)
-    arrays, metrics = play(strategy, base, sent, nodes)
+    arrays, metrics = aggregated(strategy, base, sent, nodes=nodes)
     result = tensors_of(arrays)
     assert metrics["fedrot-replies-accepted"] == 3
     expected = answers(name, base)
@@ -93,8 +93,8 @@ def test_models_in_rotated_bases_are_averaged_to_the_function_that_all_of_them_h
         assert bool((result[fold.gain] == 1).all()), "the new model is canonical"
     # Permutations of the stream do not find the function.
     permuted = OtherBasis(options=replace(WHOLE, canonical=False))
-    lost, _ = play(
-        FedRot(config_of(name), other_basis=permuted), base, sent, [silent] * 3
+    lost, _ = aggregated(
+        FedRot(config_of(name), other_basis=permuted), base, sent, nodes=[silent] * 3
     )
     assert (
         answers(name, tensors_of(lost)) - expected
@@ -111,7 +111,7 @@ def test_replies_in_the_broadcast_basis_become_canonical_beside_one_from_another
     late = fedrot.random_equivalent(folded, symmetry.rotated, 3, fedrot.WHOLE_MODEL)
     near_by = [float32(near(base, 1e-3, seed)) for seed in (1, 2)]
     strategy = FedRot(config_of(name), other_basis=OtherBasis(options=STREAM))
-    arrays, _ = play(strategy, base, [*near_by, late], [silent] * 3)
+    arrays, _ = aggregated(strategy, base, [*near_by, late], nodes=[silent] * 3)
     result = tensors_of(arrays)
     own = [*(fedrot.canonical(update, symmetry) for update in near_by), folded]
     for key, found in result.items():

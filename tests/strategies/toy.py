@@ -16,7 +16,7 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from fedrot.strategies import LabelledRows, answer_with_sums
-from tests.strategies.fakes import Client, reply, tensors_of
+from tests.strategies.fakes import Client, model_in, reply
 
 CLASSES, WIDTH = 3, 6
 CENTRES = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(3))
@@ -79,7 +79,7 @@ def client(
     def node(message: Message) -> Message:
         if message.metadata.message_type != "train":
             return app(message, Context(7, 1, {}, RecordDict(), {}))
-        received = tensors_of(message.content.array_records["arrays"])
+        received = model_in(message)
         body = torch.tensor([to(float(received["body"]))])
         noise = torch.randn(
             CLASSES, WIDTH, generator=torch.Generator().manual_seed(seed)

@@ -44,9 +44,9 @@ from tests.strategies.fakes import (
     failure,
     grid_of,
     largest_difference,
+    model_in,
     node_of,
     reply,
-    tensors_of,
 )
 
 #: What a client does with a message.
@@ -88,7 +88,7 @@ def answered(train: Train, mod: Any, message: Message | None = None) -> Message:
 
 
 def arrays(message: Message) -> State:
-    return tensors_of(message.content.array_records["arrays"])
+    return model_in(message)
 
 
 @pytest.mark.parametrize("kind", ["train", "train.tuned"])

@@ -53,11 +53,11 @@ from tests.strategies.classifier import (
 from tests.strategies.fakes import (
     Client,
     FakeGrid,
+    aggregated,
     failure,
     grid_of,
     largest_difference,
     node_of,
-    play,
     reply,
     tensors_of,
 )
@@ -328,7 +328,7 @@ def test_a_round_matched_by_its_clients_keeps_the_function(
 ) -> None:
     sent = [permuted(BASE, i) if most or i == 1 else BASE for i in range(3)]
     grid = grid_of([client()] * 3)
-    result, _ = play(strategy(), BASE, sent, grid)
+    result, _ = aggregated(strategy(), BASE, sent, nodes=grid)
     assert error(result, BASE) <= 1e-4
     assert warnings() == ""
     # The heaviest is the anchor where most are in another basis; nobody else needs to
@@ -340,10 +340,10 @@ def test_a_round_matched_by_its_clients_keeps_the_function(
 
 def test_nobody_is_asked_in_an_ordinary_round() -> None:
     sent = [near(BASE, 0.05, i) for i in range(3)]
-    expected, _ = play(FedRot(config_of(NAME)), BASE, sent, [failure] * 3)
+    expected, _ = aggregated(FedRot(config_of(NAME)), BASE, sent)
     grid = grid_of([failure] * 3)
-    result, _ = play(
-        strategy(others={"options": None, "model": build}), BASE, sent, grid
+    result, _ = aggregated(
+        strategy(others={"options": None, "model": build}), BASE, sent, nodes=grid
     )
     assert grid.asked == []
     assert largest_difference(expected, result) == 0
@@ -352,8 +352,8 @@ def test_nobody_is_asked_in_an_ordinary_round() -> None:
 def test_what_a_client_found_is_averaged_and_reported_as_it_is() -> None:
     """Its data decided; to move the update again, by weights alone, would undo that."""
     found = read(ask(client(), OTHER), OTHER)
-    result, metrics = play(
-        strategy(alignment=GLOBAL), BASE, [BASE, OTHER, BASE], [client()] * 3
+    result, metrics = aggregated(
+        strategy(alignment=GLOBAL), BASE, [BASE, OTHER, BASE], nodes=[client()] * 3
     )
     aligned = found.apply(OTHER)
     mean = {k: 22 / 33 * BASE[k] + 11 / 33 * aligned[k] for k in BASE}
@@ -370,7 +370,9 @@ def test_an_update_that_its_client_matched_leaves_the_others_to_the_anchor() -> 
         for i in (3, 4)
     ]
     options = replace(EAGER, anchor="global")
-    result, _ = play(strategy(alignment=options), BASE, [theirs, *ours], [client()] * 3)
+    result, _ = aggregated(
+        strategy(alignment=options), BASE, [theirs, *ours], nodes=[client()] * 3
+    )
     first = read(ask(client(), theirs), theirs).apply(theirs)
     rest = fedrot.align_round(zip(ours, (11, 12), strict=True), BASE, SYMMETRY, options)
     aligned = [first, *(found.tensors for found in rest)]
@@ -387,7 +389,9 @@ def nothing_moved(message: Message) -> Message:
 
 def test_beside_clients_that_matched_themselves_others_keep_their_alignment() -> None:
     sent = [permuted(near(BASE, 0.01, seed), seed) for seed in (1, 2, 3)]
-    _, metrics = play(strategy(), BASE, sent, [nothing_moved, failure, failure])
+    _, metrics = aggregated(
+        strategy(), BASE, sent, nodes=[nothing_moved, failure, failure]
+    )
     assert metrics["fedrot-replies-accepted"] == 3
 
 
@@ -409,9 +413,9 @@ class Chatty(FakeGrid):
 
 def test_the_first_answer_of_who_was_asked_counts(warnings: Callable[[], str]) -> None:
     sent, nodes = [BASE, OTHER, BASE], [client()] * 3
-    expected, before = play(strategy(alignment=GLOBAL), BASE, sent, nodes)
+    expected, before = aggregated(strategy(alignment=GLOBAL), BASE, sent, nodes=nodes)
     grid = Chatty(dict(enumerate(nodes, start=100)))
-    found, metrics = play(strategy(alignment=GLOBAL), BASE, sent, grid)
+    found, metrics = aggregated(strategy(alignment=GLOBAL), BASE, sent, nodes=grid)
     assert grid.asked == [[101]]
     assert largest_difference(found, expected) == 0
     assert metrics["fedrot-replies-accepted"] == before["fedrot-replies-accepted"] == 3
@@ -444,9 +448,7 @@ SENT = [BASE, permuted(BASE, 1), BASE]
 @cache
 def matched_at_the_server(model: Any) -> ArrayRecord:
     others = OtherBasis(model, None if model else WHOLE)
-    return play(FedRot(config_of(NAME), other_basis=others), BASE, SENT, [failure] * 3)[
-        0
-    ]
+    return aggregated(FedRot(config_of(NAME), other_basis=others), BASE, SENT)[0]
 
 
 @pytest.mark.parametrize("case", BAD_NODES)
@@ -457,7 +459,7 @@ def test_after_a_bad_answer_the_reply_is_matched_at_the_server(
     kind = Silent if case == "silent" else FakeGrid
     grid = kind(dict.fromkeys((100, 101, 102), BAD_NODES[case]))
     given = {"model": model, "options": None if model else WHOLE}
-    result, metrics = play(strategy(others=given), BASE, SENT, grid)
+    result, metrics = aggregated(strategy(others=given), BASE, SENT, nodes=grid)
     assert ("Client 1 is matched at the server" in warnings()) == (case != "silent")
     assert largest_difference(result, matched_at_the_server(model)) == 0
     assert error(result, BASE) <= 1e-4

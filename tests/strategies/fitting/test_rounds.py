@@ -36,6 +36,7 @@ from tests.strategies.fakes import (
     failure,
     grid_of,
     largest_difference,
+    model_in,
     reply,
     tensors_of,
 )
@@ -275,7 +276,7 @@ def learner(index: int, build: Callable[[], nn.Module] | None = None) -> Client:
     def node(message: Message) -> Message | None:
         if message.metadata.message_type != "train":
             return answers(message)
-        received = tensors_of(message.content.array_records["arrays"])
+        received = model_in(message)
         return reply(message, near(received, 0.01, seed=index), 10 + index, index)
 
     return node
@@ -339,7 +340,7 @@ def test_adapters_are_never_worse_over_rounds(method: str) -> None:
             if message.metadata.message_type != "train":
                 return answers(message)
             own = kind.build(rank)
-            load_adapter(own, tensors_of(message.content.array_records["arrays"]))
+            load_adapter(own, model_in(message))
             generator = torch.Generator().manual_seed(index)
             sent = {
                 name: tensor + torch.randn(tensor.shape, generator=generator) / 2

@@ -46,7 +46,14 @@ from fedrot.strategies.resume.values import decode
 from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.settings import Reporting
 from tests.strategies.classifier import SYMMETRY, state
-from tests.strategies.fakes import Client, FakeGrid, failure, grid_of, in_front_of
+from tests.strategies.fakes import (
+    Client,
+    FakeGrid,
+    failure,
+    grid_of,
+    in_front_of,
+    round_of,
+)
 from tests.strategies.resume.children import CLIENTS, client, ending
 from tests.strategies.resume.children import evaluate as evaluated
 
@@ -93,7 +100,7 @@ def grid(fails: Callable[[int, int], bool] = lambda number, index: False) -> Fak
 
     def client_of(index: int) -> Client:
         def answer(message: Message) -> Message | None:
-            number: Any = message.content["config"]["server-round"]
+            number = round_of(message)
             return (failure if fails(number, index) else client(index))(message)
 
         return answer

@@ -52,7 +52,14 @@ from tests.strategies.aggregating import (
     scrambled,
 )
 from tests.strategies.classifier import NAME, SYMMETRY, WHOLE, build, state
-from tests.strategies.fakes import FakeGrid, largest_difference, reply, tensors_of
+from tests.strategies.fakes import (
+    FakeGrid,
+    largest_difference,
+    model_in,
+    reply,
+    round_of,
+    tensors_of,
+)
 
 CONFIG = config_of(NAME)
 GLOBAL = fedrot.AlignmentOptions(anchor="global")
@@ -430,8 +437,8 @@ def test_a_server_step_that_overflows_fails_one_round_and_not_the_next_ones(
     }
 
     def client(message: Message) -> Message:
-        number: Any = message.content.config_records["config"]["server-round"]
-        sent = tensors_of(message.content.array_records["arrays"])
+        number = round_of(message)
+        sent = model_in(message)
         if number == 2:
             sent["classifier.bias"] = torch.full_like(sent["classifier.bias"], 6e4)
         return reply(message, sent, 10)

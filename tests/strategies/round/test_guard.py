@@ -39,7 +39,7 @@ from tests.strategies.aggregating import (
     scrambled,
 )
 from tests.strategies.classifier import SYMMETRY, state
-from tests.strategies.fakes import FakeGrid, reply, tensors_of
+from tests.strategies.fakes import FakeGrid, model_in, reply, round_of, tensors_of
 
 ROUNDS, CLIENTS = 2, 3
 #: Nothing removes so much more than chance: the plain mean.
@@ -61,8 +61,8 @@ def scrambling(index: int) -> Callable[[Message], Message]:
     """Return a client that trains a little, and answers in coordinates of its own."""
 
     def trained(message: Message) -> Message:
-        number: Any = message.content.config_records["config"]["server-round"]
-        received = tensors_of(message.content.array_records["arrays"])
+        number = round_of(message)
+        received = model_in(message)
         update = near(received, 0.05, 10 * number + index)
         sent = fedrot.random_equivalent(update, SYMMETRY, 10 * number + index)
         return reply(message, sent, 10 + index, index)

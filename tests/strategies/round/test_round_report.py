@@ -14,7 +14,7 @@ from fedrot.strategies import FedRot
 from fedrot.strategies.reporting.verdict import CHANCE, FOUND, REMOVED, figures
 from tests.models import LAYERS, State, config_of, near
 from tests.strategies.classifier import NAME, SYMMETRY, state
-from tests.strategies.fakes import failure, play
+from tests.strategies.fakes import aggregated
 
 CONFIG = config_of(NAME)
 PAGE = Path(__file__).parents[3] / "docs/reference/metrics.md"
@@ -31,7 +31,7 @@ def _documented() -> list[str]:
 
 
 def _play(strategy: FedRot, updates: list[State]) -> dict[str, Any]:
-    return dict(play(strategy, state(), updates, [failure] * len(updates))[1])
+    return dict(aggregated(strategy, state(), updates)[1])
 
 
 def test_a_round_s_metrics_are_those_of_the_page() -> None:

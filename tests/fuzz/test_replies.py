@@ -240,12 +240,11 @@ def test_a_reply_is_a_fitting_update_or_refused(
 
 
 def test_good_replies_are_accepted() -> None:
+    metrics = MetricRecord({"num-examples": 7})
     for good in GOOD:
-        metrics = MetricRecord({"num-examples": 7})
-        found = RecordDict({"arrays": good, "m": metrics, STATISTICS: GOOD_STATISTICS})
-        assert list(
-            inbox(("gram",)).decode(Message(found, reply_to=ASKED)).tensors
-        ) == list(MODEL)
+        sent = RecordDict({"arrays": good, "m": metrics, STATISTICS: GOOD_STATISTICS})
+        update = inbox(("gram",)).decode(Message(sent, reply_to=ASKED))
+        assert list(update.tensors) == list(MODEL)
 
 
 raw = st.binary(max_size=300) | headers() | mutated(GOOD[0]["embeddings"].data)

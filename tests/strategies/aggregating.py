@@ -115,19 +115,27 @@ def answer(
     return message
 
 
-def play(
+def finished(
     strategy: FedAvg,
     clients: Sequence[Client],
     server_round: int = 1,
     base: State | None = None,
     dtype: torch.dtype = torch.float32,
-) -> tuple[ArrayRecord, MetricRecord]:
+    **metrics: Any,
+) -> Any:
+    """Play a round that may have no model; each metric is one number for each
+    client.
+    """
     asked = broadcast(strategy, base or state(), len(clients), server_round)
     replies = [
-        answer(message, client, i, dtype)
+        answer(message, client, i, dtype, **{n: of[i] for n, of in metrics.items()})
         for i, (message, client) in enumerate(zip(asked, clients, strict=True))
     ]
-    arrays, metrics = strategy.aggregate_train(server_round, replies)
+    return strategy.aggregate_train(server_round, replies)
+
+
+def play(*given: Any, **settings: Any) -> tuple[ArrayRecord, MetricRecord]:
+    arrays, metrics = finished(*given, **settings)
     assert arrays is not None
     return arrays, metrics or MetricRecord()
 

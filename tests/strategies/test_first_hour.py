@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import nn
 from transformers import BertConfig
 
 import fedrot
+from fedrot.simulations.run_folder import read_rows
 from fedrot.strategies import Aligned, FedRot, LabelledRows, Matching, OtherBasis
 from fedrot.strategies.settings import Checkpointing
 from tests.models import config_of, near
@@ -238,7 +238,7 @@ def test_a_first_round_of_replies_with_one_fault_ends_the_run_with_it(
     )
     with pytest.raises(fedrot.FedrotError, match=says):
         _start(strategy(CONFIG, **grouped(**given)), ARRAYS, *nodes)
-    rows = [json.loads(line) for line in report.read_text().splitlines()]
+    rows = read_rows(report)
     assert len([row for row in rows if "dropped" in row]) == 3
 
 
@@ -306,11 +306,7 @@ def _run(home: Path, rounds: int, **given: Any) -> list[int]:
     rows = home / "alignment.jsonl"
     strategy = FedRot(CONFIG, fraction_evaluate=0.0, **grouped(rows=rows, **given))
     _start(strategy, ARRAYS, *map(good, range(2)), rounds=rounds)
-    return list(
-        dict.fromkeys(
-            json.loads(line)["round"] for line in rows.read_text().splitlines()
-        )
-    )
+    return list(dict.fromkeys(row["round"] for row in read_rows(rows)))
 
 
 def test_a_resumed_run_goes_on_in_its_files_and_a_refused_one_leaves_them(

@@ -31,16 +31,16 @@ from fedrot.strategies.wire.arrays import STATISTICS
 from fedrot.strategies.wire.statistics_record import read_statistics
 from tests.models import State, config_of, near
 from tests.strategies.aggregating import Client as Given
-from tests.strategies.aggregating import ask, batches, loaded, merged
+from tests.strategies.aggregating import batches, loaded, merged
 from tests.strategies.classifier import NAME, state
-from tests.strategies.fakes import grid_of, largest_difference, node_of
+from tests.strategies.fakes import broadcast, grid_of, largest_difference, node_of
 
 EXAMPLES = (3, 10, 5)
 (BATCH,) = batches(0)
 
 
 def request(kinds: str = "gram") -> Message:
-    message = ask(FedRot(config_of(NAME), aggregation=RegMean), state(), 2)[0]
+    message = broadcast(FedRot(config_of(NAME), aggregation=RegMean), state())[0]
     message.content.config_records["config"][STATISTICS] = kinds
     return message
 
@@ -111,7 +111,7 @@ def test_the_number_of_batches_is_bounded(most: int | None, expected: int) -> No
 def test_without_a_request_nothing_is_read_or_added() -> None:
     other = request()
     other.content["config"] = ConfigRecord({"lr": 0.1})
-    for message in (request(""), ask(FedRot(config_of(NAME)), state(), 2)[0], other):
+    for message in (request(""), broadcast(FedRot(config_of(NAME)), state())[0], other):
         reply, rows = content(), Counted(batches(0))
         assert add_statistics(reply, message, model(), rows) == ()
         assert list(reply) == ["arrays", "metrics"]

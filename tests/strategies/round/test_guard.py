@@ -25,7 +25,7 @@ from flwr.serverapp.strategy import (
 import fedrot
 from fedrot.aggregation import Fisher, Mean, RegMean
 from fedrot.errors import FedrotError
-from fedrot.strategies import Aligned, Checkpointing, FedRot, Guard, Reporting, Server
+from fedrot.strategies import Checkpointing, FedRot, Guard, Reporting, Server
 from tests.models import near
 from tests.strategies.aggregating import (
     PERMUTATIONS,
@@ -39,7 +39,15 @@ from tests.strategies.aggregating import (
     scrambled,
 )
 from tests.strategies.classifier import SYMMETRY, state
-from tests.strategies.fakes import FakeGrid, model_in, reply, round_of, tensors_of
+from tests.strategies.fakes import (
+    FakeGrid,
+    grid_of,
+    in_front_of,
+    model_in,
+    reply,
+    round_of,
+    tensors_of,
+)
 
 ROUNDS, CLIENTS = 2, 3
 #: Nothing removes so much more than chance: the plain mean.
@@ -50,11 +58,7 @@ KEPT = "fedrot-guard-kept-aligned"
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
-def behind(strategy: Any) -> Any:
-    return type(f"Aligned{strategy.__name__}", (Aligned, strategy), {})
-
-
-AlignedAdam = behind(FedAdam)
+AlignedAdam = in_front_of(FedAdam)
 
 
 def scrambling(index: int) -> Callable[[Message], Message]:
@@ -93,7 +97,7 @@ def points(better: str) -> Points:
 
 
 def new_grid() -> FakeGrid:
-    return FakeGrid({100 + i: scrambling(i) for i in range(CLIENTS)})
+    return grid_of(map(scrambling, range(CLIENTS)))
 
 
 def run(
@@ -252,7 +256,7 @@ def test_biases_that_become_0_are_compared_where_no_group_is_moved(
     ("build", "given"),
     [
         (AlignedAdam, {"eta": 0.01}),
-        (behind(FedAvgM), {"server_learning_rate": 0.7, "server_momentum": 0.9}),
+        (in_front_of(FedAvgM), {"server_learning_rate": 0.7, "server_momentum": 0.9}),
     ],
 )
 def test_an_optimiser_sees_the_kept_mean_only(
@@ -375,7 +379,7 @@ def private(symmetry: Any, fraction_evaluate: float, **given: Any) -> Any:
         "clipping_norm": 1.0,
         "num_sampled_clients": CLIENTS,
     }
-    strategy = behind(DifferentialPrivacyServerSideFixedClipping)
+    strategy = in_front_of(DifferentialPrivacyServerSideFixedClipping)
     return strategy(symmetry, FedAvg(), **settings, alignment=GLOBAL, **given)
 
 
@@ -419,7 +423,7 @@ REFUSED: dict[str, tuple[Callable[[FakeGrid], Any], str, int]] = {
     ),  # type: ignore[arg-type]
     "medians": (
         lambda grid: run(
-            behind(FedMedian), points("plain"), grid=grid, guard="accuracy"
+            in_front_of(FedMedian), points("plain"), grid=grid, guard="accuracy"
         ),
         "needs every update",
         0,

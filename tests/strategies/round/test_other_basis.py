@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor, nn
 from transformers import BertForSequenceClassification
 
@@ -36,9 +35,9 @@ from tests.strategies.classifier import (
     state,
 )
 from tests.strategies.fakes import (
+    aggregated,
     broadcast,
     largest_difference,
-    reply,
     tensors_of,
 )
 
@@ -51,20 +50,9 @@ BY_WEIGHTS, BY_PROBES = OtherBasis(options=WHOLE), OtherBasis(build)
 Sent = Sequence[tuple[State, float]]
 
 
-def play(strategy: FedRot, base: State, sent: Sent) -> tuple[ArrayRecord, MetricRecord]:
-    """Play one round and return the new model and the metrics; the replies stay as they
-    are.
-    """
-    messages = broadcast(strategy, base, len(sent))
-    replies = [
-        reply(m, u, w, i)
-        for i, (m, (u, w)) in enumerate(zip(messages, sent, strict=True))
-    ]
-    before = [message.content.object_id for message in replies]
-    arrays, metrics = strategy.aggregate_train(1, replies)
-    assert arrays is not None
-    assert before == [message.content.object_id for message in replies]
-    return arrays, metrics or MetricRecord()
+def play(strategy: FedRot, base: State, sent: Sent) -> Any:
+    updates, weights = zip(*sent, strict=True)
+    return aggregated(strategy, base, updates, weights)
 
 
 def mean(sent: Iterable[tuple[Mapping[str, Tensor], float]]) -> State:

@@ -20,7 +20,7 @@ from reproductions.lora_rivals import RivalOptions
 from tests.fedrot.lora.test_averaging import IN, MODULES, Adapter, adapter
 from tests.fedrot.lora.test_peft import SETTINGS, outputs
 from tests.reproductions.test_lora_rivals import averaged
-from tests.strategies.fakes import Client, FakeGrid, reply
+from tests.strategies.fakes import Client, grid_of, reply
 
 #: The adapters of these tests are too small for a test against chance.
 EVERYTHING = fedrot.AlignmentOptions(parts=("adapters",), chance=0)
@@ -114,7 +114,7 @@ def honest() -> Adapter:
 
 
 def started(strategy: Any) -> Adapter:
-    grid = FakeGrid({100 + i: turning(i) for i in range(3)})
+    grid = grid_of(map(turning, range(3)))
     found = strategy.start(grid, ArrayRecord(floats(adapter(9))), 1)
     return found.arrays.to_torch_state_dict()
 
@@ -148,7 +148,7 @@ def test_options_of_whole_models_are_refused_before_clients_train() -> None:
     said = r"these are LoRA adapters\. Write AlignmentOptions\(parts=\('adapters',\)\)"
     with pytest.raises(SymmetryError, match=said):
         fedrot.align(adapter(1), start, symmetry)
-    grid = FakeGrid({100 + i: turning(i) for i in range(3)})
+    grid = grid_of(map(turning, range(3)))
     with pytest.raises(SymmetryError, match=said):
         FedRot(symmetry).start(grid, ArrayRecord(floats(start)), 1)
     assert not grid.asked

@@ -28,7 +28,7 @@ from fedrot.strategies.lora import (
     AdapterMean,
     AlignedLoRA,
 )
-from fedrot.strategies.settings import Checkpointing, Reporting, Server
+from fedrot.strategies.settings import Reporting
 from tests.fedrot.lora.test_averaging import (
     MODULES,
     SETTINGS,
@@ -37,7 +37,7 @@ from tests.fedrot.lora.test_averaging import (
     product,
     truncated,
 )
-from tests.strategies.fakes import ArrayRecord, FakeGrid, Message, reply
+from tests.strategies.fakes import ArrayRecord, FakeGrid, Message, grid_of, reply
 
 CONFIG = {"peft_type": "LORA", "lora_alpha": SETTINGS.alpha}
 EVERY: dict[str, Any] = {"fraction_evaluate": 0.0}
@@ -63,7 +63,7 @@ def client(index: int) -> Callable[[Message], Message]:
 
 
 def started(strategy: FedAvg, rounds: int = 1) -> Any:
-    grid = FakeGrid({100 + i: client(i) for i in range(3)})
+    grid = grid_of(map(client, range(3)))
     return strategy.start(grid, ArrayRecord(floats(adapter(9))), rounds)
 
 
@@ -207,7 +207,7 @@ def test_an_adapter_of_other_settings_is_dropped_by_name_and_rows_have_the_setti
 def test_a_first_model_that_is_no_adapter_is_refused_before_anyone_trains(
     warnings: Callable[[], str],
 ) -> None:
-    grid = FakeGrid({100 + i: client(i) for i in range(3)})
+    grid = grid_of(map(client, range(3)))
     with pytest.raises(
         FedrotError, match="initial_arrays is not a LoRA adapter: There are no factors"
     ):
@@ -222,23 +222,6 @@ def test_a_first_model_that_is_no_adapter_is_refused_before_anyone_trains(
         )
         FedRotLoRA(CONFIG, **EVERY).start(grid, ArrayRecord(whole), 1)
         assert ("holds base weights ('m.base_layer.weight')" in warnings()) == warned
-
-
-@METHODS
-def test_a_resumed_run_ends_with_the_same_bits(
-    options: AdapterOptions, tmp_path: Any
-) -> None:
-    def strategy(**more: Any) -> FedRotLoRA:
-        return FedRotLoRA(
-            CONFIG, options, server=Server(deterministic=True), **EVERY, **more
-        )
-
-    whole = started(strategy(), 3).arrays.to_torch_state_dict()
-    started(strategy(checkpoints=Checkpointing(tmp_path)), 2)
-    resumed = started(
-        strategy(checkpoints=Checkpointing(tmp_path)), 3
-    ).arrays.to_torch_state_dict()
-    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
 
 
 @METHODS

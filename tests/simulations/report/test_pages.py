@@ -23,7 +23,7 @@ from fedrot.strategies.settings import Reporting
 from tests.models import near
 from tests.simulations.report.runs import HOSTILE, group, write_folder
 from tests.strategies.classifier import SYMMETRY, state
-from tests.strategies.fakes import ArrayRecord, FakeGrid, reply
+from tests.strategies.fakes import ArrayRecord, grid_of, reply
 
 GAINS = {"fedavg": 0.0, "aligned": 0.0008, "fit_head": 0.05, "joined": 0.09}
 TWO = {
@@ -256,9 +256,7 @@ def test_what_a_strategy_writes_can_be_shown(tmp_path: Path) -> None:
 
     rows = Reporting(tmp_path / "report.jsonl")
     strategy = FedRot(SYMMETRY, fraction_evaluate=0.0, reporting=rows)
-    strategy.start(
-        FakeGrid({100 + i: client(i) for i in range(3)}), ArrayRecord(state()), 2
-    )
+    strategy.start(grid_of(map(client, range(3))), ArrayRecord(state()), 2)
     page = write_strategy_report(tmp_path / "report.jsonl").read_text()
     words = [
         "moved groups in 0 of 2",

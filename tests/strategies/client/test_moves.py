@@ -490,7 +490,7 @@ def test_requests_to_match_have_the_timeout_of_the_run_and_its_configuration() -
             return nothing_moved(message)
         return reply(message, permuted(BASE, node), 10, node)
 
-    grid = Timed(FakeGrid(dict.fromkeys((1, 2), answer)))
+    grid = Timed(grid_of([answer] * 2))
     config = ConfigRecord({"lr": 0.5})
     ours = strategy(fraction_evaluate=0.0)
     ours.start(grid, ArrayRecord(BASE), 1, timeout=12.5, train_config=config)

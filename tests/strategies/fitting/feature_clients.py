@@ -24,7 +24,7 @@ from fedrot.strategies.wire.fitting_messages import (
     TASK_HEADS,
 )
 from fedrot.task_head.losses import ONE, TEMPERATURES
-from tests.strategies.fakes import Client, FakeGrid, tensors_of
+from tests.strategies.fakes import Client, grid_of, tensors_of
 
 CLASSES, WIDTH = 3, 12
 CENTRES = torch.randn(
@@ -153,7 +153,7 @@ def client(
 def fitted(
     clients: list[Client], old: dict[str, Tensor] | None = None
 ) -> FittedTaskHead:
-    grid = FakeGrid(dict(enumerate(clients, start=100)))
+    grid = grid_of(clients)
     return fit_task_head(
         grid,
         ArrayRecord(old or OLD),

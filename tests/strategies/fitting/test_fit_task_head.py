@@ -16,9 +16,7 @@ from flwr.clientapp import ClientApp
 import fedrot
 from fedrot.strategies import FedRot
 from fedrot.strategies.fitting.exchange import temperature_in_words
-from fedrot.strategies.wire.arrays import to_arrays
 from fedrot.strategies.wire.fitting_messages import LOSSES, ROWS, STAGE, SUMS
-from fedrot.task_head.sums import ClassSums
 from tests.strategies.fakes import (
     Client,
     failure,
@@ -271,10 +269,3 @@ def test_what_gives_no_head_is_an_error(
         strategy = FedRot(SINGLE.config, fit_head="elsewhere")
         with pytest.raises(fedrot.FedrotError, match=word):
             strategy.start(grid_of(clients), ArrayRecord(SINGLE.state()), 1)
-
-
-def test_an_answer_at_width_768_is_a_quarter_of_a_matrix_in_float64() -> None:
-    features = torch.randn(100, 768, dtype=torch.float64)
-    hot = torch.nn.functional.one_hot(torch.arange(100) % 20, 20).double()
-    sums = ClassSums(hot.sum(0), hot.mT @ features, features.mT @ features)
-    assert sum(len(one.data) for one in to_arrays(sums.packed()).values()) <= 1.3e6

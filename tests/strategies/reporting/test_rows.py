@@ -17,7 +17,7 @@ from fedrot.strategies.reporting.rows import cut_rows, report_metrics
 from fedrot.strategies.settings import Checkpointing, Reporting
 from tests.models import State, near
 from tests.strategies.classifier import SYMMETRY, state
-from tests.strategies.fakes import FakeGrid, reply
+from tests.strategies.fakes import FakeGrid, grid_of, reply
 
 
 class AlignedFedAdam(Aligned, FedAdam):
@@ -41,7 +41,7 @@ def client(index: int, loss: float = 0.5) -> Any:
 
 
 def grid() -> FakeGrid:
-    return FakeGrid({100 + i: client(i) for i in range(3)})
+    return grid_of(map(client, range(3)))
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from tests.models import near
 from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import (
     Client,
-    FakeGrid,
+    grid_of,
     model_in,
     reply,
     round_of,
@@ -136,7 +136,7 @@ def play(folder: Path, mark: Mark) -> None:
             eta=0.01,
             reporting=Reporting(rows=folder / "rows.jsonl"),
         ),
-        FakeGrid({100 + i: client(i) for i in range(CLIENTS)}),
+        grid_of(map(client, range(CLIENTS))),
         ArrayRecord(state()),
         ROUNDS,
         evaluate_fn=evaluate,

@@ -36,9 +36,10 @@ from flwr.serverapp.strategy import (
 )
 
 from fedrot.errors import FedrotError
+from fedrot.lora import AdapterOptions
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.run_folder import read_rows
-from fedrot.strategies import Aligned, FedRot
+from fedrot.strategies import Aligned, FedRot, FedRotLoRA
 from fedrot.strategies.resume.checkpoints import Checkpointing
 from fedrot.strategies.resume.run import run
 from fedrot.strategies.resume.state import RunState
@@ -56,6 +57,8 @@ from tests.strategies.fakes import (
 )
 from tests.strategies.resume.children import CLIENTS, client, ending
 from tests.strategies.resume.children import evaluate as evaluated
+from tests.strategies.test_lora import CONFIG as LORA
+from tests.strategies.test_lora import adapter, floats
 
 ROUNDS = 3
 COMMON: dict[str, Any] = {"fraction_train": 0.5, "fraction_evaluate": 0.5}
@@ -235,6 +238,13 @@ SCENARIOS: dict[str, tuple[Callable[[], Strategy], dict[str, Any]]] = {
     "not evaluated at the server": (STRATEGIES["FedAdam"], {"evaluate_fn": None}),
     "two failed rounds": (FedAvg, {"clients": grid(lambda number, _: number < 3)}),
     "changed once": (Calibrated, {}),
+    **{
+        str(options): (
+            lambda options=options: FedRotLoRA(LORA, options, **COMMON),
+            {"tensors": floats(adapter(9))},
+        )
+        for options in (AdapterOptions("mean"), AdapterOptions("exact", "previous"))
+    },
 }
 
 
@@ -242,12 +252,15 @@ SCENARIOS: dict[str, tuple[Callable[[], Strategy], dict[str, Any]]] = {
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, name: str) -> None:
     """One folder, one round a process: what was restored is saved again."""
     build, settings = SCENARIOS[name]
-    tensors = state() if isinstance(build(), Aligned) else SMALL
-    expected = ending(play(build(), tensors=tensors, **settings))
+    settings = {"tensors": SMALL, **settings}
+    if isinstance(build(), Aligned):
+        settings["tensors"] = state()
+    expected = ending(play(build(), **settings))
+    tensors = settings.pop("tensors")
     for done in range(ROUNDS + 1):
         rounds = min(done + 1, ROUNDS)
         start = {key: tensor * (done == 0) for key, tensor in tensors.items()}
-        result = play(build(), tmp_path, rounds, start, seed=99 * done, **settings)
+        result = play(build(), tmp_path, rounds, start, 99 * done, **settings)
         newest = Checkpointing(tmp_path).newest()
         assert (newest.round, newest.result.arrays) == (rounds, result.arrays)
     assert ending(result) == expected

@@ -397,17 +397,21 @@ KINDS = (
     tuple(MEMBERS)
     if os.environ.get("FEDROT_TEST_ALL")
     else (
-        *("bert", "albert", "deberta-v3", "modernbert", "vit", "bart", "t5-gated"),
-        *(
-            "gpt2",
-            "gpt-neox",
-            "gptj",
-            "bloom",
-            "opt-projected",
-            "llama",
-            "gemma3",
-            "mixtral",
-        ),
+        "bert",
+        "albert",
+        "deberta-v3",
+        "modernbert",
+        "vit",
+        "bart",
+        "t5-gated",
+        "gpt2",
+        "gpt-neox",
+        "gptj",
+        "bloom",
+        "opt-projected",
+        "llama",
+        "gemma3",
+        "mixtral",
     )
 )
 
@@ -469,7 +473,8 @@ def model_of(
 def inputs(name: str, rows: int = 2) -> dict[str, Tensor]:
     """Return rows of inputs, texts padded on the right in every second row."""
     generator = torch.Generator().manual_seed(7)
-    takes, config = MEMBERS[name].takes, config_of(name)
+    takes = MEMBERS[name].takes
+    config = config_of(name)
     batch: dict[str, Tensor] = {}
     if takes in ("image", "clip"):
         batch["pixel_values"] = torch.randn(

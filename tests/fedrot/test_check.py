@@ -59,7 +59,8 @@ def test_attention_may_be_fused_and_the_model_stays(name: str) -> None:
 
 
 def test_what_cannot_be_checked_is_refused() -> None:
-    choice, bare = EVERY["bert-choice"].build("eager"), BARE["bert-bare"].build("eager")
+    choice = EVERY["bert-choice"].build("eager")
+    bare = BARE["bert-bare"].build("eager")
     with pytest.raises(fedrot.SymmetryError, match="batch of your own"):
         fedrot.check_function(
             choice, config_of("bert-choice").to_dict(), symmetry_for("bert-choice")

@@ -80,7 +80,9 @@ def _fetched(tensors: Mapping[str, Tensor]) -> State:
     ("family", "which"),
     [
         *(("bert", which) for which in OPTIONS),
-        *(("mixtral", "eager"), ("mixtral", "heads"), ("llama", "layers")),
+        ("mixtral", "eager"),
+        ("mixtral", "heads"),
+        ("llama", "layers"),
     ],
 )
 def test_alignment_on_the_device_is_that_on_the_cpu(family: str, which: str) -> None:
@@ -115,8 +117,13 @@ def test_alignment_on_the_device_is_that_on_the_cpu(family: str, which: str) -> 
 @pytest.mark.parametrize(
     ("family", "which"),
     [
-        *(("bert", "near"), ("bert", "far"), ("gpt2", "near"), ("llama", "far")),
-        *(("t5", "near"), ("qwen3", "far"), ("vit", "near")),
+        ("bert", "near"),
+        ("bert", "far"),
+        ("gpt2", "near"),
+        ("llama", "far"),
+        ("t5", "near"),
+        ("qwen3", "far"),
+        ("vit", "near"),
     ],
 )
 def test_the_host_seldom_waits(family: str, which: str) -> None:
@@ -143,7 +150,8 @@ def _statistics(
 ) -> dict[str, dict[str, Tensor]]:
     """Return statistics of every kind that aggregators ask for."""
     generator = torch.Generator().manual_seed(3)
-    grams, fisher = {}, {}
+    grams = {}
+    fisher = {}
     for name, tensor in client.items():
         if name.endswith("output.dense.weight"):
             x = torch.randn(50, tensor.shape[1], generator=generator)

@@ -64,7 +64,8 @@ DAMAGES: list[tuple[str, Change, str]] = [
 def test_a_bad_update_or_anchor_is_refused_by_name(
     tensor: str, change: Change, word: str
 ) -> None:
-    good, symmetry = state_of(NAME), symmetry_for(NAME)
+    good = state_of(NAME)
+    symmetry = symmetry_for(NAME)
     bad = {**near(good, 0.1), tensor: change(good.get(tensor, torch.zeros(())))}
     bad = {name: value for name, value in bad.items() if value is not None}
     for update, anchor, parts in ((bad, good, FULL), (good, bad, ("attention", "ffn"))):
@@ -128,7 +129,8 @@ STRANGE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 )
 def test_a_tensor_that_cannot_be_computed_with_is_named(name: str, kind: str) -> None:
     made, says = STRANGE[kind]
-    state, symmetry = state_of(NAME), symmetry_for(NAME)
+    state = state_of(NAME)
+    symmetry = symmetry_for(NAME)
     strange = {**state, name: made(state[name])}
     calls: list[Callable[[], object]] = [
         lambda: fedrot.align(strange, state, symmetry),

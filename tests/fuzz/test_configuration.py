@@ -27,16 +27,17 @@ FILES = {
 FIELDS = sorted({*Experiment.model_fields, "local-epochs", "x", "rows"})
 KEYS = sorted({*Strategy.model_fields, "checkpoints", "parts"})
 WORDS = (
-    *(
-        *configuration.TASKS,
-        *NAMED,
-        "iid",
-        "dirichlet:0.5",
-        "same",
-        "different,scrambled",
-        "bert",
-    ),
-    *("llama", "loss", "head_only", "regmean"),
+    *configuration.TASKS,
+    *NAMED,
+    "iid",
+    "dirichlet:0.5",
+    "same",
+    "different,scrambled",
+    "bert",
+    "llama",
+    "loss",
+    "head_only",
+    "regmean",
 )
 words = st.sampled_from(WORDS)
 anything = values(

@@ -37,7 +37,8 @@ def test_rotations_do_not_change_the_function(kind: str) -> None:
     for name, parameter in model.named_parameters():
         if "lora_" in name and "magnitude" not in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    before, tensors = outputs(model), adapter_tensors(model)
+    before = outputs(model)
+    tensors = adapter_tensors(model)
     symmetry = adapter_symmetry(tensors)
     turned = fedrot.random_equivalent(tensors, symmetry, seed=1, parts=("adapters",))
     assert (
@@ -52,7 +53,8 @@ def test_rotations_do_not_change_the_function(kind: str) -> None:
 
 
 def test_alignment_is_the_rotation_by_both_factors() -> None:
-    start, given = adapter(0), adapter(1)
+    start = adapter(0)
+    given = adapter(1)
     found = fedrot.align(given, start, adapter_symmetry(start), EVERYTHING).apply(given)
     expected = averaged([given], RivalOptions("rotate"), start)
     for name, tensor in expected.items():
@@ -94,7 +96,8 @@ def turning(index: int) -> Client:
     @app.train()
     def train(message: Message, context: Context) -> Message:
         (received,) = message.content.array_records.values()
-        start, step = received.to_torch_state_dict(), floats(adapter(index))
+        start = received.to_torch_state_dict()
+        step = floats(adapter(index))
         near = {name: start[name] + 0.01 * step[name] for name in start}
         symmetry = adapter_symmetry(near)
         sent = fedrot.random_equivalent(near, symmetry, seed=index, parts=("adapters",))

@@ -25,7 +25,8 @@ def test_a_residual_is_as_good_as_the_adapter(target: str) -> None:
     place.
     """
     model = layers(target=target)
-    before, own = outputs(model), adapter_tensors(model)
+    before = outputs(model)
+    own = adapter_tensors(model)
     settings = LoraSettings.of(model.peft_config["default"])
     (pair,) = pairs_of(own)
     a, b = factors(own, pair)

@@ -37,7 +37,8 @@ def of_the_schedule(
         (config,) = message.content.config_records.values()
         seen.append(str(config[TRAIN]))
         (received,) = message.content.array_records.values()
-        start, step = received.to_torch_state_dict(), floats(adapter(index))
+        start = received.to_torch_state_dict()
+        step = floats(adapter(index))
         own = {n: t for n, t in start.items() if back or "residual" not in n}
         for name in own.keys() & step.keys():
             if "lora_" not in name or seen[-1] in (
@@ -126,7 +127,8 @@ def test_small_frozen_factors_survive_half_precision_on_the_wire() -> None:
 
 
 def test_a_round_is_the_average_of_the_replies() -> None:
-    options, start = RivalOptions("rotate"), floats(adapter(9))
+    options = RivalOptions("rotate")
+    start = floats(adapter(9))
     found = started(
         FedAvgRivalLoRA(CONFIG, options, **EVERY)
     ).arrays.to_torch_state_dict()

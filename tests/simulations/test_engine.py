@@ -73,7 +73,8 @@ def heard(
     return found
 
 
-ONE, TWO = Machine(1), Machine(2)
+ONE = Machine(1)
+TWO = Machine(2)
 
 
 @pytest.fixture(params=["processes", "ray"])

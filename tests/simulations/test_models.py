@@ -51,7 +51,9 @@ EXPECTED: dict[str, dict[str, Any]] = {
     ),
     "gpt2": {
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.25),
-        **{"tie_word_embeddings": False, "bos_token_id": 2, "eos_token_id": 3},
+        "tie_word_embeddings": False,
+        "bos_token_id": 2,
+        "eos_token_id": 3,
     },
     "llama": {
         "intermediate_size": 128,

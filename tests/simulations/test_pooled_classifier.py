@@ -32,7 +32,8 @@ ENCODERS: dict[str, Any] = {
     "albert": transformers.AlbertConfig(**SIZES, embedding_size=16),
     "llama": transformers.LlamaConfig(**SIZES),
 }
-MEAN, CLS = {"pooling_mode_mean_tokens": True}, {"pooling_mode_cls_token": True}
+MEAN = {"pooling_mode_mean_tokens": True}
+CLS = {"pooling_mode_cls_token": True}
 TRANSFORMER = ("sentence_transformers.models.Transformer", "")
 POOLING = ("sentence_transformers.models.Pooling", "1_Pooling")
 NORMALIZE = ("sentence_transformers.models.Normalize", "2_Normalize")
@@ -83,7 +84,8 @@ def test_a_pooled_model_has_the_symmetry_of_its_family(
     goes into it.
     """
     task = task_with(pooled(tmp_path, config=ENCODERS[kind], dtype=torch.bfloat16))
-    model, config = built(task), model_config(task.experiment, task.data)
+    model = built(task)
+    config = model_config(task.experiment, task.data)
     state = model.state_dict()
     assert {own.dtype for own in model.parameters()} == {torch.float32}
     assert type(model) is PooledForSequenceClassification
@@ -141,7 +143,8 @@ def test_features_are_sentence_transformers_own(version: str, tmp_path: Path) ->
 )
 def test_the_pooling_is_that_of_the_folder(pooling: Any, tmp_path: Path) -> None:
     task = task_with(pooled(tmp_path, pooling))
-    model, batch = built(task), task.test.batch(np.arange(9))
+    model = built(task)
+    batch = task.test.batch(np.arange(9))
     tokens = (
         transformers.AutoModel.from_pretrained(tmp_path)
         .eval()(**batch)

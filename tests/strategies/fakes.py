@@ -160,6 +160,7 @@ def tensors_of(record: ArrayRecord | None) -> dict[str, Tensor]:
 
 
 def largest_difference(a: ArrayRecord | None, b: ArrayRecord | None) -> float:
-    left, right = arrays_of(a), arrays_of(b)
+    left = arrays_of(a)
+    right = arrays_of(b)
     assert left.keys() == right.keys()
     return max(float(np.abs(left[name] - right[name]).max()) for name in left)

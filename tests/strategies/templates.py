@@ -143,7 +143,8 @@ def own_start(base: Any) -> Any:
             | None = None,
         ) -> Result:
             self.summary()
-            result, arrays = Result(), initial_arrays
+            result = Result()
+            arrays = initial_arrays
             train = train_config or ConfigRecord()
             evaluate = evaluate_config or ConfigRecord()
             best = []
@@ -179,9 +180,9 @@ def own_messages(base: Any) -> Any:
             arrays: Any,
             config: Any,
             grid: Grid,
-            kind: Any = "train",
+            kind: str = "train",
         ) -> Iterable[Message]:
-            config["server-round"] = number
+            config["server-round"] = server_round
             content = RecordDict({"arrays": arrays, "config": config})
             nodes = sorted(grid.get_node_ids())
             return [Message(content, node, kind) for node in nodes]

@@ -204,7 +204,8 @@ def test_a_subclass_may_pass_on_a_generator_and_is_named_where_a_client_is_missi
 
 def test_a_method_of_the_instance_sees_the_replies_too() -> None:
     strategy: Any = FedRot(CONFIG)
-    strategy.seen, inner = [], strategy.aggregate_train
+    strategy.seen = []
+    inner = strategy.aggregate_train
 
     def looks(server_round: int, replies: Any) -> Any:
         aggregated = inner(server_round, replies)

@@ -351,7 +351,8 @@ def with_metrics(change: Callable[[MetricRecord, int], object]) -> Any:
 
 
 def test_an_accountant_is_served_with_alignment_in_front() -> None:
-    equal, results = with_metrics(lambda m, _: m.update({"num-examples": 1})), []
+    equal = with_metrics(lambda m, _: m.update({"num-examples": 1}))
+    results = []
     for scramble in (False, True):
         ledger = Ledger()
         given = {**FIXED, "noise_multiplier": 0.01, "accountant": ledger}

@@ -42,7 +42,8 @@ from tests.strategies.fakes import (
     reply,
 )
 
-CONFIG, BASE = config_of(NAME), state()
+CONFIG = config_of(NAME)
+BASE = state()
 GLOBAL = fedrot.AlignmentOptions(anchor="global")
 ANCHORS = pytest.mark.parametrize("anchor", sorted(fedrot.alignment.anchors.ANCHORS))
 

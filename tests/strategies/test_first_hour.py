@@ -315,7 +315,8 @@ def test_a_resumed_run_goes_on_in_its_files_and_a_refused_one_leaves_them(
     """An empty file is nobody's; rows of a run that was killed in its first round are
     removed.
     """
-    kept, path = tmp_path / "kept", tmp_path / "alignment.jsonl"
+    kept = tmp_path / "kept"
+    path = tmp_path / "alignment.jsonl"
     path.touch()
 
     def killed(message: Message) -> Message:

@@ -64,7 +64,8 @@ def missing(theirs: Callable[..., Any], ours: Callable[..., Any]) -> list[str]:
     kinds = {parameter.kind for parameter in own.values()}
     if {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} <= kinds and len(own) <= 3:
         return []  # It passes everything on.
-    found, places = [], [*own]
+    found = []
+    places = [*own]
     for place, (name, parameter) in enumerate(
         inspect.signature(theirs).parameters.items()
     ):
@@ -99,13 +100,13 @@ def public(cls: type) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
-        *(
-            (FedAvg, FedRot),
-            (FedAvg, FedRotLoRA),
-            (Strategy, Aligned),
-            (Strategy, AlignedLoRA),
-        ),
-        *((Grid, LazyGrid), (Grid, LocalGrid), (Grid, OrderedGrid)),
+        (FedAvg, FedRot),
+        (FedAvg, FedRotLoRA),
+        (Strategy, Aligned),
+        (Strategy, AlignedLoRA),
+        (Grid, LazyGrid),
+        (Grid, LocalGrid),
+        (Grid, OrderedGrid),
     ],
 )
 def test_every_public_method_takes_what_flowers_takes(theirs: type, ours: type) -> None:
@@ -189,11 +190,10 @@ def moved(message: Message) -> Message:
     return reply(message, floating, 10, node)
 
 
-AlignedAdam, AdamLoRA = (
-    in_front_of(FedAdam),
-    type("AdamLoRA", (AlignedLoRA, FedAdam), {}),
-)
-MOVED, ARRAYS = {1: moved, 2: moved}, ArrayRecord(state())
+AlignedAdam = in_front_of(FedAdam)
+AdamLoRA = type("AdamLoRA", (AlignedLoRA, FedAdam), {})
+MOVED = {1: moved, 2: moved}
+ARRAYS = ArrayRecord(state())
 
 STRATEGIES: dict[str, tuple[Callable[..., Any], ArrayRecord]] = {
     "FedRot": (lambda **k: FedRot(SYMMETRY, **k), ARRAYS),
@@ -253,7 +253,8 @@ def test_should_stop_of_a_resumed_run_is_asked_where_the_whole_run_asked_it(
     ) -> list[tuple[int, float, list[int], str]]:
         random.seed(seed)
         asked.clear()
-        strategy, grid = FedAdam(fraction_evaluate=0.0), FakeGrid(MOVED)
+        strategy = FedAdam(fraction_evaluate=0.0)
+        grid = FakeGrid(MOVED)
         start = partial(run, strategy) if given else strategy.start
         start(grid, ArrayRecord([np.ones(3)]), rounds, should_stop=should_stop, **given)
         return asked.copy()
@@ -269,7 +270,8 @@ def test_should_stop_of_a_resumed_run_is_asked_where_the_whole_run_asked_it(
 def test_an_older_flower_refuses_should_stop_before_any_client_trains(
     checkpoints: bool, tmp_path: Path
 ) -> None:
-    kept, grid = Checkpointing(tmp_path) if checkpoints else None, FakeGrid(MOVED)
+    kept = Checkpointing(tmp_path) if checkpoints else None
+    grid = FakeGrid(MOVED)
     with pytest.raises(TypeError, match="should_stop"):
         FedRot(SYMMETRY, checkpoints=kept).start(
             grid, ARRAYS, 1, should_stop=lambda n, r: True

@@ -181,7 +181,8 @@ def test_an_adapter_of_other_settings_is_dropped_by_name_and_rows_have_the_setti
         return made
 
     grid = FakeGrid({100 + i: partial(train, i) for i in range(5)})
-    reporting, alpha = Reporting(tmp_path / "rows.jsonl", hashes=True), SETTINGS.alpha
+    reporting = Reporting(tmp_path / "rows.jsonl", hashes=True)
+    alpha = SETTINGS.alpha
     FedRotLoRA(CONFIG, reporting=reporting, **EVERY).start(
         grid, ArrayRecord(floats(adapter(9))), 1
     )

@@ -41,7 +41,8 @@ ROUNDS = 200 if os.environ.get("FEDROT_TEST_ALL") else 24
 CLIENTS, TIMEOUT, QUERY = 8, 60.0, "bert.encoder.layer.0.attention.self.query.weight"
 #: Rounds before the first look at memory, and what it may grow by afterwards, in bytes:
 #: one update is 78 KB.
-WARM_UP, LARGEST_GROWTH = ROUNDS // 2, 4 * 2**20
+WARM_UP = ROUNDS // 2
+LARGEST_GROWTH = 4 * 2**20
 SILENT, LATE = "No answer before the timeout", "It matches no request of this round"
 #: Fault -> what the report says of it.
 FAULTS = {
@@ -152,7 +153,8 @@ class FaultyGrid(FakeGrid):
         """Return what has arrived; the first look of a round also finds the last one's
         late answers.
         """
-        answers, self._late = self._late, []
+        answers = self._late
+        self._late = []
         for i in message_ids:
             if self._plans[i].fault not in ("late", "lost"):
                 answers += self._plans[i].answer(self._sent[i])
@@ -181,7 +183,8 @@ def memory() -> tuple[int, Counter[str]]:
 def test_rounds_of_faults_leak_nothing_and_average_what_is_good(
     rounds: int, deterministic: bool, tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
-    path, warm = tmp_path / "report.jsonl", []
+    path = tmp_path / "report.jsonl"
+    warm = []
     monkeypatch.setattr(lazy_grid, "time", Clock())
     grid = FaultyGrid()
 

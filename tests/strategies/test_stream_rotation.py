@@ -28,7 +28,8 @@ def states(name: str) -> tuple[State, list[State]]:
     """Return a broadcast model, and the same function in three bases, one of them the
     broadcast's.
     """
-    symmetry, base = symmetry_for(name), float32(state_of(name))
+    symmetry = symmetry_for(name)
+    base = float32(state_of(name))
     folded = fedrot.canonical(state_of(name), symmetry)
     others = [
         fedrot.random_equivalent(folded, symmetry.rotated, s, fedrot.WHOLE_MODEL)
@@ -62,7 +63,8 @@ def silent(message: Any) -> Any:
 
 
 def matching(name: str) -> Client:
-    app, generator = ClientApp(), torch.Generator().manual_seed(5)
+    app = ClientApp()
+    generator = torch.Generator().manual_seed(5)
     rows = [
         {"input_ids": torch.randint(1, 39, (8, 9), generator=generator)}
         for _ in range(3)
@@ -106,7 +108,8 @@ def test_replies_in_the_broadcast_basis_become_canonical_beside_one_from_another
 ):
     """A mean of canonical and of other tensors would be neither."""
     name = "llama"
-    symmetry, base = symmetry_for(name), float32(state_of(name))
+    symmetry = symmetry_for(name)
+    base = float32(state_of(name))
     folded = fedrot.canonical(base, symmetry)
     late = fedrot.random_equivalent(folded, symmetry.rotated, 3, fedrot.WHOLE_MODEL)
     near_by = [float32(near(base, 1e-3, seed)) for seed in (1, 2)]

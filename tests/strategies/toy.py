@@ -54,7 +54,8 @@ def rows(seed: int, count: int) -> Rows:
 
 
 def state(body: float) -> State:
-    weight, bias = torch.zeros(CLASSES, WIDTH), torch.zeros(CLASSES)
+    weight = torch.zeros(CLASSES, WIDTH)
+    bias = torch.zeros(CLASSES)
     return {
         "body": torch.tensor([body]),
         f"{HEAD}.weight": weight,
@@ -69,7 +70,8 @@ def client(
     count: int = 90,
 ) -> Client:
     app = ClientApp()
-    training, held_out = [rows(seed, count)], [rows(1000 + seed, count)]
+    training = [rows(seed, count)]
+    held_out = [rows(1000 + seed, count)]
     answer_with_sums(
         app,
         lambda message, context: LabelledRows(Toy, lambda: training, lambda: held_out),

@@ -185,7 +185,8 @@ def test_the_parts_together_are_the_whole(
     assert {n: t.dtype for n, t in moved.items()} == {
         n: t.dtype for n, t in client.items()
     }
-    report, wanted = merged_report(reports, symmetry), alignment.report
+    report = merged_report(reports, symmetry)
+    wanted = alignment.report
     assert report.before == pytest.approx(wanted.before, rel=1e-6)
     assert report.after == pytest.approx(
         wanted.after, rel=1e-6, abs=1e-6 * wanted.before
@@ -233,7 +234,8 @@ def test_a_mean_folded_by_layer_is_that_of_a_round(where: str) -> None:
         {name: by * tensor for name, tensor in first.items()} for by in (0.9, 1.1)
     )
     clients = [(first, 3.0), (second, 1.0), (third, 2.0)]
-    wanted, mean = Mean(), Mean()
+    wanted = Mean()
+    mean = Mean()
     for result in fedrot.align_round(clients, broadcast, symmetry):
         wanted.add(result.tensors, result.weight)
     with Pretend() as device:
@@ -272,7 +274,8 @@ def test_statistics_of_what_moves_move_with_it_whatever_comes_beside_them(
         "fisher": {labels: torch.ones(symmetry.shapes[labels])},
     }
     alignment = fedrot.align(moved, anchor, symmetry)
-    wanted, mean = Mean(), Mean()
+    wanted = Mean()
+    mean = Mean()
     wanted.add(anchor, 1.0)
     wanted.add(alignment.apply(moved), 3.0, alignment.transport(statistics))
     with Pretend():

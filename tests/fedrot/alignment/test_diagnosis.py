@@ -28,7 +28,8 @@ from fedrot.alignment.diagnosis import (
 from tests.models import LAYERS, State, near, squared_distance, state_of, symmetry_for
 
 NAME = "bert-classifier"
-BASE, SYMMETRY = state_of(NAME), symmetry_for(NAME)
+BASE = state_of(NAME)
+SYMMETRY = symmetry_for(NAME)
 
 
 def trained(base: State, count: int = 3) -> list[State]:

@@ -280,7 +280,8 @@ def test_many_labels_at_once_are_sampled_from_the_model() -> None:
     """The gradient of a label's bias is ``1 - p`` for a label that is on, ``-p`` for
     one that is off.
     """
-    model, row = tiny(9, "multi_label_classification"), batch_of(1, rows=1)
+    model = tiny(9, "multi_label_classification")
+    row = batch_of(1, rows=1)
     p = model(**row).logits[0].detach().sigmoid()
     found = torch.stack(
         [
@@ -332,7 +333,8 @@ def test_the_mask_of_a_decoder_is_its_own() -> None:
 
 
 def test_samples_depend_on_the_seed_alone() -> None:
-    model, batch = tiny(9), batch_of(1)
+    model = tiny(9)
+    batch = batch_of(1)
     state = torch.get_rng_state()
     first, again, other = (
         fedrot.collect_fisher(model, [batch], seed=seed)["fisher"] for seed in (3, 3, 4)

@@ -45,7 +45,8 @@ def test_a_model_is_left_as_it_was(collector: str) -> None:
     """Modes, hooks, weights and gradients; dropout is off while statistics are
     collected.
     """
-    collect, model = COLLECTORS[collector], fresh_model(NAME).train()
+    collect = COLLECTORS[collector]
+    model = fresh_model(NAME).train()
     model.bert.encoder.layer[1].eval()
     model.bert.encoder.layer[0].attention.output.requires_grad_(False)
     modes = {name: module.training for name, module in model.named_modules()}

@@ -27,25 +27,23 @@ LAST = VOCABULARY - 1
 #: Members of families, by name, with an end-of-text token other than the usual one.
 ENDS = {"clip": LAST, "clip, first": 2, "clip-text": 3}
 MODELS = (
-    *(
-        "bert",
-        "roberta",
-        "gpt2",
-        "gpt2-classifier",
-        "gpt2-classifier, unpadded",
-        "llama",
-        "t5",
-    ),
-    *(
-        "t5-classifier",
-        "t5-encoder",
-        "bart",
-        "bart-classifier",
-        "clip",
-        "clip, first",
-        "clip-text",
-    ),
-    *("vit", "deit", "clip-image"),
+    "bert",
+    "roberta",
+    "gpt2",
+    "gpt2-classifier",
+    "gpt2-classifier, unpadded",
+    "llama",
+    "t5",
+    "t5-classifier",
+    "t5-encoder",
+    "bart",
+    "bart-classifier",
+    "clip",
+    "clip, first",
+    "clip-text",
+    "vit",
+    "deit",
+    "clip-image",
 )
 IMAGES = ("vit", "deit", "clip-image")
 READS_TEXT = [name for name in MODELS if name not in IMAGES]

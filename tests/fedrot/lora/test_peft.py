@@ -98,7 +98,8 @@ def outputs(model: nn.Module) -> Tensor:
 
 
 def test_scales_are_those_of_peft_and_no_gauge_changes_the_outputs(model: Any) -> None:
-    before, settings = outputs(model), LoraSettings.of(model.peft_config["default"])
+    before = outputs(model)
+    settings = LoraSettings.of(model.peft_config["default"])
     tensors = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     modules = dict(model.named_modules())
     for pair in pairs_of(tensors):

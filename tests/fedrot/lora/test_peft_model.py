@@ -112,12 +112,11 @@ def test_clients_of_all_ranks_compute_what_the_sender_computes(
 ) -> None:
     build, options, patterns = SENT[kind]
     torch.manual_seed(9)
-    base, other = build(), build()
+    base = build()
+    other = build()
     other.load_state_dict(base.state_dict())
-    sender, client = (
-        adapted(base, 4, 1, **options, **patterns),
-        adapted(other, own, 2, **options),
-    )
+    sender = adapted(base, 4, 1, **options, **patterns)
+    client = adapted(other, own, 2, **options)
     with torch.no_grad():
         for name, parameter in sender.named_parameters():
             if parameter.requires_grad and "lora_" not in name:
@@ -140,10 +139,8 @@ def test_a_model_that_took_other_ranks_is_trained_at_its_own_again() -> None:
         load_as_sent(client, adapter_tensors(layers(rank, seed=rank)))
     received = adapter_tensors(layers(8, seed=1))
     load_adapter(client, received)
-    found, cut = (
-        adapter_tensors(client),
-        fitted(received, client.peft_config["default"], 3),
-    )
+    found = adapter_tensors(client)
+    cut = fitted(received, client.peft_config["default"], 3)
     assert all(torch.allclose(found[name], tensor) for name, tensor in cut.items())
     again = layers(3, seed=2)
     load_adapter(again, cut)
@@ -181,7 +178,8 @@ WRONG: dict[str, tuple[Callable[[Adapter, str, str], Adapter], str]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_nothing_is_loaded_if_more_than_ranks_differs(wrong: str, load: Any) -> None:
     client = layers(2)
-    before, sent = outputs(client), adapter_tensors(layers(4, seed=1))
+    before = outputs(client)
+    sent = adapter_tensors(layers(4, seed=1))
     change, said = WRONG[wrong]
     with pytest.raises(UpdateError, match=said):
         load(client, change(sent, *sorted(sent)))

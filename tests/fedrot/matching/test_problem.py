@@ -91,7 +91,8 @@ def test_an_action_that_cannot_be_matched_is_refused_by_name(
 ) -> None:
     monkeypatch.setattr(of_problem, "SOLVERS", dict(of_problem.SOLVERS))
     solves(Late)(_match_reversals)
-    state, symmetry = state_of(NAME), symmetry_for(NAME)
+    state = state_of(NAME)
+    symmetry = symmetry_for(NAME)
     groups = tuple(
         replace(g, action=action(g.action)) if g.part == part else g
         for g in symmetry.groups
@@ -118,7 +119,8 @@ def test_a_registered_solver_is_used_in_the_stage_of_its_action(
         return _match_reversals(groups, problem)
 
     symmetry = _with_reversals(symmetry_for(NAME))
-    anchor, order = state_of(NAME), []
+    anchor = state_of(NAME)
+    order = []
     for group in symmetry.groups:
         if isinstance(group.action, Reversal):
             assert stage_of(group) == "heads"

@@ -31,7 +31,8 @@ def test_rotary_heads_that_lie_beside_their_keys_and_values_are_refused() -> Non
 
 
 def test_a_space_is_there_with_one_tensor_and_without_another() -> None:
-    space, names = Space(present="a", absent="b"), ((), ("a",), ("a", "b"), ("b",))
+    space = Space(present="a", absent="b")
+    names = ((), ("a",), ("a", "b"), ("b",))
     assert [space.exists(found) for found in names] == [False, True, False, False]
 
 

@@ -62,15 +62,18 @@ def test_losses_of_heads_are_those_of_models_with_these_heads(name: str) -> None
     partner.
     """
     bodies = [model_of(name), model_of(name, state_of(name, seed=1))]
-    batches, head = [batch_for(name, 4, seed=1), batch_for(name, 3, seed=2)], LAST[name]
-    factors, partners = ((1, 2, -1), (1, 0.5)), ((-1, 0, 1), (-1, 0))
+    batches = [batch_for(name, 4, seed=1), batch_for(name, 3, seed=2)]
+    head = LAST[name]
+    factors = ((1, 2, -1), (1, 0.5))
+    partners = ((-1, 0, 1), (-1, 0))
     given = [
         heads_of(name, *each) for each in zip(bodies, factors, partners, strict=True)
     ]
     found = compare_losses(iter(bodies), batches, head, given)
     of_rows: list[list[np.ndarray]] = []
     for model, heads in zip(bodies, given, strict=True):
-        state, start = model.state_dict(), len(of_rows)
+        state = model.state_dict()
+        start = len(of_rows)
         for index, partner in enumerate(heads.partner.tolist()):
             place = len(of_rows)
             own = {
@@ -95,7 +98,8 @@ def test_losses_of_heads_are_those_of_models_with_these_heads(name: str) -> None
 
 
 def test_one_model_may_come_with_other_weights_and_not_with_other_rows() -> None:
-    model, rows = model_of("bert"), [batch_for("bert", 4, seed) for seed in (1, 2)]
+    model = model_of("bert")
+    rows = [batch_for("bert", 4, seed) for seed in (1, 2)]
     heads = [heads_of("bert", model, [1], [-1])]
 
     def models(change: Callable[[], object]) -> Iterator[Any]:

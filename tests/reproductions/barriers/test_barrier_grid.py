@@ -124,7 +124,8 @@ def test_what_is_missing_is_done_again_with_the_same_result(
     run: Path, grid_file: Path
 ) -> None:
     """One pair is gone, and an interrupted write left its temporary file."""
-    before, files = read_rows(run / "rows.jsonl"), contents(run)
+    before = read_rows(run / "rows.jsonl")
+    files = contents(run)
     (run / "lines/labels-same.0-1.jsonl").unlink()
     (run / "lines/.labels-same.0-1.jsonl.1").write_text('{"half')
     output = laboratory.run(grid_file, "--out", run, "--workers", 1)
@@ -145,7 +146,8 @@ def test_a_failing_pair_leaves_what_was_done(
         raise RuntimeError("out of luck")
 
     monkeypatch.setitem(METHODS, "failing", MatchingMethod(refine=fail))
-    path, out = tmp_path / "grid.toml", tmp_path / "run"
+    path = tmp_path / "grid.toml"
+    out = tmp_path / "run"
     path.write_text(GRID.replace('task = "mlm"', 'task = "mlm"\nmethods = ["failing"]'))
     output = laboratory.run(path, "--out", out, "--workers", 1, code=1)
     assert "FAILED" in output

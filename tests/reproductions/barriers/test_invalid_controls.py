@@ -52,12 +52,11 @@ def units(model: nn.Module, layer: int) -> np.ndarray:
 
 
 def test_units_are_assigned_by_correlation_whatever_their_heads() -> None:
-    anchor, client = built(0), built(1)
+    anchor = built(0)
+    client = built(1)
     symmetry = symmetry_of(CONFIG, client.state_dict())
-    found, before = (
-        ignore_heads(anchor, client, symmetry, batches()),
-        client.state_dict(),
-    )
+    found = ignore_heads(anchor, client, symmetry, batches())
+    before = client.state_dict()
     for layer in range(2):
         both = np.corrcoef(units(anchor, layer).T, units(client, layer).T)[:24, 24:]
         _, order = linear_sum_assignment(-both)
@@ -85,7 +84,8 @@ def test_units_are_assigned_by_correlation_whatever_their_heads() -> None:
 
 
 def test_it_changes_the_function_and_head_permutations_do_not() -> None:
-    anchor, client = built(0), built(1)
+    anchor = built(0)
+    client = built(1)
     symmetry = symmetry_of(CONFIG, client.state_dict())
     inputs = {name: value for name, value in batches()[0].items() if name != "labels"}
 
@@ -104,7 +104,8 @@ def test_it_changes_the_function_and_head_permutations_do_not() -> None:
 
 
 def test_fewer_rows_are_the_first_ones() -> None:
-    anchor, client = built(0), built(1)
+    anchor = built(0)
+    client = built(1)
     symmetry = symmetry_of(CONFIG, client.state_dict())
     full = [{k: v.repeat(8, 1) for k, v in batches()[0].items()}] * 2
     cut = [{k: v[:64] for k, v in full[0].items()}]

@@ -116,7 +116,8 @@ SEEN: dict[str, tuple[bytes, Any]] = {
 
 @pytest.mark.parametrize("name", SEEN)
 def test_pictures_are_as_they_are_seen(name: str, tmp_path: Path) -> None:
-    file, expected = SEEN[name][0], np.asarray(SEEN[name][1])
+    file = SEEN[name][0]
+    expected = np.asarray(SEEN[name][1])
     path = write(tmp_path / "seen.parquet", image=[file] * 10, label=["a", "b"] * 5)
     data, pixels, _ = load(path)
     assert (data.channels, data.side) == (1 if expected.ndim == 2 else 3, len(expected))
@@ -201,7 +202,8 @@ def test_a_table_of_images(kind: str, tmp_path: Path) -> None:
             for number in range(4)
         ]
         files = pa.array(paths, pa.struct({"bytes": pa.binary(), "path": pa.string()}))
-    names, split = ["no", "yes", "no", "yes"], ["train", "train", "test", "test"]
+    names = ["no", "yes", "no", "yes"]
+    split = ["train", "train", "test", "test"]
     path = tmp_path / "images" / "mine.parquet"
     write(
         path, img=files, image=files, label=[0, 1, 0, 1], label_name=names, split=split

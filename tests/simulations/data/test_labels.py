@@ -23,7 +23,8 @@ from tests.simulations.data.files import ROWS, TEXTS, chosen, classes, repeated,
 SINGLE, SCORES, MULTI = (
     {"label_kind": kind} for kind in ("single", "regression", "multi")
 )
-TEXT_FILES, TYPED_FILES = (".csv",), (".jsonl", ".parquet")
+TEXT_FILES = (".csv",)
+TYPED_FILES = (".jsonl", ".parquet")
 #: Labels, options, and what they are: names of classes, "regression", or a word of the
 #: error.
 Case = tuple[Any, dict[str, Any], Any]
@@ -153,10 +154,8 @@ def test_labels(case: Case, suffix: str, tmp_path: Path) -> None:
 
 
 def read(train: pa.Table, test: pa.Table, names: Any = None, **fields: Any) -> Any:
-    source, experiment = (
-        Source({"train": train, "test": test}, names or {}),
-        chosen("it", **fields),
-    )
+    source = Source({"train": train, "test": test}, names or {})
+    experiment = chosen("it", **fields)
     return labelled(
         source, experiment, label_columns(source, experiment), [], lambda _: [[]]
     )

@@ -60,10 +60,8 @@ def test_the_merged_adapter_is_one_of_peft(tmp_path: Path) -> None:
     7.
     """
     a = saved(tmp_path / "a", 1, rank_pattern={"query": 4})
-    b, out = (
-        saved(tmp_path / "b", 2, rank=3, lora_alpha=12),
-        tmp_path / "deep" / "merged",
-    )
+    b = saved(tmp_path / "b", 2, rank=3, lora_alpha=12)
+    out = tmp_path / "deep" / "merged"
     line = ("merge", a, b, "--weights", "1,3")
     run(*line, says="Nothing was written")
     run(*line, "--out", tmp_path / "largest")
@@ -127,7 +125,8 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("how", FIELDS)
 def test_fields_are_compared_by_what_they_say(how: str, tmp_path: Path) -> None:
     changes, expected = FIELDS[how]
-    a, b = saved(tmp_path / "a", 1), saved(tmp_path / "b", 2)
+    a = saved(tmp_path / "a", 1)
+    b = saved(tmp_path / "b", 2)
     for folder in (a, b):
         configure(folder, CONFIG, base_model_name_or_path="owner/base")
     configure(b, CONFIG, **changes)
@@ -142,10 +141,8 @@ def test_fields_are_compared_by_what_they_say(how: str, tmp_path: Path) -> None:
 def test_old_files_lack_fields_and_a_base_has_several_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    a, b = (
-        saved(tmp_path / "a", 1, lora_alpha=8),
-        saved(tmp_path / "b", 2, lora_alpha=8),
-    )
+    a = saved(tmp_path / "a", 1, lora_alpha=8)
+    b = saved(tmp_path / "b", 2, lora_alpha=8)
     (tmp_path / "base").mkdir()
     old = ("base_model_name_or_path", "peft_type", "r", "target_modules", "task_type")
     settings = json.loads((b / CONFIG).read_text())
@@ -198,7 +195,8 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("how", DAMAGED)
 def test_a_damaged_or_another_adapter_is_named(how: str, tmp_path: Path) -> None:
     spoil, expected = DAMAGED[how]
-    a, b = saved(tmp_path / "a", 1), saved(tmp_path / "b", 2)
+    a = saved(tmp_path / "a", 1)
+    b = saved(tmp_path / "b", 2)
     spoil(b)
     refused(expected, b, "merge", a, b, "--out", tmp_path / "out")
 

@@ -76,7 +76,8 @@ def test_a_field_that_changes_outputs_is_named_with_both_values_and_may_be_allow
     run(*line(a, b, *(["--allow", field.partition(".")[0]] if field else [])))
 
 
-NAMED, FIRST = {"0": "a", "1": "b", "2": "c"}, {"label2id": {"a": 0, "b": 1, "c": 2}}
+NAMED = {"0": "a", "1": "b", "2": "c"}
+FIRST = {"label2id": {"a": 0, "b": 1, "c": 2}}
 UNNAMED = {str(n): f"LABEL_{n}" for n in range(3)}
 SWAPPED = "the same classes in another order: output 1 is 'b' in"
 #: How the labels of the second model are written, and what is said; empty: they can be

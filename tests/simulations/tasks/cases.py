@@ -23,15 +23,14 @@ from fedrot.simulations.tasks.training import Task, task_of
 torch.set_num_threads(1)
 
 SMALL: dict[str, Any] = {
-    **{
-        "train_limit": 70,
-        "test_limit": 40,
-        "layers": 1,
-        "width": 16,
-        "heads": 2,
-        "max_length": 24,
-    },
-    **{"clients": 2, "batch_size": 8},
+    "train_limit": 70,
+    "test_limit": 40,
+    "layers": 1,
+    "width": 16,
+    "heads": 2,
+    "max_length": 24,
+    "clients": 2,
+    "batch_size": 8,
 }
 ROWS = 48
 _TEXTS = [
@@ -130,13 +129,13 @@ def model_for(task: Task, seed: int = 0) -> Any:
 
 #: Small models to save: class of transformers, and its configuration.
 SIZES: dict[str, Any] = {
-    **{
-        "vocab_size": 6000,
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    },
-    **{"intermediate_size": 64, "pad_token_id": 0, "max_position_embeddings": 64},
+    "vocab_size": 6000,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "pad_token_id": 0,
+    "max_position_embeddings": 64,
 }
 VISION = {
     name: SIZES[name] for name in SIZES if name.startswith(("hidden", "num", "inter"))

@@ -28,18 +28,14 @@ _BART: dict[str, Any] = {
         for side in ("encoder", "decoder")
         for name in ("layers", "attention_heads")
     },
-    **{
-        "encoder_ffn_dim": 32,
-        "decoder_ffn_dim": 32,
-        "d_model": 32,
-        "forced_eos_token_id": None,
-    },
-    **{
-        "pad_token_id": 0,
-        "bos_token_id": 2,
-        "eos_token_id": 3,
-        "decoder_start_token_id": 2,
-    },
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "d_model": 32,
+    "forced_eos_token_id": None,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+    "decoder_start_token_id": 2,
 }
 _GPT2 = {"vocab_size": 6000, "n_embd": 32, "n_layer": 1, "n_head": 2, "eos_token_id": 3}
 _ROBERTA = {**SIZES, "max_position_embeddings": PLACES + 2, "pad_token_id": 1}

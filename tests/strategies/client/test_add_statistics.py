@@ -58,7 +58,8 @@ def content(tensors: State | None = None) -> RecordDict:
 def added(
     kinds: str = "gram", rows: Any = None, to: RecordDict | None = None, **given: Any
 ) -> Any:
-    reply, rows = content() if to is None else to, batches(0) if rows is None else rows
+    reply = content() if to is None else to
+    rows = batches(0) if rows is None else rows
     add_statistics(reply, request(kinds), model(), rows, **given)
     return reply.array_records[STATISTICS]
 
@@ -84,7 +85,8 @@ def one_row_each(rows: int) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("kind", ["gram", "fisher"])
 def test_it_adds_what_the_collector_of_the_kind_returns(kind: str) -> None:
     collect: Any = {"gram": fedrot.collect_gram, "fisher": fedrot.collect_fisher}[kind]
-    network, reply = loaded(near(state(), 0.05, 1)), content()
+    network = loaded(near(state(), 0.05, 1))
+    reply = content()
     network.train()
     assert add_statistics(reply, request(kind), network, batches(0)) == (kind,)
     assert network.training
@@ -112,7 +114,8 @@ def test_without_a_request_nothing_is_read_or_added() -> None:
     other = request()
     other.content["config"] = ConfigRecord({"lr": 0.1})
     for message in (request(""), broadcast(FedRot(config_of(NAME)), state())[0], other):
-        reply, rows = content(), Counted(batches(0))
+        reply = content()
+        rows = Counted(batches(0))
         assert add_statistics(reply, message, model(), rows) == ()
         assert list(reply) == ["arrays", "metrics"]
         assert rows.begun == rows.read == 0
@@ -121,7 +124,8 @@ def test_without_a_request_nothing_is_read_or_added() -> None:
 def test_statistics_that_the_reply_has_stay_and_are_not_collected_again() -> None:
     full, marked = fedrot.completed(state(), state(), {"classifier.weight": [0]})
     known = {"gram": {"classifier.weight": torch.eye(16)}, **marked}
-    reply, rows = content(full), Counted(batches(0))
+    reply = content(full)
+    rows = Counted(batches(0))
     reply[STATISTICS] = statistics_record(known)
     assert add_statistics(reply, request("gram"), model(), rows) == ()
     assert rows.read == 0
@@ -145,7 +149,8 @@ def test_matrices_of_conv1d_count_as_gram_matrices() -> None:
         num_labels=2,
     )
     network = GPT2ForSequenceClassification(config)
-    reply, message = content(network.state_dict()), request()
+    reply = content(network.state_dict())
+    message = request()
     rows = [{"input_ids": torch.randint(1, 64, (4, 8))}]
     assert add_statistics(reply, message, network, rows) == ("gram",)
     assert set(read_statistics(reply)) == {"gram", "gram_conv1d"}

@@ -113,7 +113,8 @@ def test_the_update_leaves_in_the_received_coordinates(
 def test_what_does_not_move_keeps_its_bytes_and_the_clients_reply_stays_as_it_was() -> (
     None
 ):
-    update, sent = {k: v.half() for k, v in UPDATE.items()}, list[Message]()
+    update = {k: v.half() for k, v in UPDATE.items()}
+    sent = list[Message]()
 
     def train(message: Message) -> Message:
         sent.append(reply(message, update, 10))
@@ -137,10 +138,8 @@ def test_tied_arrays_stay_tied_unless_they_move_apart(canonical: bool) -> None:
     """In canonical form the output layer holds the last norm's gain; the token table
     does not.
     """
-    config, base = (
-        families.config_of("gpt2"),
-        families.model_of("gpt2").float().state_dict(),
-    )
+    config = families.config_of("gpt2")
+    base = families.model_of("gpt2").float().state_dict()
     update = near(base, 0.02, 1)
     update["lm_head.weight"] = update["transformer.wte.weight"]
     options = fedrot.AlignmentOptions(("residual", "ffn"), canonical=canonical)
@@ -399,7 +398,8 @@ def every(message: Message, context: Context, aligned: Mapping[str, Tensor]) -> 
     return {FISHER: aligned}
 
 
-NAMELESS, FEWER = align_mod(SYMMETRY), without(BIAS)
+NAMELESS = align_mod(SYMMETRY)
+FEWER = without(BIAS)
 SQUARES = with_statistics(
     {FISHER: {name: tensor.square() for name, tensor in UPDATE.items()}}
 )
@@ -421,7 +421,8 @@ RAISES: list[tuple[Any, Train, Message, str]] = [
     (NAMELESS, sends_nameless(FEWER), legacy(secure=True), "tensors without names"),
     (
         align_mod(SYMMETRY, statistics=every),
-        *(sends_nameless(UPDATE), legacy(secure=True)),
+        sends_nameless(UPDATE),
+        legacy(secure=True),
         f"drops the statistics '{FISHER}'",
     ),
 ]

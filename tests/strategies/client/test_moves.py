@@ -62,7 +62,8 @@ from tests.strategies.fakes import (
     tensors_of,
 )
 
-BASE, OTHER = state(), state(3)
+BASE = state()
+OTHER = state(3)
 LEARNING = LearningOptions(("attention",), steps=3)
 GLOBAL = fedrot.AlignmentOptions(anchor="global")
 Edit = Callable[[Tensor], Tensor]
@@ -404,7 +405,8 @@ class Chatty(FakeGrid):
         self, messages: Iterable[Message], **kwargs: Any
     ) -> Iterable[Message]:
         asked = list(messages)
-        stranger, in_its_name = nothing_moved(asked[0]), nothing_moved(asked[0])
+        stranger = nothing_moved(asked[0])
+        in_its_name = nothing_moved(asked[0])
         stranger.metadata.__dict__["_src_node_id"] = 999
         in_its_name.metadata.__dict__["_reply_to_message_id"] = "of another request"
         answers = super().send_and_receive(asked)
@@ -412,7 +414,8 @@ class Chatty(FakeGrid):
 
 
 def test_the_first_answer_of_who_was_asked_counts(warnings: Callable[[], str]) -> None:
-    sent, nodes = [BASE, OTHER, BASE], [client()] * 3
+    sent = [BASE, OTHER, BASE]
+    nodes = [client()] * 3
     expected, before = aggregated(strategy(alignment=GLOBAL), BASE, sent, nodes=nodes)
     grid = Chatty(dict(enumerate(nodes, start=100)))
     found, metrics = aggregated(strategy(alignment=GLOBAL), BASE, sent, nodes=grid)

@@ -130,10 +130,8 @@ class Kind:
         held_out: Rows | None,
         build: Callable[[], nn.Module] | None = None,
     ) -> Client:
-        app, rows = (
-            ClientApp(),
-            [[given] if given is not None else [] for given in (training, held_out)],
-        )
+        app = ClientApp()
+        rows = [[given] if given is not None else [] for given in (training, held_out)]
         data = LabelledRows(build or self.drawn, lambda: rows[0], lambda: rows[1])
         answer_with_sums(app, lambda message, context: data)
         return node_of(app)
@@ -164,7 +162,8 @@ class Kind:
         """Return the best loss, shrinkage, temperature and head of one place that has
         all rows.
         """
-        model, inputs = self.build(), list[Tensor]()
+        model = self.build()
+        inputs = list[Tensor]()
         training, held_out = (
             {name: torch.cat([one[name] for one in given]) for name in given[0]}
             for given in zip(*self.pairs(), strict=True)

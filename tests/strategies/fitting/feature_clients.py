@@ -78,7 +78,8 @@ def packed(sums: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unpacked(sent: dict[str, Tensor]) -> dict[str, Tensor]:
-    counts, sums = sent["counts"], sent["sums"].double()
+    counts = sent["counts"]
+    sums = sent["sums"].double()
     upper = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
     upper[torch.triu_indices(WIDTH, WIDTH).unbind()] = sent["scatter"].double()
     return {
@@ -123,7 +124,8 @@ def client(
     lie: Lie | None = None,
     shares: Tensor = EVEN,
 ) -> Client:
-    training, judged = drawn(seed, rows, shares), drawn(1000 + seed, held_out, shares)
+    training = drawn(seed, rows, shares)
+    judged = drawn(1000 + seed, held_out, shares)
 
     def answer(message: Message) -> Message:
         (config,) = message.content.config_records.values()

@@ -40,7 +40,8 @@ def test_the_head_is_that_of_one_place_at_the_best_temperature(
     name: str, warnings: Callable[[], str]
 ) -> None:
     """Clients' adapters may have smaller ranks: features are those of the server's."""
-    kind, before = KINDS[name], torch.random.get_rng_state()
+    kind = KINDS[name]
+    before = torch.random.get_rng_state()
     found = kind.fitted(kind.clients())
     assert torch.equal(torch.random.get_rng_state(), before)
     assert warnings() == ""
@@ -188,8 +189,10 @@ def test_an_answer_that_is_none_is_left_out_and_named(
     nothing bad.
     """
     kind, (spoil, word, counts) = KINDS[name], BAD[what]
-    training, held_out = kind.rows(7, 40), kind.rows(17, 40)
-    clients, place = kind.clients(), 3 * (len(what) % 2)
+    training = kind.rows(7, 40)
+    held_out = kind.rows(17, 40)
+    clients = kind.clients()
+    place = 3 * (len(what) % 2)
     clients.insert(place, spoil(kind.client(training, held_out)))
     found = kind.fitted(clients)
     assert f"Client {100 + place}" in warnings()

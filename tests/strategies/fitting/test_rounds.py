@@ -114,7 +114,8 @@ def run(
     nodes: Iterable[Client], rounds: int, body: float = 0.0, **given: Any
 ) -> tuple[Any, list[State]]:
     settings = {"alignment": None, "fit_head": HEAD, "server": None, **given}
-    start, config = ArrayRecord(state(body)), {"model_type": "bert"}
+    start = ArrayRecord(state(body))
+    config = {"model_type": "bert"}
     result, sent = played(nodes, rounds, start, config, **settings)
     return result, list(map(tensors_of, sent))
 
@@ -422,7 +423,8 @@ def test_a_subclass_that_hides_the_model_is_refused() -> None:
             content = RecordDict({"arrays": arrays, "config": config})
             return [Message(content, node, "train") for node in grid.get_node_ids()]
 
-    grid, initial = grid_of(LEARNERS), ArrayRecord(SINGLE.state())
+    grid = grid_of(LEARNERS)
+    initial = ArrayRecord(SINGLE.state())
     for more in ({"fit_head": True}, {"reporting": Reporting(os.devnull, hashes=True)}):
         strategy = Own(SINGLE.config, alignment=None, **more)
         messages = strategy.configure_train(1, initial, ConfigRecord(), grid)
@@ -475,7 +477,8 @@ def test_models_travel_in_the_wires_precision_and_keep_their_own_and_their_ties(
     }
     if dtype:
         tensors["again"] = tensors["bert.pooler.dense.weight"]
-    model, notes = to_arrays(tensors), list[Any]()
+    model = to_arrays(tensors)
+    notes = list[Any]()
     assert [array.stype for array in model.values()].count(TIED) == bool(dtype)
     nodes = noted((of_precision(index, dtype) for index in range(3)), notes)
     server = Server(wire=wire, deterministic=True)

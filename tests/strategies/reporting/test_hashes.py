@@ -63,14 +63,13 @@ def test_the_hash_is_of_names_dtypes_shapes_and_bits() -> None:
     one = torch.tensor([0.0, 1.0])
     line = 'a", "float32", [1]]\n' + "\0" * 4 + '["b'
     others: list[State] = [
-        *(
-            {"a": one},
-            {"b": one},
-            {"a": -one},
-            {"a": one.reshape(2, 1)},
-            {"a": one.view(torch.int32)},
-        ),
-        *({"a": one[:1], "b": one[:1]}, {line: one[:1]}),
+        {"a": one},
+        {"b": one},
+        {"a": -one},
+        {"a": one.reshape(2, 1)},
+        {"a": one.view(torch.int32)},
+        {"a": one[:1], "b": one[:1]},
+        {line: one[:1]},
         {"a": one.bfloat16()},
     ]
     assert len({model_hash(other) for other in others}) == len(others)
@@ -148,7 +147,8 @@ def test_rows_name_what_was_averaged_as_it_was_received(
 def test_without_a_new_model_no_update_is_named_and_hashes_are_an_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, server = tmp_path / "rows.jsonl", Server(min_replies=4)
+    file = tmp_path / "rows.jsonl"
+    server = Server(min_replies=4)
     for hashes, count in ((True, 1), (False, 0)):
         strategy = FedRot(
             SYMMETRY, reporting=Reporting(file, hashes=hashes), server=server, **TRAIN
@@ -167,7 +167,8 @@ def test_without_a_new_model_no_update_is_named_and_hashes_are_an_option(
 
 def play(folder: Path, rounds: int, offset: int = 0) -> tuple[Path, Path]:
     """Start or resume a run; return its rows and checkpoints."""
-    file, kept = folder / "rows.jsonl", folder / "checkpoints"
+    file = folder / "rows.jsonl"
+    kept = folder / "checkpoints"
     reporting = Reporting(file, hashes=True)
     strategy = FedRot(
         SYMMETRY, reporting=reporting, checkpoints=Checkpointing(kept), **TRAIN

@@ -63,7 +63,8 @@ def stages_of(path: Path) -> list[dict[str, Any]]:
 def test_every_round_and_stage_has_one_row_that_is_there_when_its_stage_ends(
     strategy: type[Aligned], tmp_path: Path
 ) -> None:
-    path, seen = tmp_path / "deep" / "rows.jsonl", []
+    path = tmp_path / "deep" / "rows.jsonl"
+    seen = []
     heard: list[tuple[int, dict[str, float]]] = []
 
     def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -99,7 +100,8 @@ def test_every_round_and_stage_has_one_row_that_is_there_when_its_stage_ends(
 
 
 def test_what_is_not_finite_is_null_in_a_row(tmp_path: Path) -> None:
-    path, heard = tmp_path / "rows.jsonl", dict[str, float]()
+    path = tmp_path / "rows.jsonl"
+    heard = dict[str, float]()
     reporting = Reporting(path, lambda number, metrics: heard.update(metrics))
     given = MetricRecord({"loss": math.nan, "best": [math.inf, 1.0, -math.inf], "n": 3})
     report_metrics(reporting, 1, "train", given)
@@ -125,7 +127,8 @@ def test_an_error_of_the_function_ends_the_run() -> None:
 
 
 def test_a_resumed_run_goes_on_with_its_rows(tmp_path: Path, warnings: Any) -> None:
-    path, kept = tmp_path / "rows.jsonl", tmp_path / "checkpoints"
+    path = tmp_path / "rows.jsonl"
+    kept = tmp_path / "checkpoints"
     heard: list[int] = []
 
     def play(rounds: int) -> None:

@@ -58,8 +58,13 @@ def rows(
     """
     return [
         GroupReport(
-            *(f"{part} {index}", index, part, of, of * (1 - share * (index < moved))),
-            *(int(index < moved), 4),
+            f"{part} {index}",
+            index,
+            part,
+            of,
+            of * (1 - share * (index < moved)),
+            int(index < moved),
+            4,
             found=of * share,
             chance=None if chance is None else of * chance,
         )

@@ -85,7 +85,8 @@ def die(folder: Path, at: int, mark: Mark) -> None:
 
         return call
 
-    checkpoints, state = Checkpointing(folder, keep=1), run_state()
+    checkpoints = Checkpointing(folder, keep=1)
+    state = run_state()
     with checkpoints.writing():
         for name in ("mkdir", "open", "fsync", "rename", "replace", "unlink", "rmdir"):
             setattr(os, name, counted(getattr(os, name)))

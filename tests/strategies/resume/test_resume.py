@@ -275,9 +275,10 @@ def test_a_resumed_run_asks_nobody_in_the_rounds_that_are_finished(
     first = Recorded()
     play(first, tmp_path, 2, evaluate_fn=first.evaluation)
     for rounds, after in ((ROUNDS, 2), (ROUNDS, ROUNDS), (1, ROUNDS)):
-        rest, clients = Recorded(), grid()
+        rest = Recorded()
+        clients = grid()
         result = play(
-            *(rest, tmp_path, rounds), clients=clients, evaluate_fn=rest.evaluation
+            rest, tmp_path, rounds, clients=clients, evaluate_fn=rest.evaluation
         )
         assert ending(result) == expected
         # Those before are in the checkpoint: the list is state of this strategy.
@@ -392,7 +393,8 @@ class Stateful(FedAvg):
 
 
 def test_state_of_every_kind_goes_on(tmp_path: Path, warnings: Any) -> None:
-    whole, second = Stateful(), Stateful()
+    whole = Stateful()
+    second = Stateful()
     play(whole, rounds=4)
     play(Stateful(), tmp_path, 2)
     second.scale = 0.7
@@ -531,7 +533,8 @@ def test_a_checkpoint_has_what_outlives_a_round_and_attributes_of_a_subclass(
             self.ours = {"seen": server_round}
             return super().aggregate_train(server_round, replies)
 
-    kept, guard = Checkpointing(tmp_path), Guard("norm", False)
+    kept = Checkpointing(tmp_path)
+    guard = Guard("norm", False)
     strategy = Own(SYMMETRY, **COMMON, checkpoints=kept, guard=guard)
     strategy.start(grid(), ArrayRecord(state()), 3, evaluate_fn=evaluated)
     entries = kept.newest().state["entries"]

@@ -135,7 +135,8 @@ def test_statistics_follow_the_updates_that_alignment_moves(
 ) -> None:
     """The oracle: align the round, move each client's statistics by hand, merge."""
     aggregation, collect, options, parts = FOLLOWING[name]
-    options, clients = replace(options, anchor=anchor), honest(collect)
+    options = replace(options, anchor=anchor)
+    clients = honest(collect)
     moved = scrambled(clients, collect, parts)
     aligned = fedrot.align_round(
         [(c.update, c.weight) for c in moved], state(), SYMMETRY, options

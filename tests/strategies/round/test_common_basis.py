@@ -167,7 +167,8 @@ def test_clients_that_fail_keep_their_alignment(warnings: Any) -> None:
     result, _ = aggregated(FedRot(CONFIG, other_basis=PASSES), trained(0), sent)
     matched = OtherBasis(options=PASSES.options)
     expected, _ = aggregated(FedRot(CONFIG, other_basis=matched), trained(0), sent)
-    found, expected = tensors_of(result), tensors_of(expected)
+    found = tensors_of(result)
+    expected = tensors_of(expected)
     assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in found)
     assert warnings().count("stay unchanged") == 6
 

@@ -82,7 +82,8 @@ class Points:
     """
 
     def __init__(self, metric: str, plain: float, aligned: float) -> None:
-        self.metric, self.values = metric, (plain, aligned)
+        self.metric = metric
+        self.values = (plain, aligned)
         self.calls: list[int] = []
 
     def __call__(self, number: int, arrays: ArrayRecord) -> MetricRecord:
@@ -176,7 +177,8 @@ def test_ties_keep_the_plain_mean_and_nan_is_worst(
 
 
 def test_a_mean_that_was_kept_is_evaluated_once(tmp_path: Path) -> None:
-    evaluate, file = points("aligned"), tmp_path / "rows.jsonl"
+    evaluate = points("aligned")
+    file = tmp_path / "rows.jsonl"
     result = run(evaluate=evaluate, guard="accuracy", reporting=Reporting(file))
     assert evaluate.calls == [0, 1, 1, 2, 2]
     found = {
@@ -196,7 +198,8 @@ def test_a_mean_that_was_kept_is_evaluated_once(tmp_path: Path) -> None:
 
 
 def test_a_guard_may_evaluate_on_data_of_its_own() -> None:
-    reported, chosen = points("plain"), points("plain")
+    reported = points("plain")
+    chosen = points("plain")
     result = run(evaluate=reported, guard=Guard("accuracy", evaluate=chosen))
     assert (reported.calls, chosen.calls) == ([0, 1, 2], [1, 1, 2, 2])
     assert bits(result) == bits(unguarded("plain"))

@@ -63,7 +63,8 @@ def test_hostile_updates_end_no_round_and_push_no_honest_client_out(
     differs by set-up.
     """
     kinds = ([*KINDS] * 2)[turn % len(KINDS) :][: len(KINDS) - 1 : 2]
-    hostile, half = [attack(state(), kind) for kind in kinds], len(kinds) // 2
+    hostile = [attack(state(), kind) for kind in kinds]
+    half = len(kinds) // 2
     sent = [*hostile[:half], *HONEST, *hostile[half:]]
     weights = [10.0 + i for i in range(len(sent))]
     weights[-(turn % 2)] = 1e12
@@ -115,8 +116,14 @@ def test_a_broadcast_model_that_cannot_be_matched_is_no_anchor() -> None:
 
 
 GPT2 = GPT2Config(
-    **{"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16},
-    **{"tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0},
+    vocab_size=50,
+    n_embd=16,
+    n_layer=2,
+    n_head=2,
+    n_positions=16,
+    tie_word_embeddings=False,
+    bos_token_id=0,
+    eos_token_id=0,
 )
 
 
@@ -185,7 +192,9 @@ OVERFLOWS: dict[str, tuple[Callable[[], Any], State, Sequence[State], State]] = 
         lambda: FedRot(
             CONFIG, alignment=fedrot.AlignmentOptions(canonical=True, anchor="global")
         ),
-        *(OWN, EQUIVALENT, SIGNS),
+        OWN,
+        EQUIVALENT,
+        SIGNS,
     ),
 }
 

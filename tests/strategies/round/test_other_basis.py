@@ -45,7 +45,8 @@ CONFIG = config_of(NAME)
 GLOBAL, RUNNING = (
     fedrot.AlignmentOptions(anchor=anchor) for anchor in ("global", "running")
 )
-BY_WEIGHTS, BY_PROBES = OtherBasis(options=WHOLE), OtherBasis(build)
+BY_WEIGHTS = OtherBasis(options=WHOLE)
+BY_PROBES = OtherBasis(build)
 
 Sent = Sequence[tuple[State, float]]
 
@@ -68,7 +69,8 @@ def mean(sent: Iterable[tuple[Mapping[str, Tensor], float]]) -> State:
 def test_permuted_copies_of_one_model_average_to_its_function(
     alignment: Any, others: OtherBasis, warnings: Callable[[], str]
 ) -> None:
-    base, other = state(), state(3)
+    base = state()
+    other = state(3)
     sent = [(permuted(other, seed), 10.0 + seed) for seed in range(3)]
     result, _ = play(
         FedRot(CONFIG, alignment=alignment, other_basis=others), base, sent
@@ -229,7 +231,8 @@ def test_given_options_are_kept_where_a_model_is_given_too() -> None:
 
 
 def test_a_bare_encoder_goes_on_as_ever() -> None:
-    config, base = config_of("bert-bare"), state_of("bert-bare", dtype=torch.float32)
+    config = config_of("bert-bare")
+    base = state_of("bert-bare", dtype=torch.float32)
     sent = [(near(base, 0.02, i), 1.0 + i) for i in range(3)]
     sent.append((state_of("bert-bare", 5, torch.float32), 1.0))
     expected, _ = play(FedRot(config), base, sent)

@@ -83,7 +83,8 @@ class Counted:
     """
 
     def __init__(self, messages: list[Message], sent: list[State]) -> None:
-        self.messages, self.sent = messages, sent
+        self.messages = messages
+        self.sent = sent
         self.most = 0
         self._alive: list[weakref.ref[ArrayRecord]] = []
 
@@ -127,7 +128,8 @@ def test_one_update_is_held_at_a_time_unless_all_are_needed(name: str) -> None:
 def test_deterministic_rounds_agree_to_the_last_bit_whoever_was_fastest(
     anchor: str,
 ) -> None:
-    options, server = fedrot.AlignmentOptions(anchor=anchor), Server(deterministic=True)
+    options = fedrot.AlignmentOptions(anchor=anchor)
+    server = Server(deterministic=True)
     strategy = FedRot(CONFIG, alignment=options, server=server)
     sent = replies(broadcast(strategy, state(), COUNT), updates(), loss=0.5)
     results = [
@@ -200,14 +202,16 @@ def elsewhere(array: Array, shift: int) -> Array:
     memory.
     """
     size = int.from_bytes(array.data[8:10], "little")
-    header, values = array.data[10 : 10 + size - 1], array.data[10 + size :]
+    header = array.data[10 : 10 + size - 1]
+    values = array.data[10 + size :]
     start = array.data[:8] + (size + shift).to_bytes(2, "little")
     data = start + header + b" " * shift + b"\n" + values
     return Array(array.dtype, array.shape, array.stype, data)
 
 
 def test_deterministic_rounds_do_not_depend_on_where_messages_lie_in_memory() -> None:
-    server, results = Server(deterministic=True), []
+    server = Server(deterministic=True)
+    results = []
     strategy = FedRot(CONFIG, alignment=GLOBAL, aggregation=RegMean, server=server)
     messages = broadcast(strategy, state(), 3)
     for shift in (0, 8, 40):
@@ -396,8 +400,10 @@ class OwnMessages(FedRot):
         ]
 
 
-MODEL, CONTROL = ArrayRecord({"w": torch.ones(2)}), ArrayRecord({"w": torch.zeros(3)})
-BOTH, ALONE = {"arrays": MODEL, "control": CONTROL}, {"mine": MODEL}
+MODEL = ArrayRecord({"w": torch.ones(2)})
+CONTROL = ArrayRecord({"w": torch.zeros(3)})
+BOTH = {"arrays": MODEL, "control": CONTROL}
+ALONE = {"mine": MODEL}
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,10 @@ NOISE = {"noise_multiplier": 0.1, "num_sampled_clients": 2}
 @pytest.mark.parametrize(
     "build",
     [
-        *(FedAdagrad, FedAdam, FedYogi, partial(QFedAvg, 0.1)),
+        FedAdagrad,
+        FedAdam,
+        FedYogi,
+        partial(QFedAvg, 0.1),
         lambda: DifferentialPrivacyServerSideAdaptiveClipping(FedAvg(), **NOISE),
         lambda: DifferentialPrivacyServerSideFixedClipping(
             FedAvg(), clipping_norm=1.0, **NOISE
@@ -123,7 +126,8 @@ def test_attributes_that_are_set_anew_are_there(build: Callable[[], Strategy]) -
 
 
 def test_a_strategy_inside_a_wrapper_compares_with_the_same_model_too() -> None:
-    inside, moved = FedAdam(), ArrayRecord({"w": torch.tensor([1.0, 2.0])})
+    inside = FedAdam()
+    moved = ArrayRecord({"w": torch.tensor([1.0, 2.0])})
     wrapper = DifferentialPrivacyServerSideFixedClipping(inside, 0.0, 1.0, 2)
     vars(inside)["current_arrays"] = {"w": np.zeros(2, np.float32)}
     vars(wrapper)["current_arrays"] = ArrayRecord({"w": torch.zeros(2)})

@@ -25,7 +25,7 @@ class Slow(FakeGrid):
 
     def __init__(self, *looks: float) -> None:
         self.looks = dict(enumerate(looks, start=100))
-        super().__init__({node: self.answer for node in self.looks})
+        super().__init__(dict.fromkeys(self.looks, self.answer))
         self.pulled: list[int] = []
 
     def answer(self, message: Message) -> Message:
@@ -102,7 +102,8 @@ def test_what_arrives_in_time_while_another_reply_is_used_is_taken(
     looks: tuple[int, ...], timeout: float, uses: int
 ) -> None:
     """Though using that one takes until time is up: there is a last look."""
-    slow, taken = Slow(*looks), 0
+    slow = Slow(*looks)
+    taken = 0
     for _ in LazyGrid(slow).send_and_receive(asked(slow), timeout=timeout).stream():
         if taken < uses:
             time.sleep(0.15)

@@ -187,10 +187,8 @@ def test_one_array_under_many_names_is_decoded_once(
     monkeypatch.setattr(
         records, "decode", lambda name, a: decoded.append(name) or decode(name, a)
     )
-    large, shapes = (
-        encode("x", torch.zeros(1000, dtype=dtype)),
-        {"w": (4, 3), "v": (2, 3)},
-    )
+    large = encode("x", torch.zeros(1000, dtype=dtype))
+    shapes = {"w": (4, 3), "v": (2, 3)}
     with pytest.raises(UpdateError, match="shape"):
         read(
             {f"{kind}/{name}": large for kind in ("gram", "fisher") for name in shapes},

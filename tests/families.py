@@ -164,7 +164,7 @@ class Member:
 _CLASSIFIER, _MLM, _CAUSAL = "ForSequenceClassification", "ForMaskedLM", "ForCausalLM"
 _EAGER = ("eager",)
 
-MEMBERS: dict[str, Member] = {
+MEMBERS = {
     "bert": Member("Bert", _CLASSIFIER, _ENCODER),
     "roberta": Member("Roberta", _MLM, _ENCODER),
     "camembert": Member("Camembert", _CLASSIFIER, _ENCODER),
@@ -475,7 +475,7 @@ def inputs(name: str, rows: int = 2) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(7)
     takes = MEMBERS[name].takes
     config = config_of(name)
-    batch: dict[str, Tensor] = {}
+    batch = {}
     if takes in ("image", "clip"):
         batch["pixel_values"] = torch.randn(
             rows, 3, 8, 8, generator=generator, dtype=torch.float64

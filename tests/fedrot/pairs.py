@@ -4,8 +4,6 @@ reports must say.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -76,7 +74,7 @@ def _conflicting(state: State, names: Names) -> State:
 
 
 #: Clients of an anchor, by what is hard about them.
-PAIRS: dict[str, Callable[[State, Names], State]] = {
+PAIRS = {
     "near": lambda state, names: near(state, 0.05),
     "barely": lambda state, names: near(state, 1e-9),
     "far": lambda state, names: near(state, 1.5),
@@ -134,7 +132,7 @@ def checked_report(
     moves = {move.group.name: move for move in alignment.moves}
     assert alignment.moved == {group.name: group.name in moves for group in groups}
     tensors = {group.name: {slot.tensor for slot in group.slots} for group in groups}
-    current: State = dict(update)
+    current = dict(update)
     for row in report.rows():
         own = tensors.pop(row["group"])
         moved = row["group"] in moves

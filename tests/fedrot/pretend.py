@@ -124,7 +124,7 @@ class Pretend(TorchFunctionMode):
         self._storages: list[tuple[weakref.ref[Tensor], int, int]] = []
 
     def __enter__(self) -> Pretend:
-        fakes: dict[str, object] = {
+        fakes = {
             "Stream": Stream,
             "Event": Event,
             "stream": self._on,

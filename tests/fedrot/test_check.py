@@ -110,7 +110,7 @@ def _heads(seen: Tensor) -> Tensor:
 NAMES = CASES[NAME].names
 #: A module, and a number that depends on one part's coordinates in it and on no
 #: other's.
-READ: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+READ = {
     "residual": (NAMES.of(0, "down"), lambda seen: seen.flatten(0, -2)[:3]),
     "output": ("bert.pooler.dense", lambda seen: seen[:3]),
     # The same whatever the heads' rotations.
@@ -201,7 +201,7 @@ def test_two_heads_are_moved_whatever_the_seed() -> None:
 # What is compared, and how groups are selected
 
 #: What a model returns, and the largest change; or a word of the error.
-ANSWERS: dict[str, tuple[Callable[..., Any], float | str]] = {
+ANSWERS = {
     "a cache": (lambda m, z, h: {"logits": z, "past_key_values": h}, 1e-10),
     "an encoder's states": (
         lambda m, z, h: {"logits": z, "encoder_last_hidden_state": h},

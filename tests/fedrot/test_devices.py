@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -162,7 +161,7 @@ def _statistics(
     return {"gram": grams, "fisher": fisher, "trained": trained}
 
 
-AGGREGATORS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+AGGREGATORS = {
     "mean": (Mean, ()),
     "mean of trained rows": (Mean, ("trained",)),
     "regmean": (RegMean, ("gram", "trained")),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,7 @@ def test_a_full_disk_leaves_what_was_there_and_is_named(
     page = tmp_path / "page.html"
     append_rows(rows, [{"a": 1}])
     page.symlink_to(tmp_path / "elsewhere")
-    writes: list[tuple[Path, Callable[[], None]]] = [
+    writes = [
         (rows, lambda: append_rows(rows, [{"a": 2}])),
         (page, lambda: write_text(page, 20 * "x")),
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from tests.models import (
 )
 
 NAME = "bert-classifier"
-SETTINGS: list[dict[str, Any]] = [
+SETTINGS = [
     {"parts": FULL, "chance": 0},
     {"parts": FULL},
     {"parts": FULL, "layers": "first:1", "chance": 0},
@@ -83,7 +82,7 @@ def test_report_counts_moves_angles_and_shares() -> None:
         report.share()
     )
     assert report.share() == pytest.approx(1)
-    by_part: dict[str, float] = defaultdict(float)
+    by_part = defaultdict(float)
     for row in report.rows():
         by_part[row["part"]] += row["before"] - row["after"]
         assert (row["angle"] > 5) == (row["part"] == "attention")

@@ -133,7 +133,7 @@ def _zero(*words: str) -> Callable[[str, Tensor], object]:
 
 
 #: What becomes of every tensor of a model.
-DEGRADE: dict[str, Callable[[str, Tensor], object]] = {
+DEGRADE = {
     "zero embeddings": _zero("embeddings"),
     "zero stream": _zero("LayerNorm", "layer_norm", "embeddings"),
     "equal units": _equal_units_of_the_stream,

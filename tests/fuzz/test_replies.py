@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -93,7 +92,7 @@ def headers(draw: st.DrawFn) -> bytes:
             ("<f4", "<f8", "|b1", "<i8", "<u2", "|O", ">f4", "<f2", "<c8", "<U9", "")
         )
     )
-    described: dict[str, Any] = {"descr": descr, "fortran_order": draw(st.booleans())}
+    described = {"descr": descr, "fortran_order": draw(st.booleans())}
     described["shape"] = draw(shapes)
     if draw(st.integers(0, 9)) == 0:
         described[

@@ -291,7 +291,7 @@ def updates(draw: st.DrawFn) -> dict[str, Tensor]:
 def test_a_round_goes_on(
     behind: str, update: dict[str, Tensor], own: dict[str, Any], place: int
 ) -> bool:
-    usual: dict[str, Any] = {"num-examples": 1.0, "train_loss": 0.5}
+    usual = {"num-examples": 1.0, "train_loss": 0.5}
     clients = [
         ({n: t + 0.1 * (i + 1) for n, t in BASE.items()}, usual) for i in range(4)
     ]

@@ -59,7 +59,7 @@ def changed(value: Tensor, how: str, number: float, at: int) -> Tensor | None:
 @st.composite
 def lies(draw: st.DrawFn) -> Any:
     """Draw a lie about some of rows, sums and losses."""
-    told: dict[str, Any] = {}
+    told = {}
     for name in draw(st.sets(st.sampled_from((ROWS, SUMS, LOSSES)), min_size=1)):
         one = st.integers(0, 300) | st.sampled_from(EDGES) | st.floats()
         kept = st.sampled_from(

@@ -30,9 +30,7 @@ EVERYTHING = fedrot.AlignmentOptions(parts=("adapters",), chance=0)
 def test_rotations_do_not_change_the_function(kind: str) -> None:
     build, options = SETTINGS[kind]
     torch.manual_seed(0)
-    model: Any = peft.get_peft_model(
-        build(), peft.LoraConfig(r=4, lora_alpha=6, **options)
-    )
+    model = peft.get_peft_model(build(), peft.LoraConfig(r=4, lora_alpha=6, **options))
     model = model.double().eval()
     for name, parameter in model.named_parameters():
         if "lora_" in name and "magnitude" not in name:

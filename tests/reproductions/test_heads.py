@@ -30,15 +30,13 @@ from reproductions.heads.federation import PROBE_RATES, PROBE_ROUNDS, Federation
 from reproductions.heads.rounds import average, candidates, play
 
 torch.manual_seed(0)
-SIZES: Any = {
+SIZES = {
     "vocab_size": 40,
     "hidden_size": 24,
     "intermediate_size": 32,
     "num_attention_heads": 3,
 }
-BERT: Any = BertModel(
-    BertConfig(**SIZES, num_hidden_layers=4, initializer_range=0.3)
-).eval()
+BERT = BertModel(BertConfig(**SIZES, num_hidden_layers=4, initializer_range=0.3)).eval()
 LABELS = torch.tensor([0, 1, 2, 4] * 15)  # no row of class 3
 FEATURES = torch.randn(60, 7) + one_hot(LABELS, 7)
 
@@ -87,7 +85,7 @@ def test_an_epoch_is_that_of_torch_and_scaffold_has_its_option_two(arm: Arm) -> 
     end, gradient = epoch(loss, start, order, arm, shift)
     weights = nn.Parameter(start.clone())
     kind = torch.optim.SGD if arm.sgd else torch.optim.Adam
-    optimiser: Any = kind([weights], lr=arm.rate)
+    optimiser = kind([weights], lr=arm.rate)
     for batch in (order[:16], order[16:32], order[32:48], order[48:]):
         optimiser.zero_grad()
         pull = arm.pull / 2 * (weights - start).square().sum()

@@ -181,7 +181,7 @@ def test_rotations_are_learned_as_fedrot_learns_them() -> None:
     anchor = state_of(NAME)
     update = state_of(NAME, 4)
     start = fedrot.align(update, anchor, symmetry)
-    given: Any = (loss_of(_model(anchor)), _batches(), update, anchor, symmetry, start)
+    given = (loss_of(_model(anchor)), _batches(), update, anchor, symmetry, start)
     ours = learning.learn_alignment(
         *given, learning.LearningOptions(("attention",), steps=4)
     )

@@ -4,8 +4,6 @@ factors.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -73,7 +71,7 @@ def test_half_precision_is_told_that_it_loses_a_residual() -> None:
 
 
 def test_a_client_says_before_it_trains_that_it_cannot_take_a_residual() -> None:
-    tied: Any = Layers()
+    tied = Layers()
     tied.head = nn.Linear(6, 30, bias=False)
     tied.head.weight = tied.wte.weight
     shared = adapted(tied, target_modules=["wte"])

@@ -56,7 +56,7 @@ def of_the_schedule(
     [("freeze-a", "BBB"), ("alternate", "BAB"), ("both", ["both"] * 3)],
 )
 def test_clients_are_told_what_they_train(schedule: str, said: str | list[str]) -> None:
-    seen: list[str] = []
+    seen = []
     options = RivalOptions("mean", schedule=schedule)
     grid = grid_of(of_the_schedule(i, seen) for i in range(2))
     result = FedAvgRivalLoRA(CONFIG, options, **EVERY).start(
@@ -69,7 +69,7 @@ def test_clients_are_told_what_they_train(schedule: str, said: str | list[str]) 
 
 @pytest.mark.parametrize("back", [False, True])
 def test_residuals_travel_to_the_clients_who_may_send_them_back(back: bool) -> None:
-    seen: list[str] = []
+    seen = []
     options = RivalOptions("mean", residual="fold")
     grid = grid_of(of_the_schedule(i, seen, back) for i in range(2))
     start = floats(adapter(9))
@@ -113,7 +113,7 @@ def test_a_run_goes_on_from_the_result_of_another() -> None:
 
 
 def test_small_frozen_factors_survive_half_precision_on_the_wire() -> None:
-    seen: list[str] = []
+    seen = []
     strategy = FedAvgRivalLoRA(
         CONFIG,
         RivalOptions("mean", schedule="alternate"),

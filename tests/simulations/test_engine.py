@@ -68,7 +68,7 @@ def heard(
     jobs: list[Job], machine: Machine, tick: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
     """Return what each job said, by name."""
-    found: dict[str, list[Any]] = {job.name: [] for job in jobs}
+    found = {job.name: [] for job in jobs}
     run_jobs(jobs, machine, lambda job, said: found[job.name].append(said), tick)
     return found
 

@@ -31,7 +31,7 @@ CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 INDEX = f"{WEIGHTS}.index.json"
 PARTS = "pytorch_model.bin.index.json"
 #: A file, its content and what is said.
-FILES: list[tuple[str, str | bytes, str]] = [
+FILES = [
     ("a.toml", b"\xff\xfe", "is no TOML"),
     ("a.toml", f"a = {DEEP}", "is no TOML"),
     *(
@@ -67,7 +67,7 @@ def test_a_file_is_refused(name: str, content: Any, said: str, tmp_path: Path) -
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     if name in (INDEX, PARTS):
         (b / WEIGHTS).unlink()
-    lines: list[tuple[object, ...]] = [("merge", a, b, "--out", out), ("check", b)]
+    lines = [("merge", a, b, "--out", out), ("check", b)]
     if name[0] == "a":
         lines = [
             (

@@ -42,7 +42,7 @@ from tests.simulations.tasks.cases import (
 
 TOKENS = bundled_tokenizer().get_vocab_size()
 #: What a small model has beside common sizes, by architecture.
-EXPECTED: dict[str, dict[str, Any]] = {
+EXPECTED = {
     "bert": dict.fromkeys(
         ("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.25
     ),
@@ -122,7 +122,7 @@ LLAMA = transformers.LlamaConfig(**SIZES, num_key_value_heads=1)
 BERT = transformers.BertConfig(**SIZES)
 LORA = {"lora": {"r": [2, 3], "target_modules": "all-linear", "lora_alpha": 6}}
 #: Configuration, class, case and changes of models that are saved in 16 bits.
-SAVED: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
+SAVED = {
     "bert": (BERT, "AutoModel", "bert", {}),
     "bert, adapter": (BERT, "AutoModel", "bert", LORA),
     "bert of masks": (BERT, "AutoModelForMaskedLM", "mlm bert", {}),

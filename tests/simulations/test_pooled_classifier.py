@@ -26,7 +26,7 @@ from fedrot.task_head.sums import collect_classes
 from tests.simulations.tasks.cases import SIZES, experiment_of, parts, save
 
 #: Encoders by ``model_type``.
-ENCODERS: dict[str, Any] = {
+ENCODERS = {
     "bert": transformers.BertConfig(**SIZES),
     "roberta": transformers.RobertaConfig(**SIZES),
     "albert": transformers.AlbertConfig(**SIZES, embedding_size=16),
@@ -67,7 +67,7 @@ def built(task: Task, seed: int = 0) -> Any:
 
 def features_of(model: Any, batch: Any) -> torch.Tensor:
     """Return what the classifier reads."""
-    read: list[torch.Tensor] = []
+    read = []
     handle = model.classifier.register_forward_pre_hook(
         lambda _, given: read.append(given[0])
     )
@@ -182,7 +182,7 @@ T5 = transformers.T5Config(
     vocab_size=6000, d_model=32, num_layers=1, num_heads=2, d_ff=64, d_kv=16
 )
 #: Pooling, options of ``pooled``, and a part of the error.
-REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+REFUSED = {
     "max": ({"pooling_mode_max_tokens": True}, {}, "pooling pooling_mode_max_tokens;"),
     "max, version 6": ({"pooling_mode": "max"}, {}, "pooling max;"),
     "both, version 6": ({"pooling_mode": ["cls", "max"]}, {}, "pooling cls and max;"),

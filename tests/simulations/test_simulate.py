@@ -270,7 +270,7 @@ def costs(*experiments: Experiment) -> tuple[list[Cell], dict[str, float]]:
 def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried: list[list[str]] = []
+    tried = []
     run, shown = shown_run(tmp_path, of(strategies="fedavg,aligned,head_only"))
 
     def dying(
@@ -346,7 +346,7 @@ def test_progress_is_told_inside_a_part(
     experiment = of(strategies="fedavg", rounds=2)
     (cell,), found = costs(experiment)
     (cost,) = found.values()
-    heard: list[Any] = []
+    heard = []
     before = training.on_rows
     runs.run_job([cell], [cost], tmp_path, heard.append)
     assert training.on_rows is before
@@ -375,12 +375,10 @@ def test_without_a_terminal_a_line_breaks_a_silence(
 
 def test_costs_are_of_trainings_that_are_not_shared() -> None:
     """By hand, in rows of training: 450 of 500 are trained on, and 20 are for tests."""
-    tables: list[dict[str, Any]] = [
-        {"name": "slow", "alignment": False, "learning_rate": 1e-4}
-    ]
+    tables = [{"name": "slow", "alignment": False, "learning_rate": 1e-4}]
     tables += [{"name": "half", "alignment": False, "fraction_train": 0.5}]
     names = ["fedavg", "fedavg_head", "aligned", "head_only", "fit_head"]
-    more: dict[str, Any] = {
+    more = {
         "rounds": 2,
         "holdout": 0.1,
         "first_epochs": 3,
@@ -476,7 +474,7 @@ def test_what_is_known_and_said_of_the_data() -> None:
     assert f"2 clients have {min(sizes)} to {max(sizes)} rows each (seed 3)" in said
     assert f"leaves out {60 - sum(sizes)} of 60 rows (seed 3)." in said
     # Few rows to choose by are said, too.
-    chosen: dict[str, Any] = {"holdout": 0.5, "strategies": "fedavg,fit_head,guarded"}
+    chosen = {"holdout": 0.5, "strategies": "fedavg,fit_head,guarded"}
     few = "Clients hold out 40 rows in all (seed 0), by which fit_head, guarded choose"
     said = " ".join(checked(of(train_limit=80, **chosen)).said)
     assert (few in said, "leaves out" in said, "have 40 rows each" in said) == (
@@ -545,7 +543,7 @@ def test_only_runs_that_move_weights_need_a_supported_family(
         checked(Experiment.from_flat({**fields, **moving}))
 
 
-MODEL: dict[str, Any] = {
+MODEL = {
     "train_limit": 48,
     "test_limit": 16,
     "max_length": 16,

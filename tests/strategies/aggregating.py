@@ -143,8 +143,7 @@ def play(*given: Any, **settings: Any) -> tuple[ArrayRecord, MetricRecord]:
 def merged(aggregator: Any, clients: Iterable[Client]) -> State:
     for client in clients:
         aggregator.add(client.update, client.weight, client.statistics)
-    result: State = aggregator.result()
-    return result
+    return aggregator.result()
 
 
 def mean(clients: Iterable[Client]) -> State:

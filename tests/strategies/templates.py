@@ -195,7 +195,7 @@ def own_messages(base: Any) -> Any:
 
 #: By name; the tutorials and "Configure clients" share two, the FlowerTune templates
 #: one.
-TEMPLATES: dict[str, Template] = {
+TEMPLATES = {
     "learning rate": decaying,
     "replies": looking,
     "FlowerTune": tracking,

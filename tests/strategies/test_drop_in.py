@@ -147,7 +147,7 @@ def test_without_alignment_a_template_sends_sees_and_ends_as_over_flowers_strate
 def test_with_alignment_every_round_has_its_clients(template: str) -> None:
     """Where none is left out, the model is that of Flower's own methods."""
     build = TEMPLATES[template]
-    settings: Any = {"server": DETERMINISTIC}
+    settings = {"server": DETERMINISTIC}
     settings["alignment"] = fedrot.AlignmentOptions(chance=0.0, anchor="global")
     _, _, seen = played(build(FedAvg)())
     honest, _, honest_seen = played(build(FedRot)(CONFIG, **settings))
@@ -161,7 +161,7 @@ def test_with_alignment_every_round_has_its_clients(template: str) -> None:
     assert (ends(honest) == ends(plain)) == (template != "whisper")
 
 
-READ_TWICE: dict[str, Callable[[Any], Any]] = {
+READ_TWICE = {
     "FedRot": lambda of: of(FedRot)(CONFIG),
     "FedRot, deterministic": lambda of: of(FedRot)(CONFIG, server=DETERMINISTIC),
     "FedRot, half precision": lambda of: of(FedRot)(
@@ -203,7 +203,7 @@ def test_a_subclass_may_pass_on_a_generator_and_is_named_where_a_client_is_missi
 
 
 def test_a_method_of_the_instance_sees_the_replies_too() -> None:
-    strategy: Any = FedRot(CONFIG)
+    strategy = FedRot(CONFIG)
     strategy.seen = []
     inner = strategy.aggregate_train
 
@@ -219,7 +219,7 @@ def test_a_method_of_the_instance_sees_the_replies_too() -> None:
 
 
 def test_replies_are_streamed_as_long_as_nobody_else_reads_them() -> None:
-    found: list[Replies] = []
+    found = []
 
     class Watched(LazyGrid):
         def send_and_receive(self, *args: Any, **kwargs: Any) -> Replies:

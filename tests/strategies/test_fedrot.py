@@ -199,7 +199,7 @@ def test_failed_clients_keep_their_names_in_rounds_in_which_they_say_nothing(
     others.
     """
     report = tmp_path / "report.jsonl"
-    strategy: Any = FedRot(CONFIG, reporting=Reporting(rows=report))
+    strategy = FedRot(CONFIG, reporting=Reporting(rows=report))
     for number in (1, 2, 3):
         asked = broadcast(strategy, BASE, server_round=number)
         answers = [reply(message, BASE, 10, 7 + i) for i, message in enumerate(asked)]
@@ -331,7 +331,7 @@ def test_numbers_of_a_run_are_checked_before_it_waits(
 
 
 #: Settings, and what the summary before the first round says of them.
-SAID: list[tuple[dict[str, Any], list[str]]] = [
+SAID = [
     (
         {},
         [

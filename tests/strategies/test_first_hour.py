@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ STRATEGY = pytest.mark.parametrize(
 
 
 #: What is given to the constructor, and what the error says to write.
-INSTEAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+INSTEAD = {
     "nothing": ((), {}, "given nothing: write {name}(model.config, ...)"),
     "a model": ((build(),), {}, "write {name}(model.config, ...)"),
     "a model without configuration": (
@@ -180,7 +179,7 @@ class Gone(FakeGrid):
 def test_the_legacy_server_is_refused_with_what_to_write(
     strategy: type[Aligned],
 ) -> None:
-    components: dict[str, Any] = {
+    components = {
         "strategy": strategy(CONFIG),
         "config": ServerConfig(num_rounds=1),
     }
@@ -242,7 +241,7 @@ def test_a_first_round_of_replies_with_one_fault_ends_the_run_with_it(
     assert len([row for row in rows if "dropped" in row]) == 3
 
 
-GOES_ON: dict[str, tuple[Callable[[Message], Message | None], ...]] = {
+GOES_ON = {
     "one is good": (without(WEIGHT, 0), without(WEIGHT, 1), good(2)),
     "reasons differ": (without(WEIGHT, 0), without(WEIGHT, 1), without(BIAS, 2)),
     "one failed": (without(WEIGHT, 0), without(WEIGHT, 1), failure),
@@ -278,7 +277,7 @@ def test_a_later_round_never_ends_the_run_nor_does_the_first_one_after_a_checkpo
     tmp_path: Path,
 ) -> None:
     def once(index: int) -> Client:
-        rounds: list[int] = []
+        rounds = []
 
         def answer(message: Message) -> Message | None:
             rounds.append(1)

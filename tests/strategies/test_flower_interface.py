@@ -142,7 +142,7 @@ def newest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give an older ``Strategy.start`` what Flower 1.43 has: ``should_stop``, and a
     first result.
     """
-    older: Any = Strategy.start
+    older = Strategy.start
 
     def start(
         self: Strategy,
@@ -195,7 +195,7 @@ AdamLoRA = type("AdamLoRA", (AlignedLoRA, FedAdam), {})
 MOVED = {1: moved, 2: moved}
 ARRAYS = ArrayRecord(state())
 
-STRATEGIES: dict[str, tuple[Callable[..., Any], ArrayRecord]] = {
+STRATEGIES = {
     "FedRot": (lambda **k: FedRot(SYMMETRY, **k), ARRAYS),
     "not aligned": (lambda **k: FedRot(alignment=None, **k), ARRAYS),
     "FedAdam": (lambda **k: AlignedAdam(SYMMETRY, **k), ARRAYS),
@@ -210,7 +210,7 @@ def test_a_run_ends_when_should_stop_says_so(
     name: str, checkpoints: bool, tmp_path: Path
 ) -> None:
     build, arrays = STRATEGIES[name]
-    asked: list[tuple[int, str]] = []
+    asked = []
 
     def should_stop(number: int, result: Result) -> bool:
         assert sorted(result.train_metrics_clientapp) == [*range(1, number + 1)]
@@ -241,7 +241,7 @@ def test_should_stop_of_a_resumed_run_is_asked_where_the_whole_run_asked_it(
     tmp_path: Path,
 ) -> None:
     """With the same random numbers, and the same result so far."""
-    asked: list[tuple[int, float, list[int], str]] = []
+    asked = []
 
     def should_stop(number: int, result: Result) -> bool:
         trained = sorted(result.train_metrics_clientapp)
@@ -309,7 +309,7 @@ def replies(given: Iterable[tuple[Any, float]]) -> list[Message]:
 
 
 #: Arrays and numbers of examples that clients send.
-SENT: dict[str, list[tuple[list[Any], int]]] = {
+SENT = {
     "two arrays": [
         ([np.full((2, 3), i, np.float32), np.arange(4.0) + i], i) for i in (1, 2, 3, 7)
     ],
@@ -319,7 +319,7 @@ SENT: dict[str, list[tuple[list[Any], int]]] = {
     ],
 }
 #: Strategies of Flower, and their arguments.
-FLOWERS: list[tuple[Any, dict[str, Any]]] = [
+FLOWERS = [
     (FedAvg, {}),
     (FedAvgM, {"server_learning_rate": 0.5, "server_momentum": 0.5}),
     (FedMedian, {}),
@@ -371,7 +371,7 @@ def test_evaluations_are_weighted_whoever_has_asked_for_them() -> None:
         Message(RecordDict({"m": m}), reply_to=a)
         for m, a in zip(metrics, asked, strict=True)
     ]
-    found: Any = FedRot(SYMMETRY).aggregate_evaluate(
+    found = FedRot(SYMMETRY).aggregate_evaluate(
         1, [*given, given[0], failure(asked[0])]
     )
     assert found["score"] == 0.75

@@ -40,7 +40,7 @@ from tests.fedrot.lora.test_averaging import (
 from tests.strategies.fakes import ArrayRecord, FakeGrid, Message, grid_of, reply
 
 CONFIG = {"peft_type": "LORA", "lora_alpha": SETTINGS.alpha}
-EVERY: dict[str, Any] = {"fraction_evaluate": 0.0}
+EVERY = {"fraction_evaluate": 0.0}
 EXACT = AdapterOptions("exact")
 METHODS = pytest.mark.parametrize(
     "options", [AdapterOptions("mean"), AdapterOptions("exact", "previous")], ids=str
@@ -102,7 +102,7 @@ def test_a_round_is_the_average_of_the_replies_and_says_its_errors(
 
 
 def test_clients_of_smaller_ranks_cut_what_they_receive() -> None:
-    sent: dict[int, Adapter] = {}
+    sent = {}
 
     def of_rank(rank: int) -> Callable[[Message], Message]:
         def train(message: Message) -> Message:
@@ -162,7 +162,7 @@ def test_an_adapter_of_other_settings_is_dropped_by_name_and_rows_have_the_setti
     """Client 0 says nothing, client 1 the server's settings; client 4 has other
     targets.
     """
-    said: dict[int, Any] = {
+    said = {
         1: {},
         2: {"lora_alpha": 2 * SETTINGS.alpha},
         3: {"use_rslora": True},
@@ -228,7 +228,7 @@ def test_a_first_model_that_is_no_adapter_is_refused_before_anyone_trains(
 @METHODS
 def test_a_server_optimiser_takes_the_average(options: AdapterOptions) -> None:
     eta, tau, beta = 0.1, 1e-3, 0.9
-    behind: Any = type("AdamLoRA", (AlignedLoRA, FedAdam), {})
+    behind = type("AdamLoRA", (AlignedLoRA, FedAdam), {})
     strategy = behind(
         CONFIG, options, eta=eta, tau=tau, beta_1=beta, beta_2=0.99, **EVERY
     )
@@ -243,7 +243,7 @@ def test_a_server_optimiser_takes_the_average(options: AdapterOptions) -> None:
 
 
 def test_what_does_not_go_together_is_refused_before_training() -> None:
-    median: Any = type("MedianLoRA", (AlignedLoRA, FedMedian), {})
+    median = type("MedianLoRA", (AlignedLoRA, FedMedian), {})
     with pytest.raises(
         FedrotError, match="MedianLoRA passes only the average on, but FedMedian needs"
     ):
@@ -252,12 +252,12 @@ def test_what_does_not_go_together_is_refused_before_training() -> None:
         FedRotLoRA(CONFIG, "exact")  # type: ignore[arg-type]
     with pytest.raises(FedrotError, match="no configuration of a LoRA adapter"):
         FedRotLoRA({"hidden_size": 3})
-    given: Any = {
+    given = {
         "noise_multiplier": 0.1,
         "clipping_norm": 1.0,
         "num_sampled_clients": 3,
     }
-    private: Any = DifferentialPrivacyServerSideFixedClipping(
+    private = DifferentialPrivacyServerSideFixedClipping(
         FedRotLoRA(CONFIG, **EVERY), **given
     )
     with pytest.raises(
@@ -279,7 +279,7 @@ def test_what_is_not_known_or_not_lost_is_no_metric(
     report = SimpleNamespace(
         mean_error=0.1, mean_error_of_factors=of_factors, mean_lost=lost
     )
-    fake: Any = SimpleNamespace(result=lambda: ({}, report))
+    fake = SimpleNamespace(result=lambda: ({}, report))
     average = AdapterMean(cast(Any, fake))
     average.result()
     assert average.measured == measured

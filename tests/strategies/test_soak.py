@@ -195,7 +195,7 @@ def test_rounds_of_faults_leak_nothing_and_average_what_is_good(
             warm.append(memory())
         return MetricRecord({"error": error})
 
-    settings: dict[str, Any] = grouped(rows=path, deterministic=deterministic)
+    settings = grouped(rows=path, deterministic=deterministic)
     strategy = FedRot(SYMMETRY, fraction_evaluate=0.0, **settings)
     result = strategy.start(
         grid, ArrayRecord(state()), rounds, timeout=TIMEOUT, evaluate_fn=check
@@ -210,7 +210,7 @@ def test_rounds_of_faults_leak_nothing_and_average_what_is_good(
         assert max(sizes) - sizes[0] < LARGEST_GROWTH
     # Every fault is reported once, nothing else is, and of each there is one warning at
     # most.
-    reported: Counter[tuple[int, int, str]] = Counter()
+    reported = Counter()
     for row in read_rows(path):
         for what in (row[kind] for kind in ("dropped", "failed") if kind in row):
             reason = next((reason for reason in REASONS if reason in what), what)

@@ -45,8 +45,7 @@ def float32(tensors: State) -> State:
 
 
 def built(name: str) -> nn.Module:
-    model: nn.Module = with_separate_tables(model_of(name).float())
-    return model
+    return with_separate_tables(model_of(name).float())
 
 
 def answers(name: str, tensors: State) -> torch.Tensor:
@@ -54,8 +53,7 @@ def answers(name: str, tensors: State) -> torch.Tensor:
     model.load_state_dict(tensors)
     ids = torch.arange(1, 19).reshape(2, 9)
     with torch.no_grad():
-        found: torch.Tensor = model.eval()(input_ids=ids).logits
-    return found
+        return model.eval()(input_ids=ids).logits
 
 
 def silent(message: Any) -> Any:
@@ -128,13 +126,13 @@ TIED = GPT2Config(
 )
 COPIED = GPT2LMHeadModel(TIED).state_dict()
 SEPARATE = {**COPIED, "lm_head.weight": torch.randn(12, 8)}
-PERMUTED: dict[str, Any] = {"alignment": fedrot.AlignmentOptions(("heads", "ffn"))}
+PERMUTED = {"alignment": fedrot.AlignmentOptions(("heads", "ffn"))}
 LLAMA = (config_of("llama"), float32(state_of("llama")))
 
 #: Other bases, configuration and model, more settings, and whether the stream is
 #: rotated. Statistics cannot be brought to canonical form. Tied tables are found in the
 #: model, and without one in arrays, where they are two equal ones.
-ROTATES: list[tuple[OtherBasis, Any, State, dict[str, Any], bool]] = [
+ROTATES = [
     *(
         (
             OtherBasis(partial(built, name)),

@@ -58,7 +58,7 @@ class Client:
             "gram": {W: gram, V: gram.clone() if self.copies else gram},
             "fisher": {key: torch.tensor(value) for key, value in self.f.items()},
         }
-        found: dict[str, Any] = {kind: known[kind] for kind in kinds}
+        found = {kind: known[kind] for kind in kinds}
         if self.whole and not self.trained.any():
             for by_name in found.values():
                 del by_name[W]
@@ -248,7 +248,7 @@ def test_dtypes_stay_and_sums_are_wide(
 
 ONES = torch.ones(OUT, IN)
 BIAS = torch.ones(OUT)
-BAD_UPDATES: Mapping[str, dict[str, Any]] = {
+BAD_UPDATES = {
     **{f"weight {w}": {"weight": w} for w in (1e39, float("nan"), 0.0)},
     "a tensor is missing": {"update": {W: ONES, V: ONES}},
     "a tensor is extra": {"update": {W: ONES, V: ONES, B: BIAS, "more": BIAS}},

@@ -150,7 +150,7 @@ def test_layers_that_share_a_matrix_are_factorised_once(
         regmean.add(
             update, 1.0, {"gram": dict(zip(names, [one] * 3 + [other], strict=True))}
         )
-    calls: list[Tensor] = []
+    calls = []
     real = torch.linalg.cholesky_ex
     monkeypatch.setattr(
         torch.linalg, "cholesky_ex", lambda m: (calls.append(m), real(m))[1]

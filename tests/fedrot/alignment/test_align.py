@@ -174,7 +174,7 @@ def test_parameters_and_strided_tensors_give_the_same_answer() -> None:
 def test_tied_tensors_stay_tied(name: str) -> None:
     model = fresh_model(name)
     state = model.state_dict()
-    pointers: dict[int, list[str]] = defaultdict(list)
+    pointers = defaultdict(list)
     for key, tensor in state.items():
         pointers[tensor.data_ptr()].append(key)
     expected = sorted(sorted(keys) for keys in pointers.values() if len(keys) > 1)

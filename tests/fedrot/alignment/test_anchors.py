@@ -111,7 +111,7 @@ def test_each_update_is_aligned_to_its_anchor_and_inputs_stay(anchor: str) -> No
     symmetry = symmetry_for(NAME)
     clients = [(state_of(NAME, 60 + i), weight) for i, weight in enumerate(WEIGHTS)]
     _, results = _round(clients, broadcast, symmetry, anchor)
-    aligned: Round = []
+    aligned = []
     for i, (result, weight) in enumerate(zip(results, WEIGHTS, strict=True)):
         to = broadcast if anchor == "global" or i == 0 else _mean(aligned)
         update = state_of(NAME, 60 + i)

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Mean
@@ -174,7 +173,7 @@ def test_the_parts_together_are_the_whole(
     anchor, client = models(family)
     options = options_of(which, symmetry)
     alignment = fedrot.align(client, anchor, symmetry, options)
-    moved: dict[str, Tensor] = {}
+    moved = {}
     reports = []
     with Pretend():
         for part in align_by_layer(client, anchor, symmetry, options, PLACES[where]):
@@ -367,7 +366,7 @@ class AtOnce(Executor):
     def submit(
         self, run: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Future[Any]:
-        done: Future[Any] = Future()
+        done = Future()
         done.set_result(run(*args, **kwargs))
         return done
 

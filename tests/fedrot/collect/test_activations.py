@@ -4,7 +4,6 @@ else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -81,7 +80,7 @@ def covariance(a: Array, c: Array) -> Array:
     return np.asarray(x.T @ y / np.sqrt((x**2).sum() * (y**2).sum()))
 
 
-MOMENTS: dict[str, Callable[[Array, Array], Array]] = {
+MOMENTS = {
     "correlation": correlation,
     "covariance": covariance,
 }

@@ -63,7 +63,7 @@ def check(model: nn.Module, batches: Sequence[Any], mask_of: MaskOf = of_text) -
     """
     found = fedrot.collect_gram(model, batches)
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    seen: dict[str, set[str]] = {}
+    seen = {}
     for name, (rows, _) in rows_of(model, batches, mask_of).items():
         layer = model.get_submodule(name)
         if id(layer.weight) in tables:
@@ -81,7 +81,7 @@ def check(model: nn.Module, batches: Sequence[Any], mask_of: MaskOf = of_text) -
 
 # Real models
 
-ENCODERS: dict[str, Callable[[], Any]] = {
+ENCODERS = {
     **{
         name: partial(fresh_model, name)
         for name in (
@@ -112,7 +112,7 @@ def test_statistics_of_every_layer_are_sums_over_tokens(name: str) -> None:
 #: Models with a batch: choices of a question are sequences like any other; a layer of
 #: DeBERTa that reads positions, as many as rows times tokens of the first batch or not,
 #: has its own matrix; a decoder that reads the encoder's tokens has their mask.
-OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+OTHERS = {
     "choices": (partial(fresh_model, "bert-choice"), partial(inputs, "bert-choice")),
     "as many positions": (
         partial(model_of, "deberta-v3"),
@@ -202,7 +202,7 @@ def test_labels_become_a_decoders_inputs_only_if_it_has_none(
     given = few_words(2, 2, 6, 3)
     labels = torch.tensor([[5, 9, 7, 1], [8, 6, -100, -100]])
     ids = model.prepare_decoder_input_ids_from_labels(labels=labels)
-    collectors: list[Any] = [fedrot.collect_gram]
+    collectors = [fedrot.collect_gram]
     if embedded:
         given["decoder_inputs_embeds"] = model.get_input_embeddings()(ids).detach()
         full = given

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ def activations(model: Any, batches: Iterable[Any]) -> Mapping[str, Tensor]:
     return seen.matrices
 
 
-COLLECTORS: dict[str, Callable[[Any, Iterable[Any]], Mapping[str, Tensor]]] = {
+COLLECTORS = {
     "gram": lambda model, batches: fedrot.collect_gram(model, batches)["gram"],
     "fisher": lambda model, batches: fedrot.collect_fisher(model, batches)["fisher"],
     "classes": lambda model, batches: vars(

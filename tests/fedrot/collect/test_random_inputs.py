@@ -160,7 +160,7 @@ def test_the_same_seed_gives_the_same_inputs() -> None:
 
 @pytest.mark.parametrize("special", [[], [0, 4, 9]])
 def test_all_other_words_are_drawn_evenly(special: list[int]) -> None:
-    settings: dict[str, Any] = {"vocab_size": 11}
+    settings = {"vocab_size": 11}
     settings |= {"eos_token_id": [4, 9], "pad_token_id": 0} if special else {}
     ids = torch.cat([batch["input_ids"][:, :-1] for batch in drawn(settings, 4000)])
     assert ids.dtype == torch.int64

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -368,7 +367,7 @@ def test_several_kinds_travel_together_and_dtypes_stay() -> None:
     key = f"{LAYER}.output.dense.weight"
     mask = torch.arange(24) < 5
     gram = fedrot.collect_gram(model_of("bert"), [inputs("bert")])["gram"][key]
-    sent: dict[str, Any] = {
+    sent = {
         "gram": gram,
         "fisher": torch.ones(24, 24).bfloat16(),
         "trained": mask,

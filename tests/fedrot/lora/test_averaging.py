@@ -300,7 +300,7 @@ PISSA = LoraSettings.of({"lora_alpha": 6, "init_lora_weights": "pissa"})
 EXPERTS = "base_model.model.experts.base_layer"
 #: Tensors that one client sends otherwise, None for those that it leaves out, and a
 #: word of the error.
-BAD: dict[str, tuple[dict[str, Tensor | None], str]] = {
+BAD = {
     "no B": ({factor(QUERY, "B"): None}, "query.lora_A.weight' has no partner"),
     "no A": ({factor(QUERY): None}, "query.lora_B.weight' has no partner"),
     "two ranks": ({factor(QUERY): torch.ones(2, IN)}, "no common rank"),
@@ -338,7 +338,7 @@ BAD: dict[str, tuple[dict[str, Tensor | None], str]] = {
     },
 }
 #: Changes of a client's update, and a word of the error.
-BAD_UPDATES: dict[str, tuple[Callable[[AdapterUpdate], Any], str]] = {
+BAD_UPDATES = {
     **{
         f"weight {w}": (lambda u, w=w: replace(u, weight=w), "weight")
         for w in (0, -1, float("nan"))
@@ -401,7 +401,7 @@ def test_what_does_not_go_together_is_refused() -> None:
     asked = updates([adapter(0)])
     pissa = [AdapterUpdate(adapter(0), 1.0, PISSA)]
     average_adapters(pissa * 2, PISSA, EXACT, adapter(9))
-    rows: list[tuple[Any, dict[str, Any], str]] = [
+    rows = [
         (
             updates([adapter(i, i + 1) for i in range(2)]),
             {},

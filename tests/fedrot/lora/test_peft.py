@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import peft
@@ -43,7 +42,7 @@ def gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
-SETTINGS: Mapping[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+SETTINGS = {
     "linear": (
         bert,
         {"task_type": "SEQ_CLS", "target_modules": ["query", "value", "dense"]},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora import adapter_tensors, fitted, load_adapter, load_as_sent, train_only
 from fedrot.lora.adapters import factors, pairs_of
-from tests.fedrot.lora.test_averaging import Adapter
 from tests.fedrot.lora.test_peft import bert, gpt2, outputs
 
 
@@ -56,7 +54,7 @@ def layers(rank: int = 4, seed: int = 0, target: str = "linear") -> Any:
 
 
 def test_larger_ranks_are_cut_to_the_models_own() -> None:
-    options: dict[str, Any] = {
+    options = {
         "task_type": "SEQ_CLS",
         "target_modules": ["query", "value"],
     }
@@ -83,7 +81,7 @@ def test_larger_ranks_are_cut_to_the_models_own() -> None:
 
 #: Adapters of every kind whose rank can change, as the sender and a client of another
 #: rank have them.
-SENT: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+SENT = {
     "head": (bert, {"task_type": "SEQ_CLS", "target_modules": ["query", "value"]}, {}),
     "rslora": (bert, {"target_modules": ["query"], "use_rslora": True}, {}),
     "dora": (bert, {"target_modules": ["query", "dense"], "use_dora": True}, {}),
@@ -150,7 +148,7 @@ def test_a_model_that_took_other_ranks_is_trained_at_its_own_again() -> None:
 
 #: What a client cannot load into its adapter of rank 2, given what the server has and
 #: the names of its factors, and a word of the error.
-WRONG: dict[str, tuple[Callable[[Adapter, str, str], Adapter], str]] = {
+WRONG = {
     "other inputs": (lambda sent, a, b: {**sent, a: sent[a][:, :5]}, "differ in shape"),
     "other outputs": (lambda sent, a, b: {**sent, b: sent[b][:5]}, "differ in shape"),
     "one tensor more": (
@@ -204,7 +202,7 @@ def test_what_is_sent_does_not_change_with_the_model() -> None:
 
 @pytest.mark.parametrize(("said", "trained"), [("A", "A"), ("B", "B"), ("both", "AB")])
 def test_only_the_named_factors_of_one_adapter_train(said: str, trained: str) -> None:
-    options: dict[str, Any] = {"task_type": "SEQ_CLS", "target_modules": ["query"]}
+    options = {"task_type": "SEQ_CLS", "target_modules": ["query"]}
     model = adapted(bert(), **options)
     model.add_adapter("default2", peft.LoraConfig(r=2, target_modules=["query"]))
     before = {

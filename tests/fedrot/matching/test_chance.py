@@ -246,7 +246,7 @@ LARGE = _group(12, 64)
 ONE = _group(1, 2)
 
 #: The group; distance, chance, factor and quantile of null models; what is required.
-REQUIRED: list[tuple[Group, tuple[float, ...], float]] = [
+REQUIRED = [
     (LARGE, (100.0, 2.0, 1.5), 100 * 0.03 / 1.01),
     (LARGE, (100.0, 2.0, 3.0), 100 * 0.06 / 1.04),
     (LARGE, (100.0, 2.0, 0.0), 0),
@@ -286,7 +286,7 @@ def test_noise_exceeds_the_quantile_once_in_so_many_times(
 
 
 #: What groups removed, what was required, and which are beyond chance.
-BEYOND: list[tuple[list[float], list[float], list[bool]]] = [
+BEYOND = [
     ([2.0, 2.0, 0.1], [1.0, 1.0, 1.0], [True, True, True]),
     ([2.0, 2.0, 2.0, 0.1], [1.0] * 4, [True] * 4),
     ([1.0, 1.0, 0.1], [1.0] * 3, [True] * 3),

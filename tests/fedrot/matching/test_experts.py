@@ -93,7 +93,7 @@ def test_experts_are_in_the_best_of_all_orders(scale: float | None, seed: int) -
 def test_few_pairs_of_experts_are_solved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds say of most pairs that the best order does not use them."""
     _, _, anchor, client = _best(0.1, 1)
-    solved: list[tuple[int, int]] = []
+    solved = []
     worth = experts._Pool.worth
 
     def counted(pool: experts._Pool, i: int, j: int) -> float:

@@ -34,7 +34,7 @@ from tests.models import EVERYTHING, largest_difference
 SIZE = 12
 #: Every action on an axis of ``SIZE``, with the largest entry of the mean of its random
 #: matrices.
-KINDS: dict[str, tuple[Action, float]] = {
+KINDS = {
     "permutation": (Permutation(SIZE), 1 / 12),
     "blocks": (Permutation(4), 1 / 4),
     "signed": (SignedPermutation(SIZE), 0),

@@ -182,7 +182,7 @@ class Case:
 
 
 #: The sizes of all models, by the keys of their configurations.
-_SIZES: dict[str, Any] = {
+_SIZES = {
     "vocab_size": TOKENS,
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "pooler_hidden_size"), WIDTH),
     **dict.fromkeys(("word_embed_proj_dim", "dim"), WIDTH),
@@ -215,7 +215,7 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 _TOKENS, _CAUSAL = "ForTokenClassification", "ForCausalLM"
-CASES: dict[str, Case] = {}
+CASES = {}
 
 
 def _add(

@@ -365,7 +365,7 @@ DEGENERATE = [
     _all_zero,
     _huge_and_tiny,
 ]
-WHERE: list[tuple[set[str], torch.dtype, float]] = [
+WHERE = [
     ({"client"}, torch.float64, 1e-10),
     ({"anchor"}, torch.float64, 1e-10),
     ({"client", "anchor"}, torch.float64, 1e-10),

@@ -125,7 +125,7 @@ def _unseen(name: str, group: Group, slot: Slot) -> bool:
     return traits.KEY_BIAS[name] == "all" or still or "pos_key_proj" in slot.tensor
 
 
-CLAIMS: dict[str, tuple[Callable[[str, Group], bool], Iterable[str]]] = {
+CLAIMS = {
     "phases": (lambda _, g: isinstance(g.action, RotaryPhases), traits.ROTARY),
     "signs of frequencies": (
         lambda _, g: isinstance(g.action, RotarySigns),

@@ -183,7 +183,7 @@ FIRST = next(iter(state_of(BERT)))
 ADAPTER = f"{QUERY}.lora_A.default.weight"
 
 #: The model, what is changed, and words of the error.
-REFUSED: dict[str, tuple[str, Change, tuple[str, ...]]] = {
+REFUSED = {
     **{
         f"architecture {action}": (
             BERT,
@@ -365,7 +365,7 @@ NARROW = "bert.encoder.layer.0.output.LayerNorm.weight"
 
 #: The model, what is changed, the parts that are refused then, and a word of the
 #: reason.
-PARTS: dict[str, tuple[str, Change, tuple[str, ...], str]] = {
+PARTS = {
     **{name: (name, nothing, RESIDUAL, "no task head") for name in models.BARE},
     **{
         name: (BERT, tensor(name, ones(3, WIDTH)), ACROSS, name)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import scipy.optimize
 import torch
@@ -70,7 +69,7 @@ def test_losses_of_heads_are_those_of_models_with_these_heads(name: str) -> None
         heads_of(name, *each) for each in zip(bodies, factors, partners, strict=True)
     ]
     found = compare_losses(iter(bodies), batches, head, given)
-    of_rows: list[list[np.ndarray]] = []
+    of_rows = []
     for model, heads in zip(bodies, given, strict=True):
         state = model.state_dict()
         start = len(of_rows)

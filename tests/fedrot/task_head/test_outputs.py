@@ -271,7 +271,7 @@ def _with(value: Tensor, place: Any, entry: float) -> Tensor:
 Change = Callable[[Any], dict[str, Any]]
 CONTRADICT = "inside the classes have negative eigenvalues"
 #: Sums that no rows have: a change of good ones, and a word of the error.
-BAD: list[tuple[str, Change, str]] = [
+BAD = [
     (SINGLE, lambda s: {"counts": s.counts.float()}, "'counts' are torch.float32"),
     (
         SINGLE,
@@ -322,7 +322,7 @@ BAD: list[tuple[str, Change, str]] = [
     ),
     (REGRESSION, lambda s: {"gram": s.gram / 9}, "negative eigenvalues"),
 ]
-BAD_PACKED: list[tuple[Change, str]] = [
+BAD_PACKED = [
     (lambda s: {"gram": s.pop("scatter")}, "'gram': .* not .*'scatter'"),
     (
         lambda s: {"sums": s["sums"].double()},

@@ -61,7 +61,7 @@ def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_method_hides_labels_and_changes_neither_model(
     task: Task, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[set[str]] = []
+    seen = []
     original = methods.collect_activations
 
     def spy(anchor: Any, client: Any, batches: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from fedrot.symmetry import symmetry_of
 from reproductions.barriers.invalid_controls import ignore_heads
 from reproductions.barriers.methods import METHODS, match
 
-SIZES: Any = {
+SIZES = {
     "vocab_size": 50,
     "hidden_size": 24,
     "intermediate_size": 32,
@@ -41,7 +41,7 @@ def batches() -> list[dict[str, Tensor]]:
 
 def units(model: nn.Module, layer: int) -> np.ndarray:
     """Return the outputs of all heads at the tokens that count, by hand."""
-    found: list[Tensor] = []
+    found = []
     dense = model.get_submodule(f"bert.encoder.layer.{layer}.attention.output.dense")
     handle = dense.register_forward_pre_hook(lambda _, args: found.append(args[0]))
     with torch.no_grad():

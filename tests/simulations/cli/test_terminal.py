@@ -11,7 +11,6 @@ import sys
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
@@ -24,7 +23,7 @@ from fedrot.simulations.experiment import Experiment, read_experiments
 from tests.models import fresh_model
 from tests.simulations.commands import run
 
-GROUP: Any = typer.main.get_command(app)
+GROUP = typer.main.get_command(app)
 COMMANDS = GROUP.commands
 
 

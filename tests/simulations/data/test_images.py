@@ -62,10 +62,10 @@ DRAWN.putpalette([255, 0, 0, 0, 255, 0])
 ODD = np.array([[np.nan, np.inf], [1, 3]], dtype=np.float32)
 FLAT = np.full((2, 2), 0.5, dtype=np.float32)
 
-TURNED: dict[str, dict[str, Any]] = {"png": {}, "jpeg": {"quality": 100}}
+TURNED = {"png": {}, "jpeg": {"quality": 100}}
 
 #: A file, and the pixels of its grey or coloured image.
-SEEN: dict[str, tuple[bytes, Any]] = {
+SEEN = {
     **{
         f"turned {f}": (encoded(LEFT, f, exif=UPSIDE, **o), TOP)
         for f, o in TURNED.items()
@@ -191,7 +191,7 @@ def test_folders_without_images_are_refused(
 
 @pytest.mark.parametrize("kind", ["bytes", "wrapped", "paths"])
 def test_a_table_of_images(kind: str, tmp_path: Path) -> None:
-    files: Any = [png((i, 0, 0)) for i in range(4)]
+    files = [png((i, 0, 0)) for i in range(4)]
     if kind == "wrapped":
         files = [{"bytes": file, "path": None} for file in files]
     if kind == "paths":
@@ -220,7 +220,7 @@ def test_a_table_of_images(kind: str, tmp_path: Path) -> None:
 NUMBERS = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.5, 1.0]}
 #: Fields of a model's configuration and of its processor, and the side and channels, or
 #: an error.
-MODELS: list[tuple[dict[str, Any], dict[str, Any] | None, Any]] = [
+MODELS = [
     ({"image_size": 12}, NUMBERS, (12, 3)),
     ({"image_size": 12}, None, (12, 3)),
     ({"image_size": 12, "num_channels": 1}, {"image_mean": None}, (12, 1)),

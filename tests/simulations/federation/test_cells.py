@@ -27,7 +27,7 @@ from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from tests.strategies.fakes import Client, FakeGrid, failure
 
-SMALL: dict[str, Any] = {
+SMALL = {
     "train_limit": 60,
     "test_limit": 17,
     "layers": 1,
@@ -242,7 +242,7 @@ def test_a_guard_chooses_by_held_out_rows_that_no_table_reports(play: Play) -> N
 def test_a_strategy_of_some_clients_tells_them_what_it_needs_and_chooses_by_their_rows(
     play: Play,
 ) -> None:
-    heard: list[tuple[int, dict[str, Any]]] = []
+    heard = []
     some = {
         "name": "some",
         "guard": "loss",
@@ -405,7 +405,7 @@ def test_arguments_of_a_table_reach_the_aggregation_and_the_server() -> None:
     )
     shell = build_model(experiment, task_of(experiment.to_json()).data, seed=0)
     runs = [CellRun(experiment, 0, strategy) for strategy in experiment.strategies]
-    built: list[Any] = [strategy_of(run, shell) for run in runs]
+    built = [strategy_of(run, shell) for run in runs]
     found = [strategy.aggregation() for strategy in built]
     assert [type(one).__name__ for one in found] == [
         "RegMean",
@@ -417,7 +417,7 @@ def test_arguments_of_a_table_reach_the_aggregation_and_the_server() -> None:
     assert (built[0].server.min_replies, built[0].server.deterministic) == (2, True)
 
 
-IMAGES: dict[str, Any] = {
+IMAGES = {
     "task": "image",
     "train_limit": 400,
     "test_limit": 60,

@@ -28,7 +28,7 @@ from fedrot.strategies.wire.statistics_record import read_statistics
 from tests.strategies import fakes
 
 State = dict[str, Tensor]
-SMALL: dict[str, Any] = {
+SMALL = {
     "train_limit": 90,
     "test_limit": 30,
     "layers": 1,
@@ -110,7 +110,7 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Losses of all trainings, each another one, that leave their number in the
     head.
     """
-    losses: list[float] = []
+    losses = []
 
     def train(model: Any, *_: Any) -> float:
         losses.append(len(losses) + 1.0)
@@ -227,7 +227,7 @@ def test_statistics_come_from_as_many_batches_as_asked_for(
 
 
 #: What decides what a client trains in the first round, and what does not.
-DECIDES: dict[str, tuple[dict[str, Any], bool]] = {
+DECIDES = {
     "seed": ({"seed": 1}, True),
     "client": ({"client": 1}, True),
     "an own start": ({"fields": {"start": "different"}}, True),

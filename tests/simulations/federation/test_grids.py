@@ -91,7 +91,7 @@ def test_messages_are_counted_with_the_bytes_of_their_arrays() -> None:
 
 
 def test_a_local_node_answers_when_it_is_asked_and_once() -> None:
-    asked: list[int] = []
+    asked = []
 
     def node(number: int) -> Client:
         def answer(message: Message) -> Message | None:

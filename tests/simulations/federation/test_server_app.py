@@ -31,7 +31,7 @@ from tests.simulations import commands
 from tests.simulations.commands import simulated, values
 
 #: The run configuration, as ``flwr run -c`` gives it.
-SERVED: dict[str, Any] = {
+SERVED = {
     "train-limit": 120,
     "test-limit": 20,
     "layers": 1,

@@ -169,7 +169,7 @@ METRICS = [
         ("server", {"accuracy": 0.1 * r, "fedrot-seconds": r}),
     )
 ]
-ROWS: list[dict[str, Any]] = [
+ROWS = [
     group(1, "attention", 0, 0.5, **BEYOND),
     group(2, "attention", 0, 0.0, found=0.1, chance=0.1, moved=0),
     group(3, "residual", -1, 0.5, found=1.0, chance=None, moved=1),

@@ -19,7 +19,7 @@ from tests.models import State
 from tests.simulations.commands import run
 from tests.simulations.saved.folders import change, configure, hostile, refused
 
-LORA: dict[str, Any] = {
+LORA = {
     "task_type": "SEQ_CLS",
     "lora_alpha": 6,
     "target_modules": ["query", "value"],
@@ -34,9 +34,7 @@ def base() -> Any:
 
 def saved(folder: Path, seed: int, rank: int = 2, **changes: Any) -> Path:
     torch.manual_seed(seed)
-    model: Any = peft.get_peft_model(
-        base(), peft.LoraConfig(r=rank, **{**LORA, **changes})
-    )
+    model = peft.get_peft_model(base(), peft.LoraConfig(r=rank, **{**LORA, **changes}))
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -73,7 +71,7 @@ def test_the_merged_adapter_is_one_of_peft(tmp_path: Path) -> None:
         assert torch.allclose(
             product, 0.25 * first[module] + 0.75 * second[module], atol=1e-5
         )
-    loaded: Any = peft.PeftModel.from_pretrained(base(), out).eval()
+    loaded = peft.PeftModel.from_pretrained(base(), out).eval()
     assert loaded.peft_config["default"].r == 7
     dense = base()
     with torch.no_grad():
@@ -93,7 +91,7 @@ def test_the_merged_adapter_is_one_of_peft(tmp_path: Path) -> None:
 
 #: Fields of the second configuration, and what is said; empty: they say the same as
 #: those of the first.
-FIELDS: dict[str, tuple[dict[str, Any], str]] = {
+FIELDS = {
     "a regular expression": ({"target_modules": r".*\.(query|value)"}, ""),
     "defaults": (
         {
@@ -176,7 +174,7 @@ def changed(
     )
 
 
-DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
+DAMAGED = {
     "no configuration": (lambda at: (at / CONFIG).unlink(), f"has no {CONFIG}"),
     "no weights": (lambda at: (at / WEIGHTS).unlink(), f"has no {WEIGHTS}"),
     "code": (partial(hostile, WEIGHTS), "cannot be loaded"),

@@ -94,7 +94,7 @@ def test_outputs_are_those_of_the_data_in_any_order(own: Path, tmp_path: Path) -
     """Also a fitted head is written in the order of the model's outputs, not of the
     data's classes.
     """
-    labels: dict[str, Any] = {"id2label": {"0": "C", "1": "a", "2": "b"}}
+    labels = {"id2label": {"0": "C", "1": "a", "2": "b"}}
     a = model(tmp_path / "a", 0, 1, 0, **labels)
     b = model(tmp_path / "b", 1.5, 0, 0, **labels)
     line = (a, b, "--data", own, "--label-column", "mood")

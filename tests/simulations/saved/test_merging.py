@@ -139,7 +139,7 @@ def test_nothing_is_left_without_a_path_or_when_it_fails(
     def fail(*_: object, **__: object) -> Any:
         raise OSError("out of luck")
 
-    broken: dict[str, tuple[type, str]] = {
+    broken = {
         "merging": (fedrot.aggregation.Mean, "result"),
         "writing": (transformers.PreTrainedModel, "save_pretrained"),
         "renaming": (Path, "replace"),

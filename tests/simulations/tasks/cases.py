@@ -22,7 +22,7 @@ from fedrot.simulations.tasks.training import Task, task_of
 
 torch.set_num_threads(1)
 
-SMALL: dict[str, Any] = {
+SMALL = {
     "train_limit": 70,
     "test_limit": 40,
     "layers": 1,
@@ -45,7 +45,7 @@ _SENTENCES = (
 )
 _TAGGED = [_SENTENCES[row % 4] for row in range(ROWS)]
 #: Columns of files.
-FILES: dict[str, dict[str, list[Any]]] = {
+FILES = {
     "regression": {
         "text": _TEXTS,
         "label": [0.5 + row % 2 + row / 100 for row in range(ROWS)],
@@ -87,7 +87,7 @@ def data_dir() -> Path:
 
 #: What differs from ``SMALL``, by case: one or more of each task, and every
 #: architecture of it.
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "bert": {},
     "distilbert": {"architecture": "distilbert"},
     "gpt2": {"architecture": "gpt2"},
@@ -128,7 +128,7 @@ def model_for(task: Task, seed: int = 0) -> Any:
 
 
 #: Small models to save: class of transformers, and its configuration.
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": 6000,
     "hidden_size": 32,
     "num_hidden_layers": 1,

@@ -38,7 +38,7 @@ from tests.simulations.tasks.cases import (
 
 SINGLE = ("accuracy", "macro_f1", "ece", "calibrated_loss")
 #: The cases that run here, with their metrics, the headline metric first.
-METRICS: dict[str, tuple[str, ...]] = {
+METRICS = {
     **dict.fromkeys(("distilbert", "gpt2", "llama", "image"), SINGLE),
     "multi": ("macro_f1", "micro_f1", "accuracy"),
     "regression": ("pearson", "spearman"),

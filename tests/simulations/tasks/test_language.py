@@ -18,7 +18,7 @@ from fedrot.simulations.tasks.objectives import MaskedLanguageModelling
 from fedrot.simulations.tasks.training import Task
 from tests.simulations.tasks.cases import model_for, task_for
 
-VOCABULARY: Any = task_for("mlm bert").objective
+VOCABULARY = task_for("mlm bert").objective
 
 
 @pytest.fixture(scope="module")

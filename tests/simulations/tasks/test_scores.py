@@ -29,7 +29,7 @@ def drawn(
 ) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     outputs = rng.normal(size=(rows, classes)) * 10 ** rng.uniform(-2, 2)
-    labels: dict[str, Any] = {
+    labels = {
         "single": rng.integers(0, classes, rows),
         "multi": (rng.random((rows, classes)) < 0.4).astype(np.float32),
         "regression": rng.normal(size=rows).astype(np.float32),

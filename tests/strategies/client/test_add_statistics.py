@@ -84,7 +84,7 @@ def one_row_each(rows: int) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("kind", ["gram", "fisher"])
 def test_it_adds_what_the_collector_of_the_kind_returns(kind: str) -> None:
-    collect: Any = {"gram": fedrot.collect_gram, "fisher": fedrot.collect_fisher}[kind]
+    collect = {"gram": fedrot.collect_gram, "fisher": fedrot.collect_fisher}[kind]
     network = loaded(near(state(), 0.05, 1))
     reply = content()
     network.train()
@@ -208,7 +208,7 @@ WRONG = [
     ({"max_batches": -1}, "max_batches is -1"),
 ]
 #: Arguments other than those of a good call, and a word of the error.
-REFUSED: list[tuple[dict[str, Any], str]] = [
+REFUSED = [
     *WRONG,
     *(({**given, "message": request("")}, word) for given, word in WRONG),
     ({"batches": []}, "at least one batch"),
@@ -284,9 +284,7 @@ def clients(collect: Callable[..., Any]) -> list[Given]:
 @pytest.mark.parametrize("aggregation", [RegMean, Fisher])
 def test_a_run_merges_what_the_clients_add(aggregation: Any) -> None:
     found = played(aggregation, alignment=None)
-    collect: Any = (
-        fedrot.collect_gram if aggregation is RegMean else fedrot.collect_fisher
-    )
+    collect = fedrot.collect_gram if aggregation is RegMean else fedrot.collect_fisher
     expected = merged(aggregation(), clients(collect))
     assert largest_difference(found, ArrayRecord(expected)) <= 1e-6
 

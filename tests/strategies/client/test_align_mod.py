@@ -162,7 +162,7 @@ def test_tied_arrays_stay_tied_unless_they_move_apart(canonical: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["evaluate", "query", MESSAGE_TYPE])
 def test_other_messages_pass_through_untouched(kind: str) -> None:
-    sent: list[Message] = []
+    sent = []
 
     def serve(message: Message) -> Message:
         sent.append(reply(message, UPDATE, 10))
@@ -197,7 +197,7 @@ def test_scrambled_clients_give_the_unscrambled_mean_by_their_fisher_information
     def average(
         updates: list[State], *mods: Any, aggregation: Any = Fisher
     ) -> ArrayRecord:
-        given: dict[str, Any] = {"aggregation": aggregation, "fraction_evaluate": 0.0}
+        given = {"aggregation": aggregation, "fraction_evaluate": 0.0}
         strategy = FedRot(CONFIG, alignment=None, **given)
         grid = grid_of(app_of(sends(update), [*mods]) for update in updates)
         return strategy.start(grid, ArrayRecord(BASE), 1).arrays
@@ -227,7 +227,7 @@ def without(name: str) -> State:
     return {key: value for key, value in UPDATE.items() if key != name}
 
 
-BROKEN: dict[str, Train] = {
+BROKEN = {
     "the client failed: crashed": failure,
     "'classifier.bias' is missing": sends(without("classifier.bias")),
     "holds NaN or Inf": sends(
@@ -248,7 +248,7 @@ BROKEN: dict[str, Train] = {
 def test_what_is_no_update_leaves_unchanged_with_a_warning(
     reason: str, warnings: Callable[[], str]
 ) -> None:
-    sent: list[Message] = []
+    sent = []
 
     def train(message: Message) -> Message:
         sent.append(BROKEN[reason](message))
@@ -284,12 +284,12 @@ def clipped(update: Mapping[str, Tensor], base: State) -> State:
 
 #: Flower's mods that change an update, and what the server sends for them. No noise:
 #: sensitivity 0.
-CHANGING: dict[str, tuple[Any, dict[str, Any]]] = {
+CHANGING = {
     "fixedclipping_mod": (fixedclipping_mod, {"clipping_norm": CLIP}),
     "adaptiveclipping_mod": (adaptiveclipping_mod, {"clipping_norm": CLIP}),
     "LocalDpMod": (LocalDpMod(CLIP, sensitivity=0.0, epsilon=1.0, delta=0.1), {}),
 }
-WRONG: dict[str, Any] = {
+WRONG = {
     **{name: mod for name, (mod, _) in CHANGING.items()},
     "secagg_mod": secagg_mod,
     "secaggplus_mod": secaggplus_mod,
@@ -405,7 +405,7 @@ SQUARES = with_statistics(
 )
 #: What raises at the client: the mod, what the client does with which message, and a
 #: word of the error.
-RAISES: list[tuple[Any, Train, Message, str]] = [
+RAISES = [
     (
         NAMELESS,
         never,

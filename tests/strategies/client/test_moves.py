@@ -215,7 +215,7 @@ def identity(value: float, dtype: torch.dtype = torch.float64) -> Tensor:
     return (value * torch.eye(8, dtype=dtype)).expand(4, 8, 8).contiguous()
 
 
-REFUSED: dict[str, Client] = {
+REFUSED = {
     "failed": failure,
     "no record": lambda message: Message(RecordDict({}), reply_to=message),
     "another record": other_record,
@@ -240,7 +240,7 @@ def test_what_is_no_element_is_refused(case: str) -> None:
 
 
 #: Groups that act on 12 entries, and what is next to an element of theirs, but is none.
-BESIDE: list[tuple[Action, list[Edit]]] = [
+BESIDE = [
     (
         HeadRotation(3, 4),
         [
@@ -439,7 +439,7 @@ def left(message: Message) -> Message:
     return answer
 
 
-BAD_NODES: dict[str, Client] = {"left": left, "silent": failure} | {
+BAD_NODES = {"left": left, "silent": failure} | {
     name: REFUSED[name]
     for name in ("failed", "no record", "NaN", "a short order", "unknown group")
 }
@@ -484,7 +484,7 @@ class Timed(LazyGrid):
 
 
 def test_requests_to_match_have_the_timeout_of_the_run_and_its_configuration() -> None:
-    asked: list[Message] = []
+    asked = []
 
     def answer(message: Message) -> Message:
         node = message.metadata.dst_node_id

@@ -79,9 +79,7 @@ class Kind:
             "problem_type": self.problem,
             "num_attention_heads": 2,
         }
-        model: nn.Module = BertForSequenceClassification(
-            BertConfig(**small, **own)
-        ).eval()
+        model = BertForSequenceClassification(BertConfig(**small, **own)).eval()
         # Features of an untrained model differ too little for a head.
         for parameter in model.bert.encoder.parameters():
             parameter.data.mul_(4)
@@ -119,7 +117,7 @@ class Kind:
 
     def logits(self, model: Any, rows: Rows) -> Tensor:
         with torch.no_grad():
-            found: Tensor = model.eval()(
+            found = model.eval()(
                 **{n: v for n, v in rows.items() if n != "labels"}
             ).logits
         return found.double()

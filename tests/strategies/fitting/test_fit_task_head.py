@@ -142,7 +142,7 @@ def announcing(training: object) -> Callable[[Client], Client]:
 
 #: What a client answers, a word of the reason, and the rows of it that count: those
 #: that it trains on ("training"), those that it holds out ("held out"), or none.
-BAD: dict[str, tuple[Callable[[Client], Client], str, str]] = {
+BAD = {
     "fails": (lambda node: failure, "it failed: crashed", ""),
     "no action": (lambda node: without_the_action, "answer_with_sums", ""),
     "silent": (lambda node: lambda message: None, "no answer before the timeout", ""),
@@ -223,9 +223,9 @@ def test_a_client_may_lack_rows_of_one_kind(
     place: int, spoil: Callable[[Rows], Any]
 ) -> None:
     """The rows of the other kind count; nobody asks for those that it lacks."""
-    pair: list[Any] = [SINGLE.rows(1, 30), SINGLE.rows(2, 30)]
+    pair = [SINGLE.rows(1, 30), SINGLE.rows(2, 30)]
     pair[place] = spoil(pair[place])
-    asked: list[Any] = []
+    asked = []
 
     def node(message: Message) -> Message | None:
         asked.extend(message.content.config_records.values())

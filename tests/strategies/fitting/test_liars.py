@@ -39,7 +39,7 @@ def of_points(points: Tensor, counts: Tensor, spread: float = 1e-9) -> Sums:
 
 
 #: What a liar makes of its own sums. Each can be the sums of some rows.
-SPOILT: dict[str, Callable[[Sums], Sums]] = {
+SPOILT = {
     "labels turned": lambda s: {
         **s,
         "counts": s["counts"][TURNED],
@@ -93,7 +93,7 @@ def inverted(losses: dict[str, Tensor]) -> None:
 
 
 #: What a liar makes of its losses.
-VOTES: dict[str, Callable[[dict[str, Tensor]], None]] = {
+VOTES = {
     "honest": lambda losses: None,
     "for the old head": prefers(0),
     "for the fitted head": prefers(1),

@@ -47,7 +47,7 @@ CLIENTS = 4
 
 
 def noting(strategy: type) -> tuple[Any, list[ArrayRecord]]:
-    sent: list[ArrayRecord] = []
+    sent = []
 
     class Noting(strategy):  # type: ignore[misc, valid-type]
         def configure_train(
@@ -58,10 +58,7 @@ def noting(strategy: type) -> tuple[Any, list[ArrayRecord]]:
             grid: Grid,
         ) -> Iterable[Message]:
             sent.append(arrays)
-            found: Iterable[Message] = super().configure_train(
-                server_round, arrays, config, grid
-            )
-            return found
+            return super().configure_train(server_round, arrays, config, grid)
 
     return Noting, sent
 
@@ -85,7 +82,7 @@ def noted(
 
 
 #: Sums of updates do not depend on the order of arrival.
-COMMON: dict[str, Any] = {
+COMMON = {
     "fraction_evaluate": 0.0,
     "server": Server(deterministic=True),
 }
@@ -127,7 +124,7 @@ def clients(
 
 
 #: What training does to the body, and how much of the change is taken.
-STEPS: dict[str, tuple[float, Callable[[float], float], float]] = {
+STEPS = {
     "better": (0.0, lambda body: 1.0, 1.0),
     "half way is better": (0.0, lambda body: 2.0, 0.5),
     "worse": (1.0, lambda body: -1.0, 0.0),
@@ -186,7 +183,7 @@ def test_the_error_is_the_standard_error_of_the_differences_of_rows() -> None:
 
 
 def test_a_model_travels_once_for_its_head(tmp_path: Path) -> None:
-    notes: list[Any] = []
+    notes = []
     run(noted(clients(lambda body: body + 0.3, tmp_path), notes), 2)
     first = [("count", []), ("sum", [f"{MODEL}-0"]), ("evaluate", [])]
     each = [
@@ -220,7 +217,7 @@ def test_only_models_of_runs_long_ago_are_deleted(tmp_path: Path) -> None:
 def test_lost_and_damaged_files_and_full_disks_cost_only_bytes(
     what: str, tmp_path: Path, warnings: Callable[[], str]
 ) -> None:
-    notes: list[Any] = []
+    notes = []
     folder = tmp_path / "folder"
     expected, _ = run(clients(lambda body: body + 0.3), 2)
     if what == "never kept":
@@ -262,10 +259,10 @@ def test_clients_that_always_lack_the_model_are_left_out(
 
 
 def test_a_resumed_run_does_not_begin_anew(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"checkpoints": Checkpointing(tmp_path / "runs")}
+    given = {"checkpoints": Checkpointing(tmp_path / "runs")}
     whole, _ = run(clients(lambda body: body + 0.3), 3)
     run(clients(lambda body: body + 0.3), 1, **given)
-    notes: list[Any] = []
+    notes = []
     found, sent = run(noted(clients(lambda body: body + 0.3), notes), 3, **given)
     assert (len(sent), notes[0][0]) == (2, "train")
     assert largest_difference(found.arrays, whole.arrays) == 0
@@ -377,7 +374,7 @@ def test_a_later_round_without_answers_keeps_its_head(
     warnings: Callable[[], str],
 ) -> None:
     def once(node: Client) -> Client:
-        asked: list[bool] = []
+        asked = []
 
         def answer(message: Message) -> Message | None:
             asked.append(message.metadata.message_type != "train")
@@ -404,7 +401,7 @@ def only(trains: bool) -> Client:
 
 
 def test_a_failed_round_fits_no_head_and_a_first_round_without_answers_stops() -> None:
-    notes: list[Any] = []
+    notes = []
     result, (first,) = played(noted([only(trains=False)] * 2, notes), 1)
     assert notes[-1][0] == "train"
     assert largest_difference(result.arrays, first) == 0
@@ -438,7 +435,7 @@ def of_precision(index: int, dtype: torch.dtype | None = None) -> Client:
     """
 
     def tied() -> nn.Module:
-        model: Any = SINGLE.drawn()
+        model = SINGLE.drawn()
         model.register_parameter("again", model.bert.pooler.dense.weight)
         return model
 
@@ -471,7 +468,7 @@ def of_precision(index: int, dtype: torch.dtype | None = None) -> Client:
 def test_models_travel_in_the_wires_precision_and_keep_their_own_and_their_ties(
     dtype: torch.dtype | None, wire: torch.dtype | None
 ) -> None:
-    tensors: Any = {
+    tensors = {
         name: tensor.to(dtype or torch.float32)
         for name, tensor in SINGLE.state().items()
     }

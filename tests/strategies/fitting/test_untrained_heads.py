@@ -28,7 +28,7 @@ BASE = state()
 #: Rows of the head that each of three clients has trained; the second has no head.
 #: Nobody has trained row 2, or all but the first client have trained all rows and do
 #: not mark them.
-ROWS: dict[str, tuple[tuple[int, ...] | None, ...]] = {
+ROWS = {
     "all mark": ((0, 1), None, (1,)),
     "one marks": ((0, 1), (0, 1, 2), (0, 1, 2)),
 }

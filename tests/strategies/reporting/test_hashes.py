@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def test_the_hash_is_of_names_dtypes_shapes_and_bits() -> None:
     assert model_hash(from_arrays(to_arrays(mixed))) == oracle(mixed)
     one = torch.tensor([0.0, 1.0])
     line = 'a", "float32", [1]]\n' + "\0" * 4 + '["b'
-    others: list[State] = [
+    others = [
         {"a": one},
         {"b": one},
         {"a": -one},
@@ -105,8 +104,8 @@ CLIENTS = {
     102: client(2, says=0),
     103: client(3, bad=True),
 }
-TRAIN: dict[str, Any] = {"fraction_evaluate": 0.0}
-STRATEGIES: dict[str, Callable[..., Any]] = {
+TRAIN = {"fraction_evaluate": 0.0}
+STRATEGIES = {
     "running": FedRot,
     "deterministic": lambda config, **more: FedRot(
         config, server=Server(deterministic=True), **more

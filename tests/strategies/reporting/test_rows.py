@@ -65,7 +65,7 @@ def test_every_round_and_stage_has_one_row_that_is_there_when_its_stage_ends(
 ) -> None:
     path = tmp_path / "deep" / "rows.jsonl"
     seen = []
-    heard: list[tuple[int, dict[str, float]]] = []
+    heard = []
 
     def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord | None:
         seen.append(
@@ -129,7 +129,7 @@ def test_an_error_of_the_function_ends_the_run() -> None:
 def test_a_resumed_run_goes_on_with_its_rows(tmp_path: Path, warnings: Any) -> None:
     path = tmp_path / "rows.jsonl"
     kept = tmp_path / "checkpoints"
-    heard: list[int] = []
+    heard = []
 
     def play(rounds: int) -> None:
         strategy = FedRot(

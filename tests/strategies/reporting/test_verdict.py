@@ -92,7 +92,7 @@ BOTH = (
     "distance, chance 0.0 %"
 )
 #: The groups of each reply, and the verdict's beginning.
-VERDICTS: dict[str, tuple[list[list[list[GroupReport]]], str]] = {
+VERDICTS = {
     "clients had turned": (
         [[rows("attention", 0.2, 0.16, 0.08, 0.068, moved=3)]] * 4,
         "rotation 12.7 % of the distance, chance 6.1 %: heads are rotated relative to "
@@ -184,7 +184,7 @@ MIXED = (
 LOST = {"accepted": 0, "lost": "0 good replies, 1 needed."}
 FEW = {"accepted": 1, "lost": "1 good reply, 2 needed."}
 #: Reports and what else is known of a round, and all that the verdict says.
-SENTENCES: list[tuple[list[AlignmentReport], dict[str, Any], str]] = [
+SENTENCES = [
     (
         [OTHER] * 3,
         {"other_basis": 3},
@@ -292,7 +292,7 @@ def test_a_round_ends_with_its_verdict_and_a_run_with_its_sum_also_a_resumed_one
 ) -> None:
     caplog.set_level(logging.INFO)
     path = tmp_path / "rows.jsonl"
-    settings: Any = {"fraction_evaluate": 0.0, "reporting": Reporting(path)}
+    settings = {"fraction_evaluate": 0.0, "reporting": Reporting(path)}
     settings["checkpoints"] = Checkpointing(tmp_path / "kept")
     updates = [turned(client) for client in range(3)]
     lines = lines_of(caplog, FedRot(SYMMETRY, **settings), updates, 1)

@@ -77,7 +77,7 @@ def child(
             os._exit(1)
         os._exit(0)
     os.close(writing)
-    marks: dict[str, float] = {}
+    marks = {}
     with os.fdopen(reading) as lines:
         for line in lines:
             marks[line.strip()] = time.monotonic() - started

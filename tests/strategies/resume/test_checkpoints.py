@@ -49,7 +49,7 @@ def same(one: ArrayRecord, other: ArrayRecord) -> bool:
 INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 NUMBERS = ["float16", "float32", "float64", "bool", *INTEGERS]
 BYTES = np.arange(48, dtype=np.uint8)
-ARRAYS: dict[str, ArrayRecord] = {
+ARRAYS = {
     **{
         name: ArrayRecord({"a": Array(BYTES.astype(name).reshape(6, 8))})
         for name in NUMBERS
@@ -113,7 +113,7 @@ def test_the_page_about_checkpoints_loads_the_newest_model(
             folder, number, to_arrays({**tensors, "tied": tensors["classifier.weight"]})
         )
     monkeypatch.chdir(tmp_path)
-    found: dict[str, torch.Tensor] = {}
+    found = {}
     model = SimpleNamespace(load_state_dict=found.update)
     exec(compile(block, "checkpoints.md", "exec"), {"model": model})
     assert torch.equal(found.pop("tied"), tensors["classifier.weight"])
@@ -151,7 +151,7 @@ def test_metrics_come_back_bit_for_bit(tmp_path: Path) -> None:
         for number in (1, 2):
             checkpoints.save(number, result, run_state())
     found = Checkpointing(tmp_path).newest().result
-    metrics: Any = found.train_metrics_clientapp[1]
+    metrics = found.train_metrics_clientapp[1]
     assert [struct.pack(">d", x) for x in metrics.pop("all")] == [
         struct.pack(">d", x) for x in floats
     ]
@@ -185,7 +185,7 @@ def test_the_metrics_of_a_round_are_written_once_and_only_added(tmp_path: Path) 
 # Values
 
 SQUARE = np.arange(12.0).reshape(3, 4)
-VALUES: list[Any] = [
+VALUES = [
     None,
     True,
     -(2**70),
@@ -202,7 +202,7 @@ VALUES: list[Any] = [
     ConfigRecord({"a": [True, False], "b": b"\x01", "c": "s"}),
     MetricRecord({"a": 1}),
 ]
-MANY: list[Any] = [
+MANY = [
     SQUARE,
     SQUARE.T,
     SQUARE[::2, ::-1],
@@ -216,7 +216,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool):
 
 
 def come_back(value: Any) -> Any:
-    arrays: dict[str, np.ndarray] = {}
+    arrays = {}
     coded = json.dumps(encode({"x": [value]}, "it", arrays), allow_nan=False)
     (result,) = decode(json.loads(coded), arrays)["x"]
     assert type(result) is type(value)
@@ -302,7 +302,7 @@ def _linked(path: Path) -> None:
 
 LAST = "round-000003"
 #: What is done to which file, and the newest round that is left.
-DAMAGES: list[tuple[Callable[[Path], None], str, int]] = [
+DAMAGES = [
     *(
         (damage, f"{LAST}/{name}", 2)
         for damage in (
@@ -555,7 +555,7 @@ def operations(tmp_path: Path, monkeypatch: Any) -> list[tuple[str, str]]:
     """Return what is done to files below the folder of a checkpoint, in order: (what,
     path).
     """
-    done: list[tuple[str, str]] = []
+    done = []
     fsync = os.fsync
 
     def note(what: str, path: Any) -> None:

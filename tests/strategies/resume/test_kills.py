@@ -33,7 +33,7 @@ def undisturbed(
 DRAWN = random.Random(20)
 #: Kills of one run, one after the other: a mark, another one that it never goes beyond,
 #: and the share of the time between them after which it dies.
-KILLS: list[Any] = [
+KILLS = [
     [("aggregate 1", "aggregated 1", 0.3)],
     [("aggregate 2", "aggregated 2", 0.7)],
     [("write 1", "written 1", 0.0)],

@@ -61,8 +61,8 @@ from tests.strategies.test_lora import CONFIG as LORA
 from tests.strategies.test_lora import adapter, floats
 
 ROUNDS = 3
-COMMON: dict[str, Any] = {"fraction_train": 0.5, "fraction_evaluate": 0.5}
-NOISE: dict[str, Any] = {"noise_multiplier": 0.1, "num_sampled_clients": 2}
+COMMON = {"fraction_train": 0.5, "fraction_evaluate": 0.5}
+NOISE = {"noise_multiplier": 0.1, "num_sampled_clients": 2}
 SMALL = {"weight": torch.linspace(-1, 1, 12).reshape(3, 4), "bias": torch.zeros(3)}
 GLOBAL = AlignmentOptions(anchor="global")
 
@@ -74,7 +74,7 @@ def _private(
 
 
 #: Builders of strategies, anew for every run.
-STRATEGIES: dict[str, Callable[[], Strategy]] = {
+STRATEGIES = {
     "FedAvg": lambda: FedAvg(**COMMON),
     "FedAvgM": lambda: FedAvgM(**COMMON, server_learning_rate=0.7, server_momentum=0.9),
     "FedAdam": lambda: FedAdam(**COMMON, eta=0.01),
@@ -128,7 +128,7 @@ def play(
     """Run a strategy on the deterministic clients, with checkpoints if in a folder."""
     for seeded in (random.seed, np.random.seed, torch.manual_seed):
         seeded(seed)
-    start: Any = strategy.start
+    start = strategy.start
     if folder:
         start = partial(run, strategy, checkpoints=Checkpointing(folder))
     settings = {"evaluate_fn": evaluate, **settings}
@@ -233,7 +233,7 @@ class Calibrated(FedAvg):
 
 
 #: Strategies, and how they are run.
-SCENARIOS: dict[str, tuple[Callable[[], Strategy], dict[str, Any]]] = {
+SCENARIOS = {
     **{name: (build, {}) for name, build in STRATEGIES.items()},
     "not evaluated at the server": (STRATEGIES["FedAdam"], {"evaluate_fn": None}),
     "two failed rounds": (FedAvg, {"clients": grid(lambda number, _: number < 3)}),
@@ -294,7 +294,7 @@ def test_clients_keep_their_names_when_a_run_goes_on_and_lose_them_in_a_new_one(
     tmp_path: Path,
 ) -> None:
     rows = tmp_path / "rows.jsonl"
-    settings: Any = {"fraction_evaluate": 0.0, "reporting": Reporting(rows=rows)}
+    settings = {"fraction_evaluate": 0.0, "reporting": Reporting(rows=rows)}
 
     def failed(strategy: FedRot, fails_in: int, rounds: int) -> list[int]:
         clients = grid(lambda number, index: number == fails_in and index != 1)
@@ -508,7 +508,7 @@ def test_the_strategy_is_told_after_which_round_it_goes_on(
 
 
 def test_strategies_that_know_each_other_are_saved_once() -> None:
-    strategy: Any = FedAvg()
+    strategy = FedAvg()
     strategy.itself = strategy
     strategy.other = FedAvg()
     strategy.other.owner = strategy

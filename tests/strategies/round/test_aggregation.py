@@ -101,7 +101,7 @@ def of_conv1d() -> list[Client]:
 
 
 #: Aggregations, and the clients whose updates they merge.
-MERGES: dict[str, tuple[Callable[[], Aggregator], Callable[[], list[Client]]]] = {
+MERGES = {
     "regmean": (RegMean, honest),
     "options of its own": (lambda: RegMean(alpha=0.3, beta=0.1), honest),
     "conv1d": (RegMean, of_conv1d),
@@ -121,7 +121,7 @@ def test_without_alignment_a_round_is_its_aggregation(name: str) -> None:
 
 
 #: Aggregation, its statistics, what is aligned, and what is scrambled.
-FOLLOWING: dict[str, tuple[Any, Any, fedrot.AlignmentOptions, tuple[str, ...]]] = {
+FOLLOWING = {
     "regmean": (RegMean, grams, EAGER, EAGER.parts),
     "fisher": (Fisher, fishers, PERMUTATIONS, PERMUTATIONS.parts),
     "fisher inside of heads": (Fisher, fishers, WITHIN, PERMUTATIONS.parts),
@@ -229,7 +229,7 @@ class EveryOther(FedRot):
 
 def test_clients_read_round_by_round_what_a_subclass_asks_for() -> None:
     """The configuration of all rounds is one and the same record."""
-    asked: list[list[tuple[str, ...]]] = [[], [], []]
+    asked = [[], [], []]
 
     def client(index: int) -> Callable[[Message], Message]:
         def train(message: Message) -> Message:
@@ -365,7 +365,7 @@ class Exploding(FedAvg):
 
 
 #: Strategies whose round ends without a model.
-NO_MODEL: dict[str, Callable[..., FedAvg]] = {
+NO_MODEL = {
     "an aggregation": lambda **given: FedRot(CONFIG, aggregation=Broken, **given),
     "unaligned": lambda **given: FedRot(
         CONFIG, aggregation=Broken, alignment=None, **given
@@ -432,7 +432,7 @@ def test_a_server_step_that_overflows_fails_one_round_and_not_the_next_ones(
 
 SHUFFLED = fedrot.AlignmentOptions(parts=("residual", "ffn"))
 #: Arguments beside a Fisher mean: heads are rotated, which Fisher cannot follow.
-ROTATING: list[dict[str, Any]] = [
+ROTATING = [
     {},
     {"alignment": fedrot.AlignmentOptions(parts=("attention",))},
     {"alignment": PERMUTATIONS, "other_basis": OtherBasis(options=WHOLE)},
@@ -497,7 +497,7 @@ def test_the_aggregation_and_the_statistic_of_the_page_work_in_rounds(
     kind, aggregation, _ = re.findall(
         r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE
     )
-    page: dict[str, Any] = {"__name__": "page"}
+    page = {"__name__": "page"}
     exec(compile(kind + aggregation, "aggregation.md", "exec"), page)
 
     def collect(tensors: State, seed: int) -> Any:
@@ -510,7 +510,7 @@ def test_the_aggregation_and_the_statistic_of_the_page_work_in_rounds(
         replace(clients[0], statistics={"token_counts": {name: torch.ones(2)}})
         for name in (EMBEDDING, "nowhere")
     ]
-    by_tokens: Any = {"aggregation": "by-tokens"}
+    by_tokens = {"aggregation": "by-tokens"}
     plain, metrics = play(
         FedRot(CONFIG, alignment=None, **by_tokens),
         [*bare(clients[:1]), *odd, *clients],

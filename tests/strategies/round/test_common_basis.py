@@ -101,7 +101,7 @@ def test_learning_together_lowers_the_loss_of_the_mean() -> None:
 
 def test_every_client_receives_its_own_model_and_the_mean_of_the_others() -> None:
     sent = [trained(seed) for seed in (1, 2, 3)]
-    asked: list[Message] = []
+    asked = []
     # Without steps nobody moves: the second pass asks what the first has asked.
     nodes = [node(seed, asked, LearningOptions(steps=0)) for seed in (1, 2, 3)]
     result, _ = aggregated(
@@ -131,7 +131,7 @@ def test_clients_learn_the_stream_where_it_is_rotated_and_updates_keep_their_fun
     canonical: bool | None,
 ) -> None:
     """A stream that is permuted stays in its order."""
-    found: set[str] = set()
+    found = set()
 
     def noting(seed: int) -> Client:
         learns = node(seed)
@@ -176,7 +176,7 @@ def test_clients_that_fail_keep_their_alignment(warnings: Any) -> None:
 def test_nobody_learns_where_no_reply_comes_from_another_basis() -> None:
     base = trained(0)
     sent = [near(base, 0.01, seed) for seed in (1, 2)]
-    asked: list[Message] = []
+    asked = []
     aggregated(
         FedRot(CONFIG, other_basis=PASSES),
         base,
@@ -213,7 +213,7 @@ def test_an_answer_in_float32_ends_no_round() -> None:
 def test_an_answer_of_the_second_pass_comes_after_that_of_the_first() -> None:
     """Rotations do not commute: the second element acts on what the first has moved."""
     groups, passes = random_rotations(0, 1)
-    asked: list[Message] = []
+    asked = []
 
     def answer(message: Message) -> Message:
         asked.append(message)
@@ -233,7 +233,7 @@ def test_an_answer_of_the_second_pass_comes_after_that_of_the_first() -> None:
 
 def test_a_client_that_is_nearly_all_of_the_mean_is_not_asked_to_learn() -> None:
     """The mean of the others would be the rounding of the whole one."""
-    asked: list[Message] = []
+    asked = []
 
     def noting(message: Message) -> Message:
         asked.append(message)

@@ -41,7 +41,7 @@ def evaluated(
 
 FORGED = "crashed\n\x1b[31msecond " * 50_000
 #: Evaluations that are left out, and a word of the line of the log.
-LEFT_OUT: dict[str, tuple[Client, str]] = {
+LEFT_OUT = {
     "nothing": (lambda m: Message(RecordDict(), reply_to=m), "0 MetricRecords"),
     "no content": (without_content, "Unusable"),
     "negative": (evaluation(rows=-1, loss=9.0), "'rows' is -1"),

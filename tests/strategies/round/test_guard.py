@@ -209,7 +209,7 @@ def test_a_guard_may_evaluate_on_data_of_its_own() -> None:
 
 
 def test_what_is_evaluated_are_the_two_means() -> None:
-    seen: list[ArrayRecord] = []
+    seen = []
 
     def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord:
         seen.append(arrays)
@@ -287,7 +287,7 @@ def test_statistics_go_with_their_updates(
     better: str,
 ) -> None:
     clients = scrambled(honest(collect), collect, options.parts)
-    given: dict[str, Any] = {"aggregation": aggregation, "alignment": options}
+    given = {"aggregation": aggregation, "alignment": options}
     guard = Guard("accuracy", evaluate=points(better))
     found, metrics = play(FedRot(SYMMETRY, guard=guard, **given), clients)
     if better == "plain":
@@ -339,12 +339,12 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, after: int) -> No
             {"loss": float(-calls.count(number) if number % 2 else calls.count(number))}
         )
 
-    calls: list[int] = []
+    calls = []
     whole = run(AlignedAdam, evaluate, rounds=3, guard="loss", eta=0.01)
     calls = []
     for rounds in (after, 3):
         checkpointing = Checkpointing(tmp_path)
-        given: dict[str, Any] = {
+        given = {
             "guard": "loss",
             "eta": 0.01,
             "checkpoints": checkpointing,
@@ -377,7 +377,7 @@ def test_a_name_says_what_is_better_however_it_is_written(
 
 
 def private(symmetry: Any, fraction_evaluate: float, **given: Any) -> Any:
-    settings: Any = {
+    settings = {
         "noise_multiplier": 0.1,
         "clipping_norm": 1.0,
         "num_sampled_clients": CLIENTS,
@@ -401,7 +401,7 @@ def returning(metrics: MetricRecord | None) -> Callable[[FakeGrid], Any]:
 
 #: What is refused, a part of the reason, and how many rounds of training there are
 #: before.
-REFUSED: dict[str, tuple[Callable[[FakeGrid], Any], str, int]] = {
+REFUSED = {
     "alignment": (
         lambda grid: FedRot(guard="accuracy", alignment=None),
         "alignment=None",

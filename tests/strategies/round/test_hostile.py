@@ -170,7 +170,7 @@ SIGNS = filled(OWN, lambda t: 1e15 * gaussian(1.0)(t).sign(), "layer.0.")
 
 #: By name: a strategy, the model, honest updates, and one that becomes infinite on its
 #: way to the mean.
-OVERFLOWS: dict[str, tuple[Callable[[], Any], State, Sequence[State], State]] = {
+OVERFLOWS = {
     **{
         kind: (SETUPS["other basis"], OWN, HONEST, attack(OWN, kind))
         for kind in ("gaussian 1e10", "alternating 1e15")
@@ -323,7 +323,7 @@ def test_a_gram_matrix_beside_which_no_other_is_seen_gives_the_mean(
     assert float(torch.linalg.vector_norm(merge.result()["w"])) <= 1e4 * largest
 
 
-PRIVACY: dict[type, dict[str, Any]] = {
+PRIVACY = {
     DifferentialPrivacyServerSideFixedClipping: {"clipping_norm": 1.0},
     DifferentialPrivacyServerSideAdaptiveClipping: {},
 }

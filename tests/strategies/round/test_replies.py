@@ -52,7 +52,7 @@ TENSOR = GOOD[NAME]
 WIDTH = TENSOR.shape[1]
 INPUTS = torch.eye(WIDTH)
 COLLECTED = statistics_record(grams(state()))
-ALL: dict[str, Callable[[], Any]] = {
+ALL = {
     "unaligned": lambda: FedRot(CONFIG, alignment=None),
     **SETUPS,
     "Mean": lambda: FedRot(CONFIG, alignment=None, aggregation=Mean),
@@ -130,7 +130,7 @@ def with_metadata(**values: Any) -> Client:
 
 
 #: Replies that are dropped, each with the word that its reason must have.
-BAD: dict[str, tuple[Client, str]] = {
+BAD = {
     "NaN": (sends(TENSOR * torch.nan), NAME),
     "NaN in float16": (sends(TENSOR.half() * torch.nan), NAME),
     **{
@@ -245,7 +245,7 @@ def ours(setup: str) -> dict[str, tuple[Client, str]]:
     """Return the replies that a set-up drops; more are bad where statistics are needed,
     or moved.
     """
-    more: dict[str, tuple[Client, str]] = {}
+    more = {}
     if setup.startswith("RegMean"):
         more |= {
             "no statistics": (with_content(lambda c: c.pop(STATISTICS)), "'gram'"),
@@ -277,7 +277,7 @@ def ours(setup: str) -> dict[str, tuple[Client, str]]:
 
 
 #: Replies that are in the mean.
-TAKEN: dict[str, Client] = {
+TAKEN = {
     **{
         str(t): sends(TENSOR.to(t))
         for t in (torch.float64, torch.float16, torch.bfloat16)
@@ -383,7 +383,7 @@ def test_in_the_mean(setup: str, tmp_path: Path) -> None:
 
 def test_an_array_that_does_not_say_its_shape_is_checked_once_it_is_decoded() -> None:
     """Arrays of Flower's legacy workflows have an empty shape, as a number has."""
-    strategy: Any = FedRot(alignment=None)
+    strategy = FedRot(alignment=None)
     asked = broadcast(strategy, {"w": torch.tensor(1.0)}, 2)
     sent = replies(asked, [{"w": torch.tensor(3.0)}] * 2)
     two = Array("", (), NUMPY, encode("", torch.ones(2)).data)
@@ -411,7 +411,7 @@ def many(what: Any, count: int = 10_000, name: str = "x") -> dict[str, Any]:
 
 
 #: Contents of about 1 MB on the wire each; arrays that are equal travel once.
-BOMBS: dict[str, Callable[[], Client]] = {
+BOMBS = {
     "arrays": lambda: with_content(lambda c: c["arrays"].update(many(POINT, 5000))),
     "array records": lambda: with_content(lambda c: c.update(many(ArrayRecord()))),
     "metric records": lambda: with_content(

@@ -101,7 +101,7 @@ class Counted:
 
 
 #: Strategies, and how many replies of a round they hold.
-HELD: dict[str, tuple[Callable[[], Any], int]] = {
+HELD = {
     "running": (lambda: FedRot(CONFIG), 1),
     "global": (lambda: FedRot(CONFIG, alignment=GLOBAL), 1),
     "not aligned": (lambda: FedRot(CONFIG, aggregation=Mean, alignment=None), 1),
@@ -256,7 +256,7 @@ def q_fedavg() -> Any:
 
 
 def private_q_fedavg() -> Any:
-    private: Any = in_front_of(DifferentialPrivacyServerSideFixedClipping)
+    private = in_front_of(DifferentialPrivacyServerSideFixedClipping)
     behind = QFedAvg(client_learning_rate=0.5)
     return private(CONFIG, behind, 0.0, 1.0, 4, alignment=GLOBAL)
 
@@ -289,7 +289,7 @@ def test_an_error_is_counted_once_not_after_a_reply_and_for_the_node_asked(
     tmp_path: Path,
 ) -> None:
     """If a node has left, the SuperLink answers under its own node id."""
-    strategy: Any = FedRot(CONFIG, reporting=Reporting(rows=tmp_path / "rows.jsonl"))
+    strategy = FedRot(CONFIG, reporting=Reporting(rows=tmp_path / "rows.jsonl"))
     asked = broadcast(strategy, state())
     for i, message in enumerate(asked):  # What a grid does.
         message.metadata.__dict__["_message_id"] = f"message {i}"
@@ -322,7 +322,7 @@ def test_without_alignment_integers_are_what_the_strategy_makes_of_them() -> Non
 def test_half_precision_travels_and_the_server_keeps_its_own(
     base: Any, wire: torch.dtype
 ) -> None:
-    received: set[torch.dtype] = set()
+    received = set()
 
     def client(message: Message) -> Message:
         tensors = from_arrays(message.content.array_records["arrays"])
@@ -333,7 +333,7 @@ def test_half_precision_travels_and_the_server_keeps_its_own(
         )
         return answered
 
-    settings: dict[str, Any] = {"server": Server(wire=wire), "fraction_evaluate": 0.0}
+    settings = {"server": Server(wire=wire), "fraction_evaluate": 0.0}
     strategy = in_front_of(base)(CONFIG, alignment=GLOBAL, **settings)
     grid = grid_of([client] * 2)
     new = tensors_of(strategy.start(grid, ArrayRecord(state()), 1).arrays)
@@ -424,7 +424,7 @@ ALONE = {"mine": MODEL}
 def test_of_several_records_the_model_is_the_one_that_the_strategy_names(
     given: Any, key: str, known: bool
 ) -> None:
-    settings: dict[str, Any] = {
+    settings = {
         "alignment": None,
         "aggregation": Mean,
         "fraction_evaluate": 0.0,

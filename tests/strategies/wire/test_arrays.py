@@ -328,7 +328,7 @@ BITS = Array(np.zeros(2, np.uint16)).data
 TRUTH = Array(np.array([True, False])).data
 PLAIN = to_arrays({"a": torch.ones(2)})
 #: Arrays of two numbers that are refused, by a part of the reason.
-REFUSED: dict[str, list[Array]] = {
+REFUSED = {
     "byte order|no readable npy header": [
         array(npy(described("(2,)", descr), bytes(8)))
         for descr in (

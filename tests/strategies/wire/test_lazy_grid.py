@@ -6,7 +6,6 @@ import json
 import math
 import time
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 from flwr.app import ArrayRecord, Message, RecordDict
@@ -68,7 +67,7 @@ def test_replies_are_sent_for_at_once_and_fetched_one_by_one_as_they_arrive() ->
 
 #: After how many looks each client has answered, the timeout, and the pauses between
 #: the looks.
-PAUSES: dict[str, tuple[list[float], float | None, list[float]]] = {
+PAUSES = {
     "longer and longer, while there is time": ([5], 2.0, [0.2, 0.4, 0.8, 1.6]),
     "no longer than the time that is left": ([7], 2.0, [0.2, 0.4, 0.8, 1.6, 2, 2]),
     "as long as Flower's": ([9], None, [0.2, 0.4, 0.8, 1.6, *[LONGEST_PAUSE] * 4]),
@@ -125,7 +124,7 @@ def test_a_reply_that_flower_cannot_read_does_not_end_the_run() -> None:
 
     strategy = FedRot(SYMMETRY, fraction_evaluate=0.0)
     result = strategy.start(Garbage(1, 1, 1), ArrayRecord(state()), 1, timeout=5)
-    metrics: Any = result.train_metrics_clientapp[1]
+    metrics = result.train_metrics_clientapp[1]
     assert metrics["fedrot-replies-accepted"] == 2
     assert metrics["fedrot-replies-failed"] == 1
 

@@ -65,7 +65,7 @@ def test_what_cannot_be_checked_is_refused() -> None:
         fedrot.check_function(
             choice, config_of("bert-choice").to_dict(), symmetry_for("bert-choice")
         )
-    with pytest.raises(fedrot.SymmetryError, match="Part 'residual' cannot be moved"):
+    with pytest.raises(fedrot.SymmetryError, match="'residual'"):
         _check("bert-bare", bare)
     assert _check("bert-bare", bare, parts=("heads", "attention", "ffn")) <= 1e-10
     tied = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=50))
@@ -159,9 +159,7 @@ def test_a_wrong_head_is_caught_and_the_part_is_named_if_it_is_asked_for(
 
 def test_several_guilty_parts_are_named_together_and_nan_proves_nothing() -> None:
     # The units of a query as they are: heads move them, and rotations.
-    with pytest.raises(
-        fedrot.SymmetryError, match="Moving heads and attention changes"
-    ):
+    with pytest.raises(fedrot.SymmetryError, match="heads and attention"):
         _check(NAME, _reading("residual", "heads"))
     with pytest.raises(fedrot.SymmetryError):
         _check(NAME, _reading("residual", factor=float("nan")))

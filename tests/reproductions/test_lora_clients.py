@@ -82,15 +82,13 @@ def test_a_client_says_before_it_trains_that_it_cannot_take_a_residual() -> None
         lambda: train_only(shared, {TRAIN: "both", FOLDS: True}),
         lambda: load_folded(shared, {**own, residual_name(pair): torch.ones(6, 30)}),
     ):
-        with pytest.raises(FedrotError, match="are those of another module, too"):
+        with pytest.raises(FedrotError, match="another module"):
             refused()
     load_folded(shared, own)
     conditional = adapted(Layers(), target_modules=["linear"])
     train_only(conditional, {FOLDS: True})
     conditional.peft_config["default"].alora_invocation_tokens = [3]
-    with pytest.raises(
-        FedrotError, match="this adapter waits for its invocation tokens"
-    ):
+    with pytest.raises(FedrotError, match="invocation"):
         train_only(conditional, {FOLDS: True})
     with pytest.raises(FedrotError, match="factors is 'None'"):
         train_only(shared, {TRAIN: "None"})

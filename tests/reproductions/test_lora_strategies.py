@@ -158,9 +158,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Any) -> None:
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    with pytest.raises(
-        FedrotError, match=r"changes the base weights, for which FedAdam has no step"
-    ):
+    with pytest.raises(FedrotError, match=r"FedAdam"):
         RivalAdam(CONFIG, RivalOptions("mean", residual="fold"))
     with pytest.raises(FedrotError, match=r"options is 'exact'; pass fedrot\.lora"):
         FedAvgRivalLoRA(CONFIG, "exact")  # type: ignore[arg-type]
@@ -172,9 +170,7 @@ def test_what_does_not_go_together_is_refused() -> None:
         CONFIG, RivalOptions("mean", schedule="freeze-a"), **EVERY
     )
     grid = grid_of(map(client, range(3)))
-    with pytest.raises(
-        FedrotError, match="is 0 at the start, as PEFT draws adapters of embeddings"
-    ):
+    with pytest.raises(FedrotError, match="embeddings"):
         strategy.start(grid, ArrayRecord(table), 1)
 
 

@@ -266,7 +266,7 @@ def test_one_client_of_many_does_not_end_the_run(nodes: int) -> None:
     strategy = FedRot(CONFIG, fraction_evaluate=0.0, **few)
     clients = [without(WEIGHT, index) for index in range(nodes)]
     if nodes == 1:
-        with pytest.raises(fedrot.FedrotError, match="Every reply of the first round"):
+        with pytest.raises(fedrot.FedrotError, match="Every reply"):
             _start(strategy, ARRAYS, *clients, rounds=2)
     else:
         grid = _start(strategy, ARRAYS, *clients, rounds=2)
@@ -334,7 +334,7 @@ def test_a_resumed_run_goes_on_in_its_files_and_a_refused_one_leaves_them(
     before = path.read_bytes()
     for checkpoint in kept.glob("round-*"):
         (checkpoint / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(fedrot.FedrotError, match="There is no usable checkpoint"):
+    with pytest.raises(fedrot.FedrotError, match="no usable"):
         _run(tmp_path, 4, folder=kept)
     assert [(one, one.read_bytes()) for one in tmp_path.glob("*.jsonl")] == [
         (path, before)

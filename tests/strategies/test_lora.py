@@ -130,7 +130,7 @@ def test_clients_of_smaller_ranks_cut_what_they_receive() -> None:
 @pytest.mark.parametrize(
     ("method", "rank", "needed"),
     [
-        ("exact", 5, "has rank 5, .* need an initial adapter of the largest rank"),
+        ("exact", 5, "has rank 5, .*initial adapter"),
         ("mean", 2, r"has rank 2, .* need AdapterOptions\('exact'\)\."),
         (
             "mean",
@@ -209,9 +209,7 @@ def test_a_first_model_that_is_no_adapter_is_refused_before_anyone_trains(
     warnings: Callable[[], str],
 ) -> None:
     grid = grid_of(map(client, range(3)))
-    with pytest.raises(
-        FedrotError, match="initial_arrays is not a LoRA adapter: There are no factors"
-    ):
+    with pytest.raises(FedrotError, match=r"initial_arrays.*no factors"):
         FedRotLoRA(CONFIG).start(
             grid, ArrayRecord({"bert.weight": torch.ones(2, 2)}), 1
         )
@@ -244,13 +242,11 @@ def test_a_server_optimiser_takes_the_average(options: AdapterOptions) -> None:
 
 def test_what_does_not_go_together_is_refused_before_training() -> None:
     median = type("MedianLoRA", (AlignedLoRA, FedMedian), {})
-    with pytest.raises(
-        FedrotError, match="MedianLoRA passes only the average on, but FedMedian needs"
-    ):
+    with pytest.raises(FedrotError, match=r"MedianLoRA.*FedMedian"):
         median(CONFIG)
     with pytest.raises(FedrotError, match=r"options is 'exact'; pass fedrot\.lora"):
         FedRotLoRA(CONFIG, "exact")  # type: ignore[arg-type]
-    with pytest.raises(FedrotError, match="no configuration of a LoRA adapter"):
+    with pytest.raises(FedrotError, match="configuration"):
         FedRotLoRA({"hidden_size": 3})
     given = {
         "noise_multiplier": 0.1,

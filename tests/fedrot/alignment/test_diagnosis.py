@@ -239,7 +239,5 @@ def test_what_cannot_be_diagnosed_is_refused() -> None:
     with pytest.raises(fedrot.UpdateError, match="has shape"):
         diagnosis({**BASE, "classifier.weight": torch.zeros(2, 2)}, [BASE])
     fixed = replace(SYMMETRY, refused={"residual": "fixed positions"})
-    with pytest.raises(
-        fedrot.SymmetryError, match="'residual' cannot be moved: fixed positions"
-    ):
+    with pytest.raises(fedrot.SymmetryError, match=r"'residual'.*fixed positions"):
         fedrot.diagnose(BASE, [state_of(NAME, 2)], fixed)

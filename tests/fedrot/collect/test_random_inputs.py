@@ -243,7 +243,5 @@ def test_images_are_as_many_as_have_the_tokens_of_the_texts(
 def test_what_reads_neither_words_nor_images_is_refused(
     settings: dict[str, Any],
 ) -> None:
-    with pytest.raises(
-        fedrot.SymmetryError, match="neither a 'vocab_size' nor an 'image_size'"
-    ):
+    with pytest.raises(fedrot.SymmetryError, match="'vocab_size' nor"):
         drawn(settings)

@@ -147,9 +147,9 @@ def test_tensors_of_another_shape_and_unknown_ones_are_refused(kind: str) -> Non
             check_statistics(
                 {kind: dict.fromkeys(names, value)}, {"w": shape, "other": (4, 4)}
             )
-    with pytest.raises(UpdateError, match="'nowhere' belong to no tensor"):
+    with pytest.raises(UpdateError, match="'nowhere'"):
         check_statistics({kind: {"nowhere": value}}, {"w": shape})
-    with pytest.raises(UpdateError, match="'nowhere' belong to no tensor"):
+    with pytest.raises(UpdateError, match="'nowhere'"):
         transport_statistics({kind: {"nowhere": value}}, (), {"w": shape})
     if kind not in ("trained", "fisher"):
         with pytest.raises(UpdateError, match="no matrix"):

@@ -309,12 +309,12 @@ BAD = {
         {factor(QUERY): torch.ones(0, IN), factor(QUERY, "B"): torch.ones(OUT, 0)},
         "no common",
     ),
-    "other inputs": ({factor(QUERY): torch.ones(3, 5)}, "map 5 inputs to 7 outputs"),
+    "other inputs": ({factor(QUERY): torch.ones(3, 5)}, "5 inputs"),
     "other outputs": (
         {factor(QUERY, "B"): torch.ones(4, 3)},
-        "map 9 inputs to 4 outputs",
+        "4 outputs",
     ),
-    "no bias": ({BIAS: None}, "head.bias' is in some adapters and missing"),
+    "no bias": ({BIAS: None}, "head.bias'.*missing"),
     "NaN": ({BIAS: torch.full((4,), torch.nan)}, "holds NaN or Inf"),
     "one more pair": (
         {"m.lora_A.weight": torch.ones(1, 1), "m.lora_B.weight": torch.ones(1, 1)},
@@ -322,11 +322,11 @@ BAD = {
     ),
     "two pairs": (
         {f"{QUERY}.lora_{f}.more.weight": torch.ones(3, 3) for f in "AB"},
-        "has two pairs of factors",
+        "two pairs",
     ),
     "experts": (
         {factor(EXPERTS, f): torch.ones(2, 2) for f in "AB"},
-        "parameters inside a module",
+        "inside a module",
     ),
     **{
         f"huge {of}, {size:g}": (
@@ -345,11 +345,11 @@ BAD_UPDATES = {
     },
     "no factors": (
         lambda u: replace(u, tensors={"w": torch.ones(2)}),
-        "no factors of a LoRA adapter",
+        "no factors",
     ),
     "another rank of PiSSA": (
         lambda u: replace(u, tensors=adapter(1, 2), settings=PISSA),
-        "'pissa' base weights depend on the rank",
+        "'pissa'",
     ),
 }
 
@@ -407,7 +407,7 @@ def test_what_does_not_go_together_is_refused() -> None:
             {},
             r"query' are \[1, 2\].*method='exact'",
         ),
-        (asked, {"rank": 2}, "their mean cannot have rank 2"),
+        (asked, {"rank": 2}, "rank 2"),
         (pissa, {"previous": adapter(9, 4), "options": EXACT}, "has rank 3, others 4"),
         (asked, {"previous": {BIAS: torch.ones(4)}}, "does not contain '.*query'"),
         (asked, {"rank": 2.5}, r"rank is 2\.5; it must be an integer"),
@@ -417,13 +417,13 @@ def test_what_does_not_go_together_is_refused() -> None:
             {"options": "exact"},
             r"options is 'exact'; pass fedrot\.lora\.AdapterOptions",
         ),
-        (asked, {"settings": {"hidden_size": 3}}, "no configuration of a LoRA"),
+        (asked, {"settings": {"hidden_size": 3}}, "configuration"),
         (
             [replace(asked[0], settings={"hidden_size": 3})],
             {},
-            "no configuration of a LoRA",
+            "configuration",
         ),
-        ([adapter(0)], {}, "The update is a dict; pass an AdapterUpdate"),
+        ([adapter(0)], {}, "a dict; pass an AdapterUpdate"),
         ([], {}, "no adapters to average"),
     ]
     for sent, given_, said in rows:
@@ -610,7 +610,7 @@ def test_a_client_of_a_smaller_rank_takes_the_best_that_it_can_hold(rank: int) -
     assert all(torch.equal(tensor, found[name]) for name, tensor in near.items())
     for wrong, said in (
         (0, "rank is 0"),
-        ({}, "is adapted at the server but not here"),
+        ({}, "at the server"),
     ):
         with pytest.raises(FedrotError, match=said):
             fitted(sent, SETTINGS, wrong)
@@ -788,5 +788,5 @@ def test_a_sum_reads_no_number_of_a_device_before_its_terms() -> None:
         total.add(
             torch.empty(40, 4, device="meta"), torch.empty(4, 30, device="meta"), 1.0
         )
-        with pytest.raises(RuntimeError, match="cannot be called on meta"):
+        with pytest.raises(RuntimeError, match="meta"):
             total.terms()

@@ -73,7 +73,7 @@ def test_larger_ranks_are_cut_to_the_models_own() -> None:
         assert torch.allclose(6 / len(a) * b @ a, best, atol=1e-10)
     head = next(name for name in found if "classifier" in name)
     assert torch.equal(found[head], received[head])
-    with pytest.raises(UpdateError, match=r"only the client's rank may be smaller"):
+    with pytest.raises(UpdateError, match="client's rank"):
         load_adapter(large, found)
     with pytest.raises(UpdateError, match=rf"'{head}'.*one of the two is missing"):
         load_adapter(small, {n: t for n, t in received.items() if n != head})
@@ -183,7 +183,7 @@ def test_nothing_is_loaded_if_more_than_ranks_differs(wrong: str, load: Any) -> 
         load(client, change(sent, *sorted(sent)))
     assert torch.equal(outputs(client), before)
     client.merge_adapter()
-    with pytest.raises(FedrotError, match=r"merged into the weights of '.*linear'"):
+    with pytest.raises(FedrotError, match=r"merged.*linear'"):
         load(client, sent)
     client.unmerge_adapter()
     load(client, sent)
@@ -222,11 +222,7 @@ def test_only_the_named_factors_of_one_adapter_train(said: str, trained: str) ->
 
 
 def test_models_without_this_adapter_are_refused() -> None:
-    with pytest.raises(
-        FedrotError, match=r"The Linear has no adapter 'default'; it has no adapters"
-    ):
+    with pytest.raises(FedrotError, match=r"'default'; it has no"):
         adapter_tensors(nn.Linear(2, 2))
-    with pytest.raises(
-        FedrotError, match=r"no adapter 'other'; its adapters are default"
-    ):
+    with pytest.raises(FedrotError, match=r"'other'.* are default"):
         load_adapter(layers(), {}, "other")

@@ -115,7 +115,7 @@ def test_one_model_may_come_with_other_weights_and_not_with_other_rows() -> None
     alone = compare_losses([model], rows, "classifier", heads)
     torch.testing.assert_close(found.losses[1:], alone.losses)
     assert found.losses[0, ONE] != found.losses[1, ONE]
-    with pytest.raises(FedrotError, match="held-out rows of two models differ"):
+    with pytest.raises(FedrotError, match="differ"):
         compare_losses(models(rows.reverse), rows, "classifier", heads * 2)
     with pytest.raises(UpdateError, match="different numbers of heads"):
         alone + found
@@ -189,9 +189,9 @@ def test_a_temperature_folds_into_the_dtype_of_the_layer_or_is_refused() -> None
     assert (cooled["score.weight"].item(), cooled["score.bias"].item()) == (1.5, 0.5)
     assert state["score.weight"].item() == 3
     for temperature in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(FedrotError, match="must be positive and finite"):
+        with pytest.raises(FedrotError, match="positive"):
             with_temperature(state, "score", temperature)
-    with pytest.raises(FedrotError, match="The model has no layer 'classifier'"):
+    with pytest.raises(FedrotError, match="no layer 'classifier'"):
         with_temperature(state, "classifier", 2.0)
 
 
@@ -210,10 +210,10 @@ def test_a_temperature_folds_into_the_dtype_of_the_layer_or_is_refused() -> None
             lambda s: {"squares": s.squares[0]},
             r"squares are torch.float64 \[49\], not float64",
         ),
-        (lambda s: {"losses": s.losses * math.nan}, "losses are negative, NaN or Inf"),
-        (lambda s: {"squares": -s.losses}, "squares are negative, NaN or Inf"),
+        (lambda s: {"losses": s.losses * math.nan}, "losses are negative"),
+        (lambda s: {"squares": -s.losses}, "squares are negative"),
         (lambda s: {"counts": s.counts * 0}, "of 0.0 rows"),
-        (lambda s: {"counts": s.counts * math.inf}, "counts are negative, NaN or Inf"),
+        (lambda s: {"counts": s.counts * math.inf}, "counts are negative"),
         (lambda s: {"counts": s.counts.flip(0)}, "of 3.0 rows"),
     ],
 )

@@ -109,9 +109,7 @@ def test_features_are_within_what_the_model_allows(name: str) -> None:
         collect_classes(model, [batch_for(name, 6)], LAST[name]).check_within(largest)
         for signs in ([1, 1], [1, -1]):
             features = 1.03 * np.outer(signs, largest.numpy())
-            with pytest.raises(
-                UpdateError, match="larger than the model's features can be"
-            ):
+            with pytest.raises(UpdateError, match="larger than"):
                 sums_of(features, np.array([1, 1])).check_within(largest)
 
 
@@ -265,9 +263,9 @@ def test_a_model_without_one_head_of_classes_is_told(
 @pytest.mark.parametrize(
     ("name", "head", "message"),
     [
-        ("camembert", "classifier.dense", "are not the model's logits"),
-        ("bert", "bert.encoder.layer.1.output.dense", "are not the model's logits"),
-        ("deit", "cls_classifier", "are not the model's logits"),
+        ("camembert", "classifier.dense", "model's logits"),
+        ("bert", "bert.encoder.layer.1.output.dense", "model's logits"),
+        ("deit", "cls_classifier", "model's logits"),
         ("bert", "bert.embeddings.word_embeddings", "has no linear layer"),
         ("bert", "score", "has no linear layer 'score'"),
     ],
@@ -309,7 +307,7 @@ def test_logits_that_are_not_the_outputs_of_the_head_are_refused(
     logits: Any, rows: int
 ) -> None:
     batch = {"x": torch.randn(rows, 4), "labels": torch.arange(rows) % CLASSES}
-    with pytest.raises(FedrotError, match="are not the model's logits"):
+    with pytest.raises(FedrotError, match="model's logits"):
         collect_classes(_Odd(logits), [batch], "score")
 
 
@@ -319,7 +317,7 @@ def test_logits_that_are_not_the_outputs_of_the_head_are_refused(
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([-100, -100], "No row has a label"),
+        ([-100, -100], "No row"),
         (None, "A batch has no 'labels'"),
         ([0, 3], "A label is 3, but the model has 3 classes"),
         ([0.0, 1.0], r"labels are torch.float32 \[2\]"),
@@ -341,13 +339,13 @@ def test_no_rows_classes_or_logits_and_features_that_are_not_finite_are_refused(
     vit = model_of("vit")
     batch = batch_for("vit", 3)
     for collect in (lambda m, b: collect_classes(m, b, "classifier"), collect_losses):
-        with pytest.raises(FedrotError, match="No row has a label"):
+        with pytest.raises(FedrotError, match="No row"):
             collect(vit, [])
     language = {**inputs("gpt2"), "labels": inputs("gpt2")["input_ids"]}
-    with pytest.raises(FedrotError, match="GPT2LMHeadModel predicts the next token"):
+    with pytest.raises(FedrotError, match="GPT2LMHeadModel predicts"):
         collect_classes(model_of("gpt2"), [language], "lm_head")
     bare = model_of("bert").bert
-    with pytest.raises(FedrotError, match="The output of BertModel has no logits"):
+    with pytest.raises(FedrotError, match="BertModel has no logits"):
         collect_losses(bare, [batch_for("bert", 2)])
     batch["pixel_values"][0, 0, 0, 0] = torch.inf
     with pytest.raises(UpdateError, match="hold NaN or Inf"):

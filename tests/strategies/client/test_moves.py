@@ -310,9 +310,7 @@ def test_elements_are_read_as_they_were_sent_and_what_is_beside_them_is_refused(
         if element.is_floating_point():
             assert torch.equal(element_read(kind, element.float()), element.float())
         for change in beside:
-            with pytest.raises(
-                fedrot.UpdateError, match="not an element of the model's symmetry"
-            ):
+            with pytest.raises(fedrot.UpdateError, match="element"):
                 element_read(kind, change(element))
 
 

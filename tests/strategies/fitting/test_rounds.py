@@ -425,7 +425,7 @@ def test_a_subclass_that_hides_the_model_is_refused() -> None:
     for more in ({"fit_head": True}, {"reporting": Reporting(os.devnull, hashes=True)}):
         strategy = Own(SINGLE.config, alignment=None, **more)
         messages = strategy.configure_train(1, initial, ConfigRecord(), grid)
-        with pytest.raises(fedrot.FedrotError, match="round 1 is not known"):
+        with pytest.raises(fedrot.FedrotError, match="round 1"):
             strategy.aggregate_train(1, list(grid.send_and_receive(messages)))
 
 

@@ -172,7 +172,7 @@ class Peeking(BertForSequenceClassification):
         (
             "bert-bare",
             lambda: BARE["bert-bare"].build("eager"),
-            "Part 'residual' cannot be moved",
+            "'residual'",
         ),
     ],
     ids=["peeking", "bare"],

@@ -91,7 +91,8 @@ def _in_gl(state: State, seed: int, spread: float = 1.0) -> State:
 def test_the_function_is_preserved_and_permutations_stay_permutations(
     name: str, general: bool
 ) -> None:
-    anchor, update = state_of(name), state_of(name, 4)
+    anchor = state_of(name)
+    update = state_of(name, 4)
     found = _learn(
         anchor, update, name, parts=ALL, general=general, lr=0.05, permutation_lr=1.0
     )
@@ -144,7 +145,8 @@ def test_the_loss_of_the_average_falls_where_rotations_cannot_help() -> None:
 
 
 def test_without_steps_or_parts_the_start_is_returned_and_no_batch_is_read() -> None:
-    anchor, update = state_of(NAME), state_of(NAME, 4)
+    anchor = state_of(NAME)
+    update = state_of(NAME, 4)
     options = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
     start = fedrot.align(update, anchor, symmetry_for(NAME), options)
     plain = fedrot.align(update, anchor, symmetry_for(NAME))
@@ -169,9 +171,10 @@ def test_without_steps_or_parts_the_start_is_returned_and_no_batch_is_read() -> 
 
 def test_rotations_are_learned_as_fedrot_learns_them() -> None:
     symmetry = symmetry_for(NAME)
-    anchor, update = state_of(NAME), state_of(NAME, 4)
+    anchor = state_of(NAME)
+    update = state_of(NAME, 4)
     start = fedrot.align(update, anchor, symmetry)
-    given: Any = (loss_of(_model(anchor)), _batches(), update, anchor, symmetry, start)
+    given = (loss_of(_model(anchor)), _batches(), update, anchor, symmetry, start)
     ours = learning.learn_alignment(
         *given, learning.LearningOptions(("attention",), steps=4)
     )
@@ -209,7 +212,8 @@ def test_a_slot_moves_as_by_the_groups_own_action_with_true_gradients(
     learned = (SoftPermutation if soft else Learnable)(group, torch.empty(0))
     moved = learned.multiplied(tensor.detach(), slot, matrix)
     assert (moved - Move(group, element).on(tensor.detach(), slot)).abs().max() <= 1e-12
-    on, expected = dense(action, element, 6), tensor.detach().clone()
+    on = dense(action, element, 6)
+    expected = tensor.detach().clone()
     on = torch.linalg.inv(on).mT if slot.contravariant else on
     slot.of(expected).copy_(along(on, slot.of(tensor.detach()), axis))
     assert (moved - expected).abs().max() <= 1e-12

@@ -157,7 +157,7 @@ def test_trainings_are_shared_where_nothing_that_decides_them_differs() -> None:
     assert all(one.training != first.training for one in others)
 
 
-TABLE: dict[str, Any] = {"name": "mine"}
+TABLE = {"name": "mine"}
 
 
 @pytest.mark.parametrize(

@@ -61,10 +61,10 @@ DRAWN.putpalette([255, 0, 0, 0, 255, 0])
 ODD = np.array([[np.nan, np.inf], [1, 3]], dtype=np.float32)
 FLAT = np.full((2, 2), 0.5, dtype=np.float32)
 
-TURNED: dict[str, dict[str, Any]] = {"png": {}, "jpeg": {"quality": 100}}
+TURNED = {"png": {}, "jpeg": {"quality": 100}}
 
 #: A file, and the pixels of its grey or coloured image.
-SEEN: dict[str, tuple[bytes, Any]] = {
+SEEN = {
     **{
         f"turned {f}": (encoded(LEFT, f, exif=UPSIDE, **o), TOP)
         for f, o in TURNED.items()
@@ -115,7 +115,8 @@ SEEN: dict[str, tuple[bytes, Any]] = {
 
 @pytest.mark.parametrize("name", SEEN)
 def test_pictures_are_as_they_are_seen(name: str, tmp_path: Path) -> None:
-    file, expected = SEEN[name][0], np.asarray(SEEN[name][1])
+    file = SEEN[name][0]
+    expected = np.asarray(SEEN[name][1])
     path = write(tmp_path / "seen.parquet", image=[file] * 10, label=["a", "b"] * 5)
     data, pixels, _ = load(path)
     assert (data.channels, data.side) == (1 if expected.ndim == 2 else 3, len(expected))
@@ -189,7 +190,7 @@ def test_folders_without_images_are_refused(
 
 @pytest.mark.parametrize("kind", ["bytes", "wrapped", "paths"])
 def test_a_table_of_images(kind: str, tmp_path: Path) -> None:
-    files: Any = [png((i, 0, 0)) for i in range(4)]
+    files = [png((i, 0, 0)) for i in range(4)]
     if kind == "wrapped":
         files = [{"bytes": file, "path": None} for file in files]
     if kind == "paths":
@@ -200,7 +201,8 @@ def test_a_table_of_images(kind: str, tmp_path: Path) -> None:
             for number in range(4)
         ]
         files = pa.array(paths, pa.struct({"bytes": pa.binary(), "path": pa.string()}))
-    names, split = ["no", "yes", "no", "yes"], ["train", "train", "test", "test"]
+    names = ["no", "yes", "no", "yes"]
+    split = ["train", "train", "test", "test"]
     path = tmp_path / "images" / "mine.parquet"
     write(
         path, img=files, image=files, label=[0, 1, 0, 1], label_name=names, split=split
@@ -217,7 +219,7 @@ def test_a_table_of_images(kind: str, tmp_path: Path) -> None:
 NUMBERS = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.5, 1.0]}
 #: Fields of a model's configuration and of its processor, and the side and channels, or
 #: an error.
-MODELS: list[tuple[dict[str, Any], dict[str, Any] | None, Any]] = [
+MODELS = [
     ({"image_size": 12}, NUMBERS, (12, 3)),
     ({"image_size": 12}, None, (12, 3)),
     ({"image_size": 12, "num_channels": 1}, {"image_mean": None}, (12, 1)),

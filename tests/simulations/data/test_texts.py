@@ -326,7 +326,8 @@ def test_what_is_no_domain_is_named(
 def test_domains_may_have_any_number_of_labels_and_their_own_limits(
     tmp_path: Path,
 ) -> None:
-    glad, sad = [True, True, False] * 4, [True, False, False] * 4
+    glad = [True, True, False] * 4
+    sad = [True, False, False] * 4
     columns = {"glad": glad, "sad": sad, "split": ["train"] * 8 + ["test"] * 4}
     write(tmp_path / "many.parquet", text=[*map(str, range(12))], **columns)
     lines = [f"line {row}" for row in range(20)]

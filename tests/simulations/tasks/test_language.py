@@ -20,7 +20,7 @@ from fedrot.simulations.tasks.language import MaskedLanguageModelling
 from fedrot.simulations.tasks.training import Task
 from tests.simulations.tasks.cases import model_for, task_for
 
-VOCABULARY: Any = task_for("mlm bert").objective
+VOCABULARY = task_for("mlm bert").objective
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,8 @@ def test_fifteen_per_cent_are_hidden_as_bert_does_it(task: Task) -> None:
     assert np.array_equal(labels[chosen], ids[chosen])
     assert np.array_equal(shown[~chosen], ids[~chosen])
     fates = shown[chosen]
-    masked, kept = fates == VOCABULARY.mask, fates == ids[chosen]
+    masked = fates == VOCABULARY.mask
+    kept = fates == ids[chosen]
     # 30000 tokens: five standard deviations are 0.012 of 0.8 and 0.009 of 0.1.
     assert masked.mean() == pytest.approx(0.8, abs=0.012)
     assert kept.mean() == pytest.approx(0.1, abs=0.009)

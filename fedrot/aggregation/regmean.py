@@ -20,7 +20,7 @@ from fedrot.aggregation.gram_sums import (
 )
 from fedrot.aggregation.mean import Mean
 from fedrot.aggregation.registry import register_aggregation
-from fedrot.collect.statistics import GRAMS, INPUT_AXIS, TRAINED, Statistics, untrained
+from fedrot.collect.statistics import GRAM, INPUT_AXIS, TRAINED, Statistics, untrained
 from fedrot.errors import FedrotError
 from fedrot.tensors import LARGEST_NORM, Tensors
 
@@ -54,7 +54,7 @@ class RegMean:
         beta: not negative; 0 is the paper's choice.
     """
 
-    needs: tuple[str, ...] = (GRAMS[1],)
+    needs: tuple[str, ...] = (GRAM,)
 
     def __init__(self, alpha: float = 0.9, beta: float = 0.0) -> None:
         if not 0 <= alpha <= 1 or not 0 <= beta < float("inf"):

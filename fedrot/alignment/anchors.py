@@ -1,6 +1,6 @@
 """Anchors: the model that each update of a round is aligned to, by name in ``ANCHORS``.
 
-(``matching.problem.Anchor`` holds such a model's tensors for the solvers.)
+(``matching.anchor.Anchor`` holds such a model's tensors for the solvers.)
 
 ``global`` aligns to the broadcast model. ``running`` aligns clients to each other,
 because clients that trained long are closer to each other than to the broadcast model.
@@ -20,7 +20,7 @@ from fedrot.aggregation import Mean
 from fedrot.alignment.align import Alignment, align
 from fedrot.collect.activations import Activations
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.matching.problem import Anchor
+from fedrot.matching.anchor import Anchor
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.groups import Symmetry, check_symmetry

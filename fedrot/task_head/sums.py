@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedrot.collect.statistics import GRAMS, kind_named
+from fedrot.collect.statistics import GRAM, kind_named
 from fedrot.errors import UpdateError
 from fedrot.task_head.covariance import ROUNDING
 from fedrot.task_head.outputs import OUTPUT_KINDS, SINGLE, OutputKind, problem_type_of
@@ -77,7 +77,7 @@ class ClassSums:
         )
         if why := self._kind.check(self.counts, self.sums, squares, within):
             raise UpdateError(why)
-        if problem_type := kind_named(GRAMS[1]).check(within, (classes, size)):
+        if problem_type := kind_named(GRAM).check(within, (classes, size)):
             raise UpdateError(
                 "The second moments of the features inside the classes "
                 f"{problem_type}. The sums contradict each other; send what "

@@ -129,13 +129,13 @@ def collect_gram(
 ) -> Collected:
     """Return the Gram matrix of the inputs of every linear layer.
 
-    Source: Jin et al. 2023, section 3.3. The result is ``{"gram": {weight: G}}``, with ``gram_conv1d`` for ``Conv1D``. ``G =
-    X^T X / n`` over the ``n`` tokens in ``attention_mask`` (in
-    ``decoder_attention_mask`` for a decoder's layers that do not read the encoder's
-    output), uncentred, float32 ``[in, in]``. Sums over batches are float64. Layers with
-    the same inputs (query, key and value) share one matrix. A layer that runs several
-    times for a batch counts every time. Weights that are tied to another module (output
-    embeddings) have none.
+    Source: Jin et al. 2023, section 3.3. The result is ``{"gram": {weight: G}}``, with
+    ``gram_conv1d`` for ``Conv1D``. ``G = X^T X / n`` over the ``n`` tokens in
+    ``attention_mask`` (in ``decoder_attention_mask`` for a decoder's layers that do not
+    read the encoder's output), uncentred, float32 ``[in, in]``. Sums over batches are
+    float64. Layers with the same inputs (query, key and value) share one matrix. A
+    layer that runs several times for a batch counts every time. Weights that are tied
+    to another module (output embeddings) have none.
 
     Args:
         model: any ``torch`` model with ``Linear`` or ``Conv1D`` layers; it is run in

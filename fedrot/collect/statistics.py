@@ -136,7 +136,7 @@ def untrained(statistics: Statistics | None) -> set[str]:
 
 
 def along_rows(mask: Tensor, like: Tensor) -> Tensor:
-    """Return a mask ``[rows]`` or ``[]``, reshaped to broadcast along a tensor's rows."""
+    """Return a mask ``[rows]`` or ``[]``, reshaped to broadcast along rows."""
     mask = mask.to(like.device)
     if like.ndim == 0:
         return mask.reshape(())
@@ -333,14 +333,15 @@ def _move_trained(value: Tensor, slot: Slot, move: Move) -> Tensor:
 
 
 for _name, _axis in INPUT_AXIS.items():
+    _meaning = (
+        f"Gram matrix `X^T X / n` of the inputs `X`, which multiply axis {_axis} "
+        "of the weight"
+    )
     STATISTIC_KINDS[_name] = StatisticKind(
         _name,
         check=partial(_check_gram, axis=_axis),
         move=partial(_move_inputs, axis=_axis),
-        meaning=(
-            f"Gram matrix `X^T X / n` of the inputs `X`, which multiply axis {_axis} "
-            "of the weight"
-        ),
+        meaning=_meaning,
         limit="max_batches",
         dtypes=(torch.float32, torch.float64, torch.bfloat16),
     )

@@ -165,4 +165,4 @@ def test_expert_neurons_of_a_moving_anchor_keep_their_certificate() -> None:
     for (name, columns), bound in moved._known.bounds.items():
         group = next(group for group in symmetry.groups if group.name == name)
         exact = Anchor(moved.tensors).separation(group, columns)
-        assert (bound <= exact + 1e-9).all()
+        assert (bound.separation <= exact + 1e-9).all()

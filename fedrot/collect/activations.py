@@ -101,12 +101,22 @@ class _Moments:
         )
 
 
-def _covariance(products: Tensor, a: Tensor, b: Tensor, n: int) -> Tensor:
+def _covariance(
+    products: Tensor,
+    a: Tensor,
+    b: Tensor,
+    n: int,
+) -> Tensor:
     """Return a covariance from sums of products, and sums of both factors."""
     return products / n - torch.outer(a, b) / n**2
 
 
-def _scaled(how: str, a: Tensor, c: Tensor, ac: Tensor) -> Tensor:
+def _scaled(
+    how: str,
+    a: Tensor,
+    c: Tensor,
+    ac: Tensor,
+) -> Tensor:
     """Return cross moments with a trace of at most 1 from the covariances."""
     # Moments of constant activations are rounding errors: they become 0.
     if how == "correlation":
@@ -166,7 +176,11 @@ def _run(
     # The tensors stay alive in it, so that their ids stay unique.
     read: dict[tuple[str, int], Tensor] = {}
 
-    def seen(module: str, inputs: Tensor, output: Tensor) -> None:
+    def seen(
+        module: str,
+        inputs: Tensor,
+        output: Tensor,
+    ) -> None:
         for site in by_module[module]:
             tensor = output if site.output else inputs
             # Queries, keys and values read the same tensor, which counts once per
@@ -262,7 +276,11 @@ def collect_activations(
     return Activations(matrices, within)
 
 
-def _check_choice(name: str, choice: str, choices: Sequence[str]) -> None:
+def _check_choice(
+    name: str,
+    choice: str,
+    choices: Sequence[str],
+) -> None:
     if choice not in choices:
         raise FedrotError(f"{name} is '{choice}'; choose from {', '.join(choices)}.")
 

@@ -171,7 +171,11 @@ def _guessed_type(z: Tensor, label: Tensor | None) -> str:
     return "single_label_classification"
 
 
-def _of_data(problem_type: str, z: Tensor, label: Tensor) -> Tensor:
+def _of_data(
+    problem_type: str,
+    z: Tensor,
+    label: Tensor,
+) -> Tensor:
     """Return the log likelihood of a label, up to a constant."""
     if problem_type == "regression":
         return -((label.reshape(-1).to(z) - z) ** 2).sum() / 2

@@ -67,7 +67,12 @@ class _Inputs:
         #: changed in place.
         self._read: dict[str, list[tuple[Tensor, int]]] = defaultdict(list)
 
-    def add(self, name: str, tensor: Tensor, mask: Tensor | None) -> None:
+    def add(
+        self,
+        name: str,
+        tensor: Tensor,
+        mask: Tensor | None,
+    ) -> None:
         """Add what a layer reads.
 
         It is added at once: the model may change the tensor in place later.
@@ -149,7 +154,11 @@ def collect_gram(
     readers = _readers(model)
     inputs = _Inputs(readers)
 
-    def seen(name: str, tensor: Tensor, output: Tensor) -> None:
+    def seen(
+        name: str,
+        tensor: Tensor,
+        output: Tensor,
+    ) -> None:
         inputs.add(name, tensor, mask_of(name, tensor))
 
     with watched(model, readers, seen):

@@ -101,7 +101,11 @@ def masks_of(
             return mask
         return of_decoder
 
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def hook(
+        module: nn.Module,
+        args: Any,
+        output: Any,
+    ) -> None:
         encoded.append(output if isinstance(output, Tensor) else output[0])
 
     with ExitStack() as stack:

@@ -106,7 +106,11 @@ def reads_text(config: Config) -> bool:
     return bool(_described(config, "text_config", "vocab_size"))
 
 
-def _described(config: Config, nested: str, key: str) -> Config:
+def _described(
+    config: Config,
+    nested: str,
+    key: str,
+) -> Config:
     """Return the configuration that has ``key``: nested, whole, or an empty one."""
     inner = config.get(nested)
     if inner and inner.get(key):

@@ -220,7 +220,11 @@ def transport_statistics(
     return out
 
 
-def _check_gram(value: Tensor, shape: Shape, axis: int) -> str | None:
+def _check_gram(
+    value: Tensor,
+    shape: Shape,
+    axis: int,
+) -> str | None:
     if len(shape) != 2:
         return "belong to a tensor that is no matrix, and so to no linear layer"
     inputs = shape[axis]
@@ -275,7 +279,12 @@ def semidefinite(moved: Tensor, received: Tensor) -> Tensor:
     return ((nearest + nearest.mT) / 2).to(moved.dtype)
 
 
-def _move_inputs(value: Tensor, slot: Slot, move: Move, axis: int) -> Tensor:
+def _move_inputs(
+    value: Tensor,
+    slot: Slot,
+    move: Move,
+    axis: int,
+) -> Tensor:
     """Move a Gram matrix of inputs that multiply the weight's ``axis``.
 
     Inputs move contravariantly to the weight: ``G -> T G T^T``.
@@ -323,7 +332,11 @@ def _check_trained(value: Tensor, shape: Shape) -> str | None:
     return None
 
 
-def _move_trained(value: Tensor, slot: Slot, move: Move) -> Tensor:
+def _move_trained(
+    value: Tensor,
+    slot: Slot,
+    move: Move,
+) -> Tensor:
     uniform = value.ndim == 0 or bool(value.all()) or not bool(value.any())
     if uniform or slot.axis != 0:
         return value

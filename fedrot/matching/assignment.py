@@ -142,7 +142,11 @@ def _gram(
     return signed if plain is None else plain.add_(signed)
 
 
-def certified(distances: Tensor, bound: Tensor, nearer: float = 1.0) -> Tensor:
+def certified(
+    distances: Tensor,
+    bound: Tensor,
+    nearer: float = 1.0,
+) -> Tensor:
     """Return whether ``|f_i - a_i| <= nearer bound_i / 2`` for all neurons, bool
     ``[]``.
 

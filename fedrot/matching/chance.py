@@ -58,7 +58,11 @@ def chance_known(problem: Problem) -> bool:
     return not problem.options.coupled and problem.activations is None
 
 
-def near_chance(problem: Problem, group: Group, before: float) -> float | None:
+def near_chance(
+    problem: Problem,
+    group: Group,
+    before: float,
+) -> float | None:
     """Return the squared distance that chance removes from a group.
 
     None without a formula: there is none for orders and signs, because their chance
@@ -132,7 +136,11 @@ def required(
     return requirement(group, before, chance, problem.options.chance, quantile)
 
 
-def least(problem: Problem, group: Group, before: float) -> float:
+def least(
+    problem: Problem,
+    group: Group,
+    before: float,
+) -> float:
     """Return a lower bound of ``required``.
 
     A group whose gain is certainly smaller need not be solved exactly.
@@ -242,7 +250,11 @@ class NullLine:
         return self.slope * a + self.size * noise.to(a)
 
 
-def line_of(group: Group, anchor: Tensors, client: Tensors) -> NullLine:
+def line_of(
+    group: Group,
+    anchor: Tensors,
+    client: Tensors,
+) -> NullLine:
     """Return the null model of a client on the entries that a group acts on."""
     return _line(entries_once(group.slots, anchor, client), entries_of(group, anchor))
 

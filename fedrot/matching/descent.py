@@ -30,6 +30,7 @@ from fedrot.matching.pairs import distance_once
 from fedrot.matching.problem import (
     COUPLED,
     STAGES,
+    Groups,
     Match,
     Problem,
     match_stage,
@@ -60,7 +61,7 @@ class Solution:
     certified: Tensors
 
 
-def solve(problem: Problem, groups: Sequence[Group]) -> Solution:
+def solve(problem: Problem, groups: Groups) -> Solution:
     """Return the best moves for the groups, and their report.
 
     Raises:
@@ -91,7 +92,7 @@ class _Candidate:
     quantile: float = math.inf
 
 
-def _coupled(groups: Sequence[Group]) -> bool:
+def _coupled(groups: Groups) -> bool:
     """Return whether groups depend on each other, so that one sweep is not enough.
 
     Groups are independent if no tensor lies on two slots, even in parts that usually
@@ -106,7 +107,7 @@ def _coupled(groups: Sequence[Group]) -> bool:
 class _Descent:
     """One run of coordinate descent: the problem after the moves so far, and rows."""
 
-    def __init__(self, problem: Problem, groups: Sequence[Group]) -> None:
+    def __init__(self, problem: Problem, groups: Groups) -> None:
         self.problem = problem
         self.groups = groups
         self.stages: dict[str, list[Group]] = {stage: [] for stage in STAGES}
@@ -181,7 +182,7 @@ class _Descent:
             if self.coupled or _tensors(m.group for m in moves) & _tensors(later):
                 self.problem = self.problem.moved(moves)
 
-    def _candidates(self, groups: Sequence[Group]) -> list[_Candidate]:
+    def _candidates(self, groups: Groups) -> list[_Candidate]:
         """Return the matches of groups, and the distances that chance removes.
 
         Without a formula, null models are drawn for groups with an element, unless

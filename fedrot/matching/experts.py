@@ -7,7 +7,6 @@ assignment.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from fedrot.matching import assignment
 from fedrot.matching.pairs import Pair, by_sign
-from fedrot.matching.problem import Match, Problem, match_by, solves
+from fedrot.matching.problem import Match, Problem, each, match_by, solves
 from fedrot.symmetry.describe.mixture import ExpertNeurons, ExpertPermutation
 from fedrot.symmetry.groups import Group
 
@@ -52,12 +51,9 @@ class _Pool:
 
 
 @solves(ExpertPermutation)
-def match_experts(groups: Sequence[Group], problem: Problem) -> list[Match]:
+@each
+def match_experts(group: Group, problem: Problem) -> Match:
     """Assign experts by the similarity of router rows and of ordered neurons."""
-    return [_match(group, problem) for group in groups]
-
-
-def _match(group: Group, problem: Problem) -> Match:
     neurons = next(g for g in problem.symmetry.groups if g.within == group.name)
     inside = {slot.tensor for slot in neurons.slots}
     blocks = problem.pairs(group)
@@ -75,7 +71,11 @@ def _match(group: Group, problem: Problem) -> Match:
     return match_by(group, blocks, before, element, gain)
 
 
-def _in_place(neurons: Group, distances: Tensor, problem: Problem) -> bool:
+def _in_place(
+    neurons: Group,
+    distances: Tensor,
+    problem: Problem,
+) -> bool:
     """Return whether the identity is best, even if neurons could change experts."""
     bound = partial(problem.anchor.separation, neurons)
     return assignment.identities_certified([distances], [bound])[0]
@@ -117,22 +117,19 @@ def _best_order(pool: _Pool, routed: Tensor) -> assignment.Assigned:
 
 
 @solves(ExpertNeurons)
-def match_expert_neurons(groups: Sequence[Group], problem: Problem) -> list[Match]:
+@each
+def match_expert_neurons(group: Group, problem: Problem) -> Match:
     """Assign the neurons inside each expert, unless distances certify the identity."""
-    matches = []
-    for group in groups:
-        distances = assignment.row_distances(problem.pairs(group))
-        before = problem.finite(float(distances.sum()), group)
-        if _in_place(group, distances, problem):
-            matches.append(Match(None, before, before, certified=distances))
-            continue
-        action = cast(ExpertNeurons, group.action)
-        pool = _pool(group, problem)
-        orders = []
-        for i in range(action.experts):
-            orders.append(assignment.assignment(*pool.scores(i, i)))
-        # An order with signs counts from 1: -2 is the second neuron, negated.
-        order, gain = assignment.joined(orders, torch.arange(1, action.n + 1))
-        element = order.to(distances.device) if gain > 0 else None
-        matches.append(Match(element, before, max(before - gain, 0.0), gain))
-    return matches
+    distances = assignment.row_distances(problem.pairs(group))
+    before = problem.finite(float(distances.sum()), group)
+    if _in_place(group, distances, problem):
+        return Match(None, before, before, certified=distances)
+    action = cast(ExpertNeurons, group.action)
+    pool = _pool(group, problem)
+    orders = []
+    for i in range(action.experts):
+        orders.append(assignment.assignment(*pool.scores(i, i)))
+    # An order with signs counts from 1: -2 is the second neuron, negated.
+    order, gain = assignment.joined(orders, torch.arange(1, action.n + 1))
+    element = order.to(distances.device) if gain > 0 else None
+    return Match(element, before, max(before - gain, 0.0), gain)

@@ -25,7 +25,7 @@ from fedrot.matching.assignment import (
 )
 from fedrot.matching.inside_heads import HeadSolver
 from fedrot.matching.pairs import Pairs, moved_pairs
-from fedrot.matching.problem import Match, Problem, match_by, solver_of, solves
+from fedrot.matching.problem import Match, Problem, each, match_by, solver_of, solves
 from fedrot.options import AlignmentOptions
 from fedrot.symmetry.actions import HeadPermutation, InsideHeads, QueryPermutation
 from fedrot.symmetry.groups import Group
@@ -111,7 +111,12 @@ class Inside:
             cross = cross + diagonal_blocks(self.extra, self.action.dim)
         return self.solver.of_cross(self.action, cross)
 
-    def of_queries(self, element: Tensor, i: int, j: int) -> Tensor:
+    def of_queries(
+        self,
+        element: Tensor,
+        i: int,
+        j: int,
+    ) -> Tensor:
         """Return ``<a_h, R c_k>`` of the query heads of two groups.
 
         They are group ``i`` of the anchor and group ``j`` of the client. Only weights
@@ -131,54 +136,50 @@ class Inside:
 
 
 @solves(HeadPermutation)
-def match_heads(groups: Sequence[Group], problem: Problem) -> list[Match]:
+@each
+def match_heads(group: Group, problem: Problem) -> Match:
     """Assign heads by their similarity after the best elements inside them."""
-    matches = []
-    for group in groups:
-        blocks = problem.pairs(group)
-        before = problem.distance(group, blocks)
-        following = _following(group.name, problem)
-        inside = [_inside(member, problem) for member in following]
-        moved = {(slot.tensor, slot.axis) for g in following for slot in g.slots}
-        alone = []
-        for slot, pair in zip(group.slots, blocks, strict=True):
-            if (slot.tensor, slot.axis) not in moved:
-                alone.append(pair)
-        action = cast(HeadPermutation, group.action)
-        scores = head_scores(inside, alone, action.n, problem.options)
-        element, gain = best_assignment(scores)
-        for shared in problem.symmetry.groups:
-            order = shared.action
-            if shared.within != group.name or not isinstance(order, QueryPermutation):
-                continue
-            # Scores from weights are lower bounds: the true gain of the order is
-            # computed.
-            if element is not None and any(g.factor for g in inside):
-                ordered = [g.ordered(action, element) for g in inside]
-                _, gain = _gain(inside, ordered, order, problem.options)
-                if gain <= 0:
-                    element = None
-        matches.append(match_by(group, blocks, before, element, gain))
-    return matches
+    blocks = problem.pairs(group)
+    before = problem.distance(group, blocks)
+    following = _following(group.name, problem)
+    inside = [_inside(member, problem) for member in following]
+    moved = {(slot.tensor, slot.axis) for g in following for slot in g.slots}
+    alone = []
+    for slot, pair in zip(group.slots, blocks, strict=True):
+        if (slot.tensor, slot.axis) not in moved:
+            alone.append(pair)
+    action = cast(HeadPermutation, group.action)
+    scores = head_scores(inside, alone, action.n, problem.options)
+    element, gain = best_assignment(scores)
+    for shared in problem.symmetry.groups:
+        order = shared.action
+        if shared.within != group.name or not isinstance(order, QueryPermutation):
+            continue
+        # Scores from weights are lower bounds: the true gain of the order is
+        # computed.
+        if element is not None and any(g.factor for g in inside):
+            ordered = [g.ordered(action, element) for g in inside]
+            _, gain = _gain(inside, ordered, order, problem.options)
+            if gain <= 0:
+                element = None
+    return match_by(group, blocks, before, element, gain)
 
 
 @solves(QueryPermutation)
-def match_queries(groups: Sequence[Group], problem: Problem) -> list[Match]:
+@each
+def match_queries(group: Group, problem: Problem) -> Match:
     """Assign the query heads that share a key head, for each key head separately."""
-    matches = []
-    for group in groups:
-        blocks = problem.pairs(group)
-        before = problem.distance(group, blocks)
-        action = cast(QueryPermutation, group.action)
-        following = _following(group.within, problem)
-        if following:
-            inside = [_inside(member, problem) for member in following]
-            order, gain = _gain(inside, inside, action, problem.options)
-        else:
-            order, gain = _alike(action, blocks)
-        element = order if gain > 0 else None
-        matches.append(match_by(group, blocks, before, element, gain))
-    return matches
+    blocks = problem.pairs(group)
+    before = problem.distance(group, blocks)
+    action = cast(QueryPermutation, group.action)
+    following = _following(group.within, problem)
+    if following:
+        inside = [_inside(member, problem) for member in following]
+        order, gain = _gain(inside, inside, action, problem.options)
+    else:
+        order, gain = _alike(action, blocks)
+    element = order if gain > 0 else None
+    return match_by(group, blocks, before, element, gain)
 
 
 def _following(heads: str, problem: Problem) -> list[Group]:

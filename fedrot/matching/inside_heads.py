@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from functools import reduce
 from itertools import compress
 from sys import float_info
@@ -14,11 +13,10 @@ from torch import Tensor
 
 from fedrot.matching.chance import beyond, least
 from fedrot.matching.pairs import Pairs, squared_distance
-from fedrot.matching.problem import Match, Problem, in_batches, solves
+from fedrot.matching.problem import Groups, Match, Problem, in_batches, solves
 from fedrot.matching.procrustes import best_orders, identity, polar, singular_values
 from fedrot.options import AlignmentOptions
 from fedrot.symmetry.actions import HeadRotation
-from fedrot.symmetry.groups import Group
 from fedrot.tensors import diagonal_blocks
 
 #: An element must gain more than this share of ``|<I, M>|``; smaller gains are rounding
@@ -56,18 +54,28 @@ class HeadSolver(ABC):
         """
 
     @abstractmethod
-    def value(self, action: Any, element: Tensor, evidence: Tensor) -> Tensor:
+    def value(
+        self,
+        action: Any,
+        element: Tensor,
+        evidence: Tensor,
+    ) -> Tensor:
         """Return ``<R, M>`` of elements, ``[...]``."""
 
     @abstractmethod
     def still(self, action: Any, evidence: Tensor) -> Tensor:
         """Return ``<I, M>`` of the identity, ``[...]``."""
 
-    def worth(self, action: Any, evidence: Tensor, options: AlignmentOptions) -> Tensor:
+    def worth(
+        self,
+        action: Any,
+        evidence: Tensor,
+        options: AlignmentOptions,
+    ) -> Tensor:
         """Return ``<R, M>`` of the best elements, ``[...]``."""
         return self.value(action, self.best(action, evidence, options), evidence)
 
-    def __call__(self, groups: Sequence[Group], problem: Problem) -> list[Match]:
+    def __call__(self, groups: Groups, problem: Problem) -> list[Match]:
         """Return the matches of all groups; equal actions form one batch."""
         return in_batches(
             groups,
@@ -82,7 +90,7 @@ class HeadSolver(ABC):
         """
         return None
 
-    def _batch(self, groups: Sequence[Group], problem: Problem) -> list[Match]:
+    def _batch(self, groups: Groups, problem: Problem) -> list[Match]:
         action = groups[0].action
         crosses = []
         weights = []
@@ -137,7 +145,12 @@ class HeadSolver(ABC):
                 matches[i] = Match(elements[place], distance, after, gain)
         return matches
 
-    def _gains(self, action: Any, elements: Tensor, evidence: Tensor) -> list[float]:
+    def _gains(
+        self,
+        action: Any,
+        elements: Tensor,
+        evidence: Tensor,
+    ) -> list[float]:
         """Return by how much elements of groups lower the squared distance."""
         gains = self.value(action, elements, evidence) - self.still(action, evidence)
         return (2 * gains).sum(1).tolist()
@@ -194,14 +207,22 @@ class RotationSolver(HeadSolver):
             return best_orders(evidence)
         return polar(evidence, precise=precise)
 
-    def value(self, action: HeadRotation, element: Tensor, evidence: Tensor) -> Tensor:
+    def value(
+        self,
+        action: HeadRotation,
+        element: Tensor,
+        evidence: Tensor,
+    ) -> Tensor:
         return (element * evidence).sum((-1, -2))
 
     def still(self, action: HeadRotation, evidence: Tensor) -> Tensor:
         return torch.diagonal(evidence, dim1=-2, dim2=-1).sum(-1)
 
     def worth(
-        self, action: HeadRotation, evidence: Tensor, options: AlignmentOptions
+        self,
+        action: HeadRotation,
+        evidence: Tensor,
+        options: AlignmentOptions,
     ) -> Tensor:
         if options.within_heads == "rotation":
             return singular_values(evidence).sum(-1)

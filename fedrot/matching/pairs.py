@@ -31,7 +31,11 @@ _BLOCK = 2**24
 T = TypeVar("T")
 
 
-def pairs(group: Group, anchor: Tensors, client: Tensors) -> list[Pair]:
+def pairs(
+    group: Group,
+    anchor: Tensors,
+    client: Tensors,
+) -> list[Pair]:
     """Return the pairs of all slots of a group, as views of the models if possible."""
     matrices = []
     for slot in group.slots:
@@ -42,7 +46,11 @@ def pairs(group: Group, anchor: Tensors, client: Tensors) -> list[Pair]:
     return matrices
 
 
-def blocks_of(slot: Slot, anchor: Tensors, client: Tensors) -> Iterator[Pair]:
+def blocks_of(
+    slot: Slot,
+    anchor: Tensors,
+    client: Tensors,
+) -> Iterator[Pair]:
     """Yield the pair of one slot in blocks of columns.
 
     Only one block is in memory in float32.
@@ -80,7 +88,11 @@ def squared_distance(blocks: Iterable[Pair]) -> Tensor:
     return summed(torch.linalg.vector_norm(c - a).double() ** 2 for a, c in blocks)
 
 
-def moved_pairs(action: Action, element: Tensor, blocks: Pairs) -> list[Pair]:
+def moved_pairs(
+    action: Action,
+    element: Tensor,
+    blocks: Pairs,
+) -> list[Pair]:
     """Return the pairs after an element has moved the client's rows."""
     return [(a, action.act(element, c, 0)) for a, c in blocks]
 
@@ -91,7 +103,11 @@ def norms(blocks: Iterable[Pair]) -> Tensor:
     return torch.stack(sizes).double().view(-1, 2)
 
 
-def distance_once(slots: Iterable[Slot], anchor: Tensors, client: Tensors) -> float:
+def distance_once(
+    slots: Iterable[Slot],
+    anchor: Tensors,
+    client: Tensors,
+) -> float:
     """Return the squared distance of all entries on the slots, each counted once."""
     return float(squared_distance(entries_once(slots, anchor, client)))
 
@@ -142,6 +158,10 @@ def _masks(slots: Iterable[Slot], shapes: Shapes) -> dict[str, dict[int, Tensor]
     return masks
 
 
-def _where(tensor: Tensor, mask: Tensor, axis: int) -> Tensor:
+def _where(
+    tensor: Tensor,
+    mask: Tensor,
+    axis: int,
+) -> Tensor:
     index = mask.nonzero()[:, 0].to(tensor.device)
     return tensor.index_select(axis, index)

@@ -34,6 +34,8 @@ from fedrot.options import AlignmentOptions
 from fedrot.symmetry.groups import Group, Move, Symmetry, apply_moves
 from fedrot.tensors import Tensors, check_finite
 
+Groups = Sequence[Group]
+
 #: The factor of the weights' similarity, and the activations' term to add to it.
 Evidence = tuple[float, Tensor | None]
 
@@ -137,7 +139,7 @@ class Problem:
             return 0.0, size * cross
         return 1.0, weight / (1 - weight) * size * cross
 
-    def total(self, groups: Sequence[Group]) -> float:
+    def total(self, groups: Groups) -> float:
         """Return the squared distance of all entries that the groups act on.
 
         Each entry is counted once.
@@ -145,7 +147,7 @@ class Problem:
         slots = dict.fromkeys(slot for group in groups for slot in group.slots)
         return distance_once(slots, self.anchor.tensors, self.client)
 
-    def objective(self, groups: Sequence[Group]) -> float:
+    def objective(self, groups: Groups) -> float:
         """Return the solvers' objective.
 
         It is the squared distance minus twice the traces of the activations' terms.
@@ -188,7 +190,7 @@ COUPLED = ("residual", "output")
 
 #: Finds the best element of each group, given all others; one ``Match`` per group, in
 #: order.
-Solver = Callable[[Sequence[Group], Problem], list[Match]]
+Solver = Callable[[Groups, Problem], list[Match]]
 
 AnySolver = TypeVar("AnySolver", bound=Solver)
 
@@ -204,6 +206,15 @@ def solves(*actions: type) -> Callable[[AnySolver], AnySolver]:
         return solver
 
     return register
+
+
+def each(match: Callable[[Group, Problem], Match]) -> Solver:
+    """Return a solver that matches one group after another."""
+
+    def solver(groups: Groups, problem: Problem) -> list[Match]:
+        return [match(group, problem) for group in groups]
+
+    return solver
 
 
 def solver_of(group: Group) -> Solver:
@@ -238,7 +249,7 @@ def stage_of(group: Group) -> str:
     return stage
 
 
-def match_stage(groups: Sequence[Group], problem: Problem) -> list[Match]:
+def match_stage(groups: Groups, problem: Problem) -> list[Match]:
     """Return the matches of one stage's groups in order.
 
     Each solver gets all of its groups at once.
@@ -249,7 +260,7 @@ def match_stage(groups: Sequence[Group], problem: Problem) -> list[Match]:
 
 
 def in_batches(
-    groups: Sequence[Group],
+    groups: Groups,
     key: Callable[[Group], T],
     match: Callable[[T, list[Group]], list[Match]],
 ) -> list[Match]:

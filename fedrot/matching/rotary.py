@@ -59,7 +59,12 @@ class RotarySolver(HeadSolver):
             return evidence.angle()
         return torch.where(evidence.real < 0, -1, 1)
 
-    def value(self, action: Rotary, element: Tensor, evidence: Tensor) -> Tensor:
+    def value(
+        self,
+        action: Rotary,
+        element: Tensor,
+        evidence: Tensor,
+    ) -> Tensor:
         if isinstance(action, RotarySigns):
             return (element * evidence.real).sum(-1)
         return (element.cos() * evidence.real + element.sin() * evidence.imag).sum(-1)

@@ -5,7 +5,6 @@ It is orthogonal Procrustes over all tensors on the stream.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -13,40 +12,37 @@ from torch import Tensor
 
 from fedrot.matching.assignment import MINIMUM_GAIN
 from fedrot.matching.pairs import blocks_of
-from fedrot.matching.problem import Match, Problem, solves
+from fedrot.matching.problem import Match, Problem, each, solves
 from fedrot.matching.procrustes import polar
 from fedrot.symmetry.groups import Group
 from fedrot.symmetry.stream import StreamRotation
 
 
 @solves(StreamRotation)
-def match_stream(groups: Sequence[Group], problem: Problem) -> list[Match]:
-    """Return ``argmax <Q, sum of A C^T>`` for each stream.
+@each
+def match_stream(group: Group, problem: Problem) -> Match:
+    """Return ``argmax <Q, sum of A C^T>`` of a stream.
 
     The activations' term is added if there is one.
     """
-    matches = []
-    for group in groups:
-        action = cast(StreamRotation, group.action)
-        before, weights, precise = _looked_through(group, problem)
-        factor, addition = problem.evidence(group)
-        cross = factor * weights
-        if addition is not None:
-            cross = cross + addition
-        if action.centred:
-            # The best rotation of this matrix is the best of those that keep the vector
-            # of ones.
-            centred = cross - cross.mean(0)
-            centred = centred - centred.mean(1, keepdim=True)
-            cross = centred + torch.linalg.matrix_norm(centred) / len(cross)
-        element = polar(cross[None], precise=precise)
-        gain = _gain(element, cross)
-        if gain > MINIMUM_GAIN * abs(float(cross.trace())):
-            after = max(before - _gain(element, weights), 0.0)
-            matches.append(Match(element, before, after, gain))
-        else:
-            matches.append(Match(None, before, before))
-    return matches
+    action = cast(StreamRotation, group.action)
+    before, weights, precise = _looked_through(group, problem)
+    factor, addition = problem.evidence(group)
+    cross = factor * weights
+    if addition is not None:
+        cross = cross + addition
+    if action.centred:
+        # The best rotation of this matrix is the best of those that keep the vector
+        # of ones.
+        centred = cross - cross.mean(0)
+        centred = centred - centred.mean(1, keepdim=True)
+        cross = centred + torch.linalg.matrix_norm(centred) / len(cross)
+    element = polar(cross[None], precise=precise)
+    gain = _gain(element, cross)
+    if gain > MINIMUM_GAIN * abs(float(cross.trace())):
+        after = max(before - _gain(element, weights), 0.0)
+        return Match(element, before, after, gain)
+    return Match(None, before, before)
 
 
 def _gain(element: Tensor, cross: Tensor) -> float:

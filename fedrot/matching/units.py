@@ -6,7 +6,6 @@ Units are neurons, hidden units of task heads, or those of the residual stream.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from itertools import compress
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from fedrot.matching import assignment
 from fedrot.matching.pairs import Pairs, by_sign
-from fedrot.matching.problem import COUPLED, Evidence, Match, Problem, solves
+from fedrot.matching.problem import COUPLED, Evidence, Groups, Match, Problem, solves
 from fedrot.symmetry.actions import Permutation
 from fedrot.symmetry.groups import Group, Move
 from fedrot.symmetry.signs import SignedPermutation
@@ -23,14 +22,14 @@ from fedrot.tensors import Tensors
 
 
 @solves(Permutation, SignedPermutation)
-def match_units(groups: Sequence[Group], problem: Problem) -> list[Match]:
+def match_units(groups: Groups, problem: Problem) -> list[Match]:
     """Assign units, with signs if the action has signs."""
     if groups and groups[0].part in COUPLED:
         return _match_across_layers(groups, problem)
     return _match_neurons(groups, problem)
 
 
-def _match_across_layers(groups: Sequence[Group], problem: Problem) -> list[Match]:
+def _match_across_layers(groups: Groups, problem: Problem) -> list[Match]:
     """Match one group after another, because groups may share tensors.
 
     A tensor with two axes in the group depends on the element twice. While one axis is
@@ -54,7 +53,7 @@ def _match_across_layers(groups: Sequence[Group], problem: Problem) -> list[Matc
     return matches
 
 
-def _match_neurons(groups: Sequence[Group], problem: Problem) -> list[Match]:
+def _match_neurons(groups: Groups, problem: Problem) -> list[Match]:
     """Certify the identity by distances if possible, else solve the assignment."""
     recorded: Tensors = {}
     if problem.activations is not None:

@@ -16,7 +16,8 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module
 
 from fedrot.collect.hooks import input_axis, masks_of, watched, without_padding
 from fedrot.collect.random_inputs import forward_inputs, random_inputs
@@ -65,7 +66,11 @@ class _Moments:
     shifts: tuple[Tensor, Tensor] | None = None
     sums: Sequence[Tensor] = ()
 
-    def add(self, a: Tensor, c: Tensor) -> None:
+    def add(
+        self,
+        a: Tensor,
+        c: Tensor,
+    ) -> None:
         # A shift does not change covariances; without a shift, large means would cost
         # digits.
         self.shifts = self.shifts or (a.mean(0), c.mean(0))
@@ -143,7 +148,10 @@ class _Site:
     output: bool
 
 
-def _sites(group: Group, model: nn.Module) -> list[_Site]:
+def _sites(
+    group: Group,
+    model: Module,
+) -> list[_Site]:
     action = group.action
     units = action.units
     if isinstance(action, InsideHeads):
@@ -161,7 +169,7 @@ def _sites(group: Group, model: nn.Module) -> list[_Site]:
 
 
 def _run(
-    model: nn.Module,
+    model: Module,
     sites: Sequence[_Site],
     batch: Tensors,
 ) -> dict[_Site, Tensor]:
@@ -200,8 +208,8 @@ def _run(
 
 
 def collect_activations(
-    anchor: nn.Module,
-    client: nn.Module,
+    anchor: Module,
+    client: Module,
     batches: Iterable[Tensors],
     symmetry: Symmetry,
     residual: str = "all",
@@ -234,7 +242,7 @@ def collect_activations(
     _check_choice("heads", heads, MOMENTS)
     _check_choice("units", units, MOMENTS)
     for model in (anchor, client):
-        if not isinstance(model, nn.Module):
+        if not isinstance(model, Module):
             raise FedrotError(
                 f"The model is a {type(model).__name__}, not a torch module; pass the "
                 "two models, not their tensors."
@@ -286,7 +294,7 @@ def _check_choice(
 
 
 def probing(
-    build: Callable[[], nn.Module],
+    build: Callable[[], Module],
     config: Mapping[str, Any],
     symmetry: Symmetry,
     rows: int | None = None,
@@ -305,11 +313,14 @@ def probing(
 
     # Built at the first use: a run without another basis needs no models.
     @cache
-    def models() -> tuple[nn.Module, nn.Module]:
+    def models() -> tuple[Module, Module]:
         with torch.random.fork_rng(devices=[]):
             return copy.deepcopy(build()), copy.deepcopy(build())
 
-    def activations(anchor: Tensors, client: Tensors) -> Activations:
+    def activations(
+        anchor: Tensors,
+        client: Tensors,
+    ) -> Activations:
         of_anchor, of_client = models()
         of_anchor.load_state_dict(dict(anchor))
         of_client.load_state_dict(dict(client))

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Module
 
 from fedrot.collect.hooks import evaluating
 from fedrot.collect.random_inputs import forward_inputs
@@ -21,7 +22,7 @@ EXACT_LABELS = 8
 
 @collects(FISHER)
 def collect_fisher(
-    model: nn.Module,
+    model: Module,
     batches: Iterable[Tensors],
     *,
     labels: Literal["model", "data"] = "model",
@@ -82,7 +83,13 @@ def collect_fisher(
                     "Fisher information of a model with one task head."
                 )
             whole_row = {**row, **inputs}
-            likelihoods = _log_likelihoods(model, logits, whole_row, labels, generator)
+            likelihoods = _log_likelihoods(
+                model,
+                logits,
+                whole_row,
+                labels,
+                generator,
+            )
             for share, likelihood in likelihoods:
                 gradients = torch.autograd.grad(
                     likelihood,
@@ -110,7 +117,7 @@ def _rows(batches: Iterable[Tensors]) -> Iterator[Tensors]:
 
 
 def _log_likelihoods(
-    model: nn.Module,
+    model: Module,
     logits: Tensor,
     row: Tensors,
     labels: str,
@@ -162,7 +169,10 @@ def _log_likelihoods(
     return [(1.0, likelihoods[int(drawn)])]
 
 
-def _guessed_type(z: Tensor, label: Tensor | None) -> str:
+def _guessed_type(
+    z: Tensor,
+    label: Tensor | None,
+) -> str:
     """Return the ``problem_type`` that transformers would choose."""
     if len(z) == 1:
         return "regression"

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module
 
 from fedrot.collect.hooks import input_axis, masks_of, watched, without_padding
 from fedrot.collect.random_inputs import forward_inputs
@@ -27,7 +28,7 @@ class _Reader:
     kind: str
 
 
-def _readers(model: nn.Module) -> dict[str, _Reader]:
+def _readers(model: Module) -> dict[str, _Reader]:
     """Return, by name, every linear module with a weight of its own.
 
     Weights shared with an embedding or another layer have no single input to regress
@@ -127,7 +128,7 @@ class _Inputs:
 # The matrices of Conv1D layers are collected together with the others.
 @collects(GRAM)
 def collect_gram(
-    model: nn.Module,
+    model: Module,
     batches: Iterable[Tensors],
     *,
     max_batches: int | None = 100,

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Module
 
 
 @contextmanager
 def watched(
-    model: nn.Module,
+    model: Module,
     names: Iterable[str],
     seen: Callable[[str, Tensor, Tensor], Tensor | None],
 ) -> Iterator[None]:
@@ -25,7 +26,7 @@ def watched(
         for name in names:
 
             def hook(
-                module: nn.Module,
+                module: Module,
                 args: Any,
                 kwargs: Any,
                 output: Tensor,
@@ -41,7 +42,7 @@ def watched(
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: Module) -> Iterator[None]:
     """Put a model into evaluation mode; restore the mode of every module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -52,7 +53,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def without_padding(units: Tensor, mask: Tensor | None) -> Tensor:
+def without_padding(
+    units: Tensor,
+    mask: Tensor | None,
+) -> Tensor:
     """Return ``[..., units]`` as rows ``[tokens, units]``, without padding.
 
     Tokens that the mask excludes are padding. A mask is one of the units' ``[rows,
@@ -68,7 +72,7 @@ def without_padding(units: Tensor, mask: Tensor | None) -> Tensor:
 
 @contextmanager
 def masks_of(
-    model: nn.Module,
+    model: Module,
     inputs: Mapping[str, Any],
 ) -> Iterator[Callable[[str, Tensor], Tensor | None]]:
     """Yield a function that returns the mask of the tokens that a named module reads.
@@ -94,7 +98,10 @@ def masks_of(
     if "encoder_outputs" in inputs:
         encoded.append(inputs["encoder_outputs"][0])
 
-    def mask_of(name: str, tensor: Tensor) -> Tensor | None:
+    def mask_of(
+        name: str,
+        tensor: Tensor,
+    ) -> Tensor | None:
         if model.get_submodule(name) in inside:
             return mask
         if any(tensor is output for output in encoded):
@@ -102,7 +109,7 @@ def masks_of(
         return of_decoder
 
     def hook(
-        module: nn.Module,
+        module: Module,
         args: Any,
         output: Any,
     ) -> None:
@@ -117,9 +124,9 @@ def masks_of(
         yield mask_of
 
 
-def _of_images(model: nn.Module) -> set[nn.Module]:
+def _of_images(model: Module) -> set[Module]:
     """Return all modules inside of the part of a model that reads images."""
-    images: set[nn.Module] = set()
+    images: set[Module] = set()
     for module in model.modules():
         config = getattr(module, "config", None)
         if module is not model and hasattr(config, "image_size"):
@@ -127,19 +134,19 @@ def _of_images(model: nn.Module) -> set[nn.Module]:
     return images
 
 
-def _encoder(model: nn.Module) -> nn.Module | None:
+def _encoder(model: Module) -> Module | None:
     """Return the encoder of an encoder-decoder of transformers, or None."""
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return None
     for owner in (model, getattr(model, "base_model", None)):
         get_encoder: Any = getattr(owner, "get_encoder", None)
         if get_encoder is not None:
-            encoder: nn.Module = get_encoder()
+            encoder: Module = get_encoder()
             return encoder
     return None
 
 
-def input_axis(module: nn.Module | None) -> int | None:
+def input_axis(module: Module | None) -> int | None:
     """Return the input axis of a module's weight; None if it is no linear layer."""
     if isinstance(module, nn.Linear):
         return 1

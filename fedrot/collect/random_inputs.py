@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module
 
 from fedrot.errors import SymmetryError
 
@@ -83,7 +84,10 @@ def random_inputs(
         yield batch
 
 
-def forward_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+def forward_inputs(
+    model: Module,
+    batch: Mapping[str, Any],
+) -> dict[str, Any]:
     """Return a batch without ``labels``.
 
     They become ``decoder_input_ids`` if a decoder has none.
@@ -165,7 +169,10 @@ def _random_ids(
     return ids
 
 
-def _tokens(named: Any, size: int) -> list[int]:
+def _tokens(
+    named: Any,
+    size: int,
+) -> list[int]:
     """Return a list of the named tokens that are in the vocabulary."""
     if named is None:
         return []

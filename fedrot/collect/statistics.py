@@ -13,7 +13,8 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.symmetry.groups import Move, Slot
@@ -77,7 +78,7 @@ class StatisticKind:
 
     def collected(
         self,
-        model: nn.Module,
+        model: Module,
         batches: Iterable[Tensors],
         limited: bool = True,
     ) -> Statistics:
@@ -119,7 +120,10 @@ def collects(name: str) -> Callable[[Collector], Collector]:
     return register
 
 
-def brings(statistics: Statistics, kind: str) -> bool:
+def brings(
+    statistics: Statistics,
+    kind: str,
+) -> bool:
     """Return whether there are statistics of a kind.
 
     ``gram`` and ``gram_conv1d`` count as one kind.
@@ -135,7 +139,10 @@ def untrained(statistics: Statistics | None) -> set[str]:
     return {name for name, mask in masks.items() if not bool(mask.any())}
 
 
-def along_rows(mask: Tensor, like: Tensor) -> Tensor:
+def along_rows(
+    mask: Tensor,
+    like: Tensor,
+) -> Tensor:
     """Return a mask ``[rows]`` or ``[]``, reshaped to broadcast along rows."""
     mask = mask.to(like.device)
     if like.ndim == 0:
@@ -143,7 +150,10 @@ def along_rows(mask: Tensor, like: Tensor) -> Tensor:
     return mask.reshape(-1, *[1] * (like.ndim - 1))
 
 
-def check_statistics(statistics: Statistics, shapes: Mapping[str, Shape]) -> None:
+def check_statistics(
+    statistics: Statistics,
+    shapes: Mapping[str, Shape],
+) -> None:
     """Check statistics against the shapes of the tensors they belong to.
 
     Raises:
@@ -167,7 +177,10 @@ def check_statistics(statistics: Statistics, shapes: Mapping[str, Shape]) -> Non
             checked.add((id(value), shape))
 
 
-def _fault_of_numbers(value: Tensor, kind: StatisticKind) -> str | None:
+def _fault_of_numbers(
+    value: Tensor,
+    kind: StatisticKind,
+) -> str | None:
     if kind.dtypes and value.dtype not in kind.dtypes:
         known = " or ".join(str(dtype).removeprefix("torch.") for dtype in kind.dtypes)
         return f"are {value.dtype}; send {known}"
@@ -261,7 +274,10 @@ def _unit_diagonal(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return even, scale * largest.rsqrt()
 
 
-def semidefinite(moved: Tensor, received: Tensor) -> Tensor:
+def semidefinite(
+    moved: Tensor,
+    received: Tensor,
+) -> Tensor:
     """Return a moved Gram matrix without the negative eigenvalues of rounding.
 
     A matrix that was rounded may have negative eigenvalues after a rotation or a shift
@@ -299,7 +315,10 @@ def _move_inputs(
     return semidefinite(moved, value)
 
 
-def _check_fisher(value: Tensor, shape: Shape) -> str | None:
+def _check_fisher(
+    value: Tensor,
+    shape: Shape,
+) -> str | None:
     if tuple(value.shape) != shape:
         return f"have shape {list(value.shape)}, the tensor has {list(shape)}"
     if bool((value < 0).any()):
@@ -325,7 +344,10 @@ def _move_squares(
     return replace(move, element=element).on(value, slot)
 
 
-def _check_trained(value: Tensor, shape: Shape) -> str | None:
+def _check_trained(
+    value: Tensor,
+    shape: Shape,
+) -> str | None:
     if tuple(value.shape) not in ((), shape[:1]):
         rows = shape[0] if shape else 0
         return f"have shape {list(value.shape)}, but the tensor has {rows} rows"
@@ -341,7 +363,11 @@ def _move_trained(
     if uniform or slot.axis != 0:
         return value
     return _move_squares(
-        value, slot, move, "mask of trained rows", "Mark all of its rows or none."
+        value,
+        slot,
+        move,
+        "mask of trained rows",
+        "Mark all of its rows or none.",
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fedrot.matching import assignment
+from fedrot.matching.assignment import SLACK, largest, separation
 from fedrot.matching.pairs import by_sign, pairs
 from fedrot.symmetry.groups import Group
 from fedrot.tensors import Tensors
@@ -31,7 +31,11 @@ class Spread:
     across: float = 0.0
     along: Mapping[str, float] = field(default_factory=dict)
 
-    def towards(self, share: float, moved: Mapping[str, bool]) -> Spread:
+    def towards(
+        self,
+        share: float,
+        moved: Mapping[str, bool],
+    ) -> Spread:
         """Return the spread of an anchor that goes ``share`` of the way to an update.
 
         ``moved`` holds, for each group, whether the group was moved when the update was
@@ -46,7 +50,11 @@ class Spread:
             along[name] = variance if was_moved else kept * variance + added
         return Spread(kept * self.across + added, along)
 
-    def factor(self, group: Group, entries: int) -> float:
+    def factor(
+        self,
+        group: Group,
+        entries: int,
+    ) -> float:
         """Return the factor on the share that chance removes from isotropic noise.
 
         The group acts on so many ``entries``.
@@ -116,10 +124,15 @@ class Side:
             for slot in group.slots:
                 block = slot.of(self.tensors[slot.tensor].detach())
                 norms.append(torch.linalg.vector_norm(block.float()))
-            squares[group.name] = float(torch.stack(norms).double().square().sum())
+            total = torch.stack(norms).double().square().sum()
+            squares[group.name] = float(total)
         return squares[group.name]
 
-    def separation(self, group: Group, columns: int | None) -> Tensor:
+    def separation(
+        self,
+        group: Group,
+        columns: int | None,
+    ) -> Tensor:
         """Return the bound of ``assignment.separation`` for one group."""
         bounds = self._known.bounds
         key = (group.name, columns)
@@ -127,8 +140,8 @@ class Side:
             blocks = [a for a, _ in pairs(group, self.tensors, self.tensors)]
             plain, signed = by_sign(group, blocks)
             bounds[key] = _Bound(
-                assignment.separation(plain, signed, columns),
-                assignment.largest(blocks),
+                separation(plain, signed, columns),
+                largest(blocks),
             )
         return bounds[key].separation
 
@@ -152,7 +165,11 @@ class Anchor(Side):
         """
         return Side(tensors, self.spread, self._canonical)
 
-    def note(self, moved: Mapping[str, bool], distances: Tensors) -> None:
+    def note(
+        self,
+        moved: Mapping[str, bool],
+        distances: Tensors,
+    ) -> None:
         """Store which groups of the last client are moved.
 
         ``distances`` are the squared distances ``[n]`` of neurons that keep their
@@ -171,7 +188,11 @@ class Anchor(Side):
         self._moved.clear()
         self._distances.clear()
 
-    def towards_last(self, tensors: Tensors, share: float) -> Anchor:
+    def towards_last(
+        self,
+        tensors: Tensors,
+        share: float,
+    ) -> Anchor:
         """Return an anchor with new tensors, between this one and the last client.
 
         The last client is the client that was aligned to this anchor most recently. The
@@ -182,6 +203,6 @@ class Anchor(Side):
         for (name, columns), bound in self._known.bounds.items():
             # Without a distance, nothing bounds the movement: the bound is dropped.
             if name in self._distances:
-                way = share * self._distances[name].sqrt() * assignment.SLACK
+                way = share * self._distances[name].sqrt() * SLACK
                 known.bounds[name, columns] = bound.after(way)
         return Anchor(tensors, self.spread.towards(share, self._moved), known)

@@ -55,7 +55,10 @@ def row_distances(blocks: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     return summed(_row_distances(a, c).double() for a, c in blocks)
 
 
-def _row_distances(a: Tensor, c: Tensor) -> Tensor:
+def _row_distances(
+    a: Tensor,
+    c: Tensor,
+) -> Tensor:
     """Return the row distances of one pair; on a CPU, pieces stay in its cache."""
     if c.device.type != "cpu" or c.numel() <= _PIECE:
         return (c - a).square_().sum(1)
@@ -187,7 +190,10 @@ def identities_certified(
     return [i in proven for i in range(len(distances))]
 
 
-def assignment(score: Tensor, signed: Tensor | None = None) -> Assigned:
+def assignment(
+    score: Tensor,
+    signed: Tensor | None = None,
+) -> Assigned:
     """Return ``best_assignment``; if the identity is clearly best, without solving.
 
     It is the optimum if ``S_ij <= (S_ii + S_jj) / 2`` for all ``i, j``.
@@ -202,7 +208,10 @@ def assignment(score: Tensor, signed: Tensor | None = None) -> Assigned:
     return None, 0.0
 
 
-def _with_best_signs(score: Tensor, signed: Tensor | None) -> tuple[Tensor, Tensor]:
+def _with_best_signs(
+    score: Tensor,
+    signed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Return the scores of all pairs ``[n, n]``, and of the identity ``[n]``."""
     if signed is None:
         return score, score.diagonal()
@@ -211,7 +220,10 @@ def _with_best_signs(score: Tensor, signed: Tensor | None) -> tuple[Tensor, Tens
     return score + signed.abs(), diagonal
 
 
-def best_assignment(score: Tensor, signed: Tensor | None = None) -> Assigned:
+def best_assignment(
+    score: Tensor,
+    signed: Tensor | None = None,
+) -> Assigned:
     """Maximise ``sum_i score[i, e(i)]``; return ``e`` and the distance it removes.
 
     The distance is the decrease of the squared distance. The result is ``(None, 0)`` if
@@ -239,7 +251,10 @@ def best_assignment(score: Tensor, signed: Tensor | None = None) -> Assigned:
     return index.to(device), 2 * improvement
 
 
-def joined(orders: Sequence[Assigned], identity: Tensor) -> tuple[Tensor, float]:
+def joined(
+    orders: Sequence[Assigned],
+    identity: Tensor,
+) -> tuple[Tensor, float]:
     """Return several orders as one element ``[orders, n]``, on the CPU, and their gain.
 
     ``identity`` ``[n]`` takes the place of None.

@@ -77,7 +77,10 @@ def near_chance(
     return free / entries * anchor.spread.factor(group, entries) * before
 
 
-def entries_of(group: Group, tensors: Tensors) -> int:
+def entries_of(
+    group: Group,
+    tensors: Tensors,
+) -> int:
     """Return the number of entries that a group acts on, each counted once."""
     shapes = {slot.tensor: tensors[slot.tensor].shape for slot in group.slots}
     return count_once(group.slots, shapes)
@@ -133,7 +136,13 @@ def required(
             return math.inf
     if chance is None or group.within in problem.applied:
         return 0.0
-    return requirement(group, before, chance, problem.options.chance, quantile)
+    return requirement(
+        group,
+        before,
+        chance,
+        problem.options.chance,
+        quantile,
+    )
 
 
 def least(
@@ -206,7 +215,8 @@ def quantile(
     # Logarithms of numbers of orders: those of the moved units, and how many move.
     orders = int(group.action.moved(element).sum()) * math.log(2 * units)
     orders += math.log(units)
-    exponent = -2 * (math.log(ONCE_IN) + orders) / max(entries - 2, 1)
+    orders += math.log(ONCE_IN)
+    exponent = -2 * orders / max(entries - 2, 1)
     cosine = math.sqrt(-math.expm1(exponent))
     across = 0.0
     if norm:
@@ -214,7 +224,10 @@ def quantile(
     return 2 * line.size * math.sqrt(entries) * across * cosine - line.slope * way
 
 
-def beyond(gains: Sequence[float], required: Sequence[float]) -> list[bool]:
+def beyond(
+    gains: Sequence[float],
+    required: Sequence[float],
+) -> list[bool]:
     """Return which groups of one action remove enough.
 
     Clients usually rotate in all layers or in none. So if more than half of the groups
@@ -228,7 +241,10 @@ def beyond(gains: Sequence[float], required: Sequence[float]) -> list[bool]:
 
 
 @lru_cache(maxsize=4096)
-def _quantile(free: int, share: float) -> float:
+def _quantile(
+    free: int,
+    share: float,
+) -> float:
     """Return the share that noise of a mean ``share`` exceeds once in ``ONCE_IN``."""
     from scipy.special import betaincinv
 
@@ -244,7 +260,11 @@ class NullLine:
     slope: float
     size: float
 
-    def drawn(self, a: Tensor, generator: torch.Generator) -> Tensor:
+    def drawn(
+        self,
+        a: Tensor,
+        generator: torch.Generator,
+    ) -> Tensor:
         """Return a random tensor in place of the anchor's tensor ``a``."""
         noise = torch.randn(a.shape, generator=generator, dtype=torch.float32)
         return self.slope * a + self.size * noise.to(a)
@@ -285,7 +305,10 @@ def _generator(name: str) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(name.encode()))
 
 
-def _line(pairs: Iterable[tuple[Tensor, Tensor]], entries: int) -> NullLine:
+def _line(
+    pairs: Iterable[tuple[Tensor, Tensor]],
+    entries: int,
+) -> NullLine:
     """Return the null model of blocks, as pairs of anchor and client."""
     products = torch.zeros(3, dtype=torch.float64)
     for a, c in pairs:

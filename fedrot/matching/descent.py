@@ -61,7 +61,10 @@ class Solution:
     certified: Tensors
 
 
-def solve(problem: Problem, groups: Groups) -> Solution:
+def solve(
+    problem: Problem,
+    groups: Groups,
+) -> Solution:
     """Return the best moves for the groups, and their report.
 
     Raises:
@@ -107,7 +110,11 @@ def _coupled(groups: Groups) -> bool:
 class _Descent:
     """One run of coordinate descent: the problem after the moves so far, and rows."""
 
-    def __init__(self, problem: Problem, groups: Groups) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        groups: Groups,
+    ) -> None:
         self.problem = problem
         self.groups = groups
         self.stages: dict[str, list[Group]] = {stage: [] for stage in STAGES}
@@ -260,7 +267,11 @@ class _Descent:
             names.update(row.group.name for row in enough)
         return names
 
-    def _accepted(self, candidate: _Candidate, enough: bool) -> Move | None:
+    def _accepted(
+        self,
+        candidate: _Candidate,
+        enough: bool,
+    ) -> Move | None:
         """Record a match; return its move if the group removes enough."""
         group = candidate.group
         match = candidate.match
@@ -268,7 +279,13 @@ class _Descent:
         skipped = element is None and match.gain > 0
         after = match.before if element is None else match.after
         certified = match.certified is not None
-        self._note(group, match.before, after, certified, skipped)
+        self._note(
+            group,
+            match.before,
+            after,
+            certified,
+            skipped,
+        )
         if match.certified is not None and not self.problem.options.coupled:
             self.certified[group.name] = match.certified
         row = self.rows[group.name]
@@ -298,7 +315,11 @@ class _Descent:
             skipped=skipped,
         )
 
-    def _unseen(self, group: Group, before: float) -> float:
+    def _unseen(
+        self,
+        group: Group,
+        before: float,
+    ) -> float:
         """Return the squared distance of the entries that no earlier group acts on."""
         new: list[Slot] = []
         for slot in group.slots:
@@ -318,7 +339,11 @@ class _Descent:
             return before
         return distance_once(new, self.problem.anchor.tensors, self.problem.client)
 
-    def solution(self, before: float, after: float) -> Solution:
+    def solution(
+        self,
+        before: float,
+        after: float,
+    ) -> Solution:
         moves = compact(self.moves)
         elements = {move.group.name: move.element for move in moves}
         rows = []

@@ -15,7 +15,17 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fedrot.matching import assignment
+from fedrot.matching.assignment import (
+    Assigned,
+    assignment,
+    best_assignment,
+    certified,
+    identities_certified,
+    joined,
+    row_distances,
+    separation,
+    summed,
+)
 from fedrot.matching.pairs import Pair, by_sign
 from fedrot.matching.problem import Match, Problem, each, match_by, solves
 from fedrot.symmetry.describe.mixture import ExpertNeurons, ExpertPermutation
@@ -32,27 +42,42 @@ class _Pool:
     plain: list[Pair]
     signed: list[Pair]
 
-    def scores(self, i: int, j: int) -> tuple[Tensor, Tensor]:
+    def scores(
+        self,
+        i: int,
+        j: int,
+    ) -> tuple[Tensor, Tensor]:
         """Return similarities ``[n, n]``: anchor expert ``i``, client expert ``j``."""
-        plain = assignment.summed(a[i] @ c[j].mT for a, c in self.plain)
-        signed = assignment.summed(a[i] @ c[j].mT for a, c in self.signed)
+        plain = summed(a[i] @ c[j].mT for a, c in self.plain)
+        signed = summed(a[i] @ c[j].mT for a, c in self.signed)
         return plain, signed
 
-    def bound(self, i: int, j: int) -> Tensor:
+    def bound(
+        self,
+        i: int,
+        j: int,
+    ) -> Tensor:
         """Return an upper bound of ``worth``: every neuron gets its best partner."""
         plain, signed = self.scores(i, j)
         return (plain + signed.abs()).amax(1).double().sum()
 
-    def worth(self, i: int, j: int) -> float:
+    def worth(
+        self,
+        i: int,
+        j: int,
+    ) -> float:
         """Return the similarity of two experts whose neurons are in the best order."""
         plain, signed = self.scores(i, j)
-        _, gain = assignment.assignment(plain, signed)
+        _, gain = assignment(plain, signed)
         return float((plain + signed).diagonal().double().sum()) + gain / 2
 
 
 @solves(ExpertPermutation)
 @each
-def match_experts(group: Group, problem: Problem) -> Match:
+def match_experts(
+    group: Group,
+    problem: Problem,
+) -> Match:
     """Assign experts by the similarity of router rows and of ordered neurons."""
     neurons = next(g for g in problem.symmetry.groups if g.within == group.name)
     inside = {slot.tensor for slot in neurons.slots}
@@ -60,15 +85,22 @@ def match_experts(group: Group, problem: Problem) -> Match:
     outside = [slot.tensor not in inside for slot in group.slots]
     router = list(compress(blocks, outside))
     before = problem.distance(group, blocks)
-    bound = assignment.separation([a for a, _ in router])
-    distances = assignment.row_distances(problem.pairs(neurons))
-    routed = assignment.row_distances(router)
-    certified = bool(assignment.certified(routed, bound))
-    if certified and _in_place(neurons, distances, problem):
+    bound = separation([a for a, _ in router])
+    distances = row_distances(problem.pairs(neurons))
+    routed = row_distances(router)
+    router_stays = bool(certified(routed, bound))
+    if router_stays and _in_place(neurons, distances, problem):
         return Match(None, before, before, certified=routed)
-    scores = torch.stack([(a @ c.mT).double() for a, c in router]).sum(0)
+    products = [(a @ c.mT).double() for a, c in router]
+    scores = torch.stack(products).sum(0)
     element, gain = _best_order(_pool(neurons, problem), scores)
-    return match_by(group, blocks, before, element, gain)
+    return match_by(
+        group,
+        blocks,
+        before,
+        element,
+        gain,
+    )
 
 
 def _in_place(
@@ -78,10 +110,13 @@ def _in_place(
 ) -> bool:
     """Return whether the identity is best, even if neurons could change experts."""
     bound = partial(problem.anchor.separation, neurons)
-    return assignment.identities_certified([distances], [bound])[0]
+    return identities_certified([distances], [bound])[0]
 
 
-def _pool(neurons: Group, problem: Problem) -> _Pool:
+def _pool(
+    neurons: Group,
+    problem: Problem,
+) -> _Pool:
     action = cast(ExpertNeurons, neurons.action)
     size = (action.experts, action.n)
     blocks = []
@@ -90,7 +125,10 @@ def _pool(neurons: Group, problem: Problem) -> _Pool:
     return _Pool(*by_sign(neurons, blocks))
 
 
-def _best_order(pool: _Pool, routed: Tensor) -> assignment.Assigned:
+def _best_order(
+    pool: _Pool,
+    routed: Tensor,
+) -> Assigned:
     """Return the best order of the experts, and the decrease of the squared distance.
 
     The worth of a pair costs an assignment of all neurons. It is computed only for
@@ -104,7 +142,7 @@ def _best_order(pool: _Pool, routed: Tensor) -> assignment.Assigned:
         scores[i, i] = pool.worth(i, i)
     exact = torch.eye(len(routed), dtype=torch.bool)
     while True:
-        element, gain = assignment.best_assignment(scores + routed)
+        element, gain = best_assignment(scores + routed)
         if element is None:
             return None, gain
         used = enumerate(element.tolist())
@@ -118,9 +156,12 @@ def _best_order(pool: _Pool, routed: Tensor) -> assignment.Assigned:
 
 @solves(ExpertNeurons)
 @each
-def match_expert_neurons(group: Group, problem: Problem) -> Match:
+def match_expert_neurons(
+    group: Group,
+    problem: Problem,
+) -> Match:
     """Assign the neurons inside each expert, unless distances certify the identity."""
-    distances = assignment.row_distances(problem.pairs(group))
+    distances = row_distances(problem.pairs(group))
     before = problem.finite(float(distances.sum()), group)
     if _in_place(group, distances, problem):
         return Match(None, before, before, certified=distances)
@@ -128,8 +169,8 @@ def match_expert_neurons(group: Group, problem: Problem) -> Match:
     pool = _pool(group, problem)
     orders = []
     for i in range(action.experts):
-        orders.append(assignment.assignment(*pool.scores(i, i)))
+        orders.append(assignment(*pool.scores(i, i)))
     # An order with signs counts from 1: -2 is the second neuron, negated.
-    order, gain = assignment.joined(orders, torch.arange(1, action.n + 1))
+    order, gain = joined(orders, torch.arange(1, action.n + 1))
     element = order.to(distances.device) if gain > 0 else None
     return Match(element, before, max(before - gain, 0.0), gain)

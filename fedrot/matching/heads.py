@@ -82,7 +82,11 @@ class Inside:
             evidence = evidence + self.solver.of_cross(self.action, cross)
         return float(self.solver.worth(self.action, evidence, options).sum())
 
-    def best(self, evidence: Tensor, options: AlignmentOptions) -> Tensor:
+    def best(
+        self,
+        evidence: Tensor,
+        options: AlignmentOptions,
+    ) -> Tensor:
         """Return the best elements for evidence that was computed from the pairs."""
         precise = self.keys[0][1].dtype == torch.float64
         return self.solver.best(self.action, evidence, options, precise)
@@ -137,7 +141,10 @@ class Inside:
 
 @solves(HeadPermutation)
 @each
-def match_heads(group: Group, problem: Problem) -> Match:
+def match_heads(
+    group: Group,
+    problem: Problem,
+) -> Match:
     """Assign heads by their similarity after the best elements inside them."""
     blocks = problem.pairs(group)
     before = problem.distance(group, blocks)
@@ -162,12 +169,21 @@ def match_heads(group: Group, problem: Problem) -> Match:
             _, gain = _gain(inside, ordered, order, problem.options)
             if gain <= 0:
                 element = None
-    return match_by(group, blocks, before, element, gain)
+    return match_by(
+        group,
+        blocks,
+        before,
+        element,
+        gain,
+    )
 
 
 @solves(QueryPermutation)
 @each
-def match_queries(group: Group, problem: Problem) -> Match:
+def match_queries(
+    group: Group,
+    problem: Problem,
+) -> Match:
     """Assign the query heads that share a key head, for each key head separately."""
     blocks = problem.pairs(group)
     before = problem.distance(group, blocks)
@@ -179,10 +195,19 @@ def match_queries(group: Group, problem: Problem) -> Match:
     else:
         order, gain = _alike(action, blocks)
     element = order if gain > 0 else None
-    return match_by(group, blocks, before, element, gain)
+    return match_by(
+        group,
+        blocks,
+        before,
+        element,
+        gain,
+    )
 
 
-def _following(heads: str, problem: Problem) -> list[Group]:
+def _following(
+    heads: str,
+    problem: Problem,
+) -> list[Group]:
     """Return the groups inside the heads of a group that are matched after it."""
     if "attention" not in problem.options.parts:
         return []
@@ -190,7 +215,10 @@ def _following(heads: str, problem: Problem) -> list[Group]:
     return [group for group in inside if group.part == "attention"]
 
 
-def _inside(group: Group, problem: Problem) -> Inside:
+def _inside(
+    group: Group,
+    problem: Problem,
+) -> Inside:
     solver: object = solver_of(group)
     if not isinstance(solver, HeadSolver):
         raise SymmetryError(
@@ -204,7 +232,14 @@ def _inside(group: Group, problem: Problem) -> Inside:
     keys = [pair for pair in blocks if len(pair[0]) == rows]
     queries = [pair for pair in blocks if len(pair[0]) > rows]
     factor, extra = problem.evidence(group, blocks)
-    return Inside(action, solver, keys, queries, factor, extra)
+    return Inside(
+        action,
+        solver,
+        keys,
+        queries,
+        factor,
+        extra,
+    )
 
 
 def _gain(
@@ -221,7 +256,8 @@ def _gain(
     elements = [(g, g.best(g.in_place(), options)) for g in after]
     scores = []
     for i in range(order.groups):
-        scores.append(summed(g.of_queries(best[i], i, i) for g, best in elements))
+        terms = (g.of_queries(best[i], i, i) for g, best in elements)
+        scores.append(summed(terms))
     queries, _ = _assigned(torch.stack(scores))
     worth = sum(g.ordered(order, queries).worth(options) for g in after)
     still = sum(g.worth(options) for g in before)
@@ -229,7 +265,10 @@ def _gain(
     return queries, gain if gain > MINIMUM_GAIN * abs(still) else 0.0
 
 
-def _alike(action: QueryPermutation, blocks: Pairs) -> tuple[Tensor, float]:
+def _alike(
+    action: QueryPermutation,
+    blocks: Pairs,
+) -> tuple[Tensor, float]:
     """Assign queries by the inner products of their blocks.
 
     No group inside the heads is matched.
@@ -255,7 +294,8 @@ def head_scores(
     moves.
     """
     products = _products(alone, heads)
-    scores = summed(torch.diagonal(p, dim1=-2, dim2=-1).sum(-1) for p in products)
+    diagonals = (torch.diagonal(p, dim1=-2, dim2=-1) for p in products)
+    scores = summed(diagonal.sum(-1) for diagonal in diagonals)
     elements = {}
     for group in inside:
         evidence = group.every_pair()
@@ -290,12 +330,19 @@ def _assigned(scores: Tensor) -> tuple[Tensor, float]:
     return element.to(scores.device), gain
 
 
-def _products(blocks: Pairs, heads: int) -> Iterator[Tensor]:
+def _products(
+    blocks: Pairs,
+    heads: int,
+) -> Iterator[Tensor]:
     """Yield ``A C^T`` of each pair by heads, float64 ``[heads, heads, d, d]``."""
     for a, c in blocks:
         yield _by_head((a @ c.mT).double(), heads)
 
 
-def _by_head(matrix: Tensor, heads: int) -> Tensor:
+def _by_head(
+    matrix: Tensor,
+    heads: int,
+) -> Tensor:
     """Return ``[heads, heads, d, d]`` of a matrix ``[heads * d, heads * d]``."""
-    return matrix.unflatten(1, (heads, -1)).unflatten(0, (heads, -1)).transpose(1, 2)
+    size = (heads, -1)
+    return matrix.unflatten(1, size).unflatten(0, size).transpose(1, 2)

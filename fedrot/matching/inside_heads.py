@@ -33,11 +33,19 @@ class HeadSolver(ABC):
     """
 
     @abstractmethod
-    def similarity(self, action: Any, blocks: Pairs) -> Tensor:
+    def similarity(
+        self,
+        action: Any,
+        blocks: Pairs,
+    ) -> Tensor:
         """Return the evidence from blocks of weights, ``[heads, ...]``."""
 
     @abstractmethod
-    def of_cross(self, action: Any, cross: Tensor) -> Tensor:
+    def of_cross(
+        self,
+        action: Any,
+        cross: Tensor,
+    ) -> Tensor:
         """Return the evidence from cross matrices ``A C^T``, ``[..., dim, dim]``."""
 
     @abstractmethod
@@ -63,7 +71,11 @@ class HeadSolver(ABC):
         """Return ``<R, M>`` of elements, ``[...]``."""
 
     @abstractmethod
-    def still(self, action: Any, evidence: Tensor) -> Tensor:
+    def still(
+        self,
+        action: Any,
+        evidence: Tensor,
+    ) -> Tensor:
         """Return ``<I, M>`` of the identity, ``[...]``."""
 
     def worth(
@@ -75,7 +87,11 @@ class HeadSolver(ABC):
         """Return ``<R, M>`` of the best elements, ``[...]``."""
         return self.value(action, self.best(action, evidence, options), evidence)
 
-    def __call__(self, groups: Groups, problem: Problem) -> list[Match]:
+    def __call__(
+        self,
+        groups: Groups,
+        problem: Problem,
+    ) -> list[Match]:
         """Return the matches of all groups; equal actions form one batch."""
         return in_batches(
             groups,
@@ -83,14 +99,22 @@ class HeadSolver(ABC):
             lambda _, members: self._batch(members, problem),
         )
 
-    def ceiling(self, action: Any, evidence: Tensor) -> Tensor | None:
+    def ceiling(
+        self,
+        action: Any,
+        evidence: Tensor,
+    ) -> Tensor | None:
         """Return upper bounds of ``<R, M> - <I, M>``, ``[...]``.
 
         None if ``best`` costs no more.
         """
         return None
 
-    def _batch(self, groups: Groups, problem: Problem) -> list[Match]:
+    def _batch(
+        self,
+        groups: Groups,
+        problem: Problem,
+    ) -> list[Match]:
         action = groups[0].action
         crosses = []
         weights = []
@@ -166,7 +190,11 @@ class RotationSolver(HeadSolver):
     It is float64 ``[heads, dim, dim]``.
     """
 
-    def similarity(self, action: HeadRotation, blocks: Pairs) -> Tensor:
+    def similarity(
+        self,
+        action: HeadRotation,
+        blocks: Pairs,
+    ) -> Tensor:
         products = (
             torch.bmm(_by_key_head(action, a), _by_key_head(action, c).mT)
             for a, c in blocks
@@ -178,10 +206,18 @@ class RotationSolver(HeadSolver):
         noise = torch.finfo(total.dtype).eps * torch.linalg.matrix_norm(m)
         return m + noise[:, None, None] * identity(m)
 
-    def of_cross(self, action: HeadRotation, cross: Tensor) -> Tensor:
+    def of_cross(
+        self,
+        action: HeadRotation,
+        cross: Tensor,
+    ) -> Tensor:
         return cross
 
-    def ceiling(self, action: HeadRotation, evidence: Tensor) -> Tensor:
+    def ceiling(
+        self,
+        action: HeadRotation,
+        evidence: Tensor,
+    ) -> Tensor:
         """Return ``|H^-1/2 K|^2 / 2``, where ``M = H + K``.
 
         ``H`` is symmetric, ``K`` skew. For every ``P > 0``, ``|M|_* <= tr(P + M^T P^-1
@@ -193,7 +229,8 @@ class RotationSolver(HeadSolver):
         skew = (single - single.mT) / 2
         factor, failed = torch.linalg.cholesky_ex(symmetric)
         half = torch.linalg.solve_triangular(factor, skew, upper=False)
-        bound = ROUNDED * half.square().sum((-1, -2)).double() / 2
+        squares = half.square().sum((-1, -2))
+        bound = ROUNDED * squares.double() / 2
         return torch.where(failed > 0, torch.inf, bound)
 
     def best(
@@ -215,7 +252,11 @@ class RotationSolver(HeadSolver):
     ) -> Tensor:
         return (element * evidence).sum((-1, -2))
 
-    def still(self, action: HeadRotation, evidence: Tensor) -> Tensor:
+    def still(
+        self,
+        action: HeadRotation,
+        evidence: Tensor,
+    ) -> Tensor:
         return torch.diagonal(evidence, dim1=-2, dim2=-1).sum(-1)
 
     def worth(
@@ -229,13 +270,17 @@ class RotationSolver(HeadSolver):
         return super().worth(action, evidence, options)
 
 
-def _by_key_head(action: HeadRotation, rows: Tensor) -> Tensor:
+def _by_key_head(
+    action: HeadRotation,
+    rows: Tensor,
+) -> Tensor:
     """Return ``[heads, dim, rest]``; query heads that share a key head are joined in
     ``rest``.
     """
     if len(rows) == action.heads * action.dim:
         return rows.unflatten(0, (action.heads, action.dim))
-    return rows.unflatten(0, (action.heads, -1, action.dim)).transpose(1, 2).flatten(2)
+    heads = rows.unflatten(0, (action.heads, -1, action.dim))
+    return heads.transpose(1, 2).flatten(2)
 
 
 solves(HeadRotation)(RotationSolver())

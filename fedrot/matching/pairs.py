@@ -66,7 +66,10 @@ def blocks_of(
         yield block.to(dtype), other.to(dtype)
 
 
-def by_sign(group: Group, items: Sequence[T]) -> tuple[list[T], list[T]]:
+def by_sign(
+    group: Group,
+    items: Sequence[T],
+) -> tuple[list[T], list[T]]:
     """Split one item per slot into slots that keep their signs, and others.
 
     The signs of the others may change.
@@ -85,7 +88,8 @@ def squared_distance(blocks: Iterable[Pair]) -> Tensor:
 
     It stays on the pairs' device: the CPU waits only when its value is read.
     """
-    return summed(torch.linalg.vector_norm(c - a).double() ** 2 for a, c in blocks)
+    distances = (torch.linalg.vector_norm(c - a) for a, c in blocks)
+    return summed(distance.double() ** 2 for distance in distances)
 
 
 def moved_pairs(
@@ -134,7 +138,10 @@ def entries_once(
             c = _where(c, ~mask, axis)
 
 
-def count_once(slots: Iterable[Slot], shapes: Shapes) -> int:
+def count_once(
+    slots: Iterable[Slot],
+    shapes: Shapes,
+) -> int:
     """Return the number of entries on the slots, each entry counted once."""
     entries = 0
     for name, by_axis in _masks(slots, shapes).items():
@@ -145,7 +152,10 @@ def count_once(slots: Iterable[Slot], shapes: Shapes) -> int:
     return entries
 
 
-def _masks(slots: Iterable[Slot], shapes: Shapes) -> dict[str, dict[int, Tensor]]:
+def _masks(
+    slots: Iterable[Slot],
+    shapes: Shapes,
+) -> dict[str, dict[int, Tensor]]:
     """Return masks by tensor and axis of the entries on a slot, bool ``[length]``."""
     masks: dict[str, dict[int, Tensor]] = defaultdict(dict)
     for slot in slots:

@@ -95,11 +95,19 @@ class Problem:
         """Return the pairs of all slots of a group."""
         return pairs(group, self.anchor.tensors, self.client)
 
-    def distance(self, group: Group, blocks: Pairs) -> float:
+    def distance(
+        self,
+        group: Group,
+        blocks: Pairs,
+    ) -> float:
         """Return the squared distance of a group's pairs, as ``finite`` does."""
         return self.finite(float(squared_distance(blocks)), group)
 
-    def finite(self, value: float, group: Group) -> float:
+    def finite(
+        self,
+        value: float,
+        group: Group,
+    ) -> float:
         """Return a group's squared distance; raise ``UpdateError`` if not finite."""
         if math.isfinite(value):
             return value
@@ -182,7 +190,15 @@ def match_by(
 
 #: The stages in the order in which they run; each stage sees the elements of earlier
 #: stages.
-STAGES = ("residual", "output", "heads", "queries", "attention", "experts", "ffn")
+STAGES = (
+    "residual",
+    "output",
+    "heads",
+    "queries",
+    "attention",
+    "experts",
+    "ffn",
+)
 
 #: Stages whose groups share tensors with groups of other stages, so that several sweeps
 #: are needed.
@@ -211,7 +227,10 @@ def solves(*actions: type) -> Callable[[AnySolver], AnySolver]:
 def each(match: Callable[[Group, Problem], Match]) -> Solver:
     """Return a solver that matches one group after another."""
 
-    def solver(groups: Groups, problem: Problem) -> list[Match]:
+    def solver(
+        groups: Groups,
+        problem: Problem,
+    ) -> list[Match]:
         return [match(group, problem) for group in groups]
 
     return solver
@@ -249,7 +268,10 @@ def stage_of(group: Group) -> str:
     return stage
 
 
-def match_stage(groups: Groups, problem: Problem) -> list[Match]:
+def match_stage(
+    groups: Groups,
+    problem: Problem,
+) -> list[Match]:
     """Return the matches of one stage's groups in order.
 
     Each solver gets all of its groups at once.

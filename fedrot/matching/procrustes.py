@@ -20,7 +20,10 @@ RESIDUAL = 1e-4
 NEWTON_SCHULZ_STEPS = 24
 
 
-def polar(m: Tensor, precise: bool = True) -> Tensor:
+def polar(
+    m: Tensor,
+    precise: bool = True,
+) -> Tensor:
     """Return the polar factor ``argmax <R, M>`` over orthogonal ``R``.
 
     Args:
@@ -44,7 +47,7 @@ def polar(m: Tensor, precise: bool = True) -> Tensor:
 
 def best_orders(m: Tensor) -> Tensor:
     """Return ``argmax <P, M>`` over permutation matrices, float64 ``[..., d, d]``."""
-    scores = m.reshape(-1, *m.shape[-2:]).cpu()
+    scores = _batch(m).cpu()
     orders = torch.stack([best_columns(score) for score in scores])
     return identity(m)[orders.to(m.device)].reshape(m.shape)
 
@@ -62,11 +65,11 @@ def _newton_schulz(m: Tensor) -> Tensor:
         gram = x.mT @ x
         if bool((_residual(gram) <= RESIDUAL / 2).all()):
             break
-        flat = x.flatten(0, -3)
+        batch = _batch(x)
         x = torch.baddbmm(
-            flat,
-            flat,
-            gram.flatten(0, -3),
+            batch,
+            batch,
+            _batch(gram),
             beta=1.5,
             alpha=-0.5,
         ).reshape(m.shape)
@@ -76,6 +79,11 @@ def _newton_schulz(m: Tensor) -> Tensor:
 def _residual(gram: Tensor) -> Tensor:
     """Return ``|X^T X - I|`` (Frobenius) per matrix; the spectral norm is no larger."""
     return torch.linalg.matrix_norm(gram - identity(gram))
+
+
+def _batch(m: Tensor) -> Tensor:
+    """Return matrices ``[..., d, d]`` as one batch ``[n, d, d]``."""
+    return m.reshape(-1, *m.shape[-2:])
 
 
 def identity(like: Tensor) -> Tensor:
@@ -106,8 +114,9 @@ def _polar_by_svd(m: Tensor) -> Tensor:
         import scipy.linalg
 
         # Divide and conquer does not converge: take the QR iteration.
-        flat = m.reshape(-1, *m.shape[-2:]).cpu().numpy()
-        factors = [scipy.linalg.svd(matrix, lapack_driver="gesvd") for matrix in flat]
+        factors = []
+        for matrix in _batch(m).cpu().numpy():
+            factors.append(scipy.linalg.svd(matrix, lapack_driver="gesvd"))
         lefts, _, rights = zip(*factors, strict=True)
         u = torch.from_numpy(np.stack(lefts)).view(m.shape).to(m)
         vh = torch.from_numpy(np.stack(rights)).view(m.shape).to(m)

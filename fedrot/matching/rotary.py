@@ -23,7 +23,11 @@ class RotarySolver(HeadSolver):
     part; a frequency with ``s_f = 0`` does not move.
     """
 
-    def similarity(self, action: Rotary, blocks: Pairs) -> Tensor:
+    def similarity(
+        self,
+        action: Rotary,
+        blocks: Pairs,
+    ) -> Tensor:
         terms = []
         for a, c in blocks:
             a0, a1 = action.pairs(a).unbind(2)
@@ -37,7 +41,11 @@ class RotarySolver(HeadSolver):
         eps = torch.finfo(blocks[0][1].dtype).eps
         return total + eps * torch.linalg.vector_norm(total, dim=1)[:, None]
 
-    def of_cross(self, action: Rotary, cross: Tensor) -> Tensor:
+    def of_cross(
+        self,
+        action: Rotary,
+        cross: Tensor,
+    ) -> Tensor:
         units = torch.arange(action.heads * action.dim, device=cross.device)
         first, second = action.pairs(units)[0, 0, :, :, 0]
         real = cross[..., first, first] + cross[..., second, second]
@@ -69,7 +77,11 @@ class RotarySolver(HeadSolver):
             return (element * evidence.real).sum(-1)
         return (element.cos() * evidence.real + element.sin() * evidence.imag).sum(-1)
 
-    def still(self, action: Rotary, evidence: Tensor) -> Tensor:
+    def still(
+        self,
+        action: Rotary,
+        evidence: Tensor,
+    ) -> Tensor:
         return evidence.real.sum(-1)
 
 

@@ -20,7 +20,10 @@ from fedrot.symmetry.stream import StreamRotation
 
 @solves(StreamRotation)
 @each
-def match_stream(group: Group, problem: Problem) -> Match:
+def match_stream(
+    group: Group,
+    problem: Problem,
+) -> Match:
     """Return ``argmax <Q, sum of A C^T>`` of a stream.
 
     The activations' term is added if there is one.
@@ -45,12 +48,18 @@ def match_stream(group: Group, problem: Problem) -> Match:
     return Match(None, before, before)
 
 
-def _gain(element: Tensor, cross: Tensor) -> float:
+def _gain(
+    element: Tensor,
+    cross: Tensor,
+) -> float:
     """Return by how much a rotation lowers the squared distance."""
     return 2 * float((element * cross).sum() - cross.trace())
 
 
-def _looked_through(group: Group, problem: Problem) -> tuple[float, Tensor, bool]:
+def _looked_through(
+    group: Group,
+    problem: Problem,
+) -> tuple[float, Tensor, bool]:
     """Return the squared distance, ``sum of A C^T`` ``[dim, dim]``, and a precision.
 
     The last result is whether all tensors are float64. Tensors are read in blocks,

@@ -5,14 +5,18 @@ Units are neurons, hidden units of task heads, or those of the residual stream.
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import partial
 from itertools import compress
 
 import torch
 from torch import Tensor
 
-from fedrot.matching import assignment
+from fedrot.matching.assignment import (
+    assignment,
+    best_assignment,
+    identities_certified,
+    row_distances,
+)
 from fedrot.matching.pairs import Pairs, by_sign
 from fedrot.matching.problem import COUPLED, Evidence, Groups, Match, Problem, solves
 from fedrot.symmetry.actions import Permutation
@@ -22,14 +26,20 @@ from fedrot.tensors import Tensors
 
 
 @solves(Permutation, SignedPermutation)
-def match_units(groups: Groups, problem: Problem) -> list[Match]:
+def match_units(
+    groups: Groups,
+    problem: Problem,
+) -> list[Match]:
     """Assign units, with signs if the action has signs."""
     if groups and groups[0].part in COUPLED:
         return _match_across_layers(groups, problem)
     return _match_neurons(groups, problem)
 
 
-def _match_across_layers(groups: Groups, problem: Problem) -> list[Match]:
+def _match_across_layers(
+    groups: Groups,
+    problem: Problem,
+) -> list[Match]:
     """Match one group after another, because groups may share tensors.
 
     A tensor with two axes in the group depends on the element twice. While one axis is
@@ -40,10 +50,10 @@ def _match_across_layers(groups: Groups, problem: Problem) -> list[Match]:
         blocks = problem.pairs(group)
         before = problem.finite(problem.total([group]), group)
         scores = _scores(group, blocks, problem.evidence(group, blocks))
-        element, gain = assignment.best_assignment(*scores)
+        element, gain = best_assignment(*scores)
         if element is not None:
             moved = problem.moved([Move(group, element)])
-            if max(Counter(slot.tensor for slot in group.slots).values()) > 1:
+            if len({slot.tensor for slot in group.slots}) < len(group.slots):
                 gain = problem.objective([group]) - moved.objective([group])
             if gain > 0:
                 matches.append(Match(element, before, moved.total([group]), gain))
@@ -53,7 +63,10 @@ def _match_across_layers(groups: Groups, problem: Problem) -> list[Match]:
     return matches
 
 
-def _match_neurons(groups: Groups, problem: Problem) -> list[Match]:
+def _match_neurons(
+    groups: Groups,
+    problem: Problem,
+) -> list[Match]:
     """Certify the identity by distances if possible, else solve the assignment."""
     recorded: Tensors = {}
     if problem.activations is not None:
@@ -61,13 +74,13 @@ def _match_neurons(groups: Groups, problem: Problem) -> list[Match]:
     distances = {}
     bounds = {}
     for group in groups:
-        distances[group.name] = assignment.row_distances(problem.pairs(group))
+        distances[group.name] = row_distances(problem.pairs(group))
         # Weights cannot certify the identity of units whose activations are used.
         if group.name not in recorded:
             bounds[group.name] = partial(problem.anchor.separation, group)
     # One transfer from the device for all groups.
     sums = torch.stack([squares.sum() for squares in distances.values()]).tolist()
-    known = assignment.identities_certified(
+    known = identities_certified(
         [distances[name] for name in bounds], [*bounds.values()]
     )
     certified = set(compress(bounds, known))
@@ -83,10 +96,10 @@ def _match_neurons(groups: Groups, problem: Problem) -> list[Match]:
         scores = _scores(group, blocks, evidence)
         _, addition = evidence
         if addition is None:
-            element, gain = assignment.assignment(*scores)
+            element, gain = assignment(*scores)
             after = max(before - gain, 0.0)
         else:
-            element, gain = assignment.best_assignment(*scores)
+            element, gain = best_assignment(*scores)
             after = before
             if element is not None:
                 moved = problem.moved([Move(group, element)])

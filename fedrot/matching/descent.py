@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from fedrot.matching.chance import (
     required,
     without_common_tensors,
 )
-from fedrot.matching.pairs import distance_once
+from fedrot.matching.pairs import Masks, distance_once
 from fedrot.matching.problem import (
     COUPLED,
     STAGES,
@@ -127,8 +128,8 @@ class _Descent:
         self.rows: dict[str, GroupReport] = {}
         self.certified: dict[str, Tensor] = {}
         self.first_seen = 0.0
-        #: Masks of the entries that groups act on, by tensor and axis.
-        self._seen: dict[str, dict[int, Tensor]] = defaultdict(dict)
+        #: The entries that groups act on.
+        self._seen: Masks = defaultdict(dict)
 
     def run(self) -> None:
         """Sweep until the objective falls by less than the tolerance."""
@@ -233,7 +234,7 @@ class _Descent:
                 most = quantile(
                     group,
                     anchor,
-                    candidate.match.element,
+                    cast(Tensor, candidate.match.element),
                     line,
                     mean,
                     inner=group.name in containers,

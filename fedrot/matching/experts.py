@@ -94,13 +94,7 @@ def match_experts(
     products = [(a @ c.mT).double() for a, c in router]
     scores = torch.stack(products).sum(0)
     element, gain = _best_order(_pool(neurons, problem), scores)
-    return match_by(
-        group,
-        blocks,
-        before,
-        element,
-        gain,
-    )
+    return match_by(group, blocks, before, element, gain)
 
 
 def _in_place(

@@ -169,13 +169,7 @@ def match_heads(
             _, gain = _gain(inside, ordered, order, problem.options)
             if gain <= 0:
                 element = None
-    return match_by(
-        group,
-        blocks,
-        before,
-        element,
-        gain,
-    )
+    return match_by(group, blocks, before, element, gain)
 
 
 @solves(QueryPermutation)
@@ -195,13 +189,7 @@ def match_queries(
     else:
         order, gain = _alike(action, blocks)
     element = order if gain > 0 else None
-    return match_by(
-        group,
-        blocks,
-        before,
-        element,
-        gain,
-    )
+    return match_by(group, blocks, before, element, gain)
 
 
 def _following(

@@ -25,6 +25,9 @@ Pairs = Sequence[Pair]
 #: The shapes of tensors by name.
 Shapes = Mapping[str, tuple[int, ...]]
 
+#: By tensor and axis, which entries are on a slot, bool ``[length]``.
+Masks = dict[str, dict[int, Tensor]]
+
 #: Number of entries in a block of ``blocks_of``: 64 MiB in float32.
 _BLOCK = 2**24
 
@@ -155,9 +158,9 @@ def count_once(
 def _masks(
     slots: Iterable[Slot],
     shapes: Shapes,
-) -> dict[str, dict[int, Tensor]]:
-    """Return masks by tensor and axis of the entries on a slot, bool ``[length]``."""
-    masks: dict[str, dict[int, Tensor]] = defaultdict(dict)
+) -> Masks:
+    """Return masks of the entries on any of the slots."""
+    masks: Masks = defaultdict(dict)
     for slot in slots:
         length = shapes[slot.tensor][slot.axis]
         mask = slot.slice.mask(length)

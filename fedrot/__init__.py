@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fedrot.collect.random_inputs import random_inputs
     from fedrot.collect.trained import completed
     from fedrot.errors import FedrotError, SymmetryError, UpdateError
-    from fedrot.matching.problem import Anchor
+    from fedrot.matching.anchor import Anchor
     from fedrot.options import AlignmentOptions
     from fedrot.report import AlignmentReport
     from fedrot.symmetry import WHOLE_MODEL, Symmetry, supported, symmetry_of
@@ -69,7 +69,7 @@ _NAMES = {
     "fedrot.collect.trained": "completed",
     "fedrot.alignment.diagnosis": "diagnose",
     "fedrot.errors": "FedrotError SymmetryError UpdateError",
-    "fedrot.matching.problem": "Anchor",
+    "fedrot.matching.anchor": "Anchor",
     "fedrot.options": "AlignmentOptions",
     "fedrot.report": "AlignmentReport",
     "fedrot.symmetry": "WHOLE_MODEL Symmetry supported symmetry_of",

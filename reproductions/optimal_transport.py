@@ -13,7 +13,7 @@ from fedrot.aggregation.mean import Mean
 from fedrot.aggregation.registry import register_aggregation
 from fedrot.collect.statistics import TRAINED, Statistics
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.matching.problem import by_sign, pairs
+from fedrot.matching.pairs import by_sign, pairs
 from fedrot.symmetry.actions import Permutation
 from fedrot.symmetry.describe.mixture import ExpertPermutation
 from fedrot.symmetry.groups import Group, Symmetry

@@ -16,7 +16,13 @@ from fedrot.aggregation.gram_sums import (
 )
 from fedrot.aggregation.mean import Mean
 from fedrot.aggregation.registry import Aggregator, register_aggregation
-from fedrot.collect.statistics import INPUT_AXIS, TRAINED, Statistics, untrained
+from fedrot.collect.statistics import (
+    GRAM,
+    INPUT_AXIS,
+    TRAINED,
+    Statistics,
+    untrained,
+)
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.tensors import LARGEST_NORM, Tensors
 
@@ -50,7 +56,7 @@ class RegMean(Aggregator):
         beta: not negative; 0 is the paper's choice.
     """
 
-    needs = ("gram",)
+    needs = (GRAM,)
 
     def __init__(self, alpha: float = 0.9, beta: float = 0.0) -> None:
         if not 0 <= alpha <= 1 or not 0 <= beta < float("inf"):

@@ -12,8 +12,10 @@ from torch import Tensor
 from fedrot.collect.activations import Activations
 from fedrot.collect.statistics import TRAINED, transport_statistics
 from fedrot.errors import FedrotError, UpdateError
+from fedrot.matching.anchor import Anchor, Side
 from fedrot.matching.descent import solve
-from fedrot.matching.problem import Anchor, Problem, Side, squared_distance
+from fedrot.matching.pairs import squared_distance
+from fedrot.matching.problem import Problem
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.report import AlignmentReport, GroupReport
 from fedrot.symmetry.canonical import CanonicalView, canonical, check_folded

@@ -1,7 +1,7 @@
 """Anchors: the model that each update of a round is aligned to.
 
 ``ANCHORS`` holds the rules by name; a rule chooses the anchor of the next update.
-(``matching.problem.Anchor`` holds such a model's tensors for the solvers.)
+(``matching.anchor.Anchor`` holds such a model's tensors for the solvers.)
 
 ``global`` aligns to the broadcast model. ``running`` aligns clients to each other,
 because clients that trained long are closer to each other than to the broadcast model.
@@ -22,7 +22,7 @@ from fedrot.aggregation import Mean
 from fedrot.alignment.align import Alignment, align_checked
 from fedrot.collect.activations import Activations
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.matching.problem import Anchor
+from fedrot.matching.anchor import Anchor
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.groups import Symmetry, check_symmetry

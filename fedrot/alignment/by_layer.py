@@ -21,7 +21,7 @@ from fedrot.aggregation import Statistics
 from fedrot.alignment.align import Alignment, align_checked
 from fedrot.collect.statistics import TRAINED
 from fedrot.errors import UpdateError
-from fedrot.matching.problem import Anchor
+from fedrot.matching.anchor import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
 from fedrot.symmetry.canonical import canonical

@@ -11,8 +11,9 @@ from fedrot.alignment.align import Alignment, align_checked
 from fedrot.alignment.anchors import SAME_BASIS, RunningAnchor, base_cosine, finder
 from fedrot.distances import TIMES_CHANCE, Shares, shares_by, total
 from fedrot.errors import FedrotError
+from fedrot.matching.anchor import Anchor
 from fedrot.matching.chance import null_model
-from fedrot.matching.problem import COUPLED, Anchor
+from fedrot.matching.problem import COUPLED
 from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
 from fedrot.symmetry.groups import NO_LAYER, WHOLE_MODEL, Symmetry, check_symmetry

@@ -1,6 +1,4 @@
-"""Activations, Gram matrices and Fisher information that a client collects from its
-model.
-"""
+"""What a client collects: activations, Gram matrices, Fisher information."""
 
 # The import registers the collectors for their kinds of statistics.
 from fedrot.collect import fisher, gram

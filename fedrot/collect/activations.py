@@ -1,10 +1,9 @@
-"""Second moments of two models' activations on the same data (Verma & Elbayad 2024,
-section 3.1).
+"""Second moments of two models' activations on the same data.
 
-A group's units are recorded at the inputs of the linear layers that read them: FFN
-units after their activation, heads before the output projection, the residual stream
-before each block. Units that no layer reads (queries and keys) are recorded at the
-outputs of the layers that write them.
+Source: Verma & Elbayad 2024, section 3.1. A group's units are recorded at the inputs of
+the linear layers that read them: FFN units after their activation, heads before the
+output projection, the residual stream before each block. Units that no layer reads
+(queries and keys) are recorded at the outputs of the layers that write them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module
 
 from fedrot.collect.hooks import input_axis, masks_of, watched, without_padding
 from fedrot.collect.random_inputs import forward_inputs, random_inputs
@@ -51,11 +51,10 @@ class Activations:
         """Return the moments with the client's units moved."""
         matrices = dict(self.matrices)
         for move in moves:
-            for name in matrices:
+            action = move.group.action
+            for name, matrix in matrices.items():
                 if move.group.name in (name, self.within[name]):
-                    matrices[name] = move.group.action.act(
-                        move.element, matrices[name], 1
-                    )
+                    matrices[name] = action.act(move.element, matrix, 1)
         return replace(self, matrices=matrices)
 
 
@@ -67,22 +66,29 @@ class _Moments:
     shifts: tuple[Tensor, Tensor] | None = None
     sums: Sequence[Tensor] = ()
 
-    def add(self, a: Tensor, c: Tensor) -> None:
+    def add(
+        self,
+        a: Tensor,
+        c: Tensor,
+    ) -> None:
         # A shift does not change covariances; without a shift, large means would cost
         # digits.
         self.shifts = self.shifts or (a.mean(0), c.mean(0))
-        a, c = a - self.shifts[0], c - self.shifts[1]
+        shift_a, shift_c = self.shifts
+        a = a - shift_a
+        c = c - shift_c
         self.count += len(a)
-        new = [s.double() for s in (a.sum(0), c.sum(0), a.mT @ a, c.mT @ c, a.mT @ c)]
-        self.sums = (
-            [s.add_(n) for s, n in zip(self.sums, new, strict=True)]
-            if self.sums
-            else new
-        )
+        sums = (a.sum(0), c.sum(0), a.mT @ a, c.mT @ c, a.mT @ c)
+        if not self.sums:
+            self.sums = [new.double() for new in sums]
+            return
+        for total, new in zip(self.sums, sums, strict=True):
+            total.add_(new.double())
 
     def check(self, group: str) -> None:
         """Raise ``UpdateError`` if the sums of one of the two models are not finite."""
-        for model, squares in (("anchor", self.sums[2]), ("client", self.sums[3])):
+        _, _, anchor, client, _ = self.sums
+        for model, squares in (("anchor", anchor), ("client", client)):
             if not bool(torch.isfinite(squares.diagonal()).all()):
                 raise UpdateError(
                     f"The {model}'s activations of '{group}' are not finite, or their "
@@ -91,27 +97,44 @@ class _Moments:
 
     def centred(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the covariances of the anchor, of the client, and between the two."""
-        n, (a, c, aa, cc, ac) = max(self.count, 1), self.sums
+        n = max(self.count, 1)
+        a, c, aa, cc, ac = self.sums
         return (
-            aa / n - torch.outer(a, a) / n**2,
-            cc / n - torch.outer(c, c) / n**2,
-            ac / n - torch.outer(a, c) / n**2,
+            _covariance(aa, a, a, n),
+            _covariance(cc, c, c, n),
+            _covariance(ac, a, c, n),
         )
 
 
-def _scaled(how: str, a: Tensor, c: Tensor, ac: Tensor) -> Tensor:
+def _covariance(
+    products: Tensor,
+    a: Tensor,
+    b: Tensor,
+    n: int,
+) -> Tensor:
+    """Return a covariance from sums of products, and sums of both factors."""
+    return products / n - torch.outer(a, b) / n**2
+
+
+def _scaled(
+    how: str,
+    a: Tensor,
+    c: Tensor,
+    ac: Tensor,
+) -> Tensor:
     """Return cross moments with a trace of at most 1 from the covariances."""
+    # Moments of constant activations are rounding errors: they become 0.
     if how == "correlation":
-        deviation = torch.outer(
-            a.diagonal().clamp_min(0).sqrt(), c.diagonal().clamp_min(0).sqrt()
-        )
-        floor = 1e-12 * float(deviation.max()) if deviation.numel() else 0.0
-        return torch.where(
-            deviation > floor, ac / deviation.clamp_min(floor or 1.0), 0.0
-        ) / len(ac)
+        of_anchor = a.diagonal().clamp_min(0).sqrt()
+        of_client = c.diagonal().clamp_min(0).sqrt()
+        deviation = torch.outer(of_anchor, of_client)
+        floor = 0.0
+        if deviation.numel():
+            floor = 1e-12 * float(deviation.max())
+        scaled = ac / deviation.clamp_min(floor or 1.0)
+        return torch.where(deviation > floor, scaled, 0.0) / len(ac)
     traces = torch.stack([a.trace(), c.trace()]).clamp_min(0)
     size = traces.prod().sqrt()
-    # Moments of constant activations are rounding errors.
     return torch.where(size > 1e-12 * traces.max(), ac / size, 0.0)
 
 
@@ -125,27 +148,30 @@ class _Site:
     output: bool
 
 
-def _sites(group: Group, model: nn.Module) -> list[_Site]:
-    action, modules = group.action, dict(model.named_modules())
-    units = (
-        action.heads * action.dim if isinstance(action, InsideHeads) else action.units
-    )
-    read: list[_Site] = []
-    written: list[_Site] = []
+def _sites(
+    group: Group,
+    model: Module,
+) -> list[_Site]:
+    action = group.action
+    units = action.units
+    if isinstance(action, InsideHeads):
+        units = action.heads * action.dim
+    modules = dict(model.named_modules())
+    sites = []
     for slot in group.slots:
         name = slot.tensor.removesuffix(".weight")
         axis = input_axis(modules.get(name))
         # If query heads share a key head, only keys and values have one entry per unit.
         if axis is not None and slot.size == units:
-            reads = slot.axis == axis
-            (read if reads else written).append(
-                _Site(group, name, slot.slice, output=not reads)
-            )
-    return read or written
+            sites.append(_Site(group, name, slot.slice, slot.axis != axis))
+    read = [site for site in sites if not site.output]
+    return read or sites
 
 
 def _run(
-    model: nn.Module, sites: Sequence[_Site], batch: Mapping[str, Tensor]
+    model: Module,
+    sites: Sequence[_Site],
+    batch: Tensors,
 ) -> dict[_Site, Tensor]:
     """Return the activations of one batch as ``[tokens, units]``, without padding.
 
@@ -154,34 +180,36 @@ def _run(
     by_module: dict[str, list[_Site]] = defaultdict(list)
     for site in sites:
         by_module[site.module].append(site)
-    found: dict[_Site, list[Tensor]] = defaultdict(list)
-    read: dict[
-        tuple[str, int], Tensor
-    ] = {}  # keeps the tensors alive, so that ids stay unique
+    recorded: dict[_Site, list[Tensor]] = defaultdict(list)
+    # The tensors stay alive in it, so that their ids stay unique.
+    read: dict[tuple[str, int], Tensor] = {}
 
-    def seen(module: str, given: Tensor, output: Tensor) -> None:
+    def seen(
+        module: str,
+        inputs: Tensor,
+        output: Tensor,
+    ) -> None:
         for site in by_module[module]:
-            tensor = output if site.output else given
+            tensor = output if site.output else inputs
             # Queries, keys and values read the same tensor, which counts once per
             # group.
             key = (site.group.name, id(tensor))
             if site.output or key not in read:
                 read[key] = tensor
                 units = site.slice.of(tensor, tensor.ndim - 1)
+                rows = without_padding(units, mask_of(module, inputs))
                 # A copy: the model may change the tensor in place later.
-                found[site].append(
-                    without_padding(units, mask_of(module, given)).clone()
-                )
+                recorded[site].append(rows.clone())
 
-    inputs = forward_inputs(model, batch)
-    with watched(model, by_module, seen), masks_of(model, inputs) as mask_of:
-        model(**inputs)
-    return {site: torch.cat(rows) for site, rows in found.items()}
+    arguments = forward_inputs(model, batch)
+    with watched(model, by_module, seen), masks_of(model, arguments) as mask_of:
+        model(**arguments)
+    return {site: torch.cat(rows) for site, rows in recorded.items()}
 
 
 def collect_activations(
-    anchor: nn.Module,
-    client: nn.Module,
+    anchor: Module,
+    client: Module,
     batches: Iterable[Tensors],
     symmetry: Symmetry,
     residual: str = "all",
@@ -210,56 +238,63 @@ def collect_activations(
             although the symmetry rotates the residual stream; or activations overflow.
     """
     check_symmetry(symmetry)
-    known = {"residual": RESIDUAL_SITES, "heads": MOMENTS, "units": MOMENTS}
-    for (name, choices), choice in zip(
-        known.items(), (residual, heads, units), strict=True
-    ):
-        if choice not in choices:
-            raise FedrotError(
-                f"{name} is '{choice}'; choose from {', '.join(choices)}."
-            )
+    _check_choice("residual", residual, RESIDUAL_SITES)
+    _check_choice("heads", heads, MOMENTS)
+    _check_choice("units", units, MOMENTS)
     for model in (anchor, client):
-        if not isinstance(model, nn.Module):
+        if not isinstance(model, Module):
             raise FedrotError(
                 f"The model is a {type(model).__name__}, not a torch module; pass the "
                 "two models, not their tensors."
             )
         check_update(model.state_dict(), symmetry.shapes)
         check_folded(model.state_dict(), symmetry)
-    parts = {"output", "attention", "ffn"} | (
-        {"residual"} if residual != "identity" else set()
-    )
-    groups = [group for group in symmetry.groups if group.part in parts]
-    sites = [site for group in groups for site in _sites(group, anchor)]
-    moments: dict[str, dict[_Site, _Moments]] = defaultdict(
-        lambda: defaultdict(_Moments)
-    )
+    parts = {"output", "attention", "ffn"}
+    if residual != "identity":
+        parts.add("residual")
+    by_name = {group.name: group for group in symmetry.groups if group.part in parts}
+    sites = [site for group in by_name.values() for site in _sites(group, anchor)]
+    moments: dict[str, dict[_Site, _Moments]] = {}
     for batch in batches:
-        ours, theirs = _run(anchor, sites, batch), _run(client, sites, batch)
-        for site, a in ours.items():
-            moments[site.group.name][site].add(a.float(), theirs[site].float())
+        of_anchor = _run(anchor, sites, batch)
+        of_client = _run(client, sites, batch)
+        for site, a in of_anchor.items():
+            by_site = moments.setdefault(site.group.name, defaultdict(_Moments))
+            by_site[site].add(a.float(), of_client[site].float())
     if not moments:
         raise FedrotError(
             "No activations were recorded: pass at least one batch and a torch model "
             "of this family."
         )
-    by_name = {group.name: group for group in groups}
     matrices = {}
+    within = {}
     for name, by_site in moments.items():
         group = by_name[name]
         how = heads if isinstance(group.action, InsideHeads) else units
         chosen = list(by_site.values())
-        if group.part == "residual" and residual in ("first", "last"):
-            chosen = chosen[:1] if residual == "first" else chosen[-1:]
-        for m in chosen:
-            m.check(name)
-        scaled = [_scaled(how, *m.centred()) for m in chosen]
+        if group.part == "residual" and residual == "first":
+            chosen = chosen[:1]
+        elif group.part == "residual" and residual == "last":
+            chosen = chosen[-1:]
+        for site_moments in chosen:
+            site_moments.check(name)
+        scaled = [_scaled(how, *site_moments.centred()) for site_moments in chosen]
         matrices[name] = torch.stack(scaled).mean(0)
-    return Activations(matrices, {name: by_name[name].within for name in matrices})
+        within[name] = group.within
+    return Activations(matrices, within)
+
+
+def _check_choice(
+    name: str,
+    choice: str,
+    choices: Sequence[str],
+) -> None:
+    if choice not in choices:
+        raise FedrotError(f"{name} is '{choice}'; choose from {', '.join(choices)}.")
 
 
 def probing(
-    build: Callable[[], nn.Module],
+    build: Callable[[], Module],
     config: Mapping[str, Any],
     symmetry: Symmetry,
     rows: int | None = None,
@@ -267,8 +302,7 @@ def probing(
     *,
     batch_size: int = 128,
 ) -> Callable[[Tensors, Tensors], Activations]:
-    """Return a function from the tensors of an anchor and of a client to their
-    activations.
+    """Return a function from the tensors of an anchor and a client to activations.
 
     Args:
         build: returns a model whose ``state_dict`` has the symmetry's tensors. It is
@@ -277,16 +311,20 @@ def probing(
         symmetry: from ``symmetry_of``.
     """
 
+    # Built at the first use: a run without another basis needs no models.
     @cache
-    def models() -> tuple[nn.Module, nn.Module]:
+    def models() -> tuple[Module, Module]:
         with torch.random.fork_rng(devices=[]):
             return copy.deepcopy(build()), copy.deepcopy(build())
 
-    def activations(anchor: Tensors, client: Tensors) -> Activations:
-        ours, theirs = models()
-        ours.load_state_dict(dict(anchor))
-        theirs.load_state_dict(dict(client))
+    def activations(
+        anchor: Tensors,
+        client: Tensors,
+    ) -> Activations:
+        of_anchor, of_client = models()
+        of_anchor.load_state_dict(dict(anchor))
+        of_client.load_state_dict(dict(client))
         inputs = random_inputs(config, rows, batch_size=batch_size, seed=seed)
-        return collect_activations(ours, theirs, inputs, symmetry)
+        return collect_activations(of_anchor, of_client, inputs, symmetry)
 
     return activations

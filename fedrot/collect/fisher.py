@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Module
 
 from fedrot.collect.hooks import evaluating
 from fedrot.collect.random_inputs import forward_inputs
-from fedrot.collect.statistics import FISHER, collects
+from fedrot.collect.statistics import FISHER, Collected, collects
 from fedrot.errors import FedrotError
 from fedrot.tensors import Tensors, compute_dtype
 
@@ -21,19 +22,19 @@ EXACT_LABELS = 8
 
 @collects(FISHER)
 def collect_fisher(
-    model: nn.Module,
+    model: Module,
     batches: Iterable[Tensors],
     *,
     labels: Literal["model", "data"] = "model",
     max_rows: int | None = 256,
     seed: int = 0,
-) -> dict[str, dict[str, Tensor]]:
-    """Return the diagonal Fisher information of every parameter, ``{"fisher": {name:
-    F}}``.
+) -> Collected:
+    """Return the diagonal Fisher information of every parameter.
 
-    ``F = E_x E_{y ~ p(y|x)} (grad log p(y|x))^2``, the mean over rows (Jin et al. 2023,
-    section 3.1; Matena & Raffel 2021), in the parameter's shape, float64 for float64
-    models, else float32. Tied parameters share one tensor.
+    The result is ``{"fisher": {name: F}}``. ``F = E_x E_{y ~ p(y|x)} (grad log
+    p(y|x))^2``, the mean over rows (Jin et al. 2023, section 3.1; Matena & Raffel
+    2021), in the parameter's shape, float64 for float64 models, else float32. Tied
+    parameters share one tensor.
 
     ``y`` is one label, several labels, or a score with unit variance, after the
     configuration's ``problem_type`` and ``num_labels``. The expectation over ``y`` is
@@ -81,11 +82,20 @@ def collect_fisher(
                     f"The output of {type(model).__name__} has no logits. Compute the "
                     "Fisher information of a model with one task head."
                 )
-            for share, likelihood in _log_likelihoods(
-                model, logits, {**row, **inputs}, labels, generator
-            ):
+            whole_row = {**row, **inputs}
+            likelihoods = _log_likelihoods(
+                model,
+                logits,
+                whole_row,
+                labels,
+                generator,
+            )
+            for share, likelihood in likelihoods:
                 gradients = torch.autograd.grad(
-                    likelihood, list(sums), retain_graph=True, allow_unused=True
+                    likelihood,
+                    list(sums),
+                    retain_graph=True,
+                    allow_unused=True,
                 )
                 for total, gradient in zip(sums.values(), gradients, strict=True):
                     if gradient is not None:
@@ -93,12 +103,11 @@ def collect_fisher(
                         total.addcmul_(gradient, gradient, value=share)
     if not rows:
         raise FedrotError("No rows were given; pass at least one batch.")
-    means = {parameter: total / rows for parameter, total in sums.items()}
-    return {
-        FISHER: {
-            name: means[parameter] for parameter in names for name in names[parameter]
-        }
-    }
+    means = {}
+    for parameter, total in sums.items():
+        # Tied parameters share one tensor.
+        means.update(dict.fromkeys(names[parameter], total / rows))
+    return {FISHER: means}
 
 
 def _rows(batches: Iterable[Tensors]) -> Iterator[Tensors]:
@@ -108,7 +117,7 @@ def _rows(batches: Iterable[Tensors]) -> Iterator[Tensors]:
 
 
 def _log_likelihoods(
-    model: nn.Module,
+    model: Module,
     logits: Tensor,
     row: Tensors,
     labels: str,
@@ -124,83 +133,86 @@ def _log_likelihoods(
     z = logits[0].to(compute_dtype(logits))
     label = row["labels"][0] if labels == "data" else None
     if z.ndim == 2:
+        # Decoders predict the next token.
         if label is not None and architecture.endswith(("LMHeadModel", "ForCausalLM")):
-            z, label = z[:-1], label[1:]
-        decoder = "decoder_" if getattr(config, "is_encoder_decoder", False) else ""
-        return [
-            (1.0, _of_tokens(z, label, row.get(f"{decoder}attention_mask"), generator))
-        ]
-    problem = getattr(config, "problem_type", None) or _guessed_problem(z, label)
-    if architecture == "ElectraForPreTraining":  # labels every token
-        problem, counted = (
-            "multi_label_classification",
-            torch.ones_like(z, dtype=torch.bool),
-        )
-        counted = (
-            row["attention_mask"][0].bool() if "attention_mask" in row else counted
-        )
-        z, label = z[counted], None if label is None else label[counted]
+            z = z[:-1]
+            label = label[1:]
+        mask = "attention_mask"
+        if getattr(config, "is_encoder_decoder", False):
+            mask = "decoder_attention_mask"
+        return [(1.0, _of_tokens(z, label, row.get(mask), generator))]
+    problem_type = getattr(config, "problem_type", None) or _guessed_type(z, label)
+    # This model labels every token, with one logit for each.
+    if architecture == "ElectraForPreTraining":
+        problem_type = "multi_label_classification"
+        if "attention_mask" in row:
+            counted = row["attention_mask"][0].bool()
+            z = z[counted]
+            if label is not None:
+                label = label[counted]
     if label is not None:
-        return [(1.0, _of_data(problem, z, label))]
-    if problem == "regression":
+        return [(1.0, _of_data(problem_type, z, label))]
+    if problem_type == "regression":
         # d log N(y; z, 1) = (y - z) dz, and (y - z)^2 is 1 in expectation.
         return [(1.0, value) for value in z]
-    if problem == "multi_label_classification":
+    if problem_type == "multi_label_classification":
         p = z.detach().sigmoid()
         if len(p) > EXACT_LABELS:
             drawn = torch.bernoulli(p.cpu(), generator=generator).to(z)
-            return [(1.0, _of_data(problem, z, drawn))]
-        return [
-            (float(share), value) for share, value in zip(p * (1 - p), z, strict=True)
-        ]
+            return [(1.0, _of_data(problem_type, z, drawn))]
+        return list(zip((p * (1 - p)).tolist(), z, strict=True))
     likelihoods = z.log_softmax(0)
     p = likelihoods.detach().exp()
     if len(p) <= EXACT_LABELS:
-        return [
-            (float(share), value) for share, value in zip(p, likelihoods, strict=True)
-        ]
-    return [(1.0, likelihoods[int(torch.multinomial(p.cpu(), 1, generator=generator))])]
+        return list(zip(p.tolist(), likelihoods, strict=True))
+    drawn = torch.multinomial(p.cpu(), 1, generator=generator)
+    return [(1.0, likelihoods[int(drawn)])]
 
 
-def _guessed_problem(z: Tensor, label: Tensor | None) -> str:
+def _guessed_type(
+    z: Tensor,
+    label: Tensor | None,
+) -> str:
     """Return the ``problem_type`` that transformers would choose."""
     if len(z) == 1:
         return "regression"
-    several = label is not None and label.is_floating_point()
-    return "multi_label_classification" if several else "single_label_classification"
+    if label is not None and label.is_floating_point():
+        return "multi_label_classification"
+    return "single_label_classification"
 
 
-def _of_data(problem: str, z: Tensor, label: Tensor) -> Tensor:
+def _of_data(
+    problem_type: str,
+    z: Tensor,
+    label: Tensor,
+) -> Tensor:
     """Return the log likelihood of a label, up to a constant."""
-    if problem == "regression":
+    if problem_type == "regression":
         return -((label.reshape(-1).to(z) - z) ** 2).sum() / 2
-    if problem == "multi_label_classification":
+    if problem_type == "multi_label_classification":
         return (label.to(z) * z - nn.functional.softplus(z)).sum()
     return z.log_softmax(0)[int(label)]
 
 
 def _of_tokens(
-    z: Tensor, label: Tensor | None, mask: Tensor | None, generator: torch.Generator
+    z: Tensor,
+    label: Tensor | None,
+    mask: Tensor | None,
+    generator: torch.Generator,
 ) -> Tensor:
-    """Return the log likelihood of a class per token, given logits ``[tokens,
-    classes]``.
+    """Return the log likelihood of a class per token.
 
-    The classes are sampled if ``label`` is None; otherwise tokens with a negative label
-    are left out.
+    ``z`` are logits ``[tokens, classes]``. The classes are sampled if ``label`` is
+    None; otherwise tokens with a negative label are left out.
     """
     likelihoods = z.log_softmax(-1)
     if label is None:
-        chosen = torch.multinomial(
-            likelihoods.detach().exp().cpu(), 1, generator=generator
-        )[:, 0]
-        chosen = chosen.to(z.device)
-        counted = (
-            torch.ones_like(chosen, dtype=torch.bool)
-            if mask is None
-            else mask[0].bool()
-        )
+        p = likelihoods.detach().exp().cpu()
+        chosen = torch.multinomial(p, 1, generator=generator)[:, 0].to(z.device)
     else:
         chosen = label.long()
-        counted = chosen >= 0
     picked = likelihoods.gather(1, chosen.clamp_min(0)[:, None])[:, 0]
-    return picked[counted].sum()
+    if label is None and mask is not None:
+        return picked[mask[0].bool()].sum()
+    # Tokens without a label (-100) are left out; a sample has none.
+    return picked[chosen >= 0].sum()

@@ -1,6 +1,4 @@
-"""Forward hooks for all collectors: inputs and outputs of named modules, without
-padding.
-"""
+"""Forward hooks for all collectors: inputs and outputs of named modules."""
 
 from __future__ import annotations
 
@@ -10,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Module
 
 
 @contextmanager
 def watched(
-    model: nn.Module,
+    model: Module,
     names: Iterable[str],
     seen: Callable[[str, Tensor, Tensor], Tensor | None],
 ) -> Iterator[None]:
@@ -27,7 +26,7 @@ def watched(
         for name in names:
 
             def hook(
-                module: nn.Module,
+                module: Module,
                 args: Any,
                 kwargs: Any,
                 output: Tensor,
@@ -43,7 +42,7 @@ def watched(
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: Module) -> Iterator[None]:
     """Put a model into evaluation mode; restore the mode of every module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -54,25 +53,27 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def without_padding(units: Tensor, mask: Tensor | None) -> Tensor:
-    """Return ``[..., units]`` as rows ``[tokens, units]``, without tokens that the mask
-    excludes.
+def without_padding(
+    units: Tensor,
+    mask: Tensor | None,
+) -> Tensor:
+    """Return ``[..., units]`` as rows ``[tokens, units]``, without padding.
 
-    A mask is one of the units' ``[rows, tokens]``, or of choices, ``[rows, choices,
-    tokens]``, which the model reads as rows.
+    Tokens that the mask excludes are padding. A mask is one of the units' ``[rows,
+    tokens]``, or of choices, ``[rows, choices, tokens]``, which the model reads as
+    rows.
     """
-    if (
-        mask is not None
-        and units.ndim == 3
-        and mask.flatten(0, -2).shape == units.shape[:2]
-    ):
-        return units[mask.flatten(0, -2).bool()]
+    if mask is not None and units.ndim == 3:
+        mask = mask.flatten(0, -2)
+        if mask.shape == units.shape[:2]:
+            return units[mask.bool()]
     return units.flatten(0, -2)
 
 
 @contextmanager
 def masks_of(
-    model: nn.Module, inputs: Mapping[str, Any]
+    model: Module,
+    inputs: Mapping[str, Any],
 ) -> Iterator[Callable[[str, Tensor], Tensor | None]]:
     """Yield a function that returns the mask of the tokens that a named module reads.
 
@@ -88,71 +89,69 @@ def masks_of(
     encoder = _encoder(model)
     if encoder is None:
         images = _of_images(model) if "pixel_values" in inputs else set()
-        yield (
-            lambda name, given: (
-                None if id(model.get_submodule(name)) in images else mask
-            )
-        )
+        yield lambda name, _: None if model.get_submodule(name) in images else mask
         return
     same = "decoder_input_ids" not in inputs and "decoder_inputs_embeds" not in inputs
     of_decoder = inputs.get("decoder_attention_mask", mask if same else None)
-    inside = {id(module) for module in encoder.modules()}
-    encoded: list[Tensor] = (
-        [inputs["encoder_outputs"][0]] if "encoder_outputs" in inputs else []
-    )
+    inside = set(encoder.modules())
+    encoded: list[Tensor] = []
+    if "encoder_outputs" in inputs:
+        encoded.append(inputs["encoder_outputs"][0])
 
-    def mask_of(name: str, given: Tensor) -> Tensor | None:
-        reads_text = id(model.get_submodule(name)) in inside or any(
-            given is one for one in encoded
-        )
-        return mask if reads_text else of_decoder
+    def mask_of(
+        name: str,
+        tensor: Tensor,
+    ) -> Tensor | None:
+        if model.get_submodule(name) in inside:
+            return mask
+        if any(tensor is output for output in encoded):
+            return mask
+        return of_decoder
 
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def hook(
+        module: Module,
+        args: Any,
+        output: Any,
+    ) -> None:
         encoded.append(output if isinstance(output, Tensor) else output[0])
 
-    # EncoderDecoderModel projects the output of an encoder of another width.
-    sources = (encoder, getattr(model, "enc_to_dec_proj", None))
-    handles = [
-        source.register_forward_hook(hook) for source in sources if source is not None
-    ]
-    try:
+    with ExitStack() as stack:
+        # EncoderDecoderModel projects the output of an encoder of another width.
+        for source in (encoder, getattr(model, "enc_to_dec_proj", None)):
+            if source is not None:
+                handle = source.register_forward_hook(hook)
+                stack.callback(handle.remove)
         yield mask_of
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-def _of_images(model: nn.Module) -> set[int]:
-    """Return the ids of all modules inside of the part of a model that reads images."""
-    return {
-        id(inner)
-        for module in model.modules()
-        if module is not model
-        and hasattr(getattr(module, "config", None), "image_size")
-        for inner in module.modules()
-    }
+def _of_images(model: Module) -> set[Module]:
+    """Return all modules inside of the part of a model that reads images."""
+    images: set[Module] = set()
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if module is not model and hasattr(config, "image_size"):
+            images.update(module.modules())
+    return images
 
 
-def _encoder(model: nn.Module) -> nn.Module | None:
-    """Return the encoder of an encoder-decoder of transformers; None for other
-    models.
-    """
+def _encoder(model: Module) -> Module | None:
+    """Return the encoder of an encoder-decoder of transformers, or None."""
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return None
     for owner in (model, getattr(model, "base_model", None)):
         get_encoder: Any = getattr(owner, "get_encoder", None)
         if get_encoder is not None:
-            encoder: nn.Module = get_encoder()
+            encoder: Module = get_encoder()
             return encoder
     return None
 
 
-def input_axis(module: nn.Module | None) -> int | None:
-    """Return the input axis of a module's weight; None if the module is no linear
-    layer.
-    """
+def input_axis(module: Module | None) -> int | None:
+    """Return the input axis of a module's weight; None if it is no linear layer."""
     if isinstance(module, nn.Linear):
         return 1
     # Conv1D of transformers, recognised by name: this package does not import
     # transformers.
-    return 0 if type(module).__name__ == "Conv1D" and hasattr(module, "nf") else None
+    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
+        return 0
+    return None

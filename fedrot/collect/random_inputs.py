@@ -1,6 +1,4 @@
-"""Random inputs of a model from its configuration, and forward inputs from a labelled
-batch.
-"""
+"""Random inputs from a model's configuration, and forward inputs from a batch."""
 
 from __future__ import annotations
 
@@ -8,16 +6,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module
 
 from fedrot.errors import SymmetryError
+
+#: Dictionary of a transformers configuration.
+Config = Mapping[str, Any]
 
 #: Number of random texts; enough to distinguish units.
 _ROWS = 2048
 
 
 def random_inputs(
-    config: Mapping[str, Any],
+    config: Config,
     rows: int | None = None,
     length: int = 16,
     batch_size: int = 128,
@@ -51,7 +53,9 @@ def random_inputs(
     """
     text = _described(config, "text_config", "vocab_size")
     image = _described(config, "vision_config", "image_size")
-    image = {} if image is text else image
+    # The configuration itself, if it has both, describes a model that reads text.
+    if image is text:
+        image = {}
     if not text and not image:
         raise SymmetryError(
             "The config has neither a 'vocab_size' nor an 'image_size', so no inputs "
@@ -60,60 +64,72 @@ def random_inputs(
         )
     generator = torch.Generator().manual_seed(seed)
     share = max(1, _patches(image) // length)
-    rows = max(1, _ROWS // share) if rows is None else rows
+    if rows is None:
+        rows = max(1, _ROWS // share)
     batch_size = max(1, batch_size // share)
     for start in range(0, rows, batch_size):
         count = min(batch_size, rows - start)
         batch = {}
         if text:
-            batch["input_ids"] = ids = _random_ids(text, count, length, generator)
+            ids = _random_ids(text, count, length, generator)
+            batch["input_ids"] = ids
             batch["attention_mask"] = torch.ones_like(ids)
         if config.get("is_encoder_decoder"):
             # The same length as the encoder's inputs, so that one mask fits both.
             batch["decoder_input_ids"] = _random_ids(text, count, length, generator)
         if image:
-            shape = (
-                count,
-                int(image.get("num_channels") or 3),
-                *_pair(image["image_size"]),
-            )
+            channels = int(image.get("num_channels") or 3)
+            shape = (count, channels, *_pair(image["image_size"]))
             batch["pixel_values"] = torch.randn(shape, generator=generator)
         yield batch
 
 
-def forward_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch without ``labels``, which become ``decoder_input_ids`` if a
-    decoder has none.
+def forward_inputs(
+    model: Module,
+    batch: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return a batch without ``labels``.
+
+    They become ``decoder_input_ids`` if a decoder has none.
     """
-    found = {name: value for name, value in batch.items() if name != "labels"}
+    inputs = dict(batch)
+    labels = inputs.pop("labels", None)
     shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    given = {"decoder_input_ids", "decoder_inputs_embeds"} & batch.keys()
-    if callable(shifted) and "labels" in batch and not given:
-        found["decoder_input_ids"] = shifted(labels=batch["labels"])
-        found.setdefault("decoder_attention_mask", (batch["labels"] != -100).long())
-    return found
+    of_decoder = {"decoder_input_ids", "decoder_inputs_embeds"} & batch.keys()
+    if callable(shifted) and "labels" in batch and not of_decoder:
+        inputs["decoder_input_ids"] = shifted(labels=labels)
+        inputs.setdefault("decoder_attention_mask", (labels != -100).long())
+    return inputs
 
 
-def reads_text(config: Mapping[str, Any]) -> bool:
-    """Return whether a model reads tokens; random images are no evidence about an image
-    model.
+def reads_text(config: Config) -> bool:
+    """Return whether a model reads tokens.
+
+    Random images are no evidence about an image model.
     """
     return bool(_described(config, "text_config", "vocab_size"))
 
 
-def _described(config: Mapping[str, Any], nested: str, key: str) -> Mapping[str, Any]:
-    """Return the configuration that has ``key``: the nested one, the whole, or an empty
-    one.
-    """
-    return next((c for c in (config.get(nested) or {}, config) if c.get(key)), {})
+def _described(
+    config: Config,
+    nested: str,
+    key: str,
+) -> Config:
+    """Return the configuration that has ``key``: nested, whole, or an empty one."""
+    inner = config.get(nested)
+    if inner and inner.get(key):
+        return inner
+    return config if config.get(key) else {}
 
 
 def _pair(size: Any) -> tuple[int, int]:
-    height, width = size if isinstance(size, Sequence) else (size, size)
+    if not isinstance(size, Sequence):
+        return int(size), int(size)
+    height, width = size
     return int(height), int(width)
 
 
-def _patches(image: Mapping[str, Any]) -> int:
+def _patches(image: Config) -> int:
     """Return the number of patches of an image."""
     if not image:
         return 0
@@ -123,28 +139,29 @@ def _patches(image: Mapping[str, Any]) -> int:
 
 
 def _random_ids(
-    text: Mapping[str, Any], count: int, length: int, generator: torch.Generator
+    text: Config,
+    count: int,
+    length: int,
+    generator: torch.Generator,
 ) -> Tensor:
     """Return ``[count, length]`` token ids."""
     size = int(text["vocab_size"])
-    # RoBERTa's positions start after the padding index.
-    room = (
-        int(
-            text.get("max_position_embeddings") or text.get("n_positions") or length + 2
-        )
-        - 2
-    )
-    shape = (count, max(1, min(length, room)))
+    positions = text.get("max_position_embeddings") or text.get("n_positions")
+    if positions:
+        # RoBERTa's positions start after the padding index.
+        length = max(1, min(length, int(positions) - 2))
+    end = text.get("eos_token_id")
     # The first CLIP configurations say 2, but the model reads the position of the
     # largest id.
-    first_clip = (
-        text.get("eos_token_id") == 2 and text.get("model_type") == "clip_text_model"
-    )
-    ends = _tokens(size - 1 if first_clip else text.get("eos_token_id"), size)
+    if end == 2 and text.get("model_type") == "clip_text_model":
+        end = size - 1
+    ends = _tokens(end, size)
     # Classifiers and CLIP read the last token before the end or the padding: neither
     # may occur earlier. Without an end-of-text token, padding may occur anywhere.
-    special = sorted({*ends, *_tokens(text.get("pad_token_id"), size)}) if ends else []
-    ids = torch.randint(size - len(special), shape, generator=generator)
+    special = []
+    if ends:
+        special = sorted({*ends, *_tokens(text.get("pad_token_id"), size)})
+    ids = torch.randint(size - len(special), (count, length), generator=generator)
     for token in special:
         ids += ids >= token
     if ends:
@@ -152,7 +169,12 @@ def _random_ids(
     return ids
 
 
-def _tokens(named: Any, size: int) -> list[int]:
+def _tokens(
+    named: Any,
+    size: int,
+) -> list[int]:
     """Return a list of the named tokens that are in the vocabulary."""
-    listed = named if isinstance(named, Sequence) else [] if named is None else [named]
+    if named is None:
+        return []
+    listed = named if isinstance(named, Sequence) else [named]
     return [int(token) for token in listed if 0 <= token < size]

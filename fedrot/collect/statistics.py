@@ -13,20 +13,24 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.symmetry.groups import Move, Slot
 from fedrot.tensors import Tensors, compute_dtype, full_float32
 
 Statistics = Mapping[str, Tensors]
+#: Statistics as new dictionaries.
+Collected = dict[str, dict[str, Tensor]]
 Shape = tuple[int, ...]
 
-#: Kinds of Gram matrices, by the axis of the weight that the inputs are multiplied
-#: with: ``nn.Linear`` has weights ``[out, in]``, the ``Conv1D`` of GPT-2 ``[in, out]``.
-GRAMS = {1: "gram", 0: "gram_conv1d"}
-#: The input axis of the weight by kind.
-INPUT_AXIS = {kind: axis for axis, kind in GRAMS.items()}
+#: Gram matrices of the inputs of ``nn.Linear``, whose weights are ``[out, in]``.
+GRAM = "gram"
+#: Those of the ``Conv1D`` of GPT-2, whose weights are ``[in, out]``.
+GRAM_CONV1D = "gram_conv1d"
+#: By kind, the axis of the weight that the inputs are multiplied with.
+INPUT_AXIS = {GRAM: 1, GRAM_CONV1D: 0}
 #: Diagonal Fisher information in the shape of the tensor.
 FISHER = "fisher"
 #: Masks ``[rows]`` of the rows of a tensor that the client trained; ``[]`` for all or
@@ -48,7 +52,7 @@ class StatisticKind:
     """One kind of statistics, under its name in ``Statistics``.
 
     Attributes:
-        check: takes a value and the shape of its tensor; returns a problem ("are
+        check: takes a value and the shape of its tensor; returns a fault ("are
             negative") or None.
         move: takes a value, a slot of its tensor and the move that acts on the slot;
             returns the moved value, or raises ``FedrotError`` if the move cannot be
@@ -73,19 +77,23 @@ class StatisticKind:
     dtypes: tuple[torch.dtype, ...] = ()
 
     def collected(
-        self, model: nn.Module, batches: Iterable[Tensors], limited: bool = True
+        self,
+        model: Module,
+        batches: Iterable[Tensors],
+        limited: bool = True,
     ) -> Statistics:
-        """Return statistics of a model; raises ``FedrotError`` if they are not computed
-        from batches.
+        """Return statistics of a model.
+
+        Raises ``FedrotError`` if they are not computed from batches.
         """
         if self.collect is None:
             raise FedrotError(
                 f"Statistics '{self.name}' cannot be computed from batches: they come "
                 "from training. The client's training code must send them."
             )
-        return self.collect(
-            model, batches, **({} if limited or not self.limit else {self.limit: None})
-        )
+        if limited or not self.limit:
+            return self.collect(model, batches)
+        return self.collect(model, batches, **{self.limit: None})
 
 
 #: All registered kinds by name. Add your own kind with ``STATISTIC_KINDS[kind.name] =
@@ -94,9 +102,7 @@ STATISTIC_KINDS: dict[str, StatisticKind] = {}
 
 
 def kind_named(name: str) -> StatisticKind:
-    """Return a registered kind; raises ``UpdateError`` if there is none of this
-    name.
-    """
+    """Return a registered kind; raises ``UpdateError`` if there is none."""
     if name not in STATISTIC_KINDS:
         raise UpdateError(
             f"Unknown statistics '{name}'; known kinds: {', '.join(STATISTIC_KINDS)}."
@@ -114,55 +120,67 @@ def collects(name: str) -> Callable[[Collector], Collector]:
     return register
 
 
-def brings(statistics: Statistics, kind: str) -> bool:
-    """Return whether there are statistics of a kind; ``gram`` and ``gram_conv1d`` count
-    as one kind.
+def brings(
+    statistics: Statistics,
+    kind: str,
+) -> bool:
+    """Return whether there are statistics of a kind.
+
+    ``gram`` and ``gram_conv1d`` count as one kind.
     """
-    kinds = INPUT_AXIS if kind in INPUT_AXIS else (kind,)
-    return any(statistics.get(one) for one in kinds)
+    if kind in INPUT_AXIS:
+        return any(map(statistics.get, INPUT_AXIS))
+    return bool(statistics.get(kind))
 
 
 def untrained(statistics: Statistics | None) -> set[str]:
     """Return the tensors of which the client trained no row."""
-    return {
-        n
-        for n, mask in (statistics or {}).get(TRAINED, {}).items()
-        if not bool(mask.any())
-    }
+    masks = (statistics or {}).get(TRAINED, {})
+    return {name for name, mask in masks.items() if not bool(mask.any())}
 
 
-def along_rows(mask: Tensor, like: Tensor) -> Tensor:
-    """Return a mask ``[rows]`` or ``[]`` reshaped to broadcast along the rows of a
-    tensor.
-    """
-    return mask.to(like.device).reshape(
-        (-1, *[1] * (like.ndim - 1)) if like.ndim else ()
-    )
+def along_rows(
+    mask: Tensor,
+    like: Tensor,
+) -> Tensor:
+    """Return a mask ``[rows]`` or ``[]``, reshaped to broadcast along rows."""
+    mask = mask.to(like.device)
+    if like.ndim == 0:
+        return mask.reshape(())
+    return mask.reshape(-1, *[1] * (like.ndim - 1))
 
 
-def check_statistics(statistics: Statistics, shapes: Mapping[str, Shape]) -> None:
+def check_statistics(
+    statistics: Statistics,
+    shapes: Mapping[str, Shape],
+) -> None:
     """Check statistics against the shapes of the tensors they belong to.
 
     Raises:
         UpdateError: an unknown kind or tensor, a shape that does not fit, values that
-            are not finite, or a problem that the kind's own ``check`` finds.
+            are not finite, or a fault that the kind's own ``check`` returns.
     """
-    for name_of_kind, by_name in statistics.items():
-        kind = kind_named(name_of_kind)
+    for kind_name, by_name in statistics.items():
+        kind = kind_named(kind_name)
+        # Layers with the same input share one matrix, which is checked once.
         checked: set[tuple[int, Shape]] = set()
         for name, value in by_name.items():
             where = f"The {kind.name} statistics of '{name}'"
             if name not in shapes:
                 raise UpdateError(f"{where} belong to no tensor of the model.")
-            if (id(value), shapes[name]) in checked:
+            shape = shapes[name]
+            if (id(value), shape) in checked:
                 continue
-            problem = _number_problem(value, kind) or kind.check(value, shapes[name])
-            if problem:
-                raise UpdateError(f"{where} {problem}.")
-            checked.add((id(value), shapes[name]))
+            fault = _fault_of_numbers(value, kind) or kind.check(value, shape)
+            if fault:
+                raise UpdateError(f"{where} {fault}.")
+            checked.add((id(value), shape))
 
 
-def _number_problem(value: Tensor, kind: StatisticKind) -> str | None:
+def _fault_of_numbers(
+    value: Tensor,
+    kind: StatisticKind,
+) -> str | None:
     if kind.dtypes and value.dtype not in kind.dtypes:
         known = " or ".join(str(dtype).removeprefix("torch.") for dtype in kind.dtypes)
         return f"are {value.dtype}; send {known}"
@@ -179,15 +197,17 @@ def _number_problem(value: Tensor, kind: StatisticKind) -> str | None:
 
 @full_float32()
 def transport_statistics(
-    statistics: Statistics, moves: Iterable[Move], shapes: Mapping[str, Shape]
-) -> dict[str, dict[str, Tensor]]:
+    statistics: Statistics,
+    moves: Iterable[Move],
+    shapes: Mapping[str, Shape],
+) -> Collected:
     """Move statistics like the weights they belong to; see ``Alignment.transport``.
 
     Raises:
         UpdateError: an unknown kind or tensor.
         FedrotError: a move cannot be applied to a value.
     """
-    out: dict[str, dict[str, Tensor]] = {}
+    out: Collected = {}
     for kind, by_name in statistics.items():
         out[kind_named(kind).name] = dict(by_name)
         for name in by_name:
@@ -200,7 +220,8 @@ def transport_statistics(
         for kind, moved in out.items():
             # Layers with the same input share one Gram matrix, also after the move.
             shared: dict[tuple[int, Slot], Tensor] = {}
-            before = dict(moved)  # holds references, so that ids stay unique
+            # The copy holds references, so that ids stay unique.
+            before = dict(moved)
             for slot in move.group.slots:
                 if slot.tensor not in moved:
                     continue
@@ -212,7 +233,11 @@ def transport_statistics(
     return out
 
 
-def _check_gram(value: Tensor, shape: Shape, axis: int) -> str | None:
+def _check_gram(
+    value: Tensor,
+    shape: Shape,
+    axis: int,
+) -> str | None:
     if len(shape) != 2:
         return "belong to a tensor that is no matrix, and so to no linear layer"
     inputs = shape[axis]
@@ -239,8 +264,7 @@ def _check_gram(value: Tensor, shape: Shape, axis: int) -> str | None:
 
 
 def _unit_diagonal(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a matrix with a diagonal of 1 as in RegMean, and the factors ``[n]`` that
-    make it so.
+    """Return a matrix with a diagonal of 1 as in RegMean, and its factors ``[n]``.
 
     With another diagonal, one large entry would hide all others.
     """
@@ -250,7 +274,10 @@ def _unit_diagonal(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return even, scale * largest.rsqrt()
 
 
-def semidefinite(moved: Tensor, received: Tensor) -> Tensor:
+def semidefinite(
+    moved: Tensor,
+    received: Tensor,
+) -> Tensor:
     """Return a moved Gram matrix without the negative eigenvalues of rounding.
 
     A matrix that was rounded may have negative eigenvalues after a rotation or a shift
@@ -263,12 +290,17 @@ def semidefinite(moved: Tensor, received: Tensor) -> Tensor:
         return moved
     even, scale = _unit_diagonal(moved.detach().double())
     values, vectors = torch.linalg.eigh((even + even.mT) / 2)
-    found = vectors * values.clamp_min(0) @ vectors.mT
-    found = found / scale.unsqueeze(1) / scale
-    return ((found + found.mT) / 2).to(moved.dtype)
+    nearest = vectors * values.clamp_min(0) @ vectors.mT
+    nearest = nearest / scale.unsqueeze(1) / scale
+    return ((nearest + nearest.mT) / 2).to(moved.dtype)
 
 
-def _move_inputs(value: Tensor, slot: Slot, move: Move, axis: int) -> Tensor:
+def _move_inputs(
+    value: Tensor,
+    slot: Slot,
+    move: Move,
+    axis: int,
+) -> Tensor:
     """Move a Gram matrix of inputs that multiply the weight's ``axis``.
 
     Inputs move contravariantly to the weight: ``G -> T G T^T``.
@@ -277,22 +309,29 @@ def _move_inputs(value: Tensor, slot: Slot, move: Move, axis: int) -> Tensor:
         return value
     other = replace(slot, axis=0, contravariant=not slot.contravariant)
     moved = move.on(move.on(value, other), replace(other, axis=1))
-    exact = (
-        move.group.action.on_fisher(move.element) is not None
-    )  # a permutation or signs
-    return moved if exact else semidefinite(moved, value)
+    # Permutations and signs, which can move a diagonal, have no rounding.
+    if move.group.action.on_fisher(move.element) is not None:
+        return moved
+    return semidefinite(moved, value)
 
 
-def _check_fisher(value: Tensor, shape: Shape) -> str | None:
+def _check_fisher(
+    value: Tensor,
+    shape: Shape,
+) -> str | None:
     if tuple(value.shape) != shape:
         return f"have shape {list(value.shape)}, the tensor has {list(shape)}"
-    return (
-        "are negative; they are means of squares" if bool((value < 0).any()) else None
-    )
+    if bool((value < 0).any()):
+        return "are negative; they are means of squares"
+    return None
 
 
 def _move_squares(
-    value: Tensor, slot: Slot, move: Move, what: str, instead: str
+    value: Tensor,
+    slot: Slot,
+    move: Move,
+    what: str,
+    instead: str,
 ) -> Tensor:
     """Move squares of a gradient's coordinates by a permutation or signs."""
     element = move.group.action.on_fisher(move.element)
@@ -305,31 +344,43 @@ def _move_squares(
     return replace(move, element=element).on(value, slot)
 
 
-def _check_trained(value: Tensor, shape: Shape) -> str | None:
+def _check_trained(
+    value: Tensor,
+    shape: Shape,
+) -> str | None:
     if tuple(value.shape) not in ((), shape[:1]):
         rows = shape[0] if shape else 0
         return f"have shape {list(value.shape)}, but the tensor has {rows} rows"
     return None
 
 
-def _move_trained(value: Tensor, slot: Slot, move: Move) -> Tensor:
+def _move_trained(
+    value: Tensor,
+    slot: Slot,
+    move: Move,
+) -> Tensor:
     uniform = value.ndim == 0 or bool(value.all()) or not bool(value.any())
     if uniform or slot.axis != 0:
         return value
     return _move_squares(
-        value, slot, move, "mask of trained rows", "Mark all of its rows or none."
+        value,
+        slot,
+        move,
+        "mask of trained rows",
+        "Mark all of its rows or none.",
     )
 
 
-for _axis, _name in GRAMS.items():
+for _name, _axis in INPUT_AXIS.items():
+    _meaning = (
+        f"Gram matrix `X^T X / n` of the inputs `X`, which multiply axis {_axis} "
+        "of the weight"
+    )
     STATISTIC_KINDS[_name] = StatisticKind(
         _name,
         check=partial(_check_gram, axis=_axis),
         move=partial(_move_inputs, axis=_axis),
-        meaning=(
-            f"Gram matrix `X^T X / n` of the inputs `X`, which multiply axis {_axis} "
-            "of the weight"
-        ),
+        meaning=_meaning,
         limit="max_batches",
         dtypes=(torch.float32, torch.float64, torch.bfloat16),
     )

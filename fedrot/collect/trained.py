@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from fedrot.collect.statistics import TRAINED, along_rows
+from fedrot.collect.statistics import TRAINED, Collected, along_rows
 from fedrot.errors import UpdateError
 from fedrot.tensors import Tensors, check_update
 
@@ -16,9 +16,10 @@ def completed(
     update: Tensors,
     received: Tensors,
     rows: Mapping[str, Iterable[int]] | None = None,
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Complete a partly trained update with the received tensors, and mark those as not
-    trained.
+) -> tuple[dict[str, Tensor], Collected]:
+    """Complete a partly trained update with the received tensors, and mark them.
+
+    They are marked as not trained.
 
     Args:
         update: the client's tensors; tensors that it has not trained (a task head) may
@@ -35,14 +36,15 @@ def completed(
         UpdateError: a tensor was not received or has another shape, or ``rows`` names a
             tensor or row that is not in the update.
     """
-    for name in (*update, *(rows or {})):
+    rows = rows or {}
+    for name in (*update, *rows):
         if name not in received:
             raise UpdateError(f"The tensor '{name}' is not part of the received model.")
     shapes = {name: tuple(tensor.shape) for name, tensor in received.items()}
     check_update({**received, **update}, shapes)
     full = {name: update.get(name, tensor) for name, tensor in received.items()}
     masks = {name: torch.tensor(False) for name in received if name not in update}
-    for name, chosen in (rows or {}).items():
+    for name, chosen in rows.items():
         mask = torch.zeros(len(received[name]), dtype=torch.bool)
         places = list(chosen)
         if places and name not in update:
@@ -55,7 +57,8 @@ def completed(
             )
         mask[places] = True
         masks[name] = mask
-        full[name] = torch.where(
-            along_rows(mask, full[name]), full[name], received[name]
-        )
-    return full, {TRAINED: masks} if masks else {}
+        trained = along_rows(mask, full[name])
+        full[name] = torch.where(trained, full[name], received[name])
+    if not masks:
+        return full, {}
+    return full, {TRAINED: masks}

@@ -1,20 +1,23 @@
-"""Exact assignment of units (Zhang et al. 2025, Eq. 7), and a certificate for the
-identity.
+"""Exact assignment of units (Zhang et al. 2025, Eq. 7), and when it is the identity.
 
-The certificate: if the distance from every client neuron ``f_i`` to its anchor neuron
-``a_i`` is at most half the distance from ``a_i`` to the nearest other anchor neuron,
-then ``|f_i - a_j| >= |a_i - a_j| - |f_i - a_i| >= |f_i - a_i|`` for every ``j``, and
-the identity is an optimal assignment. The anchor's
-distances are computed once; the client's cost one pass over its parameters.
+The certificate of the identity: if the distance from every client neuron ``f_i`` to its
+anchor neuron ``a_i`` is at most half the distance from ``a_i`` to the nearest other
+anchor neuron, then ``|f_i - a_j| >= |a_i - a_j| - |f_i - a_i| >= |f_i - a_i|`` for
+every ``j``, and the identity is an optimal assignment. The anchor's distances are
+computed once; the client's cost one pass over its parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 from typing import cast
 
 import torch
 from torch import Tensor
+
+#: An order of units, None for the identity, and the decrease of the squared distance.
+Assigned = tuple[Tensor | None, float]
 
 #: A permutation must gain more than this share of ``|trace|`` over the identity to be
 #: accepted.
@@ -28,6 +31,7 @@ QUICK_COLUMNS = (32, 128)
 #: factor.
 HOPELESS = 8.0
 
+#: Rows of a Gram matrix that are computed at once.
 _ROWS = 256
 
 #: Entries of a difference that is computed at once on a CPU: half a megabyte in
@@ -38,42 +42,44 @@ _PIECE = 2**17
 SLACK = 1 + 1e-5
 
 
+def summed(terms: Iterable[Tensor]) -> Tensor:
+    """Return the sum of tensors, added in their order; a float64 0 if there are none.
+
+    The 0 is a scalar, so that the sum of other tensors keeps their dtype.
+    """
+    return sum(terms, start=torch.zeros((), dtype=torch.float64))
+
+
 def row_distances(blocks: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return ``|f_i - a_i|^2`` for every neuron, shape ``[n]``, over all slots
-    together.
-    """
-    return sum(
-        (_row_distances(a, c).double() for a, c in blocks), start=torch.zeros(())
-    ).double()
+    """Return ``|f_i - a_i|^2`` for every neuron over all slots, float64 ``[n]``."""
+    return summed(_row_distances(a, c).double() for a, c in blocks)
 
 
-def _row_distances(a: Tensor, c: Tensor) -> Tensor:
-    """Return the row distances of one pair; on a CPU in pieces, whose differences stay
-    in its cache.
-    """
+def _row_distances(
+    a: Tensor,
+    c: Tensor,
+) -> Tensor:
+    """Return the row distances of one pair; on a CPU, pieces stay in its cache."""
     if c.device.type != "cpu" or c.numel() <= _PIECE:
         return (c - a).square_().sum(1)
     # Pieces are contiguous: rows, or columns of a matrix that is stored by columns.
     along = 0 if c.stride(0) >= c.stride(1) else 1
-    pieces = zip(
-        *(x.split(max(1, _PIECE // c.shape[1 - along]), along) for x in (a, c)),
-        strict=True,
-    )
-    sums = [(theirs - ours).square_().sum(1) for ours, theirs in pieces]
-    return torch.cat(sums) if along == 0 else torch.stack(sums).sum(0)
+    size = max(1, _PIECE // c.shape[1 - along])
+    pieces = zip(a.split(size, along), c.split(size, along), strict=True)
+    sums = [(rows - others).square_().sum(1) for others, rows in pieces]
+    return torch.stack(sums).sum(0) if along else torch.cat(sums)
 
 
 def largest(blocks: Sequence[Tensor]) -> Tensor:
     """Return the norm of the largest neuron over all slots together, a scalar."""
-    return (
-        sum((b.square().sum(1).double() for b in blocks), start=torch.zeros(()))
-        .amax()
-        .sqrt()
-    )
+    squares = summed(block.square().sum(1).double() for block in blocks)
+    return squares.amax().sqrt()
 
 
 def separation(
-    plain: Sequence[Tensor], signed: Sequence[Tensor] = (), columns: int | None = None
+    plain: Sequence[Tensor],
+    signed: Sequence[Tensor] = (),
+    columns: int | None = None,
 ) -> Tensor:
     """Return a lower bound on ``min_j |a_i - a_j|``, shape ``[n]``, float64.
 
@@ -91,37 +97,33 @@ def separation(
     sides = [list(plain), list(signed)]
     if columns is not None:
         widest = max((*plain, *signed), key=lambda block: block.shape[1])
-        sides = [
-            [block[:, :columns] for block in side if block is widest] for side in sides
-        ]
+        for side in sides:
+            side[:] = [block[:, :columns] for block in side if block is widest]
     features = [torch.cat(side, dim=1) if side else None for side in sides]
-    norms = sum(
-        (f.square().sum(1) for f in features if f is not None), start=torch.zeros(())
-    )
     transposed = [None if f is None else f.mT.contiguous() for f in features]
-    n, half = len(norms), norms / 2
+    present = [f for f in features if f is not None]
+    norms = summed(f.square().sum(1) for f in present)
+    half = norms / 2
     # max_j of <a_i, a_j> - |a_j|^2 / 2, block row by block row of the Gram matrix's
     # upper triangle.
     nearest = torch.full_like(norms, -torch.inf)
-    for start in range(0, n, _ROWS):
-        stop = min(start + _ROWS, n)
+    for start in range(0, len(norms), _ROWS):
+        stop = start + _ROWS
         gram = _gram(features, transposed, start, stop)
         gram.diagonal().fill_(-torch.inf)
-        below = (
-            (gram[:, stop - start :] - half[start:stop, None]).amax(0)
-            if stop < n
-            else half[:0]
-        )
-        nearest[stop:] = torch.maximum(nearest[stop:], below)
+        if stop < len(norms):
+            below = (gram[:, _ROWS:] - half[start:stop, None]).amax(0)
+            nearest[stop:] = torch.maximum(nearest[stop:], below)
         row = gram.sub_(half[start:]).amax(1)
         nearest[start:stop] = torch.maximum(nearest[start:stop], row)
     eps = torch.finfo(norms.dtype).eps
-    width = sum(f.shape[1] for f in features if f is not None)
-    squares = norms - 2 * nearest - width * eps * (norms + norms.amax())
+    width = sum(f.shape[1] for f in present)
+    rounding = width * eps * (norms + norms.amax())
+    squares = norms - 2 * nearest - rounding
     if signed:
         # |a_i - (-a_i)|^2 costs only one pass over the slots, so all columns are used.
-        flipped = 4 * sum((s.square().sum(1) for s in signed), start=torch.zeros(()))
-        width = sum(s.shape[1] for s in signed)
+        flipped = 4 * summed(block.square().sum(1) for block in signed)
+        width = sum(block.shape[1] for block in signed)
         squares = torch.minimum(squares, flipped - width * eps * flipped)
     return squares.double().clamp_min(0).sqrt()
 
@@ -132,19 +134,22 @@ def _gram(
     start: int,
     stop: int,
 ) -> Tensor:
-    """Return rows ``start`` to ``stop`` of the Gram matrix from column ``start``, with
-    best signs.
-    """
+    """Return rows of the Gram matrix from column ``start``, with the best signs."""
     plain, signed = (
         None if f is None or t is None else f[start:stop] @ t[:, start:]
         for f, t in zip(features, transposed, strict=True)
     )
-    if plain is None or signed is None:
-        return plain if plain is not None else cast(Tensor, signed).abs_()
-    return plain.add_(signed.abs_())
+    if signed is None:
+        return cast(Tensor, plain)
+    signed.abs_()
+    return signed if plain is None else plain.add_(signed)
 
 
-def certified(distances: Tensor, bound: Tensor, nearer: float = 1.0) -> Tensor:
+def certified(
+    distances: Tensor,
+    bound: Tensor,
+    nearer: float = 1.0,
+) -> Tensor:
     """Return whether ``|f_i - a_i| <= nearer bound_i / 2`` for all neurons, bool
     ``[]``.
 
@@ -154,62 +159,75 @@ def certified(distances: Tensor, bound: Tensor, nearer: float = 1.0) -> Tensor:
 
 
 def identities_certified(
-    distances: Sequence[Tensor], separations: Sequence[Callable[[int | None], Tensor]]
+    distances: Sequence[Tensor],
+    separations: Sequence[Callable[[int | None], Tensor]],
 ) -> list[bool]:
-    """Return for each group whether a bound ``separation(columns)`` certifies the
-    identity.
+    """Return for each group whether a bound certifies the identity.
 
-    Cheap bounds come first. The full bound is about ``sqrt(all columns / quick
-    columns)`` times the quick bound. It is computed only if it may succeed. Each bound
-    is one transfer from the device.
+    ``separations`` are functions from a number of columns to a group's bound. Cheap
+    bounds come first. The full bound is about ``sqrt(all columns / quick columns)``
+    times the quick bound. It is computed only if it may succeed. Each bound is one
+    transfer from the device.
     """
-    found = [False] * len(distances)
+    proven: set[int] = set()
 
     def within(
-        left: Sequence[int], columns: int | None, nearer: float = 1.0
+        left: Sequence[int],
+        columns: int | None,
+        nearer: float = 1.0,
     ) -> list[int]:
-        checks = [
-            certified(distances[i], separations[i](columns), nearer) for i in left
-        ]
-        known = torch.stack(checks).tolist() if checks else []
-        return [i for i, ok in zip(left, known, strict=True) if ok]
+        if not left:
+            return []
+        bounds = {i: separations[i](columns) for i in left}
+        checks = [certified(distances[i], bound, nearer) for i, bound in bounds.items()]
+        return list(compress(left, torch.stack(checks).tolist()))
 
     for columns in (*QUICK_COLUMNS, None):
-        left = [i for i, known in enumerate(found) if not known]
+        left = [i for i in range(len(distances)) if i not in proven]
         if columns is None:
             left = within(left, QUICK_COLUMNS[-1], HOPELESS)
-        for i in within(left, columns):
-            found[i] = True
-    return found
+        proven.update(within(left, columns))
+    return [i in proven for i in range(len(distances))]
 
 
 def assignment(
-    score: Tensor, signed: Tensor | None = None
-) -> tuple[Tensor | None, float]:
-    """Return ``best_assignment``, without solving if ``S_ij <= (S_ii + S_jj) / 2`` for
-    all ``i, j``.
+    score: Tensor,
+    signed: Tensor | None = None,
+) -> Assigned:
+    """Return ``best_assignment``; if the identity is clearly best, without solving.
+
+    It is the optimum if ``S_ij <= (S_ii + S_jj) / 2`` for all ``i, j``.
     """
+    total, diagonal = _with_best_signs(score, signed)
+    half = diagonal / 2
+    # Row by row block, because the sums of all pairs take as much memory as the scores.
+    for start in range(0, len(half), _ROWS):
+        rows = slice(start, start + _ROWS)
+        if not bool((total[rows] <= half[rows, None] + half).all()):
+            return best_assignment(score, signed)
+    return None, 0.0
+
+
+def _with_best_signs(
+    score: Tensor,
+    signed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the scores of all pairs ``[n, n]``, and of the identity ``[n]``."""
     if signed is None:
-        total, diagonal = score, score.diagonal()
-    else:
-        total, diagonal = score + signed.abs(), (score + signed).diagonal()
-    half = diagonal.clone() / 2
-    if all(
-        bool((part <= half[i : i + _ROWS, None] + half).all())
-        for i, part in zip(range(0, len(half), _ROWS), total.split(_ROWS), strict=True)
-    ):
-        return None, 0.0
-    return best_assignment(score, signed)
+        return score, score.diagonal()
+    # A copy of the diagonal: a view would keep the sums of all pairs in memory.
+    diagonal = (score + signed).diagonal().clone()
+    return score + signed.abs(), diagonal
 
 
 def best_assignment(
-    score: Tensor, signed: Tensor | None = None
-) -> tuple[Tensor | None, float]:
-    """Maximise ``sum_i score[i, e(i)]``; return ``e`` and the decrease of the squared
-    distance.
+    score: Tensor,
+    signed: Tensor | None = None,
+) -> Assigned:
+    """Maximise ``sum_i score[i, e(i)]``; return ``e`` and the distance it removes.
 
-    The result is ``(None, 0)`` if the identity is within ``MINIMUM_GAIN`` of the
-    optimum.
+    The distance is the decrease of the squared distance. The result is ``(None, 0)`` if
+    the identity is within ``MINIMUM_GAIN`` of the optimum.
 
     Args:
         score: similarities ``[n, n]`` of slots that keep their signs, or a scalar 0.
@@ -217,30 +235,39 @@ def best_assignment(
             then gets the better sign, and ``e`` is an element of a
             ``SignedPermutation``.
     """
-    place = score.device if signed is None else signed.device
-    total = (score if signed is None else score + signed.abs()).cpu()
+    total, diagonal = _with_best_signs(score, signed)
+    device = total.device
+    total = total.cpu()
     index = best_columns(total)
-    chosen = total.gather(1, index[:, None]).double().sum()
-    trace = (
-        (score if signed is None else score + signed).diagonal().double().sum().cpu()
-    )
-    improvement = float(chosen - trace)
-    if improvement <= MINIMUM_GAIN * abs(float(trace)):
+    column = index[:, None]
+    chosen = float(total.gather(1, column).double().sum())
+    trace = float(diagonal.double().sum())
+    improvement = chosen - trace
+    if improvement <= MINIMUM_GAIN * abs(trace):
         return None, 0.0
     if signed is not None:
-        turned = signed.cpu().gather(1, index[:, None])[:, 0] < 0
+        turned = signed.cpu().gather(1, column)[:, 0] < 0
         index = (index + 1) * torch.where(turned, -1, 1)
-    return index.to(place), 2 * improvement
+    return index.to(device), 2 * improvement
+
+
+def joined(
+    orders: Sequence[Assigned],
+    identity: Tensor,
+) -> tuple[Tensor, float]:
+    """Return several orders as one element ``[orders, n]``, on the CPU, and their gain.
+
+    ``identity`` ``[n]`` takes the place of None.
+    """
+    elements = [identity if order is None else order.cpu() for order, _ in orders]
+    return torch.stack(elements), sum(gain for _, gain in orders)
 
 
 def best_columns(score: Tensor) -> Tensor:
-    """Return the column of each row that maximises ``sum_i score[i, column[i]]``, on
-    the CPU.
-    """
+    """Return the columns that maximise ``sum_i score[i, column[i]]``, on the CPU."""
     # Imported here: the import takes a third of the time of importing torch, and is
     # rarely needed.
     from scipy.optimize import linear_sum_assignment
 
-    return torch.from_numpy(
-        linear_sum_assignment(score.cpu().numpy(), maximize=True)[1]
-    )
+    _, columns = linear_sum_assignment(score.cpu().numpy(), maximize=True)
+    return torch.from_numpy(columns)

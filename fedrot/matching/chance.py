@@ -1,5 +1,4 @@
-"""Chance levels: formula and null models for the squared distance that alignment
-removes from noise.
+"""Chance levels: formula and null models for what alignment removes from noise.
 
 The best element is a maximum, so it removes some distance from any client, even from
 noise. Suppose that the client's difference from the anchor is isotropic and small
@@ -25,7 +24,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fedrot.matching.problem import Problem, count_once, entries_once
+from fedrot.matching.pairs import count_once, entries_once, norms
+from fedrot.matching.problem import Problem
 from fedrot.symmetry.actions import Orders
 from fedrot.symmetry.groups import Group, Move
 from fedrot.tensors import SMALLEST_NORM, Tensors
@@ -36,7 +36,8 @@ NEAR = 0.05
 
 #: Null models are drawn until they have this many free dimensions or units, at most
 #: ``MOST_DRAWS``.
-ENOUGH, MOST_DRAWS = 2000, 8
+ENOUGH = 2000
+MOST_DRAWS = 8
 
 #: Noise exceeds ``requirement`` at most once in this many groups. So noise moves a
 #: group in at most 1 % of the rounds, if a round has up to 100,000 pairs of client and
@@ -45,39 +46,44 @@ ONCE_IN = 10_000_000
 
 #: The grid of ``quantile``: the number of values, and the ratio of each to the one
 #: before.
-_LEVELS, _STEP = 100, 1.2
+_LEVELS = 100
+_STEP = 1.2
 
 
 def chance_known(problem: Problem) -> bool:
-    """Return whether chance is known: groups are independent, and no activations are
-    used.
+    """Return whether chance is known.
+
+    It is if groups are independent and no activations are used.
     """
     return not problem.options.coupled and problem.activations is None
 
 
-def near_chance(problem: Problem, group: Group, before: float) -> float | None:
-    """Return the squared distance that chance removes from a group, None without a
-    formula.
+def near_chance(
+    problem: Problem,
+    group: Group,
+    before: float,
+) -> float | None:
+    """Return the squared distance that chance removes from a group.
 
-    There is none for orders and signs, because their chance depends on the single
-    units, or if the distance ``before`` is not small beside the anchor.
+    None without a formula: there is none for orders and signs, because their chance
+    depends on the single units, or if the distance ``before`` is not small beside the
+    anchor.
     """
     anchor = problem.anchor
-    if (
-        not chance_known(problem)
-        or not group.action.free
-        or before > NEAR * anchor.size(group)
-    ):
+    free = group.action.free
+    if not chance_known(problem) or not free or before > NEAR * anchor.size(group):
         return None
     entries = entries_of(group, anchor.tensors)
-    return group.action.free / entries * anchor.spread.factor(group, entries) * before
+    return free / entries * anchor.spread.factor(group, entries) * before
 
 
-def entries_of(group: Group, tensors: Tensors) -> int:
+def entries_of(
+    group: Group,
+    tensors: Tensors,
+) -> int:
     """Return the number of entries that a group acts on, each counted once."""
-    return count_once(
-        group.slots, {s.tensor: tuple(tensors[s.tensor].shape) for s in group.slots}
-    )
+    shapes = {slot.tensor: tensors[slot.tensor].shape for slot in group.slots}
+    return count_once(group.slots, shapes)
 
 
 def requirement(
@@ -104,10 +110,9 @@ def requirement(
         return 0.0
     share = min(max(chance / before, 0.0), 1.0)
     times = factor * share / (1 + (factor - 1) * share)
-    of_share = (
-        before * _quantile(group.action.free, share) if group.action.free else math.inf
-    )
-    return max(before * times, min(of_share, quantile))
+    if group.action.free:
+        quantile = min(before * _quantile(group.action.free, share), quantile)
+    return max(before * times, quantile)
 
 
 def required(
@@ -117,35 +122,45 @@ def required(
     chance: float | None,
     quantile: float = math.inf,
 ) -> float:
-    """Return the squared distance that a group of a problem has to remove to be beyond
-    chance.
+    """Return the squared distance that a group has to remove to be beyond chance.
 
     The result is 0 inside a moved head, because the head's place was chosen for the
     best element. It is infinite if all blocks of the anchor or of the client are 0 or
     denormal.
     """
     if before > problem.anchor.size(group) / 4:  # else neither can be 0
-        norms = [
-            [torch.linalg.vector_norm(t) for t in pair] for pair in problem.pairs(group)
-        ]
-        largest = torch.stack([torch.stack(pair) for pair in norms]).amax(0)
+        largest = norms(problem.pairs(group)).amax(0)
         # Products of smaller numbers vanish in float32; the best element would be a
         # rounding error.
         if not float(largest.min()) >= SMALLEST_NORM:
             return math.inf
     if chance is None or group.within in problem.applied:
         return 0.0
-    return requirement(group, before, chance, problem.options.chance, quantile)
+    return requirement(
+        group,
+        before,
+        chance,
+        problem.options.chance,
+        quantile,
+    )
 
 
-def least(problem: Problem, group: Group, before: float) -> float:
-    """Return a lower bound of ``required``, for groups that need not be solved
-    exactly.
+def least(
+    problem: Problem,
+    group: Group,
+    before: float,
+) -> float:
+    """Return a lower bound of ``required``.
+
+    A group whose gain is certainly smaller need not be solved exactly.
     """
     chance = near_chance(problem, group, before)
     needed = required(problem, group, before, chance)
-    times = 0.0 if chance is None else problem.options.chance * chance
-    return needed if needed == math.inf else min(needed, times)
+    if needed == math.inf:
+        return needed
+    if chance is None:
+        return min(needed, 0.0)
+    return min(needed, problem.options.chance * chance)
 
 
 def quantile(
@@ -156,11 +171,10 @@ def quantile(
     mean: float,
     inner: bool,
 ) -> float:
-    """Return a distance that the best element exceeds on noise at most once in
-    ``ONCE_IN`` times.
+    """Return a distance that noise exceeds at most once in ``ONCE_IN`` times.
 
-    On the null model ``t a + s g``, an element ``h`` removes ``2 s <h a, g> - t |h a -
-    a|^2``.
+    It is the distance that the best element removes. On the null model ``t a + s g``,
+    an element ``h`` removes ``2 s <h a, g> - t |h a - a|^2``.
 
     *Orders of units*: orthogonal to ``a``, ``g`` has no preferred direction. On ``n``
     entries, the cosine of one element with ``g`` exceeds ``x`` with a probability of at
@@ -184,35 +198,41 @@ def quantile(
         inner: whether units that move also get the best elements inside them, as heads
             do.
     """
-    move, way, norm = Move(group, element), 0.0, 0.0
+    move = Move(group, element)
+    way = 0.0
+    norm = 0.0
     for slot in group.slots:
         tensor = anchor[slot.tensor].detach().double()
         moved = move.on(tensor, slot)
-        way += float(
-            (2 * tensor[moved != tensor] if inner else moved - tensor).square().sum()
-        )
+        step = 2 * tensor[moved != tensor] if inner else moved - tensor
+        way += float(step.square().sum())
         norm += float(slot.of(tensor).square().sum())
     if inner or not isinstance(group.action, Orders):
-        return mean + 2 * line.size * math.sqrt(
-            2 * _STEP * way * math.log(ONCE_IN * _LEVELS)
-        )
-    units, entries = group.action.units, entries_of(group, anchor)
-    orders = int(group.action.moved(element).sum()) * math.log(2 * units) + math.log(
-        units
-    )
-    cosine = math.sqrt(
-        -math.expm1(-2 * (math.log(ONCE_IN) + orders) / max(entries - 2, 1))
-    )
-    across = math.sqrt(max(way - way**2 / (4 * norm), 0.0)) if norm else 0.0
+        spread = 2 * _STEP * way * math.log(ONCE_IN * _LEVELS)
+        return mean + 2 * line.size * math.sqrt(spread)
+    units = group.action.units
+    entries = entries_of(group, anchor)
+    # Logarithms of numbers of orders: those of the moved units, and how many move.
+    orders = int(group.action.moved(element).sum()) * math.log(2 * units)
+    orders += math.log(units)
+    orders += math.log(ONCE_IN)
+    exponent = -2 * orders / max(entries - 2, 1)
+    cosine = math.sqrt(-math.expm1(exponent))
+    across = 0.0
+    if norm:
+        across = math.sqrt(max(way - way**2 / (4 * norm), 0.0))
     return 2 * line.size * math.sqrt(entries) * across * cosine - line.slope * way
 
 
-def beyond(gains: Sequence[float], required: Sequence[float]) -> list[bool]:
-    """Return which groups of one action remove enough: all of them if the median group
-    does.
+def beyond(
+    gains: Sequence[float],
+    required: Sequence[float],
+) -> list[bool]:
+    """Return which groups of one action remove enough.
 
     Clients usually rotate in all layers or in none. So if more than half of the groups
-    are beyond chance, all are accepted. A single group is evidence only for itself.
+    are beyond chance (the median is), all are accepted. A single group is evidence only
+    for itself.
     """
     both = list(zip(gains, required, strict=True))
     judged = [gain / needed for gain, needed in both if needed > 0]
@@ -221,10 +241,11 @@ def beyond(gains: Sequence[float], required: Sequence[float]) -> list[bool]:
 
 
 @lru_cache(maxsize=4096)
-def _quantile(free: int, share: float) -> float:
-    """Return the share that isotropic noise exceeds once in ``ONCE_IN`` times, given
-    its mean.
-    """
+def _quantile(
+    free: int,
+    share: float,
+) -> float:
+    """Return the share that noise of a mean ``share`` exceeds once in ``ONCE_IN``."""
     from scipy.special import betaincinv
 
     if not 0 < share < 1:
@@ -239,79 +260,104 @@ class NullLine:
     slope: float
     size: float
 
-    def drawn(self, a: Tensor, generator: torch.Generator) -> Tensor:
+    def drawn(
+        self,
+        a: Tensor,
+        generator: torch.Generator,
+    ) -> Tensor:
         """Return a random tensor in place of the anchor's tensor ``a``."""
         noise = torch.randn(a.shape, generator=generator, dtype=torch.float32)
         return self.slope * a + self.size * noise.to(a)
 
 
-def line_of(group: Group, anchor: Tensors, client: Tensors) -> NullLine:
+def line_of(
+    group: Group,
+    anchor: Tensors,
+    client: Tensors,
+) -> NullLine:
     """Return the null model of a client on the entries that a group acts on."""
     return _line(entries_once(group.slots, anchor, client), entries_of(group, anchor))
 
 
 def null_models(
-    lines: Mapping[Group, NullLine], anchor: Tensors, client: Tensors
+    lines: Mapping[Group, NullLine],
+    anchor: Tensors,
+    client: Tensors,
 ) -> Iterator[Tensors]:
     """Yield null models of a client: its tensors, with those of some groups replaced.
 
     The groups must share no tensor. Numbers are drawn on the CPU, with a seed for each
     group that is the same in every run.
     """
-    seeds = {group.name: zlib.crc32(group.name.encode()) for group in lines}
-    generators = {
-        name: torch.Generator().manual_seed(seed) for name, seed in seeds.items()
-    }
+    generators = {group.name: _generator(group.name) for group in lines}
     fewest = min(max(group.action.free, group.action.units) for group in lines)
     for _ in range(min(-(-ENOUGH // fewest), MOST_DRAWS)):
-        drawn = {}
+        null = dict(client)
         for group, line in lines.items():
+            generator = generators[group.name]
             for name in dict.fromkeys(slot.tensor for slot in group.slots):
-                drawn[name] = line.drawn(anchor[name].detach(), generators[group.name])
-        yield {**client, **drawn}
+                null[name] = line.drawn(anchor[name].detach(), generator)
+        yield null
 
 
-def _line(pairs: Iterable[tuple[Tensor, Tensor]], entries: int) -> NullLine:
+def _generator(name: str) -> torch.Generator:
+    """Return a generator with a seed that is the same for a name in every run."""
+    return torch.Generator().manual_seed(zlib.crc32(name.encode()))
+
+
+def _line(
+    pairs: Iterable[tuple[Tensor, Tensor]],
+    entries: int,
+) -> NullLine:
     """Return the null model of blocks, as pairs of anchor and client."""
     products = torch.zeros(3, dtype=torch.float64)
-    for pair in pairs:
-        a, c = (t.double().flatten() for t in pair)
+    for a, c in pairs:
+        a = a.double().flatten()
+        c = c.double().flatten()
         products += torch.stack([a @ a, a @ c, c @ c]).cpu()
     aa, ac, cc = products.tolist()
     # If the anchor is 0 or denormal, the slope would overflow float32.
     slope = ac / aa if aa > SMALLEST_NORM**2 else 0.0
-    return NullLine(slope, (max(cc - slope * ac, 0.0) / max(entries, 1)) ** 0.5)
+    variance = max(cc - slope * ac, 0.0) / max(entries, 1)
+    return NullLine(slope, variance**0.5)
 
 
 def without_common_tensors(groups: Iterable[Group]) -> list[list[Group]]:
     """Return the groups in lists; no two groups of a list act on the same tensor."""
-    batches: list[tuple[list[Group], set[str]]] = []
+    batches: list[list[Group]] = []
+    used: list[set[str]] = []
     for group in groups:
         tensors = {slot.tensor for slot in group.slots}
-        batch = next((batch for batch in batches if not batch[1] & tensors), None)
-        if batch is None:
-            batch = ([], set())
-            batches.append(batch)
-        batch[0].append(group)
-        batch[1].update(tensors)
-    return [batch for batch, _ in batches]
+        for batch, names in zip(batches, used, strict=True):
+            if not names & tensors:
+                batch.append(group)
+                names |= tensors
+                break
+        else:
+            batches.append([group])
+            used.append(tensors)
+    return batches
 
 
 def null_model(
-    anchor: Tensors, client: Tensors, groups: Iterable[Group]
+    anchor: Tensors,
+    client: Tensors,
+    groups: Iterable[Group],
 ) -> dict[str, Tensor]:
     """Return one null model for groups that depend on each other.
 
     Each tensor that the groups act on is replaced by a random tensor, with a ``t`` and
     ``s`` for each. Tied tensors stay tied.
     """
-    drawn: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+    drawn: dict[tuple[int, torch.Size], Tensor] = {}
     null = dict(client)
     for name in dict.fromkeys(slot.tensor for group in groups for slot in group.slots):
-        c, a = client[name].detach(), anchor[name].detach()
-        key = (c.data_ptr(), tuple(c.shape))
+        c = client[name].detach()
+        # Tied tensors have the same memory.
+        key = (c.data_ptr(), c.shape)
         if key not in drawn:
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            drawn[key] = _line([(a, c)], a.numel()).drawn(a, generator)
+            a = anchor[name].detach()
+            line = _line([(a, c)], a.numel())
+            drawn[key] = line.drawn(a, _generator(name))
         null[name] = drawn[key]
     return null

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,12 +27,13 @@ from fedrot.matching.chance import (
     required,
     without_common_tensors,
 )
+from fedrot.matching.pairs import Masks, distance_once
 from fedrot.matching.problem import (
     COUPLED,
     STAGES,
+    Groups,
     Match,
     Problem,
-    distance_once,
     match_stage,
     solver_of,
     stage_of,
@@ -47,8 +51,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Solution:
-    """The best moves found, one per moved group in the order of application, and their
-    report.
+    """The best moves, one per moved group in the order of application.
 
     The report's ``seconds`` are 0. ``certified`` is ``Match.certified`` by group name;
     empty if groups depend on each other.
@@ -59,8 +62,11 @@ class Solution:
     certified: Tensors
 
 
-def solve(problem: Problem, groups: Sequence[Group]) -> Solution:
-    """Return the best moves found for the groups, and their report.
+def solve(
+    problem: Problem,
+    groups: Groups,
+) -> Solution:
+    """Return the best moves for the groups, and their report.
 
     Raises:
         SymmetryError: a group's action has no solver or no stage.
@@ -76,46 +82,54 @@ def solve(problem: Problem, groups: Sequence[Group]) -> Solution:
 
 
 @dataclass(frozen=True)
-class _Chance:
-    """The distance that chance removes from a group: its mean, None if unknown, and its
-    quantile.
+class _Candidate:
+    """A group's match beside the squared distance that chance removes.
+
+    Attributes:
+        chance: the mean of this distance; None if it is unknown.
+        quantile: a distance that chance hardly ever removes.
     """
 
-    mean: float | None
+    group: Group
+    match: Match
+    chance: float | None = None
     quantile: float = math.inf
 
 
-def _coupled(groups: Sequence[Group]) -> bool:
+def _coupled(groups: Groups) -> bool:
     """Return whether groups depend on each other, so that one sweep is not enough.
 
     Groups are independent if no tensor lies on two slots, even in parts that usually
     share tensors.
     """
-    tensors = [slot.tensor for group in groups for slot in group.slots]
-    return any(group.part in COUPLED for group in groups) and len(set(tensors)) < len(
-        tensors
-    )
+    if not any(group.part in COUPLED for group in groups):
+        return False
+    slots = sum(len(group.slots) for group in groups)
+    return len(_tensors(groups)) < slots
 
 
 class _Descent:
-    """One run of coordinate descent: the problem after the moves so far, the moves, and
-    the rows.
-    """
+    """One run of coordinate descent: the problem after the moves so far, and rows."""
 
-    def __init__(self, problem: Problem, groups: Sequence[Group]) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        groups: Groups,
+    ) -> None:
         self.problem = problem
         self.groups = groups
+        self.stages: dict[str, list[Group]] = {stage: [] for stage in STAGES}
         for group in groups:
+            # A group without a solver is refused before anything is matched.
             solver_of(group)
-        self.stages = {
-            stage: tuple(g for g in groups if stage_of(g) == stage) for stage in STAGES
-        }
+            self.stages[stage_of(group)].append(group)
         self.coupled = _coupled(groups)
         self.moves: list[Move] = []
         self.rows: dict[str, GroupReport] = {}
         self.certified: dict[str, Tensor] = {}
         self.first_seen = 0.0
-        self._seen = dict[tuple[str, int], Tensor]()
+        #: The entries that groups act on.
+        self._seen: Masks = defaultdict(dict)
 
     def run(self) -> None:
         """Sweep until the objective falls by less than the tolerance."""
@@ -139,22 +153,22 @@ class _Descent:
         This element matches activations and the tensors that no other stage moves
         (embeddings, norms, biases). It is kept if the objective falls.
         """
-        elsewhere = _tensors(
-            group for group in self.groups if stage_of(group) != "residual"
-        )
-        for group in self.stages["residual"]:
+        residual = self.stages["residual"]
+        elsewhere = _tensors(group for group in self.groups if group not in residual)
+        for group in residual:
             alone = tuple(slot for slot in group.slots if slot.tensor not in elsewhere)
-            reduced = replace(group, slots=alone)
-            element = match_stage([reduced], self.problem)[0].element if alone else None
-            if element is None:
+            if not alone:
                 continue
-            moved = self.problem.moved([Move(group, element)])
-            before, after = self.problem.total([group]), moved.total([group])
+            (match,) = match_stage([replace(group, slots=alone)], self.problem)
+            if match.element is None:
+                continue
+            move = Move(group, match.element)
+            moved = self.problem.moved([move])
             gain = self.problem.objective([group]) - moved.objective([group])
             if gain > 0:
-                self.moves.append(Move(group, element))
+                self._note(group, self.problem.total([group]), moved.total([group]))
+                self.moves.append(move)
                 self.problem = moved
-                self._note(group, before, after)
         return bool(self.moves)
 
     def sweep(self, skip: str = "") -> None:
@@ -162,124 +176,124 @@ class _Descent:
         for place, (stage, groups) in enumerate(self.stages.items()):
             if stage == skip:
                 continue
-            matches = match_stage(groups, self.problem)
-            chances = self._chances(groups, matches)
-            enough = self._beyond(groups, matches, chances)
-            found = [
-                move
-                for group, match, chance in zip(groups, matches, chances, strict=True)
-                if (
-                    move := self._accepted(
-                        group, match, chance.mean, group.name in enough
-                    )
-                )
-                is not None
-            ]
-            self.moves += found
-            later = (
-                group
-                for groups in [*self.stages.values()][place + 1 :]
-                for group in groups
-            )
+            candidates = self._candidates(groups)
+            enough = self._beyond(candidates)
+            moves = []
+            for candidate in candidates:
+                move = self._accepted(candidate, candidate.group.name in enough)
+                if move is not None:
+                    moves.append(move)
+            self.moves += moves
+            later = (g for g in self.groups if stage_of(g) in STAGES[place + 1 :])
             # In a single sweep, only tensors that a later stage compares need to be
             # moved.
-            if self.coupled or _tensors(m.group for m in found) & _tensors(later):
-                self.problem = self.problem.moved(found)
+            if self.coupled or _tensors(m.group for m in moves) & _tensors(later):
+                self.problem = self.problem.moved(moves)
 
-    def _chances(
-        self, groups: Sequence[Group], matches: Sequence[Match]
-    ) -> list[_Chance]:
-        """Return the distance that chance removes from each group.
+    def _candidates(self, groups: Groups) -> list[_Candidate]:
+        """Return the matches of groups, and the distances that chance removes.
 
         Without a formula, null models are drawn for groups with an element, unless
         ``chance`` is 0.
         """
         problem = self.problem
+        matches = match_stage(groups, problem)
+        candidates = list(map(_Candidate, groups, matches))
         if not chance_known(problem):
-            return [_Chance(None)] * len(groups)
-        asked, found, far = (
-            problem.options.chance > 0,
-            list[_Chance](),
-            dict[Group, Tensor](),
-        )
-        for group, match in zip(groups, matches, strict=True):
-            near = near_chance(problem, group, match.before)
-            found.append(
-                _Chance(0.0 if near is None and match.element is None else near)
-            )
-            if near is None and match.element is not None and asked:
-                far[group] = match.element
+            return candidates
+        for i, (group, match) in enumerate(zip(groups, matches, strict=True)):
+            chance = near_chance(problem, group, match.before)
+            # Chance of a group that does not move is not needed: no model is drawn.
+            if chance is None and match.element is None:
+                chance = 0.0
+            candidates[i] = _Candidate(group, match, chance)
+        if problem.options.chance == 0:
+            return candidates
+        far = [candidate for candidate in candidates if candidate.chance is None]
         drawn = self._drawn(far)
-        return [
-            drawn.get(group.name, chance)
-            for group, chance in zip(groups, found, strict=True)
-        ]
+        return [drawn.get(candidate.group.name, candidate) for candidate in candidates]
 
-    def _drawn(self, elements: Mapping[Group, Tensor]) -> dict[str, _Chance]:
-        """Return chance by null models for each group, given the best elements
-        found.
-        """
-        anchor, client = self.problem.anchor, self.problem.client
+    def _drawn(self, far: Sequence[_Candidate]) -> dict[str, _Candidate]:
+        """Return candidates with chance by null models, by group."""
+        anchor = self.problem.anchor.tensors
+        client = self.problem.client
         options = replace(self.problem.options, chance=0.0)
-        drawn: dict[str, _Chance] = {}
-        for batch in without_common_tensors(elements):
-            lines = {group: line_of(group, anchor.tensors, client) for group in batch}
-            gains: dict[str, list[float]] = {group.name: [] for group in batch}
-            for null in null_models(lines, anchor.tensors, client):
+        by_name = {candidate.group.name: candidate for candidate in far}
+        containers = {group.within for group in self.problem.symmetry.groups}
+        for batch in without_common_tensors(candidate.group for candidate in far):
+            lines = {group: line_of(group, anchor, client) for group in batch}
+            gains: dict[str, list[float]] = defaultdict(list)
+            for null in null_models(lines, anchor, client):
                 problem = replace(self.problem, client=null, options=options)
-                for group, match in zip(
-                    batch, match_stage(batch, problem), strict=True
-                ):
+                matches = match_stage(batch, problem)
+                for group, match in zip(batch, matches, strict=True):
                     gains[group.name].append(match.gain)
             for group, line in lines.items():
-                inner = any(
-                    other.within == group.name for other in self.problem.symmetry.groups
-                )
+                candidate = by_name[group.name]
                 mean = statistics.fmean(gains[group.name])
                 most = quantile(
-                    group, anchor.tensors, elements[group], line, mean, inner
+                    group,
+                    anchor,
+                    cast(Tensor, candidate.match.element),
+                    line,
+                    mean,
+                    inner=group.name in containers,
                 )
-                drawn[group.name] = _Chance(mean, most)
-        return drawn
+                by_name[group.name] = _Candidate(group, candidate.match, mean, most)
+        return by_name
 
-    def _beyond(
-        self,
-        groups: Sequence[Group],
-        matches: Sequence[Match],
-        chances: Sequence[_Chance],
-    ) -> set[str]:
-        """Return the names of the groups that remove enough; one action is judged
-        together.
+    def _beyond(self, candidates: Sequence[_Candidate]) -> set[str]:
+        """Return the names of the groups that remove enough.
+
+        Groups of one action are judged together.
         """
-        by_action: dict[type, list[tuple[str, float, float]]] = {}
-        for group, match, chance in zip(groups, matches, chances, strict=True):
-            needed = required(
-                self.problem, group, match.before, chance.mean, chance.quantile
-            )
-            by_action.setdefault(type(group.action), []).append(
-                (group.name, match.gain, needed)
-            )
+        by_action: dict[type, list[_Candidate]] = defaultdict(list)
+        for candidate in candidates:
+            by_action[type(candidate.group.action)].append(candidate)
         names: set[str] = set()
-        for rows in by_action.values():
-            own, gains, needs = zip(*rows, strict=True)
-            names |= {
-                name for name, ok in zip(own, beyond(gains, needs), strict=True) if ok
-            }
+        for members in by_action.values():
+            gains = []
+            needs = []
+            for row in members:
+                needed = required(
+                    self.problem,
+                    row.group,
+                    row.match.before,
+                    row.chance,
+                    row.quantile,
+                )
+                gains.append(row.match.gain)
+                needs.append(needed)
+            enough = compress(members, beyond(gains, needs))
+            names.update(row.group.name for row in enough)
         return names
 
     def _accepted(
-        self, group: Group, match: Match, chance: float | None, enough: bool
+        self,
+        candidate: _Candidate,
+        enough: bool,
     ) -> Move | None:
         """Record a match; return its move if the group removes enough."""
+        group = candidate.group
+        match = candidate.match
         element = match.element if enough else None
         skipped = element is None and match.gain > 0
         after = match.before if element is None else match.after
-        self._note(group, match.before, after, match.certified is not None, skipped)
+        certified = match.certified is not None
+        self._note(
+            group,
+            match.before,
+            after,
+            certified,
+            skipped,
+        )
         if match.certified is not None and not self.problem.options.coupled:
             self.certified[group.name] = match.certified
         row = self.rows[group.name]
         self.rows[group.name] = replace(
-            row, found=row.found + match.gain, chance=chance
+            row,
+            found=row.found + match.gain,
+            chance=candidate.chance,
         )
         return None if element is None else Move(group, element)
 
@@ -302,58 +316,63 @@ class _Descent:
             skipped=skipped,
         )
 
-    def _unseen(self, group: Group, before: float) -> float:
+    def _unseen(
+        self,
+        group: Group,
+        before: float,
+    ) -> float:
         """Return the squared distance of the entries that no earlier group acts on."""
         new: list[Slot] = []
         for slot in group.slots:
             shape = self.problem.symmetry.shapes[slot.tensor]
             mask = slot.slice.mask(shape[slot.axis])
-            seen = self._seen.setdefault(
-                (slot.tensor, slot.axis), torch.zeros_like(mask)
-            )
+            by_axis = self._seen[slot.tensor]
+            seen = by_axis.setdefault(slot.axis, torch.zeros_like(mask))
             # All entries of the tensor may have been seen on another axis.
-            masks = (
-                other for (name, _), other in self._seen.items() if name == slot.tensor
-            )
-            if bool((seen & mask).any()) or any(bool(other.all()) for other in masks):
+            whole = any(bool(other.all()) for other in by_axis.values())
+            if whole or bool((seen & mask).any()):
                 continue
             new.append(slot)
             seen |= mask
-        if len(new) == len(group.slots) or not new:
-            return before if new else 0.0
+        if not new:
+            return 0.0
+        if len(new) == len(group.slots):
+            return before
         return distance_once(new, self.problem.anchor.tensors, self.problem.client)
 
-    def solution(self, before: float, after: float) -> Solution:
+    def solution(
+        self,
+        before: float,
+        after: float,
+    ) -> Solution:
         moves = compact(self.moves)
         elements = {move.group.name: move.element for move in moves}
         rows = []
         for group in self.groups:
-            row, element = self.rows[group.name], elements.get(group.name)
+            row = self.rows[group.name]
+            element = elements.get(group.name)
             if element is not None:
                 row = replace(row, skipped=False).moved_by(group, element)
             rows.append(row)
-        return Solution(
-            moves, AlignmentReport(tuple(rows), before, after, 0.0), self.certified
-        )
+        report = AlignmentReport(tuple(rows), before, after, 0.0)
+        return Solution(moves, report, self.certified)
 
 
 def compact(moves: Iterable[Move]) -> tuple[Move, ...]:
-    """Return equivalent moves, one per group; groups that lie within others are
-    last.
-    """
+    """Return equivalent moves, one per group; groups within others are last."""
     total: dict[str, Move] = {}
     for move in moves:
-        name, action = move.group.name, move.group.action
-        for other in [m for m in total.values() if m.group.within == name]:
-            carried = action.act(move.element, other.element, 0)
-            total[other.group.name] = replace(other, element=carried)
-        earlier = total.get(name)
-        element = (
-            move.element
-            if earlier is None
-            else action.compose(move.element, earlier.element)
-        )
-        total[name] = replace(move, element=element)
+        name = move.group.name
+        action = move.group.action
+        # An order of heads carries the elements inside the heads with it.
+        for inner, other in total.items():
+            if other.group.within == name:
+                carried = action.act(move.element, other.element, 0)
+                total[inner] = replace(other, element=carried)
+        if name in total:
+            element = action.compose(move.element, total[name].element)
+            move = replace(move, element=element)
+        total[name] = move
     return tuple(sorted(total.values(), key=lambda move: bool(move.group.within)))
 
 

@@ -1,15 +1,14 @@
-"""Solvers for the order of attention heads (Verma & Elbayad 2024, Alg. 1), and of
-shared query heads.
+"""Solvers for the order of attention heads and of query heads that share a key head.
 
-The score of a pair of heads is ``<R, M>`` for the best element ``R`` inside this pair:
-heads are compared after the best rotation. If query heads share a key head, this
-element is found from keys and values; then the query heads of the two key heads are
-assigned to each other.
+Source: Verma & Elbayad 2024, Alg. 1. The score of a pair of heads is ``<R, M>`` for the
+best element ``R`` inside this pair: heads are compared after the best rotation. If
+query heads share a key head, this element is computed from keys and values; then the
+query heads of the two key heads are assigned to each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -17,16 +16,16 @@ import torch
 from torch import Tensor
 
 from fedrot.errors import SymmetryError
-from fedrot.matching.assignment import MINIMUM_GAIN, best_assignment, best_columns
-from fedrot.matching.inside_heads import HeadSolver
-from fedrot.matching.problem import (
-    Match,
-    Pair,
-    Problem,
-    solver_of,
-    solves,
-    squared_distance,
+from fedrot.matching.assignment import (
+    MINIMUM_GAIN,
+    best_assignment,
+    best_columns,
+    joined,
+    summed,
 )
+from fedrot.matching.inside_heads import HeadSolver
+from fedrot.matching.pairs import Pairs, moved_pairs
+from fedrot.matching.problem import Match, Problem, each, match_by, solver_of, solves
 from fedrot.options import AlignmentOptions
 from fedrot.symmetry.actions import HeadPermutation, InsideHeads, QueryPermutation
 from fedrot.symmetry.groups import Group
@@ -40,177 +39,174 @@ class Inside:
     Attributes:
         action: the group's action.
         solver: of the group.
-        blocks: one pair per slot. A block of ``heads * dim`` rows belongs to key heads;
-            a longer block to query heads that share key heads.
-        factor: of the similarity of key heads' blocks. With 0, query heads' blocks are
-            used only for the order of query heads.
+        keys: pairs of slots with ``heads * dim`` rows, which belong to key heads.
+        queries: pairs of slots with more rows, of query heads that share key heads.
+        factor: of the similarity of ``keys``. With 0, ``queries`` are used only for the
+            order of query heads.
         extra: cross matrix ``[heads * dim, heads * dim]`` of activations, added to the
             similarity.
     """
 
     action: InsideHeads
     solver: HeadSolver
-    blocks: Sequence[Pair]
+    keys: Pairs
+    queries: Pairs = ()
     factor: float = 1.0
     extra: Tensor | None = None
 
-    def own(self) -> Sequence[Pair]:
-        """Return the blocks of key heads."""
-        return [
-            pair
-            for pair in self.blocks
-            if len(pair[0]) == self.action.heads * self.action.dim
-        ]
-
-    def shared(self) -> Sequence[Pair]:
-        """Return the blocks of query heads that share key heads."""
-        return [
-            pair
-            for pair in self.blocks
-            if len(pair[0]) > self.action.heads * self.action.dim
-        ]
-
     def ordered(
-        self, order: HeadPermutation | QueryPermutation, element: Tensor
+        self,
+        order: HeadPermutation | QueryPermutation,
+        element: Tensor,
     ) -> Inside:
         """Return the evidence after an order has moved heads of the client."""
+        queries = moved_pairs(order, element, self.queries)
         if isinstance(order, QueryPermutation):
-            blocks = [(a, order.act(element, c, 0)) for a, c in self.shared()]
-            return replace(self, blocks=[*self.own(), *blocks])
-        blocks = [(a, order.act(element, c, 0)) for a, c in self.blocks]
-        extra = None if self.extra is None else order.act(element, self.extra, 1)
-        return replace(self, blocks=blocks, extra=extra)
+            return replace(self, queries=queries)
+        keys = moved_pairs(order, element, self.keys)
+        extra = self.extra
+        if extra is not None:
+            extra = order.act(element, extra, 1)
+        return replace(self, keys=keys, queries=queries, extra=extra)
 
     def worth(self, options: AlignmentOptions) -> float:
-        """Return the sum of ``<R, M>`` for the best elements ``R`` over all heads in
-        their places.
+        """Return the sum of ``<R, M>`` over all heads in their places.
+
+        ``R`` are the best elements.
         """
-        evidence = self.factor * self.solver.similarity(self.action, self.own())
-        if self.shared():
-            evidence = evidence + self.solver.similarity(self.action, self.shared())
+        evidence = self.factor * self.solver.similarity(self.action, self.keys)
+        if self.queries:
+            evidence = evidence + self.solver.similarity(self.action, self.queries)
         if self.extra is not None:
-            own = diagonal_blocks(self.extra, self.action.dim)
-            evidence = evidence + self.solver.of_cross(self.action, own)
+            cross = diagonal_blocks(self.extra, self.action.dim)
+            evidence = evidence + self.solver.of_cross(self.action, cross)
         return float(self.solver.worth(self.action, evidence, options).sum())
 
-    def best(self, evidence: Tensor, options: AlignmentOptions) -> Tensor:
-        """Return the best elements for evidence that was computed from the blocks."""
-        precise = self.blocks[0][1].dtype == torch.float64
+    def best(
+        self,
+        evidence: Tensor,
+        options: AlignmentOptions,
+    ) -> Tensor:
+        """Return the best elements for evidence that was computed from the pairs."""
+        precise = self.keys[0][1].dtype == torch.float64
         return self.solver.best(self.action, evidence, options, precise)
 
     def every_pair(self) -> Tensor:
-        """Return the evidence of every pair of key heads, ``[heads (anchor), heads
-        (client), ...]``.
+        """Return the evidence of every pair of key heads.
+
+        The shape is ``[heads (anchor), heads (client), ...]``.
         """
         heads = self.action.heads
-        cross = _summed(
-            self.factor * _by_head((a @ c.mT).double(), heads) for a, c in self.own()
-        )
+        products = _products(self.keys, heads)
+        cross = summed(self.factor * product for product in products)
         if self.extra is not None:
             cross = cross + _by_head(self.extra, heads)
         return self.solver.of_cross(self.action, cross)
 
-    def own_pair(self) -> Tensor:
+    def in_place(self) -> Tensor:
         """Return the evidence of key heads in their places, ``[heads, ...]``."""
         shape = (self.action.heads, self.action.dim)
-        sides = ((a.unflatten(0, shape), c.unflatten(0, shape)) for a, c in self.own())
-        cross = _summed(self.factor * torch.bmm(a, c.mT).double() for a, c in sides)
+        products = (
+            torch.bmm(a.unflatten(0, shape), c.unflatten(0, shape).mT)
+            for a, c in self.keys
+        )
+        cross = summed(self.factor * product.double() for product in products)
         if self.extra is not None:
             cross = cross + diagonal_blocks(self.extra, self.action.dim)
         return self.solver.of_cross(self.action, cross)
 
-    def of_queries(self, element: Tensor, i: int, j: int) -> Tensor:
-        """Return ``<a_h, R c_k>`` for the query heads of anchor group ``i`` and client
-        group ``j``.
+    def of_queries(
+        self,
+        element: Tensor,
+        i: int,
+        j: int,
+    ) -> Tensor:
+        """Return ``<a_h, R c_k>`` of the query heads of two groups.
 
-        Only weights are used: activations are known for key heads, not for query heads.
+        They are group ``i`` of the anchor and group ``j`` of the client. Only weights
+        are used: activations are known for key heads, not for query heads.
         """
-        one = replace(self.action, heads=1)
+        by_group = (self.action.heads, -1)
+        of_one_group = replace(self.action, heads=1)
         scores = []
-        for a, c in self.shared():
-            ours = a.unflatten(0, (self.action.heads, -1))[i]
-            theirs = one.act(
-                element[None], c.unflatten(0, (self.action.heads, -1))[j], 0
-            )
-            n = len(ours) // self.action.dim
-            scores.append((ours.reshape(n, -1) @ theirs.reshape(n, -1).mT).double())
-        return _summed(scores)
+        for a, c in self.queries:
+            anchors = a.unflatten(0, by_group)[i]
+            clients = c.unflatten(0, by_group)[j]
+            moved = of_one_group.act(element[None], clients, 0)
+            by_head = (len(anchors) // self.action.dim, -1)
+            score = anchors.reshape(by_head) @ moved.reshape(by_head).mT
+            scores.append(score.double())
+        return summed(scores)
 
 
 @solves(HeadPermutation)
-def match_heads(groups: Sequence[Group], problem: Problem) -> list[Match]:
+@each
+def match_heads(
+    group: Group,
+    problem: Problem,
+) -> Match:
     """Assign heads by their similarity after the best elements inside them."""
-    matches = []
-    for group in groups:
-        following = _following(group.name, problem)
-        moved = {(slot.tensor, slot.axis) for g in following for slot in g.slots}
-        blocks = problem.pairs(group)
-        before = after = problem.distance(group, blocks)
-        heads = cast(HeadPermutation, group.action).n
-        inside = [_inside(g, problem) for g in following]
-        alone = [
-            pair
-            for slot, pair in zip(group.slots, blocks, strict=True)
-            if (slot.tensor, slot.axis) not in moved
-        ]
-        element, gain = best_assignment(
-            head_scores(inside, alone, heads, problem.options)
-        )
-        queries = [g.action for g in problem.symmetry.groups if g.within == group.name]
-        for order in (
-            action for action in queries if isinstance(action, QueryPermutation)
-        ):
-            if element is not None and any(g.factor for g in inside):
-                # Scores from weights are lower bounds: the true gain of the order is
-                # computed.
-                ordered = [g.ordered(HeadPermutation(heads), element) for g in inside]
-                _, gain = _gain(inside, ordered, order, problem)
-                element = element if gain > 0 else None
-        if element is not None:
-            after = float(
-                squared_distance(
-                    [(a, group.action.act(element, c, 0)) for a, c in blocks]
-                )
-            )
-        matches.append(Match(element, before, after, gain))
-    return matches
+    blocks = problem.pairs(group)
+    before = problem.distance(group, blocks)
+    following = _following(group.name, problem)
+    inside = [_inside(member, problem) for member in following]
+    moved = {(slot.tensor, slot.axis) for g in following for slot in g.slots}
+    alone = []
+    for slot, pair in zip(group.slots, blocks, strict=True):
+        if (slot.tensor, slot.axis) not in moved:
+            alone.append(pair)
+    action = cast(HeadPermutation, group.action)
+    scores = head_scores(inside, alone, action.n, problem.options)
+    element, gain = best_assignment(scores)
+    for shared in problem.symmetry.groups:
+        order = shared.action
+        if shared.within != group.name or not isinstance(order, QueryPermutation):
+            continue
+        # Scores from weights are lower bounds: the true gain of the order is
+        # computed.
+        if element is not None and any(g.factor for g in inside):
+            ordered = [g.ordered(action, element) for g in inside]
+            _, gain = _gain(inside, ordered, order, problem.options)
+            if gain <= 0:
+                element = None
+    return match_by(group, blocks, before, element, gain)
 
 
 @solves(QueryPermutation)
-def match_queries(groups: Sequence[Group], problem: Problem) -> list[Match]:
+@each
+def match_queries(
+    group: Group,
+    problem: Problem,
+) -> Match:
     """Assign the query heads that share a key head, for each key head separately."""
-    matches = []
-    for group in groups:
-        following = _following(group.within, problem)
-        blocks = problem.pairs(group)
-        before = after = problem.distance(group, blocks)
-        action = cast(QueryPermutation, group.action)
-        if following:
-            inside = [_inside(g, problem) for g in following]
-            element, gain = _gain(inside, inside, action, problem)
-        else:
-            element, gain = _alike(action, blocks)
-        if gain > 0:
-            after = float(
-                squared_distance([(a, action.act(element, c, 0)) for a, c in blocks])
-            )
-        matches.append(Match(element if gain > 0 else None, before, after, gain))
-    return matches
+    blocks = problem.pairs(group)
+    before = problem.distance(group, blocks)
+    action = cast(QueryPermutation, group.action)
+    following = _following(group.within, problem)
+    if following:
+        inside = [_inside(member, problem) for member in following]
+        order, gain = _gain(inside, inside, action, problem.options)
+    else:
+        order, gain = _alike(action, blocks)
+    element = order if gain > 0 else None
+    return match_by(group, blocks, before, element, gain)
 
 
-def _following(heads: str, problem: Problem) -> list[Group]:
-    """Return the groups inside the heads of the group ``heads`` that will be matched
-    after it.
-    """
-    asked = "attention" in problem.options.parts
-    return [
-        g
-        for g in problem.symmetry.groups
-        if asked and g.part == "attention" and g.within == heads
-    ]
+def _following(
+    heads: str,
+    problem: Problem,
+) -> list[Group]:
+    """Return the groups inside the heads of a group that are matched after it."""
+    if "attention" not in problem.options.parts:
+        return []
+    inside = [group for group in problem.symmetry.groups if group.within == heads]
+    return [group for group in inside if group.part == "attention"]
 
 
-def _inside(group: Group, problem: Problem) -> Inside:
+def _inside(
+    group: Group,
+    problem: Problem,
+) -> Inside:
     solver: object = solver_of(group)
     if not isinstance(solver, HeadSolver):
         raise SymmetryError(
@@ -218,12 +214,19 @@ def _inside(group: Group, problem: Problem) -> Inside:
             f"them is not a HeadSolver. Register one for {type(group.action).__name__} "
             "(fedrot.matching.inside_heads)."
         )
+    action = cast(InsideHeads, group.action)
     blocks = problem.pairs(group)
+    rows = action.heads * action.dim
+    keys = [pair for pair in blocks if len(pair[0]) == rows]
+    queries = [pair for pair in blocks if len(pair[0]) > rows]
+    factor, extra = problem.evidence(group, blocks)
     return Inside(
-        cast(InsideHeads, group.action),
+        action,
         solver,
-        blocks,
-        *problem.evidence(group, blocks),
+        keys,
+        queries,
+        factor,
+        extra,
     )
 
 
@@ -231,88 +234,103 @@ def _gain(
     before: Sequence[Inside],
     after: Sequence[Inside],
     order: QueryPermutation,
-    problem: Problem,
+    options: AlignmentOptions,
 ) -> tuple[Tensor, float]:
-    """Return the best order of queries after heads have moved, and the gain of both
-    orders.
+    """Return the best order of queries after heads have moved, and the joint gain.
 
-    The gain is the decrease of the squared distance; 0 if within rounding.
+    The gain of both orders is the decrease of the squared distance; 0 if within
+    rounding.
     """
-    elements = [(g, g.best(g.own_pair(), problem.options)) for g in after]
-    scores = [
-        _summed(g.of_queries(e[i], i, i) for g, e in elements)
-        for i in range(order.groups)
-    ]
+    elements = [(g, g.best(g.in_place(), options)) for g in after]
+    scores = []
+    for i in range(order.groups):
+        terms = (g.of_queries(best[i], i, i) for g, best in elements)
+        scores.append(summed(terms))
     queries, _ = _assigned(torch.stack(scores))
-    worth = sum(g.ordered(order, queries).worth(problem.options) for g in after)
-    still = sum(g.worth(problem.options) for g in before)
+    worth = sum(g.ordered(order, queries).worth(options) for g in after)
+    still = sum(g.worth(options) for g in before)
     gain = 2 * (worth - still)
     return queries, gain if gain > MINIMUM_GAIN * abs(still) else 0.0
 
 
-def _alike(action: QueryPermutation, blocks: Sequence[Pair]) -> tuple[Tensor, float]:
-    """Assign queries by the inner products of their blocks; no group inside the heads
-    is matched.
+def _alike(
+    action: QueryPermutation,
+    blocks: Pairs,
+) -> tuple[Tensor, float]:
+    """Assign queries by the inner products of their blocks.
+
+    No group inside the heads is matched.
     """
     shape = (action.groups, action.n, -1)
-    sides = ((a.double().reshape(shape), c.double().reshape(shape)) for a, c in blocks)
-    return _assigned(_summed(a @ c.mT for a, c in sides))
+    scores = []
+    for a, c in blocks:
+        clients = c.double().reshape(shape)
+        scores.append(a.double().reshape(shape) @ clients.mT)
+    return _assigned(summed(scores))
 
 
 def head_scores(
     inside: Sequence[Inside],
-    alone: Sequence[Pair],
+    alone: Pairs,
     heads: int,
     options: AlignmentOptions,
 ) -> Tensor:
-    """Return the score of every pair of key heads, float64 ``[heads (anchor), heads
-    (client)]``.
+    """Return the score of every pair of key heads, float64.
 
-    ``inside`` are the groups inside the heads that are matched afterwards, ``alone``
-    the blocks that none of these groups moves.
+    The shape is ``[heads (anchor), heads (client)]``. ``inside`` are the groups inside
+    the heads that are matched afterwards, ``alone`` the pairs that none of these groups
+    moves.
     """
-    products = (_by_head((a @ c.mT).double(), heads) for a, c in alone)
-    scores = _summed(torch.diagonal(p, dim1=-2, dim2=-1).sum(-1) for p in products)
+    products = _products(alone, heads)
+    diagonals = (torch.diagonal(p, dim1=-2, dim2=-1) for p in products)
+    scores = summed(diagonal.sum(-1) for diagonal in diagonals)
     elements = {}
     for group in inside:
         evidence = group.every_pair()
-        if group.shared() and group.factor:
+        if group.queries and group.factor:
             elements[group] = group.best(evidence, options)
             worth = group.solver.value(group.action, elements[group], evidence)
         else:
             worth = group.solver.worth(group.action, evidence, options)
         scores = scores + worth
     if elements:
-        every = [
-            _summed(g.of_queries(e[i, j], i, j) for g, e in elements.items())
-            for i in range(heads)
-            for j in range(heads)
-        ]
+        every = []
+        for i in range(heads):
+            for j in range(heads):
+                terms = (g.of_queries(best[i, j], i, j) for g, best in elements.items())
+                every.append(summed(terms))
         # Assignments are solved on the CPU: one copy for all pairs.
+        of_pairs = torch.stack(every).cpu()
         rows = torch.arange(len(every[0]))
-        worth = torch.stack(
-            [s[rows, best_columns(s)].sum() for s in torch.stack(every).cpu()]
-        )
-        scores = scores + worth.reshape(heads, heads).to(scores.device)
+        sums = [score[rows, best_columns(score)].sum() for score in of_pairs]
+        worth = torch.stack(sums).reshape(heads, heads)
+        scores = scores + worth.to(scores.device)
     return scores
 
 
 def _assigned(scores: Tensor) -> tuple[Tensor, float]:
-    """Return the best order for each of the scores ``[groups, n, n]``, and the sum of
-    their gains.
+    """Return the best order for each of the scores, and the sum of their gains.
+
+    ``scores`` are ``[groups, n, n]``.
     """
-    found = [best_assignment(score) for score in scores.cpu()]
-    still = torch.arange(scores.shape[-1])
-    orders = torch.stack(
-        [still if element is None else element for element, _ in found]
-    )
-    return orders.to(scores.device), sum(gain for _, gain in found)
+    orders = [best_assignment(score) for score in scores.cpu()]
+    element, gain = joined(orders, torch.arange(scores.shape[-1]))
+    return element.to(scores.device), gain
 
 
-def _summed(scores: Iterable[Tensor]) -> Tensor:
-    return sum(scores, start=torch.zeros((), dtype=torch.float64))
+def _products(
+    blocks: Pairs,
+    heads: int,
+) -> Iterator[Tensor]:
+    """Yield ``A C^T`` of each pair by heads, float64 ``[heads, heads, d, d]``."""
+    for a, c in blocks:
+        yield _by_head((a @ c.mT).double(), heads)
 
 
-def _by_head(matrix: Tensor, heads: int) -> Tensor:
+def _by_head(
+    matrix: Tensor,
+    heads: int,
+) -> Tensor:
     """Return ``[heads, heads, d, d]`` of a matrix ``[heads * d, heads * d]``."""
-    return matrix.unflatten(1, (heads, -1)).unflatten(0, (heads, -1)).transpose(1, 2)
+    size = (heads, -1)
+    return matrix.unflatten(1, size).unflatten(0, size).transpose(1, 2)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from functools import reduce
+from itertools import compress
 from sys import float_info
 from typing import Any
 
@@ -12,18 +12,11 @@ import torch
 from torch import Tensor
 
 from fedrot.matching.chance import beyond, least
-from fedrot.matching.problem import (
-    Match,
-    Pair,
-    Problem,
-    in_batches,
-    solves,
-    squared_distance,
-)
+from fedrot.matching.pairs import Pairs, squared_distance
+from fedrot.matching.problem import Groups, Match, Problem, in_batches, solves
 from fedrot.matching.procrustes import best_orders, identity, polar, singular_values
 from fedrot.options import AlignmentOptions
 from fedrot.symmetry.actions import HeadRotation
-from fedrot.symmetry.groups import Group
 from fedrot.tensors import diagonal_blocks
 
 #: An element must gain more than this share of ``|<I, M>|``; smaller gains are rounding
@@ -40,11 +33,19 @@ class HeadSolver(ABC):
     """
 
     @abstractmethod
-    def similarity(self, action: Any, blocks: Sequence[Pair]) -> Tensor:
+    def similarity(
+        self,
+        action: Any,
+        blocks: Pairs,
+    ) -> Tensor:
         """Return the evidence from blocks of weights, ``[heads, ...]``."""
 
     @abstractmethod
-    def of_cross(self, action: Any, cross: Tensor) -> Tensor:
+    def of_cross(
+        self,
+        action: Any,
+        cross: Tensor,
+    ) -> Tensor:
         """Return the evidence from cross matrices ``A C^T``, ``[..., dim, dim]``."""
 
     @abstractmethod
@@ -55,93 +56,128 @@ class HeadSolver(ABC):
         options: AlignmentOptions,
         precise: bool = True,
     ) -> Tensor:
-        """Return the elements with the largest ``<R, M>``; ``precise`` means float64
-        weights.
+        """Return the elements with the largest ``<R, M>``.
+
+        ``precise`` means float64 weights.
         """
 
     @abstractmethod
-    def value(self, action: Any, element: Tensor, evidence: Tensor) -> Tensor:
+    def value(
+        self,
+        action: Any,
+        element: Tensor,
+        evidence: Tensor,
+    ) -> Tensor:
         """Return ``<R, M>`` of elements, ``[...]``."""
 
     @abstractmethod
-    def still(self, action: Any, evidence: Tensor) -> Tensor:
+    def still(
+        self,
+        action: Any,
+        evidence: Tensor,
+    ) -> Tensor:
         """Return ``<I, M>`` of the identity, ``[...]``."""
 
-    def worth(self, action: Any, evidence: Tensor, options: AlignmentOptions) -> Tensor:
+    def worth(
+        self,
+        action: Any,
+        evidence: Tensor,
+        options: AlignmentOptions,
+    ) -> Tensor:
         """Return ``<R, M>`` of the best elements, ``[...]``."""
         return self.value(action, self.best(action, evidence, options), evidence)
 
-    def __call__(self, groups: Sequence[Group], problem: Problem) -> list[Match]:
-        """Return the matches of all groups; groups with equal actions form one
-        batch.
-        """
+    def __call__(
+        self,
+        groups: Groups,
+        problem: Problem,
+    ) -> list[Match]:
+        """Return the matches of all groups; equal actions form one batch."""
         return in_batches(
-            groups, lambda group: group.action, lambda _, own: self._batch(own, problem)
+            groups,
+            lambda group: group.action,
+            lambda _, members: self._batch(members, problem),
         )
 
-    def ceiling(self, action: Any, evidence: Tensor) -> Tensor | None:
-        """Return upper bounds of ``<R, M> - <I, M>``, ``[...]``; None if ``best`` costs
-        no more.
+    def ceiling(
+        self,
+        action: Any,
+        evidence: Tensor,
+    ) -> Tensor | None:
+        """Return upper bounds of ``<R, M> - <I, M>``, ``[...]``.
+
+        None if ``best`` costs no more.
         """
         return None
 
-    def _batch(self, groups: Sequence[Group], problem: Problem) -> list[Match]:
+    def _batch(
+        self,
+        groups: Groups,
+        problem: Problem,
+    ) -> list[Match]:
         action = groups[0].action
-        crosses, weights, distances = [], [], []
+        crosses = []
+        weights = []
+        distances = []
         for group in groups:
             blocks = problem.pairs(group)
             distances.append(squared_distance(blocks))
             factor, addition = problem.evidence(group, blocks)
-            weights.append(self.similarity(action, blocks))
-            crosses.append(factor * weights[-1])
+            weight = self.similarity(action, blocks)
+            cross = factor * weight
             if addition is not None:
-                own = diagonal_blocks(addition, len(addition) // action.units)
-                crosses[-1] = crosses[-1] + self.of_cross(action, own)
+                in_place = diagonal_blocks(addition, len(addition) // action.units)
+                cross = cross + self.of_cross(action, in_place)
+            weights.append(weight)
+            crosses.append(cross)
         # One transfer from the device for all groups.
         values = torch.stack(distances).tolist()
-        before = [
-            problem.finite(v, group) for v, group in zip(values, groups, strict=True)
-        ]
-        required = [
-            least(problem, group, b) for b, group in zip(before, groups, strict=True)
-        ]
-        cross, weight = torch.stack(crosses), torch.stack(weights)
+        before = []
+        required = []
+        for group, value in zip(groups, values, strict=True):
+            distance = problem.finite(value, group)
+            before.append(distance)
+            required.append(least(problem, group, distance))
+        cross = torch.stack(crosses)
+        most = [torch.inf] * len(groups)
         ceiling = self.ceiling(action, cross) if any(required) else None
-        most = (
-            [torch.inf] * len(groups)
-            if ceiling is None
-            else (2 * ceiling.sum(1)).tolist()
-        )
-        # Groups that cannot be compared gain nothing.
-        most = [
-            gain if needed < torch.inf else 0.0
-            for gain, needed in zip(most, required, strict=True)
-        ]
-        matches = [
-            Match(None, b, b, gain) for b, gain in zip(before, most, strict=True)
-        ]
+        if ceiling is not None:
+            most = (2 * ceiling.sum(1)).tolist()
+        matches = []
+        for i, needed in enumerate(required):
+            # Groups that cannot be compared gain nothing.
+            if needed == torch.inf:
+                most[i] = 0.0
+            matches.append(Match(None, before[i], before[i], most[i]))
         # If chance is drawn later, a group may still be evidence for the others.
-        enough = beyond(most, [max(needed, float_info.min) for needed in required])
-        left = [i for i in range(len(groups)) if enough[i]]
-        if left:
-            precise = blocks[0][1].dtype == torch.float64
-            cross, weight = cross[left], weight[left]
-            best = self.best(action, cross, problem.options, precise)
-            gains, removed = (
-                (
-                    2 * (self.value(action, best, m) - self.still(action, m)).sum(1)
-                ).tolist()
-                for m in (cross, weight)
-            )
-            traces = self.still(action, cross).sum(1).abs().tolist()
+        needs = [max(needed, float_info.min) for needed in required]
+        left = list(compress(range(len(groups)), beyond(most, needs)))
+        if not left:
+            return matches
+        cross = cross[left]
+        precise = blocks[0][1].dtype == torch.float64
+        elements = self.best(action, cross, problem.options, precise)
+        gains = self._gains(action, elements, cross)
+        removed = self._gains(action, elements, torch.stack(weights)[left])
+        traces = self.still(action, cross).sum(1).abs().tolist()
         for place, i in enumerate(left):
-            after = max(before[i] - removed[place], 0.0)
-            found = gains[place] > MINIMUM_GAIN * traces[place]
-            still = Match(None, before[i], before[i])
-            matches[i] = (
-                Match(best[place], before[i], after, gains[place]) if found else still
-            )
+            distance = before[i]
+            gain = gains[place]
+            matches[i] = Match(None, distance, distance)
+            if gain > MINIMUM_GAIN * traces[place]:
+                after = max(distance - removed[place], 0.0)
+                matches[i] = Match(elements[place], distance, after, gain)
         return matches
+
+    def _gains(
+        self,
+        action: Any,
+        elements: Tensor,
+        evidence: Tensor,
+    ) -> list[float]:
+        """Return by how much elements of groups lower the squared distance."""
+        gains = self.value(action, elements, evidence) - self.still(action, evidence)
+        return (2 * gains).sum(1).tolist()
 
 
 #: Factor on the ceiling that covers its rounding errors in float32.
@@ -149,34 +185,52 @@ ROUNDED = 1.01
 
 
 class RotationSolver(HeadSolver):
-    """Rotations: the evidence is ``M = sum over slots of A C^T``, float64 ``[heads,
-    dim, dim]``.
+    """Rotations: the evidence is ``M = sum over slots of A C^T``.
+
+    It is float64 ``[heads, dim, dim]``.
     """
 
-    def similarity(self, action: HeadRotation, blocks: Sequence[Pair]) -> Tensor:
-        sides = ([_by_key_head(action, x) for x in pair] for pair in blocks)
-        total = reduce(Tensor.add_, (torch.bmm(a, c.mT) for a, c in sides))
+    def similarity(
+        self,
+        action: HeadRotation,
+        blocks: Pairs,
+    ) -> Tensor:
+        products = (
+            torch.bmm(_by_key_head(action, a), _by_key_head(action, c).mT)
+            for a, c in blocks
+        )
+        total = reduce(Tensor.add_, products)
         # Directions of M below its rounding error do not determine the rotation and
         # stay as they are.
         m = total.double()
         noise = torch.finfo(total.dtype).eps * torch.linalg.matrix_norm(m)
         return m + noise[:, None, None] * identity(m)
 
-    def of_cross(self, action: HeadRotation, cross: Tensor) -> Tensor:
+    def of_cross(
+        self,
+        action: HeadRotation,
+        cross: Tensor,
+    ) -> Tensor:
         return cross
 
-    def ceiling(self, action: HeadRotation, evidence: Tensor) -> Tensor:
-        """Return ``|H^-1/2 K|^2 / 2``, where ``M = H + K`` with ``H`` symmetric and
-        ``K`` skew.
+    def ceiling(
+        self,
+        action: HeadRotation,
+        evidence: Tensor,
+    ) -> Tensor:
+        """Return ``|H^-1/2 K|^2 / 2``, where ``M = H + K``.
 
-        For every ``P > 0``, ``|M|_* <= tr(P + M^T P^-1 M) / 2``; here ``P = H``. The
-        bound is infinite if ``H`` is not positive definite.
+        ``H`` is symmetric, ``K`` skew. For every ``P > 0``, ``|M|_* <= tr(P + M^T P^-1
+        M) / 2``; here ``P = H``. The bound is infinite if ``H`` is not positive
+        definite.
         """
         single = evidence.float()
-        symmetric, skew = ((single + s * single.mT) / 2 for s in (1, -1))
+        symmetric = (single + single.mT) / 2
+        skew = (single - single.mT) / 2
         factor, failed = torch.linalg.cholesky_ex(symmetric)
         half = torch.linalg.solve_triangular(factor, skew, upper=False)
-        bound = ROUNDED * half.square().sum((-1, -2)).double() / 2
+        squares = half.square().sum((-1, -2))
+        bound = ROUNDED * squares.double() / 2
         return torch.where(failed > 0, torch.inf, bound)
 
     def best(
@@ -190,27 +244,43 @@ class RotationSolver(HeadSolver):
             return best_orders(evidence)
         return polar(evidence, precise=precise)
 
-    def value(self, action: HeadRotation, element: Tensor, evidence: Tensor) -> Tensor:
+    def value(
+        self,
+        action: HeadRotation,
+        element: Tensor,
+        evidence: Tensor,
+    ) -> Tensor:
         return (element * evidence).sum((-1, -2))
 
-    def still(self, action: HeadRotation, evidence: Tensor) -> Tensor:
+    def still(
+        self,
+        action: HeadRotation,
+        evidence: Tensor,
+    ) -> Tensor:
         return torch.diagonal(evidence, dim1=-2, dim2=-1).sum(-1)
 
     def worth(
-        self, action: HeadRotation, evidence: Tensor, options: AlignmentOptions
+        self,
+        action: HeadRotation,
+        evidence: Tensor,
+        options: AlignmentOptions,
     ) -> Tensor:
         if options.within_heads == "rotation":
             return singular_values(evidence).sum(-1)
         return super().worth(action, evidence, options)
 
 
-def _by_key_head(action: HeadRotation, rows: Tensor) -> Tensor:
+def _by_key_head(
+    action: HeadRotation,
+    rows: Tensor,
+) -> Tensor:
     """Return ``[heads, dim, rest]``; query heads that share a key head are joined in
     ``rest``.
     """
     if len(rows) == action.heads * action.dim:
         return rows.unflatten(0, (action.heads, action.dim))
-    return rows.unflatten(0, (action.heads, -1, action.dim)).transpose(1, 2).flatten(2)
+    heads = rows.unflatten(0, (action.heads, -1, action.dim))
+    return heads.transpose(1, 2).flatten(2)
 
 
 solves(HeadRotation)(RotationSolver())

@@ -1,5 +1,6 @@
-"""Batched orthogonal Procrustes (Zhang et al. 2025, Eq. 8-10 and Algorithm 1):
-``polar``.
+"""``polar``: batched orthogonal Procrustes.
+
+Source: Zhang et al. 2025, Eq. 8-10 and Algorithm 1.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ RESIDUAL = 1e-4
 NEWTON_SCHULZ_STEPS = 24
 
 
-def polar(m: Tensor, precise: bool = True) -> Tensor:
-    """Return the polar factor ``argmax <R, M>`` over orthogonal ``R``, shape ``[..., d,
-    d]``.
+def polar(
+    m: Tensor,
+    precise: bool = True,
+) -> Tensor:
+    """Return the polar factor ``argmax <R, M>`` over orthogonal ``R``.
 
     Args:
         m: matrices ``[..., d, d]``; an all-zero matrix gives the identity.
@@ -29,7 +32,7 @@ def polar(m: Tensor, precise: bool = True) -> Tensor:
             Newton-Schulz steps in float32 and one step in float64, with an SVD for
             matrices that do not converge; the result is orthogonal to 1e-8.
 
-    The result is float64.
+    The result is float64 ``[..., d, d]``.
     """
     if precise:
         return _polar_by_svd(m)
@@ -43,42 +46,44 @@ def polar(m: Tensor, precise: bool = True) -> Tensor:
 
 
 def best_orders(m: Tensor) -> Tensor:
-    """Return ``argmax <P, M>`` over permutation matrices ``P``, float64 ``[..., d,
-    d]``.
-    """
-    orders = torch.stack(
-        [best_columns(score) for score in m.reshape(-1, *m.shape[-2:]).cpu()]
-    )
+    """Return ``argmax <P, M>`` over permutation matrices, float64 ``[..., d, d]``."""
+    scores = _batch(m).cpu()
+    orders = torch.stack([best_columns(score) for score in scores])
     return identity(m)[orders.to(m.device)].reshape(m.shape)
 
 
 def _newton_schulz(m: Tensor) -> Tensor:
-    """Iterate ``X <- X (3 I - X^T X) / 2`` from ``M`` scaled to singular values of at
-    most 1.
-    """
-    columns, rows = (torch.linalg.matrix_norm(m, ord=order) for order in (1, torch.inf))
+    """Iterate ``X <- X (3 I - X^T X) / 2`` from the scaled ``M``."""
+    columns = torch.linalg.matrix_norm(m, ord=1)
+    rows = torch.linalg.matrix_norm(m, ord=torch.inf)
+    # Both are upper bounds of the spectral norm; the iteration needs singular values of
+    # at most 1.
     bound = torch.minimum((columns * rows).sqrt(), torch.linalg.matrix_norm(m))
-    x = m / bound.clamp_min(torch.finfo(m.dtype).tiny)[..., None, None]
+    bound = bound.clamp_min(torch.finfo(m.dtype).tiny)
+    x = m / bound[..., None, None]
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x.mT @ x
         if bool((_residual(gram) <= RESIDUAL / 2).all()):
             break
+        batch = _batch(x)
         x = torch.baddbmm(
-            x.flatten(0, -3),
-            x.flatten(0, -3),
-            gram.flatten(0, -3),
+            batch,
+            batch,
+            _batch(gram),
             beta=1.5,
             alpha=-0.5,
-        )
-        x = x.reshape(m.shape)
+        ).reshape(m.shape)
     return x
 
 
 def _residual(gram: Tensor) -> Tensor:
-    """Return ``|X^T X - I|`` (Frobenius) per matrix, an upper bound of the spectral
-    norm.
-    """
+    """Return ``|X^T X - I|`` (Frobenius) per matrix; the spectral norm is no larger."""
     return torch.linalg.matrix_norm(gram - identity(gram))
+
+
+def _batch(m: Tensor) -> Tensor:
+    """Return matrices ``[..., d, d]`` as one batch ``[n, d, d]``."""
+    return m.reshape(-1, *m.shape[-2:])
 
 
 def identity(like: Tensor) -> Tensor:
@@ -92,9 +97,8 @@ def singular_values(m: Tensor) -> Tensor:
 
 
 def _finite(m: Tensor) -> Tensor:
-    """Return the matrices if finite, else raise: LAPACK prints errors or never ends
-    with others.
-    """
+    """Return the matrices if they are finite."""
+    # With others, LAPACK prints errors or never ends.
     if not bool(torch.isfinite(m).all()):
         raise UpdateError(
             "The similarity of the two models overflows. Check the client's training."
@@ -106,13 +110,14 @@ def _polar_by_svd(m: Tensor) -> Tensor:
     _finite(m)
     try:
         u, _, vh = torch.linalg.svd(m)
-    except RuntimeError:  # Divide and conquer does not converge: take the QR iteration.
+    except RuntimeError:
         import scipy.linalg
 
-        flat = m.reshape(-1, *m.shape[-2:]).cpu().numpy()
-        factors = [scipy.linalg.svd(matrix, lapack_driver="gesvd") for matrix in flat]
-        u, vh = (
-            torch.from_numpy(np.stack([f[i] for f in factors])).view(m.shape).to(m)
-            for i in (0, 2)
-        )
+        # Divide and conquer does not converge: take the QR iteration.
+        factors = []
+        for matrix in _batch(m).cpu().numpy():
+            factors.append(scipy.linalg.svd(matrix, lapack_driver="gesvd"))
+        lefts, _, rights = zip(*factors, strict=True)
+        u = torch.from_numpy(np.stack(lefts)).view(m.shape).to(m)
+        vh = torch.from_numpy(np.stack(rights)).view(m.shape).to(m)
     return u @ vh

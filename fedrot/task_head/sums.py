@@ -8,7 +8,7 @@ from dataclasses import InitVar, dataclass
 import torch
 from torch import Tensor, nn
 
-from fedrot.collect.statistics import GRAMS, kind_named
+from fedrot.collect.statistics import GRAM, kind_named
 from fedrot.errors import UpdateError
 from fedrot.task_head.covariance import ROUNDING
 from fedrot.task_head.outputs import OUTPUT_KINDS, SINGLE, OutputKind, problem_type_of
@@ -69,7 +69,7 @@ class ClassSums:
         within = self.within() + torch.diag(slack)
         if reason := self.kind.check(self.counts, self.sums, squares, within):
             raise UpdateError(reason)
-        if why := kind_named(GRAMS[1]).check(within, (classes, size)):
+        if why := kind_named(GRAM).check(within, (classes, size)):
             raise UpdateError(
                 f"The second moments of the features inside the classes {why}. The "
                 "sums contradict each other; send what collect_classes returns."

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fedrot._io import json_line, write_text
-from fedrot.matching.problem import squared_distance
+from fedrot.matching.pairs import squared_distance
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task
 from fedrot.symmetry import Symmetry

@@ -18,7 +18,7 @@ from fedrot.collect.activations import probing
 from fedrot.errors import FedrotError
 from fedrot.lora import AdapterOptions, AdapterUpdate, LoraSettings
 from fedrot.lora.adapters import factors, pairs_of
-from fedrot.matching.problem import Anchor
+from fedrot.matching.anchor import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.pretrained import loading
 from fedrot.simulations.saved.load import SavedModel, about, load, writing

@@ -20,7 +20,7 @@ from fedrot.alignment.anchors import (
     in_other_basis,
 )
 from fedrot.alignment.by_layer import moved_by_layer
-from fedrot.matching.problem import Anchor
+from fedrot.matching.anchor import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Moved, Update

@@ -10,7 +10,7 @@ import pytest
 import fedrot
 from fedrot.aggregation import Mean
 from fedrot.alignment.anchors import ANCHORS, AnchorRule, finder
-from fedrot.matching.problem import Anchor
+from fedrot.matching.anchor import Anchor
 from fedrot.tensors import Tensors, check_update
 from tests.models import near, state_of, symmetry_for
 

@@ -22,7 +22,7 @@ from fedrot.alignment.anchors import (
     base_cosine,
 )
 from fedrot.collect.activations import probing
-from fedrot.matching.problem import Anchor
+from fedrot.matching.anchor import Anchor
 from fedrot.tensors import Tensors
 from tests.models import (
     BARE,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fedrot
 from fedrot.matching import assignment
-from fedrot.matching.problem import Anchor
+from fedrot.matching.anchor import Anchor
 from fedrot.symmetry.actions import Permutation
 from fedrot.symmetry.groups import Group, Slice, Slot
 from tests import models

@@ -19,9 +19,11 @@ from transformers import BertConfig, BertForSequenceClassification
 import fedrot
 from fedrot.alignment.anchors import align_round
 from fedrot.matching import chance
+from fedrot.matching.anchor import Anchor, Spread
 from fedrot.matching.chance import line_of, null_models
 from fedrot.matching.inside_heads import RotationSolver
-from fedrot.matching.problem import Anchor, Problem, Spread, count_once
+from fedrot.matching.pairs import count_once
+from fedrot.matching.problem import Problem
 from fedrot.symmetry import Group, symmetry_of
 from fedrot.symmetry.actions import HeadRotation, Permutation
 from fedrot.symmetry.groups import Move, Slice, Slot, apply_moves

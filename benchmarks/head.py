@@ -22,12 +22,12 @@ from fedrot.simulations.federation.grids import LocalGrid
 from fedrot.strategies import fit_task_head, to_arrays
 from fedrot.strategies.wire.fitting_messages import (
     COUNT,
-    HEADS,
     LOSSES,
     ROWS,
-    STEP,
+    STAGE,
     SUM,
     SUMS,
+    TASK_HEADS,
 )
 from fedrot.strategies.wire.flower_compat import outside_of_the_engine
 from fedrot.task_head.losses import TEMPERATURES
@@ -41,12 +41,12 @@ def client(seed: int, width: int) -> Callable[[Message], Message]:
 
     def answer(message: Message) -> Message:
         (config,) = message.content.config_records.values()
-        if config[STEP] == COUNT:
+        if config[STAGE] == COUNT:
             counts = {"training": ROWS_OF_A_CLIENT, "held_out": ROWS_OF_A_CLIENT}
             return Message(
                 RecordDict({ROWS: MetricRecord({**counts})}), reply_to=message
             )
-        if config[STEP] == SUM:
+        if config[STAGE] == SUM:
             features = torch.randn(
                 ROWS_OF_A_CLIENT, width, generator=torch.Generator().manual_seed(seed)
             )
@@ -58,7 +58,7 @@ def client(seed: int, width: int) -> Callable[[Message], Message]:
             return Message(
                 RecordDict({SUMS: to_arrays(sums.packed())}), reply_to=message
             )
-        heads = message.content.array_records[f"{HEADS}-0"]["bias"].shape[0]
+        heads = message.content.array_records[f"{TASK_HEADS}-0"]["bias"].shape[0]
         losses = torch.full(
             (heads, len(TEMPERATURES)), 100.0 + seed, dtype=torch.float64
         )

@@ -65,7 +65,7 @@ def build_model(
     data: Any,
     seed: int,
     rank: int | None = None,
-) -> nn.Module:
+) -> Module:
     """Return the model in float32.
 
     Parameters that are not pretrained are drawn with ``seed``.
@@ -185,7 +185,7 @@ def _patch_size(side: int) -> int:
     return patch
 
 
-def _with_adapter(model: Any, adapter: Mapping[str, Any], task_type: str) -> nn.Module:
+def _with_adapter(model: Any, adapter: Mapping[str, Any], task_type: str) -> Module:
     """Return a model with a LoRA adapter of PEFT's ``LoraConfig``.
 
     PEFT freezes the base model.
@@ -210,7 +210,7 @@ def _with_adapter(model: Any, adapter: Mapping[str, Any], task_type: str) -> nn.
         ) from error
 
 
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+def tensors_of(model: Module) -> dict[str, Tensor]:
     """Return copies of the tensors that clients and server exchange.
 
     These are all, or those of the adapter.
@@ -228,7 +228,7 @@ LOADERS: dict[str, Callable[[Any, Mapping[str, Tensor]], None]] = {"": load_adap
 
 
 def load_tensors(
-    model: nn.Module, tensors: Mapping[str, Tensor], how: str = ""
+    model: Module, tensors: Mapping[str, Tensor], how: str = ""
 ) -> None:
     """Load the tensors of ``tensors_of``.
 

@@ -1,5 +1,10 @@
 """Data sets: sources, texts, images, encodings, and partitions among clients."""
 
+from typing import TypeAlias
+
+#: Names in order: of columns, classes, metrics, tags or words.
+Names: TypeAlias = tuple[str, ...]
+
 #: Names of the texts in the package, and of scikit-learn's images.
 BUNDLED = "goemotions_ekman"
 DIGITS = "digits"

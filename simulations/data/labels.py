@@ -55,7 +55,7 @@ class Split:
             ``DataSet.tags``).
     """
 
-    labels: np.ndarray
+    labels: ndarray
     columns: Mapping[str, Sequence[object]]
     inputs: Sequence[Any]
     second: Sequence[Any] | None = None
@@ -100,11 +100,11 @@ class Rows(NamedTuple):
     """
 
     where: str
-    table: pa.Table
-    numbers: np.ndarray
-    labels: np.ndarray
+    table: Table
+    numbers: ndarray
+    labels: ndarray
 
-    def take(self, rows: np.ndarray) -> Rows:
+    def take(self, rows: ndarray) -> Rows:
         return Rows(
             self.where,
             self.table.take(rows),
@@ -141,7 +141,7 @@ def label_columns(source: Source, scenario: Scenario) -> tuple[str, ...]:
     return (source.column(LABEL, scenario.label_column),)
 
 
-def _as_booleans(column: pa.ChunkedArray) -> bool:
+def _as_booleans(column: ChunkedArray) -> bool:
     """Return whether all values can be read as true or false."""
     if types.is_nested(column.type):
         return False
@@ -228,7 +228,7 @@ def labelled(
     )
 
 
-def _fractional(kind: pa.DataType) -> bool:
+def _fractional(kind: DataType) -> bool:
     if types.is_decimal(kind):
         return kind.scale > 0
     return types.is_floating(kind)
@@ -249,7 +249,7 @@ def _split(
             "check the file or choose another data set",
         )
     if limit is not None and limit < size:
-        order = np.random.default_rng(LIMIT_SEED).permutation(size)
+        order = default_rng(LIMIT_SEED).permutation(size)
         rows = rows.take(order[:limit])
     others = [name for name in rows.table.column_names if name not in used]
     columns = rows.table.select(others).to_pydict()
@@ -258,10 +258,10 @@ def _split(
 
 def _read(
     where: str,
-    table: pa.Table,
+    table: Table,
     columns: Sequence[str],
     scores: bool,
-) -> np.ndarray:
+) -> ndarray:
     """Return scores, names of classes, or the booleans of several columns.
 
     Booleans are ``[rows, columns]``.
@@ -313,8 +313,8 @@ def _classes(
     source: Source,
     column: str,
     parts: Sequence[Rows],
-    labels: np.ndarray,
-) -> tuple[tuple[str, ...], np.ndarray, str]:
+    labels: ndarray,
+) -> tuple[tuple[str, ...], ndarray, str]:
     """Return the names of classes, the classes of the rows, and what looks alike."""
     values = set(labels)
     # Texts such as 00012 or 1.10 are no numbers.
@@ -371,7 +371,7 @@ def _drawn(rows: Rows, by_class: bool) -> tuple[list[Rows], str]:
     # Labels that occur once are no classes to divide.
     if by_class and len(np.unique(rows.labels)) < size:
         classes = rows.labels
-    rng = np.random.default_rng(SPLIT_SEED)
+    rng = default_rng(SPLIT_SEED)
     held_out = np.zeros(size, dtype=bool)
     order = np.argsort(classes, kind="stable")
     ends = np.flatnonzero(np.diff(classes[order])) + 1

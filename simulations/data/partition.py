@@ -62,7 +62,7 @@ def parse_partition(spec: str) -> tuple[str, Any]:
 
 
 def split_clients(
-    split_labels: np.ndarray,
+    split_labels: ndarray,
     columns: Mapping[str, Sequence[object]],
     partition: str,
     clients: int,
@@ -99,7 +99,7 @@ def split_clients(
     kind, value = parse_partition(partition)
     keys, _ = partition_keys(split_labels)
     if kind == "iid":
-        order = np.random.default_rng(seed).permutation(rows)
+        order = default_rng(seed).permutation(rows)
         parts = np.array_split(order, clients)
     elif kind == "column":
         parts = _column_rows(value, columns, clients)
@@ -122,7 +122,7 @@ def split_clients(
 
 
 def partition_keys(
-    labels: np.ndarray,
+    labels: ndarray,
     names: Sequence[str] = (),
 ) -> tuple[Rows, tuple[str, ...]]:
     """Return the class by which each row is divided, int64 ``[n]``, and all names.
@@ -244,7 +244,7 @@ def _key_class_rows(
     numbers of rows (to within one); as far as possible they go to clients of another
     key class.
     """
-    rng = np.random.default_rng(seed)
+    rng = default_rng(seed)
     present, classes = np.unique(keys, return_inverse=True)
     rows_of = []
     for number in range(len(present)):
@@ -277,7 +277,7 @@ def _deal(
     rest: Rows,
     room: Rows,
     forbidden: npt.NDArray[np.bool_],
-    rng: np.random.Generator,
+    rng: Generator,
 ) -> Rows:
     """Return how many rows of each class go to each client, ``[C, K]``.
 

@@ -44,7 +44,7 @@ class EncodedImages(Encoded):
     mean: Sequence[float]
     deviation: Sequence[float]
 
-    def batch(self, rows: np.ndarray) -> Batch:
+    def batch(self, rows: ndarray) -> Batch:
         mean = np.array(self.mean, dtype=np.float32)
         deviation = np.array(self.deviation, dtype=np.float32)
         values = self.pixels[rows] / np.float32(255)
@@ -122,7 +122,7 @@ def _model_reads(model: str) -> tuple[int, int, Mapping[str, Any]]:
     return side, channels, processor
 
 
-def _pixels(data: DataSet, split: Split) -> np.ndarray:
+def _pixels(data: DataSet, split: Split) -> ndarray:
     """Return the images of a split, uint8 ``[rows, side, side, channels]``."""
     mode = "L" if data.channels == 1 else "RGB"
     size = (data.side, data.side)

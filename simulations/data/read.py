@@ -14,10 +14,11 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyarrow import Table
 
 from fedrot._io import refuse_pointer, shallow
 from fedrot.errors import FedrotError
-from fedrot.simulations.data import BUNDLED, DIGITS
+from fedrot.simulations.data import BUNDLED, DIGITS, Names
 
 #: Held-out rows beside ``train``, the first that there is: the test labels of GLUE are
 #: hidden.
@@ -57,7 +58,7 @@ def listed(values: Iterable[object]) -> str:
     return text
 
 
-def _csv(path: Path, delimiters: str = ",;\t|") -> pa.Table:
+def _csv(path: Path, delimiters: str = ",;\t|") -> Table:
     """Read every cell as a text.
 
     Cells are divided by the first of the delimiters that the first line has.
@@ -88,7 +89,7 @@ def _csv(path: Path, delimiters: str = ",;\t|") -> pa.Table:
     return pa.table(columns, names)
 
 
-def _json(path: Path) -> pa.Table:
+def _json(path: Path) -> Table:
     """Read objects, or a list of objects."""
     # Not pyarrow's reader: it makes dates of texts, and floats of large integers.
     text = shallow(path.read_bytes()).decode("utf-8-sig")
@@ -109,13 +110,13 @@ def _json(path: Path) -> pa.Table:
         raise ValueError(
             "it needs an object for each row: DataFrame.to_json with orient='records'"
         )
-    columns: dict[str, list[Any]] = {}
+    columns = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         columns[name] = [row.get(name) for row in rows]
     return pa.table(columns)
 
 
-def _plain_text(path: Path) -> pa.Table:
+def _plain_text(path: Path) -> Table:
     """Return the paragraphs of a text file, which are separated by empty lines."""
     parts = re.split(r"\n\s*\n", path.read_text("utf-8-sig"))
     paragraphs = filter(None, map(str.strip, parts))
@@ -124,7 +125,7 @@ def _plain_text(path: Path) -> pa.Table:
 
 # Not read by ``datasets``: it makes floats of integers beside an empty cell, and
 # renames columns.
-READERS: Mapping[str, Callable[[Path], pa.Table]] = {
+READERS: Mapping[str, Callable[[Path], Table]] = {
     ".parquet": pq.read_table,
     ".csv": _csv,
     ".tsv": partial(_csv, delimiters="\t,;|"),
@@ -134,7 +135,7 @@ READERS: Mapping[str, Callable[[Path], pa.Table]] = {
 }
 
 
-def read_table(path: Path) -> pa.Table:
+def read_table(path: Path) -> Table:
     """Read a file in one of the formats of ``READERS``; raises ``DataError``.
 
     Cells of CSV and TSV are texts; other formats keep their types. Parquet may have any
@@ -160,7 +161,7 @@ def read_table(path: Path) -> pa.Table:
         )
 
 
-def _usable(table: pa.Table) -> pa.Table:
+def _usable(table: Table) -> Table:
     """Return the columns with a name, trimmed.
 
     Raises an error of pyarrow if it can take no rows.
@@ -178,7 +179,7 @@ def _usable(table: pa.Table) -> pa.Table:
 
 
 #: A kind of column: its name, usual names, and whether a type fits.
-Content: TypeAlias = tuple[str, tuple[str, ...], Callable[[pa.DataType], bool]]
+Content: TypeAlias = tuple[str, Names, Callable[[pa.DataType], bool]]
 
 
 @dataclass(frozen=True)
@@ -191,8 +192,8 @@ class Source:
         said: a sentence about files that were left out.
     """
 
-    tables: Mapping[str, pa.Table]
-    class_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    tables: Mapping[str, Table]
+    class_names: Mapping[str, Names] = field(default_factory=dict)
     said: str = ""
 
     @property
@@ -271,14 +272,14 @@ def find(name: str, data_dir: Path | None) -> Source:
     of the hub are ``owner/name`` and ``owner/name:configuration``. Raises
     ``DataError``.
     """
-    if data_dir is not None and not data_dir.is_dir():
-        refuse(
-            f"data folder {data_dir}",
-            "does not exist",
-            "check its path",
-        )
     roots = []
     if data_dir:
+        if not data_dir.is_dir():
+            refuse(
+                f"data folder {data_dir}",
+                "does not exist",
+                "check its path",
+            )
         roots = [data_dir, *sorted(data_dir.glob("*/"))]
     places = [root / name for root in roots]
     if name == BUNDLED:
@@ -422,7 +423,7 @@ def _images(folder: Path) -> Source:
                 "images lie in a folder for each class, as in "
                 f"{folder.name}/CLASS/IMAGE.png",
             )
-        tables[str(part)] = pa.Table.from_pylist(rows, _IMAGE_ROWS)
+        tables[str(part)] = Table.from_pylist(rows, _IMAGE_ROWS)
     note = (
         f"{len(left_out)} file(s) of {folder} left out, hidden or no images: "
         f"{listed(left_out)}."

@@ -55,7 +55,7 @@ class Classification(Objective):
 
         return encoded_texts(scenario, load_domains(scenario))
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss(self, model: Module, batch: Batch) -> Tensor:
         from torch.nn.functional import binary_cross_entropy_with_logits
 
         if not self.data.domains:
@@ -68,9 +68,9 @@ class Classification(Objective):
 
     def evaluate(
         self,
-        model: nn.Module,
+        model: Module,
         encoded: Any,
-        rows: np.ndarray,
+        rows: ndarray,
     ) -> Scores:
         import numpy as np
 
@@ -91,9 +91,9 @@ class Classification(Objective):
 
     def _by_domain(
         self,
-        domains: np.ndarray,
-        logits: np.ndarray,
-        labels: np.ndarray,
+        domains: ndarray,
+        logits: ndarray,
+        labels: ndarray,
     ) -> Scores:
         """Return the scores of each domain, and their means.
 

@@ -52,16 +52,16 @@ class LanguageModelling(Objective):
 
         return encoded_texts(scenario, load_texts(scenario))
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss(self, model: Module, batch: Batch) -> Tensor:
         from torch.nn.functional import cross_entropy
 
         return cross_entropy(*self._predictions(model, batch))
 
     def evaluate(
         self,
-        model: nn.Module,
+        model: Module,
         encoded: Any,
-        rows: np.ndarray,
+        rows: ndarray,
     ) -> Scores:
         import torch
         from torch.nn.functional import cross_entropy
@@ -149,7 +149,7 @@ class MaskedLanguageModelling(LanguageModelling):
         embedded = ordinary < settings_of(scenario, data).vocab_size
         self.ordinary = ordinary[embedded]
 
-    def usable(self, encoded: Any, rows: np.ndarray) -> np.ndarray:
+    def usable(self, encoded: Any, rows: ndarray) -> ndarray:
         """Return the rows with an ordinary token.
 
         Empty texts and unknown characters have none.
@@ -160,8 +160,8 @@ class MaskedLanguageModelling(LanguageModelling):
     def batch(
         self,
         encoded: Any,
-        rows: np.ndarray,
-        rng: np.random.Generator | None = None,
+        rows: ndarray,
+        rng: Generator | None = None,
     ) -> Batch:
         """Return rows with a ``SHARE`` of ordinary tokens hidden, at least one."""
         import numpy as np
@@ -212,15 +212,15 @@ class CausalLanguageModelling(LanguageModelling):
     metrics = ("perplexity",)
     shifted = True
 
-    def usable(self, encoded: Any, rows: np.ndarray) -> np.ndarray:
+    def usable(self, encoded: Any, rows: ndarray) -> ndarray:
         """Return the rows with at least two tokens."""
         return rows[encoded.lengths(rows) > 1]
 
     def batch(
         self,
         encoded: Any,
-        rows: np.ndarray,
-        rng: np.random.Generator | None = None,
+        rows: ndarray,
+        rng: Generator | None = None,
     ) -> Batch:
         """Return rows with the tokens as ``labels``.
 
@@ -231,7 +231,7 @@ class CausalLanguageModelling(LanguageModelling):
         labels = batch["input_ids"].masked_fill(padding, IGNORED)
         return {**batch, "labels": labels}
 
-    def check(self, model: nn.Module, name: str, batch: Batch) -> None:
+    def check(self, model: Module, name: str, batch: Batch) -> None:
         """Raise ``FedrotError`` if the first token's outputs depend on later tokens."""
         import torch
 

@@ -66,15 +66,15 @@ class Objective(ABC):
         Raises ``DataError``.
         """
 
-    def usable(self, encoded: Any, rows: np.ndarray) -> np.ndarray:
+    def usable(self, encoded: Any, rows: ndarray) -> ndarray:
         """Return the rows that have something to predict; default: all rows."""
         return rows
 
     def batch(
         self,
         encoded: Any,
-        rows: np.ndarray,
-        rng: np.random.Generator | None = None,
+        rows: ndarray,
+        rng: Generator | None = None,
     ) -> Batch:
         """Return rows as inputs and ``labels`` of a training step.
 
@@ -82,16 +82,16 @@ class Objective(ABC):
         """
         return {**encoded.batch(rows), "labels": encoded.targets(rows)}
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss(self, model: Module, batch: Batch) -> Tensor:
         """Return the mean loss of a training batch, a scalar with a gradient."""
         return model(**model_inputs(model, batch)).loss
 
     @abstractmethod
     def evaluate(
         self,
-        model: nn.Module,
+        model: Module,
         encoded: Any,
-        rows: np.ndarray,
+        rows: ndarray,
     ) -> Scores:
         """Return the metrics and ``loss`` on one or more usable rows.
 
@@ -105,28 +105,28 @@ class Objective(ABC):
         """Return the result of an evaluation without a loss: NaN for all metrics."""
         return dict.fromkeys((*self.metrics, "loss"), float("nan"))
 
-    def check(self, model: nn.Module, name: str, batch: Batch) -> None:  # noqa: B027
+    def check(self, model: Module, name: str, batch: Batch) -> None:  # noqa: B027
         """Raise ``FedrotError`` if a model, in evaluation mode, is not for this task.
 
         ``name`` is the model's, for the message; ``batch`` is one encoded row.
         """
 
 
-def rows_with(rows: np.ndarray, has: Callable[[int], bool]) -> np.ndarray:
+def rows_with(rows: ndarray, has: Callable[[int], bool]) -> ndarray:
     """Return the rows for which ``has`` is true."""
     import numpy as np
 
     return rows[np.array([has(row) for row in rows], dtype=bool)]
 
 
-def shortest_first(encoded: Any, rows: np.ndarray, size: int) -> Iterator[np.ndarray]:
+def shortest_first(encoded: Any, rows: ndarray, size: int) -> Iterator[ndarray]:
     """Yield batches of indices of ``rows``, shortest rows first, for little padding."""
     order = encoded.lengths(rows).argsort(kind="stable")
     for start in range(0, len(order), size):
         yield order[start : start + size]
 
 
-def model_inputs(model: nn.Module, batch: Batch) -> Batch:
+def model_inputs(model: Module, batch: Batch) -> Batch:
     """Return the inputs, without segments for models that have none.
 
     DistilBERT, RoBERTa and decoders have none.

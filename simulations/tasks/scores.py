@@ -15,8 +15,8 @@ from fedrot.task_head.losses import TEMPERATURES
 def evaluate_predictions(
     kind: Kind,
     metrics: Sequence[str],
-    outputs: np.ndarray,
-    labels: np.ndarray,
+    outputs: ndarray,
+    labels: ndarray,
 ) -> dict[str, float]:
     """Score model outputs; the result has ``metrics`` and ``loss``.
 
@@ -71,8 +71,8 @@ def evaluate_predictions(
 
 
 def entity_scores(
-    truth: Sequence[np.ndarray],
-    predicted: Sequence[np.ndarray],
+    truth: Sequence[ndarray],
+    predicted: Sequence[ndarray],
     tags: Sequence[str],
 ) -> dict[str, float]:
     """Score whole entities: micro-averaged ``f1``, ``precision`` and ``recall``.
@@ -102,8 +102,8 @@ def entity_scores(
 
 def _calibrated_loss(
     kind: Kind,
-    labels: np.ndarray,
-    outputs: np.ndarray,
+    labels: ndarray,
+    outputs: ndarray,
 ) -> float:
     losses = (_loss(kind, labels, outputs / value) for value in TEMPERATURES)
     return min(losses)
@@ -111,8 +111,8 @@ def _calibrated_loss(
 
 def _loss(
     kind: Kind,
-    labels: np.ndarray,
-    outputs: np.ndarray,
+    labels: ndarray,
+    outputs: ndarray,
 ) -> float:
     if kind == "regression":
         losses = (outputs - labels) ** 2
@@ -124,7 +124,7 @@ def _loss(
     return float(losses.mean())
 
 
-def _calibration_error(labels: np.ndarray, logits: np.ndarray) -> float:
+def _calibration_error(labels: ndarray, logits: ndarray) -> float:
     probabilities = softmax(logits, axis=1)
     confidence = probabilities.max(axis=1)
     hits = probabilities.argmax(axis=1) == labels
@@ -133,7 +133,7 @@ def _calibration_error(labels: np.ndarray, logits: np.ndarray) -> float:
     return float(np.abs(gaps).sum() / len(labels))
 
 
-def _correlation(labels: np.ndarray, predictions: np.ndarray) -> float:
+def _correlation(labels: ndarray, predictions: ndarray) -> float:
     if np.ptp(labels) == 0 or np.ptp(predictions) == 0:
         return 0.0
     correlation = np.corrcoef(labels, predictions)[0, 1]

@@ -50,7 +50,7 @@ class TokenClassification(Objective):
 
         return encoded_texts(scenario, load_tags(scenario))
 
-    def usable(self, encoded: Any, rows: np.ndarray) -> np.ndarray:
+    def usable(self, encoded: Any, rows: ndarray) -> ndarray:
         """Return the rows with a tag to predict.
 
         Empty rows and unknown characters have none.
@@ -59,9 +59,9 @@ class TokenClassification(Objective):
 
     def evaluate(
         self,
-        model: nn.Module,
+        model: Module,
         encoded: Any,
-        rows: np.ndarray,
+        rows: ndarray,
     ) -> Scores:
         import torch
         from torch.nn.functional import cross_entropy

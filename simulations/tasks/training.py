@@ -37,7 +37,7 @@ class Task:
     train: Encoded
     test: Encoded
 
-    def clients(self, seed: int) -> list[np.ndarray]:
+    def clients(self, seed: int) -> list[ndarray]:
         """Return the numbers of each client's rows in the training split."""
         return _clients(self.experiment.to_json(), seed)
 
@@ -54,9 +54,9 @@ class Task:
         self,
         seed: int,
         client: int,
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[ndarray, ndarray]:
         """Return the numbers of a client's training rows and of its held-out rows."""
-        rng = np.random.default_rng([seed, client])
+        rng = default_rng([seed, client])
         rows = rng.permutation(self.clients(seed)[client])
         held = int(len(rows) * self.experiment.holdout)
         return np.sort(rows[held:]), np.sort(rows[:held])
@@ -77,7 +77,7 @@ def task_of(experiment_json: str) -> Task:
 
 
 @lru_cache(maxsize=16)
-def _clients(experiment_json: str, seed: int) -> list[np.ndarray]:
+def _clients(experiment_json: str, seed: int) -> list[ndarray]:
     task = task_of(experiment_json)
     train = task.data.train
     return split_clients(
@@ -98,13 +98,13 @@ def on_rows(rows: float) -> None:
 
 def batches(
     encoded: Encoded,
-    rows: np.ndarray,
+    rows: ndarray,
     size: int,
-    rng: np.random.Generator,
-) -> Iterator[np.ndarray]:
+    rng: Generator,
+) -> Iterator[ndarray]:
     """Yield batches of rows of similar length in random order; each row occurs once."""
     shuffled = rng.permutation(rows)
-    sorted_batches: list[np.ndarray] = []
+    sorted_batches: list[ndarray] = []
     for start in range(0, len(shuffled), size * _BUCKET):
         bucket = shuffled[start : start + size * _BUCKET]
         order = encoded.lengths(bucket).argsort(kind="stable")
@@ -117,14 +117,14 @@ def batches(
 
 def step_batches(
     task: Task,
-    model: nn.Module,
-    rows: np.ndarray,
+    model: Module,
+    rows: ndarray,
     limit: int,
     size: int,
     seed: int,
 ) -> Iterator[Batch]:
     """Yield at most ``limit`` random training rows, in batches of at most ``size``."""
-    rng = np.random.default_rng(seed)
+    rng = default_rng(seed)
     usable = task.objective.usable(task.train, rows)
     chosen = rng.permutation(usable)[:limit]
     for places in batches(task.train, chosen, size, rng):
@@ -133,9 +133,9 @@ def step_batches(
 
 
 def train(
-    model: nn.Module,
+    model: Module,
     task: Task,
-    rows: np.ndarray,
+    rows: ndarray,
     seed: int,
     epochs: float | None = None,
     lr: float | None = None,
@@ -154,8 +154,8 @@ def train(
     # 0.28 times 25 is a little more than 7 in floating-point numbers.
     steps = math.ceil((epochs or experiment.local_epochs) * an_epoch - 1e-9)
     torch.manual_seed(seed)
-    rng = np.random.default_rng(seed)
-    masks = np.random.default_rng([seed, 1])
+    rng = default_rng(seed)
+    masks = default_rng([seed, 1])
     optimizer = torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=lr or experiment.lr,
@@ -180,10 +180,10 @@ def train(
 
 
 def evaluate(
-    model: nn.Module,
+    model: Module,
     task: Task,
     split: Encoded,
-    rows: np.ndarray,
+    rows: ndarray,
 ) -> dict[str, float]:
     """Return the task's metrics and ``loss`` on rows of a split.
 
@@ -234,7 +234,7 @@ def check_labels(task: Task) -> None:
         )
 
 
-def check_model(task: Task, model: nn.Module) -> None:
+def check_model(task: Task, model: Module) -> None:
     """Raise ``FedrotError`` if a model cannot be trained on the rows of a task.
 
     The longest rows of each split are used, and that with the largest token, because
@@ -250,7 +250,7 @@ def check_model(task: Task, model: nn.Module) -> None:
             raise DataError(f"{task.data.name}: no {split} row has anything to predict")
         tried = _hardest(encoded, rows)
         try:
-            batch = task.objective.batch(encoded, tried, np.random.default_rng(0))
+            batch = task.objective.batch(encoded, tried, default_rng(0))
             task.objective.loss(model, batch).backward()
             model.zero_grad(set_to_none=True)
         except Exception as error:  # models raise many unrelated kinds
@@ -264,7 +264,7 @@ def check_model(task: Task, model: nn.Module) -> None:
     task.objective.check(model, name, encoded.batch(tried[:1]))
 
 
-def _hardest(encoded: Encoded, rows: np.ndarray) -> np.ndarray:
+def _hardest(encoded: Encoded, rows: ndarray) -> ndarray:
     """Return the two longest rows and that with the largest token."""
     order = encoded.lengths(rows).argsort(kind="stable")
     hardest = rows[order[-2:]]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module
 
 from fedrot.errors import FedrotError
 from fedrot.lora import adapter_tensors, load_adapter
@@ -25,8 +26,9 @@ from fedrot.simulations.pretrained import (
     pretrained_settings,
     source_of,
 )
-from fedrot.simulations.scenario import Scenario
+from fedrot.simulations.scenario import Scenario, Settings
 from fedrot.simulations.tasks.registry import TASKS
+from fedrot.tensors import Tensors
 
 #: The names of the feed-forward width and of dropouts in configurations, by
 #: architecture.
@@ -41,8 +43,11 @@ _NAMES = {
 }
 _LOG = logging.getLogger("flwr")
 #: Names of classification problems in transformers, by kind of the labels.
-PROBLEM_TYPES = {kind: f"{kind}_label_classification" for kind in ("single", "multi")}
-PROBLEM_TYPES["regression"] = "regression"
+PROBLEM_TYPES = {
+    "single": "single_label_classification",
+    "multi": "multi_label_classification",
+    "regression": "regression",
+}
 
 
 def model_config(scenario: Scenario, data: Any) -> Any:
@@ -185,7 +190,7 @@ def _patch_size(side: int) -> int:
     return patch
 
 
-def _with_adapter(model: Any, adapter: Mapping[str, Any], task_type: str) -> Module:
+def _with_adapter(model: Any, adapter: Settings, task_type: str) -> Module:
     """Return a model with a LoRA adapter of PEFT's ``LoraConfig``.
 
     PEFT freezes the base model.
@@ -224,11 +229,11 @@ def tensors_of(model: Module) -> dict[str, Tensor]:
 
 #: Functions that load an adapter, by the name that the server sends. Plug-ins add
 #: theirs.
-LOADERS: dict[str, Callable[[Any, Mapping[str, Tensor]], None]] = {"": load_adapter}
+LOADERS: dict[str, Callable[[Any, Tensors], None]] = {"": load_adapter}
 
 
 def load_tensors(
-    model: Module, tensors: Mapping[str, Tensor], how: str = ""
+    model: Module, tensors: Tensors, how: str = ""
 ) -> None:
     """Load the tensors of ``tensors_of``.
 
@@ -237,4 +242,4 @@ def load_tensors(
     if hasattr(model, "peft_config"):
         LOADERS[how](model, tensors)
     else:
-        model.load_state_dict(dict(tensors))
+        model.load_state_dict(tensors)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 Architecture = Literal["", "bert", "distilbert", "gpt2", "llama", "vit"]
+#: Options and other values by name.
+Settings = Mapping[str, Any]
 
 
 class Scenario(BaseModel):

@@ -12,15 +12,18 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import pyarrow.types as types
+from numpy import ndarray
+from numpy.random import default_rng
+from pyarrow import ChunkedArray, DataType, Table
 
+from fedrot.simulations.data import Columns, Names
 from fedrot.simulations.data.read import Content, Source, listed, refuse, refuse_rows
 from fedrot.simulations.scenario import Scenario
 from fedrot.simulations.tasks.registry import TASKS
 
 Kind: TypeAlias = Literal["single", "multi", "regression"]
-METRICS_OF_KIND: Mapping[Kind, tuple[str, ...]] = {
+METRICS_OF_KIND: Mapping[Kind, Names] = {
     "single": ("accuracy", "macro_f1"),
     "multi": ("macro_f1", "micro_f1", "accuracy"),
     "regression": ("pearson", "spearman"),
@@ -33,7 +36,9 @@ LIMIT_SEED = 0
 #: Numbers as Python writes them; variation selectors and other letters without a shape.
 _INTEGER = re.compile("0|-?[1-9][0-9]{0,999}")
 _SHAPELESS = re.compile("[\ufe00-\ufe0f\u034f\u115f\u1160\u3164\uffa0]")
-Reader: TypeAlias = "Callable[[Rows], Sequence[Sequence[Any]]]"
+#: The inputs of rows and, if there is one, their ``second``, see ``Split``.
+Inputs: TypeAlias = Sequence[Sequence[Any]]
+Reader: TypeAlias = "Callable[[Rows], Inputs]"
 LABEL: Content = (
     "label",
     ("label", "labels", "target", "class"),
@@ -56,9 +61,9 @@ class Split:
     """
 
     labels: ndarray
-    columns: Mapping[str, Sequence[object]]
+    columns: Columns
     inputs: Sequence[Any]
-    second: Sequence[Any] | None = None
+    second: Sequence[Any] = ()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -81,13 +86,13 @@ class DataSet:
 
     name: str
     kind: Kind
-    label_names: tuple[str, ...]
-    metrics: tuple[str, ...]
+    label_names: Names
+    metrics: Names
     train: Split
     test: Split
     said: str = ""
-    tags: tuple[str, ...] = ()
-    domains: tuple[str, ...] = ()
+    tags: Names = ()
+    domains: Names = ()
     side: int = 0
     channels: int = 0
 
@@ -112,13 +117,17 @@ class Rows(NamedTuple):
             self.labels[rows],
         )
 
+    def divide(self, train: ndarray, test: ndarray) -> list[Rows]:
+        """Return the rows of two masks."""
+        return [self.take(np.flatnonzero(mask)) for mask in (train, test)]
+
 
 def clean(text: object) -> str:
     """Return a text without spaces around it and in Unicode's composed form (NFC)."""
     return unicodedata.normalize("NFC", str(text)).strip()
 
 
-def label_columns(source: Source, scenario: Scenario) -> tuple[str, ...]:
+def label_columns(source: Source, scenario: Scenario) -> Names:
     """Return the label column, or without one the boolean columns, one for each label.
 
     With ``label_kind="multi"``, columns of 0 and 1, or of the texts true and false, are
@@ -132,7 +141,7 @@ def label_columns(source: Source, scenario: Scenario) -> tuple[str, ...]:
             return all(map(_as_booleans, columns))
         return all(types.is_boolean(column.type) for column in columns)
 
-    if scenario.label_column is None and not set(LABEL[1]) & set(source.columns):
+    if scenario.label_column is None and set(LABEL[1]).isdisjoint(source.columns):
         booleans = [*filter(boolean, source.columns)]
         if len(booleans) >= 2:
             return tuple(source.column(LABEL, name) for name in booleans)
@@ -154,7 +163,7 @@ def _as_booleans(column: ChunkedArray) -> bool:
 def labelled(
     source: Source,
     scenario: Scenario,
-    columns: Sequence[str],
+    columns: Names,
     inputs: Sequence[str],
     read: Reader,
 ) -> DataSet:
@@ -180,9 +189,8 @@ def labelled(
     if len(parts) == 1 and "split" in first.column_names:
         parts = _by_column(parts[0])
     labels = np.concatenate([part.labels for part in parts])
-    ends = np.cumsum([len(part.labels) for part in parts])
     kind: Kind = "single"
-    names = tuple(columns)
+    names = columns
     alike = ""
     if scores:
         kind = "regression"
@@ -201,7 +209,8 @@ def labelled(
             "single needs one class in each row, multi a column of 0 and 1 for each "
             "label",
         )
-    for place, of_part in enumerate(np.split(labels, ends[:-1])):
+    ends = [len(part.labels) for part in parts[:-1]]
+    for place, of_part in enumerate(np.split(labels, ends)):
         parts[place] = parts[place]._replace(labels=of_part)
     note = ""
     if len(parts) == 1:
@@ -248,7 +257,7 @@ def _split(
             "has no rows",
             "check the file or choose another data set",
         )
-    if limit is not None and limit < size:
+    if limit and limit < size:
         order = default_rng(LIMIT_SEED).permutation(size)
         rows = rows.take(order[:limit])
     others = [name for name in rows.table.column_names if name not in used]
@@ -314,13 +323,13 @@ def _classes(
     column: str,
     parts: Sequence[Rows],
     labels: ndarray,
-) -> tuple[tuple[str, ...], ndarray, str]:
+) -> tuple[Names, ndarray, str]:
     """Return the names of classes, the classes of the rows, and what looks alike."""
     values = set(labels)
     # Texts such as 00012 or 1.10 are no numbers.
     whole = all(map(_INTEGER.fullmatch, values))
     order = sorted(values, key=int if whole else None)
-    names = dict(zip(order, order, strict=True))
+    names = {label: label for label in order}
     declared = source.class_names.get(column, ())
     if declared:
         names = {str(number): name for number, name in enumerate(declared)}
@@ -334,7 +343,7 @@ def _classes(
         # The first row of a class names it, and training rows come first.
         for rows in reversed(parts):
             texts = rows.table["label_name"].to_pylist()
-            for label, text in zip(rows.labels[::-1], texts[::-1], strict=True):
+            for label, text in zip(reversed(rows.labels), reversed(texts), strict=True):
                 names[label] = clean(text)
     alike = ""
     for _, group in groupby(sorted(names.values(), key=_seen), _seen):
@@ -359,9 +368,7 @@ def _by_column(rows: Rows) -> list[Rows]:
             f"has {listed(sorted(known))}",
             "it needs 'train' and 'test' or 'validation', and a value in each row",
         )
-    train = rows.take(np.flatnonzero(splits == "train"))
-    test = rows.take(np.flatnonzero(splits == held_out))
-    return [train, test]
+    return rows.divide(splits == "train", splits == held_out)
 
 
 def _drawn(rows: Rows, by_class: bool) -> tuple[list[Rows], str]:
@@ -392,6 +399,4 @@ def _drawn(rows: Rows, by_class: bool) -> tuple[list[Rows], str]:
         f"{rows.where} has no splits: of {size} rows {held_out.sum()} are held out, "
         f"{share}, drawn with seed {SPLIT_SEED}."
     )
-    train = rows.take(np.flatnonzero(~held_out))
-    test = rows.take(np.flatnonzero(held_out))
-    return [train, test], note
+    return rows.divide(~held_out, held_out), note

@@ -6,14 +6,16 @@ import io
 import itertools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from numpy import ndarray
+from numpy.random import Generator, default_rng
 
 from fedrot.errors import FedrotError
+from fedrot.simulations.data import Columns, Names
 
 Rows: TypeAlias = npt.NDArray[np.int64]
 
@@ -51,7 +53,7 @@ def parse_partition(spec: str) -> tuple[str, Any]:
     if kind == "keyclass":
         fits = 0 < number <= 1
     elif kind == "pathological":
-        fits = fits and number % 1 == 0
+        fits = fits and number.is_integer()
     if not fits:
         raise PartitionError(
             f"partition {spec!r}: {value!r} is no such number; choose from {SPECS}"
@@ -63,7 +65,7 @@ def parse_partition(spec: str) -> tuple[str, Any]:
 
 def split_clients(
     split_labels: ndarray,
-    columns: Mapping[str, Sequence[object]],
+    columns: Columns,
     partition: str,
     clients: int,
     seed: int,
@@ -123,8 +125,8 @@ def split_clients(
 
 def partition_keys(
     labels: ndarray,
-    names: Sequence[str] = (),
-) -> tuple[Rows, tuple[str, ...]]:
+    names: Names = (),
+) -> tuple[Rows, Names]:
     """Return the class by which each row is divided, int64 ``[n]``, and all names.
 
     Single label: the label. Multi-label: the first label that is 1, or the number of
@@ -132,30 +134,30 @@ def partition_keys(
     rounded to an integer, minus the smallest one if that is negative; for wide ranges
     its interval, see ``MOST_BINS``.
     """
-    names = tuple(names)
     if labels.ndim == 2:
         positive = labels > 0
         labelled = positive.any(axis=1)
         keys = np.where(labelled, positive.argmax(axis=1), labels.shape[1])
         if not labelled.all():
             names += ("none",)
-        return keys.astype(np.int64), names
-    if not np.issubdtype(labels.dtype, np.floating):
-        return labels.astype(np.int64), names
-    low = float(labels.min(initial=0))
-    high = float(labels.max(initial=0))
-    if high - low > MOST_BINS:
-        edges = np.linspace(float(labels.min()), high, WIDE_BINS + 1)
-        names = ()
-        for lower, upper in itertools.pairwise(edges):
-            names += (f"{lower:g} to {upper:g}",)
-        keys = np.searchsorted(edges[1:-1], labels, side="right")
-        return keys.astype(np.int64), names
-    bins = np.rint(labels).astype(np.int64)
-    first = int(bins.min(initial=0))
-    last = int(bins.max(initial=first))
-    names = tuple(map(str, range(first, last + 1)))
-    return bins - first, names
+    elif not np.issubdtype(labels.dtype, np.floating):
+        keys = labels
+    else:
+        low = float(labels.min(initial=0))
+        high = float(labels.max(initial=0))
+        if high - low > MOST_BINS:
+            edges = np.linspace(float(labels.min()), high, WIDE_BINS + 1)
+            names = ()
+            for lower, upper in itertools.pairwise(edges):
+                names += (f"{lower:g} to {upper:g}",)
+            keys = np.searchsorted(edges[1:-1], labels, side="right")
+        else:
+            bins = np.rint(labels).astype(np.int64)
+            first = bins.min(initial=0)
+            last = bins.max(initial=first)
+            names = tuple(map(str, range(first, last + 1)))
+            keys = bins - first
+    return keys.astype(np.int64), names
 
 
 def _flower_rows(
@@ -207,7 +209,7 @@ def _flower_rows(
 
 def _column_rows(
     column: str,
-    columns: Mapping[str, Sequence[object]],
+    columns: Columns,
     clients: int,
 ) -> list[Rows]:
     values = columns.get(column, ())
@@ -218,9 +220,7 @@ def _column_rows(
             "missing values; use fewer clients, or another column of "
             f"{', '.join(columns)}"
         )
-    order = np.argsort(which, kind="stable")
-    ends = np.cumsum(np.bincount(which))
-    parts = np.split(order, ends[:-1])
+    parts = _rows_by_number(which)
     if len(parts) == clients:
         return parts
     groups: list[list[Rows]] = [[] for _ in range(clients)]
@@ -228,6 +228,22 @@ def _column_rows(
         smallest = min(groups, key=lambda group: sum(map(len, group)))
         smallest.append(part)
     return [*map(np.concatenate, groups)]
+
+
+def _rows_by_number(numbers: Rows) -> list[Rows]:
+    """Return the rows that have 0, those that have 1, and so on, in order."""
+    order = np.argsort(numbers, kind="stable")
+    ends = np.cumsum(np.bincount(numbers))
+    return np.split(order, ends[:-1])
+
+
+def _even(
+    total: int,
+    parts: int,
+) -> Rows:
+    """Return the sizes of parts of a total, equal to within one, larger ones first."""
+    each, more = divmod(total, parts)
+    return each + (np.arange(parts) < more)
 
 
 def _key_class_rows(
@@ -246,31 +262,25 @@ def _key_class_rows(
     """
     rng = default_rng(seed)
     present, classes = np.unique(keys, return_inverse=True)
-    rows_of = []
-    for number in range(len(present)):
-        rows = np.flatnonzero(classes == number)
-        rows_of.append(rng.permutation(rows))
+    rows_of = [*map(rng.permutation, _rows_by_number(classes))]
     key_of = np.arange(clients) % len(present)
     numbers = np.arange(len(present))
     holds = numbers[:, None] == key_of
-    room = np.full(clients, len(keys) // clients)
-    room[: len(keys) % clients] += 1
+    room = _even(len(keys), clients)
 
     counts = np.zeros(holds.shape, dtype=np.int64)
     for number, rows in enumerate(rows_of[:clients]):
         holders = np.flatnonzero(holds[number])
         shared = round(fraction * len(rows))
-        each, more = divmod(shared, len(holders))
-        wanted = each + (np.arange(len(holders)) < more)
+        wanted = _even(shared, len(holders))
         counts[number, holders] = np.minimum(wanted, room[holders])
     rest = np.bincount(classes) - counts.sum(axis=1)
     counts += _deal(rest, room - counts.sum(axis=0), holds, rng)
-    parts: list[list[Rows]] = [[] for _ in range(clients)]
+    # A list for each class, with a piece for each client.
+    pieces = []
     for rows, cuts in zip(rows_of, counts.cumsum(axis=1), strict=True):
-        pieces = np.split(rows, cuts[:-1])
-        for part, piece in zip(parts, pieces, strict=True):
-            part.append(piece)
-    return [*map(np.concatenate, parts)]
+        pieces.append(np.split(rows, cuts[:-1]))
+    return [*map(np.concatenate, zip(*pieces, strict=True))]
 
 
 def _deal(
@@ -295,7 +305,7 @@ def _deal(
         # client k, have to be allowed.
         excluded = forbidden[c] | forbidden[:, [k]]
         partners = np.where(excluded, 0, dealt)
-        moves = min(int(dealt[c, k]), int(partners.sum()))
+        moves = min(dealt[c, k], partners.sum())
         swap = rng.multivariate_hypergeometric(partners.ravel(), moves)
         swap = swap.reshape(dealt.shape)
         dealt -= swap

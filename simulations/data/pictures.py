@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy import ndarray
 from PIL import Image, ImageOps
 
 from fedrot.simulations.data.encode import Batch, Encoded
-from fedrot.simulations.data.labels import DataSet, Rows, Split, label_columns, labelled
+from fedrot.simulations.data.labels import (
+    DataSet,
+    Inputs,
+    Rows,
+    Split,
+    label_columns,
+    labelled,
+)
 from fedrot.simulations.data.read import Content, find, refuse
 from fedrot.simulations.pretrained import pretrained_settings, source_of
-from fedrot.simulations.scenario import Scenario
+from fedrot.simulations.scenario import Scenario, Settings
 
 #: Largest side of a small model's images, in pixels; larger images are scaled down.
 LARGEST_SIDE = 64
@@ -64,15 +72,11 @@ def encoded_images(
     above 8 it is a multiple of 4, since patches cannot divide a prime number. There is
     one channel if all are grey.
     """
-    side = 0
-    channels = 0
-    processor: Mapping[str, Any] = {}
-    if scenario.model is not None:
-        side, channels, processor = _model_reads(scenario.model)
+    side, channels, processor = _model_reads(scenario.model)
     source = find(scenario.data, scenario.data_dir)
     column = source.column(IMAGE, scenario.text_column)
 
-    def read(rows: Rows) -> list[list[Image.Image]]:
+    def read(rows: Rows) -> Inputs:
         return [_images(rows, column, side or LARGEST_SIDE)]
 
     labels = label_columns(source, scenario)
@@ -88,7 +92,6 @@ def encoded_images(
         side = max(max(image.size) for image in images)
         if side > 8:
             side = -(-side // 4) * 4
-    if not channels:
         grey = all(image.mode == "L" for image in images)
         channels = 1 if grey else 3
     data = replace(data, side=side, channels=channels)
@@ -101,8 +104,13 @@ def encoded_images(
     return data, train, test
 
 
-def _model_reads(model: str) -> tuple[int, int, Mapping[str, Any]]:
-    """Return side and channels of a model's images, and its processor's settings."""
+def _model_reads(model: str | None) -> tuple[int, int, Settings]:
+    """Return side and channels of a model's images, and its processor's settings.
+
+    Without a model, they are 0, 0 and empty.
+    """
+    if model is None:
+        return 0, 0, {}
     from transformers.image_processing_base import ImageProcessingMixin
 
     settings = pretrained_settings(model)
@@ -115,7 +123,7 @@ def _model_reads(model: str) -> tuple[int, int, Mapping[str, Any]]:
             f"{channels} channels)",
             "choose a vision transformer, or another task",
         )
-    processor: Mapping[str, Any] = {}
+    processor: Settings = {}
     with suppress(OSError):  # saved without a processor
         # Not the processor itself, which needs torchvision.
         processor, _ = ImageProcessingMixin.get_image_processor_dict(source_of(model))
@@ -141,18 +149,19 @@ def _images(
     """Return grey (L) or coloured (RGB) images without a side above ``bound``."""
     images = []
     for number, value in zip(rows.numbers, rows.table[column], strict=True):
+        where = f"{rows.where}, row {number}"
         content: Any = value.as_py()
-        path = None
+        file: Any = None
         if isinstance(content, dict):
-            path = content.get("path")
+            file = content.get("path")
             content = content.get("bytes")
-        file: Any = path if content is None else io.BytesIO(content)
+        if content is None:
+            where = file or where
+        else:
+            file = io.BytesIO(content)
         try:
             image = _image(file)
         except Exception as error:  # Pillow raises many unrelated kinds
-            where = f"{rows.where}, row {number}"
-            if path and content is None:
-                where = path
             refuse(
                 where,
                 f"cannot be read as an image ({error})",

@@ -311,8 +311,13 @@ def find(name: str, data_dir: Path | None) -> Source:
     from datasets import load_dataset
 
     path, _, configuration = name.partition(":")
-    load = partial(load_dataset, path, configuration or None)
-    return _loaded(name, load, f"{unknown}; the hub failed")
+    return _loaded(
+        name,
+        f"{unknown}; the hub failed",
+        load_dataset,
+        path,
+        configuration or None,
+    )
 
 
 def _digits() -> Source:
@@ -343,8 +348,12 @@ def _at(place: Path) -> Source | None:
     if any((place / name).is_file() for name in ("dataset_dict.json", "state.json")):
         from datasets import load_from_disk
 
-        load = partial(load_from_disk, str(place))
-        return _loaded(str(place), load, "cannot be read as saved by 'datasets'")
+        return _loaded(
+            str(place),
+            "cannot be read as saved by 'datasets'",
+            load_from_disk,
+            str(place),
+        )
     return _images(place) if place.is_dir() else None
 
 
@@ -363,15 +372,19 @@ def _held_out(train: Path) -> Path:
 
 def _loaded(
     name: str,
-    load: Callable[[], Any],
     failed: str,
+    load: Callable[..., Any],
+    *arguments: object,
 ) -> Source:
-    """Return training and held-out rows, or all rows, of a data set of ``datasets``."""
+    """Return training and held-out rows, or all rows, of a data set of ``datasets``.
+
+    ``failed`` is a sentence's start, for the case that ``load`` fails.
+    """
     import datasets
 
     tables = {}
     try:
-        splits = load()
+        splits = load(*arguments)
         if not isinstance(splits, dict):
             splits = {"train": splits}
         features = splits["train"].features

@@ -14,6 +14,7 @@ import pyarrow.types as types
 
 from fedrot.simulations.data.labels import (
     DataSet,
+    Inputs,
     Rows,
     Split,
     clean,
@@ -56,7 +57,9 @@ def load_texts(scenario: Scenario) -> DataSet:
     Raises ``DataError``.
     """
     source = find(scenario.data, scenario.data_dir)
-    usual = (pair for pair in PAIRS if {*pair.split(",")} <= {*source.columns})
+    usual = (
+        pair for pair in PAIRS if set(pair.split(",")).issubset(source.columns)
+    )
     chosen = scenario.text_column or next(usual, None)
     wanted: Sequence[str | None] = [None]
     if chosen:
@@ -69,12 +72,11 @@ def load_texts(scenario: Scenario) -> DataSet:
         )
     columns = [source.column(TEXT, name) for name in wanted]
 
-    def read(rows: Rows) -> list[tuple[str, ...]]:
-        texts = []
-        for column in columns:
-            cells = rows.table[column].to_pylist()
-            texts.append(tuple(map(str, cells)))
-        return texts
+    def read(rows: Rows) -> Inputs:
+        return [
+            tuple(map(str, rows.table[column].to_pylist()))
+            for column in columns
+        ]
 
     labels = label_columns(source, scenario)
     return labelled(
@@ -103,7 +105,7 @@ def load_tags(scenario: Scenario) -> DataSet:
             tag = names[tag]
         return clean(tag)
 
-    def read(rows: Rows) -> tuple[Sequence[tuple[str, ...]], Sequence[Sequence[str]]]:
+    def read(rows: Rows) -> Inputs:
         sentences = rows.table[words_column].to_pylist()
         cells = rows.table[tags_column].to_pylist()
         tags = []
@@ -127,11 +129,8 @@ def load_tags(scenario: Scenario) -> DataSet:
         (words_column, tags_column),
         read,
     )
-    used: set[str] = {OUTSIDE}
-    for split in (data.train, data.test):
-        used.update(*(split.second or ()))
-    used.remove(OUTSIDE)
-    entities = sorted({tag[2:] for tag in used})
+    used = {OUTSIDE}.union(*data.train.second, *data.test.second)
+    entities = sorted({tag[2:] for tag in used - {OUTSIDE}})
     if not entities:
         refuse(
             f"{data.name}: every tag",
@@ -154,11 +153,10 @@ def load_tags(scenario: Scenario) -> DataSet:
 
 def _numbered(split: Split, tags: Sequence[str]) -> Split:
     """Return a split with numbers for tags, and a row's entities as its labels."""
-    number = {tag: index for index, tag in enumerate(tags)}
     rows = []
     labels = np.zeros((len(split), len(tags) // 2), dtype=np.float32)
-    for row, names in enumerate(split.second or ()):
-        numbers = np.array([number[tag] for tag in names], dtype=np.int64)
+    for row, names in enumerate(split.second):
+        numbers = np.array([*map(tags.index, names)], dtype=np.int64)
         # Entity t has the tags 2t + 1 and 2t + 2.
         entities = (numbers[numbers > 0] - 1) // 2
         labels[row, entities] = 1
@@ -198,7 +196,7 @@ def load_domains(scenario: Scenario) -> DataSet:
     names = [name for data in seen.values() for name in data.label_names]
     labels = tuple(dict.fromkeys(names))
     for name, data in loaded.items():
-        if not _joinable(data) or not {*labels} & {*data.label_names}:
+        if not _joinable(data) or set(labels).isdisjoint(data.label_names):
             refuse(
                 f"'{name}'",
                 "has scores, pairs, numbers for classes, or none of the labels "
@@ -253,7 +251,7 @@ def _united(
         flags = split.labels
         if data.kind != "multi":
             flags = np.eye(len(data.label_names))[flags]
-        table = pd.DataFrame(flags, columns=[*data.label_names])
+        table = pd.DataFrame(flags, columns=data.label_names)
         tables.append(table.reindex(columns=labels))
         domains += [domain] * len(split)
         texts += split.inputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from fedrot.simulations.scenario import Architecture, Scenario
@@ -16,8 +17,9 @@ from fedrot.simulations.tasks.objective import (
 from fedrot.simulations.tasks.registry import register
 
 if TYPE_CHECKING:
-    import numpy as np
-    from torch import Tensor, nn
+    from numpy import ndarray
+    from torch import Tensor
+    from torch.nn import Module
 
 #: Rows that are evaluated together.
 _ROWS = 128
@@ -44,7 +46,6 @@ class Classification(Objective):
 
     def __init__(self, scenario: Scenario, data: Any) -> None:
         super().__init__(scenario, data)
-        self.metrics = data.metrics
         if data.kind == "single":
             self.metrics += ("ece", "calibrated_loss")
 
@@ -107,8 +108,8 @@ class Classification(Objective):
         if not np.isfinite(logits).all():
             return self.diverged()
         scores = {}
-        losses: dict[str, list[float]] = {SEEN: [], UNSEEN: []}
-        values: dict[str, list[float]] = {SEEN: [], UNSEEN: []}
+        losses = defaultdict(list)
+        values = defaultdict(list)
         for domain in dict.fromkeys(domains):
             inside = domains == domain
             known = ~np.isnan(labels[inside][0])
@@ -122,6 +123,7 @@ class Classification(Objective):
             group = SEEN if domain in self.data.domains else UNSEEN
             values[group].append(result["macro_f1"])
             losses[group].append(result["loss"])
-        means = {name: float(np.mean(group)) for name, group in values.items() if group}
+        groups = (name for name in (SEEN, UNSEEN) if name in values)
+        means = {name: float(np.mean(values[name])) for name in groups}
         loss = float(np.mean(losses[SEEN] or losses[UNSEEN]))
         return {**means, **scores, "loss": loss}

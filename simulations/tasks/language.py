@@ -19,8 +19,10 @@ from fedrot.simulations.tasks.objective import (
 from fedrot.simulations.tasks.registry import register
 
 if TYPE_CHECKING:
-    import numpy as np
-    from torch import Tensor, nn
+    from numpy import ndarray
+    from numpy.random import Generator
+    from torch import Tensor
+    from torch.nn import Module
 
 #: Share of a row's ordinary tokens that is predicted; at least one token is.
 SHARE = 0.15
@@ -133,17 +135,16 @@ class MaskedLanguageModelling(LanguageModelling):
         super().__init__(scenario, data)
         tokenizer = tokenizer_for(scenario)
         vocabulary = tokenizer.get_vocab()
-        usual = ("[MASK]", "<mask>")
-        masks = [vocabulary[token] for token in usual if token in vocabulary]
-        if not masks:
+        mask = vocabulary.get("[MASK]", vocabulary.get("<mask>"))
+        if mask is None:
             raise DataError(
                 "the model's tokenizer has no mask token ([MASK] or <mask>), which "
                 "task 'mlm' needs; choose another model, or task 'classification'"
             )
-        self.mask = masks[0]
+        self.mask = mask
         added = tokenizer.get_added_tokens_decoder().items()
         special = [number for number, token in added if token.special]
-        self.special = np.unique([self.mask, *special])
+        self.special = np.unique([mask, *special])
         ordinary = np.setdiff1d([*vocabulary.values()], self.special)
         # A tokenizer may have tokens without an embedding.
         embedded = ordinary < settings_of(scenario, data).vocab_size
@@ -184,8 +185,8 @@ class MaskedLanguageModelling(LanguageModelling):
         padding = batch["attention_mask"].numpy() != 1
         fixed = np.isin(ids, self.special) | padding
         counts = (~fixed).sum(axis=1)
-        wanted = np.maximum(1, np.rint(SHARE * counts))
-        wanted = np.minimum(counts, wanted)
+        # At least one, if there is one.
+        wanted = np.clip(np.rint(SHARE * counts), 1, counts)
         order = np.where(fixed, np.inf, scores).argsort(axis=1, kind="stable")
         ranks = order.argsort(axis=1)
         hidden = ranks < wanted[:, None]

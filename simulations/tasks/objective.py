@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from fedrot.simulations.data import BUNDLED
+from fedrot.simulations.data import BUNDLED, Names
 from fedrot.simulations.scenario import Architecture, Scenario
 
 # Help reads the traits of tasks: what computes is imported at first use.
 if TYPE_CHECKING:
-    import numpy as np
-    from torch import Tensor, nn
+    from numpy import ndarray
+    from numpy.random import Generator
+    from torch import Tensor
+    from torch.nn import Module
 
 Batch: TypeAlias = "dict[str, Tensor]"
 Scores: TypeAlias = dict[str, float]
@@ -37,7 +40,7 @@ class Objective(ABC):
         joins_domains: whether several data sets may be the domains of one task.
         reads_pooling: whether a sentence-transformers model is pooled as it was saved.
         metrics: names in the result of ``evaluate``, without ``loss``, the headline
-            metric first.
+            metric first; if a class has none, those of its data.
     """
 
     name: str
@@ -49,7 +52,7 @@ class Objective(ABC):
     uses_labels: bool = True
     joins_domains: bool = False
     reads_pooling: bool = False
-    metrics: tuple[str, ...]
+    metrics: Names = ()
 
     def __init__(self, scenario: Scenario, data: Any) -> None:
         """Read what the objective needs.
@@ -57,6 +60,7 @@ class Objective(ABC):
         Raises ``DataError`` if the model does not fit.
         """
         self.data = data
+        self.metrics = self.metrics or data.metrics
 
     @staticmethod
     @abstractmethod
@@ -103,7 +107,7 @@ class Objective(ABC):
 
     def diverged(self) -> Scores:
         """Return the result of an evaluation without a loss: NaN for all metrics."""
-        return dict.fromkeys((*self.metrics, "loss"), float("nan"))
+        return dict.fromkeys((*self.metrics, "loss"), math.nan)
 
     def check(self, model: Module, name: str, batch: Batch) -> None:  # noqa: B027
         """Raise ``FedrotError`` if a model, in evaluation mode, is not for this task.

@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy import ndarray
 from scipy.special import log_softmax, softmax
 
 from fedrot.simulations.data.labels import Kind
+from fedrot.simulations.tasks.objective import Scores
 from fedrot.task_head.losses import TEMPERATURES
 
 
@@ -17,7 +19,7 @@ def evaluate_predictions(
     metrics: Sequence[str],
     outputs: ndarray,
     labels: ndarray,
-) -> dict[str, float]:
+) -> Scores:
     """Score model outputs; the result has ``metrics`` and ``loss``.
 
     Args:
@@ -61,7 +63,7 @@ def evaluate_predictions(
         "pearson": lambda: _correlation(labels, outputs),
         "spearman": lambda: _correlation(rankdata(labels), rankdata(outputs)),
         "ece": lambda: _calibration_error(labels, outputs),
-        "calibrated_loss": lambda: _calibrated_loss(kind, labels, outputs),
+        "calibrated_loss": lambda: _calibrated_loss(labels, outputs),
         "loss": lambda: _loss(kind, labels, outputs),
     }
     scores = {}
@@ -74,7 +76,7 @@ def entity_scores(
     truth: Sequence[ndarray],
     predicted: Sequence[ndarray],
     tags: Sequence[str],
-) -> dict[str, float]:
+) -> Scores:
     """Score whole entities: micro-averaged ``f1``, ``precision`` and ``recall``.
 
     An entity is correct if its type, its first and its last word are correct. As in
@@ -101,11 +103,10 @@ def entity_scores(
 
 
 def _calibrated_loss(
-    kind: Kind,
     labels: ndarray,
     outputs: ndarray,
 ) -> float:
-    losses = (_loss(kind, labels, outputs / value) for value in TEMPERATURES)
+    losses = (_loss("single", labels, outputs / value) for value in TEMPERATURES)
     return min(losses)
 
 

@@ -17,8 +17,8 @@ from fedrot.simulations.tasks.objective import (
 from fedrot.simulations.tasks.registry import register
 
 if TYPE_CHECKING:
-    import numpy as np
-    from torch import nn
+    from numpy import ndarray
+    from torch.nn import Module
 
 #: Rows that are evaluated together.
 _ROWS = 64
@@ -38,10 +38,6 @@ class TokenClassification(Objective):
     # The package has no tagged words.
     usual_data = ""
     peft = "TOKEN_CLS"
-
-    def __init__(self, scenario: Scenario, data: Any) -> None:
-        super().__init__(scenario, data)
-        self.metrics = data.metrics
 
     @staticmethod
     def read(scenario: Scenario) -> EncodedData:

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, count, islice
 
 import numpy as np
 import torch
-from torch import nn
+from numpy import ndarray
+from numpy.random import Generator, default_rng
+from torch.nn import Module
 
 from fedrot.errors import FedrotError
+from fedrot.simulations.data import Names
 from fedrot.simulations.data.encode import Encoded, EncodedText
 from fedrot.simulations.data.labels import DataSet
 from fedrot.simulations.data.partition import partition_keys, split_clients
 from fedrot.simulations.data.read import DataError
 from fedrot.simulations.experiment import Experiment
-from fedrot.simulations.tasks.objective import Batch, Objective, model_inputs
+from fedrot.simulations.tasks.objective import (
+    Batch,
+    Objective,
+    Scores,
+    model_inputs,
+    shortest_first,
+)
 from fedrot.simulations.tasks.registry import TASKS, read_encoded
 
 #: Number of batches that are made at once, from shuffled rows sorted by length.
@@ -41,13 +50,13 @@ class Task:
         """Return the numbers of each client's rows in the training split."""
         return _clients(self.experiment.to_json(), seed)
 
-    def partition(self, seed: int) -> tuple[Sequence[str], list[list[int]]]:
+    def partition(self, seed: int) -> tuple[Names, list[list[int]]]:
         """Return names of the classes, and row counts by client and class."""
         keys, names = partition_keys(self.data.train.labels, self.data.label_names)
         counts = []
         for part in self.clients(seed):
-            count = np.bincount(keys[part], minlength=len(names))
-            counts.append(count.tolist())
+            by_class = np.bincount(keys[part], minlength=len(names))
+            counts.append(by_class.tolist())
         return names, counts
 
     def client_rows(
@@ -104,13 +113,11 @@ def batches(
 ) -> Iterator[ndarray]:
     """Yield batches of rows of similar length in random order; each row occurs once."""
     shuffled = rng.permutation(rows)
-    sorted_batches: list[ndarray] = []
+    sorted_batches = []
     for start in range(0, len(shuffled), size * _BUCKET):
         bucket = shuffled[start : start + size * _BUCKET]
-        order = encoded.lengths(bucket).argsort(kind="stable")
-        ordered = bucket[order]
-        for first in range(0, len(ordered), size):
-            sorted_batches.append(ordered[first : first + size])
+        for places in shortest_first(encoded, bucket, size):
+            sorted_batches.append(bucket[places])
     for index in rng.permutation(len(sorted_batches)):
         yield sorted_batches[index]
 
@@ -163,10 +170,10 @@ def train(
         fused=True,
     )
     model.train()
-    endless = (batches(task.train, rows, size, rng) for _ in itertools.count())
-    every = itertools.chain.from_iterable(endless)
-    losses: list[float] = []
-    for places in itertools.islice(every, steps):
+    endless = (batches(task.train, rows, size, rng) for _ in count())
+    every = chain.from_iterable(endless)
+    losses = []
+    for places in islice(every, steps):
         batch = task.objective.batch(task.train, places, masks)
         loss = task.objective.loss(model, batch)
         optimizer.zero_grad(set_to_none=True)
@@ -184,7 +191,7 @@ def evaluate(
     task: Task,
     split: Encoded,
     rows: ndarray,
-) -> dict[str, float]:
+) -> Scores:
     """Return the task's metrics and ``loss`` on rows of a split.
 
     The headline metric is the first.
@@ -196,7 +203,7 @@ def evaluate(
     if not len(rows):
         return task.objective.diverged()
 
-    def count(
+    def note(
         _: object,
         __: object,
         inputs: Batch,
@@ -206,7 +213,7 @@ def evaluate(
         on_rows(EVALUATED * len(first))
 
     model.eval()
-    counted = model.register_forward_hook(count, with_kwargs=True)
+    counted = model.register_forward_hook(note, with_kwargs=True)
     with counted, torch.inference_mode():
         return task.objective.evaluate(model, split, rows)
 
@@ -217,7 +224,7 @@ def check_labels(task: Task) -> None:
     All are equal, or training and held-out rows share no class.
     """
     data = task.data
-    if not TASKS[task.experiment.task].classifies or data.kind == "multi":
+    if not task.objective.classifies or data.kind == "multi":
         return
     train = data.train.labels
     test = data.test.labels

@@ -222,9 +222,7 @@ def tensors_of(model: Module) -> dict[str, Tensor]:
     """
     if hasattr(model, "peft_config"):
         return adapter_tensors(model)
-    return {
-        name: tensor.detach().clone() for name, tensor in model.state_dict().items()
-    }
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 #: Functions that load an adapter, by the name that the server sends. Plug-ins add
@@ -232,9 +230,7 @@ def tensors_of(model: Module) -> dict[str, Tensor]:
 LOADERS: dict[str, Callable[[Any, Tensors], None]] = {"": load_adapter}
 
 
-def load_tensors(
-    model: Module, tensors: Tensors, how: str = ""
-) -> None:
+def load_tensors(model: Module, tensors: Tensors, how: str = "") -> None:
     """Load the tensors of ``tensors_of``.
 
     ``how`` names the loader of adapters, of any rank.

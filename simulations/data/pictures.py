@@ -79,11 +79,10 @@ def encoded_images(
     def read(rows: Rows) -> Inputs:
         return [_images(rows, column, side or LARGEST_SIDE)]
 
-    labels = label_columns(source, scenario)
     data = labelled(
         source,
         scenario,
-        labels,
+        label_columns(source, scenario),
         [column],
         read,
     )

@@ -22,7 +22,7 @@ from fedrot.simulations.data.labels import (
     labelled,
 )
 from fedrot.simulations.data.read import Content, find, listed, refuse
-from fedrot.simulations.scenario import Scenario
+from fedrot.simulations.scenario import Scenario, names_in
 
 PAIRS = (
     "sentence1,sentence2",
@@ -57,9 +57,7 @@ def load_texts(scenario: Scenario) -> DataSet:
     Raises ``DataError``.
     """
     source = find(scenario.data, scenario.data_dir)
-    usual = (
-        pair for pair in PAIRS if set(pair.split(",")).issubset(source.columns)
-    )
+    usual = (pair for pair in PAIRS if set(pair.split(",")).issubset(source.columns))
     chosen = scenario.text_column or next(usual, None)
     wanted: Sequence[str | None] = [None]
     if chosen:
@@ -73,16 +71,12 @@ def load_texts(scenario: Scenario) -> DataSet:
     columns = [source.column(TEXT, name) for name in wanted]
 
     def read(rows: Rows) -> Inputs:
-        return [
-            tuple(map(str, rows.table[column].to_pylist()))
-            for column in columns
-        ]
+        return [tuple(map(str, rows.table[column].to_pylist())) for column in columns]
 
-    labels = label_columns(source, scenario)
     return labelled(
         source,
         scenario,
-        labels,
+        label_columns(source, scenario),
         columns,
         read,
     )
@@ -175,14 +169,13 @@ def load_domains(scenario: Scenario) -> DataSet:
     are kept. Raises ``DataError``, also if two data sets have the same name, if one has
     scores, pairs or classes without names, or if an unseen one has none of the labels.
     """
-    domains = _names(scenario.data)
-    unseen = _names(scenario.unseen_data)
+    domains = names_in(scenario.data)
+    unseen = names_in(scenario.unseen_data)
     every = [*domains, *unseen]
     loaded = {}
-    for name in every:
-        if name not in loaded:
-            alone = scenario.model_copy(update={"data": name})
-            loaded[name] = load_texts(alone)
+    for name in dict.fromkeys(every):
+        alone = scenario.model_copy(update={"data": name})
+        loaded[name] = load_texts(alone)
     if len(every) == 1:
         return loaded[every[0]]
     metrics = [*map(metric_of, every)]
@@ -217,10 +210,6 @@ def load_domains(scenario: Scenario) -> DataSet:
         " ".join(data.said for data in loaded.values() if data.said),
         domains=tuple(domains),
     )
-
-
-def _names(names: str) -> list[str]:
-    return [*filter(None, map(str.strip, names.split(",")))]
 
 
 def _joinable(data: DataSet) -> bool:

@@ -144,11 +144,10 @@ class Experiment(Scenario):
         if self.unseen_data and not task.joins_domains:
             able = " and ".join(map(repr, named_tasks("joins_domains")))
             yield f"unseen_data is for task {able}, not for '{self.task}'"
-        usual = type(self).model_fields
         idle = [
             name
             for name in OF_SMALL_MODEL
-            if getattr(self, name) != usual[name].default
+            if getattr(self, name) != Experiment.model_fields[name].default
         ]
         if self.model is None:
             if self.architecture not in task.architectures:

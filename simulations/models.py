@@ -57,7 +57,7 @@ def model_config(scenario: Scenario, data: Any) -> Any:
         settings.id2label = dict(enumerate(data.tags))
         settings.label2id = {tag: number for number, tag in enumerate(data.tags)}
     elif TASKS[scenario.task].classifies:
-        settings.num_labels = 1 if data.kind == "regression" else len(data.label_names)
+        settings.num_labels = len(data.label_names)
         settings.problem_type = PROBLEM_TYPES[data.kind]
         if getattr(settings, "pad_token_id", None) is None:
             # Decoders classify with the last token that is not padding.
@@ -115,7 +115,7 @@ def _pretrained(name: str, auto: Any, pooling: str, settings: Any) -> Any:
             dtype=torch.float32,
             output_loading_info=True,
         )
-    new = set(info["missing_keys"])
+    new = info["missing_keys"]
     # A model saved for another task may have no pooler.
     prefix = "" if pooling else f"{model.base_model_prefix}."
     body = sorted(n for n in new if n.startswith(prefix) and "pooler." not in n)
@@ -196,8 +196,9 @@ def _with_adapter(model: Any, adapter: Settings, task_type: str) -> Module:
     PEFT freezes the base model.
     """
     # PEFT leaves the heads of language models out, but not those of taggers.
-    everywhere = adapter.get("target_modules") == "all-linear"
-    heads = ["classifier", "score"] if everywhere else None
+    heads = None
+    if adapter.get("target_modules") == "all-linear":
+        heads = ["classifier", "score"]
     arguments = {"task_type": task_type, "exclude_modules": heads, **adapter}
     try:
         import peft

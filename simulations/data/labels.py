@@ -18,6 +18,7 @@ from numpy.random import default_rng
 from pyarrow import ChunkedArray, DataType, Table
 
 from fedrot.simulations.data import Columns, Names
+from fedrot.simulations.data.partition import rows_by_number
 from fedrot.simulations.data.read import Content, Source, listed, refuse, refuse_rows
 from fedrot.simulations.scenario import Scenario
 from fedrot.simulations.tasks.registry import TASKS
@@ -261,8 +262,7 @@ def _split(
         order = default_rng(LIMIT_SEED).permutation(size)
         rows = rows.take(order[:limit])
     others = [name for name in rows.table.column_names if name not in used]
-    columns = rows.table.select(others).to_pydict()
-    return Split(rows.labels, columns, *read(rows))
+    return Split(rows.labels, rows.table.select(others).to_pydict(), *read(rows))
 
 
 def _read(
@@ -328,8 +328,7 @@ def _classes(
     values = set(labels)
     # Texts such as 00012 or 1.10 are no numbers.
     whole = all(map(_INTEGER.fullmatch, values))
-    order = sorted(values, key=int if whole else None)
-    names = {label: label for label in order}
+    names = {label: label for label in sorted(values, key=int if whole else None)}
     declared = source.class_names.get(column, ())
     if declared:
         names = {str(number): name for number, name in enumerate(declared)}
@@ -358,8 +357,7 @@ def _classes(
 
 
 def _by_column(rows: Rows) -> list[Rows]:
-    cells = rows.table["split"].to_pylist()
-    splits = np.array([*map(clean, cells)])
+    splits = np.array([*map(clean, rows.table["split"].to_pylist())])
     known = set(splits)
     held_out = "test" if "test" in known else "validation"
     if not known >= {"train", held_out} or known & {"", "None"}:
@@ -380,14 +378,12 @@ def _drawn(rows: Rows, by_class: bool) -> tuple[list[Rows], str]:
         classes = rows.labels
     rng = default_rng(SPLIT_SEED)
     held_out = np.zeros(size, dtype=bool)
-    order = np.argsort(classes, kind="stable")
-    ends = np.flatnonzero(np.diff(classes[order])) + 1
-    for members in np.split(order, ends):
+    for members in rows_by_number(classes):
         drawn = rng.permutation(members)
         count = round(len(drawn) / HELD_OUT_SHARE)
         held_out[drawn[:count]] = True
     share = f"one in {HELD_OUT_SHARE}"
-    if len(ends):
+    if len(np.unique(classes)) > 1:
         share += " of each class"
     if not held_out.any():
         refuse(

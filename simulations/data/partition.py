@@ -147,9 +147,9 @@ def partition_keys(
         high = float(labels.max(initial=0))
         if high - low > MOST_BINS:
             edges = np.linspace(float(labels.min()), high, WIDE_BINS + 1)
-            names = ()
-            for lower, upper in itertools.pairwise(edges):
-                names += (f"{lower:g} to {upper:g}",)
+            names = tuple(
+                f"{lower:g} to {upper:g}" for lower, upper in itertools.pairwise(edges)
+            )
             keys = np.searchsorted(edges[1:-1], labels, side="right")
         else:
             bins = np.rint(labels).astype(np.int64)
@@ -192,8 +192,7 @@ def _flower_rows(
             shuffle=False,
             seed=seed,
         )
-    rows = np.arange(len(keys))
-    partitioner.dataset = Dataset.from_dict({"row": rows, "key": keys})
+    partitioner.dataset = Dataset.from_dict({"row": np.arange(len(keys)), "key": keys})
     try:
         # Flower warns of retried draws and dropped classes, which are part of the
         # definitions. Its progress bar would disturb the caller's output.
@@ -220,7 +219,7 @@ def _column_rows(
             "missing values; use fewer clients, or another column of "
             f"{', '.join(columns)}"
         )
-    parts = _rows_by_number(which)
+    parts = rows_by_number(which)
     if len(parts) == clients:
         return parts
     groups: list[list[Rows]] = [[] for _ in range(clients)]
@@ -230,7 +229,7 @@ def _column_rows(
     return [*map(np.concatenate, groups)]
 
 
-def _rows_by_number(numbers: Rows) -> list[Rows]:
+def rows_by_number(numbers: Rows) -> list[Rows]:
     """Return the rows that have 0, those that have 1, and so on, in order."""
     order = np.argsort(numbers, kind="stable")
     ends = np.cumsum(np.bincount(numbers))
@@ -262,13 +261,12 @@ def _key_class_rows(
     """
     rng = default_rng(seed)
     present, classes = np.unique(keys, return_inverse=True)
-    rows_of = [*map(rng.permutation, _rows_by_number(classes))]
+    rows_of = [*map(rng.permutation, rows_by_number(classes))]
     key_of = np.arange(clients) % len(present)
-    numbers = np.arange(len(present))
-    holds = numbers[:, None] == key_of
+    holds = np.equal.outer(np.arange(len(present)), key_of)
     room = _even(len(keys), clients)
 
-    counts = np.zeros(holds.shape, dtype=np.int64)
+    counts = np.zeros_like(holds, dtype=np.int64)
     for number, rows in enumerate(rows_of[:clients]):
         holders = np.flatnonzero(holds[number])
         shared = round(fraction * len(rows))
@@ -277,9 +275,10 @@ def _key_class_rows(
     rest = np.bincount(classes) - counts.sum(axis=1)
     counts += _deal(rest, room - counts.sum(axis=0), holds, rng)
     # A list for each class, with a piece for each client.
-    pieces = []
-    for rows, cuts in zip(rows_of, counts.cumsum(axis=1), strict=True):
-        pieces.append(np.split(rows, cuts[:-1]))
+    pieces = [
+        np.split(rows, cuts[:-1])
+        for rows, cuts in zip(rows_of, counts.cumsum(axis=1), strict=True)
+    ]
     return [*map(np.concatenate, zip(*pieces, strict=True))]
 
 
@@ -296,7 +295,7 @@ def _deal(
     The assignment is random. Rows in a forbidden cell are then exchanged with rows for
     which both new cells are allowed, as far as there are such rows.
     """
-    dealt = np.zeros(forbidden.shape, dtype=np.int64)
+    dealt = np.zeros_like(forbidden, dtype=np.int64)
     classes = np.repeat(np.arange(len(rest)), rest)
     places = np.repeat(np.arange(len(room)), room)
     np.add.at(dealt, (classes, rng.permutation(places)), 1)

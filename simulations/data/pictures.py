@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,19 +43,17 @@ class EncodedImages(Encoded):
 
     Attributes:
         pixels: uint8 ``[rows, side, side, channels]``.
-        mean, deviation: mean and standard deviation of each channel, for values in [0,
-            1].
+        mean, deviation: float32, mean and standard deviation of each channel, for
+            values in [0, 1].
     """
 
     pixels: Any
-    mean: Sequence[float]
-    deviation: Sequence[float]
+    mean: ndarray
+    deviation: ndarray
 
     def batch(self, rows: ndarray) -> Batch:
-        mean = np.array(self.mean, dtype=np.float32)
-        deviation = np.array(self.deviation, dtype=np.float32)
         values = self.pixels[rows] / np.float32(255)
-        values = (values - mean) / deviation
+        values = (values - self.mean) / self.deviation
         channels_first = values.transpose(0, 3, 1, 2).copy()
         return {"pixel_values": torch.from_numpy(channels_first)}
 
@@ -94,8 +91,8 @@ def encoded_images(
         grey = all(image.mode == "L" for image in images)
         channels = 1 if grey else 3
     data = replace(data, side=side, channels=channels)
-    mean = (processor.get("image_mean") or (0.5,))[:channels]
-    deviation = (processor.get("image_std") or (0.5,))[:channels]
+    mean = np.array(processor.get("image_mean") or (0.5,), np.float32)[:channels]
+    deviation = np.array(processor.get("image_std") or (0.5,), np.float32)[:channels]
     train, test = (
         EncodedImages(split.labels, _pixels(data, split), mean, deviation)
         for split in (data.train, data.test)
@@ -133,10 +130,7 @@ def _pixels(data: DataSet, split: Split) -> ndarray:
     """Return the images of a split, uint8 ``[rows, side, side, channels]``."""
     mode = "L" if data.channels == 1 else "RGB"
     size = (data.side, data.side)
-    images = []
-    for image in split.inputs:
-        converted = image.convert(mode)
-        images.append(converted.resize(size, BILINEAR))
+    images = [image.convert(mode).resize(size, BILINEAR) for image in split.inputs]
     return np.stack(images).reshape(-1, *size, data.channels)
 
 
@@ -166,7 +160,7 @@ def _images(
                 f"cannot be read as an image ({error})",
                 "remove it or replace it",
             )
-        size = (min(image.width, bound), min(image.height, bound))
+        size = [min(side, bound) for side in image.size]
         images.append(image.resize(size, BILINEAR))
     return images
 
@@ -198,12 +192,13 @@ def _own_range(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;") or (
         image.mode == "I" and image.format in ("PPM", "PNG")
     ):
-        return Image.fromarray((values >> 8).astype(np.uint8))
-    values = values.astype(np.float64)
-    finite = values[np.isfinite(values)]
-    low = finite.min() if finite.size else 0
-    high = finite.max() if finite.size else 0
-    known = np.nan_to_num(values, nan=low, posinf=high, neginf=low)
-    shares = (known - low) / ((high - low) or 1)
-    pixels = np.rint(255 * shares)
+        pixels = values >> 8
+    else:
+        values = values.astype(np.float64)
+        finite = values[np.isfinite(values)]
+        low = finite.min() if finite.size else 0
+        high = finite.max() if finite.size else 0
+        known = np.nan_to_num(values, nan=low, posinf=high, neginf=low)
+        shares = (known - low) / ((high - low) or 1)
+        pixels = np.rint(255 * shares)
     return Image.fromarray(pixels.astype(np.uint8))

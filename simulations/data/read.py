@@ -84,8 +84,7 @@ def _csv(path: Path, delimiters: str = ",;\t|") -> Table:
     columns = []
     for name, *cells in zip(*rows, strict=True):
         names.append(name)
-        texts = [cell or None for cell in cells]
-        columns.append(pa.array(texts, pa.string()))
+        columns.append(pa.array([cell or None for cell in cells], pa.string()))
     return pa.table(columns, names)
 
 
@@ -288,15 +287,17 @@ def find(name: str, data_dir: Path | None) -> Source:
         places.append(Path(name))
     for place in places:
         source = _at(place)
-        if source is not None:
+        if source:
             return source
     if name == DIGITS:
         return _digits()
     names = {BUNDLED, DIGITS}
     for root in roots:
         names |= {path.name for path in root.glob("*")}
-    known = ", ".join(sorted(names))
-    unknown = f"is not available, or has no known format. Available: {known}"
+    unknown = (
+        "is not available, or has no known format. Available: "
+        f"{', '.join(sorted(names))}"
+    )
     if (
         name.count("/") != 1
         or Path(name).suffix.lower() in READERS
@@ -362,11 +363,10 @@ def _held_out(train: Path) -> Path:
     for place in places:
         if place.exists():
             return place
-    names = ", ".join(place.name for place in places)
     refuse(
         train,
         "has no held-out split next to it",
-        f"add one of {names}",
+        f"add one of {', '.join(place.name for place in places)}",
     )
 
 
@@ -390,8 +390,7 @@ def _loaded(
         features = splits["train"].features
         held_out = [split for split in HELD_OUT if split in splits]
         for split in ("train", *held_out[:1]):
-            table = splits[split].with_format("arrow")[:]
-            tables[f"{name} ({split})"] = _usable(table)
+            tables[f"{name} ({split})"] = _usable(splits[split].with_format("arrow")[:])
     except Exception as error:  # the hub's client raises many unrelated kinds
         refuse(
             f"data set {name!r}",
@@ -419,13 +418,20 @@ def _images(folder: Path) -> Source:
         # Archives of macOS have a folder of their own.
         places = [path for path in part.glob("[!.]*") if path.name != "__MACOSX"]
         empty = {place.name for place in places if place.is_dir()}
+        paths = [*places]
+        for place in places:
+            paths += place.rglob("*")
         rows = []
-        for file in _files(places):
+        for file in sorted(filter(Path.is_file, paths)):
             name, *below = file.relative_to(part).parts
             hidden = any(inner.startswith(".") for inner in below)
             if below and not hidden and _IMAGE.fullmatch(file.suffix):
-                image = {"bytes": None, "path": str(file)}
-                rows.append({"image": image, "label": name})
+                rows.append(
+                    {
+                        "image": {"bytes": None, "path": str(file)},
+                        "label": name,
+                    }
+                )
                 empty.discard(name)
             else:
                 left_out.append(file.name)
@@ -442,11 +448,3 @@ def _images(folder: Path) -> Source:
         f"{listed(left_out)}."
     )
     return Source(tables, said=note if left_out else "")
-
-
-def _files(places: Sequence[Path]) -> list[Path]:
-    """Return the files among places and below them, sorted."""
-    paths = [*places]
-    for place in places:
-        paths += place.rglob("*")
-    return sorted(filter(Path.is_file, paths))

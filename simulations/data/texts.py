@@ -105,8 +105,7 @@ def load_tags(scenario: Scenario) -> DataSet:
         tags = []
         for number, words, cell in zip(rows.numbers, sentences, cells, strict=True):
             of_words = [*map(name_of, cell)]
-            valid = all(map(_BIO.fullmatch, of_words))
-            if len(words) != len(of_words) or not valid:
+            if len(words) != len(of_words) or not all(map(_BIO.fullmatch, of_words)):
                 refuse(
                     f"{rows.where}, row {number}",
                     f"has {len(words)} words in {words_column!r}, and in "
@@ -200,6 +199,7 @@ def load_domains(scenario: Scenario) -> DataSet:
         metrics.insert(0, UNSEEN)
     train = _united(seen, "train", labels)
     test = _united(loaded, "test", labels)
+    notes = (data.said for data in loaded.values() if data.said)
     return DataSet(
         ",".join(domains),
         "multi",
@@ -207,7 +207,7 @@ def load_domains(scenario: Scenario) -> DataSet:
         (SEEN, *metrics),
         train,
         test,
-        " ".join(data.said for data in loaded.values() if data.said),
+        " ".join(notes),
         domains=tuple(domains),
     )
 

@@ -172,8 +172,9 @@ class MaskedLanguageModelling(LanguageModelling):
         ids = batch["input_ids"].numpy()
         if rng is None:
             # A row's own generator: what is hidden does not depend on the batch.
-            seeds = [[_EVALUATION_SEED, int(row)] for row in rows]
-            generators = map(np.random.default_rng, seeds)
+            generators = [
+                np.random.default_rng([_EVALUATION_SEED, row]) for row in rows
+            ]
             scores = np.stack([each.random(ids.shape[1]) for each in generators])
             shown = np.full_like(ids, self.mask)
         else:

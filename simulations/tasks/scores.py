@@ -66,10 +66,7 @@ def evaluate_predictions(
         "calibrated_loss": lambda: _calibrated_loss(labels, outputs),
         "loss": lambda: _loss(kind, labels, outputs),
     }
-    scores = {}
-    for name in (*metrics, "loss"):
-        scores[name] = float(functions[name]())
-    return scores
+    return {name: float(functions[name]()) for name in (*metrics, "loss")}
 
 
 def entity_scores(
@@ -106,8 +103,7 @@ def _calibrated_loss(
     labels: ndarray,
     outputs: ndarray,
 ) -> float:
-    losses = (_loss("single", labels, outputs / value) for value in TEMPERATURES)
-    return min(losses)
+    return min(_loss("single", labels, outputs / value) for value in TEMPERATURES)
 
 
 def _loss(
@@ -122,7 +118,7 @@ def _loss(
     else:
         rows = np.arange(len(labels))
         losses = -log_softmax(outputs, axis=1)[rows, labels]
-    return float(losses.mean())
+    return losses.mean()
 
 
 def _calibration_error(labels: ndarray, logits: ndarray) -> float:
@@ -131,7 +127,7 @@ def _calibration_error(labels: ndarray, logits: ndarray) -> float:
     hits = probabilities.argmax(axis=1) == labels
     bins = np.minimum((confidence * 15).astype(int), 14)
     gaps = np.bincount(bins, weights=hits - confidence)
-    return float(np.abs(gaps).sum() / len(labels))
+    return np.abs(gaps).sum() / len(labels)
 
 
 def _correlation(labels: ndarray, predictions: ndarray) -> float:

@@ -53,10 +53,10 @@ class Task:
     def partition(self, seed: int) -> tuple[Names, list[list[int]]]:
         """Return names of the classes, and row counts by client and class."""
         keys, names = partition_keys(self.data.train.labels, self.data.label_names)
-        counts = []
-        for part in self.clients(seed):
-            by_class = np.bincount(keys[part], minlength=len(names))
-            counts.append(by_class.tolist())
+        counts = [
+            np.bincount(keys[part], minlength=len(names)).tolist()
+            for part in self.clients(seed)
+        ]
         return names, counts
 
     def client_rows(
@@ -179,7 +179,7 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
-        losses.append(float(loss.detach()))
+        losses.append(loss.item())
         on_rows(len(places))
     if not losses:
         return math.nan

@@ -151,10 +151,9 @@ class Experiment(Scenario):
         ]
         if self.model is None:
             if self.architecture not in task.architectures:
-                able = " or ".join(task.architectures)
                 yield (
                     f"architecture '{self.architecture}' is not for '{self.task}'; "
-                    f"choose {able}"
+                    f"choose {' or '.join(task.architectures)}"
                 )
         elif idle:
             yield (

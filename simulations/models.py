@@ -97,8 +97,11 @@ def build_model(
     if not scenario.lora:
         return model
     torch.manual_seed(seed)
-    adapter = {**scenario.lora, "r": rank or max(scenario.ranks)}
-    return _with_adapter(model, adapter, task.peft)
+    return _with_adapter(
+        model,
+        {**scenario.lora, "r": rank or max(scenario.ranks)},
+        task.peft,
+    )
 
 
 def _pretrained(name: str, auto: Any, pooling: str, settings: Any) -> Any:

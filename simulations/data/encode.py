@@ -136,7 +136,7 @@ def _tags_of_tokens(words: Sequence[int | None], tags: ndarray) -> ndarray:
     """
     numbers = np.array([-1 if word is None else word for word in words], dtype=np.int64)
     first = (numbers >= 0) & (np.diff(numbers, prepend=-1) != 0)
-    of_tokens = np.full(len(numbers), IGNORED, dtype=np.int64)
+    of_tokens = np.full_like(numbers, IGNORED)
     of_tokens[first] = tags[numbers[first]]
     return of_tokens
 

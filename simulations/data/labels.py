@@ -342,7 +342,7 @@ def _classes(
         # The first row of a class names it, and training rows come first.
         for rows in reversed(parts):
             texts = rows.table["label_name"].to_pylist()
-            for label, text in zip(reversed(rows.labels), reversed(texts), strict=True):
+            for label, text in zip(rows.labels[::-1], reversed(texts), strict=True):
                 names[label] = clean(text)
     alike = ""
     for _, group in groupby(sorted(names.values(), key=_seen), _seen):

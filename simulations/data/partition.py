@@ -18,6 +18,8 @@ from fedrot.errors import FedrotError
 from fedrot.simulations.data import Columns, Names
 
 Rows: TypeAlias = npt.NDArray[np.int64]
+#: The rows of each client, or of each class.
+Parts: TypeAlias = list[Rows]
 
 KINDS = ("iid", "dirichlet", "pathological", "keyclass", "column")
 SPECS = (
@@ -69,7 +71,7 @@ def split_clients(
     partition: str,
     clients: int,
     seed: int,
-) -> list[Rows]:
+) -> Parts:
     """Divide the rows of a split among ``clients``, always alike for a seed.
 
     * ``iid``: a random division into equal parts.
@@ -101,8 +103,7 @@ def split_clients(
     kind, value = parse_partition(partition)
     keys, _ = partition_keys(split_labels)
     if kind == "iid":
-        order = default_rng(seed).permutation(rows)
-        parts = np.array_split(order, clients)
+        parts = np.array_split(default_rng(seed).permutation(rows), clients)
     elif kind == "column":
         parts = _column_rows(value, columns, clients)
     elif kind == "keyclass":
@@ -166,7 +167,7 @@ def _flower_rows(
     keys: Rows,
     clients: int,
     seed: int,
-) -> list[Rows]:
+) -> Parts:
     from datasets import Dataset
     from flwr_datasets.partitioner import (
         DirichletPartitioner,
@@ -210,7 +211,7 @@ def _column_rows(
     column: str,
     columns: Columns,
     clients: int,
-) -> list[Rows]:
+) -> Parts:
     values = columns.get(column, ())
     names, which = np.unique([*map(str, values)], return_inverse=True)
     if len(names) < clients or None in values:
@@ -229,7 +230,7 @@ def _column_rows(
     return [*map(np.concatenate, groups)]
 
 
-def rows_by_number(numbers: Rows) -> list[Rows]:
+def rows_by_number(numbers: ndarray) -> Parts:
     """Return the rows that have 0, those that have 1, and so on, in order."""
     order = np.argsort(numbers, kind="stable")
     ends = np.cumsum(np.bincount(numbers))
@@ -239,7 +240,7 @@ def rows_by_number(numbers: Rows) -> list[Rows]:
 def _even(
     total: int,
     parts: int,
-) -> Rows:
+) -> ndarray:
     """Return the sizes of parts of a total, equal to within one, larger ones first."""
     each, more = divmod(total, parts)
     return each + (np.arange(parts) < more)
@@ -250,7 +251,7 @@ def _key_class_rows(
     fraction: float,
     clients: int,
     seed: int,
-) -> list[Rows]:
+) -> Parts:
     """RegMean's key-class split (Jin et al., ICLR 2023), for any number of clients.
 
     Client k has key class k mod C of the C present classes. The clients of a key class

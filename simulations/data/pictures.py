@@ -12,7 +12,7 @@ import torch
 from numpy import ndarray
 from PIL import Image, ImageOps
 
-from fedrot.simulations.data.encode import Batch, Encoded
+from fedrot.simulations.data.encode import Encoded
 from fedrot.simulations.data.labels import (
     DataSet,
     Inputs,
@@ -24,6 +24,7 @@ from fedrot.simulations.data.labels import (
 from fedrot.simulations.data.read import Content, find, refuse
 from fedrot.simulations.pretrained import pretrained_settings, source_of
 from fedrot.simulations.scenario import Scenario, Settings
+from fedrot.simulations.tasks.objective import Batch
 
 #: Largest side of a small model's images, in pixels; larger images are scaled down.
 LARGEST_SIDE = 64

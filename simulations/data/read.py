@@ -231,8 +231,11 @@ class Source:
                     f"holds {column.type}, no {name}s",
                     "choose another column",
                 )
-            missing = [_missing(cell.as_py()) for cell in column]
-            refuse_rows(where, "no value", missing)
+            refuse_rows(
+                where,
+                "no value",
+                [_missing(cell.as_py()) for cell in column],
+            )
         return chosen
 
 
@@ -326,8 +329,9 @@ def _digits() -> Source:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    pixels = digits.images.astype(np.uint8)
-    files = [b"P5 8 8 16\n" + image.tobytes() for image in pixels]
+    files = [
+        b"P5 8 8 16\n" + image.tobytes() for image in digits.images.astype(np.uint8)
+    ]
     table = pa.table({"image": files, "label": digits.target})
     return Source({DIGITS: table})
 
@@ -335,17 +339,11 @@ def _digits() -> Source:
 def _at(place: Path) -> Source | None:
     for file in (place, Path(f"{place}.parquet")):
         if file.is_file() and file.suffix.lower() in READERS:
-            return Source({str(file): read_table(file)})
+            return _from_files(file)
     for suffix in READERS:
         train = place / f"train{suffix}"
         if train.is_file():
-            held_out = _held_out(train)
-            return Source(
-                {
-                    str(train): read_table(train),
-                    str(held_out): read_table(held_out),
-                }
-            )
+            return _from_files(train, _held_out(train))
     if any((place / name).is_file() for name in ("dataset_dict.json", "state.json")):
         from datasets import load_from_disk
 
@@ -356,6 +354,10 @@ def _at(place: Path) -> Source | None:
             str(place),
         )
     return _images(place) if place.is_dir() else None
+
+
+def _from_files(*files: Path) -> Source:
+    return Source({str(file): read_table(file) for file in files})
 
 
 def _held_out(train: Path) -> Path:

@@ -86,8 +86,7 @@ class Classification(Objective):
         logits = np.concatenate(outputs)[np.argsort(np.concatenate(order))]
         labels = encoded.labels[rows]
         if self.data.domains:
-            domains = np.array(encoded.domains)[rows]
-            return self._by_domain(domains, logits, labels)
+            return self._by_domain(np.array(encoded.domains)[rows], logits, labels)
         return evaluate_predictions(self.data.kind, self.metrics, logits, labels)
 
     def _by_domain(
@@ -123,7 +122,10 @@ class Classification(Objective):
             group = SEEN if domain in self.data.domains else UNSEEN
             values[group].append(result["macro_f1"])
             losses[group].append(result["loss"])
-        groups = (name for name in (SEEN, UNSEEN) if name in values)
-        means = {name: float(np.mean(values[name])) for name in groups}
+        means = {
+            name: float(np.mean(values[name]))
+            for name in (SEEN, UNSEEN)
+            if name in values
+        }
         loss = float(np.mean(losses[SEEN] or losses[UNSEEN]))
         return {**means, **scores, "loss": loss}

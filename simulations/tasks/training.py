@@ -88,10 +88,9 @@ def task_of(experiment_json: str) -> Task:
 @lru_cache(maxsize=16)
 def _clients(experiment_json: str, seed: int) -> list[ndarray]:
     task = task_of(experiment_json)
-    train = task.data.train
     return split_clients(
-        train.labels,
-        train.columns,
+        task.data.train.labels,
+        task.data.train.columns,
         task.experiment.partition,
         task.experiment.clients,
         seed,
@@ -132,8 +131,7 @@ def step_batches(
 ) -> Iterator[Batch]:
     """Yield at most ``limit`` random training rows, in batches of at most ``size``."""
     rng = default_rng(seed)
-    usable = task.objective.usable(task.train, rows)
-    chosen = rng.permutation(usable)[:limit]
+    chosen = rng.permutation(task.objective.usable(task.train, rows))[:limit]
     for places in batches(task.train, chosen, size, rng):
         batch = task.objective.batch(task.train, places, rng)
         yield model_inputs(model, batch)

@@ -57,6 +57,7 @@ def model_config(scenario: Scenario, data: Any) -> Any:
         settings.id2label = dict(enumerate(data.tags))
         settings.label2id = {tag: number for number, tag in enumerate(data.tags)}
     elif TASKS[scenario.task].classifies:
+        # The score of a regression is one label, too.
         settings.num_labels = len(data.label_names)
         settings.problem_type = PROBLEM_TYPES[data.kind]
         if getattr(settings, "pad_token_id", None) is None:

@@ -17,8 +17,9 @@ import torch
 from fedrot.errors import FedrotError
 from fedrot.simulations.engine import Machine
 from fedrot.simulations.experiment import Experiment
-from fedrot.simulations.federation.cells import Cell, CellRun, strategy_of
+from fedrot.simulations.federation.cells import CellRun, strategy_of
 from fedrot.simulations.models import build_model, model_config, tensors_of
+from fedrot.simulations.run_folder import Cell
 from fedrot.simulations.strategy import NAMED, Strategy
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of

@@ -28,11 +28,11 @@ from rich.progress import BarColumn, Progress, TextColumn
 from fedrot.simulations.checks import checked, costs_of, estimate, in_words
 from fedrot.simulations.engine import Ended, Job, Machine, Tell, run_jobs
 from fedrot.simulations.experiment import Experiment
-from fedrot.simulations.federation.cells import Cell, cells_of, run_cell
+from fedrot.simulations.federation.cells import run_cell
 from fedrot.simulations.federation.client_app import app
 from fedrot.simulations.federation.grids import OrderedGrid, local_clients
 from fedrot.simulations.report.pages import present
-from fedrot.simulations.run_folder import RunFolder, only_writer
+from fedrot.simulations.run_folder import Cell, RunFolder, cells_of, only_writer
 from fedrot.simulations.tasks import training
 from fedrot.strategies.wire.flower_compat import outside_of_the_engine
 

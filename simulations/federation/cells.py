@@ -1,6 +1,4 @@
-"""Cells, an experiment with one seed and strategy each, and how they run in Flower's
-strategy loop.
-"""
+"""How a cell of an experiment runs in Flower's strategy loop."""
 
 from __future__ import annotations
 
@@ -19,7 +17,6 @@ from torch import nn
 from fedrot.aggregation import aggregation_named
 from fedrot.lora import AdapterOptions
 from fedrot.options import AlignmentOptions
-from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.federation.grids import OrderedGrid
 from fedrot.simulations.models import (
     build_model,
@@ -27,8 +24,7 @@ from fedrot.simulations.models import (
     model_config,
     tensors_of,
 )
-from fedrot.simulations.run_folder import file_name, read_rows, title_of
-from fedrot.simulations.strategy import Strategy
+from fedrot.simulations.run_folder import Cell, read_rows
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies import (
@@ -44,40 +40,6 @@ from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.client.moves import OTHER_BASIS_OPTIONS
 from fedrot.strategies.round.asked import CLIENT_KEY, CLIENT_RECORD
 from fedrot.symmetry import symmetry_of
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One experiment, seed and strategy."""
-
-    experiment: Experiment
-    seed: int
-    strategy: Strategy
-
-    @property
-    def title(self) -> str:
-        """The cell's title for people."""
-        return title_of(self.experiment.name, self.seed, self.strategy.name)
-
-    @property
-    def name(self) -> str:
-        """The cell's file name without suffix, unique for each cell."""
-        return file_name(self.title)
-
-    @property
-    def trains_first(self) -> tuple[str, int]:
-        """A key that is equal for cells that share the first round's trainings."""
-        return self.experiment.training, self.seed
-
-
-def cells_of(experiments: Iterable[Experiment]) -> list[Cell]:
-    """Return all cells in the order of tables."""
-    return [
-        Cell(experiment, seed, strategy)
-        for experiment in experiments
-        for seed in experiment.seeds
-        for strategy in experiment.strategies
-    ]
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,9 @@ from fedrot.simulations import simulate as runs
 from fedrot.simulations.checks import Checked, checked, costs_of, estimate, in_words
 from fedrot.simulations.engine import Ended, Job, Machine
 from fedrot.simulations.experiment import Experiment
-from fedrot.simulations.federation.cells import Cell, cells_of
 from fedrot.simulations.models import build_model
 from fedrot.simulations.report import pages
-from fedrot.simulations.run_folder import RunFolder, read_run
+from fedrot.simulations.run_folder import Cell, RunFolder, cells_of, read_run
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import task_of
 from tests.simulations.commands import SMALL, run, settings

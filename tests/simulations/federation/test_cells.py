@@ -17,11 +17,11 @@ import torch
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 
 from fedrot.simulations.experiment import Experiment
-from fedrot.simulations.federation.cells import CellRun, cells_of, run_cell, strategy_of
+from fedrot.simulations.federation.cells import CellRun, run_cell, strategy_of
 from fedrot.simulations.federation.client_app import app
 from fedrot.simulations.federation.grids import OrderedGrid
 from fedrot.simulations.models import build_model
-from fedrot.simulations.run_folder import FIELDS
+from fedrot.simulations.run_folder import FIELDS, cells_of
 from fedrot.simulations.simulate import run_job
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of

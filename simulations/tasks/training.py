@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -26,6 +26,9 @@ from fedrot.simulations.tasks.objectives import OBJECTIVES, Objective, model_inp
 _BUCKET = 16
 #: Cost of evaluating a row, in rows of training.
 EVALUATED = 1 / 3
+#: Callbacks that receive the number of rows of each batch that was trained on or
+#: evaluated. An evaluated row counts as ``EVALUATED`` rows.
+ON_ROWS: list[Callable[[float], None]] = []
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,9 @@ def _clients(experiment_json: str, seed: int) -> list[np.ndarray]:
     return split_clients(train.labels, train.columns, *how)
 
 
-def on_rows(rows: float) -> None:
-    """Take note of trained or evaluated rows; whoever shows the progress replaces this
-    function.
-    """
+def _report(rows: float) -> None:
+    for callback in ON_ROWS:
+        callback(rows)
 
 
 def batches(
@@ -148,7 +150,7 @@ def train(
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-        on_rows(len(batch))
+        _report(len(batch))
     return float(np.mean(losses[-an_epoch:])) if losses else float("nan")
 
 
@@ -166,7 +168,7 @@ def evaluate(
         return task.objective.diverged()
 
     def count(_: object, __: object, inputs: Mapping[str, Tensor], ___: object) -> None:
-        on_rows(EVALUATED * len(next(iter(inputs.values()))))
+        _report(EVALUATED * len(next(iter(inputs.values()))))
 
     model.eval()
     counted = model.register_forward_hook(count, with_kwargs=True)

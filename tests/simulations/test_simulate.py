@@ -290,7 +290,7 @@ def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
                 "metric": "loss",
                 "value": {"fedavg": None}.get(cell.strategy.name, 1.0),
             }
-            hear(job, ("cell", cell.name, [row], [], "", ""))
+            hear(job, runs.CellResult(cell.name, [row]))
         hear(job, Ended())
 
     monkeypatch.setattr(runs, "run_jobs", dying)
@@ -343,16 +343,15 @@ def test_progress_is_told_inside_a_part(
     (cell,), found = costs(experiment)
     (cost,) = found.values()
     heard: list[Any] = []
-    before = training.on_rows
     runs.run_job([cell], [cost], tmp_path, heard.append)
-    assert training.on_rows is before
-    done = [said[2] for said in heard if said[0] == "progress"]
+    assert training.ON_ROWS == []
+    done = [said.done for said in heard if isinstance(said, runs.CellProgress)]
     assert len(done) > 5
     assert done == sorted(done)
     assert not [*tmp_path.iterdir()]
     # What a part costs is counted before it runs: in the end it is all of it.
     assert done[-1] == pytest.approx(cost, rel=0.25)
-    assert heard[-2][1] == f"fedavg (seed 0) {100 * done[-1] / cost:.0f} %"
+    assert heard[-2].text == f"fedavg (seed 0) {100 * done[-1] / cost:.0f} %"
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -362,7 +361,8 @@ def test_without_a_terminal_a_line_breaks_a_silence(
     monkeypatch.setattr(runs, "SILENCE", 0.0)
     run, shown = shown_run(tmp_path, of(strategies="fedavg"), force_terminal=terminal)
     run._start -= 60
-    run._of_job[Job("a", print, ())] = ("fedavg (seed 0) 25 %", run._cost / 4)
+    progress = runs.CellProgress("fedavg (seed 0) 25 %", run._cost / 4)
+    run._of_job[Job("a", print, ())] = progress
     run._show()
     assert ("25 % about 3 min left; fedavg (seed 0) 25 %" in shown.getvalue()) == (
         not terminal

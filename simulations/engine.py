@@ -1,8 +1,8 @@
 """``run_jobs``: jobs in this process, in others of this machine, or on a Ray cluster.
 
-The processes are not those of ``concurrent.futures``: there, one dead process breaks the
-whole pool, and nothing tells whose job it had. Here each process has a pipe of its own:
-the job of a dead one is known and fails alone, and jobs can report while they run.
+The processes are not those of ``concurrent.futures``: there, one dead process ends the
+whole pool, and nothing tells which job it had. Here each process has its own pipe. The
+job of a dead process is known and fails alone, and jobs can report while they run.
 """
 
 from __future__ import annotations

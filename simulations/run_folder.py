@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from filelock import FileLock, Timeout
 
@@ -33,6 +33,8 @@ from fedrot.errors import FedrotError
 if TYPE_CHECKING:
     from fedrot.simulations.experiment import Experiment
     from fedrot.simulations.strategy import Strategy
+
+Row: TypeAlias = dict[str, Any]
 
 #: The keys of ``config.json`` and the types of their values, which are those of
 #: ``Run``.
@@ -103,9 +105,7 @@ def file_name(title: str) -> str:
     return f"{words[:100]}.{digest}"
 
 
-def _checked(
-    rows: list[dict[str, Any]], file: Path, needed: Iterable[str] = ()
-) -> list[dict[str, Any]]:
+def _checked(rows: list[Row], file: Path, needed: Iterable[str] = ()) -> list[Row]:
     """Return rows with NaN for null values.
 
     Raises ``FedrotError`` if fedrot did not write them.
@@ -126,7 +126,7 @@ def _is_row(row: Any, needed: Iterable[str]) -> bool:
     return all(isinstance(row[name], _TYPES[name]) for name in row.keys() & _TYPES)
 
 
-def read_rows(file: Path) -> list[dict[str, Any]]:
+def read_rows(file: Path) -> list[Row]:
     """Read the rows that a strategy wrote, JSON lines, up to an unreadable line.
 
     Raises ``OSError`` if the file cannot be read, ``ValueError`` if fedrot did not
@@ -156,8 +156,8 @@ class Run:
     commands: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     experiments: dict[str, dict[str, Any]] = field(default_factory=dict)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    alignment: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    alignment: list[Row] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
 
@@ -249,8 +249,8 @@ class RunFolder:
     def add(
         self,
         cell: Cell,
-        rows: list[dict[str, Any]],
-        alignment: list[dict[str, Any]],
+        rows: list[Row],
+        alignment: list[Row],
         log: str = "",
     ) -> None:
         """Write a finished cell's rows, alignment report and Flower's log."""

@@ -13,7 +13,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import monotonic, perf_counter
@@ -30,7 +30,7 @@ from fedrot.simulations.federation.cells import run_cell
 from fedrot.simulations.federation.client_app import app
 from fedrot.simulations.federation.grids import OrderedGrid, local_clients
 from fedrot.simulations.report.pages import present
-from fedrot.simulations.run_folder import Cell, RunFolder, cells_of, only_writer
+from fedrot.simulations.run_folder import Cell, Row, RunFolder, cells_of, only_writer
 from fedrot.simulations.summary import CENTRAL
 from fedrot.simulations.tasks import training
 from fedrot.strategies.wire.flower_compat import outside_of_the_engine
@@ -71,7 +71,7 @@ def simulate(
     described = {name: result.described for name, result in known.items()}
     printed = {""}
     for result in known.values():
-        for sentence in result.said:
+        for sentence in result.sentences:
             # Experiments on the same data have the same sentences.
             if sentence not in printed:
                 console.print(sentence, highlight=False)
@@ -133,9 +133,9 @@ class CellResult:
     """
 
     name: str
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    alignment: list[dict[str, Any]] = field(default_factory=list)
-    log: str = ""
+    rows: list[Row]
+    alignment: list[Row]
+    log: str
     failure: str = ""
 
 
@@ -309,7 +309,7 @@ def run_job(
                 result = CellResult(cell.name, run.rows, run.alignment, log.getvalue())
             except Exception:
                 failure = f"{log.getvalue()}\n{traceback.format_exc()}"
-                result = CellResult(cell.name, failure=failure)
+                result = CellResult(cell.name, [], [], log.getvalue(), failure)
             shutil.rmtree(Path(scratch) / "fedrot-bodies", ignore_errors=True)
             tell(result)
             log.seek(0)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from fedrot.simulations.run_folder import Row
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
     from fedrot.simulations.run_folder import Run
-
-Row: TypeAlias = Mapping[str, Any]
 
 #: The strategy that others are compared with, where it has results.
 REFERENCE = "fedavg"

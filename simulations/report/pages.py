@@ -12,8 +12,8 @@ from rich.console import Console
 from fedrot._io import write_text
 from fedrot.alignment.diagnosis import ALIGNED, PLAIN, WHOLE, diagnosis_of
 from fedrot.simulations.report import findings, plots, tables
-from fedrot.simulations.run_folder import read_rows, read_run
-from fedrot.simulations.summary import LOWER_IS_BETTER, Row, verdicts_of
+from fedrot.simulations.run_folder import Row, read_rows, read_run
+from fedrot.simulations.summary import LOWER_IS_BETTER, verdicts_of
 from fedrot.strategies.reporting.verdict import ends
 
 #: Results of a round's diagnosis, in words.

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedrot.simulations.report.tables import number, spoken
+from fedrot.simulations.run_folder import Row
 from fedrot.simulations.summary import (
     CENTRAL,
     LOWER_IS_BETTER,
-    Row,
     Verdict,
     paired_difference,
 )

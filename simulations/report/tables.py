@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from fedrot.distances import Shares, shares_by
-from fedrot.simulations.summary import Paired, Row, Verdict, span
+from fedrot.simulations.run_folder import Row
+from fedrot.simulations.summary import Paired, Verdict, span
 from fedrot.symmetry import NO_LAYER
 
 if TYPE_CHECKING:

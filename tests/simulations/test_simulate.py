@@ -290,7 +290,7 @@ def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
                 "metric": "loss",
                 "value": {"fedavg": None}.get(cell.strategy.name, 1.0),
             }
-            hear(job, runs.CellResult(cell.name, [row]))
+            hear(job, runs.CellResult(cell.name, [row], [], ""))
         hear(job, Ended())
 
     monkeypatch.setattr(runs, "run_jobs", dying)
@@ -455,7 +455,7 @@ def test_what_is_known_and_said_of_the_data() -> None:
         np.bincount(split.labels, minlength=7)
         for split in (task.data.train, task.data.test)
     )
-    largest, said = int(train.argmax()), " ".join(found.said)
+    largest, said = int(train.argmax()), " ".join(found.sentences)
     share = test[largest] / test.sum()
     assert (
         f"always answers '{task.data.label_names[largest]}' would have accuracy "
@@ -467,7 +467,7 @@ def test_what_is_known_and_said_of_the_data() -> None:
     # Few rows to choose by are said, too.
     chosen: dict[str, Any] = {"holdout": 0.5, "strategies": "fedavg,fit_head,guarded"}
     few = "Clients hold out 40 rows in all (seed 0), by which fit_head, guarded choose"
-    said = " ".join(checked(of(train_limit=80, **chosen)).said)
+    said = " ".join(checked(of(train_limit=80, **chosen)).sentences)
     assert (few in said, "leaves out" in said, "have 40 rows each" in said) == (
         True,
         False,
@@ -475,13 +475,15 @@ def test_what_is_known_and_said_of_the_data() -> None:
     )
     assert "holdout above 0.5" in said  # not one that the run has
     more = " ".join(
-        checked(of(train_limit=400, partition="column:label_name", **chosen)).said
+        checked(of(train_limit=400, partition="column:label_name", **chosen)).sentences
     )
     assert ("hold out" in more, "(seed 0), of 7 values of 'label_name'." in more) == (
         False,
         True,
     )
-    assert "always" not in " ".join(checked(of(task="mlm", strategies="fedavg")).said)
+    assert "always" not in " ".join(
+        checked(of(task="mlm", strategies="fedavg")).sentences
+    )
 
 
 @pytest.mark.parametrize(

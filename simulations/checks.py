@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import process_time
 from typing import Any
@@ -50,8 +50,7 @@ class Checked:
 
 
 def checked(experiment: Experiment) -> Checked:
-    """Load data, partitions and model of an experiment, try every strategy, and time a
-    training step.
+    """Load data and model of an experiment, try every strategy, and time a step.
 
     Raises ``FedrotError`` for bad input.
     """
@@ -113,7 +112,7 @@ def _check_strategy(task: Task, strategy: Strategy, model: Any) -> None:
     if strategy.chooses:
         clients = strategy.clients or range(experiment.clients)
         for seed in experiment.seeds:
-            if not any(len(task.client_rows(seed, client)[1]) for client in clients):
+            if not _held_out(task, seed, clients):
                 raise FedrotError(
                     f"it needs clients' held-out rows, but holdout "
                     f"{experiment.holdout:g} gives none with seed {seed}; use a larger "
@@ -128,6 +127,15 @@ def _check_strategy(task: Task, strategy: Strategy, model: Any) -> None:
             config = model_config(experiment, task.data)
             symmetry = symmetry_of(config, model.state_dict())
             options.layer_indices(symmetry.layers)
+
+
+def _held_out(task: Task, seed: int, clients: Iterable[int]) -> int:
+    """Return how many rows the clients hold out in all."""
+    count = 0
+    for client in clients:
+        _, rows = task.client_rows(seed, client)
+        count += len(rows)
+    return count
 
 
 def _remarks(task: Task, names: Sequence[str], sizes: Sequence[int]) -> Iterator[str]:
@@ -160,8 +168,7 @@ def _remarks(task: Task, names: Sequence[str], sizes: Sequence[int]) -> Iterator
             f"{seed})."
         )
     choosing = [strategy.name for strategy in experiment.strategies if strategy.chooses]
-    clients = range(experiment.clients)
-    held_out = sum(len(task.client_rows(seed, client)[1]) for client in clients)
+    held_out = _held_out(task, seed, range(experiment.clients))
     if choosing and held_out < FEW:
         yield (
             f"Clients hold out {held_out} rows in all (seed {seed}), by which "
@@ -171,7 +178,8 @@ def _remarks(task: Task, names: Sequence[str], sizes: Sequence[int]) -> Iterator
 
 
 def costs_of(
-    cells: Sequence[Cell], experiments: Mapping[str, Checked]
+    cells: Sequence[Cell],
+    experiments: Mapping[str, Checked],
 ) -> dict[str, float]:
     """Return the cost of each cell, by name, in rows of training.
 
@@ -202,7 +210,8 @@ def costs_of(
             passes = 2 * rounds + 1
         evaluated = (rounds + 1) * known.test_rows + experiment.holdout * rows
         evaluated += passes * rows
-        costs[cell.name] = rows * share * epochs + training.EVALUATED * evaluated
+        trained_rows = rows * share * epochs
+        costs[cell.name] = trained_rows + training.EVALUATED * evaluated
     return costs
 
 
@@ -240,4 +249,7 @@ def in_words(seconds: float) -> str:
     if seconds < 90:
         return f"{max(seconds, 1):.0f} s"
     minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+    if minutes < 90:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"

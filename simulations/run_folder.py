@@ -216,7 +216,10 @@ class RunFolder:
     """
 
     def __init__(
-        self, path: Path, experiments: Mapping[str, Any], command: str
+        self,
+        path: Path,
+        experiments: Mapping[str, Any],
+        command: str,
     ) -> None:
         """Open a folder for experiments by name, see ``checks.Checked.described``."""
         self.path = path
@@ -282,7 +285,9 @@ class RunFolder:
         return self.path / "cells" / f"{cell.name}.json"
 
     def _united(
-        self, held: Mapping[str, Any], experiment: Mapping[str, Any]
+        self,
+        held: Mapping[str, Any],
+        experiment: Mapping[str, Any],
     ) -> dict[str, Any]:
         """Return an experiment with the folder's seeds and strategies, too."""
         united = dict(experiment)

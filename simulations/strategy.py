@@ -55,7 +55,10 @@ class Strategy(BaseModel):
     guard: str = Field("", description="A metric on the clients' held-out rows.")
     server: dict[str, Any] = Field({}, description="Fields of Server.")
     fraction_train: float | None = Field(
-        None, gt=0, le=1, description="Default: the experiment's."
+        None,
+        gt=0,
+        le=1,
+        description="Default: the experiment's.",
     )
     weighted_by_key: str = Field("num-examples", description="As in FedAvg.")
     adapters: dict[str, Any] = Field(
@@ -216,7 +219,7 @@ def _of_adapters(strategy: Strategy, experiment: Experiment) -> None:
     if not experiment.lora:
         return
     options = AdapterOptions(**strategy.adapters)
-    if len(set(experiment.ranks)) > 1 and not options.kind.any_rank:
+    if len(set(experiment.ranks)) > 1 and not options.averaging.any_rank:
         raise ValueError(
             f"factors of different ranks have no mean (method '{options.method}'); "
             "take the strategy exact, adapters = {method = 'exact'}"

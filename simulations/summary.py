@@ -56,7 +56,9 @@ class Paired:
 
 
 def paired_difference(
-    differences: Sequence[float], *, lower_is_better: bool = False
+    differences: Sequence[float],
+    *,
+    lower_is_better: bool = False,
 ) -> Paired:
     """Return the mean of differences, t(0.975, n - 1) sd / sqrt(n), and the verdict."""
     from scipy import stats
@@ -72,7 +74,8 @@ def paired_difference(
     sd = float(np.std(differences, ddof=1)) if n > 1 else 0.0
     if sd <= ROUNDING * abs(mean):
         return Paired(mean, math.nan, n, "no interval")
-    half = float(stats.t.ppf(0.975, n - 1)) * sd / math.sqrt(n)
+    quantile = float(stats.t.ppf(0.975, n - 1))
+    half = quantile * sd / math.sqrt(n)
     if abs(mean) <= half:
         return Paired(mean, half, n, "within noise")
     better = (mean < 0) == lower_is_better
@@ -125,15 +128,14 @@ class Standing:
         """Return these results compared with another strategy's, and judged."""
         against = {metric: self._difference(other, metric) for metric in metrics}
         verdicts = {pair.verdict for pair in against.values()}
+        decided = verdicts & {"better", "worse"}
         judgement = "undecided"
         if "not finite" in verdicts:
             judgement = "diverged"
-        elif verdicts >= {"better", "worse"}:
+        elif len(decided) == 2:
             judgement = "mixed"
-        elif "better" in verdicts:
-            judgement = "better"
-        elif "worse" in verdicts:
-            judgement = "worse"
+        elif decided:
+            (judgement,) = decided
         elif verdicts == {"same"}:
             judgement = "same"
         return replace(self, against=against, judgement=judgement)

@@ -6,7 +6,13 @@ import math
 from collections.abc import Iterator
 
 from fedrot.simulations.report.tables import format_difference, number, spoken
-from fedrot.simulations.summary import LOWER_IS_BETTER, ROUNDING, Standing, Verdict
+from fedrot.simulations.summary import (
+    LOWER_IS_BETTER,
+    ROUNDING,
+    Standing,
+    Verdict,
+    span,
+)
 
 #: What the strategies of each judgement are called; the reference is named in it.
 JUDGED = {
@@ -89,10 +95,10 @@ def _noise(verdict: Verdict) -> Iterator[str]:
     halves = [model.against[metric].smallest for model in models]
     known = [half for half in halves if half > 0]
     if known:
-        ends = dict.fromkeys([number(min(known)), number(max(known))])
+        ends = span(known, number)
         yield (
-            f"With {verdict.seeds}, {spoken(metric)} has to differ by "
-            f"{' to '.join(ends)} to be beyond noise; brackets are 95 % intervals"
+            f"With {verdict.seeds}, {spoken(metric)} has to differ by {ends} to be "
+            "beyond noise; brackets are 95 % intervals"
         )
 
 
@@ -113,13 +119,16 @@ def _costs(verdict: Verdict) -> Iterator[str]:
 
 
 def _messages(standing: Standing) -> str:
-    return f"{number(standing.traffic / 1e6)} MB, {standing.requests:.0f} requests"
+    return f"{_megabytes(standing)}, {standing.requests:.0f} requests"
+
+
+def _megabytes(standing: Standing) -> str:
+    megabytes = number(standing.traffic / 1e6)
+    return f"{megabytes} MB"
 
 
 def _others(verdict: Verdict) -> Iterator[str]:
-    """Yield the strategies beside the recommended one and the reference, by
-    judgement.
-    """
+    """Yield the strategies beside those two, by judgement."""
     reference = verdict.reference
     named = (verdict.recommended, reference)
     others = [standing for standing in verdict.standings if standing not in named]
@@ -136,18 +145,20 @@ def _others(verdict: Verdict) -> Iterator[str]:
 
 
 def _gains(verdict: Verdict) -> tuple[str, list[str]]:
-    """Return ``accuracy 0.6, fedavg 0.5 (+0.1)`` of all clear gains in scores (or one),
-    and the rest.
+    """Return ``accuracy 0.6, fedavg 0.5 (+0.1)`` of clear gains, and the other texts.
+
+    Only gains in scores come first; without one, that of the headline metric does.
     """
     pairs = verdict.recommended.against
+    reference = verdict.reference.name
     clear = [metric for metric in verdict.judged if pairs[metric].verdict == "better"]
     gains = []
     for metric in dict.fromkeys([*clear, *verdict.judged]):
         pair = pairs[metric]
-        gains.append(
-            f"{spoken(metric)} {number(pair.ours)}, {verdict.reference.name} "
-            f"{number(pair.other)} ({format_difference(pair)})"
-        )
+        ours = number(pair.ours)
+        other = number(pair.other)
+        difference = format_difference(pair)
+        gains.append(f"{spoken(metric)} {ours}, {reference} {other} ({difference})")
     scores = [metric for metric in clear if metric != "loss"]
     count = max(1, len(scores))
     return "; ".join(gains[:count]), gains[count:]
@@ -167,7 +178,7 @@ def _other(standing: Standing, verdict: Verdict) -> str:
     for metric in clear or verdict.judged[:1]:
         texts.append(f"{spoken(metric)} {format_difference(pairs[metric])}")
     if standing.traffic > 0:
-        texts.append(f"{number(standing.traffic / 1e6)} MB")
+        texts.append(_megabytes(standing))
     return ", ".join(texts)
 
 

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 WIDEST = 26
 #: What stands where there is no number.
 NONE = "-"
-#: Shares found by alignment that are shown as 0, and those from which on the colour is
-#: full.
-NOTHING, FULL = 0.005, 0.5
+#: Smaller shares found by alignment are shown as 0.
+NOTHING = 0.005
+#: Larger shares have the full colour.
+FULL = 0.5
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,9 @@ class Table:
     texts: Container[str] = ()
 
     def __rich_console__(
-        self, console: Console, options: ConsoleOptions
+        self,
+        console: Console,
+        options: ConsoleOptions,
     ) -> RenderResult:
         from rich.box import SIMPLE_HEAD
         from rich.table import Table as RichTable
@@ -46,7 +49,10 @@ class Table:
 
         # As Text, brackets in names and intervals are not markup.
         table = RichTable(
-            box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False
+            box=SIMPLE_HEAD,
+            pad_edge=False,
+            padding=(0, 1, 0, 0),
+            show_edge=False,
         )
         table.title = Text(self.title) if self.title else None
         table.title_justify = "left"
@@ -90,7 +96,9 @@ def lost_table(rows: Iterable[Row]) -> Table | None:
     for row in rows:
         strategy = str(row.get("strategy", NONE))
         for what in {"dropped", "failed"} & row.keys():
-            reply = (strategy, str(row["client"]), what, str(row[what]))
+            client = str(row["client"])
+            reason = str(row[what])
+            reply = (strategy, client, what, reason)
             rounds_of.setdefault(reply, []).append(row["round"])
     if not rounds_of:
         return None
@@ -105,13 +113,16 @@ def lost_table(rows: Iterable[Row]) -> Table | None:
 
 
 def _table(
-    header: Sequence[str], lines: Iterable[Sequence[str]], texts: Container[str]
+    header: Sequence[str],
+    lines: Iterable[Sequence[str]],
+    texts: Container[str],
 ) -> Table:
     """Return a table without the columns that are unknown in all lines."""
-    columns = []
-    for name, *cells in zip(header, *lines, strict=True):
-        if {*cells} != {NONE}:
-            columns.append((name, *cells))
+    columns = [
+        (name, *cells)
+        for name, *cells in zip(header, *lines, strict=True)
+        if {*cells} != {NONE}
+    ]
     header, *lines = zip(*columns, strict=True)
     return Table("", header, lines, texts)
 
@@ -162,8 +173,13 @@ def heat_map(rows: Iterable[Row]) -> Grid:
     # Parts stand in the order of the rows, and their layers in ascending order.
     parts = [*dict.fromkeys(part for part, _ in lines)]
     rounds = sorted(set[int]().union(*lines.values()))
+
+    def order(line: tuple[str, int]) -> tuple[int, int]:
+        part, layer = line
+        return parts.index(part), layer
+
     grid = {}
-    for part, layer in sorted(lines, key=lambda line: (parts.index(line[0]), line[1])):
+    for part, layer in sorted(lines, key=order):
         name = part if layer == NO_LAYER else f"{part}, layer {layer}"
         cells = lines[part, layer]
         grid[name] = [cells.get(round_) for round_ in rounds]
@@ -183,7 +199,11 @@ def _share_cell(shares: Shares) -> TableCell:
         kind = "chance"
     elif share < 0:
         kind = "grew"
-    return TableCell(f"{100 * share:.0f}", min(abs(share) / FULL, 1.0), kind)
+    return TableCell(
+        text=f"{100 * share:.0f}",
+        strength=min(abs(share) / FULL, 1.0),
+        kind=kind,
+    )
 
 
 def format_difference(difference: Paired) -> str:

@@ -168,7 +168,9 @@ def options_of(parts: str) -> AlignmentOptions:
 
 
 def _refuse_unlike(
-    first: SavedModel, other: SavedModel, allowed: Collection[str]
+    first: SavedModel,
+    other: SavedModel,
+    allowed: Collection[str],
 ) -> None:
     """Raise ``FedrotError`` if two models differ in a field that is not allowed.
 
@@ -197,7 +199,9 @@ def _refuse_unlike(
 
 
 def refuse_different(
-    first: tuple[str, Any], other: tuple[str, Any], allowed: Collection[str]
+    first: tuple[str, Any],
+    other: tuple[str, Any],
+    allowed: Collection[str],
 ) -> None:
     """Raise ``FedrotError`` if two named configurations differ in a field.
 

@@ -51,7 +51,7 @@ $(VERSIONS:%=%/installed): .venv/installed
 
 # The tests that touch interfaces of Flower and PEFT; those of killed runs take long, and see nothing else of them.
 # PEFT 0.15 itself mixes adapters whose names begin alike, as one test's do.
-INTERFACE := $(addprefix tests/strategies/, test_flower_interface.py test_flower_compat.py test_drop_in.py \
+INTERFACE := $(addprefix tests/strategies/, test_flower_interface.py wire/test_flower_compat.py test_drop_in.py \
 	test_fedrot.py test_lora.py test_first_hour.py round/test_streaming.py resume/test_resume.py) \
 	$(addprefix tests/fedrot/lora/, test_peft.py test_peft_model.py)
 

@@ -23,7 +23,7 @@ from fedrot.simulations.strategy import NAMED, Strategy
 from fedrot.simulations.summary import span
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
-from fedrot.strategies.fitting.exchange import FEW
+from fedrot.strategies.fitting.result import FEW
 from fedrot.symmetry import symmetry_of
 from fedrot.task_head.names import task_head_of
 

@@ -99,9 +99,11 @@ def _pretrained(name: str, task: str, settings: Any) -> Any:
     """Load a model in float32, whatever its files are in; log new tensors, such as a
     head's.
     """
-    from fedrot.simulations import pooled
+    from fedrot.simulations import pooled_classifier
 
-    mode = pooled.pooling_of(name, settings) if task == "classification" else ""
+    mode = ""
+    if task == "classification":
+        mode = pooled_classifier.pooling_of(name, settings)
     with loading(name):
         model, found = _class(
             "AutoModel" if mode else f"AutoModelFor{TASKS[task].auto_model}"
@@ -126,7 +128,7 @@ def _pretrained(name: str, task: str, settings: Any) -> Any:
             f"'{name}' is quantised. Give it in float32, float16 or bfloat16."
         )
     if mode:
-        model = pooled.PooledForSequenceClassification(model, mode)
+        model = pooled_classifier.PooledForSequenceClassification(model, mode)
         new = {"classifier.bias", "classifier.weight"}
         _LOG.info(
             f"'{name}' is classified by the {mode} of its tokens, without later "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from pathlib import Path
 
@@ -17,6 +18,9 @@ PAGES = [
     ),
     *sorted((ROOT / "docs").rglob("*.ipynb")),
 ]
+ROOM = 1500
+#: Maximum number of words of a page with another limit than ``ROOM``.
+ROOMS = {"README.md": 900, "docs/symptoms.md": 2000, "docs/methods.md": 2000}
 #: What is not written, and what is written in its place.
 INSTEAD = {
     r"stretch(es)?": "slice",
@@ -32,8 +36,12 @@ INSTEAD = {
     r"please note that|note that": "nothing",
 }
 
+#: A module, a function or a class that a page names, and a file.
+CODE = re.compile(r"(?:`|^::: )(fedrot(?:\.[a-zA-Z_]\w*)+)", flags=re.MULTILINE)
+FILE = re.compile(r"`((?:\w+/)+\w+\.py)`")
 
-def found_in(text: str) -> list[str]:
+
+def unwanted_in(text: str) -> list[str]:
     """Return what should be written otherwise, outside of code."""
     prose = re.sub(r"```.*?```|`[^`\n]*`|<!--.*?-->", "", text, flags=re.DOTALL)
     return [
@@ -46,17 +54,30 @@ def found_in(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_has_the_projects_words(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert found_in(text) == []
+    assert unwanted_in(text) == []
     if page.suffix == ".md" and not {"archive", "summary.md"} & {*page.parts}:
-        assert len(text.split()) <= (900 if page == ROOT / "README.md" else 1500)
+        assert len(text.split()) <= ROOMS.get(str(page.relative_to(ROOT)), ROOM)
 
 
 def test_the_check_finds_words_outside_of_code() -> None:
-    said = found_in(
+    reasons = unwanted_in(
         "Two replies are set aside, simply. `foreign`\n```\na gauge\n```\nA stretch."
     )
-    assert [word.split("'")[1] for word in said] == [
+    assert [reason.split("'")[1] for reason in reasons] == [
         "stretch",
         "are set aside",
         "simply",
     ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_exists(page: Path) -> None:
+    """Results name what they were measured with."""
+    if "results" in page.parts:
+        return
+    text = page.read_text(encoding="utf-8")
+    for name in CODE.findall(text):
+        pkgutil.resolve_name(name)
+    for name in FILE.findall(text):
+        places = (ROOT / name, ROOT / "strategies" / name, page.parent / name)
+        assert "NAME" in name or any(place.exists() for place in places), name

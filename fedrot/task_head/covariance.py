@@ -9,18 +9,23 @@ from torch import Tensor
 
 from fedrot.errors import UpdateError
 
-#: Accepted rounding error of float64 sums, relative to their size; and of covariances
-#: in float32.
-ROUNDING, ROUNDING32 = 1e-12, 1e-3
+#: Accepted rounding error of float64 sums, relative to their size.
+ROUNDING = 1e-12
+
+#: Accepted rounding error of covariances in float32.
+ROUNDING32 = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
 class ShrunkCovariance:
-    """The inverse of a covariance of features, ``S_a = (1 - a) S + a s I`` with the
-    shrinkage ``a``.
+    """A covariance ``S`` of features, shrunk to ``S_a = (1 - a) S + a s I``, to be
+    inverted.
 
-    ``values`` ``[inputs]`` and ``vectors`` ``[inputs, inputs]`` are those of ``S``;
-    ``size`` is the mean square norm of the features.
+    Attributes:
+        values: eigenvalues of ``S``, float64 ``[inputs]``.
+        vectors: eigenvectors of ``S``, ``[inputs, inputs]``.
+        size: the mean square norm of the features.
+        shrinkage: ``a``.
     """
 
     values: Tensor
@@ -29,46 +34,53 @@ class ShrunkCovariance:
     shrinkage: float
 
     def solve(self, rows: Tensor, spread: Tensor | None = None) -> Tensor:
-        """Return ``rows S_a^-1`` ``[rows, inputs]``; raise ``UpdateError`` if features
-        vary too little.
+        """Return ``rows S_a^-1`` ``[rows, inputs]``.
 
-        ``spread`` is ``s``, ``[]`` or one for each row ``[rows]``; None for ``tr(S) /
-        inputs``.
+        Args:
+            spread: ``s``, ``[]`` or one for each row ``[rows]``; None for
+                ``tr(S) / inputs``.
+
+        Raises:
+            UpdateError: the features vary too little, or ``S_a`` is singular.
         """
-        spread = self.values.mean() if spread is None else spread
+        if spread is None:
+            spread = self.values.mean()
         if not bool((spread * len(self.values) > ROUNDING * self.size).all()):
             raise UpdateError(
                 "The features do not vary inside the classes, or so little beside "
                 "their means that sums do not show it. Collect from more rows, or "
                 "subtract a constant from the features."
             )
-        shrunk = (1 - self.shrinkage) * self.values + self.shrinkage * spread.unsqueeze(
-            -1
-        )
+        identity = self.shrinkage * spread.unsqueeze(-1)
+        shrunk = (1 - self.shrinkage) * self.values + identity
         check_regular(shrunk.amin(-1) / spread)
         return (rows @ self.vectors / shrunk) @ self.vectors.mT
 
-    def of_one(self, means: Tensor, shares: Tensor) -> Tensor:
-        """Return the ridge regression of 1 on the features, ``[inputs]``, by Woodbury's
-        identity.
+    def ridge_of_one(self, means: Tensor, priors: Tensor) -> Tensor:
+        """Return the ridge regression of 1 on the features, ``[inputs]``.
 
-        The covariance of all rows is ``S`` plus that of the classes' means.
+        The covariance of all rows is ``S`` plus that of the classes' means, of low
+        rank: its inverse follows by Woodbury's identity.
+
+        Args:
+            means: of the classes, ``[classes, inputs]``.
+            priors: shares of the classes, ``[classes]``.
         """
-        mean = shares @ means
-        between = shares.sqrt().unsqueeze(1) * (means - mean)
+        mean = priors @ means
+        between = priors.sqrt().unsqueeze(1) * (means - mean)
         spread = self.values.mean() + between.square().sum() / len(mean)
-        rows = torch.cat([(1 - self.shrinkage) ** 0.5 * between, mean.unsqueeze(0)])
+        scaled = (1 - self.shrinkage) ** 0.5 * between
+        rows = torch.cat([scaled, mean.unsqueeze(0)])
         solved = self.solve(rows, spread)
-        return torch.linalg.solve(
-            torch.eye(len(rows)).to(rows) + rows @ solved.mT, solved
-        )[-1]
+        system = torch.eye(len(rows)).to(rows) + rows @ solved.mT
+        return torch.linalg.solve(system, solved)[-1]
 
 
-def check_regular(left: Tensor) -> None:
+def check_regular(shares: Tensor) -> None:
     """Raise ``UpdateError`` if the smallest shares of covariances are rounding
     errors.
     """
-    if not bool((left > ROUNDING).all()):
+    if not bool((shares > ROUNDING).all()):
         raise UpdateError(
             "The covariance of the features is singular: raise the shrinkage, or "
             "collect from more rows."

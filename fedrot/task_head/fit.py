@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fedrot.errors import FedrotError
 from fedrot.task_head.covariance import ShrunkCovariance
-from fedrot.task_head.outputs import OUTPUT_KINDS
 from fedrot.task_head.sums import ClassSums
 from fedrot.tensors import Tensors
 
@@ -28,8 +27,9 @@ def fitted_task_head(
     bias: bool = True,
     priors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return weight ``[outputs, inputs]`` and bias ``[outputs]`` of one task head; see
-    ``fitted_task_heads``.
+    """Return weight ``[outputs, inputs]`` and bias ``[outputs]`` of one task head.
+
+    See ``fitted_task_heads``.
     """
     weights, biases = fitted_task_heads(sums, [shrinkage], bias, priors)
     return weights[0], biases[0]
@@ -87,29 +87,30 @@ def fitted_task_heads(
         raise FedrotError(
             "There is no shrinkage to fit a task head with. Give at least one."
         )
-    size, (values, vectors) = (
-        sums.gram.trace() / sums.rows,
-        torch.linalg.eigh(sums.within()),
-    )
-    kind, found = OUTPUT_KINDS[sums.problem_type], []
+    size = sums.gram.trace() / sums.rows
+    values, vectors = torch.linalg.eigh(sums.within())
+    weights, biases = list[Tensor](), list[Tensor]()
     for shrinkage in shrinkages:
         if not 0 <= shrinkage <= 1:
             raise FedrotError(f"shrinkage is {shrinkage}; it must be from 0 to 1.")
-        inverse = ShrunkCovariance(values, vectors, size, shrinkage)
-        weight, own = kind.fit(sums.counts, sums.sums, inverse, priors)
+        covariance = ShrunkCovariance(values, vectors, size, shrinkage)
+        weight, offset = sums.kind.fit(sums.counts, sums.sums, covariance, priors)
         if not bias:
-            one = inverse.of_one(sums.means(), sums.counts[kind.centres] / sums.rows)
-            weight, own = weight + torch.outer(own, one), torch.zeros_like(own)
-        found.append((weight, own))
-    weights, biases = zip(*found, strict=True)
+            shares = sums.counts[sums.kind.centres] / sums.rows
+            unit = covariance.ridge_of_one(sums.means(), shares)
+            weight = weight + torch.outer(offset, unit)
+            offset = torch.zeros_like(offset)
+        weights.append(weight)
+        biases.append(offset)
     return torch.stack(weights), torch.stack(biases)
 
 
 def with_task_head(
     tensors: Tensors, task_head: str, weight: Tensor, bias: Tensor
 ) -> dict[str, Tensor]:
-    """Return a model's tensors with another last layer; the other tensors are the same
-    objects.
+    """Return a model's tensors with another last layer.
+
+    The other tensors are the same objects.
 
     Args:
         tensors: a state dict; the layer's tensors keep their dtypes and devices.
@@ -117,41 +118,35 @@ def with_task_head(
         weight: from ``fitted_task_head``.
         bias: from ``fitted_task_head``.
 
-    Example: ``model.load_state_dict(with_task_head(model.state_dict(), head,
-    *fitted_task_head(total)))``
+    Example: ``with_task_head(model.state_dict(), "score", *fitted_task_head(total))``
 
     Raises:
         FedrotError: there is no such layer; or it has another shape, no bias although
             ``bias`` is not 0, or a dtype whose range is too small.
     """
-    found = dict(tensors)
-    biased = f"{task_head}.bias" in tensors
-    if not biased and bool(bias.any()):
+    layer = {f"{task_head}.weight": weight}
+    if f"{task_head}.bias" in tensors:
+        layer[f"{task_head}.bias"] = bias
+    elif bool(bias.any()):
         raise FedrotError(
             f"The layer '{task_head}' has no bias: fit it with fitted_task_head(sums, "
             "bias=False)."
         )
-    new = {
-        f"{task_head}.weight": weight,
-        **({f"{task_head}.bias": bias} if biased else {}),
-    }
-    for name, value in new.items():
-        if name not in tensors or tensors[name].shape != value.shape:
-            has = (
-                f"has shape {list(tensors[name].shape)}"
-                if name in tensors
-                else "is missing"
-            )
+    changed = dict(tensors)
+    for name, value in layer.items():
+        before = tensors.get(name)
+        if before is None or before.shape != value.shape:
+            shape = "is missing" if before is None else f"has shape {[*before.shape]}"
             raise FedrotError(
-                f"The tensor '{name}' {has}, but the task head has "
+                f"The tensor '{name}' {shape}, but the task head has "
                 f"{list(value.shape)}. Fit the head to sums of the same layer of the "
                 "same model."
             )
-        found[name] = value.detach().to(tensors[name])
-        if not bool(torch.isfinite(found[name]).all()):
+        changed[name] = value.detach().to(before)
+        if not bool(torch.isfinite(changed[name]).all()):
             raise FedrotError(
-                f"The tensor '{name}' is {found[name].dtype}, which cannot hold the "
+                f"The tensor '{name}' is {before.dtype}, which cannot hold the "
                 "task head's values. Take a wider dtype for the task head, or raise "
                 "the shrinkage."
             )
-    return found
+    return changed

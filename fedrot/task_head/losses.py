@@ -1,6 +1,4 @@
-"""The temperature of a merged classifier, chosen by losses that clients sum over
-held-out rows.
-"""
+"""Losses of task heads, which clients sum over held-out rows, and temperatures."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.task_head.fit import with_task_head
-from fedrot.task_head.outputs import OUTPUT_KINDS, Pair, problem_type_of
+from fedrot.task_head.outputs import OUTPUT_KINDS, problem_type_of
 from fedrot.task_head.rows import labelled_rows
 from fedrot.tensors import Tensors
 
@@ -54,12 +52,10 @@ class LossSums:
     counts: Tensor
 
     def __post_init__(self) -> None:
-        grid = (len(self.counts) - 1, len(TEMPERATURES))
-        for name, shape in {
-            "losses": grid,
-            "squares": grid,
-            "counts": (1 + grid[0],),
-        }.items():
+        heads = len(self.counts) - 1
+        grid = (heads, len(TEMPERATURES))
+        shapes = {"losses": grid, "squares": grid, "counts": (1 + heads,)}
+        for name, shape in shapes.items():
             value: Tensor = getattr(self, name)
             if value.dtype != torch.float64 or tuple(value.shape) != shape:
                 raise UpdateError(
@@ -79,18 +75,20 @@ class LossSums:
         return float(self.counts[0])
 
     def __add__(self, other: LossSums) -> LossSums:
-        """Return the sums over the rows of both; raises ``UpdateError`` if they have
-        other heads.
+        """Return the sums over the rows of both.
+
+        Raises:
+            UpdateError: the sums have different numbers of heads.
         """
         if len(self.counts) != len(other.counts):
             raise UpdateError(
                 "Losses are of different numbers of heads; use the same at all clients."
             )
-        pairs = (
-            (getattr(self, name), getattr(other, name))
-            for name in ("losses", "squares", "counts")
+        return LossSums(
+            self.losses + other.losses,
+            self.squares + other.squares,
+            self.counts + other.counts,
         )
-        return LossSums(*(ours + theirs for ours, theirs in pairs))
 
 
 class TaskHeads(NamedTuple):
@@ -109,23 +107,31 @@ class TaskHeads(NamedTuple):
     partner: Tensor
 
     def logits(self, features: Tensor, outputs: int) -> Tensor:
-        """Return ``[heads, rows, outputs]``; raises ``FedrotError`` if a shape or a
-        partner is wrong.
+        """Return the logits of each head, ``[heads, rows, outputs]``.
+
+        Raises:
+            FedrotError: a shape or a partner is wrong.
         """
-        count, shape = len(self.partner), (outputs, features.shape[1])
-        right = self.weight.shape == (count, *shape) and self.bias.shape == (
-            count,
-            outputs,
-        )
-        if not (count and right and {*self.partner.tolist()} <= {*range(-1, count)}):
+        count = len(self.partner)
+        shape = (outputs, features.shape[1])
+        fits = self.weight.shape == (count, *shape)
+        fits = fits and self.bias.shape == (count, outputs)
+        partners = {*self.partner.tolist()}
+        if not (count and fits and partners <= {*range(-1, count)}):
             raise FedrotError(
                 f"Weights {list(self.weight.shape)}, biases {list(self.bias.shape)} "
                 f"and partners {self.partner.tolist()} of heads do not fit a layer of "
                 f"shape {list(shape)}."
             )
-        return features @ self.weight.to(features).mT + self.bias.to(
-            features
-        ).unsqueeze(1)
+        products = features @ self.weight.to(features).mT
+        return products + self.bias.to(features).unsqueeze(1)
+
+
+class _OldLosses(NamedTuple):
+    """A batch's labels, and the losses of its rows by the old head at temperature 1."""
+
+    labels: Tensor
+    losses: Tensor
 
 
 def compare_losses(
@@ -135,11 +141,10 @@ def compare_losses(
     task_heads: Sequence[TaskHeads],
     problem_type: str | None = None,
 ) -> LossSums:
-    """Return the summed losses of task heads of several models on a client's held-out
-    rows.
+    """Return the losses of task heads of several models on a client's held-out rows.
 
-    TaskHeads are in the order of the models; the first head of the first model is the
-    old one.
+    Heads are in the order of the models; the first head of the first model is the old
+    one.
 
     Args:
         models: drawn one after the other: an iterable may yield one model with other
@@ -150,26 +155,22 @@ def compare_losses(
         task_heads: of each model.
         problem_type: a problem_type; None for that of ``model.config``.
 
-    Example: ``compare_losses([old, new], held_out, "classifier", [TaskHeads(*of_old),
-    TaskHeads(*of_new)])``
+    Example: ``compare_losses([model], held_out, "classifier", [TaskHeads(*layers)])``
 
     Raises:
         FedrotError: see ``collect_losses``; heads do not fit the layer, or rows come in
             another order.
     """
-    old: list[Pair] = []
-    pairs = zip(task_heads, models, strict=True)
-    found = [
-        _losses(model, batches, problem_type, old, task_head, own)
-        for own, model in pairs
+    old: list[_OldLosses] = []
+    sums = [
+        _losses(model, batches, problem_type, old, task_head, heads)
+        for heads, model in zip(task_heads, models, strict=True)
     ]
-    losses, squares = (
-        torch.cat([getattr(o, name) for o in found]) for name in ("losses", "squares")
-    )
+    rows = sums[0].counts[:1]
     return LossSums(
-        losses,
-        squares,
-        torch.cat([found[0].counts[:1], *(o.counts[1:] for o in found)]),
+        torch.cat([part.losses for part in sums]),
+        torch.cat([part.squares for part in sums]),
+        torch.cat([rows, *(part.counts[1:] for part in sums)]),
     )
 
 
@@ -199,50 +200,56 @@ def _losses(
     model: nn.Module,
     batches: Iterable[Tensors],
     problem_type: str | None,
-    old: list[Pair],
+    old: list[_OldLosses],
     task_head: str = "",
     task_heads: TaskHeads | None = None,
 ) -> LossSums:
     """Return the losses of one model's heads, or of its own head.
 
-    ``old`` has each batch's labels and losses of the old head; those of the first model
-    are added.
+    Args:
+        old: of each batch; the first model adds those of its first head.
     """
-    name, first = problem_type_of(getattr(model, "config", {}), problem_type), not old
-    sums: list[tuple[Tensor, ...]] = []
-    for rows, labels, outputs in labelled_rows(model, batches, name, task_head):
+    kind_name = problem_type_of(getattr(model, "config", {}), problem_type)
+    kind = OUTPUT_KINDS[kind_name]
+    is_first = not old
+    partner = task_heads.partner if task_heads else torch.tensor([-1])
+    losses, squares, counts = list[Tensor](), list[Tensor](), list[Tensor]()
+    for rows, labels, outputs in labelled_rows(model, batches, kind_name, task_head):
         logits = task_heads.logits(rows, outputs) if task_heads else rows.unsqueeze(0)
-        losses = torch.stack(
-            [OUTPUT_KINDS[name].loss(logits, labels, t) for t in TEMPERATURES], 1
-        )
-        losses = losses.nan_to_num(LARGEST_LOSS).clamp(0, LARGEST_LOSS).cpu()
-        if first:
-            old.append((labels.cpu(), losses[0, ONE]))
-        same, before = old[len(sums)]
-        if not torch.equal(same, labels.cpu()):
+        by_temperature = [kind.loss(logits, labels, t) for t in TEMPERATURES]
+        by_row = torch.stack(by_temperature, 1).nan_to_num(LARGEST_LOSS)
+        by_row = by_row.clamp(0, LARGEST_LOSS).cpu()
+        if is_first:
+            old.append(_OldLosses(labels.cpu(), by_row[0, ONE]))
+        before = old[len(losses)]
+        if not torch.equal(before.labels, labels.cpu()):
             raise FedrotError(
                 "The held-out rows of two models differ. Give a list of batches, so "
                 "that each model reads the same rows in the same order."
             )
-        partner = task_heads.partner if task_heads else torch.tensor([-1])
-        other = losses[partner.clamp(min=0)]
-        other = torch.where((partner < 0).reshape(-1, 1, 1), before, other)
-        right = OUTPUT_KINDS[name].right(logits, labels).sum(1).cpu()
-        counts = torch.cat([torch.tensor([len(rows)]), right]).double()
-        sums.append((losses.sum(2), (losses - other).square().sum(2), counts))
-    return LossSums(*(torch.stack(each).sum(0) for each in zip(*sums, strict=True)))
+        of_old = (partner < 0).reshape(-1, 1, 1)
+        others = by_row[partner.clamp(min=0)]
+        others = torch.where(of_old, before.losses, others)
+        right = kind.right(logits, labels).sum(1).cpu()
+        losses.append(by_row.sum(2))
+        squares.append((by_row - others).square().sum(2))
+        counts.append(torch.cat([torch.tensor([len(rows)]), right]).double())
+    parts = (losses, squares, counts)
+    return LossSums(*(torch.stack(batch_sums).sum(0) for batch_sums in parts))
 
 
 def best_temperature(sums: LossSums) -> float:
-    """Return the temperature with the smallest loss of the first head; at a tie the one
-    nearest to 1.
+    """Return the temperature with the smallest loss of the first head.
+
+    At a tie it is the one nearest to 1.
     """
     return TEMPERATURES[smallest(sums.losses[0])]
 
 
 def smallest(losses: Tensor) -> int:
-    """Return the place of the smallest of ``losses [temperatures]``; at a tie the one
-    nearest to 1.
+    """Return the place of the smallest of ``losses [temperatures]``.
+
+    At a tie it is the one nearest to 1.
 
     >>> smallest(torch.tensor([9.0, 8.0, 8.0]))
     2
@@ -264,8 +271,7 @@ def with_temperature(
         task_head: the name of the last linear layer, from
             ``fedrot.task_head.task_head_of``.
 
-    Example: ``cooled = with_temperature(model.state_dict(), head,
-    best_temperature(total))``
+    Example: ``with_temperature(model.state_dict(), "score", best_temperature(total))``
 
     Raises:
         FedrotError: the temperature is not positive, or there is no such layer.
@@ -281,3 +287,12 @@ def with_temperature(
     weight = tensors[f"{task_head}.weight"].double() / temperature
     bias = tensors.get(f"{task_head}.bias", torch.zeros(())).double() / temperature
     return with_task_head(tensors, task_head, weight, bias)
+
+
+def temperature_in_words(temperature: float) -> str:
+    """Return ``temperature 6.17 (over-confident before; logits are divided by it)``."""
+    confidence = "over" if temperature > 1 else "under"
+    effect = f"{confidence}-confident before; logits are divided by it"
+    if 0.8 <= temperature <= 1.25:
+        effect = "near 1: no correction was needed"
+    return f"temperature {temperature:.2f} ({effect})"

@@ -1,9 +1,12 @@
 """What depends on a classifier's kind of outputs: labels, sums, task head, loss.
 
-``OUTPUT_KINDS`` has the kinds by their names in transformers, the ``problem_type``.
+``OUTPUT_KINDS`` has the kinds by their names in transformers, the ``problem_type``. A
+new kind is a subclass of ``OutputKind`` and an entry there.
 """
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
@@ -17,176 +20,238 @@ from fedrot.task_head.covariance import (
     check_regular,
 )
 
-SINGLE, SEVERAL, REGRESSION = (
-    "single_label_classification",
-    "multi_label_classification",
-    "regression",
-)
+SINGLE = "single_label_classification"
+SEVERAL = "multi_label_classification"
+REGRESSION = "regression"
+
+#: Weight ``[outputs, inputs]`` and bias ``[outputs]`` of a task head.
+Layer = tuple[Tensor, Tensor]
 
 
-Pair = tuple[Tensor, Tensor]
+class OutputKind(ABC):
+    """One kind of outputs; ``counts`` ``[k]`` and ``sums`` ``[k, inputs]`` are those of
+    ``fedrot.task_head.ClassSums``.
 
-
-class OutputKind:
-    """A regression; the other problems override what differs.
-
-    ``counts`` ``[k]`` and ``sums`` ``[k, inputs]`` are those of
-    ``fedrot.task_head.ClassSums``. ``centres`` are the sums whose means are subtracted
-    from the features in covariances, ``others`` the other sums.
+    Attributes:
+        centres: the sums whose means are subtracted from the features in covariances.
+        others: the other sums.
+        fewest_outputs: of a classifier of this kind.
+        by_class: whether every row belongs to exactly one of the ``counts``.
     """
 
-    centres, others, values = slice(1), slice(1, None), "finite"
+    centres: slice
+    others: slice
+    fewest_outputs = 1
+    by_class = False
 
+    @abstractmethod
     def has_label(self, labels: Tensor) -> Tensor:
         """Return which rows have a label, bool ``[rows]``, or ``[rows, tokens]``."""
-        return ~labels.isnan().any(-1) if labels.ndim > 1 else ~labels.isnan()
 
+    @abstractmethod
     def check_labels(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Return the labels in the shape that ``targets`` and ``loss`` take."""
-        single = logits.shape[-1] == 1 and labels.shape == logits.shape[:-1]
-        given = labels.unsqueeze(-1) if single else labels
-        right = self._allowed(given) | given.isnan().all(-1, keepdim=True)
-        if not (
-            labels.is_floating_point()
-            and given.shape == logits.shape
-            and bool(right.all())
-        ):
+
+    @abstractmethod
+    def absent(self, counts: Tensor) -> Tensor:
+        """Return the outputs of which rows with such counts tell nothing, bool
+        ``[outputs]``.
+        """
+
+    @abstractmethod
+    def targets(self, labels: Tensor, outputs: int) -> Tensor:
+        """Return the factors of the features in the sums, ``[rows, k]``."""
+
+    def sizes(self, counts: Tensor) -> Tensor:
+        """Return those of the ``counts`` that are numbers of rows."""
+        return counts
+
+    @abstractmethod
+    def check(
+        self, counts: Tensor, sums: Tensor, squares: Tensor, covariance: Tensor
+    ) -> str:
+        """Return what is wrong with sums, or an empty text.
+
+        Args:
+            squares: of the features, summed over the rows, ``[inputs]``.
+            covariance: inside the classes, or of all rows, ``[inputs, inputs]``.
+        """
+
+    @abstractmethod
+    def fit(
+        self,
+        counts: Tensor,
+        sums: Tensor,
+        covariance: ShrunkCovariance,
+        priors: Tensor | None,
+    ) -> Layer:
+        """Return a task head; see ``fedrot.task_head.fitted_task_heads``."""
+
+    @abstractmethod
+    def loss(self, logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+        """Return the loss of every row ``[heads, rows]`` of logits ``[heads, rows,
+        outputs]``.
+        """
+
+    @abstractmethod
+    def right(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return which rows are predicted as they are labelled, bool ``[heads,
+        rows]``.
+        """
+
+
+class _ValuePerOutput(OutputKind):
+    """Every row has a value for each output: the first count is that of all rows."""
+
+    centres = slice(1)
+    others = slice(1, None)
+    #: The allowed values, for messages.
+    values: str
+
+    def has_label(self, labels: Tensor) -> Tensor:
+        missing = labels.isnan()
+        return ~(missing.any(-1) if labels.ndim > 1 else missing)
+
+    def check_labels(self, labels: Tensor, logits: Tensor) -> Tensor:
+        flat = logits.shape[-1] == 1 and labels.shape == logits.shape[:-1]
+        columns = labels.unsqueeze(-1) if flat else labels
+        unlabelled = columns.isnan().all(-1, keepdim=True)
+        right = bool((self._allowed(columns) | unlabelled).all())
+        if not (right and labels.is_floating_point() and columns.shape == logits.shape):
             raise FedrotError(
                 f"The labels are {labels.dtype} {list(labels.shape)}, the logits "
                 f"{list(logits.shape)}. Give floating-point labels of the logits' "
                 f"shape, each {self.values}, or NaN for all labels of a row; for one "
                 f"class a row, set the config's problem_type to '{SINGLE}'."
             )
-        return given.double()
+        return columns.double()
 
+    @abstractmethod
     def _allowed(self, values: Tensor) -> Tensor:
-        return values.isfinite()
-
-    def absent(self, counts: Tensor) -> Tensor:
-        """Return the outputs of which rows with such counts tell nothing, bool
-        ``[outputs]``.
-        """
-        return torch.zeros(len(counts) - 1, dtype=torch.bool)
+        """Return which values a label may have."""
 
     def targets(self, labels: Tensor, outputs: int) -> Tensor:
-        """Return the factors of the features in the sums, ``[rows, k]``."""
         return nn.functional.pad(labels, (1, 0), value=1.0)
 
     def check(
         self, counts: Tensor, sums: Tensor, squares: Tensor, covariance: Tensor
     ) -> str:
-        """Return what is wrong with sums, or an empty text; ``squares`` of features are
-        summed.
-        """
         return "" if float(counts[0]) > 0 else "The number of rows is not positive."
+
+    def _centred(self, counts: Tensor, sums: Tensor) -> Tensor:
+        """Return the sums of ``y (h - m)``, ``m`` the mean of all rows."""
+        return sums[1:] - torch.outer(counts[1:], sums[0] / counts[0])
+
+
+class Numbers(_ValuePerOutput):
+    """Regression: ridge regression on the features."""
+
+    values = "finite"
+
+    def _allowed(self, values: Tensor) -> Tensor:
+        return values.isfinite()
+
+    def absent(self, counts: Tensor) -> Tensor:
+        return torch.zeros(len(counts) - 1, dtype=torch.bool)
+
+    def sizes(self, counts: Tensor) -> Tensor:
+        return counts[:1]
 
     def fit(
         self,
         counts: Tensor,
         sums: Tensor,
-        inverse: ShrunkCovariance,
+        covariance: ShrunkCovariance,
         priors: Tensor | None,
-    ) -> Pair:
-        """Return weight ``[outputs, inputs]`` and bias ``[outputs]``; see
-        ``fedrot.task_head.fitted_task_heads``.
-        """
-        covariances = self._centred(counts, sums) / counts[0]
-        weight = (1 - inverse.shrinkage) * inverse.solve(covariances)
+    ) -> Layer:
+        products = self._centred(counts, sums) / counts[0]
+        weight = (1 - covariance.shrinkage) * covariance.solve(products)
         return weight, counts[1:] / counts[0] - weight @ (sums[0] / counts[0])
 
-    def _centred(self, counts: Tensor, sums: Tensor) -> Tensor:
-        """Return the sums of ``y (h - m)``, with the mean ``m`` of all rows,
-        ``[outputs, inputs]``.
-        """
-        return sums[1:] - torch.outer(counts[1:], sums[0] / counts[0])
-
     def loss(self, logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
-        """Return the loss of every row ``[heads, rows]`` of logits ``[heads, rows,
-        outputs]``.
-        """
         return (logits - labels).square().sum(-1)
 
     def right(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return which rows are predicted as they are labelled, bool ``[heads,
-        rows]``.
-        """
         return torch.zeros(logits.shape[:2], dtype=torch.bool, device=logits.device)
 
 
-class SeveralLabels(OutputKind):
-    values = "0 or 1"
+class SeveralLabels(_ValuePerOutput):
+    """Several labels a row, each there or not: a discriminant for every label."""
 
-    def absent(self, counts: Tensor) -> Tensor:
-        return (counts[1:] == 0) | (counts[1:] == counts[0])
+    values = "0 or 1"
 
     def _allowed(self, values: Tensor) -> Tensor:
         return (values == 0) | (values == 1)
 
+    def absent(self, counts: Tensor) -> Tensor:
+        return (counts[1:] == 0) | (counts[1:] == counts[0])
+
     def check(
         self, counts: Tensor, sums: Tensor, squares: Tensor, covariance: Tensor
     ) -> str:
-        if why := super().check(counts, sums, squares, covariance):
-            return why
+        if reason := super().check(counts, sums, squares, covariance):
+            return reason
         # The covariance S inside the classes is positive: with k of n rows and c = k
         # (mean of the k rows minus that of all rows), c^T S^-1 c <= k (n - k), where S
         # is that of all rows.
         slack = ROUNDING32 * covariance.diagonal() + torch.finfo(covariance.dtype).tiny
         factor, _ = torch.linalg.cholesky_ex(covariance + torch.diag(slack))
-        centred, limit = (
-            self._centred(counts, sums),
-            counts[1:] * (counts[0] - counts[1:]),
-        )
-        length = (
-            torch.linalg.solve_triangular(factor, centred.mT, upper=False)
-            .square()
-            .sum(0)
-        )
-        right = bool(
-            (length <= (1 + ROUNDING32) * limit + ROUNDING * counts[0] ** 2).all()
-        )
-        return (
-            ""
-            if right
-            else "The counts and sums of labels contradict the moments of all rows."
-        )
+        centred = self._centred(counts, sums)
+        whitened = torch.linalg.solve_triangular(factor, centred.mT, upper=False)
+        lengths = whitened.square().sum(0)
+        limits = counts[1:] * (counts[0] - counts[1:])
+        most = (1 + ROUNDING32) * limits + ROUNDING * counts[0] ** 2
+        if bool((lengths <= most).all()):
+            return ""
+        return "The counts and sums of labels contradict the moments of all rows."
 
     def fit(
         self,
         counts: Tensor,
         sums: Tensor,
-        inverse: ShrunkCovariance,
+        covariance: ShrunkCovariance,
         priors: Tensor | None,
-    ) -> Pair:
-        n, own, centred = counts[0], counts[1:], self._centred(counts, sums)
-        varies = (own > 0) & (own < n)
-        k, rest = (torch.where(varies, rows, n / 2) for rows in (own, n - own))
-        one, other = (
-            torch.where(varies, 1 / x, 0.0).unsqueeze(1) * centred for x in (k, -rest)
-        )
+    ) -> Layer:
+        n, labelled = counts[0], counts[1:]
+        centred = self._centred(counts, sums)
+        varies = (labelled > 0) & (labelled < n)
+        # A label that does not vary gets weights 0; n / 2 avoids a division by 0.
+        with_label = torch.where(varies, labelled, n / 2)
+        without = torch.where(varies, n - labelled, n / 2)
+        up = torch.where(varies, 1 / with_label, 0.0).unsqueeze(1) * centred
+        down = torch.where(varies, 1 / -without, 0.0).unsqueeze(1) * centred
         # The covariance of all rows is that inside the two classes and this times
-        # ``(one - other)^2``.
-        between = k * rest / n**2
-        spread = inverse.values.mean() - between * (one - other).square().mean(1)
-        solved = inverse.solve(one - other, spread)
-        left = 1 - (1 - inverse.shrinkage) * between * ((one - other) * solved).sum(1)
-        check_regular(left)
-        weight, rows = solved / left.unsqueeze(1), counts if priors is None else priors
+        # ``(up - down)^2``.
+        between = with_label * without / n**2
+        apart = up - down
+        spread = covariance.values.mean() - between * apart.square().mean(1)
+        solved = covariance.solve(apart, spread)
+        explained = (1 - covariance.shrinkage) * between * (apart * solved).sum(1)
+        check_regular(1 - explained)
+        weight = solved / (1 - explained).unsqueeze(1)
+        rows = counts if priors is None else priors
         half = torch.where(varies, 0.0, 0.5)
         odds = (rows[1:] + half) / (rows[0] - rows[1:] + half)
-        return weight, odds.log() - (weight * (sums[0] / n + (one + other) / 2)).sum(1)
+        middle = sums[0] / n + (up + down) / 2
+        return weight, odds.log() - (weight * middle).sum(1)
 
     def loss(self, logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
-        each = nn.functional.binary_cross_entropy_with_logits
-        return each(
+        losses = nn.functional.binary_cross_entropy_with_logits(
             logits / temperature, labels.expand_as(logits), reduction="none"
-        ).sum(-1)
+        )
+        return losses.sum(-1)
 
     def right(self, logits: Tensor, labels: Tensor) -> Tensor:
         return ((logits > 0) == (labels > 0)).all(-1)
 
 
 class OneClass(OutputKind):
-    centres, others = slice(None), slice(0)
+    """One class a row: linear discriminant analysis."""
+
+    centres = slice(None)
+    others = slice(0)
+    fewest_outputs = 2
+    by_class = True
 
     def absent(self, counts: Tensor) -> Tensor:
         return counts == 0
@@ -219,45 +284,50 @@ class OneClass(OutputKind):
         if bool((counts < 0).any()) or not float(counts.sum()) > 0:
             return "The counts of rows by class are negative, or all 0."
         limit = ROUNDING * counts.sum() * squares.abs()
-        wrong = bool((sums[counts == 0].square() > limit).any())
-        return (
-            "A class without rows has a sum of features that is not 0." if wrong else ""
-        )
+        if bool((sums[counts == 0].square() > limit).any()):
+            return "A class without rows has a sum of features that is not 0."
+        return ""
 
     def fit(
         self,
         counts: Tensor,
         sums: Tensor,
-        inverse: ShrunkCovariance,
+        covariance: ShrunkCovariance,
         priors: Tensor | None,
-    ) -> Pair:
-        n, present = counts.sum(), counts > 0
+    ) -> Layer:
+        present = counts > 0
         if int(present.sum()) < 2:
             raise UpdateError("A task head needs rows of at least two classes.")
-        shares, mean = counts / n, sums.sum(0) / n
+        n = counts.sum()
+        shares = counts / n
+        mean = sums.sum(0) / n
         means = sums / torch.where(present, counts, 1.0).unsqueeze(1)
-        weight = inverse.solve(means - mean)
+        weight = covariance.solve(means - mean)
         expected = shares if priors is None else priors / priors[present].sum()
-        biases = (
-            -(weight * (means + mean)).sum(1) / 2
-            + torch.where(present, expected, 1.0).log()
-        )
-        # Classes without rows have a share of 0: ``shares @ biases`` is the mean over
-        # the others.
+        log_priors = torch.where(present, expected, 1.0).log()
+        biases = -(weight * (means + mean)).sum(1) / 2 + log_priors
+        # Absent classes have a share of 0: ``shares @ biases`` is the mean over the
+        # others.
         biases = torch.where(present, biases, shares @ biases - (2 * n).log())
         return torch.where(present.unsqueeze(1), weight, 0.0), biases
 
     def loss(self, logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
-        flat, repeated = logits.flatten(0, 1) / temperature, labels.repeat(len(logits))
-        return nn.functional.cross_entropy(flat, repeated, reduction="none").view(
-            logits.shape[:2]
+        losses = nn.functional.cross_entropy(
+            logits.flatten(0, 1) / temperature,
+            labels.repeat(len(logits)),
+            reduction="none",
         )
+        return losses.view(logits.shape[:2])
 
     def right(self, logits: Tensor, labels: Tensor) -> Tensor:
         return logits.argmax(-1) == labels
 
 
-OUTPUT_KINDS = {SINGLE: OneClass(), SEVERAL: SeveralLabels(), REGRESSION: OutputKind()}
+OUTPUT_KINDS: dict[str, OutputKind] = {
+    SINGLE: OneClass(),
+    SEVERAL: SeveralLabels(),
+    REGRESSION: Numbers(),
+}
 
 
 def outputs_of(config: object) -> int:
@@ -265,6 +335,11 @@ def outputs_of(config: object) -> int:
     settings = settings_of(config)
     # transformers does not write the labels of two classes into config.json.
     return int(settings.get("num_labels") or len(settings.get("id2label") or (0, 1)))
+
+
+def usual_problem_type(outputs: int) -> str:
+    """Return the ``problem_type`` of a classifier whose configuration has none."""
+    return REGRESSION if outputs == 1 else SINGLE
 
 
 def problem_type_of(config: object, problem_type: str | None = None) -> str:
@@ -279,10 +354,8 @@ def problem_type_of(config: object, problem_type: str | None = None) -> str:
             configuration.
     """
     name = problem_type or settings_of(config).get("problem_type")
-    name = name or (REGRESSION if outputs_of(config) == 1 else SINGLE)
+    name = name or usual_problem_type(outputs_of(config))
     if name not in OUTPUT_KINDS:
-        raise FedrotError(
-            f"The problem_type '{name}' is unknown; use one of "
-            f"{', '.join(OUTPUT_KINDS)}."
-        )
+        known = ", ".join(OUTPUT_KINDS)
+        raise FedrotError(f"The problem_type '{name}' is unknown; use one of {known}.")
     return str(name)

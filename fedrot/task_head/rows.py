@@ -1,11 +1,8 @@
-"""``labelled_rows``: a classifier's logits, or what its last layer reads, and labels,
-batch by batch.
-"""
+"""``labelled_rows``: what a classifier's last layer reads or answers, with labels."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +17,7 @@ from fedrot.tensors import Tensors, compute_dtype
 def labelled_rows(
     model: nn.Module, batches: Iterable[Tensors], problem_type: str, task_head: str = ""
 ) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Run a classifier; yield, batch by batch, rows, their labels and the number of
-    outputs.
+    """Run a classifier; yield rows, their labels and the number of outputs by batch.
 
     Rows are the logits, or the inputs of the layer ``task_head``, float64 ``[rows,
     ...]`` on the model's device. Labels are int64 ``[rows]`` for one class a row, else
@@ -35,39 +31,36 @@ def labelled_rows(
             model has no logits or predicts the next token, or the layer's outputs are
             not the logits.
     """
-    name, kind, seen = type(model).__name__, OUTPUT_KINDS[problem_type], False
+    name = type(model).__name__
+    kind = OUTPUT_KINDS[problem_type]
+    seen = False
     if name.endswith(("LMHeadModel", "ForCausalLM")):
         raise FedrotError(
             f"{name} predicts the next token and has no classes. Pass a model that "
             "classifies sequences, tokens or images."
         )
-    layer: object = None
-    with suppress(AttributeError):
-        layer = model.get_submodule(task_head) if task_head else None
-    # PEFT runs a copy of a layer that it trains beside an adapter.
-    if task_head and not isinstance(
-        getattr(layer, "original_module", layer), nn.Linear
-    ):
+    if task_head and not _is_linear(model, task_head):
         raise FedrotError(
             f"The model has no linear layer '{task_head}'; see "
             "fedrot.task_head.task_head_of."
         )
     read: list[Tensor] = []
 
-    def watch(name: str, given: Tensor, output: Tensor) -> Tensor:
-        """Keep the inputs and return their indices as outputs: the logits then show
-        which are used.
+    def watch(name: str, inputs: Tensor, output: Tensor) -> Tensor:
+        """Keep the inputs, and return their indices as outputs.
+
+        The logits then show which rows the model uses.
         """
+        *places, width = inputs.shape
         outputs = output.shape[-1]
-        if outputs != getattr(getattr(model, "config", None), "num_labels", outputs):
+        config = getattr(model, "config", None)
+        if outputs != getattr(config, "num_labels", outputs):
             raise _not_last(task_head)
-        read.append(given.reshape(-1, given.shape[-1]))
-        places = torch.arange(
-            len(read[-1]), dtype=compute_dtype(output), device=given.device
-        )
-        return places.reshape(*given.shape[:-1], 1).repeat(
-            *[1] * (given.ndim - 1), outputs
-        )
+        rows = inputs.reshape(-1, width)
+        read.append(rows)
+        dtype = compute_dtype(output)
+        indices = torch.arange(len(rows), dtype=dtype, device=inputs.device)
+        return indices.reshape(*places, 1).expand(*places, outputs).contiguous()
 
     with watched(model, [task_head] if task_head else [], watch):
         for batch in batches:
@@ -82,11 +75,9 @@ def labelled_rows(
             labels = kind.check_labels(batch["labels"].to(logits.device), logits)
             labelled = kind.has_label(labels)
             seen = seen or bool(labelled.any())
-            rows = (
-                _used(read, logits[labelled], task_head)
-                if task_head
-                else logits[labelled]
-            )
+            rows = logits[labelled]
+            if task_head:
+                rows = _used(read, rows, task_head)
             yield rows.double(), labels[labelled], logits.shape[-1]
             read.clear()
     if not seen:
@@ -95,22 +86,31 @@ def labelled_rows(
         )
 
 
+def _is_linear(model: nn.Module, task_head: str) -> bool:
+    """Return whether a model has a linear layer of this name."""
+    try:
+        layer = model.get_submodule(task_head)
+    except AttributeError:
+        return False
+    # PEFT runs a copy of a layer that it trains beside an adapter.
+    return isinstance(getattr(layer, "original_module", layer), nn.Linear)
+
+
 def _used(read: list[Tensor], logits: Tensor, task_head: str) -> Tensor:
-    """Return the inputs of the task head whose indices are the logits ``[rows,
-    outputs]``.
+    """Return the inputs of the task head whose indices are the logits.
+
+    Args:
+        logits: ``[rows, outputs]``.
     """
     places = logits[:, 0]
-    exact = (
-        logits.dtype in (torch.float32, torch.float64)
-        and len(read) == 1
-        and len(read[0]) <= 2**24
-    )
-    if not (
-        exact
-        and bool((logits == places.floor().unsqueeze(1)).all())
-        and bool((places.diff() > 0).all())
-        and bool(((places >= 0) & (places < len(read[0]))).all())
-    ):
+    # Only floats of so many bits hold every index exactly.
+    exact = logits.dtype in (torch.float32, torch.float64)
+    if not exact or len(read) != 1 or len(read[0]) > 2**24:
+        raise _not_last(task_head)
+    whole = (logits == places.floor().unsqueeze(1)).all()
+    ascending = (places.diff() > 0).all()
+    inside = ((places >= 0) & (places < len(read[0]))).all()
+    if not bool(whole & ascending & inside):
         raise _not_last(task_head)
     return read[0][places.long()]
 

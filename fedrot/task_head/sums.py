@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +21,20 @@ _SLACK = 0.02
 
 @dataclass(frozen=True, eq=False)
 class ClassSums:
-    """Sums over labelled rows of the inputs ``h`` of a task head; sums of clients add
-    up (``+``).
+    """Sums over labelled rows of the inputs ``h`` of a task head.
 
-    With several labels ``y`` for a row, and in a regression, the first of ``counts``
-    and ``sums`` are the number of rows and the sum of ``h``; the others are, for each
-    output, the sum of ``y`` and of ``y h``.
+    Sums of clients add up (``+``). With several labels ``y`` for a row, and in a
+    regression, the first of ``counts`` and ``sums`` are the number of rows and the sum
+    of ``h``; the others are, for each output, the sum of ``y`` and of ``y h``.
 
     Attributes:
         counts: rows of each class, float64 ``[classes]``; else ``[1 + outputs]``.
         sums: sum of ``h`` over the rows of each class, float64 ``[classes, inputs]``;
             else ``[1 + outputs, inputs]``.
         gram: sum of ``h h^T`` over all rows, float64 ``[inputs, inputs]``.
-        problem_type: the problem_type, see ``fedrot.task_head.outputs``.
+        problem_type: one of ``fedrot.task_head.outputs.OUTPUT_KINDS``.
+        trusted: whether these are sums of sums that were checked, which are not checked
+            again.
 
     Raises:
         UpdateError: another dtype or shape, not finite, no rows, negative counts, a
@@ -46,67 +47,64 @@ class ClassSums:
     sums: Tensor
     gram: Tensor
     problem_type: str = SINGLE
+    trusted: InitVar[bool] = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, trusted: bool) -> None:
+        if not trusted:
+            self._check()
+
+    def _check(self) -> None:
         classes, size = self.sums.shape if self.sums.ndim == 2 else (0, 0)
         shapes = {"counts": (classes,), "sums": (classes, size), "gram": (size, size)}
         for name, shape in shapes.items():
             value: Tensor = getattr(self, name)
-            why = unusable(value)
-            if not why and (
-                value.dtype != torch.float64 or tuple(value.shape) != shape
-            ):
-                why = (
-                    f"are {value.dtype} of shape {list(value.shape)}, not float64 "
-                    f"{list(shape)}"
-                )
-            if not why and not bool(torch.isfinite(value).all()):
-                why = (
-                    "hold NaN or Inf. Check the client's training (learning rate, "
-                    "mixed precision)"
-                )
-            if why:
+            if reason := unusable(value) or _unlike(value, shape):
                 raise UpdateError(
-                    f"Of the sums of features by class, the '{name}' {why}."
+                    f"Of the sums of features by class, the '{name}' {reason}."
                 )
         # The second moments inside the classes are a Gram matrix. Constant units leave
         # rounding errors.
         squares = self.gram.diagonal()
-        within = self.within() + torch.diag(
-            ROUNDING * (squares + ROUNDING * squares.sum()) / self.rows
-        )
-        if why := self._kind.check(self.counts, self.sums, squares, within):
-            raise UpdateError(why)
-        if problem_type := kind_named(GRAMS[1]).check(within, (classes, size)):
+        slack = ROUNDING * (squares + ROUNDING * squares.sum()) / self.rows
+        within = self.within() + torch.diag(slack)
+        if reason := self.kind.check(self.counts, self.sums, squares, within):
+            raise UpdateError(reason)
+        if why := kind_named(GRAMS[1]).check(within, (classes, size)):
             raise UpdateError(
-                "The second moments of the features inside the classes "
-                f"{problem_type}. The sums contradict each other; send what "
-                "collect_classes returns."
+                f"The second moments of the features inside the classes {why}. The "
+                "sums contradict each other; send what collect_classes returns."
             )
 
     def __add__(self, other: ClassSums) -> ClassSums:
-        """Return the sums over the rows of both; raises ``UpdateError`` if they are of
-        other layers.
+        """Return the sums over the rows of both.
+
+        Raises:
+            UpdateError: the sums are of different layers.
         """
-        ours, theirs = (
-            (one.problem_type, list(one.sums.shape)) for one in (self, other)
-        )
-        if ours != theirs:
+        ours = self.problem_type, list(self.sums.shape)
+        others = other.problem_type, list(other.sums.shape)
+        if ours != others:
             raise UpdateError(
-                f"Sums of features are of {ours} and of {theirs}; collect them at the "
+                f"Sums of features are of {ours} and of {others}; collect them at the "
                 "same layer of the same model."
             )
-        counts, sums = self.counts + other.counts, self.sums + other.sums
-        return ClassSums(counts, sums, self.gram + other.gram, self.problem_type)
+        return ClassSums(
+            self.counts + other.counts,
+            self.sums + other.sums,
+            self.gram + other.gram,
+            self.problem_type,
+            trusted=True,
+        )
 
     @property
-    def _kind(self) -> OutputKind:
+    def kind(self) -> OutputKind:
+        """The kind of the classifier's outputs."""
         return OUTPUT_KINDS[self.problem_type]
 
     @property
     def rows(self) -> float:
         """Number of rows."""
-        return float(self.counts[self._kind.centres].sum())
+        return float(self.counts[self.kind.centres].sum())
 
     def packed(self) -> dict[str, Tensor]:
         """Return what a client sends: ``counts``; ``sums`` in float32; and ``scatter``.
@@ -116,10 +114,12 @@ class ClassSums:
         regression are of ``y (h - m)`` with the mean ``m`` of all rows, so that nothing
         of features with large means is lost.
         """
-        sums, others = self.sums.clone(), self._kind.others
+        others = self.kind.others
+        sums = self.sums.clone()
         sums[others] -= torch.outer(self.counts[others], self.means()[0])
-        scatter = (self.rows * self.within())[*torch.triu_indices(*self.gram.shape)]
-        return {"counts": self.counts, "sums": sums.float(), "scatter": scatter.float()}
+        scatter = self.rows * self.within()
+        upper = scatter[*torch.triu_indices(*scatter.shape)]
+        return {"counts": self.counts, "sums": sums.float(), "scatter": upper.float()}
 
     @classmethod
     def unpacked(
@@ -128,58 +128,51 @@ class ClassSums:
         shape: tuple[int, int],
         problem_type: str = SINGLE,
     ) -> ClassSums:
-        """Return the sums that a client has ``packed``; ``shape`` is that of the task
-        head's weight.
+        """Return the sums that a client has ``packed``.
+
+        Args:
+            shape: of the task head's weight, ``(outputs, inputs)``.
 
         Raises:
             UpdateError: other names, dtypes or shapes, or the errors of ``ClassSums``.
         """
-        rows, inputs, kind = (
-            shape[0] + (problem_type != SINGLE),
-            shape[1],
-            OUTPUT_KINDS[problem_type],
-        )
-        shapes = {
-            "counts": (rows,),
-            "sums": (rows, inputs),
-            "scatter": (inputs * (inputs + 1) // 2,),
+        kind = OUTPUT_KINDS[problem_type]
+        outputs, inputs = shape
+        rows = outputs if kind.by_class else 1 + outputs
+        expected = {
+            "counts": ("torch.float64", (rows,)),
+            "sums": ("torch.float32", (rows, inputs)),
+            "scatter": ("torch.float32", (inputs * (inputs + 1) // 2,)),
         }
-        given = {
+        claims = {
             name: (str(array.dtype), tuple(array.shape))
             for name, array in arrays.items()
         }
-        dtypes = ("torch.float64", "torch.float32", "torch.float32")
-        expected = {
-            name: (dtype, shapes[name])
-            for name, dtype in zip(shapes, dtypes, strict=True)
-        }
-        if given != expected:
+        if claims != expected:
             raise UpdateError(
-                f"The sums of features are {given}, not {expected}. Send packed sums."
+                f"The sums of features are {claims}, not {expected}. Send packed sums."
             )
-        counts, sums = arrays["counts"], arrays["sums"].double()
-        means = _means(counts[kind.centres], sums[kind.centres])
-        gram = means.mT @ (means * counts[kind.centres].unsqueeze(1))
-        upper = torch.zeros_like(gram)
-        upper[*torch.triu_indices(inputs, inputs)] = arrays["scatter"].double()
+        counts = arrays["counts"]
+        sums = arrays["sums"].double()
+        means = class_means(counts[kind.centres], sums[kind.centres])
+        between = means.mT @ (means * counts[kind.centres].unsqueeze(1))
         sums[kind.others] += torch.outer(counts[kind.others], means[0])
-        return cls(counts, sums, gram + upper + upper.triu(1).mT, problem_type)
+        gram = from_triangle(arrays["scatter"].double(), inputs, between)
+        return cls(counts, sums, gram, problem_type)
 
     @property
     def absent(self) -> Tensor:
         """Outputs of which the rows tell nothing, bool ``[outputs]``: classes or labels
         without rows.
         """
-        return self._kind.absent(self.counts)
+        return self.kind.absent(self.counts)
 
     def check_within(self, largest: Tensor) -> None:
-        """Raise ``UpdateError`` if features are larger than
-        ``feature_bounds.largest_inputs``.
-        """
+        """Raise ``UpdateError`` if features are above ``bounds.largest_inputs``."""
         most = largest * (1 + _SLACK)
-        if bool((self.means().abs() > most).any()) or bool(
-            (self.gram.diagonal() > self.rows * most**2).any()
-        ):
+        large_mean = (self.means().abs() > most).any()
+        large_square = (self.gram.diagonal() > self.rows * most**2).any()
+        if bool(large_mean | large_square):
             raise UpdateError(
                 "The sums of features are larger than the model's features can be. "
                 "Send what collect_classes returns."
@@ -189,18 +182,42 @@ class ClassSums:
         """Return the classes' means ``[classes, inputs]``, 0 without rows; else that of
         all rows.
         """
-        return _means(self.counts[self._kind.centres], self.sums[self._kind.centres])
+        return class_means(self.counts[self.kind.centres], self.sums[self.kind.centres])
 
     def within(self) -> Tensor:
         """Return the covariance inside the classes, or of all rows, float64 ``[inputs,
         inputs]``.
         """
-        means, counts = self.means(), self.counts[self._kind.centres]
+        means = self.means()
+        counts = self.counts[self.kind.centres]
         return (self.gram - means.mT @ (means * counts.unsqueeze(1))) / self.rows
 
 
-def _means(counts: Tensor, sums: Tensor) -> Tensor:
+def _unlike(value: Tensor, shape: tuple[int, ...]) -> str:
+    """Return why a tensor is not finite float64 of a shape; empty if it is."""
+    if value.dtype != torch.float64 or tuple(value.shape) != shape:
+        actual = f"{value.dtype} of shape {list(value.shape)}"
+        return f"are {actual}, not float64 {list(shape)}"
+    if not bool(torch.isfinite(value).all()):
+        return (
+            "hold NaN or Inf. Check the client's training (learning rate, mixed "
+            "precision)"
+        )
+    return ""
+
+
+def class_means(counts: Tensor, sums: Tensor) -> Tensor:
+    """Return the means of classes, 0 for classes without rows."""
     return sums / torch.where(counts > 0, counts, 1.0).unsqueeze(1)
+
+
+def from_triangle(triangle: Tensor, size: int, added: Tensor | float = 0.0) -> Tensor:
+    """Return the symmetric matrix ``[size, size]`` with an upper triangle, and another
+    one added to it.
+    """
+    upper = torch.zeros(size, size, dtype=triangle.dtype)
+    upper[*torch.triu_indices(size, size)] = triangle
+    return added + upper + upper.triu(1).mT
 
 
 def collect_classes(
@@ -225,10 +242,10 @@ def collect_classes(
             labels and regressions, labels are floating-point ``[rows, outputs]``; rows
             of NaN are left out.
         task_head: the name of the model's last linear layer, from ``task_head_of``.
-        problem_type: a problem_type; None for that of ``model.config``.
+        problem_type: one of transformers' problem types; None for that of
+            ``model.config``.
 
-    Example: ``sums = collect_classes(model, loader, task_head_of(model.config,
-    model.state_dict()))``
+    Example: ``sums = collect_classes(model, loader, "classifier")``
 
     Raises:
         FedrotError: there is no such layer, its outputs are not the model's logits, or
@@ -236,12 +253,11 @@ def collect_classes(
         UpdateError: the features are not finite.
     """
     name = problem_type_of(getattr(model, "config", {}), problem_type)
-    total: tuple[Tensor, ...] = (torch.zeros(()),) * 3
+    kind = OUTPUT_KINDS[name]
+    counts = sums = gram = torch.zeros(())
     for features, labels, outputs in labelled_rows(model, batches, name, task_head):
-        targets = OUTPUT_KINDS[name].targets(labels, outputs).to(features)
-        terms = (targets.sum(0), targets.mT @ features, features.mT @ features)
-        total = tuple(
-            sums + term.cpu() for sums, term in zip(total, terms, strict=True)
-        )
-    counts, sums, gram = total
+        targets = kind.targets(labels, outputs).to(features)
+        counts = counts + targets.sum(0).cpu()
+        sums = sums + (targets.mT @ features).cpu()
+        gram = gram + (features.mT @ features).cpu()
     return ClassSums(counts, sums, gram, name)

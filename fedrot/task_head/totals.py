@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fedrot.errors import UpdateError
-from fedrot.task_head.outputs import REGRESSION, SINGLE
-from fedrot.task_head.sums import ClassSums
+from fedrot.task_head.sums import ClassSums, class_means, from_triangle
 from fedrot.task_head.votes import capped
 
 #: Groups of clients, each of which can be left out. Memory does not grow with the
@@ -28,9 +27,10 @@ Groups = Mapping[int, ClassSums]
 #: Fewer rows of a class, in all groups that are not left out, do not tell its mean.
 SCARCE = 10
 
-#: Sums are kept as multiples of these units, 40 bits apart, and are at most
-#: ``_LARGEST``.
+#: Sums are kept as multiples of these units, 40 bits apart.
 _UNITS = tuple(2.0**power for power in (80, 40, 0, -40, -80, -120))
+
+#: The largest value of a sum.
 _LARGEST = 1e30
 
 
@@ -47,8 +47,10 @@ class Totals:
     """
 
     def __init__(self, rows: Mapping[int, int], largest: Tensor | None = None) -> None:
-        self._rows, self._largest = rows, largest
+        self._rows = rows
+        self._largest = largest
         self._capped = dict(zip(rows, capped([*rows.values()]), strict=True))
+        # Neighbours by rows are in different groups, so that groups have like sizes.
         order = sorted(rows, key=lambda node: (rows[node], node))
         self._group = {node: place % GROUPS for place, node in enumerate(order)}
         self._parts: dict[int, Tensor] = {}
@@ -61,82 +63,78 @@ class Totals:
             UpdateError: more rows than the client has announced, no whole numbers of
                 rows, or features that are too large.
         """
-        counts = sums.counts[:1] if sums.problem_type == REGRESSION else sums.counts
-        if sums.rows > self._rows[node] or bool((counts != counts.floor()).any()):
+        announced = self._rows[node]
+        sizes = sums.kind.sizes(sums.counts)
+        if sums.rows > announced or bool((sizes != sizes.floor()).any()):
             raise UpdateError(
-                f"The sums are over {sums.rows:g} rows, announced were "
-                f"{self._rows[node]}."
+                f"The sums are over {sums.rows:g} rows, announced were {announced}."
             )
-        left = torch.cat(
-            [
-                sums.counts,
-                sums.sums.flatten(),
-                sums.gram[torch.triu_indices(*sums.gram.shape).unbind()],
-            ]
-        )
-        if float(left.abs().max()) > _LARGEST:
+        triangle = sums.gram[*torch.triu_indices(*sums.gram.shape)]
+        vector = torch.cat([sums.counts, sums.sums.flatten(), triangle])
+        if float(vector.abs().max()) > _LARGEST:
             raise UpdateError(f"The sums of features have values above {_LARGEST:g}.")
         if self._largest is not None:
             sums.check_within(self._largest)
         self._like = sums
-        left = left * (self._capped[node] / self._rows[node])
-        empty = torch.zeros(len(_UNITS), len(left), dtype=torch.float64)
+        rest = vector * (self._capped[node] / announced)
+        empty = torch.zeros(len(_UNITS), len(vector), dtype=torch.float64)
         parts = self._parts.setdefault(self._group[node], empty)
         for unit, total in zip(_UNITS, parts, strict=True):
-            part = (left / unit).round() * unit
+            part = (rest / unit).round() * unit
             total.add_(part)
-            left = left - part
+            rest = rest - part
 
     def groups(self) -> Groups:
-        """Return the sums of the groups whose features have a usual size, see
-        ``LONGEST``.
+        """Return the sums of the groups whose features have a usual size.
+
+        See ``LONGEST``.
         """
-        found = {
+        groups = {
             group: self._whole(parts.sum(0))
             for group, parts in sorted(self._parts.items())
         }
         sizes = {
-            group: float(sums.gram.trace() / sums.rows) for group, sums in found.items()
+            group: float(sums.gram.trace() / sums.rows)
+            for group, sums in groups.items()
         }
         most = LONGEST * median(sizes.values())
-        return {group: sums for group, sums in found.items() if sizes[group] <= most}
+        return {group: sums for group, sums in groups.items() if sizes[group] <= most}
 
     def _whole(self, vector: Tensor) -> ClassSums:
         """Return class sums, given their parts in one vector."""
         assert self._like is not None  # from add
         classes, inputs = self._like.sums.shape
-        counts, sums, triangle = vector.split(
-            (classes, classes * inputs, inputs * (inputs + 1) // 2)
-        )
-        upper = torch.zeros(inputs, inputs, dtype=torch.float64)
-        upper[torch.triu_indices(inputs, inputs).unbind()] = triangle
-        gram = upper + upper.triu(1).mT
+        triangle = inputs * (inputs + 1) // 2
+        counts, sums, upper = vector.split((classes, classes * inputs, triangle))
         return replace(
-            self._like, counts=counts, sums=sums.reshape(classes, inputs), gram=gram
+            self._like,
+            counts=counts,
+            sums=sums.reshape(classes, inputs),
+            gram=from_triangle(upper, inputs),
+            trusted=True,
         )
 
 
 def total_without(left_out: Sequence[int], groups: Groups) -> ClassSums:
-    """Return the sums over all groups but some, with all rows of the classes that only
-    these tell.
+    """Return the sums over all groups but some, with all rows of scarce classes.
 
-    Others have fewer than ``SCARCE`` rows of such a class, which may be an honest
-    client's own. Each of its rows counts as its mean. Raises ``UpdateError`` if no
-    other group is left, or sums contradict.
+    A class is scarce if the other groups have fewer than ``SCARCE`` rows of it. It may
+    be an honest client's alone: each of its rows counts as its mean.
+
+    Raises:
+        UpdateError: no other group is left.
     """
     kept = [sums for group, sums in groups.items() if group not in left_out]
     if not kept:
         raise UpdateError("No other client has sent sums.")
-    total = {
-        name: sum(getattr(one, name) for one in kept)
-        for name in ("counts", "sums", "gram")
-    }
-    found, others = replace(kept[0], **total), [groups[group] for group in left_out]
-    own = (found.counts < SCARCE).double() * (found.problem_type == SINGLE)
-    counts = own * sum((one.counts for one in others), torch.zeros(()))
+    total = sum(kept[1:], kept[0])
+    scarce = (total.counts < SCARCE).double() * total.kind.by_class
+    others = [groups[group] for group in left_out]
+    counts = scarce * sum((sums.counts for sums in others), torch.zeros(()))
     if not bool(counts.any()):
-        return found
-    sums = own.unsqueeze(1) * sum(one.sums for one in others)
-    means = sums / torch.where(counts > 0, counts, 1.0).unsqueeze(1)
-    gram = means.mT @ sums + counts.sum() * found.within()
-    return found + replace(found, counts=counts, sums=sums, gram=gram)
+        return total
+    sums = scarce.unsqueeze(1) * sum(other.sums for other in others)
+    means = class_means(counts, sums)
+    gram = means.mT @ sums + counts.sum() * total.within()
+    scarce_rows = replace(total, counts=counts, sums=sums, gram=gram, trusted=True)
+    return total + scarce_rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -19,12 +19,11 @@ MOST = 1.5
 #: this, in nats.
 LEAST_RANGE = 1.0
 
-#: Place of the old model's head among those that clients evaluate.
-OLD = 0
+#: A group is left out if the loss without it is smaller by so many standard errors.
+SURE = 1.0
 
-#: A group is left out if the loss without it is smaller by so many standard errors. One
-#: group is a quarter from so many groups on.
-SURE, FEWEST = 1.0, 4
+#: One group is a quarter of the groups from so many on.
+FEWEST = 4
 
 #: These groups stay if without them the mean of all clients rises, unless the centre
 #: falls by this share of the most that a client's change counts.
@@ -32,9 +31,7 @@ TOLERATED = 0.05
 
 
 def in_order(answers: Mapping[int, LossSums]) -> dict[int, LossSums]:
-    """Return answers in an order that depends neither on the arrival nor on the nodes'
-    ids.
-    """
+    """Return answers in an order that depends neither on arrival nor on nodes' ids."""
     return dict(
         sorted(answers.items(), key=lambda item: item[1].losses.flatten().tolist())
     )
@@ -62,40 +59,54 @@ def centre(values: Tensor, weights: Tensor) -> Tensor:
         values: ``[clients, ...]``, finite.
         weights: ``[clients]``, from ``capped``.
     """
-    return (_shares(values, weights) * values.sort(dim=0, stable=True).values).sum(0)
+    ascending = values.sort(dim=0, stable=True).values
+    return (_shares(values, weights) * ascending).sum(0)
 
 
 def _shares(values: Tensor, weights: Tensor) -> Tensor:
-    """Return the share of each client's value in the centre, in ascending order of the
-    values.
-    """
-    own = weights[values.argsort(dim=0, stable=True)]
-    total, quarter = weights.sum(), weights.topk(len(weights) // 4).values.sum()
+    """Return the share of each client's value in the centre, values ascending."""
+    order = values.argsort(dim=0, stable=True)
+    total = weights.sum()
+    quarter = weights.topk(len(weights) // 4).values.sum()
     left_out = quarter.clamp(max=total / 2 * (1 - 1e-9))
-    upper = own.cumsum(0)
-    inside = upper.clamp(max=total - left_out) - (upper - own).clamp(min=left_out)
+    upper = weights[order].cumsum(0)
+    lower = upper - weights[order]
+    inside = upper.clamp(max=total - left_out) - lower.clamp(min=left_out)
     return inside.clamp(min=0) / (total - 2 * left_out)
 
 
 class Votes:
-    """The losses of the same heads at all clients: the old model's, the fitted one, and
-    others.
+    """The clients' losses of the same models: the old one, and others.
+
+    Args:
+        answers: the clients' sums, with a task head for each model.
+        models: what stands for each model, in the order of the task heads in the
+            answers; the first is the old model.
 
     Attributes:
-        rows: ``[clients]``.
+        rows: number of held-out rows, ``[clients]``.
         weights: of the clients, float64 ``[clients]``, see ``capped``.
-        means: mean loss of a row, ``[clients, heads, temperatures]``.
-        accuracy: ``[clients, heads]``.
     """
 
-    def __init__(self, answers: Sequence[LossSums]) -> None:
-        counts = torch.stack([one.counts for one in answers])
+    def __init__(self, answers: Sequence[LossSums], models: Sequence[Hashable]) -> None:
+        counts = torch.stack([answer.counts for answer in answers])
         self.rows = counts[:, 0]
         self.weights = torch.tensor(capped(self.rows.tolist()), dtype=torch.float64)
-        self.accuracy = counts[:, 1:] / counts[:, :1]
+        self._old = models[0]
+        self._places = {model: place for place, model in enumerate(models)}
+        self._accuracy = counts[:, 1:] / counts[:, :1]
         rows = self.rows.reshape(-1, 1, 1)
-        self.means = torch.stack([one.losses for one in answers]) / rows
-        self._squares = torch.stack([one.squares for one in answers]) / rows
+        #: Mean losses, and squares of differences, ``[clients, models, temperatures]``.
+        self._means = torch.stack([answer.losses for answer in answers]) / rows
+        self._squares = torch.stack([answer.squares for answer in answers]) / rows
+
+    def means(self, model: Hashable) -> Tensor:
+        """Return the clients' mean losses of a row, ``[clients, temperatures]``."""
+        return self._means[:, self._places[model]]
+
+    def accuracy(self, model: Hashable) -> Tensor:
+        """Return the clients' shares of rows that a model predicts as labelled."""
+        return self._accuracy[:, self._places[model]]
 
     def centre(self, values: Tensor) -> Tensor:
         """Return the centre of clients' values ``[clients, ...]``."""
@@ -112,81 +123,84 @@ class Votes:
 
     def _clipped(self, new: Tensor, old: Tensor) -> Tensor:
         reach = self._reach(old)
-        return (new - old.reshape(-1, *[1] * (new.ndim - 1))).clamp(-reach, reach)
+        before = old if new.ndim == 1 else old.unsqueeze(1)
+        return (new - before).clamp(-reach, reach)
 
-    def temperature(self, task_head: int) -> int:
-        """Return the place of a head's best temperature."""
-        return smallest(
-            self.change(self.means[:, task_head], self.means[:, task_head, ONE])
-        )
+    def temperature(self, model: Hashable) -> int:
+        """Return the place of a model's best temperature."""
+        means = self.means(model)
+        return smallest(self.change(means, means[:, ONE]))
 
-    def losses(self, task_head: int) -> tuple[float, float, float]:
+    def at_best(self, model: Hashable) -> Tensor:
+        """Return the clients' mean losses at a model's best temperature."""
+        return self.means(model)[:, self.temperature(model)]
+
+    def losses(self, model: Hashable) -> tuple[float, float, float]:
         """Return the loss of the old model, of it at its best temperature, and of a
-        head at its own.
+        model at its own.
         """
-        given = self.means[:, OLD, ONE]
-        old = self.means[:, OLD, self.temperature(OLD)]
-        first = float(self.centre(given))
-        calibrated = first + float(self.change(old, given))
-        return first, calibrated, calibrated + self.from_old(task_head).decisive
+        uncalibrated = self.means(self._old)[:, ONE]
+        first = float(self.centre(uncalibrated))
+        calibrated = first + float(self.change(self.at_best(self._old), uncalibrated))
+        return first, calibrated, calibrated + self.from_old(model).decisive
 
-    def from_old(self, task_head: int) -> Change:
-        """Return the change from the old model to a head, both at their best
-        temperatures.
-        """
-        old = self.means[:, OLD]
-        before = old[:, self.temperature(OLD)]
-        return self._change(task_head, self.temperature(task_head), before, old[:, ONE])
+    def from_old(self, model: Hashable) -> Change:
+        """Return the change from the old model, both at their best temperatures."""
+        partner = self.means(self._old)[:, ONE]
+        before = self.at_best(self._old)
+        return self._change(model, self.temperature(model), before, partner)
 
-    def harmful(self, fitted: int, without: Mapping[int, int]) -> list[int]:
-        """Return the groups without which the ``fitted`` head is better, at most a
-        quarter of them.
+    def harmful(self, fitted: Hashable, without: Mapping[int, Hashable]) -> list[int]:
+        """Return the groups without which ``fitted`` is better, at most a quarter.
 
-        A gain counts from ``SURE`` standard errors on, and any gain if the fitted head
-        is no better than the old model.
+        A gain counts from ``SURE`` standard errors on, and any gain if the fitted model
+        is no better than the old one.
 
         Args:
-            without: the places of the heads without one group each, by group.
+            without: the models without one group each, by group.
         """
         needed = SURE if self.from_old(fitted).decisive < 0 else 0.0
-        before = self.means[:, fitted, self.temperature(fitted)]
-        found = []
-        for group, task_head in without.items():
-            at = self.temperature(task_head)
-            change = self._change(task_head, at, before, self.means[:, fitted, at])
+        before = self.at_best(fitted)
+        gains = []
+        for group, model in without.items():
+            place = self.temperature(model)
+            change = self._change(model, place, before, self.means(fitted)[:, place])
             if change.centre < -needed * change.error:
-                found.append((change.centre, group))
-        return sorted(group for _, group in sorted(found)[: len(without) // FEWEST])
+                gains.append((change.centre, group))
+        worst = sorted(gains)[: len(without) // FEWEST]
+        return sorted(group for _, group in worst)
 
-    def pays(self, without: int, fitted: int) -> bool:
-        """Return whether the head ``without`` harmful groups is better than the
-        ``fitted`` one of all.
+    def pays(self, without: Hashable, fitted: Hashable) -> bool:
+        """Return whether the model without harmful groups is better than ``fitted``.
 
         Where labels differ, honest groups may help a few clients much and cost the
         others little. The mean of all clients tells that; liars can turn it, so a large
         loss of the others decides, too.
         """
-        before = self.means[:, fitted, self.temperature(fitted)]
+        before = self.at_best(fitted)
         change = self._change(without, self.temperature(without), before, before)
-        return change.mean < 0 or change.centre < -TOLERATED * float(
-            self._reach(before)
-        )
+        tolerated = TOLERATED * float(self._reach(before))
+        return change.mean < 0 or change.centre < -tolerated
 
     def _change(
-        self, task_head: int, at: int, before: Tensor, partner: Tensor
+        self, model: Hashable, place: int, before: Tensor, partner: Tensor
     ) -> Change:
-        """Return the change from the losses ``before`` to those of a head at a
-        temperature.
+        """Return the change from losses to those of a model at a temperature.
 
-        ``partner``: the mean losses from whose rows the squares of the head are
-        differences. The error is the centre's standard error if the rows of every
-        client vary as the median client's.
+        The error is the centre's standard error if the rows of every client vary as the
+        median client's.
+
+        Args:
+            before: the clients' losses before.
+            partner: the mean losses from whose rows the model's squares differ.
         """
-        changes = self._clipped(self.means[:, task_head, at], before)
-        same = self.means[:, task_head, at] - partner
-        variance = self.centre((self._squares[:, task_head, at] - same**2).clamp(min=0))
+        means = self.means(model)[:, place]
+        changes = self._clipped(means, before)
+        squares = self._squares[:, self._places[model], place]
+        variance = self.centre((squares - (means - partner) ** 2).clamp(min=0))
         rows = self.rows[changes.argsort(stable=True)]
-        error = (variance * (_shares(changes, self.weights) ** 2 / rows).sum()).sqrt()
+        shares = _shares(changes, self.weights)
+        error = (variance * (shares**2 / rows).sum()).sqrt()
         mean = (changes * self.weights).sum() / self.weights.sum()
         return Change(float(self.centre(changes)), float(mean), float(error))
 
@@ -206,9 +220,7 @@ class Change(NamedTuple):
 
     @property
     def decisive(self) -> float:
-        """The centre if it is beyond its standard error; else the mean, within the
-        error.
-        """
+        """The centre beyond its standard error; else the mean, within the error."""
         if abs(self.centre) > self.error:
             return self.centre
         return min(max(self.mean, -self.error), self.error)

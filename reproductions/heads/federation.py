@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from fedrot.simulations.tasks.scores import evaluate_predictions
-from fedrot.strategies.fitting.exchange import SHRINKAGES
+from fedrot.task_head.choice import SHRINKAGES
 from fedrot.task_head.fit import fitted_task_heads
 from reproductions.heads import closed
 from reproductions.heads.arms import Arm

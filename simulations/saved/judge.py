@@ -1,6 +1,4 @@
-"""Saved models and their mean, evaluated on a user's data; task heads fitted to the
-data.
-"""
+"""Saved models and their mean, evaluated on a user's data, with fitted task heads."""
 
 from __future__ import annotations
 
@@ -19,23 +17,28 @@ from fedrot.simulations.models import PROBLEM_TYPES, pad_id_of
 from fedrot.simulations.saved.load import SavedModel
 from fedrot.simulations.tasks.objectives import TokenClassification
 from fedrot.simulations.tasks.training import Task, evaluate, step_batches, task_of
-from fedrot.strategies.fitting.exchange import SHRINKAGES, temperature_in_words
+from fedrot.task_head.choice import SHRINKAGES, Candidate, choose
 from fedrot.task_head.fit import fitted_task_heads, with_task_head
 from fedrot.task_head.losses import (
     ONE,
-    TEMPERATURES,
     TaskHeads,
     compare_losses,
-    smallest,
+    temperature_in_words,
 )
 from fedrot.task_head.names import task_head_of
 from fedrot.task_head.outputs import SINGLE
 from fedrot.task_head.sums import collect_classes
+from fedrot.task_head.votes import Votes
 from fedrot.tensors import Tensors
 
-#: Maximum numbers of training rows, held-out rows and tokens of a text; rows per batch
-#: of features.
-_TRAIN, _TEST, _LENGTH, _BATCH = 8000, 2000, 256, 64
+#: Maximum numbers of training rows, and of held-out rows.
+_TRAIN, _TEST = 8000, 2000
+
+#: Maximum number of tokens of a text.
+_LENGTH = 256
+
+#: Rows per batch of features.
+_BATCH = 64
 
 
 def prepared(saved: SavedModel, data: Mapping[str, Any]) -> tuple[Task, Any, list[int]]:
@@ -45,47 +48,33 @@ def prepared(saved: SavedModel, data: Mapping[str, Any]) -> tuple[Task, Any, lis
     and its outputs in the order of the data's classes, the others behind, empty for
     language models.
     """
-    model, outputs = saved.build(), saved.labels
+    model = saved.build()
     config = model.config
-    autos = (
-        (name, getattr(transformers, f"AutoModelFor{own.auto_model}"))
-        for name, own in TASKS.items()
-    )
-    names = [
-        name
-        for name, auto in autos
-        if auto._model_mapping.get(type(config), 0) is type(model)
-    ]
-    if not names:
-        kind = type(model).__name__
-        raise FedrotError(
-            f"'{saved.name}' is a {kind}, which --data cannot evaluate. Leave it out."
-        )
-    kinds = (
-        {problem: kind for kind, problem in PROBLEM_TYPES.items()}
-        if TASKS[names[0]].classifies
-        else {}
-    )
-    usual = "regression" if kinds and len(outputs) == 1 else ""
-    positions = (
-        getattr(config, "max_position_embeddings", 0) or _LENGTH
-    )  # RoBERTa leaves two out.
-    limits = {
+    name = _task_name(saved.name, model)
+    label_kind = ""
+    if TASKS[name].classifies:
+        kinds = {problem_type: kind for kind, problem_type in PROBLEM_TYPES.items()}
+        usual = "regression" if len(saved.labels) == 1 else ""
+        label_kind = kinds.get(config.problem_type, usual)
+    positions = getattr(config, "max_position_embeddings", 0) or _LENGTH
+    fields = {
+        **data,
+        "task": name,
+        "model": saved.name,
+        "label_kind": label_kind,
         "train_limit": _TRAIN,
         "test_limit": _TEST,
+        # RoBERTa leaves two positions out.
         "max_length": min(_LENGTH, positions - 2),
     }
-    given = {**data, "task": names[0], "model": saved.name, **limits}
-    given["label_kind"] = kinds.get(config.problem_type, usual)
-    task = task_of(Experiment.model_validate(given).to_json())
+    task = task_of(Experiment.model_validate(fields).to_json())
     config.pad_token_id = pad_id_of(config)
-    if names[0] in ("mlm", "clm"):
+    if name in ("mlm", "clm"):
         return task, model, []
     order = _order(task, saved)
     if tags := task.data.tags:
-        named = replace(
-            task.data, tags=(*tags, *(outputs[place] for place in order[len(tags) :]))
-        )
+        behind = (saved.labels[place] for place in order[len(tags) :])
+        named = replace(task.data, tags=(*tags, *behind))
         task = replace(task, objective=TokenClassification(task.experiment, named))
 
     def reorder(_: object, __: object, out: Any) -> Any:
@@ -94,6 +83,18 @@ def prepared(saved: SavedModel, data: Mapping[str, Any]) -> tuple[Task, Any, lis
 
     model.register_forward_hook(reorder)
     return task, model, order
+
+
+def _task_name(saved: str, model: Any) -> str:
+    """Return the name of the task whose models have this class."""
+    for name, traits in TASKS.items():
+        auto = getattr(transformers, f"AutoModelFor{traits.auto_model}")
+        if auto._model_mapping.get(type(model.config), 0) is type(model):
+            return name
+    raise FedrotError(
+        f"'{saved}' is a {type(model).__name__}, which --data cannot evaluate. Leave "
+        "it out."
+    )
 
 
 def verdict(
@@ -110,53 +111,49 @@ def verdict(
     task, model, order = judge
 
     def scored(tensors: Tensors) -> Mapping[str, float]:
-        model.load_state_dict(
-            tensors, strict=False
-        )  # A mean has no names of tied tensors.
+        # A mean has no names of tied tensors.
+        model.load_state_dict(tensors, strict=False)
         return evaluate(model, task, task.test, np.arange(len(task.test)))
 
     scores = {f"'{saved.name}'": scored(saved.tensors) for saved in models}
-    merged, said = _fitted(task, model, order, merged) if fit_head else (merged, [])
-    scores["merged"] = found = scored(merged)
-    metric = next(iter(found))
+    sentences: list[str] = []
+    if fit_head:
+        merged, sentences = _fitted(task, model, order, merged)
+    merged_scores = scored(merged)
+    metric = next(iter(merged_scores))
     sign = -1 if "perplexity" in metric else 1
-    seen = {name: np.round(sign * own[metric], 3) for name, own in scores.items()}
-    worth = {name: np.nan_to_num(value, nan=-np.inf) for name, value in seen.items()}
-    ours = worth.pop("merged")
-    best = max(worth, key=lambda name: worth[name])
-    how = (
-        "better than"
-        if ours > worth[best]
-        else "worse than"
-        if ours < worth[best]
-        else "as good as"
-    )
-    advice = "" if ours > worth[best] else f" Keep {best}, or try other --parts."
-    advice += (
-        " --fit-head fits the task head to the training rows."
-        if order and not fit_head
-        else ""
-    )
+
+    def worth(values: Mapping[str, float]) -> float:
+        """Return what decides: equal if equal in print, NaN below all numbers."""
+        rounded = np.round(sign * values[metric], 3)
+        return float(np.nan_to_num(rounded, nan=-np.inf))
+
+    best = max(scores, key=lambda name: worth(scores[name]))
+    gain = worth(merged_scores) - worth(scores[best])
+    if gain > 0:
+        comparison, advice = "better than", ""
+    else:
+        comparison = "worse than" if gain < 0 else "as good as"
+        advice = f" Keep {best}, or try other --parts."
+    if order and not fit_head:
+        advice += " --fit-head fits the task head to the training rows."
     first = (
-        f"The merged model is {how} the best single one: {metric} {found[metric]:.3f} "
-        f"against {scores[best][metric]:.3f} ({best}) on {len(task.test)} held-out "
-        f"rows.{advice}"
+        f"The merged model is {comparison} the best single one: {metric} "
+        f"{merged_scores[metric]:.3f} against {scores[best][metric]:.3f} ({best}) on "
+        f"{len(task.test)} held-out rows.{advice}"
     )
-    for name, own in scores.items():
-        said.append(
-            f"{name}: "
-            f"{', '.join(f'{metric} {value:.3f}' for metric, value in own.items())}."
-        )
-    return merged, [first, *said]
+    for name, values in {**scores, "merged": merged_scores}.items():
+        figures = (f"{metric} {value:.3f}" for metric, value in values.items())
+        sentences.append(f"{name}: {', '.join(figures)}.")
+    return merged, [first, *sentences]
 
 
 def _fitted(
     task: Task, model: Any, order: list[int], tensors: Tensors
 ) -> tuple[Tensors, list[str]]:
-    """Return a model with the best of its own and of fitted task heads, and a sentence
-    about it.
+    """Return a model with the best of its own and of fitted heads, and a sentence.
 
-    TaskHeads are fitted to four fifths of the training rows. On the others, head and
+    Heads are fitted to four fifths of the training rows. On the others, head and
     temperature have the smallest loss.
     """
     if not order:
@@ -164,37 +161,52 @@ def _fitted(
             "--fit-head is for classifiers and regressions. Leave it out."
         )
     model.load_state_dict(tensors, strict=False)
-    head, rows = task_head_of(model.config, tensors), len(task.train)
-    problem = SINGLE if task.data.tags else PROBLEM_TYPES[task.data.kind]
-    split = np.split(np.random.default_rng(0).permutation(rows), [max(1, rows // 5)])
-    held, kept = ([*step_batches(task, model, part, rows, _BATCH, 0)] for part in split)
-    sums = collect_classes(model, kept, head, problem)
-    fits = fitted_task_heads(sums, SHRINKAGES, f"{head}.bias" in tensors)
-    own = (
-        tensors[f"{head}.weight"],
-        tensors.get(f"{head}.bias", torch.zeros(len(order))),
-    )
-    parts = [
-        torch.cat([old[None, order].double(), new])
-        for old, new in zip(own, fits, strict=True)
+    name = task_head_of(model.config, tensors)
+    problem_type = SINGLE if task.data.tags else PROBLEM_TYPES[task.data.kind]
+    rows = len(task.train)
+    shuffled = np.random.default_rng(0).permutation(rows)
+    held_out, training = np.split(shuffled, [max(1, rows // 5)])
+    sums = collect_classes(model, _batches(task, model, training), name, problem_type)
+    # Heads are fitted and compared in the order of the data's classes.
+    weight = tensors[f"{name}.weight"][order].double()
+    bias = tensors.get(f"{name}.bias", torch.zeros(len(order)))[order].double()
+    old = Candidate("merged", weight, bias)
+    layers = fitted_task_heads(sums, SHRINKAGES, f"{name}.bias" in tensors)
+    fitted = [
+        Candidate("merged", weight, bias, shrinkage=shrinkage)
+        for weight, bias, shrinkage in zip(*layers, SHRINKAGES, strict=True)
     ]
-    heads = TaskHeads(parts[0], parts[1], torch.full((1 + len(SHRINKAGES),), -1))
-    compared = compare_losses([model], held, head, [heads], problem)
-    losses = compared.losses / compared.rows
-    best = int(losses.amin(1).argmin())
-    place, back = smallest(losses[best]), np.argsort(order)
-    found = with_task_head(
-        tensors, head, *(part[best][back] / TEMPERATURES[place] for part in parts)
+    candidates = [old, *fitted]
+    heads = TaskHeads(
+        torch.stack([candidate.weight for candidate in candidates]),
+        torch.stack([candidate.bias for candidate in candidates]),
+        torch.full((len(candidates),), -1),
     )
-    which = f"a fitted one (shrinkage {SHRINKAGES[best - 1]:g})" if best else "its own"
-    loss = (
-        f"loss {losses[best, place]:.3f} on {len(split[0])} other rows, "
-        f"{losses[0, ONE]:.3f} before"
+    losses = compare_losses(
+        [model], _batches(task, model, held_out), name, [heads], problem_type
     )
-    return found, [
-        f"The task head is {which} at {temperature_in_words(TEMPERATURES[place])}: "
-        f"{loss}."
+    votes = Votes([losses], candidates)
+    choice = choose(votes, old, fitted)
+    taken, back = choice.taken, np.argsort(order)
+    changed = with_task_head(
+        tensors,
+        name,
+        taken.weight[back] / choice.temperature,
+        taken.bias[back] / choice.temperature,
+    )
+    which = "its own"
+    if taken.fitted:
+        which = f"a fitted one (shrinkage {taken.shrinkage:g})"
+    loss = float(votes.at_best(taken))
+    before = float(votes.means(old)[:, ONE])
+    return changed, [
+        f"The task head is {which} at {temperature_in_words(choice.temperature)}: "
+        f"loss {loss:.3f} on {len(held_out)} other rows, {before:.3f} before."
     ]
+
+
+def _batches(task: Task, model: Any, rows: Any) -> list[Tensors]:
+    return [*step_batches(task, model, rows, len(task.train), _BATCH, 0)]
 
 
 def _order(task: Task, saved: SavedModel) -> list[int]:
@@ -203,20 +215,21 @@ def _order(task: Task, saved: SavedModel) -> list[int]:
     Outputs are found by name, and unnamed ones (``LABEL_0``) by number. Raises
     ``FedrotError``.
     """
-    data, outputs = task.data, [name.strip().casefold() for name in saved.labels]
+    data = task.data
+    outputs = [name.strip().casefold() for name in saved.labels]
     wanted = [str(name).strip().casefold() for name in data.tags or data.label_names]
-    count = len(outputs)
-    unnamed = outputs == [f"label_{n}" for n in range(count)] and not {*wanted} <= {
-        *outputs
-    }
+    numbers = range(len(outputs))
+    unnamed = outputs == [f"label_{n}" for n in numbers]
+    unnamed = unnamed and not {*wanted} <= {*outputs}
     if unnamed or data.kind == "regression":
-        outputs = wanted if len(wanted) == count else [str(n) for n in range(count)]
-    absent = any(outputs.count(name) != 1 or wanted.count(name) != 1 for name in wanted)
-    if absent or (data.kind == "multi" and not data.tags and len(wanted) != count):
+        outputs = wanted if len(wanted) == len(outputs) else [str(n) for n in numbers]
+    odd = any(outputs.count(name) != 1 or wanted.count(name) != 1 for name in wanted)
+    several = data.kind == "multi" and not data.tags
+    if odd or (several and len(wanted) != len(outputs)):
         raise FedrotError(
             f"The data has the classes {listed(wanted)}; the outputs of '{saved.name}' "
             f"are {listed(saved.labels)}. Give data with these classes, or correct the "
             "models' id2label."
         )
     first = [outputs.index(name) for name in wanted]
-    return first + [n for n in range(count) if n not in first]
+    return first + [n for n in numbers if n not in first]

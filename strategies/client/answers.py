@@ -75,8 +75,7 @@ def answer_with_sums(
     setup: Callable[[Message, Context], LabelledRows],
     folder: str | Path | None = None,
 ) -> None:
-    """Add an action to a ``ClientApp`` that answers ``evaluate_at_clients`` and
-    ``fit_task_head``.
+    """Let a ``ClientApp`` answer ``evaluate_at_clients`` and ``fit_task_head``.
 
     Args:
         app: the client's app.
@@ -85,8 +84,8 @@ def answer_with_sums(
             that they are sent once: in a folder ``fedrot-bodies`` there; None is the
             user's folder of caches.
 
-    Example: ``answer_with_sums(app, lambda message, context: LabelledRows(build,
-    training, held_out))``
+    Example: ``answer_with_sums(app, lambda message, context: rows)``, with the
+    client's ``rows = LabelledRows(build, training, held_out)``
     """
 
     @app.query(ACTION)
@@ -102,63 +101,76 @@ def answer_with_sums(
 class _Request:
     """A request as a client reads it."""
 
-    def __init__(self, given: RecordDict, folder: str | Path | None, run: int) -> None:
-        (self._config,) = given.config_records.values()
-        self._given, self._task_head = given.array_records, str(self._config[TASK_HEAD])
+    def __init__(
+        self, content: RecordDict, folder: str | Path | None, run: int
+    ) -> None:
+        (self._config,) = content.config_records.values()
+        self._arrays = content.array_records
+        self._task_head = str(self._config[TASK_HEAD])
+        self._problem_type = str(self._config[PROBLEM_TYPE])
         self._shelf = Shelf(folder, run, self._task_head)
 
     def answer(self, data: LabelledRows) -> RecordDict:
         """Return the answer."""
-        step, problem_type = self._config[STAGE], str(self._config[PROBLEM_TYPE])
-        if step == COUNT:
-            pair = {"training": data.training(), "held_out": data.held_out()}
+        stage = self._config[STAGE]
+        if stage == COUNT:
             counts = {
-                name: _labelled(batches, problem_type) for name, batches in pair.items()
+                "training": self._labelled(data.training()),
+                "held_out": self._labelled(data.held_out()),
             }
             return RecordDict({ROWS: MetricRecord({**counts})})
         if not self._task_head:
-            losses = collect_losses(
-                _loaded(data.build(), from_arrays(self._given[MODEL])), data.held_out()
-            )
+            model = _loaded(data.build(), from_arrays(self._arrays[MODEL]))
+            losses = collect_losses(model, data.held_out())
             return RecordDict({LOSSES: to_arrays(vars(losses))})
         bodies = self._bodies()
-        if any(body is None for body in bodies):
+        if bodies is None:
             return RecordDict({LACKS: ConfigRecord()})
         model = data.build()
-        models = (_loaded(model, body) for body in bodies if body is not None)
-        if step == SUM:
+        # One model receives the bodies one after the other.
+        models = (_loaded(model, body) for body in bodies)
+        if stage == SUM:
             sums = collect_classes(
-                next(models), data.training(), self._task_head, problem_type
+                next(models), data.training(), self._task_head, self._problem_type
             )
             return RecordDict({SUMS: to_arrays(sums.packed())})
-        task_heads = [
-            TaskHeads(**from_arrays(self._given[f"{TASK_HEADS}-{i}"]))
-            for i in range(len(bodies))
-        ]
+        records = [self._arrays[f"{TASK_HEADS}-{i}"] for i in range(len(bodies))]
         losses = compare_losses(
-            models, [*data.held_out()], self._task_head, task_heads, problem_type
+            models,
+            [*data.held_out()],
+            self._task_head,
+            [TaskHeads(**from_arrays(record)) for record in records],
+            self._problem_type,
         )
         return RecordDict({LOSSES: to_arrays(vars(losses))})
 
-    def _bodies(self) -> list[Mapping[str, Tensor] | None]:
-        """Return the request's bodies: those that came with it, and those that were
-        kept.
-        """
-        keys, between = self._keys(BODIES), self._keys(BETWEEN)
-        found: list[Mapping[str, Tensor] | None] = []
-        for place, key in enumerate(keys):
-            sent = self._given.get(f"{MODEL}-{place}")
-            found.append(
-                self._shelf.read(key, between)
-                if sent is None
-                else self._shelf.keep(key, from_arrays(sent))
-            )
+    def _bodies(self) -> list[Mapping[str, Tensor]] | None:
+        """Return the request's bodies, sent or kept; None if one is lacking."""
+        between = self._keys(BETWEEN)
+        bodies = []
+        for place, key in enumerate(self._keys(BODIES)):
+            sent = self._arrays.get(f"{MODEL}-{place}")
+            if sent is None:
+                bodies.append(self._shelf.read(key, between))
+            else:
+                bodies.append(self._shelf.keep(key, from_arrays(sent)))
         self._shelf.drop_others(self._keys(KEEP))
-        return found
+        held = [body for body in bodies if body is not None]
+        return held if len(held) == len(bodies) else None
 
     def _keys(self, name: str) -> list[str]:
-        found = self._config[name]
-        return [str(key) for key in found] if isinstance(found, list) else []
+        # Flower sends an empty list as another type.
+        keys = self._config[name]
+        return [str(key) for key in keys] if isinstance(keys, list) else []
+
+    def _labelled(self, batches: Batches) -> int:
+        """Return how many rows have a label.
+
+        Requests for sums and losses say what is wrong with others.
+        """
+        has_label = OUTPUT_KINDS[self._problem_type].has_label
+        labels = (batch["labels"] for batch in batches if "labels" in batch)
+        return sum(int(has_label(of_batch).sum()) for of_batch in labels)
 
 
 def _loaded(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -168,13 +180,3 @@ def _loaded(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     else:
         model.load_state_dict({**tensors})
     return model
-
-
-def _labelled(batches: Batches, problem_type: str) -> int:
-    """Return how many rows have a label; requests for sums and losses say what is wrong
-    with others.
-    """
-    has_label = OUTPUT_KINDS[problem_type].has_label
-    return sum(
-        int(has_label(batch["labels"]).sum()) for batch in batches if "labels" in batch
-    )

@@ -26,8 +26,9 @@ _OLD = 24 * 3600
 
 
 class Shelf:
-    """A client's folder of bodies, which other clients of the same run and user may
-    share.
+    """A client's folder of bodies.
+
+    Other clients of the same run and user may share it.
 
     Args:
         folder: holds a folder ``fedrot-bodies`` for all runs; None is the user's folder
@@ -45,17 +46,15 @@ class Shelf:
     def read(
         self, key: str, between: Iterable[str] = ()
     ) -> Mapping[str, Tensor] | None:
-        """Return a body, from its file or from the two bodies that it is ``half_way``
-        between.
-        """
-        found = self._file(key)
-        if found is not None:
-            return found
+        """Return a body, from its file or from the two bodies that it is between."""
+        body = self._file(key)
+        if body is not None:
+            return body
         halves = [half for half in map(self._file, between) if half is not None]
-        if (
-            len(halves) < 2
-            or hash_of(mean := half_way(*halves), self._task_head) != key
-        ):
+        if len(halves) < 2:
+            return None
+        mean = half_way(*halves)
+        if hash_of(mean, self._task_head) != key:
             return None
         return self.keep(key, mean)
 
@@ -65,12 +64,10 @@ class Shelf:
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not path.exists():
+                # Tied tensors share memory, which safetensors refuses.
+                copies = {name: value.clone() for name, value in tensors.items()}
                 with replacing(path) as temporary:
-                    # Tied tensors share memory, which safetensors refuses.
-                    write_tensors(
-                        temporary,
-                        {name: value.clone() for name, value in tensors.items()},
-                    )
+                    write_tensors(temporary, copies)
         except OSError as error:
             log(
                 WARNING,
@@ -80,29 +77,28 @@ class Shelf:
         return tensors
 
     def drop_others(self, keys: Iterable[str]) -> None:
-        """Delete the run's other bodies, and those that other runs have written a day
-        ago.
-        """
+        """Delete the run's other bodies, and old ones of other runs."""
         kept = {self._path(key) for key in keys}
         for path in self._runs.glob("*/*.safetensors"):
             with suppress(OSError):
-                old = (
-                    path.parent != self._folder
-                    and path.stat().st_mtime < time.time() - _OLD
-                )
-                if old or (path.parent == self._folder and path not in kept):
+                if path.parent == self._folder:
+                    drop = path not in kept
+                else:
+                    drop = path.stat().st_mtime < time.time() - _OLD
+                if drop:
                     path.unlink()
 
     def _file(self, key: str) -> dict[str, Tensor] | None:
         path = self._path(key)
         try:
-            found = load_file(path)
+            tensors = load_file(path)
         except (OSError, SafetensorError):
             return None
-        if hash_of(found, self._task_head) == key:
-            return found
+        if hash_of(tensors, self._task_head) == key:
+            return tensors
         path.unlink(missing_ok=True)
         return None
 
     def _path(self, key: str) -> Path:
-        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()}.safetensors"
+        name = hashlib.sha256(key.encode()).hexdigest()
+        return self._folder / f"{name}.safetensors"

@@ -44,6 +44,9 @@ from fedrot.task_head.sums import ClassSums
 
 T = TypeVar("T")
 
+#: The largest number of rows that a client can have.
+LARGEST = 10**12
+
 
 class RowCounts(NamedTuple):
     """Numbers of a client's rows with a label."""
@@ -75,14 +78,13 @@ class Clients:
     def ask(
         self,
         nodes: Iterable[int],
-        step: str,
+        stage: str,
         read: Callable[[int, RecordDict], T],
         content: Mapping[str, Any] | None = None,
     ) -> dict[int, T]:
-        """Return what ``read`` makes of each answer, by node; warnings name the nodes
-        without one.
+        """Return what ``read`` makes of each answer, by node.
 
-        Answers are read as they arrive.
+        Answers are read as they arrive; warnings name the nodes without one.
 
         Args:
             content: sent to every node, beside the configuration.
@@ -91,65 +93,63 @@ class Clients:
         Raises:
             FedrotError: there is no usable answer; the message has the last reason.
         """
-        return self._ask(dict.fromkeys(nodes, self._content(step, content or {})), read)
+        request = self._content(stage, content or {}, {})
+        return self._ask(dict.fromkeys(nodes, request), read)
 
     def ask_about(
         self,
         bodies: Sequence[Body],
         nodes: Iterable[int],
-        step: str,
+        stage: str,
         read: Callable[[int, RecordDict], T],
         content: Mapping[str, Any] | None = None,
         keep: Sequence[Body] = (),
     ) -> dict[int, T]:
-        """``ask`` about ``bodies``, which are sent to the nodes that have not kept
-        them.
+        """``ask`` about ``bodies``; nodes that have kept them do not receive them.
 
         Args:
             keep: bodies of later requests, which clients shall keep beside these.
         """
-        lacking: list[int] = []
-
-        def read_kept(node: int, content: RecordDict) -> list[T]:
-            if LACKS in records_of_type(content, ConfigRecord):
-                lacking.append(node)
-                return []
-            found = read(node, content)
-            for body in bodies:
-                body.kept_by.add(node)
-            return [found]
-
         settings = {
             BODIES: [body.key for body in bodies],
             KEEP: [body.key for body in (*bodies, *keep)],
             BETWEEN: [half.key for body in bodies for half in body.between],
         }
-        contents: dict[frozenset[int], RecordDict] = {}
+        # Nodes that have kept the same bodies receive one and the same content.
+        contents: dict[frozenset[Body], RecordDict] = {}
 
-        def content_for(kept: frozenset[int]) -> RecordDict:
+        def content_for(kept: frozenset[Body]) -> RecordDict:
             if kept not in contents:
-                sent = {
-                    f"{MODEL}-{i}": b.sent
-                    for i, b in enumerate(bodies)
-                    if i not in kept
-                }
-                contents[kept] = self._content(
-                    step, {**(content or {}), **sent}, settings
-                )
+                records = dict(content or {})
+                for place, body in enumerate(bodies):
+                    if body not in kept:
+                        records[f"{MODEL}-{place}"] = body.sent
+                contents[kept] = self._content(stage, records, settings)
             return contents[kept]
 
-        has = {n: frozenset(i for i, b in enumerate(bodies) if b.has(n)) for n in nodes}
-        found = self._ask(
-            {node: content_for(own) for node, own in has.items()}, read_kept
-        )
+        answers: dict[int, T] = {}
+        lacking: list[int] = []
+
+        def take(node: int, answer: RecordDict) -> None:
+            if LACKS in records_of_type(answer, ConfigRecord):
+                lacking.append(node)
+                return
+            answers[node] = read(node, answer)
+            for body in bodies:
+                body.kept_by.add(node)
+
+        requests = {}
+        for node in nodes:
+            kept = frozenset(body for body in bodies if body.has(node))
+            requests[node] = content_for(kept)
+        self._ask(requests, take)
         if lacking:
-            for lost in (one for body in bodies for one in (body, *body.between)):
-                lost.kept_by.difference_update(lacking)
+            for body in bodies:
+                for lost in (body, *body.between):
+                    lost.kept_by.difference_update(lacking)
+            again = dict.fromkeys(lacking, content_for(frozenset()))
             with suppress(FedrotError):
-                found |= self._ask(
-                    dict.fromkeys(lacking, content_for(frozenset())), read_kept
-                )
-        answers = {node: one for node, own in found.items() for one in own}
+                self._ask(again, take)
         if not answers:
             raise FedrotError(
                 "No client gave a usable answer: all say that they lack the model."
@@ -157,18 +157,16 @@ class Clients:
         return answers
 
     def _content(
-        self,
-        step: str,
-        content: Mapping[str, Any],
-        settings: Mapping[str, Any] | None = None,
+        self, stage: str, records: Mapping[str, Any], settings: Mapping[str, Any]
     ) -> RecordDict:
-        about = {
-            STAGE: step,
+        config = {
+            **(self.config or {}),
+            STAGE: stage,
             TASK_HEAD: self.task_head,
             PROBLEM_TYPE: self.problem_type,
+            **settings,
         }
-        config = ConfigRecord({**(self.config or {}), **about, **(settings or {})})
-        return RecordDict({**content, "config": config})
+        return RecordDict({**records, "config": ConfigRecord(config)})
 
     def _ask(
         self, contents: Mapping[int, RecordDict], read: Callable[[int, RecordDict], T]
@@ -181,38 +179,40 @@ class Clients:
         ]
         lazy = self.grid if isinstance(self.grid, LazyGrid) else LazyGrid(self.grid)
         replies = lazy.send_and_receive(requests, timeout=self.timeout)
-        asked, found, why = Asked(lazy.sent), dict[int, T](), "No client is connected."
+        asked = Asked(lazy.sent)
+        answers: dict[int, T] = {}
+        last_reason = "No client is connected."
 
         def leave_out(node: int, reason: object) -> None:
-            nonlocal why
-            why = legible(f"Client {node}: {reason}")
-            log(WARNING, "A client's answer is left out. %s", why)
+            nonlocal last_reason
+            last_reason = legible(f"Client {node}: {reason}")
+            log(WARNING, "A client's answer is left out. %s", last_reason)
 
-        for answer in replies.stream():
-            node = answer.metadata.src_node_id
+        for reply in replies.stream():
+            node = reply.metadata.src_node_id
             try:
-                if answer.has_error():
-                    node = asked.failed(answer) or node
-                    raise UpdateError(
-                        failure_of(answer, "fedrot.strategies.answer_with_sums")
-                    )
-                asked.check(answer)
-                found[node] = read(node, answer.content)
+                if reply.has_error():
+                    node = asked.failed(reply) or node
+                    call = "fedrot.strategies.answer_with_sums"
+                    raise UpdateError(failure_of(reply, call))
+                asked.check(reply)
+                answers[node] = read(node, reply.content)
             except Exception as error:
                 leave_out(node, refusal(error))
         for node in asked.silent:
             leave_out(node, "no answer before the timeout.")
-        if not found:
-            raise FedrotError(f"No client gave a usable answer. {why}")
-        return found
+        if not answers:
+            raise FedrotError(f"No client gave a usable answer. {last_reason}")
+        return answers
 
 
 def read_rows(node: int, content: RecordDict) -> RowCounts:
     """Return the numbers of a client's rows."""
-    found = RowCounts(**records_of_type(content, MetricRecord)[ROWS])  # type: ignore[arg-type]
-    if any(type(count) is not int or not 0 <= count <= 10**12 for count in found):
-        raise UpdateError(f"The numbers of rows are {tuple(found)!r:.100}.")
-    return found
+    record = records_of_type(content, MetricRecord)[ROWS]
+    counts = RowCounts(**record)  # type: ignore[arg-type]
+    if any(type(count) is not int or not 0 <= count <= LARGEST for count in counts):
+        raise UpdateError(f"The numbers of rows are {tuple(counts)!r:.100}.")
+    return counts
 
 
 def read_sums(
@@ -222,27 +222,26 @@ def read_sums(
     return ClassSums.unpacked(from_arrays(_record(content, SUMS)), shape, problem_type)
 
 
-def read_losses(node: int, content: RecordDict, task_heads: int) -> LossSums:
+def read_losses(node: int, content: RecordDict, heads: int) -> LossSums:
     """Return a client's losses of so many heads."""
-    given, names = _record(content, LOSSES), [field.name for field in fields(LossSums)]
-    if set(given) != set(names):
+    record = _record(content, LOSSES)
+    names = [field.name for field in fields(LossSums)]
+    if set(record) != set(names):
         raise UpdateError(
             f"The ArrayRecord '{LOSSES}' does not have {', '.join(names)}."
         )
-    found = LossSums(**from_arrays(given))
-    if (
-        len(found.counts) != 1 + task_heads
-        or not found.rows.is_integer()
-        or found.rows > 10**12
-    ):
+    losses = LossSums(**from_arrays(record))
+    answered = len(losses.counts) - 1
+    whole = losses.rows.is_integer() and losses.rows <= LARGEST
+    if answered != heads or not whole:
         raise UpdateError(
-            f"The losses are of {len(found.counts) - 1} heads and {found.rows:g} rows."
+            f"The losses are of {answered} heads and {losses.rows:g} rows."
         )
-    return found
+    return losses
 
 
 def _record(content: RecordDict, name: str) -> ArrayRecord:
-    given = records_of_type(content, ArrayRecord).get(name)
-    if given is None:
+    record = records_of_type(content, ArrayRecord).get(name)
+    if record is None:
         raise UpdateError(f"The answer has no ArrayRecord '{name}'.")
-    return given
+    return record

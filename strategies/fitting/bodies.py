@@ -36,10 +36,8 @@ class Body:
     kept_by: set[int] = field(default_factory=set)
 
     def has(self, node: int) -> bool:
-        """Return whether a node has the body, or can compute it, as far as the server
-        knows.
-        """
-        halves = bool(self.between) and all(
-            node in half.kept_by for half in self.between
-        )
-        return halves or node in self.kept_by
+        """Return whether the server knows that a node has the body, or its halves."""
+        if node in self.kept_by:
+            return True
+        halves = [node in half.kept_by for half in self.between]
+        return bool(halves) and all(halves)

@@ -1,10 +1,9 @@
-"""The task head of a classifier, fitted to the rows of all clients, and the choice of a
-round's model.
+"""``fit_task_head``: a classifier's task head, fitted to the rows of all clients.
 
-The server asks for the numbers of rows, then for sums over the training rows
-(``requests``). It fits heads, and clients evaluate the old model and those with fitted
-heads on their held-out rows. The lowest loss wins; a quarter of the clients cannot turn
-the choice (``losses``).
+The server asks for the numbers of rows, then for sums over the training rows. It fits
+heads, and clients evaluate the old model and those with fitted heads on their held-out
+rows. The lowest loss wins; a quarter of the clients cannot turn the choice
+(``fedrot.task_head.votes``).
 """
 
 from __future__ import annotations
@@ -19,12 +18,13 @@ from flwr.serverapp import Grid
 from fedrot.errors import FedrotError
 from fedrot.strategies.fitting.ask import Clients
 from fedrot.strategies.fitting.bodies import Body
-from fedrot.strategies.fitting.exchange import Exchange, FittedTaskHead
+from fedrot.strategies.fitting.exchange import Exchange
+from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.round.outbox import as_sent
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from fedrot.strategies.wire.fitting_messages import half_way, hash_of
 from fedrot.task_head.names import adapter_task_head_of, task_head_of
-from fedrot.task_head.outputs import REGRESSION, SINGLE, problem_type_of
+from fedrot.task_head.outputs import problem_type_of, usual_problem_type
 
 
 def fit_task_head(
@@ -64,24 +64,23 @@ def fit_task_head(
         timeout: seconds to wait for the answers to each request.
         wire: precision of the model that is sent to the clients, as in ``Server``.
 
-    Example: ``final = fit_task_head(grid, strategy.start(grid, arrays).arrays,
-    model.config).arrays``
+    Example: ``final = fit_task_head(grid, result.arrays, model.config).arrays``
 
     Raises:
         FedrotError: the model has no such layer; no client has held-out rows; or no
             client gives a usable answer, with the last reason.
     """
-    task_heads = TaskHeadFitting(model_config, task_head, wire)
-    found = task_heads.fitted(
-        task_heads.asked(grid, config or ConfigRecord(), timeout, arrays), arrays
-    )
-    found.log("Task head")
-    return found
+    fitting = TaskHeadFitting(model_config, task_head, wire)
+    clients = fitting.clients(grid, config or ConfigRecord(), timeout, arrays)
+    result = fitting.fit(clients, arrays)
+    result.log("Task head")
+    return result
 
 
 class TaskHeadFitting:
-    """Fits the task heads of one run's models, and knows which bodies clients have
-    kept.
+    """Fits the task heads of one run's models.
+
+    It knows which bodies clients have kept.
 
     Args:
         described: the model's configuration; not needed for an adapter.
@@ -92,10 +91,12 @@ class TaskHeadFitting:
     def __init__(
         self, described: object, task_head: str | None, wire: torch.dtype | None
     ) -> None:
-        self._described, self._task_head, self._wire = described, task_head, wire
+        self._described = described
+        self._task_head = task_head
+        self._wire = wire
         self._kept_by = dict[str, set[int]]()
 
-    def asked(
+    def clients(
         self, grid: Grid, config: ConfigRecord, timeout: float, arrays: ArrayRecord
     ) -> Clients:
         """Return the clients, to be asked about models like the given one.
@@ -104,40 +105,35 @@ class TaskHeadFitting:
             FedrotError: the model has no such task head.
         """
         tensors = from_arrays(arrays)
-        adapter = any(".lora_" in name for name in tensors)
-        task_head = self._task_head or (
-            adapter_task_head_of(tensors)
-            if adapter
-            else task_head_of(self._described, tensors)
-        )
-        if f"{task_head}.weight" not in tensors:
+        is_adapter = any(".lora_" in name for name in tensors)
+        if self._task_head:
+            task_head = self._task_head
+        elif is_adapter:
+            task_head = adapter_task_head_of(tensors)
+        else:
+            task_head = task_head_of(self._described, tensors)
+        weight = tensors.get(f"{task_head}.weight")
+        if weight is None:
             raise FedrotError(
                 f"The model has no layer '{task_head}'; see "
                 "fedrot.task_head.task_head_of."
             )
-        if not adapter:
-            return Clients(
-                grid,
-                task_head,
-                problem_type_of(self._described),
-                config,
-                timeout,
-                self._described,
-            )
-        problem_type = (
-            REGRESSION if len(tensors[f"{task_head}.weight"]) == 1 else SINGLE
-        )
-        return Clients(grid, task_head, problem_type, config, timeout)
+        clients = Clients(grid, task_head, config=config, timeout=timeout)
+        if is_adapter:
+            clients.problem_type = usual_problem_type(len(weight))
+        else:
+            clients.problem_type = problem_type_of(self._described)
+            clients.described = self._described
+        return clients
 
-    def fitted(
+    def fit(
         self,
         clients: Clients,
         new: ArrayRecord,
         old: ArrayRecord | None = None,
         half: bool = True,
     ) -> FittedTaskHead:
-        """Return the best of a round's models: the old one; the new one and the one
-        half way, fitted.
+        """Return the best of a round's models, all but the old one with fitted heads.
 
         If no head can be fitted or compared, it is the new one as it is.
 
@@ -151,25 +147,23 @@ class TaskHeadFitting:
         before = after if old is None else self._body(old, clients.task_head)
         bodies = {1.0: after}
         if half and old is not None:
-            middle = self._body(
-                as_sent(half_way(before.tensors, after.tensors), new), clients.task_head
-            )
+            mean = as_sent(half_way(before.tensors, after.tensors), new)
+            middle = self._body(mean, clients.task_head)
             # Clients have rounded bodies, whose mean is not the rounded mean.
             middle.between = () if self._wire else (before, after)
             bodies[0.5] = middle
         exchange = Exchange(clients, before)
         try:
-            found = exchange.best(bodies)
+            result = exchange.best(bodies)
         except FedrotError as error:
             log(WARNING, "The task head cannot be fitted and is not changed. %s", error)
             return FittedTaskHead(new)
         self._kept_by = {body.key: body.kept_by for body in (before, *bodies.values())}
-        return found
+        return result
 
     def _body(self, arrays: ArrayRecord, task_head: str) -> Body:
         tensors = from_arrays(arrays)
         sent = arrays if self._wire is None else to_arrays(tensors, self._wire)
         key = hash_of(from_arrays(sent), task_head)
-        return Body(
-            arrays, tensors, sent, key, kept_by=self._kept_by.setdefault(key, set())
-        )
+        kept_by = self._kept_by.setdefault(key, set())
+        return Body(arrays, tensors, sent, key, kept_by=kept_by)

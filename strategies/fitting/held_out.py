@@ -48,47 +48,45 @@ def evaluate_at_clients(
 
     Example: ``FedRot(config, guard=Guard("loss", evaluate=evaluate_at_clients(grid)))``
     """
-    first: tuple[int, dict[int, LossSums]] = (-1, {})
-    clients, read = (
-        Clients(grid, config=config, timeout=timeout),
-        partial(read_losses, task_heads=1),
-    )
+    first_round = -1
+    first: dict[int, LossSums] = {}
+    clients = Clients(grid, config=config, timeout=timeout)
+    read = partial(read_losses, heads=1)
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        nonlocal first
-        nodes = first[1] if first[0] == server_round else [*grid.get_node_ids()]
+        nonlocal first, first_round
+        is_first = server_round != first_round
+        nodes = [*grid.get_node_ids()] if is_first else [*first]
         try:
             answers = in_order(clients.ask(nodes, EVALUATE, read, {MODEL: arrays}))
         except FedrotError as error:
             log(WARNING, "Round %d: clients did not evaluate. %s", server_round, error)
-            return MetricRecord(
-                dict.fromkeys(("loss", "accuracy", "calibrated_loss"), math.nan)
-            )
-        if first[0] != server_round:
-            first = server_round, answers
-        return _metrics(answers, first[1])
+            return MetricRecord(dict.fromkeys(_VALUES, math.nan))
+        if is_first:
+            first_round = server_round
+            first = answers
+        return _metrics(answers, first)
 
     return evaluate
 
 
 def _metrics(answers: dict[int, LossSums], first: dict[int, LossSums]) -> MetricRecord:
-    """Return the metrics of a model, given the clients' losses of the round's first
-    model.
-    """
-    new, start = Votes([*answers.values()]), Votes([*first.values()])
-    before = Votes([first[node] for node in answers])
-    found: dict[str, float] = {}
+    """Return a model's metrics, given the losses of the round's first model."""
+    new = Votes([*answers.values()], [MODEL])
+    start = Votes([*first.values()], [MODEL])
+    before = Votes([first[node] for node in answers], [MODEL])
+    metrics: dict[str, float] = {}
     for name, value in _VALUES.items():
-        found[name] = float(
-            start.centre(value(start)) + before.change(value(new), value(before))
-        )
-    temperature, rows = TEMPERATURES[new.temperature(0)], float(new.weights.sum())
-    return MetricRecord({**found, "temperature": temperature, "rows": rows})
+        change = before.change(value(new), value(before))
+        metrics[name] = float(start.centre(value(start)) + change)
+    metrics["temperature"] = TEMPERATURES[new.temperature(MODEL)]
+    metrics["rows"] = float(new.weights.sum())
+    return MetricRecord({**metrics})
 
 
 #: The clients' values of every metric.
 _VALUES: dict[str, Callable[[Votes], Tensor]] = {
-    "loss": lambda ballot: ballot.means[:, 0, ONE],
-    "accuracy": lambda ballot: ballot.accuracy[:, 0],
-    "calibrated_loss": lambda ballot: ballot.means[:, 0, ballot.temperature(0)],
+    "loss": lambda votes: votes.means(MODEL)[:, ONE],
+    "accuracy": lambda votes: votes.accuracy(MODEL),
+    "calibrated_loss": lambda votes: votes.at_best(MODEL),
 }

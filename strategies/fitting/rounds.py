@@ -15,8 +15,8 @@ from flwr.serverapp.strategy.strategy_utils import sample_nodes
 
 from fedrot.errors import FedrotError
 from fedrot.strategies.base import ReplyStrategy
-from fedrot.strategies.fitting.exchange import FittedTaskHead
 from fedrot.strategies.fitting.fit_task_head import TaskHeadFitting
+from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.round.record import RoundRecord
 
 
@@ -35,16 +35,16 @@ class FitsTaskHead(ReplyStrategy):
     """
 
     def __init__(self, *args: Any, fit_head: bool | str = False, **kwargs: Any) -> None:
-        self.fit_head, self.task_head_loss = fit_head, math.nan
+        self.fit_head = fit_head
+        self.task_head_loss = math.nan
         super().__init__(*args, **kwargs)
-        self._task_heads: TaskHeadFitting | None = None
+        self._fitting: TaskHeadFitting | None = None
         if fit_head:
             self.needs_model = True
             name = fit_head if isinstance(fit_head, str) else None
             # An adapter has no configuration of its model.
-            self._task_heads = TaskHeadFitting(
-                getattr(self, "model_config", None), name, self.server.wire
-            )
+            config = getattr(self, "model_config", None)
+            self._fitting = TaskHeadFitting(config, name, self.server.wire)
 
     @property
     def half_way(self) -> bool:
@@ -65,42 +65,37 @@ class FitsTaskHead(ReplyStrategy):
         self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord
     ) -> ArrayRecord:
         """Return the first model of a run, with a fitted head."""
-        if self._task_heads is None:
+        if self._fitting is None:
             return arrays
         config = ConfigRecord({**config, "server-round": 0})
-        clients = self._task_heads.asked(grid, config, self._timeout, arrays)
-        needed = (
-            getattr(self._weighting, f"min_{kind}_nodes", 0)
-            for kind in ("available", "train")
-        )
-        sample_nodes(grid, max(needed), 0)  # waits for so many
-        return self._logged(
-            "Before round 1", self._task_heads.fitted(clients, arrays)
-        ).arrays
+        clients = self._fitting.clients(grid, config, self._timeout, arrays)
+        names = ("min_available_nodes", "min_train_nodes")
+        needed = max(getattr(self._weighting, name, 0) for name in names)
+        sample_nodes(grid, needed, 0)  # waits for so many
+        return self._logged("Before round 1", self._fitting.fit(clients, arrays)).arrays
 
     def finished(self, arrays: ArrayRecord, record: RoundRecord) -> ArrayRecord:
         """Return the best model that a round offers, or the one before."""
-        if self._task_heads is None:
+        if self._fitting is None:
             return arrays
         assert self._grid is not None  # from configure_train
         when = f"Round {record.number}"
         try:
-            clients = self._task_heads.asked(
+            clients = self._fitting.clients(
                 self._grid, self._config, self._timeout, arrays
             )
-            found = self._task_heads.fitted(
-                clients, arrays, self._broadcast, self.half_way
-            )
+            result = self._fitting.fit(clients, arrays, self._broadcast, self.half_way)
         except FedrotError as error:
             log(WARNING, "%s: the task head is not changed. %s", when, error)
             return arrays
-        found = self._logged(when, found.after(self.task_head_loss))
-        record.measured = {**record.measured, **found.metrics()}
-        if found.step == 0:
+        result = self._logged(when, result.after(self.task_head_loss))
+        record.measured = {**record.measured, **result.metrics()}
+        if result.share == 0:
+            # The round's updates are not in the model.
             record.origins.clear()
-        return found.arrays
+        return result.arrays
 
-    def _logged(self, when: str, found: FittedTaskHead) -> FittedTaskHead:
-        found.log(when)
-        self.task_head_loss = found.loss
-        return found
+    def _logged(self, when: str, result: FittedTaskHead) -> FittedTaskHead:
+        result.log(when)
+        self.task_head_loss = result.loss
+        return result

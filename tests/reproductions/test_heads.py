@@ -22,7 +22,7 @@ from transformers import BertConfig, BertModel
 from typer.testing import CliRunner
 
 from fedrot.simulations import models
-from fedrot.strategies.fitting.exchange import SHRINKAGES
+from fedrot.task_head.choice import SHRINKAGES
 from fedrot.task_head.fit import fitted_task_heads
 from reproductions.heads import __main__, cell, closed
 from reproductions.heads.arms import ARMS, Arm

@@ -22,7 +22,8 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord
 from torch import Tensor
 
 import fedrot
-from fedrot.strategies import FedRot, lazy_grid
+from fedrot.strategies import FedRot
+from fedrot.strategies.wire import lazy_grid
 from tests.models import State, config_of, largest_difference
 from tests.strategies.classifier import NAME, SYMMETRY, state
 from tests.strategies.fakes import FakeGrid, failure, reply, tensors_of

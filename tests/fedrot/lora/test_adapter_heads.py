@@ -12,7 +12,7 @@ import torch
 from fedrot.errors import FedrotError
 from fedrot.lora.peft_model import adapter_tensors, load_adapter
 from fedrot.task_head.fit import fitted_task_head, with_task_head
-from fedrot.task_head.losses import Heads, collect_losses, compare_losses
+from fedrot.task_head.losses import TaskHeads, collect_losses, compare_losses
 from fedrot.task_head.names import adapter_task_head_of, task_head_of
 from fedrot.task_head.sums import collect_classes
 from tests.fedrot.collect.tiny import batch_of, tiny_classifier
@@ -65,7 +65,7 @@ def test_the_head_beside_an_adapter_is_that_of_the_merged_model(
     merged.load_state_dict(with_task_head(merged.state_dict(), name, weight, bias))
     expected = collect_losses(merged, batches).losses
     torch.testing.assert_close(collect_losses(model, batches).losses, expected)
-    heads = Heads(weight[None], bias[None], torch.tensor([-1]))
+    heads = TaskHeads(weight[None], bias[None], torch.tensor([-1]))
     torch.testing.assert_close(
         compare_losses([model], batches, head, [heads]).losses, expected
     )

@@ -21,7 +21,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from fedrot.lora import adapter_tensors
 from fedrot.strategies import LabelledRows, answer_with_sums, fit_task_head
-from fedrot.strategies.fitting.exchange import SHRINKAGES
+from fedrot.task_head.choice import SHRINKAGES
 from fedrot.task_head.fit import fitted_task_head
 from fedrot.task_head.losses import TEMPERATURES
 from fedrot.task_head.sums import collect_classes

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
 from fedrot.strategies import fit_task_head
-from fedrot.strategies.fitting.exchange import FittedTaskHead
+from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.wire.fitting_messages import (
     COUNT,
     LOSSES,

@@ -15,9 +15,9 @@ from flwr.clientapp import ClientApp
 
 import fedrot
 from fedrot.strategies import FedRot
-from fedrot.strategies.fitting.exchange import temperature_in_words
 from fedrot.strategies.wire.arrays import to_arrays
 from fedrot.strategies.wire.fitting_messages import LOSSES, ROWS, STAGE, SUMS
+from fedrot.task_head.losses import temperature_in_words
 from fedrot.task_head.sums import ClassSums
 from tests.strategies.fakes import (
     Client,

@@ -84,10 +84,9 @@ def test_a_quarter_of_the_clients_turns_nothing(
     values = torch.tensor(changes, dtype=torch.float64).clamp(-reach, reach)
     found = centre(values, weights)
     assert values[:honest].min() - 1e-9 <= found <= values[:honest].max() + 1e-9
-    ballot = Votes(
-        [losses_of(count, float(one)) for count, one in zip(rows, old, strict=True)]
-    )
-    assert float(ballot.change(old + values, old)) == pytest.approx(float(found))
+    answers = [losses_of(count, 1.0) for count in rows]
+    votes = Votes(answers, ["old"])
+    assert float(votes.change(old + values, old)) == pytest.approx(float(found))
     if found <= 0:
         quarter = weights.topk(len(weights) // 4).values.sum()
         worse = (weights[:honest] * values[:honest]).sum() / weights[:honest].sum()
@@ -110,10 +109,10 @@ def losses_of(rows: int, *losses: float) -> LossSums:
 
 def test_a_huge_loss_of_the_servers_model_counts_against_it() -> None:
     """Three honest clients whose old losses are huge, and one that lies about both."""
-    ballot = Votes([losses_of(10, 1e6)] * 3 + [losses_of(10, 0.0)])
-    old = ballot.means[:, 0, ONE]
+    votes = Votes([losses_of(10, 1e6)] * 3 + [losses_of(10, 0.0)], ["old"])
+    old = votes.means("old")[:, ONE]
     new = torch.tensor([2.0, 2.0, 2.0, 1e6]).double()
-    assert float(ballot.change(new, old)) == pytest.approx(2 - 1e6)
+    assert float(votes.change(new, old)) == pytest.approx(2 - 1e6)
 
 
 @pytest.mark.parametrize(
@@ -132,10 +131,9 @@ def test_groups_that_few_clients_need_stay(
     """Of eight clients, two lose. A change counts up to 2, and 0.1 of the others' loss
     is tolerated.
     """
-    ballot = Votes(
-        [losses_of(10, 1.0, 1.0 + change) for change in [others] * 6 + [two] * 2]
-    )
-    assert ballot.pays(without=1, fitted=0) is pays
+    answers = [losses_of(10, 1.0, 1.0 + change) for change in [others] * 6 + [two] * 2]
+    votes = Votes(answers, ["fitted", "without"])
+    assert votes.pays(without="without", fitted="fitted") is pays
 
 
 def drawn(seed: int, rows: int) -> ClassSums:

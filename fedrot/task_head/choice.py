@@ -1,0 +1,131 @@
+"""The choice among a model and models with fitted task heads, by losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from fedrot.errors import UpdateError
+from fedrot.task_head.fit import fitted_task_heads
+from fedrot.task_head.losses import LARGEST_LOSS, TEMPERATURES
+from fedrot.task_head.sums import ClassSums
+from fedrot.task_head.votes import Change, Votes
+
+#: Shrinkages of the covariance among which held-out rows choose.
+SHRINKAGES = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+
+#: The shrinkage at which groups of clients are compared.
+REFERENCE = 0.3
+
+
+#: A body: all of a model but its task head, or what stands for it.
+B = TypeVar("B")
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate(Generic[B]):
+    """A body with a task head.
+
+    Attributes:
+        body: see ``B``.
+        weight: of the head, ``[classes, inputs]``.
+        bias: of the head, ``[classes]``.
+        share: how much of a round's change the body has: 0, 0.5 or 1.
+        shrinkage: of a fitted head; NaN for a model's own head.
+    """
+
+    body: B
+    weight: Tensor
+    bias: Tensor
+    share: float = 1.0
+    shrinkage: float = math.nan
+
+    @property
+    def fitted(self) -> bool:
+        """Whether the head is a fitted one."""
+        return not math.isnan(self.shrinkage)
+
+
+def with_fitted_heads(
+    like: Candidate[B],
+    sums: ClassSums,
+    shrinkages: Sequence[float],
+    bias: bool,
+    priors: Tensor | None = None,
+) -> list[Candidate[B]]:
+    """Return a candidate's body with heads of all shrinkages that are fitted to sums.
+
+    Raises:
+        UpdateError: see ``fitted_task_heads``; or a class's mean has logits that no
+            loss can be computed of.
+    """
+    weights, biases = fitted_task_heads(sums, shrinkages, bias, priors)
+    logits = sums.means() @ weights.mT + biases.unsqueeze(1)
+    if not bool((logits.abs() <= LARGEST_LOSS).all()):
+        raise UpdateError(
+            f"The logits of a class's mean are too large, above {LARGEST_LOSS:g}."
+        )
+    heads = zip(weights, biases, shrinkages, strict=True)
+    return [
+        Candidate(like.body, weight, bias, like.share, shrinkage)
+        for weight, bias, shrinkage in heads
+    ]
+
+
+def keep_absent(
+    candidates: Sequence[Candidate[B]], like: Sequence[Candidate[B]], absent: Tensor
+) -> None:
+    """Set the outputs of which sums tell nothing to those of other candidates.
+
+    Args:
+        candidates: their tensors are changed.
+        like: one for each candidate, or one for all.
+        absent: bool ``[outputs]``.
+    """
+    others = like if len(like) == len(candidates) else [*like] * len(candidates)
+    for candidate, other in zip(candidates, others, strict=True):
+        candidate.weight[absent] = other.weight[absent].to(candidate.weight)
+        candidate.bias[absent] = other.bias[absent].to(candidate.bias)
+
+
+@dataclass(frozen=True, eq=False)
+class Choice(Generic[B]):
+    """The candidate that is taken, and the best one except the old model.
+
+    Attributes:
+        taken: the best candidate if it is better than the old model, else the old one.
+        temperature: the divisor of its logits.
+        best: the candidate with the lowest loss, each at its best temperature.
+        change: of the loss, from the old model to the best candidate.
+    """
+
+    taken: Candidate[B]
+    temperature: float
+    best: Candidate[B]
+    change: Change
+
+
+def choose(
+    votes: Votes, old: Candidate[B], candidates: Sequence[Candidate[B]]
+) -> Choice[B]:
+    """Return the choice among the old model and candidates, all of them in the votes.
+
+    Candidates are compared by ``Change.decisive``, each at its best temperature.
+    """
+    changes = {candidate: votes.from_old(candidate) for candidate in candidates}
+    best = min(candidates, key=lambda candidate: changes[candidate].decisive)
+    taken = best if changes[best].decisive < 0 else old
+    temperature = TEMPERATURES[votes.temperature(taken)]
+    return Choice(taken, temperature, best, changes[best])
+
+
+def reference_among(candidates: Sequence[Candidate[B]]) -> Candidate[B]:
+    """Return the candidate of the shrinkage ``REFERENCE``, else the first one."""
+    for candidate in candidates:
+        if candidate.shrinkage == REFERENCE:
+            return candidate
+    return candidates[0]
